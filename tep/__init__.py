@@ -1,0 +1,155 @@
+"""The public names of tep, and nothing else: each is imported from its room when it is first used.
+
+`import tep` loads no shared library (numpy included) and starts no thread. No logic lives here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tep import sim
+    from tep.api import (
+        Barrier,
+        EngineOptions,
+        Paged,
+        Pages,
+        Routing,
+        Scatter,
+        ScatterDst,
+        Single,
+    )
+    from tep.backends.base import Access
+    from tep.drivers import InlineDriver, ThreadDriver
+    from tep.engine import ImmCounter, PeerGroup, TransferEngine
+    from tep.errors import (
+        BackendUnavailable,
+        BadDescriptor,
+        BadRequest,
+        BusyError,
+        CallbackError,
+        Cancelled,
+        ClosedError,
+        FabricError,
+        StaleEpoch,
+        StallError,
+        TepError,
+        UsageError,
+        WaitTimeout,
+    )
+    from tep.plan import count_imms
+    from tep.region import MrHandle
+    from tep.stats import EngineStats, TransferStats
+    from tep.transfer import Expectation, Message, Transfer
+    from tep.watch import Watcher
+    from tep.wire import MrDesc, NetAddr
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Access",
+    "BackendUnavailable",
+    "BadDescriptor",
+    "BadRequest",
+    "Barrier",
+    "BusyError",
+    "CallbackError",
+    "Cancelled",
+    "ClosedError",
+    "EngineOptions",
+    "EngineStats",
+    "Expectation",
+    "FabricError",
+    "ImmCounter",
+    "InlineDriver",
+    "Message",
+    "MrDesc",
+    "MrHandle",
+    "NetAddr",
+    "Paged",
+    "Pages",
+    "PeerGroup",
+    "Routing",
+    "Scatter",
+    "ScatterDst",
+    "Single",
+    "StaleEpoch",
+    "StallError",
+    "TepError",
+    "ThreadDriver",
+    "Transfer",
+    "TransferEngine",
+    "TransferStats",
+    "UsageError",
+    "WaitTimeout",
+    "Watcher",
+    "__version__",
+    "count_imms",
+    "sim",
+]
+
+_ROOMS = {
+    "tep.api": (
+        "Barrier",
+        "EngineOptions",
+        "Paged",
+        "Pages",
+        "Routing",
+        "Scatter",
+        "ScatterDst",
+        "Single",
+    ),
+    "tep.drivers": ("InlineDriver", "ThreadDriver"),
+    "tep.errors": (
+        "BackendUnavailable",
+        "BadDescriptor",
+        "BadRequest",
+        "BusyError",
+        "CallbackError",
+        "Cancelled",
+        "ClosedError",
+        "FabricError",
+        "StaleEpoch",
+        "StallError",
+        "TepError",
+        "UsageError",
+        "WaitTimeout",
+    ),
+    "tep.plan": ("count_imms",),
+    "tep.backends.base": ("Access",),
+    "tep.region": ("MrHandle",),
+    "tep.transfer": (
+        "Expectation",
+        "Message",
+        "Transfer",
+    ),
+    "tep.engine": (
+        "ImmCounter",
+        "PeerGroup",
+        "TransferEngine",
+    ),
+    "tep.watch": ("Watcher",),
+    "tep.stats": (
+        "EngineStats",
+        "TransferStats",
+    ),
+    "tep.wire": ("MrDesc", "NetAddr"),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every misspelt name
+
+    def __getattr__(name: str) -> object:
+        """Import a public name from its room, once; afterwards it is an ordinary attribute."""
+        if name == "sim":
+            return importlib.import_module("tep.sim")
+        room = _ROOM_OF.get(name)
+        if room is None:
+            raise AttributeError(f"module 'tep' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(room), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

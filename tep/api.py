@@ -1,0 +1,172 @@
+"""The nouns a user writes down: pages, slices, routing, options, and the shapes of requests.
+
+Values only: nothing here posts, waits, or knows an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.errors import BadRequest
+from tep.wire import MrDesc
+
+__all__ = [
+    "Barrier",
+    "EngineOptions",
+    "Paged",
+    "Pages",
+    "Routing",
+    "Scatter",
+    "ScatterDst",
+    "Shape",
+    "Single",
+]
+
+
+class Pages:
+    """Which pages of a region, in which order: page k starts at `offset + indices[k] * stride`.
+
+    Args:
+        indices: any sequence or array of integers >= 0, length npages >= 1. It is copied; a page
+            list stays one integer array from end to end.
+        stride: bytes from one page's start to the next; None = the page size of the request, pages
+            back to back.
+        offset: bytes from the region's start to page 0.
+
+    Raises:
+        BadRequest: no pages, not integers, or something negative.
+    """
+
+    __slots__ = ("_index_max", "indices", "offset", "stride")
+
+    def __init__(
+        self,
+        indices: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        stride: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        try:
+            found = np.asarray(indices)
+        except ValueError as error:
+            raise BadRequest(
+                f"Pages: indices are no one-dimensional list of integers: {error}"
+            ) from error
+        if found.ndim != 1 or found.size == 0:
+            raise BadRequest(
+                f"Pages: indices of shape {found.shape}; one dimension and one page at the least"
+            )
+        if found.dtype.kind not in "iu":
+            raise BadRequest(f"Pages: indices are {found.dtype}, not integers")
+        if found.dtype.kind == "i" and int(found.min()) < 0:
+            raise BadRequest(f"Pages: index {int(found.min())} is negative")
+        if offset < 0 or (stride is not None and stride < 0):
+            raise BadRequest(f"Pages: offset={offset} stride={stride}; neither may be negative")
+        self.indices: npt.NDArray[np.uint64] = found.astype(np.uint64)
+        self.indices.flags.writeable = False
+        self.stride = stride
+        self.offset = offset
+        self._index_max = int(self.indices.max())
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        pages = f"{len(self)} pages, largest index {self._index_max}"
+        return f"Pages({pages}, stride={self.stride}, offset={self.offset})"
+
+    @property
+    def index_max(self) -> int:
+        """The largest index."""
+        return self._index_max
+
+
+class ScatterDst(NamedTuple):
+    """One slice for one peer.
+
+    A tuple and not a dataclass: a scatter's columns come from one `zip(*dsts)` in C, which is what
+    keeps 63 peers inside the time budget.
+
+    Attributes:
+        nbytes: length of the slice; 0 is legal.
+        src: byte offset in the source region.
+        dst: target descriptor and byte offset in it.
+    """
+
+    nbytes: int
+    src: int
+    dst: tuple[MrDesc, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Which NICs a request uses.
+
+    Attributes:
+        num_shards: cut a single write in exactly this many shards; None = as many as pay off.
+        domain: use this local NIC only; None = all of them, starting where the last request
+            stopped.
+        scatter_by: "peers": each peer's slice goes whole over one NIC. "bytes": every NIC carries a
+            part of each.
+    """
+
+    num_shards: int | None = None
+    domain: int | None = None
+    scatter_by: Literal["peers", "bytes"] = "peers"
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """The shape of one contiguous write of `nbytes`."""
+
+    nbytes: int
+    routing: Routing = Routing()
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """The shape of one paged write of `npages` pages."""
+
+    npages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """The shape of a scatter, as one of its targets sees it: a slice of `nbytes`."""
+
+    nbytes: int
+    routing: Routing = Routing()
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """The shape of a barrier."""
+
+
+Shape = Single | Paged | Scatter | Barrier
+"""What `count_imms` takes: enough of a request to know how many immediates reach one target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Limits and defaults of one engine.
+
+    Attributes:
+        wait_timeout_s: what wait() uses when no timeout is given, seconds.
+        post_rows_max: rows one transfer may post in a row before others get their turn.
+        backlog_rows_max: rows that may wait behind full queues; beyond it a submit raises
+            BusyError.
+        poll_rows: completions read from one NIC in one go.
+        commands_max: commands taken in one step.
+    """
+
+    wait_timeout_s: float = 60.0
+    post_rows_max: int = 1024
+    backlog_rows_max: int = 1 << 26
+    poll_rows: int = 4096
+    commands_max: int = 128

@@ -1,0 +1,113 @@
+"""Every exception tep raises, sorted by whose fault it is; no other room defines one.
+
+`UsageError` is yours and is raised before anything is posted. `FabricError` is the wire's or the
+peer's. `BackendUnavailable` says what was tried and why each try failed. A bug in tep is an
+`assert`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BackendUnavailable",
+    "BadDescriptor",
+    "BadRequest",
+    "BusyError",
+    "CallbackError",
+    "Cancelled",
+    "ClosedError",
+    "FabricError",
+    "StaleEpoch",
+    "StallError",
+    "TepError",
+    "UsageError",
+    "WaitTimeout",
+]
+
+
+class TepError(Exception):
+    """The root of all exceptions of tep."""
+
+
+class UsageError(TepError, ValueError):
+    """The caller asked for something that cannot be; nothing was posted."""
+
+
+class BadRequest(UsageError):
+    """A transfer request contradicts itself, its regions or its routing."""
+
+
+class BadDescriptor(UsageError):
+    """Bytes that were to be an address or a descriptor are not one that this version reads."""
+
+
+class StaleEpoch(BadDescriptor):
+    """A descriptor or address of an incarnation of the peer that has since been replaced."""
+
+
+class ClosedError(UsageError):
+    """The engine, region or handle was closed or freed before this call."""
+
+
+class BusyError(UsageError):
+    """The memory is still in use by transfers in flight."""
+
+
+class FabricError(TepError):
+    """A posted row failed: the wire, the peer or the NIC said so.
+
+    Attributes:
+        code: name of the seam's status, e.g. "REMOTE_KEY".
+        domain: index of the local NIC, or None where no NIC is to blame.
+        peer: printable address of the target, or "".
+        row: index of the failed row within its transfer's batch on that NIC, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "",
+        domain: int | None = None,
+        peer: str = "",
+        row: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.domain = domain
+        self.peer = peer
+        self.row = row
+
+
+class BackendUnavailable(TepError):
+    """A backend cannot run here.
+
+    Attributes:
+        tried: (what was tried, why it failed) pairs, in order.
+    """
+
+    def __init__(self, message: str, tried: tuple[tuple[str, str], ...] = ()) -> None:
+        lines = "".join(f"\n  tried {what}: {why}" for what, why in tried)
+        super().__init__(message + lines)
+        self.tried = tried
+
+
+class Cancelled(TepError):
+    """The transfer or expectation was cancelled, and every posted row has come back."""
+
+
+class WaitTimeout(TepError, TimeoutError):
+    """A wait ran out of time; the handle is still valid. The message is a stall report."""
+
+
+class StallError(TepError):
+    """A wait that nothing can end: the simulation has no event left.
+
+    The message is a stall report.
+    """
+
+
+class CallbackError(TepError):
+    """A user's callback raised; the transfer it belonged to is not affected.
+
+    The cause is attached.
+    """

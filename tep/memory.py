@@ -1,0 +1,175 @@
+"""What a user may register, brought to one form: pointer, length, device, owner of the bytes.
+
+Adapters for the buffer protocol (numpy, mmap, bytearray, memoryview, array), DLPack,
+`__cuda_array_interface__` and raw (pointer, length, device). Nothing here knows a NIC; no CUDA
+library is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.dlpack import KDL_CPU, KDL_CUDA, Exporter, is_dense, read_dlpack
+from tep.errors import BadRequest
+
+__all__ = ["Buffer", "Memory", "adapt"]
+
+
+Buffer = object
+"""Anything `adapt` takes: a buffer, a DLPack or CUDA array, or (pointer, nbytes, device)."""
+
+_DEVICE: Final = re.compile(r"cpu|cuda:[0-9]+")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """A run of bytes on one device.
+
+    Attributes:
+        ptr: virtual address of the first byte.
+        nbytes: length, 1 or more.
+        device: "cpu" or "cuda:N".
+        readonly: True if nobody may write there.
+        owner: the object whose life keeps the bytes mapped; held as long as this record.
+    """
+
+    ptr: int
+    nbytes: int
+    device: str
+    readonly: bool
+    owner: object
+
+    @property
+    def kind(self) -> str:
+        """The device without its number: "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
+    def bytes_view(self) -> npt.NDArray[np.uint8]:
+        """The bytes as a writable uint8 array that keeps the owner alive. CPU memory only."""
+        assert self.kind == "cpu", self.device
+        raw = (ctypes.c_ubyte * self.nbytes).from_address(self.ptr)
+        # The array's base is `raw`, and through it the owner: the memory stays mapped with it.
+        raw._tep_owner = self.owner  # type: ignore[attr-defined]  # our own mark
+        return np.frombuffer(memoryview(raw), np.uint8)
+
+
+def adapt(buffer: Buffer) -> Memory:
+    """Bring anything with bytes to a Memory.
+
+    Args:
+        buffer: an object with the buffer protocol, DLPack or `__cuda_array_interface__`,
+            contiguous; or a tuple (pointer, nbytes, device) for memory that the caller keeps mapped
+            until deregister().
+
+    Raises:
+        BadRequest: not such an object, not contiguous, empty, or on a device that tep does not
+            know.
+    """
+    if isinstance(buffer, Memory):
+        return buffer
+    if isinstance(buffer, tuple):
+        return _from_raw(buffer)
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]  # TypeError is the answer
+    except TypeError:
+        return _from_foreign(buffer)
+    except ValueError as error:  # e.g. a numpy dtype that the buffer protocol cannot spell
+        if isinstance(buffer, np.ndarray):
+            return _from_array(buffer)
+        raise BadRequest(f"reg_mr: {type(buffer).__name__}: {error}") from error
+    if not view.c_contiguous:
+        raise BadRequest(
+            f"reg_mr: shape {view.shape} with strides {view.strides} is not contiguous; "
+            "register the whole array and select with offsets and strides of Pages"
+        )
+    if view.nbytes == 0:
+        raise BadRequest("reg_mr: the buffer has 0 bytes")
+    flat = np.frombuffer(view, np.uint8)
+    return Memory(int(flat.ctypes.data), view.nbytes, "cpu", view.readonly, (buffer, view))
+
+
+def _from_array(array: npt.NDArray[Any]) -> Memory:
+    if not array.flags.c_contiguous:
+        raise BadRequest(
+            f"reg_mr: shape {array.shape} with strides {array.strides} is not contiguous"
+        )
+    if array.nbytes == 0:
+        raise BadRequest("reg_mr: the buffer has 0 bytes")
+    return Memory(int(array.ctypes.data), array.nbytes, "cpu", not array.flags.writeable, array)
+
+
+def _from_raw(raw: tuple[object, ...]) -> Memory:
+    match raw:
+        case (int(ptr), int(nbytes), str(device)):
+            pass
+        case _:
+            raise BadRequest(
+                "reg_mr: a tuple must be (pointer, nbytes, device), e.g. (ptr, 4096, 'cuda:0'), "
+                f"not {raw!r}"
+            )
+    if not _DEVICE.fullmatch(device):
+        raise BadRequest(f"reg_mr: device {device!r} is not 'cpu' or 'cuda:N'")
+    if ptr <= 0 or nbytes <= 0 or ptr + nbytes > 2**64:
+        raise BadRequest(
+            f"reg_mr: pointer {ptr:#x} with {nbytes} bytes is not a range of addresses"
+        )
+    return Memory(ptr, nbytes, device, False, None)
+
+
+def _from_foreign(buffer: object) -> Memory:
+    """Adapt what has no buffer protocol: DLPack first, since it names the device."""
+    if isinstance(buffer, Exporter):
+        return _from_dlpack(buffer)
+    # Not isinstance() with a protocol: from Python 3.12 on that looks at the class alone, where CPU
+    # tensors have this property too; reading it there raises AttributeError.
+    face = getattr(buffer, "__cuda_array_interface__", None)
+    if face is not None:
+        return _from_cuda(buffer, face)
+    raise BadRequest(
+        f"reg_mr: a {type(buffer).__name__} has neither a buffer, DLPack nor "
+        "__cuda_array_interface__; give an array, or (pointer, nbytes, device)"
+    )
+
+
+def _from_dlpack(exporter: Exporter) -> Memory:
+    name = type(exporter).__name__
+    try:
+        tensor = read_dlpack(exporter)
+    except BufferError as error:
+        raise BadRequest(f"reg_mr: the {name} cannot be exported: {error}") from error
+    kind, index = tensor.device
+    if kind not in (*KDL_CPU, *KDL_CUDA):
+        raise BadRequest(f"reg_mr: DLPack device type {kind} of the {name} is neither CPU nor CUDA")
+    if not tensor.contiguous:
+        raise BadRequest(
+            f"reg_mr: {name} of shape {tensor.shape} with strides {tensor.strides} (in elements) "
+            "is not contiguous"
+        )
+    if tensor.nbytes == 0:
+        raise BadRequest(f"reg_mr: the {name} has 0 bytes")
+    device = "cpu" if kind in KDL_CPU else f"cuda:{index}"
+    owner = (exporter, tensor.capsule)
+    return Memory(tensor.ptr, tensor.nbytes, device, tensor.readonly, owner)
+
+
+def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
+    ptr, readonly = face["data"]
+    shape, strides = tuple(face["shape"]), face.get("strides")
+    itemsize = np.dtype(face["typestr"]).itemsize
+    if strides is not None and not is_dense(shape, tuple(strides), itemsize):
+        raise BadRequest(
+            f"reg_mr: CUDA array of shape {shape} with strides {strides} is not contiguous"
+        )
+    nbytes = math.prod(shape) * itemsize
+    if nbytes == 0:
+        raise BadRequest("reg_mr: the CUDA array has 0 bytes")
+    device = getattr(buffer, "device", None)
+    index = getattr(device, "index", getattr(device, "id", 0))
+    return Memory(int(ptr), nbytes, f"cuda:{index or 0}", bool(readonly), buffer)

@@ -1,0 +1,232 @@
+"""The striping planner, pure: (shape, local NICs, remote NICs, cursor) -> who carries what.
+
+Rule 1: how many immediates reach a target depends on the shape and the two NIC counts alone, never
+on the NICs alive today. Rule 2: shards tile the request exactly. Rule 3: a share names the local
+and the remote NIC together, so that no row can be posted with another NIC's keys.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Final, NamedTuple, assert_never
+
+from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
+from tep.errors import BadRequest
+
+__all__ = [
+    "ROW_BYTES_MAX",
+    "SHARD_BYTES_MIN",
+    "Plan",
+    "Share",
+    "count_imms",
+    "lanes",
+    "plan_paged",
+    "plan_single",
+    "plan_targets",
+]
+
+SHARD_BYTES_MIN: Final = 8192
+"""A single write is cut only into shards of this size or more.
+
+Source: fabric-lib rounds shards up to 8192 B.
+"""
+
+ROW_BYTES_MAX: Final = 1 << 30
+"""No row is longer: longer shards become several rows, each with its own immediate, because an
+immediate vouches for the bytes of its own row only. A constant and not a NIC's limit, so that both
+sides count alike. Source: EFA's max_rdma_size is 1 GiB (quoted from its device limits); ConnectX-7
+takes 2 GiB.
+"""
+
+_SHARD_ALIGN: Final = 4096
+_NICS_MAX: Final = 64
+
+
+class Share(NamedTuple):
+    """One piece of a request, NIC to NIC: rows (paged, targets) or bytes (single) start..stop."""
+
+    domain: int
+    remote: int
+    start: int
+    stop: int
+
+
+class Plan(NamedTuple):
+    """Who carries what.
+
+    Attributes:
+        shares: in order of `start`; they tile the request.
+        imms: immediates that each target counts, if the request carries one.
+        cursor: where the next request starts.
+    """
+
+    shares: tuple[Share, ...]
+    imms: int
+    cursor: int
+
+
+def lanes(nlocal: int, nremote: int) -> int:
+    """How many (local, remote) NIC pairs a request is dealt out to: the least common multiple.
+
+    With it every local NIC and every remote NIC carries the same share, also where the counts
+    differ; lane k joins local NIC k % nlocal with remote NIC k % nremote.
+    """
+    if not (1 <= nlocal <= _NICS_MAX and 1 <= nremote <= _NICS_MAX):
+        raise BadRequest(f"nlocal={nlocal} nremote={nremote}; NIC counts are 1 to {_NICS_MAX}")
+    return math.lcm(nlocal, nremote)
+
+
+def _lane_numbers(nlocal: int, nremote: int, cursor: int, domain: int | None) -> list[int]:
+    """All lanes in their order of use: from the cursor on, or those of one pinned local NIC."""
+    count = lanes(nlocal, nremote)
+    if domain is None:
+        return [(cursor + k) % count for k in range(count)]
+    if not 0 <= domain < nlocal:
+        raise BadRequest(f"routing.domain={domain}, but this engine has NICs 0 to {nlocal - 1}")
+    return list(range(domain, count, nlocal))
+
+
+def _shards(nbytes: int, nlanes: int, num_shards: int | None) -> int:
+    if num_shards is None:
+        return max(1, min(nlanes, nbytes // SHARD_BYTES_MIN))
+    if not 1 <= num_shards <= nlanes:
+        raise BadRequest(
+            f"routing.num_shards={num_shards}, but the NICs of both sides make {nlanes} lanes"
+        )
+    return num_shards
+
+
+def _rows(shard: Share) -> list[Share]:
+    """Cut one shard into rows of at most ROW_BYTES_MAX; an empty shard stays one empty row."""
+    if shard.stop - shard.start <= ROW_BYTES_MAX:
+        return [shard]
+    starts = range(shard.start, shard.stop, ROW_BYTES_MAX)
+    return [shard._replace(start=at, stop=min(at + ROW_BYTES_MAX, shard.stop)) for at in starts]
+
+
+def _cuts(nbytes: int, nshards: int) -> list[int]:
+    """Boundaries of shards as equal as alignment allows; short requests leave empty shards."""
+    pages = -(-nbytes // _SHARD_ALIGN)
+    if pages >= nshards:
+        return [*(pages * k // nshards * _SHARD_ALIGN for k in range(nshards)), nbytes]
+    return [nbytes * k // nshards for k in range(nshards + 1)]
+
+
+@lru_cache(maxsize=4096)
+def plan_single(
+    nbytes: int, nlocal: int, nremote: int, cursor: int, routing: Routing = Routing()
+) -> Plan:
+    """Cut one contiguous write into shards, one a lane, and shards beyond ROW_BYTES_MAX into rows.
+
+    Args:
+        nbytes: length, 0 or more; a shard may be empty, and still carries its immediate.
+        nlocal: NICs of this side.
+        nremote: NICs of the target.
+        cursor: lane of the first shard.
+        routing: num_shards and domain.
+
+    Returns:
+        A plan in bytes; plan.imms == number of rows == number of shards up to 1 GiB each.
+
+    Raises:
+        BadRequest: more shards than lanes, or a NIC that is not there.
+    """
+    order = _lane_numbers(nlocal, nremote, cursor, routing.domain)
+    nshards = _shards(nbytes, len(order), routing.num_shards)
+    cuts = _cuts(nbytes, nshards)
+    shards = (
+        Share(lane % nlocal, lane % nremote, cuts[k], cuts[k + 1])
+        for k, lane in enumerate(order[:nshards])
+    )
+    rows = tuple(row for shard in shards for row in _rows(shard))
+    return Plan(rows, len(rows), (cursor + nshards) % lanes(nlocal, nremote))
+
+
+@lru_cache(maxsize=4096)
+def plan_paged(
+    npages: int, nlocal: int, nremote: int, cursor: int, domain: int | None = None
+) -> Plan:
+    """Share the pages of one request out over the lanes.
+
+    Pages stay whole, and each lane gets one run of neighbouring list entries. With fewer pages than
+    lanes some lanes get none; the cursor moves on only past those that did.
+
+    Args:
+        npages: 1 or more.
+        nlocal: NICs of this side.
+        nremote: NICs of the target.
+        cursor: lane of the first run.
+        domain: use this local NIC only.
+
+    Returns:
+        A plan in rows; plan.imms == npages.
+
+    Source: fabric-lib `submit_paged_transfer_request`; differs in allowing unequal NIC counts.
+    """
+    order = _lane_numbers(nlocal, nremote, cursor, domain)
+    nlanes = min(len(order), npages)
+    shares = tuple(
+        Share(lane % nlocal, lane % nremote, npages * k // nlanes, npages * (k + 1) // nlanes)
+        for k, lane in enumerate(order[:nlanes])
+    )
+    return Plan(shares, npages, (cursor + nlanes) % lanes(nlocal, nremote))
+
+
+def plan_targets(
+    nremotes: tuple[int, ...], nlocal: int, cursor: int, domain: int | None = None
+) -> list[Share]:
+    """Give each target of a scatter or barrier one lane, in turn.
+
+    Args:
+        nremotes: NIC count of each target.
+        nlocal: NICs of this side.
+        cursor: lane of target 0.
+        domain: use this local NIC only.
+
+    Returns:
+        One share of one row a target, in target order.
+    """
+    if domain is not None and not 0 <= domain < nlocal:
+        raise BadRequest(f"routing.domain={domain}, but this engine has NICs 0 to {nlocal - 1}")
+    if domain is not None:
+        return [
+            Share(domain, (domain + nlocal * (cursor + k)) % n, k, k + 1)
+            for k, n in enumerate(nremotes)
+        ]
+    return [
+        Share((cursor + k) % nlocal, (cursor + k) % n, k, k + 1) for k, n in enumerate(nremotes)
+    ]
+
+
+def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
+    """How many immediates one request makes at each of its targets; feed it to `expect_imm_count`.
+
+    Args:
+        shape: Single, Paged, Scatter or Barrier.
+        nlocal: NICs of the sender.
+        nremote: NICs of the receiver.
+
+    Returns:
+        Paged: one a page. Single, and scatter by bytes: one a row, which is one a shard up to 1 GiB
+            each.
+        Scatter by peers, Barrier: one.
+
+    Raises:
+        BadRequest: as for the request itself.
+    """
+    match shape:
+        case Paged(npages):
+            return npages
+        case Single(nbytes, routing):
+            return plan_single(nbytes, nlocal, nremote, 0, routing).imms
+        case Scatter(nbytes, routing):
+            return (
+                plan_single(nbytes, nlocal, nremote, 0, routing).imms
+                if routing.scatter_by == "bytes"
+                else 1
+            )
+        case Barrier():
+            return 1
+        case _:
+            assert_never(shape)

@@ -1,0 +1,175 @@
+"""Addresses and descriptors <-> bytes: versioned, checked, with the owner's epoch; no pickle.
+
+Rule 1: bytes from a peer are hostile until `from_bytes` has returned. Rule 2: a change of any
+layout below is a new VERSION, and tests/unit/test_wire.py holds the golden bytes of the old one.
+
+The envelope of every object (all integers little-endian):
+
+    offset  size  field     content
+    0       3     magic     b"TEP"
+    3       1     kind      ASCII: A = NetAddr, M = MrDesc
+    4       2     version   1
+    6       4     length    bytes of the payload
+    10      4     crc32     of bytes 0..9 followed by the payload
+    14      ...   payload   MessagePack array of the object's fields, in their order in the class
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Annotated, ClassVar, Final, Self
+
+import msgspec
+from msgspec import Meta
+
+from tep.errors import BadDescriptor
+
+__all__ = ["VERSION", "MrDesc", "NetAddr"]
+
+VERSION: Final = 1
+_HEADER: Final = struct.Struct("<3scHII")
+_MAGIC: Final = b"TEP"
+
+# msgspec bounds integers by int64; 64-bit keys and addresses are checked for >= 0 and travel as
+# msgpack uint64.
+Unsigned = Annotated[int, Meta(ge=0)]
+Nic = Annotated[bytes, Meta(min_length=1, max_length=256)]
+_NICS_MAX: Final = 64
+
+
+class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An object with an envelope."""
+
+    KIND: ClassVar[bytes]
+
+    def to_bytes(self) -> bytes:
+        """Encode as envelope + payload; `from_bytes` of the same class is the inverse."""
+        payload = msgspec.msgpack.encode(self)
+        head = _HEADER.pack(_MAGIC, self.KIND, VERSION, len(payload), 0)[:10]
+        crc = zlib.crc32(payload, zlib.crc32(head))
+        return head + crc.to_bytes(4, "little") + payload
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Self:
+        """Decode strictly.
+
+        Raises:
+            BadDescriptor: not tep's, of another kind or version, truncated, altered, or with
+                impossible fields.
+        """
+        try:
+            found = msgspec.msgpack.decode(_payload(cls, bytes(data)), type=cls, strict=True)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets the second out
+            raise BadDescriptor(
+                f"{cls.__name__}: payload does not hold its fields: {error}"
+            ) from error
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """Raise BadDescriptor where fields contradict each other."""
+
+
+def _payload(cls: type[_Wire], data: bytes) -> bytes:
+    name = cls.__name__
+    if len(data) < _HEADER.size:
+        raise BadDescriptor(
+            f"{name}: {len(data)} bytes, but the envelope alone has {_HEADER.size}; truncated?"
+        )
+    magic, kind, version, length, crc = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise BadDescriptor(
+            f"{name}: starts with {magic!r}, not {_MAGIC!r}; these bytes were not written by tep"
+        )
+    if version != VERSION:
+        raise BadDescriptor(
+            f"{name}: wire version {version}, this tep reads {VERSION}; "
+            "run the same release on both sides"
+        )
+    if kind != cls.KIND:
+        what = _KINDS.get(kind, f"an unknown kind {kind!r}")
+        raise BadDescriptor(f"{name}: these bytes are {what}, not a {name}")
+    payload = data[_HEADER.size :]
+    if len(payload) != length:
+        raise BadDescriptor(
+            f"{name}: {len(payload)} payload bytes, the envelope says {length}; truncated or padded"
+        )
+    if zlib.crc32(payload, zlib.crc32(data[:10])) != crc:
+        raise BadDescriptor(
+            f"{name}: checksum {crc:#010x} does not fit the bytes; altered on the way"
+        )
+    return payload
+
+
+class NetAddr(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where one engine is: all NICs of its group, and which incarnation it is.
+
+    The paper's NetAddr names one NIC, which forces equal NIC counts on both sides. Ours names them
+    all, so that a peer group is resolved before any descriptor is seen.
+
+    Attributes:
+        backend: the registry's name; peers must agree.
+        name: how reports call the engine.
+        epoch: of this incarnation; a restarted engine has a larger one.
+        domains: the opaque address of each NIC, in NIC order, 1 to 64.
+        link_bps: nominal rate of each NIC, bits a second.
+    """
+
+    KIND = b"A"
+
+    backend: str
+    name: str
+    epoch: Unsigned
+    domains: tuple[Nic, ...]
+    link_bps: tuple[Unsigned, ...]
+
+    def check(self) -> None:
+        """Raise BadDescriptor unless there are 1 to 64 NICs, each with an address and a rate."""
+        if not 1 <= len(self.domains) <= _NICS_MAX:
+            raise BadDescriptor(f"NetAddr: {len(self.domains)} NICs; 1 to {_NICS_MAX} are possible")
+        if len(self.link_bps) != len(self.domains):
+            raise BadDescriptor(f"NetAddr: {len(self.domains)} NICs but {len(self.link_bps)} rates")
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.backend}/{len(self.domains)} NICs, epoch {self.epoch}"
+
+
+class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A memory region as its peers see it: where, how long, and its key on each NIC.
+
+    Attributes:
+        addr: the owner.
+        region: number of the region, unique within the owner's epoch.
+        nbytes: length of the region.
+        device: "cpu" or "cuda:N".
+        writable: False for a region that may only be a source.
+        rkeys: the key of each NIC, in NIC order.
+        bases: what to add to an offset, for each NIC: the virtual address, or 0 where a provider
+            wants offsets.
+    """
+
+    KIND = b"M"
+
+    addr: NetAddr
+    region: Unsigned
+    nbytes: Unsigned
+    device: str
+    writable: bool
+    rkeys: tuple[Unsigned, ...]
+    bases: tuple[Unsigned, ...]
+
+    def check(self) -> None:
+        """Raise BadDescriptor unless the address is sound and every NIC has a key and a base."""
+        self.addr.check()
+        nics = len(self.addr.domains)
+        if not len(self.rkeys) == len(self.bases) == nics:
+            raise BadDescriptor(
+                f"MrDesc: {nics} NICs, {len(self.rkeys)} keys and {len(self.bases)} bases"
+            )
+
+    def __str__(self) -> str:
+        return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"
+
+
+_KINDS: Final = {NetAddr.KIND: "a NetAddr", MrDesc.KIND: "an MrDesc"}

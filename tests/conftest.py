@@ -1,0 +1,23 @@
+"""Hypothesis profiles for every test; fixtures live beside the tests that use them.
+
+TEP_PROFILE picks one: dev (default), fast, ci, long. `scripts/test` sets it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, Verbosity, settings
+
+_COMMON = {
+    # A shared machine stalls now and then: wall-clock deadlines only make tests flaky.
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+    "verbosity": Verbosity.normal,
+    "print_blob": True,
+}
+settings.register_profile("dev", max_examples=50, **_COMMON)
+settings.register_profile("fast", max_examples=15, derandomize=True, **_COMMON)
+settings.register_profile("ci", max_examples=300, derandomize=True, **_COMMON)
+settings.register_profile("long", max_examples=5000, **_COMMON)
+settings.load_profile(os.environ.get("TEP_PROFILE", "dev"))

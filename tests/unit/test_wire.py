@@ -1,0 +1,186 @@
+"""Wire objects by golden bytes, by the table in wire.py's docstring, by each refusal's message."""
+
+from __future__ import annotations
+
+import re
+import zlib
+
+import msgspec
+import pytest
+
+from tep import wire
+from tep.errors import BadDescriptor
+from tep.wire import MrDesc, NetAddr
+
+ADDR = NetAddr(
+    backend="loopback",
+    name="a",
+    epoch=7,
+    domains=(b"nic0", b"nic1"),
+    link_bps=(200_000_000_000, 0),
+)
+DESC = MrDesc(
+    addr=ADDR,
+    region=3,
+    nbytes=65_536,
+    device="cuda:1",
+    writable=True,
+    rkeys=(2**64 - 1, 2),
+    bases=(2**63, 0),
+)
+
+ADDR_PAYLOAD = (
+    "95"  # five fields
+    "a86c6f6f706261636b"  # "loopback"
+    "a161"  # "a"
+    "07"  # epoch
+    "92c4046e696330c4046e696331"  # two addresses as bin8
+    "92cf0000002e90edd00000"  # 200 Gbit/s as uint64, and unknown
+)
+GOLDEN_ADDR = "54455041010025000000c1335c8f" + ADDR_PAYLOAD
+GOLDEN_DESC = (
+    "5445504d01004a000000a569732b"
+    "97" + ADDR_PAYLOAD + "03"  # seven fields  # region
+    "ce00010000"  # 65,536 bytes
+    "a6637564613a31"  # "cuda:1"
+    "c3"  # writable
+    "92cfffffffffffffffff02"  # rkeys: the largest 64-bit key, and 2
+    "92cf800000000000000000"  # bases: 2**63, and 0
+)
+
+
+def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 1, magic: bytes = b"TEP") -> bytes:
+    """Put a payload into an envelope whose length and checksum are right."""
+    head = magic + kind + version.to_bytes(2, "little") + len(payload).to_bytes(4, "little")
+    return head + zlib.crc32(head + payload).to_bytes(4, "little") + payload
+
+
+@pytest.mark.parametrize(("value", "golden"), [(ADDR, GOLDEN_ADDR), (DESC, GOLDEN_DESC)])
+def test_golden_bytes(value: NetAddr | MrDesc, golden: str) -> None:
+    """Another release must read what this one wrote; a changed layout needs a new VERSION."""
+    assert golden == value.to_bytes().hex()
+    assert value == type(value).from_bytes(bytes.fromhex(golden))
+
+
+def test_docstring_table_matches_the_envelope() -> None:
+    """The table is what a second implementation would be written from."""
+    found = re.findall(r"^    (\d+) +(\d+|\.\.\.) +(\w+) ", wire.__doc__, re.MULTILINE)
+
+    expected_offset = 0
+    for offset, size, _ in found[:-1]:
+        assert expected_offset == int(offset)
+        expected_offset += int(size)
+    assert ["magic", "kind", "version", "length", "crc32", "payload"] == [row[2] for row in found]
+    assert (str(expected_offset), "...", "payload") == found[-1]
+
+    data = ADDR.to_bytes()
+    field = {name: (int(offset), int(size)) for offset, size, name in found[:-1]}
+
+    def read(name: str) -> bytes:
+        offset, size = field[name]
+        return data[offset : offset + size]
+
+    payload = data[expected_offset:]
+    assert b"TEP" == read("magic")
+    assert b"A" == read("kind")
+    assert wire.VERSION == int.from_bytes(read("version"), "little")
+    assert len(payload) == int.from_bytes(read("length"), "little")
+    assert zlib.crc32(data[:10] + payload) == int.from_bytes(read("crc32"), "little")
+
+
+def test_payload_holds_the_fields_in_class_order() -> None:
+    """A reordered field would be read as another one of the same type, without an error."""
+    payload = msgspec.msgpack.decode(DESC.to_bytes()[14:])
+
+    assert payload[1:5] == [DESC.region, DESC.nbytes, DESC.device, DESC.writable]
+    assert payload[5:] == [list(DESC.rkeys), list(DESC.bases)]
+    assert payload[0][:3] == [ADDR.backend, ADDR.name, ADDR.epoch]
+
+
+def test_docstring_names_every_kind() -> None:
+    """A kind that the table forgets is one that a reader cannot recognise."""
+    for cls in (NetAddr, MrDesc):
+        assert f"{cls.KIND.decode()} = {cls.__name__}" in wire.__doc__
+
+
+def test_objects_are_values() -> None:
+    """A descriptor serves as a key of tables: equal bytes must be equal and hash alike."""
+    again = MrDesc.from_bytes(DESC.to_bytes())
+
+    assert again == DESC
+    assert hash(again) == hash(DESC)
+    with pytest.raises(AttributeError):
+        again.region = 4
+
+
+@pytest.mark.parametrize("container", [bytes, bytearray, memoryview])
+def test_any_bytes_like_is_read(container: type) -> None:
+    """Messages arrive as memoryviews of a receive buffer; copying them first is needless work."""
+    assert DESC == MrDesc.from_bytes(container(DESC.to_bytes()))
+
+
+def test_descriptions_name_owner_and_epoch() -> None:
+    """Error reports identify peers by these lines."""
+    assert "a@loopback/2 NICs, epoch 7" == str(ADDR)
+    assert "region 3 (65536 bytes, cuda:1) of a@loopback/2 NICs, epoch 7" == str(DESC)
+
+
+FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "MrDesc: 0 bytes, but the envelope alone has 14; truncated?"),
+        (b"\x80\x04pickle-of-something", "starts with .*; these bytes were not written by tep"),
+        (ADDR.to_bytes(), "MrDesc: these bytes are a NetAddr, not a MrDesc"),
+        (sealed(b"", kind=b"Z"), "MrDesc: these bytes are an unknown kind b'Z', not a MrDesc"),
+        (sealed(b"", version=2), "MrDesc: wire version 2, this tep reads 1; run the same release"),
+        (sealed(b"", version=2, kind=b"Z"), "wire version 2"),
+        (DESC.to_bytes()[:-1], "73 payload bytes, the envelope says 74; truncated or padded"),
+        (DESC.to_bytes() + b"\0", "75 payload bytes, the envelope says 74; truncated or padded"),
+        (DESC.to_bytes()[:-1] + b"\1", "MrDesc: checksum 0x2b7369a5 does not fit the bytes"),
+        (sealed(b""), "MrDesc: payload does not hold its fields"),
+        (sealed(b"\xc1"), "MrDesc: payload does not hold its fields"),
+        (sealed(msgspec.msgpack.encode({"a": 1})), "payload does not hold its fields"),
+        (sealed(msgspec.msgpack.encode(FIELDS[:-1])), "payload does not hold its fields"),
+        (sealed(msgspec.msgpack.encode([*FIELDS, 0])), "payload does not hold its fields"),
+        (sealed(msgspec.msgpack.encode([ADDR, -1, *FIELDS[2:]])), "payload does not hold"),
+        (sealed(msgspec.msgpack.encode([ADDR, 3.0, *FIELDS[2:]])), "payload does not hold"),
+        (sealed(msgspec.msgpack.encode([ADDR, "3", *FIELDS[2:]])), "payload does not hold"),
+        (sealed(msgspec.msgpack.encode([*FIELDS[:5], [1], [0, 0]])), "2 NICs, 1 keys and 2 bases"),
+        (sealed(msgspec.msgpack.encode([*FIELDS[:5], [1, 2], [0]])), "2 NICs, 2 keys and 1 bases"),
+        (sealed(b"\x97\x95\xa1\xff"), "MrDesc: payload does not hold its fields"),
+    ],
+)
+def test_refused_by_message(data: bytes, message: str) -> None:
+    """Bytes from a peer are hostile: each fault has its words, and nothing half-read escapes."""
+    with pytest.raises(BadDescriptor, match=message):
+        MrDesc.from_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("domains", "link_bps", "message"),
+    [
+        ([], [], "NetAddr: 0 NICs; 1 to 64 are possible"),
+        ([b"n"] * 65, [0] * 65, "NetAddr: 65 NICs; 1 to 64 are possible"),
+        ([b"n"], [0, 0], "NetAddr: 1 NICs but 2 rates"),
+        ([b""], [0], "NetAddr: payload does not hold its fields"),
+        ([b"n" * 257], [0], "NetAddr: payload does not hold its fields"),
+        (["text"], [0], "NetAddr: payload does not hold its fields"),
+    ],
+)
+def test_impossible_addresses_are_refused(domains: list, link_bps: list, message: str) -> None:
+    """An engine with no NIC, or with a NIC that has no rate, would break the planner."""
+    data = sealed(msgspec.msgpack.encode(["b", "n", 1, domains, link_bps]), kind=b"A")
+
+    with pytest.raises(BadDescriptor, match=message):
+        NetAddr.from_bytes(data)
+
+
+def test_descriptor_of_an_impossible_address_is_refused() -> None:
+    """The owner inside a descriptor is as hostile as the descriptor."""
+    owner = ["b", "n", 1, [], []]
+
+    with pytest.raises(BadDescriptor, match="NetAddr: 0 NICs"):
+        MrDesc.from_bytes(sealed(msgspec.msgpack.encode([owner, 3, 1, "cpu", True, [], []])))
