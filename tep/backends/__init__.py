@@ -1,0 +1,88 @@
+"""The registry: which backends there are, imported at first use, and why one is missing.
+
+A name maps to a module and to what would bring it; nothing else in tep's core names a backend.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol, cast
+
+from tep.backends.base import Opened
+from tep.errors import BackendUnavailable, UsageError
+
+__all__ = ["BACKENDS", "BackendModule", "BackendSpec", "load_backend", "open_backend"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSpec:
+    """One line of the registry.
+
+    Attributes:
+        module: what is imported; it has `open_domains(**options) -> Opened` and `probe() -> str`.
+        summary: what it drives, for `tep info`.
+        cure: what to do where it cannot run.
+    """
+
+    module: str
+    summary: str
+    cure: str
+
+
+class BackendModule(Protocol):
+    """What a backend's module offers."""
+
+    def open_domains(self, **options: object) -> Opened:
+        """Open the NICs of one device.
+
+        Raises BackendUnavailable, or UsageError for options it does not know.
+        """
+
+    def probe(self) -> str:
+        """Say what is here (versions, NICs) in one line.
+
+        Raises BackendUnavailable with what was tried.
+        """
+
+
+BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
+    {
+        "loopback": BackendSpec(
+            module="tep.backends.loopback",
+            summary="engines of one process, memory to memory, order shuffled by a seed",
+            cure="nothing is needed",
+        ),
+        "sim": BackendSpec(
+            module="tep.backends.sim",
+            summary="simulated NICs on simpy: chaos fabric and timing fabric",
+            cure="pip install simpy",
+        ),
+    }
+)
+
+
+def load_backend(name: str) -> BackendModule:
+    """Import a backend's module.
+
+    Raises:
+        UsageError: no such name.
+        BackendUnavailable: its module cannot be imported.
+    """
+    spec = BACKENDS.get(name)
+    if spec is None:
+        raise UsageError(f"backend {name!r} is unknown; there are: {', '.join(sorted(BACKENDS))}")
+    try:
+        return cast("BackendModule", importlib.import_module(spec.module))
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"backend {name!r} cannot be imported; {spec.cure}",
+            ((f"import {spec.module}", str(error)),),
+        ) from error
+
+
+def open_backend(backend: str, /, **options: object) -> Opened:
+    """Open the NICs of a backend; options are the backend's own keywords."""
+    return load_backend(backend).open_domains(**options)

@@ -1,0 +1,298 @@
+"""The seam: what a backend (one NIC = one Domain) owes the engine, and the columns that cross it.
+
+Only data and protocols live here. Queueing, striping, peer groups, counting and retry policy sit
+above the seam, once; a backend translates and does not decide. The clauses C1.. are spelled out in
+CONTRACT.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from tep.drivers import Driver
+    from tep.memory import Memory
+
+__all__ = [
+    "COMPLETION",
+    "Access",
+    "Column",
+    "Completions",
+    "Domain",
+    "DomainCaps",
+    "DomainKey",
+    "Kind",
+    "Opened",
+    "Row",
+    "Status",
+    "WriteBatch",
+    "new_completions",
+]
+
+Column = int | npt.NDArray[np.unsignedinteger]
+"""One value for every row (an int), or one value a row (an unsigned array)."""
+
+
+class Kind(IntEnum):
+    """What a completion is about."""
+
+    WRITE = 1  # `count` rows of batch `ctx` finished here, at the sender
+    IMM = 2  # `count` immediates `imm` arrived here, each with all bytes of its row
+    SENT = 3  # the message `ctx` was delivered, or failed
+    RECV = 4  # a message arrived; `ctx` is the slot for recv_view(), `nbytes` its length
+    DOWN = 5  # this NIC is gone for good: nothing can be posted on it any more
+
+
+class Status(IntEnum):
+    """How it ended: the union of what verbs and EFA can say, in our words."""
+
+    OK = 0
+    FLUSHED = 1  # not tried, or given up, because the queue or the domain was closed
+    LOCAL_KEY = 2
+    REMOTE_KEY = 3
+    REMOTE_RANGE = 4
+    LENGTH = 5
+    RNR = 6  # the peer had no receive posted for too long
+    UNREACHABLE = 7  # the peer, or its NIC, does not answer
+    STALE_PEER = 8  # the peer is there, in a later incarnation
+    NIC_DOWN = 9  # this NIC died; whether the row landed is unknown
+    PROVIDER = 10  # anything else; the backend's `status_text` says what
+
+
+class Access(IntEnum):
+    """What a NIC may do with a registered region."""
+
+    SOURCE = 1
+    SOURCE_AND_TARGET = 2
+
+
+COMPLETION = np.dtype(
+    [
+        ("kind", "u1"),
+        ("status", "u1"),
+        ("count", "u4"),  # rows, or immediates, that this entry stands for; 1 or more
+        ("imm", "u4"),  # Kind.IMM only
+        ("row", "u4"),  # Kind.WRITE with an error: index of the row in its batch
+        ("ctx", "u8"),  # the batch's ctx, the message's ctx, or the receive slot
+        ("nbytes", "u8"),  # Kind.RECV: bytes of the message. Else 0 or the bytes moved
+    ],
+    align=True,  # 32 bytes; unaligned columns would cost numpy twice the time
+)
+"""One completion.
+
+`count` lets one signalled entry stand for a chain, or one burst of equal immediates.
+"""
+
+Completions = npt.NDArray[np.void]
+"""A preallocated array of COMPLETION that poll() fills from the front."""
+
+
+def new_completions(nrows: int) -> Completions:
+    """Allocate a buffer for poll(): zeros, dtype COMPLETION, `nrows` entries."""
+    return np.zeros(nrows, COMPLETION)
+
+
+class Row(NamedTuple):
+    """One write, spelled out: the scalar view of a batch's row."""
+
+    peer: int
+    src: int
+    lkey: int
+    dst: int
+    rkey: int
+    nbytes: int
+    imm: int | None
+
+
+class WriteBatch:
+    """Rows to write, as columns; a column may be one int that holds for every row.
+
+    Attributes:
+        n: rows, 1 or more.
+        peer: PeerId as connect() returned it.
+        src, dst: addresses in bytes; dst already contains the key's `base`.
+        lkey, rkey: of the domain this batch is posted on, and of the target's domain.
+        nbytes: 0 or more.
+        imm: u32, or None when no row carries an immediate.
+        ctx: one number for the whole batch; completions name it together with the row.
+    """
+
+    __slots__ = ("ctx", "dst", "imm", "lkey", "n", "nbytes", "peer", "rkey", "src")
+
+    def __init__(
+        self,
+        n: int,
+        peer: Column,
+        src: Column,
+        lkey: int,
+        dst: Column,
+        rkey: Column,
+        nbytes: Column,
+        imm: Column | None,
+        ctx: int,
+    ) -> None:
+        self.n = n
+        self.peer = peer
+        self.src = src
+        self.lkey = lkey
+        self.dst = dst
+        self.rkey = rkey
+        self.nbytes = nbytes
+        self.imm = imm
+        self.ctx = ctx
+
+    def rows(self, start: int, stop: int) -> Iterator[Row]:
+        """Spell out rows start..stop as plain ints, for backends that work row by row."""
+        n = stop - start
+
+        def column(value: Column) -> list[int]:
+            return [value] * n if isinstance(value, int) else value[start:stop].tolist()
+
+        imms: list[int] | list[None] = [None] * n if self.imm is None else column(self.imm)
+        columns = (self.peer, self.src, self.lkey, self.dst, self.rkey, self.nbytes)
+        return map(Row, *(column(value) for value in columns), imms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DomainCaps:
+    """What one NIC can do; data, asked once at opening.
+
+    Attributes:
+        backend: the registry's name, for people to read; no code may branch on it.
+        nic: the device's own name, e.g. "mlx5_0", "127.0.0.1", "a/0".
+        link_bps: nominal rate in bits a second, both directions each; 0 where unknown.
+        imm_bits: bits of an immediate that arrive unchanged; 32 at the least.
+        sq_depth: rows that post() may have outstanding at the most.
+        max_write_bytes: longest single row.
+        max_msg_bytes: longest message of post_send().
+        ordered: whether rows to one peer land in posting order. Nothing above the seam may rely on
+            it.
+        imm_eats_recv: whether an immediate consumes a receive (RC); the backend posts these itself.
+        memory_kinds: devices whose memory can be registered: "cpu", "cuda".
+        peer_timeout_s: a dead peer ends in an error completion within this time (C17).
+        moves_bytes: False on a model that keeps time only, and copies nothing.
+        wakes: False if neither an fd nor the waker tells of news: poll() must be called regularly.
+    """
+
+    backend: str
+    nic: str
+    link_bps: int
+    imm_bits: int = 32
+    sq_depth: int
+    max_write_bytes: int
+    max_msg_bytes: int
+    ordered: bool
+    imm_eats_recv: bool
+    memory_kinds: tuple[str, ...] = ("cpu",)
+    peer_timeout_s: float
+    moves_bytes: bool = True
+    wakes: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DomainKey:
+    """One region's keys on one NIC.
+
+    Attributes:
+        lkey: what a row's `lkey` must hold when the region is its source.
+        rkey: what a peer's row must hold as `rkey` when the region is its target.
+        base: what a peer must add to an offset to get a row's `dst`: the virtual address, or 0
+            where the provider wants offsets.
+    """
+
+    lkey: int
+    rkey: int
+    base: int
+
+
+class Domain(Protocol):
+    """One NIC.
+
+    All calls come from one thread, the engine's owner; none of them blocks, but `close`.
+    """
+
+    caps: DomainCaps
+    address: bytes
+    """Opaque; names this NIC in this incarnation.
+
+    It travels inside NetAddr and comes back to connect().
+    """
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        """Make memory known to the NIC. Raises FabricError if the NIC refuses."""
+
+    def deregister(self, key: DomainKey) -> None:
+        """Forget a key; later rows that name it fail with LOCAL_KEY or REMOTE_KEY."""
+
+    def connect(self, peer: bytes) -> int:
+        """Return the PeerId of an address, always the same. May finish in a later poll.
+
+        Raises BadDescriptor for bytes that cannot be an address of this backend.
+        """
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Take rows start.. of a batch, up to stop; return how many, a prefix. 0 = full, ask again.
+
+        After a refusal the waker is called (or the fd becomes readable) once there is room.
+        """
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        """Take one message, or say False = full, ask again.
+
+        Delivered at most once, acknowledged by SENT.
+        """
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        """Add `count` receive buffers of `nbytes` each to this NIC's rotating pool."""
+
+    def recv_view(self, slot: int) -> memoryview:
+        """The bytes of a received message; valid until recv_done(slot)."""
+
+    def recv_done(self, slot: int) -> None:
+        """Give a message's buffer back to the pool."""
+
+    def poll(self, out: Completions) -> int:
+        """Fill `out` from the front with what has finished; return how many entries."""
+
+    def status_text(self, status: int) -> str:
+        """Say in words what a status usually means on this backend, or "" for nothing to add."""
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        """Set what to call, from any thread, when poll() may have something new.
+
+        Fabrics with an fd may ignore it.
+        """
+
+    def wakeup_fd(self) -> int | None:
+        """A descriptor that becomes readable, once armed, when poll() may have news; None: none."""
+
+    def arm(self) -> bool:
+        """Ask for one wake-up on the fd. False: something is waiting already, poll first."""
+
+    def close(self) -> None:
+        """End every open row and message with FLUSHED, then free the NIC. Idempotent.
+
+        poll() still hands these completions out.
+        """
+
+
+class Opened(NamedTuple):
+    """What a backend's `open()` returns to the engine.
+
+    Attributes:
+        domains: the NICs of one device, in NIC order.
+        epoch: this incarnation's number; later incarnations at the same addresses have larger ones.
+        name: how reports call this engine.
+        driver: what turns the engine, or None for the default worker thread.
+    """
+
+    domains: tuple[Domain, ...]
+    epoch: int
+    name: str
+    driver: Driver | None = None

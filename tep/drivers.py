@@ -1,0 +1,312 @@
+"""The drivers: what owns time and turns the engine. The only home of threads.
+
+The engine has one verb, `step()`. A driver calls it, then `deliver()`, which runs the users'
+callbacks outside the step. Here are the thread driver (hardware, tcp, shm) and the inline driver
+(benchmarks, tests); the simulated one lives in `tep.sim.driver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, TypeVar
+
+from tep.errors import ClosedError, UsageError
+
+__all__ = ["Driver", "InlineDriver", "Machine", "Settles", "ThreadDriver"]
+
+T = TypeVar("T")
+
+_LOOK_S: Final = 0.2
+"""How often a blocked caller looks whether the worker still lives, seconds."""
+
+
+class Settles(Protocol):
+    """What can be waited for: a transfer or an expectation."""
+
+    @property
+    def settled(self) -> bool: ...
+
+    def add_done_callback(self, callback: Callable[[Settles], object], /) -> None: ...
+
+
+class Machine(Protocol):
+    """What a driver turns: the engine."""
+
+    def step(self) -> bool:
+        """Take commands, post, poll, count. True = there was work, turn again soon."""
+
+    def deliver(self) -> None:
+        """Run the callbacks of what settled in the steps before. Never raises."""
+
+    def busy(self) -> bool:
+        """Whether rows or messages are outstanding, so that spinning pays."""
+
+    def watching(self) -> bool:
+        """Whether watched words must be looked at now and then."""
+
+    def wakeup_fds(self) -> list[int]:
+        """The descriptors to sleep on; empty where no NIC has one."""
+
+    def arm(self) -> bool:
+        """Ask each NIC for one wake-up; False: something is waiting already."""
+
+    def must_poll(self) -> bool:
+        """Whether some NIC gives no sign of news, so that it must be polled now and then."""
+
+
+class Driver(Protocol):
+    """What owns time for one engine.
+
+    Attributes:
+        lock: guards a handle's callbacks against the thread that settles it; a null context where
+            one thread does all.
+    """
+
+    lock: AbstractContextManager[object]
+
+    def start(self, machine: Machine) -> None:
+        """Begin to turn the machine."""
+
+    def kick(self) -> None:
+        """Work was queued, or a NIC has news: step soon.
+
+        Callable from any thread, cheap when repeated.
+        """
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps, on the thread that owns the NICs; return its result."""
+
+    def wait(self, handle: Settles, timeout_s: float) -> bool:
+        """Turn, or block, until the handle is settled; False after `timeout_s` of this clock.
+
+        Raises StallError where it is certain that nothing can settle it.
+        """
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise UsageError if awaiting under this event loop could never end."""
+
+    def now_s(self) -> float:
+        """This driver's clock, seconds from an arbitrary start."""
+
+    def close(self) -> None:
+        """Stop turning; afterwards call() runs where it is called. Idempotent."""
+
+
+class InlineDriver:
+    """The caller turns: every wait() and turn() steps all machines of one ring.
+
+    Args:
+        ring: machines that are turned together, e.g. both ends of a loopback pair; share one list
+            between drivers.
+    """
+
+    def __init__(self, ring: list[Machine] | None = None) -> None:
+        self.ring: list[Machine] = [] if ring is None else ring
+        self._machine: Machine | None = None
+        self.lock: AbstractContextManager[object] = contextlib.nullcontext()
+
+    def start(self, machine: Machine) -> None:
+        self._machine = machine
+        self.ring.append(machine)
+
+    def kick(self) -> None:
+        """Nothing to do: the caller turns."""
+
+    def turn(self) -> bool:
+        """Step every machine of the ring once; True if any had work."""
+        work = False
+        for machine in tuple(self.ring):
+            work |= machine.step()
+            machine.deliver()
+        return work
+
+    def call(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def wait(self, handle: Settles, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not handle.settled:
+            self.turn()
+            if not handle.settled and time.monotonic() >= deadline:
+                return False
+        return True
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # the protocol's
+        raise UsageError(
+            "an engine with an inline driver cannot be awaited: nobody would turn it; "
+            "use wait() or turn()"
+        )
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        if self._machine in self.ring:
+            self.ring.remove(self._machine)
+
+
+class ThreadDriver:
+    """One worker thread an engine: spins while rows are outstanding, else sleeps until woken.
+
+    Args:
+        name: of the thread, for debuggers.
+        cpu: pin the worker to this CPU, or None.
+        spin_s: how long to go on polling after the last work before sleeping, seconds.
+        watch_s: how often watched words are read while there is nothing else to do, seconds.
+
+    Raises:
+        UsageError: this process may not run on that CPU.
+    """
+
+    def __init__(
+        self,
+        name: str = "tep",
+        *,
+        cpu: int | None = None,
+        spin_s: float = 0.0005,
+        watch_s: float = 0.0005,
+    ) -> None:
+        allowed = os.sched_getaffinity(0)
+        if cpu is not None and cpu not in allowed:
+            raise UsageError(f"cpu={cpu} is not among the CPUs of this process: {sorted(allowed)}")
+        self._name = name
+        self._cpu = cpu
+        self._spin_s = spin_s
+        self._watch_s = watch_s
+        self._kicked = threading.Event()
+        self._calls: deque[Callable[[], None]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._bell = -1
+        self.lock: AbstractContextManager[object] = threading.Lock()
+
+    def start(self, machine: Machine) -> None:
+        assert self._thread is None, "a driver turns one machine"
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Closed with this object and not in close(): another thread may be about to ring, and by
+        # then the number could belong to somebody else's file.
+        weakref.finalize(self, os.close, self._bell)
+        self._thread = threading.Thread(
+            target=self._run, args=(machine,), name=f"{self._name}-worker", daemon=True
+        )
+        self._thread.start()
+
+    def kick(self) -> None:
+        # The flag saves the system call while the worker is awake: it clears the flag before its
+        # last look.
+        if not self._kicked.is_set():
+            self._kicked.set()
+            with contextlib.suppress(OSError):  # not started yet, or rung 2**64 times
+                os.eventfd_write(self._bell, 1)
+
+    def call(self, function: Callable[[], T]) -> T:
+        thread = self._thread
+        if thread is None or thread is threading.current_thread() or not thread.is_alive():
+            return function()
+        done = threading.Event()
+        box: list[T] = []
+        raised: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                box.append(function())
+            except BaseException as error:  # noqa: BLE001  # handed to the caller, who asked for it
+                raised.append(error)
+            finally:
+                done.set()
+
+        self._calls.append(run)
+        self.kick()
+        while not done.wait(_LOOK_S):
+            if not thread.is_alive() and not done.is_set():
+                raise ClosedError(
+                    "the engine's worker ended before it took this call; the engine is closed"
+                )
+        if raised:
+            raise raised[0]
+        return box[0]
+
+    def wait(self, handle: Settles, timeout_s: float) -> bool:
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "wait() inside a callback would wait for the thread it runs on; "
+                "use callbacks or await"
+            )
+        if handle.settled:
+            return True
+        done = threading.Event()
+        handle.add_done_callback(lambda _: done.set())
+        deadline = time.monotonic() + timeout_s
+        while not done.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S))):
+            if time.monotonic() >= deadline:
+                return handle.settled
+            self._check_alive(handle)
+        return True
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Any real event loop will do: the worker turns the engine."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        thread = self._thread
+        if thread is None or self._closing:
+            return
+        self._closing = True
+        self.kick()
+        if thread is not threading.current_thread():
+            thread.join()
+
+    def _check_alive(self, handle: Settles) -> None:
+        thread = self._thread
+        if thread is not None and not thread.is_alive() and not handle.settled:
+            raise ClosedError(
+                "the engine's worker has ended and nothing can settle this any more; it was "
+                "closed, or it failed: then its traceback is on stderr"
+            )
+
+    def _run(self, machine: Machine) -> None:
+        if self._cpu is not None:
+            os.sched_setaffinity(0, {self._cpu})
+        spin_until = 0.0
+        while True:
+            self._kicked.clear()
+            while self._calls:
+                self._calls.popleft()()
+            work = machine.step()
+            machine.deliver()
+            if work or self._calls:
+                spin_until = 0.0
+                continue
+            if self._closing:
+                return
+            now = time.monotonic()
+            spin_until = spin_until or now + self._spin_s
+            if machine.busy() and now < spin_until:
+                time.sleep(0)  # lets the user's own thread have the interpreter
+                continue
+            if not self._kicked.is_set() and machine.arm():
+                self._sleep(machine)
+            spin_until = 0.0
+
+    def _sleep(self, machine: Machine) -> None:
+        """Block until a kick, a NIC's descriptor, or the next look at the watched words."""
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        for fd in machine.wakeup_fds():
+            poller.register(fd, select.POLLIN)
+        regular = machine.watching() or machine.must_poll()
+        timeout_ms = self._watch_s * 1000 if regular else None
+        poller.poll(timeout_ms)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
