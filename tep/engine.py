@@ -1,0 +1,448 @@
+"""TransferEngine: the paper's verbs. Turns each into a checked job or a command.
+
+One engine is one device's NICs (the paper's DomainGroup), its regions, its peers and its
+immediates. The worker does the rest; nothing here posts or polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self
+
+from tep import backends, report
+from tep.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.backends.base import Access, Domain, DomainKey
+from tep.drivers import ThreadDriver
+from tep.errors import BadRequest, BusyError
+from tep.imm import check_imm
+from tep.machine import EngineMachine
+from tep.memory import Buffer, Memory, adapt
+from tep.peers import PeerBook, PeerGroup
+from tep.region import MrHandle
+from tep.requests import (
+    DEFAULT,
+    ImmArg,
+    Job,
+    as_int,
+    barrier_job,
+    longest_row,
+    paged_job,
+    scatter_job,
+    single_job,
+)
+from tep.stats import EngineStats
+from tep.transfer import Expectation, ImmCounter, Message, Transfer
+from tep.watch import Watcher
+from tep.wire import MrDesc, NetAddr
+
+if TYPE_CHECKING:
+    from tep.drivers import Driver
+
+__all__ = ["ImmCounter", "PeerGroup", "TransferEngine"]
+
+
+class TransferEngine(EngineMachine):
+    """One-sided writes with immediates over all NICs of one device.
+
+    No order is promised between any two operations. All methods may be called from any thread,
+    except that the inline driver's engines belong to one thread. Use it as a context manager, or
+    call close().
+
+    Args:
+        domains: its NICs, in order.
+        driver: what turns it.
+        name, epoch: its identity: a restarted engine of the same name and a later epoch replaces
+            the former.
+        options: limits and defaults.
+
+    Attributes:
+        name: how reports and peers call it.
+        driver: what turns it.
+        wait_timeout_s: what wait() uses when no timeout is given.
+        callback_errors: the last 100 exceptions that users' callbacks raised.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        *,
+        driver: Driver,
+        name: str,
+        epoch: int,
+        options: EngineOptions = EngineOptions(),
+    ) -> None:
+        super().__init__(domains, driver=driver, name=name, epoch=epoch, options=options)
+        self._peers = PeerBook(self._address, self._domains, driver.lock)
+        self._regions: dict[int, MrHandle] = {}
+        self._region_ids = itertools.count(1)
+        self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
+        driver.start(self)
+
+    @classmethod
+    def open(
+        cls,
+        backend: str,
+        *,
+        driver: Driver | None = None,
+        options: EngineOptions = EngineOptions(),
+        **backend_options: object,
+    ) -> Self:
+        """Open the NICs of a backend and an engine over them.
+
+        Args:
+            backend: a name of `tep info`, e.g. "loopback".
+            driver: None = what the backend asks for, else one worker thread.
+            options: limits and defaults.
+            **backend_options: the backend's own, e.g. nics=2.
+
+        Raises:
+            UsageError: unknown backend or option.
+            BackendUnavailable: it cannot run here; says what was tried, and what would bring it.
+        """
+        opened = backends.open_backend(backend, **backend_options)
+        chosen = driver or opened.driver or ThreadDriver(opened.name)
+        return cls(
+            opened.domains, driver=chosen, name=opened.name, epoch=opened.epoch, options=options
+        )
+
+    # ------------------------------------------------------------------ identity and memory
+
+    @property
+    def main_address(self) -> NetAddr:
+        """This engine's address, for its peers; it travels as bytes in anything."""
+        return self._address
+
+    def reg_mr(
+        self, buffer: Buffer, *, access: Access = Access.SOURCE_AND_TARGET
+    ) -> tuple[MrHandle, MrDesc]:
+        """Register memory with every NIC.
+
+        Args:
+            buffer: what `tep.memory.adapt` takes: arrays, buffers, mmap, DLPack, CUDA arrays,
+                (pointer, nbytes, device).
+            access: Access.SOURCE for memory that peers may not write.
+
+        Returns:
+            The handle, for use as a source here, and the descriptor, for the peers. The engine
+            holds the memory until `deregister`.
+
+        Raises:
+            BadRequest: not registrable; read-only memory as a target; a device that a NIC cannot
+                reach.
+            FabricError: a NIC refused.
+        """
+        self._check_open("reg_mr")
+        memory = adapt(buffer)
+        if memory.readonly and access is not Access.SOURCE:
+            raise BadRequest(
+                f"reg_mr: {memory.nbytes} bytes of read-only memory cannot be a target; "
+                "register with access=Access.SOURCE"
+            )
+        for domain in self._domains:
+            if memory.kind not in domain.caps.memory_kinds:
+                kinds = ", ".join(domain.caps.memory_kinds)
+                raise BadRequest(
+                    f"reg_mr: {memory.device} memory, but NIC {domain.caps.nic} reaches only: "
+                    f"{kinds}"
+                )
+        keys = self.driver.call(lambda: self._register(memory, access))
+        number = next(self._region_ids)
+        desc = MrDesc(
+            self._address,
+            number,
+            memory.nbytes,
+            memory.device,
+            access is Access.SOURCE_AND_TARGET,
+            tuple(key.rkey for key in keys),
+            tuple(key.base for key in keys),
+        )
+        handle = MrHandle(self, memory, access, keys, desc)
+        self._regions[number] = handle
+        return handle, desc
+
+    def _register(self, memory: Memory, access: Access) -> tuple[DomainKey, ...]:
+        with contextlib.ExitStack() as undo:
+            keys = []
+            for domain in self._domains:
+                key = domain.register(memory, access)
+                keys.append(key)
+                undo.callback(domain.deregister, key)
+            # All took it. Had one refused, the others must not go on knowing memory nobody holds.
+            undo.pop_all()
+        return tuple(keys)
+
+    def deregister(self, mr: MrHandle) -> None:
+        """Give a region back: no NIC knows it afterwards, and the engine lets go of the memory.
+
+        Raises:
+            BusyError: transfers still read from it.
+            ClosedError: it was given back before.
+        """
+        self._check_open("deregister")
+        self._check_source(mr, "deregister")
+
+        def forget() -> None:
+            self._worker.take_all_commands()
+            mr.check(self, "deregister")  # again: another thread may have been here
+            if mr.inflight:
+                raise BusyError(
+                    f"deregister: region {mr.desc.region} is the source of {mr.inflight} transfers "
+                    "in flight; wait for them, or cancel them"
+                )
+            mr.closed = True
+            for domain, key in zip(self._domains, mr.keys, strict=True):
+                domain.deregister(key)
+            del self._regions[mr.desc.region]
+
+        self.driver.call(forget)
+
+    # ------------------------------------------------------------------ writes
+
+    def submit_single_write(
+        self,
+        nbytes: int,
+        src: tuple[MrHandle, int],
+        dst: tuple[MrDesc, int],
+        imm: int | None = None,
+        *,
+        routing: Routing = DEFAULT,
+        on_done: Callable[[Transfer], object] | None = None,
+    ) -> Transfer:
+        """Write `nbytes` contiguous bytes from (region, offset) to (descriptor, offset).
+
+        Long ones are cut into shards over all NICs.
+        The receiver counts `tep.count_imms(tep.Single(nbytes, routing), nlocal, nremote)`
+        immediates.
+        """
+        self._check_source(src[0], "submit_single_write")
+        remote = self._peers.resolve(dst[0], "submit_single_write")
+        job = single_job(nbytes, src, remote, dst[1], imm, routing, len(self._domains))
+        return self._submit(job, on_done)
+
+    def submit_paged_writes(
+        self,
+        page_bytes: int,
+        src: tuple[MrHandle, Pages],
+        dst: tuple[MrDesc, Pages],
+        imm: ImmArg = None,
+        *,
+        routing: Routing = DEFAULT,
+        on_done: Callable[[Transfer], object] | None = None,
+    ) -> Transfer:
+        """Write page k of the source list to page k of the target list, for all k.
+
+        Args:
+            page_bytes: length of each page.
+            src: region and pages.
+            dst: descriptor and pages; they must not overlap.
+            imm: one immediate for every page, or an array with one for each, or None.
+            routing: `domain` pins to one NIC.
+            on_done: called with the transfer once it settles.
+
+        Returns:
+            A transfer. The receiver counts one immediate a page.
+        """
+        self._check_source(src[0], "submit_paged_writes")
+        remote = self._peers.resolve(dst[0], "submit_paged_writes")
+        nlocal = len(self._domains)
+        job = paged_job(page_bytes, src, (remote, dst[1]), imm, routing, nlocal)
+        return self._submit(job, on_done)
+
+    def add_peer_group(self, peers: Sequence[NetAddr]) -> PeerGroup:
+        """Resolve and connect peers in advance, for submit_scatter and submit_barrier."""
+        self._check_open("add_peer_group")
+        links = tuple(self._peers.link(peer, "add_peer_group") for peer in peers)
+
+        def connect() -> None:
+            for link in links:
+                for domain in range(len(self._domains)):
+                    for nic in range(len(link.addr.domains)):
+                        link.peer(domain, nic)
+
+        self.driver.call(connect)
+        return PeerGroup(self._peers, links)
+
+    def submit_scatter(
+        self,
+        src: MrHandle,
+        dsts: Sequence[ScatterDst],
+        imm: int | None = None,
+        *,
+        group: PeerGroup | None = None,
+        routing: Routing = DEFAULT,
+        on_done: Callable[[Transfer], object] | None = None,
+    ) -> Transfer:
+        """Write a different slice of one region to each target.
+
+        Each target counts `tep.count_imms(tep.Scatter(nbytes, routing), nlocal, nremote)`
+        immediates.
+        """
+        self._check_source(src, "submit_scatter")
+        targets = self._peers.targets([dst.dst[0] for dst in dsts], group, "submit_scatter")
+        job = scatter_job(src, dsts, targets, imm, routing, len(self._domains))
+        return self._submit(job, on_done)
+
+    def submit_barrier(
+        self,
+        dsts: Sequence[MrDesc],
+        imm: int,
+        *,
+        group: PeerGroup | None = None,
+        routing: Routing = DEFAULT,
+        on_done: Callable[[Transfer], object] | None = None,
+    ) -> Transfer:
+        """Send one immediate without bytes to each target; each counts one."""
+        targets = self._peers.targets(dsts, group, "submit_barrier")
+        return self._submit(barrier_job(targets, imm, routing, len(self._domains)), on_done)
+
+    # ------------------------------------------------------------------ messages
+
+    def submit_send(
+        self, peer: NetAddr, payload: bytes, *, on_done: Callable[[Message], object] | None = None
+    ) -> Message:
+        """Send a small message to a peer's receive pool.
+
+        The payload is copied: the buffer is free at once.
+
+        Raises:
+            BadRequest: not bytes, or longer than the NIC's messages may be.
+            BusyError: too many rows and messages wait already.
+        """
+        self._check_open("submit_send")
+        link = self._peers.link(peer, "submit_send")
+        try:
+            copied = bytes(memoryview(payload))  # bytes() alone would make 5 zeros of the number 5
+        except TypeError as error:
+            raise BadRequest(f"submit_send: the payload is no bytes: {error}") from error
+        limit = self._domains[0].caps.max_msg_bytes
+        if len(copied) > limit:
+            raise BadRequest(
+                f"submit_send: {len(copied)} bytes, a message has {limit} at the most; use a write"
+            )
+        self._reserve("submit_send", 1)
+        message = Message(self, copied, link, self.driver.now_s())
+        self._enqueue(self._worker.send, message, on_done)
+        return message
+
+    def submit_recvs(
+        self, nbytes: int, count: int, callback: Callable[[memoryview], object]
+    ) -> None:
+        """Open a rotating pool of `count` receive buffers of `nbytes` each.
+
+        A buffer leaves the pool while the callback runs and goes back when it returns: copy what
+        must stay. Without a free buffer a sender waits; a longer message than `nbytes` fails at its
+        sender with LENGTH.
+        """
+        self._check_open("submit_recvs")
+        nbytes = as_int(nbytes, "submit_recvs: nbytes")
+        count = as_int(count, "submit_recvs: count")
+        if nbytes < 1 or count < 1:
+            raise BadRequest(f"submit_recvs: nbytes={nbytes} count={count}; both must be 1 or more")
+
+        def post() -> None:
+            self._worker.receive = callback
+            self._domains[0].post_recvs(nbytes, count)
+
+        self.driver.call(post)
+        self.driver.kick()
+
+    # ------------------------------------------------------------------ immediates
+
+    def expect_imm_count(
+        self, imm: int, count: int, *, on_done: Callable[[Expectation], object] | None = None
+    ) -> Expectation:
+        """Wait for `count` arrivals of one immediate, whether they came before or come later.
+
+        Reaching it uses `count` arrivals up; more of them stay for the next expectation of the same
+        immediate, which stands in line behind this one.
+        """
+        self._check_open("expect_imm_count")
+        imm = check_imm(imm)
+        count = as_int(count, "expect_imm_count: count")
+        if not 0 <= count < 2**63:
+            raise BadRequest(f"expect_imm_count: count={count} is outside 0 .. 2**63 - 1")
+        table = self._worker.imms
+        table.refuse_claimed(imm)
+        expectation = Expectation(self, table, imm, count, self.driver.now_s())
+        self._enqueue(self._worker.expect, expectation, on_done)
+        return expectation
+
+    def imm_counter(self, imm: int) -> ImmCounter:
+        """A pollable view of one immediate's count."""
+        take = self._worker.imms.take
+        return ImmCounter(
+            self._worker.imms,
+            lambda value, count: self._after_commands(lambda: take(value, count)),
+            check_imm(imm),
+        )
+
+    def on_imm(self, imms: range, callback: Callable[[int, int], object]) -> None:
+        """Claim immediates: `callback(imm, count)` gets each arrival, and none of them is counted.
+
+        Raises:
+            BadRequest: not a range with step 1, or one of them is claimed, expected or counted.
+        """
+        self._check_open("on_imm")
+        self._after_commands(lambda: self._worker.imms.claim(imms, callback))
+
+    def remove_imm(self, imm: int) -> int:
+        """Forget an immediate's count, or the claim that starts with it; return what was left.
+
+        Raises:
+            BusyError: an expectation waits for it.
+        """
+        self._check_open("remove_imm")
+        value = check_imm(imm)
+        return self._after_commands(lambda: self._worker.imms.remove(value))
+
+    def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> Watcher:
+        """Allocate a 64-bit word; `callback(old, new)` after it changed.
+
+        Values in between may be missed.
+        """
+        self._check_open("alloc_uvm_watcher")
+        page = self._worker.watch
+        watcher = Watcher(page, self.driver.call(lambda: page.allocate(callback)), self.driver.kick)
+        self.driver.kick()
+        return watcher
+
+    # ------------------------------------------------------------------ reports
+
+    def stats(self) -> EngineStats:
+        """What this engine has done; see EngineStats."""
+        return report.engine_stats(self)
+
+    def explain(self, peer: NetAddr | MrDesc | None = None) -> str:
+        """Say which NICs, paths and shards are in use here, or towards one peer."""
+        return report.explain(self, peer.addr if isinstance(peer, MrDesc) else peer)
+
+    def stall_report(self) -> str:
+        """Say what all that is open waits for: which peer, NIC, counter, how many, since when."""
+        return report.stall_report(self)
+
+    # ------------------------------------------------------------------ inside
+
+    def _let_go(self) -> None:
+        self._regions.clear()
+
+    def _check_source(self, mr: MrHandle, what: str) -> None:
+        if not isinstance(mr, MrHandle):
+            raise BadRequest(
+                f"{what}: the source is a {type(mr).__name__}, not the MrHandle that reg_mr gave; "
+                "are source and target swapped?"
+            )
+        mr.check(self, what)
+
+    def _submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
+        self._check_open(f"submit ({job.kind})")
+        limit = self._row_bytes_max
+        if job.longest > limit and (longest := longest_row(job, len(self._domains))) > limit:
+            raise BadRequest(
+                f"{job.kind}: rows of {longest} bytes, but a NIC here takes {limit} at the most"
+            )
+        self._reserve(job.kind, job.n)
+        transfer = Transfer(self, job, job.n, len(self._domains), self.driver.now_s())
+        self._enqueue(self._worker.start, transfer, on_done)
+        return transfer

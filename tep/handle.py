@@ -1,0 +1,191 @@
+"""Handles: what a submit or an expectation returns. One settles once: done, cancelled or failed.
+
+State and callbacks only. A handle never turns anything: waiting is the driver's work, settling the
+worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol, Self, cast
+
+from tep.errors import Cancelled, TepError, WaitTimeout
+
+if TYPE_CHECKING:
+    from tep.drivers import Driver
+
+__all__ = ["Handle", "Owner", "State"]
+
+
+class State(Enum):
+    """How far a handle is."""
+
+    PENDING = "pending"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+class Owner(Protocol):
+    """The engine, as far as its handles are concerned."""
+
+    driver: Driver
+    wait_timeout_s: float
+
+    def cancel_handle(self, handle: Handle) -> None:
+        """Queue a cancel."""
+
+    def stall_report(self) -> str:
+        """Say what everything outstanding is waiting for."""
+
+    def report_callback_error(self, handle: Handle, callback: object, error: Exception) -> None:
+        """Take note of a user's callback that raised."""
+
+
+class Handle:
+    """Something that will settle. Thread-safe for its users; the worker alone settles it.
+
+    Attributes:
+        submitted_s: when it was submitted, seconds of the driver's clock.
+    """
+
+    __slots__ = ("_callbacks", "_delivered", "_error", "_owner", "_state", "submitted_s")
+
+    def __init__(self, owner: Owner, submitted_s: float) -> None:
+        self._owner = owner
+        self.submitted_s = submitted_s
+        self._state = State.PENDING
+        self._error: TepError | None = None
+        self._callbacks: list[Callable[[Handle], object]] | None = None
+        self._delivered = False
+
+    @property
+    def state(self) -> State:
+        """pending, done, cancelled or failed."""
+        return self._state
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has ended, in whatever way."""
+        return self._state is not State.PENDING
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended well."""
+        return self._state is State.DONE
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it ended by cancel()."""
+        return self._state is State.CANCELLED
+
+    @property
+    def error(self) -> TepError | None:
+        """What went wrong, if it failed or was cancelled."""
+        return self._error
+
+    def describe(self) -> str:
+        """Say in one line what this is and how far it is; used in stall reports."""
+        return f"{type(self).__name__}: {self._state.value}"
+
+    def result(self) -> None:
+        """Return if done.
+
+        Raises:
+            Cancelled: it was cancelled.
+            FabricError: it failed.
+            WaitTimeout: it is still pending.
+        """
+        if self._error is not None:
+            # Raised for each who asks: without this the tracebacks of all of them would pile up.
+            raise self._error.with_traceback(None)
+        if self._state is State.PENDING:
+            raise WaitTimeout(f"not settled yet: {self.describe()}")
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until settled; then as `result()`.
+
+        Args:
+            timeout: seconds of the driver's clock (simulated seconds in a simulation); None = the
+                engine's `wait_timeout_s`. The handle stays valid after a timeout.
+
+        Raises:
+            WaitTimeout: with a report of what is outstanding.
+            StallError: in a simulation, when nothing that is still to happen can settle it.
+        """
+        owner = self._owner
+        timeout_s = owner.wait_timeout_s if timeout is None else timeout
+        if self._state is State.PENDING and not owner.driver.wait(self, timeout_s):
+            raise WaitTimeout(f"{self.describe()} after {timeout_s} s\n{owner.stall_report()}")
+        self.result()
+
+    def __await__(self) -> Generator[object, None, None]:
+        """Wait without blocking the event loop; then as `result()`.
+
+        Cancelling the task cancels only the wait.
+        """
+        loop = asyncio.get_running_loop()
+        if self._state is State.PENDING:
+            self._owner.driver.check_await(loop)
+            future: asyncio.Future[None] = loop.create_future()
+
+            def settle() -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            def wake(_: Handle) -> None:
+                if not loop.is_closed():
+                    loop.call_soon_threadsafe(settle)
+
+            self.add_done_callback(wake)
+            yield from future
+        self.result()
+
+    def add_done_callback(self, callback: Callable[[Self], object]) -> None:
+        """Call back with this handle once it has settled, outside the engine's step.
+
+        At once, and on this thread, if it has settled and been delivered before. Else on the
+        thread that turns the engine: callbacks must not block. One that raises is logged and kept
+        in `engine.callback_errors`; it disturbs nothing else.
+        """
+        mine = cast("Callable[[Handle], object]", callback)  # it is called with this handle only
+        with self._owner.driver.lock:
+            if not self._delivered:
+                if self._callbacks is None:
+                    self._callbacks = [mine]
+                else:
+                    self._callbacks.append(mine)
+                return
+        self._call(mine)
+
+    def cancel(self) -> None:
+        """Ask for an early end.
+
+        It is confirmed by settling; what has ended already stays as it is.
+        """
+        if self._state is State.PENDING:
+            self._owner.cancel_handle(self)
+
+    def _settle(self, state: State, error: TepError | None = None) -> None:
+        """Worker only: end, once."""
+        assert self._state is State.PENDING, f"settled twice: {self.describe()}"
+        assert state is not State.PENDING
+        if state is State.CANCELLED and error is None:
+            error = Cancelled(f"cancelled: {self.describe()}")
+        self._error = error
+        self._state = state
+
+    def _deliver(self) -> None:
+        """Driver only, outside the step: run the callbacks."""
+        with self._owner.driver.lock:
+            callbacks, self._callbacks, self._delivered = self._callbacks, None, True
+        for callback in callbacks or ():
+            self._call(callback)
+
+    def _call(self, callback: Callable[[Handle], object]) -> None:
+        try:
+            callback(self)
+        except Exception as error:  # noqa: BLE001  # a user's fault must not stop the engine; it is reported
+            self._owner.report_callback_error(self, callback, error)

@@ -1,0 +1,190 @@
+"""The engine below its verbs: what a driver turns, what handles report to, how it begins and ends.
+
+Nothing here knows of regions, peers or requests: see `tep.engine`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Self, TypeVar
+
+from tep.api import EngineOptions
+from tep.backends.base import Domain
+from tep.errors import BusyError, CallbackError, ClosedError, UsageError
+from tep.wire import NetAddr
+from tep.worker import Worker
+
+if TYPE_CHECKING:
+    from tep.drivers import Driver
+    from tep.handle import Handle
+
+__all__ = ["EngineMachine"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("tep")
+
+
+class EngineMachine:
+    """A worker with a driver, a name and an end.
+
+    Attributes:
+        name: the engine's identity: a restarted engine of the same name and a later epoch replaces
+            the former.
+        driver: what turns it.
+        wait_timeout_s: what wait() uses when no timeout is given.
+        callback_errors: the last 100 exceptions that users' callbacks raised.
+    """
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        *,
+        driver: Driver,
+        name: str,
+        epoch: int,
+        options: EngineOptions = EngineOptions(),
+    ) -> None:
+        if not domains:
+            raise UsageError("an engine needs one NIC at the least")
+        self._domains = tuple(domains)
+        self._options = options
+        self.driver = driver
+        self.name = name
+        self.wait_timeout_s = options.wait_timeout_s
+        self.callback_errors: deque[CallbackError] = deque(maxlen=100)
+        self._errors = 0
+        self._address = NetAddr(
+            domains[0].caps.backend,
+            name,
+            epoch,
+            tuple(domain.address for domain in domains),
+            tuple(domain.caps.link_bps for domain in domains),
+        )
+        self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken
+        self._closed = False
+        self._worker = Worker(self._domains, options, driver.now_s)
+        self._worker.report = self._report_error
+        for domain in domains:
+            domain.set_waker(driver.kick)
+
+    # ------------------------------------------------------------------ life
+
+    def close(self) -> None:
+        """End everything: every open handle settles, NICs and memory are let go. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.driver.call(self._end)
+        finally:
+            self.driver.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop what was held for the NICs' sake: they are closed."""
+
+    def _end(self) -> None:
+        self._worker.deliver()  # what arrived before is handed over
+        self._worker.close()
+        self._worker.deliver()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._address}{', closed' if self._closed else ''})"
+
+    # ------------------------------------------------------------------ for drivers and handles
+
+    def step(self) -> bool:
+        """Driver: turn once."""
+        return not self._closed and self._worker.step()
+
+    def deliver(self) -> None:
+        """Driver: run callbacks."""
+        if not self._closed:
+            self._worker.deliver()
+
+    def busy(self) -> bool:
+        """Driver: whether NICs hold rows of ours, or rows wait for them."""
+        return self._worker.busy()
+
+    def watching(self) -> bool:
+        """Driver: whether words are watched."""
+        return len(self._worker.watch) > 0
+
+    def must_poll(self) -> bool:
+        """Driver: whether a NIC gives no sign of news."""
+        return not all(domain.caps.wakes for domain in self._domains)
+
+    def wakeup_fds(self) -> list[int]:
+        """Driver: what to sleep on."""
+        return [fd for domain in self._domains if (fd := domain.wakeup_fd()) is not None]
+
+    def arm(self) -> bool:
+        """Driver: ask for wake-ups; False if there is news already."""
+        quiet = [domain.arm() for domain in self._domains]  # every one, also after a False
+        return all(quiet)
+
+    def cancel_handle(self, handle: Handle) -> None:
+        """Handle: queue a cancel."""
+        self._worker.commands.append((self._worker.cancel, handle))
+        self.driver.kick()
+
+    def report_callback_error(self, handle: Handle, callback: object, error: Exception) -> None:
+        """Handle: a callback raised."""
+        self._report_error(callback, error, f" of {handle.describe()}")
+
+    # ------------------------------------------------------------------ inside
+
+    def _report_error(self, callback: object, error: Exception, what: str = "") -> None:
+        name = getattr(callback, "__qualname__", repr(callback))
+        found = CallbackError(f"callback {name}{what} raised {type(error).__name__}: {error}")
+        found.__cause__ = error
+        self._errors += 1
+        self.callback_errors.append(found)
+        _log.error("%s: %s", self.name, found, exc_info=error)
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ClosedError(f"{what}: engine {self.name!r} is closed")
+
+    def _reserve(self, kind: str, rows: int) -> None:
+        """Count rows in, unless too many wait already, with those whose command is not taken."""
+        worker, limit = self._worker, self._options.backlog_rows_max
+        with self.driver.lock:
+            waiting = self._rows_asked - worker.taken + worker.backlog
+            if waiting + rows <= limit:
+                self._rows_asked += rows
+                return
+        raise BusyError(
+            f"{kind}: {waiting} rows wait for NICs already, {rows} more pass the limit of {limit} "
+            "(EngineOptions.backlog_rows_max); wait for some transfers"
+        )
+
+    def _enqueue(
+        self, command: Callable[..., None], handle: Handle, on_done: Callable[..., object] | None
+    ) -> None:
+        if on_done is not None:
+            handle.add_done_callback(on_done)
+        self._worker.commands.append((command, handle))
+        self.driver.kick()
+        if self._closed:  # while we were on the way: nobody else would end this handle
+            self.driver.call(self._end)
+
+    def _after_commands(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps, after all that was submitted before it."""
+
+        def run() -> T:
+            self._worker.take_all_commands()
+            return function()
+
+        found = self.driver.call(run)
+        self.driver.kick()  # the commands may have settled something
+        return found

@@ -1,0 +1,177 @@
+"""Who the peers are: links to their newest incarnations, their regions resolved, groups of them.
+
+Lookups and refusals only; nothing here posts or queues. Users' threads come here at the same time.
+Rule: what is found without the lock is one dict entry or one attribute, read whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Final, NamedTuple
+
+from tep.backends.base import Domain
+from tep.errors import BadDescriptor, BadRequest, StaleEpoch
+from tep.region import Link, Remote, Targets
+from tep.wire import MrDesc, NetAddr
+
+__all__ = ["PeerBook", "PeerGroup"]
+
+_RESOLVED_MAX: Final = 1 << 16
+
+
+class _Steady(NamedTuple):
+    """The targets of a group's last request: a steady application names the same in every step."""
+
+    descs: list[MrDesc]
+    targets: Targets
+    generation: int
+
+
+class PeerGroup:
+    """Peers resolved and connected in advance, so scatters and barriers need less work a call."""
+
+    __slots__ = ("_links", "_steady", "book", "links")
+
+    def __init__(self, book: PeerBook, links: tuple[Link, ...]) -> None:
+        self.book = book
+        self.links = links
+        self._links = frozenset(links)
+        # One record, replaced as a whole: another thread never sees one request's descriptors with
+        # another's targets.
+        self._steady: _Steady | None = None
+
+    def targets(self, descs: list[MrDesc], what: str) -> Targets:
+        """Resolve descriptors of the group's peers, or find them resolved.
+
+        Raises:
+            BadRequest: a descriptor's peer is not in the group.
+            StaleEpoch: it restarted after the group was made, or after the descriptor was.
+        """
+        steady, book = self._steady, self.book
+        if steady is not None and steady.generation == book.generation and steady.descs == descs:
+            return steady.targets
+        generation = book.generation
+        remotes = [book.resolve(desc, what) for desc in descs]
+        for remote in remotes:
+            if remote.link not in self._links:
+                raise self._stranger(remote.link.addr, what)
+        targets = Targets(remotes)
+        self._steady = _Steady(descs, targets, generation)
+        return targets
+
+    def _stranger(self, addr: NetAddr, what: str) -> BadRequest | StaleEpoch:
+        for link in self.links:
+            if link.addr.name == addr.name:
+                return StaleEpoch(
+                    f"{what}: the peer group holds {addr.name!r} of epoch {link.addr.epoch}, it is "
+                    f"in epoch {addr.epoch} now; make a new group"
+                )
+        return BadRequest(f"{what}: {addr.name!r} is not in the peer group")
+
+
+class PeerBook:
+    """All peers of one engine.
+
+    Args:
+        own: the engine's own address.
+        domains: its NICs.
+        lock: guards the book against two threads that meet a peer at the same time.
+
+    Attributes:
+        links: the newest incarnation of each peer, by (backend, name).
+        generation: grows whenever a peer is replaced by a later incarnation.
+    """
+
+    def __init__(
+        self, own: NetAddr, domains: tuple[Domain, ...], lock: AbstractContextManager[object]
+    ) -> None:
+        self.own = own
+        self.links: dict[tuple[str, str], Link] = {}
+        self.generation = 0
+        self._domains = domains
+        self._lock = lock
+        self._remotes: dict[int, Remote] = {}
+
+    def link(self, addr: NetAddr, what: str) -> Link:
+        """The link to a peer's newest incarnation.
+
+        Raises:
+            BadDescriptor: not an address, one of another backend, or one that contradicts a known.
+            StaleEpoch: a later incarnation is known.
+        """
+        if not isinstance(addr, NetAddr):
+            raise BadDescriptor(
+                f"{what}: {type(addr).__name__} is not a NetAddr; "
+                "decode bytes with NetAddr.from_bytes"
+            )
+        known = self.links.get((addr.backend, addr.name))
+        if known is not None and known.addr == addr:
+            return known
+        with self._lock:
+            return self._meet(addr, what)
+
+    def _meet(self, addr: NetAddr, what: str) -> Link:
+        if addr.backend != self.own.backend:
+            raise BadDescriptor(
+                f"{what}: {addr} is on {addr.backend!r}, this engine on {self.own.backend!r}"
+            )
+        known = self.links.get((addr.backend, addr.name))
+        if known is not None:
+            old = known.addr.epoch
+            if known.addr == addr:
+                return known
+            if old > addr.epoch:
+                raise StaleEpoch(
+                    f"{what}: {addr.name} is known in epoch {old}, this is of epoch {addr.epoch}; "
+                    "it has restarted: ask it for fresh descriptors"
+                )
+            if old == addr.epoch:
+                raise BadDescriptor(
+                    f"{what}: two engines share the name {addr.name!r} and epoch {addr.epoch}: "
+                    "rename one"
+                )
+            known.current = False
+            self.generation += 1
+        link = self.links[addr.backend, addr.name] = Link(addr, self._domains)
+        return link
+
+    def resolve(self, desc: MrDesc, what: str) -> Remote:
+        """A descriptor ready for posting.
+
+        Raises:
+            BadDescriptor, StaleEpoch: as for its address.
+            BadRequest: peers may not write there.
+        """
+        # The cache holds the descriptor, so that its id stays its own.
+        found = self._remotes.get(id(desc))
+        if found is not None and found.link.current:
+            return found
+        if not isinstance(desc, MrDesc):
+            raise BadDescriptor(
+                f"{what}: {type(desc).__name__} is not an MrDesc; "
+                "decode bytes with MrDesc.from_bytes"
+            )
+        link = self.link(desc.addr, what)
+        if not desc.writable:
+            raise BadRequest(
+                f"{what}: {desc} was registered with Access.SOURCE; peers may not write there"
+            )
+        if len(self._remotes) >= _RESOLVED_MAX:
+            self._remotes.clear()
+        found = self._remotes[id(desc)] = Remote(desc, link)
+        return found
+
+    def targets(self, descs: Sequence[MrDesc], group: PeerGroup | None, what: str) -> Targets:
+        """The targets of one scatter or barrier.
+
+        Raises:
+            BadRequest: none at all, or a group of another engine.
+        """
+        if not descs:
+            raise BadRequest(f"{what}: no targets")
+        if group is None:
+            return Targets([self.resolve(desc, what) for desc in descs])
+        if group.book is not self:
+            raise BadRequest(f"{what}: the peer group belongs to engine {group.book.own.name!r}")
+        return group.targets(list(descs), what)

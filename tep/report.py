@@ -1,0 +1,123 @@
+"""What an engine says about itself: statistics, the path to a peer, and what everything is waiting
+for.
+
+Reads, never changes; all of it works while the engine runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from tep.errors import UsageError
+from tep.handle import State
+from tep.plan import lanes, plan_paged, plan_single
+from tep.stats import EngineStats, NicBytes
+from tep.units import MiB
+
+if TYPE_CHECKING:
+    from tep.engine import TransferEngine
+    from tep.region import Link
+    from tep.wire import NetAddr
+
+__all__ = ["engine_stats", "explain", "stall_report"]
+
+_LISTED_MAX: Final = 20
+_UNEXPECTED_MAX: Final = 1000
+
+
+def engine_stats(engine: TransferEngine) -> EngineStats:
+    """Collect an engine's statistics."""
+    worker = engine._worker
+    group = worker.group
+    unexpected = list(worker.imms.counts.items())[:_UNEXPECTED_MAX]
+    return EngineStats(
+        steps=worker.steps,
+        transfers_submitted=worker.submitted,
+        transfers_done=worker.tally[State.DONE],
+        transfers_failed=worker.tally[State.FAILED],
+        transfers_cancelled=worker.tally[State.CANCELLED],
+        rows_backlog=group.backlog,
+        rows_outstanding=tuple(group.outstanding),
+        nics=tuple(map(NicBytes, group.rows, group.nbytes)),
+        imms_counted=worker.imms.total,
+        imms_unexpected=tuple(unexpected),
+        expectations=worker.imms.waiting,
+        regions=len(engine._regions),
+        peers=len(engine._peers.links),
+        callback_errors=engine._errors,
+    )
+
+
+def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
+    """Say which NICs an engine has and, for a peer, which NIC talks to which and how requests are
+    cut.
+
+    Raises:
+        UsageError: the peer is not known to this engine.
+    """
+    group = engine._worker.group
+    lines = [f"engine {engine.main_address}"]
+    for k, domain in enumerate(engine._domains):
+        caps = domain.caps
+        order = "ordered" if caps.ordered else "unordered"
+        state = "alive" if group.alive[k] else "DOWN"
+        lines.append(
+            f"  NIC {k}: {caps.nic} on {caps.backend}, {caps.link_bps / 1e9:g} Gb/s, {order}, "
+            f"queue {caps.sq_depth}, memory {'/'.join(caps.memory_kinds)}, {state}"
+        )
+    if peer is None:
+        lines += [f"  peer: {link.addr}" for link in list(engine._peers.links.values())]
+        return "\n".join(lines)
+    link = engine._peers.links.get((peer.backend, peer.name))
+    if link is None:
+        raise UsageError(
+            f"explain: nothing was ever submitted to {peer}; submit something, or add_peer_group"
+        )
+    return "\n".join([*lines, *_explain_link(engine, link)])
+
+
+def _explain_link(engine: TransferEngine, link: Link) -> list[str]:
+    nlocal, nremote = len(engine._domains), len(link.addr.domains)
+    pairs = [(k % nlocal, k % nremote) for k in range(lanes(nlocal, nremote))]
+    single = plan_single(MiB, nlocal, nremote, 0)
+    paged = plan_paged(256, nlocal, nremote, 0)
+    state = "".join("." if alive else "X" for alive in link.alive)
+    shards = [share.stop - share.start for share in single.shares]
+    runs = [share.stop - share.start for share in paged.shares]
+    return [
+        f"to {link.addr}",
+        f"  its NICs (. answers, X does not): {state}",
+        f"  lanes (local NIC -> its NIC): {', '.join(f'{i}->{j}' for i, j in pairs)}",
+        f"  1 MiB single: {single.imms} immediates, shards of {shards} bytes",
+        f"  256 pages: {paged.imms} immediates, runs of {runs} pages",
+    ]
+
+
+def stall_report(engine: TransferEngine) -> str:
+    """List all that has not settled, oldest first, what it waits for and since when.
+
+    Then each NIC, and the immediates that are here and that nobody waits for.
+    """
+    worker = engine._worker
+    group = worker.group
+    waiting = worker.unsettled()
+    now_s = engine.driver.now_s()
+    lines = [
+        f"engine {engine.name}: {len(waiting)} open, {len(worker.commands)} commands not taken yet"
+    ]
+    lines += [
+        f"  {handle.describe()}; for {now_s - handle.submitted_s:.6f} s"
+        for handle in waiting[:_LISTED_MAX]
+    ]
+    if len(waiting) > _LISTED_MAX:
+        lines.append(f"  ... and {len(waiting) - _LISTED_MAX} more")
+    for k, domain in enumerate(engine._domains):
+        state = "alive" if group.alive[k] else "DOWN"
+        lines.append(
+            f"  NIC {k} ({domain.caps.nic}, {state}): {group.outstanding[k]} rows outstanding"
+        )
+    lines.append(f"  {group.backlog} rows wait for a NIC; {worker.imms.total} immediates counted")
+    extra = [f"{imm:#x} x {n}" for imm, n in list(worker.imms.counts.items())[:_LISTED_MAX]]
+    if extra:
+        lines.append(f"  immediates here that no expectation has used: {', '.join(extra)}")
+    return "\n".join(lines)

@@ -1,0 +1,90 @@
+"""Frozen records of what happened; what `stats()` of transfers, domains and engines returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+__all__ = ["EngineStats", "NicBytes", "TransferStats"]
+
+
+class NicBytes(NamedTuple):
+    """What one NIC carried.
+
+    Attributes:
+        rows: writes posted on it.
+        nbytes: their bytes.
+    """
+
+    rows: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferStats:
+    """One transfer.
+
+    Attributes:
+        kind: "single", "paged", "scatter", "barrier" or "send".
+        state: "pending", "done", "cancelled" or "failed".
+        rows: writes it makes in all.
+        nbytes: bytes it moves in all.
+        rows_posted: taken by NICs so far.
+        rows_back: returned by NICs so far, well or not.
+        rows_failed: returned with an error, or lost with the last NIC.
+        rows_dropped: taken out by cancel() before any NIC had them.
+        nics: rows and bytes of each local NIC.
+        elapsed_s: from submit to the last row's return, or to now; seconds of the driver's clock.
+    """
+
+    kind: str
+    state: str
+    rows: int
+    nbytes: int
+    rows_posted: int
+    rows_back: int
+    rows_failed: int
+    rows_dropped: int
+    nics: tuple[NicBytes, ...]
+    elapsed_s: float
+
+    @property
+    def gbps(self) -> float:
+        """Bits a nanosecond over `elapsed_s`; 0 if no time passed."""
+        return self.nbytes * 8 / self.elapsed_s / 1e9 if self.elapsed_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """One engine.
+
+    Attributes:
+        steps: how often it was turned.
+        transfers_submitted: requests and messages accepted.
+        transfers_done, transfers_failed, transfers_cancelled: how those that settled ended.
+        rows_backlog: rows waiting for a NIC to take them.
+        rows_outstanding: rows that each NIC has now.
+        nics: rows and bytes each NIC has carried.
+        imms_counted: immediates that arrived and were counted.
+        imms_unexpected: (immediate, count) that arrived and nobody has taken, at most 1,000 of
+            them.
+        expectations: expectations not reached.
+        regions: registered regions.
+        peers: peers known.
+        callback_errors: users' callbacks that raised.
+    """
+
+    steps: int
+    transfers_submitted: int
+    transfers_done: int
+    transfers_failed: int
+    transfers_cancelled: int
+    rows_backlog: int
+    rows_outstanding: tuple[int, ...]
+    nics: tuple[NicBytes, ...]
+    imms_counted: int
+    imms_unexpected: tuple[tuple[int, int], ...]
+    expectations: int
+    regions: int
+    peers: int
+    callback_errors: int

@@ -1,0 +1,190 @@
+"""What submits and expectations return: the handles, each with the account of its own progress.
+
+The accounts are kept by the worker; users read them through `stats()` and `describe()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from tep.errors import BadRequest
+from tep.handle import Handle, Owner
+from tep.region import Remote, Targets
+from tep.stats import NicBytes, TransferStats
+
+if TYPE_CHECKING:
+    from tep.errors import TepError
+    from tep.imm import ImmTable
+    from tep.region import Link
+    from tep.requests import Job
+
+__all__ = ["Expectation", "ImmCounter", "Message", "Transfer"]
+
+_NAMES_MAX: Final = 4  # peers that a report names
+
+
+class Transfer(Handle):
+    """One submitted request on its way.
+
+    `done` means that the source buffer may be reused, and nothing else.
+
+    Attributes:
+        job: what was asked for.
+        rows: writes that it makes; also the immediates it makes, over all targets, if it carries
+            one.
+        left: rows that have not come back from a NIC, posted or not.
+        failed_rows: rows that came back with an error.
+        failure: the first error, confirmed by settling once nothing is posted any more.
+        dropped: rows that a cancel took out before any NIC had them.
+    """
+
+    __slots__ = (
+        "_nic_bytes",
+        "_nic_rows",
+        "_settled_s",
+        "dropped",
+        "failed_rows",
+        "failure",
+        "job",
+        "left",
+        "rows",
+    )
+
+    def __init__(self, owner: Owner, job: Job, rows: int, nics: int, submitted_s: float) -> None:
+        super().__init__(owner, submitted_s)
+        self.job = job
+        self.rows = self.left = rows
+        self.failed_rows = 0
+        self.failure: TepError | None = None
+        self.dropped = 0
+        self._nic_rows = [0] * nics
+        self._nic_bytes = [0] * nics
+        self._settled_s: float | None = None
+
+    def note_posted(self, domain: int, rows: int, nbytes: int) -> None:
+        """Account for rows that a NIC has taken."""
+        self._nic_rows[domain] += rows
+        self._nic_bytes[domain] += nbytes
+
+    def note_settled(self, now_s: float) -> None:
+        """Take the time at which the last row came back."""
+        self._settled_s = now_s
+
+    def stats(self) -> TransferStats:
+        """What it has done so far; see TransferStats."""
+        posted = sum(self._nic_rows)
+        end_s = self._owner.driver.now_s() if self._settled_s is None else self._settled_s
+        return TransferStats(
+            kind=self.job.kind,
+            state=self._state.value,
+            rows=self.rows,
+            nbytes=self.job.total,
+            rows_posted=posted,
+            rows_back=self.rows - self.left - self.dropped,
+            rows_failed=self.failed_rows,
+            rows_dropped=self.dropped,
+            nics=tuple(map(NicBytes, self._nic_rows, self._nic_bytes)),
+            elapsed_s=end_s - self.submitted_s,
+        )
+
+    def describe(self) -> str:
+        """One line for reports."""
+        stats = self.stats()
+        peers = _names(self.job.remotes)
+        return (
+            f"{stats.kind} of {stats.rows} rows, {stats.nbytes} bytes to {peers}: {stats.state}; "
+            f"{stats.rows_posted} posted, {stats.rows_back} back, {stats.rows_failed} failed, "
+            f"{stats.rows_dropped} dropped"
+        )
+
+
+def _names(remotes: Remote | Targets) -> str:
+    listed = remotes.remotes if isinstance(remotes, Targets) else [remotes]
+    names = [remote.desc.addr.name for remote in listed]
+    more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
+    return ", ".join(names[:_NAMES_MAX]) + more
+
+
+class Message(Handle):
+    """One message of submit_send on its way. `done` means that the peer's engine has it.
+
+    Attributes:
+        payload: its bytes, copied at submission.
+        link: the peer.
+        posted: whether a NIC has it.
+    """
+
+    __slots__ = ("link", "payload", "posted")
+
+    def __init__(self, owner: Owner, payload: bytes, link: Link, submitted_s: float) -> None:
+        super().__init__(owner, submitted_s)
+        self.payload = payload
+        self.link = link
+        self.posted = False
+
+    def describe(self) -> str:
+        """One line for reports."""
+        where = "posted" if self.posted else "waiting for the NIC"
+        what = f"message of {len(self.payload)} bytes to {self.link.addr.name}"
+        return f"{what}: {self._state.value}, {where}"
+
+
+class Expectation(Handle):
+    """A count of one immediate that is waited for.
+
+    Attributes:
+        imm: the immediate.
+        count: how many arrivals make it done.
+    """
+
+    __slots__ = ("_table", "count", "imm")
+
+    def __init__(
+        self, owner: Owner, table: ImmTable[Expectation], imm: int, count: int, submitted_s: float
+    ) -> None:
+        super().__init__(owner, submitted_s)
+        self._table = table
+        self.imm = imm
+        self.count = count
+
+    @property
+    def arrived(self) -> int:
+        """How many are here; `count` once it is done."""
+        return self.count if self.done else min(self.count, self._table.counts.get(self.imm, 0))
+
+    def describe(self) -> str:
+        """One line for reports."""
+        return f"imm {self.imm:#x}: {self.arrived} of {self.count} arrived; {self._state.value}"
+
+
+class ImmCounter:
+    """A pollable view of one immediate's count.
+
+    Attributes:
+        imm: the immediate.
+    """
+
+    __slots__ = ("_table", "_take", "imm")
+
+    def __init__(
+        self, table: ImmTable[Expectation], take: Callable[[int, int], bool], imm: int
+    ) -> None:
+        self._table = table
+        self._take = take
+        self.imm = imm
+
+    @property
+    def value(self) -> int:
+        """Arrivals that no expectation and no take() has used."""
+        return self._table.counts.get(self.imm, 0)
+
+    def take(self, count: int) -> bool:
+        """Use up `count` arrivals; False = there are fewer, or an expectation stands in line.
+
+        Raises:
+            BadRequest: the count is no integer, or negative.
+        """
+        if not (isinstance(count, int) and count >= 0):
+            raise BadRequest(f"take: count={count!r} is not an integer, 0 or more")
+        return self._take(self.imm, count)

@@ -1,0 +1,110 @@
+"""Watched words: 64-bit cells that the host writes (a GPU later) and the engine looks at.
+
+The reader sees the latest value only; values in between may be missed, hence callbacks get old and
+new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.errors import BusyError, ClosedError, UsageError
+
+__all__ = ["WatchPage", "Watcher"]
+
+WORDS: Final = 512
+"""Words of one page: 4,096 bytes. Source: fabric-lib allocates its watchers in one such page."""
+
+Callback = Callable[[int, int], object]
+
+
+class WatchPage:
+    """All watched words of one engine."""
+
+    def __init__(self) -> None:
+        self.words: npt.NDArray[np.uint64] = np.zeros(WORDS, np.uint64)
+        self._seen = np.zeros(WORDS, np.uint64)
+        self._callbacks: dict[int, Callback] = {}
+
+    def __len__(self) -> int:
+        return len(self._callbacks)
+
+    def allocate(self, callback: Callback) -> int:
+        """Return the index of a word that is 0 and watched from now on."""
+        index = next((k for k in range(WORDS) if k not in self._callbacks), None)
+        if index is None:
+            raise BusyError(f"alloc_uvm_watcher: all {WORDS} words are in use; close some watchers")
+        self.words[index] = self._seen[index] = 0
+        self._callbacks[index] = callback
+        return index
+
+    def free(self, index: int) -> None:
+        """Stop watching a word."""
+        self._callbacks.pop(index, None)
+
+    def look(self) -> Iterator[tuple[Callback, int, int]]:
+        """(callback, old, new) of every watched word that changed since the last look.
+
+        A watcher that is closed meanwhile, by a callback or by another thread, is left out.
+        """
+        if not self._callbacks:
+            return
+        old, now = self._seen, self.words.copy()
+        self._seen = now
+        changed = np.flatnonzero(now != old).tolist()
+        found = [(k, callback) for k in changed if (callback := self._callbacks.get(k))]
+        for k, callback in found:
+            if self._callbacks.get(k) is callback:
+                yield callback, int(old[k]), int(now[k])
+
+
+class Watcher:
+    """One watched word.
+
+    Attributes:
+        ptr: its address, for whoever writes it; 8 bytes, native byte order.
+    """
+
+    def __init__(self, page: WatchPage, index: int, kick: Callable[[], None]) -> None:
+        self._page: WatchPage | None = page
+        self._index = index
+        self._kick = kick
+        self.ptr = int(page.words.ctypes.data) + 8 * index
+
+    @property
+    def word(self) -> npt.NDArray[np.uint64]:
+        """The word as uint64[1], writable in place.
+
+        In a simulation a plain store is seen at the engine's next step only; `store` also asks for
+        one.
+        """
+        return self._open().words[self._index : self._index + 1]
+
+    def store(self, value: int) -> None:
+        """Write the word, 0 <= value < 2**64, and have the engine look at it."""
+        page = self._open()
+        if not 0 <= value < 2**64:
+            raise UsageError(f"watcher: value={value} does not fit in 64 bits")
+        page.words[self._index] = value
+        self._kick()
+
+    def close(self) -> None:
+        """Stop watching. Idempotent."""
+        page, self._page = self._page, None
+        if page is not None:
+            page.free(self._index)
+
+    def _open(self) -> WatchPage:
+        if self._page is None:
+            raise ClosedError("this watcher is closed")
+        return self._page
+
+    def __enter__(self) -> Watcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,371 @@
+"""Worker.step(): commands -> queues -> posts -> completions -> counts; bounded, nothing waits.
+
+The worker owns the group, the table of immediates, the messages and the watched words. It settles
+handles inside the step; what users want to be told of is run later, by `deliver()`, outside it.
+Rule: other threads only append to `commands`; all else here belongs to the thread that turns it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.api import EngineOptions
+from tep.backends.base import Completions, Domain, Kind, Status, new_completions
+from tep.errors import ClosedError, FabricError, TepError
+from tep.group import DomainGroup
+from tep.handle import Handle, State
+from tep.imm import ImmTable
+from tep.transfer import Expectation, Message, Transfer
+from tep.watch import WatchPage
+
+__all__ = ["Worker"]
+
+_SCALAR_MAX: Final = 24
+"""Completions up to which a Python loop beats columns.
+
+Measured: one poll of numpy work costs about 10 us.
+"""
+
+_WRITE, _IMM, _SENT, _RECV, _DOWN = map(int, Kind)
+Receive = Callable[[memoryview], object]
+
+
+class Worker:
+    """The machine: turned by `step()`, drained by `deliver()`.
+
+    Attributes:
+        group: the NICs.
+        imms: the table of immediates.
+        commands: what users asked for and no step has taken.
+        taken: rows and messages of the commands taken.
+        open: every handle that was taken and has not settled, in order of submission.
+        watch: the watched words.
+        steps: how often it was turned.
+        submitted: transfers and messages taken.
+        tally: how many transfers and messages settled, by state.
+        closed: everything is ended; what is still asked for fails.
+    """
+
+    def __init__(
+        self, domains: tuple[Domain, ...], options: EngineOptions, now_s: Callable[[], float]
+    ) -> None:
+        self.group = DomainGroup(domains, options.post_rows_max)
+        self.imms: ImmTable[Expectation] = ImmTable()
+        self.open: dict[Handle, None] = {}
+        self.watch = WatchPage()
+        self.steps = 0
+        self.submitted = 0
+        self.taken = 0
+        self.closed = False
+        self.tally = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
+        self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
+        self.receive: Receive | None = None
+        self.report: Callable[[object, Exception], None] = _raise
+        self._now_s = now_s
+        self._commands_max = options.commands_max
+        self._settled: list[Handle] = []
+        self._received: list[tuple[int, int]] = []
+        self._sends: deque[Message] = deque()
+        self._messages: dict[int, Message] = {}
+        self._message_id = 0
+        self._out: Completions = new_completions(options.poll_rows)
+        self._columns = tuple(self._out[name] for name in ("kind", "status", "count", "imm", "ctx"))
+
+    # ------------------------------------------------------------------ one turn
+
+    def step(self) -> bool:
+        """Take commands, post, poll, count. True = there was work, so turn again soon."""
+        self.steps += 1
+        group = self.group
+        work = bool(self.commands) and self._take_commands()
+        if group.backlog:
+            work |= group.post()
+        if self._sends:
+            work |= self._post_sends()
+        out = self._out
+        for index, domain in enumerate(group.domains):
+            n = domain.poll(out)
+            if n:
+                work = True
+                if n <= _SCALAR_MAX:
+                    self._take_rows(index, out[:n].tolist())
+                else:
+                    self._take_columns(index, n)
+        if group.ended:
+            self._settle_ended()
+        if self.imms.reached:
+            self._settle_reached()
+        return work or bool(self._settled)
+
+    def deliver(self) -> None:
+        """Run users' callbacks for what the steps before brought.
+
+        One that raises is reported; none can stop this.
+        """
+        settled, self._settled = self._settled, []
+        for handle in settled:
+            handle._deliver()
+        loose, self.imms.loose = self.imms.loose, []
+        for callback, imm, count in loose:
+            self._run(callback, imm, count)
+        received, self._received = self._received, []
+        for domain, slot in received:
+            if self.closed:  # by a callback just now
+                break
+            if self.receive is not None:
+                self._run(self.receive, self.group.domains[domain].recv_view(slot))
+            self.group.domains[domain].recv_done(slot)
+        if self.watch:
+            for watching, old, new in self.watch.look():
+                self._run(watching, old, new)
+
+    def _run(self, callback: Callable[..., object], *args: object) -> None:
+        try:
+            callback(*args)
+        except Exception as error:  # noqa: BLE001  # a user's fault must not stop the engine; it is reported
+            self.report(callback, error)
+
+    def busy(self) -> bool:
+        """Whether rows or messages are outstanding."""
+        group = self.group
+        return bool(group.backlog or group.batches or self._sends or self._messages)
+
+    @property
+    def backlog(self) -> int:
+        """Rows and messages that were taken and that no NIC has."""
+        return self.group.backlog + len(self._sends)
+
+    def unsettled(self) -> list[Handle]:
+        """Every handle that has not settled, taken or not; may be asked from any thread."""
+        asked = [handle for _, handle in tuple(self.commands)]
+        return list(dict.fromkeys((*tuple(self.open), *asked)))
+
+    def _take_commands(self) -> bool:
+        commands = self.commands
+        for _ in range(min(len(commands), self._commands_max)):
+            command, handle = commands.popleft()
+            command(handle)
+        return True
+
+    # ------------------------------------------------------------------ commands
+
+    def start(self, transfer: Transfer) -> None:
+        """Command: deal a transfer out.
+
+        A peer that cannot be connected fails it, here and not at the caller.
+        """
+        self.open[transfer] = None
+        self.submitted += 1
+        self.taken += transfer.rows
+        if transfer.job.mr is not None:
+            transfer.job.mr.inflight += 1
+        if self.closed:
+            self._end(transfer, State.FAILED, _closed())
+            return
+        try:
+            self.group.start(transfer)
+        except TepError as error:
+            self.group.drop_queued(transfer)
+            transfer.dropped, transfer.left = transfer.rows, 0
+            self._end(transfer, State.FAILED, error)
+
+    def send(self, message: Message) -> None:
+        """Command: queue a message."""
+        self.open[message] = None
+        self.submitted += 1
+        self.taken += 1
+        if self.closed:
+            self._end(message, State.FAILED, _closed())
+        else:
+            self._sends.append(message)
+
+    def expect(self, expectation: Expectation) -> None:
+        """Command: stand in line for an immediate. One that was claimed meanwhile fails it."""
+        self.open[expectation] = None
+        if self.closed:
+            self._end(expectation, State.FAILED, _closed())
+            return
+        try:
+            self.imms.expect(expectation)
+        except TepError as error:
+            self._end(expectation, State.FAILED, error)
+
+    def cancel(self, handle: Handle) -> None:
+        """Command: end a handle early, once nothing of it is posted."""
+        if handle.settled:
+            return
+        if isinstance(handle, Expectation):
+            if self.imms.cancel(handle):
+                self._end(handle, State.CANCELLED)
+        elif isinstance(handle, Message):
+            if handle in self._sends:
+                self._sends.remove(handle)
+                self._end(handle, State.CANCELLED)
+        else:
+            assert isinstance(handle, Transfer)
+            # One without a row in the queues has ended in this very step, or is all posted.
+            dropped = self.group.drop_queued(handle)
+            if dropped and handle.left == 0:
+                self.group.ended.append(handle)
+
+    # ------------------------------------------------------------------ completions
+
+    def _take_rows(self, domain: int, rows: list[tuple[int, ...]]) -> None:
+        group, imms = self.group, self.imms
+        for kind, status, count, imm, row, ctx, _ in rows:
+            if kind == _IMM:
+                imms.add(imm, count)
+            elif kind == _WRITE:
+                group.finish_rows(domain, ctx, count, status, row)
+            else:
+                self._take_other(domain, kind, status, ctx)
+
+    def _take_columns(self, domain: int, n: int) -> None:
+        kinds, statuses, counts, imms, ctxs = (column[:n] for column in self._columns)
+        kind = int(kinds[0])
+        if (kinds != kind).any():
+            # A mixed burst: immediates by columns, the rest row by row, each in its own order.
+            mine = kinds == _IMM
+            self._count(imms[mine], counts[mine])
+            self._take_rows(domain, self._out[:n][~mine].tolist())
+        elif kind == _IMM:
+            self._count(imms, counts)
+        elif kind == _WRITE and not statuses.any():
+            if (ctxs == ctxs[0]).all():
+                self.group.finish_rows(domain, int(ctxs[0]), int(counts.sum()), Status.OK, 0)
+            else:
+                values, where = np.unique(ctxs, return_inverse=True)
+                sums = np.bincount(where, counts).astype(np.int64)
+                for ctx, count in zip(values.tolist(), sums.tolist(), strict=True):
+                    self.group.finish_rows(domain, ctx, count, Status.OK, 0)
+        else:
+            self._take_rows(domain, self._out[:n].tolist())
+
+    def _count(self, imms: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32]) -> None:
+        if not len(imms):
+            return
+        if (counts == 1).all():
+            self.imms.add_many(imms)
+        else:
+            for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
+                self.imms.add(imm, count)
+
+    def _take_other(self, domain: int, kind: int, status: int, ctx: int) -> None:
+        if kind == _DOWN:
+            self.group.nic_down(domain)
+        elif kind == _SENT:
+            message = self._messages.pop(ctx)
+            if status == Status.OK:
+                self._end(message, State.DONE)
+            else:
+                self._end(message, State.FAILED, self._send_error(message, domain, status))
+        else:
+            assert kind == _RECV, f"NIC {domain} reports a completion of unknown kind {kind}"
+            self._received.append((domain, ctx))
+
+    def _send_error(self, message: Message, domain: int, status: int) -> FabricError:
+        code, hint = Status(status).name, self.group.domains[domain].status_text(status)
+        return FabricError(
+            f"message of {len(message.payload)} bytes to {message.link.addr.name} failed on "
+            f"NIC {domain}: {code}{': ' + hint if hint else ''}",
+            code=code,
+            domain=domain,
+            peer=message.link.addr.name,
+        )
+
+    def _post_sends(self) -> bool:
+        """Offer messages to the first NIC that lives, in order; a full one lets the rest wait."""
+        group, work = self.group, False
+        while self._sends:
+            message = self._sends[0]
+            try:
+                domain = group.first_alive()
+                peer = message.link.peer(domain, 0)
+            except TepError as error:
+                self._sends.popleft()
+                self._end(message, State.FAILED, error)
+                work = True
+                continue
+            if not group.domains[domain].post_send(peer, message.payload, self._message_id + 1):
+                break
+            self._message_id += 1
+            self._messages[self._message_id] = self._sends.popleft()
+            message.posted = work = True
+        return work
+
+    # ------------------------------------------------------------------ settling
+
+    def _settle_ended(self) -> None:
+        ended, self.group.ended = self.group.ended, []
+        for transfer in ended:
+            if transfer.failure is not None:
+                self._end(transfer, State.FAILED, transfer.failure)
+            else:
+                self._end(transfer, State.CANCELLED if transfer.dropped else State.DONE)
+
+    def _settle_reached(self) -> None:
+        reached, self.imms.reached = self.imms.reached, []
+        for expectation in reached:
+            self._end(expectation, State.DONE)
+
+    def _end(self, handle: Handle, state: State, error: TepError | None = None) -> None:
+        if isinstance(handle, Transfer):
+            handle.note_settled(self._now_s())
+            if handle.job.mr is not None:
+                handle.job.mr.inflight -= 1
+        if not isinstance(handle, Expectation):
+            self.tally[state] += 1
+        handle._settle(state, error)
+        del self.open[handle]
+        self._settled.append(handle)
+
+    # ------------------------------------------------------------------ closing
+
+    def close(self) -> None:
+        """End everything: posted rows come back flushed, all else fails with ClosedError.
+
+        What the NICs still hand out counts: an expectation that it completes is done. Idempotent.
+        """
+        self.take_all_commands()
+        if self.closed:
+            return
+        for handle in tuple(self.open):
+            if isinstance(handle, Transfer):
+                if self.group.drop_queued(handle):
+                    handle.failure = handle.failure or _closed()
+                    if handle.left == 0:
+                        self.group.ended.append(handle)
+            elif isinstance(handle, Message) and not handle.posted:
+                self._end(handle, State.FAILED, _closed())
+        self._sends.clear()
+        for index, domain in enumerate(self.group.domains):
+            domain.close()
+            while n := domain.poll(self._out):
+                self._take_rows(index, self._out[:n].tolist())
+        self._received.clear()  # their buffers went with the NIC
+        self._settle_ended()
+        self._settle_reached()
+        for expectation in self.imms.give_up():
+            self._end(expectation, State.FAILED, _closed())
+        self.closed = True
+        left = [handle.describe() for handle in self.open]
+        assert not left, f"a NIC closed without returning what it had: {left}"
+
+    def take_all_commands(self) -> None:
+        """Take every command, for what must come after all that was submitted before it."""
+        while self.commands:
+            command, handle = self.commands.popleft()
+            command(handle)
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the engine was closed before this ended")
+
+
+def _raise(_: object, error: Exception) -> None:
+    raise error
