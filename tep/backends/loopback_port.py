@@ -1,0 +1,270 @@
+"""The receiving half of a loopback NIC, which peers' threads touch, and the hub where it is found.
+
+Rule 1: a sender's thread moves the bytes, holding the target's lock, so that nothing lands after
+revoke() or shut() has returned. Rule 2: all else that crosses threads is one append to a deque, and
+a call of the target's waker. Nothing here is posted, queued or completed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from tep.backends.base import COMPLETION, Column, Kind, Row, Status
+from tep.backends.hostcopy import HostRegion, Offsets, copy_rows, offsets_within
+from tep.backends.shuffle import Entry
+from tep.errors import BadDescriptor
+
+__all__ = ["NAME_BYTES_MAX", "NICS_MAX", "Hub", "Port", "check_address"]
+
+NICS_MAX: Final = 64
+NAME_BYTES_MAX: Final = 200
+
+# An address: 0, 4 bytes b"LOOP"; 4, u64 the hub; 12, u64 epoch; 20, u16 NIC; 22, the engine's name
+# in UTF-8. Integers are little-endian.
+_ADDRESS: Final = struct.Struct("<4sQQH")
+_MAGIC: Final = b"LOOP"
+
+# Plain ints: to store an IntEnum costs numpy three times as much.
+_OK: Final = int(Status.OK)
+_IMM: Final = int(Kind.IMM)
+_RECV: Final = int(Kind.RECV)
+
+
+class Port:
+    """What the peers of one NIC may reach.
+
+    Attributes:
+        address: in this incarnation.
+        alive: False once the NIC is shut; written under the lock.
+        waker: what to call when something has arrived.
+        arrived: completions for the NIC's owner; peers append, the owner takes.
+    """
+
+    def __init__(self, hub: Hub, name: str, nic: int, epoch: int) -> None:
+        self.name = name
+        self.nic = nic
+        self.epoch = epoch
+        self.address = hub.address(name, nic, epoch)
+        self.alive = True
+        self.waker: Callable[[], None] = wake_nobody
+        self.arrived: deque[Entry] = deque()
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._targets: dict[int, HostRegion] = {}
+        self._slots: list[bytearray] = []
+        self._lengths: dict[int, int] = {}
+        self._free: deque[int] = deque()
+        self._starved: dict[Port, None] = {}  # senders that found no free buffer
+        hub.attach(self)
+
+    # --- on the senders' threads
+
+    def place_row(self, row: Row) -> Status:
+        """Write one row, then hand over its immediate. The source has been checked."""
+        with self._lock:
+            if not self.alive:
+                return Status.UNREACHABLE
+            region = self._targets.get(row.rkey)
+            if region is None:
+                return Status.REMOTE_KEY
+            offset = row.dst - region.base
+            if not region.holds(offset, row.nbytes):
+                return Status.REMOTE_RANGE
+            ctypes.memmove(region.origin + offset, row.src, row.nbytes)
+        if row.imm is not None:
+            self.announce(row.imm, 1)
+        return Status.OK
+
+    def place_rows(
+        self, rkey: int, dst: Column, source: HostRegion, src: Offsets, nbytes: int, nrows: int
+    ) -> bool:
+        """Write rows of one length to one region; False = one cannot be, nothing is written."""
+        with self._lock:
+            region = self._targets.get(rkey)
+            if region is None:
+                return False
+            offsets = offsets_within(dst, region.base, nbytes, region.nbytes)
+            if offsets is None:
+                return False
+            copy_rows(source, src, region, offsets, nbytes, nrows)
+        return True
+
+    def announce(self, imms: Column, count: int) -> None:
+        """Hand over immediates whose bytes are here."""
+        if isinstance(imms, int):
+            self.arrived.append((_IMM, _OK, count, imms, 0, 0, 0))
+        else:
+            entries = np.zeros(count, COMPLETION)
+            entries["kind"] = _IMM
+            entries["count"] = 1
+            entries["imm"] = imms
+            self.arrived.append(entries)
+        self.waker()
+
+    def take_message(self, payload: bytes, sender: Port) -> Status | None:
+        """Put a message into a free buffer; None = there is none, the sender is woken then."""
+        with self._lock:
+            if not self.alive:
+                return Status.UNREACHABLE
+            if not self._free:
+                self._starved[sender] = None
+                return None
+            if len(payload) > len(self._slots[self._free[0]]):
+                return Status.LENGTH
+            slot = self._free.popleft()
+            self._slots[slot][: len(payload)] = payload
+            self._lengths[slot] = len(payload)
+        self.arrived.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
+        self.waker()
+        return Status.OK
+
+    # --- on the owner's thread
+
+    def grant(self, rkey: int, region: HostRegion) -> None:
+        """Let peers write to a region."""
+        with self._lock:
+            self._targets[rkey] = region
+
+    def revoke(self, rkey: int) -> None:
+        """Let nobody write there any more; what is being written is finished first."""
+        with self._lock:
+            self._targets.pop(rkey, None)
+
+    def add_buffers(self, nbytes: int, count: int) -> None:
+        """Make the pool larger."""
+        with self._lock:
+            first = len(self._slots)
+            self._slots.extend(bytearray(nbytes) for _ in range(count))
+            self._free.extend(range(first, first + count))
+        self._wake_starved()
+
+    def view(self, slot: int) -> memoryview:
+        """The message in a buffer."""
+        return memoryview(self._slots[slot])[: self._lengths[slot]].toreadonly()
+
+    def give_back(self, slot: int) -> None:
+        """Use a buffer again."""
+        with self._lock:
+            del self._lengths[slot]
+            self._free.append(slot)
+        self._wake_starved()
+
+    def shut(self) -> None:
+        """Be unreachable from now on."""
+        with self._lock:
+            self.alive = False
+            self._targets.clear()
+        self._hub.detach(self)
+        self._wake_starved()  # they have to learn that we are gone
+
+    def orphan(self) -> None:
+        """Be shut in a forked child. A thread that is not here may hold the lock: a new one."""
+        self._lock = threading.Lock()
+        self.alive = False
+        self._targets.clear()
+        self.arrived.clear()
+        self.waker = wake_nobody
+
+    def _wake_starved(self) -> None:
+        with self._lock:
+            starved, self._starved = self._starved, {}
+        for sender in starved:
+            sender.waker()
+
+
+class Hub:
+    """Where ports find each other by address: the cables of one process.
+
+    It holds them weakly: a port lives as long as its engine, or a peer that has met it.
+
+    Args:
+        token: which hub an address belongs to, 64 bits; None = random, so that the addresses of
+            other processes are strangers here.
+    """
+
+    def __init__(self, token: int | None = None) -> None:
+        self._token = int.from_bytes(os.urandom(8), "little") if token is None else token
+        self._epochs = itertools.count(1)
+        self._by_address: weakref.WeakValueDictionary[bytes, Port] = weakref.WeakValueDictionary()
+        self._latest: weakref.WeakValueDictionary[tuple[str, int], Port]
+        self._latest = weakref.WeakValueDictionary()
+        _HUBS.add(self)
+
+    def next_epoch(self) -> int:
+        """Number the next incarnation: larger than all before it on this hub."""
+        return next(self._epochs)
+
+    def address(self, name: str, nic: int, epoch: int) -> bytes:
+        """Write down where a port is."""
+        return _ADDRESS.pack(_MAGIC, self._token, epoch, nic) + name.encode()
+
+    def attach(self, port: Port) -> None:
+        """Make a port findable."""
+        self._by_address[port.address] = port
+        self._latest[port.name, port.nic] = port
+
+    def detach(self, port: Port) -> None:
+        """Forget a port; rows to it end UNREACHABLE, or STALE_PEER once its name is back."""
+        self._by_address.pop(port.address, None)
+        if self._latest.get((port.name, port.nic)) is port:
+            del self._latest[port.name, port.nic]
+
+    def find(self, address: bytes) -> Port | Status:
+        """Return the port at an address, or why there is none."""
+        found = self._by_address.get(address)
+        if found is not None:
+            return found
+        _, token, epoch, nic = _ADDRESS.unpack_from(address)
+        later = self._latest.get((address[_ADDRESS.size :].decode(), nic))
+        if token == self._token and later is not None and later.epoch > epoch:
+            return Status.STALE_PEER
+        return Status.UNREACHABLE
+
+    def orphan(self) -> None:
+        """In a forked child: shut all ports, touching nothing that the parent's threads held."""
+        for port in list(self._by_address.values()):
+            port.orphan()
+        self._by_address.clear()
+        self._latest.clear()
+        self._token ^= os.getpid() << 32  # the child's own ports are strangers to the parent's
+
+
+def wake_nobody() -> None:
+    """Wake nobody: the waker until one is set."""
+
+
+def check_address(address: bytes) -> None:
+    """Raise BadDescriptor for bytes that cannot be a loopback address."""
+    if len(address) < _ADDRESS.size or address[:4] != _MAGIC:
+        raise BadDescriptor(
+            f"{address[:16]!r}... ({len(address)} bytes) is not a loopback address; is the peer's "
+            "engine on another backend?"
+        )
+    try:
+        name = address[_ADDRESS.size :].decode()
+    except UnicodeDecodeError as error:
+        raise BadDescriptor(f"loopback address: its name is not UTF-8: {error}") from error
+    nic = _ADDRESS.unpack_from(address)[3]
+    if nic >= NICS_MAX or not 1 <= len(name.encode()) <= NAME_BYTES_MAX:
+        raise BadDescriptor(f"loopback address: NIC {nic} of {name!r} cannot be")
+
+
+_HUBS: weakref.WeakSet[Hub] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for hub in list(_HUBS):
+        hub.orphan()
+
+
+os.register_at_fork(after_in_child=_after_fork)
