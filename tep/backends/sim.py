@@ -1,0 +1,54 @@
+"""The simulated backend: hands the NICs of a simulated node to an engine. No model lives here.
+
+A simulated NIC needs a fabric and a clock that its peers share, so there is nothing to open by name
+alone: `tep.sim.Cluster` makes fabric, nodes and engines; this door is for who made the fabric.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from tep.backends.base import Opened
+from tep.errors import BackendUnavailable, UsageError
+
+__all__ = ["open_domains", "probe"]
+
+
+def open_domains(**options: object) -> Opened:
+    """Open the NICs of one simulated node.
+
+    Args:
+        **options: node: what a fabric's `node()` returned. env: that fabric's clock.
+
+    Raises:
+        UsageError: no node, no clock, or an option besides them.
+    """
+    unknown = sorted(options.keys() - {"node", "env"})
+    if unknown:
+        raise UsageError(
+            f"backend 'sim': unknown options {', '.join(unknown)}; it has node and env"
+        )
+    from tep.sim.clock import FabricEnv
+    from tep.sim.driver import SimDriver, SimNode
+
+    env, node = options.get("env"), options.get("node")
+    if not isinstance(env, FabricEnv) or not hasattr(node, "step_delay_ps"):
+        raise UsageError(
+            f"backend 'sim' needs node= of a fabric and env=, its clock, not {node!r} and {env!r}; "
+            "tep.sim.Cluster makes fabric, clock, nodes and engines in one go"
+        )
+    opened = cast("SimNode", node)
+    domains = tuple(opened.domains)
+    return Opened(domains, opened.epoch, opened.name, SimDriver(env, opened))
+
+
+def probe() -> str:
+    """Say which simulator is here. Raises BackendUnavailable without simpy."""
+    try:
+        import simpy
+    except ImportError as error:
+        raise BackendUnavailable("no simulated fabric", (("import simpy", str(error)),)) from error
+    from tep.sim.clock import internals_as_expected
+
+    path = "fast path" if internals_as_expected() else "public path, simpy's queue looks unfamiliar"
+    return f"simpy {simpy.__version__}, {path}"

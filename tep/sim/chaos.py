@@ -1,0 +1,188 @@
+"""The chaos fabric: nodes whose NICs break every promise that the contract does not make.
+
+For correctness: every byte real, one event a fragment, time arbitrary. Here are the fabric and its
+nodes; one NIC is `chaos_nic`, the knobs are `faults`. A crash takes a host with all its NICs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from tep.backends.base import Status
+from tep.errors import BadDescriptor, UsageError
+from tep.sim.chaos_nic import ChaosNic
+from tep.sim.chaos_parts import NicState, StreamKeys
+from tep.sim.clock import FabricEnv
+from tep.sim.faults import Chaos, Fault, Faults, KillNic, Restart, Revoke
+from tep.sim.hashing import below, draw
+from tep.sim.trace import Trace
+
+__all__ = ["ChaosFabric", "ChaosNode"]
+
+_ADDRESS: Final = re.compile(rb"sim:([^\0]{1,200})/(\d{1,3})#(\d{1,18})")
+_NICS_MAX: Final = 64
+
+
+class ChaosNode:
+    """One incarnation of one host.
+
+    Attributes:
+        name: of the host.
+        epoch: 1 for the first incarnation, then 2, ...
+        uid: number of the host on its fabric; part of every draw.
+        domains: its NICs.
+        busy_until_ps: always 0: what a worker's time costs is the timing fabric's business.
+    """
+
+    def __init__(self, fabric: ChaosFabric, name: str, uid: int, nics: int, epoch: int) -> None:
+        self.fabric = fabric
+        self.name = name
+        self.uid = uid
+        self.epoch = epoch
+        self.busy_until_ps = 0
+        self._steps = 0
+        self._first_key = uid << 24
+        if not fabric.chaos.key_reuse:
+            self._first_key += (epoch & 0xFF) << 16
+        self.domains = tuple(ChaosNic(fabric, self, number) for number in range(nics))
+
+    def next_key(self) -> int:
+        """Number the next region; with `key_reuse` each incarnation starts from the first."""
+        self._first_key += 1
+        return self._first_key
+
+    def step_delay_ps(self) -> int:
+        """Draw how long this kick takes to become a step."""
+        chaos = self.fabric.chaos
+        self._steps += 1
+        entity = (self.uid << 32) + self._steps
+        bits = draw(self.fabric.keys.step, entity)
+        delay_ps = 1 + below(bits, chaos.poll_delay_ps)
+        if chaos.pause_ps and bits & 0x3F == 0:
+            delay_ps += below(draw(self.fabric.keys.step, entity, 1), chaos.pause_ps)
+        return delay_ps
+
+
+class ChaosFabric:
+    """Nodes on one clock, with the chaos of one record.
+
+    Attributes:
+        nodes: the incarnation of each host that runs now.
+        rows: rows and messages posted so far.
+        failed: (NIC, ctx, row, status) of every row and message that ended in an error.
+        violations: what no correct engine may do, in words.
+
+    Args:
+        env: the clock; `chaos.tie_shuffle` is switched on there.
+        chaos: the knobs.
+        trace: where to record; None: nowhere.
+    """
+
+    def __init__(self, env: FabricEnv, chaos: Chaos, *, trace: Trace | None = None) -> None:
+        self.env = env
+        self.chaos = chaos
+        self.trace = trace if trace is not None and trace.on else None
+        self.keys = StreamKeys.of(chaos.seed)
+        self.nodes: dict[str, ChaosNode] = {}
+        self.rows = 0
+        self.failed: list[tuple[str, int, int, Status]] = []
+        self.violations: list[str] = []
+        if chaos.tie_shuffle:
+            env.shuffle_ties(chaos.seed)
+
+    def node(self, name: str, nics: int) -> ChaosNode:
+        """Add a host.
+
+        Raises:
+            UsageError: the name is taken, or cannot stand in an address, or so many NICs cannot be.
+        """
+        if name in self.nodes:
+            raise UsageError(f"node {name!r} is there already; restart() makes a new incarnation")
+        if not 1 <= nics <= _NICS_MAX:
+            raise UsageError(f"node {name!r}: nics={nics}; 1 to {_NICS_MAX} are possible")
+        made = ChaosNode(self, name, len(self.nodes) + 1, nics, 1)
+        if _ADDRESS.fullmatch(made.domains[0].address) is None:
+            raise UsageError(f"node name {name!r}: 1 to 200 bytes of UTF-8 without NUL")
+        self.nodes[name] = made
+        return made
+
+    def crash(self, name: str) -> None:
+        """End a host as a pulled plug does; restart() can bring it back later."""
+        for nic in self._node(name).domains:
+            nic.vanish(Status.UNREACHABLE)
+
+    def restart(self, name: str) -> ChaosNode:
+        """Crash a host and start it again: same name, next epoch, no regions, no connections."""
+        old = self._node(name)
+        new = ChaosNode(self, name, old.uid, len(old.domains), old.epoch + 1)
+        self.nodes[name] = new
+        for nic in old.domains:
+            nic.vanish(Status.STALE_PEER)
+        return new
+
+    def kill_nic(self, name: str, nic: int) -> None:
+        """Kill one NIC for good."""
+        self._nic(name, nic).kill()
+
+    def revoke(self, name: str, nic: int | None = None) -> None:
+        """Lose the registrations of one NIC, or of all NICs of a node."""
+        for number in range(len(self._node(name).domains)) if nic is None else (nic,):
+            self._nic(name, number).revoke()
+
+    def inflict(self, fault: Fault) -> None:
+        """Do what a fault says, now."""
+        match fault:
+            case KillNic(name, nic):
+                self.kill_nic(name, nic)
+            case Revoke(name, nic):
+                self.revoke(name, nic)
+            case Restart(name):
+                self.restart(name)
+
+    def script(self, faults: Faults) -> None:
+        """Book every fault at its time; with engines on top use Cluster.at, which renews them."""
+        for t_ps, fault in faults.events:
+            self.env.call_at(t_ps, self.inflict, fault)
+
+    # ------------------------------------------------------------------ for the NICs
+
+    def parse(self, address: bytes) -> tuple[str, int, int]:
+        """Read an address: name, NIC, epoch. Raises BadDescriptor."""
+        found = _ADDRESS.fullmatch(address)
+        try:
+            if found is not None:
+                return found[1].decode(), int(found[2]), int(found[3])
+        except UnicodeDecodeError:
+            pass
+        raise BadDescriptor(f"{address[:80]!r} is not the address of a simulated NIC")
+
+    def find(self, name: str, nic: int, epoch: int) -> ChaosNic | None:
+        """The NIC of an address, if that incarnation is the one that runs."""
+        node = self.nodes.get(name)
+        if node is None or node.epoch != epoch or nic >= len(node.domains):
+            return None
+        return node.domains[nic]
+
+    def why_lost(self, name: str, epoch: int) -> Status:
+        """Why an address cannot be reached."""
+        node = self.nodes.get(name)
+        return Status.STALE_PEER if node and node.epoch > epoch else Status.UNREACHABLE
+
+    def lost(self, target: ChaosNic, status: Status, *, acks_lost: bool) -> None:
+        """Tell every other NIC that one is gone."""
+        for node in self.nodes.values():
+            for nic in node.domains:
+                if nic is not target and nic.state in (NicState.UP, NicState.DEAD):
+                    nic.peer_lost(target, status, acks_lost=acks_lost)
+
+    def _node(self, name: str) -> ChaosNode:
+        if name not in self.nodes:
+            raise UsageError(f"no node {name!r}; there are: {', '.join(self.nodes)}")
+        return self.nodes[name]
+
+    def _nic(self, name: str, nic: int) -> ChaosNic:
+        domains = self._node(name).domains
+        if not 0 <= nic < len(domains):
+            raise UsageError(f"node {name!r} has NICs 0 to {len(domains) - 1}, not {nic}")
+        return domains[nic]

@@ -1,0 +1,450 @@
+"""One NIC of the chaos fabric: a Domain of the seam that cuts, delays, reorders, repeats and fails.
+
+Each row becomes 1 to 5 fragments, each an event of its own that copies real bytes, visible at once.
+Rule 1: the immediate of a row comes after all its bytes, and nothing else comes in any promised
+order, unless `Chaos.ordered`. Rule 2: every accepted row is in `_open` until its one completion.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.base import Completions, Kind, Row, Status, WriteBatch
+from tep.errors import UsageError
+from tep.sim.chaos_parts import Flight, Fragment, NicState, Peer, nobody
+from tep.sim.chaos_port import ChaosPort
+from tep.sim.hashing import below, draw
+from tep.sim.trace import What
+from tep.units import PS_PER_NS
+
+if TYPE_CHECKING:
+    from tep.sim.chaos import ChaosFabric, ChaosNode
+
+__all__ = ["ChaosNic"]
+
+# The shape of an undisturbed row; choices, sized like Chaos's own times.
+_ISSUE_PS: Final = 5 * PS_PER_NS
+_BYTES_PER_NS: Final = 32
+_LATENCY_PS: Final = 200 * PS_PER_NS
+_ACK_PS: Final = 100 * PS_PER_NS
+_AGAIN_PS: Final = 100 * PS_PER_NS  # after a post that was refused for no reason
+_REPEAT_PS: Final = 50 * PS_PER_NS
+_MESSAGES_MAX: Final = 64
+"""Messages have room of their own: one that waits for its reader holds back no row to others."""
+
+_OK: Final = int(Status.OK)
+_WRITE: Final = int(Kind.WRITE)
+_IMM: Final = int(Kind.IMM)
+_SENT: Final = int(Kind.SENT)
+_RECV: Final = int(Kind.RECV)
+_DOWN: Final = int(Kind.DOWN)
+
+
+class ChaosNic(ChaosPort):
+    """One NIC; made by ChaosFabric.node()."""
+
+    def __init__(self, fabric: ChaosFabric, node: ChaosNode, number: int) -> None:
+        super().__init__(fabric, node, number)
+        skews = self._chaos.skew_ps
+        self._latency_ps = _LATENCY_PS + skews[number % len(skews)]
+        self._free_ps = 0
+        self._posts = 0
+        self._open: dict[int, Flight] = {}
+        self._messages = 0
+        self._credits = self._chaos.imm_credits
+        self._waiting: list[Flight] = []
+        self._serving = False
+        self._slots: list[bytearray] = []
+        self._filled: list[int] = []
+        self._free_slots: deque[int] = deque()
+
+    def close(self) -> None:
+        if self.state is NicState.CLOSED:
+            return
+        crashed = self.state is NicState.GONE
+        self.state = NicState.CLOSED
+        for row in list(self._open.values()):
+            row.flying = False
+            self._end((row, Status.FLUSHED))
+        self._cq.flush()
+        if not crashed:
+            self.revoke()
+            self.fabric.lost(self, Status.UNREACHABLE, acks_lost=False)
+
+    # ------------------------------------------------------------------ sending
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        rows_open = len(self._open) - self._messages
+        room = self._room(stop - start, self._chaos.sq_depth - rows_open)
+        if room == 0:
+            return 0
+        for index, row in enumerate(batch.rows(start, start + room), start):
+            self._launch(row, batch.ctx, index)
+        return room
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        if self._room(1, _MESSAGES_MAX - self._messages) == 0:
+            return False
+        self._messages += 1
+        row = self._accept(peer, ctx)
+        row.payload = bytes(payload)
+        row.nbytes = len(payload)
+        if self._trace is not None:
+            self._note("send", row, row.peer.name)
+        if not self._is_hopeless(row, row.nbytes > self.caps.max_msg_bytes):
+            drawn = draw(self._keys.message, self._uid + self.rows)
+            self._book((row, 0, 0, None), self._env.now + self._flight_ps(drawn))
+        return True
+
+    def _room(self, wanted: int, room: int) -> int:
+        """How many of the rows offered are taken this time, where there is room for some."""
+        self._check_open()
+        if self.state is NicState.DEAD and self._cq.down_seen:
+            self.fabric.violations.append(f"{self.caps.nic}: posted on after its DOWN was polled")
+        chaos = self._chaos
+        room = min(room, wanted)
+        if room <= 0:
+            return 0  # the completion that makes room wakes the owner
+        if chaos.refuse_post or (chaos.short_post and room > 1):
+            self._posts += 1
+            bits = draw(self._keys.post, self._uid + self._posts)
+            if chaos.refuse_post and (bits & 3) == 0:
+                self._env.call_at(self._env.now + _AGAIN_PS, self._cq.wake)
+                return 0
+            if chaos.short_post:
+                room = 1 + below(bits, room)
+        return room
+
+    def _accept(self, peer_id: int, ctx: int) -> Flight:
+        if not 0 <= peer_id < len(self._peers):
+            raise UsageError(
+                f"{self.caps.nic}: peer {peer_id}, but {len(self._peers)} are connected"
+            )
+        self.rows += 1
+        number = self.fabric.rows = self.fabric.rows + 1
+        bits = draw(self._keys.row, self._uid + self.rows)
+        row = self._open[number] = Flight(self, self._peers[peer_id], number, bits, ctx)
+        return row
+
+    def _launch(self, spec: Row, ctx: int, index: int) -> None:
+        row = self._accept(spec.peer, ctx)
+        row.index = index
+        row.dst = spec.dst
+        row.rkey = spec.rkey
+        nbytes = row.nbytes = spec.nbytes
+        row.imm = spec.imm
+        if nbytes:
+            region = row.region = self._lkeys.get(spec.lkey)
+            if region is None or not 0 <= spec.src - region.ptr <= region.nbytes - nbytes:
+                self._doom(row, Status.LOCAL_KEY, _ACK_PS)
+                return
+            row.src = spec.src - region.ptr
+        if self._trace is not None:
+            self._note("post", row, row.peer.name, row.src)
+        if self._is_hopeless(row, nbytes > self.caps.max_write_bytes):
+            return
+        self._scatter(row)
+
+    def _is_hopeless(self, row: Flight, too_long: bool) -> bool:
+        """Doom a row that cannot even leave; True if it cannot."""
+        if self.state is NicState.DEAD:
+            self._doom(row, Status.NIC_DOWN, self._error_delay(row, _ACK_PS * 2))
+        elif too_long:
+            self._doom(row, Status.LENGTH, _ACK_PS)
+        else:
+            peer = row.peer
+            target = peer.target
+            if target is None:
+                target = peer.target = self.fabric.find(peer.name, peer.nic, peer.epoch)
+            if target is not None and target.state is NicState.UP:
+                return False
+            status = self.fabric.why_lost(peer.name, peer.epoch)
+            self._doom(row, status, self._error_delay(row, self._chaos.dead_after_ps))
+        return True
+
+    def _scatter(self, row: Flight) -> None:
+        """Cut a row into fragments and book the landing of each."""
+        chaos = self._chaos
+        nbytes = row.nbytes
+        uid = self._uid + self.rows
+        bits = row.bits
+        pieces = 1 + ((bits & 0xFF) * chaos.fragments >> 8) if nbytes > 1 else 1
+        late = ((bits >> 8) & 0xFF) * pieces >> 8 if chaos.last_late_ps else -1
+        if pieces == 1:
+            cuts = [0, nbytes]
+        else:
+            places = draw(self._keys.row, uid, 1)
+            cuts = [nbytes * ((places >> 16 * k) & 0xFFFF) >> 16 for k in range(pieces - 1)]
+            cuts += [0, nbytes]
+            cuts.sort()
+        row.left = pieces
+        leaves = max(self._env.now, self._free_ps) + _ISSUE_PS + nbytes * PS_PER_NS // _BYTES_PER_NS
+        self._free_ps = leaves
+        for k in range(pieces):
+            start, stop = cuts[k], cuts[k + 1]
+            drawn = draw(self._keys.fragment, uid, k)
+            data = None
+            if not chaos.late_read or (drawn & 0xFF) < 51:  # 20 % are read early
+                data = _snapshot(row, start, stop)
+            fragment = (row, start, stop, data)
+            due = leaves + self._flight_ps(drawn) + (chaos.last_late_ps if k == late else 0)
+            due = self._book(fragment, due)
+            if chaos.dup_place and (drawn >> 8) & 3 == 0:
+                row.left += 1
+                self._book(fragment, due + 1 + (drawn >> 10) % _REPEAT_PS)
+
+    def _flight_ps(self, drawn: int) -> int:
+        return self._latency_ps + below(drawn, self._chaos.reorder_ps + 1)
+
+    def _book(self, fragment: Fragment, due: int) -> int:
+        """Have a fragment land at a time, or later where the order asks for it; return when."""
+        if self._chaos.ordered:
+            peer = fragment[0].peer
+            # Strictly later than all before, so that no shuffling of ties can turn them round.
+            due = peer.landed_ps = max(due, peer.landed_ps + 1)
+        self._env.call_at(due, _land, fragment)
+        return due
+
+    # ------------------------------------------------------------------ ending rows
+
+    def acknowledge(self, row: Flight) -> None:
+        if row.flying:
+            row.flying = False
+            self._end((row, Status.OK))
+
+    def _doom(self, row: Flight, status: Status, delay_ps: int) -> None:
+        """From now on nothing of the row lands; its error comes after a delay."""
+        row.flying = False
+        self._env.call_at(self._env.now + delay_ps, self._end, (row, status))
+
+    def _error_delay(self, row: Flight, longest_ps: int) -> int:
+        # Times beyond 2**32 ps do not fit one draw; thousandths of the longest are fine enough.
+        step = below(draw(self._keys.error, self._uid + row.number), 1000)
+        return 1 + longest_ps // 2 + longest_ps // 2 * step // 1000
+
+    def refuse(self, row: Flight, status: Status) -> None:
+        """The target, or this NIC on its way, will not have a row."""
+        self._doom(row, status, _ACK_PS + below(row.bits, _ACK_PS))
+        if self._chaos.ordered and self._chaos.flush_on_error:
+            for other in self._open.values():
+                if other.flying and other.peer is row.peer:
+                    self._doom(other, Status.FLUSHED, _ACK_PS * 2)
+
+    def _end(self, ending: tuple[Flight, Status]) -> None:
+        """Give a row its one completion."""
+        row, status = ending
+        if self._open.pop(row.number, None) is None:
+            return  # close() was quicker
+        if self._trace is not None:
+            what: What = "sent" if row.payload is not None else "fail" if status else "done"
+            self._note(what, row, row.peer.name, value=int(status))
+        if status is not Status.OK:
+            self.fabric.failed.append((self.caps.nic, row.ctx, row.index, status))
+        kind = _WRITE
+        if row.payload is not None:
+            kind = _SENT
+            self._messages -= 1
+        nbytes = 0 if status else row.nbytes
+        self._cq.push((kind, int(status), 1, 0, row.index, row.ctx, nbytes))
+
+    # ------------------------------------------------------------------ receiving
+
+    def land(self, fragment: Fragment) -> None:
+        """A fragment of somebody's row is here, at its target."""
+        row, start, stop, early = fragment
+        if not row.flying:
+            return
+        peer = row.peer
+        if peer.held is not None:
+            peer.held.append(fragment)
+            return
+        if row.payload is not None:
+            self._take_message(row)
+            return
+        region = self._rkeys.get(row.rkey)
+        if region is None:
+            row.nic.refuse(row, Status.REMOTE_KEY)
+            return
+        offset = row.dst - region.base
+        if offset < 0 or offset + row.nbytes > region.nbytes:
+            row.nic.refuse(row, Status.REMOTE_RANGE)
+            return
+        if stop > start:
+            data: bytes | memoryview
+            if early is not None:
+                data = early
+            else:
+                source = row.region
+                assert source is not None
+                if not source.alive:  # deregistered while the row was on its way
+                    row.nic.refuse(row, Status.LOCAL_KEY)
+                    return
+                data = source.view[row.src + start : row.src + stop]
+            region.view[offset + start : offset + stop] = data
+            if self._trace is not None:
+                name = row.nic.node.name
+                self._note("place", row, name, offset + start, stop - start, zlib.crc32(data))
+        row.left -= 1
+        if row.left == 0:
+            self._arrive(row)
+
+    def _arrive(self, row: Flight) -> None:
+        """All bytes of a row are here: its immediate may be seen."""
+        imm = row.imm
+        if imm is not None:
+            if self._chaos.ordered:
+                if self._credits == 0:
+                    self._park(row)
+                    return
+                self._credits -= 1
+            if self._trace is not None:
+                self._note("imm", row, row.nic.node.name, value=imm)
+            self._cq.push((_IMM, _OK, 1, imm, 0, 0, 0))
+        self._answer(row)
+
+    def _answer(self, row: Flight) -> None:
+        row.left = -1
+        delay_ps = _ACK_PS + ((row.bits >> 16) & 0xFFFF) * _ACK_PS // 0x10000
+        self._env.call_at(self._env.now + delay_ps, row.nic.acknowledge, row)
+
+    def _take_message(self, row: Flight) -> None:
+        assert row.payload is not None
+        if not self._free_slots:
+            self._park(row)
+            return
+        slot = self._free_slots.popleft()
+        buffer = self._slots[slot]
+        if row.nbytes > len(buffer):
+            self._free_slots.append(slot)
+            row.nic.refuse(row, Status.LENGTH)
+            return
+        buffer[: row.nbytes] = row.payload
+        self._filled[slot] = row.nbytes
+        if self._trace is not None:
+            self._note("recv", row, row.nic.node.name, value=slot)
+        self._cq.push((_RECV, _OK, 1, 0, 0, slot, row.nbytes))
+        self._answer(row)
+
+    def _park(self, row: Flight) -> None:
+        """No receive is posted: the row waits here, and on an ordered fabric all behind it too."""
+        self._waiting.append(row)
+        if self._chaos.ordered:
+            row.peer.held = []
+        if self._chaos.rnr_retries >= 0 and not row.parked:
+            tries_ps = (self._chaos.rnr_retries + 1) * self._chaos.rnr_timer_ps
+            self._env.call_at(self._env.now + tries_ps, self._give_up, row)
+        row.parked = True
+
+    def _give_up(self, row: Flight) -> None:
+        if row.flying and row in self._waiting:
+            self._waiting.remove(row)
+            row.nic.refuse(row, Status.RNR)
+            self._release(row.peer)
+
+    def _release(self, peer: Peer) -> None:
+        """Let the fragments go on that were held behind a row."""
+        held, peer.held = peer.held or [], None
+        for fragment in held:
+            self.land(fragment)
+
+    def _has_receives(self) -> None:
+        """Receives were posted: let what waits try again, at its sender's next try."""
+        if self._waiting and not self._serving:
+            self._serving = True
+            drawn = draw(self._keys.error, self._uid, self.fabric.rows)
+            delay_ps = 1 + below(drawn, self._chaos.rnr_timer_ps)
+            self._env.call_at(self._env.now + delay_ps, self._serve)
+
+    def _serve(self, _: object) -> None:
+        self._serving = False
+        waiting, self._waiting = self._waiting, []
+        for row in waiting:
+            held, row.peer.held = row.peer.held or [], None
+            if row.flying:
+                if row.payload is None:
+                    self._arrive(row)
+                else:
+                    self._take_message(row)
+            if row.peer.held is None:
+                row.peer.held = held
+                self._release(row.peer)
+            else:
+                row.peer.held = held
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        self._check_open()
+        for _ in range(count):
+            self._free_slots.append(len(self._slots))
+            self._slots.append(bytearray(nbytes))
+            self._filled.append(0)
+        self._has_receives()
+
+    def recv_view(self, slot: int) -> memoryview:
+        return memoryview(self._slots[slot])[: self._filled[slot]]
+
+    def recv_done(self, slot: int) -> None:
+        assert slot not in self._free_slots, slot
+        self._free_slots.append(slot)
+        self._has_receives()
+
+    def poll(self, out: Completions) -> int:
+        cq = self._cq
+        if not cq.entries:
+            return 0
+        before = cq.imms_polled
+        found = cq.poll(out)
+        self._credits += cq.imms_polled - before
+        if self._waiting:
+            self._has_receives()
+        return found
+
+    # ------------------------------------------------------------------ faults
+
+    def kill(self) -> None:
+        """Die: what is in flight here ends NIC_DOWN, also what landed but was not acknowledged."""
+        if self.state is not NicState.UP:
+            return
+        self.state = NicState.DEAD
+        self._note_fault("kill")
+        for row in self._open.values():
+            if row.flying:
+                self._doom(row, Status.NIC_DOWN, self._error_delay(row, _ACK_PS * 2))
+        delay_ps = below(draw(self._keys.error, self._uid), _ACK_PS * 2)
+        self._env.call_at(self._env.now + delay_ps, self._announce_down)
+        self.fabric.lost(self, Status.UNREACHABLE, acks_lost=True)
+
+    def _announce_down(self, _: object) -> None:
+        self._cq.push((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
+
+    def vanish(self, status: Status) -> None:
+        """The host crashed: nothing of this NIC is heard of again; rows towards it get `status`."""
+        if self.state is NicState.GONE:
+            return
+        self.state = NicState.GONE
+        self._note_fault("crash")
+        for row in self._open.values():
+            row.flying = False
+        self._cq.waker = nobody
+        self.revoke()
+        self.fabric.lost(self, status, acks_lost=True)
+
+    def peer_lost(self, target: ChaosNic, status: Status, *, acks_lost: bool) -> None:
+        """Rows towards a NIC that is gone fail; answered ones only if the answers are lost."""
+        for row in self._open.values():
+            peer = row.peer
+            if row.flying and peer.target is target and (acks_lost or row.left >= 0):
+                peer.held = None
+                self._doom(row, status, self._error_delay(row, self._chaos.dead_after_ps))
+
+
+def _snapshot(row: Flight, start: int, stop: int) -> bytes | None:
+    region = row.region
+    return None if region is None else bytes(region.view[row.src + start : row.src + stop])
+
+
+def _land(fragment: Fragment) -> None:
+    target = fragment[0].peer.target
+    assert target is not None, "a row without a target never leaves"
+    target.land(fragment)

@@ -1,0 +1,249 @@
+"""What a chaos NIC keeps: regions, peers, rows on their way, completions, keys of random streams.
+
+State and its meaning; what the NIC does with it is `chaos_nic`'s matter.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from tep.backends.base import Completions, Kind
+from tep.memory import Memory
+from tep.sim.clock import FabricEnv
+from tep.sim.faults import Chaos
+from tep.sim.hashing import Stream, below, draw, stream_key
+
+if TYPE_CHECKING:
+    from tep.sim.chaos_nic import ChaosNic
+
+__all__ = [
+    "CompletionQueue",
+    "Entry",
+    "Flight",
+    "Fragment",
+    "NicState",
+    "Peer",
+    "Region",
+    "StreamKeys",
+    "nobody",
+]
+
+Entry = tuple[int, int, int, int, int, int, int]
+"""A completion in the order of COMPLETION's fields: kind, status, count, imm, row, ctx, nbytes."""
+
+
+class NicState(Enum):
+    """How much of a NIC is left."""
+
+    UP = auto()
+    DEAD = auto()  # killed: it still hands out completions
+    CLOSED = auto()  # by its owner
+    GONE = auto()  # of an incarnation that crashed: nobody polls it any more
+
+
+@dataclass(frozen=True, slots=True)
+class StreamKeys:
+    """The keys of one seed's streams, made once a fabric."""
+
+    step: int
+    post: int
+    row: int
+    fragment: int
+    message: int
+    error: int
+
+    @classmethod
+    def of(cls, seed: int) -> StreamKeys:
+        """Make the keys of a seed."""
+        names = (
+            Stream.STEP,
+            Stream.POST,
+            Stream.ROW,
+            Stream.FRAGMENT,
+            Stream.MESSAGE,
+            Stream.ERROR,
+        )
+        return cls(*(stream_key(seed, name) for name in names))
+
+
+class Region:
+    """Registered memory on one NIC."""
+
+    __slots__ = ("alive", "base", "nbytes", "ptr", "view")
+
+    def __init__(self, memory: Memory, base: int) -> None:
+        self.view = memoryview(memory.bytes_view())  # type: ignore[arg-type]  # numpy below 3.12
+        self.ptr = memory.ptr
+        self.nbytes = memory.nbytes
+        self.base = base
+        self.alive = True
+
+
+class Peer:
+    """One address that a NIC has connected to.
+
+    Attributes:
+        name, nic, epoch: what the address says.
+        target: the NIC that is there; None until somebody opens it.
+        landed_ps: ordered fabrics: when the last fragment lands that was sent so far.
+        held: ordered fabrics: fragments behind a row that waits for a receive; None: none waits.
+    """
+
+    __slots__ = ("epoch", "held", "landed_ps", "name", "nic", "target")
+
+    def __init__(self, name: str, nic: int, epoch: int) -> None:
+        self.name = name
+        self.nic = nic
+        self.epoch = epoch
+        self.target: ChaosNic | None = None
+        self.landed_ps = 0
+        self.held: list[Fragment] | None = None
+
+
+class Flight:
+    """One row, or message, from its post to its completion.
+
+    Attributes:
+        nic: the sender's.
+        peer: where it goes.
+        number: in order of posting, over the whole fabric.
+        bits: drawn once; separate fields of it serve separate decisions.
+        ctx, index: what its completion names.
+        flying: False once it is acknowledged or doomed; what is left of it then changes nothing.
+        left: fragments that have not landed; -1 once the target has answered.
+        parked: whether it has waited for a receive.
+        payload: of a message; None for a write.
+        region: source of a write; None for 0 bytes.
+        src, dst: byte in the source region; address at the target.
+    """
+
+    __slots__ = (
+        "bits",
+        "ctx",
+        "dst",
+        "flying",
+        "imm",
+        "index",
+        "left",
+        "nbytes",
+        "nic",
+        "number",
+        "parked",
+        "payload",
+        "peer",
+        "region",
+        "rkey",
+        "src",
+    )
+
+    def __init__(self, nic: ChaosNic, peer: Peer, number: int, bits: int, ctx: int) -> None:
+        self.nic = nic
+        self.peer = peer
+        self.number = number
+        self.bits = bits
+        self.ctx = ctx
+        self.index = 0
+        self.flying = True
+        self.left = 1
+        self.parked = False
+        self.payload: bytes | None = None
+        self.region: Region | None = None
+        self.src = 0
+        self.dst = 0
+        self.rkey = 0
+        self.nbytes = 0
+        self.imm: int | None = None
+
+
+Fragment = tuple[Flight, int, int, bytes | None]
+"""Bytes from..to of a row, and the bytes where they were read early. A message is one fragment."""
+
+
+class CompletionQueue:
+    """What a NIC has finished and its owner has not polled.
+
+    Attributes:
+        entries: what poll() can return now.
+        waker: called when there is something new.
+        imms_polled: immediates handed out so far.
+        down_seen: whether the owner was told that the NIC is gone.
+    """
+
+    def __init__(self, env: FabricEnv, chaos: Chaos, key: int, uid: int) -> None:
+        self.entries: deque[Entry] = deque()
+        self.waker: Callable[[], object] = nobody
+        self.imms_polled = 0
+        self.down_seen = False
+        self._env = env
+        self._chaos = chaos
+        self._key = key
+        self._uid = uid
+        self._hidden: list[Entry] = []
+        self._bursts = 0
+
+    def push(self, entry: Entry) -> None:
+        """Add one entry, visible now or with the next burst."""
+        burst_ps = self._chaos.burst_ps
+        if burst_ps == 0:
+            self.entries.append(entry)
+            self.waker()
+            return
+        self._hidden.append(entry)
+        if len(self._hidden) == 1:
+            self._bursts += 1
+            delay_ps = below(draw(self._key, self._uid + self._bursts, 1), burst_ps)
+            self._env.call_at(self._env.now + delay_ps, self._reveal)
+
+    def _reveal(self, _: object) -> None:
+        self.flush()
+        self.waker()
+
+    def flush(self) -> None:
+        """Make everything visible at once."""
+        self.entries.extend(self._hidden)
+        self._hidden.clear()
+
+    def wake(self, _: object) -> None:
+        """Call the waker for another reason: there is room again."""
+        self.waker()
+
+    def poll(self, out: Completions) -> int:
+        """Fill `out` with the oldest entries, at most `cqe_limit`; return how many."""
+        entries = self.entries
+        limit = min(len(out), self._chaos.cqe_limit)
+        merge = self._chaos.merge_cqes
+        found: list[Entry] = []
+        while entries:
+            entry = entries[0]
+            both = _merged(found[-1], entry) if merge and found else None
+            if both is not None:
+                found[-1] = both
+            elif len(found) < limit:
+                found.append(entry)
+            else:
+                break
+            entries.popleft()
+            if entry[0] == Kind.IMM:
+                self.imms_polled += 1
+            elif entry[0] == Kind.DOWN:
+                self.down_seen = True
+        out[: len(found)] = found
+        return len(found)
+
+
+def _merged(first: Entry, second: Entry) -> Entry | None:
+    """One entry for two that say the same, or None where they do not."""
+    kind, status, count, imm, row, ctx, nbytes = first
+    if status or kind not in (Kind.WRITE, Kind.IMM) or (kind, status) != second[:2]:
+        return None
+    if imm != second[3] or ctx != second[5]:
+        return None
+    return (kind, status, count + second[2], imm, row, ctx, nbytes + second[6])
+
+
+def nobody() -> None:
+    """Wake nobody: there is no owner yet, or none any more."""

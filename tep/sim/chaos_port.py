@@ -1,0 +1,155 @@
+"""The control side of a chaos NIC: who it is, its regions, its peers, and its lines in the trace.
+
+What moves rows is `chaos_nic`. Rule: no address of the process, and no `id`, reaches a draw or the
+trace; keys and bases are made up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.base import Access, DomainCaps, DomainKey, Status
+from tep.errors import ClosedError, FabricError
+from tep.memory import Memory
+from tep.sim.chaos_parts import CompletionQueue, Flight, NicState, Peer, Region
+from tep.sim.trace import Record, What
+from tep.units import PS_PER_MS, PS_PER_S, GiB, KiB
+
+if TYPE_CHECKING:
+    from tep.sim.chaos import ChaosFabric, ChaosNode
+
+__all__ = ["ChaosPort"]
+
+_LINK_BPS: Final = 256_000_000_000
+"""Nominal, and what chaos_nic's 32 bytes a ns make; no machine's figure."""
+
+_TEXTS: Final = {
+    int(Status.LOCAL_KEY): "the source's key is unknown here, revoked, or its range too short",
+    int(Status.REMOTE_KEY): "the target's NIC does not know the key; was it deregistered?",
+    int(Status.REMOTE_RANGE): "the row ends outside the target's region",
+    int(Status.RNR): "the peer posted no receive for rnr_retries tries",
+    int(Status.UNREACHABLE): "the peer's NIC is dead or closed, or nobody has that address",
+    int(Status.STALE_PEER): "the peer restarted; ask it for its new address and descriptors",
+    int(Status.NIC_DOWN): "this NIC was killed; whether the row landed is unknown",
+}
+
+
+class ChaosPort:
+    """One NIC without its data path.
+
+    Attributes:
+        state: how much of it is left.
+        rows: rows and messages accepted so far.
+    """
+
+    def __init__(self, fabric: ChaosFabric, node: ChaosNode, number: int) -> None:
+        chaos = fabric.chaos
+        self.fabric = fabric
+        self.node = node
+        self.number = number
+        self.state = NicState.UP
+        self.rows = 0
+        self.address = f"sim:{node.name}/{number}#{node.epoch}".encode()
+        self.caps = DomainCaps(
+            backend="sim",
+            nic=f"{node.name}/{number}",
+            link_bps=_LINK_BPS,
+            sq_depth=chaos.sq_depth,
+            max_write_bytes=2 * GiB,
+            max_msg_bytes=8 * KiB,
+            ordered=chaos.ordered,
+            imm_eats_recv=chaos.ordered,
+            peer_timeout_s=(chaos.dead_after_ps + chaos.pause_ps + PS_PER_MS) / PS_PER_S,
+        )
+        self._uid = (node.uid * 64 + number) << 32
+        self._chaos = chaos
+        self._env = fabric.env
+        self._trace = fabric.trace
+        self._keys = fabric.keys
+        self._cq = CompletionQueue(fabric.env, chaos, fabric.keys.post, self._uid)
+        self._lkeys: dict[int, Region] = {}
+        self._rkeys: dict[int, Region] = {}
+        self._peers: list[Peer] = []
+        self._peer_ids: dict[bytes, int] = {}
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        """Give a region keys that no other region or NIC here has, save a lost incarnation's."""
+        self._check_open()
+        if memory.kind != "cpu":
+            raise FabricError(
+                f"{self.caps.nic}: cannot register {memory.device} memory; simulated NICs take cpu",
+                code=Status.PROVIDER.name,
+            )
+        if memory.readonly and access is Access.SOURCE_AND_TARGET:
+            raise FabricError(
+                f"{self.caps.nic}: {memory.nbytes} bytes of read-only memory cannot be a target; "
+                "register them with Access.SOURCE",
+                code=Status.LOCAL_KEY.name,
+            )
+        number = self.node.next_key()
+        key = (number << 6 | self.number) << 1
+        region = Region(memory, 0 if self._chaos.offsets else (number & 0xFFFF) << 40 | 0x1000)
+        self._lkeys[key] = region
+        if access is Access.SOURCE_AND_TARGET:
+            self._rkeys[key + 1] = region
+        return DomainKey(key, key + 1, region.base)
+
+    def deregister(self, key: DomainKey) -> None:
+        region = self._lkeys.pop(key.lkey, None)
+        self._rkeys.pop(key.rkey, None)
+        if region is not None:
+            region.alive = False
+
+    def revoke(self) -> None:
+        """Lose every registration of this moment."""
+        self._note_fault("revoke")
+        for region in self._lkeys.values():
+            region.alive = False
+        self._lkeys.clear()
+        self._rkeys.clear()
+
+    def connect(self, peer: bytes) -> int:
+        self._check_open()
+        known = self._peer_ids.get(peer)
+        if known is None:
+            name, nic, epoch = self.fabric.parse(peer)
+            known = self._peer_ids[peer] = len(self._peers)
+            self._peers.append(Peer(name, nic, epoch))
+        return known
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._cq.waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        return None
+
+    def arm(self) -> bool:
+        return True
+
+    def status_text(self, status: int) -> str:
+        return _TEXTS.get(status, "")
+
+    def _check_open(self) -> None:
+        if self.state in (NicState.CLOSED, NicState.GONE):
+            raise ClosedError(f"{self.caps.nic} is closed")
+
+    def _note(
+        self,
+        what: What,
+        row: Flight,
+        peer: str,
+        offset: int = 0,
+        nbytes: int = -1,
+        value: int = 0,
+    ) -> None:
+        assert self._trace is not None
+        nbytes = row.nbytes if nbytes < 0 else nbytes
+        now, name, number = self._env.now, self.node.name, self.number
+        self._trace.add(
+            Record(now, what, name, number, peer, row.number, row.ctx, offset, nbytes, value)
+        )
+
+    def _note_fault(self, fault: str) -> None:
+        if self._trace is not None:
+            self._trace.add(Record(self._env.now, "fault", self.node.name, self.number, fault))

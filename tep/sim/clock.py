@@ -1,0 +1,301 @@
+"""The simulated clock: simpy with integer picoseconds and a cheap call event.
+
+No NIC, no engine, no asyncio here.
+
+Rule 1: time is an int; a float delay is refused, since it would make a trace depend on rounding.
+Rule 2: nothing here reads a wall clock, a random source, `id` or `hash`.
+
+What is used of simpy's inside, and why `simpy >=4.1,<5` is pinned: `Environment._queue`, a heap of
+(time, priority, number, event); `_eid`, the counter of the third field; `_now`. A pooled call
+pushed there costs half of a Timeout with a callback, and a twentieth of a process.
+`internals_as_expected()` looks at a probe of all three, and where it says no, the same calls go
+through the public `schedule()`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from enum import Enum
+from functools import lru_cache
+from heapq import heappop, heappush
+from typing import Any, Final, TypeVar
+
+import simpy
+from simpy.core import EmptySchedule
+from simpy.events import NORMAL, Event, EventPriority
+
+from tep.errors import UsageError
+from tep.sim.hashing import Stream, draw, stream_key
+
+__all__ = ["FOREVER_PS", "Call", "FabricEnv", "Turned", "internals_as_expected"]
+
+T = TypeVar("T")
+
+FOREVER_PS: Final = 1 << 100
+"""Later than any event: the deadline of what has none."""
+
+
+class Call(Event):
+    """A call at a time: one function, one argument; triggered from the start, reused once run.
+
+    A real simpy event, so that it may stand in the queue beside timeouts and processes. Nobody may
+    hold one.
+    """
+
+    __slots__ = ("arg", "fn")
+    fn: Callable[[Any], object]
+    arg: Any
+
+    # Class attributes in place of Event.__init__: what stock step() reads, at no cost per call.
+    _ok = True
+    _value = None
+
+    def __init__(self, fn: Callable[[Any], object], arg: object) -> None:
+        self.fn = fn
+        self.arg = arg
+
+
+def _fire(event: Any) -> None:  # Call by name; simpy types its callbacks for any event
+    event.fn(event.arg)
+
+
+Call.callbacks = (_fire,)  # type: ignore[assignment]  # a tuple: shared, so nobody may append
+
+
+class Turned(Enum):
+    """Why a run came back."""
+
+    SETTLED = "settled"
+    DEADLINE = "deadline"
+    EMPTY = "empty"  # no event is left that could change anything
+
+
+@lru_cache(maxsize=1)
+def internals_as_expected() -> bool:
+    """Whether this simpy keeps its queue as the fast path needs it."""
+    probe = simpy.Environment(7)
+    event = Event(probe)
+    probe.schedule(event, NORMAL, 5)
+    queue = getattr(probe, "_queue", None)
+    return (
+        type(queue) is list
+        and len(queue) == 1
+        and type(queue[0]) is tuple
+        and queue[0][:2] == (12, NORMAL)
+        and queue[0][3] is event
+        and getattr(probe, "_now", None) == 7
+        and next(getattr(probe, "_eid", iter(()))) == queue[0][2] + 1
+    )
+
+
+class FabricEnv(simpy.Environment):
+    """A simpy environment in integer picoseconds, with call_at() and an inlined run().
+
+    Stock processes, timeouts and conditions work in it; delays are ints, in ps.
+
+    Attributes:
+        running: True while events are being processed, or an asyncio loop on this clock runs.
+        deadline_ps: when the present run comes back at the latest, and others may act again; a
+            model that computes ahead must not settle what lies behind it.
+        reporters: give the text of a stall report each; engines' drivers put theirs here.
+
+    Args:
+        tie_seed: order events of one instant by a hash of this seed; None: as they were made.
+        fast: False forces the path through simpy's public names, for the test that compares both.
+    """
+
+    def __init__(self, *, tie_seed: int | None = None, fast: bool = True) -> None:
+        super().__init__(0)
+        self.running = False
+        self.deadline_ps = FOREVER_PS
+        self.reporters: list[Callable[[], str]] = []
+        self._pool: list[Call] = []
+        self._daemons = 0
+        self._tie_key: int | None = None
+        self._ties = 0
+        if tie_seed is not None:
+            self.shuffle_ties(tie_seed)
+        self._fast = fast and internals_as_expected()
+
+    def shuffle_ties(self, seed: int) -> None:
+        """From now on, order the events of one instant by a hash of this seed."""
+        self._tie_key = stream_key(seed, Stream.TIES)
+
+    @property
+    def now(self) -> int:
+        """The time, in ps."""
+        # Rule 1: schedule() lets ints in only.
+        return self._now  # type: ignore[return-value]
+
+    def call_at(self, t_ps: int, fn: Callable[[Any], object], arg: object = None) -> None:
+        """Call fn(arg) at t_ps, which is now or later.
+
+        A call cannot be taken back: let `arg` carry what tells that it is out of date.
+        """
+        assert t_ps >= self._now, (t_ps, self._now)
+        if not self._fast:
+            self.schedule(Call(fn, arg), NORMAL, t_ps - self.now)
+            return
+        if self._pool:
+            event = self._pool.pop()
+            event.fn = fn
+            event.arg = arg
+        else:
+            event = Call(fn, arg)
+        rank = NORMAL if self._tie_key is None else self._rank()
+        heappush(self._queue, (t_ps, rank, next(self._eid), event))
+
+    def call_daemon(self, t_ps: int, fn: Callable[[Any], object], arg: object = None) -> None:
+        """As call_at, for periodic looks: an environment with only daemons left counts as empty."""
+        self._daemons += 1
+        self.call_at(t_ps, self._run_daemon, (fn, arg))
+
+    def _run_daemon(self, call: tuple[Callable[[Any], object], object]) -> None:
+        self._daemons -= 1
+        call[0](call[1])
+
+    def schedule(
+        self, event: Event, priority: EventPriority = NORMAL, delay: int | float = 0
+    ) -> None:
+        """Queue an event of simpy's own; checks that the delay is a whole number of ps."""
+        try:
+            whole = operator.index(delay)  # type: ignore[arg-type]  # a float is what is asked about
+        except TypeError:
+            raise UsageError(
+                f"delay {delay!r}: simulated time is an integer count of picoseconds; "
+                "multiply by tep.units.PS_PER_US and round"
+            ) from None
+        if self._tie_key is not None and priority == NORMAL:
+            priority = self._rank()
+        super().schedule(event, priority, whole)
+
+    def _rank(self) -> EventPriority:
+        """A hashed priority behind URGENT: shuffles the events of one instant, never instants."""
+        assert self._tie_key is not None
+        self._ties += 1
+        return EventPriority(NORMAL + (draw(self._tie_key, self._ties) >> 8))
+
+    # ---- turning
+
+    def peek_live(self) -> int:
+        """When the next event is that can change anything; FOREVER_PS if there is none."""
+        if len(self._queue) <= self._daemons:
+            return FOREVER_PS
+        # As in now().
+        return self._queue[0][0]  # type: ignore[return-value]
+
+    def step(self) -> None:
+        """Process the next event. Raises simpy's EmptySchedule when none but daemons are left."""
+        queue = self._queue
+        if len(queue) <= self._daemons and not self.revive():
+            raise EmptySchedule
+        event = queue[0][3]
+        if type(event) is Call and self._fast:
+            self._now = heappop(queue)[0]
+            event.fn(event.arg)
+            self._pool.append(event)
+        else:
+            super().step()
+
+    def revive(self) -> bool:
+        """Give every daemon one last look; True if that brought events that are none."""
+        for _ in range(self._daemons):
+            if len(self._queue) > self._daemons:
+                break
+            head = heappop(self._queue)
+            self._now = head[0]
+            assert type(head[3]) is Call, head
+            head[3].fn(head[3].arg)
+        return len(self._queue) > self._daemons
+
+    def run_until(self, settled: Callable[[], bool], deadline_ps: int = FOREVER_PS) -> Turned:
+        """Process events until `settled()`, looked at after each, or the deadline, or the end.
+
+        At the deadline the clock stands at the deadline, with everything up to it done.
+
+        Raises:
+            UsageError: called from inside an event, or a coroutine, of this environment.
+        """
+        if settled():
+            return Turned.SETTLED
+        self.enter()
+        try:
+            return self.turn(settled, deadline_ps)
+        finally:
+            self.running = False
+            self.deadline_ps = FOREVER_PS
+
+    def turn(self, settled: Callable[[], bool], deadline_ps: int) -> Turned:
+        """The loop of run_until, for who has called enter()."""
+        self.deadline_ps = deadline_ps
+        queue = self._queue
+        pool = self._pool
+        fast = self._fast
+        stock_step = super().step
+        while True:
+            while len(queue) > self._daemons:
+                head = queue[0]
+                if head[0] > deadline_ps:
+                    self._now = deadline_ps
+                    return Turned.DEADLINE
+                event = head[3]
+                if type(event) is Call and fast:
+                    heappop(queue)
+                    self._now = head[0]
+                    event.fn(event.arg)
+                    pool.append(event)
+                else:
+                    stock_step()
+                if settled():
+                    return Turned.SETTLED
+            if queue and queue[0][0] > deadline_ps:  # a daemon's look, too late to matter
+                self._now = deadline_ps
+                return Turned.DEADLINE
+            revived = self.revive()
+            if settled():
+                return Turned.SETTLED
+            if not revived:
+                return Turned.EMPTY
+
+    def enter(self) -> None:
+        """Mark the clock as running; whoever calls this sets `running` back to False."""
+        if self.running:
+            raise UsageError(
+                "the simulated clock is already running: inside a coroutine, process or callback "
+                "use `await`, not wait() or run()"
+            )
+        self.running = True
+
+    def run(self, until: int | float | Event | None = None) -> Any:
+        """Run as simpy does: to the end, to a time in ps, or to an event, and return its value."""
+        if until is None:
+            self.run_until(_never)
+            return None
+        if isinstance(until, Event):
+            self.enter()
+            try:
+                return super().run(until)
+            finally:
+                self.running = False
+        until_ps = operator.index(until)  # type: ignore[arg-type]  # raises TypeError for floats
+        if until_ps < self.now:
+            raise UsageError(f"run(until={until_ps}): the clock stands at {self.now} ps already")
+        if self.run_until(_never, until_ps) is Turned.EMPTY:
+            self.skip_to(until_ps)
+        return None
+
+    def skip_to(self, t_ps: int) -> None:
+        """Set the clock forward to a time before which nothing is left to do."""
+        assert self.peek_live() >= t_ps, (self.peek_live(), t_ps)
+        self._now = max(self._now, t_ps)
+
+    def stall_report(self) -> str:
+        """What every registered engine waits for; one paragraph an engine."""
+        reports = [report() for report in self.reporters]
+        told = "\n".join(text for text in reports if text)
+        return told or "no engine reports anything outstanding"
+
+
+def _never() -> bool:
+    return False

@@ -1,0 +1,233 @@
+"""A simulated cluster: engines on nodes of one fabric, on one clock. The bridge to the engine.
+
+Nothing is modelled here. The only room of `tep.sim` that knows `tep.engine`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+
+from tep.api import EngineOptions
+from tep.engine import TransferEngine
+from tep.errors import UsageError
+from tep.sim.chaos import ChaosFabric
+from tep.sim.clock import FabricEnv
+from tep.sim.driver import SimDriver, SimNode
+from tep.sim.faults import Chaos, Fault, KillNic, Restart, Revoke
+from tep.sim.loop import current_env, run
+from tep.sim.trace import Trace
+from tep.units import PS_PER_US
+
+if TYPE_CHECKING:
+    from tep.sim.profile import Profile
+
+__all__ = ["Cluster"]
+
+T = TypeVar("T")
+
+_NICS: int = 2
+
+
+class _Fabric(Protocol):
+    """What both fabrics can do for a cluster."""
+
+    def node(self, name: str, nics: int) -> SimNode: ...
+
+
+class _ProfileFabric:
+    """The timing fabric, whose profile says how many NICs a node has."""
+
+    def __init__(
+        self,
+        env: FabricEnv,
+        profile: Profile | str,
+        *,
+        seed: int,
+        trace: Trace,
+        move_bytes: bool,
+    ) -> None:
+        from tep.sim.timing import TimingFabric  # numpy models: only where a profile is asked for
+
+        self.timing = TimingFabric(env, profile, seed=seed, trace=trace, move_bytes=move_bytes)
+
+    def node(self, name: str, nics: int) -> SimNode:  # noqa: ARG002  # see the class
+        return self.timing.node(name)
+
+
+class Cluster:
+    """Engines that reach each other over a simulated fabric; use it as a context manager.
+
+    Without a profile the fabric is the chaos fabric: correct or not is its only question, and its
+    times mean nothing. With one it is the timing fabric, calibrated to published machines.
+    Inside `tep.sim.run()` the cluster lives on that run's clock, else on its own.
+
+    Args:
+        nodes: how many engines.
+        nics: NICs of every node, or one number a node; 2 if not said. A profile has its own.
+        profile: one of `tep.sim.profiles()`, or a Profile read from a file; None for chaos.
+        seed: of everything drawn; the same seed makes the same run, byte for byte.
+        chaos: the knobs, or None to draw them from the seed.
+        names: of the nodes; None: "a", "b", ...
+        options: of every engine.
+        trace: record what happens, for `trace`.
+        move_bytes: False, with a profile only: keep time and count, and copy nothing.
+
+    Attributes:
+        engines: one a node, in order; restart() replaces one.
+        env: the clock; a simpy environment for processes beside the engines.
+        fabric: the chaos or timing fabric underneath.
+        trace: what happened; reading it is a UsageError unless it was asked for.
+
+    Raises:
+        UsageError: numbers that contradict each other, an unknown profile, chaos with a profile.
+    """
+
+    def __init__(
+        self,
+        nodes: int = 2,
+        nics: int | Sequence[int] | None = None,
+        profile: Profile | str | None = None,
+        seed: int = 0,
+        chaos: Chaos | None = None,
+        names: Sequence[str] | None = None,
+        options: EngineOptions = EngineOptions(),
+        trace: bool = False,
+        move_bytes: bool = True,
+    ) -> None:
+        self._call = f"nodes={nodes}, nics={nics!r}, profile={profile!r}, seed={seed}"
+        self._call += f", chaos={chaos!r}, names={names!r}, options={options!r}"
+        self._call += f", move_bytes={move_bytes}"
+        self._names = _names(nodes, names)
+        counts = _counts(nodes, nics)
+        if profile is not None and (chaos is not None or nics is not None):
+            raise UsageError(
+                f"Cluster(profile={profile!r}): a profile has its own NICs and no chaos; "
+                "leave out nics and chaos, or the profile"
+            )
+        if profile is None and not move_bytes:
+            raise UsageError("Cluster(move_bytes=False): the chaos fabric always moves bytes")
+        self._options = options
+        self.env = current_env() or FabricEnv()
+        self.trace = Trace(on=trace)
+        self.fabric: ChaosFabric | _ProfileFabric
+        if profile is None:
+            self.fabric = ChaosFabric(self.env, chaos or Chaos.draw(seed), trace=self.trace)
+        else:
+            self.fabric = _ProfileFabric(
+                self.env, profile, seed=seed, trace=self.trace, move_bytes=move_bytes
+            )
+        nodes_made = [self.fabric.node(*pair) for pair in zip(self._names, counts, strict=True)]
+        self.engines = [self._open(node) for node in nodes_made]
+
+    def _open(self, node: SimNode) -> TransferEngine:
+        driver = SimDriver(self.env, node)
+        return TransferEngine(
+            node.domains, driver=driver, name=node.name, epoch=node.epoch, options=self._options
+        )
+
+    # ------------------------------------------------------------------ time
+
+    @property
+    def now_us(self) -> float:
+        """Simulated microseconds since the clock began."""
+        return self.env.now / PS_PER_US
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in this cluster's simulated time; as tep.sim.run()."""
+        return run(main, self.env)
+
+    def at(self, us: float, event: Fault | Callable[[], object]) -> None:
+        """Have a fault, or a call, happen `us` simulated microseconds after the clock began."""
+        t_ps = round(us * PS_PER_US)
+        if t_ps < self.env.now:
+            raise UsageError(f"at({us}): the clock stands at {self.now_us} us already")
+        if callable(event):
+            self.env.call_at(t_ps, lambda _: event())
+        else:
+            self._chaos("at() with a fault")
+            self.env.call_at(t_ps, self._inflict, event)
+
+    # ------------------------------------------------------------------ faults
+
+    def kill_nic(self, node: int | str, nic: int) -> None:
+        """Kill one NIC for good: rows on it end NIC_DOWN, rows towards it UNREACHABLE."""
+        self._chaos("kill_nic()").kill_nic(self._name(node), nic)
+
+    def revoke(self, node: int | str, nic: int | None = None) -> None:
+        """Lose the registrations of one NIC, or of all NICs, of a node."""
+        self._chaos("revoke()").revoke(self._name(node), nic)
+
+    def restart(self, node: int | str) -> TransferEngine:
+        """Crash a node and start it again; return the engine of its new incarnation.
+
+        The old engine is closed, so that what waits for it gets a ClosedError. The new one has a
+        later epoch, no regions and no peers.
+        """
+        name = self._name(node)
+        index = self._names.index(name)
+        reborn = self._chaos("restart()").restart(name)
+        self.engines[index].close()
+        self.engines[index] = self._open(reborn)
+        return self.engines[index]
+
+    def _inflict(self, fault: Fault) -> None:
+        match fault:
+            case KillNic(node, nic):
+                self.kill_nic(node, nic)
+            case Revoke(node, nic):
+                self.revoke(node, nic)
+            case Restart(node):
+                self.restart(node)
+
+    def _chaos(self, what: str) -> ChaosFabric:
+        if not isinstance(self.fabric, ChaosFabric):
+            raise UsageError(
+                f"{what}: faults are the chaos fabric's; open the Cluster without profile"
+            )
+        return self.fabric
+
+    def _name(self, node: int | str) -> str:
+        if isinstance(node, str) and node in self._names:
+            return node
+        if isinstance(node, int) and 0 <= node < len(self._names):
+            return self._names[node]
+        raise UsageError(f"no node {node!r}; there are: {', '.join(self._names)}")
+
+    # ------------------------------------------------------------------ end
+
+    def close(self) -> None:
+        """Close every engine. Idempotent; the clock and the trace can still be read."""
+        with contextlib.ExitStack() as stack:  # one that fails must not leave the others open
+            for engine in reversed(self.engines):
+                stack.callback(engine.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.add_note(f"the same cluster again: {self!r}")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"tep.sim.Cluster({self._call}, trace={self.trace.on})"
+
+
+def _names(nodes: int, names: Sequence[str] | None) -> list[str]:
+    if nodes < 1:
+        raise UsageError(f"Cluster(nodes={nodes}): one node at the least")
+    if names is None:
+        return [chr(ord("a") + k) if k < 26 else f"n{k}" for k in range(nodes)]
+    if len(names) != nodes:
+        raise UsageError(f"Cluster: {len(names)} names for {nodes} nodes")
+    return list(names)
+
+
+def _counts(nodes: int, nics: int | Sequence[int] | None) -> list[int]:
+    if nics is None or isinstance(nics, int):
+        return [_NICS if nics is None else nics] * nodes
+    if len(nics) != nodes:
+        raise UsageError(f"Cluster: NIC counts of {len(nics)} nodes, but nodes={nodes}")
+    return list(nics)

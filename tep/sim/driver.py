@@ -1,0 +1,154 @@
+"""The simulated driver: turns one engine on the simulated clock. It knows no fabric, only a node.
+
+`kick()` books one step after the node's poll delay, and not before the node's worker is free again;
+a step runs `machine.step()` and `machine.deliver()`, and books the next one if there was work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, TypeVar
+
+from tep.backends.base import Domain
+from tep.drivers import Machine, Settles
+from tep.errors import StallError, UsageError
+from tep.sim.clock import FOREVER_PS, FabricEnv, Turned
+from tep.sim.loop import SimLoop
+from tep.units import PS_PER_NS, PS_PER_S, PS_PER_US
+
+__all__ = ["WATCH_PS", "SimDriver", "SimNode"]
+
+T = TypeVar("T")
+
+WATCH_PS: Final = 500 * PS_PER_NS
+"""How often watched words are read while nothing else steps the engine; a guess, as a poll on an
+idle core takes well under a microsecond."""
+
+
+class SimNode(Protocol):
+    """One simulated host with one engine, as both fabrics make it.
+
+    Attributes:
+        name: of the engine.
+        epoch: this incarnation's number.
+        domains: its NICs.
+        busy_until_ps: when the engine's worker has done the work that it is charged with.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def domains(self) -> Sequence[Domain]: ...
+
+    @property
+    def busy_until_ps(self) -> int: ...
+
+    def step_delay_ps(self) -> int:
+        """How long from a kick to the step; 0 or more."""
+
+
+class SimDriver:
+    """Drives one engine of one node.
+
+    Args:
+        env: the clock, shared by all nodes of a fabric.
+        node: whose delays count.
+    """
+
+    def __init__(self, env: FabricEnv, node: SimNode) -> None:
+        self.env = env
+        self.node = node
+        self.lock: AbstractContextManager[object] = contextlib.nullcontext()
+        self._machine: Machine | None = None
+        self._booked = False
+        self._watching = False
+        self._report: Callable[[], str] | None = None
+
+    def start(self, machine: Machine) -> None:
+        assert self._machine is None, "a driver turns one machine"
+        self._machine = machine
+        report = getattr(machine, "stall_report", None)
+        if report is not None:
+            self._report = report
+            self.env.reporters.append(report)
+
+    def kick(self) -> None:
+        if self._booked or self._machine is None:
+            return
+        self._booked = True
+        env = self.env
+        due = env.now + self.node.step_delay_ps()
+        env.call_at(max(due, self.node.busy_until_ps), self._run)
+
+    def call(self, function: Callable[[], T]) -> T:
+        return function()
+
+    def wait(self, handle: Settles, timeout_s: float) -> bool:
+        """Run the simulation until the handle is settled; False after timeout_s simulated seconds.
+
+        Raises:
+            StallError: no event is left, so nothing can settle it.
+            UsageError: called while the simulation runs; use await there.
+        """
+        env = self.env
+        if handle.settled:
+            return True
+        deadline_ps = FOREVER_PS
+        if not math.isinf(timeout_s):
+            deadline_ps = env.now + round(timeout_s * PS_PER_S)
+        if self._machine is not None and self._machine.watching():
+            self.kick()  # a word may have been changed since the last look
+        turned = env.run_until(lambda: handle.settled, deadline_ps)
+        if turned is Turned.EMPTY:
+            raise StallError(
+                f"nothing can happen any more at {env.now / PS_PER_US:.3f} us of simulated time, "
+                f"but {self.node.name} waits.\n{env.stall_report()}"
+            )
+        return turned is Turned.SETTLED
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+        if isinstance(loop, SimLoop) and loop.env is self.env:
+            return
+        where = "another simulation" if isinstance(loop, SimLoop) else "an event loop in real time"
+        raise UsageError(
+            f"{self.node.name} lives in simulated time and cannot be awaited under {where}: "
+            "use cluster.run(main()), or tep.sim.run(main()) with the Cluster made inside main, "
+            "or the blocking wait()"
+        )
+
+    def now_s(self) -> float:
+        return self.env.now / PS_PER_S
+
+    def close(self) -> None:
+        self._machine = None
+        if self._report is not None:
+            self.env.reporters.remove(self._report)
+            self._report = None
+
+    def _run(self, _: object) -> None:
+        self._booked = False
+        machine = self._machine
+        if machine is None:
+            return
+        work = machine.step()
+        machine.deliver()
+        if self._machine is None:  # closed by a callback
+            return
+        if work:
+            self.kick()
+        if not self._watching and not self._booked and machine.watching():
+            self._watching = True
+            self.env.call_daemon(self.env.now + WATCH_PS, self._look)
+
+    def _look(self, _: object) -> None:
+        self._watching = False
+        if not self._booked:
+            self._run(None)

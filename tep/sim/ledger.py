@@ -1,0 +1,210 @@
+"""The ledger of the timing fabric: rows in flight as columns, events by time. No model here.
+
+A row has a number, counted over the whole fabric in the order of posting. Columns are indexed by
+`number - base`; `base` moves on when old rows are dropped, so indices are never kept.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Column
+from tep.sim.queues import Ints
+
+__all__ = ["NEVER_PS", "Agenda", "Batches", "Hold", "Ledger"]
+
+NEVER_PS: Final = 1 << 62
+"""Later than any event that an int64 column can hold."""
+
+_ROWS_MIN: Final = 4096
+_NONE: Final = np.empty(0, np.int64)
+
+
+class Hold(IntFlag):
+    """Who still needs a row."""
+
+    SENDER = 1  # it has not been completed there
+    WIRE = 2  # it has not landed
+
+
+class Ledger:
+    """Rows in flight, a column an attribute.
+
+    Attributes:
+        base: number of the row at index 0.
+        end: number of the next row.
+        columns: name -> array, each `room` long; also as attributes of the same names:
+            source, target (NICs), src, dst, lkey, rkey, nbytes, imm (-1: none), ctx, row (index
+            in its batch), status, hold, message (bool), batch (its number in `Batches`),
+            extra_ps (jitter of its landing).
+    """
+
+    _DTYPES: Final = {
+        "source": np.int64,
+        "target": np.int64,
+        "src": np.uint64,
+        "dst": np.uint64,
+        "lkey": np.uint64,
+        "rkey": np.uint64,
+        "nbytes": np.int64,
+        "imm": np.int64,
+        "ctx": np.uint64,
+        "row": np.int64,
+        "status": np.uint8,
+        "hold": np.uint8,
+        "message": np.bool_,
+        "batch": np.int64,
+        "extra_ps": np.int64,
+    }
+
+    source: Ints
+    target: Ints
+    src: npt.NDArray[np.uint64]
+    dst: npt.NDArray[np.uint64]
+    lkey: npt.NDArray[np.uint64]
+    rkey: npt.NDArray[np.uint64]
+    nbytes: Ints
+    imm: Ints
+    ctx: npt.NDArray[np.uint64]
+    row: Ints
+    status: npt.NDArray[np.uint8]
+    hold: npt.NDArray[np.uint8]
+    message: npt.NDArray[np.bool_]
+    batch: Ints
+    extra_ps: Ints
+
+    def __init__(self) -> None:
+        self.base = 0
+        self.end = 0
+        self._resize(_ROWS_MIN)
+
+    def _resize(self, room: int) -> None:
+        """Give every column `room` entries, and drop the oldest rows that nobody needs."""
+        used = self.end - self.base
+        first = 0
+        if used:
+            held = self.hold[:used] != 0
+            first = int(np.argmax(held)) if held.any() else used
+        for name, dtype in self._DTYPES.items():
+            column: npt.NDArray[np.generic] = np.zeros(room, dtype)
+            if used > first:
+                column[: used - first] = getattr(self, name)[first:used]
+            setattr(self, name, column)
+        self.base += first
+        self._room = room
+
+    def open_rows(self, n: int) -> slice:
+        """Add n rows, to be filled in; return their indices. Every other index may have moved."""
+        if self.end - self.base + n > self._room:
+            self._resize(self._room)
+            need = self.end - self.base + n
+            if need > self._room // 2:
+                self._resize(max(_ROWS_MIN, 1 << need.bit_length()))
+        start = self.end - self.base
+        self.end += n
+        return slice(start, start + n)
+
+    def fill(self, name: str, where: slice, value: Column, start: int = 0) -> None:
+        """Set a column's new rows to a number, or to an array's entries from `start` on."""
+        n = where.stop - where.start
+        column = getattr(self, name)
+        column[where] = value if isinstance(value, int) else value[start : start + n]
+
+    def of_sender(self, nic: int) -> Ints:
+        """Numbers of the rows that NIC `nic` sent and that are not completed."""
+        used = self.end - self.base
+        mine = (self.source[:used] == nic) & ((self.hold[:used] & Hold.SENDER) != 0)
+        return np.flatnonzero(mine) + self.base
+
+
+class Batches:
+    """What the wakes need to know of each batch in flight; numbers are used again.
+
+    Attributes:
+        left: rows posted that have not landed.
+        landed_ps: when the latest of its rows landed.
+        whole: whether all its rows are posted.
+        target: the NIC that all its rows go to; -1: several.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self.left = np.zeros(0, np.int64)
+        self.landed_ps = np.zeros(0, np.int64)
+        self.whole = np.zeros(0, np.bool_)
+        self.target = np.zeros(0, np.int64)
+
+    def begin(self, target: int) -> int:
+        """Return the number of a new batch, without rows so far."""
+        if not self._free:
+            old = len(self.left)
+            for name in ("left", "landed_ps", "whole", "target"):
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate((column, np.zeros(max(64, old), column.dtype))))
+            self._free = list(range(len(self.left) - 1, old - 1, -1))
+        number = self._free.pop()
+        self.left[number] = self.landed_ps[number] = 0
+        self.whole[number] = False
+        self.target[number] = target
+        return number
+
+    def end(self, number: int) -> None:
+        """Forget a batch."""
+        self._free.append(number)
+
+
+class Agenda:
+    """Row numbers by time, added in bunches and taken in order; ties in order of number."""
+
+    __slots__ = ("_at", "_more", "_numbers", "_times", "first_ps")
+
+    def __init__(self) -> None:
+        self._times = _NONE
+        self._numbers = _NONE
+        self._at = 0
+        self._more: list[tuple[Ints, Ints]] = []
+        self.first_ps = NEVER_PS
+        """When the first of them is; NEVER_PS if there is none."""
+
+    def __len__(self) -> int:
+        return len(self._times) - self._at + sum(len(times) for times, _ in self._more)
+
+    def add(self, times: Ints, numbers: Ints) -> None:
+        """Add rows, in any order; at least one."""
+        self._more.append((times, numbers))
+        self.first_ps = min(self.first_ps, int(times.min()))
+
+    def _merge(self) -> None:
+        if not self._more:
+            return
+        bunches = [(self._times[self._at :], self._numbers[self._at :]), *self._more]
+        self._more = []
+        times = np.concatenate([times for times, _ in bunches])
+        numbers = np.concatenate([numbers for _, numbers in bunches])
+        order = np.lexsort((numbers, times))
+        self._times, self._numbers, self._at = times[order], numbers[order], 0
+
+    def take(self, now_ps: int) -> tuple[Ints, Ints]:
+        """Take what is due: times and numbers, in order."""
+        if self.first_ps > now_ps:
+            return _NONE, _NONE
+        self._merge()
+        begin = self._at
+        self._at = int(np.searchsorted(self._times, now_ps, "right"))
+        left = self._at < len(self._times)
+        self.first_ps = int(self._times[self._at]) if left else NEVER_PS
+        return self._times[begin : self._at], self._numbers[begin : self._at]
+
+    def nth_ps(self, n: int) -> int:
+        """When the n-th from now is, n >= 1; NEVER_PS if there are fewer."""
+        self._merge()
+        index = self._at + n - 1
+        return int(self._times[index]) if index < len(self._times) else NEVER_PS
+
+    def clear(self) -> Ints:
+        """Take all; return their numbers."""
+        return self.take(NEVER_PS)[1]

@@ -1,0 +1,279 @@
+"""An asyncio event loop whose clock is the simulation: `run(main())`. No engine and no NIC here.
+
+While no coroutine can go on, the loop's selector processes simulated events in place of sleeping;
+asyncio.sleep, timeout, gather and TaskGroup therefore count simulated seconds. A wait that nothing
+can end raises StallError. Threads, sockets, subprocesses and signals have no place in simulated
+time, and say so.
+
+What is used of asyncio's inside, and tried on Python 3.11: `events._get_running_loop` and
+`_set_running_loop`, which make a run inside a running loop possible; `_clock_resolution`; and three
+methods about the pair of sockets that the base class wakes its selector with. Without these three
+the loop would hold two idle sockets, and work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import asyncio.events
+import asyncio.tasks
+import math
+import selectors
+from collections.abc import Callable, Coroutine, Mapping
+from contextvars import Context
+from typing import Any, NoReturn, TypeVar, TypeVarTuple
+from weakref import WeakKeyDictionary
+
+from tep.errors import StallError, UsageError
+from tep.sim.clock import FOREVER_PS, FabricEnv
+from tep.units import PS_PER_S, PS_PER_US
+
+__all__ = ["SimLoop", "current_env", "run"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+class _ClockSelector(selectors.BaseSelector):
+    """A selector that watches nothing: to wait is to let the simulation run."""
+
+    def __init__(self, env: FabricEnv) -> None:
+        self.env = env
+        self.loop: SimLoop | None = None
+
+    def register(
+        self,
+        fileobj: object,
+        events: int,  # noqa: ARG002  # the base class's signature
+        data: object = None,  # noqa: ARG002  # as above
+    ) -> NoReturn:
+        raise UsageError(
+            f"tep.sim.run(): a simulated loop cannot watch {fileobj!r}: no sockets and no files in "
+            "simulated time; do that before or after the run"
+        )
+
+    def unregister(self, fileobj: object) -> NoReturn:
+        raise KeyError(fileobj)
+
+    def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
+        return {}
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Turn the simulation until a coroutine can go on, at most `timeout` simulated seconds."""
+        loop = self.loop
+        assert loop is not None
+        env = self.env
+        # At least 1 ps, or a timer between two ticks of the clock would be asked for for ever.
+        deadline_ps = FOREVER_PS if timeout is None else env.now + _ticks(timeout)
+        if timeout != 0:
+            env.turn(loop.has_news, deadline_ps)
+            if not loop.has_news():
+                if timeout is None:
+                    loop.stall()
+                env.skip_to(deadline_ps)
+                loop.widen()
+        loop.forget_news()
+        return []
+
+
+def _ticks(seconds: float) -> int:
+    return max(1, round(seconds * PS_PER_S)) if seconds > 0 else 0
+
+
+class SimLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop on a FabricEnv; `run()` makes one, drives it and closes it."""
+
+    def __init__(self, env: FabricEnv) -> None:
+        self.env = env
+        self._news = False
+        self._order: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
+        self._started = 0
+        selector = _ClockSelector(env)
+        super().__init__(selector)
+        selector.loop = self
+        self._clock_resolution = 1 / PS_PER_S
+
+    def time(self) -> float:
+        """Simulated seconds."""
+        return self.env.now / PS_PER_S
+
+    def create_task(  # type: ignore[override]  # the base's own signature varies by version
+        self, coro: Coroutine[Any, Any, T], **options: Any
+    ) -> asyncio.Task[T]:
+        task = super().create_task(coro, **options)
+        self._started += 1
+        self._order[task] = self._started
+        return task
+
+    def tasks(self) -> list[asyncio.Task[Any]]:
+        """The tasks that have not ended, in the order they were made."""
+        return sorted(asyncio.all_tasks(self), key=lambda task: self._order.get(task, 0))
+
+    def call_soon(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        self._news = True
+        return super().call_soon(callback, *args, context=context)
+
+    def call_soon_threadsafe(
+        self,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.Handle:
+        try:
+            # The base class's own check; outside of debug mode it makes none.
+            self._check_thread()  # type: ignore[attr-defined]
+        except RuntimeError:
+            raise UsageError(
+                "tep.sim.run(): a call from another thread; a simulation has one thread, or it "
+                "could not be replayed"
+            ) from None
+        return self.call_soon(callback, *args, context=context)
+
+    def has_news(self) -> bool:
+        """Whether anything was queued since the last round; a fabric does it through futures."""
+        return self._news
+
+    def forget_news(self) -> None:
+        """The round that starts now takes what was queued."""
+        self._news = False
+
+    def widen(self) -> None:
+        """Keep the loop's resolution above what a float can tell apart at this time.
+
+        Otherwise a timer that is due would not count as due, and be waited for without end: after a
+        simulated hour a float has steps of half a picosecond, after a year of 4 ns.
+        """
+        self._clock_resolution = max(1 / PS_PER_S, 2 * math.ulp(self.time()))
+
+    def stall(self) -> NoReturn:
+        """Raise the StallError of this moment."""
+        raise StallError(
+            f"nothing can happen any more at {self.env.now / PS_PER_US:.3f} us of simulated time, "
+            "but coroutines wait.\n"
+            + "".join(f"{_where(task)}\n" for task in self.tasks())
+            + self.env.stall_report()
+        )
+
+    def run_in_executor(self, *_: object) -> NoReturn:
+        raise UsageError(
+            "tep.sim.run(): no threads in simulated time; call the function directly, "
+            "it takes no simulated time"
+        )
+
+    def add_signal_handler(self, *_: object) -> NoReturn:
+        raise UsageError(
+            "tep.sim.run(): no signal handlers in simulated time; Ctrl-C ends a run as usual"
+        )
+
+    # The base class wakes its selector through a pair of sockets; here nobody else could want to.
+    def _make_self_pipe(self) -> None:
+        pass
+
+    def _close_self_pipe(self) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+
+def _where(task: asyncio.Task[Any]) -> str:
+    """Say where a task waits: the innermost frame that still has a source line."""
+    frames = task.get_stack()
+    if not frames:
+        return f"task {task.get_name()}: not started"
+    code = frames[-1].f_code
+    line = frames[-1].f_lineno
+    return f"task {task.get_name()}: waits in {code.co_name}, {code.co_filename}:{line}"
+
+
+def current_env() -> FabricEnv | None:
+    """The clock of the run() that this code runs under, or None."""
+    loop = asyncio.events._get_running_loop()
+    return loop.env if isinstance(loop, SimLoop) else None
+
+
+def run(main: Coroutine[Any, Any, T], env: FabricEnv | None = None) -> T:
+    """Run a coroutine in simulated time and return its result.
+
+    Works inside a running loop too, e.g. a notebook's; that loop stands still meanwhile.
+
+    Args:
+        main: what to run; it may sleep, time out, gather and await transfers.
+        env: the clock, e.g. `cluster.env`; None: a new one, which a Cluster made inside finds.
+
+    Raises:
+        StallError: main waits for what nothing can bring about; the message is a stall report.
+        UsageError: called from within another simulation that is running.
+    """
+    if not asyncio.iscoroutine(main):
+        raise UsageError(
+            f"tep.sim.run() takes a coroutine, e.g. run(main()), not a {type(main).__name__}"
+        )
+    env = FabricEnv() if env is None else env
+    outer = asyncio.events._get_running_loop()
+    if isinstance(outer, SimLoop):
+        main.close()
+        raise UsageError("tep.sim.run() inside tep.sim.run(): await the coroutine, or start a task")
+    try:
+        env.enter()
+    except UsageError:
+        main.close()
+        raise
+    outer_task = None if outer is None else _swap_task(outer, None)
+    asyncio.events._set_running_loop(None)
+    loop = SimLoop(env)
+    try:
+        return _run_to_end(loop, main)
+    finally:
+        loop.close()
+        env.running = False
+        env.deadline_ps = FOREVER_PS
+        asyncio.events._set_running_loop(outer)
+        if outer is not None:
+            _swap_task(outer, outer_task)
+
+
+def _swap_task(
+    loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any] | None
+) -> asyncio.Task[Any] | None:
+    """Set the outer loop's current task aside, where Python keeps one a thread, not one a loop."""
+    swap: Callable[..., asyncio.Task[Any] | None] | None = getattr(
+        asyncio.tasks, "_swap_current_task", None
+    )
+    return None if swap is None else swap(loop, task)
+
+
+def _run_to_end(loop: SimLoop, main: Coroutine[Any, Any, T]) -> T:
+    """Run main; whatever comes of it, end the tasks and generators that it leaves behind."""
+    task = loop.create_task(main, name="main")
+    try:
+        return loop.run_until_complete(task)
+    finally:
+        _cancel_rest(loop)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+
+
+def _cancel_rest(loop: SimLoop) -> None:
+    rest = loop.tasks()
+    for task in rest:
+        task.cancel()
+    if not rest:
+        return
+    try:
+        loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+    except StallError:
+        # A task answered its cancellation with another wait for nothing. It is left to the
+        # collector, quietly: the StallError or result that ended the run is the news.
+        for task in rest:
+            # What asyncio sets itself where a task is left on purpose.
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+        return
+    for task in rest:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            loop.call_exception_handler(
+                {"message": "a task failed while the run ended", "exception": error, "task": task}
+            )

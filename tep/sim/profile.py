@@ -1,0 +1,260 @@
+"""Profiles of simulated machines: numbers of hardware, each with unit, source and confidence.
+
+A profile is a TOML file in which every number is a table of its own; `profiles/README.md` says what
+they mean and where the model is wrong. No model lives here, and no number either.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, cast, get_args
+
+from tep.errors import UsageError
+
+__all__ = ["Confidence", "Number", "Profile", "load_profile", "profile_names", "read_profile"]
+
+Confidence = Literal["measured", "quoted", "fitted", "guessed"]
+"""measured: by us. quoted: from the source. fitted: to the figures named. guessed: by judgement."""
+
+_FACTORS: Final[Mapping[str, Mapping[str, int]]] = {
+    "ps": {"ps": 1, "ns": 10**3, "us": 10**6, "ms": 10**9, "s": 10**12},
+    "bps": {"b/s": 1, "Gb/s": 10**9},
+    "bytes": {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30},
+    "count": {"1": 1},
+}
+"""Unit of a field -> units a file may use for it -> factor."""
+
+
+class _Field(NamedTuple):
+    """Where a field stands in the file, its unit, and the least value that makes sense."""
+
+    path: str
+    unit: str
+    least: int
+
+
+_FIELDS: Final[Mapping[str, _Field]] = {
+    "nics": _Field("node.nics", "count", 1),
+    "step_delay_ps": _Field("cpu.step_delay", "ps", 0),
+    "post_first_ps": _Field("cpu.post_first", "ps", 0),
+    "post_next_ps": _Field("cpu.post_next", "ps", 0),
+    "turn_rows": _Field("cpu.turn_rows", "count", 1),
+    "link_bps": _Field("nic.link", "bps", 1),
+    "wire_bps": _Field("nic.wire", "bps", 1),
+    "op_ps": _Field("nic.op", "ps", 0),
+    "dma_bps": _Field("nic.dma", "bps", 1),
+    "fill_bytes": _Field("nic.fill", "bytes", 0),
+    "quantum_bytes": _Field("nic.quantum", "bytes", 1),
+    "sq_depth": _Field("nic.sq_depth", "count", 1),
+    "max_write_bytes": _Field("nic.max_write", "bytes", 1),
+    "max_msg_bytes": _Field("nic.max_msg", "bytes", 1),
+    "latency_ps": _Field("wire.latency", "ps", 1),
+    "receive_ps": _Field("wire.receive", "ps", 0),
+    "ack_ps": _Field("wire.ack", "ps", 0),
+    "jitter_ps": _Field("wire.jitter", "ps", 0),
+    "peer_timeout_ps": _Field("wire.peer_timeout", "ps", 1),
+}
+_FLAGS: Final = ("ordered", "imm_eats_recv")
+_HEAD: Final = ("name", "summary", *_FLAGS)
+_KEYS: Final = ("value", "unit", "source", "confidence")
+
+
+class Number(NamedTuple):
+    """One number as its file states it.
+
+    Attributes:
+        value: in `unit`.
+        unit: as written, e.g. "Gb/s".
+        source: where it is from, in words.
+        confidence: how sure we are.
+    """
+
+    value: float
+    unit: str
+    source: str
+    confidence: Confidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A machine as the timing fabric sees it: one device's NICs, and the CPU of its worker.
+
+    Other values than a file's: `dataclasses.replace(profile, quantum_bytes=1 << 20)`.
+
+    Attributes:
+        name: of the profile, e.g. "cx7_400".
+        summary: one line for people.
+        ordered: whether rows to one peer arrive in posting order.
+        imm_eats_recv: whether an immediate consumes a receive.
+        nics: NICs of one device.
+        step_delay_ps: from a submit, or news from a NIC, to the worker's turn.
+        post_first_ps: worker's CPU time for a row to another peer than the row before it.
+        post_next_ps: the same for a row to the same peer.
+        turn_rows: rows the worker posts before it looks at its NICs again.
+        link_bps: nominal rate of one NIC.
+        wire_bps: payload that one NIC's wire really carries.
+        op_ps: NIC's own time for each row, before its bytes move.
+        dma_bps: rate between memory and NIC.
+        fill_bytes: of a row, at most so many bytes are in the NIC before the first one leaves.
+        quantum_bytes: what a NIC sends of one queue pair before it turns to the next.
+        sq_depth: rows one NIC has outstanding at the most.
+        max_write_bytes, max_msg_bytes: longest row and message.
+        latency_ps: one way, first byte out to first byte in.
+        receive_ps: last byte in to immediate visible.
+        ack_ps: last byte in to completion visible at the sender; at least receive_ps.
+        jitter_ps: extra delay of a row, even between 0 and this, where rows are unordered.
+        peer_timeout_ps: until a row to a dead peer fails.
+        numbers: field -> what the file says of it.
+    """
+
+    name: str
+    summary: str
+    ordered: bool
+    imm_eats_recv: bool
+    nics: int
+    step_delay_ps: int
+    post_first_ps: int
+    post_next_ps: int
+    turn_rows: int
+    link_bps: int
+    wire_bps: int
+    op_ps: int
+    dma_bps: int
+    fill_bytes: int
+    quantum_bytes: int
+    sq_depth: int
+    max_write_bytes: int
+    max_msg_bytes: int
+    latency_ps: int
+    receive_ps: int
+    ack_ps: int
+    jitter_ps: int
+    peer_timeout_ps: int
+    numbers: Mapping[str, Number]
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself: UsageError with both values."""
+        if self.ack_ps < self.receive_ps:
+            raise UsageError(
+                f"profile {self.name}: ack_ps={self.ack_ps} < receive_ps={self.receive_ps}; "
+                "a sender would learn of a row before its bytes can be seen"
+            )
+        if self.ordered and self.jitter_ps:
+            raise UsageError(
+                f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} would reorder rows"
+            )
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that come with tep."""
+    found = [entry.name for entry in files("tep.sim").joinpath("profiles").iterdir()]
+    return sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
+
+
+@cache
+def load_profile(name: str) -> Profile:
+    """Load a profile that comes with tep.
+
+    Raises:
+        UsageError: there is none of this name; the message lists those there are.
+    """
+    names = profile_names()
+    if name not in names:
+        raise UsageError(
+            f"profile {name!r} is unknown; there are: {', '.join(names)}; "
+            "read_profile(path) reads a file of your own"
+        )
+    text = files("tep.sim").joinpath("profiles", f"{name}.toml").read_text(encoding="utf-8")
+    return _parse(text, f"{name}.toml")
+
+
+def read_profile(path: str | PathLike[str]) -> Profile:
+    """Read a profile from a file of the same form as those that come with tep.
+
+    Raises:
+        UsageError: the file cannot be read, is not TOML, or lacks, exceeds or contradicts the form.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"profile {str(path)!r} cannot be read: {error.strerror}") from error
+    return _parse(text, str(path))
+
+
+def _parse(text: str, where: str) -> Profile:
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"profile {where}: not TOML: {error}") from error
+    tables: dict[str, object] = {key: document.pop(key, None) for key in _HEAD}
+    given: dict[str, object] = {}
+    for section, content in document.items():
+        if not isinstance(content, dict):
+            raise UsageError(f"profile {where}: unknown key {section!r}; known: {', '.join(_HEAD)}")
+        given |= {f"{section}.{key}": table for key, table in content.items()}
+    paths = {field.path for field in _FIELDS.values()}
+    missing = [key for key, value in tables.items() if value is None]
+    _check_keys(where, {*given, *(_HEAD)} - {*missing}, {*paths, *_HEAD})
+    for key, value in tables.items():
+        kind = bool if key in _FLAGS else str
+        if not isinstance(value, kind):
+            raise UsageError(f"profile {where}: {key} = {value!r} is not a {kind.__name__}")
+    numbers = {
+        field: _number(f"{where}: [{spec.path}]", given[spec.path], spec.unit)
+        for field, spec in _FIELDS.items()
+    }
+    values = {
+        field: _scaled(f"{where}: [{spec.path}]", numbers[field], spec)
+        for field, spec in _FIELDS.items()
+    }
+    return Profile(**tables, **values, numbers=numbers)  # type: ignore[arg-type]  # checked above
+
+
+def _check_keys(where: str, given: set[str], known: set[str]) -> None:
+    unknown = sorted(given - known)
+    missing = sorted(known - given)
+    if unknown or missing:
+        said = [f"unknown: {', '.join(unknown)}"] * bool(unknown)
+        said += [f"missing: {', '.join(missing)}"] * bool(missing)
+        raise UsageError(f"profile {where}: {'; '.join(said)}")
+
+
+def _number(where: str, table: object, unit: str) -> Number:
+    if not isinstance(table, dict):
+        raise UsageError(f"profile {where}: {table!r} is not a table of {', '.join(_KEYS)}")
+    _check_keys(where, set(table), set(_KEYS))
+    value, written, source, confidence = (table[key] for key in _KEYS)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"profile {where}: value = {value!r} is not a finite number")
+    if written not in _FACTORS[unit]:
+        raise UsageError(
+            f"profile {where}: unit {written!r} does not fit; "
+            f"use one of {', '.join(_FACTORS[unit])}"
+        )
+    if confidence not in get_args(Confidence):
+        raise UsageError(
+            f"profile {where}: confidence {confidence!r} is none of "
+            f"{', '.join(get_args(Confidence))}"
+        )
+    if not isinstance(source, str) or not source.strip():
+        raise UsageError(f"profile {where}: source is empty; say where {value} {written} is from")
+    return Number(value, written, source, cast("Confidence", confidence))
+
+
+def _scaled(where: str, number: Number, spec: _Field) -> int:
+    """Bring a number to its field's unit, exactly as its decimal digits say."""
+    value = Fraction(str(number.value)) * _FACTORS[spec.unit][number.unit]
+    if value.denominator != 1 or value < spec.least:
+        raise UsageError(
+            f"profile {where}: {number.value} {number.unit} is {float(value)} {spec.unit}; "
+            f"whole numbers from {spec.least} on are possible"
+        )
+    return int(value)

@@ -1,0 +1,250 @@
+"""The receiving end of a NIC of the timing fabric: keys, bytes, immediates, message buffers.
+
+What lands here is known by its time already; this room only carries it out when somebody looks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import COMPLETION, Kind, Status
+from tep.backends.hostcopy import HostRegion, copy_rows
+from tep.memory import Memory
+from tep.sim.ledger import Hold
+from tep.sim.queues import Ints
+from tep.sim.timing_trace import trace_landed, trace_rows
+
+if TYPE_CHECKING:
+    from tep.sim.timing import TimingFabric
+    from tep.sim.timing_nic import TimingNic
+
+__all__ = ["Inlet", "Region"]
+
+_SENDER: Final = np.uint8(Hold.SENDER)
+_WIRE: Final = np.uint8(Hold.WIRE)
+_OK: Final = int(Status.OK)
+_IMM, _RECV = int(Kind.IMM), int(Kind.RECV)
+
+
+class Region:
+    """Registered memory.
+
+    Attributes:
+        ptr: address of the first byte.
+        nbytes: length.
+        writable: whether peers may write here.
+        host: the bytes; None where the fabric moves none, so that the memory need not exist.
+    """
+
+    __slots__ = ("host", "memory", "nbytes", "ptr", "writable")
+
+    def __init__(self, memory: Memory, *, writable: bool, host: bool) -> None:
+        self.memory = memory
+        self.ptr = memory.ptr
+        self.nbytes = memory.nbytes
+        self.writable = writable
+        self.host = HostRegion(memory, memory.ptr, writable=writable) if host else None
+
+
+class Inlet:
+    """What one NIC does with what arrives.
+
+    Attributes:
+        targets: rkey -> region.
+    """
+
+    def __init__(self, fabric: TimingFabric, nic: TimingNic) -> None:
+        self.targets: dict[int, Region] = {}
+        self._fabric = fabric
+        self._nic = nic
+        self._slots: list[bytearray] = []
+        self._lengths: dict[int, int] = {}
+        self._idle: deque[int] = deque()
+        self._starved: deque[int] = deque()
+
+    # ------------------------------------------------------------------ rows
+
+    def take(self, now: int) -> None:
+        """Carry out all that has landed by now: check, place, announce."""
+        inbox = self._nic.inbox
+        if inbox.first_ps > now:
+            return
+        ledger = self._fabric.ledger
+        times, numbers = inbox.take(now)
+        rows = numbers - ledger.base
+        ledger.hold[rows] &= ~_WIRE
+        wanted = (ledger.hold[rows] & _SENDER) != 0  # else the sender is gone: nothing lands
+        messages = ledger.message[rows]
+        for index in np.flatnonzero(wanted & messages).tolist():
+            self._take_message(int(numbers[index]), int(times[index]))
+        wanted &= ~messages
+        if not wanted.all():
+            times, rows = times[wanted], rows[wanted]
+        if len(rows):
+            self._take_rows(times, rows)
+
+    def _take_rows(self, times: Ints, rows: Ints) -> None:
+        fabric, nic = self._fabric, self._nic
+        ledger = fabric.ledger
+        for same in _runs(ledger.rkey[rows], ledger.lkey[rows], ledger.nbytes[rows]):
+            self._place(rows[same])
+        good = ledger.status[rows] == _OK
+        if not good.all():
+            ack_ps = fabric.profile.ack_ps - fabric.profile.receive_ps
+            for index in np.flatnonzero(~good).tolist():
+                sender = fabric.nic(int(ledger.source[rows[index]]))
+                sender.node.wakes.must(max(int(times[index]) + ack_ps, fabric.env.now))
+                sender.node.wakes.book()
+            times, rows = times[good], rows[good]
+        fabric.landed_bytes[nic.number] += int(ledger.nbytes[rows].sum())
+        if fabric.trace is not None:
+            trace_landed(nic, self.targets, times, rows)
+        imms = ledger.imm[rows]
+        imms = imms[imms >= 0]
+        if len(imms):
+            self._announce(imms)
+
+    def _place(self, rows: Ints) -> None:
+        """Check and copy rows of one source region, one target region and one length."""
+        fabric = self._fabric
+        ledger = fabric.ledger
+        row = int(rows[0])
+        nbytes = int(ledger.nbytes[row])
+        target = self.targets.get(int(ledger.rkey[row]))
+        if target is None:
+            ledger.status[rows] = Status.REMOTE_KEY
+            return
+        # Unsigned: an address below the region wraps, and is beyond its end.
+        dst = ledger.dst[rows] - np.uint64(target.ptr)
+        if nbytes > target.nbytes:
+            ledger.status[rows] = Status.REMOTE_RANGE
+            return
+        bad = dst > np.uint64(target.nbytes - nbytes)
+        if bad.any():
+            ledger.status[rows[bad]] = Status.REMOTE_RANGE
+            rows, dst = rows[~bad], dst[~bad]
+        if nbytes == 0 or not fabric.move_bytes or not len(rows):
+            return
+        source = fabric.nic(int(ledger.source[row])).sources.get(int(ledger.lkey[row]))
+        if source is None:
+            ledger.status[rows] = Status.LOCAL_KEY
+            return
+        assert source.host is not None, "a fabric moves bytes of all regions or of none"
+        assert target.host is not None, "a fabric moves bytes of all regions or of none"
+        src = (ledger.src[rows] - np.uint64(source.ptr)).astype(np.intp)
+        copy_rows(source.host, src, target.host, dst.astype(np.intp), nbytes, len(rows))
+
+    def _announce(self, imms: Ints) -> None:
+        if (imms == imms[0]).all():
+            self._nic.ready.append((_IMM, _OK, len(imms), int(imms[0]), 0, 0, 0))
+            return
+        entries = np.zeros(len(imms), COMPLETION)
+        entries["kind"] = _IMM
+        entries["count"] = 1
+        entries["imm"] = imms
+        self._nic.ready.append(entries)
+
+    # ------------------------------------------------------------------ messages
+
+    def add_slots(self, nbytes: int, count: int) -> None:
+        """Add receive buffers; messages that wait for one take them."""
+        first = len(self._slots)
+        self._slots.extend(bytearray(nbytes) for _ in range(count))
+        self._idle.extend(range(first, first + count))
+        self._feed()
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a received message."""
+        return memoryview(self._slots[slot])[: self._lengths[slot]].toreadonly()
+
+    def free(self, slot: int) -> None:
+        """Put a buffer back."""
+        del self._lengths[slot]
+        self._idle.append(slot)
+        self._feed()
+
+    def _feed(self) -> None:
+        while self._starved and self._idle:
+            number = self._starved.popleft()
+            if number in self._fabric.payloads:
+                self._receive(number, self._fabric.env.now)
+                self._nic.node.wakes.must(self._fabric.env.now)
+                self._nic.node.wakes.book()
+
+    def _take_message(self, number: int, time_ps: int) -> None:
+        if self._idle and not self._starved:
+            self._receive(number, time_ps)
+            return
+        # No buffer. As on RC with an endless RNR retry it waits, but not for ever.
+        self._starved.append(number)
+        fabric = self._fabric
+        due_ps = max(time_ps + fabric.profile.peer_timeout_ps, fabric.env.now)
+        fabric.env.call_at(due_ps, self._give_up, number)
+
+    def _give_up(self, number: int) -> None:
+        if number in self._starved:
+            self._starved.remove(number)
+            self._answer(number, Status.RNR, self._fabric.env.now)
+
+    def _receive(self, number: int, time_ps: int) -> None:
+        fabric, nic = self._fabric, self._nic
+        payload = fabric.payloads[number]
+        if len(payload) > len(self._slots[self._idle[0]]):
+            self._answer(number, Status.LENGTH, time_ps)
+            return
+        slot = self._idle.popleft()
+        self._slots[slot][: len(payload)] = payload
+        self._lengths[slot] = len(payload)
+        nic.ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
+        fabric.landed_bytes[nic.number] += len(payload)
+        if fabric.trace is not None:
+            sender = fabric.ledger.source[number - fabric.ledger.base]
+            trace_rows(nic, "recv", time_ps, np.array([number]), fabric.name_of(int(sender)))
+        self._answer(number, Status.OK, time_ps)
+
+    def _answer(self, number: int, status: Status, time_ps: int) -> None:
+        """Let the sender of a message know, an acknowledgement's way later."""
+        fabric = self._fabric
+        ledger = fabric.ledger
+        del fabric.payloads[number]
+        row = number - ledger.base
+        ledger.status[row] = status
+        sender = fabric.nic(int(ledger.source[row]))
+        profile = fabric.profile
+        sent_ps = max(time_ps + profile.ack_ps - profile.receive_ps, fabric.env.now)
+        sender.outbox.add(np.array([sent_ps]), np.array([number]))
+        sender.node.wakes.must(sent_ps)
+        sender.node.wakes.book()
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        """Forget everything; what was under way to here fails at its sender."""
+        fabric = self._fabric
+        ledger = fabric.ledger
+        numbers = self._nic.inbox.clear()
+        rows = numbers - ledger.base
+        ledger.hold[rows] &= ~_WIRE
+        ledger.status[rows] = Status.UNREACHABLE
+        waiting = numbers[ledger.message[rows]].tolist()
+        for number in [*waiting, *self._starved]:
+            if number in fabric.payloads:
+                self._answer(number, Status.UNREACHABLE, fabric.env.now)
+        self._starved.clear()
+        self.targets.clear()
+
+
+def _runs(*columns: npt.NDArray[np.generic]) -> list[slice | Ints]:
+    """Indices of the rows that agree in all columns, a run each."""
+    if all((column == column[0]).all() for column in columns):
+        return [slice(None)]
+    order = np.lexsort(columns)
+    change = np.zeros(len(order) - 1, np.bool_)
+    for column in columns:
+        ordered = column[order]
+        change |= ordered[1:] != ordered[:-1]
+    return list(np.split(order, np.flatnonzero(change) + 1))

@@ -1,0 +1,134 @@
+"""What one simulated NIC still has to send: quanta of its queue pairs, planned in turn.
+
+No clock here. The plan is made anew when rows are added, but only from then on: a quantum that has
+started stays.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.sim.queues import Ints, fifo, round_robin
+
+__all__ = ["SendQueue", "Units"]
+
+
+class Units(NamedTuple):
+    """Quanta to send, a column each; those of one row stand together and in order.
+
+    Attributes:
+        number: of the row.
+        target: NIC it goes to; the queue pairs of a NIC are told apart by it.
+        ready: when it may leave, ps.
+        service: how long it holds the wire, ps.
+        last: whether the row ends with it.
+    """
+
+    number: Ints
+    target: Ints
+    ready: Ints
+    service: Ints
+    last: npt.NDArray[np.bool_]
+
+    def pick(self, which: slice | Ints) -> Units:
+        """Select some."""
+        number, target, ready, service, last = self
+        return Units(number[which], target[which], ready[which], service[which], last[which])
+
+    @staticmethod
+    def join(parts: list[Units]) -> Units:
+        """Put some behind each other."""
+        if len(parts) == 1:
+            return parts[0]
+        return Units(
+            np.concatenate([part.number for part in parts]),
+            np.concatenate([part.target for part in parts]),
+            np.concatenate([part.ready for part in parts]),
+            np.concatenate([part.service for part in parts]),
+            np.concatenate([part.last for part in parts]),
+        )
+
+
+_NO_INTS = np.empty(0, np.int64)
+_NOTHING = Units(_NO_INTS, _NO_INTS, _NO_INTS, _NO_INTS, np.empty(0, np.bool_))
+
+
+class SendQueue:
+    """The plan of one NIC.
+
+    Attributes:
+        units: in the order they leave.
+        starts: when each leaves, ps.
+        at: the first that was not yet taken over by the receiving side.
+    """
+
+    def __init__(self) -> None:
+        self.units = _NOTHING
+        self.starts: Ints = np.empty(0, np.int64)
+        self.at = 0
+        self._free_ps = 0
+        self._ended: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.starts) - self.at
+
+    def before(self, limit_ps: int) -> int:
+        """Index behind the last unit that leaves before the limit."""
+        return int(np.searchsorted(self.starts, limit_ps, "left"))
+
+    def cut(self, now_ps: int) -> int:
+        """Index of the first unit that can still be planned otherwise."""
+        return max(self.at, self.before(now_ps))
+
+    def add(self, units: Units, now_ps: int) -> None:
+        """Take more units and plan again what has not started."""
+        cut = self.cut(now_ps)
+        waiting = self.units.pick(slice(cut, None))
+        self._note_ended(cut, waiting)
+        target = int(units.target[0])
+        if (units.target == target).all() and (waiting.target == target).all():
+            # One queue pair: what waits keeps its place, the new stands behind it.
+            busy_ps = self._free_ps
+            if len(waiting.number):
+                busy_ps = int(self.starts[-1] + waiting.service[-1])
+            starts = fifo(units.ready, units.service, busy_ps) - units.service
+            kept, planned = slice(self.at, None), units
+        else:
+            both = Units.join([waiting, units]) if len(waiting.number) else units
+            order, starts = round_robin(
+                both.target, both.ready, both.service, self._free_ps, self._ended
+            )
+            kept, planned = slice(self.at, cut), both.pick(order)
+        self.starts = np.concatenate((self.starts[kept], starts))
+        self.units = Units.join([self.units.pick(kept), planned])
+        self.at = 0
+
+    def _note_ended(self, cut: int, waiting: Units) -> None:
+        """Remember when the wire is free, and when each queue pair that waits was served last."""
+        if not cut:
+            return
+        started = self.units.pick(slice(0, cut))
+        ends = self.starts[:cut] + started.service
+        self._free_ps = int(ends[-1])
+        # Of a queue pair with nothing waiting only the service that may still go on matters.
+        alive = {int(started.target[-1])}
+        if len(waiting.target):
+            target = int(waiting.target[0])
+            one = bool((waiting.target == target).all())
+            alive |= {target} if one else set(waiting.target.tolist())
+        if alive == {int(started.target[-1])}:
+            self._ended = dict.fromkeys(alive, self._free_ps)
+            return
+        latest = self._ended | dict(zip(started.target.tolist(), ends.tolist()))
+        self._ended = {target: end for target, end in latest.items() if target in alive}
+
+    def drop_waiting(self, now_ps: int) -> Units:
+        """Give up what has not started; return it."""
+        cut = self.cut(now_ps)
+        dropped = self.units.pick(slice(cut, None))
+        self.units = self.units.pick(slice(0, cut))
+        self.starts = self.starts[:cut]
+        return dropped

@@ -1,0 +1,393 @@
+"""The timing fabric: how long transfers take on a profiled machine, in integer ps. Only time here.
+
+A row costs the worker's CPU (a serial server of the node), waits until enough of it is in the NIC,
+leaves in quanta in turn with the other queue pairs, crosses the wire, and is taken by the receiving
+NIC in order of arrival. None of this is an event: plans are columns, and one event, `_resolve`,
+settles many rows.
+
+Rule 1 (lookahead): nothing posted from now on can arrive before the next event plus the wire's
+latency. So `_resolve` settles every quantum that leaves before the next event in the queue, or the
+first wake it causes itself, whichever is earlier; the answer is that of an event for each arrival.
+Rule 2: receivers serve in order of arrival. Reserving them in order of posting would overstate an
+all-to-all of 64 ranks by two thirds.
+Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Status
+from tep.errors import UsageError
+from tep.sim.clock import FabricEnv
+from tep.sim.hashing import Stream, below_array, draw_array, stream_key
+from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
+from tep.sim.profile import Profile, load_profile
+from tep.sim.queues import Ints, Rate, fifo_grouped
+from tep.sim.sendqueue import Units
+from tep.sim.timing_nic import TimingNic, address_of
+from tep.sim.trace import Trace
+from tep.sim.wakes import Wakes
+
+__all__ = ["Node", "TimingFabric"]
+
+_WIRE: Final = np.uint8(Hold.WIRE)
+_NICS_MIN: Final = 16
+_FEW: Final = 4  # so many masks are quicker than a sort
+_COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes")
+
+
+class Node:
+    """One host with one device: its NICs and the CPU of its worker.
+
+    Attributes:
+        name: of the engine.
+        epoch: this incarnation's number.
+        domains: its NICs.
+        busy_until_ps: when the worker can take its next turn.
+        wakes: when the worker is woken.
+    """
+
+    def __init__(self, fabric: TimingFabric, name: str, epoch: int) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.busy_until_ps = 0
+        self._cpu_free_ps = 0
+        self._turn_ps = fabric.profile.turn_rows * fabric.profile.post_first_ps
+        self._fabric = fabric
+        self._posts: list[_Post] = []
+        self.wakes = Wakes(fabric)
+        self.domains: Sequence[TimingNic] = [
+            TimingNic(fabric, self, index) for index in range(fabric.profile.nics)
+        ]
+
+    def step_delay_ps(self) -> int:
+        """How long from a kick, or news from a NIC, to the worker's turn."""
+        return self._fabric.profile.step_delay_ps
+
+    def charge(self, cost_ps: int) -> None:
+        """Give the worker work, to be done when it is through with what it has."""
+        now = self._fabric.env.now
+        self._cpu_free_ps = max(now, self._cpu_free_ps) + cost_ps
+        # While it posts many rows it looks at its NICs now and then.
+        self.busy_until_ps = min(self._cpu_free_ps, now + self._turn_ps)
+
+    def post(self, nic: TimingNic, numbers: Ints, costs: Ints) -> None:
+        """Have the worker post rows; they are launched once it has told us of all it posts now.
+
+        A real worker serves its NICs in turn, a few rows at a time, while a step of ours offers one
+        NIC all its rows before it comes to the next. So the rows of one instant are put in turn.
+        """
+        if not self._posts:
+            self._fabric.env.call_at(self._fabric.env.now, self._launch, self._cpu_free_ps)
+        self._posts.append(_Post(nic, numbers, costs))
+        self.charge(int(costs.sum()))
+
+    def _launch(self, cpu_free_ps: int) -> None:
+        posts, self._posts = self._posts, []
+        now = self._fabric.env.now
+        rows = sum(len(post.numbers) for post in posts)
+        if rows <= self._fabric.profile.turn_rows:
+            # A worker with a backlog takes new requests at its next turn. What it had planned for
+            # that time is not put off, but the CPU time is charged behind the backlog.
+            cpu_free_ps = min(cpu_free_ps, now + self._turn_ps)
+        start_ps = max(now, cpu_free_ps)
+        if len(posts) == 1:
+            nic, numbers, costs = posts[0]
+            nic.launch(numbers, start_ps + np.cumsum(costs))
+            return
+        mine: dict[int, list[_Post]] = {}
+        for post in posts:
+            mine.setdefault(post.nic.index, []).append(post)
+        sizes = [sum(len(post.numbers) for post in found) for found in mine.values()]
+        costs = np.concatenate([post.costs for found in mine.values() for post in found])
+        turn = np.concatenate([np.arange(size) for size in sizes])
+        order = np.argsort(turn, kind="stable")
+        done = np.empty_like(costs)
+        done[order] = start_ps + np.cumsum(costs[order])
+        at = 0
+        for found, size in zip(mine.values(), sizes):
+            numbers = np.concatenate([post.numbers for post in found])
+            found[0].nic.launch(numbers, done[at : at + size])
+            at += size
+
+
+class _Post(NamedTuple):
+    """Rows that the worker posts on one NIC, and the CPU time each costs."""
+
+    nic: TimingNic
+    numbers: Ints
+    costs: Ints
+
+
+class TimingFabric:
+    """A switched network of equal machines.
+
+    Args:
+        env: the clock.
+        profile: the machine, or the name of one that comes with tep.
+        seed: of the jitter of unordered profiles.
+        trace: where to record what happens; None: nowhere.
+        move_bytes: False: rows take time and immediates arrive, but nothing is copied.
+    """
+
+    def __init__(
+        self,
+        env: FabricEnv,
+        profile: Profile | str,
+        *,
+        seed: int = 0,
+        trace: Trace | None = None,
+        move_bytes: bool = True,
+    ) -> None:
+        self.env = env
+        self.profile = load_profile(profile) if isinstance(profile, str) else profile
+        self.trace = trace if trace is not None and trace.on else None
+        self.move_bytes = move_bytes
+        self.wire = Rate(self.profile.wire_bps)
+        self.dma = Rate(self.profile.dma_bps)
+        self.ledger = Ledger()
+        self.batches = Batches()
+        self.payloads: dict[int, bytes] = {}
+        self.active: dict[int, TimingNic] = {}
+        self.refused: dict[int, TimingNic] = {}
+        self._jitter_key = stream_key(seed, Stream.TIMING)
+        self._epochs: dict[str, int] = {}
+        self._numbers: dict[bytes, int] = {}
+        self._nics: list[TimingNic | None] = []
+        self._due_ps = NEVER_PS
+        # Of each NIC by its number: when its receiving side is free; from when on news, and
+        # completions, may wake its owner though no must; whether it is gone; bytes landed here.
+        self._free = np.zeros(_NICS_MIN, np.int64)
+        self.soft = np.zeros(_NICS_MIN, np.int64)
+        self.soft_acks = np.zeros(_NICS_MIN, np.int64)
+        self.gone = np.ones(_NICS_MIN, np.bool_)
+        self.landed_bytes = np.zeros(_NICS_MIN, np.int64)
+
+    # ------------------------------------------------------------------ who is there
+
+    def node(self, name: str) -> Node:
+        """Start a node; a name used before is a later incarnation, and the earlier must be closed.
+
+        Raises:
+            UsageError: the node of this name is still open, or the name is not 1 to 64 characters
+                without "/" and "#".
+        """
+        if not 1 <= len(name) <= 64 or set("/#") & set(name):
+            raise UsageError(f"node name {name!r}: 1 to 64 characters, without '/' and '#'")
+        epoch = self._epochs.get(name, 0) + 1
+        old = self._numbers.get(address_of(name, epoch - 1, 0))
+        if old is not None and not self.gone[old]:
+            raise UsageError(f"node {name!r} is open; close its NICs before it starts again")
+        self._epochs[name] = epoch
+        return Node(self, name, epoch)
+
+    def attach(self, nic: TimingNic) -> int:
+        """Give a NIC its number."""
+        number = self.number_of(nic.address)
+        assert self._nics[number] is None, nic.address
+        self._nics[number] = nic
+        self.gone[number] = False
+        return number
+
+    def number_of(self, address: bytes) -> int:
+        """Return the number of an address; one that nobody has yet gets one too."""
+        found = self._numbers.get(address)
+        if found is None:
+            found = self._numbers[address] = len(self._nics)
+            self._nics.append(None)
+            if found >= len(self._free):
+                for column in _COLUMNS:
+                    old = getattr(self, column)
+                    fill = np.full(len(old), column == "gone", old.dtype)
+                    setattr(self, column, np.concatenate((old, fill)))
+        return found
+
+    def nic(self, number: int) -> TimingNic:
+        """The NIC of a number that somebody has."""
+        found = self._nics[number]
+        assert found is not None, number
+        return found
+
+    def name_of(self, number: int) -> str:
+        """Name of the node that a NIC number belongs to, "" if it was never there."""
+        found = self._nics[number]
+        return "" if found is None else found.node.name
+
+    def _why_gone(self, number: int) -> Status:
+        """STALE_PEER if a later incarnation is there, else UNREACHABLE."""
+        nic = self._nics[number]
+        if nic is not None and self._epochs[nic.node.name] > nic.node.epoch:
+            return Status.STALE_PEER
+        return Status.UNREACHABLE
+
+    # ------------------------------------------------------------------ the wire
+
+    def sending(self, nic: TimingNic) -> None:
+        """A NIC has units to send: see that they are resolved when the first arrives."""
+        self.active[nic.number] = nic
+        self._arm(int(nic.queue.starts[nic.queue.at]) + self.profile.latency_ps)
+
+    def _arm(self, due_ps: int) -> None:
+        due_ps = max(due_ps, self.env.now)
+        if due_ps < self._due_ps:
+            self._due_ps = due_ps
+            self.env.call_at(due_ps, self._resolve, due_ps)
+
+    def _resolve(self, due_ps: int) -> None:
+        """Settle the arrival of every quantum that nothing can change any more."""
+        if due_ps != self._due_ps:
+            return  # an earlier one was armed since
+        self._due_ps = NEVER_PS
+        nics = [self.active[number] for number in sorted(self.active)]
+        limit_ps = self._next_event_ps()
+        taken = [(nic, nic.queue.before(limit_ps)) for nic in nics]
+        taken = [(nic, stop) for nic, stop in taken if stop > nic.queue.at]
+        if taken:
+            self._settle(taken)
+        firsts: list[int] = []
+        for nic in nics:
+            queue = nic.queue
+            if len(queue):
+                firsts.append(int(queue.starts[queue.at]))
+            else:
+                del self.active[nic.number]
+        if firsts:
+            self._arm(min(firsts) + self.profile.latency_ps)
+
+    def _next_event_ps(self) -> int:
+        """The earliest time at which anybody may post again: Rule 1."""
+        return int(min(self.env.peek(), self.env.deadline_ps, NEVER_PS))
+
+    def _settle(self, taken: list[tuple[TimingNic, int]]) -> None:
+        spans = [slice(nic.queue.at, stop) for nic, stop in taken]
+        units = Units.join([nic.queue.units.pick(span) for (nic, _), span in zip(taken, spans)])
+        starts = np.concatenate([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
+        arrive = starts + self.profile.latency_ps
+        done = fifo_grouped(arrive, units.service, units.target, self._free)
+        ends = np.flatnonzero(units.last)
+        landed = done[ends] + self.ledger.extra_ps[units.number[ends] - self.ledger.base]
+        # The wakes that these rows cause are events as well; what leaves after the first of them
+        # may meet rows that are posted then, and has to wait. What leaves before is not affected.
+        limit_ps = self._first_wake_ps(units.number[ends], landed)
+        target = units.target
+        if int(starts.max()) >= limit_ps:
+            kept = starts < limit_ps
+            keeps = kept[ends]
+            landed, ends = landed[keeps], ends[keeps]
+            target, done = target[kept], done[kept]
+            taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
+        np.maximum.at(self._free, target, done)
+        for nic, stop in taken:
+            nic.queue.at = stop
+        if len(ends):
+            self._land(units.number[ends], landed)
+
+    def jitter(self, numbers: Ints) -> Ints | int:
+        """Extra delay of rows on an unordered wire."""
+        jitter_ps = self.profile.jitter_ps
+        if not jitter_ps:
+            return 0
+        bits = draw_array(self._jitter_key, 0, numbers.astype(np.uint64))
+        return below_array(bits, jitter_ps)
+
+    def _first_wake_ps(self, numbers: Ints, landed: Ints) -> int:
+        """A time before which these rows, landing then, wake nobody."""
+        if not len(numbers):
+            return NEVER_PS
+        profile, ledger, batches = self.profile, self.ledger, self.batches
+        rows = numbers - ledger.base
+        source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
+        seen, acked = landed + profile.receive_ps, landed + profile.ack_ps
+        first = int(np.maximum(seen, self.soft[target]).min())
+        first = min(first, int(np.maximum(acked, self.soft_acks[source]).min()))
+        counts = np.bincount(batch, minlength=len(batches.left))
+        mine = np.flatnonzero(counts)
+        if (batches.target[mine] < 0).any():
+            first = min(first, int(seen[batches.target[batch] < 0].min()))
+        # Of a batch with one target only the last row is a must.
+        closing = mine[batches.whole[mine] & (batches.left[mine] == counts[mine])]
+        if len(closing):
+            latest = batches.landed_ps.copy()
+            np.maximum.at(latest, batch, landed)
+            first = min(first, int(latest[closing].min()) + profile.receive_ps)
+        for number, nic in self.refused.items():
+            first = min(first, nic.node.wakes.room_ps(nic, acked[source == number]))
+        return first
+
+    def _land(self, numbers: Ints, landed: Ints) -> None:
+        """Write rows with known arrivals into the books of both ends, and see that they wake."""
+        profile, ledger, batches = self.profile, self.ledger, self.batches
+        rows = numbers - ledger.base
+        source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
+        counts = np.bincount(batch, minlength=len(batches.left))
+        batches.left -= counts
+        np.maximum.at(batches.landed_ps, batch, landed)
+        seen, acked = landed + profile.receive_ps, landed + profile.ack_ps
+        touched: dict[int, None] = {}
+        gone = self.gone[target]
+        if gone.any():
+            self._lose(numbers[gone], landed[gone], touched)
+        for number, which in _by(target, gone):
+            nic = self.nic(number)
+            nic.inbox.add(seen[which], numbers[which])
+            touched[number] = None
+        # A message is completed where it lands: it may have to wait for a buffer there.
+        for number, which in _by(source, gone | self.gone[source] | ledger.message[rows]):
+            self.nic(number).outbox.add(acked[which], numbers[which])
+            touched[number] = None
+        mine = np.flatnonzero(counts)
+        if (batches.target[mine] < 0).any():
+            several = np.flatnonzero((batches.target[batch] < 0) & ~gone)
+            for number, time_ps in zip(target[several].tolist(), seen[several].tolist()):
+                self.nic(number).node.wakes.must(time_ps)
+        closing = mine[batches.whole[mine] & (batches.left[mine] == 0)]
+        if len(closing):
+            source_of = dict(zip(batch[::-1].tolist(), source[::-1].tolist()))
+            for number in closing.tolist():
+                self._close_batch(number, source_of[number])
+        for wakes in {self.nic(number).node.wakes: None for number in touched}:
+            wakes.book()
+
+    def _lose(self, numbers: Ints, landed: Ints, touched: dict[int, None]) -> None:
+        """Fail rows to NICs that are gone: their senders learn it by a timeout."""
+        ledger = self.ledger
+        rows = numbers - ledger.base
+        ledger.hold[rows] &= ~_WIRE
+        for number, row, landed_ps in zip(numbers.tolist(), rows.tolist(), landed.tolist()):
+            ledger.status[row] = self._why_gone(int(ledger.target[row]))
+            source, failed_ps = int(ledger.source[row]), landed_ps + self.profile.peer_timeout_ps
+            if self.gone[source]:
+                continue
+            self.nic(source).outbox.add(np.array([failed_ps]), np.array([number]))
+            self.nic(source).node.wakes.must(failed_ps)
+            self.payloads.pop(number, None)
+            touched[source] = None
+
+    def _close_batch(self, number: int, source: int) -> None:
+        """The last row of a batch has landed: both ends must know at that very time."""
+        batches, profile = self.batches, self.profile
+        landed_ps, target = int(batches.landed_ps[number]), int(batches.target[number])
+        if target >= 0 and not self.gone[target]:
+            self.nic(target).node.wakes.must(landed_ps + profile.receive_ps)
+        self.nic(source).node.wakes.must(landed_ps + profile.ack_ps)
+        batches.end(number)
+
+
+def _by(key: Ints, left_out: npt.NDArray[np.bool_]) -> list[tuple[int, Ints]]:
+    """The indices of each value of `key`, by value, but for those left out."""
+    which = np.flatnonzero(~left_out)
+    keys = key[which]
+    counts = np.bincount(keys)
+    values = np.flatnonzero(counts)
+    if len(values) == 1:
+        return [(int(values[0]), which)]
+    if len(values) <= _FEW:
+        return [(value, which[keys == value]) for value in values.tolist()]
+    order = np.argsort(keys, kind="stable")
+    cuts = np.cumsum(counts[values])[:-1]
+    return list(zip(values.tolist(), np.split(which[order], cuts)))

@@ -1,0 +1,456 @@
+"""One NIC of the timing fabric: a Domain of the seam over columns of arrival times.
+
+Posting turns rows into units of a SendQueue; the fabric says when they land; polling hands out what
+is due by now. Rule 1: bytes are placed when somebody looks, and never before their arrival.
+Rule 2: who reads an immediate, or learns that a row is done, has had its bytes placed before.
+Rule 3: a poll between two looks hands out nothing new: `wakes.py` says when it is time to look.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import (
+    COMPLETION,
+    Access,
+    Completions,
+    DomainCaps,
+    DomainKey,
+    Kind,
+    Status,
+    WriteBatch,
+)
+from tep.errors import BadDescriptor, ClosedError, FabricError
+from tep.memory import Memory
+from tep.sim.ledger import Agenda, Hold
+from tep.sim.queues import Ints, cut_quanta
+from tep.sim.receiving import Inlet, Region
+from tep.sim.sendqueue import SendQueue, Units
+from tep.sim.timing_trace import trace_ends, trace_posts, trace_rows
+from tep.units import PS_PER_S
+
+if TYPE_CHECKING:
+    from tep.sim.timing import Node, TimingFabric
+
+__all__ = ["TimingNic", "address_of"]
+
+_ADDRESS: Final = re.compile(rb"[^/#]{1,256}/[0-9]{1,3}#[0-9]{1,18}")
+
+_SENDER: Final = np.uint8(Hold.SENDER)
+_WIRE: Final = np.uint8(Hold.WIRE)
+_BOTH: Final = int(Hold.SENDER | Hold.WIRE)
+_OK: Final = int(Status.OK)
+_WRITE, _SENT = int(Kind.WRITE), int(Kind.SENT)
+Entry = tuple[int, int, int, int, int, int, int] | npt.NDArray[np.void]
+"""One completion in the order of COMPLETION's fields, or an array of them."""
+
+
+def address_of(name: str, epoch: int, index: int) -> bytes:
+    """The address of a NIC: "name/index#epoch"."""
+    return f"{name}/{index}#{epoch}".encode()
+
+
+class TimingNic:
+    """One NIC; made by TimingFabric.node(). See `tep.backends.base.Domain` for the methods.
+
+    Attributes:
+        caps, address: of the seam.
+        fabric, node: where it is.
+        index: of this NIC in its node.
+        number: of this NIC on its fabric.
+        queue: what it still has to send.
+        inbox: rows that land here, by the time they can be seen.
+        outbox: rows sent from here, by the time their completion can be seen.
+        sources: lkey -> region.
+        ready: completions that poll() hands out.
+        open_rows: rows posted and not completed.
+        waker: whom to call.
+    """
+
+    def __init__(self, fabric: TimingFabric, node: Node, index: int) -> None:
+        profile = fabric.profile
+        self.caps = DomainCaps(
+            backend="sim",
+            nic=f"{node.name}/{index}",
+            link_bps=profile.link_bps,
+            sq_depth=profile.sq_depth,
+            max_write_bytes=profile.max_write_bytes,
+            max_msg_bytes=profile.max_msg_bytes,
+            ordered=profile.ordered,
+            imm_eats_recv=profile.imm_eats_recv,
+            memory_kinds=("cpu",) if fabric.move_bytes else ("cpu", "cuda"),
+            peer_timeout_s=profile.peer_timeout_ps / PS_PER_S + 0.001,
+            moves_bytes=fabric.move_bytes,
+        )
+        self.address = address_of(node.name, node.epoch, index)
+        self.node = node
+        self.index = index
+        self.number = fabric.attach(self)
+        self.queue = SendQueue()
+        self.inbox = Agenda()
+        self.outbox = Agenda()
+        self.sources: dict[int, Region] = {}
+        self.ready: deque[Entry] = deque()
+        self.fabric = fabric
+        self._inlet = Inlet(fabric, self)
+        self._keys = 0
+        self._closed = False
+        self._batches: dict[int, int] = {}
+        self.open_rows = 0
+        self.waker: Callable[[], None] = _nobody
+        node.wakes.nics.append(self)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.caps.nic}: this NIC was closed")
+
+    # ------------------------------------------------------------------ memory and peers
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        self._check_open()
+        writable = access is Access.SOURCE_AND_TARGET
+        foreign = memory.kind not in self.caps.memory_kinds
+        if foreign or (writable and memory.readonly):
+            flaw = f"on {memory.device}" if foreign else "read-only"
+            raise FabricError(
+                f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are {flaw} and cannot "
+                f"be registered as {access.name}",
+                code=Status.LOCAL_KEY.name,
+            )
+        self._keys += 1
+        # Of a NIC and an incarnation: another's key is never valid here by accident.
+        key = (self.number << 24) + (self._keys << 1)
+        region = Region(memory, writable=writable, host=self.fabric.move_bytes)
+        self.sources[key + 1] = region
+        if writable:
+            self._inlet.targets[key] = region
+        return DomainKey(lkey=key + 1, rkey=key, base=memory.ptr)
+
+    def deregister(self, key: DomainKey) -> None:
+        self._inlet.take(self.fabric.env.now)
+        self.sources.pop(key.lkey, None)
+        self._inlet.targets.pop(key.rkey, None)
+
+    def connect(self, peer: bytes) -> int:
+        self._check_open()
+        peer = bytes(peer)
+        if not _ADDRESS.fullmatch(peer):
+            raise BadDescriptor(
+                f"{peer!r} is no address of the timing fabric; those are 'name/nic#epoch'"
+            )
+        return self.fabric.number_of(peer)
+
+    # ------------------------------------------------------------------ sending
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        self._check_open()
+        assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
+        n = min(stop - start, self.caps.sq_depth - self.open_rows)
+        if n <= 0:
+            self.node.wakes.refuse(self)
+            return 0
+        where = self.fabric.ledger.open_rows(n)
+        self._fill(where, batch, start)
+        if start + n < stop:
+            self.node.wakes.refuse(self)
+        peer = batch.peer if isinstance(batch.peer, int) else batch.peer[start : start + n]
+        costs = self._costs(n, peer)
+        self.fabric.ledger.batch[where] = self._join_batch(batch, start, start + n)
+        self.node.post(self, np.arange(where.start, where.stop) + self.fabric.ledger.base, costs)
+        if self.fabric.trace is not None:
+            trace_posts(self, where, batch.ctx)
+        return n
+
+    def _fill(self, where: slice, batch: WriteBatch, start: int) -> None:
+        ledger = self.fabric.ledger
+        self.open_rows += where.stop - where.start
+        ledger.source[where] = self.number
+        ledger.fill("target", where, batch.peer, start)
+        ledger.fill("src", where, batch.src, start)
+        ledger.fill("dst", where, batch.dst, start)
+        ledger.fill("rkey", where, batch.rkey, start)
+        ledger.fill("nbytes", where, batch.nbytes, start)
+        if batch.imm is None:
+            ledger.imm[where] = -1
+        else:
+            ledger.fill("imm", where, batch.imm, start)
+        ledger.lkey[where] = batch.lkey
+        ledger.ctx[where] = batch.ctx
+        ledger.row[where] = np.arange(start, start + where.stop - where.start)
+        ledger.status[where] = _OK
+        ledger.hold[where] = _BOTH
+        ledger.message[where] = False
+
+    def _costs(self, n: int, peer: int | npt.NDArray[np.unsignedinteger]) -> Ints:
+        """CPU time of posting each of n rows."""
+        profile = self.fabric.profile
+        costs = np.full(n, profile.post_next_ps)
+        costs[0] = profile.post_first_ps
+        if not isinstance(peer, int):
+            costs[1:][peer[1:] != peer[:-1]] = profile.post_first_ps
+        return costs
+
+    def _join_batch(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Return the number of a batch of which rows start..stop are posted now."""
+        batches = self.fabric.batches
+        number = self._batches.pop(batch.ctx, -1)
+        if number < 0:
+            one = isinstance(batch.peer, int) or batch.n == 1
+            target = batch.peer if isinstance(batch.peer, int) else int(batch.peer[0])
+            number = batches.begin(target if one else -1)
+        batches.left[number] += stop - start
+        batches.whole[number] = stop == batch.n
+        if stop < batch.n:
+            self._batches[batch.ctx] = number
+        return number
+
+    def launch(self, numbers: Ints, ready: Ints) -> None:
+        """Queue rows, which are with the NIC at `ready`, for the wire. Unfit ones fail here."""
+        fabric = self.fabric
+        ledger, profile = fabric.ledger, fabric.profile
+        rows = numbers - ledger.base
+        if self._closed:
+            self._drop(rows)
+            return
+        bad = self._flaws(rows)
+        if bad is not None:
+            self._fail_here(numbers[bad], ready[bad])
+            numbers, ready, rows = numbers[~bad], ready[~bad], rows[~bad]
+            if not len(rows):
+                return
+        ledger.extra_ps[rows] = fabric.jitter(numbers)
+        nbytes, target = ledger.nbytes[rows], ledger.target[rows]
+        ready = ready + fabric.dma.ps(np.minimum(nbytes, profile.fill_bytes))
+        if int(nbytes.max()) <= profile.quantum_bytes:
+            last = np.ones(len(numbers), np.bool_)
+            service = np.maximum(fabric.wire.ps(nbytes), profile.op_ps + fabric.dma.ps(nbytes))
+        else:
+            row, sizes, last = cut_quanta(nbytes, profile.quantum_bytes)
+            # The NIC's own time for a row comes with its first quantum; all else is the wire.
+            first = np.concatenate(([True], last[:-1]))
+            work = np.where(first, profile.op_ps, 0) + fabric.dma.ps(sizes)
+            service = np.maximum(fabric.wire.ps(sizes), work)
+            numbers, target, ready = numbers[row], target[row], ready[row]
+        self.queue.add(Units(numbers, target, ready, service, last), fabric.env.now)
+        fabric.sending(self)
+
+    def _flaws(self, rows: Ints) -> npt.NDArray[np.bool_] | None:
+        """Say which rows have no readable source or are too long, and set their status."""
+        ledger = self.fabric.ledger
+        nbytes, lkeys, messages = ledger.nbytes[rows], ledger.lkey[rows], ledger.message[rows]
+        bad = nbytes > self.caps.max_write_bytes
+        if messages.any():
+            bad[messages] = nbytes[messages] > self.caps.max_msg_bytes
+        ledger.status[rows[bad]] = Status.LENGTH
+        for lkey in _distinct(lkeys):
+            region = self.sources.get(lkey)
+            if region is None:
+                lost = (lkeys == lkey) & (nbytes > 0) & ~messages
+            else:
+                # Unsigned: an address below the region wraps, and is beyond its end.
+                offset = ledger.src[rows] - np.uint64(region.ptr)
+                room = np.maximum(region.nbytes - nbytes, 0).astype(np.uint64)
+                lost = ((offset > room) | (nbytes > region.nbytes)) & (nbytes > 0)
+                if not lost.any():
+                    continue
+                lost &= lkeys == lkey
+            ledger.status[rows[lost & ~bad]] = Status.LOCAL_KEY
+            bad |= lost
+        return bad if bad.any() else None
+
+    def _fail_here(self, numbers: Ints, times: Ints) -> None:
+        """Complete rows, whose status is set, that never leave."""
+        ledger, batches = self.fabric.ledger, self.fabric.batches
+        rows = numbers - ledger.base
+        ledger.hold[rows] = _SENDER
+        np.subtract.at(batches.left, ledger.batch[rows], 1)
+        self.outbox.add(times, numbers)
+        for time_ps in np.unique(times).tolist():
+            self.node.wakes.must(time_ps)
+        self.node.wakes.book()
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        if self.open_rows >= self.caps.sq_depth:
+            self.node.wakes.refuse(self)
+            return False
+        fabric = self.fabric
+        batch = WriteBatch(1, peer, 0, 0, 0, 0, len(payload), None, ctx)
+        where = fabric.ledger.open_rows(1)
+        self._fill(where, batch, 0)
+        fabric.ledger.message[where] = True
+        number = fabric.ledger.end - 1
+        fabric.payloads[number] = bytes(payload)
+        group = fabric.ledger.batch[where.start] = fabric.batches.begin(-1)
+        fabric.batches.left[group] = 1
+        fabric.batches.whole[group] = True
+        if fabric.trace is not None:
+            trace_rows(self, "send", fabric.env.now, np.array([number]), fabric.name_of(peer))
+        self.node.post(self, np.array([number]), self._costs(1, peer))
+        return True
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        self._check_open()
+        self._inlet.add_slots(nbytes, count)
+
+    def recv_view(self, slot: int) -> memoryview:
+        return self._inlet.view(slot)
+
+    def recv_done(self, slot: int) -> None:
+        self._inlet.free(slot)
+
+    # ------------------------------------------------------------------ completions
+
+    def poll(self, out: Completions) -> int:
+        if not self._closed:
+            self.node.wakes.poll()
+        ready, filled, room = self.ready, 0, len(out)
+        while ready and filled < room:
+            entry = ready.popleft()
+            if isinstance(entry, tuple):
+                out[filled] = entry
+                filled += 1
+                continue
+            fits = min(room - filled, len(entry))
+            out[filled : filled + fits] = entry[:fits]
+            filled += fits
+            if fits < len(entry):
+                ready.appendleft(entry[fits:])
+        if ready:
+            self.waker()
+        return filled
+
+    def take_in(self, now: int) -> None:
+        """Take in everything that is here by now: bytes, immediates, messages, completions."""
+        self._inlet.take(now)
+        self._reap(now)
+
+    def take_landed(self, now: int) -> None:
+        """Place what has landed here by now, for a sender that is about to be told so."""
+        if self.inbox.first_ps <= now:
+            self._inlet.take(now)
+            self.node.wakes.gather()
+
+    def _reap(self, now: int) -> None:
+        """Complete rows of this sender whose acknowledgement is here."""
+        if self.outbox.first_ps > now:
+            return
+        fabric = self.fabric
+        ledger = fabric.ledger
+        times, numbers = self.outbox.take(now)
+        rows = numbers - ledger.base
+        for target in _distinct(ledger.target[rows]):
+            if not fabric.gone[target]:
+                fabric.nic(target).take_landed(now)
+        ledger.hold[rows] &= ~_SENDER
+        self.open_rows -= len(rows)
+        if fabric.trace is not None:
+            trace_ends(self, times, numbers)
+        sent = ledger.message[rows]
+        failed = ledger.status[rows] != _OK
+        plain = rows[~(sent | failed)]
+        if len(plain):
+            self._report_done(plain)
+        for row in rows[sent | failed].tolist():
+            kind = _SENT if ledger.message[row] else _WRITE
+            ctx, index = int(ledger.ctx[row]), int(ledger.row[row])
+            self.ready.append((kind, int(ledger.status[row]), 1, 0, index, ctx, 0))
+
+    def _report_done(self, rows: Ints) -> None:
+        """Report rows that are done, an entry a batch."""
+        ledger = self.fabric.ledger
+        ctxs, nbytes = ledger.ctx[rows], ledger.nbytes[rows]
+        if (ctxs == ctxs[0]).all():
+            self.ready.append((_WRITE, _OK, len(rows), 0, 0, int(ctxs[0]), int(nbytes.sum())))
+            return
+        values, where, counts = np.unique(ctxs, return_inverse=True, return_counts=True)
+        entries = np.zeros(len(values), COMPLETION)
+        entries["kind"] = _WRITE
+        entries["count"] = counts
+        entries["ctx"] = values
+        np.add.at(entries["nbytes"], where, nbytes.astype(np.uint64))
+        self.ready.append(entries)
+
+    def _drop(self, rows: Ints) -> None:
+        """Give up rows that have not left."""
+        ledger = self.fabric.ledger
+        ledger.hold[rows] &= ~_WIRE
+        np.subtract.at(self.fabric.batches.left, ledger.batch[rows], 1)
+
+    def status_text(self, status: int) -> str:
+        return _STATUS_TEXT.get(status, "")
+
+    # ------------------------------------------------------------------ wakes
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self.waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        return None
+
+    def arm(self) -> bool:
+        now = self.fabric.env.now
+        return not self.ready and min(self.inbox.first_ps, self.outbox.first_ps) > now
+
+    # ------------------------------------------------------------------ the end
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        fabric = self.fabric
+        ledger, now = fabric.ledger, fabric.env.now
+        self.take_in(now)
+        self._closed = True
+        fabric.gone[self.number] = True
+        fabric.refused.pop(self.number, None)
+        self.node.wakes.nics.remove(self)
+        dropped = self.queue.drop_waiting(now)
+        self._drop(dropped.number[dropped.last] - ledger.base)
+        for number in self._batches.values():
+            fabric.batches.whole[number] = True
+        numbers = ledger.of_sender(self.number)
+        rows = numbers - ledger.base
+        ledger.status[rows] = Status.FLUSHED
+        ledger.hold[rows] &= ~_SENDER
+        if fabric.trace is not None and len(rows):
+            trace_ends(self, np.full(len(rows), now), numbers)
+        entries = np.zeros(len(rows), COMPLETION)
+        entries["kind"] = np.where(ledger.message[rows], _SENT, _WRITE)
+        entries["status"] = Status.FLUSHED
+        entries["count"] = 1
+        entries["row"] = ledger.row[rows]
+        entries["ctx"] = ledger.ctx[rows]
+        if len(rows):
+            self.ready.append(entries)
+        self.outbox.clear()
+        self._inlet.close()
+        self.sources.clear()
+
+
+def _nobody() -> None:
+    """Wakes nobody: the owner has set no waker."""
+
+
+def _distinct(values: npt.NDArray[np.integer]) -> list[int]:
+    if len(values) and (values == values[0]).all():
+        return [int(values[0])]
+    found: list[int] = np.unique(values).tolist()
+    return found
+
+
+_STATUS_TEXT: Final = {
+    int(Status.FLUSHED): "this NIC was closed while the row was under way",
+    int(Status.LOCAL_KEY): "the source is not registered here, or the row leaves its region",
+    int(Status.REMOTE_KEY): "the target's key is unknown there: never made, or deregistered",
+    int(Status.REMOTE_RANGE): "the row leaves the target's region",
+    int(Status.LENGTH): "longer than the NIC, or the receive buffer, can take",
+    int(Status.RNR): "the peer posted no receive buffer in time",
+    int(Status.UNREACHABLE): "the peer's NIC is closed, or was never there",
+    int(Status.STALE_PEER): "the peer has restarted; ask it for new addresses and descriptors",
+}

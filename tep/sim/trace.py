@@ -1,0 +1,227 @@
+"""What happened on a simulated fabric, as records: a digest, columns for pictures, a Perfetto file.
+
+Both fabrics write here, and only when the trace is on; nothing here models anything. A fabric must
+record every placement and every completion, since the digest stands for "the same run".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.errors import UsageError
+from tep.units import PS_PER_US
+
+__all__ = ["ARRIVAL", "Record", "Trace", "What"]
+
+What = Literal["post", "place", "imm", "done", "fail", "send", "recv", "sent", "fault"]
+"""post, done, fail, send, sent: at the sender; place, imm, recv: at the target; fault: anywhere."""
+
+
+class Record(NamedTuple):
+    """One thing that happened.
+
+    Attributes:
+        t_ps: when.
+        what: which kind of thing.
+        node: name of the node it happened at.
+        nic: number of the NIC there.
+        peer: name of the node at the other end; fault: its kind.
+        row: number of the row or message, counted over the whole fabric in the order of posting;
+            -1 where there is none.
+        ctx: of its batch.
+        offset: place: byte in the target's region. post: byte in the source's region. Else 0.
+        nbytes: of the row, message or fragment.
+        value: imm: the immediate. recv: the buffer. fail, sent: the status. place: CRC-32 of the
+            bytes, where a fabric moves any.
+    """
+
+    t_ps: int
+    what: What
+    node: str
+    nic: int
+    peer: str = ""
+    row: int = -1
+    ctx: int = 0
+    offset: int = 0
+    nbytes: int = 0
+    value: int = 0
+
+
+ARRIVAL: Final = np.dtype(
+    [
+        ("t_ps", "i8"),
+        ("nic", "i4"),
+        ("row", "i8"),
+        ("offset", "i8"),
+        ("nbytes", "i8"),
+        ("value", "u4"),
+    ]
+)
+"""One record as numbers: what Trace.columns() returns, for pictures and counting."""
+
+_Ints = int | npt.NDArray[np.integer]
+
+
+class _Block(NamedTuple):
+    """Many records of one batch, as columns; n of each, or one int for all."""
+
+    n: int
+    t_ps: _Ints
+    what: What
+    node: str
+    nic: int
+    peer: str
+    row: _Ints
+    ctx: int
+    offset: _Ints
+    nbytes: _Ints
+    value: _Ints
+
+    def records(self) -> Iterator[Record]:
+        def column(value: _Ints) -> list[int]:
+            return [value] * self.n if isinstance(value, int) else value.tolist()
+
+        columns = zip(
+            *(column(c) for c in (self.t_ps, self.row, self.offset, self.nbytes, self.value))
+        )
+        for t_ps, row, offset, nbytes, value in columns:
+            yield Record(
+                t_ps,
+                self.what,
+                self.node,
+                self.nic,
+                self.peer,
+                row,
+                self.ctx,
+                offset,
+                nbytes,
+                value,
+            )
+
+
+class Trace:
+    """A list of records; a fabric holds None in its place when nobody asked for one.
+
+    Attributes:
+        on: False: nothing is recorded, and reading it is a UsageError.
+        add: append one Record; the fast way in.
+    """
+
+    def __init__(self, *, on: bool = True) -> None:
+        self.on = on
+        self._items: list[Record | _Block] = []
+        self.add = self._items.append
+
+    def add_rows(
+        self,
+        n: int,
+        t_ps: _Ints,
+        what: What,
+        node: str,
+        nic: int,
+        *,
+        peer: str = "",
+        row: _Ints = -1,
+        ctx: int = 0,
+        offset: _Ints = 0,
+        nbytes: _Ints = 0,
+        value: _Ints = 0,
+    ) -> None:
+        """Append n records of one batch; columns are int arrays of length n, or one int for all."""
+        columns = (t_ps, what, node, nic, peer, row, ctx, offset, nbytes, value)
+        self._items.append(_Block(n, *columns))
+
+    def records(self) -> Iterator[Record]:
+        """Every record, in the order they were written."""
+        if not self.on:
+            raise UsageError("nothing was traced: open the Cluster, or fabric, with trace=True")
+        for item in self._items:
+            if isinstance(item, Record):
+                yield item
+            else:
+                yield from item.records()
+
+    def __len__(self) -> int:
+        return sum(1 if isinstance(item, Record) else item.n for item in self._items)
+
+    def digest(self) -> str:
+        """SHA-256 over all records, as hexadecimal digits: equal for equal runs."""
+        sha = hashlib.sha256()
+        for record in self.records():
+            sha.update(repr(tuple(record)).encode())
+        return sha.hexdigest()
+
+    def columns(self, what: What, node: str | None = None) -> npt.NDArray[np.void]:
+        """All records of one kind, at one node or at all, by time: dtype ARRIVAL [n]."""
+        rows = [
+            (r.t_ps, r.nic, r.row, r.offset, r.nbytes, r.value)
+            for r in self.records()
+            if r.what == what and node in (None, r.node)
+        ]
+        found: npt.NDArray[np.void] = np.array(rows, ARRIVAL)
+        return found[np.argsort(found["t_ps"], kind="stable")]
+
+    def overtakes(self, node: str | None = None) -> int:
+        """How many immediates arrived, at a node or at all, before one of a row posted earlier.
+
+        Counted for each pair of sender and receiver by itself.
+        """
+        arrivals: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        for r in self.records():
+            if r.what == "imm" and node in (None, r.node):
+                arrivals.setdefault((r.peer, r.node), []).append((r.t_ps, r.row))
+        return sum(_overtakes(pairs) for pairs in arrivals.values())
+
+    def write_perfetto(self, path: str | PathLike[str]) -> None:
+        """Write Chrome's trace format, JSON, for ui.perfetto.dev: a process a node, a track a NIC.
+
+        A write is a span from its post to its completion; placements and immediates are instants.
+        Times are microseconds of simulated time.
+        """
+        events = list(_perfetto(self.records()))
+        text = json.dumps({"displayTimeUnit": "ns", "traceEvents": events})
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _overtakes(pairs: list[tuple[int, int]]) -> int:
+    pairs.sort(key=lambda pair: pair[0])
+    rows = np.array([row for _, row in pairs], np.int64)
+    # The smallest row number among all that arrive later; an arrival above it overtook that one.
+    later = np.minimum.accumulate(rows[::-1])[::-1]
+    return int(np.count_nonzero(rows[:-1] > later[1:]))
+
+
+_OPENS: Final = {"post": "write", "send": "message"}
+_CLOSES: Final = {"done": "write", "fail": "write", "sent": "message"}
+
+
+def _perfetto(records: Iterable[Record]) -> Iterator[dict[str, object]]:
+    pids: dict[str, int] = {}
+    for r in records:
+        if r.node not in pids:
+            pids[r.node] = len(pids) + 1
+            yield {
+                "ph": "M",
+                "name": "process_name",
+                "pid": pids[r.node],
+                "args": {"name": r.node},
+            }
+        event: dict[str, object] = {"pid": pids[r.node], "tid": r.nic, "ts": r.t_ps / PS_PER_US}
+        span = _OPENS.get(r.what) or _CLOSES.get(r.what)
+        if span is not None:
+            phase = "b" if r.what in _OPENS else "e"
+            event |= {"ph": phase, "cat": span, "name": f"{span} {r.row}", "id": r.row}
+        else:
+            event |= {"ph": "i", "s": "t", "name": r.what}
+        event["args"] = {
+            key: value for key, value in r._asdict().items() if key not in ("t_ps", "what", "node")
+        }
+        yield event

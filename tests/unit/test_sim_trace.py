@@ -1,0 +1,114 @@
+"""The trace: digests, counting of overtakes, the Perfetto file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tep.errors import UsageError
+from tep.sim.faults import Chaos
+from tep.sim.trace import Record, Trace
+from tests.unit.sim_seam import CALM, NS, Seam
+
+GOLDEN = ["371ab081f6fb0c7b", "0af745d189665532", "f67cb825940fd7b6", "a4de1c9186e8d21d"]
+PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
+
+
+def _traced(chaos: Chaos, fill: int = 0) -> Trace:
+    trace = Trace()
+    seam = Seam(chaos, trace=trace)
+    seam.a.src[fill] ^= 0xFF if fill else 0
+    seam.write(PAGES, 1)
+    seam.run()
+    return trace
+
+
+def test_digest_covers_every_placement_and_completion() -> None:
+    """A digest that misses something calls two different runs the same."""
+    wild = replace(CALM, reorder_ps=400 * NS, fragments=4)
+    trace = _traced(wild)
+    counts = {
+        what: sum(r.what == what for r in trace.records()) for what in ("post", "imm", "done")
+    }
+
+    assert {"post": 12, "imm": 12, "done": 12} == counts
+    assert 12 * 256 == sum(r.nbytes for r in trace.records() if r.what == "place")
+    assert trace.digest() == _traced(wild).digest()
+    assert trace.digest() != _traced(replace(wild, seed=1)).digest()
+    assert trace.digest() != _traced(wild, fill=777).digest(), "one byte differs"
+
+
+def test_golden_digests() -> None:
+    """A change that makes the fabric faster must not change a byte of what it does."""
+    found = []
+    for seed in range(4):
+        trace = Trace()
+        seam = Seam(Chaos.draw(seed), nics=2, trace=trace)
+        seam.write(PAGES, list(range(12)), nic=0, remote=1)
+        seam.write([(3000, 3000, 7), (0, 4000, 0)], 2**32 - 1, nic=1)
+        seam.env.call_at(500 * NS + seed * 200 * NS, lambda _, s=seam: s.fabric.kill_nic("b", 1))
+        seam.run()
+        found.append(trace.digest()[:16])
+
+    assert GOLDEN == found, "if the fabric is meant to act otherwise, say so in CHANGELOG.md"
+
+
+def test_rows_in_columns_equal_rows_one_by_one() -> None:
+    """The timing fabric writes columns, the chaos fabric records: one digest for one run."""
+    one, many = Trace(), Trace()
+    for k in range(3):
+        one.add(Record(10 + k, "place", "b", 1, "a", k, 7, 64 * k, 64, 5))
+    t_ps, rows = np.arange(10, 13), np.arange(3)
+    many.add_rows(
+        3, t_ps, "place", "b", 1, peer="a", row=rows, ctx=7, offset=64 * rows, nbytes=64, value=5
+    )
+
+    assert list(one.records()) == list(many.records())
+    assert (one.digest(), 3) == (many.digest(), len(many))
+
+
+def test_overtakes_are_counted_per_pair() -> None:
+    """The demo's 'arrived out of order' column is this number."""
+    trace = Trace()
+    for t_ps, node, row in ((1, "b", 3), (2, "b", 1), (3, "b", 2), (4, "b", 4), (2, "c", 9)):
+        trace.add(Record(t_ps, "imm", node, 0, "a", row))
+    trace.add(Record(9, "imm", "c", 0, "z", 5))
+
+    assert (1, 1, 0) == (trace.overtakes(), trace.overtakes("b"), trace.overtakes("c"))
+    assert 0 == _traced(CALM).overtakes()
+    assert 0 < _traced(replace(CALM, reorder_ps=3000 * NS)).overtakes() < 12
+
+
+def test_a_trace_that_is_off_says_so() -> None:
+    """An empty picture would be taken for an empty run."""
+    trace = Trace(on=False)
+    seam = Seam(trace=trace)
+    seam.write(PAGES, 1)
+    seam.run()
+
+    assert 0 == len(trace)
+    with pytest.raises(UsageError, match="trace=True"):
+        trace.digest()
+
+
+def test_perfetto_file_has_a_span_for_each_row(tmp_path) -> None:
+    """A span that never ends hides all others in the viewer."""
+    trace = Trace()
+    seam = Seam(replace(CALM, fragments=3), trace=trace)
+    seam.write(PAGES, 1)
+    seam.run(us=0.3)
+    seam.fabric.kill_nic("b", 0)
+    seam.run()
+    path = tmp_path / "run.json"
+    trace.write_perfetto(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    opened = [e["id"] for e in events if e["ph"] == "b"]
+    closed = [e["id"] for e in events if e["ph"] == "e"]
+
+    assert {"a", "b"} == {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert sorted(opened) == sorted(closed) == list(range(1, 13))
+    assert any(e["ph"] == "i" and e["name"] == "fault" for e in events)
+    assert all(e["ts"] >= 0 for e in events if e["ph"] != "M")
