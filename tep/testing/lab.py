@@ -1,0 +1,184 @@
+"""The place of one scenario: hosts on the chaos fabric, with guarded memory, engines and taps.
+
+Making things only: what is done with them is `tep.testing.oracle`'s matter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from tep.api import EngineOptions
+from tep.backends.base import Access, WriteBatch
+from tep.engine import TransferEngine
+from tep.region import MrHandle
+from tep.sim.chaos import ChaosFabric, ChaosNode
+from tep.sim.clock import FabricEnv
+from tep.sim.driver import SimDriver
+from tep.sim.hashing import Stream, draw_array, stream_key
+from tep.sim.trace import Trace
+from tep.testing.scenario import RECEIVERS, SENDER, Scenario, TransferSpec
+from tep.testing.tap import Ledger, Mover, Tap
+from tep.wire import MrDesc
+
+__all__ = ["BLANK", "REUSED", "Area", "Host", "Lab", "Piece", "areas_of"]
+
+BLANK: Final = b"\xee"
+"""What target memory holds that nobody wrote."""
+
+REUSED: Final = b"\xaa"
+"""What the application writes over its source once it may."""
+
+_GAP_BYTES: Final = 32
+_OPTIONS: Final = EngineOptions(poll_rows=64)
+
+Piece = tuple[int, int, int]
+"""One run of bytes: offset in the source, offset in the target, length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """The bytes of one round of one transfer; the same offsets in the source and in each target.
+
+    Attributes:
+        start, stop: everything lies between them.
+        pieces: for each receiver in turn; a page each, or the whole write.
+        src_indices, dst_indices: page lists.
+    """
+
+    start: int
+    stop: int
+    pieces: tuple[tuple[Piece, ...], ...]
+    src_indices: tuple[int, ...] = ()
+    dst_indices: tuple[int, ...] = ()
+
+
+def areas_of(scenario: Scenario) -> tuple[tuple[Area, ...], ...]:
+    """Lay out memory: one area for each transfer and round, with gaps that belong to nobody."""
+    at = _GAP_BYTES
+    found = []
+    for place, spec in enumerate(scenario.transfers):
+        rounds = []
+        for number in range(spec.rounds):
+            area = _area(spec, at, place + number)
+            rounds.append(area)
+            at = area.stop + _GAP_BYTES
+        found.append(tuple(rounds))
+    return tuple(found)
+
+
+def _area(spec: TransferSpec, start: int, salt: int) -> Area:
+    size = spec.size
+    if spec.kind == "barrier":
+        return Area(start, start, ((), ()))
+    if spec.kind == "scatter":
+        # Slices of different lengths, each from its own place, so that no two can be mistaken.
+        second = size // 2 + 1
+        first = (start + second, start, size)
+        return Area(start, start + size + second, ((first,), ((start, start + size, second),)))
+    if spec.kind == "single":
+        return Area(start, start + size, (((start, start, size),),))
+    n, stride = spec.pages, size + spec.gap
+    # Two orders without much in common; 17 is prime to every number of pages.
+    dst = tuple((17 * k + salt + 1) % n for k in range(n))
+    src = tuple(range(n)) if salt % 2 else tuple(range(n - 1, -1, -1))
+    pieces = tuple((start + s * stride, start + d * stride, size) for s, d in zip(src, dst))
+    return Area(start, start + n * stride, (pieces,), src, dst)
+
+
+@lru_cache(maxsize=64)
+def _pattern(nbytes: int) -> bytes:
+    """Source bytes, none of which is a filler's value."""
+    words = draw_array(stream_key(5, Stream.SCENARIO), np.arange(nbytes // 8 + 1, dtype=np.uint64))
+    return bytes((words.view(np.uint8) & 0x7F)[:nbytes])
+
+
+class Host:
+    """One incarnation of one node: engine, memory, and what crossed its seam.
+
+    Attributes:
+        memory: the source of node a; the target of b and c.
+        ledger, taps: what crossed its seam, and who wrote it down.
+        used: immediates of each value that its expectations and claims have used up.
+        live: False once it crashed or was closed.
+    """
+
+    def __init__(
+        self,
+        lab: Lab,
+        node: ChaosNode,
+        memory: bytearray,
+        engine_class: type[TransferEngine],
+        find: Callable[[WriteBatch, int], Mover | None],
+    ) -> None:
+        self.name = node.name
+        self.ledger = Ledger(find, len(node.domains))
+        self.driver = SimDriver(lab.env, node)
+        self.taps = [Tap(nic, self.ledger) for nic in node.domains]
+        self.engine = engine_class(
+            self.taps,
+            driver=self.driver,
+            name=node.name,
+            epoch=node.epoch,
+            options=_OPTIONS,
+        )
+        self.memory = memory
+        self.used: defaultdict[int, int] = defaultdict(int)
+        self.live = True
+        self.mr: MrHandle
+        self.desc: MrDesc
+        access = Access.SOURCE if node.name == SENDER else Access.SOURCE_AND_TARGET
+        self.mr, self.desc = self.engine.reg_mr(memory, access=access)
+
+
+class Lab:
+    """All of it.
+
+    Attributes:
+        original: the source's bytes before anybody wrote over them.
+        hosts: the live incarnation of each node.
+        first: the first incarnation of each node.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        engine_class: type[TransferEngine],
+        trace: Trace | None,
+        find: Callable[[WriteBatch, int], Mover | None],
+    ) -> None:
+        chaos = scenario.chaos
+        self.env = FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)
+        self.fabric = ChaosFabric(self.env, chaos, trace=trace)
+        self.areas = areas_of(scenario)
+        nbytes = self.areas[-1][-1].stop + _GAP_BYTES
+        self.original = _pattern(-(-nbytes // 1024) * 1024)[:nbytes]
+        self._engine_class = engine_class
+        self._find = find
+        names = (SENDER, *RECEIVERS) if scenario.wide else (SENDER, RECEIVERS[0])
+        self.hosts: dict[str, Host] = {}
+        for name, nics in zip(names, scenario.nics):
+            memory = bytearray(self.original) if name == SENDER else bytearray(BLANK * nbytes)
+            node = self.fabric.node(name, nics)
+            self.hosts[name] = Host(self, node, memory, engine_class, find)
+        self.first = dict(self.hosts)
+
+    def restart(self, name: str) -> Host:
+        """Crash a node and bring it back, with blank memory."""
+        old = self.hosts[name]
+        old.live = False
+        old.driver.close()
+        node = self.fabric.restart(name)
+        memory = bytearray(BLANK * len(self.original))
+        fresh = self.hosts[name] = Host(self, node, memory, self._engine_class, self._find)
+        return fresh
+
+    def landed(self, host: Host, pieces: tuple[Piece, ...]) -> bool:
+        """Whether all bytes of these pieces are at a receiver."""
+        there, sent = host.memory, self.original
+        return all(there[dst : dst + n] == sent[src : src + n] for src, dst, n in pieces)

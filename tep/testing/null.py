@@ -1,0 +1,143 @@
+"""A NIC that takes everything and completes it at once, without moving a byte: what is left is the engine's own cost.
+
+For benchmarks only. Every immediate reaches the target as an entry of its own, as from a real NIC.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import (
+    Access,
+    Column,
+    Completions,
+    DomainCaps,
+    DomainKey,
+    Kind,
+    Status,
+    WriteBatch,
+)
+from tep.memory import Memory
+
+__all__ = ["NullDomain", "null_pair"]
+
+_COUNT_MAX: Final = 2**32 - 1
+
+
+class NullDomain:
+    """One end of a wire without length. Give every domain the list of all of them; a PeerId is an index in it."""
+
+    def __init__(self, index: int, wire: list[NullDomain]) -> None:
+        self.caps = DomainCaps(
+            backend="null",
+            nic=f"null{index}",
+            link_bps=0,
+            sq_depth=1 << 30,
+            max_write_bytes=1 << 40,
+            max_msg_bytes=0,
+            ordered=True,
+            imm_eats_recv=False,
+            peer_timeout_s=1.0,
+            moves_bytes=False,
+        )
+        self.address = index.to_bytes(4, "little")
+        self.posted = 0
+        self._wire = wire
+        self._done: deque[tuple[int, int]] = deque()
+        self._imms: deque[tuple[Column, int]] = deque()
+        self._scattered: deque[tuple[npt.NDArray[np.unsignedinteger], Column]] = deque()
+        wire.append(self)
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        return DomainKey(1, 1, memory.ptr)
+
+    def deregister(self, key: DomainKey) -> None:
+        pass
+
+    def connect(self, peer: bytes) -> int:
+        return int.from_bytes(peer, "little")
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        n = stop - start
+        self._done.append((batch.ctx, n))
+        self.posted += n
+        imm, peer = batch.imm, batch.peer
+        if imm is None:
+            return n
+        if isinstance(peer, int):
+            part = imm if isinstance(imm, int) else imm[start:stop]
+            self._wire[peer]._imms.append((part, n))
+        else:
+            self._scattered.append((peer[start:stop], imm))
+        return n
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return False
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        pass
+
+    def recv_view(self, slot: int) -> memoryview:
+        raise NotImplementedError("the null NIC has no messages")
+
+    def recv_done(self, slot: int) -> None:
+        pass
+
+    def poll(self, out: Completions) -> int:
+        at, room = 0, len(out)
+        while self._scattered:  # here and not in post(), so that a post's time is the engine's own
+            peers, one = self._scattered.popleft()
+            for peer in peers.tolist():
+                self._wire[peer]._imms.append((one, 1))
+        while self._done and at < room:
+            ctx, n = self._done.popleft()
+            out[at] = (Kind.WRITE, Status.OK, min(n, _COUNT_MAX), 0, 0, ctx, 0)
+            at += 1
+        while self._imms and at < room:
+            imm, n = self._imms.popleft()
+            take = min(n, room - at)
+            if take == 1:
+                out[at] = (Kind.IMM, Status.OK, 1, imm if isinstance(imm, int) else imm[0], 0, 0, 0)
+            else:
+                rows = out[at : at + take]
+                rows["kind"] = Kind.IMM
+                rows["status"] = Status.OK
+                rows["count"] = 1
+                rows["imm"] = imm if isinstance(imm, int) else imm[:take]
+            if take < n:
+                self._imms.appendleft((imm if isinstance(imm, int) else imm[take:], n - take))
+            at += take
+        return at
+
+    def status_text(self, status: int) -> str:
+        return ""
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        pass
+
+    def wakeup_fd(self) -> int | None:
+        return None
+
+    def arm(self) -> bool:
+        return not (self._done or self._imms)
+
+    def close(self) -> None:
+        pass
+
+
+def null_pair(nics: int) -> tuple[list[NullDomain], list[NullDomain]]:
+    """The NICs of two engines that can reach each other."""
+    wire: list[NullDomain] = []
+    return [NullDomain(k, wire) for k in range(nics)], [
+        NullDomain(nics + k, wire) for k in range(nics)
+    ]
+
+
+def null_memory(nbytes: int) -> Memory:
+    """A region that is never touched, so that it may be larger than the machine's memory."""
+    return Memory(np.iinfo(np.int32).max, nbytes, "cpu", False, None)

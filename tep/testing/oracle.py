@@ -1,0 +1,218 @@
+"""The oracle: plays a scenario on the chaos fabric and says whether the engine kept its promises.
+
+It knows every transfer's bytes beforehand, and judges by memory and by what crossed the seam; of
+the engine it uses the public verbs alone. `Violation` carries the line that plays the run again.
+
+What must hold, whatever the fabric does:
+ 1. When a count fires, as many immediates are here, with all bytes of their rows.
+ 2. Nothing outside the targets changes.
+ 3. Each handle settles once.
+ 4. Everything ends; then engines are idle, and no count is left over or missing.
+ 5. After a transfer has settled its source may be overwritten.
+ 6. Cancel and error are confirmed when every posted row is back, and nothing lands afterwards.
+ 7. Nothing fails without a cause, and what has a cause does not end as done.
+ 8. A cancelled row that no NIC had is never posted; no row is posted twice, or after the end.
+ 9. Keys and descriptors of a crashed incarnation never touch the next one.
+10. Nothing is posted on a NIC that is known to be dead; the engine's statistics add up.
+
+Of 6 there is an exception: after an error that spoke of something dead, bytes may still land, so
+that memory is not looked at (a path that is dead for the sender may be slow, not silent).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+from tep.engine import TransferEngine
+from tep.sim.trace import Trace
+from tep.testing.lab import BLANK, Host
+from tep.testing.play import Play
+from tep.testing.scenario import SENDER, Scenario
+from tep.testing.stage import Run, Stage, Violation, Wait
+
+__all__ = ["Outcome", "Violation", "replay", "run_scenario"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run that kept all promises was like.
+
+    Attributes:
+        states: how each transfer's rounds ended: "done", "cancelled", "failed", or "refused" where
+            the submit raised; "" for a round that never began.
+        seen: how often each thing worth seeing happened, by its name.
+        rows: rows and messages posted.
+        end_ps: when the last event was.
+    """
+
+    states: tuple[tuple[str, ...], ...]
+    seen: dict[str, int]
+    rows: int
+    end_ps: int
+
+
+def replay(seed: int, *, trace: Trace | None = None) -> Outcome:
+    """Play the scenario drawn from a seed. Raises Violation."""
+    return run_scenario(Scenario.draw(seed), trace=trace)
+
+
+def run_scenario(
+    scenario: Scenario,
+    *,
+    engine_class: type[TransferEngine] = TransferEngine,
+    trace: Trace | None = None,
+) -> Outcome:
+    """Play a scenario to its end and judge it.
+
+    Args:
+        scenario: what happens.
+        engine_class: the engine, or a subclass with something to prove.
+        trace: takes everything that happens on the fabric; its digest is the same each time.
+
+    Raises:
+        Violation: a promise was broken, or the engine raised where it must not.
+    """
+    play = Play(scenario, engine_class, trace)
+    try:
+        play.run()
+        _judge(play)
+    except Violation as found:
+        raise Violation(f"{found}\n{_again(scenario)}") from None
+    except Exception as error:  # whatever a broken engine raises is a finding
+        what = f"the engine raised {type(error).__name__}: {error}"
+        raise Violation(f"{what}\n{_again(scenario)}") from error
+    return _outcome(play)
+
+
+def _again(scenario: Scenario) -> str:
+    if Scenario.draw(scenario.chaos.seed) == scenario:
+        return f"replay: tep sim --seed {scenario.chaos.seed}"
+    return f"replay: tep.testing.run_scenario({scenario!r})"
+
+
+def _outcome(play: Play) -> Outcome:
+    stage = play.stage
+    seen = stage.seen
+    for host in stage.lab.hosts.values():
+        for what, times in host.ledger.seen.items():
+            seen[what] += times
+    states = []
+    for place, spec in enumerate(stage.scenario.transfers):
+        runs = (stage.runs.get((place, number)) for number in range(spec.rounds))
+        states.append(tuple("" if run is None else run.state for run in runs))
+    return Outcome(tuple(states), dict(seen), stage.lab.fabric.rows, stage.lab.env.now)
+
+
+def _judge(play: Play) -> None:
+    """Look at everything once nothing can happen any more."""
+    stage = play.stage
+    hosts = stage.lab.hosts.values()
+    stage.wrong += stage.lab.fabric.violations
+    for host in hosts:
+        stage.wrong += host.ledger.wrong
+        stage.wrong += [str(error) for error in host.engine.callback_errors]
+    play.mail.judge()
+    if stage.wrong:
+        stage.fail("")
+    for run in stage.runs.values():
+        _judge_run(stage, run)
+    for host in hosts:
+        if host.live:
+            messages = play.mail.handles.values() if host.name == SENDER else ()
+            _judge_engine(stage, host, [handle.state.value for handle in messages])
+        if host.name != SENDER:
+            _judge_memory(stage, host)
+            _judge_counts(stage, host)
+
+
+def _judge_run(stage: Stage, run: Run) -> None:
+    """4 and 6: it ended; and if not well, nothing landed since."""
+    handle = run.handle
+    if handle is None:
+        if run.posted:
+            stage.fail(f"{run} was refused, and yet {run.posted} rows of it were posted")
+        return
+    if not run.settled:
+        stage.fail(f"{run} never ended: {handle.describe()}")
+    for host, before in zip(run.hosts, run.snapshot):
+        if host.memory[run.area.start : run.area.stop] != before:
+            stage.fail(f"bytes of {run} landed at {host.name} after it ended {run.state}")
+
+
+def _judge_engine(stage: Stage, host: Host, messages: list[str]) -> None:
+    """4 and 10: idle, and the statistics say what crossed the seam."""
+    engine, ledger = host.engine, host.ledger
+    ended = Counter(messages)
+    if host.name == SENDER:
+        ended.update(run.state for run in stage.runs.values() if run.handle is not None)
+    open_waits = sum(w.host is host and not w.settled and not w.claimed for w in stage.waits)
+    left = {imm: n - host.used[imm] for imm, n in ledger.imms.items() if n != host.used[imm]}
+    stats = engine.stats()
+    facts = (
+        ("transfers done", ended["done"], stats.transfers_done),
+        ("transfers cancelled", ended["cancelled"], stats.transfers_cancelled),
+        ("transfers failed", ended["failed"], stats.transfers_failed),
+        ("transfers submitted", sum(ended.values()), stats.transfers_submitted),
+        ("rows and bytes of each NIC", list(zip(ledger.rows, ledger.nbytes)), list(stats.nics)),
+        ("immediates counted", sum(ledger.imms.values()), stats.imms_counted),
+        ("counts left over", left, dict(stats.imms_unexpected)),
+        ("expectations open", open_waits, stats.expectations),
+        ("rows outstanding", 0, sum(stats.rows_outstanding)),
+        ("rows in the backlog", 0, stats.rows_backlog),
+        ("busy", False, engine.busy()),
+    )
+    for what, true, told in facts:
+        if true != told:
+            stage.fail(f"engine {host.name}: {what}: it says {told}, but that is {true}")
+    engine.deregister(host.mr)  # raises if a transfer is still thought to read from it
+
+
+def _judge_memory(stage: Stage, host: Host) -> None:
+    """2 and 9: what no transfer to this incarnation aimed at is as it was."""
+    memory = bytearray(host.memory)
+    for run in stage.runs.values():
+        for at, pieces in zip(run.hosts, run.area.pieces):
+            if at is host:
+                for _, dst, n in pieces:
+                    memory[dst : dst + n] = BLANK * n
+    if memory.count(BLANK) != len(memory):
+        where = next(k for k, value in enumerate(memory) if value != BLANK[0])
+        stage.fail(f"a stray write at byte {where} of {host.name}")
+
+
+def _judge_counts(stage: Stage, host: Host) -> None:
+    """4: as many immediates as announced, and nobody waits for what is here."""
+    due: defaultdict[int, int] = defaultdict(int)
+    most: defaultdict[int, int] = defaultdict(int)
+    for (place, number), run in stage.runs.items():
+        if host in run.hosts and not run.spec.silent:
+            done = run.state == "done"
+            for imm, count, _ in stage.dues(place, number, host.name):
+                most[imm] += count
+                due[imm] += count * done
+    arrived = host.ledger.imms
+    for imm in {**arrived, **due}:
+        if not due[imm] <= arrived[imm] <= most[imm]:
+            stage.fail(
+                f"{arrived[imm]} immediates {imm:#x} arrived at {host.name}, "
+                f"of {due[imm]} due and {most[imm]} possible"
+            )
+    ahead: set[int] = set()
+    for wait in stage.waits:
+        if wait.host is host and not wait.settled:
+            _judge_open(stage, wait, first=wait.imm not in ahead)
+            ahead.add(wait.imm)
+
+
+def _judge_open(stage: Stage, wait: Wait, *, first: bool) -> None:
+    """Nothing is left to happen, and this never fired: was it right?"""
+    host = wait.host
+    spare = host.ledger.imms[wait.imm] - host.used[wait.imm]
+    run = stage.runs.get((wait.place, wait.number))
+    sent = run is not None and host in run.hosts and run.state == "done"
+    if sent or (first and spare >= wait.count):
+        stage.fail(
+            f"imm {wait.imm:#x} at {host.name} never fired: {spare} of {wait.count} are here"
+            + (f", and {run} is done" if sent else "")
+        )

@@ -1,0 +1,59 @@
+"""Playing a scenario: everybody on the stage, what breaks, and the run until all is quiet."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from typing import Final
+
+from tep.engine import TransferEngine
+from tep.sim.faults import Fault, Restart
+from tep.sim.trace import Trace
+from tep.testing.mail import Mail
+from tep.testing.receivers import Receivers
+from tep.testing.scenario import Scenario
+from tep.testing.sender import Sender
+from tep.testing.stage import Stage
+
+__all__ = ["Play"]
+
+_EVENTS_MAX: Final = 20_000
+"""A correct run takes about 100, the longest ones some 2,000."""
+
+
+class Play:
+    """One scenario while it is played.
+
+    Attributes:
+        stage: what is judged afterwards.
+        mail: the messages.
+    """
+
+    def __init__(
+        self, scenario: Scenario, engine_class: type[TransferEngine], trace: Trace | None
+    ) -> None:
+        self.stage = stage = Stage(scenario, engine_class, trace)
+        self.mail = Mail(stage)
+        self._receivers = Receivers(stage)
+        Sender(stage)
+        for t_ps, fault in scenario.faults:
+            stage.lab.env.call_at(t_ps, self._inflict, fault)
+
+    def run(self) -> None:
+        """Let it all happen. Raises Violation if there is no end of it."""
+        try:
+            self.stage.lab.env.run_until(repeat(False, _EVENTS_MAX).__next__)
+        except StopIteration:
+            self.stage.fail(f"still not quiet after {_EVENTS_MAX} events")
+
+    def _inflict(self, fault: Fault) -> None:
+        stage = self.stage
+        if fault.node not in stage.lab.hosts:
+            return
+        stage.broken.append(fault)
+        if not isinstance(fault, Restart):
+            stage.lab.fabric.inflict(fault)
+            return
+        stage.seen["restart"] += 1
+        host = stage.lab.restart(fault.node)
+        self.mail.open(host)
+        self._receivers.restarted(host)

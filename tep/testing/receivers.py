@@ -1,0 +1,163 @@
+"""The receivers of a scenario: they expect, claim, take back and state again.
+
+Here is the check that belongs to the moment in which a count fires.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tep.testing.lab import Host
+from tep.testing.scenario import RECEIVERS
+from tep.testing.stage import Stage, Wait
+from tep.transfer import Expectation
+
+__all__ = ["Receivers"]
+
+
+class Receivers:
+    """Both of them."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        env = stage.lab.env
+        for place, spec in enumerate(stage.scenario.transfers):
+            for host in stage.receivers(spec):
+                self._prepare(place, host, 0)
+            if spec.recall_ps is not None:
+                env.call_at(spec.recall_ps, self._recall, place)
+
+    def restarted(self, host: Host) -> None:
+        """A receiver is back, and has to be told of what was not begun before."""
+        stage = self.stage
+        for place, spec in enumerate(stage.scenario.transfers):
+            takes_part = host.name in (RECEIVERS if spec.wide else RECEIVERS[:1])
+            if takes_part and (place, 0) not in stage.runs:
+                self._prepare(place, host, stage.lab.env.now)
+
+    def _prepare(self, place: int, host: Host, now_ps: int) -> None:
+        """Claim now, or book the first expectations."""
+        spec = self.stage.scenario.transfers[place]
+        if spec.silent:
+            return
+        if spec.claimed:
+            self._claim(place, host)
+        else:
+            t_ps = max(spec.expect_ps, now_ps + 1)
+            self.stage.lab.env.call_at(t_ps, self._state, (place, 0, host))
+
+    def _waits(self, place: int, number: int, host: Host) -> list[Wait]:
+        dues = self.stage.dues(place, number, host.name)
+        return [Wait(host, place, number, *due) for due in dues]
+
+    def _state(self, stated: tuple[int, int, Host]) -> None:
+        """State the expectations of one round."""
+        place, number, host = stated
+        if not host.live:
+            return
+        spec = self.stage.scenario.transfers[place]
+        waits = self._waits(place, number, host)
+        if number + 1 < spec.rounds:
+            if spec.lined_up:
+                for later in range(number + 1, spec.rounds):
+                    waits += self._waits(place, later, host)
+            else:
+                waits[-1].then = lambda: self._state((place, number + 1, host))
+        for wait in waits:
+            self._expect(wait)
+
+    def _expect(self, wait: Wait) -> None:
+        host = wait.host
+        if host.ledger.imms[wait.imm] > host.used[wait.imm]:
+            self.stage.seen["early immediate"] += 1
+        self.stage.waits.append(wait)
+        wait.handle = host.engine.expect_imm_count(
+            wait.imm, wait.count, on_done=lambda handle: self._reached(wait, handle)
+        )
+
+    def _reached(self, wait: Wait, handle: Expectation) -> None:
+        wait.settled += 1
+        if wait.settled != 1:
+            self.stage.blame(f"an expectation of imm {wait.imm:#x} settled twice")
+        if handle.cancelled and wait.recalled:
+            return
+        if not handle.done:
+            self.stage.blame(f"an expectation of imm {wait.imm:#x} ended {handle.state.value}")
+        used = wait.host.used
+        used[wait.imm] += wait.count
+        self._fired(wait, used[wait.imm])
+        if wait.then is not None:
+            wait.then()
+
+    def _fired(self, wait: Wait, used: int) -> None:
+        """A count was reached: its immediates and bytes must be here."""
+        stage, host = self.stage, wait.host
+        here = host.ledger.imms[wait.imm]
+        if used > here:
+            stage.blame(
+                f"imm {wait.imm:#x} at {host.name}: {used} were used up, but {here} arrived"
+            )
+        elif here > used:
+            stage.seen["surplus"] += 1
+        run = stage.runs.get((wait.place, wait.number))
+        if run is None or host not in run.hosts:
+            stage.blame(
+                f"imm {wait.imm:#x} at {host.name} fired for transfer {wait.place}, "
+                "which sent nothing there"
+            )
+        elif not stage.lab.landed(host, wait.pieces):
+            stage.blame(
+                f"imm {wait.imm:#x} at {host.name} fired before all bytes of {run} were there"
+            )
+
+    def _recall(self, place: int) -> None:
+        """Take all open expectations of a transfer back; once that is confirmed, restate them."""
+        found = [
+            wait
+            for wait in self.stage.waits
+            if wait.place == place and wait.host.live and not wait.settled and not wait.claimed
+        ]
+        left = len(found)
+        # The last in line goes first: else those behind could fire on what the first waited for.
+        for wait in reversed(found):
+            assert wait.handle is not None
+
+            def gone(_: Expectation) -> None:
+                nonlocal left
+                left -= 1
+                if left == 0:
+                    self._restate(found)
+
+            wait.recalled = True
+            wait.handle.add_done_callback(gone)
+            wait.handle.cancel()
+
+    def _restate(self, waits: list[Wait]) -> None:
+        for wait in waits:
+            assert wait.handle is not None
+            if wait.handle.cancelled:
+                self.stage.seen["recalled"] += 1
+                self._expect(replace(wait, settled=0, recalled=False))
+
+    def _claim(self, place: int, host: Host) -> None:
+        rounds = self.stage.scenario.transfers[place].rounds
+        waits = [wait for number in range(rounds) for wait in self._waits(place, number, host)]
+        for wait in waits:
+            wait.claimed = True
+        self.stage.waits += waits
+        for imm in dict.fromkeys(wait.imm for wait in waits):
+            host.engine.on_imm(
+                range(imm, imm + 1), lambda imm, count: self._arrived(place, host, imm, count)
+            )
+
+    def _arrived(self, place: int, host: Host, imm: int, count: int) -> None:
+        """Claimed immediates came in; where they complete a round, its bytes must be there."""
+        self.stage.seen["claimed"] += 1
+        host.used[imm] += count
+        left = host.used[imm]
+        for wait in self.stage.waits:
+            if wait.imm == imm and wait.place == place and wait.host is host:
+                left -= wait.count
+                if left >= 0 and not wait.settled:
+                    wait.settled = 1
+                    self._fired(wait, host.used[imm] - left)

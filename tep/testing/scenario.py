@@ -1,0 +1,309 @@
+"""Scenarios: what applications and a hostile fabric do in one small run, as frozen records.
+
+Data and its drawing only; `tep.testing.oracle` plays and judges them. Every record prints as a
+literal that can be pasted into a test.
+
+Rule 1: a drawn scenario is a function of one integer; each field draws from its own number, so that
+a new field leaves all others, and every recorded seed, as they were.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal, TypeVar, get_args
+
+from tep.sim.faults import Chaos, Fault, KillNic, Restart, Revoke
+from tep.sim.hashing import Stream, below, draw, stream_key
+from tep.units import IMM_MAX, PS_PER_NS
+
+__all__ = [
+    "IMMS",
+    "MESSAGES_MAX",
+    "PAGES_MAX",
+    "RECEIVERS",
+    "SENDER",
+    "TRANSFERS_MAX",
+    "Scenario",
+    "TransferKind",
+    "TransferSpec",
+]
+
+T = TypeVar("T")
+
+TransferKind = Literal["single", "paged", "per_page", "scatter", "barrier"]
+
+IMMS: Final = (1, 0x10001, 7, IMM_MAX, 0x20007, 3)
+"""The immediate of each transfer, by its place: some alike in their lower 16 bits, the largest."""
+
+TRANSFERS_MAX: Final = len(IMMS)
+PAGES_MAX: Final = 12
+MESSAGES_MAX: Final = 8
+SENDER: Final = "a"
+RECEIVERS: Final = ("b", "c")
+
+_NS: Final = PS_PER_NS
+_SPAN_PS: Final = 600 * _NS
+_SPREAD_PS: Final = 4000 * _NS
+_FAULT_PS: Final = 1000 * _NS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class TransferSpec:
+    """One transfer, and what its receivers do. Times are ps.
+
+    Attributes:
+        kind: the verb; per_page is a paged write with an immediate of its own on every page.
+        size: bytes of the write, of each page, or of the first receiver's slice.
+        pages: of a paged write.
+        gap: bytes between a page and the next, on both sides.
+        shards: cut a single write, or each slice of a scatter by bytes, in so many shards, but no
+            more than there are lanes; 0 = as the engine decides.
+        pinned: whether only one NIC of the sender may carry it.
+        by_bytes: a scatter's slices go over all NICs.
+        grouped: a scatter or barrier names a peer group.
+        silent: without an immediate, so that no receiver can know.
+        start_ps: when it is submitted.
+        expect_ps: when the receivers say what they expect; may be before the start or long after.
+        claimed: the receivers claim the immediate with on_imm in place of expecting it.
+        split: the receivers expect it in two parts, one behind the other.
+        recall_ps: when the receivers take their expectations back and state them again, or None.
+        rounds: how often it is done, each time after the one before; the immediate is the same.
+        lined_up: the expectations of all rounds are stated at once, not each after the one before.
+        cancel_ps: when it is cancelled, counted from its start, or None.
+        stale: it names the receivers by the descriptors they had before a restart.
+    """
+
+    kind: TransferKind = "single"
+    size: int = 8
+    pages: int = 1
+    gap: int = 0
+    shards: int = 0
+    pinned: bool = False
+    by_bytes: bool = False
+    grouped: bool = False
+    silent: bool = False
+    start_ps: int = 1
+    expect_ps: int = 1
+    claimed: bool = False
+    split: bool = False
+    recall_ps: int | None = None
+    rounds: int = 1
+    lined_up: bool = False
+    cancel_ps: int | None = None
+    stale: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.kind in get_args(TransferKind), self.kind
+        assert min(self.size, self.gap) >= 0, self
+        assert 1 <= self.pages <= PAGES_MAX, self
+        assert not (self.silent and self.kind == "barrier"), "a barrier is just its immediate"
+        assert min(self.rounds, self.start_ps, self.expect_ps) >= 1, self
+
+    def __repr__(self) -> str:
+        return _literal(self)
+
+    @property
+    def wide(self) -> bool:
+        """Whether it goes to all receivers, and not to the first alone."""
+        return self.kind in ("scatter", "barrier")
+
+    def page_imm(self, imm: int, page: int) -> int:
+        """The immediate of one page; no two pages, and no two transfers, share one."""
+        return imm ^ page << 20 if self.kind == "per_page" else imm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Scenario:
+    """One run: node "a" sends to "b", and where a transfer is wide also to "c".
+
+    Attributes:
+        nics: NICs of a, b and c.
+        transfers: 1 to TRANSFERS_MAX.
+        chaos: the fabric's knobs.
+        faults: (time in ps, fault); only receivers restart.
+        close_ps: when the sender's engine is closed, or None.
+        messages: how many messages a sends to b, one after the other from the start.
+        buffers: receive buffers that b has for them.
+    """
+
+    nics: tuple[int, int, int] = (1, 1, 1)
+    transfers: tuple[TransferSpec, ...]
+    chaos: Chaos
+    faults: tuple[tuple[int, Fault], ...] = ()
+    close_ps: int | None = None
+    messages: int = 0
+    buffers: int = 2
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.messages <= MESSAGES_MAX, self.messages
+        assert self.buffers >= 1, self.buffers
+        assert 1 <= len(self.transfers) <= TRANSFERS_MAX, len(self.transfers)
+        assert all(1 <= n <= 4 for n in self.nics), self.nics
+        for _, fault in self.faults:
+            assert not (isinstance(fault, Restart) and fault.node == SENDER), fault
+
+    def __repr__(self) -> str:
+        return _literal(self)
+
+    @property
+    def wide(self) -> bool:
+        """Whether node c takes part."""
+        return any(spec.wide for spec in self.transfers)
+
+    @classmethod
+    def draw(cls, seed: int) -> Scenario:
+        """Draw one run of a swarm: first what happens at all, then how much of it.
+
+        Args:
+            seed: 0 or more; also the seed of the fabric's own draws.
+        """
+        dice = _Dice(stream_key(seed, Stream.SCENARIO))
+        theme = dice.pick(0, 1, _THEMES)
+        # What a restart or a dead NIC changes shows in the transfers after it.
+        fewest = 2 if theme in ("kill", "restart") else 1
+        count = fewest + dice.below(0, 2, 5 - fewest)
+        nics = (1 + dice.below(0, 3, 4), 1 + dice.below(0, 4, 4), 1 + dice.below(0, 5, 4))
+        if dice.below(0, 6, 2):
+            nics = (nics[0], nics[0], nics[2])  # equal counts: then lane k joins NIC k with NIC k
+        wide = theme in ("kill", "restart") and dice.below(0, 8, 3) == 0
+        transfers = tuple(
+            _draw_transfer(dice, place, theme, wide=wide) for place in range(1, count + 1)
+        )
+        close_ps = 1 + dice.below(0, 7, _FAULT_PS) if theme == "close" else None
+        return cls(
+            nics=nics,
+            transfers=transfers,
+            chaos=Chaos.draw(seed),
+            faults=_draw_faults(dice, theme, nics, transfers),
+            close_ps=close_ps,
+            messages=0 if dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
+            buffers=1 + dice.below(0, 32, 2),
+        )
+
+
+_THEMES: Final = (
+    "plain",
+    "rounds",
+    "rounds",
+    "cancel",
+    "kill",
+    "kill",
+    "kill",
+    "restart",
+    "restart",
+    "revoke",
+    "recall",
+    "close",
+)
+
+
+class _Dice:
+    """Draws by (entity, number); the same question has always the same answer."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+    def below(self, entity: int, number: int, n: int) -> int:
+        return below(draw(self.key, entity, number), n)
+
+    def pick(self, entity: int, number: int, choices: tuple[T, ...]) -> T:
+        return choices[below(draw(self.key, entity, number), len(choices))]
+
+
+_KINDS: Final[tuple[TransferKind, ...]] = (
+    "single",
+    "single",
+    "single",
+    "paged",
+    "paged",
+    "paged",
+    "per_page",
+    "scatter",
+    "scatter",
+    "barrier",
+)
+_SIZES: Final = (0, 1, 65, 200, 257, 515, 20_000)
+_PAGE_SIZES: Final = (8, 24, 32)
+_PAGES: Final = (2, 5, 12)
+
+
+def _draw_transfer(dice: _Dice, place: int, theme: str, *, wide: bool) -> TransferSpec:
+    """Draw one of them; `wide`: a scatter or barrier that names a peer group."""
+    kind = dice.pick(place, 1, _KINDS[-3:] if wide else _KINDS)
+    span_ps = _SPREAD_PS if theme in ("kill", "restart") else _SPAN_PS
+    knobs: dict[str, Any] = {
+        "kind": kind,
+        "start_ps": 1 + dice.below(place, 2, span_ps),
+        "expect_ps": dice.pick(place, 3, (1, 300 * _NS, 2500 * _NS)),
+    }
+    if kind in ("paged", "per_page"):
+        knobs["size"] = dice.pick(place, 4, _PAGE_SIZES)
+        knobs["pages"] = dice.pick(place, 5, _PAGES)
+        knobs["gap"] = dice.pick(place, 6, (0, 8))
+    elif kind != "barrier":
+        knobs["size"] = dice.pick(place, 4, _SIZES)
+        knobs["shards"] = dice.pick(place, 7, (0, 2, 3, 4))
+    if kind == "scatter":
+        knobs["by_bytes"] = dice.below(place, 8, 2) == 1
+    if kind in ("scatter", "barrier"):
+        knobs["grouped"] = wide or dice.below(place, 9, 2) == 1
+    if kind != "barrier":
+        knobs["silent"] = dice.below(place, 10, 16) == 0
+    if dice.below(place, 11, 8) == 0:
+        knobs["pinned"] = True
+    how = dice.below(place, 12, 8)
+    knobs["claimed"] = how == 0
+    knobs["split"] = how == 1
+    if theme == "recall" and dice.below(place, 13, 2):
+        open_ps = max(knobs["start_ps"], knobs["expect_ps"])
+        knobs["recall_ps"] = open_ps + dice.below(place, 14, _FAULT_PS)
+    if theme in ("rounds", "recall") or wide:
+        knobs["rounds"] = 1 + dice.below(place, 15, 3)
+        knobs["lined_up"] = dice.below(place, 16, 2) == 1
+    if theme == "cancel" and dice.below(place, 17, 2):
+        knobs["cancel_ps"] = dice.below(place, 18, 900 * _NS)
+    if theme == "restart":
+        knobs["stale"] = dice.below(place, 19, 3) == 0
+    return TransferSpec(**knobs)
+
+
+def _draw_faults(
+    dice: _Dice, theme: str, nics: tuple[int, int, int], transfers: tuple[TransferSpec, ...]
+) -> tuple[tuple[int, Fault], ...]:
+    """What breaks in a run of this theme, and when: mostly while one of the transfers is going."""
+    nodes = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
+    t_ps = transfers[dice.below(0, 20, len(transfers))].start_ps + dice.below(0, 21, _FAULT_PS)
+    node = dice.below(0, 22, len(nodes))
+    nic = dice.below(0, 23, nics[node])
+    match theme:
+        case "kill":
+            first: tuple[int, Fault] = (t_ps, KillNic(nodes[node], nic))
+            if dice.below(0, 24, 3):
+                return (first,)
+            other = dice.below(0, 25, len(nodes))
+            again = KillNic(nodes[other], dice.below(0, 26, nics[other]))
+            return (first, (1 + dice.below(0, 27, _SPREAD_PS), again))
+        case "revoke":
+            return ((t_ps, Revoke(nodes[node], nic if dice.below(0, 28, 4) else None)),)
+        case "restart":
+            # Soon: most of the transfers should meet the new incarnation.
+            t_ps = min(spec.start_ps for spec in transfers) + dice.below(0, 29, _FAULT_PS)
+            return ((t_ps, Restart(nodes[max(node, 1)])),)
+        case _:
+            return ()
+
+
+def _literal(record: Any) -> str:
+    """The fields that differ from their defaults, as a line that makes the record again."""
+    parts = (
+        f"{field.name}={_part(getattr(record, field.name))}"
+        for field in fields(record)
+        if getattr(record, field.name) != field.default
+    )
+    return f"{type(record).__name__}({', '.join(parts)})"
+
+
+def _part(value: object) -> str:
+    return str(value) if isinstance(value, Chaos) else repr(value)

@@ -1,0 +1,208 @@
+"""The sender of a scenario: it submits, cancels, and reuses its memory as soon as it may.
+
+Here are the checks that belong to the moment in which a transfer settles.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from tep.api import Pages, ScatterDst
+from tep.backends.base import Status
+from tep.engine import PeerGroup
+from tep.errors import ClosedError, StaleEpoch
+from tep.handle import State
+from tep.sim.faults import KillNic, Revoke
+from tep.testing.lab import REUSED, Host
+from tep.testing.scenario import IMMS, SENDER, TransferSpec
+from tep.testing.stage import Run, Stage
+from tep.transfer import Transfer
+
+__all__ = ["Sender"]
+
+_DEAD_PATHS: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.STALE_PEER))
+
+
+class Sender:
+    """Node a."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self._groups: dict[tuple[int, ...], PeerGroup] = {}
+        self._epochs: dict[str, int] = {}
+        for place, spec in enumerate(stage.scenario.transfers):
+            stage.lab.env.call_at(spec.start_ps, self._begin, (place, 0))
+        if stage.scenario.close_ps is not None:
+            stage.lab.env.call_at(stage.scenario.close_ps, self._close)
+
+    def _close(self, _: object) -> None:
+        self.stage.seen["closed"] += 1
+        self.stage.sender.live = False
+        self.stage.sender.engine.close()
+
+    def _begin(self, which: tuple[int, int]) -> None:
+        stage = self.stage
+        place, number = which
+        spec = stage.scenario.transfers[place]
+        if number:
+            hosts = stage.runs[place, 0].hosts
+        else:
+            hosts = stage.receivers(spec)
+            if spec.stale:
+                hosts = tuple(stage.lab.first[host.name] for host in hosts)
+        run = Run(place, number, spec, stage.lab.areas[place][number], hosts)
+        stage.runs[place, number] = stage.latest[place] = run
+        try:
+            run.handle = self._submit(run)
+        except StaleEpoch:
+            if all(host.live for host in hosts):
+                stage.fail(f"{run}: fresh descriptors refused")
+            stage.seen["stale descriptor refused"] += 1
+            return
+        except ClosedError:
+            if stage.sender.live:
+                stage.fail(f"{run}: refused by an engine that is open")
+            return
+        self._accepted(run)
+        run.handle.add_done_callback(lambda handle: self._ended(run, handle))
+        if spec.cancel_ps is not None and number == 0:
+            env = stage.lab.env
+            env.call_at(env.now + spec.cancel_ps, self._cancel, run)
+
+    def _accepted(self, run: Run) -> None:
+        """The engine took it: it must be open, and the descriptors no older than it knows."""
+        if not self.stage.sender.live:
+            self.stage.fail(f"{run}: accepted by an engine that is closed")
+        for host in run.hosts:
+            epoch = host.desc.addr.epoch
+            newest = self._epochs.get(host.name, 0)
+            if epoch < newest:
+                self.stage.fail(f"{run}: {host.name} is known in epoch {newest} already")
+            self._epochs[host.name] = epoch
+
+    def _submit(self, run: Run) -> Transfer:
+        spec, area, hosts = run.spec, run.area, run.hosts
+        engine, mr = self.stage.sender.engine, self.stage.sender.mr
+        imm = None if spec.silent else IMMS[run.place]
+        routing = self.stage.routings[run.place]
+        match spec.kind:
+            case "single":
+                src, dst = (mr, area.start), (hosts[0].desc, area.start)
+                return engine.submit_single_write(spec.size, src, dst, imm, routing=routing)
+            case "paged" | "per_page":
+                stride = spec.size + spec.gap
+                imms: int | np.ndarray | None = imm
+                if imm is not None and spec.kind == "per_page":
+                    each = [spec.page_imm(imm, page) for page in range(spec.pages)]
+                    imms = np.array(each, np.uint32)
+                return engine.submit_paged_writes(
+                    spec.size,
+                    (mr, Pages(area.src_indices, stride=stride, offset=area.start)),
+                    (hosts[0].desc, Pages(area.dst_indices, stride=stride, offset=area.start)),
+                    imms,
+                    routing=routing,
+                )
+            case "scatter":
+                slices = [
+                    ScatterDst(n, src_offset, (host.desc, dst_offset))
+                    for host, ((src_offset, dst_offset, n),) in zip(hosts, area.pieces)
+                ]
+                group = self._group(spec, hosts)
+                return engine.submit_scatter(mr, slices, imm, group=group, routing=routing)
+            case "barrier":
+                descs = [host.desc for host in hosts]
+                group = self._group(spec, hosts)
+                return engine.submit_barrier(descs, IMMS[run.place], group=group, routing=routing)
+
+    def _group(self, spec: TransferSpec, hosts: tuple[Host, ...]) -> PeerGroup | None:
+        """The peer group of these incarnations, made when first asked for."""
+        if not spec.grouped:
+            return None
+        epochs = tuple(host.desc.addr.epoch for host in hosts)
+        if epochs not in self._groups:
+            peers = [host.desc.addr for host in hosts]
+            self._groups[epochs] = self.stage.sender.engine.add_peer_group(peers)
+        return self._groups[epochs]
+
+    def _cancel(self, run: Run) -> None:
+        assert run.handle is not None
+        if not run.settled:
+            run.cancelled = True
+            run.handle.cancel()
+
+    # ------------------------------------------------------------------ when a transfer settles
+
+    def _ended(self, run: Run, handle: Transfer) -> None:
+        """Check that it may end so, and do what an application may do then."""
+        stage, area = self.stage, run.area
+        run.settled += 1
+        if run.settled != 1:
+            stage.blame(f"{run} settled twice")
+        if run.posted != run.back:
+            out = run.posted - run.back
+            stage.blame(f"{run} ended {handle.state.value} while NICs hold {out} of its rows")
+        if handle.state is State.DONE:
+            self._check_done(run, handle)
+        else:
+            if handle.state is State.CANCELLED:
+                self._check_cancelled(run, handle)
+            else:
+                self._check_failed(run, handle)
+            if _DEAD_PATHS.isdisjoint(status for status, _ in run.faults):
+                run.snapshot = tuple(bytes(h.memory[area.start : area.stop]) for h in run.hosts)
+        stage.sender.memory[area.start : area.stop] = REUSED * (area.stop - area.start)
+        if handle.done and run.number + 1 < run.spec.rounds:
+            env = stage.lab.env
+            env.call_at(env.now + 1, self._begin, (run.place, run.number + 1))
+
+    def _check_done(self, run: Run, handle: Transfer) -> None:
+        stage = self.stage
+        if run.failed:
+            stage.blame(f"{run} is done, but {run.failed} of its rows failed")
+        if run.posted != handle.rows:
+            stage.blame(f"{run} of {handle.rows} rows is done, but {run.posted} were posted")
+        for host, pieces in zip(run.hosts, run.area.pieces):
+            if host.live and not stage.lab.landed(host, pieces):
+                stage.blame(f"{run} is done, but bytes at {host.name} differ")
+
+    def _check_cancelled(self, run: Run, handle: Transfer) -> None:
+        self.stage.seen["cancelled in the queue"] += 1
+        if not run.cancelled:
+            self.stage.blame(f"{run} ended cancelled, but nobody cancelled it")
+        if run.failed:
+            self.stage.blame(f"{run} ended cancelled, but {run.failed} of its rows failed")
+        if run.posted >= handle.rows:
+            self.stage.blame(f"{run} ended cancelled, but all its rows were posted")
+
+    def _check_failed(self, run: Run, handle: Transfer) -> None:
+        sender = self.stage.sender
+        hopeless = not sender.live or all(tap.down for tap in sender.taps)
+        if not (run.failed or hopeless):
+            self.stage.blame(f"{run} failed, but none of its rows did: {handle.error}")
+        for number, nic in run.faults:
+            status = Status(number)
+            if not self._has_cause(run, status, nic):
+                self.stage.blame(f"{run} failed without a cause: {status.name} on NIC {nic}")
+
+    def _has_cause(self, run: Run, status: Status, nic: int) -> bool:
+        """Whether anything that broke so far explains an error."""
+        broken, chaos = self.stage.broken, self.stage.scenario.chaos
+        peers = {host.name for host in run.hosts}
+        match status:
+            case Status.NIC_DOWN:
+                return KillNic(SENDER, nic) in broken
+            case Status.UNREACHABLE:
+                return any(isinstance(f, KillNic) and f.node in peers for f in broken)
+            case Status.STALE_PEER:
+                return not all(host.live for host in run.hosts)
+            case Status.REMOTE_KEY:
+                return any(isinstance(f, Revoke) and f.node in peers for f in broken)
+            case Status.LOCAL_KEY:
+                return any(isinstance(f, Revoke) and f.node == SENDER for f in broken)
+            case Status.FLUSHED:
+                flushed = chaos.ordered and chaos.flush_on_error and bool(broken)
+                return flushed or not self.stage.sender.live
+            case _:
+                return False

@@ -1,0 +1,139 @@
+"""What spoiled loopbacks are made of: their list, their world, and a healthy base to spoil.
+
+Nothing broken lives here; that is in `spoiled_rows` and `spoiled_life`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from tep.backends.base import (
+    Completions,
+    DomainCaps,
+    Opened,
+    Row,
+    Status,
+    WriteBatch,
+)
+from tep.backends.loopback import Hub, LoopbackDomain, Rows
+from tep.backends.loopback_port import Port
+from tep.testing.loopback_world import LoopbackWorld
+from tep.units import MiB
+
+__all__ = ["SPOILED", "ByRow", "Spoiled", "SpoiledWorld", "breaks", "keys_of"]
+
+_DEPTH: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Spoiled:
+    """One broken backend.
+
+    Attributes:
+        clause: the number of the clause whose tests must fail.
+        make: the domain's class.
+        seed: of its shuffle; None = in order.
+    """
+
+    clause: int
+    make: type[LoopbackDomain]
+    seed: int | None
+
+    @property
+    def name(self) -> str:
+        """What it does wrong."""
+        return self.make.__name__
+
+    def world(self) -> SpoiledWorld:
+        """Make a world of such domains."""
+        return SpoiledWorld(self.make, self.seed)
+
+
+SPOILED: Final[list[Spoiled]] = []
+"""Those of the rooms that were imported; `tep.testing.spoiled` imports all."""
+
+
+class SpoiledWorld(LoopbackWorld):
+    """A loopback world whose NICs are of a given class; it gives up waiting soon."""
+
+    turns_max = 4000
+    patience_s = 0.25
+
+    def __init__(self, make: type[LoopbackDomain], seed: int | None) -> None:
+        super().__init__(seed)
+        self._make = make
+
+    def open_domains(self, name: str, nics: int) -> Opened:
+        epoch = self.hub.next_epoch()
+        domains = []
+        for nic in range(nics):
+            caps = DomainCaps(
+                backend="loopback",
+                nic=f"{name}/{nic}",
+                link_bps=0,
+                sq_depth=_DEPTH,
+                max_write_bytes=1 << 40,
+                max_msg_bytes=MiB,
+                ordered=self.seed is None,
+                imm_eats_recv=False,
+                peer_timeout_s=0.1,
+            )
+            domains.append(self._make(self.hub, name, nic, epoch=epoch, caps=caps, seed=self.seed))
+        return Opened(tuple(domains), epoch, name)
+
+    def twin(self) -> SpoiledWorld:
+        return SpoiledWorld(self._make, self.seed)
+
+
+def breaks(
+    clause: int, seed: int | None = None
+) -> Callable[[type[LoopbackDomain]], type[LoopbackDomain]]:
+    """List a class as breaking a clause."""
+
+    def listed(make: type[LoopbackDomain]) -> type[LoopbackDomain]:
+        SPOILED.append(Spoiled(clause, make, seed))
+        return make
+
+    return listed
+
+
+class ByRow(LoopbackDomain):
+    """A healthy loopback that moves every row by itself, so that one of them can be spoiled."""
+
+    def __init__(
+        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
+    ) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+        self.turns = 0
+        self.nrows = 0
+        self._later: list[tuple[int, Row]] = []
+
+    def _carry_columns(self, batch: WriteBatch, rows: Rows, nrows: int) -> bool:
+        return False
+
+    def _carry_row(self, row: Row) -> Status:
+        self.nrows += 1
+        return super()._carry_row(row)
+
+    def poll(self, out: Completions) -> int:
+        self.turns += 1
+        due = [row for turn, row in self._later if turn <= self.turns]
+        self._later = [(turn, row) for turn, row in self._later if turn > self.turns]
+        for row in due:
+            super()._carry_row(row)
+        return super().poll(out)
+
+    def carry_later(self, row: Row) -> None:
+        """Move a row three polls from now."""
+        self._later.append((self.turns + 3, row))
+
+    def end_of(self, row: Row) -> Port | Status:
+        """Who is at the other end of a row."""
+        return self._reach(row.peer)
+
+
+def keys_of(port: Port) -> list[int]:
+    """Keys that are valid at a port."""
+    return list(port._targets)

@@ -1,0 +1,371 @@
+"""Loopbacks that break one of C11 to C23 each: errors, ends, promises, messages.
+
+Every class is a plausible slip of a backend's author, beside the clause that must catch it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable
+from typing import Final
+
+from tep.backends.base import (
+    Completions,
+    DomainCaps,
+    DomainKey,
+    Kind,
+    Row,
+    Status,
+    WriteBatch,
+)
+from tep.backends.loopback import Hub, LoopbackDomain
+from tep.backends.loopback_port import Port
+from tep.backends.shuffle import Message
+from tep.errors import BadDescriptor
+from tep.testing.spoiled_base import ByRow, breaks, keys_of
+
+__all__ = [
+    "BlamesTheFirstRow",
+    "CrashesInTheChild",
+    "CutsLongMessages",
+    "CutsRowsAtTheEndOfTheRegion",
+    "DiesInSilence",
+    "DrawsFromElsewhere",
+    "FlushesAgainOnEveryClose",
+    "ImmediatesEatMessageBuffers",
+    "LosesOpenMessagesOnClose",
+    "LosesOpenRowsOnClose",
+    "NeverRecoversFromAnError",
+    "NewIdForEveryConnect",
+    "OneIdForAllNicsOfAPeer",
+    "PromisesOrder",
+    "RefusesForEverOnceThePeerIsDead",
+    "ReusesABufferInUse",
+    "SaysOkToTheDead",
+    "SendsAMessageTwice",
+    "SilentAboutDeadPeers",
+    "SleepsWithNewsWaiting",
+    "SwapsAKey",
+    "TakesAnyKey",
+    "TakesGarbageForAnAddress",
+    "TakesMoreThanItsDepth",
+    "WakesNobody",
+    "WorksOnAfterClose",
+    "WritesAfterDeregister",
+    "WritesToTheNextIncarnation",
+]
+
+_PARENT: Final = os.getpid()
+_ELSEWHERE: Final = itertools.count(1)
+
+
+# ---------------------------------------------------------------------- C11
+
+
+@breaks(11)
+class TakesAnyKey(ByRow):
+    """Finds memory whatever the key says."""
+
+    def _carry_row(self, row: Row) -> Status:
+        status = super()._carry_row(row)
+        target = self.end_of(row)
+        if status is Status.REMOTE_KEY and isinstance(target, Port):
+            for known in keys_of(target):
+                status = super()._carry_row(row._replace(rkey=known))
+        return status
+
+
+@breaks(11)
+class SwapsAKey(ByRow):
+    """Uses the newest key of the peer for every row, whatever the row says."""
+
+    def _carry_row(self, row: Row) -> Status:
+        target = self.end_of(row)
+        if isinstance(target, Port):
+            row = row._replace(rkey=[row.rkey, *keys_of(target)][-1])
+        return super()._carry_row(row)
+
+
+@breaks(11)
+class CutsRowsAtTheEndOfTheRegion(ByRow):
+    """Writes what fits, and says OK."""
+
+    def _carry_row(self, row: Row) -> Status:
+        status = super()._carry_row(row)
+        nbytes = row.nbytes
+        while status is Status.REMOTE_RANGE and nbytes:
+            nbytes -= 1
+            status = super()._carry_row(row._replace(nbytes=nbytes))
+        return Status.OK if status is Status.REMOTE_RANGE else status
+
+
+@breaks(11)
+class BlamesTheFirstRow(ByRow):
+    """Reports an error of the batch, not of its row."""
+
+    def _finish(
+        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+    ) -> None:
+        super()._finish(status, ctx, row=0, count=count, nbytes=nbytes)
+
+
+@breaks(11)
+class NeverRecoversFromAnError(ByRow):
+    """Leaves its queue pair in the error state."""
+
+    broken = False
+
+    def _carry_row(self, row: Row) -> Status:
+        status = Status.FLUSHED if self.broken else super()._carry_row(row)
+        self.broken |= status is not Status.OK
+        return status
+
+
+# ---------------------------------------------------------------------- C12 to C15
+
+
+@breaks(12)
+class NewIdForEveryConnect(ByRow):
+    """Makes a new connection each time it is asked."""
+
+    def connect(self, peer: bytes) -> int:
+        self._peer_ids.clear()
+        return super().connect(peer)
+
+
+@breaks(12)
+class OneIdForAllNicsOfAPeer(ByRow):
+    """Knows peers by host and not by NIC."""
+
+    def connect(self, peer: bytes) -> int:
+        return 0 if super().connect(peer) >= 0 else -1
+
+
+@breaks(13)
+class TakesGarbageForAnAddress(ByRow):
+    """Inserts whatever bytes it is given."""
+
+    def connect(self, peer: bytes) -> int:
+        try:
+            return super().connect(peer)
+        except BadDescriptor:
+            return 0
+
+
+@breaks(13)
+class WritesToTheNextIncarnation(ByRow):
+    """Finds peers by name, as a NIC that knows an IP address would; the new keys equal the old."""
+
+    def _reach(self, peer: int) -> Port | Status:
+        found = super()._reach(peer)
+        if found is Status.STALE_PEER:
+            name = self._peer_addresses[peer][20:]
+            known = self._hub._latest.values()
+            return next((port for port in known if port.address[20:] == name), found)
+        return found
+
+    def _carry_row(self, row: Row) -> Status:
+        status = super()._carry_row(row)
+        target = self.end_of(row)
+        if status is Status.REMOTE_KEY and isinstance(target, Port):
+            key, region = next(iter(target._targets.items()))
+            return super()._carry_row(row._replace(rkey=key, dst=region.base))
+        return status
+
+
+@breaks(14, seed=5)
+class LosesOpenRowsOnClose(LoopbackDomain):
+    """Frees the queue with rows in it."""
+
+    def close(self) -> None:
+        if self._disorder is not None:
+            self._disorder.rows.drain()
+        super().close()
+
+
+@breaks(14)
+class LosesOpenMessagesOnClose(ByRow):
+    """Frees the queue with a message in it."""
+
+    def close(self) -> None:
+        self._stalled.clear()
+        super().close()
+
+
+@breaks(14)
+class FlushesAgainOnEveryClose(ByRow):
+    """Runs its goodbye each time it is closed."""
+
+    def close(self) -> None:
+        super().close()
+        self._finish(Status.FLUSHED, 1)
+
+
+@breaks(15)
+class WorksOnAfterClose(ByRow):
+    """Does not look whether it is closed."""
+
+    def _check_open(self) -> None:
+        pass
+
+
+# ---------------------------------------------------------------------- C16 to C20
+
+
+@breaks(16, seed=6)
+class WritesAfterDeregister(LoopbackDomain):
+    """Leaves the key valid."""
+
+    def deregister(self, key: DomainKey) -> None:
+        pass
+
+
+@breaks(17)
+class SilentAboutDeadPeers(ByRow):
+    """Retries for ever."""
+
+    def _finish(
+        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+    ) -> None:
+        if status is not Status.UNREACHABLE:
+            super()._finish(status, ctx, row=row, count=count, nbytes=nbytes)
+
+
+@breaks(17)
+class SaysOkToTheDead(ByRow):
+    """Takes a row that left for one that arrived."""
+
+    def _carry_row(self, row: Row) -> Status:
+        status = super()._carry_row(row)
+        return Status.OK if status is Status.UNREACHABLE else status
+
+
+@breaks(17)
+class RefusesForEverOnceThePeerIsDead(ByRow):
+    """Says full where it means gone."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        assert isinstance(batch.peer, int)
+        gone = isinstance(self._reach(batch.peer), Status)
+        return 0 if gone else super().post(batch, start, stop)
+
+
+@breaks(18)
+class TakesMoreThanItsDepth(ByRow):
+    """Counts what each post takes, and not what is out."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        open_rows, self._open_rows = self._open_rows, 0
+        taken = super().post(batch, start, stop)
+        self._open_rows += open_rows
+        return taken
+
+
+@breaks(18, seed=7)
+class PromisesOrder(LoopbackDomain):
+    """Says ordered, and shuffles."""
+
+    def __init__(
+        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
+    ) -> None:
+        lie = dataclasses.replace(caps, ordered=True)
+        super().__init__(hub, name, nic, epoch=epoch, caps=lie, seed=seed)
+
+
+@breaks(19)
+class CrashesInTheChild(ByRow):
+    """Frees the parent's handles in the child."""
+
+    def close(self) -> None:
+        if not self.port.alive and self.turns and os.getpid() != _PARENT:
+            os._exit(3)
+        super().close()
+
+
+@breaks(20, seed=8)
+class DrawsFromElsewhere(LoopbackDomain):
+    """Draws its disorder from something besides the seed."""
+
+    def __init__(
+        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
+    ) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=next(_ELSEWHERE))
+
+
+# ---------------------------------------------------------------------- C21 to C23
+
+
+@breaks(21)
+class CutsLongMessages(ByRow):
+    """Delivers what fits of a message."""
+
+    def _try_send(self, message: Message) -> Status | None:
+        status = super()._try_send(message)
+        while status is Status.LENGTH:
+            message = message._replace(payload=message.payload[:-1])
+            status = super()._try_send(message)
+        return status
+
+
+@breaks(21)
+class SendsAMessageTwice(ByRow):
+    """Sends again before it knows that the first try failed."""
+
+    def _try_send(self, message: Message) -> Status | None:
+        super()._try_send(message)
+        return super()._try_send(message)
+
+
+@breaks(21)
+class ReusesABufferInUse(ByRow):
+    """Puts a buffer into its pool twice."""
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        super().post_recvs(nbytes, count)
+        self.port._free.extend(range(count))
+
+
+@breaks(21)
+class ImmediatesEatMessageBuffers(ByRow):
+    """Lets each immediate consume a receive of the messages' pool."""
+
+    def poll(self, out: Completions) -> int:
+        n = super().poll(out)
+        for _ in range(int((out["kind"][:n] == Kind.IMM).sum())):
+            self.port.take_message(b"", self.port)
+        self._ready = self.port.arrived = type(self._ready)(
+            entry for entry in self._ready if not isinstance(entry, tuple) or entry[0] != Kind.RECV
+        )
+        return n
+
+
+@breaks(22)
+class WakesNobody(ByRow):
+    """Never calls the waker."""
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        pass
+
+
+@breaks(22)
+class SleepsWithNewsWaiting(ByRow):
+    """Wakes only at what arrives, not at what its own rows come to."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        waker, self.port.waker = self.port.waker, lambda: None
+        taken = super().post(batch, start, stop)
+        self.port.waker = waker
+        return taken
+
+
+@breaks(23)
+class DiesInSilence(ByRow):
+    """Ends its rows when it dies, and says no more."""
+
+    def poll(self, out: Completions) -> int:
+        n = super().poll(out)
+        keep = out[:n][out["kind"][:n] != Kind.DOWN]
+        out[: len(keep)] = keep
+        return len(keep)

@@ -1,0 +1,333 @@
+"""Loopbacks that break one of C1 to C10 each: rows and immediates.
+
+Every class is a plausible slip of a backend's author, beside the clause that must catch it.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from tep.backends.base import (
+    Completions,
+    DomainCaps,
+    Kind,
+    Row,
+    Status,
+    WriteBatch,
+)
+from tep.backends.loopback import Hub, LoopbackDomain, Rows
+from tep.backends.loopback_port import Port
+from tep.backends.shuffle import Entry
+from tep.testing.spoiled_base import ByRow, breaks
+
+__all__ = [
+    "CompletesAtPostAndReadsTheSourceLater",
+    "CompletesTwice",
+    "DoublesOneImmediate",
+    "DropsRowsThatAreOverwritten",
+    "DropsWhatTheReceiveQueueDoesNotHold",
+    "EchoesTheImmediate",
+    "FirstImmediateForTheWholeBatch",
+    "ForgetsHowManyEqualImmediates",
+    "HoldsRowsBehindAStuckMessage",
+    "ImmediateBeforeTheBytes",
+    "KeepsOnly16BitsOfTheImmediate",
+    "KeepsOnly32BitsOfTheContext",
+    "LastByteAfterTheImmediate",
+    "LosesOneImmediate",
+    "NeverCompletesOne",
+    "SaysItTookThemAll",
+    "SkipsEmptyRows",
+    "StartsFromTheFirstRow",
+    "SwapsTheBytesOfTheImmediate",
+    "TakesMoreRowsThanItSays",
+    "WaitsForNewsInPoll",
+    "WaitsForRoomInPost",
+    "WantsASourceForEmptyRows",
+    "WritesOneByteTooMany",
+    "WritesWholeWords",
+    "ZeroForRowsWithoutImmediate",
+]
+
+
+# ---------------------------------------------------------------------- C1, C2, C3
+
+
+@breaks(1)
+class CompletesTwice(ByRow):
+    """Hands out every completion again, as one polled from two queues."""
+
+    def _own(self, entry: Entry) -> None:
+        super()._own(entry)
+        if self.nrows > 20:
+            super()._own(entry)
+
+
+@breaks(1)
+class NeverCompletesOne(ByRow):
+    """Loses its third completion."""
+
+    calls = 0
+
+    def _own(self, entry: Entry) -> None:
+        self.calls += 1
+        if self.calls != 3:
+            super()._own(entry)
+
+
+@breaks(1)
+class CompletesAtPostAndReadsTheSourceLater(ByRow):
+    """Says OK when the row is queued, and reads its bytes when they leave."""
+
+    def _carry_row(self, row: Row) -> Status:
+        self.carry_later(row)
+        return Status.OK
+
+
+@breaks(1)
+class KeepsOnly32BitsOfTheContext(ByRow):
+    """Packs the context into half a work request id."""
+
+    def _finish(
+        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+    ) -> None:
+        super()._finish(status, ctx & 0xFFFFFFFF, row=row, count=count, nbytes=nbytes)
+
+
+@breaks(2)
+class WaitsForNewsInPoll(ByRow):
+    """Sleeps in poll() until there is something."""
+
+    def __init__(
+        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
+    ) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+        self._news = threading.Event()
+
+    def poll(self, out: Completions) -> int:
+        if not self._ready:
+            self._news.wait(60)
+        return super().poll(out)
+
+    def close(self) -> None:
+        self._news.set()
+        super().close()
+
+
+@breaks(2)
+class WaitsForRoomInPost(WaitsForNewsInPoll):
+    """Sleeps in post() until there is room."""
+
+    def poll(self, out: Completions) -> int:
+        return ByRow.poll(self, out)
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        if self._open_rows == self.caps.sq_depth:
+            self._news.wait(60)
+        return super().post(batch, start, stop)
+
+
+@breaks(3)
+class TakesMoreRowsThanItSays(ByRow):
+    """Sends what it refused as well."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        taken = super().post(batch, start, stop)
+        for row in batch.rows(start + taken, stop):
+            self._carry_row(row)
+        return taken
+
+
+@breaks(3)
+class SaysItTookThemAll(ByRow):
+    """Forgets that the queue was full."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        super().post(batch, start, stop)
+        return stop - start
+
+
+@breaks(3)
+class StartsFromTheFirstRow(ByRow):
+    """Ignores `start`, and so posts rows again."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        return super().post(batch, 0, stop - start)
+
+
+# ---------------------------------------------------------------------- C4, C5
+
+
+@breaks(4)
+class HoldsRowsBehindAStuckMessage(ByRow):
+    """Has one queue for all peers, with a message without a receive at its head."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        return 0 if self._stalled else super().post(batch, start, stop)
+
+
+@breaks(5)
+class DropsRowsThatAreOverwritten(ByRow):
+    """As a write-combining queue would: only the last row to an address goes out."""
+
+    def _carry_each(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
+        assert isinstance(rows, slice)
+        last = {row.dst: row for row in batch.rows(rows.start, rows.stop)}
+        for row in last.values():
+            self._carry_row(row)
+        self._finish(Status.OK, batch.ctx, count=nrows)
+
+
+# ---------------------------------------------------------------------- C6, C7, C8
+
+
+@breaks(6)
+class ImmediateBeforeTheBytes(ByRow):
+    """Reports the immediate when its header arrives."""
+
+    def _carry_row(self, row: Row) -> Status:
+        target = self.end_of(row)
+        if row.imm is not None and isinstance(target, Port):
+            target.announce(row.imm, 1)
+            self.carry_later(row._replace(imm=None))
+            return Status.OK
+        return super()._carry_row(row)
+
+
+@breaks(6)
+class LastByteAfterTheImmediate(ByRow):
+    """Reports the immediate when all packets but the last are placed."""
+
+    def _carry_row(self, row: Row) -> Status:
+        if row.imm is None or row.nbytes < 2:
+            return super()._carry_row(row)
+        last = row.nbytes - 1
+        self.carry_later(row._replace(src=row.src + last, dst=row.dst + last, nbytes=1, imm=None))
+        return super()._carry_row(row._replace(nbytes=last))
+
+
+@breaks(7)
+class ZeroForRowsWithoutImmediate(ByRow):
+    """Takes 0 for no immediate, on the way out."""
+
+    def _carry_row(self, row: Row) -> Status:
+        return super()._carry_row(row if row.imm is not None else row._replace(imm=0))
+
+
+@breaks(7)
+class EchoesTheImmediate(ByRow):
+    """Puts what it sends into its own queue, too."""
+
+    def _carry_row(self, row: Row) -> Status:
+        if row.imm is not None:
+            self.port.announce(row.imm, 1)
+        return super()._carry_row(row)
+
+
+@breaks(8)
+class LosesOneImmediate(ByRow):
+    """Sends its thirtieth row without the immediate."""
+
+    def _carry_row(self, row: Row) -> Status:
+        return super()._carry_row(row._replace(imm=None) if self.nrows == 30 else row)
+
+
+@breaks(8)
+class DoublesOneImmediate(ByRow):
+    """Sends its thirtieth row again after a lost acknowledgement."""
+
+    def _carry_row(self, row: Row) -> Status:
+        if self.nrows == 30:
+            super()._carry_row(row)
+        return super()._carry_row(row)
+
+
+@breaks(8)
+class KeepsOnly16BitsOfTheImmediate(ByRow):
+    """Packs the immediate into 16 bits."""
+
+    def _carry_row(self, row: Row) -> Status:
+        imm = None if row.imm is None else row.imm & 0xFFFF
+        return super()._carry_row(row._replace(imm=imm))
+
+
+@breaks(8)
+class SwapsTheBytesOfTheImmediate(ByRow):
+    """Forgets that the wire is big-endian on one side only."""
+
+    def _carry_row(self, row: Row) -> Status:
+        imm = None if row.imm is None else int.from_bytes(row.imm.to_bytes(4, "little"), "big")
+        return super()._carry_row(row._replace(imm=imm))
+
+
+@breaks(8)
+class FirstImmediateForTheWholeBatch(ByRow):
+    """Takes the column's first value for all rows."""
+
+    def _carry_each(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
+        if batch.imm is not None and not isinstance(batch.imm, int):
+            batch.imm = int(batch.imm[0])
+        super()._carry_each(batch, rows, nrows)
+
+
+@breaks(8)
+class ForgetsHowManyEqualImmediates(LoopbackDomain):
+    """Merges equal immediates and says 1."""
+
+    def poll(self, out: Completions) -> int:
+        n = super().poll(out)
+        imms = out[:n]["kind"] == Kind.IMM
+        out["count"][:n][imms] = 1
+        return n
+
+
+@breaks(8)
+class DropsWhatTheReceiveQueueDoesNotHold(ByRow):
+    """Has 512 receives, and no way to hold senders up."""
+
+    def _carry_row(self, row: Row) -> Status:
+        target = self.end_of(row)
+        if isinstance(target, Port) and len(target.arrived) >= 512:
+            row = row._replace(imm=None)
+        return super()._carry_row(row)
+
+
+# ---------------------------------------------------------------------- C9, C10, C11
+
+
+@breaks(9)
+class SkipsEmptyRows(ByRow):
+    """Completes rows of no bytes without sending anything."""
+
+    def _carry_row(self, row: Row) -> Status:
+        return super()._carry_row(row) if row.nbytes else Status.OK
+
+
+@breaks(9)
+class WantsASourceForEmptyRows(ByRow):
+    """Looks up the source key of rows that have no source."""
+
+    def _carry_row(self, row: Row) -> Status:
+        if row.lkey not in self._sources:
+            return Status.LOCAL_KEY
+        return super()._carry_row(row)
+
+
+@breaks(10)
+class WritesOneByteTooMany(ByRow):
+    """Treats the last byte's address as the length."""
+
+    def _carry_row(self, row: Row) -> Status:
+        status = Status.REMOTE_RANGE
+        if row.nbytes:
+            status = super()._carry_row(row._replace(nbytes=row.nbytes + 1))
+        return status if status is Status.OK else super()._carry_row(row)
+
+
+@breaks(10)
+class WritesWholeWords(ByRow):
+    """Copies by eight bytes and forgets the rest."""
+
+    def _carry_row(self, row: Row) -> Status:
+        cut = row.nbytes % 8 if row.nbytes > 8 else 0
+        return super()._carry_row(row._replace(nbytes=row.nbytes - cut))

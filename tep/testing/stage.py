@@ -1,0 +1,199 @@
+"""What the players of one scenario share: who is there, what was begun, what has gone wrong.
+
+State and its look-ups; `sender`, `receivers` and `mail` play on it, `oracle` judges it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tep import plan
+from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
+from tep.backends.base import WriteBatch
+from tep.engine import TransferEngine
+from tep.sim.faults import Fault
+from tep.sim.trace import Trace
+from tep.testing.lab import Area, Host, Lab, Piece
+from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
+from tep.transfer import Expectation, Transfer
+
+__all__ = ["Due", "Run", "Stage", "Violation", "Wait"]
+
+Due = tuple[int, int, tuple[Piece, ...]]
+"""An immediate, how many of it, and the bytes that are there once all of them are."""
+
+
+class Violation(AssertionError):
+    """A promise was broken; the message ends with the line that plays the run again."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """One round of one transfer, from its submit on; for a tap it is a Mover.
+
+    Attributes:
+        hosts: the receivers, in the incarnations whose descriptors it names.
+        handle: None if the submit raised.
+        settled: how often its callback came.
+        cancelled: whether it was asked to end early.
+        snapshot: its bytes at each receiver when it ended, where nothing may change them any more.
+    """
+
+    place: int
+    number: int
+    spec: TransferSpec
+    area: Area
+    hosts: tuple[Host, ...]
+    handle: Transfer | None = None
+    settled: int = 0
+    cancelled: bool = False
+    posted: int = 0
+    back: int = 0
+    failed: int = 0
+    faults: set[tuple[int, int]] = field(default_factory=set)
+    snapshot: tuple[bytes, ...] = ()
+
+    def may_post(self) -> str:
+        if self.settled:
+            return f"{self} has settled"
+        return f"{self} was cancelled" if self.cancelled else ""
+
+    @property
+    def state(self) -> str:
+        """How it ended; "refused" if the submit raised."""
+        return "refused" if self.handle is None else self.handle.state.value
+
+    def __str__(self) -> str:
+        round_of = f" round {self.number}" if self.spec.rounds > 1 else ""
+        return f"transfer {self.place}{round_of} ({self.spec.kind})"
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One expectation, or claim: `count` immediates, upon which `pieces` are to be there.
+
+    Attributes:
+        recalled: whether it was cancelled, to be stated again.
+        claimed: it is no expectation: on_imm brings the arrivals.
+        then: what its receiver does once it is reached.
+    """
+
+    host: Host
+    place: int
+    number: int
+    imm: int
+    count: int
+    pieces: tuple[Piece, ...]
+    claimed: bool = False
+    handle: Expectation | None = None
+    settled: int = 0
+    recalled: bool = False
+    then: Callable[[], None] | None = None
+
+
+class Stage:
+    """One scenario on its lab.
+
+    Attributes:
+        runs: by (place of the transfer, round).
+        waits: every expectation and claim, in the order they were stated.
+        wrong: what has gone wrong, in words; the first is the finding.
+        broken: faults so far.
+        seen: how often each thing worth seeing happened.
+        routings: of each transfer.
+    """
+
+    def __init__(
+        self, scenario: Scenario, engine_class: type[TransferEngine], trace: Trace | None
+    ) -> None:
+        self.scenario = scenario
+        self.lab = Lab(scenario, engine_class, trace, self._find)
+        self.sender = self.lab.hosts[SENDER]
+        self.runs: dict[tuple[int, int], Run] = {}
+        self.latest: dict[int, Run] = {}
+        self.waits: list[Wait] = []
+        self.wrong: list[str] = []
+        self.broken: list[Fault] = []
+        self.seen: defaultdict[str, int] = defaultdict(int)
+        self.nlocal = scenario.nics[0]
+        self.routings = tuple(self._routing(spec) for spec in scenario.transfers)
+        self._dues: dict[tuple[int, int, str], list[Due]] = {}
+        self._starts = [
+            (area.start, place, number)
+            for place, rounds in enumerate(self.lab.areas)
+            for number, area in enumerate(rounds)
+        ]
+
+    def blame(self, what: str) -> None:
+        """Write down what is wrong. Callbacks use this: the engine would catch what they raise."""
+        self.wrong.append(what)
+
+    def fail(self, what: str) -> None:
+        """Raise what is wrong, or was wrong before."""
+        raise Violation(self.wrong[0] if self.wrong else what)
+
+    def receivers(self, spec: TransferSpec) -> tuple[Host, ...]:
+        """The receivers of a transfer as they are now."""
+        hosts = self.lab.hosts
+        if spec.wide:
+            return tuple(hosts[name] for name in RECEIVERS)
+        return (hosts[RECEIVERS[0]],)
+
+    def dues(self, place: int, number: int, name: str) -> list[Due]:
+        """What one round of a transfer brings one receiver, by the public rule of counting."""
+        key = (place, number, name)
+        found = self._dues.get(key)
+        if found is None:
+            found = self._dues[key] = self._count(*key)
+        return found
+
+    def _count(self, place: int, number: int, name: str) -> list[Due]:
+        spec = self.scenario.transfers[place]
+        imm = IMMS[place]
+        where = RECEIVERS.index(name)
+        pieces = self.lab.areas[place][number].pieces[where if spec.wide else 0]
+        if spec.kind == "per_page":
+            return [(spec.page_imm(imm, k), 1, (piece,)) for k, piece in enumerate(pieces)]
+        shape = _shape(spec, pieces, self.routings[place])
+        count = plan.count_imms(shape, self.nlocal, self.scenario.nics[1 + where])
+        if spec.split and count > 1:
+            return [(imm, count // 2, ()), (imm, count - count // 2, pieces)]
+        return [(imm, count, pieces)]
+
+    def _routing(self, spec: TransferSpec) -> Routing:
+        nics = self.scenario.nics[1 : 3 if spec.wide else 2]
+        most = min(plan.lanes(self.nlocal, n) for n in nics)
+        cut = spec.kind == "single" or (spec.kind == "scatter" and spec.by_bytes)
+        shards = min(spec.shards, most // self.nlocal if spec.pinned else most) if cut else 0
+        return Routing(
+            num_shards=shards or None,
+            domain=spec.size % self.nlocal if spec.pinned else None,
+            scatter_by="bytes" if spec.by_bytes else "peers",
+        )
+
+    def _find(self, batch: WriteBatch, start: int) -> Run | None:
+        """The run that a posted row belongs to: by its source address, or a barrier's immediate."""
+        src = batch.src if isinstance(batch.src, int) else int(batch.src[start])
+        if src == 0:
+            imm = batch.imm
+            assert isinstance(imm, int), "a row without source and without immediate"
+            return self.latest.get(IMMS.index(imm)) if imm in IMMS else None
+        offset = src - self.sender.mr.memory.ptr
+        k = bisect_right(self._starts, (offset, 1 << 30, 0)) - 1
+        return self.runs.get(self._starts[k][1:]) if k >= 0 else None
+
+
+def _shape(spec: TransferSpec, pieces: tuple[Piece, ...], routing: Routing) -> Shape:
+    """A transfer as one of its receivers has to know it."""
+    match spec.kind:
+        case "single":
+            return Single(spec.size, routing)
+        case "scatter":
+            return Scatter(pieces[0][2], routing)
+        case "barrier":
+            return Barrier()
+        case _:
+            return Paged(spec.pages)

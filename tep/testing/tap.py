@@ -1,0 +1,176 @@
+"""What crosses the seam, written down: rows posted and returned, immediates handed out.
+
+A Tap stands between an engine and one simulated NIC. It changes nothing; the oracle judges by what
+is written here, and shares no code with the engine.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from tep.backends.base import Completions, Kind, Status, WriteBatch
+from tep.sim.chaos_nic import ChaosNic
+
+__all__ = ["Ledger", "Mover", "Tap"]
+
+_WRITE, _IMM, _DOWN = int(Kind.WRITE), int(Kind.IMM), int(Kind.DOWN)
+_OK = int(Status.OK)
+
+
+class Mover(Protocol):
+    """What rows belong to: one transfer, as far as a tap is concerned.
+
+    Attributes:
+        posted, back, failed: rows that NICs took, handed back, and handed back with an error.
+        faults: (status, NIC of the sender) of each kind of error that its rows had.
+    """
+
+    posted: int
+    back: int
+    failed: int
+    faults: set[tuple[int, int]]
+
+    def may_post(self) -> str:
+        """Why no row of it may be posted now; "" if it may."""
+
+
+class Ledger:
+    """The account of one engine.
+
+    Attributes:
+        imms: arrivals handed to the engine, by immediate.
+        movers: the transfer of each batch, by its ctx.
+        batches: the last batch of each ctx.
+        silent: NICs of peers that did not answer, by node; all of them again once all were silent.
+        rows, nbytes: what each NIC took.
+        seen: what happened here, for suites that want to have seen it.
+    """
+
+    def __init__(self, find: Callable[[WriteBatch, int], Mover | None], nics: int) -> None:
+        self.find = find
+        self.imms: defaultdict[int, int] = defaultdict(int)
+        self.movers: dict[int, Mover] = {}
+        self.batches: dict[int, WriteBatch] = {}
+        self.silent: dict[bytes, set[bytes]] = {}
+        self.rows = [0] * nics
+        self.nbytes = [0] * nics
+        self.seen: defaultdict[str, int] = defaultdict(int)
+        self.wrong: list[str] = []
+
+
+class Tap:
+    """One NIC, as its engine sees it; a Domain of the seam.
+
+    Attributes:
+        down: whether the engine was told that this NIC is gone.
+    """
+
+    def __init__(self, nic: ChaosNic, ledger: Ledger) -> None:
+        self.nic = nic
+        self.down = False
+        self.caps = nic.caps
+        self.address = nic.address
+        self._ledger = ledger
+        self._addresses: dict[int, bytes] = {}
+        # Bound methods in place of forwarding ones: what is not watched costs nothing.
+        self.register = nic.register
+        self.deregister = nic.deregister
+        self.post_send = nic.post_send
+        self.post_recvs = nic.post_recvs
+        self.recv_view = nic.recv_view
+        self.recv_done = nic.recv_done
+        self.status_text = nic.status_text
+        self.set_waker = nic.set_waker
+        self.wakeup_fd = nic.wakeup_fd
+        self.arm = nic.arm
+        self.close = nic.close
+
+    def connect(self, peer: bytes) -> int:
+        found = self.nic.connect(peer)
+        self._addresses[found] = peer
+        return found
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        taken = self.nic.post(batch, start, stop)
+        if self.down:
+            self._ledger.wrong.append(f"{self.caps.nic}: posted on although it is known to be dead")
+        if taken < stop - start:
+            self._ledger.seen["short post" if taken else "post refused"] += 1
+        if taken:
+            self._note(batch, start, taken)
+        return taken
+
+    def _note(self, batch: WriteBatch, start: int, taken: int) -> None:
+        ledger = self._ledger
+        mover = ledger.movers.get(batch.ctx)
+        if mover is None or start == 0:
+            mover = ledger.find(batch, start)
+            if mover is None:
+                what = f"{self.caps.nic}: row {start} is of no transfer ever submitted"
+                ledger.wrong.append(what)
+                return
+            ledger.movers[batch.ctx] = mover
+            ledger.batches[batch.ctx] = batch
+        why = mover.may_post()
+        if why:
+            ledger.wrong.append(f"{self.caps.nic}: {taken} rows posted, but {why}")
+        if ledger.silent:
+            self._check_silent(batch, start, taken)
+        mover.posted += taken
+        ledger.rows[self.nic.number] += taken
+        sizes = batch.nbytes
+        ledger.nbytes[self.nic.number] += (
+            sizes * taken if isinstance(sizes, int) else int(np.sum(sizes[start : start + taken]))
+        )
+
+    def poll(self, out: Completions) -> int:
+        n = self.nic.poll(out)
+        if n:
+            self._read(out[:n].tolist())
+        return n
+
+    def _read(self, entries: list[tuple[int, ...]]) -> None:
+        ledger = self._ledger
+        for kind, status, count, imm, row, ctx, _nbytes in entries:
+            if kind == _IMM:
+                ledger.imms[imm] += count
+            elif kind == _WRITE:
+                mover = ledger.movers[ctx]
+                mover.back += count
+                if status != _OK:
+                    mover.failed += count
+                    mover.faults.add((status, self.nic.number))
+                    ledger.seen[f"row {Status(status).name}"] += 1
+                    if status == Status.NIC_DOWN:
+                        self.down = True
+                    elif status == Status.UNREACHABLE:
+                        self._note_silent(ledger.batches[ctx], row)
+            elif kind == _DOWN:
+                self.down = True
+                ledger.seen["NIC down"] += 1
+
+    def _to(self, batch: WriteBatch, row: int) -> tuple[bytes, bytes]:
+        """Node, and address of its NIC, that a row goes to."""
+        peer = batch.peer if isinstance(batch.peer, int) else int(batch.peer[row])
+        address = self._addresses[peer]
+        return address.rpartition(b"/")[0], address
+
+    def _note_silent(self, batch: WriteBatch, row: int) -> None:
+        node, address = self._to(batch, row)
+        silent = self._ledger.silent.setdefault(node, set())
+        silent.add(address)
+        name = node.partition(b":")[2].decode()
+        if len(silent) == len(self.nic.fabric.nodes[name].domains):
+            del self._ledger.silent[node]  # perhaps it is back: everything may be tried again
+
+    def _check_silent(self, batch: WriteBatch, start: int, taken: int) -> None:
+        for row in range(start, start + taken):
+            node, address = self._to(batch, row)
+            if address in self._ledger.silent.get(node, ()):
+                self._ledger.wrong.append(
+                    f"{self.caps.nic}: a row posted to {address!r}, which is known not to answer"
+                )
