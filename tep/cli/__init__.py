@@ -1,0 +1,44 @@
+"""The `tep` command: each subcommand is one module here. No logic that another program would want
+to import.
+
+Every subcommand takes --json and then prints one JSON document and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from tep.cli import bench, demo, info, sim
+from tep.errors import TepError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="tep",
+    help="A transfer engine for LLM systems: one-sided writes, counted immediates, any fabric.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("info")(info.info)
+app.command("demo")(demo.demo)
+app.command("sim")(sim.sim)
+app.add_typer(bench.app, name="bench")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status.
+
+    tep's own errors are printed without a traceback.
+    """
+    try:
+        app(args=None if argv is None else list(argv), standalone_mode=True)
+    except TepError as error:
+        sys.stderr.write(f"tep: {type(error).__name__}: {error}\n")
+        return 1
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else 1
+    return 0

@@ -1,0 +1,87 @@
+"""`tep bench`: measures, and prints medians beside what they are compared to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from tep.bench import Figure
+from tep.cli.show import Json, emit_json, print_table, progress
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Measure: CPU time, medians, side by side with what they are compared to.",
+)
+Rounds = Annotated[
+    int, typer.Option("--rounds", min=3, help="Rounds of each figure; the median is shown.")
+]
+
+
+@app.command("engine")
+def engine(rounds: Rounds = 40, json: Json = False) -> None:
+    """The engine's own CPU time a page, a write and a scatter, over NICs that cost nothing."""
+    from tep.bench.engine import engine_figures  # numpy is loaded when something is measured
+
+    _show("tep bench engine", engine_figures(rounds), 21, json=json)
+
+
+@app.command("sim")
+def sim(rounds: Rounds = 5, json: Json = False) -> None:
+    """The simulator's speed: chaos scenarios a second, a large paged write and an all-to-all on the
+    timing fabric.
+    """
+    from tep.bench.simulator import simulator_figures
+
+    _show("tep bench sim", simulator_figures(rounds), 4, json=json)
+
+
+def _show(title: str, figures: Iterable[Figure], total: int, *, json: bool) -> None:
+    found: list[Figure] = []
+    with progress(title, total, quiet=json or not sys.stderr.isatty()) as bar:
+        for figure in figures:
+            found.append(figure)
+            bar.advance(bar.task_ids[0])
+    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    if json:
+        emit_json(
+            {
+                "command": title,
+                "machine": machine,
+                "figures": [_document(figure) for figure in found],
+            }
+        )
+        return
+    rows = (
+        {
+            "what": figure.what,
+            "median": f"{figure.value:,.1f} {figure.unit}",
+            "best": f"{figure.best:,.1f}",
+            "aim": _aim(figure),
+            "ratio": None if figure.ratio is None else f"{figure.ratio:.2f} x {figure.reference:g}",
+        }
+        for figure in found
+    )
+    print_table(f"{title} ({machine}; CPU time)", ("what", "median", "best", "aim", "ratio"), rows)
+    for source in dict.fromkeys(
+        figure.reference_source for figure in found if figure.reference_source
+    ):
+        typer.echo(f"compared to: {source}")
+
+
+def _document(figure: Figure) -> dict[str, object]:
+    return {**asdict(figure), "ratio": figure.ratio, "reached": figure.reached}
+
+
+def _aim(figure: Figure) -> str | None:
+    if figure.aim is None:
+        return None
+    sign = ">=" if figure.more_is_better else "<="
+    return f"{sign} {figure.aim:g} {'reached' if figure.reached else 'MISSED'}"
