@@ -1,0 +1,138 @@
+"""Planted bugs: how immediates are counted, expected and claimed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tep.imm import ImmTable
+from tests.gate.registry import Change, bug
+
+# ---------------------------------------------------------------------- counting
+
+
+def expects(change: Callable[[ImmTable, object], None]) -> list[Change]:
+    expect = ImmTable.expect
+
+    def changed(self, want):
+        change(self, want)
+        expect(self, want)
+
+    return [(ImmTable, "expect", changed)]
+
+
+@bug()
+def expect_counts_transfers() -> list[Change]:
+    """One immediate is taken for one transfer, however many rows it has."""
+
+    def change(_, want):
+        want.count = min(want.count, 1)
+
+    return expects(change)
+
+
+@bug()
+def expect_off_by_one() -> list[Change]:
+    """The last immediate is not waited for."""
+
+    def change(_, want):
+        want.count = max(1, want.count - 1)
+
+    return expects(change)
+
+
+@bug()
+def early_imm_lost() -> list[Change]:
+    """What arrived before it was expected is forgotten."""
+    return expects(lambda table, want: table.counts.pop(want.imm, None))
+
+
+def fires(reached: Callable[[int, int], bool], left: Callable[[int, int], int]) -> list[Change]:
+    def fire(self, imm, line):
+        have = self.counts.get(imm, 0)
+        while line and reached(have, line[0].count):
+            want = line.popleft()
+            have = left(have, want.count)
+            self.reached.append(want)
+        if not line:
+            del self._lines[imm]
+        self._keep(imm, have)
+
+    return [(ImmTable, "_fire", fire)]
+
+
+@bug()
+def expect_equal_not_ge() -> list[Change]:
+    """A count fires when it is exactly reached, not when it is passed."""
+    return fires(lambda have, count: have == count, lambda have, count: have - count)
+
+
+@bug()
+def count_zeroed_on_fire() -> list[Change]:
+    """Firing sets the count to zero: the surplus is lost."""
+    return fires(lambda have, count: have >= count, lambda *_: 0)
+
+
+@bug()
+def count_kept_on_fire() -> list[Change]:
+    """Firing leaves the count as it is: the next expectation finds what was used up."""
+    return fires(lambda have, count: have >= count, lambda have, _: have)
+
+
+@bug()
+def imm_truncated() -> list[Change]:
+    """Immediates are 16 bits wide for the receiver."""
+    add = ImmTable.add
+
+    def short(self, imm, count):
+        add(self, imm & 0xFFFF, count)
+
+    def change(_, want):
+        want.imm &= 0xFFFF
+
+    return [(ImmTable, "add", short), *expects(change)]
+
+
+@bug()
+def completion_count_ignored() -> list[Change]:
+    """An entry that stands for several immediates counts as one."""
+    add = ImmTable.add
+    return [(ImmTable, "add", lambda self, imm, count: add(self, imm, min(count, 1)))]
+
+
+@bug()
+def claim_also_counted() -> list[Change]:
+    """A claimed immediate is handed over, and counted as well."""
+    claimed = ImmTable._claimed
+
+    def both(self, imm, count):
+        claimed(self, imm, count)
+        return False
+
+    return [(ImmTable, "_claimed", both)]
+
+
+@bug()
+def newest_expectation_first() -> list[Change]:
+    """Expectations of one immediate stand on a stack, not in a line."""
+
+    def expect(self, want):
+        line = self._lines.setdefault(want.imm, deque())
+        line.appendleft(want)
+        self._fire(want.imm, line)
+
+    return [(ImmTable, "expect", expect)]
+
+
+@bug(budget=1500)
+def cancelled_expectation_eats() -> list[Change]:
+    """Who cancels an expectation takes along what had arrived for it."""
+    cancel = ImmTable.cancel
+
+    def eat(self, want):
+        left = cancel(self, want)
+        if left:
+            self.counts.pop(want.imm, None)
+        return left
+
+    return [(ImmTable, "cancel", eat)]

@@ -1,0 +1,195 @@
+"""Planted bugs: when transfers end, and how: completions, cancels, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tep.backends.base import Status
+from tep.group import DomainGroup
+from tep.handle import Handle, State
+from tep.transfer import Transfer
+from tep.worker import Worker
+from tests.gate.registry import Change, bug
+
+# ---------------------------------------------------------------------- when a transfer is done
+
+
+def settles_when(early: Callable[[Transfer, DomainGroup], bool]) -> list[Change]:
+    """End a transfer as soon as early() says so; its later rows come back to nobody."""
+    finish, post = DomainGroup.finish_rows, DomainGroup.post
+
+    def end_early(group: DomainGroup, transfer: Transfer) -> None:
+        if not transfer.settled and transfer not in group.ended and early(transfer, group):
+            group.ended.append(transfer)
+
+    def finish_rows(self, domain, ctx, count, status, row):
+        transfer = self.batches[ctx].transfer
+        ended, self.ended = self.ended, []
+        finish(self, domain, ctx, count, status, row)
+        again, self.ended = self.ended, ended
+        self.ended += [t for t in again if not t.settled and t not in ended]
+        end_early(self, transfer)
+
+    def post_all(self):
+        waiting = [pending.transfer for queue in self._queues for pending in queue]
+        work = post(self)
+        for transfer in waiting:
+            end_early(self, transfer)
+        return work
+
+    return [(DomainGroup, "finish_rows", finish_rows), (DomainGroup, "post", post_all)]
+
+
+@bug()
+def done_at_post() -> list[Change]:
+    """A transfer is done when its last row is posted, not when it is back."""
+    return settles_when(lambda transfer, _: sum(transfer._nic_rows) == transfer.rows)
+
+
+@bug()
+def done_one_row_early() -> list[Change]:
+    """Off by one: the last row is not waited for."""
+    return settles_when(lambda transfer, _: transfer.rows > 1 and transfer.left <= 1)
+
+
+@bug()
+def done_on_first_nic() -> list[Change]:
+    """The first NIC that has returned all it had ends the transfer for all of them."""
+
+    def early(transfer: Transfer, group: DomainGroup) -> bool:
+        open_on = {p.domain for p in group.batches.values() if p.transfer is transfer}
+        used = {k for k, rows in enumerate(transfer._nic_rows) if rows}
+        return transfer.left > 0 and not used <= open_on
+
+    return settles_when(early)
+
+
+@bug()
+def callback_twice() -> list[Change]:
+    """A settled handle keeps its callbacks, and stands twice in the list of what to deliver."""
+    end = Worker._end
+
+    def deliver(self):
+        self._delivered = True
+        for callback in self._callbacks or ():
+            self._call(callback)
+
+    def end_twice(self, handle, state, error=None):
+        end(self, handle, state, error)
+        if state is not State.DONE:
+            self._settled.append(handle)
+
+    return [(Handle, "_deliver", deliver), (Worker, "_end", end_twice)]
+
+
+@bug()
+def source_never_released() -> list[Change]:
+    """A transfer that did not end well keeps its hold on the source region."""
+    end = Worker._end
+
+    def keep(self, handle, state, error=None):
+        if isinstance(handle, Transfer) and state is not State.DONE and handle.job.mr is not None:
+            handle.job.mr.inflight += 1
+        end(self, handle, state, error)
+
+    return [(Worker, "_end", keep)]
+
+
+# ---------------------------------------------------------------------- cancel and error
+
+
+def cancels(how: Callable[[Worker, Transfer], None]) -> list[Change]:
+    """Cancel transfers in another way; and take their rows back without a second end."""
+    cancel = Worker.cancel
+
+    def other(self, handle):
+        if handle.settled or not isinstance(handle, Transfer):
+            cancel(self, handle)
+        else:
+            how(self, handle)
+
+    finish_rows = settles_when(lambda *_: False)[0]
+    return [(Worker, "cancel", other), finish_rows]
+
+
+@bug()
+def cancel_confirmed_early() -> list[Change]:
+    """Cancel is confirmed while NICs still hold rows."""
+
+    def how(worker, transfer):
+        if worker.group.drop_queued(transfer):
+            worker._end(transfer, State.CANCELLED)
+
+    return cancels(how)
+
+
+@bug()
+def cancel_leaves_queue() -> list[Change]:
+    """Cancel ends the handle, and leaves its rows in the queues."""
+    return cancels(lambda worker, transfer: worker._end(transfer, State.CANCELLED))
+
+
+@bug()
+def cancel_lost() -> list[Change]:
+    """Cancel does nothing."""
+    return cancels(lambda *_: None)
+
+
+@bug()
+def error_counted_as_success() -> list[Change]:
+    """A row that failed counts as one that is back."""
+    finish = DomainGroup.finish_rows
+
+    def forgiving(self, domain, ctx, count, _status, row):
+        finish(self, domain, ctx, count, Status.OK, row)
+
+    return [(DomainGroup, "finish_rows", forgiving)]
+
+
+@bug()
+def error_then_done() -> list[Change]:
+    """A later row that succeeds wipes out an earlier error."""
+    finish = DomainGroup.finish_rows
+
+    def forgetful(self, domain, ctx, count, status, row):
+        transfer = self.batches[ctx].transfer
+        if status == Status.OK:
+            transfer.failure = None
+        finish(self, domain, ctx, count, status, row)
+
+    return [(DomainGroup, "finish_rows", forgetful)]
+
+
+@bug()
+def error_before_drain() -> list[Change]:
+    """The first error ends the transfer while other rows of it are out."""
+    return settles_when(lambda transfer, _: transfer.failure is not None)
+
+
+@bug()
+def replay_after_error() -> list[Change]:
+    """A failed row is sent again over another NIC; its immediate may count twice."""
+    fail_rows = DomainGroup._fail_rows
+
+    def replay(self, pending, count, status, row):
+        transfer = pending.transfer
+        if transfer.failure is not None or not any(self.alive):
+            fail_rows(self, pending, count, status, row)
+            return
+        transfer.left += count
+        self._push(self._moved(pending, row, row + count))
+
+    return [(DomainGroup, "_fail_rows", replay)]
+
+
+@bug()
+def failed_rows_stay_queued() -> list[Change]:
+    """After an error the rest of the transfer is neither posted nor taken out of the account."""
+    fail_rows = DomainGroup._fail_rows
+
+    def keep(self, pending, count, status, row):
+        left = pending.transfer.left
+        fail_rows(self, pending, count, status, row)
+        pending.transfer.left = left
+
+    return [(DomainGroup, "_fail_rows", keep)]

@@ -1,0 +1,143 @@
+"""Planted bugs: what happens when a NIC dies, here or at the peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest import mock
+
+from tep import plan as plans
+from tep.api import Routing
+from tep.group import DomainGroup, Pending
+from tests.gate.registry import Change, bug
+
+# ---------------------------------------------------------------------- failing over
+
+
+@bug()
+def dead_nic_queue_stuck() -> list[Change]:
+    """What is queued for a dead NIC stays there."""
+
+    def nic_down(self, domain):
+        self.alive[domain] = False
+        self._routes_version += 1
+
+    post_on = DomainGroup._post_on
+
+    def skip_dead(self, domain, queue):
+        return self.alive[domain] and post_on(self, domain, queue)
+
+    return [(DomainGroup, "nic_down", nic_down), (DomainGroup, "_post_on", skip_dead)]
+
+
+@bug()
+def dead_nic_still_used() -> list[Change]:
+    """A NIC's death is not taken note of."""
+    return [(DomainGroup, "nic_down", lambda *_: None)]
+
+
+@bug()
+def dead_peer_nic_still_used() -> list[Change]:
+    """A peer's NIC that does not answer is posted to as before."""
+    return [(DomainGroup, "_shun", lambda *_: None)]
+
+
+@bug(budget=1500)
+def scatter_to_dead_nic() -> list[Change]:
+    """The prepared columns of scatters are not made anew when a NIC has died."""
+    down, shun = DomainGroup.nic_down, DomainGroup._shun
+
+    def frozen(change):
+        def changed(self, *args):
+            version = self._routes_version
+            change(self, *args)
+            self._routes_version = version
+
+        return changed
+
+    return [(DomainGroup, "nic_down", frozen(down)), (DomainGroup, "_shun", frozen(shun))]
+
+
+def moves_with(keep: Callable[[Pending, Pending, int], None]) -> list[Change]:
+    """Let keep(old, fresh, start) spoil the rows that move to another NIC."""
+    moved = DomainGroup._moved
+
+    def spoiled(self, old, start, stop):
+        fresh = moved(self, old, start, stop)
+        keep(old, fresh, start)
+        return fresh
+
+    return [(DomainGroup, "_moved", spoiled)]
+
+
+@bug(budget=1500)
+def reroute_keeps_rkey() -> list[Change]:
+    """Rows that move to another NIC keep the remote key they had."""
+
+    def keep(old, fresh, start):
+        rkey = old.batch.rkey
+        fresh.batch.rkey = rkey if isinstance(rkey, int) else rkey[start:]
+
+    return moves_with(keep)
+
+
+@bug(budget=1500)
+def reroute_keeps_lkey() -> list[Change]:
+    """Rows that move to another NIC keep the local key they had."""
+
+    def keep(old, fresh, _):
+        fresh.batch.lkey = old.batch.lkey
+
+    return moves_with(keep)
+
+
+@bug(budget=1500)
+def reroute_keeps_base() -> list[Change]:
+    """Rows that move to another NIC keep the address that the first one's key began at."""
+
+    def keep(old, fresh, start):
+        dst = old.batch.dst
+        fresh.batch.dst = dst if isinstance(dst, int) else dst[start:]
+
+    return moves_with(keep)
+
+
+@bug(budget=1500)
+def reroute_from_first_row() -> list[Change]:
+    """A batch that was posted in part moves as a whole: rows are posted twice."""
+    reroute = DomainGroup._reroute
+
+    def whole(self, wanted):
+        for queue in self._queues:
+            for pending in queue:
+                if wanted(pending) and pending.at:
+                    pending.transfer.left += pending.at
+                    self.backlog += pending.at
+                    pending.at = 0
+        reroute(self, wanted)
+
+    return [(DomainGroup, "_reroute", whole)]
+
+
+@bug(budget=1500)
+def shards_from_live_nics() -> list[Change]:
+    """A write is cut by the NICs that live today, while the receiver counts by those there are."""
+    deal = DomainGroup._deal_single
+
+    plan_single = plans.plan_single
+
+    def deal_living(self, transfer, job, remote):
+        here, there = self.alive, remote.link.alive
+        lanes = range(plans.lanes(len(here), len(there)))
+        living = sum(here[k % len(here)] and there[k % len(there)] for k in lanes)
+
+        def plan_living(nbytes, nlocal, nremote, cursor, routing):
+            shards = plan_single(nbytes, nlocal, nremote, cursor, routing).imms
+            fewer = Routing(num_shards=max(1, min(shards, living)), domain=routing.domain)
+            found = plan_single(nbytes, nlocal, nremote, cursor, fewer)
+            transfer.rows = transfer.left = len(found.shares)
+            return found
+
+        with mock.patch("tep.group.plan_single", plan_living):
+            deal(self, transfer, job, remote)
+
+    return [(DomainGroup, "_deal_single", deal_living)]

@@ -1,0 +1,62 @@
+"""How a bug is planted: a function that says what to replace, and a `with` that replaces it.
+
+The product knows nothing of this, and pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+__all__ = ["BUGS", "Bug", "Change", "bug", "changed", "planted"]
+
+Change = tuple[object, str, object]
+"""What to replace: owner, attribute, replacement."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One mistake.
+
+    Attributes:
+        name: of the function that plants it.
+        plant: returns what to replace.
+        budget: seeds within which the search must find it.
+    """
+
+    name: str
+    plant: Callable[[], list[Change]]
+    budget: int
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(budget: int = 200) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
+    """Register a bug, with the seeds it may take to be found."""
+
+    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+        BUGS[plant.__name__] = Bug(plant.__name__, plant, budget)
+        return plant
+
+    return register
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Have a bug in the product."""
+    with changed(BUGS[name].plant()):
+        yield
+
+
+@contextmanager
+def changed(changes: list[Change]) -> Iterator[None]:
+    """Have these changes in the product."""
+    with ExitStack() as stack:
+        for owner, attribute, replacement in changes:
+            place = importlib.import_module(owner) if isinstance(owner, str) else owner
+            stack.enter_context(mock.patch.object(place, attribute, replacement))
+        yield

@@ -1,0 +1,59 @@
+"""The list of exceptions against the code that raises them and the tests that name them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tep import errors
+from tests.tidy.sources import dotted, python_files, text, tree
+
+NAMES = [name for name in errors.__all__ if name != "TepError"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_error_is_raised_somewhere(name: str) -> None:
+    """An exception that nothing raises is a promise in the documentation only."""
+    made = [
+        path
+        for path in python_files("tep")
+        if path != Path("tep/errors.py")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and dotted(node.func) in {name, f"errors.{name}"}
+    ]
+
+    assert made, f"{name} is never made"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_error_is_named_in_a_test(name: str) -> None:
+    """An error path that no test walks is wrong when it is needed."""
+    pattern = re.compile(rf"\b{name}\b")
+    tests = [path for path in python_files("tests") if pattern.search(text(path))]
+    tests += [p for p in python_files("tep") if p.parts[1] == "testing" and pattern.search(text(p))]
+
+    assert tests, f"{name} appears in no test"
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_is_a_tep_error(name: str) -> None:
+    """`except tep.TepError` must catch all of them, and nothing else defines one."""
+    assert issubclass(getattr(errors, name), errors.TepError)
+
+
+def test_errors_live_in_one_room() -> None:
+    """A subclass elsewhere escapes the list, and with it the tests above."""
+    bases = set(errors.__all__)
+    found = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in python_files("tep")
+        if path != Path("tep/errors.py")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef)
+        and {dotted(base).rpartition(".")[2] for base in node.bases} & {*bases, "Exception"}
+    ]
+
+    assert [] == found

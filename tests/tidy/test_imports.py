@@ -1,0 +1,154 @@
+"""Who may import what, beyond what import-linter can say; and that `import tep` stays light."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.tidy.sources import dotted, imported, python_files, tree
+
+_CORE_ROOMS = """
+    api dlpack engine errors group handle imm memory plan region report requests stats transfer
+    units watch wire worker
+"""
+CORE = [Path("tep", f"{name}.py") for name in _CORE_ROOMS.split()]
+
+_FOREIGN = """
+    simpy torch cuda cupy typer rich matplotlib prometheus_client
+    tep.ffi tep.cuda tep.sim tep.apps tep.cli tep.testing
+"""
+FOREIGN = _FOREIGN.split()
+
+_CLOCKS_AND_DICE = """
+    time datetime random secrets uuid numpy.random os.environ os.getenv os.urandom
+"""
+CLOCKS_AND_DICE = _CLOCKS_AND_DICE.split()
+
+
+def _is_under(name: str, tops: list[str]) -> bool:
+    return any(name == top or name.startswith(f"{top}.") for top in tops)
+
+
+def test_the_core_is_where_this_test_looks() -> None:
+    """A renamed room would drop out of the rules below without a word."""
+    assert [] == [str(path) for path in CORE if path not in python_files("tep")]
+
+
+def test_core_imports_no_backend_and_nothing_foreign() -> None:
+    """The code that is tested against a hostile fabric must be the code that drives hardware."""
+    registry = {"tep.backends", "tep.backends.open_backend", "tep.backends.load_backend"}
+    found = [
+        f"{path}:{line} {name}"
+        for path in CORE
+        for line, name in imported(path)
+        if _is_under(name, FOREIGN)
+        or (
+            _is_under(name, ["tep.backends"])
+            and not _is_under(name, ["tep.backends.base"])
+            and name not in registry
+        )
+    ]
+
+    assert [] == found
+
+
+def test_core_reads_no_clock_no_dice_no_environment() -> None:
+    """Same seed, same trace: time and chance come from the driver and the caller alone."""
+    found = [
+        f"{path}:{line} {name}"
+        for path in CORE
+        for line, name in imported(path)
+        if _is_under(name, CLOCKS_AND_DICE)
+    ]
+    for path in CORE:
+        found += [
+            f"{path}:{node.lineno} {dotted(node)}"
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Attribute)
+            and dotted(node) in {"os.environ", "os.getenv", "np.random", "os.urandom"}
+        ]
+
+    assert [] == found
+
+
+def test_only_the_drivers_have_threads() -> None:
+    """A thread started elsewhere runs beside the engine's one owner. A Lock starts nothing.
+
+    The shipped tests may: they play the users.
+    """
+    homes = ["threading", "_thread", "concurrent.futures"]
+    locks = {"threading", "threading.Lock", "threading.RLock"}
+    rooms = [
+        path
+        for path in python_files("tep")
+        if path != Path("tep/drivers.py") and path.parts[1] != "testing"
+    ]
+    found = [
+        f"{path}:{line} {name}"
+        for path in rooms
+        for line, name in imported(path)
+        if _is_under(name, homes) and name not in locks
+    ]
+    found += [
+        f"{path}:{node.lineno} {dotted(node)}"
+        for path in rooms
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Attribute)
+        and dotted(node).startswith("threading.")
+        and dotted(node) not in locks
+    ]
+
+    assert [] == found
+
+
+def test_the_simulator_does_not_know_the_engine() -> None:
+    """It models hardware; an engine's detail in it would be tested against itself."""
+    engine = [".".join(path.with_suffix("").parts) for path in CORE]
+    allowed = ["tep.api", "tep.errors", "tep.units", "tep.memory", "tep.wire"]
+    tops = [name for name in engine if name not in allowed] + ["tep.TransferEngine"]
+    found = [
+        f"{path}:{line} {name}"
+        for path in python_files("tep")
+        if path.parts[1] == "sim" and path.name != "cluster.py"
+        for line, name in imported(path)
+        if _is_under(name, tops)
+    ]
+
+    assert [] == found
+
+
+PROBE = """
+import json, os, sys
+
+def mapped():
+    with open("/proc/self/maps") as maps:
+        return {line.split()[-1] for line in maps if ".so" in line}
+
+modules, libraries = set(sys.modules), mapped()
+import tep
+print(json.dumps({
+    "modules": sorted(set(sys.modules) - modules),
+    "libraries": sorted(mapped() - libraries),
+    "threads": len(os.listdir("/proc/self/task")),
+}))
+"""
+
+
+def test_import_tep_is_light() -> None:
+    """A missing or slow library is news at use; `tep --help` and test collection stay quick.
+
+    Extension modules of Python itself (lib-dynload) do not count: `typing` alone has one.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], check=True, capture_output=True, text=True, timeout=60
+    )
+    found = json.loads(done.stdout)
+
+    assert ["tep"] == [name for name in found["modules"] if name.partition(".")[0] == "tep"]
+    heavy = {"numpy", "simpy", "msgspec", "ctypes", "threading", "asyncio", "rich", "typer"}
+    assert set() == heavy & set(found["modules"])
+    assert [] == [name for name in found["libraries"] if "/lib-dynload/" not in name]
+    assert 1 == found["threads"]

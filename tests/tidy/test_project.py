@@ -1,0 +1,154 @@
+"""README, CHANGELOG, scripts, notebooks and pins: what they promise is there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import tep
+from tests.tidy.sources import ROOT, files, text
+
+SCRIPTS = [path for path in files() if path.parent == Path("scripts") and path.suffix == ""]
+DEFINITION_LINES_MAX = 10
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of a page's shell blocks, comments and prompts taken off."""
+    blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
+    lines = [line.strip().removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def test_readme_scripts_exist() -> None:
+    """The first command a newcomer copies must not answer "not found"."""
+    named = {words[0] for words in commands(Path("README.md")) if words[0].startswith("scripts/")}
+
+    assert {"scripts/demo", "scripts/test"} <= named
+    assert [] == [name for name in sorted(named) if not os.access(ROOT / name, os.X_OK)]
+
+
+def test_readme_subcommands_exist() -> None:
+    """A subcommand that was renamed lives on in the README for years."""
+    named = {
+        words[1]
+        for words in commands(Path("README.md"))
+        if words[0] in {"tep", ".venv/bin/tep"} and len(words) > 1
+    }
+
+    assert named, "the README shows no use of tep"
+    for name in sorted(named):
+        argv = ["tep", name, "--help"]
+        code = f"import sys, tep.cli; sys.argv = {argv}; sys.exit(tep.cli.main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+        )
+        assert 0 == done.returncode, f"tep {name} --help: {done.stdout}{done.stderr}"
+
+
+def test_changelog_has_this_version() -> None:
+    """A release without an entry leaves its users to read the history."""
+    page = text(Path("CHANGELOG.md"))
+
+    assert re.search(rf"^## \[{re.escape(tep.__version__)}\]", page, re.MULTILINE)
+    assert re.search(r"^## \[Unreleased\]", page, re.MULTILINE)
+
+
+def test_scripts_run_from_anywhere() -> None:
+    """A script without its bit, its shebang or `set -euo pipefail` fails late or goes on after."""
+    assert {"setup", "demo", "test"} <= {path.name for path in SCRIPTS}
+    for path in [*SCRIPTS, Path(".ci/run")]:
+        assert os.access(ROOT / path, os.X_OK), path
+        assert text(path).startswith("#!/usr/bin/env bash\n"), path
+        assert "\nset -euo pipefail\n" in text(path), path
+        assert "dirname" in text(path), f"{path} does not find its own folder"
+
+
+def test_ci_runs_what_everybody_runs() -> None:
+    """A check that only CI knows is a check that nobody can reproduce."""
+    code = [line for line in text(Path(".ci/run")).splitlines()[1:] if not line.startswith("#")]
+
+    assert 2 == len(code)
+    assert "scripts/test" in code[1]
+
+
+def code_cells() -> list[tuple[Path, dict]]:
+    return [
+        (path, cell)
+        for path in files()
+        if path.suffix == ".ipynb"
+        for cell in json.loads(text(path))["cells"]
+        if cell["cell_type"] == "code"
+    ]
+
+
+def test_notebooks_are_committed_clean() -> None:
+    """Outputs make every change unreadable, and show numbers of somebody's machine."""
+    assert code_cells(), "there is no notebook"
+    found = [
+        f"{path}: {''.join(cell['source'])[:60]}"
+        for path, cell in code_cells()
+        if cell["outputs"] or cell["execution_count"] is not None
+    ]
+
+    assert [] == found
+
+
+def test_notebooks_tell_and_do_not_compute() -> None:
+    """A long definition in a notebook is code without tests."""
+    for path, cell in code_cells():
+        source = "".join(cell["source"])
+        if source.lstrip().startswith(("%", "!")):
+            continue
+        code = compile(
+            source, str(path), "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+        )
+        lengths = [
+            node.end_lineno - node.lineno + 1
+            for node in code.body
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        ]
+        assert sum(lengths) <= DEFINITION_LINES_MAX, source
+
+
+def test_pins_are_exact_and_name_no_place() -> None:
+    """A loose or located pin installs something else next month, or only here."""
+    lines = [
+        line for line in text(Path("constraints.txt")).splitlines() if line[:1] not in {"#", ""}
+    ]
+
+    assert [] == [line for line in lines if not re.fullmatch(r"[\w.-]+==[\w.+!]+", line)]
+
+
+def test_everything_that_setup_installs_is_pinned() -> None:
+    """A dependency without a pin makes two machines differ."""
+    project = tomllib.loads(text(Path("pyproject.toml")))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["notebook"]]
+    pinned = {_normal(line) for line in text(Path("constraints.txt")).splitlines()}
+
+    assert set() == {_normal(line) for line in wanted} - pinned
+
+
+def _normal(requirement: str) -> str:
+    name = re.match(r"[\w.-]*", requirement)
+    assert name is not None
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def test_the_package_ships_its_data() -> None:
+    """Profiles and the typing marker are no Python files: the build forgets them unless told."""
+    project = tomllib.loads(text(Path("pyproject.toml")))
+    data = project["tool"]["setuptools"]["package-data"]["tep"]
+
+    assert {"py.typed", "sim/profiles/*.toml"} <= set(data)
+    assert Path("tep/py.typed") in files()
+    packages = {path.parent for path in files() if path.suffix == ".py" and path.parts[0] == "tep"}
+    without = {str(p) for p in packages if Path(p, "__init__.py") not in files()}
+    assert set() == without, "a folder without __init__.py is left out of the wheel"
