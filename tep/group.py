@@ -149,7 +149,7 @@ class DomainGroup:
         """Scatter by peers, barrier: one row a target, one batch a local NIC."""
         cycle = math.lcm(len(self.domains), *set(targets.nics))
         cursor = self._cursor % cycle
-        self._cursor = cursor + job.n
+        self._cursor = cursor + min(job.n, cycle)
         key = cursor, job.routing.domain
         if (
             targets.routes_version != self._routes_version

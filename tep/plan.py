@@ -176,7 +176,11 @@ def plan_paged(
 def plan_targets(
     nremotes: tuple[int, ...], nlocal: int, cursor: int, domain: int | None = None
 ) -> list[Share]:
-    """Give each target of a scatter or barrier one lane, in turn.
+    """Give each target of a scatter or barrier one lane; a lane gets one run of neighbouring targets.
+
+    Runs, and not lanes in turn: in an all-to-all every GPU of a node walks the same list of peers,
+    so that with lanes in turn all of them would choose the same NIC of each peer, and leave its
+    other NICs idle.
 
     Args:
         nremotes: NIC count of each target.
@@ -186,17 +190,20 @@ def plan_targets(
 
     Returns:
         One share of one row a target, in target order.
+
+    Source: fabric-lib cuts the peers in ranges of ceil(peers / NICs), one NIC each.
     """
     if domain is not None and not 0 <= domain < nlocal:
         raise BadRequest(f"routing.domain={domain}, but this engine has NICs 0 to {nlocal - 1}")
-    if domain is not None:
-        return [
-            Share(domain, (domain + nlocal * (cursor + k)) % n, k, k + 1)
-            for k, n in enumerate(nremotes)
-        ]
-    return [
-        Share((cursor + k) % nlocal, (cursor + k) % n, k, k + 1) for k, n in enumerate(nremotes)
-    ]
+    n, nlanes = len(nremotes), math.lcm(nlocal, *set(nremotes))
+    stride = 1 if domain is None else nlocal
+    first = cursor if domain is None else domain + nlocal * cursor
+    runs = min(n, nlanes // stride)
+    found = []
+    for k, nremote in enumerate(nremotes):
+        lane = first + stride * (k * runs // n)
+        found.append(Share(lane % nlocal, lane % nremote, k, k + 1))
+    return found
 
 
 def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:

@@ -9,7 +9,7 @@ Rule 1 (lookahead): nothing posted from now on can arrive before the next event 
 latency. So `_resolve` settles every quantum that leaves before the next event in the queue, or the
 first wake it causes itself, whichever is earlier; the answer is that of an event for each arrival.
 Rule 2: receivers serve in order of arrival. Reserving them in order of posting would overstate an
-all-to-all of 64 ranks by two thirds.
+all-to-all of 64 ranks by three quarters.
 Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
 """
 

@@ -133,7 +133,7 @@ class TimingNic:
         return DomainKey(lkey=key + 1, rkey=key, base=memory.ptr)
 
     def deregister(self, key: DomainKey) -> None:
-        self._inlet.take(self.fabric.env.now)
+        self.take_landed(self.fabric.env.now)
         self.sources.pop(key.lkey, None)
         self._inlet.targets.pop(key.rkey, None)
 

@@ -116,7 +116,22 @@ def test_targets_pinned_still_spread_over_remote_nics() -> None:
     shares = plan_targets((4, 4, 4, 4), 2, 0, domain=1)
 
     assert {1} == {share.domain for share in shares}
-    assert [1, 3, 1, 3] == [share.remote for share in shares]
+    assert [1, 1, 3, 3] == [share.remote for share in shares]
+
+
+def test_an_all_to_all_loads_the_nics_of_a_receiver_alike() -> None:
+    """All GPUs of a node walk the same list: if a target's place in it chose the NIC in turn, half
+    of all NICs would stay idle."""
+    world, node, nics = 64, 8, 2
+    arrivals = dict.fromkeys(((rank, nic) for rank in range(world) for nic in range(nics)), 0)
+    for sender in range(world):
+        first = (sender // node + 1) * node
+        peers = [rank % world for rank in range(first, first + world - node)]
+        for share in plan_targets((nics,) * len(peers), nics, 0):
+            arrivals[peers[share.start], share.remote] += 1
+
+    # Runs end in the middle of a node: one node's GPUs more or less is as even as it gets.
+    assert max(arrivals.values()) - min(arrivals.values()) <= node
 
 
 @pytest.mark.parametrize(

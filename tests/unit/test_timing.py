@@ -25,11 +25,11 @@ POSTS = st.lists(
         st.lists(
             st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 5000, 65_536, 70_000, 300_000])),
             min_size=1,
-            max_size=12,
+            max_size=8,
         ),
     ),
     min_size=1,
-    max_size=12,
+    max_size=8,
     unique_by=(lambda post: post[0]),
 )
 
@@ -52,6 +52,21 @@ def test_lands_when_the_slow_model_says(posts) -> None:
     posts = sorted(posts)
     for post in posts:
         seam.env.call_at(post[0], lambda post: scatter(seam, post), post)
+    seam.run()
+
+    columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
+    assert dict(enumerate(slow_model(PLAIN, columns))) == landed
+
+
+@given(POSTS)
+def test_posts_from_outside_the_run_meet_the_same_times(posts) -> None:
+    """A coroutine's sleep is no event: the fabric must not settle what it may still change."""
+    seam = Seam(PLAIN, 4)
+    landed = watch_landings(seam.owners)
+    posts = sorted(posts)
+    for post in posts:
+        seam.env.run(until=post[0])
+        scatter(seam, post)
     seam.run()
 
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
@@ -105,7 +120,7 @@ def test_receiver_serves_in_order_of_arrival() -> None:
 
 
 def test_post_order_would_overstate_an_all_to_all() -> None:
-    """Receivers reserved while posting: 64 ranks with 56 peers each would seem 1.6 times slower."""
+    """Receivers reserved while posting: 64 ranks with 56 peers each would seem 1.8 times slower."""
     ranks, node, nbytes = 64, 8, 16 * 7408
     peers = {
         r: [p % ranks for p in range(r + 1, r + ranks) if p % ranks // node != r // node]
@@ -125,7 +140,7 @@ def test_post_order_would_overstate_an_all_to_all() -> None:
         for place, peer in enumerate(peers[rank]):
             arrive = PLAIN.latency_ps + max((place + 1) * PLAIN.post_first_ps, place * work)
             free[peer] = max(arrive, free[peer]) + work
-    assert 1.5 < max(free) / max(landed.values()) < 1.8
+    assert 1.78 == pytest.approx(max(free) / max(landed.values()), rel=0.05)
 
 
 def test_rows_of_one_instant_take_turns_on_the_nics() -> None:
