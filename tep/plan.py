@@ -176,7 +176,8 @@ def plan_paged(
 def plan_targets(
     nremotes: tuple[int, ...], nlocal: int, cursor: int, domain: int | None = None
 ) -> list[Share]:
-    """Give each target of a scatter or barrier one lane; a lane gets one run of neighbouring targets.
+    """Give each target of a scatter or barrier one lane; a lane gets one run of neighbouring
+    targets.
 
     Runs, and not lanes in turn: in an all-to-all every GPU of a node walks the same list of peers,
     so that with lanes in turn all of them would choose the same NIC of each peer, and leave its

@@ -1,4 +1,5 @@
-"""The published point-to-point throughput, to stand beside what the model says. The model never reads it.
+"""The published point-to-point throughput, to stand beside what the model says. The model never
+reads it.
 
 The table is arXiv 2510.27656 v2, Table 2: GPU memory to GPU memory, one GPU's NICs.
 """
@@ -20,7 +21,8 @@ class Point(NamedTuple):
     """One published measurement.
 
     Attributes:
-        kind: "single": one contiguous write outstanding at a time. "paged": many page writes, random order.
+        kind: "single": one contiguous write outstanding at a time. "paged": many page writes,
+            random order.
         nbytes: of the write, or of a page.
         profile: the profile that models this NIC.
         gbps: throughput in Gb/s.
@@ -51,5 +53,7 @@ def points() -> tuple[Point, ...]:
 
 def paged_gbps(profile: str, page_bytes: int) -> float | None:
     """The published throughput of pages of this size on this NIC, or None."""
-    found = (p.gbps for p in points() if (p.kind, p.profile, p.nbytes) == ("paged", profile, page_bytes))
+    found = (
+        p.gbps for p in points() if (p.kind, p.profile, p.nbytes) == ("paged", profile, page_bytes)
+    )
     return next(found, None)

@@ -1,4 +1,5 @@
-"""A NIC that takes everything and completes it at once, without moving a byte: what is left is the engine's own cost.
+"""A NIC that takes everything and completes it at once, without moving a byte: what is left is the
+engine's own cost.
 
 For benchmarks only. Every immediate reaches the target as an entry of its own, as from a real NIC.
 """
@@ -30,7 +31,10 @@ _COUNT_MAX: Final = 2**32 - 1
 
 
 class NullDomain:
-    """One end of a wire without length. Give every domain the list of all of them; a PeerId is an index in it."""
+    """One end of a wire without length.
+
+    Give every domain the list of all of them; a PeerId is an index in it.
+    """
 
     def __init__(self, index: int, wire: list[NullDomain]) -> None:
         self.caps = DomainCaps(

@@ -121,7 +121,8 @@ def test_targets_pinned_still_spread_over_remote_nics() -> None:
 
 def test_an_all_to_all_loads_the_nics_of_a_receiver_alike() -> None:
     """All GPUs of a node walk the same list: if a target's place in it chose the NIC in turn, half
-    of all NICs would stay idle."""
+    of all NICs would stay idle.
+    """
     world, node, nics = 64, 8, 2
     arrivals = dict.fromkeys(((rank, nic) for rank in range(world) for nic in range(nics)), 0)
     for sender in range(world):
