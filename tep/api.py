@@ -63,15 +63,15 @@ class Pages:
             )
         if found.dtype.kind not in "iu":
             raise BadRequest(f"Pages: indices are {found.dtype}, not integers")
-        if found.dtype.kind == "i" and int(found.min()) < 0:
-            raise BadRequest(f"Pages: index {int(found.min())} is negative")
         if offset < 0 or (stride is not None and stride < 0):
             raise BadRequest(f"Pages: offset={offset} stride={stride}; neither may be negative")
         self.indices: npt.NDArray[np.uint64] = found.astype(np.uint64)
         self.indices.flags.writeable = False
         self.stride = stride
         self.offset = offset
-        self._index_max = int(self.indices.max())
+        self._index_max = int(np.maximum.reduce(self.indices))
+        if self._index_max >> 63 and int(found.min()) < 0:  # a negative one has become huge
+            raise BadRequest(f"Pages: index {int(found.min())} is negative")
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.errors import FabricError, TepError
+from tep.pending import Pending, as_slice, cut_column, goes_to, ints, pick, shifted, varies
 from tep.plan import Share, lanes, plan_paged, plan_single, plan_targets
 from tep.region import Link, Remote, Targets, Template
 from tep.requests import Job, shares_of
@@ -31,34 +31,6 @@ _TURNS_MAX: Final = 64
 
 _TEMPLATES_MAX: Final = 256
 """Cursors that one set of targets remembers its columns for; odd mixes of NIC counts have more."""
-
-
-class Pending:
-    """Rows of one batch on one NIC: `at` of them posted, `back` of them returned."""
-
-    __slots__ = ("at", "back", "batch", "domain", "nics", "remotes", "stop", "transfer")
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        domain: int,
-        batch: WriteBatch,
-        remotes: Remote | Sequence[Remote],
-        nics: int | Sequence[int],
-    ) -> None:
-        self.transfer = transfer
-        self.domain = domain
-        self.batch = batch
-        self.remotes = remotes
-        self.nics = nics
-        self.at = 0
-        self.back = 0
-        self.stop = batch.n
-
-    def target(self, row: int) -> tuple[Remote, int]:
-        """The region and the remote NIC that a row goes to."""
-        remote = self.remotes if isinstance(self.remotes, Remote) else self.remotes[row]
-        return remote, self.nics if isinstance(self.nics, int) else self.nics[row]
 
 
 class DomainGroup:
@@ -137,7 +109,7 @@ class DomainGroup:
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by bytes: every slice is a single write of its own over all NICs."""
         nlocal = len(self.domains)
-        columns = (_ints(column, len(targets.remotes)) for column in (job.src, job.dst, job.nbytes))
+        columns = (ints(column, len(targets.remotes)) for column in (job.src, job.dst, job.nbytes))
         for remote, src, dst, nbytes in zip(targets.remotes, *columns, strict=True):
             cursor = self._cursor % lanes(nlocal, remote.nics)
             shares, self._cursor = shares_of(job, remote.nics, nbytes, nlocal, cursor)
@@ -147,7 +119,7 @@ class DomainGroup:
 
     def _deal_targets(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by peers, barrier: one row a target, one batch a local NIC."""
-        cycle = math.lcm(len(self.domains), *set(targets.nics))
+        cycle = math.lcm(len(self.domains), targets.cycle)
         cursor = self._cursor % cycle
         self._cursor = cursor + min(job.n, cycle)
         key = cursor, job.routing.domain
@@ -161,13 +133,14 @@ class DomainGroup:
         if found is None:
             found = targets.templates[key] = self._templates(targets, *key)
         for domain, remotes, nics, peer, rkey, base, rows in found:
-            src, dst, nbytes = job.src, job.dst, job.nbytes
-            if rows is not None:
-                src, dst, nbytes = _pick(src, rows), _pick(dst, rows), _pick(nbytes, rows)
+            src, dst, nbytes = pick(job.src, rows), pick(job.dst, rows), pick(job.nbytes, rows)
             lkey = 0 if job.mr is None else job.mr.keys[domain].lkey
             place = base if isinstance(dst, int) else base + dst  # a barrier's offset is 0
             batch = WriteBatch(len(peer), peer, src, lkey, place, rkey, nbytes, job.imm, 0)
-            self._push(Pending(transfer, domain, batch, remotes, nics))
+            pending = Pending(transfer, domain, batch, remotes, nics)
+            if job.lengths and isinstance(rows, slice):
+                pending.nbytes = sum(job.lengths[rows])
+            self._push(pending)
 
     def _templates(self, targets: Targets, cursor: int, pinned: int | None) -> list[Template]:
         nlocal = len(self.domains)
@@ -187,7 +160,7 @@ class DomainGroup:
                 [remote.bases[nic] for remote, nic in lanes_of],
             )
             peer, rkey, base = (np.array(column, np.uint64) for column in columns)
-            rows = None if whole else np.array([k for k, _ in mine], np.int64)
+            rows = as_slice([k for k, _ in mine])
             found.append(Template(domain, remotes, nics, peer, rkey, base, rows))
         return found
 
@@ -262,7 +235,7 @@ class DomainGroup:
             pending.at = start + taken
             self.outstanding[domain] += taken
             self.backlog -= taken
-            nbytes = _sum_bytes(pending.batch.nbytes, start, pending.at)
+            nbytes = pending.sum_bytes(start, pending.at)
             self.rows[domain] += taken
             self.nbytes[domain] += nbytes
             pending.transfer.note_posted(domain, taken, nbytes)
@@ -313,7 +286,7 @@ class DomainGroup:
         link.alive[nic] = False
         self._routes_version += 1
         if any(link.alive):
-            self._reroute(lambda waiting: _goes_to(waiting, link, nic))
+            self._reroute(lambda waiting: goes_to(waiting, link, nic))
         else:
             # All its NICs failed once. The peer may be back: try as planned, the rows will tell.
             link.alive[:] = [True] * len(link.alive)
@@ -402,13 +375,13 @@ class DomainGroup:
         """The same rows, with the keys of the NICs they now go over."""
         routes = [
             self._route(old.domain, *old.target(row))
-            for row in (range(start, stop) if _varies(old) else (start,))
+            for row in (range(start, stop) if varies(old) else (start,))
         ]
         domain = routes[0][0]
         batch, mr = old.batch, old.transfer.job.mr
         lkey = 0 if mr is None else mr.keys[domain].lkey
         src, nbytes, imm = (
-            _cut_column(c, start, stop) for c in (batch.src, batch.nbytes, batch.imm)
+            cut_column(c, start, stop) for c in (batch.src, batch.nbytes, batch.imm)
         )
         assert src is not None
         assert nbytes is not None
@@ -416,7 +389,7 @@ class DomainGroup:
             assert isinstance(old.nics, int)
             remote, nic = old.remotes, routes[0][1]
             shift = remote.bases[nic] - remote.bases[old.nics]
-            dst = _shifted(_cut_column(batch.dst, start, stop), shift)
+            dst = shifted(cut_column(batch.dst, start, stop), shift)
             peer = remote.link.peer(domain, nic)
             fresh = WriteBatch(
                 stop - start, peer, src, lkey, dst, remote.rkeys[nic], nbytes, imm, 0
@@ -424,7 +397,7 @@ class DomainGroup:
             return Pending(old.transfer, domain, fresh, remote, nic)
         targets = [old.target(row) for row in range(start, stop)]
         nics = [nic for _, nic in routes]
-        dsts = _ints(batch.dst, batch.n)[start:stop]
+        dsts = ints(batch.dst, batch.n)[start:stop]
         moved = [
             at - remote.bases[was] + remote.bases[now]
             for at, (remote, was), now in zip(dsts, targets, nics, strict=True)
@@ -438,38 +411,3 @@ class DomainGroup:
             stop - start, columns[0], src, lkey, columns[1], columns[2], nbytes, imm, 0
         )
         return Pending(old.transfer, domain, fresh, [remote for remote, _ in targets], nics)
-
-
-def _goes_to(pending: Pending, link: Link, nic: int) -> bool:
-    rows = range(pending.at, pending.stop) if _varies(pending) else (pending.at,)
-    return any(remote.link is link and j == nic for remote, j in map(pending.target, rows))
-
-
-def _varies(pending: Pending) -> bool:
-    return not isinstance(pending.remotes, Remote)
-
-
-def _sum_bytes(nbytes: Column, start: int, stop: int) -> int:
-    if isinstance(nbytes, int):
-        return nbytes * (stop - start)
-    return int(np.add.reduce(nbytes[start:stop]))
-
-
-def _ints(column: Column, n: int) -> list[int]:
-    return [column] * n if isinstance(column, int) else column.tolist()
-
-
-def _pick(column: Column, rows: npt.NDArray[np.int64]) -> Column:
-    return column if isinstance(column, int) else column[rows]
-
-
-def _cut_column(column: Column | None, start: int, stop: int) -> Column | None:
-    return column if column is None or isinstance(column, int) else column[start:stop]
-
-
-def _shifted(column: Column | None, shift: int) -> Column:
-    assert column is not None
-    if isinstance(column, int):
-        return column + shift
-    # Unsigned arithmetic wraps, so a negative shift is the addition of its complement.
-    return column + np.uint64(shift % 2**64) if shift else column

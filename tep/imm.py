@@ -124,7 +124,7 @@ class ImmTable(Generic[W]):
     def add_many(self, imms: npt.NDArray[np.uint32]) -> None:
         """Count a burst, one arrival an entry; u32[n], n >= 1."""
         first = int(imms[0])
-        if (imms == first).all():
+        if np.logical_and.reduce(imms == first):
             self.add(first, len(imms))
         elif len(imms) <= _SCALAR_MAX or self._claims:
             for imm in imms.tolist():

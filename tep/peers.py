@@ -140,7 +140,7 @@ class PeerBook:
         """A descriptor ready for posting.
 
         Raises:
-            BadDescriptor, StaleEpoch: as for its address.
+            BadDescriptor, StaleEpoch: as for its address, or a region that cannot be.
             BadRequest: peers may not write there.
         """
         # The cache holds the descriptor, so that its id stays its own.
@@ -157,6 +157,8 @@ class PeerBook:
             raise BadRequest(
                 f"{what}: {desc} was registered with Access.SOURCE; peers may not write there"
             )
+        if max(desc.bases) + desc.nbytes > 2**64:
+            raise BadDescriptor(f"{what}: {desc} at base {max(desc.bases):#x} ends beyond 64 bits")
         if len(self._remotes) >= _RESOLVED_MAX:
             self._remotes.clear()
         found = self._remotes[id(desc)] = Remote(desc, link)

@@ -5,6 +5,7 @@ Records with checks; who may touch them when is the group's business.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -117,7 +118,7 @@ class Template(NamedTuple):
         domain: the local NIC.
         remotes, nics: target region and remote NIC of each row.
         peer, rkey, base: columns.
-        rows: which targets, or None for all of them in order.
+        rows: which targets.
     """
 
     domain: int
@@ -126,7 +127,7 @@ class Template(NamedTuple):
     peer: U64
     rkey: U64
     base: U64
-    rows: npt.NDArray[np.int64] | None
+    rows: slice | npt.NDArray[np.int64]
 
 
 class Targets:
@@ -135,16 +136,18 @@ class Targets:
     Attributes:
         remotes: one region a target.
         nics: NIC count of each target.
+        cycle: least common multiple of them.
         limit_min: length of the shortest region, bytes.
         templates: by (cursor, pinned NIC); kept by the group.
         routes_version: of the group's routes that the templates follow.
     """
 
-    __slots__ = ("limit_min", "nics", "remotes", "routes_version", "templates")
+    __slots__ = ("cycle", "limit_min", "nics", "remotes", "routes_version", "templates")
 
     def __init__(self, remotes: Sequence[Remote]) -> None:
         self.remotes = remotes
         self.nics = tuple(remote.nics for remote in remotes)
+        self.cycle = math.lcm(*self.nics)
         self.limit_min = min(remote.nbytes for remote in remotes)
         self.routes_version = 0
         self.templates: dict[tuple[int, int | None], list[Template]] = {}

@@ -55,6 +55,7 @@ class Job:
         src: address of each row's first byte; a column.
         dst: byte offset of each row in its target region; a column.
         nbytes: of each row; a column.
+        lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper so.
         imm: u32 for all rows, one a row, or None.
         n: rows that NICs will carry.
         total: bytes of all rows.
@@ -67,6 +68,7 @@ class Job:
         "dst",
         "imm",
         "kind",
+        "lengths",
         "longest",
         "mr",
         "n",
@@ -91,6 +93,7 @@ class Job:
         longest: int,
         routing: Routing,
         split: bool = False,
+        lengths: tuple[int, ...] = (),
     ) -> None:
         self.kind = kind
         self.mr = mr
@@ -102,6 +105,7 @@ class Job:
         self.longest = longest
         self.routing = routing
         self.split = split
+        self.lengths = lengths
 
 
 def as_int(value: SupportsIndex, what: str) -> int:
@@ -288,6 +292,7 @@ def scatter_job(
         longest=longest,
         routing=routing,
         split=split,
+        lengths=lengths,
     )
 
 

@@ -74,7 +74,9 @@ class Worker:
         self._messages: dict[int, Message] = {}
         self._message_id = 0
         self._out: Completions = new_completions(options.poll_rows)
-        self._columns = tuple(self._out[name] for name in ("kind", "status", "count", "imm", "ctx"))
+        self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
+        # Kind, status and count of an entry as one number: the first 8 of its 32 bytes.
+        self._heads = self._out.view(np.uint64).reshape(-1, 4)[:, 0]
 
     # ------------------------------------------------------------------ one turn
 
@@ -226,25 +228,29 @@ class Worker:
                 self._take_other(domain, kind, status, ctx)
 
     def _take_columns(self, domain: int, n: int) -> None:
-        kinds, statuses, counts, imms, ctxs = (column[:n] for column in self._columns)
-        kind = int(kinds[0])
-        if (kinds != kind).any():
-            # A mixed burst: immediates by columns, the rest row by row, each in its own order.
-            mine = kinds == _IMM
-            self._count(imms[mine], counts[mine])
-            self._take_rows(domain, self._out[:n][~mine].tolist())
-        elif kind == _IMM:
-            self._count(imms, counts)
-        elif kind == _WRITE and not statuses.any():
-            if (ctxs == ctxs[0]).all():
-                self.group.finish_rows(domain, int(ctxs[0]), int(counts.sum()), Status.OK, 0)
-            else:
-                values, where = np.unique(ctxs, return_inverse=True)
-                sums = np.bincount(where, counts).astype(np.int64)
-                for ctx, count in zip(values.tolist(), sums.tolist(), strict=True):
-                    self.group.finish_rows(domain, ctx, count, Status.OK, 0)
-        else:
-            self._take_rows(domain, self._out[:n].tolist())
+        kinds, counts, imms, ctxs = self._columns
+        heads = self._heads[:n]
+        kind, status, count, *_ = self._out[0].item()
+        if np.logical_and.reduce(heads == heads[0]):
+            if kind == _IMM and count == 1:
+                self.imms.add_many(imms[:n])
+                return
+            if kind == _WRITE and status == Status.OK:
+                self._finish_uniform(domain, ctxs[:n], count)
+                return
+        # A mixed burst: immediates by columns, the rest row by row, each in its own order.
+        mine = kinds[:n] == _IMM
+        self._count(imms[:n][mine], counts[:n][mine])
+        self._take_rows(domain, self._out[:n][~mine].tolist())
+
+    def _finish_uniform(self, domain: int, ctxs: npt.NDArray[np.uint64], count: int) -> None:
+        """Take back a burst of rows that all went well, `count` an entry."""
+        if np.logical_and.reduce(ctxs == ctxs[0]):
+            self.group.finish_rows(domain, int(ctxs[0]), len(ctxs) * count, Status.OK, 0)
+            return
+        values, entries = np.unique(ctxs, return_counts=True)
+        for ctx, n in zip(values.tolist(), entries.tolist(), strict=True):
+            self.group.finish_rows(domain, ctx, n * count, Status.OK, 0)
 
     def _count(self, imms: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32]) -> None:
         if not len(imms):

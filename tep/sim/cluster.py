@@ -109,12 +109,15 @@ class Cluster:
         if profile is None and not move_bytes:
             raise UsageError("Cluster(move_bytes=False): the chaos fabric always moves bytes")
         self._options = options
-        self.env = current_env() or FabricEnv()
+        knobs = None if profile is not None else chaos or Chaos.draw(seed)
+        tie_seed = knobs.seed if knobs is not None and knobs.tie_shuffle else None
+        self.env = current_env() or FabricEnv(tie_seed=tie_seed)
         self.trace = Trace(on=trace)
         self.fabric: ChaosFabric | _ProfileFabric
-        if profile is None:
-            self.fabric = ChaosFabric(self.env, chaos or Chaos.draw(seed), trace=self.trace)
+        if knobs is not None:
+            self.fabric = ChaosFabric(self.env, knobs, trace=self.trace)
         else:
+            assert profile is not None
             self.fabric = _ProfileFabric(
                 self.env, profile, seed=seed, trace=self.trace, move_bytes=move_bytes
             )

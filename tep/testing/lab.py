@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -35,7 +35,8 @@ REUSED: Final = b"\xaa"
 """What the application writes over its source once it may."""
 
 _GAP_BYTES: Final = 32
-_OPTIONS: Final = EngineOptions(poll_rows=64)
+_OPTIONS: Final = EngineOptions(poll_rows=64, post_rows_max=4)
+"""Small, so that buffers cost little to make, and so that batches are posted in turns."""
 
 Piece = tuple[int, int, int]
 """One run of bytes: offset in the source, offset in the target, length."""
@@ -105,7 +106,7 @@ class Host:
         memory: the source of node a; the target of b and c.
         ledger, taps: what crossed its seam, and who wrote it down.
         used: immediates of each value that its expectations and claims have used up.
-        live: False once it crashed or was closed.
+        live: False once it crashed or its engine was closed.
     """
 
     def __init__(
@@ -114,10 +115,10 @@ class Host:
         node: ChaosNode,
         memory: bytearray,
         engine_class: type[TransferEngine],
-        find: Callable[[WriteBatch, int], Mover | None],
+        find: Callable[[str, WriteBatch, int], Mover | None],
     ) -> None:
         self.name = node.name
-        self.ledger = Ledger(find, len(node.domains))
+        self.ledger = Ledger(partial(find, node.name), len(node.domains))
         self.driver = SimDriver(lab.env, node)
         self.taps = [Tap(nic, self.ledger) for nic in node.domains]
         self.engine = engine_class(
@@ -150,7 +151,7 @@ class Lab:
         scenario: Scenario,
         engine_class: type[TransferEngine],
         trace: Trace | None,
-        find: Callable[[WriteBatch, int], Mover | None],
+        find: Callable[[str, WriteBatch, int], Mover | None],
     ) -> None:
         chaos = scenario.chaos
         self.env = FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)

@@ -72,7 +72,7 @@ class Mail:
     def judge(self) -> None:
         """Look at every message once all is quiet."""
         stage = self._stage
-        may_fail = bool(stage.broken) or not stage.sender.live
+        may_fail = stage.harmed
         for number, handle in self.handles.items():
             got, sure = self._got[number], handle.done and self._to[number].live
             if not self._settled[number]:

@@ -113,6 +113,7 @@ def _judge(play: Play) -> None:
         stage.wrong += host.ledger.wrong
         stage.wrong += [str(error) for error in host.engine.callback_errors]
     play.mail.judge()
+    stage.echo.judge()
     if stage.wrong:
         stage.fail("")
     for run in stage.runs.values():
@@ -120,7 +121,8 @@ def _judge(play: Play) -> None:
     for host in hosts:
         if host.live:
             messages = play.mail.handles.values() if host.name == SENDER else ()
-            _judge_engine(stage, host, [handle.state.value for handle in messages])
+            states = [handle.state.value for handle in messages]
+            _judge_engine(stage, host, states + stage.echo.states(host))
         if host.name != SENDER:
             _judge_memory(stage, host)
             _judge_counts(stage, host)
@@ -140,10 +142,13 @@ def _judge_run(stage: Stage, run: Run) -> None:
             stage.fail(f"bytes of {run} landed at {host.name} after it ended {run.state}")
 
 
-def _judge_engine(stage: Stage, host: Host, messages: list[str]) -> None:
-    """4 and 10: idle, and the statistics say what crossed the seam."""
+def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
+    """4 and 10: idle, and the statistics say what crossed the seam.
+
+    `others`: how its messages and answers ended.
+    """
     engine, ledger = host.engine, host.ledger
-    ended = Counter(messages)
+    ended = Counter(others)
     if host.name == SENDER:
         ended.update(run.state for run in stage.runs.values() if run.handle is not None)
     open_waits = sum(w.host is host and not w.settled and not w.claimed for w in stage.waits)
@@ -193,14 +198,14 @@ def _judge_counts(stage: Stage, host: Host) -> None:
                 due[imm] += count * done
     arrived = host.ledger.imms
     for imm in {**arrived, **due}:
-        if not due[imm] <= arrived[imm] <= most[imm]:
+        if not due[imm] <= arrived[imm] <= most[imm] and host.live:
             stage.fail(
                 f"{arrived[imm]} immediates {imm:#x} arrived at {host.name}, "
                 f"of {due[imm]} due and {most[imm]} possible"
             )
     ahead: set[int] = set()
     for wait in stage.waits:
-        if wait.host is host and not wait.settled:
+        if wait.host is host and host.live and not wait.settled:
             _judge_open(stage, wait, first=wait.imm not in ahead)
             ahead.add(wait.imm)
 

@@ -35,6 +35,9 @@ class Play:
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
         Sender(stage)
+        if scenario.close is not None:
+            t_ps, name = scenario.close
+            stage.lab.env.call_at(t_ps, self._close, name)
         for t_ps, fault in scenario.faults:
             stage.lab.env.call_at(t_ps, self._inflict, fault)
 
@@ -57,3 +60,12 @@ class Play:
         host = stage.lab.restart(fault.node)
         self.mail.open(host)
         self._receivers.restarted(host)
+
+    def _close(self, name: str) -> None:
+        stage = self.stage
+        host = stage.lab.hosts.get(name)
+        if host is not None:
+            stage.seen["closed"] += 1
+            stage.closed.add(name)
+            host.live = False
+            host.engine.close()

@@ -82,10 +82,14 @@ class Receivers:
         if handle.cancelled and wait.recalled:
             return
         if not handle.done:
+            if not wait.host.live:
+                return  # its engine was closed
             self.stage.blame(f"an expectation of imm {wait.imm:#x} ended {handle.state.value}")
         used = wait.host.used
         used[wait.imm] += wait.count
         self._fired(wait, used[wait.imm])
+        if wait.host.live:
+            self.stage.echo.answer(wait.host)
         if wait.then is not None:
             wait.then()
 
@@ -135,7 +139,7 @@ class Receivers:
     def _restate(self, waits: list[Wait]) -> None:
         for wait in waits:
             assert wait.handle is not None
-            if wait.handle.cancelled:
+            if wait.handle.cancelled and wait.host.live:
                 self.stage.seen["recalled"] += 1
                 self._expect(replace(wait, settled=0, recalled=False))
 

@@ -71,6 +71,7 @@ class TransferSpec:
         lined_up: the expectations of all rounds are stated at once, not each after the one before.
         cancel_ps: when it is cancelled, counted from its start, or None.
         stale: it names the receivers by the descriptors they had before a restart.
+        probe: right after its submit somebody tries to give the source region back.
     """
 
     kind: TransferKind = "single"
@@ -91,6 +92,7 @@ class TransferSpec:
     lined_up: bool = False
     cancel_ps: int | None = None
     stale: bool = False
+    probe: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(TransferKind), self.kind
@@ -121,18 +123,20 @@ class Scenario:
         transfers: 1 to TRANSFERS_MAX.
         chaos: the fabric's knobs.
         faults: (time in ps, fault); only receivers restart.
-        close_ps: when the sender's engine is closed, or None.
+        close: (time in ps, node) at which one engine is closed, or None.
         messages: how many messages a sends to b, one after the other from the start.
         buffers: receive buffers that b has for them.
+        echo: each count that fires is answered by an empty write back to a.
     """
 
     nics: tuple[int, int, int] = (1, 1, 1)
     transfers: tuple[TransferSpec, ...]
     chaos: Chaos
     faults: tuple[tuple[int, Fault], ...] = ()
-    close_ps: int | None = None
+    close: tuple[int, str] | None = None
     messages: int = 0
     buffers: int = 2
+    echo: bool = False
 
     def __post_init__(self) -> None:
         assert 0 <= self.messages <= MESSAGES_MAX, self.messages
@@ -169,15 +173,15 @@ class Scenario:
         transfers = tuple(
             _draw_transfer(dice, place, theme, wide=wide) for place in range(1, count + 1)
         )
-        close_ps = 1 + dice.below(0, 7, _FAULT_PS) if theme == "close" else None
         return cls(
             nics=nics,
             transfers=transfers,
             chaos=Chaos.draw(seed),
             faults=_draw_faults(dice, theme, nics, transfers),
-            close_ps=close_ps,
+            close=_draw_close(dice, transfers) if theme == "close" else None,
             messages=0 if dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
             buffers=1 + dice.below(0, 32, 2),
+            echo=dice.below(0, 33, 4) == 0,
         )
 
 
@@ -266,6 +270,7 @@ def _draw_transfer(dice: _Dice, place: int, theme: str, *, wide: bool) -> Transf
         knobs["cancel_ps"] = dice.below(place, 18, 900 * _NS)
     if theme == "restart":
         knobs["stale"] = dice.below(place, 19, 3) == 0
+    knobs["probe"] = dice.below(place, 20, 8) == 0
     return TransferSpec(**knobs)
 
 
@@ -293,6 +298,12 @@ def _draw_faults(
             return ((t_ps, Restart(nodes[max(node, 1)])),)
         case _:
             return ()
+
+
+def _draw_close(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[int, str]:
+    """Which engine is closed under everybody's hands, and when."""
+    nodes = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
+    return 1 + dice.below(0, 7, _FAULT_PS), dice.pick(0, 34, nodes)
 
 
 def _literal(record: Any) -> str:

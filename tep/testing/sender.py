@@ -12,7 +12,7 @@ import numpy as np
 from tep.api import Pages, ScatterDst
 from tep.backends.base import Status
 from tep.engine import PeerGroup
-from tep.errors import ClosedError, StaleEpoch
+from tep.errors import BusyError, ClosedError, StaleEpoch
 from tep.handle import State
 from tep.sim.faults import KillNic, Revoke
 from tep.testing.lab import REUSED, Host
@@ -34,13 +34,6 @@ class Sender:
         self._epochs: dict[str, int] = {}
         for place, spec in enumerate(stage.scenario.transfers):
             stage.lab.env.call_at(spec.start_ps, self._begin, (place, 0))
-        if stage.scenario.close_ps is not None:
-            stage.lab.env.call_at(stage.scenario.close_ps, self._close)
-
-    def _close(self, _: object) -> None:
-        self.stage.seen["closed"] += 1
-        self.stage.sender.live = False
-        self.stage.sender.engine.close()
 
     def _begin(self, which: tuple[int, int]) -> None:
         stage = self.stage
@@ -66,6 +59,8 @@ class Sender:
                 stage.fail(f"{run}: refused by an engine that is open")
             return
         self._accepted(run)
+        if spec.probe and spec.kind != "barrier":
+            self._probe(run)
         run.handle.add_done_callback(lambda handle: self._ended(run, handle))
         if spec.cancel_ps is not None and number == 0:
             env = stage.lab.env
@@ -81,6 +76,16 @@ class Sender:
             if epoch < newest:
                 self.stage.fail(f"{run}: {host.name} is known in epoch {newest} already")
             self._epochs[host.name] = epoch
+
+    def _probe(self, run: Run) -> None:
+        """Try to give back the memory that a transfer reads from."""
+        stage = self.stage
+        try:
+            stage.sender.engine.deregister(stage.sender.mr)
+        except BusyError:
+            stage.seen["deregister refused"] += 1
+        else:
+            stage.fail(f"the source was deregistered right after {run} was submitted")
 
     def _submit(self, run: Run) -> Transfer:
         spec, area, hosts = run.spec, run.area, run.hosts
@@ -194,7 +199,8 @@ class Sender:
             case Status.NIC_DOWN:
                 return KillNic(SENDER, nic) in broken
             case Status.UNREACHABLE:
-                return any(isinstance(f, KillNic) and f.node in peers for f in broken)
+                killed = {fault.node for fault in broken if isinstance(fault, KillNic)}
+                return not peers.isdisjoint(killed | self.stage.closed)
             case Status.STALE_PEER:
                 return not all(host.live for host in run.hosts)
             case Status.REMOTE_KEY:
@@ -202,7 +208,9 @@ class Sender:
             case Status.LOCAL_KEY:
                 return any(isinstance(f, Revoke) and f.node == SENDER for f in broken)
             case Status.FLUSHED:
-                flushed = chaos.ordered and chaos.flush_on_error and bool(broken)
+                flushed = chaos.ordered and chaos.flush_on_error and self.stage.harmed
                 return flushed or not self.stage.sender.live
+            case Status.RNR:
+                return chaos.rnr_retries >= 0
             case _:
                 return False

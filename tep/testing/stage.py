@@ -16,8 +16,10 @@ from tep.backends.base import WriteBatch
 from tep.engine import TransferEngine
 from tep.sim.faults import Fault
 from tep.sim.trace import Trace
+from tep.testing.echo import Echo
 from tep.testing.lab import Area, Host, Lab, Piece
 from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
+from tep.testing.tap import Mover
 from tep.transfer import Expectation, Transfer
 
 __all__ = ["Due", "Run", "Stage", "Violation", "Wait"]
@@ -102,6 +104,8 @@ class Stage:
         waits: every expectation and claim, in the order they were stated.
         wrong: what has gone wrong, in words; the first is the finding.
         broken: faults so far.
+        closed: nodes whose engine was closed.
+        echo: the answers.
         seen: how often each thing worth seeing happened.
         routings: of each transfer.
     """
@@ -117,6 +121,7 @@ class Stage:
         self.waits: list[Wait] = []
         self.wrong: list[str] = []
         self.broken: list[Fault] = []
+        self.closed: set[str] = set()
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.nlocal = scenario.nics[0]
         self.routings = tuple(self._routing(spec) for spec in scenario.transfers)
@@ -126,6 +131,12 @@ class Stage:
             for place, rounds in enumerate(self.lab.areas)
             for number, area in enumerate(rounds)
         ]
+        self.echo = Echo(self)
+
+    @property
+    def harmed(self) -> bool:
+        """Whether anything happened, or may happen, that a row fails for."""
+        return bool(self.broken or self.closed) or self.scenario.chaos.rnr_retries >= 0
 
     def blame(self, what: str) -> None:
         """Write down what is wrong. Callbacks use this: the engine would catch what they raise."""
@@ -174,8 +185,10 @@ class Stage:
             scatter_by="bytes" if spec.by_bytes else "peers",
         )
 
-    def _find(self, batch: WriteBatch, start: int) -> Run | None:
+    def _find(self, name: str, batch: WriteBatch, start: int) -> Mover | None:
         """The run that a posted row belongs to: by its source address, or a barrier's immediate."""
+        if name != SENDER:
+            return self.echo.answers(self.lab.hosts[name])
         src = batch.src if isinstance(batch.src, int) else int(batch.src[start])
         if src == 0:
             imm = batch.imm

@@ -50,6 +50,7 @@ def chaos(draw: DrawFn) -> Chaos:
         refuse_post=draw(st.booleans()),
         sq_depth=draw(st.integers(1, 6)),
         imm_credits=draw(st.sampled_from([8, 1, 4, 128])),
+        rnr_retries=draw(st.sampled_from([-1, -1, 0, 2])),
         dead_after_ps=draw(st.sampled_from([300 * _NS, 500 * PS_PER_MS])),
         poll_delay_ps=draw(st.sampled_from([10 * _NS, 50 * _NS, 400 * _NS])),
         pause_ps=draw(st.sampled_from([0, 3 * PS_PER_MS])),
@@ -92,6 +93,7 @@ def transfers(draw: DrawFn) -> TransferSpec:
         lined_up=draw(st.booleans()),
         cancel_ps=draw(st.none() | st.integers(0, 900 * _NS)),
         stale=draw(st.booleans()),
+        probe=draw(st.booleans()),
         **knobs,
     )
 
@@ -116,13 +118,15 @@ def scenarios(draw: DrawFn) -> Scenario:
     specs = tuple(draw(st.lists(transfers(), min_size=1, max_size=4)))
     nics = draw(st.tuples(*[st.integers(1, 4)] * 3))
     nodes = 3 if any(spec.wide for spec in specs) else 2
+    closes = st.tuples(_times(3000), st.sampled_from((SENDER, *RECEIVERS)[:nodes]))
     faults = draw(st.lists(_faults(nics, nodes), max_size=3))
     return Scenario(
         nics=nics,
         transfers=specs,
         chaos=draw(chaos()),
         faults=tuple(sorted(faults, key=lambda fault: fault[0])),
-        close_ps=draw(st.none() | st.none() | _times(3000)),
+        close=draw(st.none() | st.none() | closes),
         messages=draw(st.integers(0, MESSAGES_MAX)),
         buffers=draw(st.integers(1, 2)),
+        echo=draw(st.booleans()),
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+from tep.backends.base import Kind
 from tep.imm import ImmTable
+from tep.worker import Worker
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- counting
@@ -136,3 +138,48 @@ def cancelled_expectation_eats() -> list[Change]:
         return left
 
     return [(ImmTable, "cancel", eat)]
+
+
+# ---------------------------------------------------------------------- counting by columns
+
+BY_COLUMNS: Change = ("tep.worker", "_SCALAR_MAX", 0)
+"""Small runs would count row by row: with this the columns do it, however few the rows."""
+
+
+@bug()
+def column_counts_ignored() -> list[Change]:
+    """In a column of completions each counts as one, whatever its count."""
+
+    def count(self, imms, _):
+        if len(imms):
+            self.imms.add_many(imms)
+
+    return [BY_COLUMNS, (Worker, "_count", count)]
+
+
+@bug()
+def mixed_columns_dropped() -> list[Change]:
+    """When immediates and finished rows come in one burst, only the immediates are taken."""
+    take = Worker._take_columns
+
+    def drop(self, domain, n):
+        kinds = self._out["kind"][:n]
+        if (kinds != kinds[0]).any():
+            mine = kinds == Kind.IMM
+            self._count(self._out["imm"][:n][mine], self._out["count"][:n][mine])
+        else:
+            take(self, domain, n)
+
+    return [BY_COLUMNS, (Worker, "_take_columns", drop)]
+
+
+@bug()
+def column_errors_missed() -> list[Change]:
+    """The statuses of a column of completions are not looked at."""
+    take = Worker._take_columns
+
+    def miss(self, domain, n):
+        self._out["status"][:n] = 0
+        take(self, domain, n)
+
+    return [BY_COLUMNS, (Worker, "_take_columns", miss)]

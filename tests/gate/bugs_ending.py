@@ -65,6 +65,24 @@ def done_on_first_nic() -> list[Change]:
 
 
 @bug()
+def source_not_held() -> list[Change]:
+    """Transfers take no hold of their source region: it can be given back under a NIC's hands."""
+    start, end = Worker.start, Worker._end
+
+    def start_free(self, transfer):
+        start(self, transfer)
+        if transfer.job.mr is not None:
+            transfer.job.mr.inflight = 0
+
+    def end_free(self, handle, state, error=None):
+        if isinstance(handle, Transfer) and handle.job.mr is not None:
+            handle.job.mr.inflight = 1
+        end(self, handle, state, error)
+
+    return [(Worker, "start", start_free), (Worker, "_end", end_free)]
+
+
+@bug()
 def callback_twice() -> list[Change]:
     """A settled handle keeps its callbacks, and stands twice in the list of what to deliver."""
     end = Worker._end

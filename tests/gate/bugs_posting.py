@@ -177,7 +177,7 @@ def scatter_rows_misaligned() -> list[Change]:
     def pick(column, rows):
         return column if isinstance(column, int) else column[: len(rows)]
 
-    return [("tep.group", "_pick", pick)]
+    return [("tep.group", "pick", pick)]
 
 
 @bug()

@@ -150,6 +150,8 @@ def test_engine_is_clean_over_all_seeds(sights: Counter[str]) -> None:
         "row REMOTE_KEY",
         "row LOCAL_KEY",
         "row FLUSHED",
+        "answer",
+        "deregister refused",
         "restart",
         "stale descriptor refused",
         "closed",
@@ -181,7 +183,7 @@ WEAKER: dict[str, Callable[[Scenario], Scenario]] = {
         s, chaos=replace(s.chaos, sq_depth=64, short_post=False, refuse_post=False)
     ),
     "one NIC": lambda s: replace(s, nics=(1, 1, 1), faults=tuple(map(on_first_nic, s.faults))),
-    "no faults": lambda s: replace(s, faults=(), close_ps=None),
+    "no faults": lambda s: replace(s, faults=(), close=None),
     "no cancel": lambda s: replace(
         s, transfers=tuple(replace(t, cancel_ps=None, recall_ps=None) for t in s.transfers)
     ),

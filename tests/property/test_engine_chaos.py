@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given
 
-from tep.testing.oracle import run_scenario
-from tep.testing.scenario import Scenario
-from tep.testing.strategies import scenarios
+import tep.testing
+from tep.testing import Scenario, run_scenario, scenarios
 
 
 @given(scenarios())
@@ -18,10 +17,5 @@ def test_engine_keeps_its_promises(scenario: Scenario) -> None:
 @given(scenarios())
 def test_scenario_prints_as_itself(scenario: Scenario) -> None:
     """A failing scenario is reported as a literal; one that reads otherwise replays another run."""
-    from tep.sim.faults import Chaos, KillNic, Restart, Revoke
-    from tep.testing.scenario import TransferSpec
-
-    names = {
-        kind.__name__: kind for kind in (Chaos, KillNic, Restart, Revoke, Scenario, TransferSpec)
-    }
+    names = {name: getattr(tep.testing, name) for name in tep.testing.__all__}
     assert scenario == eval(repr(scenario), names)  # noqa: S307  # a literal of our own records

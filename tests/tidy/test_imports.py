@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.tidy.sources import dotted, imported, python_files, tree
 
 _CORE_ROOMS = """
-    api dlpack engine errors group handle imm memory plan region report requests stats transfer
+    api dlpack engine errors group handle imm memory pending plan region report requests stats transfer
     units watch wire worker
 """
 CORE = [Path("tep", f"{name}.py") for name in _CORE_ROOMS.split()]
