@@ -253,13 +253,15 @@ def scatter_job(
         if routing.scatter_by == "peers":
             _refuse_shards(verb, routing, "it needs scatter_by='bytes'")
     lengths, sources, places = zip(*dsts, strict=True)
-    offsets = [offset for _, offset in places]
+    _, offsets = zip(*places, strict=True)
     total = sum(lengths)
     # A sum of plain ints is one; anything else in there shows.
     if not (type(total) is type(sum(sources)) is type(sum(offsets)) is int):
         lengths = tuple(as_int(n, f"{verb}: slice {k}: nbytes") for k, n in enumerate(lengths))
         sources = tuple(as_int(n, f"{verb}: slice {k}: src") for k, n in enumerate(sources))
-        offsets = [as_int(n, f"{verb}: slice {k}: target offset") for k, n in enumerate(offsets)]
+        offsets = tuple(
+            as_int(n, f"{verb}: slice {k}: target offset") for k, n in enumerate(offsets)
+        )
         total = sum(lengths)
     longest = max(lengths)
     try:
