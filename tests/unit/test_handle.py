@@ -1,0 +1,233 @@
+"""Handles: waiting, callbacks, errors, and what a stalled one says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from tep.errors import CallbackError, Cancelled, ClosedError, UsageError, WaitTimeout
+from tep.handle import Handle, State
+from tests.support.pairs import pair
+from tests.support.script import Scripted, memory, scripted
+
+
+def write(own: Scripted, on_done=None):
+    mr, desc = own.engine.reg_mr(memory(1 << 20))
+    return own.engine.submit_single_write(64, (mr, 0), (desc, 0), on_done=on_done)
+
+
+def finish(own: Scripted) -> None:
+    own.turn()
+    for nic in own.nics:
+        nic.finish()
+    own.turn()
+
+
+def test_states_run_from_pending_to_one_end() -> None:
+    """A handle that says done and cancelled is read differently by every caller."""
+    own = scripted()
+    sent = write(own)
+    assert (State.PENDING, False, False, False) == (
+        sent.state,
+        sent.settled,
+        sent.done,
+        sent.cancelled,
+    )
+    with pytest.raises(WaitTimeout, match="not settled yet: single of 1 rows, 64 bytes to a: pend"):
+        sent.result()
+    finish(own)
+    assert (State.DONE, True, True, False, None) == (
+        sent.state,
+        sent.settled,
+        sent.done,
+        sent.cancelled,
+        sent.error,
+    )
+    sent.result()
+    sent.wait(0)
+
+
+def test_settling_twice_is_a_bug_that_shows() -> None:
+    """The second end would overwrite what users have read."""
+    handle = Handle(scripted().engine, 0.0)
+    handle._settle(State.DONE)
+    with pytest.raises(AssertionError, match="settled twice: Handle: done"):
+        handle._settle(State.CANCELLED)
+
+
+def test_callbacks_run_after_the_step_and_once() -> None:
+    """Inside the step they could submit while queues are half changed."""
+    own = scripted()
+    seen: list[object] = []
+    sent = write(own, on_done=seen.append)
+    sent.add_done_callback(seen.append)
+    own.engine.step()
+    own.nics[0].finish()
+    own.engine.step()
+    assert sent.done
+    assert [] == seen
+    own.engine.deliver()
+    own.engine.deliver()
+    assert [sent, sent] == seen
+
+
+def test_callback_added_after_the_end_runs_at_once() -> None:
+    """The classic race: it settled between submit and add_done_callback."""
+    own = scripted()
+    seen: list[object] = []
+    sent = write(own)
+    own.turn()
+    own.nics[0].finish()
+    own.engine.step()
+    sent.add_done_callback(seen.append)
+    assert [] == seen, "settled, but not delivered yet: it waits for its turn"
+    own.engine.deliver()
+    sent.add_done_callback(seen.append)
+    assert [sent, sent] == seen
+
+
+def test_raising_callbacks_are_reported_and_disturb_nothing(caplog) -> None:
+    """One bad callback must not swallow those of its neighbours, nor stop the engine."""
+    own = scripted()
+    seen: list[object] = []
+
+    def bad(_: object) -> None:
+        raise RuntimeError("boom")
+
+    first, second = write(own, on_done=bad), write(own, on_done=seen.append)
+    first.add_done_callback(seen.append)
+    with caplog.at_level(logging.ERROR, "tep"):
+        finish(own)
+        second.add_done_callback(bad)
+
+    assert [first, second] == seen
+    assert first.done
+    assert 2 == own.engine.stats().callback_errors
+    errors = own.engine.callback_errors
+    assert [CallbackError] * 2 == [type(error) for error in errors]
+    assert "bad of single of 1 rows, 64 bytes to a: done" in str(errors[0])
+    assert str(errors[0]).endswith("raised RuntimeError: boom")
+    assert isinstance(errors[0].__cause__, RuntimeError)
+    assert 2 == len([record for record in caplog.records if "boom" in record.message])
+
+
+def test_every_kind_of_callback_may_raise() -> None:
+    """Loose immediates, watched words and messages too run user code on the worker."""
+
+    def bad(*_: object) -> None:
+        raise KeyError("x")
+
+    with pair(seed=None) as p:
+        p.b.on_imm(range(5), bad)
+        p.b.submit_recvs(64, 2, bad)
+        word = p.b.alloc_uvm_watcher(bad)
+        for _ in range(3):
+            word.store(int(word.word[0]) + 1)
+            p.settle(
+                p.a.submit_send(p.b.main_address, b"hello"),
+                p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 3),
+            )
+            p.quiet(3)
+
+        assert 9 == p.b.stats().callback_errors
+        assert 9 == len(p.b.callback_errors)
+
+
+def test_only_the_last_callback_errors_are_kept() -> None:
+    """A callback that always raises must not fill the memory."""
+    own = scripted()
+    sent = write(own)
+    finish(own)
+    for _ in range(250):
+        sent.add_done_callback(lambda _: 1 // 0)
+
+    assert 250 == own.engine.stats().callback_errors
+    assert 100 == len(own.engine.callback_errors)
+
+
+def test_callbacks_may_submit() -> None:
+    """Chains of transfers are written that way."""
+    own = scripted()
+    made: list[Handle] = []
+
+    def again(_: object) -> None:
+        if len(made) < 5:
+            made.append(write(own, on_done=again))
+
+    again(None)
+    for _ in range(6):
+        finish(own)
+    assert [True] * 5 == [handle.done for handle in made]
+
+
+def test_wait_that_times_out_reports_the_stall_and_leaves_the_handle() -> None:
+    """'Timed out' alone names neither the peer, the counter, nor how many are missing."""
+    own = scripted(2)
+    got = own.engine.expect_imm_count(0xBEEF, 5)
+    own.nics[1].arrive(0xBEEF, 3)
+    own.nics[1].arrive(0x77, 2)
+    sent = write(own)
+    with pytest.raises(WaitTimeout) as caught:
+        got.wait(0.001)
+    text = str(caught.value)
+
+    assert text.startswith("imm 0xbeef: 3 of 5 arrived; pending after 0.001 s\nengine a: 2 open")
+    assert "single of 1 rows, 64 bytes to a: pending; 1 posted, 0 back, 0 failed, 0 drop" in text
+    assert "NIC 0 (a/0, alive): 1 rows outstanding" in text
+    assert "immediates here that no expectation has used: 0xbeef x 3, 0x77 x 2" in text
+    with pytest.raises(TimeoutError, match="to a: pending; 1 posted, 0 back"):
+        sent.wait(0)
+    own.nics[1].arrive(0xBEEF, 2)
+    own.nics[0].finish()
+    got.wait(1)
+    sent.wait(1)
+
+
+def test_default_timeout_is_the_engines() -> None:
+    """A wait without a limit turns a lost packet into a hung job."""
+    own = scripted()
+    own.engine.wait_timeout_s = 0.001
+    with pytest.raises(WaitTimeout, match="after 0.001 s"):
+        own.engine.expect_imm_count(1, 1).wait()
+
+
+def test_inline_engine_cannot_be_awaited() -> None:
+    """Nobody would turn it: the event loop would sleep for ever."""
+
+    async def main() -> None:
+        own = scripted()
+        with pytest.raises(UsageError, match="an engine with an inline driver cannot be awaited"):
+            await own.engine.expect_imm_count(1, 1)
+        ready = own.engine.expect_imm_count(2, 0)
+        own.turn()
+        await ready
+
+    asyncio.run(main())
+
+
+def test_same_error_raised_to_many_does_not_pile_up_tracebacks() -> None:
+    """Each raise lengthens the traceback that the one exception object carries."""
+    own = scripted()
+    sent = write(own)
+    sent.cancel()
+    own.turn()
+    depths = []
+    for _ in range(5):
+        with pytest.raises(Cancelled) as caught:
+            sent.result()
+        depths.append(len(caught.traceback))
+
+    assert depths[:1] * 5 == depths
+
+
+def test_wait_on_a_closed_engine_raises_its_error() -> None:
+    """It must neither hang nor return as if all were well."""
+    own = scripted()
+    got = own.engine.expect_imm_count(1, 1)
+    own.engine.close()
+    with pytest.raises(ClosedError, match="the engine was closed before this ended"):
+        got.wait(1)
+    got.cancel()
+    assert not got.cancelled

@@ -1,0 +1,248 @@
+"""The table of immediates by hand: early, late, surplus, in line, cancelled, claimed, removed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from tep.errors import BadRequest, BusyError
+from tep.imm import ImmTable, check_imm
+
+COLLIDING = (0, 1, 0x10001, 0x01020304, 0xFFFFFFFF)
+"""Values that a table keyed by 16 bits, by byte-swapped bits, or by signed numbers would mix up."""
+
+
+@dataclass(eq=False)
+class Want:
+    imm: int
+    count: int
+
+
+def expect(table: ImmTable[Want], count: int, imm: int = 7) -> Want:
+    want = Want(imm, count)
+    table.expect(want)
+    return want
+
+
+def fired(table: ImmTable[Want]) -> list[Want]:
+    found, table.reached = table.reached, []
+    return found
+
+
+@pytest.fixture
+def table() -> ImmTable[Want]:
+    return ImmTable()
+
+
+def test_late_expectation_is_reached_by_what_came_early(table) -> None:
+    """Counters exist before expectations; an early immediate dropped hangs the reader for ever."""
+    table.add(7, 3)
+    want = expect(table, 3)
+
+    assert [want] == fired(table)
+    assert {} == table.counts
+
+
+def test_early_expectation_fires_once_at_its_count(table) -> None:
+    """Firing one short releases the reader before the bytes are there; twice releases the next."""
+    want = expect(table, 3)
+    table.add(7, 2)
+    assert [] == fired(table)
+    table.add(7, 1)
+    assert [want] == fired(table)
+    table.add(7, 1)
+    assert [] == fired(table)
+    assert {7: 1} == table.counts
+
+
+def test_surplus_is_carried_to_the_next_expectation(table) -> None:
+    """Zeroing the counter on firing loses what belongs to the next round."""
+    first, second = expect(table, 2), expect(table, 3)
+    table.add(7, 4)
+    assert [first] == fired(table)
+    table.add(7, 1)
+    assert [second] == fired(table)
+    assert {} == table.counts
+
+
+def test_line_is_first_in_first_out_also_when_a_later_one_needs_less(table) -> None:
+    """Otherwise a small request takes the arrivals that an earlier one was promised."""
+    big, small = expect(table, 5), expect(table, 1)
+    table.add(7, 4)
+    assert [] == fired(table)
+    table.add(7, 2)
+    assert [big, small] == fired(table)
+
+
+def test_one_burst_may_reach_several_in_line(table) -> None:
+    """A loop that fires one a burst leaves the rest waiting for an arrival that never comes."""
+    wants = [expect(table, n) for n in (1, 2, 3)]
+    table.add(7, 6)
+
+    assert wants == fired(table)
+
+
+@pytest.mark.parametrize(("leaves", "reached"), [(0, [1, 2]), (1, [0]), (2, [0, 1])])
+def test_cancelled_one_leaves_what_arrived_to_the_others(table, leaves, reached) -> None:
+    """First, middle or last: the line closes up, and nobody waits for one that left."""
+    wants = [expect(table, n) for n in (4, 2, 1)]
+    table.add(7, 3)
+    assert table.cancel(wants[leaves])
+    found = fired(table)
+    if leaves != 0:
+        assert [] == found
+        table.add(7, {1: 1, 2: 3}[leaves])
+        found = fired(table)
+
+    assert [wants[k] for k in reached] == found
+    assert not table.cancel(wants[leaves])
+
+
+def test_cancel_after_reaching_says_no(table) -> None:
+    """A handle that is done must not become cancelled."""
+    want = expect(table, 1)
+    table.add(7, 1)
+
+    assert not table.cancel(want)
+    assert [want] == fired(table)
+
+
+def test_count_zero_is_reached_at_once_but_waits_its_turn_in_line(table) -> None:
+    """A request without pages expects nothing; behind others it still keeps the order."""
+    assert [expect(table, 0)] == fired(table)
+    big, nothing = expect(table, 1), expect(table, 0)
+    assert [] == fired(table)
+    table.add(7, 1)
+    assert [big, nothing] == fired(table)
+
+
+@pytest.mark.parametrize("imm", COLLIDING)
+def test_neighbouring_values_do_not_touch_each_other(table, imm) -> None:
+    """An immediate cut to 16 bits, swapped or signed counts for a stranger."""
+    wants = {value: expect(table, 2, value) for value in COLLIDING}
+    table.add(imm, 1)
+    table.add_many(np.array([imm], np.uint32))
+
+    assert [wants[imm]] == fired(table)
+    assert len(COLLIDING) - 1 == table.waiting
+
+
+def test_claimed_range_goes_to_its_callback_and_is_never_counted(table) -> None:
+    """Loose immediates (one a message) would fill the table of counts for ever."""
+    seen = print
+    table.claim(range(0x100, 0x200), seen)
+    table.add(0x0FF, 1)
+    table.add(0x100, 2)
+    table.add_many(np.array([0x1FF, 0x200, 0x1FF], np.uint32))
+
+    assert [(seen, 0x100, 2), (seen, 0x1FF, 1), (seen, 0x1FF, 1)] == table.loose
+    assert {0x0FF: 1, 0x200: 1} == table.counts
+    assert 6 == table.total
+
+
+@pytest.mark.parametrize(
+    "imms",
+    [range(0), range(0, 10, 2), range(-1, 5), range(2**32, 2**32 + 1), range(5, 2**32 + 1), 7],
+)
+def test_claim_refuses_what_is_no_range_of_immediates(table, imms) -> None:
+    """A range that can never match would swallow a user's callback silently."""
+    with pytest.raises(BadRequest, match="is not a range of 32-bit immediates with step 1"):
+        table.claim(imms, print)
+
+
+def test_claims_may_touch_and_not_overlap(table) -> None:
+    """Two owners of one immediate: which of them gets it would be a matter of order."""
+    table.claim(range(10, 20), print)
+    table.claim(range(20, 30), print)
+    with pytest.raises(
+        BadRequest, match=r"on_imm: range\(19, 21\) overlaps range\(10, 20\), which is claimed"
+    ):
+        table.claim(range(19, 21), print)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_claim_refuses_an_immediate_in_use(table, early) -> None:
+    """An expectation of a claimed immediate would wait for ever, a count of it never be handed."""
+    if early:
+        table.add(12, 1)
+    else:
+        expect(table, 1, 12)
+    with pytest.raises(BadRequest, match=r"imm=0xc in range\(10, 20\) is expected or counted"):
+        table.claim(range(10, 20), print)
+
+
+def test_expecting_a_claimed_immediate_is_refused(table) -> None:
+    """It could never be reached."""
+    table.claim(range(10, 20), print)
+    with pytest.raises(BadRequest, match=r"imm=0xb is claimed by on_imm\(range\(10, 20\)\)"):
+        expect(table, 1, 11)
+    assert 0 == table.waiting
+
+
+def test_remove_forgets_count_or_claim(table) -> None:
+    """An application that ends a request gives its immediate back, to be used anew."""
+    table.add(7, 5)
+    table.claim(range(10, 20), print)
+
+    assert 5 == table.remove(7)
+    assert 0 == table.remove(7)
+    assert 0 == table.remove(10)
+    table.add(11, 1)
+    assert {11: 1} == table.counts
+
+
+def test_remove_refuses_what_somebody_waits_for(table) -> None:
+    """The waiter would hang."""
+    expect(table, 5)
+    table.add(7, 2)
+    with pytest.raises(BusyError, match=r"imm=0x7 is expected \(2 of 5 are here\)"):
+        table.remove(7)
+
+
+def test_take_takes_all_or_nothing_and_respects_the_line(table) -> None:
+    """A pollable counter that jumps the line starves an expectation."""
+    table.add(7, 3)
+    assert not table.take(7, 4)
+    assert table.take(7, 2)
+    assert {7: 1} == table.counts
+    expect(table, 2)
+    assert not table.take(7, 1)
+
+
+def test_give_up_empties_the_lines_and_keeps_the_counts(table) -> None:
+    """On close every waiter is told, once; what arrived stays in the statistics."""
+    wants = [expect(table, 2), expect(table, 2), expect(table, 1, 8)]
+    table.add(7, 1)
+
+    assert wants == table.give_up()
+    assert 0 == table.waiting
+    assert {7: 1} == table.counts
+    assert [] == table.give_up()
+
+
+def test_counts_back_at_zero_leave_the_table(table) -> None:
+    """Fresh immediates for ever would otherwise fill the memory of a long-lived engine."""
+    for imm in range(1000):
+        expect(table, 1, imm)
+        table.add(imm, 1)
+
+    assert 1000 == len(fired(table))
+    assert {} == table.counts
+    assert 0 == table.waiting
+
+
+@pytest.mark.parametrize("imm", [-1, 2**32, "7", 1.0, None])
+def test_check_imm_refuses_what_is_no_32_bit_number(imm) -> None:
+    """A float or a 33rd bit would be cut on the wire and count for somebody else."""
+    with pytest.raises(BadRequest, match="is not an integer of 32 bits"):
+        check_imm(imm)
+
+
+def test_check_imm_makes_plain_ints_of_numpy_ones() -> None:
+    """A numpy integer as key of a dict is slow, and wraps in arithmetic."""
+    for imm in (np.uint32(0xFFFFFFFF), np.int64(3), 5):
+        found = check_imm(imm)
+        assert int(imm) == found
+        assert type(found) is int
