@@ -140,7 +140,7 @@ class InlineDriver:
                 return False
         return True
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # the protocol's
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
         raise UsageError(
             "an engine with an inline driver cannot be awaited: nobody would turn it; "
             "use wait() or turn()"

@@ -187,5 +187,5 @@ class Handle:
     def _call(self, callback: Callable[[Handle], object]) -> None:
         try:
             callback(self)
-        except Exception as error:  # noqa: BLE001  # a user's fault must not stop the engine; it is reported
+        except Exception as error:  # noqa: BLE001  # a user's fault, reported
             self._owner.report_callback_error(self, callback, error)

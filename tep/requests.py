@@ -55,7 +55,8 @@ class Job:
         src: address of each row's first byte; a column.
         dst: byte offset of each row in its target region; a column.
         nbytes: of each row; a column.
-        lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper so.
+        lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper
+            so.
         imm: u32 for all rows, one a row, or None.
         n: rows that NICs will carry.
         total: bytes of all rows.

@@ -116,12 +116,14 @@ class Worker:
         for callback, imm, count in loose:
             self._run(callback, imm, count)
         received, self._received = self._received, []
-        for domain, slot in received:
-            if self.closed:  # by a callback just now
+        for nic, slot in received:
+            if self.closed:  # by a callback just now: no NIC is there to be asked
                 break
+            domain = self.group.domains[nic]
             if self.receive is not None:
-                self._run(self.receive, self.group.domains[domain].recv_view(slot))
-            self.group.domains[domain].recv_done(slot)
+                self._run(self.receive, domain.recv_view(slot))
+            if not self.closed:
+                domain.recv_done(slot)
         if self.watch:
             for watching, old, new in self.watch.look():
                 self._run(watching, old, new)
@@ -129,7 +131,7 @@ class Worker:
     def _run(self, callback: Callable[..., object], *args: object) -> None:
         try:
             callback(*args)
-        except Exception as error:  # noqa: BLE001  # a user's fault must not stop the engine; it is reported
+        except Exception as error:  # noqa: BLE001  # a user's fault, reported
             self.report(callback, error)
 
     def busy(self) -> bool:
@@ -353,7 +355,6 @@ class Worker:
             domain.close()
             while n := domain.poll(self._out):
                 self._take_rows(index, self._out[:n].tolist())
-        self._received.clear()  # their buffers went with the NIC
         self._settle_ended()
         self._settle_reached()
         for expectation in self.imms.give_up():

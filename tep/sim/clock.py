@@ -160,7 +160,7 @@ class FabricEnv(simpy.Environment):
     ) -> None:
         """Queue an event of simpy's own; checks that the delay is a whole number of ps."""
         try:
-            whole = operator.index(delay)  # type: ignore[arg-type]  # a float is what is asked about
+            whole = operator.index(delay)  # type: ignore[arg-type]  # a float may come
         except TypeError:
             raise UsageError(
                 f"delay {delay!r}: simulated time is an integer count of picoseconds; "

@@ -46,6 +46,8 @@ class ScriptNic:
         send_room: messages it takes.
         refuse_connect: address -> what connect() raises for it.
         refuse_register: what register() raises.
+        calls: rows offered in each post().
+        slots: messages received and not given back.
         keys: what is registered now.
         closed: close() was called.
     """
@@ -73,6 +75,8 @@ class ScriptNic:
         self.refuse_register: FabricError | None = None
         self.keys: list[DomainKey] = []
         self.peers: list[bytes] = []
+        self.calls: list[int] = []
+        self.slots: dict[int, bytes] = {}
         self.closed = False
         self.waker: Callable[[], None] = lambda: None
         self._events: deque[tuple[int, int, int, int, int, int, int]] = deque()
@@ -89,6 +93,12 @@ class ScriptNic:
     def arrive(self, imm: int, count: int = 1) -> None:
         """Let immediates of a peer arrive here."""
         self._events.append((Kind.IMM, Status.OK, count, imm, 0, 0, 0))
+
+    def receive(self, payload: bytes) -> None:
+        """Let a message of a peer arrive here."""
+        slot = len(self.slots)
+        self.slots[slot] = payload
+        self._events.append((Kind.RECV, Status.OK, 1, 0, 0, slot, len(payload)))
 
     def acknowledge(self, status: Status = Status.OK) -> None:
         """Return the messages it took."""
@@ -125,6 +135,7 @@ class ScriptNic:
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         assert not self.closed, "posted on a closed NIC"
+        self.calls.append(stop - start)
         taken = min(self.room, stop - start)
         for index, row in enumerate(batch.rows(start, start + taken), start):
             done = Posted(row, batch.ctx, index)
@@ -144,10 +155,12 @@ class ScriptNic:
         pass
 
     def recv_view(self, slot: int) -> memoryview:
-        raise AssertionError(f"nothing was received in slot {slot}")
+        assert not self.closed, "a message was read on a closed NIC"
+        return memoryview(self.slots[slot])
 
     def recv_done(self, slot: int) -> None:
-        raise AssertionError(f"nothing was received in slot {slot}")
+        assert not self.closed, "a buffer was given back to a closed NIC"
+        del self.slots[slot]
 
     def poll(self, out: Completions) -> int:
         filled = 0

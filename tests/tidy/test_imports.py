@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.tidy.sources import dotted, imported, python_files, tree
 
 _CORE_ROOMS = """
-    api dlpack engine errors group handle imm memory pending plan region report requests stats transfer
-    units watch wire worker
+    api dlpack engine errors group handle imm machine memory peers pending plan region report
+    requests stats transfer units watch wire worker
 """
 CORE = [Path("tep", f"{name}.py") for name in _CORE_ROOMS.split()]
 

@@ -108,6 +108,22 @@ def test_small_transfer_overtakes_a_huge_one_in_bounded_time() -> None:
     assert huge.stats().rows_posted <= 4 * 1024
 
 
+def test_wide_queue_takes_large_transfers_in_turns_while_others_wait() -> None:
+    """One post of 50,000 rows keeps its neighbour waiting as long as a narrow queue would."""
+    e = Ends(1, options=EngineOptions(post_rows_max=10))
+    alone = e.pages(500, imm=None)
+    e.own.turn()
+    assert [500] == e.nics[0].calls
+    first, second = e.pages(500, imm=None), e.pages(500, imm=None)
+    e.own.turn()
+    assert [10] * 64 == e.nics[0].calls[1:]
+    assert [320, 320] == [transfer.stats().rows_posted for transfer in (first, second)]
+    e.own.turn(2)
+    finish_all(e.own)
+    assert alone.done
+    assert second.done
+
+
 def test_many_transfers_share_a_narrow_queue_evenly() -> None:
     """First come, all served: with a queue of 10 rows nobody waits for a neighbour to end."""
     e = Ends(1, options=EngineOptions(post_rows_max=10))
@@ -281,6 +297,8 @@ def test_unreachable_remote_nic_leaves_its_rows_to_the_others() -> None:
     late = {e.meant(0, row)[1] for row in e.nics[0].posted[4:]}
     assert bad not in late
     assert {0, 1, 2} - {bad} == late
+    expected = [(k * KiB, k * KiB) for k in (*range(3), *range(12))]
+    assert sorted(expected) == e.places()
     assert "X" in e.engine.explain(e.descs[0])
 
 
@@ -330,30 +348,63 @@ def test_scatter_rows_are_rerouted_each_with_its_own_peer_keys(grouped) -> None:
     assert expected == e.places(), "templates of dead routes"
 
 
-def test_scatter_avoids_the_one_dead_nic_of_the_one_peer() -> None:
-    """A dead NIC of one peer must not move the rows of the others."""
-    e = Ends(1, (2, 2))
-    e.nics[0].room = 0
-    sent = e.scatter()
-    e.own.turn()
-    link = e.engine._peers.resolve(e.descs[1], "test").link
-    probe = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[1], 0))
-    e.own.turn()
-    e.nics[0].room = 1  # the scatter's first row, to peer 0
+@pytest.mark.parametrize("round_", range(2))
+def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_) -> None:
+    """Half posted, one NIC of a peer dead: its row alone moves, with that peer's other key."""
+    e = Ends(1, (2, 2, 2))
+    if round_:  # another cursor
+        e.pages(1)
+    probes = [e.engine.submit_single_write(8, (e.mr, 0), (e.descs[1], 0)) for _ in range(2)]
     e.own.turn()
     e.nics[0].room = 1
+    sent = e.scatter()
     e.own.turn()
-    assert [0, 1] == sorted(e.meant(0, row)[0] for row in e.nics[0].posted)
-    posted = next(k for k, row in enumerate(e.nics[0].posted) if e.meant(0, row)[0] == 1)
-    dead = e.meant(0, e.nics[0].posted[posted])[1]
-    e.nics[0].finish(posted)
-    e.nics[0].finish(1, Status.UNREACHABLE)
+    before = len(e.nics[0].posted)
+    dead = e.engine._worker.group._queues[0][0].nics[1]
+    for row in list(e.nics[0].out):
+        failed = e.meant(0, row)[:2] == (1, dead)
+        e.nics[0].finish(1, Status.UNREACHABLE if failed else Status.OK)
+    e.own.turn()
     e.nics[0].room = 9
-    e.own.turn()
     finish_all(e.own)
-    assert not link.alive[dead]
-    assert all(handle.settled for handle in (sent, probe))
-    assert all(e.meant(0, row)[:2] != (1, dead) for row in e.nics[0].posted[posted + 1 :])
+
+    assert sent.done
+    assert ["UNREACHABLE"] == [probe.error.code for probe in probes if probe.error]
+    late = [e.meant(0, row) for row in e.nics[0].posted[before:]]
+    assert [(1, 1 - dead, KiB, 7), (2, late[1][1], 2 * KiB, 14)] == late
+
+
+def test_error_of_a_scatter_names_the_peer_of_its_row() -> None:
+    """'One of 63 peers' is no help."""
+    e = Ends(1, (1, 2, 1))
+    sent = e.scatter()
+    e.own.turn()
+    e.nics[0].finish(1)
+    e.nics[0].finish(1, Status.REMOTE_RANGE)
+    e.nics[0].finish()
+    e.own.turn()
+
+    assert sent.error.peer.startswith("p1 NIC ")
+    assert 1 == sent.error.row
+
+
+def test_rows_that_cannot_move_take_the_rest_of_their_transfer_with_them() -> None:
+    """It has failed: whatever else of it is posted only wastes the wire."""
+    e = Ends(3, (3,))
+    for nic in e.nics:
+        nic.room = 0
+    sent = e.pages(12)
+    e.own.turn()
+    error = FabricError("scripted: no route", code="UNREACHABLE")
+    e.nics[1].refuse_connect[e.peers[0].nics[0].address] = error
+    e.nics[0].go_down()
+    e.own.turn()
+    e.nics[1].room = e.nics[2].room = 100
+    e.own.turn(2)
+
+    assert error is sent.error
+    assert [] == e.own.posted
+    assert 0 == e.engine.stats().rows_backlog
 
 
 def test_nic_that_cannot_connect_fails_the_rows_that_moved_to_it() -> None:

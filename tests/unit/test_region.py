@@ -10,7 +10,7 @@ import pytest
 
 from tep.api import Pages
 from tep.backends.base import Access
-from tep.errors import BadRequest, BusyError, ClosedError
+from tep.errors import BadRequest, BusyError, ClosedError, StaleEpoch
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 
@@ -178,3 +178,14 @@ def test_group_remembers_the_last_targets_and_notices_changes() -> None:
     own.engine.add_peer_group([later.engine.main_address])
     assert turned is not group.targets([descs[2], descs[0]], "test")
     assert 2 == len(group.targets([descs[2], descs[0]], "test").remotes)
+
+
+def test_group_notices_that_a_peer_restarted_behind_the_same_descriptors() -> None:
+    """The cached columns hold the dead incarnation's keys."""
+    own, peer = scripted(), scripted(name="b")
+    _, desc = peer.engine.reg_mr(memory(64))
+    group = own.engine.add_peer_group([peer.engine.main_address])
+    group.targets([desc], "test")
+    own.engine.add_peer_group([scripted(name="b", epoch=2).engine.main_address])
+    with pytest.raises(StaleEpoch, match="test: b is known in epoch 2, this is of epoch 1"):
+        group.targets([desc], "test")

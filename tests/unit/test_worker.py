@@ -294,6 +294,53 @@ def test_engine_closed_by_its_own_callback() -> None:
     assert 0 == len(own.engine.callback_errors)
 
 
+def test_messages_are_handed_over_once_and_their_buffers_go_back() -> None:
+    """A buffer kept, or given back before it was read, corrupts the next message."""
+    own = scripted()
+    seen: list[bytes] = []
+    own.engine.submit_recvs(8, 2, lambda view: seen.append(bytes(view)))
+    own.nics[0].receive(b"one")
+    own.nics[0].receive(b"two")
+    own.turn(2)
+
+    assert [b"one", b"two"] == seen
+    assert {} == own.nics[0].slots
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_messages_that_come_with_the_close(closes) -> None:
+    """Its reader closes the engine, or it comes out of the last poll: no closed NIC is read."""
+    own = scripted()
+    seen: list[bytes] = []
+
+    def read(view: memoryview) -> None:
+        seen.append(bytes(view))
+        if closes:
+            own.engine.close()
+
+    own.engine.submit_recvs(8, 2, read)
+    own.nics[0].receive(b"one")
+    own.nics[0].receive(b"two")
+    if closes:
+        own.turn(2)
+    own.engine.close()
+
+    assert ([b"one"] if closes else []) == seen
+    assert 0 == own.engine.stats().callback_errors
+
+
+def test_message_polled_before_the_close_is_still_handed_over() -> None:
+    """Its sender was told that it arrived."""
+    own = scripted()
+    seen: list[bytes] = []
+    own.engine.submit_recvs(8, 2, lambda view: seen.append(bytes(view)))
+    own.nics[0].receive(b"one")
+    own.engine.step()
+    own.engine.close()
+
+    assert [b"one"] == seen
+
+
 def test_nic_that_keeps_rows_at_close_is_named() -> None:
     """A backend that breaks C14 shows here, and not as a hang months later."""
     own = scripted()
