@@ -37,6 +37,8 @@ class Settles(Protocol):
 
     def add_done_callback(self, callback: Callable[[Settles], object], /) -> None: ...
 
+    def remove_done_callback(self, callback: Callable[[Settles], object], /) -> None: ...
+
 
 class Machine(Protocol):
     """What a driver turns: the engine."""
@@ -58,6 +60,9 @@ class Machine(Protocol):
 
     def arm(self) -> bool:
         """Ask each NIC for one wake-up; False: something is waiting already."""
+
+    def crash(self, error: BaseException) -> None:
+        """A step raised, which is a bug in tep: fail what is open, since nobody will turn again."""
 
     def must_poll(self) -> bool:
         """Whether some NIC gives no sign of news, so that it must be polled now and then."""
@@ -112,6 +117,7 @@ class InlineDriver:
     def __init__(self, ring: list[Machine] | None = None) -> None:
         self.ring: list[Machine] = [] if ring is None else ring
         self._machine: Machine | None = None
+        self._turning = False
         self.lock: AbstractContextManager[object] = contextlib.nullcontext()
 
     def start(self, machine: Machine) -> None:
@@ -123,10 +129,18 @@ class InlineDriver:
 
     def turn(self) -> bool:
         """Step every machine of the ring once; True if any had work."""
-        work = False
-        for machine in tuple(self.ring):
-            work |= machine.step()
-            machine.deliver()
+        if self._turning:
+            raise UsageError(
+                "turn() or wait() inside a callback of the same engine would turn it while it is "
+                "turned; use callbacks"
+            )
+        self._turning, work = True, False
+        try:
+            for machine in tuple(self.ring):
+                work |= machine.step()
+                machine.deliver()
+        finally:
+            self._turning = False
         return work
 
     def call(self, function: Callable[[], T]) -> T:
@@ -244,12 +258,19 @@ class ThreadDriver:
         if handle.settled:
             return True
         done = threading.Event()
-        handle.add_done_callback(lambda _: done.set())
+
+        def wake(_: Settles) -> None:
+            done.set()
+
+        handle.add_done_callback(wake)
         deadline = time.monotonic() + timeout_s
-        while not done.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S))):
-            if time.monotonic() >= deadline:
-                return handle.settled
-            self._check_alive(handle)
+        try:
+            while not done.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S))):
+                if time.monotonic() >= deadline:
+                    return handle.settled
+                self._check_alive(handle)
+        finally:
+            handle.remove_done_callback(wake)  # a wait that is repeated must not pile them up
         return True
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -283,8 +304,12 @@ class ThreadDriver:
             self._kicked.clear()
             while self._calls:
                 self._calls.popleft()()
-            work = machine.step()
-            machine.deliver()
+            try:
+                work = machine.step()
+                machine.deliver()
+            except BaseException as error:
+                machine.crash(error)
+                raise
             if work or self._calls:
                 spin_until = 0.0
                 continue

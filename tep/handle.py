@@ -140,7 +140,10 @@ class Handle:
                     loop.call_soon_threadsafe(settle)
 
             self.add_done_callback(wake)
-            yield from future
+            try:
+                yield from future
+            finally:
+                self.remove_done_callback(wake)  # a wait that was cancelled leaves nothing behind
         self.result()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
@@ -160,6 +163,13 @@ class Handle:
                 return
         self._call(mine)
 
+    def remove_done_callback(self, callback: Callable[[Self], object]) -> None:
+        """Take a callback back, once, if it has not been called yet."""
+        mine = cast("Callable[[Handle], object]", callback)
+        with self._owner.driver.lock:
+            if self._callbacks is not None and mine in self._callbacks:
+                self._callbacks.remove(mine)
+
     def cancel(self) -> None:
         """Ask for an early end.
 
@@ -172,10 +182,10 @@ class Handle:
         """Worker only: end, once."""
         assert self._state is State.PENDING, f"settled twice: {self.describe()}"
         assert state is not State.PENDING
+        self._state = state  # first, so that the message says how it ended
         if state is State.CANCELLED and error is None:
             error = Cancelled(f"cancelled: {self.describe()}")
         self._error = error
-        self._state = state
 
     def _deliver(self) -> None:
         """Driver only, outside the step: run the callbacks."""

@@ -119,6 +119,16 @@ class EngineMachine:
         """Driver: whether words are watched."""
         return len(self._worker.watch) > 0
 
+    def crash(self, error: BaseException) -> None:
+        """Driver: a step raised; nothing will be turned any more."""
+        self._closed = True
+        self._worker.abandon(
+            ClosedError(
+                f"engine {self.name!r} was stopped by a bug in tep or in its backend: "
+                f"{type(error).__name__}: {error}; what NICs hold is unknown, keep the memory mapped"
+            )
+        )
+
     def must_poll(self) -> bool:
         """Driver: whether a NIC gives no sign of news."""
         return not all(domain.caps.wakes for domain in self._domains)

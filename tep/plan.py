@@ -84,7 +84,8 @@ def _lane_numbers(nlocal: int, nremote: int, cursor: int, domain: int | None) ->
         return [(cursor + k) % count for k in range(count)]
     if not 0 <= domain < nlocal:
         raise BadRequest(f"routing.domain={domain}, but this engine has NICs 0 to {nlocal - 1}")
-    return list(range(domain, count, nlocal))
+    own = count // nlocal
+    return [domain + nlocal * ((cursor + k) % own) for k in range(own)]
 
 
 def _shards(nbytes: int, nlanes: int, num_shards: int | None) -> int:

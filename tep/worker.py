@@ -363,6 +363,14 @@ class Worker:
         left = [handle.describe() for handle in self.open]
         assert not left, f"a NIC closed without returning what it had: {left}"
 
+    def abandon(self, error: ClosedError) -> None:
+        """Fail whatever has not settled, and tell its users: the accounts cannot be trusted."""
+        for handle in self.unsettled():
+            if not handle.settled:
+                handle._settle(State.FAILED, error)
+                self._settled.append(handle)
+        self.deliver()
+
     def take_all_commands(self) -> None:
         """Take every command, for what must come after all that was submitted before it."""
         while self.commands:

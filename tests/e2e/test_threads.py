@@ -351,3 +351,33 @@ def test_backlog_limit_holds_under_many_threads() -> None:
         run_all(user, user, user, user)
         assert p.a._rows_asked == p.a._worker.taken
         p.a.submit_paged_writes(8, (p.mr, pages), (p.desc, pages)).wait(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_a_step_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assert that fails on the worker must reach those who wait, and not leave them for ever."""
+    with pair(threads=True) as p:
+
+        def explode(_: object) -> int:
+            raise AssertionError("planted")
+
+        async def hope() -> None:
+            expectation = p.b.expect_imm_count(5, 1)
+            monkeypatch.setattr(p.b._domains[0], "poll", explode)
+            p.b.driver.kick()
+            await asyncio.wait_for(expectation, WAIT_S)
+
+        with pytest.raises(ClosedError, match="stopped by a bug .*AssertionError: planted"):
+            asyncio.run(hope())
+        with pytest.raises(ClosedError, match="closed"):
+            p.b.expect_imm_count(6, 1)
+
+
+def test_inline_wait_inside_a_callback_is_refused() -> None:
+    """It would turn the engine while it is turned."""
+    with pair() as p:
+        never = p.a.expect_imm_count(5, 1)
+        done = p.a.expect_imm_count(6, 0, on_done=lambda _: never.wait(1.0))
+        p.settle(done)
+
+        assert any("inside a callback" in str(error) for error in p.a.callback_errors)

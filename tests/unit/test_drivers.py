@@ -32,6 +32,10 @@ class Handle:
         else:
             self._callbacks.append(callback)
 
+    def remove_done_callback(self, callback: Callable[[Handle], object]) -> None:
+        if callback in self._callbacks:
+            self._callbacks.remove(callback)
+
     def settle(self) -> None:
         self.settled = True
         for callback in self._callbacks:
@@ -51,6 +55,10 @@ class Machine:
         self.arms = True
         self.is_watching = False
         self.is_busy = False
+        self.crashed_by: BaseException | None = None
+
+    def crash(self, error: BaseException) -> None:
+        self.crashed_by = error
 
     def step(self) -> bool:
         self.steps += 1
@@ -261,6 +269,16 @@ def test_wait_notices_that_the_worker_died(driver: ThreadDriver, machine: Machin
     driver.kick()
     with pytest.raises(ClosedError, match="the engine's worker has ended"):
         driver.wait(Handle(), PATIENCE_S)
+    assert "planted" == str(machine.crashed_by), "the machine must be told, for those who await"
+
+
+def test_waits_that_time_out_leave_nothing_on_the_handle(driver: ThreadDriver) -> None:
+    """A program that waits in short steps for hours must not grow."""
+    handle = Handle()
+    for _ in range(3):
+        assert not driver.wait(handle, 0.0)
+
+    assert [] == handle._callbacks
 
 
 def test_idle_uses_no_cpu(driver: ThreadDriver, machine: Machine) -> None:

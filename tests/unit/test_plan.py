@@ -76,7 +76,18 @@ def test_single_pinned_pairs_its_nic_with_remote_nics_it_shares_lanes_with() -> 
     """The reference takes the remote key by another index than the NIC: wrong keys on the wire."""
     plan = plan_single(64 * KIB, 2, 4, 3, Routing(domain=1))
 
-    assert [(1, 1), (1, 3)] == [(share.domain, share.remote) for share in plan.shares]
+    assert [(1, 3), (1, 1)] == [(share.domain, share.remote) for share in plan.shares]
+
+
+def test_single_pinned_takes_the_remote_nics_in_turn() -> None:
+    """A pinned stream of small writes would load one NIC of the target and leave the others idle."""
+    routing, cursor, remotes = Routing(domain=1), 0, []
+    for _ in range(4):
+        plan = plan_single(100, 2, 4, cursor, routing)
+        remotes += [share.remote for share in plan.shares]
+        cursor = plan.cursor
+
+    assert [1, 3, 1, 3] == remotes
 
 
 def test_single_beyond_the_longest_row_becomes_several_rows() -> None:

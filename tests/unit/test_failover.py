@@ -1,0 +1,260 @@
+"""NICs that die, here or at a peer: what waits moves with the right keys, what is out fails."""
+
+from __future__ import annotations
+
+import pytest
+
+from tep.api import Routing
+from tep.backends.base import Status
+from tep.errors import FabricError
+from tep.units import KiB
+from tests.support.ends import Ends, finish_all
+
+
+def test_dead_nic_hands_its_waiting_rows_to_the_living() -> None:
+    """Rows left in a dead NIC's queue hang their transfer; with its keys they write elsewhere."""
+    e = Ends(2, (3,))
+    e.nics[0].room = 0
+    sent = e.pages(12)
+    e.own.turn()
+    e.nics[0].go_down()
+    e.own.turn(2)
+    finish_all(e.own)
+
+    assert sent.done
+    assert [(k * KiB, k * KiB) for k in range(12)] == e.places()
+    assert [] == e.nics[0].posted
+    later = e.pages(12)
+    e.own.turn()
+    finish_all(e.own)
+    assert later.done
+    assert [] == e.nics[0].posted, "posted on a NIC known dead"
+    assert 24 == later.rows * 2
+
+
+def test_rows_posted_on_a_dead_nic_fail_and_are_not_replayed() -> None:
+    """They may have landed: a second immediate would release the reader of the next round."""
+    e = Ends(2)
+    e.nics[0].room = 2
+    sent = e.pages(12)
+    other = e.pages(2)
+    e.own.turn()
+    before = len(e.own.posted)
+    e.nics[0].go_down()
+    e.own.turn(3)
+    finish_all(e.own)
+
+    with pytest.raises(FabricError, match="NIC_DOWN"):
+        sent.result()
+    assert other.done
+    places = e.places()
+    assert before + 1 == len(places), "only the other transfer's waiting row may be posted"
+
+
+def test_row_that_says_nic_down_is_as_good_as_the_nics_own_word() -> None:
+    """Until DOWN comes, more rows would be thrown after the first."""
+    e = Ends(2)
+    first = e.pages(2)
+    e.own.turn()
+    e.nics[0].finish(status=Status.NIC_DOWN)
+    e.own.turn()
+    e.nics[1].finish()
+    e.own.turn()
+    assert "NIC_DOWN" == first.error.code
+    second = e.pages(4)
+    e.own.turn()
+    finish_all(e.own)
+    assert second.done
+    assert 1 == len(e.nics[0].posted)
+
+
+def test_last_nic_dead_fails_what_waits_and_what_comes() -> None:
+    """Without a NIC nothing can ever end by itself."""
+    e = Ends(2)
+    e.nics[0].room = e.nics[1].room = 0
+    waiting = e.pages(4)
+    e.own.turn()
+    for nic in e.nics:
+        nic.go_down()
+    e.own.turn(2)
+    later = e.pages(4)
+    message = e.engine.submit_send(e.peers[0].engine.main_address, b"x")
+    e.own.turn()
+    for handle in (waiting, later, message):
+        with pytest.raises(FabricError, match=r"no NIC of this engine is alive \(a/0, a/1\)"):
+            handle.result()
+    assert 0 == e.engine.stats().rows_backlog
+    assert 0 == e.mr.inflight
+
+
+def test_cancel_of_what_failed_in_the_same_step_is_harmless() -> None:
+    """Settling a handle twice stops the worker, and with it every other transfer."""
+    e = Ends(1)
+    e.nics[0].go_down()
+    e.own.turn()
+    sent = e.pages(4)
+    sent.cancel()
+    e.own.turn(2)
+
+    assert sent.error.code == "NIC_DOWN"
+
+
+def test_unreachable_remote_nic_leaves_its_rows_to_the_others() -> None:
+    """One cable pulled at the peer must not stop traffic that its other NICs can take."""
+    e = Ends(1, (3,))
+    e.nics[0].room = 4
+    first = e.pages(3)
+    e.own.turn()
+    waiting = e.pages(12)
+    e.own.turn()
+    bad = e.meant(0, e.nics[0].posted[1])[1]
+    e.nics[0].finish(1)
+    e.nics[0].finish(1, Status.UNREACHABLE)
+    e.own.turn()
+    e.nics[0].room = 100
+    finish_all(e.own)
+
+    assert first.error.code == "UNREACHABLE"
+    assert waiting.done
+    late = {e.meant(0, row)[1] for row in e.nics[0].posted[4:]}
+    assert bad not in late
+    assert {0, 1, 2} - {bad} == late
+    expected = [(k * KiB, k * KiB) for k in (*range(3), *range(12))]
+    assert sorted(expected) == e.places()
+    assert "X" in e.engine.explain(e.descs[0])
+
+
+def test_peer_all_of_whose_nics_failed_is_tried_again() -> None:
+    """A peer behind a switch that restarted would stay unreachable for ever."""
+    e = Ends(1, (2,))
+    for _ in range(2):
+        e.pages(1)
+        e.own.turn()
+        e.nics[0].finish(status=Status.UNREACHABLE)
+        e.own.turn()
+    assert [True, True] == e.engine._peers.resolve(e.descs[0], "test").link.alive
+    again = [e.pages(2), e.pages(2)]
+    e.own.turn()
+    assert {0, 1} == {e.meant(0, row)[1] for row in e.nics[0].posted[2:]}
+    finish_all(e.own)
+    assert [True, True] == [transfer.done for transfer in again]
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_scatter_rows_are_rerouted_each_with_its_own_peer_keys(grouped) -> None:
+    """The rows of one batch go to different peers: one shifted key writes into a stranger."""
+    e = Ends(2, (2, 1, 3, 2, 4))
+    group = None
+    if grouped:
+        group = e.engine.add_peer_group([p.engine.main_address for p in e.peers])
+    expected = [(k * KiB, 7 * k) for k in range(5)]
+    warm = e.scatter(group=group)
+    e.own.turn()
+    finish_all(e.own)
+    assert warm.done
+    for nic in e.nics:
+        nic.posted.clear()
+    e.nics[1].room = 0
+    sent = e.scatter(group=group)
+    e.own.turn()
+    e.nics[1].go_down()
+    e.own.turn(2)
+    finish_all(e.own)
+    assert sent.done
+    assert expected == e.places()
+    e.nics[0].posted.clear()
+    after = e.scatter(group=group)
+    e.own.turn()
+    finish_all(e.own)
+    assert after.done
+    assert expected == e.places(), "templates of dead routes"
+
+
+@pytest.mark.parametrize("round_", range(2))
+def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_) -> None:
+    """Half posted, one NIC of a peer dead: its row alone moves, with that peer's other key."""
+    e = Ends(1, (2, 2, 2))
+    if round_:  # another cursor
+        e.pages(1)
+    probes = [e.engine.submit_single_write(8, (e.mr, 0), (e.descs[1], 0)) for _ in range(2)]
+    e.own.turn()
+    e.nics[0].room = 1
+    sent = e.scatter()
+    e.own.turn()
+    before = len(e.nics[0].posted)
+    dead = e.engine._worker.group._queues[0][0].nics[1]
+    for row in list(e.nics[0].out):
+        failed = e.meant(0, row)[:2] == (1, dead)
+        e.nics[0].finish(1, Status.UNREACHABLE if failed else Status.OK)
+    e.own.turn()
+    e.nics[0].room = 9
+    finish_all(e.own)
+
+    assert sent.done
+    assert ["UNREACHABLE"] == [probe.error.code for probe in probes if probe.error]
+    late = [e.meant(0, row) for row in e.nics[0].posted[before:]]
+    assert [(1, 1 - dead, KiB, 7), (2, late[1][1], 2 * KiB, 14)] == late
+
+
+def test_error_of_a_scatter_names_the_peer_of_its_row() -> None:
+    """'One of 63 peers' is no help."""
+    e = Ends(1, (1, 2, 1))
+    sent = e.scatter()
+    e.own.turn()
+    e.nics[0].finish(1)
+    e.nics[0].finish(1, Status.REMOTE_RANGE)
+    e.nics[0].finish()
+    e.own.turn()
+
+    assert sent.error.peer.startswith("p1 NIC ")
+    assert 1 == sent.error.row
+
+
+def test_rows_that_cannot_move_take_the_rest_of_their_transfer_with_them() -> None:
+    """It has failed: whatever else of it is posted only wastes the wire."""
+    e = Ends(3, (3,))
+    for nic in e.nics:
+        nic.room = 0
+    sent = e.pages(12)
+    e.own.turn()
+    error = FabricError("scripted: no route", code="UNREACHABLE")
+    e.nics[1].refuse_connect[e.peers[0].nics[0].address] = error
+    e.nics[0].go_down()
+    e.own.turn()
+    e.nics[1].room = e.nics[2].room = 100
+    e.own.turn(2)
+
+    assert error is sent.error
+    assert [] == e.own.posted
+    assert 0 == e.engine.stats().rows_backlog
+
+
+def test_nic_that_cannot_connect_fails_the_rows_that_moved_to_it() -> None:
+    """The error comes up in the middle of a poll: it must end one transfer, not the worker."""
+    e = Ends(2)
+    error = FabricError("scripted: no route", code="UNREACHABLE")
+    e.nics[0].room = 0
+    sent = e.engine.submit_single_write(64, (e.mr, 0), (e.descs[0], 0), routing=Routing(domain=0))
+    e.own.turn()
+    e.nics[1].refuse_connect[e.peers[0].nics[0].address] = error
+    e.nics[0].go_down()
+    e.own.turn(2)
+
+    assert error is sent.error
+    assert 0 == e.engine.stats().rows_backlog
+
+
+def test_peer_that_cannot_be_connected_fails_its_transfer_only() -> None:
+    """What is found out on the worker's side reaches the user by the handle."""
+    e = Ends(2, (2, 2))
+    error = FabricError("scripted: no route", code="UNREACHABLE")
+    e.nics[1].refuse_connect[e.peers[0].nics[1].address] = error
+    sent = e.pages(8)
+    fine = e.engine.submit_single_write(64, (e.mr, 0), (e.descs[1], 0))
+    e.own.turn()
+    finish_all(e.own)
+
+    assert error is sent.error
+    assert fine.done
+    assert (0, 8) == (sent.stats().rows_posted, sent.stats().rows_dropped)
+    assert 0 == e.mr.inflight
