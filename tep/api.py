@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+_DENSE: Final = 16
+"""Pages are marked in a bitmap where the largest index is below this many times their count."""
+
+
 class Pages:
     """Which pages of a region, in which order: page k starts at `offset + indices[k] * stride`.
 
@@ -42,7 +46,7 @@ class Pages:
         BadRequest: no pages, not integers, or something negative.
     """
 
-    __slots__ = ("_index_max", "indices", "offset", "stride")
+    __slots__ = ("_distinct", "_index_max", "_starts", "indices", "offset", "stride")
 
     def __init__(
         self,
@@ -73,6 +77,10 @@ class Pages:
         if self._index_max >> 63 and int(found.min()) < 0:  # a negative one has become huge
             raise BadRequest(f"Pages: index {int(found.min())} is negative")
 
+        # What a list that is used again need not have computed again.
+        self._distinct: bool | None = None
+        self._starts: tuple[int, npt.NDArray[np.uint64]] | None = None
+
     def __len__(self) -> int:
         return len(self.indices)
 
@@ -84,6 +92,27 @@ class Pages:
     def index_max(self) -> int:
         """The largest index."""
         return self._index_max
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no page is listed twice."""
+        if self._distinct is None:
+            self._distinct = self._count_distinct() == len(self)
+        return self._distinct
+
+    def _count_distinct(self) -> int:
+        if self._index_max >= _DENSE * len(self):
+            return len(np.unique(self.indices))
+        seen = np.zeros(self._index_max + 1, np.bool_)
+        seen[self.indices.view(np.int64)] = True
+        return int(np.count_nonzero(seen))
+
+    def starts(self, stride: int) -> npt.NDArray[np.uint64]:
+        """Byte offset of each page's first byte from page 0: uint64[npages], not to be written."""
+        known = self._starts
+        if known is None or known[0] != stride:
+            known = self._starts = stride, self.indices * np.uint64(stride)
+        return known[1]
 
 
 class ScatterDst(NamedTuple):

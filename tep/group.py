@@ -97,10 +97,10 @@ class DomainGroup:
         plan = plan_paged(job.n, nlocal, remote.nics, cursor, job.routing.domain)
         self._cursor = plan.cursor
         src, dst, imm = job.src, job.dst, job.imm
+        if len(plan.shares) == 1 or isinstance(src, int) or isinstance(dst, int):
+            self._enqueue(transfer, plan.shares[0], job.n, (src, dst, job.nbytes), imm, remote)
+            return
         for share in plan.shares:
-            if isinstance(src, int) or isinstance(dst, int):
-                self._enqueue(transfer, share, 1, (src, dst, job.nbytes), imm, remote)
-                continue
             part = slice(share.start, share.stop)
             imms = imm if imm is None or isinstance(imm, int) else imm[part]
             columns = (src[part], dst[part], job.nbytes)
@@ -110,7 +110,8 @@ class DomainGroup:
         """Scatter by bytes: every slice is a single write of its own over all NICs."""
         nlocal = len(self.domains)
         columns = (ints(column, len(targets.remotes)) for column in (job.src, job.dst, job.nbytes))
-        for remote, src, dst, nbytes in zip(targets.remotes, *columns, strict=True):
+        for remote, src, offset, nbytes in zip(targets.remotes, *columns, strict=True):
+            dst = remote.bases[0] + offset
             cursor = self._cursor % lanes(nlocal, remote.nics)
             shares, self._cursor = shares_of(job, remote.nics, nbytes, nlocal, cursor)
             for share in shares:
@@ -173,13 +174,13 @@ class DomainGroup:
         imm: Column | None,
         remote: Remote,
     ) -> None:
-        """Queue n rows on one lane; dst is an offset in the target region."""
+        """Queue n rows on one lane; dst is an address for the target's NIC 0."""
         domain, nic = share.domain, share.remote
         link = remote.link
         if not (self.alive[domain] and link.alive[nic]):
             domain, nic = self._route(domain, remote, nic)
         src, dst, nbytes = columns
-        base = remote.bases[nic]
+        shift = remote.bases[nic] - remote.bases[0]
         mr = transfer.job.mr
         assert mr is not None
         batch = WriteBatch(
@@ -187,7 +188,7 @@ class DomainGroup:
             link.peer(domain, nic),
             src,
             mr.keys[domain].lkey,
-            dst + base if isinstance(dst, int) else dst + np.uint64(base) if base else dst,
+            shifted(dst, shift) if shift else dst,
             remote.rkeys[nic],
             nbytes,
             imm,

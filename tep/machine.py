@@ -125,7 +125,7 @@ class EngineMachine:
         self._worker.abandon(
             ClosedError(
                 f"engine {self.name!r} was stopped by a bug in tep or in its backend: "
-                f"{type(error).__name__}: {error}; what NICs hold is unknown, keep the memory mapped"
+                f"{type(error).__name__}: {error}; what NICs hold is unknown, keep memory mapped"
             )
         )
 

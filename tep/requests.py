@@ -40,11 +40,6 @@ ImmArg = int | npt.NDArray[np.integer] | Sequence[int] | None
 DEFAULT: Final = Routing()
 """What a request without routing gets; known by identity, so that it needs no checking."""
 
-_DENSE: Final = 16
-"""Duplicate pages are marked in a bitmap when the largest index is below this many times the page
-count.
-"""
-
 
 class Job:
     """One request as columns, not yet dealt out to NICs.
@@ -52,8 +47,9 @@ class Job:
     Attributes:
         kind: the verb, for reports.
         remotes: the target, or one target a row (or, byte-sharded, one a slice).
-        src: address of each row's first byte; a column.
-        dst: byte offset of each row in its target region; a column.
+        dst: of each row; a column. One target: address of its first byte, for the target's NIC 0.
+        dst: of each row; a column. One target: the address of its first byte for the target's NIC 0.
+            Several targets: byte offset in the row's own region.
         nbytes: of each row; a column.
         lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper
             so.
@@ -151,7 +147,7 @@ def single_job(
     if routing is not DEFAULT:
         _check_routing(verb, routing, nlocal)
     rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
-    columns = (mr.memory.ptr + src_offset, dst_offset, nbytes)
+    columns = (mr.memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
     return Job(
         "single",
         mr,
@@ -207,15 +203,15 @@ def paged_job(
     )
     _check_overlap(verb, dst_pages, page_bytes, dst_stride)
     column = _imm_column(verb, imm, npages)
-    src_start = mr.memory.ptr + src_offset
+    src_start, dst_start = mr.memory.ptr + src_offset, remote.bases[0] + dst_offset
     if npages == 1:
         source = src_start + int(src_pages.indices[0]) * src_stride
-        target = dst_offset + int(dst_pages.indices[0]) * dst_stride
+        target = dst_start + int(dst_pages.indices[0]) * dst_stride
         columns: tuple[Column, Column, Column] = (source, target, page_bytes)
     else:
         columns = (
-            _addresses(src_pages.indices, src_stride, src_start),
-            _addresses(dst_pages.indices, dst_stride, dst_offset),
+            src_pages.starts(src_stride) + np.uint64(src_start),
+            dst_pages.starts(dst_stride) + np.uint64(dst_start),
             page_bytes,
         )
     total = npages * page_bytes
@@ -334,12 +330,6 @@ def shares_of(
     return plan.shares, plan.cursor
 
 
-def _addresses(indices: U64, stride: int, start: int) -> U64:
-    found = indices * np.uint64(stride)
-    found += np.uint64(start)
-    return found
-
-
 def _check_routing(verb: str, routing: Routing, nlocal: int) -> None:
     if routing.num_shards is not None:
         as_int(routing.num_shards, f"{verb}: routing.num_shards")
@@ -408,15 +398,10 @@ def _check_overlap(verb: str, pages: Pages, page_bytes: int, stride: int) -> Non
     if n == 1 or page_bytes == 0:
         return
     if stride >= page_bytes:
-        if pages.index_max < _DENSE * n:
-            seen = np.zeros(pages.index_max + 1, np.bool_)
-            seen[pages.indices.view(np.int64)] = True
-            if np.count_nonzero(seen) == n:
-                return
-        order = np.sort(pages.indices)
-        twice = np.flatnonzero(order[1:] == order[:-1])
-        if twice.size:
-            raise BadRequest(f"{verb}: target page {int(order[twice[0]])} is listed more than once")
+        if not pages.distinct:
+            order = np.sort(pages.indices)
+            twice = int(order[np.flatnonzero(order[1:] == order[:-1])[0]])
+            raise BadRequest(f"{verb}: target page {twice} is listed more than once")
         return
     order = np.sort(pages.indices) * np.uint64(stride)
     close = np.flatnonzero(order[1:] - order[:-1] < np.uint64(page_bytes))

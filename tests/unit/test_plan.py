@@ -80,7 +80,7 @@ def test_single_pinned_pairs_its_nic_with_remote_nics_it_shares_lanes_with() -> 
 
 
 def test_single_pinned_takes_the_remote_nics_in_turn() -> None:
-    """A pinned stream of small writes would load one NIC of the target and leave the others idle."""
+    """A pinned stream of small writes would load one NIC of the target and idle the others."""
     routing, cursor, remotes = Routing(domain=1), 0, []
     for _ in range(4):
         plan = plan_single(100, 2, 4, cursor, routing)

@@ -22,6 +22,7 @@ from tep.units import GiB, KiB
 from tests.support.script import memory, scripted
 
 PTR = 1 << 20
+BASE = 1 << 20
 
 
 def ends(nbytes: int, nlocal: int = 1, nremote: int = 1) -> tuple[MrHandle, Remote]:
@@ -37,7 +38,7 @@ def test_single_is_one_whole_write_until_it_is_dealt_out() -> None:
     mr, remote = ends(64 * KiB, 2, 2)
     job = single_job(40_000, (mr, 5), remote, 9, 0xFFFFFFFF, DEFAULT, 2)
 
-    assert (PTR + 5, 9, 40_000, 0xFFFFFFFF) == (job.src, job.dst, job.nbytes, job.imm)
+    assert (PTR + 5, BASE + 9, 40_000, 0xFFFFFFFF) == (job.src, job.dst, job.nbytes, job.imm)
     assert (2, 40_000, True) == (job.n, job.total, job.split)
 
 
@@ -72,7 +73,7 @@ def test_pages_become_addresses_and_offsets() -> None:
     job = paged_job(64, (mr, src), (remote, dst), [5, 0, 2**32 - 1], DEFAULT, 1)
 
     assert [PTR + 307, PTR + 7, PTR + 307] == job.src.tolist()
-    assert [129, 577, 257] == job.dst.tolist()
+    assert [BASE + 129, BASE + 577, BASE + 257] == job.dst.tolist()
     assert [5, 0, 2**32 - 1] == job.imm.tolist()
     assert (64, 3, 192, 64) == (job.nbytes, job.n, job.total, job.longest)
 
@@ -92,7 +93,7 @@ def test_one_page_and_a_scalar_array_stay_scalar() -> None:
     mr, remote = ends(64 * KiB)
     job = paged_job(8, (mr, Pages([2])), (remote, Pages([3])), np.array(7), DEFAULT, 1)
 
-    assert (PTR + 16, 24, 7) == (job.src, job.dst, job.imm)
+    assert (PTR + 16, BASE + 24, 7) == (job.src, job.dst, job.imm)
 
 
 @pytest.mark.parametrize("spread", [1, 15, 16, 17, 1000])
@@ -131,7 +132,7 @@ def test_pages_beyond_4_gib_keep_all_their_bits() -> None:
     pages = Pages([0, 2 * GiB // KiB, 8 * GiB // KiB], stride=KiB, offset=3)
     job = paged_job(KiB, (mr, pages), (remote, pages), 1, DEFAULT, 1)
 
-    assert [3, 2 * GiB + 3, 8 * GiB + 3] == job.dst.tolist()
+    assert [BASE + 3, BASE + 2 * GiB + 3, BASE + 8 * GiB + 3] == job.dst.tolist()
     assert [PTR + 3, PTR + 2 * GiB + 3, PTR + 8 * GiB + 3] == job.src.tolist()
 
 
