@@ -6,7 +6,7 @@ Reads, never changes; all of it works while the engine runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from tep.errors import UsageError
 from tep.handle import State
@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from tep.wire import NetAddr
 
 __all__ = ["engine_stats", "explain", "stall_report"]
+
+
+@runtime_checkable
+class _Describes(Protocol):
+    """A NIC that has more to say of itself: its port, its GID and why that one."""
+
+    def describe(self) -> str: ...
+
 
 _LISTED_MAX: Final = 20
 _UNEXPECTED_MAX: Final = 1000
@@ -65,6 +73,8 @@ def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
             f"  NIC {k}: {caps.nic} on {caps.backend}, {caps.link_bps / 1e9:g} Gb/s, {order}, "
             f"queue {caps.sq_depth}, memory {'/'.join(caps.memory_kinds)}, {state}"
         )
+        if isinstance(domain, _Describes):
+            lines.append(f"    {domain.describe()}")
     if peer is None:
         lines += [f"  peer: {link.addr}" for link in list(engine._peers.links.values())]
         return "\n".join(lines)

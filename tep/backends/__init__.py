@@ -60,6 +60,11 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
             summary="simulated NICs on simpy: chaos fabric and timing fabric",
             cure="pip install simpy",
         ),
+        "verbs": BackendSpec(
+            module="tep.backends.verbs",
+            summary="RDMA NICs through libibverbs: ConnectX (RC), and Soft-RoCE",
+            cure="apt install libibverbs1 ibverbs-providers; without a NIC: scripts/rxe COMMAND",
+        ),
     }
 )
 

@@ -13,6 +13,7 @@ import typer
 
 from tep.bench import Figure
 from tep.cli.show import Json, emit_json, print_table, progress
+from tep.errors import BackendUnavailable
 
 __all__ = ["app"]
 
@@ -41,6 +42,19 @@ def sim(rounds: Rounds = 5, json: Json = False) -> None:
     from tep.bench.simulator import simulator_figures
 
     _show("tep bench sim", simulator_figures(rounds), 4, json=json)
+
+
+@app.command("verbs-stub")
+def verbs_stub(rounds: Rounds = 40, json: Json = False) -> None:
+    """The whole engine over libibverbs, its provider replaced by a stub in C: no NIC, real work requests."""
+    from tep.bench.verbs_stub import verbs_stub_figures
+
+    try:
+        _show("tep bench verbs-stub", verbs_stub_figures(rounds), 7, json=json)
+    except LookupError as error:
+        raise BackendUnavailable(
+            "the stub provider cannot be built; apt install gcc libibverbs-dev", (("cc", str(error)),)
+        ) from error
 
 
 def _show(title: str, figures: Iterable[Figure], total: int, *, json: bool) -> None:

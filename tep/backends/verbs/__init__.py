@@ -1,0 +1,109 @@
+"""The verbs backend: ConnectX and every other RC-capable NIC, through libibverbs.
+
+`open_domains` and `probe` are what the registry asks for; the rest of the room is private.
+
+Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes)
+and on a stub provider. Not tested, for want of the hardware: mlx5's doorbells and rates,
+InfiniBand's link layer, GPU memory and dma-buf, the effect of relaxed ordering, PFC and ECN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
+
+from tep.backends.base import Opened
+from tep.backends.verbs.device import Device, choose, survey
+from tep.backends.verbs.domain import DmabufExport, VerbsDomain
+from tep.backends.verbs.settings import Settings
+from tep.errors import BackendUnavailable, UsageError
+from tep.ffi.ibverbs import load
+
+__all__ = ["Settings", "open_domains", "probe"]
+
+_NAMES: Final = itertools.count(1)
+_NICS_MAX: Final = 64
+_PEER_MEMORY: Final = Path("/sys/module/nvidia_peermem")
+
+
+def open_domains(
+    nics: int | str | Sequence[str] | None = None,
+    *,
+    name: str | None = None,
+    epoch: int | None = None,
+    library: str | None = None,
+    dmabuf_export: DmabufExport | None = None,
+    **settings: Any,
+) -> Opened:
+    """Open the NICs of one engine.
+
+    Args:
+        nics: device names, e.g. ["mlx5_0", "mlx5_1"]; a number = as many of the fastest; None = all
+            that are as fast as the fastest. The same name may stand there more than once.
+        name: for reports, and the identity of a restart: peers drop the former incarnation of the
+            same name once they hear of the new one.
+        epoch: of this incarnation; None = the time in nanoseconds, so that later ones are larger.
+        library: path of libibverbs; None = TEP_LIBIBVERBS, or where the linker finds it.
+        dmabuf_export: exports CUDA memory as a dma-buf, (memory) -> (fd, offset); without it CUDA
+            memory can be registered only where the kernel module nvidia_peermem is loaded.
+        **settings: fields of Settings.
+
+    Raises:
+        UsageError: an impossible number or name, or a setting that does not exist.
+        BackendUnavailable: no library, or no usable device; says what was tried.
+    """
+    known = {field.name for field in fields(Settings)}
+    if unknown := sorted(set(settings) - known):
+        raise UsageError(
+            f"verbs: no option {', '.join(unknown)}; there are: nics, name, epoch, library, "
+            f"dmabuf_export, {', '.join(sorted(known))}"
+        )
+    chosen = Settings(**settings)
+    lib = load(library)
+    if nics is None or isinstance(nics, int):
+        if nics is not None and not 1 <= nics <= _NICS_MAX:
+            raise UsageError(f"verbs: nics={nics}; 1 to {_NICS_MAX} are possible")
+        names = choose(survey(lib, chosen), nics)
+    else:
+        names = [nics] if isinstance(nics, str) else list(nics)
+        if not 1 <= len(names) <= _NICS_MAX:
+            raise UsageError(f"verbs: nics={names}; 1 to {_NICS_MAX} are possible")
+    host = socket.gethostname()
+    name = name if name is not None else f"{host}-{os.getpid()}-{next(_NAMES)}"
+    epoch = time.time_ns() if epoch is None else epoch
+    cuda = dmabuf_export is not None or _PEER_MEMORY.exists()
+    domains: list[VerbsDomain] = []
+    with contextlib.ExitStack() as undo:
+        for nic, device in enumerate(names):
+            opened = Device(lib, device, chosen)
+            domain = VerbsDomain(
+                opened, name=name, nic=nic, epoch=epoch, export=dmabuf_export, cuda=cuda
+            )
+            undo.callback(domain.close)
+            domains.append(domain)
+        undo.pop_all()
+    return Opened(tuple(domains), epoch, name)
+
+
+def probe() -> str:
+    """Say which devices are here, fastest first, and which address of each would be used.
+
+    Raises:
+        BackendUnavailable: no library, or no usable device; says why for each.
+    """
+    lib = load()
+    found = survey(lib, Settings())
+    if not any(seen.usable for seen in found):
+        raise BackendUnavailable(
+            "libibverbs is here, but no usable RDMA device",
+            tuple((seen.name, seen.text) for seen in found)
+            or (("list devices", "the kernel knows none"),),
+        )
+    return "; ".join(seen.text for seen in found)

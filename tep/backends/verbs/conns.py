@@ -1,0 +1,252 @@
+"""Queue pairs: made, connected, failed, drained, destroyed.
+
+Rule 1: only this file changes a queue pair's state. Rule 2: a failed queue pair is destroyed only
+after everything it held has come back, which its last request, the marker, tells.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import random
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.verbs.handshake import Hello, QpId
+from tep.backends.verbs.tags import MARKER, tag
+from tep.errors import FabricError
+from tep.ffi.ibverbs_structs import Qp, QpAttr, QpInitAttr
+from tep.ffi.ibverbs_wr import ENUMS
+
+if TYPE_CHECKING:
+    from tep.backends.verbs.device import Device
+    from tep.backends.verbs.peers import Peer
+    from tep.backends.verbs.writes import Run, Writer
+
+__all__ = ["SPARE_WRS", "Conn", "Queues", "create_ud", "qp_number"]
+
+SPARE_WRS: Final = 16
+"""Requests a queue pair can hold beyond the rows: markers and tails."""
+
+_RC: Final = ENUMS["IBV_QPT_RC"]
+_UD: Final = ENUMS["IBV_QPT_UD"]
+_INIT, _RTR = ENUMS["IBV_QPS_INIT"], ENUMS["IBV_QPS_RTR"]
+_RTS, _ERR = ENUMS["IBV_QPS_RTS"], ENUMS["IBV_QPS_ERR"]
+
+
+def _mask(names: str) -> int:
+    return sum(ENUMS[f"IBV_QP_{name}"] for name in names.split())
+
+
+_STATE: Final = _mask("STATE")
+_INIT_RC: Final = _mask("STATE PKEY_INDEX PORT ACCESS_FLAGS")
+_INIT_UD: Final = _mask("STATE PKEY_INDEX PORT QKEY")
+_RTR_RC: Final = _mask("STATE AV PATH_MTU DEST_QPN RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER")
+_RTS_RC: Final = _mask("STATE TIMEOUT RETRY_CNT RNR_RETRY SQ_PSN MAX_QP_RD_ATOMIC")
+_RTS_UD: Final = _mask("STATE SQ_PSN")
+_ACCESS: Final = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+
+
+class Queues:
+    """What the queue pairs of one NIC share.
+
+    Attributes:
+        cq: completion queue of everything.
+        imm_srq: shared receive queue for immediates; its receives have no buffers.
+        msg_srq: shared receive queue for messages.
+        row_depth, msg_depth: requests a queue pair for writes, or for messages, can hold.
+    """
+
+    __slots__ = ("cq", "imm_srq", "msg_depth", "msg_srq", "row_depth")
+
+    def __init__(self, cq: int, imm_srq: int, msg_srq: int, row_depth: int, msg_depth: int) -> None:
+        self.cq = cq
+        self.imm_srq = imm_srq
+        self.msg_srq = msg_srq
+        self.row_depth = row_depth
+        self.msg_depth = msg_depth
+
+
+class Conn:
+    """The queue pairs of one attempt with one peer: one for messages, one or more for writes.
+
+    Two kinds, since both messages and immediates use up receives in the order in which these were
+    posted: on one queue pair an immediate would eat a message's buffer.
+
+    Args:
+        number: of this connection on its NIC; markers carry it.
+        rng: draws packet sequence numbers, and the queue pair of each row if rows are sprayed.
+
+    Attributes:
+        qp, qps: those for writes; `qp` is the first.
+        msg_qp: the one for messages.
+        runs: chains on `qp` that have not come back, oldest first.
+        lost: nothing more can be posted.
+    """
+
+    def __init__(
+        self, device: Device, queues: Queues, peer: Peer, number: int, rng: random.Random
+    ) -> None:
+        self.peer = peer
+        self.number = number
+        self.lost = False
+        self.runs: deque[Run] = deque()
+        self.deadline_s = 0.0
+        self._device = device
+        self._rng = rng
+        self._turn = 0
+        self._unmarked: list[int] = []
+        self._markers = 0
+        self._sending = False
+        self._made: list[int] = []
+        settings = device.settings
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.destroy)
+            self.msg_qp = self._make(queues.cq, queues.msg_srq, queues.msg_depth)
+            self.qps = [
+                self._make(queues.cq, queues.imm_srq, queues.row_depth)
+                for _ in range(settings.qps_per_peer)
+            ]
+            for qp in self._made:
+                self._modify(
+                    qp,
+                    _INIT_RC,
+                    "RESET->INIT",
+                    qp_state=_INIT,
+                    port_num=settings.port,
+                    qp_access_flags=_ACCESS,
+                )
+            undo.pop_all()
+        self.qp = self.qps[0]
+        self.ids: tuple[QpId, ...] = tuple(
+            (qp_number(qp), rng.getrandbits(24)) for qp in self._made
+        )
+        self._sprayed = settings.spray_seed is not None
+
+    def _make(self, cq: int, srq: int, depth: int) -> int:
+        attr = QpInitAttr(send_cq=cq, recv_cq=cq, srq=srq, qp_type=_RC)
+        attr.cap.max_send_wr = depth + SPARE_WRS
+        attr.cap.max_send_sge = 1
+        qp = self._device.lib.make(
+            "ibv_create_qp",
+            self._device.pd,
+            ctypes.byref(attr),
+            device=self._device.name,
+            max_send_wr=depth + SPARE_WRS,
+        )
+        self._made.append(qp)
+        return qp
+
+    def _modify(self, qp: int, mask: int, what: str, **fields: object) -> None:
+        attr = QpAttr(**fields)
+        self._device.lib.ok(
+            "ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=qp_number(qp)
+        )
+
+    def pick(self) -> int:
+        """The queue pair for the next row."""
+        qps = self.qps
+        if len(qps) == 1:
+            return self.qp
+        if self._sprayed:
+            return self._rng.choice(qps)
+        self._turn += 1
+        return qps[self._turn % len(qps)]
+
+    def to_rtr(self, hello: Hello) -> None:
+        """Let all receive from the peer's queue pairs."""
+        device = self._device
+        route = device.route(hello.sender.gid, hello.sender.lid)
+        del self.qps[len(hello.qps) - 1 :]  # the peer has fewer for writes: use as many
+        for qp, (number, psn) in zip(self._made, hello.qps, strict=False):
+            self._modify(
+                qp,
+                _RTR_RC,
+                "INIT->RTR",
+                qp_state=_RTR,
+                ah_attr=route,
+                path_mtu=min(device.port.active_mtu, hello.mtu),
+                dest_qp_num=number,
+                rq_psn=psn,
+                max_dest_rd_atomic=1,
+                min_rnr_timer=device.settings.min_rnr_timer,
+            )
+
+    def to_rts(self) -> None:
+        """Let all send."""
+        settings = self._device.settings
+        for qp, (_, psn) in zip(self._made, self.ids, strict=True):
+            if qp == self.msg_qp or qp in self.qps:
+                self._modify(
+                    qp,
+                    _RTS_RC,
+                    "RTR->RTS",
+                    qp_state=_RTS,
+                    timeout=settings.timeout,
+                    retry_cnt=settings.retry_cnt,
+                    rnr_retry=settings.rnr_retry,
+                    sq_psn=psn,
+                    max_rd_atomic=1,
+                )
+        self._sending = True
+
+    def fail(self, now_s: float) -> None:
+        """Stop: everything that is out comes back flushed, and then the markers."""
+        self.lost = True
+        self.deadline_s = now_s + self._device.settings.drain_s
+        for qp in self._made:
+            with contextlib.suppress(FabricError):  # then the deadline ends it
+                self._modify(qp, _STATE, "->ERR", qp_state=_ERR)
+        if self._sending:
+            self._unmarked = [self.msg_qp, *self.qps]
+            self._markers = len(self._unmarked)
+
+    def mark(self, writer: Writer) -> None:
+        """Post the markers that are still to be posted; a full queue pair takes them later."""
+        wr_id = tag(MARKER, self.number)
+        self._unmarked = [qp for qp in self._unmarked if not writer.post_marker(qp, wr_id)]
+
+    def take_marker(self) -> None:
+        """A marker has come back."""
+        self._markers -= 1
+
+    def holds(self, qp: int) -> bool:
+        """Whether a queue pair is one of these."""
+        return qp in self._made
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing can come any more."""
+        return self._markers == 0
+
+    def destroy(self) -> None:
+        """Give the queue pairs back. No completion of theirs comes after that. Idempotent."""
+        self.lost = True
+        while self._made:
+            self._device.lib.ok("ibv_destroy_qp", self._made.pop())
+
+
+def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
+    """Make a queue pair for datagrams, ready to send and receive."""
+    lib = device.lib
+    attr = QpInitAttr(send_cq=cq, recv_cq=cq, qp_type=_UD)
+    attr.cap.max_send_wr = attr.cap.max_recv_wr = depth
+    attr.cap.max_send_sge = attr.cap.max_recv_sge = 1
+    qp = lib.make("ibv_create_qp", device.pd, ctypes.byref(attr), what="UD", device=device.name)
+    steps = (
+        (
+            "UD RESET->INIT",
+            _INIT_UD,
+            QpAttr(qp_state=_INIT, port_num=device.settings.port, qkey=qkey),
+        ),
+        ("UD INIT->RTR", _STATE, QpAttr(qp_state=_RTR)),
+        ("UD RTR->RTS", _RTS_UD, QpAttr(qp_state=_RTS)),
+    )
+    for what, mask, step in steps:
+        lib.ok("ibv_modify_qp", qp, ctypes.byref(step), mask, what=what, device=device.name)
+    return qp
+
+
+def qp_number(qp: int) -> int:
+    """A queue pair's number."""
+    return int(Qp.from_address(qp).qp_num)

@@ -1,0 +1,247 @@
+"""One RDMA device: found, chosen, opened; its port, its address table and its protection domain.
+
+What is made on it (queues, regions, queue pairs) is held here until close, so that nothing is freed
+while something that needs it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
+from tep.backends.verbs.settings import Settings
+from tep.errors import BackendUnavailable, FabricError, UsageError
+from tep.ffi.ibverbs import DataPath, Library, fail
+from tep.ffi.ibverbs_device import Context, DeviceAttr, Gid, GidEntry, PortAttr
+from tep.ffi.ibverbs_structs import AhAttr, Mr
+from tep.ffi.ibverbs_wr import ENUMS
+
+__all__ = ["Device", "Found", "choose", "survey"]
+
+_IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
+_ACTIVE: Final = ENUMS["IBV_PORT_ACTIVE"]
+_GRH_REQUIRED: Final = ENUMS["IBV_QPF_GRH_REQUIRED"]
+_HOPS: Final = 64  # as fabric-lib
+
+
+class Found(NamedTuple):
+    """What a look at a device brought: its rate, or why it cannot be used."""
+
+    name: str
+    link_bps: int
+    text: str
+    usable: bool
+
+
+class Device:
+    """An open device.
+
+    Args:
+        lib: the library.
+        name: of the device, e.g. "mlx5_0".
+        settings: which port, which address.
+
+    Raises:
+        BackendUnavailable: it cannot be opened, or its port is down or has no address.
+    """
+
+    def __init__(self, lib: Library, name: str, settings: Settings) -> None:
+        self.lib = lib
+        self.name = name
+        self.settings = settings
+        try:
+            self.context, self._sysfs = lib.open_device(name)
+        except LookupError:
+            there = ", ".join(lib.device_names()) or "none"
+            raise BackendUnavailable(f"no RDMA device {name!r}; there are: {there}") from None
+        with contextlib.ExitStack() as undo:
+            undo.callback(lib.ask, "ibv_close_device", self.context)
+            self._read()
+            self.pd = lib.make("ibv_alloc_pd", self.context, device=name)
+            undo.pop_all()
+        self.data = DataPath(self.context)
+        self.async_fd = int(Context.from_address(self.context).async_fd)
+        os.set_blocking(self.async_fd, False)
+
+    def _read(self) -> None:
+        lib, port = self.lib, self.settings.port
+        self.attr = DeviceAttr()
+        lib.ok("ibv_query_device", self.context, ctypes.byref(self.attr), device=self.name)
+        self.port = PortAttr()
+        lib.ok(
+            "ibv_query_port",
+            self.context,
+            port,
+            ctypes.byref(self.port),
+            device=self.name,
+            port=port,
+        )
+        if self.port.state != _ACTIVE:
+            raise BackendUnavailable(
+                f"{self.name}: port {port} is not active (state {self.port.state}); is the link up?"
+            )
+        self.gids = self._rank()
+        self.gid = self._pick()
+
+    def _rank(self) -> list[GidChoice]:
+        room = int(self.port.gid_tbl_len) * max(1, int(self.attr.phys_port_cnt))
+        entries = (GidEntry * room)()
+        n = self.lib.ask(
+            "_ibv_query_gid_table",
+            self.context,
+            ctypes.byref(entries),
+            room,
+            0,
+            ctypes.sizeof(GidEntry),
+        )
+        if n < 0:
+            fail("ibv_query_gid_table", -n, device=self.name)
+        table = [
+            GidSeen(int(entry.gid_index), bytes(entry.gid.raw), int(entry.gid_type))
+            for entry in entries[:n]
+            if entry.port_num == self.settings.port
+        ]
+        if self.is_ib:
+            return [GidChoice(0, seen, "InfiniBand") for seen in table[:1]]
+        return rank_gids(table)
+
+    def _pick(self) -> GidChoice:
+        wanted = self.settings.gid_index
+        if not self.gids:
+            raise BackendUnavailable(
+                f"{self.name}: port {self.settings.port} has no address; give its network "
+                "interface an IP address"
+            )
+        if wanted is None:
+            return self.gids[0]
+        for choice in self.gids:
+            if choice.seen.entry == wanted:
+                return choice
+        there = "; ".join(map(str, self.gids))
+        raise UsageError(f"verbs: gid_index={wanted} is empty on {self.name}; there are: {there}")
+
+    @property
+    def is_ib(self) -> bool:
+        """Whether the port is InfiniBand and not Ethernet."""
+        return bool(self.port.link_layer == _IB)
+
+    @property
+    def link_bps(self) -> int:
+        """Nominal rate, bits a second, from sysfs; 0 where it says nothing."""
+        try:
+            text = Path(self._sysfs, "ports", str(self.settings.port), "rate").read_text("ascii")
+            return round(float(text.split()[0]) * 1e9)
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    def route(self, gid: bytes, lid: int) -> AhAttr:
+        """How packets get to a peer."""
+        found = AhAttr()
+        found.port_num = self.settings.port
+        found.sl = self.settings.service_level
+        if self.is_ib:
+            found.dlid = lid
+        if not self.is_ib or self.port.flags & _GRH_REQUIRED:
+            found.is_global = 1
+            found.grh.dgid = Gid.from_buffer_copy(gid)
+            found.grh.sgid_index = self.gid.seen.entry
+            found.grh.hop_limit = _HOPS
+            found.grh.traffic_class = self.settings.traffic_class
+        return found
+
+    def reg_mr(self, ptr: int, nbytes: int, access: int) -> Mr:
+        """Register memory; the caller keeps it mapped until dereg_mr."""
+        found = self.lib.make(
+            "ibv_reg_mr_iova2",
+            self.pd,
+            ptr,
+            nbytes,
+            ptr,
+            access,
+            device=self.name,
+            ptr=hex(ptr),
+            nbytes=nbytes,
+        )
+        return Mr.from_address(found)
+
+    def reg_dmabuf_mr(self, fd: int, offset: int, ptr: int, nbytes: int, access: int) -> Mr:
+        """Register device memory that was exported as a dma-buf.
+
+        Raises:
+            FabricError: the library is too old for it, or the device refuses.
+        """
+        if not self.lib.has_dmabuf:
+            raise FabricError(
+                f"{self.lib.path} has no ibv_reg_dmabuf_mr; rdma-core 34 or later does",
+                code="PROVIDER",
+            )
+        found = self.lib.make(
+            "ibv_reg_dmabuf_mr",
+            self.pd,
+            offset,
+            nbytes,
+            ptr,
+            fd,
+            access,
+            device=self.name,
+            fd=fd,
+            nbytes=nbytes,
+        )
+        return Mr.from_address(found)
+
+    def dereg_mr(self, mr: Mr) -> None:
+        """Withdraw a region."""
+        self.lib.ok("ibv_dereg_mr", ctypes.addressof(mr), device=self.name, lkey=mr.lkey)
+
+    def close(self) -> None:
+        """Let go. What was made on the device must be gone: EBUSY says that something is left."""
+        self.lib.ok("ibv_dealloc_pd", self.pd, device=self.name)
+        self.lib.ok("ibv_close_device", self.context, device=self.name)
+
+    def describe(self) -> str:
+        """Say in a line what this is and how it is addressed."""
+        rate = f"{self.link_bps / 1e9:g} Gb/s" if self.link_bps else "rate unknown"
+        layer = "InfiniBand" if self.is_ib else "Ethernet"
+        return (
+            f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
+            f"{128 << self.port.active_mtu}, {self.gid}"
+        )
+
+
+def survey(lib: Library, settings: Settings) -> list[Found]:
+    """Look at every device, fastest first; unusable ones last, with the reason."""
+    found = []
+    for name in lib.device_names():
+        try:
+            device = Device(lib, name, settings)
+        except (BackendUnavailable, FabricError, UsageError) as error:
+            found.append(Found(name, 0, f"{name}: {error}", usable=False))
+            continue
+        others = "".join(f"; then {choice}" for choice in device.gids if choice != device.gid)
+        found.append(Found(name, device.link_bps, device.describe() + others, usable=True))
+        device.close()
+    return sorted(found, key=lambda seen: (not seen.usable, -seen.link_bps, seen.name))
+
+
+def choose(found: list[Found], count: int | None) -> list[str]:
+    """Pick devices: the fastest `count`, or all that are as fast as the fastest.
+
+    Slower ones beside them are most often for management.
+
+    Raises:
+        BackendUnavailable: there are not so many; says what is there and why it is not usable.
+    """
+    usable = [seen for seen in found if seen.usable]
+    if not usable or (count is not None and len(usable) < count):
+        raise BackendUnavailable(
+            f"{len(usable)} usable RDMA devices, {count or 'at least 1'} wanted; on a machine "
+            "without an RDMA NIC, scripts/rxe runs a command beside software ones",
+            tuple((seen.name, seen.text) for seen in found) or (("list devices", "there is none"),),
+        )
+    if count is None:
+        count = sum(seen.link_bps == usable[0].link_bps for seen in usable)
+    return [seen.name for seen in usable[:count]]

@@ -1,0 +1,486 @@
+"""VerbsDomain: one NIC behind the seam; every call of the engine enters here.
+
+Rows go to writes.py, messages to messages.py, peers and handshakes to peers.py; completions come
+from poller.py. Here are memory, capabilities, waking, and the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import (
+    Access,
+    Completions,
+    DomainCaps,
+    DomainKey,
+    Kind,
+    Status,
+    WriteBatch,
+)
+from tep.backends.verbs.address import Address, identity_of
+from tep.backends.verbs.conns import SPARE_WRS, Conn, Queues
+from tep.backends.verbs.datagrams import IN_FLIGHT_MAX, RECEIVES, Datagrams
+from tep.backends.verbs.device import Device
+from tep.backends.verbs.limits import RKEY_MAX, Limits
+from tep.backends.verbs.messages import OUT_MAX, Messages
+from tep.backends.verbs.peers import Peers
+from tep.backends.verbs.poller import Poller
+from tep.backends.verbs.receives import ImmReceives
+from tep.backends.verbs.status import STATUS_TEXT
+from tep.backends.verbs.wakeup import Wakeup
+from tep.backends.verbs.writes import Entry, Writer
+from tep.errors import ClosedError, FabricError, UsageError
+from tep.ffi.ibverbs_wr import ENUMS
+
+if TYPE_CHECKING:
+    from tep.ffi.ibverbs_structs import Mr
+    from tep.memory import Memory
+
+__all__ = ["DmabufExport", "VerbsDomain"]
+
+Array = npt.NDArray[np.unsignedinteger]
+DmabufExport = Callable[["Memory"], tuple[int, int]]
+"""Exports device memory: -> (file descriptor, offset in it)."""
+
+_EVENTS_EVERY: Final = 4096  # empty polls between two looks at the device's own events
+_GOODBYE_S: Final = 0.02
+
+_WRITE, _DOWN = int(Kind.WRITE), int(Kind.DOWN)
+_FATAL: Final = ENUMS["IBV_EVENT_DEVICE_FATAL"]
+_QP_EVENTS: Final = range(ENUMS["IBV_EVENT_QP_FATAL"], 4)  # QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
+
+
+class _State(Enum):
+    OPEN = auto()
+    DOWN = auto()  # the device died; what is posted ends with NIC_DOWN
+    CLOSED = auto()
+
+
+class VerbsDomain:
+    """One NIC; `tep.backends.base.Domain` describes the methods.
+
+    Args:
+        device: opened for this domain alone, which closes it.
+        name: of the engine; with `nic` the identity that outlives a restart.
+        nic: index in its engine.
+        epoch: of its engine's incarnation.
+        export: exports CUDA memory as a dma-buf; None = CUDA memory goes by peer memory, if at all.
+        cuda: whether CUDA memory can be registered.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        *,
+        name: str,
+        nic: int,
+        epoch: int,
+        export: DmabufExport | None = None,
+        cuda: bool = False,
+    ) -> None:
+        self.device = device
+        self._export = export
+        self._state = _State.OPEN
+        self._mrs: dict[int, tuple[Mr, Memory]] = {}
+        self._ready: deque[Entry] = deque()
+        self._waker: Callable[[], None] = _wake_nobody
+        self._idle_polls = 0
+        settings = device.settings
+        qkey = random.SystemRandom().getrandbits(31)  # the top bit is for the kernel's own
+        # What was made is freed in the reverse order, now if the rest fails, or else at close.
+        with contextlib.ExitStack() as undo:
+            undo.callback(device.close)
+            undo.callback(self._deregister_all)
+            depth = self._make_queues(undo, qkey)
+            self._undo = undo.pop_all()
+        self._credits = depth
+        own = Address(
+            link=int(device.port.link_layer),
+            lid=int(device.port.lid),
+            gid=device.gid.seen.gid,
+            gid_type=device.gid.seen.gid_type,
+            ud_qpn=self._datagrams.number,
+            qkey=qkey,
+            epoch=epoch,
+            identity=identity_of(name, nic),
+        )
+        self.address = own.encode()
+        self.caps = DomainCaps(
+            backend="verbs",
+            nic=device.name,
+            link_bps=device.link_bps,
+            sq_depth=depth,
+            max_write_bytes=int(device.port.max_msg_sz),
+            max_msg_bytes=min(settings.max_msg_bytes, int(device.port.max_msg_sz)),
+            ordered=settings.qps_per_peer == 1,
+            imm_eats_recv=True,
+            memory_kinds=("cpu", "cuda") if cuda else ("cpu",),
+            peer_timeout_s=settings.peer_timeout_s,
+        )
+        self._write_bytes_max = self.caps.max_write_bytes
+        self._limits = Limits(self._write_bytes_max)
+        self._make_paths(own, depth)
+        _OPEN.add(self)
+
+    def _make_queues(self, undo: contextlib.ExitStack, qkey: int) -> int:
+        """Make what all peers share; return how many rows may be out.
+
+        Raises:
+            UsageError: the device's completion queue is too short for the settings.
+        """
+        device, lib = self.device, self.device.lib
+        settings, attr = device.settings, device.attr
+        depth = min(settings.sq_depth, int(attr.max_qp_wr) - SPARE_WRS)
+        msg_recvs = min(settings.msg_recvs_max, int(attr.max_srq_wr))
+        # Every request and receive that can be open has its place: the queue cannot overflow.
+        rest = depth + msg_recvs + OUT_MAX + RECEIVES + IN_FLIGHT_MAX + 4 * SPARE_WRS
+        imm_recvs = min(settings.imm_recvs, int(attr.max_srq_wr), int(attr.max_cqe) - rest)
+        if imm_recvs < 1:
+            raise UsageError(
+                f"verbs: sq_depth={depth} msg_recvs_max={msg_recvs} need more than the "
+                f"{attr.max_cqe} completions that a queue of {device.name} holds"
+            )
+        self._wakeup = Wakeup(device)
+        undo.callback(self._wakeup.close)
+        self._cq = lib.make(
+            "ibv_create_cq", device.context, rest + imm_recvs, None, self._wakeup.channel, 0
+        )
+        undo.callback(lib.ok, "ibv_destroy_cq", self._cq)
+        undo.callback(self._wakeup.clear, self._cq)  # events that nobody took keep it busy
+        self._imms = ImmReceives(device, imm_recvs)
+        undo.callback(lib.ok, "ibv_destroy_srq", self._imms.srq)
+        self._messages = Messages(device, msg_recvs, self._ready)
+        undo.callback(self._messages.close)
+        undo.callback(lib.ok, "ibv_destroy_srq", self._messages.srq)
+        self._datagrams = Datagrams(device, self._cq, qkey)
+        undo.callback(self._datagrams.close)
+        return depth
+
+    def _make_paths(self, own: Address, depth: int) -> None:
+        """Join the rooms: rows, peers, completions."""
+        device, ready = self.device, self._ready
+        self._writer = Writer(device, depth, device.settings.signal_rows, ready)
+        self._peers = Peers(
+            device,
+            Queues(self._cq, self._imms.srq, self._messages.srq, depth, OUT_MAX),
+            self._writer,
+            self._messages,
+            self._datagrams,
+            own,
+            ready,
+            time.monotonic,
+        )
+        self._up = self._peers.up
+        self._poller = Poller(
+            device,
+            self._cq,
+            imms=self._imms,
+            writer=self._writer,
+            messages=self._messages,
+            datagrams=self._datagrams,
+            peers=self._peers,
+            ready=ready,
+        )
+
+    # --- memory and peers
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        self._check_open()
+        if memory.kind not in self.caps.memory_kinds:
+            raise FabricError(
+                f"{self.caps.nic}: memory on {memory.device} cannot be registered; "
+                f"this NIC takes {', '.join(self.caps.memory_kinds)}",
+                code=Status.LOCAL_KEY.name,
+            )
+        flags = 0
+        if access is Access.SOURCE_AND_TARGET:
+            if memory.readonly:
+                raise FabricError(
+                    f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
+                    "and cannot be a target; register them with Access.SOURCE",
+                    code=Status.LOCAL_KEY.name,
+                )
+            flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+        if self.device.settings.relaxed_ordering:
+            flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
+        if memory.kind == "cuda" and self._export is not None:
+            fd, offset = self._export(memory)
+            try:
+                mr = self.device.reg_dmabuf_mr(fd, offset, memory.ptr, memory.nbytes, flags)
+            finally:
+                os.close(fd)  # the registration holds the buffer by itself
+        else:
+            mr = self.device.reg_mr(memory.ptr, memory.nbytes, flags)
+        # The memory stays mapped as long as the NIC knows it: a late write would else land in what
+        # the allocator put there next.
+        self._mrs[int(mr.lkey)] = (mr, memory)
+        return DomainKey(lkey=int(mr.lkey), rkey=int(mr.rkey), base=memory.ptr)
+
+    def deregister(self, key: DomainKey) -> None:
+        found = self._mrs.pop(key.lkey, None)
+        if found is not None and self._state is not _State.CLOSED:
+            self.device.dereg_mr(found[0])
+
+    def connect(self, peer: bytes) -> int:
+        self._check_open()
+        return self._peers.connect(peer, time.monotonic())
+
+    # --- writes
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
+        room = self._credits
+        if stop - start > room:
+            stop = start + room
+            if not room:
+                self._check_open()
+                return 0
+        peer, nbytes, rkey = batch.peer, batch.nbytes, batch.rkey
+        if (
+            isinstance(peer, int)
+            and isinstance(nbytes, int)
+            and isinstance(rkey, int)
+            and (conn := self._up[peer]) is not None
+            and nbytes <= self._write_bytes_max
+            and rkey <= RKEY_MAX
+        ):
+            taken = self._peers.post_up(conn, batch, start, stop)
+        else:
+            taken = self._post_slowly(batch, start, stop)
+        self._credits = room - taken
+        return taken
+
+    def _post_slowly(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post what is not as simple as most: many peers, none connected, impossible rows."""
+        self._check_open()
+        if self._state is _State.DOWN:
+            return self._fail(batch, start, stop, Status.NIC_DOWN)
+        stop = self._limits.possible_until(batch, start, stop)
+        if stop == start:
+            why = self._limits.why_impossible(batch, start)
+            return self._fail(batch, start, start + 1, why)
+        peer = batch.peer
+        if not isinstance(peer, int):
+            return self._scatter(batch, start, stop, peer[start:stop])
+        conn = self._up[peer]
+        if conn is not None:
+            return self._peers.post_up(conn, batch, start, stop)
+        found = self._peers.table[peer]
+        self._peers.hold(found, batch, start, stop, time.monotonic())
+        return stop - start
+
+    def _scatter(self, batch: WriteBatch, start: int, stop: int, peers: Array) -> int:
+        """Post rows to a peer each; all are taken, some perhaps to be kept for a while."""
+        if self._peers.scatter(peers, batch, start):
+            return stop - start
+        for row, peer in zip(range(start, stop), peers.tolist(), strict=True):
+            conn = self._up[peer]
+            if conn is not None:
+                self._peers.post_loose([conn], batch, row)
+            else:
+                found = self._peers.table[peer]
+                self._peers.hold(found, batch, row, row + 1, time.monotonic())
+        return stop - start
+
+    def _fail(self, batch: WriteBatch, start: int, stop: int, status: Status) -> int:
+        for row in range(start, stop):
+            self._ready.append((_WRITE, int(status), 1, 0, row, batch.ctx, 0))
+        return stop - start
+
+    # --- messages
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        if len(payload) > self.caps.max_msg_bytes:
+            self._ready.append((int(Kind.SENT), int(Status.LENGTH), 1, 0, 0, ctx, 0))
+            return True
+        if self._state is _State.DOWN:
+            self._ready.append((int(Kind.SENT), int(Status.NIC_DOWN), 1, 0, 0, ctx, 0))
+            return True
+        slot = self._messages.reserve(payload, ctx)
+        if slot is None:
+            return False
+        conn = self._peers.up[peer]
+        if conn is None or not self._messages.post(slot, conn):
+            self._peers.hold_message(self._peers.table[peer], slot, time.monotonic())
+        return True
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        self._check_open()
+        self._messages.add(nbytes, count)
+
+    def recv_view(self, slot: int) -> memoryview:
+        return self._messages.view(slot)
+
+    def recv_done(self, slot: int) -> None:
+        self._messages.done(slot)
+
+    # --- completions
+
+    def poll(self, out: Completions) -> int:
+        filled = self._hand_out(out, 0) if self._ready else 0
+        if self._state is _State.OPEN:
+            room = len(out) - filled
+            if room:
+                n = self._poller.read(room)
+                if n:
+                    filled = self._poller.take(n, out, filled)
+                else:
+                    self._idle_polls += 1
+                    if self._idle_polls % _EVENTS_EVERY == 0:
+                        self._look_at_events()
+            if self._peers.busy:
+                self._peers.progress(time.monotonic())
+            if self._ready and filled < len(out):
+                filled = self._hand_out(out, filled)
+        return filled
+
+    def _hand_out(self, out: Completions, filled: int) -> int:
+        ready, room = self._ready, len(out)
+        while ready and filled < room:
+            entry = ready.popleft()
+            out[filled] = entry
+            filled += 1
+            if entry[0] == _WRITE:
+                self._credits += entry[2]
+        return filled
+
+    def status_text(self, status: int) -> str:
+        said = self._poller.said.get(status, "")
+        if status == Status.PROVIDER:
+            said = said or self._writer.refusal or self._peers.trouble
+        return "; ".join(part for part in (said, STATUS_TEXT.get(Status(status), "")) if part)
+
+    # --- waking
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        return None if self._state is _State.CLOSED else self._wakeup.fd
+
+    def arm(self) -> bool:
+        if self._arm():
+            return True
+        # Looking for news has taken it off the queue: no event will tell of it.
+        self._waker()
+        return False
+
+    def _arm(self) -> bool:
+        if self._state is not _State.OPEN:
+            return not self._ready
+        self._look_at_events()
+        self._wakeup.clear(self._cq)
+        self.device.data.req_notify_cq(self._cq, 0)
+        # What came before the request makes no event: look once more.
+        n = self._poller.take_all()
+        now_s = time.monotonic()
+        if self._peers.busy:
+            self._peers.progress(now_s)
+        if n > 0 or self._ready or self._state is not _State.OPEN:
+            return False
+        next_s = self._peers.next_s()
+        self._wakeup.set_timer(None if next_s is None else next_s - now_s)
+        return True
+
+    def _look_at_events(self) -> None:
+        for kind, element in self._wakeup.device_events():
+            if kind == _FATAL:
+                self.fail_device()
+            elif kind in _QP_EVENTS:
+                for conn in set(self._peers.conns.values()):
+                    if conn.holds(element):
+                        self._peers.fail(conn, int(Status.PROVIDER), time.monotonic())
+
+    def fail_device(self) -> None:
+        """The device died: NIC_DOWN for all that is open, and Kind.DOWN."""
+        if self._state is not _State.OPEN:
+            return
+        self._state = _State.DOWN
+        self._peers.close(Status.NIC_DOWN)
+        self._messages.fail_all(int(Status.NIC_DOWN))
+        self._ready.append((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
+
+    # --- reports
+
+    @property
+    def connections(self) -> list[Conn | None]:
+        """By PeerId, the connection in use, or None."""
+        return list(self._peers.up)
+
+    def describe(self) -> str:
+        """Say which device, port and address are in use, and with how many peers."""
+        up = sum(conn is not None for conn in self._peers.up)
+        return f"{self.device.describe()}; {up} of {len(self._peers.table)} peers connected"
+
+    # --- the end
+
+    def close(self) -> None:
+        if self._state is _State.CLOSED:
+            return
+        if self._state is _State.OPEN:
+            self._say_goodbye()
+        self._state = _State.CLOSED
+        self._peers.close(Status.FLUSHED)
+        self._messages.fail_all(int(Status.FLUSHED))
+        self._undo.close()
+
+    def die(self) -> None:
+        """Vanish as a killed process does: peers are told nothing, no completion is handed out."""
+        self._state = _State.CLOSED
+        self._peers.close(Status.FLUSHED)
+        self._undo.close()
+        self._ready.clear()
+
+    def _say_goodbye(self) -> None:
+        """Take what has come, tell the peers, and let the datagrams leave."""
+        self._peers.say_goodbye()
+        until_s = time.monotonic() + _GOODBYE_S
+        while True:
+            if not self._poller.take_all() and (
+                not self._datagrams.in_flight or time.monotonic() > until_s
+            ):
+                return
+
+    def _deregister_all(self) -> None:
+        for mr, _ in self._mrs.values():
+            self.device.dereg_mr(mr)
+        self._mrs.clear()
+
+    def _check_open(self) -> None:
+        if self._state is _State.CLOSED:
+            raise ClosedError(
+                f"{self.caps.nic}: this domain is closed, or belongs to the process that forked "
+                "this one; open the engine anew"
+            )
+
+    def orphan(self) -> None:
+        """In a forked child: touch nothing that the parent's NIC uses, now or later."""
+        self._state = _State.CLOSED
+        self._ready.clear()
+
+
+def _wake_nobody() -> None:
+    """Wake nobody: the waker until one is set."""
+
+
+_OPEN: Final[weakref.WeakSet[VerbsDomain]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for domain in list(_OPEN):
+        domain.orphan()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,261 @@
+"""How two NICs agree on queue pairs over datagrams that may be lost, doubled or late. Pure.
+
+Three messages: REQ "these are my queue pairs", REP "these are mine, and they are ready to receive
+from yours", ACK "mine too". Rule 1: a side sends on its queue pairs only once it knows that the
+peer's are ready to receive. Rule 2: every attempt has a number, larger than the one before; an
+answer to an older attempt is ignored, a request of a newer one replaces what there is. Rule 3: who
+waits for an answer repeats itself; who gets a repetition repeats the answer. When both ask at once,
+each takes the other's REQ for the answer it needs to get ready, and sends its REP.
+
+A datagram (integers little-endian):
+
+    offset  size  field     content
+    0       4     magic     b"VHSK"
+    4       1     version   1
+    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE
+    6       1     mtu       the port's, as the library numbers them
+    7       1     count     queue pairs listed
+    8       4     attempt   the sender's
+    12      4     echo      attempt of the receiver that this answers, or 0
+    16      8     target    epoch of the incarnation that is meant
+    24      48    sender    its address
+    72      8 n   (number, first packet sequence number) of each queue pair: messages, then writes
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, IntEnum, auto
+from typing import Final, Protocol
+
+from tep.backends.verbs.address import ADDRESS_BYTES, Address
+from tep.errors import BadDescriptor
+
+__all__ = ["DATAGRAM_BYTES_MAX", "Actions", "Hello", "Kind", "Negotiation", "Phase", "QpId"]
+
+_HEAD: Final = struct.Struct("<4sBBBBIIQ")
+_QP: Final = struct.Struct("<II")
+_MAGIC: Final = b"VHSK"
+_VERSION: Final = 1
+_QPS_MAX: Final = 17
+_MTU_MAX: Final = 5
+_PAUSE_S_MAX: Final = 0.25
+
+DATAGRAM_BYTES_MAX: Final = _HEAD.size + ADDRESS_BYTES + _QPS_MAX * _QP.size
+
+QpId = tuple[int, int]
+"""Number and first packet sequence number of a queue pair, 24 bits each."""
+
+
+class Kind(IntEnum):
+    """What a datagram says."""
+
+    REQ = 1
+    REP = 2
+    ACK = 3
+    STALE = 4  # "I am not the incarnation that you mean"
+    BYE = 5  # "I am closing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """One datagram; the fields are those of the table above."""
+
+    kind: Kind
+    sender: Address
+    target: int
+    attempt: int
+    echo: int = 0
+    mtu: int = 1
+    qps: tuple[QpId, ...] = ()
+
+    def encode(self) -> bytes:
+        """Write it down."""
+        head = _HEAD.pack(
+            _MAGIC,
+            _VERSION,
+            self.kind,
+            self.mtu,
+            len(self.qps),
+            self.attempt,
+            self.echo,
+            self.target,
+        )
+        return head + self.sender.encode() + b"".join(_QP.pack(*qp) for qp in self.qps)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Hello:
+        """Read it, strictly.
+
+        Raises:
+            BadDescriptor: these bytes cannot be such a datagram.
+        """
+        body = _HEAD.size + ADDRESS_BYTES
+        if len(data) < body or data[:4] != _MAGIC:
+            raise BadDescriptor(f"{len(data)} bytes that are no handshake of tep")
+        _, version, kind, mtu, count, attempt, echo, target = _HEAD.unpack_from(data)
+        if version != _VERSION or kind not in Kind.__members__.values():
+            raise BadDescriptor(f"handshake of version {version}, kind {kind}")
+        if count > _QPS_MAX or len(data) != body + count * _QP.size or not 1 <= mtu <= _MTU_MAX:
+            raise BadDescriptor(f"handshake: {len(data)} bytes, {count} queue pairs, MTU {mtu}")
+        sender = Address.decode(data[_HEAD.size : body])
+        qps = tuple(_QP.iter_unpack(data[body:]))
+        if any(number >> 24 or psn >> 24 for number, psn in qps):
+            raise BadDescriptor(f"handshake: queue pairs {qps}; numbers have 24 bits")
+        if kind in {Kind.REQ, Kind.REP} and len(qps) < 2:
+            raise BadDescriptor(f"handshake: {len(qps)} queue pairs; two at the least")
+        return cls(
+            kind=Kind(kind),
+            sender=sender,
+            target=target,
+            attempt=attempt,
+            echo=echo,
+            mtu=mtu,
+            qps=qps,
+        )
+
+
+class Phase(Enum):
+    """How far two NICs are."""
+
+    IDLE = auto()  # nothing, or given up
+    ASKING = auto()  # REQ is out
+    READY = auto()  # ours can receive; whether the peer's can is unknown
+    UP = auto()
+
+
+class Actions(Protocol):
+    """What a negotiation makes its owner do."""
+
+    def begin(self) -> None:
+        """Make fresh queue pairs; what there was is given up, its rows come back flushed."""
+
+    def ready(self, hello: Hello) -> None:
+        """Let ours receive from those named in `hello`."""
+
+    def up(self) -> None:
+        """Let ours send."""
+
+    def say(self, kind: Kind, attempt: int, echo: int) -> None:
+        """Send a datagram; REQ and REP name our queue pairs."""
+
+    def give_up(self) -> None:
+        """The peer does not answer; what waits for it fails."""
+
+
+class Negotiation:
+    """One side's view of one peer.
+
+    Args:
+        actions: what is done about it.
+        attempts: numbers for our attempts, each larger than the one before.
+        patience_s: give up after so long, seconds.
+        resend_s: first pause before repeating, seconds.
+    """
+
+    def __init__(
+        self, actions: Actions, attempts: Iterator[int], *, patience_s: float, resend_s: float
+    ) -> None:
+        self.phase = Phase.IDLE
+        self.attempt = 0
+        self.remote = 0
+        self._actions = actions
+        self._attempts = attempts
+        self._patience_s = patience_s
+        self._resend_s = resend_s
+        self._pause_s = resend_s
+        self._deadline_s = 0.0
+        self.next_s: float | None = None
+        """When tick() wants to be called, or None."""
+
+    def start(self, now_s: float) -> None:
+        """Ask the peer for a fresh connection."""
+        self._begin()
+        self.phase = Phase.ASKING
+        self._arm(now_s)
+        self._actions.say(Kind.REQ, self.attempt, 0)
+
+    def lose(self) -> None:
+        """The queue pairs failed, or the peer is gone: there is no connection any more."""
+        self.phase = Phase.IDLE
+        self.next_s = None
+
+    def hear(self, hello: Hello, now_s: float) -> None:
+        """Take a REQ, REP or ACK that came from this peer and means this incarnation."""
+        match hello.kind:
+            case Kind.REQ:
+                self._hear_request(hello, now_s)
+            case Kind.REP:
+                self._hear_reply(hello, now_s)
+            case Kind.ACK:
+                if self.phase is Phase.READY and (hello.echo, hello.attempt) == self._pair:
+                    self._go_up()
+            case Kind.STALE | Kind.BYE:
+                raise AssertionError("the owner deals with these")
+
+    def tick(self, now_s: float) -> None:
+        """Repeat what was not answered, or give up."""
+        if self.next_s is None or now_s < self.next_s:
+            return
+        if now_s >= self._deadline_s:
+            self.next_s = None
+            if self.phase is Phase.ASKING:
+                self.phase = Phase.IDLE
+            self._actions.give_up()
+            return
+        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+        self.next_s = now_s + self._pause_s
+        if self.phase is Phase.ASKING:
+            self._actions.say(Kind.REQ, self.attempt, 0)
+        else:
+            self._actions.say(Kind.REP, self.attempt, self.remote)
+
+    @property
+    def _pair(self) -> tuple[int, int]:
+        return self.attempt, self.remote
+
+    def _hear_request(self, hello: Hello, now_s: float) -> None:
+        if hello.attempt < self.remote:
+            return
+        known = hello.attempt == self.remote and self.phase in {Phase.READY, Phase.UP}
+        if not known:
+            if self.phase is not Phase.ASKING:
+                self._begin()
+            self.remote = hello.attempt
+            self._actions.ready(hello)
+            self.phase = Phase.READY
+            self._arm(now_s)
+        self._actions.say(Kind.REP, self.attempt, self.remote)
+
+    def _hear_reply(self, hello: Hello, now_s: float) -> None:
+        if hello.echo != self.attempt or self.phase is Phase.IDLE:
+            return
+        if self.phase is Phase.ASKING:
+            self.remote = hello.attempt
+            self._actions.ready(hello)
+        elif hello.attempt > self.remote:
+            # We took an old request for the answer, and the peer has since answered with fresh
+            # queue pairs: ours belong to ones that are gone.
+            self.start(now_s)
+            return
+        elif hello.attempt < self.remote:
+            return
+        if self.phase is not Phase.UP:
+            self._go_up()
+        self._actions.say(Kind.ACK, self.attempt, self.remote)
+
+    def _begin(self) -> None:
+        self.attempt = next(self._attempts)
+        self._actions.begin()
+
+    def _go_up(self) -> None:
+        self.phase = Phase.UP
+        self.next_s = None
+        self._actions.up()
+
+    def _arm(self, now_s: float) -> None:
+        self._pause_s = self._resend_s
+        self._deadline_s = now_s + self._patience_s
+        self.next_s = now_s + self._pause_s

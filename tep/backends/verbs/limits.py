@@ -1,0 +1,58 @@
+"""Rows that no NIC can take, too long or with a key that does not fit: found before posting."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tep.backends.base import Column, Status, WriteBatch
+from tep.backends.verbs.writes import LOOSE_MAX
+
+__all__ = ["RKEY_MAX", "Limits"]
+
+RKEY_MAX: Final = 2**32 - 1
+
+_KNOWN_MAX: Final = 64
+
+
+class Limits:
+    """What a row of one NIC must keep to.
+
+    Args:
+        write_bytes_max: the longest row.
+    """
+
+    def __init__(self, write_bytes_max: int) -> None:
+        self._write_bytes_max = write_bytes_max
+        # Columns of scatters that were found good; the same ones come again and again.
+        self._known: set[tuple[int, bytes]] = set()
+
+    def possible_until(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
+        if self._all_fit(batch, start, stop):
+            return stop
+        return next(row for row in range(start, stop) if not self._all_fit(batch, row, row + 1))
+
+    def why_impossible(self, batch: WriteBatch, row: int) -> Status:
+        """Say why a row that cannot be posted cannot."""
+        too_long = not self._fits(batch.nbytes, row, row + 1, self._write_bytes_max)
+        return Status.LENGTH if too_long else Status.REMOTE_KEY
+
+    def _all_fit(self, batch: WriteBatch, start: int, stop: int) -> bool:
+        return self._fits(batch.nbytes, start, stop, self._write_bytes_max) and self._fits(
+            batch.rkey, start, stop, RKEY_MAX
+        )
+
+    def _fits(self, column: Column, start: int, stop: int, limit: int) -> bool:
+        """Whether no value of a column exceeds a limit."""
+        if isinstance(column, int):
+            return column <= limit
+        if stop - start > LOOSE_MAX:
+            return int(column[start:stop].max()) <= limit
+        key = (limit, column[start:stop].tobytes())
+        if key not in self._known:
+            if int(column[start:stop].max()) > limit:
+                return False
+            if len(self._known) >= _KNOWN_MAX:
+                self._known.clear()
+            self._known.add(key)
+        return True

@@ -1,0 +1,450 @@
+"""Who a NIC talks to: peers, the way to a connection with each, and what waits for one.
+
+Rule 1: rows and messages for a peer that is not connected are kept here, never posted on queue
+pairs that are not ready. Rule 2: what is kept ends, well or not: the handshake has a deadline.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Kind as Completed
+from tep.backends.base import Status, WriteBatch
+from tep.backends.verbs.address import Address
+from tep.backends.verbs.conns import Conn, Queues
+from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
+from tep.backends.verbs.writes import LOOSE_MAX, ROWS_FEW, Entry, Writer
+from tep.errors import BadDescriptor, FabricError, UsageError
+
+if TYPE_CHECKING:
+    from tep.backends.verbs.datagrams import Datagrams
+    from tep.backends.verbs.device import Device
+    from tep.backends.verbs.messages import Messages
+
+__all__ = ["Peer", "Peers"]
+
+Array = npt.NDArray[np.unsignedinteger]
+_WRITE_KIND: Final = int(Completed.WRITE)
+_SETS_MAX: Final = 64
+
+
+class Peer:
+    """One incarnation of a remote NIC; what its negotiation makes it do.
+
+    Attributes:
+        number: its PeerId.
+        where: its address.
+        conn: the connection being made or in use.
+        gone: once it is known that this incarnation never comes back: the status its rows get.
+    """
+
+    def __init__(self, peers: Peers, number: int, where: Address) -> None:
+        self.number = number
+        self.where = where
+        self.conn: Conn | None = None
+        self.gone: Status | None = None
+        self.rows: deque[tuple[WriteBatch, int, int]] = deque()
+        self.messages: deque[int] = deque()
+        self._peers = peers
+        settings = peers.device.settings
+        self.negotiation = Negotiation(
+            self, peers.attempts, patience_s=settings.handshake_s, resend_s=settings.resend_s
+        )
+
+    # --- what the negotiation asks for
+
+    def begin(self) -> None:
+        if self.conn is not None:
+            self._peers.drop(self.conn)
+        self.conn = self._peers.new_conn(self)
+
+    def ready(self, hello: Hello) -> None:
+        assert self.conn is not None
+        self.conn.to_rtr(hello)
+
+    def up(self) -> None:
+        assert self.conn is not None
+        self.conn.to_rts()
+        self._peers.up[self.number] = self.conn
+        self.flush()
+
+    def say(self, kind: Kind, attempt: int, echo: int) -> None:
+        peers = self._peers
+        ids = self.conn.ids if self.conn is not None and kind in {Kind.REQ, Kind.REP} else ()
+        hello = Hello(
+            kind=kind,
+            sender=peers.own,
+            target=self.where.epoch,
+            attempt=attempt,
+            echo=echo,
+            mtu=peers.device.port.active_mtu,
+            qps=ids,
+        )
+        peers.datagrams.send(self.where, hello.encode())
+
+    def give_up(self) -> None:
+        if self.negotiation.phase is Phase.IDLE and self.conn is not None:
+            self._peers.drop(self.conn)
+        self.fail_waiting(Status.UNREACHABLE)
+
+    # --- what waits
+
+    def ask(self, now_s: float) -> None:
+        """See to it that a connection is being made, or that what waits fails."""
+        negotiation = self.negotiation
+        if self.gone is not None:
+            self.fail_waiting(self.gone)
+        elif negotiation.next_s is None and negotiation.phase is not Phase.UP:
+            negotiation.start(now_s)
+
+    def flush(self) -> None:
+        """Post what waits, as far as the queues take it."""
+        conn = self._peers.up[self.number]
+        if conn is None:
+            return
+        rows, messages = self.rows, self.messages
+        while rows:
+            batch, start, stop = rows.popleft()
+            start += self._peers.post_up(conn, batch, start, stop)
+            if start < stop:
+                rows.appendleft((batch, start, stop))
+                break
+        while messages and self._peers.messages.post(messages[0], conn):
+            messages.popleft()
+
+    def fail_waiting(self, status: Status) -> None:
+        """End what waits."""
+        peers = self._peers
+        while self.rows:
+            batch, start, stop = self.rows.popleft()
+            for row in range(start, stop):
+                peers.ready.append((_WRITE_KIND, int(status), 1, 0, row, batch.ctx, 0))
+        while self.messages:
+            peers.messages.sent(self.messages.popleft(), int(status))
+
+
+class Peers:
+    """All peers of one NIC.
+
+    Attributes:
+        own: this NIC's address.
+        up: by PeerId, the connection that rows can be posted on, or None.
+        conns: by number of a queue pair.
+        trouble: what went wrong last while connecting.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        queues: Queues,
+        writer: Writer,
+        messages: Messages,
+        datagrams: Datagrams,
+        own: Address,
+        ready: deque[Entry],
+        clock_s: Callable[[], float],
+    ) -> None:
+        self.device = device
+        self.writer = writer
+        self.messages = messages
+        self.datagrams = datagrams
+        self.own = own
+        self.ready = ready
+        self.clock_s = clock_s
+        self.attempts = itertools.count(1)
+        self.table: list[Peer] = []
+        self.up: list[Conn | None] = []
+        self.conns: dict[int, Conn] = {}
+        self.trouble = ""
+        self._queues = queues
+        self._by_address: dict[Address, Peer] = {}
+        self._latest: dict[int, Peer] = {}  # by identity
+        self._draining: dict[int, Conn] = {}
+        self._unsettled: dict[Peer, None] = {}
+        # Scatters go to the same peers again and again; kept while none of them loses its
+        # connection.
+        self._sets: dict[bytes, list[Conn]] = {}
+        self._numbers = itertools.count(1)
+        self._one_qp = device.settings.qps_per_peer == 1
+        seed = device.settings.spray_seed
+        self._rng = random.SystemRandom() if seed is None else random.Random(seed)
+
+    # --- peers
+
+    def connect(self, raw: bytes, now_s: float) -> int:
+        """Number a peer by its address, and begin to connect to it.
+
+        Raises:
+            BadDescriptor: these bytes are no address of such a NIC.
+            UsageError: there is no way from here to there.
+        """
+        where = Address.decode(raw)
+        why = self.own.why_unreachable(where)
+        if why:
+            raise UsageError(f"{self.device.name} at {self.own} cannot reach {where}: {why}")
+        peer = self._peer(where)
+        if peer.gone is None:
+            self.attend(peer, now_s)
+        return peer.number
+
+    def _peer(self, where: Address) -> Peer:
+        found = self._by_address.get(where)
+        if found is None:
+            found = self._by_address[where] = Peer(self, len(self.table), where)
+            self.table.append(found)
+            self.up.append(None)
+            self._replace(found)
+        return found
+
+    def _replace(self, new: Peer) -> None:
+        """Of several incarnations of one NIC only the latest lives."""
+        other = self._latest.setdefault(new.where.identity, new)
+        if other is not new:
+            older, later = sorted((other, new), key=lambda peer: peer.where.epoch)
+            self._latest[new.where.identity] = later
+            self.bury(older, Status.STALE_PEER)
+
+    def bury(self, peer: Peer, status: Status) -> None:
+        """A peer's incarnation is over: what is open fails, nothing is tried again."""
+        if peer.gone is not None:
+            return
+        peer.gone = status
+        peer.negotiation.lose()
+        if peer.conn is not None:
+            self.drop(peer.conn)
+        peer.fail_waiting(status)
+        self._unsettled.pop(peer, None)
+        self.datagrams.forget(peer.where)
+
+    def attend(self, peer: Peer, now_s: float) -> None:
+        """Begin or go on to connect to a peer; what fails here fails what waits for it."""
+        try:
+            peer.ask(now_s)
+        except FabricError as error:
+            self._abandon(peer, error)
+        else:
+            self._unsettled[peer] = None
+
+    def _abandon(self, peer: Peer, error: FabricError) -> None:
+        self.trouble = str(error)
+        peer.negotiation.lose()
+        if peer.conn is not None:
+            self.drop(peer.conn)
+        peer.fail_waiting(Status.PROVIDER)
+
+    def hear(self, payload: bytes, now_s: float) -> None:
+        """Take a datagram; what is none of ours is ignored."""
+        try:
+            hello = Hello.decode(payload)
+        except BadDescriptor:
+            return
+        if self.own.why_unreachable(hello.sender):
+            return
+        if hello.target != self.own.epoch:
+            if hello.kind is not Kind.STALE:
+                self._disown(hello)
+            return
+        peer = self._peer(hello.sender)
+        if peer.gone is not None:
+            return
+        if hello.kind is Kind.BYE:
+            self.bury(peer, Status.UNREACHABLE)
+        elif hello.kind is Kind.STALE:
+            if hello.echo == peer.negotiation.attempt:
+                self.bury(peer, Status.STALE_PEER)
+        else:
+            try:
+                peer.negotiation.hear(hello, now_s)
+            except FabricError as error:
+                self._abandon(peer, error)
+            else:
+                self._unsettled[peer] = None
+
+    def _disown(self, hello: Hello) -> None:
+        """Tell a sender that it means an incarnation that is no more."""
+        answer = Hello(
+            kind=Kind.STALE,
+            sender=_with_epoch(self.own, hello.target),
+            target=hello.sender.epoch,
+            attempt=0,
+            echo=hello.attempt,
+        )
+        self.datagrams.send(hello.sender, answer.encode())
+
+    # --- posting
+
+    def post_up(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post rows to one connected peer; return how many were taken, a prefix."""
+        if stop - start <= ROWS_FEW:
+            return self.writer.post_few(conn, batch, start, stop)
+        if len(conn.qps) == 1:
+            return self.writer.post_run(conn, batch, start, stop)
+        self.post_loose([conn] * (stop - start), batch, start)
+        return stop - start
+
+    def scatter(self, peers: Array, batch: WriteBatch, start: int) -> bool:
+        """Post row `start + k` to peers[k]; False = not all are connected, nothing is done."""
+        key = peers.tobytes()
+        conns = self._sets.get(key)
+        if conns is None:
+            found = [self.up[peer] for peer in peers.tolist()]
+            conns = [conn for conn in found if conn is not None]
+            if len(conns) < len(found):
+                return False
+            if len(self._sets) >= _SETS_MAX:
+                self._sets.clear()
+            self._sets[key] = conns
+        self.post_loose(conns, batch, start)
+        return True
+
+    def post_loose(self, conns: Sequence[Conn], batch: WriteBatch, start: int) -> None:
+        """Post row `start + k` to conns[k]; what finds no room is kept, and follows."""
+        for first in range(0, len(conns), LOOSE_MAX):
+            part = conns[first : first + LOOSE_MAX] if len(conns) > LOOSE_MAX else conns
+            qps = [conn.qp for conn in part] if self._one_qp else [conn.pick() for conn in part]
+            for row in self.writer.post_loose(part, qps, batch, start + first):
+                peer = conns[row - start].peer
+                peer.rows.append((batch, row, row + 1))
+                self._unsettled[peer] = None
+
+    def hold(self, peer: Peer, batch: WriteBatch, start: int, stop: int, now_s: float) -> None:
+        """Keep rows until their peer is connected."""
+        peer.rows.append((batch, start, stop))
+        self.attend(peer, now_s)
+
+    def hold_message(self, peer: Peer, slot: int, now_s: float) -> None:
+        """Keep a message until its peer is connected."""
+        peer.messages.append(slot)
+        self.attend(peer, now_s)
+
+    # --- connections
+
+    def new_conn(self, peer: Peer) -> Conn:
+        """Make queue pairs for a peer."""
+        conn = Conn(self.device, self._queues, peer, next(self._numbers), self._rng)
+        self.conns.update((number, conn) for number, _ in conn.ids)
+        return conn
+
+    def drop(self, conn: Conn) -> None:
+        """Take a connection out of use; its rows come back flushed."""
+        peer = conn.peer
+        if peer.conn is conn:
+            peer.conn = None
+            self.up[peer.number] = None
+            self._sets.clear()
+        if not conn.lost:
+            conn.fail(self.clock_s())
+            self._draining[conn.number] = conn
+            self._drain(conn)
+
+    def fail(self, conn: Conn, status: int, now_s: float) -> None:
+        """A completion says that a connection is broken."""
+        if conn.lost:
+            return
+        peer = conn.peer
+        peer.negotiation.lose()
+        self.drop(conn)
+        # A peer that is alive learns in this way that its half is broken too.
+        if peer.gone is None and (status != Status.UNREACHABLE or peer.rows or peer.messages):
+            self.attend(peer, now_s)
+
+    def take_marker(self, number: int) -> None:
+        """A failed queue pair has returned everything."""
+        conn = self._draining.get(number)
+        if conn is not None:
+            conn.take_marker()
+            self._drain(conn)
+
+    def _drain(self, conn: Conn) -> None:
+        conn.mark(self.writer)
+        if conn.drained:
+            self._retire(conn)
+
+    def _retire(self, conn: Conn) -> None:
+        self._draining.pop(conn.number, None)
+        for number, _ in conn.ids:
+            del self.conns[number]
+        conn.destroy()
+
+    # --- time
+
+    @property
+    def busy(self) -> bool:
+        """Whether progress() has to be called."""
+        return bool(self._unsettled or self._draining or self.writer.tails)
+
+    def progress(self, now_s: float) -> None:
+        """Repeat and give up what is due, post what waits, end what does not drain."""
+        for peer in list(self._unsettled):
+            try:
+                peer.negotiation.tick(now_s)
+                peer.flush()
+            except FabricError as error:
+                self._abandon(peer, error)
+            if peer.negotiation.next_s is None and not (peer.rows or peer.messages):
+                del self._unsettled[peer]
+            elif peer.negotiation.next_s is None and peer.negotiation.phase is not Phase.UP:
+                self.attend(peer, now_s)
+        for conn in list(self._draining.values()):
+            self._drain(conn)
+            if conn.number in self._draining and now_s >= conn.deadline_s:
+                self._retire(conn)
+                self.writer.fail_all(self.lost_status(conn), [conn])
+                self.messages.fail_all(self.lost_status(conn), conn)
+        if self.writer.tails:
+            self.writer.post_tails()
+
+    def next_s(self) -> float | None:
+        """When progress() has something to do though nothing came, or None."""
+        times = [p.negotiation.next_s for p in self._unsettled if p.negotiation.next_s is not None]
+        times += [conn.deadline_s for conn in self._draining.values()]
+        return min(times, default=None)
+
+    @staticmethod
+    def lost_status(conn: Conn) -> int:
+        """What a flushed row of a connection is told: why the peer is gone, if it is."""
+        return int(Status.FLUSHED if conn.peer.gone is None else conn.peer.gone)
+
+    # --- the end
+
+    def say_goodbye(self) -> None:
+        """Tell every peer with a connection that this NIC closes."""
+        for peer in self.table:
+            if peer.conn is not None and peer.gone is None:
+                peer.say(Kind.BYE, peer.negotiation.attempt, peer.negotiation.remote)
+
+    def close(self, status: Status) -> None:
+        """Destroy all queue pairs; what is open or waits fails."""
+        conns = set(self.conns.values())
+        for conn in conns:
+            conn.destroy()
+        self.writer.fail_all(int(status), conns)
+        self.conns.clear()
+        self._draining.clear()
+        self._unsettled.clear()
+        for peer in self.table:
+            peer.conn = None
+            peer.gone = peer.gone or status
+            peer.fail_waiting(status)
+        self._sets.clear()
+        self.up[:] = [None] * len(self.table)
+
+
+def _with_epoch(address: Address, epoch: int) -> Address:
+    return Address(
+        link=address.link,
+        lid=address.lid,
+        gid=address.gid,
+        gid_type=address.gid_type,
+        ud_qpn=address.ud_qpn,
+        qkey=address.qkey,
+        epoch=epoch,
+        identity=address.identity,
+    )

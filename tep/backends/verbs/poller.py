@@ -1,0 +1,216 @@
+"""Completions: read off the queue, told apart, turned into the seam's entries.
+
+They are told apart by the id of their work request and the number of their queue pair, never by
+their opcode, which is undefined when the status is bad. Here alone an immediate is turned from
+network byte order into a number.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Completions, Kind, Status
+from tep.backends.verbs import tags
+from tep.backends.verbs.receives import IMM_ID
+from tep.backends.verbs.status import send_status, write_status
+from tep.ffi.ibverbs_wr import WC
+
+if TYPE_CHECKING:
+    from tep.backends.verbs.conns import Conn
+    from tep.backends.verbs.datagrams import Datagrams
+    from tep.backends.verbs.device import Device
+    from tep.backends.verbs.messages import Messages
+    from tep.backends.verbs.peers import Peers
+    from tep.backends.verbs.receives import ImmReceives
+    from tep.backends.verbs.writes import Entry, Writer
+
+__all__ = ["Poller"]
+
+_POLL_MAX: Final = 512
+_SCALAR_MAX: Final = 8
+_IMM, _OK, _FLUSHED = int(Kind.IMM), int(Status.OK), int(Status.FLUSHED)
+_ROWS: Final = frozenset({tags.RUN, tags.TAIL, tags.LOOSE})
+
+_HEAD_BYTES: Final = 12
+_HEAD: Final = np.dtype(
+    {"names": ["head"], "formats": [f"V{_HEAD_BYTES}"], "offsets": [0], "itemsize": WC.itemsize}
+)
+"""wr_id and status of a completion, as bytes."""
+
+_IMM_HEADS: Final = struct.pack("<QI", IMM_ID, 0) * _POLL_MAX
+"""What a burst of immediates that went well looks like."""
+
+
+class Poller:
+    """The completion queue of one NIC.
+
+    Attributes:
+        said: by the seam's status, what the provider said when it last met it.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        cq: int,
+        *,
+        imms: ImmReceives,
+        writer: Writer,
+        messages: Messages,
+        datagrams: Datagrams,
+        peers: Peers,
+        ready: deque[Entry],
+    ) -> None:
+        self.said: dict[int, str] = {}
+        self._device = device
+        self._cq = cq
+        self._imms = imms
+        self._writer = writer
+        self._messages = messages
+        self._datagrams = datagrams
+        self._peers = peers
+        self._ready = ready
+        self._wc = np.zeros(_POLL_MAX, WC)
+        self._wc_ptr = int(self._wc.ctypes.data)
+        self._poll_cq = device.data.poll_cq
+        # Views, made once. Bursts are compared as bytes: that costs a quarter of `(a == b).all()`.
+        self._ids, self._statuses = self._wc["wr_id"], self._wc["status"]
+        self._heads = self._wc.view(_HEAD)["head"]
+        self._imm = self._wc["imm_data"]
+        fields = ["wr_id", "status", "byte_len", "imm_data", "qp_num", "vendor_err"]
+        self._few = self._wc[fields]
+
+    def read(self, room: int) -> int:
+        """Read completions off the queue, `room` at the most; return how many."""
+        n = self._poll_cq(self._cq, min(room, _POLL_MAX), self._wc_ptr)
+        assert n >= 0, f"{self._device.name}: ibv_poll_cq says {n}"
+        return n
+
+    def take_all(self) -> int:
+        """Read what is there and turn it into entries; return how many completions it was."""
+        n = self.read(_POLL_MAX)
+        if n:
+            self._take_each(self._few[:n].tolist())
+        return n
+
+    def take(self, n: int, out: Completions, filled: int) -> int:
+        """Tell `n` completions apart: bursts by columns, straight into `out`; else one by one.
+
+        Returns:
+            How far `out` is filled then; there are more entries in `ready` perhaps.
+        """
+        if n <= _SCALAR_MAX:
+            self._take_each(self._few[:n].tolist())
+            return filled
+        if self._heads[:n].tobytes() == _IMM_HEADS[: n * _HEAD_BYTES]:
+            self._imms.put(n)
+            return _count_imms(self._imm[:n], out, filled)
+        ids = self._ids[:n]
+        if self._statuses[:n].any():
+            self._take_each(self._few[:n].tolist())
+        elif int(ids.min()) >= tags.tag(tags.LOOSE):
+            self._writer.complete_many_loose(ids.tolist())
+        else:
+            # Both directions at once: immediates by columns, the rest one by one.
+            mine = ids == IMM_ID
+            self._take_each(self._few[:n][~mine].tolist())
+            imms = self._imm[:n][mine]
+            if len(imms):
+                self._imms.put(len(imms))
+                return _count_imms(imms, out, filled)
+        return filled
+
+    def _take_each(self, rows: list[tuple[int, ...]]) -> None:
+        used = 0
+        ready = self._ready
+        for wr_id, status, nbytes, imm, qpn, vendor in rows:
+            if wr_id == IMM_ID:
+                used += 1
+                if status == 0:
+                    ready.append((_IMM, _OK, 1, imm, 0, 0, 0))
+            elif wr_id >> tags.KIND_SHIFT in _ROWS:
+                self._end_row(wr_id, status, qpn, vendor)
+            else:
+                self._take_other(wr_id, status, nbytes, qpn, vendor)
+        if used:
+            self._imms.put(used)
+
+    def _end_row(self, wr_id: int, status: int, qpn: int, vendor: int) -> None:
+        conn = self._peers.conns.get(qpn)
+        if conn is None:
+            return  # it did not drain in time, and its rows were ended then
+        found = _OK
+        if status:
+            found = int(write_status(status))
+            if found == _FLUSHED:
+                found = self._peers.lost_status(conn)
+            else:
+                self._note(found, status, vendor, conn)
+        if wr_id >> tags.KIND_SHIFT == tags.LOOSE:
+            self._writer.complete_loose(wr_id, found)
+        else:
+            self._writer.complete_run(conn, wr_id, found)
+        if status:
+            self._peers.fail(conn, found, time.monotonic())
+
+    def _take_other(self, wr_id: int, status: int, nbytes: int, qpn: int, vendor: int) -> None:
+        kind, number = wr_id >> tags.KIND_SHIFT, tags.number_of(wr_id)
+        if kind == tags.DATAGRAM_IN:
+            if status == 0:
+                self._peers.hear(self._datagrams.payload(number, nbytes), time.monotonic())
+            self._datagrams.give_back(number)
+        elif kind == tags.DATAGRAM_OUT:
+            self._datagrams.sent(number)
+        elif kind == tags.MARKER:
+            self._peers.take_marker(number)
+        elif kind == tags.MESSAGE_OUT:
+            self._end_message(number, status, qpn, vendor)
+        else:
+            assert kind == tags.MESSAGE_IN, f"completion of an unknown kind: {wr_id:#x}"
+            if status == 0:
+                self._messages.received(number, nbytes)
+                return
+            self._messages.returned(number)
+            conn = self._peers.conns.get(qpn)
+            if conn is not None:  # most often a message longer than its buffer
+                self._peers.fail(conn, int(send_status(status)), time.monotonic())
+
+    def _end_message(self, slot: int, status: int, qpn: int, vendor: int) -> None:
+        conn = self._peers.conns.get(qpn)
+        if conn is None:
+            return  # as in _end_row
+        found = int(send_status(status))
+        if found == _FLUSHED:
+            found = self._peers.lost_status(conn)
+        elif found != _OK:
+            self._note(found, status, vendor, conn)
+        self._messages.sent(slot, found)
+        if found != _OK:
+            self._peers.fail(conn, found, time.monotonic())
+
+    def _note(self, found: int, status: int, vendor: int, conn: Conn) -> None:
+        text = self._device.lib.status_str(status)
+        self.said[found] = (
+            f"{text} (status {status}, vendor error {vendor:#x}) towards {conn.peer.where}"
+        )
+
+
+def _count_imms(imms: npt.NDArray[np.unsignedinteger], out: Completions, filled: int) -> int:
+    """Hand out immediates, equal ones as one entry; return how far `out` is filled then."""
+    n = len(imms)
+    raw = imms.tobytes()
+    first = raw[:4]
+    if raw == first * n:
+        out[filled] = (_IMM, _OK, n, int.from_bytes(first, "big"), 0, 0, 0)
+        return filled + 1
+    part = out[filled : filled + n]
+    for name, value in (("kind", _IMM), ("status", _OK), ("count", 1), ("imm", imms)):
+        part[name] = value
+    for name in ("row", "ctx", "nbytes"):
+        part[name] = 0
+    return filled + n

@@ -1,0 +1,112 @@
+"""What a user may set on the verbs backend, and the arithmetic that turns it into promises.
+
+Values only. Defaults suit ConnectX and Soft-RoCE alike; each says where it comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from tep.errors import UsageError
+
+__all__ = ["Settings"]
+
+_TIMEOUT_UNIT_S: Final = 4.096e-6
+"""Unit of the local ACK timeout: 4.096 us times 2 to the power of the setting. Source: InfiniBand
+specification 1.4, section 9.7.6.1.3; quoted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Limits and timeouts of one NIC.
+
+    Attributes:
+        port: of the device, from 1.
+        gid_index: entry of the port's address table; None = the best of the ranking.
+        sq_depth: rows outstanding on this NIC, whatever peer they go to. Every queue pair can take
+            as many, and the completion queue holds them all, so that neither can overflow.
+        signal_rows: every so many rows of a chain one asks for a completion.
+        imm_recvs: receives without buffers that wait for immediates. fabric-lib has 128 and adds
+            one for each it uses; a Python poller comes by less often.
+        msg_recvs_max: message buffers posted at a time; more of them wait their turn.
+        max_msg_bytes: longest message.
+        qps_per_peer: queue pairs for writes; more than one spreads rows over them, which undoes the
+            order that a reliable connection keeps.
+        spray_seed: choose each row's queue pair at random from this seed; None = in turn. Only with
+            more than one queue pair.
+        timeout: local ACK timeout exponent; 14 is 67 ms. Source: fabric-lib.
+        retry_cnt: tries after a timeout. 7 is for ever on Soft-RoCE (measured), hence 6.
+        rnr_retry: tries while the peer has no receive posted; 7 is for ever: a peer that is slow to
+            poll is not dead.
+        min_rnr_timer: what to wait before such a try; 12 is 0.64 ms. Source: fabric-lib.
+        handshake_s: give a peer up that does not answer for so long, seconds. Its engine answers
+            when it is turned, so this is also how long a busy one may take.
+        resend_s: first pause before a handshake datagram is sent again, seconds; it doubles.
+        drain_s: how long a failed queue pair may take to return what it holds, seconds.
+        relaxed_ordering: let PCIe writes to a region pass each other. Without it fabric-lib stays
+            below 200 Gb/s on ConnectX-7 (quoted).
+        traffic_class, service_level: of all packets; what they mean is the network's business.
+    """
+
+    port: int = 1
+    gid_index: int | None = None
+    sq_depth: int = 2048
+    signal_rows: int = 256
+    imm_recvs: int = 2048
+    msg_recvs_max: int = 512
+    max_msg_bytes: int = 1 << 20
+    qps_per_peer: int = 1
+    spray_seed: int | None = None
+    timeout: int = 14
+    retry_cnt: int = 6
+    rnr_retry: int = 7
+    min_rnr_timer: int = 12
+    handshake_s: float = 3.0
+    resend_s: float = 0.02
+    drain_s: float = 1.0
+    relaxed_ordering: bool = True
+    traffic_class: int = 0
+    service_level: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise UsageError(f"verbs: {name}={value}; {low} to {high} is possible")
+        if self.spray_seed is not None and self.qps_per_peer == 1:
+            raise UsageError(f"verbs: spray_seed={self.spray_seed} needs qps_per_peer > 1")
+
+    @property
+    def ack_timeout_s(self) -> float:
+        """How long a dead peer can keep a posted row, seconds.
+
+        A NIC may take up to four times the timeout for each try (InfiniBand specification 1.4,
+        section 9.7.6.1.3; quoted; Soft-RoCE takes it once, measured).
+        """
+        return 4 * _TIMEOUT_UNIT_S * (1 << self.timeout) * (self.retry_cnt + 1)
+
+    @property
+    def peer_timeout_s(self) -> float:
+        """Within this a dead peer ends in an error: it may die just after it has answered."""
+        return self.handshake_s + self.ack_timeout_s + self.drain_s
+
+
+_RANGES: Final = {
+    "port": (1, 255),
+    "sq_depth": (1, 16384),
+    "signal_rows": (1, 16384),
+    "imm_recvs": (1, 32767),
+    "msg_recvs_max": (1, 32767),
+    "max_msg_bytes": (1, 1 << 30),
+    "qps_per_peer": (1, 16),
+    "timeout": (1, 31),
+    "retry_cnt": (0, 7),
+    "rnr_retry": (0, 7),
+    "min_rnr_timer": (0, 31),
+    "handshake_s": (0.01, 3600.0),
+    "resend_s": (0.001, 60.0),
+    "drain_s": (0.01, 60.0),
+    "traffic_class": (0, 255),
+    "service_level": (0, 15),
+}

@@ -1,0 +1,286 @@
+"""Rows on their way: posted as runs or loose, remembered until their completions have come.
+
+Rule 1: every row taken ends in exactly one entry, or is counted by one. Rule 2: the NIC lets no
+more rows out than each queue pair and the completion queue can hold. Rule 3: on one queue pair rows
+complete in order, so a completion speaks for the rows of its run before it that asked for none;
+after a failure every row has one of its own. Rule 4: a run's last row asks for a completion; where
+a provider took less of it, a tail does, before the queue pair gets another run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.base import Kind, Row, Status, WriteBatch
+from tep.backends.verbs.rings import LooseRing, RunRing
+from tep.backends.verbs.tags import LOOSE, NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, TAIL, tag
+from tep.ffi.ibverbs_wr import SEND_WR
+
+if TYPE_CHECKING:
+    from tep.backends.verbs.conns import Conn
+    from tep.backends.verbs.device import Device
+
+__all__ = ["LOOSE_MAX", "ROWS_FEW", "Entry", "Run", "Writer"]
+
+Entry = tuple[int, int, int, int, int, int, int]
+"""One completion in the order of COMPLETION's fields."""
+
+ROWS_FEW: Final = 6
+"""Up to here rows are packed and posted one by one; from there on columns cost less."""
+
+LOOSE_MAX: Final = 256
+"""Rows posted loose in one go."""
+
+_RUN_MAX: Final = 1024
+_WRITE: Final = int(Kind.WRITE)
+_OK: Final = int(Status.OK)
+_PROVIDER: Final = int(Status.PROVIDER)
+_LATER: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
+
+
+class Run:
+    """Rows of one batch, posted as one chain on one queue pair; they come back first to last."""
+
+    __slots__ = ("back", "ctx", "n", "start")
+
+    def __init__(self, ctx: int, start: int, n: int) -> None:
+        self.ctx = ctx
+        self.start = start
+        self.n = n
+        self.back = 0
+
+
+class _Loose:
+    """Rows of one batch, posted each by itself; they come back in any order.
+
+    Attributes:
+        conns: where each went.
+        done: which are back, one byte each.
+    """
+
+    __slots__ = ("conns", "ctx", "done", "left", "start")
+
+    def __init__(self, ctx: int, start: int, n: int, conns: Sequence[Conn]) -> None:
+        self.ctx = ctx
+        self.start = start
+        self.left = n
+        self.conns = conns
+        self.done = bytearray(n)
+
+
+class Writer:
+    """The rows of one NIC.
+
+    Attributes:
+        tails: connections whose last run was taken in part, and waits for its tail.
+        refusal: what the last refused post was told.
+        ready: entries for poll(), made here and elsewhere in the NIC.
+    """
+
+    def __init__(self, device: Device, depth: int, signal_rows: int, ready: deque[Entry]) -> None:
+        self.ready = ready
+        self.refusal = ""
+        self.tails: dict[Conn, int] = {}
+        self._post_send = device.data.post_send
+        self._run = RunRing(min(depth, _RUN_MAX), signal_rows)
+        self._loose = LooseRing(min(depth, LOOSE_MAX))
+        self._few = LooseRing(ROWS_FEW)  # of its own, so that it does not disturb what a set holds
+        self._bad = ctypes.c_void_p()
+        self._bad_ptr = ctypes.addressof(self._bad)
+        self._sets: dict[int, _Loose] = {}
+        self._number = 0
+
+    # --- posting
+
+    def post_run(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post rows to one peer as chains; return how many were taken, a prefix."""
+        ring = self._run
+        at = start
+        while at < stop:
+            if self.tails and conn in self.tails:
+                break
+            n = min(stop - at, ring.n)
+            ring.fill(batch, at, n)
+            rc = self._post_send(conn.qp, ring.ptr, self._bad_ptr)
+            ring.mend(n)
+            if rc:
+                at += self._note_short(conn, batch, at, n, rc)
+                break
+            conn.runs.append(Run(batch.ctx, at, n))
+            at += n
+        return at - start
+
+    def _note_short(self, conn: Conn, batch: WriteBatch, start: int, n: int, rc: int) -> int:
+        """A run was taken in part; return how many rows have been dealt with."""
+        bad = self._bad.value
+        assert bad is not None, "a refused post must name the request that it refused"
+        taken = (bad - self._run.ptr) // SEND_WR.itemsize
+        if taken:
+            conn.runs.append(Run(batch.ctx, start, taken))
+            if not self._run.is_signaled(taken - 1, n):
+                self.tails[conn] = tag(TAIL) + taken - 1
+        if rc in _LATER:
+            return taken
+        self._refuse(rc, batch.ctx, start + taken)
+        return taken + 1
+
+    def _refuse(self, rc: int, ctx: int, row: int) -> None:
+        """A provider will never take a row: it has failed."""
+        self.refusal = f"ibv_post_send: {os.strerror(rc)} (errno {rc})"
+        self.ready.append((_WRITE, _PROVIDER, 1, 0, row, ctx, 0))
+
+    def post_few(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post rows to one peer one by one; return how many were taken, a prefix."""
+        self._number = number = self._number + 1 & NUMBER_MASK
+        wr_id = tag(LOOSE, number)
+        ring = self._few
+        n = stop - start
+        if n == 1:
+            ring.write(0, _row(batch, start), wr_id)
+        else:
+            for k, row in enumerate(batch.rows(start, stop)):
+                ring.write(k, row, wr_id + k)
+        taken = 0
+        for at in ring.ptrs[:n]:
+            rc = self._post_send(conn.pick(), at, self._bad_ptr)
+            if rc:
+                if rc not in _LATER:
+                    self._refuse(rc, batch.ctx, start + taken)
+                    self._remember(number, batch.ctx, start, taken, (conn,) * taken)
+                    return taken + 1
+                break
+            taken += 1
+        self._remember(number, batch.ctx, start, taken, (conn,) * taken)
+        return taken
+
+    def post_loose(
+        self, conns: Sequence[Conn], qps: Sequence[int], batch: WriteBatch, start: int
+    ) -> list[int]:
+        """Post row `start + k` to queue pair qps[k] of conns[k], LOOSE_MAX at the most.
+
+        Returns:
+            Rows that their queue pairs had no room for now: the caller keeps them.
+        """
+        n = len(qps)
+        self._number = number = self._number + 1 & NUMBER_MASK
+        ring = self._loose
+        ring.fill(batch, start, n, tag(LOOSE, number))
+        codes = list(map(self._post_send, qps, ring.ptrs, repeat(self._bad_ptr)))
+        self._remember(number, batch.ctx, start, n, conns)
+        return self._sort_out(number, batch.ctx, start, codes) if any(codes) else []
+
+    def _sort_out(self, number: int, ctx: int, start: int, codes: Sequence[int]) -> list[int]:
+        found = self._sets[number]
+        later = []
+        for k, rc in enumerate(codes):
+            if not rc:
+                continue
+            found.done[k] = 1
+            found.left -= 1
+            if rc in _LATER:
+                later.append(start + k)
+            else:
+                self._refuse(rc, ctx, start + k)
+        if not found.left:
+            del self._sets[number]
+        return later
+
+    def _remember(self, number: int, ctx: int, start: int, n: int, conns: Sequence[Conn]) -> None:
+        if n:
+            self._sets[number] = _Loose(ctx, start, n, conns)
+
+    def post_tails(self) -> None:
+        """Ask for the completions that short posts left open, where there is room by now."""
+        for conn, wr_id in list(self.tails.items()):
+            gone = conn.lost or not conn.runs
+            if gone or self.post_marker(conn.qp, wr_id):
+                del self.tails[conn]
+
+    def post_marker(self, qp: int, wr_id: int) -> bool:
+        """Put a last request on a failed queue pair; its completion comes after all others."""
+        return self._post_send(qp, self._few.write_nothing(wr_id), self._bad_ptr) == 0
+
+    # --- completing
+
+    def complete_run(self, conn: Conn, wr_id: int, status: int) -> None:
+        """Take the completion of a row of a connection's oldest run, or of its tail."""
+        row = wr_id & ROW_MASK
+        if not conn.runs:
+            return  # a tail's own, after the row that it stands behind has failed and had one too
+        run = conn.runs[0]
+        before = row - run.back
+        if before < 0:
+            return  # likewise
+        if status == _OK:
+            self._finish(run, before + 1, _OK)
+        else:
+            if before:
+                self._finish(run, before, _OK)
+            self._finish(run, 1, status)
+        if run.back == run.n:
+            conn.runs.popleft()
+
+    def _finish(self, run: Run, count: int, status: int) -> None:
+        self.ready.append((_WRITE, status, count, 0, run.start + run.back, run.ctx, 0))
+        run.back += count
+
+    def complete_loose(self, wr_id: int, status: int) -> None:
+        """Take the completion of a loose row."""
+        number = wr_id >> NUMBER_SHIFT & NUMBER_MASK
+        found = self._sets[number]
+        row = wr_id & ROW_MASK
+        found.done[row] = 1
+        found.left -= 1
+        self.ready.append((_WRITE, status, 1, 0, found.start + row, found.ctx, 0))
+        if not found.left:
+            del self._sets[number]
+
+    def complete_many_loose(self, wr_ids: list[int]) -> None:
+        """Take a burst of completions of loose rows that went well; count those of a set."""
+        first = 0
+        while first < len(wr_ids):
+            key = wr_ids[first] >> NUMBER_SHIFT
+            found = self._sets[key & NUMBER_MASK]
+            done, last = found.done, first
+            while last < len(wr_ids) and wr_ids[last] >> NUMBER_SHIFT == key:
+                done[wr_ids[last] & ROW_MASK] = 1
+                last += 1
+            found.left -= last - first
+            self.ready.append((_WRITE, _OK, last - first, 0, found.start, found.ctx, 0))
+            if not found.left:
+                del self._sets[key & NUMBER_MASK]
+            first = last
+
+    def fail_all(self, status: int, conns: Iterable[Conn]) -> None:
+        """End every open row of some connections, where no completion will come."""
+        lost = set(conns)
+        for conn in lost:
+            while conn.runs:
+                run = conn.runs.popleft()
+                while run.back < run.n:
+                    self._finish(run, 1, status)
+        for number, found in list(self._sets.items()):
+            for row, done in enumerate(found.done):
+                if not done and found.conns[row] in lost:
+                    self.complete_loose(tag(LOOSE, number) + row, status)
+
+
+def _row(batch: WriteBatch, row: int) -> Row:
+    """One row of a batch; the columns are numbers most often."""
+    peer, src, dst, rkey = batch.peer, batch.src, batch.dst, batch.rkey
+    nbytes, imm = batch.nbytes, batch.imm
+    return Row(
+        peer if isinstance(peer, int) else int(peer[row]),
+        src if isinstance(src, int) else int(src[row]),
+        batch.lkey,
+        dst if isinstance(dst, int) else int(dst[row]),
+        rkey if isinstance(rkey, int) else int(rkey[row]),
+        nbytes if isinstance(nbytes, int) else int(nbytes[row]),
+        imm if imm is None or isinstance(imm, int) else int(imm[row]),
+    )

@@ -1,0 +1,219 @@
+"""What the verbs backend costs, engine included: a provider in C that takes every request at once.
+
+From the user's call to chains posted, and from completions to counts; the NIC's and the provider's
+own work comes on top. Needs a C compiler and the header of libibverbs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import numpy as np
+
+from tep.api import Pages, ScatterDst
+from tep.backends.base import WriteBatch
+from tep.backends.verbs import open_domains
+from tep.backends.verbs.domain import VerbsDomain
+from tep.bench import Figure, median_ns
+from tep.drivers import InlineDriver, Machine
+from tep.engine import TransferEngine
+from tep.region import MrHandle
+from tep.testing.verbs_stub import Knob, Stub, build
+
+__all__ = ["verbs_stub_figures"]
+
+_PAGE_BYTES: Final = 4096
+_PEERS: Final = 63
+_BURST: Final = 256
+_WARM_S: Final = 10.0
+_RUST: Final = (
+    "Rust engine, ConnectX-7, 11.1 M op/s at 1 KiB pages: arXiv 2510.27656 Table 2; quoted"
+)
+_RUST_NS: Final = 90.0
+_SCATTER: Final = "Rust engine, ConnectX-7, EP64 scatter: arXiv 2510.27656 Table 9; quoted"
+_SCATTER_US: Final = 8.5
+
+
+def verbs_stub_figures(rounds: int = 40) -> Iterator[Figure]:
+    """Measure, one figure at a time.
+
+    Raises:
+        LookupError: no C compiler, or no header.
+    """
+    stub = build()
+    for npages, aim in ((256, 60.0), (1024, 30.0), (16384, 30.0)):
+        yield _paged(stub, npages, aim, rounds * 4)
+    yield _receive(stub, 0, 40.0, "equal", rounds * 10)
+    yield _receive(stub, 1, None, "all different", rounds * 10)
+    yield _single(stub, rounds * 50)
+    yield _scatter(stub, rounds * 25)
+
+
+class _Rig:
+    """One engine towards `npeers` others, all on the stub, connected."""
+
+    def __init__(self, stub: Stub, npeers: int, nbytes: int) -> None:
+        stub.reset()
+        self.stub = stub
+        self.ring: list[Machine] = []
+        self.here = self._engine("here", 0)
+        self.peers = [self._engine(f"peer{k}", 1 + k % 7) for k in range(npeers)]
+        self.mr, _ = self.here.reg_mr(np.zeros(nbytes, np.uint8))
+        target = np.zeros(nbytes, np.uint8)
+        self.descs = [peer.reg_mr(target)[1] for peer in self.peers]
+        self.group = self.here.add_peer_group([peer.main_address for peer in self.peers])
+        end_s = time.monotonic() + _WARM_S
+        domains = [self.domain(engine) for engine in (self.here, *self.peers)]
+        while not all(all(domain.connections) for domain in domains):
+            self.turn()
+            assert time.monotonic() < end_s, "the stub does not connect"
+        post = domains[0].post
+        self.last_ns = 0
+
+        def stamped(batch: WriteBatch, start: int, stop: int) -> int:
+            taken = post(batch, start, stop)
+            self.last_ns = time.thread_time_ns()
+            return taken
+
+        setattr(domains[0], "post", stamped)  # noqa: B010  # mypy guards methods, not benchmarks
+        stub.set(Knob.SINK, 1)
+
+    def _engine(self, name: str, device: int) -> TransferEngine:
+        opened = open_domains([f"stub{device}"], name=name, library=self.stub.path)
+        driver = InlineDriver(self.ring)
+        return TransferEngine(opened.domains, driver=driver, name=name, epoch=opened.epoch)
+
+    @staticmethod
+    def domain(engine: TransferEngine) -> VerbsDomain:
+        found = engine._domains[0]
+        assert isinstance(found, VerbsDomain)
+        return found
+
+    def turn(self) -> None:
+        for machine in self.ring:
+            machine.step()
+            machine.deliver()
+
+    def close(self) -> None:
+        self.stub.reset()
+        for machine in tuple(self.ring):
+            assert isinstance(machine, TransferEngine)
+            machine.close()
+
+
+def _paged(stub: Stub, npages: int, aim: float, rounds: int) -> Figure:
+    rig = _Rig(stub, 1, npages * _PAGE_BYTES)
+    rng = np.random.default_rng(1)
+    src, dst = rng.permutation(npages), rng.permutation(npages)
+    mr: MrHandle = rig.mr
+    here, desc = rig.here, rig.descs[0]
+    rounds = max(20, rounds * 1024 // npages if npages > 1024 else rounds)
+
+    pages = ((mr, Pages(src)), (desc, Pages(dst)))
+
+    def one() -> int:
+        goal = stub.rows() + npages
+        start = time.thread_time_ns()
+        sent = here.submit_paged_writes(_PAGE_BYTES, *pages, imm=7)
+        while stub.rows() < goal:
+            here.step()
+        spent = rig.last_ns - start
+        while not sent.settled:
+            here.step()
+            here.deliver()
+        return spent
+
+    found = median_ns(one, rounds)
+    rig.close()
+    return Figure(
+        what=f"paged write of {npages:,} pages, submit to posted chains, a page",
+        value=found[0] / npages,
+        best=found[1] / npages,
+        unit="ns",
+        aim=aim,
+        reference=_RUST_NS,
+        reference_source=_RUST,
+    )
+
+
+def _receive(stub: Stub, step: int, aim: float | None, how: str, rounds: int) -> Figure:
+    rig = _Rig(stub, 1, _PAGE_BYTES)
+    there = rig.peers[0]
+    domain = rig.domain(there)
+    conn = domain.connections[0]
+    assert conn is not None
+    qpn, _ = conn.ids[1]
+
+    def one() -> int:
+        counted = there.stats().imms_counted + _BURST
+        stub.inject_imms(qpn, _BURST, 1000, step)
+        start = time.thread_time_ns()
+        there.step()
+        spent = time.thread_time_ns() - start
+        assert counted == there.stats().imms_counted, "the burst was not counted in one step"
+        return spent
+
+    found = median_ns(one, rounds)
+    rig.close()
+    return Figure(
+        what=f"counted immediates in bursts of {_BURST}, {how}, each",
+        value=found[0] / _BURST,
+        best=found[1] / _BURST,
+        unit="ns",
+        aim=aim,
+        reference=_RUST_NS,
+        reference_source=_RUST,
+    )
+
+
+def _single(stub: Stub, rounds: int) -> Figure:
+    rig = _Rig(stub, 1, 1 << 20)
+    here, desc, mr = rig.here, rig.descs[0], rig.mr
+    found = median_ns(
+        lambda: _timed(rig, lambda: here.submit_single_write(65536, (mr, 0), (desc, 0), imm=7)),
+        rounds,
+    )
+    rig.close()
+    return Figure(
+        what="single write of 64 KiB, submit to post",
+        value=found[0] / 1000,
+        best=found[1] / 1000,
+        unit="us",
+        aim=12.0,
+    )
+
+
+def _scatter(stub: Stub, rounds: int) -> Figure:
+    rig = _Rig(stub, _PEERS, 1 << 20)
+    here, mr, group = rig.here, rig.mr, rig.group
+    dsts = [ScatterDst(4096, 4096 * k, (desc, 8192)) for k, desc in enumerate(rig.descs)]
+
+    def submit() -> object:
+        return here.submit_scatter(mr, dsts, imm=7, group=group)
+
+    found = median_ns(lambda: _timed(rig, submit), rounds)
+    rig.close()
+    return Figure(
+        what=f"scatter to {_PEERS} peers in a peer group, submit to last post",
+        value=found[0] / 1000,
+        best=found[1] / 1000,
+        unit="us",
+        aim=35.0,
+        reference=_SCATTER_US,
+        reference_source=_SCATTER,
+    )
+
+
+def _timed(rig: _Rig, submit: Callable[[], object]) -> int:
+    """CPU from a submit to the return of the last post."""
+    here = rig.here
+    start = time.thread_time_ns()
+    submit()
+    here.step()
+    spent = rig.last_ns - start
+    for _ in range(3):
+        here.step()
+        here.deliver()
+    return spent

@@ -1,0 +1,124 @@
+"""A libibverbs without NICs: stub.c beside this file, built with the C compiler that is here.
+
+It carries writes, messages and datagrams within one process, at the same table of operations as a
+real provider. For tests of the verbs backend and for `tep bench verbs-stub`; no test lives here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Knob", "Stub", "build"]
+
+_SOURCE: Final = Path(__file__).with_name("stub.c")
+
+
+class Knob:
+    """What stub_set turns, by number; as in stub.c."""
+
+    SINK = 0  # take and complete writes, deliver nothing
+    NO_COPY = 1  # deliver immediates, but no bytes
+    DROP_DATAGRAMS = 2  # lose the first of every so many
+    FAIL_POST = 3  # errno that a request is refused with, once
+    FAIL_AFTER = 4  # how many requests are taken before
+
+
+class Seen(ctypes.Structure):
+    """One work request as the stub read it."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("wr_id", "raddr", "addr", "qp")),
+        *(
+            (name, ctypes.c_uint32)
+            for name in ("num_sge", "opcode", "flags", "imm_be", "rkey", "length", "lkey", "last")
+        ),
+    )
+
+
+class Stub:
+    """The built stub, with the calls that only it has."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.lib = ctypes.CDLL(path)
+        self.lib.stub_set.argtypes = (ctypes.c_int, ctypes.c_long)
+        self.lib.stub_set.restype = ctypes.c_long
+        for name in ("stub_posts", "stub_rows", "stub_nseen"):
+            getattr(self.lib, name).restype = ctypes.c_uint64
+        self.lib.stub_seen.argtypes = (ctypes.c_uint64,)
+        self.lib.stub_seen.restype = ctypes.POINTER(Seen)
+
+    def set(self, knob: int, value: int) -> None:
+        """Turn a knob."""
+        self.lib.stub_set(knob, value)
+
+    def reset(self) -> None:
+        """Turn all knobs to 0."""
+        for knob in range(5):
+            self.set(knob, 0)
+
+    def posts(self) -> int:
+        """Calls of post_send so far."""
+        return int(self.lib.stub_posts())
+
+    def rows(self) -> int:
+        """Work requests taken with Knob.SINK so far."""
+        return int(self.lib.stub_rows())
+
+    def seen(self) -> int:
+        """Work requests read so far, other than datagrams."""
+        return int(self.lib.stub_nseen())
+
+    def since(self, mark: int) -> list[Seen]:
+        """The work requests read since seen() was `mark`, 4,096 at the most."""
+        return [self.lib.stub_seen(k).contents for k in range(mark, self.seen())]
+
+    def inject_imms(self, qpn: int, count: int, imm: int, step: int = 0) -> None:
+        """Let immediates arrive at a queue pair: imm, imm + step, ..."""
+        short = self.lib.stub_inject_imms(qpn, count, imm, step)
+        assert not short, f"fewer than {count} receives are posted"
+
+    def event(self, async_fd: int, kind: int) -> None:
+        """Let a device report an event."""
+        self.lib.stub_event(async_fd, kind)
+
+    def live(self) -> tuple[int, int]:
+        """Queue pairs and regions that exist."""
+        return int(self.lib.stub_live_qps()), int(self.lib.stub_live_mrs())
+
+
+@cache
+def build() -> Stub:
+    """Build the stub, once for each version of its source, and load it.
+
+    Raises:
+        LookupError: no C compiler, or no header of libibverbs; says so.
+    """
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    if compiler is None:
+        raise LookupError("no C compiler; apt install gcc")
+    source = _SOURCE.read_bytes()
+    digest = hashlib.sha256(source).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir(), f"tep-verbs-stub-{os.getuid()}-{digest}")
+    target = folder / "libibverbs_stub.so"
+    if not target.exists():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        part = folder / f"part-{os.getpid()}.so"
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(part), str(_SOURCE), "-lpthread"]
+        # The words are made above.
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            missing = "infiniband/verbs.h" in done.stderr
+            raise LookupError(
+                "no <infiniband/verbs.h>; apt install libibverbs-dev" if missing else done.stderr
+            )
+        part.replace(target)
+    return Stub(str(target))

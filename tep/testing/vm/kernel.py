@@ -1,0 +1,213 @@
+"""The guest's kernel: fetched as Debian's package, unpacked in part, never installed.
+
+Installing the package would build an initramfs and touch this machine's boot folder.
+"""
+
+from __future__ import annotations
+
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+__all__ = [
+    "MODULES",
+    "GuestError",
+    "cache_folder",
+    "fetch",
+    "find_tool",
+    "install",
+    "missing_tools",
+    "module_files",
+]
+
+META_PACKAGE: Final = "linux-image-amd64"
+"""The stock kernel; the cloud flavour has neither rdma_rxe nor 9p."""
+
+PACKAGES: Final = {
+    "qemu-system-x86_64": "qemu-system-x86",
+    "busybox": "busybox-static",
+    "modprobe": "kmod",
+    "ip": "iproute2",
+    "apt-get": "apt",
+    "dpkg-deb": "dpkg",
+}
+"""Which Debian package brings which tool."""
+
+FILES: Final = {
+    "/etc/libibverbs.d/rxe.driver": "ibverbs-providers",  # and with it libibverbs1
+}
+"""Which Debian package brings which file that the guest needs."""
+
+MODULES: Final = (
+    # The way to this machine's files.
+    *("virtio_pci", "9pnet_virtio", "9p", "overlay"),
+    # What it is all about. Without the checksum's module `rdma link add` says "no such file".
+    *("crc32_generic", "rdma_rxe", "ib_uverbs"),
+    # The network between the NICs, and what spoils it.
+    *("veth", "bridge", "sch_netem", "sch_prio", "cls_u32"),
+)
+
+_WANTED: Final = re.compile(
+    r"^\./(boot/vmlinuz-|(usr/)?lib/modules/[^/]+/(modules\.(builtin|order)|kernel/("
+    r"drivers/(infiniband/(core|sw)|net/veth|virtio)|fs/(9p|netfs|fscache|overlayfs)|"
+    r"net/(9p|bridge/bridge|802|llc|sched/(sch_netem|sch_prio|cls_u32)|ipv4/udp_tunnel"
+    r"|ipv6/ip6_udp_tunnel)|crypto/crc32|lib/|arch/x86/crypto/crc32)))"
+)
+
+
+class GuestError(RuntimeError):
+    """The guest cannot be had, or did not do what it was asked; the message says why."""
+
+
+def cache_folder() -> Path:
+    """Where kernels and logs are kept: TEP_RXE_DIR, .rxe of a checkout, or the user's cache."""
+    named = os.environ.get("TEP_RXE_DIR")
+    if named:
+        return Path(named).resolve()
+    root = Path(__file__).resolve().parents[3]
+    if (root / "pyproject.toml").exists():
+        return root / ".rxe"
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "tep", "rxe")
+
+
+def missing_tools() -> list[str]:
+    """The Debian packages that would bring what is not here."""
+    missing = {package for tool, package in PACKAGES.items() if find_tool(tool) is None}
+    missing |= {package for file, package in FILES.items() if not Path(file).exists()}
+    return sorted(missing)
+
+
+def install() -> None:
+    """Install what is missing, with apt-get, as root.
+
+    Raises:
+        GuestError: not root, not Debian, or the packages cannot be had.
+    """
+    if missing := missing_tools():
+        if os.geteuid() != 0:
+            raise GuestError(f"not root: cannot install {', '.join(missing)}")
+        if find_tool("apt-get") is None:
+            raise GuestError(f"no apt-get: cannot install {', '.join(missing)}")
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        run("apt-get", "-q", "update", env=environment)
+        quiet = ("-q", "-y", "--no-install-recommends", "-o", "DPkg::Lock::Timeout=300")
+        run("apt-get", "install", *quiet, *missing, env=environment)
+
+
+def find_tool(name: str) -> str | None:
+    """Path of a tool; also in the folders of the administrator's tools."""
+    return shutil.which(name, path=f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin")
+
+
+def run(*command: str | Path, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
+    """Run a command and return what it printed.
+
+    Raises:
+        GuestError: it failed; with what it said.
+    """
+    words = list(map(str, command))
+    # No shell, and every word is ours.
+    done = subprocess.run(  # noqa: S603
+        words, capture_output=True, text=True, check=False, cwd=cwd, env=env
+    )
+    if done.returncode:
+        raise GuestError(f"{' '.join(map(str, command))}: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def fetch(folder: Path) -> tuple[Path, str]:
+    """Make sure that a kernel is in `folder`; return its ELF image and its version.
+
+    Raises:
+        GuestError: no package of it is known here, or it cannot be downloaded.
+    """
+    found = sorted((folder / "boot").glob("vmlinux-*"))
+    if not found:
+        _download(folder)
+        found = sorted((folder / "boot").glob("vmlinux-*"))
+    return found[-1], found[-1].name.removeprefix("vmlinux-")
+
+
+def _download(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (folder.parent / ".gitignore").write_text("*\n")  # nothing here belongs to a checkout
+    with tempfile.TemporaryDirectory(prefix="kernel-", dir=folder.parent) as scratch:
+        part = Path(scratch, "kernel")
+        run("apt-get", "-q", "download", _package(), cwd=scratch)
+        package = next(Path(scratch).glob("*.deb"))
+        _unpack(package, part)
+        version = next((part / "lib/modules").iterdir()).name
+        _extract_elf(part / "boot" / f"vmlinuz-{version}", part / "boot" / f"vmlinux-{version}")
+        run(find_tool("depmod") or "depmod", "-b", part, version)
+        shutil.rmtree(folder, ignore_errors=True)
+        part.rename(folder)
+
+
+def _package() -> str:
+    said = run("apt-cache", "depends", META_PACKAGE)
+    found = re.search(r"Depends: (linux-image-\S+)", said)
+    if found is None:
+        raise GuestError(f"apt knows no {META_PACKAGE}; run apt-get update as root")
+    return found[1]
+
+
+def _unpack(package: Path, folder: Path) -> None:
+    command = ["dpkg-deb", "--fsys-tarfile", str(package)]
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE) as dpkg,  # noqa: S603  # fixed words
+        tarfile.open(fileobj=dpkg.stdout, mode="r|") as tar,
+    ):
+        for member in tar:
+            if member.isfile() and _WANTED.match(member.name):
+                member.name = member.name.replace("./usr/lib/", "./lib/", 1)
+                tar.extract(member, folder, filter="data")
+    if dpkg.returncode:
+        raise GuestError(f"{' '.join(command)}: status {dpkg.returncode}")
+
+
+def _extract_elf(image: Path, target: Path) -> None:
+    """Take the ELF kernel out of a bzImage: qemu enters it by its PVH note, which saves firmware
+    and the emulated, slow decompression (3 s of a boot, measured).
+    """
+    data = image.read_bytes()
+    # Offsets 0x1f1 setup_sects, 0x248 payload_offset, 0x24c payload_length of the kernel's boot
+    # protocol, Documentation/arch/x86/boot.rst.
+    start = (data[0x1F1] + 1) * 512 + int.from_bytes(data[0x248:0x24C], "little")
+    packed = data[start : start + int.from_bytes(data[0x24C:0x250], "little")]
+    if packed[:6] == b"\xfd7zXZ\0":
+        elf = lzma.LZMADecompressor().decompress(packed)
+    elif packed[:2] == b"\x1f\x8b":
+        elf = zlib.decompressobj(31).decompress(packed)
+    else:
+        tool = {b"\x02\x21\x4c\x18": "lz4", b"\x28\xb5\x2f\xfd": "zstd"}.get(packed[:4])
+        if tool is None or find_tool(tool) is None:
+            raise GuestError(f"{image.name}: packed in a way that needs {tool or 'a new reader'}")
+        # One of two fixed tools.
+        done = subprocess.run(  # noqa: S603
+            [tool, "-dc"], input=packed, capture_output=True, check=False
+        )
+        elf = done.stdout
+    if elf[:4] != b"\x7fELF":
+        raise GuestError(f"{image.name} holds no ELF kernel")
+    target.write_bytes(elf)
+
+
+def module_files(folder: Path, version: str) -> list[Path]:
+    """The files of MODULES and of what they need, in the order of loading."""
+    modprobe = find_tool("modprobe") or "modprobe"
+    found: dict[str, None] = {}
+    for name in MODULES:
+        said = run(modprobe, "-d", folder, "-S", version, "--show-depends", name)
+        for line in said.splitlines():
+            word, _, path = line.partition(" ")
+            if word == "insmod":
+                found[path.split()[0]] = None
+    return list(map(Path, found))

@@ -1,0 +1,80 @@
+"""Spoil the guest's network: delay, loss, reordering, delay by queue pair. Only in the guest."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tep.testing.vm.kernel import find_tool
+
+__all__ = ["delay_by_queue_pair", "netem", "port_band"]
+
+_SHIFT = 4
+
+
+def port_band(qpn: int, remote_qpn: int, bands: int) -> int:
+    """Which of the delays the packets of a pair of Soft-RoCE's queue pairs get.
+
+    Source: rdma_calc_flow_label and rdma_flow_label_to_udp_sport in <rdma/ib_verbs.h> of Linux 6.1;
+    quoted, and seen in the counters of the classes.
+    """
+    label = qpn * remote_qpn
+    label ^= label >> 20
+    label ^= label >> 40
+    label &= 0xFFFFF
+    port = 0xC000 | (label & 0x3FFF ^ label >> 14)
+    return (port >> _SHIFT) % bands
+
+
+@contextmanager
+def netem(interfaces: Sequence[str], what: str) -> Iterator[None]:
+    """Let `tc netem` treat all that some interfaces send, e.g. "loss 5%" or "delay 20ms"."""
+    _each(interfaces, lambda nic: [f"qdisc add dev {nic} root netem {what}"])
+    try:
+        yield
+    finally:
+        _each(interfaces, lambda nic: [f"qdisc del dev {nic} root"])
+
+
+@contextmanager
+def delay_by_queue_pair(interfaces: Sequence[str], delays_ms: Sequence[int]) -> Iterator[None]:
+    """Give the packets of each queue pair one of the delays, of which there are 2, 4, 8 or 16.
+
+    Soft-RoCE derives a packet's UDP source port from the numbers of its two queue pairs, and u32
+    sorts by four bits of that port, see port_band(). So order holds within a queue pair and is lost
+    between them: what a fabric without message order shows, if each write may take any queue pair.
+    """
+    bands = len(delays_ms)
+    assert bands in {2, 4, 8, 16}, delays_ms
+    priomap = " 0" * 16
+
+    def lines(nic: str) -> list[str]:
+        found = [f"qdisc add dev {nic} root handle 1: prio bands {bands} priomap{priomap}"]
+        for band, delay_ms in enumerate(delays_ms):
+            # Class numbers are hexadecimal.
+            found.append(f"qdisc add dev {nic} parent 1:{band + 1:x} netem delay {delay_ms}ms")
+            where = f"{band << _SHIFT:#x} {(bands - 1) << _SHIFT:#x}"
+            match = f"match ip sport {where} flowid 1:{band + 1:x}"
+            found.append(f"filter add dev {nic} parent 1: protocol ip prio 1 u32 {match}")
+        return found
+
+    _each(interfaces, lines)
+    try:
+        yield
+    finally:
+        _each(interfaces, lambda nic: [f"qdisc del dev {nic} root"])
+
+
+def _each(interfaces: Sequence[str], lines: Callable[[str], list[str]]) -> None:
+    batch = "".join(f"{line}\n" for nic in interfaces for line in lines(nic))
+    # The words are fixed, the batch is made above.
+    done = subprocess.run(  # noqa: S603
+        [find_tool("tc") or "tc", "-batch", "-"],
+        input=batch,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"tc: {done.stderr.strip()}")

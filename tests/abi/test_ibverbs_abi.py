@@ -1,0 +1,172 @@
+"""The mirrors of libibverbs' structs against the C compiler's, and against facts written down.
+
+The compiler is asked where it and the header are here; the facts (ibverbs.facts beside this file,
+made by this file's `main`) are compared everywhere, so that a mirror cannot drift unseen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tep.ffi import ibverbs, ibverbs_device, ibverbs_structs, ibverbs_wr
+from tep.ffi.ibverbs_device import DEVICE_STRUCTS, Gid
+from tep.ffi.ibverbs_structs import QUEUE_STRUCTS, GlobalRoute, QpAttr
+from tep.ffi.ibverbs_wr import DTYPES, ENUMS, MEMBERS
+
+FACTS = Path(__file__).with_name("ibverbs.facts")
+HEADER = Path("/usr/include/infiniband/verbs.h")
+STRUCTS = {**DEVICE_STRUCTS, **QUEUE_STRUCTS}
+
+# Mirrored up to their mutex only, whose size differs between machines.
+PREFIXES = {"ibv_context", "ibv_qp"}
+
+
+def mirrored(structs=STRUCTS):
+    """What the mirrors say: name -> numbers."""
+    found = {}
+    for name, mirror in structs.items():
+        if name not in PREFIXES:
+            found[f"size struct {name}"] = (ctypes.sizeof(mirror),)
+        for field in mirror._fields_:
+            place = getattr(mirror, field[0])
+            found[f"field struct {name} {field[0]}"] = (place.offset, place.size)
+    found["size union ibv_gid"] = (ctypes.sizeof(Gid),)
+    for name, dtype in DTYPES.items():
+        found[f"size struct {name}"] = (dtype.itemsize,)
+        for field in dtype.names:
+            form, offset = dtype.fields[field][:2]
+            found[f"field struct {name} {field}"] = (offset, form.itemsize)
+    found.update((f"enum {name}", (value,)) for name, value in ENUMS.items())
+    return found
+
+
+def c_program():
+    """A program that prints the same facts as the compiler sees them."""
+    lines = [
+        "#include <stdio.h>",
+        "#include <stddef.h>",
+        "#include <infiniband/verbs.h>",
+        '#define S(k, t) printf("size " #k " " #t " %zu\\n", sizeof(k t))',
+        '#define P(t, f, o, s) printf("field struct " #t " " #f " %zu %zu\\n", o, s)',
+        "#define F(t, f, p) P(t, f, offsetof(struct t, p), sizeof(((struct t *)0)->p))",
+        '#define E(n) printf("enum " #n " %lld\\n", (long long)(n))',
+        "int main(void) {",
+    ]
+    for name, mirror in STRUCTS.items():
+        if name not in PREFIXES:
+            lines.append(f"S(struct, {name});")
+        lines += [f"F({name}, {field[0]}, {field[0]});" for field in mirror._fields_]
+    lines.append("S(union, ibv_gid);")
+    for name, dtype in DTYPES.items():
+        lines.append(f"S(struct, {name});")
+        for field in dtype.names:
+            lines.append(f"F({name}, {field}, {MEMBERS.get((name, field), field)});")
+    lines += [f"E({name});" for name in ENUMS]
+    return "\n".join([*lines, "return 0; }"])
+
+
+def parse(text):
+    """Facts from lines of words and numbers."""
+    found = {}
+    for line in text.splitlines():
+        words = line.split()
+        names = [word for word in words if not re.fullmatch(r"-?\d+", word)]
+        found[" ".join(names)] = tuple(map(int, words[len(names) :]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What the compiler says."""
+    if shutil.which("gcc") is None or not HEADER.exists():
+        pytest.skip("no gcc or no <infiniband/verbs.h>; apt install gcc libibverbs-dev")
+    return compiled_facts(tmp_path_factory.mktemp("abi"))
+
+
+def compiled_facts(folder):
+    """Compile and run the program."""
+    source, program = folder / "abi.c", folder / "abi"
+    source.write_text(c_program())
+    subprocess.run([shutil.which("gcc"), "-o", program, source], check=True)
+    return parse(subprocess.run([program], check=True, capture_output=True, text=True).stdout)
+
+
+def differences(left, right):
+    """Facts that two sources do not agree on."""
+    names = [*left, *(name for name in right if name not in left)]
+    return [f"{n}: {left.get(n)} != {right.get(n)}" for n in names if left.get(n) != right.get(n)]
+
+
+def test_mirrors_agree_with_the_compiler(compiled):
+    """A field at the wrong place sends a NIC to the wrong memory."""
+    assert [] == differences(compiled, mirrored())
+    assert len(mirrored()) > 250
+
+
+def test_mirrors_agree_with_the_facts():
+    """On machines without the header, what was true where there was one still holds."""
+    assert [] == differences(parse(FACTS.read_text()), mirrored())
+
+
+def test_a_gid_taken_for_bytes_is_noticed(compiled):
+    """The planted case: an array of 16 bytes is aligned to 1, and ibv_qp_attr loses 4 bytes."""
+
+    class ByteGid(ctypes.Structure):
+        _fields_ = (("raw", ctypes.c_uint8 * 16),)
+
+    def planted(mirror, **types):
+        fields = [(name, types.get(name, form)) for name, form in mirror._fields_]
+        return type(mirror.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+    route = planted(GlobalRoute, dgid=ByteGid)
+    address = planted(QUEUE_STRUCTS["ibv_ah_attr"], grh=route)
+    attr = planted(QpAttr, ah_attr=address, alt_ah_attr=address)
+    wrong = {**STRUCTS, "ibv_global_route": route, "ibv_ah_attr": address, "ibv_qp_attr": attr}
+    found = differences(compiled, mirrored(wrong))
+
+    assert "size struct ibv_qp_attr: (144,) != (140,)" in found
+
+
+@pytest.mark.parametrize("module", [ibverbs_device, ibverbs_structs, ibverbs_wr, ibverbs])
+def test_declarations_are_word_for_word(module):
+    """Comments that drift from the header mislead whoever checks the code against them."""
+    if not HEADER.exists():
+        pytest.skip("no <infiniband/verbs.h>; apt install libibverbs-dev")
+    header = _words(HEADER.read_text())
+    source = Path(module.__file__).read_text()
+    quoted = [
+        _words(re.sub(r"^ *# ?", "", block, flags=re.MULTILINE))
+        for block in re.findall(
+            r"^ *# (?:struct \w+ \{|union \w+ \{|(?:\w+ )+\**\w+\().*?(?:\};|\);)$",
+            source,
+            re.MULTILINE | re.DOTALL,
+        )
+    ]
+
+    assert quoted
+    assert [] == [declaration for declaration in quoted if declaration not in header]
+
+
+def _words(text):
+    return " ".join(text.split())
+
+
+def main():
+    """Write the facts down anew, from the compiler."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = compiled_facts(Path(folder))
+    lines = (" ".join([name, *map(str, values)]) for name, values in found.items())
+    FACTS.write_text("".join(f"{line}\n" for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

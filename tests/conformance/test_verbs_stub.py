@@ -1,0 +1,54 @@
+"""The contract on the verbs backend over the stub provider: every clause, without a NIC."""
+
+from __future__ import annotations
+
+import pytest
+
+from tep.testing.contract import DomainContract
+from tep.testing.verbs_stub import build
+from tep.testing.verbs_world import VerbsWorld
+
+
+@pytest.fixture(scope="module")
+def stub():
+    try:
+        return build()
+    except LookupError as error:
+        pytest.skip(str(error))
+
+
+FAST = {"handshake_s": 0.2, "timeout": 8, "retry_cnt": 2, "drain_s": 0.2}
+
+
+class TestOneQueuePair(DomainContract):
+    """As people get it, with timeouts that suit a test."""
+
+    @pytest.fixture
+    def world(self, stub):
+        stub.reset()
+        with VerbsWorld([f"stub{k}" for k in range(8)], library=stub.path, **FAST) as world:
+            yield world
+
+
+class TestSprayed(DomainContract):
+    """Each row on a random queue pair of four."""
+
+    @pytest.fixture
+    def world(self, stub):
+        stub.reset()
+        options = {"library": stub.path, "qps_per_peer": 4, "spray_seed": 1, **FAST}
+        with VerbsWorld([f"stub{k}" for k in range(8)], **options) as world:
+            yield world
+
+
+class TestLossyAndShallow(DomainContract):
+    """Queues of three rows, sixteen receives, and every third handshake datagram is lost."""
+
+    @pytest.fixture
+    def world(self, stub):
+        stub.reset()
+        stub.set(2, 3)
+        options = {"library": stub.path, "sq_depth": 3, "imm_recvs": 16, "resend_s": 0.002, **FAST}
+        with VerbsWorld([f"stub{k}" for k in range(8)], **options) as world:
+            yield world
+        stub.reset()

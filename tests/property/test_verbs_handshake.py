@@ -1,0 +1,161 @@
+"""The verbs handshake under loss, doubling, delay and new attempts: invariants as sentences."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tep.backends.verbs.address import Address
+from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
+from tep.errors import BadDescriptor
+
+PATIENCE_S = 4.0
+RESEND_S = 0.02
+
+
+class End:
+    """One side: what the negotiation asks for is written down and checked."""
+
+    def __init__(self, net, name):
+        self.net = net
+        self.name = name
+        self.other = None
+        self.qps = None  # (our attempt, attempt of the peer that ours receive from or None)
+        self.sends = False
+        self.gave_up = 0
+        self.negotiation = Negotiation(
+            self, itertools.count(1), patience_s=PATIENCE_S, resend_s=RESEND_S
+        )
+
+    def begin(self):
+        self.qps = (self.negotiation.attempt, None)
+        self.sends = False
+
+    def ready(self, hello):
+        mine, theirs = self.qps
+        assert theirs is None, "queue pairs are readied once"
+        self.qps = (mine, hello.qps[0][0])
+
+    def up(self):
+        mine, theirs = self.qps
+        assert theirs is not None, "only what can receive may send"
+        # Rule 1, unless the peer has begun anew since: then what is sent here fails, and is lost.
+        there = self.other.qps
+        if there is not None and there[0] == theirs:
+            assert there[1] == mine, f"{self.name} sends before its peer can receive"
+        self.sends = True
+
+    def say(self, kind, attempt, echo):
+        number = 0 if self.qps is None else self.qps[0]
+        qps = ((number, 0), (number, 0)) if kind in {Kind.REQ, Kind.REP} else ()
+        self.net.send(
+            self.other,
+            Hello(kind=kind, sender=ADDRESS, target=0, attempt=attempt, echo=echo, qps=qps),
+        )
+
+    def give_up(self):
+        self.gave_up += 1
+
+
+ADDRESS = Address(link=2, lid=0, gid=bytes(16), gid_type=2, ud_qpn=17, qkey=1, epoch=1, identity=1)
+
+
+class Net:
+    """Datagrams between two ends, in the hands of a list of fates."""
+
+    def __init__(self, fates):
+        self.fates = iter(fates)
+        self.now_s = 0.0
+        self.flying = []
+        self.order = itertools.count()
+        self.left, self.right = End(self, "left"), End(self, "right")
+        self.left.other, self.right.other = self.right, self.left
+
+    def send(self, to, hello):
+        hello = Hello.decode(hello.encode())
+        lost, copies, delay_ms = next(self.fates, (False, 1, 1))
+        for copy in range(0 if lost else copies):
+            due_s = self.now_s + (delay_ms + 7 * copy) / 1000
+            self.flying.append((due_s, next(self.order), to, hello))
+
+    def run(self, until_s):
+        while True:
+            events = [(due_s, order) for due_s, order, _, _ in self.flying]
+            ends = (self.left, self.right)
+            events += [(e.negotiation.next_s, -1) for e in ends if e.negotiation.next_s is not None]
+            if not events or min(events)[0] > until_s:
+                self.now_s = until_s
+                return
+            self.now_s = max(self.now_s, min(events)[0])
+            for flight in sorted(self.flying):
+                if flight[0] <= self.now_s:
+                    self.flying.remove(flight)
+                    flight[2].negotiation.hear(flight[3], self.now_s)
+            for end in ends:
+                end.negotiation.tick(self.now_s)
+
+    @property
+    def joined(self):
+        """Whether both ends send on queue pairs that belong together."""
+        left, right = self.left, self.right
+        return left.sends and right.sends and left.qps == right.qps[::-1]
+
+
+FATES = st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 120)), max_size=24)
+
+
+@given(FATES, st.sampled_from(["left", "right", "both"]), st.integers(0, 60))
+def test_two_ends_always_come_together(fates, who, gap_ms):
+    """Whatever the network does to the first datagrams, both ends end up on one connection."""
+    net = Net(fates)
+    if who != "right":
+        net.left.negotiation.start(net.now_s)
+    net.run(gap_ms / 1000)
+    if who != "left" and net.right.negotiation.phase is Phase.IDLE:
+        net.right.negotiation.start(net.now_s)
+    net.run(PATIENCE_S + 1)
+
+    assert net.joined
+    assert 0 == net.left.gave_up + net.right.gave_up
+
+
+@given(
+    FATES, st.lists(st.tuples(st.sampled_from(["left", "right"]), st.integers(0, 200)), max_size=5)
+)
+def test_a_lost_connection_is_made_anew(fates, breaks):
+    """After any number of breaks at either end, asking again brings both ends together again."""
+    net = Net(fates)
+    net.left.negotiation.start(net.now_s)
+    for name, after_ms in breaks:
+        net.run(net.now_s + after_ms / 1000)
+        end = getattr(net, name)
+        end.negotiation.lose()
+        end.sends = False
+        end.negotiation.start(net.now_s)
+    net.run(net.now_s + PATIENCE_S + 1)
+
+    assert net.joined
+
+
+@given(FATES)
+def test_a_silent_peer_is_given_up_in_time(fates):
+    """Nobody at the other end: within the patience, and a pause more, what waits is told."""
+    net = Net(fates)
+    net.right.negotiation.hear = lambda hello, now_s: None
+    net.left.negotiation.start(net.now_s)
+    net.run(PATIENCE_S + 0.3)
+
+    assert 1 == net.left.gave_up
+    assert Phase.IDLE is net.left.negotiation.phase
+    assert net.left.negotiation.next_s is None
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_and_nothing_else(data):
+    """Anybody can send a datagram: decoding raises one kind of error, or returns a Hello."""
+    for raw in (data, b"VHSK\x01\x01\x01\x02" + data):
+        with contextlib.suppress(BadDescriptor):
+            assert Hello.decode(raw).encode() == raw

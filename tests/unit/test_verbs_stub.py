@@ -1,0 +1,346 @@
+"""The verbs backend at the table of operations: what a provider reads, and what it may answer."""
+
+from __future__ import annotations
+
+import errno
+import time
+
+import numpy as np
+import pytest
+
+from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.verbs import open_domains
+from tep.errors import BackendUnavailable, UsageError
+from tep.ffi.ibverbs_wr import ENUMS
+from tep.memory import adapt
+from tep.testing.verbs_stub import Knob, build
+
+WRITE, WRITE_IMM = ENUMS["IBV_WR_RDMA_WRITE"], ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]
+SIGNALED = ENUMS["IBV_SEND_SIGNALED"]
+PAGE = 64
+
+
+@pytest.fixture
+def stub():
+    try:
+        found = build()
+    except LookupError as error:
+        pytest.skip(str(error))
+    found.reset()
+    yield found
+    found.reset()
+
+
+class Rig:
+    """Two connected domains on the stub, and memory on both."""
+
+    def __init__(self, stub, **options):
+        options = {"library": stub.path, "handshake_s": 0.5, "timeout": 8, **options}
+        self.a = open_domains(["stub0"], name="a", **options).domains[0]
+        self.b = open_domains(["stub1"], name="b", **options).domains[0]
+        self.source = np.arange(1 << 16, dtype=np.uint8)
+        self.target = np.zeros(1 << 16, np.uint8)
+        self.here = self.a.register(adapt(self.source), Access.SOURCE)
+        self.there = self.b.register(adapt(self.target), Access.SOURCE_AND_TARGET)
+        self.peer = self.a.connect(self.b.address)
+        self.out = new_completions(4096)
+        self.until(lambda: self.a.connections[0] is not None)
+
+    def until(self, done):
+        end_s = time.monotonic() + 5
+        found = []
+        while not done():
+            found += self.poll(self.a) + self.poll(self.b)
+            assert time.monotonic() < end_s, "waited in vain"
+        return found
+
+    def poll(self, domain):
+        return self.out[: domain.poll(self.out)].tolist()
+
+    def rows(self, indices, nbytes=PAGE, imm=None, ctx=1, peer=None):
+        at = np.array(indices, np.uint64) * np.uint64(PAGE)
+        src, dst = at + np.uint64(self.source.ctypes.data), at + np.uint64(self.there.base)
+        peer = self.peer if peer is None else peer
+        return WriteBatch(
+            len(at), peer, src, self.here.lkey, dst, self.there.rkey, nbytes, imm, ctx
+        )
+
+    def settle(self, rows):
+        """Completions of side a until `rows` rows are back, as (status, count, row)."""
+        found = []
+        end_s = time.monotonic() + 5
+        while sum(entry[2] for entry in found) < rows:
+            found += [entry for entry in self.poll(self.a) if entry[0] == Kind.WRITE]
+            self.poll(self.b)
+            assert time.monotonic() < end_s, f"{found} of {rows} rows"
+        return [(entry[1], entry[2], entry[4]) for entry in found]
+
+    def close(self):
+        self.a.close()
+        self.b.close()
+
+
+@pytest.fixture
+def rig(stub):
+    found = Rig(stub)
+    yield found
+    found.close()
+
+
+def test_a_run_is_one_chain_with_one_completion(stub, rig):
+    """One call and one completion for many rows is what makes Python fast enough."""
+    posts, mark = stub.posts(), stub.seen()
+    batch = rig.rows(range(100), imm=0x01020304)
+    taken = rig.a.post(batch, 0, 100)
+    seen = stub.since(mark)
+
+    assert 100 == taken == len(seen)
+    assert 1 == stub.posts() - posts
+    assert [0] * 99 + [1] == [row.last for row in seen]
+    assert [0] * 99 + [SIGNALED] == [row.flags for row in seen]
+    assert {WRITE_IMM} == {row.opcode for row in seen}
+    assert {b"\x01\x02\x03\x04"} == {row.imm_be.to_bytes(4, "little") for row in seen}
+    assert batch.src.tolist() == [row.addr for row in seen]
+    assert batch.dst.tolist() == [row.raddr for row in seen]
+    assert {(PAGE, rig.here.lkey, rig.there.rkey, 1)} == {
+        (row.length, row.lkey, row.rkey, row.num_sge) for row in seen
+    }
+    assert [(Status.OK, 100, 0)] == rig.settle(100)
+    assert (rig.source[: 100 * PAGE] == rig.target[: 100 * PAGE]).all()
+
+
+def test_few_rows_are_posted_one_by_one_and_look_the_same(stub, rig):
+    """The scalar path packs bytes by hand: a wrong offset there is a write to the wrong place."""
+    mark = stub.seen()
+    batch = rig.rows([3, 1], imm=np.array([1, 0xFFFFFFFF], np.uint32))
+    rig.a.post(batch, 0, 2)
+    seen = stub.since(mark)
+
+    assert [1, 1] == [row.last for row in seen]
+    assert [SIGNALED] * 2 == [row.flags for row in seen]
+    assert [b"\0\0\0\1", b"\xff\xff\xff\xff"] == [r.imm_be.to_bytes(4, "little") for r in seen]
+    assert batch.src.tolist() == [row.addr for row in seen]
+    assert batch.dst.tolist() == [row.raddr for row in seen]
+    assert [(PAGE, rig.here.lkey, rig.there.rkey)] * 2 == [
+        (row.length, row.lkey, row.rkey) for row in seen
+    ]
+    assert 2 == sum(count for _, count, _ in rig.settle(2))
+
+
+def test_templates_keep_nothing_of_the_batch_before(stub, rig):
+    """Cached columns that outlive their batch would send pages under another's key or immediate."""
+    for batch in (
+        rig.rows(range(20), imm=7),
+        rig.rows(range(20)),
+        rig.rows(range(30), nbytes=np.arange(30, dtype=np.uint64)),
+        rig.rows(range(20), nbytes=0, imm=9),
+        rig.rows(range(25), imm=np.arange(25, dtype=np.uint32)),
+        rig.rows(range(20), nbytes=8, imm=7),
+    ):
+        mark = stub.seen()
+        rig.a.post(batch, 0, batch.n)
+        seen = stub.since(mark)
+        lengths = np.broadcast_to(batch.nbytes, batch.n).tolist()
+        imms = None if batch.imm is None else np.broadcast_to(batch.imm, batch.n).tolist()
+
+        assert lengths == [row.length for row in seen]
+        assert [int(length > 0) for length in lengths] == [row.num_sge for row in seen]
+        assert {WRITE if imms is None else WRITE_IMM} == {row.opcode for row in seen}
+        if imms is not None:
+            assert imms == [int.from_bytes(r.imm_be.to_bytes(4, "little"), "big") for r in seen]
+        assert batch.n == sum(count for _, count, _ in rig.settle(batch.n))
+
+
+def test_a_scatter_is_one_request_a_peer(stub, rig):
+    """Rows to many peers share a set of templates; each must end on its own queue pair."""
+    third = open_domains(["stub2"], name="c", library=stub.path).domains[0]
+    other = rig.a.connect(third.address)
+    poll = new_completions(8)
+    rig.until(lambda: third.poll(poll) == 0 and all(rig.a.connections))
+    peers = np.array([rig.peer, other] * 5, np.uint64)
+    mark = stub.seen()
+    rig.a.post(rig.rows(range(10), nbytes=0, imm=5, peer=peers), 0, 10)
+    seen = stub.since(mark)
+    qps = [conn.qp for conn in rig.a.connections]
+    back = rig.settle(10)
+    third.close()
+
+    assert qps * 5 == [row.qp for row in seen]
+    assert [1] * 10 == [row.last for row in seen]
+    assert 10 == sum(count for _, count, _ in back)
+
+
+def test_a_long_run_asks_now_and_then(stub, rig):
+    """One completion for a thousand rows would keep the queue full until the last of them."""
+    mark = stub.seen()
+    rig.a.post(rig.rows(range(1000)), 0, 1000)
+    flags = [row.flags for row in stub.since(mark)]
+
+    assert [255, 511, 767, 999] == [k for k, flag in enumerate(flags) if flag == SIGNALED]
+    assert [(0, 256, 0), (0, 256, 256), (0, 256, 512), (0, 232, 768)] == rig.settle(1000)
+
+
+@pytest.mark.parametrize("after", [0, 1, 40, 99])
+def test_a_short_post_takes_what_bad_wr_says(stub, rig, after):
+    """ENOMEM in the middle of a chain: rows before it are out, rows after it never were."""
+    stub.set(Knob.FAIL_AFTER, after)
+    stub.set(Knob.FAIL_POST, errno.ENOMEM)
+    mark = stub.seen()
+    batch = rig.rows(range(100), imm=3)
+    taken = rig.a.post(batch, 0, 100)
+    back = rig.settle(taken)
+    rest = rig.a.post(batch, taken, 100)
+
+    assert after == taken
+    assert taken == sum(count for _, count, _ in back)
+    assert 100 - taken == rest
+    assert 100 - taken == sum(count for _, count, _ in rig.settle(rest))
+    # The tail that asks for the taken rows' completion is a row without bytes or immediate.
+    assert 100 + (taken > 0) == len(stub.since(mark))
+    assert (rig.source[: 100 * PAGE] == rig.target[: 100 * PAGE]).all()
+
+
+def test_a_refused_request_fails_its_row_and_no_other(stub, rig):
+    """Any other errno: trying again would fail again, and must not stop the queue."""
+    stub.set(Knob.FAIL_AFTER, 10)
+    stub.set(Knob.FAIL_POST, errno.EINVAL)
+    batch = rig.rows(range(100))
+    taken = rig.a.post(batch, 0, 100)
+    back = rig.settle(taken)
+    rest = rig.a.post(batch, taken, 100)
+
+    assert 11 == taken
+    assert [(Status.PROVIDER, 1, 10)] == [entry for entry in back if entry[0] != Status.OK]
+    assert 10 == sum(count for status, count, _ in back if status == Status.OK)
+    assert "Invalid argument" in rig.a.status_text(Status.PROVIDER)
+    assert 89 == rest == sum(count for _, count, _ in rig.settle(rest))
+
+
+def test_an_error_in_a_run_names_its_row_and_flushes_the_rest(stub, rig):
+    """Rows before the failed one asked for no completion: they went well all the same."""
+    batch = rig.rows(range(100))
+    batch.rkey = np.full(100, rig.there.rkey, np.uint64)
+    batch.rkey[60] = 12345
+    rig.a.post(batch, 0, 100)
+    back = rig.settle(100)
+
+    assert (Status.OK, 60, 0) == back[0]
+    assert (Status.REMOTE_KEY, 1, 60) == back[1]
+    assert [(Status.FLUSHED, 1, row) for row in range(61, 100)] == back[2:]
+
+
+def test_rows_that_no_nic_can_take_fail_and_no_other(stub, rig):
+    """A length or key of more than 32 bits would be cut off on its way into the request."""
+    batch = rig.rows(range(10), nbytes=np.full(10, PAGE, np.uint64))
+    batch.nbytes[3] = (1 << 32) + 5
+    batch.rkey = np.full(10, rig.there.rkey, np.uint64)
+    batch.rkey[7] += np.uint64(1 << 32)
+    at = 0
+    while at < 10:
+        at += rig.a.post(batch, at, 10)
+    back = rig.settle(10)
+
+    failed = [(Status.LENGTH, 1, 3), (Status.REMOTE_KEY, 1, 7)]
+    assert failed == [entry for entry in back if entry[0] != Status.OK]
+    assert 8 == sum(count for status, count, _ in back if status == Status.OK)
+
+
+def test_rows_wait_for_the_handshake_and_none_is_lost(stub):
+    """A transfer submitted while its peer still connects is held, not posted too early."""
+    stub.set(Knob.DROP_DATAGRAMS, 2)
+    rig = Rig.__new__(Rig)
+    options = {"library": stub.path, "resend_s": 0.002}
+    rig.a = open_domains(["stub0"], name="a", **options).domains[0]
+    rig.b = open_domains(["stub1"], name="b", **options).domains[0]
+    rig.source, rig.target = np.arange(1 << 16, dtype=np.uint8), np.zeros(1 << 16, np.uint8)
+    rig.here = rig.a.register(adapt(rig.source), Access.SOURCE)
+    rig.there = rig.b.register(adapt(rig.target), Access.SOURCE_AND_TARGET)
+    rig.peer, rig.out = rig.a.connect(rig.b.address), new_completions(64)
+    mark = stub.seen()
+    taken = rig.a.post(rig.rows(range(50), imm=1), 0, 50)
+    early = stub.seen() - mark
+    back = rig.settle(50)
+    rig.close()
+
+    assert 50 == taken
+    assert 0 == early
+    assert 50 == sum(count for _, count, _ in back)
+
+
+def test_a_fatal_event_takes_the_nic_down(stub, rig):
+    """The device says that it is dead; nothing else would end what it holds."""
+    stub.set(Knob.SINK, 0)
+    rig.b.close()
+    stub.event(rig.a.device.async_fd, ENUMS["IBV_EVENT_DEVICE_FATAL"])
+    armed = rig.a.arm()
+    kinds = [entry[0] for entry in rig.poll(rig.a)]
+    taken = rig.a.post(rig.rows(range(3)), 0, 3)
+    back = rig.settle(3)
+
+    assert not armed
+    assert [Kind.DOWN] == kinds
+    assert 3 == taken
+    assert {Status.NIC_DOWN} == {status for status, _, _ in back}
+
+
+def test_immediates_of_a_burst_are_counted_by_columns(stub, rig):
+    """Equal ones become one entry; different ones keep every bit, in their own order."""
+    (conn,) = rig.b.connections
+    number = conn.ids[1][0]
+    stub.inject_imms(number, 300, 0x01020304)
+    equal = rig.poll(rig.b)
+    stub.inject_imms(number, 40, 0xFFFFFFF0)
+    stub.inject_imms(number, 40, 5, 1)
+    mixed = rig.poll(rig.b)
+
+    assert [(Kind.IMM, 0, 300, 0x01020304, 0, 0, 0)] == equal
+    expected = [0xFFFFFFF0] * 40 + list(range(5, 45))
+    assert expected == [entry[3] for entry in mixed for _ in range(entry[2])]
+
+
+def test_receives_are_put_back_as_they_are_used(stub, rig):
+    """A depth that drifts ends in a stalled sender hours later."""
+    (conn,) = rig.b.connections
+    for _ in range(50):
+        stub.inject_imms(conn.ids[1][0], 2000, 1)
+        while rig.poll(rig.b):
+            pass
+
+    stub.inject_imms(conn.ids[1][0], rig.b.device.settings.imm_recvs, 1)
+
+
+def test_close_gives_everything_back(stub):
+    """What a closed engine leaves behind adds up in a process that lives for months."""
+    before = stub.live()
+    for _ in range(3):
+        rig = Rig(stub)
+        rig.b.post_recvs(100, 4)
+        assert rig.a.post_send(rig.peer, b"x" * 50, 1)
+        rig.a.post(rig.rows(range(10)), 0, 10)
+        rig.close()
+
+    assert before == stub.live()
+
+
+def test_the_best_gid_is_chosen_and_the_ranking_is_told(stub):
+    """Index 0 is link-local on most machines, and does not leave its subnet."""
+    domain = open_domains(["stub3"], library=stub.path).domains[0]
+    chosen, told = domain.device.gid.seen.entry, domain.describe()
+    domain.close()
+
+    assert 2 == chosen
+    assert "GID 2 10.0.0.4: RoCE v2, routable IPv4 (rank 0)" in told
+
+
+def test_options_that_cannot_be_are_refused_with_their_values(stub):
+    """A typo must not open a NIC with defaults."""
+    with pytest.raises(UsageError, match=r"no option sq_dept; there are: nics, .*sq_depth"):
+        open_domains(["stub0"], library=stub.path, sq_dept=5)
+    with pytest.raises(UsageError, match=r"sq_depth=0; 1 to 16384"):
+        open_domains(["stub0"], library=stub.path, sq_depth=0)
+    with pytest.raises(UsageError, match=r"gid_index=3 is empty on stub0; there are: GID 2"):
+        open_domains(["stub0"], library=stub.path, gid_index=3)
+    with pytest.raises(BackendUnavailable, match=r"no RDMA device 'mlx5_9'; there are: stub0"):
+        open_domains(["mlx5_9"], library=stub.path)
+    with pytest.raises(BackendUnavailable, match=r"8 usable RDMA devices, 9 wanted"):
+        open_domains(9, library=stub.path)

@@ -1,0 +1,149 @@
+"""The verbs backend's pure rooms: addresses, GID ranking, settings, statuses, ids."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+
+from tep.backends.base import Status
+from tep.backends.verbs.address import ADDRESS_BYTES, Address, gid_text, identity_of
+from tep.backends.verbs.gids import GidSeen, rank_gids
+from tep.backends.verbs.settings import Settings
+from tep.backends.verbs.status import STATUS_TEXT, send_status, write_status
+from tep.backends.verbs.tags import IMM, LOOSE, RUN, TAIL, number_of, tag
+from tep.errors import BadDescriptor, UsageError
+
+
+def gid(text):
+    """The GID of an IP address."""
+    found = ipaddress.ip_address(text)
+    return b"\0" * 10 + b"\xff\xff" + found.packed if found.version == 4 else found.packed
+
+
+def address(**changes):
+    """An address, changed here and there."""
+    values = {
+        "link": 2,
+        "lid": 0,
+        "gid": gid("10.1.2.3"),
+        "gid_type": 2,
+        "ud_qpn": 0x123456,
+        "qkey": 0x7FFFFFFF,
+        "epoch": 2**63,
+        "identity": identity_of("engine", 3),
+    }
+    return Address(**{**values, **changes})
+
+
+def test_an_address_survives_bytes_and_has_golden_ones():
+    """Peers of another build must read the same bytes."""
+    raw = address(identity=0x1122334455667788).encode()
+    golden = (
+        "5645524201020000" + "00000000000000000000ffff0a010203" + "02563412ffffff7f"
+        "0000000000000080" + "8877665544332211"
+    )
+
+    assert golden == raw.hex()
+    assert ADDRESS_BYTES == len(raw)
+    assert address(identity=0x1122334455667788) == Address.decode(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "0 bytes"),
+        (b"LOOP" + bytes(44), "another backend"),
+        (address().encode()[:-1], "47 bytes"),
+        (b"VERB\x02" + address().encode()[5:], "version 2"),
+        (b"VERB\x01\x09" + address().encode()[6:], "link 9"),
+    ],
+)
+def test_bytes_that_are_no_address_are_refused(raw, why):
+    """Hostile bytes must not become a route."""
+    with pytest.raises(BadDescriptor, match=why):
+        Address.decode(raw)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (address(gid=gid("10.9.9.9")), ""),
+        (address(link=1), "InfiniBand"),
+        (address(gid_type=1), "RoCE v1"),
+        (address(gid=gid("fe80::1")), "link-local"),
+        (address(gid=gid("169.254.7.7")), "link-local"),
+        (address(gid=gid("2001:db8::1")), "IPv6"),
+    ],
+)
+def test_peers_out_of_reach_are_named_before_anything_is_sent(other, why):
+    """Else the handshake times out, and nobody knows that the address was link-local."""
+    assert why in address().why_unreachable(other)
+    assert bool(why) == bool(address().why_unreachable(other))
+
+
+def test_gids_are_ranked_routable_roce_v2_first():
+    """A fixed index 0 is link-local or RoCE v1 on most machines."""
+    table = [
+        GidSeen(0, gid("fe80::1"), 1),
+        GidSeen(1, gid("fe80::1"), 2),
+        GidSeen(2, gid("10.0.0.1"), 1),
+        GidSeen(3, gid("169.254.1.1"), 2),
+        GidSeen(4, gid("2001:db8::1"), 2),
+        GidSeen(5, gid("10.0.0.1"), 2),
+        GidSeen(6, gid("10.0.0.2"), 2),
+    ]
+    ranked = rank_gids(table)
+
+    assert [5, 6, 4, 3, 1, 2, 0] == [choice.seen.entry for choice in ranked]
+    assert "GID 5 10.0.0.1: RoCE v2, routable IPv4 (rank 0)" == str(ranked[0])
+    assert "fe80::1" == gid_text(gid("fe80::1"))
+
+
+def test_the_identity_outlives_a_restart_and_tells_nics_apart():
+    """Without it the former incarnation's rows would wait for a timeout."""
+    assert identity_of("a", 0) == identity_of("a", 0)
+    assert 3 == len({identity_of("a", 0), identity_of("a", 1), identity_of("b", 0)})
+
+
+def test_the_promised_timeout_follows_the_settings():
+    """C17: a promise that does not move with the retry count is a lie."""
+    short = Settings(timeout=10, retry_cnt=2, handshake_s=0.5, drain_s=0.1)
+
+    assert 0.5 + 0.1 + 4 * 4.096e-6 * 1024 * 3 == pytest.approx(short.peer_timeout_s)
+    assert Settings().peer_timeout_s < 7
+
+
+def test_settings_out_of_range_are_refused():
+    """The NIC would truncate them without a word."""
+    with pytest.raises(UsageError, match="retry_cnt=8; 0 to 7"):
+        Settings(retry_cnt=8)
+    with pytest.raises(UsageError, match="spray_seed=1 needs qps_per_peer > 1"):
+        Settings(spray_seed=1)
+
+
+def test_every_status_has_a_meaning():
+    """A status that falls through would be reported as success, or as nothing."""
+    expected = {
+        0: Status.OK,
+        1: Status.LENGTH,
+        4: Status.LOCAL_KEY,
+        5: Status.FLUSHED,
+        10: Status.REMOTE_KEY,
+        12: Status.UNREACHABLE,
+        13: Status.RNR,
+        19: Status.PROVIDER,
+        99: Status.PROVIDER,
+    }
+
+    assert expected == {code: write_status(code) for code in expected}
+    assert Status.LENGTH == send_status(9) == send_status(11)
+    assert Status.REMOTE_RANGE == write_status(9)
+    assert set(Status) - {Status.OK, Status.PROVIDER} == set(STATUS_TEXT)
+
+
+def test_ids_keep_kind_and_object_apart():
+    """An error's id is all that is known of it."""
+    assert 4 == len({tag(kind) >> 60 for kind in (RUN, TAIL, LOOSE, IMM)})
+    assert (1 << 44) - 1 == number_of(tag(LOOSE, (1 << 44) - 1) + 0xFFFF)
+    assert tag(LOOSE) > max(tag(kind, (1 << 44) - 1) + 0xFFFF for kind in (RUN, TAIL, IMM))

@@ -1,0 +1,235 @@
+"""Real libibverbs on a bad day: loss, disorder, no receives, wrong keys, both ends at once."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tep.api import ScatterDst
+from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.verbs import open_domains
+from tep.errors import FabricError
+from tep.memory import adapt
+from tep.testing.vm.shape import delay_by_queue_pair, netem, port_band
+from tep.units import KiB, MiB
+from tests.verbs.rig import FAST, buffer, engine, noise, pages, pair
+
+PAGE = 4 * KiB
+
+
+def test_spray_counts_do_not_need_order(soft_devices):
+    """Each row on a random queue pair, each with another delay: what an unordered fabric shows.
+
+    An immediate must still follow the bytes of its own row, and every one must come.
+    """
+    nrows = 400
+    # The timeout is far above the delays, so that no row is sent twice.
+    options = {**FAST, "qps_per_peer": 16, "spray_seed": 5, "timeout": 18}
+    source, target = noise(nrows * PAGE), buffer(nrows * PAGE)
+    a = open_domains(soft_devices[:1], name="a", **options).domains[0]
+    b = open_domains(soft_devices[1:2], name="b", **options).domains[0]
+    out = new_completions(512)
+    order, early = [], []
+    peer = a.connect(b.address)
+    end_s = time.monotonic() + 20
+    while a._peers.up[peer] is None and time.monotonic() < end_s:
+        assert 0 == a.poll(out) + b.poll(out)
+    # The fewer queue pairs share a delay, the shorter it is: nearly all rows have to be overtaken.
+    (left,), (right,) = (set(domain._peers.conns.values()) for domain in (a, b))
+    shared = Counter(port_band(q[0], r[0], 16) for q, r in zip(left.ids[1:], right.ids[1:]))
+    shortest_first = sorted(range(16), key=lambda band: shared[band] or 99)
+    delays_ms = [20 * shortest_first.index(band) for band in range(16)]
+    with delay_by_queue_pair(["nic0"], delays_ms):
+        here = a.register(adapt(source), Access.SOURCE)
+        there = b.register(adapt(target), Access.SOURCE_AND_TARGET)
+        at = np.arange(nrows, dtype=np.uint64) * np.uint64(PAGE)
+        src, dst = at + np.uint64(source.ctypes.data), at + np.uint64(there.base)
+        imms = np.arange(nrows, dtype=np.uint32)
+        batch = WriteBatch(nrows, peer, src, here.lkey, dst, there.rkey, PAGE, imms, 1)
+        posted, back = 0, 0
+        while (len(order) < nrows or back < nrows) and time.monotonic() < end_s:
+            if posted < nrows:
+                posted += a.post(batch, posted, nrows)
+            back += int(out["count"][: a.poll(out)].sum())
+            for entry in out[: b.poll(out)]:
+                imm = int(entry["imm"])
+                order += [imm] * int(entry["count"])
+                where = slice(imm * PAGE, (imm + 1) * PAGE)
+                if not (source[where] == target[where]).all():
+                    early.append(imm)
+    a.close()
+    b.close()
+    arrived = np.array(order)
+    overtaken = np.mean(arrived[1:] < np.maximum.accumulate(arrived)[:-1])
+
+    assert list(range(nrows)) == sorted(order)
+    assert [] == early
+    assert (source == target).all()
+    assert overtaken > 0.85, f"only {overtaken:.0%} of immediates came after a later one: {shared}"
+
+
+def test_five_percent_loss_costs_time_and_nothing_else(soft_devices):
+    """Handshake datagrams and writes get lost; both are sent again, nothing is counted twice."""
+    with (
+        netem([f"nic{k}" for k in range(8)], "loss 5%"),
+        pair(soft_devices[:2], soft_devices[4:6]) as (a, b),
+    ):
+        source, target = noise(MiB), buffer(MiB)
+        (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
+        got = b.expect_imm_count(1, 256)
+        sent = a.submit_paged_writes(PAGE, (mr, pages(256)), (desc, pages(256)), imm=1)
+        sent.wait(60)
+        got.wait(60)
+        extra = b.stats().imms_unexpected
+
+    assert (source == target).all()
+    assert () == extra
+
+
+def test_one_slow_nic_delays_but_does_not_confuse(soft_devices):
+    """Immediates of the fast NIC arrive long before those of the slow one."""
+    with netem(["nic1"], "delay 20ms"), pair(soft_devices[:2], soft_devices[4:6]) as (a, b):
+        source, target = noise(MiB), buffer(MiB)
+        (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
+        got = b.expect_imm_count(1, 256)
+        a.submit_paged_writes(PAGE, (mr, pages(256)), (desc, pages(256)), imm=1)
+        got.wait(60)
+
+        assert (source == target).all()
+
+
+def test_no_receives_hold_the_sender_until_there_are_some(devices):
+    """More immediates than receives, and nobody polls: the sender waits in the NIC (RNR)."""
+    with pair(devices[:1], devices[1:2], imm_recvs=8) as (a, b):
+        (mr, _), (_, desc) = a.reg_mr(noise(MiB)), b.reg_mr(buffer(MiB))
+        a.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
+        sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
+        alone_s = time.monotonic() + 0.3
+        while time.monotonic() < alone_s:
+            a.step()
+        held = not sent.settled
+        got = b.expect_imm_count(2, 64)
+        got.wait(20)
+        sent.wait(20)
+
+    assert held
+
+
+def test_no_receives_for_too_long_is_an_error_that_says_so(devices):
+    """With finite retries the sender learns that the peer's engine is not being turned."""
+    with pair(devices[:1], devices[1:2], imm_recvs=8, rnr_retry=1) as (a, b):
+        (mr, _), (_, desc) = a.reg_mr(noise(MiB)), b.reg_mr(buffer(MiB))
+        a.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
+        sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
+        end_s = time.monotonic() + 20
+        while not sent.settled and time.monotonic() < end_s:
+            a.step()
+            a.deliver()
+        with pytest.raises(FabricError, match="not being turned") as caught:
+            sent.result()
+
+    assert "RNR" == caught.value.code
+
+
+def test_a_wrong_key_is_named_and_the_peer_stays_usable(devices):
+    """One stale descriptor must not end all traffic to a healthy peer."""
+    with pair(devices[:1], devices[1:2]) as (a, b):
+        source, target = noise(MiB), buffer(MiB)
+        mr, _ = a.reg_mr(source)
+        old, stale = b.reg_mr(buffer(MiB))
+        b.deregister(old)
+        _, desc = b.reg_mr(target)
+        for _ in range(3):
+            with pytest.raises(
+                FabricError, match=r"to right NIC 0 failed on NIC 0 \(\w+\)"
+            ) as caught:
+                a.submit_single_write(64, (mr, 0), (stale, 0), imm=1).wait(20)
+            got = b.expect_imm_count(2, 16)
+            a.submit_paged_writes(PAGE, (mr, pages(16)), (desc, pages(16)), imm=2).wait(20)
+            got.wait(20)
+
+    assert "REMOTE_KEY" == caught.value.code
+    assert 0 == caught.value.row
+    assert (source[: 16 * PAGE] == target[: 16 * PAGE]).all()
+
+
+def test_both_ends_connect_at_the_same_time(devices):
+    """Two ranks that start a collective together each ask first; one connection must come of it."""
+    for _ in range(5):
+        with pair(devices[:1], devices[1:2]) as (a, b):
+            (here, desc_a), (there, desc_b) = a.reg_mr(buffer(PAGE)), b.reg_mr(buffer(PAGE))
+            there_got, here_got = b.expect_imm_count(1, 1), a.expect_imm_count(2, 1)
+            sent = a.submit_single_write(64, (here, 0), (desc_b, 0), imm=1)
+            back = b.submit_single_write(64, (there, 0), (desc_a, 0), imm=2)
+            for handle in (sent, back, there_got, here_got):
+                handle.wait(20)
+
+            assert [2] == [len(d._peers.conns) for d in a._domains]
+
+
+def test_a_scatter_meets_peers_that_still_connect(devices):
+    """The reference posts on queue pairs that are not ready; here the rows wait for theirs."""
+    ring = []
+    with engine("hub", devices[:2], ring) as hub:
+        source = noise(MiB)
+        mr, _ = hub.reg_mr(source)
+        peers = [engine(f"peer{k}", devices[2 + k : 3 + k], ring) for k in range(4)]
+        try:
+            targets = [buffer(PAGE) for _ in peers]
+            descs = [peer.reg_mr(t)[1] for peer, t in zip(peers, targets, strict=True)]
+            counts = [peer.expect_imm_count(4, 1) for peer in peers]
+            group = hub.add_peer_group([peer.main_address for peer in peers])
+            dsts = [ScatterDst(PAGE, k * PAGE, (desc, 0)) for k, desc in enumerate(descs)]
+            hub.submit_scatter(mr, dsts, imm=4, group=group).wait(20)
+            for count in counts:
+                count.wait(20)
+        finally:
+            for peer in peers:
+                peer.close()
+
+    for k, target in enumerate(targets):
+        assert (source[k * PAGE : (k + 1) * PAGE] == target).all()
+
+
+def test_packets_out_of_order_are_the_nics_business(soft_devices):
+    """Reordering under a reliable connection costs retransmissions and shows nowhere else."""
+    with (
+        netem(["nic0"], "delay 2ms reorder 50% 25%"),
+        pair(soft_devices[:1], soft_devices[4:5]) as (a, b),
+    ):
+        source, target = noise(64 * PAGE), buffer(64 * PAGE)
+        (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
+        got = b.expect_imm_count(1, 64)
+        a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=1).wait(60)
+        got.wait(60)
+
+    assert (source == target).all()
+
+
+def test_dma_buf_registration_says_what_is_missing(devices):
+    """Soft-RoCE has none; the call must be there and its refusal readable."""
+    opened = open_domains(devices[:1], name="d", **FAST)
+    try:
+        with pytest.raises(FabricError, match="ibv_reg_dmabuf_mr"):
+            opened.domains[0].device.reg_dmabuf_mr(-1, 0, 0, 4096, 0)
+    finally:
+        opened.domains[0].close()
+
+
+def test_statuses_and_kinds_are_told_apart_by_id(devices):
+    """Soft-RoCE reports opcode 0 for failed writes: whoever goes by opcode miscounts here."""
+    with pair(devices[:1], devices[1:2]) as (a, b):
+        mr, _ = a.reg_mr(noise(MiB))
+        old, stale = b.reg_mr(buffer(MiB))
+        b.deregister(old)
+        sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (stale, pages(64)), imm=2)
+        with pytest.raises(FabricError):
+            sent.wait(20)
+        stats = sent.stats()
+
+    assert 64 == stats.rows_back + stats.rows_dropped
+    assert Counter() == Counter(dict(b.stats().imms_unexpected))
+    assert (Kind.WRITE, Status.REMOTE_KEY) == (1, 3)
