@@ -47,8 +47,8 @@ class Job:
     Attributes:
         kind: the verb, for reports.
         remotes: the target, or one target a row (or, byte-sharded, one a slice).
+        src: address of each row's first byte; a column.
         dst: of each row; a column. One target: address of its first byte, for the target's NIC 0.
-        dst: of each row; a column. One target: the address of its first byte for the target's NIC 0.
             Several targets: byte offset in the row's own region.
         nbytes: of each row; a column.
         lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper

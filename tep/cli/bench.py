@@ -46,14 +46,15 @@ def sim(rounds: Rounds = 5, json: Json = False) -> None:
 
 @app.command("verbs-stub")
 def verbs_stub(rounds: Rounds = 40, json: Json = False) -> None:
-    """The whole engine over libibverbs, its provider replaced by a stub in C: no NIC, real work requests."""
+    """The whole engine over libibverbs, its provider a stub in C: no NIC, real work requests."""
     from tep.bench.verbs_stub import verbs_stub_figures
 
     try:
         _show("tep bench verbs-stub", verbs_stub_figures(rounds), 7, json=json)
     except LookupError as error:
         raise BackendUnavailable(
-            "the stub provider cannot be built; apt install gcc libibverbs-dev", (("cc", str(error)),)
+            "the stub provider cannot be built; apt install gcc libibverbs-dev",
+            (("cc", str(error)),),
         ) from error
 
 
