@@ -202,27 +202,16 @@ def paged_job(
         verb, "target", dst_pages, page_bytes, remote.nbytes, remote.desc
     )
     _check_overlap(verb, dst_pages, page_bytes, dst_stride)
-    column = _imm_column(verb, imm, npages)
-    src_start, dst_start = mr.memory.ptr + src_offset, remote.bases[0] + dst_offset
-    if npages == 1:
-        source = src_start + int(src_pages.indices[0]) * src_stride
-        target = dst_start + int(dst_pages.indices[0]) * dst_stride
-        columns: tuple[Column, Column, Column] = (source, target, page_bytes)
-    else:
-        columns = (
-            src_pages.starts(src_stride) + np.uint64(src_start),
-            dst_pages.starts(dst_stride) + np.uint64(dst_start),
-            page_bytes,
-        )
-    total = npages * page_bytes
+    sources = _addresses(src_pages, src_stride, mr.memory.ptr + src_offset)
+    targets = _addresses(dst_pages, dst_stride, remote.bases[0] + dst_offset)
     return Job(
         "paged",
         mr,
         remote,
-        columns,
-        column,
+        (sources, targets, page_bytes),
+        _imm_column(verb, imm, npages),
         npages,
-        total=total,
+        total=npages * page_bytes,
         longest=page_bytes,
         routing=routing,
     )
@@ -272,13 +261,7 @@ def scatter_job(
     if not fits:
         _check_slices(verb, mr, targets, (lengths, sources, offsets))
     split = routing.scatter_by == "bytes"
-    rows = len(lengths)
-    if split:
-        plans = (
-            plan_single(n, nlocal, r, 0, routing)
-            for n, r in zip(lengths, targets.nics, strict=True)
-        )
-        rows = sum(len(plan.shares) for plan in plans)
+    rows = _count_rows(lengths, targets, routing, nlocal) if split else len(lengths)
     columns = (src + np.uint64(mr.memory.ptr), dst, nbytes)
     return Job(
         "scatter",
@@ -293,6 +276,12 @@ def scatter_job(
         split=split,
         lengths=lengths,
     )
+
+
+def _count_rows(lengths: Sequence[int], targets: Targets, routing: Routing, nlocal: int) -> int:
+    """Rows of slices that all NICs share."""
+    each = zip(lengths, targets.nics, strict=True)
+    return sum(len(plan_single(n, nlocal, nics, 0, routing).shares) for n, nics in each)
 
 
 def barrier_job(targets: Targets, imm: int, routing: Routing, nlocal: int) -> Job:
@@ -328,6 +317,13 @@ def shares_of(
     """Shards of one byte-sharded slice, and where the cursor goes."""
     plan = plan_single(nbytes, nlocal, nremote, cursor, job.routing)
     return plan.shares, plan.cursor
+
+
+def _addresses(pages: Pages, stride: int, start: int) -> Column:
+    """The address of each page's first byte; a plain int where there is one page."""
+    if len(pages) == 1:
+        return start + int(pages.indices[0]) * stride
+    return pages.starts(stride) + np.uint64(start)
 
 
 def _check_routing(verb: str, routing: Routing, nlocal: int) -> None:
