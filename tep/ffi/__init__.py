@@ -2,7 +2,3 @@
 
 Only modules of this room hold ctypes declarations; a C name stays a C name here and nowhere else.
 """
-
-from __future__ import annotations
-
-__all__: list[str] = []
