@@ -30,6 +30,7 @@ class TestOneQueuePair(DomainContract):
             yield world
 
 
+@pytest.mark.slow
 class TestSprayed(DomainContract):
     """Each row on a random queue pair of four."""
 
