@@ -8,7 +8,6 @@ from tep.sim.faults import Chaos
 from tep.testing.contract import DomainContract
 from tep.testing.sim_worlds import ChaosWorld
 
-
 SLOW = pytest.mark.slow
 """The fast run keeps the first four records."""
 
