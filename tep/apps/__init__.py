@@ -1,1 +1,0 @@
-"""Systems that stand on tep; they import its public names only."""
