@@ -64,7 +64,7 @@ class EngineMachine:
             tuple(domain.caps.link_bps for domain in domains),
         )
         self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken
-        self._closed = False
+        self._closed = self._crashed = False
         self._worker = Worker(self._domains, options, driver.now_s)
         self._worker.report = self._report_error
         for domain in domains:
@@ -75,6 +75,8 @@ class EngineMachine:
     def close(self) -> None:
         """End everything: every open handle settles, NICs and memory are let go. Idempotent."""
         if self._closed:
+            if self._crashed:
+                self.driver.close()  # its worker may still be on its way out
             return
         self._closed = True
         try:
@@ -121,7 +123,7 @@ class EngineMachine:
 
     def crash(self, error: BaseException) -> None:
         """Driver: a step raised; nothing will be turned any more."""
-        self._closed = True
+        self._closed = self._crashed = True
         self._worker.abandon(
             ClosedError(
                 f"engine {self.name!r} was stopped by a bug in tep or in its backend: "

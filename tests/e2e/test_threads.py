@@ -353,9 +353,10 @@ def test_backlog_limit_holds_under_many_threads() -> None:
         p.a.submit_paged_writes(8, (p.mr, pages), (p.desc, pages)).wait(WAIT_S)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_a_step_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An assert that fails on the worker must reach those who wait, and not leave them for ever."""
+    """An assert that fails on the worker must reach those who wait, and its thread be joined."""
+    printed: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: printed.append(str(args.exc_value)))
     with pair(threads=True) as p:
 
         def explode(_: object) -> int:
@@ -371,6 +372,8 @@ def test_a_bug_in_a_step_ends_every_wait(monkeypatch: pytest.MonkeyPatch) -> Non
             asyncio.run(hope())
         with pytest.raises(ClosedError, match="closed"):
             p.b.expect_imm_count(6, 1)
+        p.b.close()
+        assert ["planted"] == printed  # close() returned after the thread's last word
 
 
 def test_inline_wait_inside_a_callback_is_refused() -> None:
