@@ -60,6 +60,11 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
             summary="simulated NICs on simpy: chaos fabric and timing fabric",
             cure="pip install simpy",
         ),
+        "libfabric": BackendSpec(
+            module="tep.backends.libfabric",
+            summary="libfabric: AWS EFA; tcp and shared memory on any Linux machine",
+            cure="pip install 'tep[libfabric]', or TEP_LIBFABRIC=/path/to/libfabric.so.1",
+        ),
         "verbs": BackendSpec(
             module="tep.backends.verbs",
             summary="RDMA NICs through libibverbs: ConnectX (RC), and Soft-RoCE",

@@ -1,0 +1,156 @@
+"""What scripts/verify_efa runs on an instance: claims about EFA that no other machine can test.
+
+Each check prints a line; the last line is the verdict. It runs on any provider, so that the script
+itself is tested where there is no EFA.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from tep import FabricError, MrDesc, Pages, TepError, ThreadDriver, TransferEngine
+from tep.backends.libfabric import open_domains, probe
+from tep.units import KiB, MiB
+
+__all__ = ["main"]
+
+
+class _Site:
+    """Two engines of this machine, and what they found out."""
+
+    def __init__(self, provider: str) -> None:
+        self.provider = provider
+        self.a = self._engine("verify-a")
+        self.b = self._engine("verify-b")
+
+    def _engine(self, name: str) -> TransferEngine:
+        opened = open_domains(provider=self.provider, name=name)
+        driver = ThreadDriver(name)
+        return TransferEngine(opened.domains, driver=driver, name=name, epoch=opened.epoch)
+
+    def nics(self) -> str:
+        """NICs, rates, limits."""
+        caps = [domain.caps for domain in self.a._domains]
+        return "; ".join(
+            f"{one.nic} {one.link_bps / 1e9:.0f} Gbps, rows to {one.max_write_bytes} B"
+            for one in caps
+        )
+
+    def pages(self, page_bytes: int, npages: int) -> str:
+        """Pages in random order over all NICs; bytes and counts exact."""
+        rng = np.random.default_rng(page_bytes)
+        source = rng.integers(0, 256, page_bytes * npages, np.uint8)
+        target = np.zeros_like(source)
+        order = rng.permutation(npages)
+        mr, _ = self.a.reg_mr(source)
+        _, desc = self.b.reg_mr(target)
+        start = time.perf_counter()
+        got = self.b.expect_imm_count(page_bytes, npages)
+        sent = self.a.submit_paged_writes(
+            page_bytes, (mr, Pages(np.arange(npages))), (desc, Pages(order)), page_bytes
+        )
+        got.wait(60)
+        sent.wait(60)
+        took_s = time.perf_counter() - start
+        placed = target.reshape(npages, page_bytes)[order]
+        assert bool((placed == source.reshape(npages, page_bytes)).all()), "bytes differ"
+        assert self.b.imm_counter(page_bytes).value == 0, "more immediates than pages"
+        rate = source.nbytes / took_s / 1e9
+        return f"{npages} x {page_bytes} B, {rate:.2f} GB/s, {npages / took_s / 1e3:.0f} k pages/s"
+
+    def immediates(self) -> str:
+        """All 32 bits of an immediate, and an empty row."""
+        _, desc = self.b.reg_mr(bytearray(4096))
+        mr, _ = self.a.reg_mr(bytearray(4096))
+        values = (0, 1, 0x01020304, 0x80000000, 2**32 - 1)
+        for value in values:
+            got = self.b.expect_imm_count(value, 2)
+            self.a.submit_single_write(8, (mr, 0), (desc, 0), value).wait(20)
+            self.a.submit_barrier([desc], value).wait(20)
+            got.wait(20)
+        return ", ".join(map(hex, values))
+
+    def bad_key(self) -> str:
+        """A wrong key is an error with a name, and the next good row arrives."""
+        mr, _ = self.a.reg_mr(bytearray(4096))
+        _, good = self.b.reg_mr(bytearray(4096))
+        wrong = MrDesc(
+            good.addr,
+            good.region + 1,
+            good.nbytes,
+            good.device,
+            good.writable,
+            tuple(key ^ 0x5A5A for key in good.rkeys),
+            good.bases,
+        )
+        code = "no error at all"
+        try:
+            self.a.submit_single_write(64, (mr, 0), (wrong, 0), 77).wait(20)
+        except FabricError as error:
+            code = error.code
+        got = self.b.expect_imm_count(78, 1)
+        self.a.submit_single_write(64, (mr, 0), (good, 0), 78).wait(20)
+        got.wait(20)
+        assert code in {"REMOTE_KEY", "REMOTE_RANGE"}, f"a wrong key ended as {code}"
+        return code
+
+    def dead_peer(self) -> str:
+        """A peer that has gone ends in an error in time."""
+        mr, _ = self.a.reg_mr(bytearray(4096))
+        _, desc = self.b.reg_mr(bytearray(4096))
+        self.b.close()
+        start = time.perf_counter()
+        try:
+            self.a.submit_single_write(64, (mr, 0), (desc, 0), 79).wait(30)
+        except FabricError as error:
+            return f"{error.code} after {time.perf_counter() - start:.2f} s"
+        raise AssertionError("a write to a closed peer was reported as done")
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
+
+
+def main(argv: list[str]) -> int:
+    """Run all checks on one provider; 0 if every one held."""
+    provider = argv[0] if argv else "efa"
+    failed: list[str] = []
+
+    def check(name: str, run: Callable[[], str]) -> None:
+        try:
+            _say(f"ok      {name}: {run()}")
+        except (TepError, AssertionError) as error:
+            failed.append(name)
+            _say(f"FAILED  {name}: {type(error).__name__}: {error}")
+
+    check("library", probe)
+    try:
+        site = _Site(provider)
+    except TepError as error:
+        _say(f"FAILED  open: {error}")
+        return 1
+    try:
+        check("nics", site.nics)
+        check("immediates", site.immediates)
+        for page_bytes, npages in ((4 * KiB, 4096), (64 * KiB, 1024), (MiB, 128)):
+            check(f"pages of {page_bytes}", partial(site.pages, page_bytes, npages))
+        check("wrong key", site.bad_key)
+        check("dead peer", site.dead_peer)
+    finally:
+        site.close()
+    _say(f"{provider}: " + (f"FAILED: {', '.join(failed)}" if failed else "all checks held"))
+    return int(bool(failed))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

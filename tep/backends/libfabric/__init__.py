@@ -1,0 +1,188 @@
+"""The libfabric backend: AWS EFA, and tcp or shared memory on any Linux machine; opened here.
+
+`open_domains` finds the library and the NICs; the rest of this folder drives them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from tep.backends.base import DomainCaps, Opened
+from tep.backends.libfabric.discover import Offer, find_offers, list_providers
+from tep.backends.libfabric.domain import FabricDomain
+from tep.backends.libfabric.efa import check_offer, endpoint_options
+from tep.backends.libfabric.objects import Nic
+from tep.backends.libfabric.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
+from tep.backends.libfabric.regions import Export
+from tep.backends.libfabric.rules import RULES, Rules
+from tep.errors import BackendUnavailable, FabricError, UsageError
+from tep.ffi import libfabric as fi
+from tep.ffi.libfabric import Libfabric, load
+
+__all__ = ["FabricDomain", "open_domains", "probe"]
+
+_NUMBERS = itertools.count(1)
+
+
+class _How(NamedTuple):
+    """How the NICs of one engine are opened."""
+
+    rules: Rules
+    peer_timeout_s: float
+    delivery_complete: bool
+    cuda: bool
+    dmabuf: Export | None
+    same_host_shm: bool
+
+
+def open_domains(
+    *,
+    provider: str = "tcp",
+    nics: Sequence[str] | int | None = None,
+    name: str | None = None,
+    epoch: int | None = None,
+    peer_timeout_s: float = 5.0,
+    delivery_complete: bool | None = None,
+    window_rows: int | None = None,
+    window_bytes: int | None = None,
+    cuda: bool = False,
+    dmabuf: Export | None = None,
+    same_host_shm: bool = False,
+) -> Opened:
+    """Open the NICs of one engine.
+
+    Args:
+        provider: "tcp", "tcp;ofi_rxm", "shm", "efa" or "efa-direct"; nothing else is tried.
+        nics: IP addresses ("127.0.0.1", "10.0.0.7", "127.0.0.2:4000") for tcp, devices' names for
+            EFA; or how many. None: 127.0.0.1 for tcp, one for shm, all devices for EFA.
+        name: for reports, and the identity of a restart; None = host, pid and a number.
+        epoch: this incarnation's number; None = the time in nanoseconds.
+        peer_timeout_s: how long a peer may be silent before rows to it fail.
+        delivery_complete: whether a row is done only when it is at the target; None = as the
+            provider needs it. False loses rows in silence on tcp: for benchmarks.
+        window_rows: rows in flight; None = the provider's usual.
+        window_bytes: bytes in flight; None = the provider's usual.
+        cuda: whether CUDA memory will be registered; on EFA only.
+        dmabuf: exports CUDA memory as a dma-buf: (descriptor, offset); None = libfabric, built with
+            CUDA, finds the pages itself.
+        same_host_shm: on EFA, let the provider reach peers of this host by shared memory and not by
+            the NIC.
+
+    Raises:
+        UsageError: an unknown provider, impossible names or numbers.
+        BackendUnavailable: no libfabric, no such provider or no NIC; says what was tried.
+    """
+    rules = RULES.get(provider)
+    if rules is None:
+        raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}")
+    if peer_timeout_s <= 0:
+        raise UsageError(f"libfabric: peer_timeout_s={peer_timeout_s}; it must be more than 0")
+    if (cuda or same_host_shm) and not rules.hardware:
+        raise UsageError(f"libfabric: cuda and same_host_shm are for EFA, not for {provider!r}")
+    rules = _adjusted(rules, window_rows, window_bytes)
+    wants = rules.delivery_complete if delivery_complete is None else delivery_complete
+    how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm)
+    epoch = time.time_ns() if epoch is None else epoch
+    name = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}" if name is None else name
+    with keep_signals():
+        return Opened(tuple(_open_all(how, nics, epoch)), epoch, name)
+
+
+def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> list[FabricDomain]:
+    lib, rules = load(), how.rules
+    if rules.by_pid:
+        sweep_shm()
+        unlink_own_shm_at_exit()
+    offers = find_offers(lib, rules, nics, cuda=how.cuda)
+    domains: list[FabricDomain] = []
+    try:
+        while offers:
+            offer = offers.pop(0)
+            try:
+                domains.append(_open(lib, offer, epoch, how))
+            except FabricError as error:
+                raise BackendUnavailable(
+                    f"libfabric: NIC {offer.nic!r} of provider {rules.provider!r} cannot be opened",
+                    ((offer.nic, str(error)),),
+                ) from error
+    except BaseException:
+        for domain in domains:
+            domain.close()
+        for offer in offers:
+            lib.freeinfo(offer.info)
+        raise
+    return domains
+
+
+def _adjusted(rules: Rules, window_rows: int | None, window_bytes: int | None) -> Rules:
+    rows = rules.window_rows if window_rows is None else window_rows
+    nbytes = rules.window_bytes if window_bytes is None else window_bytes
+    if not 1 <= rows <= 1 << 16 or nbytes < 1:
+        raise UsageError(
+            f"libfabric: window_rows={rows} window_bytes={nbytes}; rows are 1 to 65536, "
+            "bytes 1 or more"
+        )
+    return replace(rules, window_rows=rows, window_bytes=nbytes)
+
+
+def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
+    rules, info = how.rules, offer.info.contents
+    if how.delivery_complete:
+        info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
+    imm_bits = 8 * int(info.domain_attr.contents.cq_data_size)
+    longest = int(info.ep_attr.contents.max_msg_size)
+    try:
+        check_offer(offer.info, offer.nic, rules, lib.version)
+    except BackendUnavailable:
+        lib.freeinfo(offer.info)
+        raise
+    nic = Nic(lib, offer.info, offer.nic, cq_entries=8192, wait_fd=True)
+    try:
+        caps = DomainCaps(
+            backend="libfabric",
+            nic=offer.nic,
+            link_bps=offer.link_bps,
+            imm_bits=min(imm_bits, 32),
+            sq_depth=2 * rules.window_rows,
+            max_write_bytes=min(longest, 1 << 62),
+            max_msg_bytes=rules.msg_bytes_max,
+            ordered=rules.ordered,
+            imm_eats_recv=False,
+            memory_kinds=("cpu", "cuda") if how.cuda else ("cpu",),
+            peer_timeout_s=how.peer_timeout_s,
+            wakes=nic.wait_fd is not None,
+        )
+        options = (
+            endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
+            if rules.hardware
+            else ()
+        )
+        return FabricDomain(
+            nic,
+            rules,
+            caps,
+            epoch=epoch,
+            options=options,
+            delivery_complete=how.delivery_complete,
+            dmabuf=how.dmabuf,
+        )
+    except BaseException:
+        nic.close()
+        raise
+
+
+def probe() -> str:
+    """Say which libfabric is here, where, and its providers.
+
+    Raises:
+        BackendUnavailable: with each place looked at, and why it failed.
+    """
+    with keep_signals():
+        lib = load()
+        return f"{lib.describe()}; providers: {', '.join(list_providers(lib)) or 'none'}"

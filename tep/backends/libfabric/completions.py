@@ -1,0 +1,184 @@
+"""The completion queue, read in batches and sorted: rows, immediates, frames, errors.
+
+Hot: what comes once a row is done by columns from a few dozen entries on, and by plain integers
+below (measured: the cross-over is at 40 to 60). Nothing here knows peers or regions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from tep.backends.base import Completions, Kind, Status
+from tep.backends.libfabric.mailbox import Mailbox
+from tep.backends.libfabric.objects import CqError, Nic
+from tep.backends.libfabric.slots import Slots
+from tep.errors import FabricError
+from tep.ffi import libfabric as fi
+from tep.ffi.libfabric_data import CQ_DATA_ENTRY
+
+__all__ = ["Queue"]
+
+_ENTRIES: Final = 512
+_SCALAR_MAX: Final = 40
+_WORDS: Final = CQ_DATA_ENTRY.itemsize // 8
+
+_WRITE: Final = int(Kind.WRITE)
+_IMM: Final = int(Kind.IMM)
+_OK: Final = int(Status.OK)
+_IMM_MASK: Final = 0xFFFFFFFF
+
+
+class Queue:
+    """One NIC's completion queue.
+
+    Args:
+        nic, slots, mailbox: of one NIC.
+
+    Attributes:
+        frames: what came in, copied; the caller takes them.
+        errors: what failed; the caller takes them.
+        full: whether the last read filled its buffer, so that there may be more.
+    """
+
+    def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox) -> None:
+        self._nic = nic
+        self._slots = slots
+        self._mailbox = mailbox
+        self._entries = np.zeros(_ENTRIES, CQ_DATA_ENTRY)
+        self._at = self._entries.ctypes.data
+        words = self._entries.view(np.uint64)
+        self._words = memoryview(words)  # type: ignore[arg-type]  # numpy has the buffer protocol
+        self._contexts = self._entries["op_context"].view(np.int64)
+        self._flags = self._entries["flags"]
+        self._data = self._entries["data"]
+        self._read = nic.cq_read
+        self._cq = nic.cq
+        self._streaming = False
+        self.frames: deque[bytes] = deque()
+        self.errors: deque[CqError] = deque()
+        self.full = False
+
+    def read(self, out: Completions, filled: int) -> int:
+        """Read what is there, fill `out` from entry `filled` on; return how many it holds then."""
+        room = min(len(out) - filled, _ENTRIES)
+        if room <= 0:
+            return filled
+        read, cq = self._read, self._cq
+        n = read(cq, self._at, room)
+        self.full = n == room
+        if n > 0:
+            if self._streaming:
+                # Rows come one after the other: each read moves more of them along, and all that
+                # they bring costs little more than one.
+                more = n
+                while more > 0 and n < room:
+                    more = read(cq, self._at + n * CQ_DATA_ENTRY.itemsize, room - n)
+                    n += max(more, 0)
+            self._streaming = True
+            if n == 1:
+                return self._take_one(out, filled)
+            if n > _SCALAR_MAX:
+                return self._take_columns(n, out, filled)
+            return self._take(n, out, filled)
+        self._streaming = False
+        if n == -fi.FI_EAVAIL:
+            # Once an error, then go on reading: the queue holds good entries behind it.
+            error = self._nic.read_error()
+            if error is not None:
+                self.errors.append(error)
+            self.full = True
+        elif n != -fi.FI_EAGAIN:
+            raise FabricError(
+                f"{self._nic.name}: fi_cq_read failed: {self._nic.lib.strerror(-n)} ({n})",
+                code=Status.PROVIDER.name,
+            )
+        return filled
+
+    def _take_one(self, out: Completions, filled: int) -> int:
+        context, flags, nbytes, _, data = self._words[:_WORDS].tolist()
+        if flags & fi.FI_REMOTE_WRITE:
+            out[filled] = (_IMM, _OK, 1, data & _IMM_MASK, 0, 0, 0)
+            return filled + 1
+        if flags & fi.FI_WRITE:
+            ctx = self._slots.give_back_one(context)
+            if ctx is None:
+                return filled
+            out[filled] = (_WRITE, _OK, 1, 0, 0, ctx, 0)
+            return filled + 1
+        self._take_frame(context, nbytes)
+        return filled
+
+    def _take(self, n: int, out: Completions, filled: int) -> int:
+        words = self._words[: n * _WORDS].tolist()
+        rows: list[int] = []
+        imms: dict[int, int] = {}
+        for at in range(0, n * _WORDS, _WORDS):
+            flags = words[at + 1]
+            if flags & fi.FI_REMOTE_WRITE:
+                # Not every release sets FI_RMA here, and 1.17 reports no length.
+                imm = words[at + 4] & _IMM_MASK
+                imms[imm] = imms.get(imm, 0) + 1
+            elif flags & fi.FI_WRITE:
+                rows.append(words[at])
+            else:
+                self._take_frame(words[at], words[at + 2])
+        if rows:
+            for ctx, count in self._slots.give_back(rows).items():
+                out[filled] = (_WRITE, _OK, count, 0, 0, ctx, 0)
+                filled += 1
+        for imm, count in imms.items():
+            out[filled] = (_IMM, _OK, count, imm, 0, 0, 0)
+            filled += 1
+        return filled
+
+    def _take_columns(self, n: int, out: Completions, filled: int) -> int:
+        flags = self._flags[:n]
+        remote = (flags & np.uint64(fi.FI_REMOTE_WRITE)) != 0
+        count = int(np.count_nonzero(remote))
+        if count == n:
+            return self._take_imms(self._data[:n], out, filled)
+        local = ~remote
+        if count:
+            filled = self._take_imms(self._data[:n][remote], out, filled)
+        others = local & ((flags & np.uint64(fi.FI_WRITE)) == 0)
+        if others.any():
+            for entry in self._entries[:n][others].tolist():
+                self._take_frame(entry[0], entry[2])
+            local &= ~others
+        contexts = self._contexts[:n][local]
+        if len(contexts):
+            for ctx, rows in self._slots.give_back_many(contexts).items():
+                out[filled] = (_WRITE, _OK, rows, 0, 0, ctx, 0)
+                filled += 1
+        return filled
+
+    @staticmethod
+    def _take_imms(data: np.ndarray, out: Completions, filled: int) -> int:
+        imms = data.astype(np.uint32)  # the low half; EFA carries no more
+        n = len(imms)
+        if bool((imms == imms[0]).all()):
+            out[filled] = (_IMM, _OK, n, int(imms[0]), 0, 0, 0)
+            return filled + 1
+        part = out[filled : filled + n]
+        part["kind"] = _IMM
+        part["status"] = _OK
+        part["count"] = 1
+        part["imm"] = imms
+        part["row"] = 0
+        part["ctx"] = 0
+        part["nbytes"] = 0
+        return filled + n
+
+    def _take_frame(self, context: int, nbytes: int) -> None:
+        """A message went out or came in."""
+        if self._mailbox.owns(context):
+            if self._mailbox.is_receive(context):
+                self._mailbox.received(context, nbytes, self._keep)
+            else:
+                self._mailbox.sent(context)
+
+    def _keep(self, view: memoryview) -> None:
+        self.frames.append(bytes(view))

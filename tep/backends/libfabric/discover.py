@@ -1,0 +1,175 @@
+"""Which NICs a provider offers, and which of them the user asked for.
+
+Hints are allocated by libfabric and filled here; what comes back is one fi_info a NIC. Errors name
+the environment's FI_PROVIDER, which filters providers in silence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from ctypes import string_at
+from typing import Final, NamedTuple
+
+from tep.backends.libfabric.process import shm_free
+from tep.backends.libfabric.rules import Rules
+from tep.errors import BackendUnavailable, UsageError
+from tep.ffi import libfabric as fi
+
+__all__ = ["Offer", "find_offers", "list_providers"]
+
+_NICS_MAX: Final = 64
+
+
+class Offer(NamedTuple):
+    """One NIC that can be opened.
+
+    Attributes:
+        info: its fi_info, owned by whoever holds this.
+        nic: its name, for people.
+        link_bps: nominal rate, or 0.
+    """
+
+    info: fi.Info
+    nic: str
+    link_bps: int
+
+
+def find_offers(
+    lib: fi.Libfabric, rules: Rules, nics: Sequence[str] | int | None, *, cuda: bool = False
+) -> list[Offer]:
+    """Find the NICs that were asked for.
+
+    Args:
+        lib: the library.
+        rules: of the provider.
+        nics: names: IP addresses ("127.0.0.2", "127.0.0.2:4000") where the provider has these,
+            else devices' names; or how many; or None for one (all that there are on EFA).
+        cuda: whether CUDA memory will be registered.
+
+    Raises:
+        UsageError: impossible names or numbers.
+        BackendUnavailable: nothing fits; says what was tried.
+    """
+    if isinstance(nics, int):
+        if not 1 <= nics <= _NICS_MAX:
+            raise UsageError(f"libfabric: nics={nics}; 1 to {_NICS_MAX} are possible")
+    elif nics is not None and (isinstance(nics, str) or not nics or len(nics) > _NICS_MAX):
+        raise UsageError(f"libfabric: nics={nics!r}; give a list of 1 to {_NICS_MAX} names")
+    if rules.by_ip:
+        if nics is None or isinstance(nics, int):
+            # The loopback network is there on every Linux machine, all 16 million addresses of it.
+            nics = [f"127.0.0.{k + 1}" for k in range(nics or 1)]
+        return [_one(lib, rules, name) for name in nics]
+    if rules.by_pid:
+        count = nics if isinstance(nics, int) else len(nics or ("shm0",))
+        names = [f"shm{k}" for k in range(count)] if nics is None or isinstance(nics, int) else nics
+        return [_named(_ask(lib, rules, None, None)[0], name) for name in names]
+    return _devices(lib, rules, nics, cuda=cuda)
+
+
+def _one(lib: fi.Libfabric, rules: Rules, name: str) -> Offer:
+    node, _, service = name.partition(":") if name.count(":") == 1 else (name, "", "")
+    return _named(_ask(lib, rules, node, service or None)[0], name)
+
+
+def _devices(
+    lib: fi.Libfabric, rules: Rules, nics: Sequence[str] | int | None, *, cuda: bool
+) -> list[Offer]:
+    """One NIC a device, by its own name."""
+    found: dict[str, fi.Info] = {}
+    for info in _ask(lib, rules, None, None, cuda=cuda):
+        fabric = _text(info.contents.fabric_attr.contents.name)
+        name = _text(info.contents.domain_attr.contents.name)
+        # Releases give EFA's usual fabric several names; the other one has had one only.
+        if (fabric == "efa-direct") != (rules.fabric == "efa-direct") or name in found:
+            lib.freeinfo(info)
+        else:
+            found[name] = info
+    if (isinstance(nics, int) and nics > len(found)) or not found:
+        raise BackendUnavailable(
+            f"provider {rules.provider!r}: {len(found)} NICs of fabric {rules.fabric!r} here "
+            f"({', '.join(found) or 'none'}), asked for: {nics}"
+        )
+    names = (
+        list(found)[: nics if isinstance(nics, int) else None]
+        if nics is None or isinstance(nics, int)
+        else nics
+    )
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UsageError(f"libfabric: no NIC {missing[0]!r}; there are: {', '.join(found)}")
+    for name in set(found) - set(names):
+        lib.freeinfo(found[name])
+    return [_named(found[name], name) for name in names]
+
+
+def _named(info: fi.Info, name: str) -> Offer:
+    nic = info.contents.nic
+    link_bps = 0
+    if nic and nic.contents.link_attr:
+        link_bps = int(nic.contents.link_attr.contents.speed)
+    return Offer(info, name, link_bps)
+
+
+def _ask(
+    lib: fi.Libfabric, rules: Rules, node: str | None, service: str | None, *, cuda: bool = False
+) -> list[fi.Info]:
+    """What a provider offers under any of its names; the first that has something."""
+    tried = []
+    for name in rules.names:
+        with lib.hints() as hints:
+            fill(lib, hints, rules, name, cuda=cuda)
+            try:
+                return lib.getinfo(hints, node, service, fi.FI_SOURCE if node else 0)
+            except OSError as error:
+                tried.append((f"fi_getinfo(prov={name!r}, node={node!r})", str(error)))
+    filtered = os.environ.get("FI_PROVIDER")
+    note = f"; FI_PROVIDER={filtered!r} filters providers" if filtered else ""
+    if rules.by_pid:
+        note += f"; it needs some 30 MiB in /dev/shm, {shm_free() >> 20} MiB are left"
+    raise BackendUnavailable(
+        f"{lib.describe()} offers no provider {rules.provider!r}"
+        f"{f' at {node}' if node else ''}{note}; FI_LOG_LEVEL=warn makes libfabric say why",
+        tuple(tried),
+    )
+
+
+def fill(lib: fi.Libfabric, hints: fi.Info, rules: Rules, name: str, *, cuda: bool) -> None:
+    """Write what we ask for into empty hints.
+
+    Args:
+        lib: the library.
+        hints: empty.
+        rules: of the provider.
+        name: what libfabric calls it.
+        cuda: whether CUDA memory will be registered.
+    """
+    hint = hints.contents
+    hint.caps = fi.FI_MSG | fi.FI_RMA | rules.caps | (fi.FI_HMEM if cuda else 0)
+    hint.mode = fi.FI_CONTEXT | fi.FI_CONTEXT2 | fi.FI_RX_CQ_DATA
+    hint.ep_attr.contents.type = fi.FI_EP_RDM
+    domain = hint.domain_attr.contents
+    domain.mr_mode = rules.mr_mode | (fi.FI_MR_HMEM if cuda else 0)
+    domain.threading = fi.FI_THREAD_DOMAIN  # one thread turns an engine and its NICs
+    if rules.queue_entries:
+        hint.tx_attr.contents.size = hint.rx_attr.contents.size = rules.queue_entries
+    hint.fabric_attr.contents.prov_name = lib.strdup(name)
+
+
+def list_providers(lib: fi.Libfabric) -> list[str]:
+    """The names of all providers that this libfabric offers here, each once."""
+    with lib.hints() as hints:
+        hints.contents.ep_attr.contents.type = fi.FI_EP_RDM
+        try:
+            infos = lib.getinfo(hints, None, None, 0)
+        except OSError:
+            return []
+    names = dict.fromkeys(_text(info.contents.fabric_attr.contents.prov_name) for info in infos)
+    for info in infos:
+        lib.freeinfo(info)
+    return list(names)
+
+
+def _text(pointer: int | None) -> str:
+    return string_at(pointer).decode(errors="replace") if pointer else ""

@@ -1,0 +1,479 @@
+"""One NIC of libfabric behind the seam: rows out, completions in, and who looks after what.
+
+The parts: objects (libfabric's), rows, slots (rows in flight), regions, peers (greetings), mailbox
+(frames), messages. Here they are put together, frames and errors are given to whom they concern,
+and deadlines are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from tep.backends.base import (
+    Access,
+    Completions,
+    DomainCaps,
+    DomainKey,
+    Status,
+    WriteBatch,
+    new_completions,
+)
+from tep.backends.libfabric import frames, neighbours
+from tep.backends.libfabric.address import NicAddress, shm_name
+from tep.backends.libfabric.completions import Queue
+from tep.backends.libfabric.efa import STATUSES, check_device
+from tep.backends.libfabric.mailbox import Mailbox
+from tep.backends.libfabric.messages import Entry, Inbox, Outgoing
+from tep.backends.libfabric.objects import CqError, Nic
+from tep.backends.libfabric.peers import Peer, Peers, State
+from tep.backends.libfabric.process import reserve_shm
+from tep.backends.libfabric.regions import Export, Regions
+from tep.backends.libfabric.rows import Rows
+from tep.backends.libfabric.rules import Rules
+from tep.backends.libfabric.slots import Slots
+from tep.backends.libfabric.waiting import Sleeper
+from tep.errors import ClosedError, FabricError
+from tep.ffi import libfabric as fi
+from tep.memory import Memory
+
+__all__ = ["FabricDomain"]
+
+_LOOK_S: Final = 0.05
+"""How often deadlines are looked at while something is outstanding."""
+
+_RETRY_S: Final = 0.001
+"""How often what libfabric would not take yet is offered again while the engine sleeps."""
+
+_LINGER_S: Final = 0.25
+_QUIET_S: Final = 0.003
+
+
+class FabricDomain:
+    """One NIC; `tep.backends.base.Domain` describes the methods.
+
+    Args:
+        nic: opened, without endpoints; this object closes it.
+        rules: of its provider.
+        caps: for the seam.
+        epoch: of the engine's incarnation.
+        options: of every endpoint.
+        delivery_complete: whether local completions wait for the target.
+        dmabuf: exports device memory, see Regions.
+    """
+
+    def __init__(
+        self,
+        nic: Nic,
+        rules: Rules,
+        caps: DomainCaps,
+        *,
+        epoch: int,
+        options: tuple[tuple[int, bool], ...] = (),
+        delivery_complete: bool = False,
+        dmabuf: Export | None = None,
+    ) -> None:
+        self.caps = caps
+        self._nic = nic
+        self._rules = rules
+        self._main = nic.open_endpoint(options)
+        if rules.hardware:
+            check_device(self._main, caps.nic)
+        nic.release_port()
+        self._raw = self._main.name()
+        if rules.by_pid:
+            reserve_shm(shm_name(self._raw))
+            neighbours.arrive(self._raw)
+        me = NicAddress(rules.provider, epoch, caps.nic, self._raw)
+        self.address = me.to_bytes()
+        self._done: deque[Entry] = deque()
+        self._texts: dict[int, str] = {}
+        self._timeout_s = 0.8 * caps.peer_timeout_s  # the rest is for looking and telling
+        flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if delivery_complete else 0)
+        self._slots = Slots(rules.window_rows, flags)
+        self._regions = Regions(nic, dmabuf)
+        self._mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX)
+        self._mailbox.start(self._main)
+        self._peers = Peers(
+            nic, self._mailbox, rules, me, self._main, options, self._timeout_s, self._peer_over
+        )
+        self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
+        self._inbox = Inbox(self.address, self._done)
+        self._queue = Queue(nic, self._slots, self._mailbox)
+        self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
+        self._rows = Rows(
+            self.address,
+            caps,
+            rules,
+            self._slots,
+            self._regions,
+            self._peers,
+            self._mailbox.region,
+            self._done,
+            self._timeout_s,
+            self._stir,
+        )
+        self._restless: set[Peer] = set()  # peers that need looking after at each poll
+        self._next_look_s = 0.0
+        self._closed = False
+        self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
+
+    # --- memory and peers
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        self._check_open()
+        if memory.kind not in self.caps.memory_kinds:
+            raise FabricError(
+                f"{self.caps.nic}: memory on {memory.device} cannot be registered; "
+                f"this NIC takes {', '.join(self.caps.memory_kinds)}",
+                code=Status.LOCAL_KEY.name,
+            )
+        if access is Access.SOURCE_AND_TARGET and memory.readonly:
+            raise FabricError(
+                f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
+                "and cannot be a target; register them with Access.SOURCE",
+                code=Status.LOCAL_KEY.name,
+            )
+        return self._regions.add(memory, access).key
+
+    def deregister(self, key: DomainKey) -> None:
+        if self._closed or self._nic.closed:
+            return
+        self._rows.recheck()
+        self._regions.remove(key)
+        for index in self._askers.pop(key.rkey, ()):
+            self._say(self._peers.all[index], frames.Revoke(self.address, key.rkey))
+
+    def connect(self, peer: bytes) -> int:
+        self._check_open()
+        found = self._peers.find(peer)
+        if found.state is not State.READY:
+            self._peers.greet(found, time.monotonic())
+            self._stir(found)
+        return found.index
+
+    # --- writes
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        if self._closed or self._nic.closed:
+            self._check_open()
+        return self._rows.post(batch, start, stop)
+
+    # --- messages
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        to = self._peers.all[peer]
+        now_s = time.monotonic()
+        self._peers.greet_again(to, now_s)
+        taken = self._outgoing.send(self._peers, to, payload, ctx, now_s)
+        self._stir(to)
+        return taken
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        self._check_open()
+        self._inbox.add(self._peers, nbytes, count)
+        self._stir_all()
+
+    def recv_view(self, slot: int) -> memoryview:
+        return self._inbox.view(slot)
+
+    def recv_done(self, slot: int) -> None:
+        self._inbox.give_back(self._peers, slot)
+        if not self._closed:
+            self._stir_all()
+
+    def _say(self, peer: Peer, frame: frames.Frame) -> None:
+        self._peers.say(peer, frame)
+        self._stir(peer)
+
+    def _stir(self, peer: Peer) -> None:
+        """Try to send what a peer's outbox holds; look after it until all is settled."""
+        self._peers.flush(peer, time.monotonic())
+        if peer.unsettled:
+            self._restless.add(peer)
+
+    def _stir_all(self) -> None:
+        for peer in self._peers.all:
+            if peer.outbox:
+                self._stir(peer)
+
+    # --- completions
+
+    def poll(self, out: Completions) -> int:
+        filled = 0
+        if self._done:
+            filled = self._hand_out(out)
+        if self._nic.closed:
+            return filled
+        self._rows.budget = self._rules.turn_rows
+        queue = self._queue
+        filled = queue.read(out, filled)
+        while queue.frames or queue.errors or queue.full:
+            self._take_rest()
+            filled = queue.read(out, filled)
+            if filled >= len(out):
+                break
+        if self._restless:
+            self._look_after()
+        if self._slots.open or self._restless or self._outgoing.open:
+            now_s = time.monotonic()
+            if now_s >= self._next_look_s:
+                self._next_look_s = now_s + _LOOK_S
+                self._look_at_deadlines(now_s)
+        if self._regions.dying:
+            self._regions.bury()
+        return filled
+
+    def _take_rest(self) -> None:
+        """See to what the queue brought besides rows and immediates."""
+        queue = self._queue
+        while queue.frames:
+            self._take_frame(queue.frames.popleft())
+        while queue.errors:
+            self._take_error(queue.errors.popleft())
+
+    def _drain(self) -> None:
+        """Empty the queue into `_done`."""
+        queue, out = self._queue, new_completions(512)
+        while True:
+            n = queue.read(out, 0)
+            self._done.extend(out[:n].tolist())
+            more = bool(n or queue.full or queue.frames or queue.errors)
+            self._take_rest()
+            if not more:
+                return
+
+    def _hand_out(self, out: Completions) -> int:
+        done, filled = self._done, 0
+        while done and filled < len(out):
+            out[filled] = done.popleft()
+            filled += 1
+        return filled
+
+    def _take_frame(self, data: bytes) -> None:
+        frame = frames.decode(memoryview(data))
+        if frame is None:
+            return
+        now_s = time.monotonic()
+        peers = self._peers
+        match frame:
+            case frames.Hello():
+                peer = peers.take_hello(frame, now_s)
+            case frames.Welcome():
+                peer = peers.take_welcome(frame, now_s)
+            case frames.Stale():
+                peers.take_stale(frame)
+                return
+            case frames.Bye():
+                leaving = peers.take_bye(frame, now_s)
+                if leaving is not None and leaving.unsettled:
+                    self._restless.add(leaving)
+                return
+            case _:
+                peer = peers.known(frame.sender)
+                if peer is not None:
+                    self._take_talk(peer, frame, now_s)
+        if peer is not None:
+            self._stir(peer)
+
+    def _take_talk(self, peer: Peer, frame: frames.Frame, now_s: float) -> None:
+        peers = self._peers
+        if peer.state is State.SILENT:
+            peers.greet(peer, now_s)
+        match frame:
+            case frames.Ask(rkey=rkey):
+                base, nbytes = self._regions.range_of(rkey)
+                if nbytes:
+                    self._askers.setdefault(rkey, set()).add(peer.index)
+                peers.say(peer, frames.Lease(self.address, rkey, base, nbytes))
+            case frames.Lease(rkey=rkey, base=base, nbytes=nbytes):
+                peer.leases[rkey] = (base, nbytes)
+            case frames.Revoke(rkey=rkey):
+                peer.leases[rkey] = (0, 0)
+                self._rows.recheck()
+            case frames.Data():
+                self._inbox.take_data(peers, peer, frame)
+            case frames.Ack():
+                self._outgoing.take_ack(frame)
+            case frames.Wait():
+                self._outgoing.take_wait(frame)
+            case frames.Go():
+                self._outgoing.take_go(peers, frame, now_s)
+            case _:
+                pass
+
+    def _take_error(self, error: CqError) -> None:
+        """One operation failed: a row, a frame, or a receive."""
+        now_s = time.monotonic()
+        if self._slots.owns(error.context):
+            found = self._slots.take_failed(error.context)
+            if found is None:
+                return
+            ticket, row = found
+            known = STATUSES.get(error.prov_errno) if self._rules.hardware else None
+            self._texts[Status.PROVIDER if known is None else known] = error.text
+            if known is not None:
+                self._rows.fail(ticket.batch.ctx, row, known)
+                return
+            self._rows.lose(ticket, row)
+            self._peers.doubt(ticket.peer, now_s)
+            self._stir(ticket.peer)
+        elif self._mailbox.owns(error.context):
+            if self._mailbox.is_receive(error.context):
+                self._mailbox.dropped(error.context)
+                return
+            to = self._mailbox.sent(error.context)
+            if to is not None and not to.over:
+                self._texts[Status.UNREACHABLE] = error.text
+                self._outgoing.interrupt(to)
+                self._peers.frame_failed(to, now_s)
+                self._rows.recheck()
+                self._stir(to)
+
+    # --- looking after peers
+
+    def _look_after(self) -> None:
+        """Offer libfabric what it would not take, and settle what waited for an answer."""
+        now_s = time.monotonic()
+        for peer in list(self._restless):
+            self._peers.flush(peer, now_s)
+            if peer.state is State.READY:
+                self._rows.go_on(peer)
+            elif peer.state is State.LEAVING:
+                self._peers.see_off(peer, now_s)
+            if not peer.unsettled:
+                self._restless.discard(peer)
+
+    def _look_at_deadlines(self, now_s: float) -> None:
+        due: dict[Peer, float] = {}
+        for ticket in self._slots.tickets.values():
+            due.setdefault(ticket.peer, ticket.due_s)
+        for peer in {*due, *self._restless}:
+            self._peers.look(peer, due.get(peer), now_s)
+        self._outgoing.look(self._peers, now_s)
+
+    def _peer_over(self, peer: Peer) -> None:
+        """End all that was to go to a peer that is SILENT or GONE."""
+        status = peer.status
+        gone = self._rules.endpoint_per_peer
+        if gone:
+            # Its endpoint is closed: what surfaces in the queue now is the last of its rows.
+            self._drain()
+            self._mailbox.reclaim(peer)
+        self._rows.end(peer, status, gone=gone)
+        self._outgoing.drop(peer, status)
+        self._inbox.drop(peer)
+        self._rows.recheck()
+        self._restless.discard(peer)
+
+    # --- telling and sleeping
+
+    def status_text(self, status: int) -> str:
+        own = self._texts.get(status, "")
+        if status == Status.PROVIDER and self._rows.refusal:
+            own = f"fi_writemsg: {self._nic.lib.strerror(self._rows.refusal)}; {own}"
+        usual = _STATUS_TEXT.get(status, "")
+        return f"{usual}; {own}" if usual and own else usual or own
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        """Not needed: there is a descriptor, or caps.wakes is False."""
+
+    def wakeup_fd(self) -> int | None:
+        return self._sleeper.fd if self._sleeper is not None else None
+
+    def arm(self) -> bool:
+        if self._done or self._nic.closed:
+            return not self._done
+        if self._sleeper is None:
+            return True
+        if any(peer.outbox or (peer.held and peer.state is State.READY) for peer in self._restless):
+            timer_s = _RETRY_S
+        elif self._slots.open or self._restless or self._outgoing.open:
+            timer_s = _LOOK_S
+        else:
+            timer_s = 0.0
+        self._sleeper.quiet()
+        self._sleeper.set_timer(timer_s)
+        return self._nic.trywait()
+
+    # --- ends
+
+    def _check_open(self) -> None:
+        if self._closed or self._nic.closed:
+            raise ClosedError(
+                f"{self.caps.nic}: this domain is closed, or belongs to the process that forked "
+                "this one; open the engine anew"
+            )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._nic.closed:  # in a forked child
+            self._flush_all()
+            return
+        self._say_bye()
+        self._peers.close()
+        if self._rules.by_pid:
+            neighbours.leave(self._raw)
+            neighbours.retire(self._raw, self._shut)
+            self._flush_all()
+            return
+        self._shut()
+        self._flush_all()
+
+    def _shut(self) -> None:
+        """Close libfabric's objects; what still surfaces in the queue is handed out later."""
+        self._main.close()
+        if not self._rules.by_pid:
+            self._drain()
+        self._regions.close()
+        self._mailbox.close()
+        if self._sleeper is not None:
+            sleeper, self._sleeper = self._sleeper, None
+            sleeper.close()
+        self._nic.close()
+
+    def _say_bye(self) -> None:
+        """Tell the peers, and let what we owe them leave: answers still in this process."""
+        listening = self._peers.farewell()
+        start_s = quiet_s = time.monotonic()
+        while True:
+            before = len(self._done)
+            self._drain()
+            now_s = time.monotonic()
+            for peer in listening:
+                self._peers.flush(peer, now_s)
+            if len(self._done) != before:
+                quiet_s = now_s
+            owing = any(peer.outbox and not peer.over for peer in listening)
+            if now_s - start_s > _LINGER_S or (not owing and now_s - quiet_s > _QUIET_S):
+                return
+            time.sleep(0.0002)
+
+    def _flush_all(self) -> None:
+        """End every open row and message with FLUSHED."""
+        for peer in self._peers.all:
+            self._rows.end(peer, Status.FLUSHED, gone=True)
+        self._outgoing.close()
+        self._restless.clear()
+
+
+_STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        Status.FLUSHED: "the domain was closed before this was carried out",
+        Status.LOCAL_KEY: "the source was deregistered, or the row reaches beyond it",
+        Status.REMOTE_KEY: "the target has no such key: the region was deregistered, or is a "
+        "source only, or the row carries the key of another NIC",
+        Status.REMOTE_RANGE: "the row reaches beyond the target's region",
+        Status.LENGTH: "longer than caps allow, or than the peer's receive buffers",
+        Status.RNR: "too many messages wait for the peer's receive buffers",
+        Status.UNREACHABLE: "the peer does not answer, or has closed",
+        Status.STALE_PEER: "another engine has the peer's address now; exchange descriptors anew",
+        Status.PROVIDER: "the connection broke; whether the row landed is unknown",
+    }
+)

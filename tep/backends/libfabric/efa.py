@@ -1,0 +1,96 @@
+"""What is special about AWS EFA: options of an endpoint, refusals, and what its errors mean.
+
+Read from the provider's source and manual (libfabric 1.22 to 2.6) and not yet run on hardware;
+scripts/verify_efa runs it. The data path is the same as for tcp: nothing here posts or polls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Protocol
+
+from tep.backends.base import Status
+from tep.errors import BackendUnavailable
+from tep.ffi import libfabric as fi
+
+if TYPE_CHECKING:
+    from tep.backends.libfabric.rules import Rules
+
+__all__ = ["STATUSES", "check_device", "check_offer", "endpoint_options"]
+
+_IMM_BYTES: Final = 4
+_VERSION_MIN: Final = (1, 18)  # before, device RDMA may stay off (its manual)
+
+# enum efa_io_comp_status, efa_io_defs.h of the EFA driver and of the provider; fi_cq_err_entry has
+# it as prov_errno.
+STATUSES: Final[Mapping[int, Status]] = MappingProxyType(
+    {
+        1: Status.FLUSHED,  # FLUSHED
+        5: Status.LOCAL_KEY,  # LOCAL_ERROR_INVALID_LKEY
+        6: Status.LENGTH,  # LOCAL_ERROR_BAD_LENGTH
+        7: Status.REMOTE_KEY,  # REMOTE_ERROR_BAD_ADDRESS: the key, or the range under it
+        9: Status.UNREACHABLE,  # REMOTE_ERROR_BAD_DEST_QPN: the peer's endpoint is gone
+        10: Status.RNR,  # REMOTE_ERROR_RNR
+        11: Status.LENGTH,  # REMOTE_ERROR_BAD_LENGTH
+        13: Status.UNREACHABLE,  # LOCAL_ERROR_UNRESP_REMOTE
+        14: Status.UNREACHABLE,  # REMOTE_ERROR_UNKNOWN_PEER: it has not inserted our address
+        15: Status.UNREACHABLE,  # LOCAL_ERROR_UNREACH_REMOTE
+    }
+)
+
+
+class HasOptions(Protocol):
+    """An endpoint, as far as its options go."""
+
+    def option(self, option: int) -> bool | None:
+        """A boolean option; None where the provider does not know it."""
+
+
+def endpoint_options(*, cuda: bool, same_host_shm: bool) -> tuple[tuple[int, bool], ...]:
+    """Options to set before an endpoint is enabled.
+
+    Args:
+        cuda: whether CUDA memory will be registered. Only then the provider may be told to leave
+            CUDA's API alone: without CUDA that is refused (-22).
+        same_host_shm: let the provider send to peers of this host by shared memory. By default all
+            goes by the NIC, so that no row takes a way that nobody asked for.
+    """
+    options = [(fi.FI_OPT_SHARED_MEMORY_PERMITTED, same_host_shm)]
+    if cuda:
+        options.append((fi.FI_OPT_CUDA_API_PERMITTED, False))
+    return tuple(options)
+
+
+def check_offer(info: fi.Info, nic: str, rules: Rules, version: tuple[int, int]) -> None:
+    """Refuse a NIC that could not carry an immediate, or a library too old for device RDMA.
+
+    Raises:
+        BackendUnavailable: with what was found and what is needed.
+    """
+    size = int(info.contents.domain_attr.contents.cq_data_size)
+    if size < _IMM_BYTES:
+        raise BackendUnavailable(
+            f"{nic}: its completions carry {size} bytes of immediate, tep needs {_IMM_BYTES}"
+        )
+    if rules.hardware and version < _VERSION_MIN:
+        raise BackendUnavailable(
+            f"{nic}: libfabric {version[0]}.{version[1]} may leave EFA's device RDMA off; 1.18 or "
+            "later is needed, best the one of AWS's EFA installer"
+        )
+
+
+def check_device(endpoint: HasOptions, nic: str) -> None:
+    """Refuse a device that cannot write remotely by itself, such as p4d's.
+
+    There the provider would imitate writes by messages, at a fraction of the speed, with the
+    target's processor.
+
+    Raises:
+        BackendUnavailable: the provider says that it imitates writes.
+    """
+    if endpoint.option(fi.FI_OPT_EFA_EMULATED_WRITE):
+        raise BackendUnavailable(
+            f"{nic}: this EFA device has no RDMA write (p4d has none; p5, p5en, p6 and trn2 do): "
+            "libfabric would imitate it by messages; use provider='tcp' if that is what you want"
+        )

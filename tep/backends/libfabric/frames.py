@@ -1,0 +1,128 @@
+"""What two NICs say to each other besides writes: greetings, leases, messages, farewells; as bytes.
+
+Frames travel as libfabric messages. Every frame names its sender's address, and bytes that are not
+a frame are dropped. Nothing here sends.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "HEAD_BYTES_MAX",
+    "Ack",
+    "Ask",
+    "Bye",
+    "Data",
+    "Frame",
+    "Go",
+    "Hello",
+    "Lease",
+    "Revoke",
+    "Stale",
+    "Wait",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+Unsigned = Annotated[int, Meta(ge=0)]
+Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A frame; `sender` is the address of the NIC that sent it."""
+
+    sender: Address
+
+
+class Hello(_Frame, frozen=True, array_like=True, tag=1):
+    """I am here; you should be of this epoch."""
+
+    epoch: Unsigned
+
+
+class Welcome(_Frame, frozen=True, array_like=True, tag=2):
+    """I am; and I know your address."""
+
+
+class Stale(_Frame, frozen=True, array_like=True, tag=3):
+    """The one you greet is gone; its address is mine now."""
+
+    epoch: Unsigned
+
+
+class Ask(_Frame, frozen=True, array_like=True, tag=4):
+    """Which range does this key of yours open to me?"""
+
+    rkey: Unsigned
+
+
+class Lease(_Frame, frozen=True, array_like=True, tag=5):
+    """This one; `nbytes` 0 = none. It holds until I revoke it."""
+
+    rkey: Unsigned
+    base: Unsigned
+    nbytes: Unsigned
+
+
+class Revoke(_Frame, frozen=True, array_like=True, tag=6):
+    """This key opens nothing any more."""
+
+    rkey: Unsigned
+
+
+class Data(_Frame, frozen=True, array_like=True, tag=7):
+    """A message of the user's."""
+
+    number: Unsigned
+    payload: bytes
+
+
+class Ack(_Frame, frozen=True, array_like=True, tag=8):
+    """Your message ended with this status."""
+
+    number: Unsigned
+    status: Annotated[int, Meta(ge=0, le=255)]
+
+
+class Wait(_Frame, frozen=True, array_like=True, tag=9):
+    """I have no buffer for your message, and did not keep it."""
+
+    number: Unsigned
+
+
+class Go(_Frame, frozen=True, array_like=True, tag=10):
+    """There is a buffer now: send it again."""
+
+    number: Unsigned
+
+
+class Bye(_Frame, frozen=True, array_like=True, tag=11):
+    """I am closing."""
+
+
+Frame = Hello | Welcome | Stale | Ask | Lease | Revoke | Data | Ack | Wait | Go | Bye
+
+HEAD_BYTES_MAX: Final = 512
+"""What a frame needs at the most besides a payload."""
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(Frame, strict=True)
+
+
+def encode(frame: Frame) -> bytes:
+    """Write a frame down."""
+    return _ENCODER.encode(frame)
+
+
+def decode(data: memoryview) -> Frame | None:
+    """Read a frame; None if it is not one."""
+    try:
+        frame: Frame = _DECODER.decode(data)
+    except msgspec.MsgspecError:
+        return None
+    return frame

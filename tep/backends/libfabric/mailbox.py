@@ -1,0 +1,157 @@
+"""Frames in and out: rotating buffers for libfabric's messages on one NIC.
+
+What a frame means is not known here. A buffer that came in is posted again as soon as its frame has
+been looked at; whoever wants the bytes longer copies them.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.base import DomainKey
+from tep.backends.libfabric.objects import Endpoint, Nic
+from tep.backends.libfabric.regions import Region, mr_attr
+from tep.ffi import libfabric as fi
+from tep.ffi.check import check
+from tep.memory import adapt
+
+if TYPE_CHECKING:
+    from tep.backends.libfabric.peers import Peer
+
+__all__ = ["Mailbox"]
+
+_IN: Final = 64
+_OUT: Final = 64
+_OUT_PER_PEER: Final = 8  # a peer that takes nothing must not hold all buffers
+_SLOT_BYTES: Final = 64
+
+
+class Mailbox:
+    """The frame buffers of one NIC.
+
+    Args:
+        nic: whose.
+        frame_bytes: of the longest frame.
+
+    Attributes:
+        region: the buffers, as what an empty row reads from.
+    """
+
+    def __init__(self, nic: Nic, frame_bytes: int) -> None:
+        self._nic = nic
+        self._frame_bytes = -(-frame_bytes // 64) * 64
+        count = _IN + _OUT
+        # An anonymous mapping: pages that no frame has touched cost nothing.
+        self._bytes = mmap.mmap(-1, count * (self._frame_bytes + _SLOT_BYTES))
+        memory = adapt(self._bytes)
+        attr, flags, kept = mr_attr(memory, target=False)
+        attr.requested_key = (1 << 62) - 1  # no region's: those are random numbers with a counter
+        handle = nic.register(attr, flags)
+        del kept
+        self._desc = int(handle.contents().mem_desc or 0)
+        self.region = Region(handle, memory, DomainKey(0, 0, 0), self._desc, target=False)
+        self._view = memoryview(self._bytes)
+        self._buffers = memory.ptr
+        self._contexts = memory.ptr + count * self._frame_bytes
+        self._end = self._contexts + count * _SLOT_BYTES
+        self._owner: list[Peer | None] = [None] * count
+        self._free = list(range(_IN, count))
+        self._main: Endpoint | None = None
+        self._idle: list[int] = list(range(_IN))  # receive buffers that are not posted
+
+    def start(self, endpoint: Endpoint) -> None:
+        """Post the receive buffers; frames arrive at this endpoint from now on."""
+        self._main = endpoint
+        self.refill()
+        assert not self._idle, "a fresh endpoint takes 64 receives"
+
+    def refill(self) -> None:
+        """Post what receive buffers are not posted."""
+        main = self._main
+        assert main is not None
+        while self._idle and main.address:  # 0 once it is closed
+            index = self._idle[-1]
+            rc = main.recv(
+                main.address,
+                self._buffers + index * self._frame_bytes,
+                self._frame_bytes,
+                self._desc,
+                fi.FI_ADDR_UNSPEC,
+                self._contexts + index * _SLOT_BYTES,
+            )
+            if rc == -fi.FI_EAGAIN:
+                return
+            check(rc, "fi_recv", describe=self._nic.lib.strerror, nic=self._nic.name)
+            self._idle.pop()
+
+    def owns(self, context: int) -> bool:
+        """Whether a completion's context is one of ours."""
+        return self._contexts <= context < self._end
+
+    def is_receive(self, context: int) -> bool:
+        """Whether it is a receive's."""
+        return context < self._contexts + _IN * _SLOT_BYTES
+
+    def send(self, peer: Peer, endpoint: Endpoint, frame: bytes) -> bool:
+        """Hand one frame to libfabric; False = not now.
+
+        Raises:
+            OSError: refused for another reason than a full queue; errno is libfabric's.
+        """
+        if not self._free or peer.sends >= _OUT_PER_PEER:
+            return False
+        assert len(frame) <= self._frame_bytes, (len(frame), self._frame_bytes)
+        index = self._free[-1]
+        at = index * self._frame_bytes
+        self._view[at : at + len(frame)] = frame
+        context = self._contexts + index * _SLOT_BYTES
+        rc = endpoint.send(
+            endpoint.address, self._buffers + at, len(frame), self._desc, peer.number, context
+        )
+        if rc == -fi.FI_EAGAIN:
+            return False
+        if rc:
+            raise OSError(-rc, "fi_send")
+        self._free.pop()
+        self._owner[index] = peer
+        peer.sends += 1
+        return True
+
+    def sent(self, context: int) -> Peer | None:
+        """Take a send's buffer back; return whom it went to. None = it was reclaimed before."""
+        index = (context - self._contexts) // _SLOT_BYTES
+        peer, self._owner[index] = self._owner[index], None
+        if peer is not None:
+            peer.sends -= 1
+            self._free.append(index)
+        return peer
+
+    def reclaim(self, peer: Peer) -> None:
+        """Take back all buffers that went to a peer, whose endpoint has been closed."""
+        for index, owner in enumerate(self._owner):
+            if owner is peer:
+                self._owner[index] = None
+                self._free.append(index)
+        peer.sends = 0
+
+    def received(self, context: int, nbytes: int, take: Callable[[memoryview], None]) -> None:
+        """Let `take` look at a frame that came in, then post its buffer again."""
+        index = (context - self._contexts) // _SLOT_BYTES
+        at = index * self._frame_bytes
+        with self._view[at : at + nbytes] as view:
+            take(view)
+        self._idle.append(index)
+        self.refill()
+
+    def dropped(self, context: int) -> None:
+        """Post a receive buffer again whose receive failed."""
+        self._idle.append((context - self._contexts) // _SLOT_BYTES)
+        self.refill()
+
+    def close(self) -> None:
+        """Unregister the buffers, after the endpoints are closed."""
+        self.region.close()
+        self._view.release()
+        self._owner.clear()

@@ -1,0 +1,195 @@
+"""The user's messages over frames: sent once, acknowledged, held back while the peer has no buffer.
+
+A message that finds no buffer at the peer is not kept there: its sender is told to wait, and to
+send again once there is one. So a slow reader costs its senders' memory and nobody else's. Nothing
+here calls libfabric.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.base import Kind, Status
+from tep.backends.libfabric import frames
+
+if TYPE_CHECKING:
+    from tep.backends.libfabric.peers import Peer, Peers
+
+__all__ = ["Entry", "Inbox", "Outgoing"]
+
+Entry = tuple[int, int, int, int, int, int, int]
+"""A completion's fields, in the order of COMPLETION."""
+
+_OPEN_MAX: Final = 64
+_STARVED_MAX: Final = 4096
+
+_SENT: Final = int(Kind.SENT)
+_RECV: Final = int(Kind.RECV)
+_OK: Final = int(Status.OK)
+
+
+class _Message:
+    """One message of ours that has not been acknowledged."""
+
+    __slots__ = ("ctx", "payload", "peer", "since_s", "waiting")
+
+    def __init__(self, peer: Peer, payload: bytes, ctx: int, now_s: float) -> None:
+        self.peer = peer
+        self.payload = payload
+        self.ctx = ctx
+        self.waiting = False  # the peer has no buffer
+        self.since_s = now_s
+
+
+class Outgoing:
+    """Messages that this NIC sends.
+
+    Args:
+        me: this NIC's address.
+        done: where completions go.
+        timeout_s: how long a message may go unanswered.
+
+    Attributes:
+        open: messages that have not been acknowledged, by number.
+    """
+
+    def __init__(self, me: bytes, done: deque[Entry], timeout_s: float) -> None:
+        self._me = me
+        self._done = done
+        self._timeout_s = timeout_s
+        self.open: dict[int, _Message] = {}
+        self._number = 0
+
+    def send(self, peers: Peers, peer: Peer, payload: bytes, ctx: int, now_s: float) -> bool:
+        """Take one message; False = too many are open."""
+        if len(self.open) >= _OPEN_MAX:
+            return False
+        self._number += 1
+        self.open[self._number] = _Message(peer, payload, ctx, now_s)
+        if peer.over:
+            self._end(self._number, peer.status)
+        else:
+            peers.say(peer, frames.Data(self._me, self._number, payload))
+        return True
+
+    def take_ack(self, frame: frames.Ack) -> None:
+        """The peer says how a message ended."""
+        message = self.open.get(frame.number)
+        if message is not None and message.peer.data == frame.sender:
+            known = frame.status in Status._value2member_map_
+            self._end(frame.number, Status(frame.status) if known else Status.PROVIDER)
+
+    def take_wait(self, frame: frames.Wait) -> None:
+        """The peer has no buffer."""
+        message = self.open.get(frame.number)
+        if message is not None and message.peer.data == frame.sender:
+            message.waiting = True
+
+    def take_go(self, peers: Peers, frame: frames.Go, now_s: float) -> None:
+        """The peer has a buffer again."""
+        message = self.open.get(frame.number)
+        if message is not None and message.peer.data == frame.sender and message.waiting:
+            message.waiting = False
+            message.since_s = now_s
+            peers.say(message.peer, frames.Data(self._me, frame.number, message.payload))
+
+    def drop(self, peer: Peer, status: Status) -> None:
+        """A peer is over: its messages end with it."""
+        for number in [n for n, message in self.open.items() if message.peer is peer]:
+            self._end(number, status)
+
+    def interrupt(self, peer: Peer) -> None:
+        """The connection broke: whether what was sent arrived is unknown."""
+        for number, message in list(self.open.items()):
+            if message.peer is peer and not message.waiting:
+                self._end(number, Status.PROVIDER)
+
+    def look(self, peers: Peers, now_s: float) -> None:
+        """Messages without an answer make us doubt their peer; and fail when they stay so."""
+        for number, message in list(self.open.items()):
+            if now_s - message.since_s < self._timeout_s:
+                continue
+            if message.waiting:
+                # It waits for a buffer, for as long as that takes; but does the peer live?
+                message.since_s = now_s
+                peers.doubt(message.peer, now_s)
+            else:
+                self._end(number, Status.UNREACHABLE)
+
+    def close(self) -> None:
+        """End what is open."""
+        for number in list(self.open):
+            self._end(number, Status.FLUSHED)
+
+    def _end(self, number: int, status: Status) -> None:
+        message = self.open.pop(number)
+        self._done.append((_SENT, int(status), 1, 0, 0, message.ctx, 0))
+
+
+class Inbox:
+    """Messages that this NIC receives: the user's rotating pool.
+
+    Args:
+        me: this NIC's address.
+        done: where completions go.
+    """
+
+    def __init__(self, me: bytes, done: deque[Entry]) -> None:
+        self._me = me
+        self._done = done
+        self._slots: list[bytearray] = []
+        self._lengths: dict[int, int] = {}
+        self._free: deque[int] = deque()
+        self._longest = 0
+        self._starved: deque[tuple[Peer, int]] = deque()
+
+    def add(self, peers: Peers, nbytes: int, count: int) -> None:
+        """Add buffers to the pool."""
+        first = len(self._slots)
+        self._slots += [bytearray(nbytes) for _ in range(count)]
+        self._longest = max(self._longest, nbytes)
+        self._free.extend(range(first, first + count))
+        for _ in range(count):
+            self._feed(peers)
+
+    def take_data(self, peers: Peers, peer: Peer, frame: frames.Data) -> None:
+        """A message comes in: keep it and acknowledge, or say what hinders."""
+        nbytes = len(frame.payload)
+        if self._slots and nbytes > self._longest:
+            peers.say(peer, frames.Ack(self._me, frame.number, Status.LENGTH))
+            return
+        slot = next((slot for slot in self._free if len(self._slots[slot]) >= nbytes), None)
+        if slot is None:
+            if len(self._starved) < _STARVED_MAX:
+                self._starved.append((peer, frame.number))
+                peers.say(peer, frames.Wait(self._me, frame.number))
+            else:
+                peers.say(peer, frames.Ack(self._me, frame.number, Status.RNR))
+            return
+        self._free.remove(slot)
+        self._slots[slot][:nbytes] = frame.payload
+        self._lengths[slot] = nbytes
+        self._done.append((_RECV, _OK, 1, 0, 0, slot, nbytes))
+        peers.say(peer, frames.Ack(self._me, frame.number, Status.OK))
+
+    def view(self, slot: int) -> memoryview:
+        """The bytes of a received message."""
+        return memoryview(self._slots[slot])[: self._lengths[slot]]
+
+    def give_back(self, peers: Peers, slot: int) -> None:
+        """A buffer is free again."""
+        if self._lengths.pop(slot, None) is not None:
+            self._free.append(slot)
+            self._feed(peers)
+
+    def drop(self, peer: Peer) -> None:
+        """A peer is over: nobody waits there any more."""
+        if self._starved:
+            self._starved = deque(item for item in self._starved if item[0] is not peer)
+
+    def _feed(self, peers: Peers) -> None:
+        """Tell one of those who wait that there is a buffer."""
+        if self._starved:
+            peer, number = self._starved.popleft()
+            peers.say(peer, frames.Go(self._me, number))

@@ -1,0 +1,358 @@
+"""The objects of one NIC: fabric, domain, queue, addresses, endpoints; opened, and closed in order.
+
+Each call of libfabric that may fail passes through `check` here, with the NIC's name. Nothing here
+knows a batch, a peer's state or a message.
+
+Rule 1: close order is regions, endpoints, address vector, queue, domain, fabric; any other is
+refused by libfabric (-16), and closing twice aborts the process. Rule 2: after a fork the child
+calls nothing of what it inherited: closing there would cut the parent's connections.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p, cast
+from typing import Any, Final, NamedTuple
+
+from tep.ffi import libfabric as fi
+from tep.ffi.check import check
+from tep.ffi.libfabric_attrs import fi_av_attr, fi_cq_attr
+from tep.ffi.libfabric_data import fi_cq_err_entry
+from tep.ffi.libfabric_objects import (
+    fi_ops,
+    fid,
+    fid_av,
+    fid_cq,
+    fid_domain,
+    fid_ep,
+    fid_fabric,
+    fid_mr,
+)
+
+__all__ = ["CqError", "Endpoint", "Nic"]
+
+_NAME_BYTES_MAX: Final = 512
+
+
+class CqError(NamedTuple):
+    """What fi_cq_readerr said.
+
+    Attributes:
+        context: of the failed operation; 0 if it has none.
+        flags: what kind of operation it was.
+        err: errno of libfabric, positive.
+        prov_errno: the provider's own code.
+        text: the provider's own words, with both numbers.
+    """
+
+    context: int
+    flags: int
+    err: int
+    prov_errno: int
+    text: str
+
+
+class _Handle:
+    """One object of libfabric."""
+
+    __slots__ = ("__weakref__", "_close", "address", "kind", "what")
+
+    def __init__(self, address: int, kind: Any, what: str) -> None:
+        self.address = address
+        self.kind = kind
+        self.what = what
+        self._close = fi.op(self._base_ops(), "close")
+
+    def contents(self) -> Any:
+        """The mirror of the object."""
+        return cast(self.address, POINTER(self.kind)).contents
+
+    def _base_ops(self) -> Any:
+        return cast(cast(self.address, POINTER(fid)).contents.ops, POINTER(fi_ops)).contents
+
+    def bind(self, other: _Handle, flags: int) -> None:
+        rc = fi.op(self._base_ops(), "bind")(self.address, other.address, flags)
+        check(rc, f"fi_ep_bind({self.what}, {other.what})")
+
+    def control(self, command: int, argument: object) -> int:
+        return fi.op(self._base_ops(), "control")(self.address, command, argument)
+
+    def close(self) -> None:
+        """Close once; a second time does nothing."""
+        address, self.address = self.address, 0
+        if address:
+            check(self._close(address), f"fi_close({self.what})")
+
+    def forget(self) -> None:
+        """Drop the object without a call: it belongs to the process that forked this one."""
+        self.address = 0
+
+
+class Endpoint:
+    """An enabled endpoint and its hot calls.
+
+    Attributes:
+        address: of the object, the first argument of the calls below.
+        writemsg: holds the interpreter's lock; for writes that take about a microsecond.
+        writemsg_long: drops it; for writes whose bytes the provider copies inside the call.
+        send, recv: messages; both drop it.
+    """
+
+    def __init__(self, nic: Nic, handle: _Handle) -> None:
+        self._nic = nic
+        self._handle = handle
+        self.address = handle.address
+        ep = handle.contents()
+        # Bound after fi_enable, which may swap the tables.
+        rma, msg = ep.rma.contents, ep.msg.contents
+        self.writemsg = fi.op(rma, "writemsg", hold_gil=True)
+        self.writemsg_long = fi.op(rma, "writemsg")
+        self.send = fi.op(msg, "send")
+        self.recv = fi.op(msg, "recv")
+
+    def name(self) -> bytes:
+        """The endpoint's address, in the provider's format."""
+        size = c_size_t(_NAME_BYTES_MAX)
+        raw = ctypes.create_string_buffer(_NAME_BYTES_MAX)
+        getname = fi.op(self._handle.contents().cm.contents, "getname")
+        check(getname(self.address, raw, byref(size)), "fi_getname", nic=self._nic.name)
+        return raw.raw[: size.value]
+
+    def option(self, option: int) -> bool | None:
+        """Read a boolean option; None where this provider does not know it."""
+        value, size = ctypes.c_bool(False), c_size_t(1)
+        getopt = fi.op(self._handle.contents().ops.contents, "getopt")
+        rc = getopt(self.address, fi.FI_OPT_ENDPOINT, option, byref(value), byref(size))
+        return value.value if rc == 0 else None
+
+    def close(self) -> None:
+        """Close; operations in flight may still surface in the queue during this call."""
+        self.address = 0
+        self._nic._drop(self._handle)
+
+
+class Nic:
+    """Fabric, domain, completion queue and address vector of one NIC.
+
+    Args:
+        lib: the library.
+        info: what to open, an entry of getinfo(); this object owns it and gives it back.
+        name: for messages.
+        cq_entries: size of the queue.
+        wait_fd: whether to ask for a descriptor to sleep on.
+
+    Attributes:
+        cq: address of the queue, the first argument of cq_read.
+        cq_read: drops the interpreter's lock: a spinning worker that held it would add 5 ms to
+            every lock-dropping call of the user's own thread (measured).
+        closed: whether it was closed, or belongs to the parent of this process.
+        wait_fd: becomes readable when the queue may have news; None where this provider has none.
+    """
+
+    def __init__(
+        self, lib: fi.Libfabric, info: fi.Info, name: str, *, cq_entries: int, wait_fd: bool
+    ) -> None:
+        self.lib = lib
+        self.info = info
+        self.name = name
+        self._open: list[_Handle] = []  # in order of opening
+        self._endpoints: list[_Handle] = []
+        self._regions: weakref.WeakSet[_Handle] = weakref.WeakSet()
+        self.wait_fd: int | None = None
+        self.closed = False
+        _ALIVE.add(self)
+        try:
+            self._open_all(cq_entries, wait_fd)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_all(self, cq_entries: int, wait_fd: bool) -> None:
+        out = c_void_p()
+        self._check(self.lib.fabric(self.info, byref(out)), "fi_fabric")
+        self._fabric = self._keep(out, fid_fabric, "fabric")
+        fabric_ops = self._fabric.contents().ops.contents
+        rc = fi.op(fabric_ops, "domain")(self._fabric.address, self.info, byref(out), None)
+        self._check(rc, "fi_domain")
+        self._domain = self._keep(out, fid_domain, "domain")
+        self._domain_ops = self._domain.contents().ops.contents
+        self._open_queue(cq_entries, wait_fd)
+        av_attr = fi_av_attr(type=fi.FI_AV_TABLE)
+        av_open = fi.op(self._domain_ops, "av_open")
+        self._check(av_open(self._domain.address, byref(av_attr), byref(out), None), "fi_av_open")
+        self._av = self._keep(out, fid_av, "av")
+        av_ops = self._av.contents().ops.contents
+        self._insert, self._remove = fi.op(av_ops, "insert"), fi.op(av_ops, "remove")
+        self._regattr = fi.op(self._domain.contents().mr.contents, "regattr")
+        self._trywait = fi.op(fabric_ops, "trywait") if self.wait_fd is not None else None
+        self._fids = (c_void_p * 1)(self.cq)
+
+    def _open_queue(self, entries: int, wait_fd: bool) -> None:
+        out = c_void_p()
+        cq_open = fi.op(self._domain_ops, "cq_open")
+        attr = fi_cq_attr(size=entries, format=fi.FI_CQ_FORMAT_DATA)
+        attr.wait_obj = fi.FI_WAIT_FD if wait_fd else fi.FI_WAIT_NONE
+        rc = cq_open(self._domain.address, byref(attr), byref(out), None)
+        if rc == -fi.FI_ENOSYS and wait_fd:
+            attr.wait_obj, wait_fd = fi.FI_WAIT_NONE, False
+            rc = cq_open(self._domain.address, byref(attr), byref(out), None)
+        self._check(rc, "fi_cq_open")
+        cq = self._keep(out, fid_cq, "cq")
+        self.cq = cq.address
+        ops = cq.contents().ops.contents
+        self.cq_read = fi.op(ops, "read")
+        self._readerr = fi.op(ops, "readerr")
+        self._cq_strerror = fi.op(ops, "strerror") if fi.has_op(ops, "strerror") else None
+        if wait_fd:
+            fd = c_int(-1)
+            self._check(cq.control(fi.FI_GETWAIT, byref(fd)), "fi_control(FI_GETWAIT)")
+            self.wait_fd = fd.value
+
+    def _keep(self, out: c_void_p, kind: Any, what: str) -> _Handle:
+        assert out.value
+        handle = _Handle(out.value, kind, what)
+        self._open.append(handle)
+        return handle
+
+    def _check(self, rc: int, what: str) -> int:
+        return check(
+            rc,
+            what,
+            describe=self.lib.strerror,
+            nic=self.name,
+            FI_PROVIDER=os.environ.get("FI_PROVIDER", ""),
+        )
+
+    # --- endpoints and peers
+
+    def open_endpoint(self, options: tuple[tuple[int, bool], ...] = ()) -> Endpoint:
+        """Open an endpoint bound to this NIC's queue and address vector, and enable it.
+
+        Args:
+            options: (option, value) set before it is enabled; one that the provider does not know
+                is an error.
+        """
+        out = c_void_p()
+        endpoint = fi.op(self._domain_ops, "endpoint")
+        self._check(endpoint(self._domain.address, self.info, byref(out), None), "fi_endpoint")
+        assert out.value
+        handle = _Handle(out.value, fid_ep, "ep")
+        self._endpoints.append(handle)
+        try:
+            handle.bind(self._open[2], fi.FI_TRANSMIT | fi.FI_RECV)
+            handle.bind(self._av, 0)
+            for option, value in options:
+                setopt = fi.op(handle.contents().ops.contents, "setopt")
+                rc = setopt(
+                    handle.address, fi.FI_OPT_ENDPOINT, option, byref(ctypes.c_bool(value)), 1
+                )
+                self._check(rc, f"fi_setopt({option}, {value})")
+            self._check(handle.control(fi.FI_ENABLE, None), "fi_enable")
+            return Endpoint(self, handle)
+        except BaseException:
+            self._drop(handle)
+            raise
+
+    def release_port(self) -> None:
+        """Let the endpoints opened from now on choose their ports: the main one has its own."""
+        info = self.info.contents
+        if info.src_addr and info.addr_format in (
+            fi.FI_SOCKADDR,
+            fi.FI_SOCKADDR_IN,
+            fi.FI_SOCKADDR_IN6,
+        ):
+            ctypes.memset(info.src_addr + 2, 0, 2)  # sockaddr_in and sockaddr_in6 have it there
+
+    def _drop(self, handle: _Handle) -> None:
+        if handle in self._endpoints:
+            self._endpoints.remove(handle)
+        handle.close()
+
+    def insert(self, raw: bytes) -> int:
+        """Add a peer's address, whose format has been checked; return its number."""
+        number = c_uint64(fi.FI_ADDR_UNSPEC)
+        rc = self._insert(self._av.address, raw, 1, byref(number), 0, None)
+        # It returns how many it took. A failed one leaves FI_ADDR_UNSPEC, and to post to that is a
+        # segmentation fault on tcp.
+        if rc != 1 or number.value == fi.FI_ADDR_UNSPEC:
+            self._check(min(rc, 0) or -22, f"fi_av_insert({raw.hex()})")
+        return number.value
+
+    def remove(self, number: int) -> None:
+        """Forget a peer's address. A provider that refuses keeps it, which harms nothing."""
+        self._remove(self._av.address, byref(c_uint64(number)), 1, 0)
+
+    # --- memory
+
+    def register(self, attr: ctypes.Structure, flags: int) -> _Handle:
+        """Register memory; the handle is closed by who asked for it."""
+        out = c_void_p()
+        rc = self._regattr(self._domain.address, byref(attr), flags, byref(out))
+        self._check(rc, "fi_mr_regattr")
+        assert out.value
+        handle = _Handle(out.value, fid_mr, "mr")
+        self._regions.add(handle)
+        return handle
+
+    # --- completions
+
+    def trywait(self) -> bool:
+        """Whether it is safe to sleep on wait_fd; False = read the queue first."""
+        assert self._trywait is not None
+        return self._trywait(self._fabric.address, self._fids, 1) == 0
+
+    def read_error(self) -> CqError | None:
+        """Take one error off the queue, once cq_read has said -FI_EAVAIL; None = there was none."""
+        entry = fi_cq_err_entry(src_addr=fi.FI_ADDR_UNSPEC)
+        rc = self._readerr(self.cq, byref(entry), 0)
+        if rc <= 0:
+            return None
+        words = self.lib.strerror(entry.err)
+        # Without an endpoint some (rxm) look for the words where nothing is any more, and crash.
+        if self._cq_strerror is not None and self._endpoints:
+            own: Any = self._cq_strerror(self.cq, entry.prov_errno, entry.err_data, None, 0)
+            if own:
+                words += f"; provider: {own.decode(errors='replace')}"
+        text = f"{words} (err={entry.err} prov_errno={entry.prov_errno})"
+        context = entry.op_context or 0
+        return CqError(context, entry.flags, entry.err, entry.prov_errno, text)
+
+    # --- ends
+
+    def close(self) -> None:
+        """Close regions, endpoints, address vector, queue, domain, fabric. Idempotent."""
+        _ALIVE.discard(self)
+        self.closed = True
+        for region in list(self._regions):
+            region.close()
+        while self._endpoints:
+            self._endpoints.pop().close()
+        while self._open:
+            self._open[-1].close()
+            self._open.pop()
+        if self.info is not None:
+            self.lib.freeinfo(self.info)
+            self.info = None
+
+    def orphan(self) -> None:
+        """In a forked child: forget everything, call nothing."""
+        self.closed = True
+        for handle in (*self._open, *self._endpoints, *self._regions):
+            handle.forget()
+        self._open.clear()
+        self._endpoints.clear()
+        self.info = None
+
+
+_ALIVE: weakref.WeakSet[Nic] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for nic in list(_ALIVE):
+        nic.orphan()
+    _ALIVE.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,216 @@
+"""Registered memory of one NIC: keys, what peers may reach, and its description to libfabric.
+
+Rule 1: memory stays held, and its registration open, while a row in flight reads from it. Rule 2: a
+key is never given twice, not even by a later incarnation at the same address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+from collections.abc import Callable
+from ctypes import addressof
+from typing import Any, Final
+
+import numpy as np
+
+from tep.backends.base import Access, Column, DomainKey, Status
+from tep.backends.libfabric.objects import Nic
+from tep.errors import FabricError
+from tep.ffi import libfabric as fi
+from tep.ffi.libfabric_data import fi_mr_attr, fi_mr_dmabuf, iovec
+from tep.memory import Memory
+
+__all__ = ["Export", "Region", "Regions", "bounds", "mr_attr"]
+
+Export = Callable[[Memory], tuple[int, int]]
+"""What makes a dma-buf of device memory: (file descriptor, offset in it)."""
+
+_COUNTER_BITS: Final = 24
+_LOCAL: Final = 1 << 62  # tells a region's local key from its remote one, so that a mix-up fails
+
+
+class Region:
+    """One registered region.
+
+    Attributes:
+        desc: what a row passes as its memory descriptor; 0 where the provider wants none.
+        key: what the engine knows it by.
+        target: whether peers may write here.
+        open: tickets that read from it.
+        start, end: addresses of its first byte, and behind its last.
+    """
+
+    __slots__ = ("_handle", "desc", "end", "key", "memory", "open", "start", "target")
+
+    def __init__(
+        self, handle: Any, memory: Memory, key: DomainKey, desc: int, target: bool
+    ) -> None:
+        self._handle = handle
+        self.memory = memory
+        self.start = memory.ptr
+        self.end = memory.ptr + memory.nbytes
+        self.key = key
+        self.desc = desc
+        self.target = target
+        self.open = 0
+
+    def holds(self, src: Column, nbytes: Column) -> bool:
+        """Whether all rows lie inside."""
+        first, end = bounds(src, nbytes)
+        return self.start <= first and end <= self.end
+
+    def close(self) -> None:
+        """Unregister."""
+        self._handle.close()
+
+
+class Regions:
+    """All regions of one NIC.
+
+    Args:
+        nic: where they are registered.
+        dmabuf: makes a dma-buf of device memory: (descriptor, offset). The descriptor may be closed
+            once the region is registered. None = the provider finds the pages by CUDA itself.
+
+    Attributes:
+        by_lkey, by_rkey: the regions that rows, or peers, may use.
+        dying: those that were given back while rows in flight read from them.
+    """
+
+    def __init__(self, nic: Nic, dmabuf: Export | None = None) -> None:
+        self._nic = nic
+        self._dmabuf = dmabuf
+        attr = nic.info.contents.domain_attr.contents
+        mode: int = attr.mr_mode
+        self._virtual = bool(mode & fi.FI_MR_VIRT_ADDR)
+        self._own_keys = not mode & fi.FI_MR_PROV_KEY
+        self._key_bits = min(8 * int(attr.mr_key_size), 63)  # keys travel as msgpack integers
+        # A random start, so that a key of an earlier incarnation at this address opens nothing.
+        self._salt = int.from_bytes(os.urandom(8), "little")
+        self._numbers = itertools.count(1)
+        self.by_lkey: dict[int, Region] = {}
+        self.by_rkey: dict[int, Region] = {}
+        self.dying: list[Region] = []
+
+    def add(self, memory: Memory, access: Access) -> Region:
+        """Register memory.
+
+        Raises:
+            FabricError: the provider refuses, or the memory is not mapped.
+        """
+        if memory.owner is None and memory.kind == "cpu":
+            # Software providers take anything, and crash once a row arrives.
+            _check_mapped(memory, self._nic.name)
+        number = (self._salt << _COUNTER_BITS | next(self._numbers)) & ((1 << 63) - 1)
+        target = access is Access.SOURCE_AND_TARGET
+        exported = self._dmabuf(memory) if self._dmabuf and memory.kind != "cpu" else None
+        attr, flags, kept = mr_attr(memory, target=target, dmabuf=exported)
+        if self._own_keys:
+            attr.requested_key = number & ((1 << self._key_bits) - 1)
+        handle = self._nic.register(attr, flags)
+        del kept
+        mr = handle.contents()
+        key = DomainKey(number ^ _LOCAL, int(mr.key), memory.ptr if self._virtual else 0)
+        region = Region(handle, memory, key, int(mr.mem_desc or 0), target)
+        self.by_lkey[key.lkey] = region
+        if target:
+            self.by_rkey[key.rkey] = region
+        return region
+
+    def remove(self, key: DomainKey) -> Region | None:
+        """Forget a key; the registration ends when the last row that reads from it is back."""
+        region = self.by_lkey.pop(key.lkey, None)
+        if region is None:
+            return None
+        self.by_rkey.pop(key.rkey, None)
+        if region.open:
+            self.dying.append(region)
+        else:
+            region.close()
+        return region
+
+    def bury(self) -> None:
+        """End the registrations whose last row has come back."""
+        if self.dying:
+            for region in self.dying:
+                if not region.open:
+                    region.close()
+            self.dying = [region for region in self.dying if region.open]
+
+    def range_of(self, rkey: int) -> tuple[int, int]:
+        """The range that a key opens to peers: (base, nbytes); nbytes 0 = none."""
+        region = self.by_rkey.get(rkey)
+        return (region.key.base, region.memory.nbytes) if region else (0, 0)
+
+    def close(self) -> None:
+        """End all registrations."""
+        for region in (*self.by_lkey.values(), *self.dying):
+            region.close()
+        self.by_lkey.clear()
+        self.by_rkey.clear()
+        self.dying.clear()
+
+
+def mr_attr(
+    memory: Memory, *, target: bool, dmabuf: tuple[int, int] | None = None
+) -> tuple[fi_mr_attr, int, object]:
+    """Describe memory for fi_mr_regattr.
+
+    Args:
+        memory: host memory, or "cuda:N".
+        target: whether peers may write there.
+        dmabuf: (fd, offset) of device memory that is exported so; unproven on hardware.
+
+    Returns:
+        The attributes, the flags, and what must live until the call has returned.
+    """
+    access = fi.FI_SEND | fi.FI_RECV | fi.FI_READ | fi.FI_WRITE
+    if target:
+        access |= fi.FI_REMOTE_WRITE
+    attr = fi_mr_attr(iov_count=1, access=access)
+    kind, _, index = memory.device.partition(":")
+    if kind == "cuda":
+        attr.iface = fi.FI_HMEM_CUDA
+        attr.device.cuda = int(index)
+    if dmabuf is not None:
+        fd, offset = dmabuf
+        exported = fi_mr_dmabuf(fd, offset, memory.nbytes, memory.ptr)
+        attr.mr_iov = addressof(exported)  # since 1.20 this place is a union with `dmabuf`
+        return attr, fi.FI_MR_DMABUF, exported
+    where = iovec(memory.ptr, memory.nbytes)
+    attr.mr_iov = addressof(where)
+    return attr, 0, where
+
+
+def bounds(column: Column, nbytes: Column) -> tuple[int, int]:
+    """First byte and end of rows; as Python ints, which do not wrap."""
+    if isinstance(column, int):
+        longest = nbytes if isinstance(nbytes, int) else int(nbytes.max())
+        return column, column + longest
+    if isinstance(nbytes, int):
+        return int(column.min()), int(column.max()) + nbytes
+    ends = column.astype(np.uint64) + nbytes.astype(np.uint64)
+    wrapped = bool((ends < column).any())
+    return int(column.min()), 2**64 if wrapped else int(ends.max())
+
+
+def _check_mapped(memory: Memory, nic: str) -> None:
+    """Raise FabricError unless every page of a raw range is mapped in this process."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # int mincore(void *addr, size_t length, unsigned char *vec);
+    mincore = libc.mincore
+    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    page = mmap.PAGESIZE
+    step = 1 << 30
+    pages = ctypes.create_string_buffer(step // page)
+    start, end = memory.ptr // page * page, memory.ptr + memory.nbytes
+    for at in range(start, end, step):
+        if mincore(at, min(step, end - at), pages) != 0:
+            raise FabricError(
+                f"{nic}: {memory.nbytes} bytes at {memory.ptr:#x} are not all mapped in this "
+                f"process: {os.strerror(ctypes.get_errno())}",
+                code=Status.LOCAL_KEY.name,
+            )

@@ -1,0 +1,391 @@
+"""Rows on their way out: checked, then posted, held until their peer is ready, or failed.
+
+The fast paths post a batch's rows by columns, or one row without a detour; whatever is not as
+simple as that (several peers, a peer not ready, a row out of range) goes row by row.
+
+Rule 1: an accepted row is in exactly one place: in flight (a ticket), held, lost, or failed into
+`done`. Rule 2: a row is posted once. One that failed is never posted again: it may have landed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.base import Column, DomainCaps, Kind, Row, Status, WriteBatch
+from tep.backends.libfabric import frames
+from tep.backends.libfabric.peers import Peer, Peers, State
+from tep.backends.libfabric.regions import Region, Regions, bounds
+from tep.backends.libfabric.slots import CHUNK_ROWS, Slots, Ticket
+from tep.units import MiB
+
+if TYPE_CHECKING:
+    from tep.backends.libfabric.messages import Entry
+    from tep.backends.libfabric.rules import Rules
+
+__all__ = ["Rows"]
+
+_WRITE: Final = int(Kind.WRITE)
+_CHECKED_MAX: Final = 64
+_FEW: Final = 3  # rows up to which one by one is cheaper than columns
+
+_SLOWEST_BYTES_PER_S: Final = 64 * MiB
+"""A row may take this much longer than peer_timeout_s, since nothing is heard before its end. A
+guess: a quarter of what tcp on one crowded core reaches."""
+
+
+class Rows:
+    """The rows of one NIC that have been accepted and have not ended.
+
+    Args:
+        me: the NIC's address.
+        caps, rules: of the NIC.
+        slots, regions, peers: of the NIC.
+        nothing: a region that empty rows are said to read from: libfabric wants a valid address.
+        done: where completions made here go.
+        timeout_s: how long a row may be out before its peer is asked after.
+        stir: called with a peer that has something to be sent or looked after.
+
+    Attributes:
+        held, lost: how many rows wait for a peer, or for the verdict on one.
+        budget: rows that may be posted before the next poll.
+        refusal: what libfabric last said when it refused a row.
+    """
+
+    def __init__(
+        self,
+        me: bytes,
+        caps: DomainCaps,
+        rules: Rules,
+        slots: Slots,
+        regions: Regions,
+        peers: Peers,
+        nothing: Region,
+        done: deque[Entry],
+        timeout_s: float,
+        stir: Callable[[Peer], None],
+    ) -> None:
+        self.held = 0
+        self.lost = 0
+        self.refusal = 0
+        self.budget = rules.turn_rows
+        self._me = me
+        self._depth = caps.sq_depth
+        self._longest = caps.max_write_bytes
+        self._leases = rules.leases
+        self._by_pid = rules.by_pid
+        self._window_bytes = rules.window_bytes
+        self._window_rows = rules.window_rows
+        self._copies_from = rules.copies_from
+        self._slots = slots
+        self._regions = regions
+        self._peers = peers
+        self._nothing = nothing
+        self._done = done
+        self._timeout_s = timeout_s
+        self._stir = stir
+        self._checked: dict[int, WriteBatch] = {}  # batches whose rows are all in range, by id
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Accept rows start.. of a batch; return how many."""
+        room = self._depth - self._slots.open - self.held - self.lost
+        if stop - start > room:
+            stop = start + room
+        if stop <= start:
+            return 0
+        if type(batch.peer) is int and type(batch.rkey) is int:
+            peer = self._peers.all[batch.peer]
+            if self._by_pid:
+                self._peers.look_next_door(peer)
+            if peer.state is State.READY and not peer.held:
+                region = self._regions.by_lkey.get(batch.lkey)
+                if region is not None and batch.n == 1:
+                    if self._post_lone(batch, peer, region):
+                        return 1
+                elif region is not None and (
+                    id(batch) in self._checked or self._check(batch, peer, region)
+                ):
+                    taken = self._post_same(batch, start, stop, peer, region)
+                    if taken is not None:
+                        return taken
+        return self._post_each(batch, start, min(stop, start + CHUNK_ROWS))
+
+    def recheck(self) -> None:
+        """Something that rows are checked against has changed."""
+        self._checked.clear()
+
+    # --- the fast paths: one peer, one key, all in range
+
+    def _check(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
+        """Whether every row of a batch may be posted as it is; remembered."""
+        nbytes, rkey = batch.nbytes, batch.rkey
+        assert isinstance(rkey, int)
+        if not region.holds(batch.src, nbytes):
+            return False
+        if (nbytes if isinstance(nbytes, int) else int(nbytes.max())) > self._longest:
+            return False
+        if self._leases:
+            lease = peer.leases.get(rkey)
+            if not lease:
+                return False
+            base, length = lease
+            first, end = bounds(batch.dst, nbytes)
+            if not (length and base <= first and end <= base + length):
+                return False
+        if len(self._checked) >= _CHECKED_MAX:
+            self._checked.clear()
+        self._checked[id(batch)] = batch  # held, so that its id stays its own
+        return True
+
+    def _post_lone(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
+        """Post the only row of a batch; False = it is not as simple, nothing was done."""
+        src, dst, nbytes, rkey, imm = batch.src, batch.dst, batch.nbytes, batch.rkey, batch.imm
+        if not (type(src) is int and type(dst) is int and type(nbytes) is int):
+            return False
+        if type(rkey) is not int or not (imm is None or type(imm) is int):
+            return False
+        slots = self._slots
+        if not slots.room or (slots.open and slots.nbytes + nbytes > self._window_bytes):
+            return False
+        if not (region.start <= src and src + nbytes <= region.end and 0 < nbytes <= self._longest):
+            return False
+        if self._leases:
+            lease = peer.leases.get(rkey)
+            if not lease or not (lease[0] <= dst and dst + nbytes <= lease[0] + lease[1]):
+                return False
+        endpoint = peer.endpoint or self._peers.endpoint(peer)
+        call = endpoint.writemsg_long if nbytes >= self._copies_from else endpoint.writemsg
+        due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
+        ticket = Ticket(batch, 0, peer, region, due_s)
+        try:
+            taken = slots.post_row(call, endpoint.address, ticket, src, dst, rkey, nbytes, imm)
+        except OSError as error:
+            self.refusal = error.errno or 0
+            return False
+        return taken == 1
+
+    def _post_same(
+        self, batch: WriteBatch, start: int, stop: int, peer: Peer, region: Region
+    ) -> int | None:
+        """Post as many rows as the window holds; None = the peer takes nothing, hold them."""
+        slots, nbytes = self._slots, batch.nbytes
+        wanted = min(stop - start, CHUNK_ROWS)
+        if isinstance(nbytes, int):
+            longest = nbytes
+        else:
+            longest = int(nbytes[start : start + wanted].max())
+        window = min(self._window_rows, self._window_bytes // longest if longest else CHUNK_ROWS)
+        if peer.open >= peer.full_at:
+            return 0
+        n = min(wanted, slots.room)
+        if longest:
+            n = min(n, (self._window_bytes - slots.nbytes) // longest)
+        if not slots.room:
+            return 0
+        # Half a window at a time: a row by itself costs ten times what it costs among others.
+        if slots.open and n < max(1, min(wanted, window // 2)):
+            return 0
+        n = min(max(n, 1), peer.appetite, self.budget)
+        if n <= 0:
+            return 0
+        due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
+        endpoint = peer.endpoint or self._peers.endpoint(peer)
+        call = endpoint.writemsg_long if longest >= self._copies_from else endpoint.writemsg
+        taken = 0
+        try:
+            if n > _FEW:
+                ticket = Ticket(batch, start, peer, region, due_s)
+                taken = slots.post(call, endpoint.address, ticket, n)
+            else:
+                while taken < n:
+                    ticket = Ticket(batch, start + taken, peer, region, due_s)
+                    row = start + taken
+                    if not slots.post_row(
+                        call,
+                        endpoint.address,
+                        ticket,
+                        _at(batch.src, row),
+                        _at(batch.dst, row),
+                        batch.rkey,  # type: ignore[arg-type]  # an int: see post()
+                        _at(nbytes, row),
+                        None if batch.imm is None else _at(batch.imm, row),
+                    ):
+                        break
+                    taken += 1
+        except OSError as error:
+            self.refusal = error.errno or 0
+            return taken or None
+        self.budget -= taken
+        _note_appetite(peer, n, taken)
+        if taken or peer.open:
+            return taken
+        return None  # nothing of it is in flight, so nothing would tell when to offer it again
+
+    # --- row by row
+
+    def _post_each(self, batch: WriteBatch, start: int, stop: int) -> int:
+        for index, row in enumerate(batch.rows(start, stop), start):
+            if not self._place(batch, index, row):
+                return index - start
+        return stop - start
+
+    def _place(self, batch: WriteBatch, index: int, row: Row) -> bool:
+        """Post, hold or fail one row; False = no room now."""
+        peer = self._peers.all[row.peer]
+        if self._by_pid:
+            self._peers.look_next_door(peer)
+        if peer.state is State.SILENT:
+            self._peers.greet_again(peer, time.monotonic())
+        status = self._verdict(peer, row)
+        if status is not Status.OK:
+            self.fail(batch.ctx, index, status)
+            return True
+        if peer.state is State.READY and self._has_lease(peer, row.rkey):
+            posted = self._post_row(batch, index, row, peer)
+            if posted is not None:
+                return posted
+        peer.held.append((batch, index))
+        self.held += 1
+        self._ask(peer, row.rkey)
+        self._stir(peer)
+        return True
+
+    def _verdict(self, peer: Peer, row: Row) -> Status:
+        """Whether a row can be, as far as is known."""
+        if row.nbytes:  # an empty row has no source
+            region = self._regions.by_lkey.get(row.lkey)
+            if region is None or not region.holds(row.src, row.nbytes):
+                return Status.LOCAL_KEY
+        if row.nbytes > self._longest:
+            return Status.LENGTH
+        if peer.over:
+            return peer.status
+        lease = peer.leases.get(row.rkey)
+        if lease is not None:
+            base, nbytes = lease
+            if not nbytes:
+                return Status.REMOTE_KEY
+            if not (base <= row.dst and row.dst + row.nbytes <= base + nbytes):
+                return Status.REMOTE_RANGE
+        return Status.OK
+
+    def _has_lease(self, peer: Peer, rkey: int) -> bool:
+        return not self._leases or peer.leases.get(rkey) is not None
+
+    def _post_row(self, batch: WriteBatch, index: int, row: Row, peer: Peer) -> bool | None:
+        """Post one row; False = full, None = its peer takes nothing."""
+        slots = self._slots
+        if slots.room == 0 or (slots.open and slots.nbytes + row.nbytes > self._window_bytes):
+            return False
+        region = self._regions.by_lkey[row.lkey] if row.nbytes else self._nothing
+        if not row.nbytes:
+            row = row._replace(src=region.memory.ptr)
+        due_s = time.monotonic() + self._timeout_s + row.nbytes / _SLOWEST_BYTES_PER_S
+        endpoint = self._peers.endpoint(peer)
+        call = endpoint.writemsg_long if row.nbytes >= self._copies_from else endpoint.writemsg
+        ticket = Ticket(batch, index, peer, region, due_s)
+        try:
+            if slots.post_row(
+                call, endpoint.address, ticket, row.src, row.dst, row.rkey, row.nbytes, row.imm
+            ):
+                return True
+        except OSError as error:
+            self.refusal = error.errno or 0
+            self.fail(batch.ctx, index, Status.PROVIDER)
+            return True
+        if peer.open:
+            return False
+        # Nothing of it is in flight, so nothing would tell when to offer it again: does it live?
+        self._peers.doubt(peer, time.monotonic())
+        return None
+
+    def _ask(self, peer: Peer, rkey: int) -> None:
+        if self._leases and rkey not in peer.leases:
+            peer.leases[rkey] = None
+            self._peers.say(peer, frames.Ask(self._me, rkey))
+            self._stir(peer)
+
+    def fail(self, ctx: int, row: int, status: Status) -> None:
+        """End a row here."""
+        self._done.append((_WRITE, int(status), 1, 0, row, ctx, 0))
+
+    # --- rows that wait
+
+    def lose(self, ticket: Ticket, row: int) -> None:
+        """A row came back failed: it waits for the verdict on its peer."""
+        peer, rkey = ticket.peer, ticket.batch.rkey
+        if peer.over:
+            self.fail(ticket.batch.ctx, row, peer.status)
+            return
+        key = rkey if isinstance(rkey, int) else int(rkey[row])
+        peer.lost.append((ticket.batch.ctx, row, key))
+        self.lost += 1
+        self._checked.clear()
+
+    def go_on(self, peer: Peer) -> None:
+        """A peer is READY: settle its lost rows, and post its held ones as far as they go."""
+        self._settle_lost(peer)
+        while peer.held and peer.state is State.READY:
+            batch, index = peer.held[0]
+            row = next(batch.rows(index, index + 1))
+            status = self._verdict(peer, row)
+            if status is not Status.OK:
+                self.fail(batch.ctx, index, status)
+            elif not self._has_lease(peer, row.rkey):
+                self._ask(peer, row.rkey)
+                return
+            elif not self._post_row(batch, index, row, peer):
+                return
+            peer.held.popleft()
+            self.held -= 1
+
+    def _settle_lost(self, peer: Peer) -> None:
+        """The peer lives, so its rows failed for a reason of their own: a key, if it is void."""
+        for _ in range(len(peer.lost)):
+            ctx, row, rkey = peer.lost.popleft()
+            if self._has_lease(peer, rkey):
+                void = self._leases and peer.leases[rkey] == (0, 0)
+                self.lost -= 1
+                self.fail(ctx, row, Status.REMOTE_KEY if void else Status.PROVIDER)
+            else:
+                self._ask(peer, rkey)
+                peer.lost.append((ctx, row, rkey))
+
+    def end(self, peer: Peer, status: Status, *, gone: bool) -> None:
+        """End all rows to a peer.
+
+        Args:
+            peer: whose.
+            status: how.
+            gone: libfabric has let go of what was in flight.
+        """
+        slots = self._slots
+        for ticket in [ticket for ticket in slots.tickets.values() if ticket.peer is peer]:
+            for row in slots.give_up(ticket, gone=gone):
+                self.fail(ticket.batch.ctx, row, status)
+        for ctx, row, _ in peer.lost:
+            self.fail(ctx, row, status)
+        for batch, row in peer.held:
+            self.fail(batch.ctx, row, status)
+        self.lost -= len(peer.lost)
+        self.held -= len(peer.held)
+        peer.lost.clear()
+        peer.held.clear()
+        self._checked.clear()
+
+
+def _note_appetite(peer: Peer, offered: int, taken: int) -> None:
+    """Remember how much a peer's queue took of what it was offered."""
+    if taken == offered:
+        peer.appetite = max(peer.appetite, 2 * offered)
+        peer.full_at = 1 << 62
+    else:
+        # Some providers take one long row at a time: do not spell out 64 for it.
+        peer.appetite = max(1, 2 * taken)
+        peer.full_at = max(1, peer.open)
+
+
+def _at(column: Column, row: int) -> int:
+    return column if isinstance(column, int) else int(column[row])

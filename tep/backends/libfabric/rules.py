@@ -1,0 +1,119 @@
+"""What each provider needs of us: a table of data, asked once at opening.
+
+Every line was learnt by experiment on libfabric 1.17 to 2.5, except EFA's, which is read from the
+provider's source and manual and unproven on hardware. Nothing here calls libfabric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from tep.ffi import libfabric as fi
+from tep.units import KiB, MiB
+
+__all__ = ["RULES", "Rules"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How one provider is driven.
+
+    Attributes:
+        provider: as the user names it, and addresses carry it.
+        names: what libfabric calls it; the first that it offers is taken.
+        fabric: which of its fabrics, where it has several; "" = any.
+        by_ip: its NICs are named by IP addresses.
+        caps, mr_mode: of the hints, besides FI_MSG | FI_RMA.
+        delivery_complete: a local completion must wait for the target. Without it tcp completes
+            writes that never arrive.
+        endpoint_per_peer: post to each peer through an endpoint of its own, so that a dead one can
+            be cut off, and its errors flush nobody else's rows.
+        leases: the provider says nothing useful of a bad key (shm even says success), so the
+            target is asked for a region's bounds before the first row to it.
+        by_pid: addresses name processes of this host, which can be asked whether they live.
+        copies_from: rows of this many bytes are copied inside the post, which therefore drops the
+            interpreter's lock.
+        turn_rows: rows posted between two polls: a post holds the interpreter's lock, a poll lets
+            the user's own thread have it.
+        window_rows, window_bytes: rows and bytes in flight; small, to keep them in the cache.
+        queue_entries: of each endpoint's queues; 0 = the provider's own choice.
+        hardware: it is a NIC of its own, which says by itself what was wrong with a row.
+        ordered: rows to one peer land in posting order.
+        msg_bytes_max: longest message.
+    """
+
+    provider: str
+    names: tuple[str, ...]
+    fabric: str = ""
+    by_ip: bool = False
+    caps: int = 0
+    mr_mode: int = fi.FI_MR_LOCAL | fi.FI_MR_VIRT_ADDR | fi.FI_MR_ALLOCATED | fi.FI_MR_PROV_KEY
+    delivery_complete: bool = False
+    endpoint_per_peer: bool = False
+    leases: bool = True
+    by_pid: bool = False
+    copies_from: int = 32 * KiB
+    turn_rows: int = 1 << 30
+    window_rows: int = 1024
+    window_bytes: int = 4 * MiB
+    queue_entries: int = 0
+    hardware: bool = False
+    ordered: bool = True
+    msg_bytes_max: int = 64 * KiB
+
+
+_EFA_CAPS: Final = fi.FI_LOCAL_COMM | fi.FI_REMOTE_COMM
+_NEVER: Final = 1 << 63
+
+RULES: Final[Mapping[str, Rules]] = MappingProxyType(
+    {
+        rules.provider: rules
+        for rules in (
+            # "net" is what 1.17 calls today's tcp; asked for "tcp" it would give "tcp;ofi_rxm".
+            Rules(
+                provider="tcp",
+                names=("net", "tcp"),
+                turn_rows=512,  # each is a system call of 5 us; with 128 a write costs a tenth more
+                by_ip=True,
+                delivery_complete=True,
+                endpoint_per_peer=True,
+            ),
+            Rules(
+                provider="tcp;ofi_rxm",
+                names=("tcp;ofi_rxm",),
+                turn_rows=512,
+                queue_entries=256,  # its own choice costs 17 MB and 0.1 s a connection
+                by_ip=True,
+                delivery_complete=True,
+            ),
+            Rules(provider="shm", names=("shm",), by_pid=True),
+            Rules(
+                provider="efa",
+                names=("efa",),
+                fabric="efa",
+                caps=_EFA_CAPS,
+                leases=False,
+                hardware=True,
+                copies_from=_NEVER,
+                window_bytes=_NEVER,
+                ordered=False,
+            ),
+            Rules(
+                provider="efa-direct",
+                names=("efa",),
+                fabric="efa-direct",
+                caps=_EFA_CAPS,
+                leases=False,
+                hardware=True,
+                copies_from=_NEVER,
+                window_bytes=_NEVER,
+                ordered=False,
+                msg_bytes_max=4 * KiB,  # its messages are one packet of about 8 KiB (its manual)
+            ),
+        )
+    }
+)
+"""The providers that tep drives, by the name that the user gives."""

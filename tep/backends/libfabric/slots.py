@@ -1,0 +1,390 @@
+"""Rows in flight: a pool of context slots, tickets that say whose they are, prebuilt descriptors.
+
+A posted row owns a slot of 64 bytes (a fi_context2, which some providers write into) until its
+completion. Rows posted in one go share a ticket. The descriptors' constant columns are filled once;
+a post fills the rest by columns and hands the addresses to writemsg by `map`, so that the loop runs
+in C. Nothing here knows peers' states or keys' ranges.
+
+Measured: 0.25 us a row for the call alone; with naive structs built row by row, 6 to 7.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from itertools import repeat
+from struct import Struct
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Column, WriteBatch
+from tep.ffi import libfabric as fi
+
+if TYPE_CHECKING:
+    from tep.backends.libfabric.peers import Peer
+    from tep.backends.libfabric.regions import Region
+
+__all__ = ["CHUNK_ROWS", "Slots", "Ticket"]
+
+CHUNK_ROWS: Final = 256
+"""Rows posted in one go: enough to make the fixed cost of a post, 12 us, small a row."""
+
+_SLOT_BYTES: Final = 64
+_SPARE: Final = 8  # slots a row, since those of a dead peer's rows may never come back
+_FREE: Final = 0
+_ABANDONED: Final = 1
+_FIRST: Final = 2
+
+I64 = npt.NDArray[np.int64]
+
+# One record a descriptor: iovec, fi_rma_iov, the array of one memory descriptor, fi_msg_rma. All
+# words of 64 bits; the pointers among them are constant.
+_RECORD: Final = np.dtype(
+    [
+        ("src", "<u8"),  # iovec.iov_base
+        ("src_len", "<u8"),  # iovec.iov_len
+        ("dst", "<u8"),  # fi_rma_iov.addr
+        ("dst_len", "<u8"),  # fi_rma_iov.len
+        ("rkey", "<u8"),  # fi_rma_iov.key
+        ("desc", "<u8"),
+        ("p_iov", "<u8"),  # fi_msg_rma from here on
+        ("p_desc", "<u8"),
+        ("iov_count", "<u8"),
+        ("peer", "<u8"),
+        ("p_rma", "<u8"),
+        ("rma_count", "<u8"),
+        ("context", "<u8"),
+        ("data", "<u8"),
+        ("pad0", "<u8"),
+        ("pad1", "<u8"),
+    ]
+)
+_MSG_AT: Final = 48
+_PEER_AT: Final = _MSG_AT + 24
+_HEAD: Final = Struct("<6Q")
+_TAIL: Final = Struct("<5Q")  # from `peer` on
+
+
+class Ticket:
+    """Rows of one batch posted in one go, to one peer, from one region.
+
+    Attributes:
+        number: of the ticket, once it is issued.
+        row: index of the first row in its batch.
+        slots: the slots, in row order.
+        open: rows that have not come back.
+        each: bytes of every row; 0 where they differ.
+        nbytes: of all rows together, where they differ.
+        due_s: when to ask whether the peer still lives.
+    """
+
+    __slots__ = (
+        "batch",
+        "due_s",
+        "each",
+        "nbytes",
+        "number",
+        "open",
+        "peer",
+        "region",
+        "row",
+        "slots",
+    )
+
+    def __init__(
+        self, batch: WriteBatch, row: int, peer: Peer, region: Region, due_s: float
+    ) -> None:
+        self.batch = batch
+        self.row = row
+        self.peer = peer
+        self.region = region
+        self.due_s = due_s
+        self.number = 0
+        self.open = 0
+        self.each = 0
+        self.nbytes = 0
+        self.slots: I64 | list[int] = []
+
+
+class Slots:
+    """The slots of one NIC.
+
+    Args:
+        rows_max: rows that may be in flight.
+        flags: of every write, besides FI_REMOTE_CQ_DATA.
+
+    Attributes:
+        tickets: what is in flight, oldest first.
+        open: rows in flight.
+        nbytes: bytes in flight.
+    """
+
+    def __init__(self, rows_max: int, flags: int) -> None:
+        count = _SPARE * rows_max
+        self.tickets: dict[int, Ticket] = {}
+        self.open = 0
+        self.nbytes = 0
+        self._rows_max = rows_max
+        self._flags = flags
+        self._next = _FIRST
+        # One spare slot, to align the pool to a slot's size.
+        self._pool = np.zeros((count + 1) * _SLOT_BYTES, np.uint8)
+        self._base = -(-self._pool.ctypes.data // _SLOT_BYTES) * _SLOT_BYTES
+        self._end = self._base + count * _SLOT_BYTES
+        self._owner = np.zeros(count, np.int64)  # ticket numbers, _FREE or _ABANDONED
+        self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
+        # A stack of free contexts' addresses; the last given back is warm in the cache.
+        self._free = (self._base + _SLOT_BYTES * np.arange(count))[::-1].copy()
+        self._frees = memoryview(self._free)  # type: ignore[arg-type]  # a buffer
+        self._top = count
+        self._build()
+
+    def _build(self) -> None:
+        n = CHUNK_ROWS + 1  # the last one is for single rows
+        self._records = np.zeros(n, _RECORD)
+        at = self._records.ctypes.data + _RECORD.itemsize * np.arange(n, dtype=np.uint64)
+        records = self._records
+        records["p_iov"], records["iov_count"] = at, 1
+        records["p_rma"], records["rma_count"] = at + np.uint64(16), 1
+        records["p_desc"] = at + np.uint64(40)
+        self._pointers: list[int] = (at + np.uint64(_MSG_AT)).tolist()
+        lone = self._records[-1:].view(np.uint8)
+        self._raw = memoryview(lone)  # type: ignore[arg-type]  # numpy has the buffer protocol
+        self._p_msg = self._pointers[-1]
+        self._p_rma = int(records["p_rma"][-1])
+        columns = ("src", "src_len", "dst", "dst_len", "rkey", "desc", "peer", "context", "data")
+        self._columns = tuple(records[name] for name in columns)
+        # What the constant-for-a-while columns hold now, to fill them only when it changes.
+        self._same: tuple[object, ...] | None = None
+
+    @property
+    def room(self) -> int:
+        """Rows that may still be posted."""
+        return min(self._top, self._rows_max - self.open)
+
+    # --- posting
+
+    def post(self, call: Callable[..., int], endpoint: int, ticket: Ticket, n: int) -> int:
+        """Post n rows of a ticket, one peer, one key; return how many were taken, a prefix.
+
+        Args:
+            call: fi_writemsg.
+            endpoint: its first argument.
+            ticket: issued for the rows that were taken.
+            n: 1 to CHUNK_ROWS, and no more than there is room.
+
+        Raises:
+            OSError: the first row was refused, not for a full queue; errno is libfabric's.
+        """
+        batch, start, peer = ticket.batch, ticket.row, ticket.peer
+        stop = start + n
+        src, src_len, dst, dst_len, rkey, desc, addr, context, data = self._columns
+        nbytes = batch.nbytes
+        if isinstance(nbytes, int):
+            same = (peer.number, batch.rkey, ticket.region.desc, nbytes)
+            if same != self._same:
+                src_len[:] = dst_len[:] = nbytes
+        else:
+            same = None
+            src_len[:n] = dst_len[:n] = nbytes[start:stop]
+        if same is None or same != self._same:
+            addr[:], rkey[:], desc[:] = peer.number, batch.rkey, ticket.region.desc
+            self._same = same
+        src[:n] = _part(batch.src, start, stop)
+        dst[:n] = _part(batch.dst, start, stop)
+        flags = self._flags
+        if batch.imm is not None:
+            data[:n] = _part(batch.imm, start, stop)
+            flags |= fi.FI_REMOTE_CQ_DATA
+        # The first row takes the top of the stack, so that rows not taken leave it as it was.
+        contexts = self._free[self._top - n : self._top][::-1]
+        context[:n] = contexts
+        waiting = iter(self._pointers[:n])
+        rc = next(filter(None, map(call, repeat(endpoint), waiting, repeat(flags))), 0)
+        if rc:
+            n -= operator.length_hint(waiting) + 1
+            if rc != -fi.FI_EAGAIN and not n:
+                raise OSError(-rc, "fi_writemsg")
+        if n:
+            slots = (contexts[:n] - self._base) >> 6
+            ticket.slots = slots
+            if isinstance(nbytes, int):
+                ticket.each = nbytes
+                total = n * nbytes
+            else:
+                ticket.nbytes = total = int(src_len[:n].sum())
+            self._owner[slots] = self._issue(ticket, n, total)
+            self._top -= n
+        return n
+
+    def post_row(
+        self,
+        call: Callable[..., int],
+        endpoint: int,
+        ticket: Ticket,
+        src: int,
+        dst: int,
+        rkey: int,
+        nbytes: int,
+        imm: int | None,
+    ) -> int:
+        """Post one row; 1 = taken, 0 = full.
+
+        Raises:
+            OSError: refused for another reason.
+        """
+        context = self._frees[self._top - 1]
+        flags = self._flags
+        if imm is None:
+            imm = 0
+        else:
+            flags |= fi.FI_REMOTE_CQ_DATA
+        _HEAD.pack_into(self._raw, 0, src, nbytes, dst, nbytes, rkey, ticket.region.desc)
+        _TAIL.pack_into(self._raw, _PEER_AT, ticket.peer.number, self._p_rma, 1, context, imm)
+        rc = call(endpoint, self._p_msg, flags)
+        if rc:
+            if rc == -fi.FI_EAGAIN:
+                return 0
+            raise OSError(-rc, "fi_writemsg")
+        slot = (context - self._base) >> 6
+        ticket.slots = [slot]
+        ticket.each = nbytes
+        self._owners[slot] = self._issue(ticket, 1, nbytes)
+        self._top -= 1
+        return 1
+
+    def _issue(self, ticket: Ticket, rows: int, nbytes: int) -> int:
+        ticket.number = number = self._next
+        self._next += 1
+        self.tickets[number] = ticket
+        ticket.open = rows
+        ticket.peer.open += rows
+        ticket.region.open += 1
+        self.open += rows
+        self.nbytes += nbytes
+        return number
+
+    # --- coming back
+
+    def owns(self, context: int) -> bool:
+        """Whether a completion's context is one of ours."""
+        return self._base <= context < self._end
+
+    def give_back_one(self, context: int) -> int | None:
+        """Take one finished row back; return its batch's ctx, None if it was abandoned."""
+        slot = (context - self._base) >> 6
+        number = self._owners[slot]
+        assert number != _FREE, f"a row completed twice: slot {slot}"
+        self._owners[slot] = _FREE
+        self._frees[self._top] = context
+        self._top += 1
+        if number == _ABANDONED:
+            return None
+        ticket = self.tickets[number]
+        self._count_off(ticket, 1)
+        ticket.peer.heard = True
+        return ticket.batch.ctx
+
+    def give_back(self, contexts: list[int]) -> dict[int, int]:
+        """Take finished rows back; return how many of each batch, by its ctx."""
+        owners, base, frees, top = self._owners, self._base, self._frees, self._top
+        finished: dict[int, int] = {}
+        for context in contexts:
+            slot = (context - base) >> 6
+            number = owners[slot]
+            assert number != _FREE, f"a row completed twice: slot {slot}"
+            owners[slot] = _FREE
+            frees[top] = context
+            top += 1
+            if number != _ABANDONED:
+                finished[number] = finished.get(number, 0) + 1
+        self._top = top
+        return self._settle(finished)
+
+    def give_back_many(self, contexts: I64) -> dict[int, int]:
+        """As give_back(), by columns; for dozens of rows."""
+        n = len(contexts)
+        slots = (contexts - self._base) >> 6
+        numbers = self._owner[slots]
+        self._owner[slots] = _FREE
+        self._free[self._top : self._top + n] = contexts
+        self._top += n
+        first = int(numbers[0])
+        if first == int(numbers[-1]) and bool((numbers == first).all()):
+            found = {first: n}
+        else:
+            found = dict(Counter(numbers.tolist()))
+        assert _FREE not in found, "a row completed twice"
+        found.pop(_ABANDONED, None)
+        return self._settle(found)
+
+    def _settle(self, finished: dict[int, int]) -> dict[int, int]:
+        """Count rows off their tickets."""
+        batches: dict[int, int] = {}
+        for number, count in finished.items():
+            ticket = self.tickets[number]
+            self._count_off(ticket, count)
+            ctx = ticket.batch.ctx
+            batches[ctx] = batches.get(ctx, 0) + count
+            ticket.peer.heard = True
+        return batches
+
+    def _count_off(self, ticket: Ticket, count: int) -> None:
+        ticket.open -= count
+        ticket.peer.open -= count
+        self.open -= count
+        self.nbytes -= count * ticket.each
+        if ticket.open == 0:
+            self.nbytes -= ticket.nbytes
+            ticket.region.open -= 1
+            del self.tickets[ticket.number]
+
+    def take_failed(self, context: int) -> tuple[Ticket, int] | None:
+        """Take one failed row back: its ticket and its index in the batch; None if abandoned."""
+        slot = (context - self._base) >> 6
+        number = self._owners[slot]
+        assert number != _FREE, f"a row completed twice: slot {slot}"
+        self._owners[slot] = _FREE
+        self._frees[self._top] = context
+        self._top += 1
+        if number == _ABANDONED:
+            return None
+        ticket = self.tickets[number]
+        at = (
+            ticket.slots.index(slot)
+            if isinstance(ticket.slots, list)
+            else _where(ticket.slots, slot)
+        )
+        self._count_off(ticket, 1)
+        return ticket, ticket.row + at
+
+    def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
+        """End a ticket early; return the rows that had not come back.
+
+        Args:
+            ticket: whose.
+            gone: the provider has let go of the rows, so that their slots are free. Else they stay
+                set aside until it returns them.
+        """
+        rows = []
+        for at, slot in enumerate(map(int, ticket.slots)):
+            if self._owners[slot] != ticket.number:
+                continue
+            rows.append(ticket.row + at)
+            self._owners[slot] = _FREE if gone else _ABANDONED
+            if gone:
+                self._frees[self._top] = self._base + _SLOT_BYTES * slot
+                self._top += 1
+        self._count_off(ticket, len(rows))
+        return rows
+
+
+def _part(column: Column, start: int, stop: int) -> Column:
+    return column if isinstance(column, int) else column[start:stop]
+
+
+def _where(slots: I64, slot: int) -> int:
+    return int(np.flatnonzero(slots == slot)[0])

@@ -1,0 +1,224 @@
+"""libfabric's layouts and constants as tep mirrors them, against the compiler and committed facts.
+
+The committed facts are what a C compiler said of Debian's 1.17 headers; they are compared always.
+Where headers and a compiler are here, the same C program is compiled and compared anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tep.ffi import libfabric, libfabric_attrs, libfabric_data, libfabric_objects
+from tep.ffi.libfabric_data import DTYPES
+
+FACTS = Path(__file__).with_name("libfabric_facts.json")
+INCLUDE = Path("/usr/include")
+MIRRORED = (*libfabric_objects.MIRRORED, *libfabric_attrs.MIRRORED, *libfabric_data.MIRRORED)
+HEADERS = ("fabric", "fi_domain", "fi_endpoint", "fi_cm", "fi_rma", "fi_eq", "fi_errno", "fi_ext")
+CONSTANTS = {
+    name: value & 2**64 - 1
+    for name, value in vars(libfabric).items()
+    if name.startswith("FI_") and isinstance(value, int)
+}
+# Fields and constants that 1.17 does not have yet: later releases appended them.
+NEWER_FIELDS = {
+    "fi_cq_err_entry": {"src_addr"},
+    "fi_mr_attr": {"hmem_data", "page_size", "base_mr", "sub_mr_cnt"},
+}
+NEWER_STRUCTS = {"fi_mr_dmabuf"}
+NEWER_CONSTANTS = {
+    "FI_MR_DMABUF",
+    "FI_OPT_CUDA_API_PERMITTED",
+    "FI_OPT_SHARED_MEMORY_PERMITTED",
+    "FI_OPT_EFA_EMULATED_WRITE",
+    "FI_OPT_EFA_USE_DEVICE_RDMA",
+    "FI_OPT_EFA_HOMOGENEOUS_PEERS",
+}
+# What only the library allocates may be longer in later headers.
+LIBRARY_ALLOCATED = {"fi_domain_attr", "fi_ops_av", "fi_ops_domain", "fi_ops_fabric", "fi_ops"}
+
+
+def ours():
+    """What the mirrors say: name -> size, field -> (offset, size), constant -> value."""
+    facts = {f"const {name}": value for name, value in CONSTANTS.items()}
+    for struct in MIRRORED:
+        name = struct.__name__
+        facts[f"size {name}"] = ctypes.sizeof(struct)
+        for field, *_ in struct._fields_:
+            where = getattr(struct, field)
+            facts[f"field {name}.{field}"] = [where.offset, where.size]
+    return facts
+
+
+def program(skip):
+    """A C program that prints the same facts; `skip` names what its headers lack."""
+    lines = [f"#include <rdma/{header}.h>" for header in HEADERS]
+    lines += [
+        "#include <stdio.h>",
+        "#include <stddef.h>",
+        "#include <sys/uio.h>",
+        "int main(void) {",
+    ]
+    for fact in ours():
+        kind, _, name = fact.partition(" ")
+        if fact in skip:
+            continue
+        if kind == "const":
+            lines.append(f'printf("{fact}=%llu\\n", (unsigned long long)(long long)({name}));')
+        elif kind == "size":
+            lines.append(f'printf("{fact}=%zu\\n", sizeof(struct {name}));')
+        else:
+            struct, _, field = name.partition(".")
+            at = f"offsetof(struct {struct}, {field})"
+            lines.append(
+                f'printf("{fact}=[%zu, %zu]\\n", {at}, sizeof(((struct {struct} *)0)->{field}));'
+            )
+    return "\n".join([*lines, "return 0; }", ""])
+
+
+def compiled(folder):
+    """What the compiler says, and what its headers lack."""
+    source, binary = folder / "facts.c", folder / "facts"
+    skip = set()
+    while True:
+        text = program(skip)
+        source.write_text(text)
+        run = subprocess.run(
+            [shutil.which("cc"), "-w", "-I", str(INCLUDE), str(source), "-o", str(binary)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode == 0:
+            break
+        lines = text.split("\n")
+        found = {
+            lines[int(number) - 1]
+            for number in re.findall(r"facts\.c:(\d+):\d+: error", run.stderr)
+        }
+        fresh = {match[1] for line in found if (match := re.search(r'"(.*?)=', line))} - skip
+        assert fresh, run.stderr[:2000]
+        skip |= fresh
+    out = subprocess.run([str(binary)], capture_output=True, text=True, check=True).stdout
+    facts = {}
+    for line in out.splitlines():
+        fact, _, value = line.partition("=")
+        facts[fact] = json.loads(value)
+    return facts, skip
+
+
+def differences(facts):
+    """Facts that the mirrors contradict."""
+    mine = ours()
+    wrong = {}
+    for fact, value in facts.items():
+        kind, _, name = fact.partition(" ")
+        have = mine[fact]
+        if have == value:
+            continue
+        if kind == "size" and (
+            (name in NEWER_FIELDS and have > value) or (name in LIBRARY_ALLOCATED and have < value)
+        ):
+            continue  # appended fields only; the fields themselves are compared one by one
+        wrong[fact] = (have, value)
+    return wrong
+
+
+def test_the_mirrors_agree_with_the_committed_facts():
+    """A field that moved would be read from the wrong place, and crash far from its cause."""
+    facts = json.loads(FACTS.read_text())["facts"]
+
+    assert {} == differences(facts)
+    assert len(facts) > 280
+    assert not {fact for fact in facts if fact not in ours()}
+
+
+def test_every_mirror_is_in_the_committed_facts():
+    """A structure that nobody compares may be wrong."""
+    facts = json.loads(FACTS.read_text())["facts"]
+    absent = {
+        fact
+        for fact in ours()
+        if fact not in facts
+        and fact.removeprefix("const ") not in NEWER_CONSTANTS
+        and fact.partition(" ")[2].partition(".")[0] not in NEWER_STRUCTS
+        and not any(
+            fact == f"field {struct}.{field}"
+            for struct, fields in NEWER_FIELDS.items()
+            for field in fields
+        )
+    }
+
+    assert set() == absent
+
+
+def test_the_mirrors_agree_with_the_installed_headers(tmp_path):
+    """The compiler is the authority; the committed facts may be of another machine."""
+    if shutil.which("cc") is None or not (INCLUDE / "rdma/fabric.h").exists():
+        pytest.skip("no C compiler, or no libfabric headers (Debian: gcc, libfabric-dev)")
+    facts, absent = compiled(tmp_path)
+    known = (
+        NEWER_CONSTANTS
+        | NEWER_STRUCTS
+        | {f"{struct}.{field}" for struct, fields in NEWER_FIELDS.items() for field in fields}
+    )
+
+    assert {} == differences(facts)
+    unknown = {fact.partition(" ")[2] for fact in absent} - known
+    assert set() == {name for name in unknown if name.partition(".")[0] not in NEWER_STRUCTS}
+
+
+def test_the_dtypes_are_the_structures():
+    """Columns are written by numpy and read by C: offsets must be the same."""
+    for struct, dtype in DTYPES.items():
+        assert ctypes.sizeof(struct) == dtype.itemsize, struct.__name__
+        for field, *_ in struct._fields_:
+            where = getattr(struct, field)
+            assert (where.offset, where.size) == (dtype.fields[field][1], 8), (struct, field)
+
+
+def test_the_descriptor_record_is_made_of_the_structures():
+    """The data path lays iovec, fi_rma_iov and fi_msg_rma behind each other in one record."""
+    from tep.backends.libfabric import slots
+
+    fields = slots._RECORD.fields
+    for name, struct, field, base in (
+        ("src", libfabric_data.iovec, "iov_base", 0),
+        ("src_len", libfabric_data.iovec, "iov_len", 0),
+        ("dst", libfabric_data.fi_rma_iov, "addr", 16),
+        ("dst_len", libfabric_data.fi_rma_iov, "len", 16),
+        ("rkey", libfabric_data.fi_rma_iov, "key", 16),
+        ("p_iov", libfabric_data.fi_msg_rma, "msg_iov", slots._MSG_AT),
+        ("p_desc", libfabric_data.fi_msg_rma, "desc", slots._MSG_AT),
+        ("iov_count", libfabric_data.fi_msg_rma, "iov_count", slots._MSG_AT),
+        ("peer", libfabric_data.fi_msg_rma, "addr", slots._MSG_AT),
+        ("p_rma", libfabric_data.fi_msg_rma, "rma_iov", slots._MSG_AT),
+        ("rma_count", libfabric_data.fi_msg_rma, "rma_iov_count", slots._MSG_AT),
+        ("context", libfabric_data.fi_msg_rma, "context", slots._MSG_AT),
+        ("data", libfabric_data.fi_msg_rma, "data", slots._MSG_AT),
+    ):
+        assert base + getattr(struct, field).offset == fields[name][1], name
+
+
+def main():
+    """Write the committed facts anew: python tests/abi/test_libfabric_abi.py"""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        facts, _ = compiled(Path(folder))
+    text = (INCLUDE / "rdma/fabric.h").read_text()
+    major = re.search(r"FI_MAJOR_VERSION (\d+)", text)[1]
+    minor = re.search(r"FI_MINOR_VERSION (\d+)", text)[1]
+    about = f"libfabric {major}.{minor} headers, by the C compiler, x86_64"
+    FACTS.write_text(json.dumps({"about": about, "facts": facts}, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()

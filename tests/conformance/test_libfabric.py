@@ -1,0 +1,150 @@
+"""The contract on real libfabric: tcp over loopback addresses, shared memory, rxm; one process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+import tep
+from tep.backends import libfabric
+from tep.backends.libfabric.process import sweep_shm
+from tep.errors import BackendUnavailable
+from tep.testing.contract import Ability, DomainContract, World
+from tep.testing.contract_engine import EngineContract, OpenEngines
+
+TIMEOUT_S = 1.0
+
+
+def require(provider):
+    """Skip where there is no libfabric, or none with this provider."""
+    try:
+        for domain in libfabric.open_domains(provider=provider).domains:
+            domain.close()
+    except BackendUnavailable as error:
+        pytest.skip(f"not here: {error}")
+
+
+class FabricWorld(World):
+    """Nodes of one process on one provider, each turned by the test."""
+
+    turns_max = 200_000
+
+    def __init__(self, provider, **options):
+        self.provider = provider
+        self.options = {"peer_timeout_s": TIMEOUT_S, **options}
+        self.abilities = frozenset({Ability.FORK})
+        if provider.startswith("tcp"):
+            self.abilities |= {Ability.KILL, Ability.RESTART}
+        self.nodes = []
+
+    def node(self, nics=1):
+        return self._open(nics, f"node{len(self.nodes)}")
+
+    def _open(self, nics, name):
+        found = libfabric.open_domains(provider=self.provider, nics=nics, name=name, **self.options)
+        self.nodes.append(found)
+        return found
+
+    def turn(self):
+        os.sched_yield()
+
+    def kill(self, node):
+        """End as the kernel ends a process's sockets: nobody says goodbye."""
+        for domain in node.domains:
+            domain._say_bye = lambda: None
+            domain.close()
+
+    def restart(self, node):
+        """Open again at the very same IP addresses and ports."""
+        names = []
+        for domain in node.domains:
+            port = int.from_bytes(domain._raw[2:4], "big")
+            names.append(f"{domain.caps.nic}:{port}")
+        return self._open(names, node.name)
+
+    def close(self):
+        for node in self.nodes:
+            for domain in node.domains:
+                domain.close()
+        self.nodes.clear()
+
+
+class TestTcp(DomainContract):
+    """The provider that any Linux machine has."""
+
+    @pytest.fixture
+    def world(self):
+        require("tcp")
+        with FabricWorld("tcp") as world:
+            yield world
+
+
+class TestTcpNarrow(DomainContract):
+    """The same with a window of three rows: nearly every post is refused in part."""
+
+    @pytest.fixture
+    def world(self):
+        require("tcp")
+        with FabricWorld("tcp", window_rows=3, window_bytes=65536) as world:
+            yield world
+
+
+class TestShm(DomainContract):
+    """Shared memory between processes; here within one, which is the harder case."""
+
+    @pytest.fixture
+    def world(self):
+        require("shm")
+        with FabricWorld("shm") as world:
+            yield world
+        sweep_shm()
+
+
+@pytest.mark.slow
+class TestRxm(DomainContract):
+    """Reliable datagrams layered over tcp connections."""
+
+    @pytest.fixture
+    def world(self):
+        require("tcp;ofi_rxm")
+        with FabricWorld("tcp;ofi_rxm", peer_timeout_s=4.0) as world:
+            world.turns_max = 4_000_000  # rxm takes a second to connect
+            yield world
+
+
+class FabricEngines(OpenEngines):
+    """Engines of two NICs with a worker thread each."""
+
+    can_restart = True
+
+    def __init__(self, provider):
+        self.provider = provider
+        super().__init__(lambda: self.open(None))
+
+    def open(self, name):
+        opened = libfabric.open_domains(
+            provider=self.provider, nics=2, name=name, peer_timeout_s=TIMEOUT_S
+        )
+        return tep.TransferEngine(
+            opened.domains,
+            driver=tep.ThreadDriver(opened.name),
+            name=opened.name,
+            epoch=opened.epoch,
+        )
+
+    def restart(self, engine):
+        engine.close()
+        reborn = self.open(engine.name)
+        self.opened.append(reborn)
+        return reborn
+
+
+class TestEngines(EngineContract):
+    """The engine's share, as people use it: threads, two NICs."""
+
+    @pytest.fixture(params=["tcp", "shm"])
+    def engines(self, request):
+        require(request.param)
+        with FabricEngines(request.param) as engines:
+            yield engines

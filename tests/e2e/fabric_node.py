@@ -1,0 +1,155 @@
+"""A process with one libfabric engine, driven by lines of JSON on its standard input.
+
+Not a test: test_libfabric_two_processes.py starts it. Each line is {"do": name, ...}; the answer is
+one line {"ok": value} or {"error": type, "text": message}.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import tep
+from tep.backends import libfabric
+from tep.errors import FabricError, TepError
+
+
+def noise(nbytes, seed):
+    """The bytes that a source with this seed holds."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def shuffled(npages, seed):
+    """The order in which pages go to their places."""
+    return np.random.default_rng(seed + 1000).permutation(npages)
+
+
+class Node:
+    """What the lines act on."""
+
+    def __init__(self):
+        self.engine = None
+        self.memory = None
+        self.region = None
+        self.waiting = {}
+        self.messages = []
+
+    def open(self, provider, nics, name, epoch=None, timeout_s=2.0):
+        opened = libfabric.open_domains(
+            provider=provider, nics=nics, name=name, epoch=epoch, peer_timeout_s=timeout_s
+        )
+        self.engine = tep.TransferEngine(
+            opened.domains,
+            driver=tep.ThreadDriver(opened.name),
+            name=opened.name,
+            epoch=opened.epoch,
+        )
+        return self.engine.main_address.to_bytes().hex()
+
+    def nics(self):
+        return [[d.caps.nic, d._raw.hex()] for d in self.engine._domains]
+
+    def reg(self, nbytes, seed=None):
+        self.memory = np.zeros(nbytes, np.uint8) if seed is None else noise(nbytes, seed)
+        self.region, desc = self.engine.reg_mr(self.memory)
+        return desc.to_bytes().hex()
+
+    def expect(self, imm, count):
+        self.waiting[f"imm{imm}"] = self.engine.expect_imm_count(imm, count)
+
+    def write(self, tag, desc, page_bytes, npages, seed, imm):
+        self.waiting[tag] = self.engine.submit_paged_writes(
+            page_bytes,
+            (self.region, tep.Pages(np.arange(npages))),
+            (tep.MrDesc.from_bytes(bytes.fromhex(desc)), tep.Pages(shuffled(npages, seed))),
+            imm,
+        )
+
+    def send(self, tag, address, text):
+        peer = tep.NetAddr.from_bytes(bytes.fromhex(address))
+        self.waiting[tag] = self.engine.submit_send(peer, text.encode())
+
+    def recvs(self, nbytes, count):
+        self.engine.submit_recvs(nbytes, count, lambda view: self.messages.append(bytes(view)))
+
+    def inbox(self):
+        return [message.decode() for message in self.messages]
+
+    def wait(self, tag, timeout_s=20.0):
+        """How a handle ended: "done", or the code of its error."""
+        try:
+            self.waiting[tag].wait(timeout_s)
+        except FabricError as error:
+            return error.code
+        return "done"
+
+    def settled(self, tag):
+        return self.waiting[tag].settled
+
+    def check(self, page_bytes, npages, seed):
+        """Whether the pages of a source with this seed are all in their places."""
+        want = noise(page_bytes * npages, seed).reshape(npages, page_bytes)
+        have = self.memory[: page_bytes * npages].reshape(npages, page_bytes)
+        return bool((have[shuffled(npages, seed)] == want).all())
+
+    def clear(self):
+        self.memory[:] = 0
+
+    def count(self, imm):
+        return self.engine.imm_counter(imm).value
+
+    def rows(self):
+        """Rows that each NIC took."""
+        return self.engine._worker.group.rows
+
+    def forget_region(self):
+        self.engine.deregister(self.region)
+
+    def use(self):
+        """Resident memory in KiB, and open file descriptors."""
+        gc.collect()  # a closed engine is a knot of references; its eventfd goes with it
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return [pages * resource.getpagesize() // 1024, len(list(Path("/proc/self/fd").iterdir()))]
+
+    def fork_and_close(self):
+        """Fork a child that closes everything it inherited; how it ended."""
+        child = os.fork()
+        if child == 0:
+            for domain in self.engine._domains:
+                domain.close()
+            os._exit(0)
+        return os.waitpid(child, 0)[1]
+
+    def spawn(self):
+        """Run another program, as users do; its exit status."""
+        return subprocess.run([sys.executable, "-c", ""], check=False).returncode
+
+    def close(self):
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
+
+
+def main():
+    """Answer lines until there are no more."""
+    node = Node()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = {"ok": getattr(node, request.pop("do"))(**request)}
+        except (TepError, OSError) as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+    node.close()
+
+
+if __name__ == "__main__":
+    main()

