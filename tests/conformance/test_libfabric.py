@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -12,6 +13,7 @@ from tep.backends.libfabric.process import sweep_shm
 from tep.errors import BackendUnavailable
 from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
+from tep.testing.net import Net
 
 TIMEOUT_S = 1.0
 
@@ -148,3 +150,22 @@ class TestEngines(EngineContract):
         require(request.param)
         with FabricEngines(request.param) as engines:
             yield engines
+
+
+@pytest.mark.parametrize("provider", ["shm", "tcp"])
+def test_a_process_that_was_held_up_does_not_bury_its_peers(provider, monkeypatch):
+    """What they answered in the meantime waits in the queue; the deadline alone says gone."""
+    require(provider)
+    true, late_s = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: true() + late_s)
+    with FabricWorld(provider) as world:
+        net = Net(world)
+        a, b = net.pair()
+        batch = a.batch(b, imm=1)  # connects: a greeting is on its way
+        net.turn()
+        late_s = 10 * TIMEOUT_S
+
+        net.write(batch, a)
+
+        assert [] == a.errors()
+        assert {1: 1} == b.imms()

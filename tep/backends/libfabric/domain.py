@@ -45,6 +45,9 @@ __all__ = ["FabricDomain"]
 _LOOK_S: Final = 0.05
 """How often deadlines are looked at while something is outstanding."""
 
+_LATE_S: Final = 0.2
+"""A look that comes so late finds this process itself was held up, and excuses its peers once."""
+
 _RETRY_S: Final = 0.001
 """How often what libfabric would not take yet is offered again while the engine sleeps."""
 
@@ -118,6 +121,7 @@ class FabricDomain:
         )
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = 0.0
+        self._excused = False
         self._closed = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
@@ -222,8 +226,13 @@ class FabricDomain:
         if self._slots.open or self._restless or self._outgoing.open:
             now_s = time.monotonic()
             if now_s >= self._next_look_s:
+                late = 0.0 < self._next_look_s < now_s - _LATE_S
                 self._next_look_s = now_s + _LOOK_S
-                self._look_at_deadlines(now_s)
+                self._excused = late and not self._excused  # what they sent may wait to be read
+                if not self._excused:
+                    self._look_at_deadlines(now_s)
+        else:
+            self._next_look_s = 0.0  # nothing to be late for
         if self._regions.dying:
             self._regions.bury()
         return filled
