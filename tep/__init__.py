@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tep import sim
+    from tep import rendezvous, sim
     from tep.api import (
         Barrier,
         EngineOptions,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         Single,
     )
     from tep.backends.base import Access
+    from tep.backends.local.memory import alloc_shared
     from tep.drivers import InlineDriver, ThreadDriver
     from tep.engine import ImmCounter, PeerGroup, TransferEngine
     from tep.errors import (
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
         Cancelled,
         ClosedError,
         FabricError,
+        RendezvousError,
         StaleEpoch,
         StallError,
         TepError,
@@ -70,6 +72,7 @@ __all__ = [
     "Paged",
     "Pages",
     "PeerGroup",
+    "RendezvousError",
     "Routing",
     "Scatter",
     "ScatterDst",
@@ -85,7 +88,9 @@ __all__ = [
     "WaitTimeout",
     "Watcher",
     "__version__",
+    "alloc_shared",
     "count_imms",
+    "rendezvous",
     "sim",
 ]
 
@@ -110,6 +115,7 @@ _ROOMS = {
         "Cancelled",
         "ClosedError",
         "FabricError",
+        "RendezvousError",
         "StaleEpoch",
         "StallError",
         "TepError",
@@ -118,6 +124,7 @@ _ROOMS = {
     ),
     "tep.plan": ("count_imms",),
     "tep.backends.base": ("Access",),
+    "tep.backends.local.memory": ("alloc_shared",),
     "tep.region": ("MrHandle",),
     "tep.transfer": (
         "Expectation",
@@ -142,8 +149,8 @@ if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every m
 
     def __getattr__(name: str) -> object:
         """Import a public name from its room, once; afterwards it is an ordinary attribute."""
-        if name == "sim":
-            return importlib.import_module("tep.sim")
+        if name in {"rendezvous", "sim"}:
+            return importlib.import_module(f"tep.{name}")
         room = _ROOM_OF.get(name)
         if room is None:
             raise AttributeError(f"module 'tep' has no attribute {name!r}")

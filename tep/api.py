@@ -79,7 +79,7 @@ class Pages:
 
         # What a list that is used again need not have computed again.
         self._distinct: bool | None = None
-        self._starts: tuple[int, npt.NDArray[np.uint64]] | None = None
+        self._starts: tuple[int, int, npt.NDArray[np.uint64]] | None = None
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -107,12 +107,23 @@ class Pages:
         seen[self.indices.view(np.int64)] = True
         return int(np.count_nonzero(seen))
 
-    def starts(self, stride: int) -> npt.NDArray[np.uint64]:
-        """Byte offset of each page's first byte from page 0: uint64[npages], not to be written."""
+    def starts(self, stride: int, first: int = 0) -> npt.NDArray[np.uint64]:
+        """Where each page starts if page 0 starts at `first`: uint64[npages], not to be written.
+
+        The column of the last call is kept: a list that goes to the same region again costs
+        nothing, one that goes elsewhere one addition.
+        """
         known = self._starts
-        if known is None or known[0] != stride:
-            known = self._starts = stride, self.indices * np.uint64(stride)
-        return known[1]
+        if known is not None and known[0] == stride:
+            if known[1] == first:
+                return known[2]
+            # As an array of no dimension a summand takes half the time that a scalar takes.
+            step = first - known[1]
+            column = known[2] + np.array(step if step >= 0 else step + 2**64, np.uint64)
+        else:
+            column = self.indices * np.uint64(stride) + np.array(first, np.uint64)
+        self._starts = stride, first, column
+        return column
 
 
 class ScatterDst(NamedTuple):
@@ -192,6 +203,8 @@ class EngineOptions:
             BusyError.
         poll_rows: completions read from one NIC in one go.
         commands_max: commands taken in one step.
+        failover: remember which immediates came from where, so that a request survives a NIC that
+            dies in the middle of it. Without it such a request fails.
     """
 
     wait_timeout_s: float = 60.0
@@ -199,3 +212,4 @@ class EngineOptions:
     backlog_rows_max: int = 1 << 26
     poll_rows: int = 4096
     commands_max: int = 128
+    failover: bool = True

@@ -2,31 +2,52 @@
 
 The engine has one verb, `step()`. A driver calls it, then `deliver()`, which runs the users'
 callbacks outside the step. Here are the thread driver (hardware, tcp, shm) and the inline driver
-(benchmarks, tests); the simulated one lives in `tep.sim.driver`.
+(benchmarks, tests); `tep.turning` lets callers turn beside the thread, and the simulated one lives
+in `tep.sim.driver`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import os
 import select
+import signal
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from tep.errors import ClosedError, UsageError
 
-__all__ = ["Driver", "InlineDriver", "Machine", "Settles", "ThreadDriver"]
+__all__ = [
+    "Driver",
+    "InlineDriver",
+    "Interrupts",
+    "Machine",
+    "Settles",
+    "ThreadDriver",
+    "Timed",
+    "thread_id",
+]
 
 T = TypeVar("T")
 
+# What `signal` wraps in order to make enums of the numbers: 0.5 us a call instead of 5 (measured).
+_plain = importlib.import_module("_signal")
+_signal: Final[Callable[[int, object], object]] = _plain.signal
+_getsignal: Final[Callable[[int], object]] = _plain.getsignal
+_SIGINT: Final = int(signal.SIGINT)
+
 _LOOK_S: Final = 0.2
 """How often a blocked caller looks whether the worker still lives, seconds."""
+
+thread_id: Final = threading.get_ident
+"""Who runs this, as a number other than 0."""
 
 
 class Settles(Protocol):
@@ -58,6 +79,9 @@ class Machine(Protocol):
     def wakeup_fds(self) -> list[int]:
         """The descriptors to sleep on; empty where no NIC has one."""
 
+    def owing(self) -> bool:
+        """Whether deliver() would run a user's function now."""
+
     def arm(self) -> bool:
         """Ask each NIC for one wake-up; False: something is waiting already."""
 
@@ -66,6 +90,14 @@ class Machine(Protocol):
 
     def must_poll(self) -> bool:
         """Whether some NIC gives no sign of news, so that it must be polled now and then."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A machine that wants to be turned at a time although nothing happens."""
+
+    def due_s(self) -> float | None:
+        """When, on the driver's clock; None: only when there is news."""
 
 
 class Driver(Protocol):
@@ -196,7 +228,7 @@ class ThreadDriver:
         self._cpu = cpu
         self._spin_s = spin_s
         self._watch_s = watch_s
-        self._kicked = threading.Event()
+        self._kicked = False
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -217,10 +249,13 @@ class ThreadDriver:
     def kick(self) -> None:
         # The flag saves the system call while the worker is awake: it clears the flag before its
         # last look.
-        if not self._kicked.is_set():
-            self._kicked.set()
-            with contextlib.suppress(OSError):  # not started yet, or rung 2**64 times
-                os.eventfd_write(self._bell, 1)
+        if not self._kicked:
+            self._kicked = True
+            self._ring()
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError):  # not started yet, or rung 2**64 times
+            os.eventfd_write(self._bell, 1)
 
     def call(self, function: Callable[[], T]) -> T:
         thread = self._thread
@@ -297,11 +332,20 @@ class ThreadDriver:
             )
 
     def _run(self, machine: Machine) -> None:
+        self._pin()
+        while self._turn_until_idle(machine):
+            if not self._kicked and machine.arm():
+                self._sleep(machine)
+
+    def _pin(self) -> None:
         if self._cpu is not None:
             os.sched_setaffinity(0, {self._cpu})
+
+    def _turn_until_idle(self, machine: Machine) -> bool:
+        """Worker: turn while there is work, and a little longer; False = the driver was closed."""
         spin_until = 0.0
         while True:
-            self._kicked.clear()
+            self._kicked = False
             while self._calls:
                 self._calls.popleft()()
             try:
@@ -314,15 +358,12 @@ class ThreadDriver:
                 spin_until = 0.0
                 continue
             if self._closing:
-                return
+                return False
             now = time.monotonic()
             spin_until = spin_until or now + self._spin_s
-            if machine.busy() and now < spin_until:
-                time.sleep(0)  # lets the user's own thread have the interpreter
-                continue
-            if not self._kicked.is_set() and machine.arm():
-                self._sleep(machine)
-            spin_until = 0.0
+            if not machine.busy() or now >= spin_until:
+                return True
+            time.sleep(0)  # lets the user's own thread have the interpreter
 
     def _sleep(self, machine: Machine) -> None:
         """Block until a kick, a NIC's descriptor, or the next look at the watched words."""
@@ -332,6 +373,51 @@ class ThreadDriver:
             poller.register(fd, select.POLLIN)
         regular = machine.watching() or machine.must_poll()
         timeout_ms = self._watch_s * 1000 if regular else None
+        due_s = machine.due_s() if isinstance(machine, Timed) else None
+        if due_s is not None:
+            wait_ms = max(0.0, due_s - time.monotonic()) * 1000 + 1  # not a little too early
+            timeout_ms = wait_ms if timeout_ms is None else min(timeout_ms, wait_ms)
         poller.poll(timeout_ms)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
+
+
+class Interrupts:
+    """While the main thread turns an engine, Ctrl-C waits until the step is over.
+
+    A KeyboardInterrupt in the middle of a step would leave the engine in two minds about what is
+    posted. Other handlers than Python's own are left alone.
+
+    Args:
+        bell: an eventfd that wakes whoever turns from its sleep.
+
+    Attributes:
+        came: Ctrl-C was pressed; raised at the end.
+    """
+
+    __slots__ = ("_bell", "_mine", "came")
+
+    def __init__(self, bell: int) -> None:
+        self.came = False
+        self._bell = bell
+        self._mine = False
+
+    def __enter__(self) -> Interrupts:
+        if (
+            threading.get_ident() == threading.main_thread().ident
+            and _getsignal(_SIGINT) is signal.default_int_handler
+        ):
+            self._mine = True
+            _signal(_SIGINT, self._note)
+        return self
+
+    def _note(self, *_: object) -> None:
+        self.came = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._mine:
+            _signal(_SIGINT, signal.default_int_handler)
+            if self.came:
+                raise KeyboardInterrupt

@@ -15,10 +15,11 @@ from tep import backends, report
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
 from tep.backends.base import Access, Domain, DomainKey
 from tep.drivers import ThreadDriver
-from tep.errors import BadRequest, BusyError
+from tep.errors import BadRequest, BusyError, UsageError
 from tep.imm import check_imm
 from tep.machine import EngineMachine
 from tep.memory import Buffer, Memory, adapt
+from tep.notes import REASON_MAX
 from tep.peers import PeerBook, PeerGroup
 from tep.region import MrHandle
 from tep.requests import (
@@ -31,9 +32,10 @@ from tep.requests import (
     paged_job,
     scatter_job,
     single_job,
+    slices_of,
 )
 from tep.stats import EngineStats
-from tep.transfer import Expectation, ImmCounter, Message, Transfer
+from tep.transfer import Expectation, ImmCounter, Message, Notice, Transfer
 from tep.watch import Watcher
 from tep.wire import MrDesc, NetAddr
 
@@ -280,8 +282,9 @@ class TransferEngine(EngineMachine):
         immediates.
         """
         self._check_source(src, "submit_scatter")
-        targets = self._peers.targets([dst.dst[0] for dst in dsts], group, "submit_scatter")
-        job = scatter_job(src, dsts, targets, imm, routing, len(self._domains))
+        slices = slices_of(dsts)
+        targets = self._peers.targets(slices.descs, group, "submit_scatter")
+        job = scatter_job(src, slices, targets, imm, routing, len(self._domains))
         return self._submit(job, on_done)
 
     def submit_barrier(
@@ -369,6 +372,33 @@ class TransferEngine(EngineMachine):
         self._enqueue(self._worker.expect, expectation, on_done)
         return expectation
 
+    def fail(
+        self,
+        peer: NetAddr,
+        imm: int,
+        reason: str,
+        *,
+        on_done: Callable[[Notice], object] | None = None,
+    ) -> Notice:
+        """Tell a peer that what it expects under an immediate will not come.
+
+        Every expectation of it that waits there fails with PEER_FAILED and the reason, or else the
+        next one that is stated. Counts stay. It is repeated until the peer's engine has it.
+
+        Raises:
+            BadRequest: not an immediate, or too long a reason.
+            UsageError: this backend has no notes.
+        """
+        self._check_open("fail")
+        if not self._worker.mail.able:
+            raise UsageError(f"fail: {self.main_address.backend} has no notes between engines")
+        if not isinstance(reason, str) or len(reason.encode()) > REASON_MAX:
+            raise BadRequest(f"fail: reason={reason!r}; text of {REASON_MAX} bytes at the most")
+        link = self._peers.link(peer, "fail")
+        notice = Notice(self, check_imm(imm), reason, link, self.driver.now_s())
+        self._enqueue(self._worker.tell, notice, on_done)
+        return notice
+
     def imm_counter(self, imm: int) -> ImmCounter:
         """A pollable view of one immediate's count."""
         take = self._worker.imms.take
@@ -395,6 +425,7 @@ class TransferEngine(EngineMachine):
         """
         self._check_open("remove_imm")
         value = check_imm(imm)
+        self._worker.broken.pop(value, None)
         return self._after_commands(lambda: self._worker.imms.remove(value))
 
     def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> Watcher:
@@ -436,7 +467,8 @@ class TransferEngine(EngineMachine):
         mr.check(self, what)
 
     def _submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        self._check_open(f"submit ({job.kind})")
+        if self._closed:
+            self._check_open(f"submit ({job.kind})")
         limit = self._row_bytes_max
         if job.longest > limit and (longest := longest_row(job, len(self._domains))) > limit:
             raise BadRequest(

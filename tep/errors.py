@@ -16,6 +16,7 @@ __all__ = [
     "Cancelled",
     "ClosedError",
     "FabricError",
+    "RendezvousError",
     "StaleEpoch",
     "StallError",
     "TepError",
@@ -76,6 +77,10 @@ class FabricError(TepError):
         self.domain = domain
         self.peer = peer
         self.row = row
+
+
+class RendezvousError(TepError):
+    """Processes that wanted to meet did not: one has left, does something else, or is no rank."""
 
 
 class BackendUnavailable(TepError):

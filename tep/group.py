@@ -2,8 +2,9 @@
 
 Rule 1: only this file posts rows. Rule 2: a row is posted on the NIC its local key is from, with
 the remote key of the NIC it goes to; the two are chosen together, in `_route`. Rule 3: a posted row
-is never posted again; rows that never left may move to another NIC. Rule 4: a transfer settles only
-when no row of it is posted. Rule 5: a peer always has a NIC that counts as alive.
+is never posted again as it was; rows that never left may move to another NIC, and what becomes of
+posted ones whose NIC died is `recovery`'s to say. Rule 4: a transfer settles only when no row of it
+is posted or held. Rule 5: a peer always has a NIC that counts as alive.
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
+from tep.acks import Acks
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.errors import FabricError, TepError
-from tep.pending import Pending, as_slice, cut_column, goes_to, ints, pick, shifted, varies
+from tep.moving import on_lanes
+from tep.pending import (
+    Pending,
+    Rescue,
+    goes_to,
+    ints,
+    pick,
+    row_error,
+    shifted,
+    template_of,
+    varies,
+)
 from tep.plan import Share, lanes, plan_paged, plan_single, plan_targets
 from tep.region import Link, Remote, Targets, Template
 from tep.requests import Job, shares_of
+from tep.sharing import SHARED_ROWS, cut_piece, is_long, share_backlog
 from tep.transfer import Transfer
 
 __all__ = ["DomainGroup"]
@@ -31,6 +43,9 @@ _TURNS_MAX: Final = 64
 
 _TEMPLATES_MAX: Final = 256
 """Cursors that one set of targets remembers its columns for; odd mixes of NIC counts have more."""
+
+_NEVER_LANDED: Final = {Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH}
+"""Of such a row it is known that it made no immediate (C11)."""
 
 
 class DomainGroup:
@@ -43,7 +58,11 @@ class DomainGroup:
         outstanding: rows that each NIC has and has not returned.
         rows, nbytes: what each NIC has taken in all.
         ended: transfers that no NIC holds a row of any more, since the caller last emptied this
-            list.
+            list; one may stand there twice.
+        batches: what is on its way, by ctx.
+        hold: keeps a row whose end is unknown, to make it good; False: it cannot be.
+        rescued: takes note that the rows of a rescue are all there.
+        acks: sums up acknowledged immediates, lane by lane, for `hold`; None: nobody does.
     """
 
     def __init__(self, domains: tuple[Domain, ...], rows_max: int) -> None:
@@ -57,9 +76,13 @@ class DomainGroup:
         self.batches: dict[int, Pending] = {}
         self._queues: list[deque[Pending]] = [deque() for _ in domains]
         self._rows_max = rows_max
+        self._shares = len(domains) > 1
         self._routes_version = 0
         self._ctx = 0
         self._cursor = 0
+        self.hold: Callable[[Pending, int, FabricError], bool] = lambda *_: False
+        self.rescued: Callable[[Rescue], object] = lambda _: None
+        self.acks: Acks | None = None
 
     # ------------------------------------------------------------------ dealing out
 
@@ -68,7 +91,7 @@ class DomainGroup:
         job = transfer.job
         transfer.left = transfer.rows
         if not any(self.alive):
-            self._lose(transfer, transfer.rows, self._down_error())
+            self.lose(transfer, transfer.rows, self._down_error())
         elif isinstance(job.remotes, Remote):
             if job.split:
                 self._deal_single(transfer, job, job.remotes)
@@ -133,13 +156,17 @@ class DomainGroup:
         found = targets.templates.get(key)
         if found is None:
             found = targets.templates[key] = self._templates(targets, *key)
-        for domain, remotes, nics, peer, rkey, base, rows in found:
-            src, dst, nbytes = pick(job.src, rows), pick(job.dst, rows), pick(job.nbytes, rows)
+        for part in found:
+            domain, rows, src, nbytes = part.domain, part.rows, job.src, job.nbytes
+            if rows is not None:
+                src, nbytes = pick(src, rows), pick(nbytes, rows)
             lkey = 0 if job.mr is None else job.mr.keys[domain].lkey
-            place = base if isinstance(dst, int) else base + dst  # a barrier's offset is 0
-            batch = WriteBatch(len(peer), peer, src, lkey, place, rkey, nbytes, job.imm, 0)
-            pending = Pending(transfer, domain, batch, remotes, nics)
-            if job.lengths and isinstance(rows, slice):
+            dst = part.places(job.dst)
+            batch = WriteBatch(part.n, part.peer, src, lkey, dst, part.rkey, nbytes, job.imm, 0)
+            pending = Pending(transfer, domain, batch, part.remotes, part.nics)
+            if rows is None:
+                pending.nbytes = job.total
+            elif job.lengths and isinstance(rows, slice):
                 pending.nbytes = sum(job.lengths[rows])
             self._push(pending)
 
@@ -149,21 +176,7 @@ class DomainGroup:
         for share in plan_targets(targets.nics, nlocal, cursor, pinned):
             domain, nic = self._route(share.domain, targets.remotes[share.start], share.remote)
             routes.setdefault(domain, []).append((share.start, nic))
-        found = []
-        for domain, mine in sorted(routes.items()):
-            whole = len(mine) == len(targets.remotes)
-            remotes = targets.remotes if whole else [targets.remotes[k] for k, _ in mine]
-            nics = [nic for _, nic in mine]
-            lanes_of = list(zip(remotes, nics, strict=True))
-            columns = (
-                [remote.link.peer(domain, nic) for remote, nic in lanes_of],
-                [remote.rkeys[nic] for remote, nic in lanes_of],
-                [remote.bases[nic] for remote, nic in lanes_of],
-            )
-            peer, rkey, base = (np.array(column, np.uint64) for column in columns)
-            rows = as_slice([k for k, _ in mine])
-            found.append(Template(domain, remotes, nics, peer, rkey, base, rows))
-        return found
+        return [template_of(targets, *route) for route in sorted(routes.items())]
 
     def _enqueue(
         self,
@@ -216,15 +229,25 @@ class DomainGroup:
         for domain, queue in enumerate(self._queues):
             if queue:
                 work |= self._post_on(domain, queue)
+        # Somebody is full. Where another has nothing left to do, the links are not equally fast.
+        if self.backlog >= SHARED_ROWS and not all(self._queues):
+            work |= share_backlog(self)
         return work
 
     def _post_on(self, domain: int, queue: deque[Pending]) -> bool:
         nic = self.domains[domain]
         before = self.outstanding[domain]
+        refused = 0  # batches in a row of which nothing was taken
         for _ in range(_TURNS_MAX):
-            if not queue:
+            if refused == len(queue):
                 break
             pending = queue[0]
+            if self._shares and pending.batch.n > SHARED_ROWS and is_long(pending):
+                if not cut_piece(self, pending, domain, queue):
+                    refused += 1
+                    queue.rotate(-1)
+                    continue
+                pending = queue[0]
             start = pending.at
             stop = pending.stop
             if len(queue) > 1 and stop - start > self._rows_max:
@@ -232,7 +255,13 @@ class DomainGroup:
             taken = nic.post(pending.batch, start, stop)
             assert 0 <= taken <= stop - start, (taken, start, stop)
             if taken == 0:
-                break
+                if self.outstanding[domain] >= nic.caps.sq_depth:
+                    break
+                # Not full: one peer holds its own rows up, and nobody else's.
+                refused += 1
+                queue.rotate(-1)
+                continue
+            refused = 0
             pending.at = start + taken
             self.outstanding[domain] += taken
             self.backlog -= taken
@@ -257,67 +286,74 @@ class DomainGroup:
             f"NIC {domain} returned more rows of batch {ctx} than it took"
         )
         self.outstanding[domain] -= count
-        if pending.back == pending.stop:
-            del self.batches[ctx]
         transfer = pending.transfer
-        transfer.left -= count
-        if status != Status.OK:
-            self._fail_rows(pending, count, status, row)
+        over = pending.back == pending.stop  # else the batch ends where its rest is cut off
+        held = status != Status.OK and self._fail_rows(pending, count, status, row)
+        if not held:
+            transfer.left -= count
+        if over:
+            del self.batches[ctx]
+            if self.acks is not None and pending.batch.imm is not None:
+                self.acks.add(pending)
+            if pending.rescue is not None and not held:
+                self.finish_rescue(pending.rescue)
         if transfer.left == 0:
             self.ended.append(transfer)
 
-    def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> None:
+    def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> bool:
+        """Take note of rows that did not end well; True if they are held, to be made good."""
         transfer = pending.transfer
-        remote, nic = pending.target(min(row, pending.batch.n - 1))
-        transfer.failed_rows += count
-        known = transfer.failure
-        if known is None:
-            self.drop_queued(transfer)
-        if known is None or (isinstance(known, FabricError) and known.code == Status.FLUSHED.name):
-            transfer.failure = self._row_error(pending, remote, nic, status, row)
+        row = min(row, pending.batch.n - 1)
+        remote, nic = pending.target(row)
+        pending.lose(row)
+        lost = False  # whether it is the way that failed, and another is there
         if status == Status.NIC_DOWN:
             self.nic_down(pending.domain)
+            lost = any(self.alive)
         elif status == Status.UNREACHABLE:
-            self._shun(remote.link, nic)
+            lost = self._shun(remote.link, nic)
+        elif status == Status.FLUSHED:
+            lost = not (self.alive[pending.domain] and remote.link.alive[nic])
+        known = transfer.failure
+        error = row_error(self.domains[pending.domain], pending, row, status)
+        if lost and self.hold(pending, row, error):
+            return True
+        if self.acks is not None and status not in _NEVER_LANDED:
+            self.acks.doubt(pending, row)
+        transfer.failed_rows += count
+        if known is None:
+            self.drop_queued(transfer)
+        known = transfer.failure
+        if known is None or (isinstance(known, FabricError) and known.code == Status.FLUSHED.name):
+            transfer.failure = error
+        return False
 
-    def _shun(self, link: Link, nic: int) -> None:
-        """A peer's NIC does not answer: what is queued for it and never left goes to its others."""
+    def _shun(self, link: Link, nic: int) -> bool:
+        """A peer's NIC does not answer: what is queued for it and never left goes to its others.
+
+        Returns:
+            Whether it has others.
+        """
         if not link.alive[nic]:
-            return
+            return True
         link.alive[nic] = False
         self._routes_version += 1
         if any(link.alive):
             self._reroute(lambda waiting: goes_to(waiting, link, nic))
-        else:
-            # All its NICs failed once. The peer may be back: try as planned, the rows will tell.
-            link.alive[:] = [True] * len(link.alive)
-
-    def _row_error(
-        self, pending: Pending, remote: Remote, nic: int, status: int, row: int
-    ) -> FabricError:
-        domain = self.domains[pending.domain]
-        code = Status(status).name
-        hint = domain.status_text(status)
-        peer = f"{remote.link.addr.name} NIC {nic}"
-        return FabricError(
-            f"{pending.transfer.job.kind} to {peer} failed on NIC {pending.domain} "
-            f"({domain.caps.nic}) at row {row}: {code}{': ' + hint if hint else ''}",
-            code=code,
-            domain=pending.domain,
-            peer=peer,
-            row=row,
-        )
+            return True
+        # All its NICs failed once. The peer may be back: try as planned, the rows will tell.
+        link.alive[:] = [True] * len(link.alive)
+        return False
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Take a transfer's rows that no NIC has out of the queues; return how many."""
-        dropped = 0
-        for queue in self._queues:
-            mine = [pending for pending in queue if pending.transfer is transfer]
-            for pending in mine:
-                dropped += self._cut(pending)
-                queue.remove(pending)
+        mine = [p for queue in self._queues for p in queue if p.transfer is transfer]
+        dropped = sum(pending.stop - pending.at for pending in mine)
+        transfer.dropped += dropped  # first: what a rescue does next depends on it
+        for pending in mine:
+            self._queues[pending.domain].remove(pending)
+            self._cut(pending)
         transfer.left -= dropped
-        transfer.dropped += dropped
         return dropped
 
     def _cut(self, pending: Pending) -> int:
@@ -327,9 +363,13 @@ class DomainGroup:
         self.backlog -= rest
         if pending.back == pending.stop:
             del self.batches[pending.batch.ctx]
+            if self.acks is not None and pending.batch.imm is not None:
+                self.acks.add(pending)
+            if pending.rescue is not None:
+                self.finish_rescue(pending.rescue)
         return rest
 
-    def _lose(self, transfer: Transfer, rows: int, error: TepError) -> None:
+    def lose(self, transfer: Transfer, rows: int, error: TepError) -> None:
         """Fail rows that no NIC will ever take."""
         transfer.failed_rows += rows
         transfer.failure = transfer.failure or error
@@ -355,7 +395,7 @@ class DomainGroup:
 
     def _down_error(self) -> FabricError:
         names = ", ".join(domain.caps.nic for domain in self.domains)
-        return FabricError(f"no NIC of this engine is alive ({names})", code=Status.NIC_DOWN.name)
+        return FabricError(f"no NIC of this engine is alive ({names})", code="NIC_DOWN")
 
     def _reroute(self, wanted: Callable[[Pending], bool]) -> None:
         moving = [pending for queue in self._queues for pending in queue if wanted(pending)]
@@ -364,13 +404,43 @@ class DomainGroup:
             if start == stop:
                 continue  # dropped with a row of the same transfer that could not move
             self._queues[pending.domain].remove(pending)
+            rescue, pending.rescue = pending.rescue, None
             self._cut(pending)
             try:
                 if not any(self.alive):
                     raise self._down_error()
-                self._push(self._moved(pending, start, stop))
+                moved = self._moved(pending, start, stop)
+                moved.rescue = rescue
+                self._push(moved)
             except TepError as error:  # or a NIC that cannot connect to where its rows should go
-                self._lose(pending.transfer, stop - start, error)
+                self.lose(pending.transfer, stop - start, error)
+                if rescue is not None:
+                    self.finish_rescue(rescue)
+
+    def repost(self, old: Pending, row: int, rescue: Rescue | None, error: TepError) -> None:
+        """Queue one row again on a lane that lives: its bytes if there is a rescue that waits for
+        them, else its immediate without bytes. `error` is what it fails with if no lane is left.
+        """
+        try:
+            self.first_alive()
+            fresh = self._moved(old, row, row + 1)
+        except TepError:
+            self.lose(old.transfer, 1, error)
+            if rescue is not None:
+                self.finish_rescue(rescue)
+            return
+        if rescue is None:
+            fresh.batch.nbytes = 0
+        else:
+            fresh.batch.imm = None
+            fresh.rescue = rescue
+        self._push(fresh)
+
+    def finish_rescue(self, rescue: Rescue) -> None:
+        """A row of a rescue is over."""
+        rescue.left -= 1
+        if rescue.left == 0:
+            self.rescued(rescue)
 
     def _moved(self, old: Pending, start: int, stop: int) -> Pending:
         """The same rows, with the keys of the NICs they now go over."""
@@ -378,37 +448,4 @@ class DomainGroup:
             self._route(old.domain, *old.target(row))
             for row in (range(start, stop) if varies(old) else (start,))
         ]
-        domain = routes[0][0]
-        batch, mr = old.batch, old.transfer.job.mr
-        lkey = 0 if mr is None else mr.keys[domain].lkey
-        src, nbytes, imm = (
-            cut_column(c, start, stop) for c in (batch.src, batch.nbytes, batch.imm)
-        )
-        assert src is not None
-        assert nbytes is not None
-        if isinstance(old.remotes, Remote):
-            assert isinstance(old.nics, int)
-            remote, nic = old.remotes, routes[0][1]
-            shift = remote.bases[nic] - remote.bases[old.nics]
-            dst = shifted(cut_column(batch.dst, start, stop), shift)
-            peer = remote.link.peer(domain, nic)
-            fresh = WriteBatch(
-                stop - start, peer, src, lkey, dst, remote.rkeys[nic], nbytes, imm, 0
-            )
-            return Pending(old.transfer, domain, fresh, remote, nic)
-        targets = [old.target(row) for row in range(start, stop)]
-        nics = [nic for _, nic in routes]
-        dsts = ints(batch.dst, batch.n)[start:stop]
-        moved = [
-            at - remote.bases[was] + remote.bases[now]
-            for at, (remote, was), now in zip(dsts, targets, nics, strict=True)
-        ]
-        peers = [
-            remote.link.peer(domain, nic) for (remote, _), nic in zip(targets, nics, strict=True)
-        ]
-        rkeys = [remote.rkeys[nic] for (remote, _), nic in zip(targets, nics, strict=True)]
-        columns = [np.array(column, np.uint64) for column in (peers, moved, rkeys)]
-        fresh = WriteBatch(
-            stop - start, columns[0], src, lkey, columns[1], columns[2], nbytes, imm, 0
-        )
-        return Pending(old.transfer, domain, fresh, [remote for remote, _ in targets], nics)
+        return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])

@@ -86,6 +86,11 @@ class Handle:
         """What went wrong, if it failed or was cancelled."""
         return self._error
 
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody is to be called back."""
+        return bool(self._callbacks)
+
     def describe(self) -> str:
         """Say in one line what this is and how far it is; used in stall reports."""
         return f"{type(self).__name__}: {self._state.value}"

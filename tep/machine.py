@@ -65,7 +65,8 @@ class EngineMachine:
         )
         self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken
         self._closed = self._crashed = False
-        self._worker = Worker(self._domains, options, driver.now_s)
+        # With the epoch, since a restarted engine counts its notes from the beginning.
+        self._worker = Worker(self._domains, options, driver.now_s, f"{name} (epoch {epoch})"[:200])
         self._worker.report = self._report_error
         for domain in domains:
             domain.set_waker(driver.kick)
@@ -113,9 +114,17 @@ class EngineMachine:
         if not self._closed:
             self._worker.deliver()
 
+    def owing(self) -> bool:
+        """Driver: whether deliver() would run a user's function now."""
+        return not self._closed and self._worker.owing()
+
     def busy(self) -> bool:
         """Driver: whether NICs hold rows of ours, or rows wait for them."""
         return self._worker.busy()
+
+    def due_s(self) -> float | None:
+        """Driver: when to turn at the latest, on its own clock; None: when there is news."""
+        return self._worker.due_s()
 
     def watching(self) -> bool:
         """Driver: whether words are watched."""

@@ -23,7 +23,7 @@ _RESOLVED_MAX: Final = 1 << 16
 class _Steady(NamedTuple):
     """The targets of a group's last request: a steady application names the same in every step."""
 
-    descs: list[MrDesc]
+    descs: tuple[MrDesc, ...]
     targets: Targets
     generation: int
 
@@ -41,14 +41,14 @@ class PeerGroup:
         # another's targets.
         self._steady: _Steady | None = None
 
-    def targets(self, descs: list[MrDesc], what: str) -> Targets:
+    def targets(self, descs: Sequence[MrDesc], what: str) -> Targets:
         """Resolve descriptors of the group's peers, or find them resolved.
 
         Raises:
             BadRequest: a descriptor's peer is not in the group.
             StaleEpoch: it restarted after the group was made, or after the descriptor was.
         """
-        steady, book = self._steady, self.book
+        steady, book, descs = self._steady, self.book, tuple(descs)
         if steady is not None and steady.generation == book.generation and steady.descs == descs:
             return steady.targets
         generation = book.generation
@@ -176,4 +176,4 @@ class PeerBook:
             return Targets([self.resolve(desc, what) for desc in descs])
         if group.book is not self:
             raise BadRequest(f"{what}: the peer group belongs to engine {group.book.own.name!r}")
-        return group.targets(list(descs), what)
+        return group.targets(descs, what)

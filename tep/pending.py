@@ -6,30 +6,56 @@ Values and arithmetic only; when they are posted, moved or ended is the group's 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column, WriteBatch
-from tep.region import Link, Remote
+from tep.backends.base import Column, Domain, Status, WriteBatch
+from tep.errors import FabricError
+from tep.region import Link, Remote, Targets, Template
 from tep.transfer import Transfer
 
 __all__ = [
     "Pending",
+    "Rescue",
     "as_slice",
     "cut_column",
     "goes_to",
     "ints",
     "pick",
+    "row_error",
     "shifted",
+    "template_of",
     "varies",
 ]
+
+
+_NO_ROWS: Final[set[int]] = set()
+"""Stands in every batch that has lost none, and is never added to."""
+
+
+class Rescue:
+    """Rows that are written again, and the immediates that may follow once all of them are there.
+
+    Attributes:
+        left: rows that are not there yet.
+        after: (batch, row, error) of the rows whose immediates follow.
+    """
+
+    __slots__ = ("after", "left")
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.after: list[tuple[Pending, int, FabricError]] = []
 
 
 class Pending:
     """Rows of one batch on one NIC: `at` of them posted, `back` of them returned.
 
-    `nbytes` is the sum over the whole batch where somebody knew it, else -1.
+    `nbytes` is the sum over the whole batch where somebody knew it, else -1. `lost` names the rows
+    that came back with an error; `rescue` is what a row that is written again belongs to.
+    `shared` says that NICs take pieces of it as they get through.
     """
 
     __slots__ = (
@@ -37,9 +63,12 @@ class Pending:
         "back",
         "batch",
         "domain",
+        "lost",
         "nbytes",
         "nics",
         "remotes",
+        "rescue",
+        "shared",
         "stop",
         "transfer",
     )
@@ -61,6 +90,29 @@ class Pending:
         self.back = 0
         self.stop = batch.n
         self.nbytes = -1
+        self.lost: set[int] = _NO_ROWS
+        self.rescue: Rescue | None = None
+        self.shared = False
+
+    def lose(self, row: int) -> None:
+        """Take note of a row that came back with an error."""
+        if not self.lost:
+            self.lost = set()
+        self.lost.add(row)
+
+    def posted_rows(self) -> range:
+        """The rows that a NIC has taken, returned or not."""
+        return range(self.at)
+
+    def imm(self, row: int) -> int | None:
+        """The immediate of one row."""
+        imm = self.batch.imm
+        return imm if imm is None or isinstance(imm, int) else int(imm[row])
+
+    def row_bytes(self, row: int) -> int:
+        """Bytes of one row."""
+        nbytes = self.batch.nbytes
+        return nbytes if isinstance(nbytes, int) else int(nbytes[row])
 
     def sum_bytes(self, start: int, stop: int) -> int:
         """Bytes of rows start..stop."""
@@ -117,3 +169,34 @@ def shifted(column: Column | None, shift: int) -> Column:
         return column + shift
     # Unsigned arithmetic wraps, so a negative shift is the addition of its complement.
     return column + np.uint64(shift % 2**64) if shift else column
+
+
+def row_error(domain: Domain, pending: Pending, row: int, status: int) -> FabricError:
+    """What a row that did not end well says of it."""
+    remote, nic = pending.target(row)
+    code, hint = Status(status).name, domain.status_text(status)
+    peer = f"{remote.link.addr.name} NIC {nic}"
+    return FabricError(
+        f"{pending.transfer.job.kind} to {peer} failed on NIC {pending.domain} "
+        f"({domain.caps.nic}) at row {row}: {code}{': ' + hint if hint else ''}",
+        code=code,
+        domain=pending.domain,
+        peer=peer,
+        row=row,
+    )
+
+
+def template_of(targets: Targets, domain: int, mine: Sequence[tuple[int, int]]) -> Template:
+    """What the rows of one NIC have in common; `mine` are (target, its NIC) pairs."""
+    whole = len(mine) == len(targets.remotes)
+    remotes = targets.remotes if whole else [targets.remotes[k] for k, _ in mine]
+    nics = [nic for _, nic in mine]
+    lanes_of = list(zip(remotes, nics, strict=True))
+    columns = (
+        [remote.link.peer(domain, nic) for remote, nic in lanes_of],
+        [remote.rkeys[nic] for remote, nic in lanes_of],
+        [remote.bases[nic] for remote, nic in lanes_of],
+    )
+    peer, rkey, base = (np.array(column, np.uint64) for column in columns)
+    rows = None if whole else as_slice([k for k, _ in mine])
+    return Template(domain, remotes, nics, (peer, rkey, base), rows)

@@ -12,12 +12,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Access, Domain, DomainKey
+from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.errors import BadRequest, ClosedError
 from tep.memory import Memory
+from tep.tally import Lane
 from tep.wire import MrDesc, NetAddr
 
-__all__ = ["Link", "MrHandle", "Remote", "Targets", "Template"]
+__all__ = ["Link", "MrHandle", "Places", "Remote", "Targets", "Template"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -32,13 +33,15 @@ class MrHandle:
 
     Attributes:
         memory: pointer, length, device and owner of the bytes.
+        ptr: address of the first as an array of no dimension, which adds to a column in half the
+            time that a scalar needs.
         access: whether peers may write here.
         keys: the region's keys, one a NIC.
         desc: what peers need to write here.
         inflight: transfers that read from here now.
     """
 
-    __slots__ = ("access", "closed", "desc", "engine", "inflight", "keys", "memory")
+    __slots__ = ("access", "closed", "desc", "engine", "inflight", "keys", "memory", "ptr")
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class MrHandle:
     ) -> None:
         self.engine = engine
         self.memory = memory
+        self.ptr: U64 = np.array(memory.ptr, np.uint64)
         self.access = access
         self.keys = keys
         self.desc = desc
@@ -78,7 +82,7 @@ class Link:
         current: False once a later incarnation of the peer is known.
     """
 
-    __slots__ = ("_domains", "_ids", "addr", "alive", "current")
+    __slots__ = ("_domains", "_ids", "_lanes", "addr", "alive", "current")
 
     def __init__(self, addr: NetAddr, domains: tuple[Domain, ...]) -> None:
         self.addr = addr
@@ -86,6 +90,15 @@ class Link:
         self.current = True
         self._domains = domains
         self._ids = [[_UNKNOWN] * len(addr.domains) for _ in domains]
+        self._lanes: dict[tuple[int, int], Lane] = {}
+
+    def lane(self, domain: int, remote: int) -> Lane:
+        """What is remembered of the lane between two NICs."""
+        key = domain, remote
+        found = self._lanes.get(key)
+        if found is None:
+            found = self._lanes[key] = Lane()
+        return found
 
     def peer(self, domain: int, remote: int) -> int:
         """The PeerId of its NIC `remote` on our NIC `domain`; connects on first use."""
@@ -111,23 +124,74 @@ class Remote:
         self.nics = len(desc.rkeys)
 
 
-class Template(NamedTuple):
+class Template:
     """What the rows of one local NIC have in common in every request to the same targets.
 
     Attributes:
         domain: the local NIC.
         remotes, nics: target region and remote NIC of each row.
+        n: rows.
         peer, rkey, base: columns.
-        rows: which targets.
+        rows: which targets; None = all of them.
     """
 
-    domain: int
-    remotes: Sequence[Remote]
-    nics: Sequence[int]
-    peer: U64
-    rkey: U64
-    base: U64
-    rows: slice | npt.NDArray[np.int64]
+    __slots__ = (
+        "_offsets",
+        "_places",
+        "base",
+        "domain",
+        "n",
+        "nics",
+        "peer",
+        "remotes",
+        "rkey",
+        "rows",
+    )
+
+    def __init__(
+        self,
+        domain: int,
+        remotes: Sequence[Remote],
+        nics: Sequence[int],
+        columns: tuple[U64, U64, U64],
+        rows: slice | npt.NDArray[np.int64] | None,
+    ) -> None:
+        self.domain = domain
+        self.remotes = remotes
+        self.nics = nics
+        self.n = len(nics)
+        self.peer, self.rkey, self.base = columns
+        self.rows = rows
+        self._offsets: U64 | None = None
+        self._places: U64 = self.base
+
+    def places(self, offsets: Column) -> U64:
+        """The address that each row goes to, for offsets in the regions of all targets, or 0.
+
+        The same offsets give the same column: what a request's checks made is not written to.
+        """
+        if isinstance(offsets, int):
+            assert offsets == 0, "a barrier's rows go to the start of each region"
+            return self.base
+        if offsets is not self._offsets:
+            mine = offsets if self.rows is None else offsets[self.rows]
+            self._places = np.add(self.base, mine)
+            self._offsets = offsets
+        return self._places
+
+
+class Places(NamedTuple):
+    """Offsets in the regions of a scatter's targets, as its last request named them.
+
+    Attributes:
+        raw: their bytes.
+        column: uint64, read-only.
+        offset_max: the largest.
+    """
+
+    raw: bytes
+    column: U64
+    offset_max: int
 
 
 class Targets:
@@ -139,10 +203,11 @@ class Targets:
         cycle: least common multiple of them.
         limit_min: length of the shortest region, bytes.
         templates: by (cursor, pinned NIC); kept by the group.
+        places: of the last request; replaced as a whole, since users' threads meet here.
         routes_version: of the group's routes that the templates follow.
     """
 
-    __slots__ = ("cycle", "limit_min", "nics", "remotes", "routes_version", "templates")
+    __slots__ = ("cycle", "limit_min", "nics", "places", "remotes", "routes_version", "templates")
 
     def __init__(self, remotes: Sequence[Remote]) -> None:
         self.remotes = remotes
@@ -150,4 +215,5 @@ class Targets:
         self.cycle = math.lcm(*self.nics)
         self.limit_min = min(remote.nbytes for remote in remotes)
         self.routes_version = 0
+        self.places = Places(b"", np.zeros(0, np.uint64), 0)
         self.templates: dict[tuple[int, int | None], list[Template]] = {}

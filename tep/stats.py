@@ -33,6 +33,7 @@ class TransferStats:
         rows_back: returned by NICs so far, well or not.
         rows_failed: returned with an error, or lost with the last NIC.
         rows_dropped: taken out by cancel() before any NIC had them.
+        rows_again: posted in addition, since a NIC had died with rows on it.
         nics: rows and bytes of each local NIC.
         elapsed_s: from submit to the last row's return, or to now; seconds of the driver's clock.
     """
@@ -47,6 +48,7 @@ class TransferStats:
     rows_dropped: int
     nics: tuple[NicBytes, ...]
     elapsed_s: float
+    rows_again: int = 0
 
     @property
     def gbps(self) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tep.region import Link
     from tep.requests import Job
 
-__all__ = ["Expectation", "ImmCounter", "Message", "Transfer"]
+__all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Transfer"]
 
 _NAMES_MAX: Final = 4  # peers that a report names
 
@@ -37,6 +37,8 @@ class Transfer(Handle):
         failed_rows: rows that came back with an error.
         failure: the first error, confirmed by settling once nothing is posted any more.
         dropped: rows that a cancel took out before any NIC had them.
+        held: rows whose NIC or peer's NIC died, until it is known what became of them.
+        extra: rows that were added to make such rows good over another NIC.
     """
 
     __slots__ = (
@@ -44,8 +46,10 @@ class Transfer(Handle):
         "_nic_rows",
         "_settled_s",
         "dropped",
+        "extra",
         "failed_rows",
         "failure",
+        "held",
         "job",
         "left",
         "rows",
@@ -57,10 +61,14 @@ class Transfer(Handle):
         self.rows = self.left = rows
         self.failed_rows = 0
         self.failure: TepError | None = None
-        self.dropped = 0
+        self.dropped = self.held = self.extra = 0
         self._nic_rows = [0] * nics
         self._nic_bytes = [0] * nics
         self._settled_s: float | None = None
+
+    def is_ending(self) -> bool:
+        """Whether it will not end as done, so that nothing more of it need be posted."""
+        return self.failure is not None or self.dropped > 0
 
     def note_posted(self, domain: int, rows: int, nbytes: int) -> None:
         """Account for rows that a NIC has taken."""
@@ -81,9 +89,10 @@ class Transfer(Handle):
             rows=self.rows,
             nbytes=self.job.total,
             rows_posted=posted,
-            rows_back=self.rows - self.left - self.dropped,
+            rows_back=self.rows + self.extra - self.left - self.dropped,
             rows_failed=self.failed_rows,
             rows_dropped=self.dropped,
+            rows_again=self.extra,
             nics=tuple(map(NicBytes, self._nic_rows, self._nic_bytes)),
             elapsed_s=end_s - self.submitted_s,
         )
@@ -96,6 +105,7 @@ class Transfer(Handle):
             f"{stats.kind} of {stats.rows} rows, {stats.nbytes} bytes to {peers}: {stats.state}; "
             f"{stats.rows_posted} posted, {stats.rows_back} back, {stats.rows_failed} failed, "
             f"{stats.rows_dropped} dropped"
+            + (f"; of {self.held} a NIC died, and the peer is asked for them" if self.held else "")
         )
 
 
@@ -128,6 +138,29 @@ class Message(Handle):
         where = "posted" if self.posted else "waiting for the NIC"
         what = f"message of {len(self.payload)} bytes to {self.link.addr.name}"
         return f"{what}: {self._state.value}, {where}"
+
+
+class Notice(Handle):
+    """The word to a peer that an immediate will not come. `done` means that its engine knows.
+
+    Attributes:
+        imm: the immediate.
+        reason: why not.
+        link: the peer.
+    """
+
+    __slots__ = ("imm", "link", "reason")
+
+    def __init__(self, owner: Owner, imm: int, reason: str, link: Link, submitted_s: float) -> None:
+        super().__init__(owner, submitted_s)
+        self.imm = imm
+        self.reason = reason
+        self.link = link
+
+    def describe(self) -> str:
+        """One line for reports."""
+        what = f"word to {self.link.addr.name} that imm {self.imm:#x} fails"
+        return f"{what}: {self._state.value}"
 
 
 class Expectation(Handle):

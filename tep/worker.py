@@ -15,12 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.api import EngineOptions
+from tep.audit import Arrivals, Audit
 from tep.backends.base import Completions, Domain, Kind, Status, new_completions
 from tep.errors import ClosedError, FabricError, TepError
 from tep.group import DomainGroup
 from tep.handle import Handle, State
 from tep.imm import ImmTable
-from tep.transfer import Expectation, Message, Transfer
+from tep.mailroom import NOTE_CTX, Mailroom
+from tep.notes import Answer, Failed, Told
+from tep.recovery import Recovery
+from tep.transfer import Expectation, Message, Notice, Transfer
 from tep.watch import WatchPage
 
 __all__ = ["Worker"]
@@ -31,7 +35,10 @@ _SCALAR_MAX: Final = 24
 Measured: one poll of numpy work costs about 10 us.
 """
 
-_WRITE, _IMM, _SENT, _RECV, _DOWN = map(int, Kind)
+_HEARD_MAX: Final = 4096
+"""Words of peers that are remembered, so that one that comes twice counts once."""
+
+_WRITE, _IMM, _SENT, _RECV, _DOWN, _NOTE, _FENCED = map(int, Kind)
 Receive = Callable[[memoryview], object]
 
 
@@ -45,6 +52,8 @@ class Worker:
         taken: rows and messages of the commands taken.
         open: every handle that was taken and has not settled, in order of submission.
         watch: the watched words.
+        mail, recovery, audit: notes to other engines; both halves of a failover.
+        broken: immediates that a peer gave up, and that nobody expected at the time.
         steps: how often it was turned.
         submitted: transfers and messages taken.
         tally: how many transfers and messages settled, by state.
@@ -52,7 +61,11 @@ class Worker:
     """
 
     def __init__(
-        self, domains: tuple[Domain, ...], options: EngineOptions, now_s: Callable[[], float]
+        self,
+        domains: tuple[Domain, ...],
+        options: EngineOptions,
+        now_s: Callable[[], float],
+        name: str = "",
     ) -> None:
         self.group = DomainGroup(domains, options.post_rows_max)
         self.imms: ImmTable[Expectation] = ImmTable()
@@ -66,6 +79,16 @@ class Worker:
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
         self.receive: Receive | None = None
         self.report: Callable[[object, Exception], None] = _raise
+        self.mail = Mailroom(domains, self.group.alive, now_s)
+        able = options.failover and self.mail.able
+        counted = able and all(domain.caps.imm_source for domain in domains)
+        self.recovery = Recovery(self.group, self.mail, able=able, counted=counted)
+        self._arrivals = [Arrivals() for _ in domains] if counted else []
+        self.audit = Audit(domains, self._arrivals, self.mail)
+        self._name = name
+        self.broken: dict[int, FabricError] = {}
+        self._heard: dict[tuple[str, int], None] = {}
+        self.mail.hear(Failed, self._peer_failed)
         self._now_s = now_s
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
@@ -89,6 +112,10 @@ class Worker:
             work |= group.post()
         if self._sends:
             work |= self._post_sends()
+        if self.recovery.paths:
+            work |= self.recovery.step()
+        if self.mail.busy:
+            work |= self.mail.step()
         out = self._out
         for index, domain in enumerate(group.domains):
             n = domain.poll(out)
@@ -128,6 +155,12 @@ class Worker:
             for watching, old, new in self.watch.look():
                 self._run(watching, old, new)
 
+    def owing(self) -> bool:
+        """Whether deliver() would run a user's function, or look at watched words."""
+        if self.imms.loose or self._received or self.watch:
+            return True
+        return bool(self._settled) and any(handle.awaited for handle in self._settled)
+
     def _run(self, callback: Callable[..., object], *args: object) -> None:
         try:
             callback(*args)
@@ -135,9 +168,14 @@ class Worker:
             self.report(callback, error)
 
     def busy(self) -> bool:
-        """Whether rows or messages are outstanding."""
+        """Whether rows, messages or commands are outstanding."""
         group = self.group
-        return bool(group.backlog or group.batches or self._sends or self._messages)
+        queued = group.backlog or self._sends or self.commands
+        return bool(queued or group.batches or self._messages)
+
+    def due_s(self) -> float | None:
+        """When a turn is wanted although no NIC has news; seconds of the driver's clock."""
+        return self.mail.due_s() if self.mail.busy else None
 
     @property
     def backlog(self) -> int:
@@ -194,10 +232,52 @@ class Worker:
         if self.closed:
             self._end(expectation, State.FAILED, _closed())
             return
+        if self.broken and (broken := self.broken.pop(expectation.imm, None)) is not None:
+            self._end(expectation, State.FAILED, broken)
+            return
         try:
             self.imms.expect(expectation)
         except TepError as error:
             self._end(expectation, State.FAILED, error)
+
+    def tell(self, notice: Notice) -> None:
+        """Command: have a peer's expectation of an immediate end in an error."""
+        self.open[notice] = None
+        self.submitted += 1
+        if self.closed:
+            self._end(notice, State.FAILED, _closed())
+            return
+
+        def told(_: Answer) -> None:
+            self._end(notice, State.DONE)
+
+        def lost(why: str) -> None:
+            name = notice.link.addr.name
+            text = f"{name} could not be told that imm {notice.imm:#x} fails: {why}"
+            self._end(notice, State.FAILED, FabricError(text, code="UNREACHABLE", peer=name))
+
+        self.mail.ask(
+            notice.link, lambda n: Failed(n, self._name, notice.imm, notice.reason), told, lost
+        )
+
+    def _peer_failed(self, nic: int, address: bytes, note: Failed) -> None:
+        """A peer gives an immediate up: whoever waits for it, or will next, gets an error."""
+        self.mail.answer(nic, address, Told(note.number, "", ()))
+        key = note.who, note.number
+        if key in self._heard:
+            return  # it asked again because our answer was late
+        self._heard[key] = None
+        while len(self._heard) > _HEARD_MAX:
+            del self._heard[next(iter(self._heard))]
+        waiting = [h for h in self.open if isinstance(h, Expectation) and h.imm == note.imm]
+        found = False
+        for handle in reversed(waiting):  # the last in line first, so that none fires by this
+            here = handle.arrived
+            if self.imms.cancel(handle):
+                found = True
+                self._end(handle, State.FAILED, _given_up(note, f"; {here} of {handle.count} came"))
+        if not found and len(self.broken) < _HEARD_MAX:
+            self.broken[note.imm] = _given_up(note, "")
 
     def cancel(self, handle: Handle) -> None:
         """Command: end a handle early, once nothing of it is posted."""
@@ -210,6 +290,8 @@ class Worker:
             if handle in self._sends:
                 self._sends.remove(handle)
                 self._end(handle, State.CANCELLED)
+        elif isinstance(handle, Notice):
+            pass  # it is on its way, and cannot be taken back
         else:
             assert isinstance(handle, Transfer)
             # One without a row in the queues has ended in this very step, or is all posted.
@@ -221,9 +303,12 @@ class Worker:
 
     def _take_rows(self, domain: int, rows: list[tuple[int, ...]]) -> None:
         group, imms = self.group, self.imms
+        noted = self._arrivals[domain].add if self._arrivals else None
         for kind, status, count, imm, row, ctx, _ in rows:
             if kind == _IMM:
                 imms.add(imm, count)
+                if noted is not None:
+                    noted(ctx, imm, count)
             elif kind == _WRITE:
                 group.finish_rows(domain, ctx, count, status, row)
             else:
@@ -231,18 +316,21 @@ class Worker:
 
     def _take_columns(self, domain: int, n: int) -> None:
         kinds, counts, imms, ctxs = self._columns
-        heads = self._heads[:n]
+        heads = self._heads[:n].tobytes()  # compared as bytes: a sixth of comparing as columns
         kind, status, count, *_ = self._out[0].item()
-        if np.logical_and.reduce(heads == heads[0]):
+        if heads == heads[:8] * n:
             if kind == _IMM and count == 1:
-                self.imms.add_many(imms[:n])
+                if self._arrivals and self._arrivals[domain].add_columns(ctxs[:n], imms[:n]):
+                    self.imms.add(int(imms[0]), n)
+                else:
+                    self.imms.add_many(imms[:n])
                 return
             if kind == _WRITE and status == Status.OK:
                 self._finish_uniform(domain, ctxs[:n], count)
                 return
         # A mixed burst: immediates by columns, the rest row by row, each in its own order.
         mine = kinds[:n] == _IMM
-        self._count(imms[:n][mine], counts[:n][mine])
+        self._count(domain, imms[:n][mine], counts[:n][mine], ctxs[:n][mine])
         self._take_rows(domain, self._out[:n][~mine].tolist())
 
     def _finish_uniform(self, domain: int, ctxs: npt.NDArray[np.uint64], count: int) -> None:
@@ -254,18 +342,36 @@ class Worker:
         for ctx, n in zip(values.tolist(), entries.tolist(), strict=True):
             self.group.finish_rows(domain, ctx, n * count, Status.OK, 0)
 
-    def _count(self, imms: npt.NDArray[np.uint32], counts: npt.NDArray[np.uint32]) -> None:
+    def _count(
+        self,
+        domain: int,
+        imms: npt.NDArray[np.uint32],
+        counts: npt.NDArray[np.uint32],
+        sources: npt.NDArray[np.uint64],
+    ) -> None:
         if not len(imms):
             return
+        arrivals = self._arrivals[domain] if self._arrivals else None
         if (counts == 1).all():
             self.imms.add_many(imms)
-        else:
-            for imm, count in zip(imms.tolist(), counts.tolist(), strict=True):
-                self.imms.add(imm, count)
+            if arrivals is not None:
+                arrivals.add_columns(sources, imms)
+            return
+        columns = zip(imms.tolist(), counts.tolist(), sources.tolist(), strict=True)
+        for imm, count, source in columns:
+            self.imms.add(imm, count)
+            if arrivals is not None:
+                arrivals.add(source, imm, count)
 
     def _take_other(self, domain: int, kind: int, status: int, ctx: int) -> None:
         if kind == _DOWN:
             self.group.nic_down(domain)
+        elif kind == _SENT and ctx >= NOTE_CTX:
+            self.mail.sent(ctx, status)
+        elif kind == _NOTE:
+            self.mail.take(domain, ctx)
+        elif kind == _FENCED:
+            self.audit.fenced(ctx, status)
         elif kind == _SENT:
             message = self._messages.pop(ctx)
             if status == Status.OK:
@@ -310,7 +416,7 @@ class Worker:
 
     def _settle_ended(self) -> None:
         ended, self.group.ended = self.group.ended, []
-        for transfer in ended:
+        for transfer in ended if len(ended) == 1 else dict.fromkeys(ended):
             if transfer.failure is not None:
                 self._end(transfer, State.FAILED, transfer.failure)
             else:
@@ -351,6 +457,8 @@ class Worker:
             elif isinstance(handle, Message) and not handle.posted:
                 self._end(handle, State.FAILED, _closed())
         self._sends.clear()
+        self.recovery.close(_closed())
+        self.mail.close()
         for index, domain in enumerate(self.group.domains):
             domain.close()
             while n := domain.poll(self._out):
@@ -380,6 +488,11 @@ class Worker:
 
 def _closed() -> ClosedError:
     return ClosedError("the engine was closed before this ended")
+
+
+def _given_up(note: Failed, more: str) -> FabricError:
+    text = f"imm {note.imm:#x}: {note.who} gave it up: {note.reason}{more}"
+    return FabricError(text, code="PEER_FAILED", peer=note.who)
 
 
 def _raise(_: object, error: Exception) -> None:

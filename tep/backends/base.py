@@ -28,6 +28,7 @@ __all__ = [
     "DomainCaps",
     "DomainKey",
     "Kind",
+    "Noting",
     "Opened",
     "Row",
     "Status",
@@ -47,6 +48,8 @@ class Kind(IntEnum):
     SENT = 3  # the message `ctx` was delivered, or failed
     RECV = 4  # a message arrived; `ctx` is the slot for recv_view(), `nbytes` its length
     DOWN = 5  # this NIC is gone for good: nothing can be posted on it any more
+    NOTE = 6  # a note arrived; `ctx` is the slot for take_note()
+    FENCED = 7  # fence(): with OK nothing of that sender lands here any more; else it is not known
 
 
 class Status(IntEnum):
@@ -79,7 +82,7 @@ COMPLETION = np.dtype(
         ("count", "u4"),  # rows, or immediates, that this entry stands for; 1 or more
         ("imm", "u4"),  # Kind.IMM only
         ("row", "u4"),  # Kind.WRITE with an error: index of the row in its batch
-        ("ctx", "u8"),  # the batch's ctx, the message's ctx, or the receive slot
+        ("ctx", "u8"),  # the batch's, message's, note's or fence's ctx, or a slot; IMM: its source
         ("nbytes", "u8"),  # Kind.RECV: bytes of the message. Else 0 or the bytes moved
     ],
     align=True,  # 32 bytes; unaligned columns would cost numpy twice the time
@@ -178,6 +181,8 @@ class DomainCaps:
         peer_timeout_s: a dead peer ends in an error completion within this time (C17).
         moves_bytes: False on a model that keeps time only, and copies nothing.
         wakes: False if neither an fd nor the waker tells of news: poll() must be called regularly.
+        note_bytes: longest note of post_note(); 0: it is no `Noting`, and has no notes (C24).
+        imm_source: whether an immediate's `ctx` says which NIC it came from (C25); needs notes.
     """
 
     backend: str
@@ -193,6 +198,8 @@ class DomainCaps:
     peer_timeout_s: float
     moves_bytes: bool = True
     wakes: bool = True
+    note_bytes: int = 0
+    imm_source: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +286,32 @@ class Domain(Protocol):
         """End every open row and message with FLUSHED, then free the NIC. Idempotent.
 
         poll() still hands these completions out.
+        """
+
+
+class Noting(Domain, Protocol):
+    """A NIC whose engines can talk to each other: `caps.note_bytes` is 1 or more.
+
+    What they say makes NIC failover, heartbeats and leases possible. Clauses C24 to C26.
+    """
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        """Take one note, or say False = full, ask again; acknowledged by SENT.
+
+        Like post_send(), but for the peer's engine: it takes no buffer of the users' pool.
+        """
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        """Return a note that has arrived, and the address of the NIC that sent it. Once a slot."""
+
+    def source(self, number: int) -> bytes:
+        """The address of the NIC behind the `ctx` of an immediate."""
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        """Take nothing more of what the NIC at this address has sent, or sends later.
+
+        Ends in one FENCED entry. OK: nothing of it lands here any more, and all its immediates
+        that did land were handed out before. Repeatable.
         """
 
 

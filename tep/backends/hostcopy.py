@@ -13,10 +13,23 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column
+from tep.backends.base import Column, Row, WriteBatch
 from tep.memory import Memory
 
-__all__ = ["HostRegion", "Offsets", "copy_rows", "offsets_within", "pick"]
+__all__ = [
+    "HostRegion",
+    "Offsets",
+    "Rows",
+    "copy_rows",
+    "offsets_within",
+    "pick",
+    "row_at",
+    "spell",
+]
+
+Rows = slice | npt.NDArray[np.intp]
+"""Which rows of a batch."""
+
 
 Offsets = int | npt.NDArray[np.intp]
 """Byte offsets in a region: one for every row, or one a row."""
@@ -93,3 +106,31 @@ def _addresses(offsets: Offsets, origin: int, nrows: int) -> list[int]:
     if isinstance(offsets, int):
         return [origin + offsets] * nrows
     return [origin + offset for offset in offsets.tolist()]
+
+
+def row_at(batch: WriteBatch, index: int) -> Row:
+    """Spell out one row: the usual single write, without the cost of columns."""
+    return Row._make(
+        column if column is None or isinstance(column, int) else int(column[index])
+        for column in (
+            batch.peer,
+            batch.src,
+            batch.lkey,
+            batch.dst,
+            batch.rkey,
+            batch.nbytes,
+            batch.imm,
+        )
+    )
+
+
+def spell(batch: WriteBatch, rows: Rows, nrows: int) -> map[Row]:
+    """Spell out chosen rows as plain ints."""
+
+    def column(value: Column) -> list[int]:
+        chosen = pick(value, rows)
+        return [chosen] * nrows if isinstance(chosen, int) else chosen.tolist()
+
+    imms: list[int] | list[None] = [None] * nrows if batch.imm is None else column(batch.imm)
+    columns = (batch.peer, batch.src, batch.lkey, batch.dst, batch.rkey, batch.nbytes)
+    return map(Row, *(column(value) for value in columns), imms)

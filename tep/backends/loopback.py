@@ -13,12 +13,8 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from tep.backends.base import (
     Access,
-    Column,
     Completions,
     DomainCaps,
     DomainKey,
@@ -28,7 +24,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.hostcopy import HostRegion, offsets_within, pick
+from tep.backends.hostcopy import HostRegion, Rows, offsets_within, pick, row_at, spell
 from tep.backends.loopback_port import NAME_BYTES_MAX, NICS_MAX, Hub, Port, check_address
 from tep.backends.shuffle import Disorder, Entry, Message
 from tep.errors import ClosedError, FabricError, UsageError
@@ -45,16 +41,15 @@ HUB: Final = Hub()
 
 _SQ_DEPTH: Final = 1024  # as deep as the send queues of the paper's engine
 _MESSAGES_MAX: Final = 64
+_NOTE_BYTES: Final = 4096
 _VECTOR_ROWS: Final = 16  # from here on columns beat a loop
 
 # Plain ints: to store an IntEnum costs numpy three times as much.
 _WRITE: Final = int(Kind.WRITE)
 _SENT: Final = int(Kind.SENT)
 _DOWN: Final = int(Kind.DOWN)
+_FENCED: Final = int(Kind.FENCED)
 _OK: Final = int(Status.OK)
-
-Rows = slice | npt.NDArray[np.intp]
-"""Which rows of a batch."""
 
 
 class _State(Enum):
@@ -171,7 +166,7 @@ class LoopbackDomain:
     def _carry_out(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
         if nrows == 1:
             index = rows.start if isinstance(rows, slice) else int(rows[0])
-            row = _row_at(batch, index)
+            row = row_at(batch, index)
             status = self._carry_row(row)
             ok = status is Status.OK
             self._finish(status, batch.ctx, row=0 if ok else index, nbytes=row.nbytes if ok else 0)
@@ -190,17 +185,17 @@ class LoopbackDomain:
         src = offsets_within(pick(batch.src, rows), source.origin, nbytes, source.nbytes)
         if src is None:
             return False
-        if not target.place_rows(rkey, pick(batch.dst, rows), source, src, nbytes, nrows):
+        imms = None if batch.imm is None else pick(batch.imm, rows)
+        dst = pick(batch.dst, rows)
+        if not target.place_rows(rkey, dst, source, src, nbytes, nrows, imms, self.address):
             return False
-        if batch.imm is not None:
-            target.announce(pick(batch.imm, rows), nrows)
         self._finish(Status.OK, batch.ctx, count=nrows, nbytes=nrows * nbytes)
         return True
 
     def _carry_each(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
         indices = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
         moved = nbytes = 0
-        for index, row in zip(indices, _spell(batch, rows, nrows)):
+        for index, row in zip(indices, spell(batch, rows, nrows)):
             status = self._carry_row(row)
             if status is Status.OK:
                 moved += 1
@@ -218,7 +213,7 @@ class LoopbackDomain:
         if row.nbytes > self.caps.max_write_bytes:
             return Status.LENGTH
         target = self._reach(row.peer)
-        return target if isinstance(target, Status) else target.place_row(row)
+        return target if isinstance(target, Status) else target.place_row(row, self.address)
 
     def _finish(
         self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
@@ -268,6 +263,37 @@ class LoopbackDomain:
         if isinstance(target, Status):
             return target
         return target.take_message(message.payload, self.port)
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        if self._open_messages >= _MESSAGES_MAX:
+            self._refused = True
+            return False
+        self._open_messages += 1
+        target: Port | Status = Status.NIC_DOWN
+        if self._state is not _State.DOWN:
+            target = self._reach(peer)
+        if not isinstance(target, Status):
+            target = target.take_note_in(bytes(payload), self.address)
+        self._own((_SENT, int(target), 1, 0, 0, ctx, 0))
+        self.port.waker()
+        return True
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        return self.port.note(slot)
+
+    def source(self, number: int) -> bytes:
+        return self.port.source(number)
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        self._check_open()
+        self.port.fence(source)
+        if self._disorder is not None:  # what is held of its immediates comes out first
+            self._ready.extend(self._disorder.entries.drain())
+            self._ready.extend(self.port.arrived)
+            self.port.arrived.clear()
+        self._ready.append((_FENCED, _OK, 1, 0, 0, ctx, 0))
+        self.port.waker()
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
@@ -389,34 +415,6 @@ _STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
 )
 
 
-def _row_at(batch: WriteBatch, index: int) -> Row:
-    """Spell out one row: the usual single write, without the cost of columns."""
-    return Row._make(
-        column if column is None or isinstance(column, int) else int(column[index])
-        for column in (
-            batch.peer,
-            batch.src,
-            batch.lkey,
-            batch.dst,
-            batch.rkey,
-            batch.nbytes,
-            batch.imm,
-        )
-    )
-
-
-def _spell(batch: WriteBatch, rows: Rows, nrows: int) -> map[Row]:
-    """Spell out chosen rows as plain ints."""
-
-    def column(value: Column) -> list[int]:
-        chosen = pick(value, rows)
-        return [chosen] * nrows if isinstance(chosen, int) else chosen.tolist()
-
-    imms: list[int] | list[None] = [None] * nrows if batch.imm is None else column(batch.imm)
-    columns = (batch.peer, batch.src, batch.lkey, batch.dst, batch.rkey, batch.nbytes)
-    return map(Row, *(column(value) for value in columns), imms)
-
-
 def open_domains(
     nics: int = 1,
     *,
@@ -470,6 +468,8 @@ def open_domains(
             ordered=seed is None,
             imm_eats_recv=False,
             peer_timeout_s=1.0,
+            note_bytes=_NOTE_BYTES,
+            imm_source=True,
         )
         domains.append(LoopbackDomain(hub, name, nic, epoch=epoch, caps=caps, seed=seed))
     return Opened(tuple(domains), epoch, name, driver)

@@ -38,6 +38,7 @@ _MAGIC: Final = b"LOOP"
 _OK: Final = int(Status.OK)
 _IMM: Final = int(Kind.IMM)
 _RECV: Final = int(Kind.RECV)
+_NOTE: Final = int(Kind.NOTE)
 
 
 class Port:
@@ -65,14 +66,18 @@ class Port:
         self._lengths: dict[int, int] = {}
         self._free: deque[int] = deque()
         self._starved: dict[Port, None] = {}  # senders that found no free buffer
+        self._sources: dict[bytes, int] = {}
+        self._fenced: set[bytes] = set()
+        self._notes: dict[int, tuple[bytes, bytes]] = {}
+        self._notes_seen = 0
         hub.attach(self)
 
     # --- on the senders' threads
 
-    def place_row(self, row: Row) -> Status:
+    def place_row(self, row: Row, sender: bytes) -> Status:
         """Write one row, then hand over its immediate. The source has been checked."""
         with self._lock:
-            if not self.alive:
+            if not self.alive or sender in self._fenced:
                 return Status.UNREACHABLE
             region = self._targets.get(row.rkey)
             if region is None:
@@ -81,15 +86,31 @@ class Port:
             if not region.holds(offset, row.nbytes):
                 return Status.REMOTE_RANGE
             ctypes.memmove(region.origin + offset, row.src, row.nbytes)
-        if row.imm is not None:
-            self.announce(row.imm, 1)
+            if row.imm is None:
+                return Status.OK
+            # Within the lock: what is fenced out afterwards has been counted before.
+            self._hand_over(row.imm, 1, sender)
+        self.waker()
         return Status.OK
 
     def place_rows(
-        self, rkey: int, dst: Column, source: HostRegion, src: Offsets, nbytes: int, nrows: int
+        self,
+        rkey: int,
+        dst: Column,
+        source: HostRegion,
+        src: Offsets,
+        nbytes: int,
+        nrows: int,
+        imms: Column | None,
+        sender: bytes,
     ) -> bool:
-        """Write rows of one length to one region; False = one cannot be, nothing is written."""
+        """Write rows of one length to one region, and hand over their immediates.
+
+        False = one cannot be, nothing is written.
+        """
         with self._lock:
+            if sender in self._fenced:
+                return False
             region = self._targets.get(rkey)
             if region is None:
                 return False
@@ -97,19 +118,40 @@ class Port:
             if offsets is None:
                 return False
             copy_rows(source, src, region, offsets, nbytes, nrows)
+            if imms is None:
+                return True
+            self._hand_over(imms, nrows, sender)
+        self.waker()
         return True
 
-    def announce(self, imms: Column, count: int) -> None:
+    def announce(self, imms: Column, count: int, sender: bytes = b"") -> None:
         """Hand over immediates whose bytes are here."""
-        if isinstance(imms, int):
-            self.arrived.append((_IMM, _OK, count, imms, 0, 0, 0))
-        else:
-            entries = np.zeros(count, COMPLETION)
-            entries["kind"] = _IMM
-            entries["count"] = 1
-            entries["imm"] = imms
-            self.arrived.append(entries)
+        with self._lock:
+            self._hand_over(imms, count, sender)
         self.waker()
+
+    def _hand_over(self, imms: Column, count: int, sender: bytes) -> None:
+        number = self._sources.setdefault(sender, len(self._sources))
+        if isinstance(imms, int):
+            self.arrived.append((_IMM, _OK, count, imms, 0, number, 0))
+            return
+        entries = np.zeros(count, COMPLETION)
+        entries["kind"] = _IMM
+        entries["count"] = 1
+        entries["imm"] = imms
+        entries["ctx"] = number
+        self.arrived.append(entries)
+
+    def take_note_in(self, payload: bytes, sender: bytes) -> Status:
+        """Keep a note for this NIC's engine."""
+        with self._lock:
+            if not self.alive:
+                return Status.UNREACHABLE
+            slot = self._notes_seen = self._notes_seen + 1
+            self._notes[slot] = payload, sender
+            self.arrived.append((_NOTE, _OK, 1, 0, 0, slot, len(payload)))
+        self.waker()
+        return Status.OK
 
     def take_message(self, payload: bytes, sender: Port) -> Status | None:
         """Put a message into a free buffer; None = there is none, the sender is woken then."""
@@ -139,6 +181,21 @@ class Port:
         """Let nobody write there any more; what is being written is finished first."""
         with self._lock:
             self._targets.pop(rkey, None)
+
+    def source(self, number: int) -> bytes:
+        """The address that a number in an immediate's entry stands for."""
+        with self._lock:
+            return list(self._sources)[number]
+
+    def note(self, slot: int) -> tuple[bytes, bytes]:
+        """A note, and who sent it; once."""
+        with self._lock:
+            return self._notes.pop(slot)
+
+    def fence(self, sender: bytes) -> None:
+        """Take no rows of one NIC any more; what it is writing now is finished first."""
+        with self._lock:
+            self._fenced.add(sender)
 
     def add_buffers(self, nbytes: int, count: int) -> None:
         """Make the pool larger."""

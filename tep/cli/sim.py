@@ -1,35 +1,77 @@
 """`tep sim`: run one seed of the swarm, or several, and show what happened; a failing seed is
-replayed here.
+replayed here, of the engine's own swarm or of one over a protocol of yours.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tep.cli.show import Json, emit_json, progress
 
+if TYPE_CHECKING:
+    from tep.testing.case import Case
+    from tep.testing.hunting import Protocol
+
 __all__ = ["sim"]
 
 
+Seed = Annotated[int, typer.Option("--seed", help="The run: all in it is drawn from this number.")]
+Runs = Annotated[int, typer.Option("--runs", min=1, help="Run this many seeds, from --seed on.")]
+TraceFile = Annotated[
+    Path | None, typer.Option("--trace", help="Write a Perfetto trace of the (last) run here.")
+]
+Place = Annotated[
+    str, typer.Option("--protocol", help="FILE.py:NAME of an async function of a Cluster.")
+]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="With --protocol.")]
+Nics = Annotated[str, typer.Option("--nics", help="With --protocol: of a node, N or LEAST-MOST.")]
+Groups = Annotated[
+    str, typer.Option("--faults", help="With --protocol: all, none, or groups: order,nics,...")
+]
+Heal = Annotated[float, typer.Option("--heal-us", help="With --protocol: when trouble ends.")]
+Literal = Annotated[str, typer.Option("--case", help="With --protocol: a literal, not a seed.")]
+
+
 def sim(
-    seed: Annotated[
-        int, typer.Option("--seed", help="The run: everything in it is drawn from this number.")
-    ] = 0,
-    runs: Annotated[
-        int, typer.Option("--runs", min=1, help="Run this many seeds, from --seed on.")
-    ] = 1,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write a Perfetto trace of the (last) run here.")
-    ] = None,
+    seed: Seed = 0,
+    runs: Runs = 1,
+    trace: TraceFile = None,
+    protocol: Place = "",
+    nodes: Nodes = 2,
+    nics: Nics = "1-4",
+    faults: Groups = "all",
+    heal_us: Heal = 40.0,
+    case: Literal = "",
     json: Json = False,
 ) -> None:
-    """Run a drawn scenario on the chaos fabric against the oracle; exit 1 on the first
-    violation.
+    """Run a drawn scenario on the chaos fabric against the oracle, or, with --protocol, an async
+    function of yours in a drawn case; exit 1 on the first violation.
     """
+    if protocol:
+        from tep.testing.case import Case
+
+        least, _, most = nics.partition("-")
+        shape = (int(least), int(most or least))
+        seeds = range(seed, seed + runs)
+        cases = (
+            [Case.parse(case)]
+            if case
+            else [
+                Case.draw(one, nodes=nodes, nics=shape, faults=faults, heal_us=heal_us)
+                for one in seeds
+            ]
+        )
+        _hunt(protocol, cases, trace=trace, json=json)
+    else:
+        _swarm(seed, runs, trace=trace, json=json)
+
+
+def _swarm(seed: int, runs: int, *, trace: Path | None, json: bool) -> None:
+    """Run the engine's own scenarios, up to the first finding."""
     from tep.sim import Trace  # numpy is loaded when something runs
     from tep.testing.oracle import Violation, run_scenario
     from tep.testing.scenario import Scenario
@@ -68,3 +110,52 @@ def sim(
         )
     if violation:
         raise typer.Exit(1)
+
+
+def _hunt(place: str, cases: list[Case], *, trace: Path | None, json: bool) -> None:
+    """Run somebody's protocol in cases, up to the first finding."""
+    from tep.sim import Trace
+    from tep.testing.hunting import run
+    from tep.testing.stage import Violation
+
+    protocol: Protocol[object] = _load(place)
+    violation: str | None = None
+    case, record = cases[0], Trace()
+    for case in cases:
+        record = Trace()
+        try:
+            run(protocol, case, trace=record)
+        except Violation as found:
+            violation = str(found)
+            break
+    if trace is not None:
+        record.write_perfetto(trace)
+    if json:
+        emit_json({"violation": violation, "case": repr(case), "digest": record.digest()})
+    else:
+        typer.echo(repr(case))
+        typer.echo(f"VIOLATION: {violation}" if violation else f"{len(cases)} clean")
+    if violation:
+        raise typer.Exit(1)
+
+
+def _load(place: str) -> Protocol[object]:
+    """Import FILE.py:NAME. Raises UsageError."""
+    import importlib.util
+    import inspect
+
+    from tep.errors import UsageError
+
+    path, _, name = place.rpartition(":")
+    spec = importlib.util.spec_from_file_location("tep_protocol", path) if path else None
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise UsageError(f"--protocol {place!r}: FILE.py:NAME is asked for, and a file that exists")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` would
+    spec.loader.exec_module(module)
+    found: Protocol[object] | None = getattr(module, name, None)
+    if not inspect.iscoroutinefunction(found):
+        raise UsageError(f"--protocol {place!r}: {name} is no async function of {path}")
+    assert found is not None
+    return found

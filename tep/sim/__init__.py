@@ -14,7 +14,20 @@ if TYPE_CHECKING:
     from tep.sim.clock import FabricEnv
     from tep.sim.cluster import Cluster
     from tep.sim.driver import SimDriver
-    from tep.sim.faults import Chaos, Faults, KillNic, Restart, Revoke
+    from tep.sim.faults import (
+        Chaos,
+        Clog,
+        Fault,
+        Faults,
+        KillNic,
+        Mute,
+        Pause,
+        Restart,
+        Revoke,
+        Slow,
+        Swizzle,
+    )
+    from tep.sim.faults_at import clog, kill_nic, mute, pause, restart, revoke, slow, swizzle
     from tep.sim.loop import current_env, run
     from tep.sim.profile import profile_names as profiles
     from tep.sim.timing import TimingFabric
@@ -23,35 +36,63 @@ if TYPE_CHECKING:
 __all__ = [
     "Chaos",
     "ChaosFabric",
+    "Clog",
     "Cluster",
     "FabricEnv",
+    "Fault",
     "Faults",
     "KillNic",
+    "Mute",
+    "Pause",
     "Restart",
     "Revoke",
     "SimDriver",
+    "Slow",
+    "Swizzle",
     "TimingFabric",
     "Trace",
+    "clog",
     "current_env",
+    "kill_nic",
+    "mute",
+    "pause",
     "profiles",
+    "restart",
+    "revoke",
     "run",
+    "slow",
+    "swizzle",
 ]
 
 _ROOMS = {
     "Chaos": "faults",
     "ChaosFabric": "chaos",
+    "Clog": "faults_at",
     "Cluster": "cluster",
     "FabricEnv": "clock",
+    "Fault": "faults_at",
     "Faults": "faults",
-    "KillNic": "faults",
-    "Restart": "faults",
-    "Revoke": "faults",
+    "KillNic": "faults_at",
+    "Mute": "faults_at",
+    "Pause": "faults_at",
+    "Restart": "faults_at",
+    "Revoke": "faults_at",
     "SimDriver": "driver",
+    "Slow": "faults_at",
+    "Swizzle": "faults_at",
     "TimingFabric": "timing",
     "Trace": "trace",
+    "clog": "faults_at",
     "current_env": "loop",
+    "kill_nic": "faults_at",
+    "mute": "faults_at",
+    "pause": "faults_at",
     "profiles": "profile",
+    "restart": "faults_at",
+    "revoke": "faults_at",
     "run": "loop",
+    "slow": "faults_at",
+    "swizzle": "faults_at",
 }
 _NAMES = {"profiles": "profile_names"}
 

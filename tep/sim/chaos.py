@@ -7,6 +7,7 @@ nodes; one NIC is `chaos_nic`, the knobs are `faults`. A crash takes a host with
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Final
 
 from tep.backends.base import Status
@@ -14,7 +15,19 @@ from tep.errors import BadDescriptor, UsageError
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import NicState, StreamKeys
 from tep.sim.clock import FabricEnv
-from tep.sim.faults import Chaos, Fault, Faults, KillNic, Restart, Revoke
+from tep.sim.faults import (
+    Chaos,
+    Clog,
+    Fault,
+    Faults,
+    KillNic,
+    Mute,
+    Pause,
+    Restart,
+    Revoke,
+    Slow,
+    Swizzle,
+)
 from tep.sim.hashing import below, draw
 from tep.sim.trace import Trace
 
@@ -41,6 +54,7 @@ class ChaosNode:
         self.uid = uid
         self.epoch = epoch
         self.busy_until_ps = 0
+        self._paused_ps = 0
         self._steps = 0
         self._first_key = uid << 24
         if not fabric.chaos.key_reuse:
@@ -59,9 +73,13 @@ class ChaosNode:
         entity = (self.uid << 32) + self._steps
         bits = draw(self.fabric.keys.step, entity)
         delay_ps = 1 + below(bits, chaos.poll_delay_ps)
-        if chaos.pause_ps and bits & 0x3F == 0:
+        if chaos.pause_ps and bits & 0x3F == 0 and not self.fabric.healed:
             delay_ps += below(draw(self.fabric.keys.step, entity, 1), chaos.pause_ps)
-        return delay_ps
+        return max(delay_ps, self._paused_ps - self.fabric.env.now)
+
+    def pause(self, for_ps: int) -> None:
+        """Have the worker's next steps wait; 0 ends a pause."""
+        self._paused_ps = self.fabric.env.now + for_ps
 
 
 class ChaosFabric:
@@ -72,6 +90,9 @@ class ChaosFabric:
         rows: rows and messages posted so far.
         failed: (NIC, ctx, row, status) of every row and message that ended in an error.
         violations: what no correct engine may do, in words.
+        happened: faults that nobody asked for: what the fabric's own load brought about.
+        seen: how often some things happened that a suite should have met, by name.
+        healed: whether heal() was called: nothing of the fabric's own will goes wrong any more.
 
     Args:
         env: the clock; `chaos.tie_shuffle` is switched on there.
@@ -88,6 +109,9 @@ class ChaosFabric:
         self.rows = 0
         self.failed: list[tuple[str, int, int, Status]] = []
         self.violations: list[str] = []
+        self.happened: list[Fault] = []
+        self.seen: Counter[str] = Counter()
+        self.healed = False
         if chaos.tie_shuffle:
             env.shuffle_ties(chaos.seed)
 
@@ -106,6 +130,13 @@ class ChaosFabric:
             raise UsageError(f"node name {name!r}: 1 to 200 bytes of UTF-8 without NUL")
         self.nodes[name] = made
         return made
+
+    def watch(self, trace: Trace) -> None:
+        """Record from now on; for a fabric that was made without a trace."""
+        self.trace = trace
+        for node in self.nodes.values():
+            for nic in node.domains:
+                nic.watch(trace)
 
     def crash(self, name: str) -> None:
         """End a host as a pulled plug does; restart() can bring it back later."""
@@ -139,11 +170,34 @@ class ChaosFabric:
                 self.revoke(name, nic)
             case Restart(name):
                 self.restart(name)
+            case Pause(name, for_ps):
+                self._node(name).pause(for_ps)
+            case Slow(name, nic, factor, for_ps):
+                self._nic(name, nic).link.slow(factor, for_ps)
+            case Clog(name, nic, for_ps):
+                self._nic(name, nic).link.trouble("clog", for_ps)
+            case Mute(name, nic, for_ps):
+                self._nic(name, nic).link.trouble("mute", for_ps)
+            case Swizzle():
+                for delay_ps, one in fault.clogs():
+                    self.env.call_at(self.env.now + delay_ps, self._inflict_later, one)
+
+    def _inflict_later(self, fault: Fault) -> None:
+        if not self.healed:
+            self.inflict(fault)
+
+    def heal(self) -> None:
+        """End every trouble of links and workers, for good; the dead stay dead."""
+        self.healed = True
+        for node in self.nodes.values():
+            node.pause(0)
+            for nic in node.domains:
+                nic.link.heal()
 
     def script(self, faults: Faults) -> None:
         """Book every fault at its time; with engines on top use Cluster.at, which renews them."""
         for t_ps, fault in faults.events:
-            self.env.call_at(t_ps, self.inflict, fault)
+            self.env.call_at(t_ps, self._inflict_later, fault)
 
     # ------------------------------------------------------------------ for the NICs
 

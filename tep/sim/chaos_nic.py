@@ -1,20 +1,20 @@
 """One NIC of the chaos fabric: a Domain of the seam that cuts, delays, reorders, repeats and fails.
 
 Each row becomes 1 to 5 fragments, each an event of its own that copies real bytes, visible at once.
+Here rows are sent, and end; what happens at their target is `chaos_receiver`'s matter.
 Rule 1: the immediate of a row comes after all its bytes, and nothing else comes in any promised
 order, unless `Chaos.ordered`. Rule 2: every accepted row is in `_open` until its one completion.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Completions, Kind, Row, Status, WriteBatch
+from tep.backends.base import Kind, Row, Status, WriteBatch
 from tep.errors import UsageError
-from tep.sim.chaos_parts import Flight, Fragment, NicState, Peer, nobody
-from tep.sim.chaos_port import ChaosPort
+from tep.sim.chaos_link import Link
+from tep.sim.chaos_parts import Flight, Fragment, NicState, nobody
+from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
 from tep.sim.hashing import below, draw
 from tep.sim.trace import What
 from tep.units import PS_PER_NS
@@ -28,37 +28,35 @@ __all__ = ["ChaosNic"]
 _ISSUE_PS: Final = 5 * PS_PER_NS
 _BYTES_PER_NS: Final = 32
 _LATENCY_PS: Final = 200 * PS_PER_NS
-_ACK_PS: Final = 100 * PS_PER_NS
 _AGAIN_PS: Final = 100 * PS_PER_NS  # after a post that was refused for no reason
 _REPEAT_PS: Final = 50 * PS_PER_NS
 _MESSAGES_MAX: Final = 64
 """Messages have room of their own: one that waits for its reader holds back no row to others."""
 
+_PATH_DIED: Final = (Status.NIC_DOWN, Status.UNREACHABLE)
+
 _OK: Final = int(Status.OK)
 _WRITE: Final = int(Kind.WRITE)
-_IMM: Final = int(Kind.IMM)
 _SENT: Final = int(Kind.SENT)
-_RECV: Final = int(Kind.RECV)
 _DOWN: Final = int(Kind.DOWN)
 
 
-class ChaosNic(ChaosPort):
-    """One NIC; made by ChaosFabric.node()."""
+class ChaosNic(ChaosReceiver):
+    """One NIC; made by ChaosFabric.node().
+
+    Attributes:
+        link: what its way to the others is like just now.
+    """
 
     def __init__(self, fabric: ChaosFabric, node: ChaosNode, number: int) -> None:
         super().__init__(fabric, node, number)
         skews = self._chaos.skew_ps
         self._latency_ps = _LATENCY_PS + skews[number % len(skews)]
+        self.link = Link(fabric.env, _land)
         self._free_ps = 0
         self._posts = 0
         self._open: dict[int, Flight] = {}
         self._messages = 0
-        self._credits = self._chaos.imm_credits
-        self._waiting: list[Flight] = []
-        self._serving = False
-        self._slots: list[bytearray] = []
-        self._filled: list[int] = []
-        self._free_slots: deque[int] = deque()
 
     def close(self) -> None:
         if self.state is NicState.CLOSED:
@@ -85,18 +83,39 @@ class ChaosNic(ChaosPort):
         return room
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return self._send(peer, payload, ctx, is_note=False)
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        assert len(payload) <= self.caps.note_bytes, len(payload)
+        return self._send(peer, payload, ctx, is_note=True)
+
+    def _send(self, peer: int, payload: bytes, ctx: int, *, is_note: bool) -> bool:
         if self._room(1, _MESSAGES_MAX - self._messages) == 0:
             return False
         self._messages += 1
         row = self._accept(peer, ctx)
         row.payload = bytes(payload)
+        row.is_note = is_note
         row.nbytes = len(payload)
         if self._trace is not None:
             self._note("send", row, row.peer.name)
         if not self._is_hopeless(row, row.nbytes > self.caps.max_msg_bytes):
+            if self._chaos.message_loss and self._is_lost(row):
+                return True
             drawn = draw(self._keys.message, self._uid + self.rows)
             self._book((row, 0, 0, None), self._env.now + self._flight_ps(drawn))
         return True
+
+    def _is_lost(self, row: Flight) -> bool:
+        """Whether a message gets lost for good; it may also arrive, and only its answer be lost."""
+        if self.fabric.healed or (row.bits >> 40) & 15 >= self._chaos.message_loss:
+            return False
+        row.unheard = bool(row.bits >> 44 & 1)
+        self.fabric.seen["message lost"] += 1
+        if not row.unheard:
+            delay_ps = self._error_delay(row, self._chaos.dead_after_ps)
+            self._doom(row, Status.UNREACHABLE, delay_ps)
+        return not row.unheard
 
     def _room(self, wanted: int, room: int) -> int:
         """How many of the rows offered are taken this time, where there is room for some."""
@@ -112,9 +131,12 @@ class ChaosNic(ChaosPort):
             bits = draw(self._keys.post, self._uid + self._posts)
             if chaos.refuse_post and (bits & 3) == 0:
                 self._env.call_at(self._env.now + _AGAIN_PS, self._cq.wake)
+                self.fabric.seen["post refused"] += 1
                 return 0
             if chaos.short_post:
                 room = 1 + below(bits, room)
+        if room < wanted:
+            self.fabric.seen["short post"] += 1
         return room
 
     def _accept(self, peer_id: int, ctx: int) -> Flight:
@@ -138,7 +160,7 @@ class ChaosNic(ChaosPort):
         if nbytes:
             region = row.region = self._lkeys.get(spec.lkey)
             if region is None or not 0 <= spec.src - region.ptr <= region.nbytes - nbytes:
-                self._doom(row, Status.LOCAL_KEY, _ACK_PS)
+                self._doom(row, Status.LOCAL_KEY, ACK_PS)
                 return
             row.src = spec.src - region.ptr
         if self._trace is not None:
@@ -150,9 +172,9 @@ class ChaosNic(ChaosPort):
     def _is_hopeless(self, row: Flight, too_long: bool) -> bool:
         """Doom a row that cannot even leave; True if it cannot."""
         if self.state is NicState.DEAD:
-            self._doom(row, Status.NIC_DOWN, self._error_delay(row, _ACK_PS * 2))
+            self._doom(row, Status.NIC_DOWN, self._error_delay(row, ACK_PS * 2))
         elif too_long:
-            self._doom(row, Status.LENGTH, _ACK_PS)
+            self._doom(row, Status.LENGTH, ACK_PS)
         else:
             peer = row.peer
             target = peer.target
@@ -180,8 +202,11 @@ class ChaosNic(ChaosPort):
             cuts += [0, nbytes]
             cuts.sort()
         row.left = pieces
-        leaves = max(self._env.now, self._free_ps) + _ISSUE_PS + nbytes * PS_PER_NS // _BYTES_PER_NS
-        self._free_ps = leaves
+        target = row.peer.target
+        assert target is not None
+        slow = max(self.link.factor, target.link.factor)
+        takes_ps = _ISSUE_PS + slow * nbytes * PS_PER_NS // _BYTES_PER_NS
+        leaves = self._free_ps = max(self._env.now, self._free_ps) + takes_ps
         for k in range(pieces):
             start, stop = cuts[k], cuts[k + 1]
             drawn = draw(self._keys.fragment, uid, k)
@@ -189,7 +214,7 @@ class ChaosNic(ChaosPort):
             if not chaos.late_read or (drawn & 0xFF) < 51:  # 20 % are read early
                 data = _snapshot(row, start, stop)
             fragment = (row, start, stop, data)
-            due = leaves + self._flight_ps(drawn) + (chaos.last_late_ps if k == late else 0)
+            due = leaves + slow * self._flight_ps(drawn) + (chaos.last_late_ps if k == late else 0)
             due = self._book(fragment, due)
             if chaos.dup_place and (drawn >> 8) & 3 == 0:
                 row.left += 1
@@ -210,13 +235,40 @@ class ChaosNic(ChaosPort):
     # ------------------------------------------------------------------ ending rows
 
     def acknowledge(self, row: Flight) -> None:
-        if row.flying:
-            row.flying = False
-            self._end((row, Status.OK))
+        if not row.flying:
+            return
+        target = row.peer.target
+        assert target is not None
+        for link, deaf in ((self.link, self.link.mutes), (target.link, 0)):
+            if link.clogs or deaf:
+                link.hold_ack(row)
+                self.stuck(row)
+                return
+        if row.unheard:
+            self._doom(row, Status.UNREACHABLE, self._error_delay(row, ACK_PS * 2))
+            return
+        row.flying = False
+        self._end((row, Status.OK))
+
+    def stuck(self, row: Flight) -> None:
+        """A row, or its answer, cannot pass a link: it has so much time for that, and no more."""
+        if not row.timed:
+            row.timed = True
+            self._env.call_at(self._env.now + self._chaos.dead_after_ps, self._expire, row)
+
+    def _expire(self, row: Flight) -> None:
+        target = row.peer.target
+        assert target is not None
+        row.timed = False
+        deaf = row.left < 0 and self.link.mutes
+        if row.flying and (self.link.clogs or target.link.clogs or deaf):
+            self.refuse(row, Status.UNREACHABLE)
 
     def _doom(self, row: Flight, status: Status, delay_ps: int) -> None:
-        """From now on nothing of the row lands; its error comes after a delay."""
+        """From now on nothing of the row lands, unless late; its error comes after a delay."""
         row.flying = False
+        if self._chaos.late_land and status in _PATH_DIED and row.left > 0 and row.bits >> 48 & 1:
+            row.ghost = _snapshot(row, 0, row.nbytes) or b""
         self._env.call_at(self._env.now + delay_ps, self._end, (row, status))
 
     def _error_delay(self, row: Flight, longest_ps: int) -> int:
@@ -226,11 +278,11 @@ class ChaosNic(ChaosPort):
 
     def refuse(self, row: Flight, status: Status) -> None:
         """The target, or this NIC on its way, will not have a row."""
-        self._doom(row, status, _ACK_PS + below(row.bits, _ACK_PS))
+        self._doom(row, status, ACK_PS + below(row.bits, ACK_PS))
         if self._chaos.ordered and self._chaos.flush_on_error:
             for other in self._open.values():
                 if other.flying and other.peer is row.peer:
-                    self._doom(other, Status.FLUSHED, _ACK_PS * 2)
+                    self._doom(other, Status.FLUSHED, ACK_PS * 2)
 
     def _end(self, ending: tuple[Flight, Status]) -> None:
         """Give a row its one completion."""
@@ -249,157 +301,6 @@ class ChaosNic(ChaosPort):
         nbytes = 0 if status else row.nbytes
         self._cq.push((kind, int(status), 1, 0, row.index, row.ctx, nbytes))
 
-    # ------------------------------------------------------------------ receiving
-
-    def land(self, fragment: Fragment) -> None:
-        """A fragment of somebody's row is here, at its target."""
-        row, start, stop, early = fragment
-        if not row.flying:
-            return
-        peer = row.peer
-        if peer.held is not None:
-            peer.held.append(fragment)
-            return
-        if row.payload is not None:
-            self._take_message(row)
-            return
-        region = self._rkeys.get(row.rkey)
-        if region is None:
-            row.nic.refuse(row, Status.REMOTE_KEY)
-            return
-        offset = row.dst - region.base
-        if offset < 0 or offset + row.nbytes > region.nbytes:
-            row.nic.refuse(row, Status.REMOTE_RANGE)
-            return
-        if stop > start:
-            data: bytes | memoryview
-            if early is not None:
-                data = early
-            else:
-                source = row.region
-                assert source is not None
-                if not source.alive:  # deregistered while the row was on its way
-                    row.nic.refuse(row, Status.LOCAL_KEY)
-                    return
-                data = source.view[row.src + start : row.src + stop]
-            region.view[offset + start : offset + stop] = data
-            if self._trace is not None:
-                name = row.nic.node.name
-                self._note("place", row, name, offset + start, stop - start, zlib.crc32(data))
-        row.left -= 1
-        if row.left == 0:
-            self._arrive(row)
-
-    def _arrive(self, row: Flight) -> None:
-        """All bytes of a row are here: its immediate may be seen."""
-        imm = row.imm
-        if imm is not None:
-            if self._chaos.ordered:
-                if self._credits == 0:
-                    self._park(row)
-                    return
-                self._credits -= 1
-            if self._trace is not None:
-                self._note("imm", row, row.nic.node.name, value=imm)
-            self._cq.push((_IMM, _OK, 1, imm, 0, 0, 0))
-        self._answer(row)
-
-    def _answer(self, row: Flight) -> None:
-        row.left = -1
-        delay_ps = _ACK_PS + ((row.bits >> 16) & 0xFFFF) * _ACK_PS // 0x10000
-        self._env.call_at(self._env.now + delay_ps, row.nic.acknowledge, row)
-
-    def _take_message(self, row: Flight) -> None:
-        assert row.payload is not None
-        if not self._free_slots:
-            self._park(row)
-            return
-        slot = self._free_slots.popleft()
-        buffer = self._slots[slot]
-        if row.nbytes > len(buffer):
-            self._free_slots.append(slot)
-            row.nic.refuse(row, Status.LENGTH)
-            return
-        buffer[: row.nbytes] = row.payload
-        self._filled[slot] = row.nbytes
-        if self._trace is not None:
-            self._note("recv", row, row.nic.node.name, value=slot)
-        self._cq.push((_RECV, _OK, 1, 0, 0, slot, row.nbytes))
-        self._answer(row)
-
-    def _park(self, row: Flight) -> None:
-        """No receive is posted: the row waits here, and on an ordered fabric all behind it too."""
-        self._waiting.append(row)
-        if self._chaos.ordered:
-            row.peer.held = []
-        if self._chaos.rnr_retries >= 0 and not row.parked:
-            tries_ps = (self._chaos.rnr_retries + 1) * self._chaos.rnr_timer_ps
-            self._env.call_at(self._env.now + tries_ps, self._give_up, row)
-        row.parked = True
-
-    def _give_up(self, row: Flight) -> None:
-        if row.flying and row in self._waiting:
-            self._waiting.remove(row)
-            row.nic.refuse(row, Status.RNR)
-            self._release(row.peer)
-
-    def _release(self, peer: Peer) -> None:
-        """Let the fragments go on that were held behind a row."""
-        held, peer.held = peer.held or [], None
-        for fragment in held:
-            self.land(fragment)
-
-    def _has_receives(self) -> None:
-        """Receives were posted: let what waits try again, at its sender's next try."""
-        if self._waiting and not self._serving:
-            self._serving = True
-            drawn = draw(self._keys.error, self._uid, self.fabric.rows)
-            delay_ps = 1 + below(drawn, self._chaos.rnr_timer_ps)
-            self._env.call_at(self._env.now + delay_ps, self._serve)
-
-    def _serve(self, _: object) -> None:
-        self._serving = False
-        waiting, self._waiting = self._waiting, []
-        for row in waiting:
-            held, row.peer.held = row.peer.held or [], None
-            if row.flying:
-                if row.payload is None:
-                    self._arrive(row)
-                else:
-                    self._take_message(row)
-            if row.peer.held is None:
-                row.peer.held = held
-                self._release(row.peer)
-            else:
-                row.peer.held = held
-
-    def post_recvs(self, nbytes: int, count: int) -> None:
-        self._check_open()
-        for _ in range(count):
-            self._free_slots.append(len(self._slots))
-            self._slots.append(bytearray(nbytes))
-            self._filled.append(0)
-        self._has_receives()
-
-    def recv_view(self, slot: int) -> memoryview:
-        return memoryview(self._slots[slot])[: self._filled[slot]]
-
-    def recv_done(self, slot: int) -> None:
-        assert slot not in self._free_slots, slot
-        self._free_slots.append(slot)
-        self._has_receives()
-
-    def poll(self, out: Completions) -> int:
-        cq = self._cq
-        if not cq.entries:
-            return 0
-        before = cq.imms_polled
-        found = cq.poll(out)
-        self._credits += cq.imms_polled - before
-        if self._waiting:
-            self._has_receives()
-        return found
-
     # ------------------------------------------------------------------ faults
 
     def kill(self) -> None:
@@ -410,8 +311,8 @@ class ChaosNic(ChaosPort):
         self._note_fault("kill")
         for row in self._open.values():
             if row.flying:
-                self._doom(row, Status.NIC_DOWN, self._error_delay(row, _ACK_PS * 2))
-        delay_ps = below(draw(self._keys.error, self._uid), _ACK_PS * 2)
+                self._doom(row, Status.NIC_DOWN, self._error_delay(row, ACK_PS * 2))
+        delay_ps = below(draw(self._keys.error, self._uid), ACK_PS * 2)
         self._env.call_at(self._env.now + delay_ps, self._announce_down)
         self.fabric.lost(self, Status.UNREACHABLE, acks_lost=True)
 
@@ -431,12 +332,24 @@ class ChaosNic(ChaosPort):
         self.fabric.lost(self, status, acks_lost=True)
 
     def peer_lost(self, target: ChaosNic, status: Status, *, acks_lost: bool) -> None:
-        """Rows towards a NIC that is gone fail; answered ones only if the answers are lost."""
+        """Rows towards a NIC that is gone fail; answered ones only if the answers are lost.
+
+        Where an error flushes, one row of a connection meets it, and the others are flushed after.
+        """
+        flushes = self._chaos.ordered and self._chaos.flush_on_error
+        delays: dict[int, int] = {}
         for row in self._open.values():
             peer = row.peer
             if row.flying and peer.target is target and (acks_lost or row.left >= 0):
                 peer.held = None
-                self._doom(row, status, self._error_delay(row, self._chaos.dead_after_ps))
+                known = delays.get(id(peer)) if flushes and row.payload is None else None
+                if known is not None:
+                    self._doom(row, Status.FLUSHED, known + 1)
+                    continue
+                delay_ps = self._error_delay(row, self._chaos.dead_after_ps)
+                if row.payload is None:
+                    delays[id(peer)] = delay_ps
+                self._doom(row, status, delay_ps)
 
 
 def _snapshot(row: Flight, start: int, stop: int) -> bytes | None:
@@ -445,6 +358,12 @@ def _snapshot(row: Flight, start: int, stop: int) -> bytes | None:
 
 
 def _land(fragment: Fragment) -> None:
-    target = fragment[0].peer.target
+    row = fragment[0]
+    target = row.peer.target
     assert target is not None, "a row without a target never leaves"
+    for link in (target.link, row.nic.link):
+        if link.clogs:
+            link.hold(fragment)
+            row.nic.stuck(row)
+            return
     target.land(fragment)

@@ -116,6 +116,10 @@ class Flight:
         flying: False once it is acknowledged or doomed; what is left of it then changes nothing.
         left: fragments that have not landed; -1 once the target has answered.
         parked: whether it has waited for a receive.
+        timed: whether the time it may be stuck on a link runs already.
+        is_note: whether its payload is for the peer's engine, not for a user's buffer.
+        unheard: a message whose acknowledgement is lost on the way.
+        ghost: the bytes of a row that has failed, and of which more may land; None: nothing may.
         payload: of a message; None for a write.
         region: source of a write; None for 0 bytes.
         src, dst: byte in the source region; address at the target.
@@ -126,8 +130,10 @@ class Flight:
         "ctx",
         "dst",
         "flying",
+        "ghost",
         "imm",
         "index",
+        "is_note",
         "left",
         "nbytes",
         "nic",
@@ -138,6 +144,8 @@ class Flight:
         "region",
         "rkey",
         "src",
+        "timed",
+        "unheard",
     )
 
     def __init__(self, nic: ChaosNic, peer: Peer, number: int, bits: int, ctx: int) -> None:
@@ -150,6 +158,10 @@ class Flight:
         self.flying = True
         self.left = 1
         self.parked = False
+        self.timed = False
+        self.unheard = False
+        self.is_note = False
+        self.ghost: bytes | None = None
         self.payload: bytes | None = None
         self.region: Region | None = None
         self.src = 0
@@ -184,6 +196,11 @@ class CompletionQueue:
         self._uid = uid
         self._hidden: list[Entry] = []
         self._bursts = 0
+
+    @property
+    def held(self) -> int:
+        """How many entries nobody has polled."""
+        return len(self.entries) + len(self._hidden)
 
     def push(self, entry: Entry) -> None:
         """Add one entry, visible now or with the next burst."""

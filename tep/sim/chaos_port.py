@@ -13,7 +13,7 @@ from tep.backends.base import Access, DomainCaps, DomainKey, Status
 from tep.errors import ClosedError, FabricError
 from tep.memory import Memory
 from tep.sim.chaos_parts import CompletionQueue, Flight, NicState, Peer, Region
-from tep.sim.trace import Record, What
+from tep.sim.trace import Record, Trace, What
 from tep.units import PS_PER_MS, PS_PER_S, GiB, KiB
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class ChaosPort:
             ordered=chaos.ordered,
             imm_eats_recv=chaos.ordered,
             peer_timeout_s=(chaos.dead_after_ps + chaos.pause_ps + PS_PER_MS) / PS_PER_S,
+            note_bytes=KiB,
+            imm_source=True,
         )
         self._uid = (node.uid * 64 + number) << 32
         self._chaos = chaos
@@ -72,6 +74,10 @@ class ChaosPort:
         self._rkeys: dict[int, Region] = {}
         self._peers: list[Peer] = []
         self._peer_ids: dict[bytes, int] = {}
+
+    def watch(self, trace: Trace) -> None:
+        """Record from now on."""
+        self._trace = trace
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         """Give a region keys that no other region or NIC here has, save a lost incarnation's."""

@@ -13,9 +13,10 @@ from tep.api import EngineOptions
 from tep.engine import TransferEngine
 from tep.errors import UsageError
 from tep.sim.chaos import ChaosFabric
+from tep.sim.chaos_datagrams import Datagrams
 from tep.sim.clock import FabricEnv
 from tep.sim.driver import SimDriver, SimNode
-from tep.sim.faults import Chaos, Fault, KillNic, Restart, Revoke
+from tep.sim.faults import Chaos, Fault, Faults, Restart
 from tep.sim.loop import current_env, run
 from tep.sim.trace import Trace
 from tep.units import PS_PER_US
@@ -69,6 +70,7 @@ class Cluster:
         profile: one of `tep.sim.profiles()`, or a Profile read from a file; None for chaos.
         seed: of everything drawn; the same seed makes the same run, byte for byte.
         chaos: the knobs, or None to draw them from the seed.
+        faults: in place of `chaos`: knobs, and faults that happen at their times.
         names: of the nodes; None: "a", "b", ...
         options: of every engine.
         trace: record what happens, for `trace`.
@@ -79,6 +81,7 @@ class Cluster:
         env: the clock; a simpy environment for processes beside the engines.
         fabric: the chaos or timing fabric underneath.
         trace: what happened; reading it is a UsageError unless it was asked for.
+        happened: the faults so far, in order, those too that the fabric's own load brought about.
 
     Raises:
         UsageError: numbers that contradict each other, an unknown profile, chaos with a profile.
@@ -91,6 +94,7 @@ class Cluster:
         profile: Profile | str | None = None,
         seed: int = 0,
         chaos: Chaos | None = None,
+        faults: Faults | None = None,
         names: Sequence[str] | None = None,
         options: EngineOptions = EngineOptions(),
         trace: bool = False,
@@ -99,6 +103,11 @@ class Cluster:
         self._call = f"nodes={nodes}, nics={nics!r}, profile={profile!r}, seed={seed}"
         self._call += f", chaos={chaos!r}, names={names!r}, options={options!r}"
         self._call += f", move_bytes={move_bytes}"
+        if faults is not None:
+            self._call += f", faults={faults!r}"
+            if chaos is not None:
+                raise UsageError("Cluster: chaos or faults, not both; faults has the knobs too")
+            chaos = faults.chaos
         self._names = _names(nodes, names)
         counts = _counts(nodes, nics)
         if profile is not None and (chaos is not None or nics is not None):
@@ -113,9 +122,12 @@ class Cluster:
         tie_seed = knobs.seed if knobs is not None and knobs.tie_shuffle else None
         self.env = current_env() or FabricEnv(tie_seed=tie_seed)
         self.trace = Trace(on=trace)
+        self.happened: list[Fault] = []
+        self._datagrams: Datagrams | None = None
         self.fabric: ChaosFabric | _ProfileFabric
         if knobs is not None:
             self.fabric = ChaosFabric(self.env, knobs, trace=self.trace)
+            self.fabric.happened = self.happened
         else:
             assert profile is not None
             self.fabric = _ProfileFabric(
@@ -123,6 +135,8 @@ class Cluster:
             )
         nodes_made = [self.fabric.node(*pair) for pair in zip(self._names, counts, strict=True)]
         self.engines = [self._open(node) for node in nodes_made]
+        for t_ps, fault in faults.events if faults is not None else ():
+            self.env.call_at(self.env.now + t_ps, self._inflict, fault)
 
     def _open(self, node: SimNode) -> TransferEngine:
         driver = SimDriver(self.env, node)
@@ -171,18 +185,36 @@ class Cluster:
         name = self._name(node)
         index = self._names.index(name)
         reborn = self._chaos("restart()").restart(name)
+        if self._datagrams is not None:
+            self._datagrams.forget(name)
         self.engines[index].close()
         self.engines[index] = self._open(reborn)
         return self.engines[index]
 
+    def heal(self) -> None:
+        """End all troubles of links and workers, now and for good; the dead stay dead.
+
+        Faults booked with at(), or by `faults`, do not happen any more; kill_nic(), revoke() and
+        restart() still do what they say.
+        """
+        self._chaos("heal()").heal()
+
+    @property
+    def datagrams(self) -> Datagrams:
+        """What nodes can tell each other outside the engines, with no promise but speed."""
+        if self._datagrams is None:
+            self._datagrams = Datagrams(self._chaos("datagrams"))
+        return self._datagrams
+
     def _inflict(self, fault: Fault) -> None:
-        match fault:
-            case KillNic(node, nic):
-                self.kill_nic(node, nic)
-            case Revoke(node, nic):
-                self.revoke(node, nic)
-            case Restart(node):
-                self.restart(node)
+        fabric = self._chaos("at() with a fault")
+        if fabric.healed:
+            return
+        self.happened.append(fault)
+        if isinstance(fault, Restart):
+            self.restart(fault.node)
+        else:
+            fabric.inflict(fault)
 
     def _chaos(self, what: str) -> ChaosFabric:
         if not isinstance(self.fabric, ChaosFabric):

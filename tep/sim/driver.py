@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeVar
 
 from tep.backends.base import Domain
-from tep.drivers import Machine, Settles
+from tep.drivers import Machine, Settles, Timed
 from tep.errors import StallError, UsageError
 from tep.sim.clock import FOREVER_PS, FabricEnv, Turned
 from tep.sim.loop import SimLoop
@@ -70,6 +70,7 @@ class SimDriver:
         self._machine: Machine | None = None
         self._booked = False
         self._watching = False
+        self._due_ps = FOREVER_PS
         self._report: Callable[[], str] | None = None
 
     def start(self, machine: Machine) -> None:
@@ -144,9 +145,24 @@ class SimDriver:
             return
         if work:
             self.kick()
+        elif isinstance(machine, Timed):
+            self._set_alarm(machine.due_s())
         if not self._watching and not self._booked and machine.watching():
             self._watching = True
             self.env.call_daemon(self.env.now + WATCH_PS, self._look)
+
+    def _set_alarm(self, due_s: float | None) -> None:
+        """Have the machine turned at a time, unless that is booked already."""
+        if due_s is not None:
+            due_ps = math.ceil(due_s * PS_PER_S) + 1  # so that the time has come then
+            if due_ps < self._due_ps:
+                self._due_ps = due_ps
+                self.env.call_at(max(due_ps, self.env.now + 1), self._ring, due_ps)
+
+    def _ring(self, due_ps: int) -> None:
+        if due_ps == self._due_ps:
+            self._due_ps = FOREVER_PS
+        self.kick()
 
     def _look(self, _: object) -> None:
         self._watching = False

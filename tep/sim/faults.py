@@ -1,9 +1,7 @@
-"""What can go wrong on the chaos fabric: the knobs of one run, and faults at a time. Data only.
+"""What can go wrong on the chaos fabric: the catalogue, the knobs of one run, and a run's faults.
 
-F1, F2, ... number the catalogue of faults; each stands beside what causes it here. F17 (values of
-immediates) and F18 (expectations early and late) are the scenario's part. Not built: F9 completion
-queues that overflow, F12 links that slow down and flap, F20 messages lost or doubled, F21 one-way
-partitions, F22 links clogged in turn, F25 bytes that land after their error.
+F1, F2, ... number the catalogue; `CATALOGUE` says what causes each here. Faults at a time are
+records of `faults_at`. Data only.
 
 Rule 1: a knob draws from its own number, so a new knob leaves the draws of all others, and every
 recorded seed, alone. Rule 2: a knob may only do what some real fabric may do to a correct engine.
@@ -11,13 +9,44 @@ recorded seed, alone. Rule 2: a knob may only do what some real fabric may do to
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+from tep.errors import UsageError
+from tep.sim.faults_at import (
+    Clog,
+    Fault,
+    KillNic,
+    Mute,
+    Pause,
+    Restart,
+    Revoke,
+    Slow,
+    Swizzle,
+)
 from tep.sim.hashing import Stream, below, draw, stream_key
 from tep.units import PS_PER_MS, PS_PER_NS
 
-__all__ = ["FRAGMENTS_MAX", "SWARM", "Chaos", "Fault", "Faults", "KillNic", "Restart", "Revoke"]
+__all__ = [
+    "CATALOGUE",
+    "FRAGMENTS_MAX",
+    "GROUPS",
+    "HARM",
+    "SWARM",
+    "Chaos",
+    "Clog",
+    "Fault",
+    "Faults",
+    "KillNic",
+    "Mute",
+    "Pause",
+    "Restart",
+    "Revoke",
+    "Slow",
+    "Swizzle",
+    "groups_of",
+]
 
 FRAGMENTS_MAX: Final = 5
 """Most pieces one row is cut into: four cuts of 16 bits are what one draw gives."""
@@ -57,6 +86,12 @@ class Chaos:
         key_reuse: a new incarnation gives its regions the key values of the old one (F16).
         offsets: keys have base 0, as where a provider wants offsets; False: a made-up address.
         tie_shuffle: events of one instant come in an order drawn from the seed.
+        cq_depth: completions that an unordered NIC holds; an immediate that finds no room kills the
+            NIC; 0 = any number (F9).
+        message_loss: of 16 messages so many end UNREACHABLE, half of them after they arrived (F20).
+        datagram_loss, datagram_dup: of 16 datagrams so many are lost, or arrive twice (F20).
+        late_land: rows that failed because their path died may land after their error: 0 = no,
+            1 = bytes only, 2 = the immediate too (F25).
     """
 
     seed: int = 0
@@ -83,6 +118,11 @@ class Chaos:
     key_reuse: bool = False
     offsets: bool = False
     tie_shuffle: bool = False
+    cq_depth: int = 0
+    message_loss: int = 0
+    datagram_loss: int = 0
+    datagram_dup: int = 0
+    late_land: int = 0
 
     def __post_init__(self) -> None:
         assert 1 <= self.fragments <= FRAGMENTS_MAX, self.fragments
@@ -92,18 +132,24 @@ class Chaos:
         assert self.skew_ps, "skew_ps: one NIC at the least"
 
     @classmethod
-    def draw(cls, seed: int, **fixed: Any) -> Chaos:
+    def draw(cls, seed: int, *, harm: bool = False, **fixed: Any) -> Chaos:
         """Draw every knob for one run of a swarm.
 
         Args:
             seed: 0 or more; also becomes the fabric's own seed.
+            harm: draw those too that make rows, messages or NICs fail.
             fixed: knobs that are not to be drawn.
         """
         key = stream_key(seed, Stream.KNOBS)
         knobs: dict[str, Any] = {"seed": seed}
-        for number, name, choices in SWARM:
+        for number, name, choices in SWARM + HARM if harm else SWARM:
             knobs[name] = choices[below(draw(key, number), len(choices))]
         return cls(**(knobs | fixed))
+
+    @classmethod
+    def calm(cls, seed: int = 0, **knobs: Any) -> Chaos:
+        """As little ill will as a record can have: what `knobs` add to it is all there is."""
+        return cls(**({"seed": seed} | _CALM | knobs))
 
     def __str__(self) -> str:
         """The knobs that differ from the defaults, as a line that makes the record again."""
@@ -158,65 +204,186 @@ SWARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
 # is the published tail of a callback under Python. All other sizes are choices.
 
 
-@dataclass(frozen=True, slots=True)
-class KillNic:
-    """A NIC dies for good: its rows end NIC_DOWN, rows towards it UNREACHABLE (F11)."""
+HARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
+    # As SWARM, for the knobs by which a correct engine's rows, messages and NICs may fail.
+    (40, "cq_depth", (0, 0, 2, 3)),
+    (41, "message_loss", (0, 0, 2, 6)),
+    (42, "datagram_loss", (0, 1, 4)),
+    (43, "datagram_dup", (0, 1, 4)),
+    (44, "late_land", (0, 1, 1, 2)),
+)
+"""Number, name and choices of each knob that Chaos.draw(harm=True) draws besides."""
 
-    node: str
-    nic: int
+_CALM: Final[dict[str, Any]] = {
+    "reorder_ps": 0,
+    "fragments": 1,
+    "late_read": False,
+    "short_post": False,
+    "sq_depth": 64,
+    "cqe_limit": 64,
+    "imm_credits": 1000,
+    "poll_delay_ps": 10 * _NS,
+}
+
+GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
+    "order": (
+        "ordered",
+        "reorder_ps",
+        "fragments",
+        "last_late_ps",
+        "skew_ps",
+        "dup_place",
+        "late_read",
+        "cqe_limit",
+        "burst_ps",
+        "merge_cqes",
+        "tie_shuffle",
+    ),
+    "posting": ("short_post", "refuse_post", "sq_depth"),
+    "receives": ("imm_credits", "cq_depth"),
+    "workers": ("poll_delay_ps", "pause_ps", "Pause"),
+    "nics": ("dead_after_ps", "KillNic"),
+    "links": ("Slow", "Clog", "Mute", "Swizzle"),
+    "keys": ("offsets", "Revoke"),
+    "restarts": ("key_reuse", "Restart"),
+    "control": ("message_loss", "datagram_loss", "datagram_dup"),
+    "errors": ("flush_on_error", "late_land"),
+}
+"""The knobs and records of each group that a swarm can be restricted to."""
+
+CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
+    "F1": ("rows of one NIC land in any order", ("ordered", "reorder_ps")),
+    "F2": ("bytes of one row land in any order, and are visible", ("fragments",)),
+    "F3": ("the last byte comes very late", ("last_late_ps",)),
+    "F4": ("NICs run apart, one of them slow", ("skew_ps",)),
+    "F5": ("bytes are written twice before completion", ("dup_place",)),
+    "F6": ("the source is read late", ("late_read",)),
+    "F7": ("a post takes fewer rows than offered, or none", ("short_post", "refuse_post")),
+    "F8": ("the send queue is full", ("sq_depth",)),
+    "F9": ("unsolicited immediates overrun a completion queue", ("cq_depth",)),
+    "F10": ("no receive is posted: RNR", ("imm_credits", "rnr_retries", "rnr_timer_ps")),
+    "F11": ("a NIC dies; rows that landed may still report failure", ("KillNic",)),
+    "F12": ("a link slows down, flaps, recovers", ("Slow", "Clog")),
+    "F13": ("silence until the timeout", ("dead_after_ps",)),
+    "F14": ("a registration is revoked in mid-transfer", ("Revoke",)),
+    "F15": ("a peer restarts under its address, old keys invalid", ("Restart",)),
+    "F16": ("the new incarnation uses old key values for other memory", ("key_reuse",)),
+    "F17": ("immediates of 32 bits, alike in 16", ("IMMS",)),
+    "F18": ("receivers expect early and late", ("expect_ps",)),
+    "F19": ("workers pause", ("poll_delay_ps", "pause_ps", "Pause")),
+    "F20": (
+        "control messages are lost, doubled, reordered",
+        ("message_loss", "datagram_loss", "datagram_dup"),
+    ),
+    "F21": ("data arrives, acknowledgements do not", ("Mute",)),
+    "F22": ("links are clogged one by one, let go in another order", ("Swizzle",)),
+    "F23": (
+        "completions come in bursts, merged, in any order between NICs",
+        ("burst_ps", "merge_cqes", "cqe_limit", "tie_shuffle"),
+    ),
+    "F24": ("one error flushes the queue pair", ("flush_on_error",)),
+    "F25": ("bytes of a failed row stay, or land after the error", ("late_land",)),
+}
+"""Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 
 
-@dataclass(frozen=True, slots=True)
-class Revoke:
-    """One NIC, or with None each NIC, of a node loses its registrations of this moment (F14)."""
+def groups_of(kinds: str | Iterable[str]) -> frozenset[str]:
+    """Read a choice of groups: "all", "none", or names, in one string or several.
 
-    node: str
-    nic: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """A node crashes and comes back with its name, a later epoch, and nothing else (F15)."""
-
-    node: str
-
-
-Fault = KillNic | Revoke | Restart
+    Raises:
+        UsageError: a name that is no group's.
+    """
+    names = kinds.replace(",", " ").split() if isinstance(kinds, str) else list(kinds)
+    if names == ["all"]:
+        return frozenset(GROUPS)
+    if names == ["none"]:
+        return frozenset()
+    unknown = sorted(set(names) - set(GROUPS))
+    if unknown or not names:
+        raise UsageError(
+            f"faults={kinds!r}: {', '.join(unknown) or 'nothing'} is no group; "
+            f"there are: all, none, {', '.join(GROUPS)}"
+        )
+    return frozenset(names)
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """Faults at times.
+    """All that goes wrong in one run: faults at times, and the knobs of the fabric.
 
     Attributes:
         events: (time in ps, fault) pairs.
+        chaos: the knobs.
     """
 
     events: tuple[tuple[int, Fault], ...] = ()
+    chaos: Chaos = Chaos()
 
     @classmethod
     def draw(
-        cls, seed: int, nics: dict[str, int], *, from_ps: int = 1, to_ps: int = 1500 * _NS
+        cls,
+        seed: int,
+        nics: dict[str, int],
+        *,
+        kinds: str | Iterable[str] = "all",
+        from_ps: int = 1,
+        to_ps: int = 1500 * _NS,
     ) -> Faults:
-        """Draw none (3 runs of 7), a dead NIC (2), a lost registration (1) or a restart (1).
+        """Draw the knobs, and no event (3 runs of 7) or some: what hurts comes seldom, and apart.
 
         Args:
             seed: 0 or more.
             nics: number of NICs of each node that may be hit.
-            from_ps: earliest time.
+            kinds: the groups of faults to draw from, as `groups_of` reads them.
+            from_ps: earliest time of an event.
             to_ps: latest time, at most 2**32 later.
         """
-        key = stream_key(seed, Stream.FAULTS)
-        kind = below(draw(key, 1), 7)
-        names = sorted(nics)
-        node = names[below(draw(key, 2), len(names))]
-        nic = below(draw(key, 3), nics[node])
-        t_ps = from_ps + below(draw(key, 4), to_ps - from_ps + 1)
-        if kind <= 2:
-            return cls()
-        fault: Fault = Restart(node)
-        if kind <= 4:
-            fault = KillNic(node, nic)
-        elif kind == 5:
-            fault = Revoke(node, nic)
-        return cls(((t_ps, fault),))
+        groups = groups_of(kinds)
+        free = {name for group in groups for name in GROUPS[group]}
+        drawn = Chaos.draw(seed, harm=True)
+        knobs = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+        chaos = Chaos.calm(seed, **{name: knobs[name] for name in knobs if name in free})
+        dice = stream_key(seed, Stream.FAULTS)
+        possible = [kind for kind in _EVENTS if kind in free]
+        events: list[tuple[int, Fault]] = []
+        if possible and below(draw(dice, 1), 7) > 2:
+            for place in range(1 + below(draw(dice, 2), 3)):
+                t_ps = from_ps + below(draw(dice, 3, place), to_ps - from_ps + 1)
+                events.append((t_ps, _draw_event(dice, place, possible, nics)))
+        return cls(tuple(sorted(events, key=lambda event: event[0])), chaos)
+
+    def __str__(self) -> str:
+        """A line that makes the record again."""
+        return f"Faults({self.events!r}, {self.chaos})"
+
+
+_EVENTS: Final = (
+    *("KillNic", "KillNic", "KillNic"),
+    *("Restart", "Revoke", "Slow", "Clog", "Clog", "Mute", "Swizzle", "Pause"),
+)
+_LASTS: Final = (300 * _NS, 2000 * _NS, 8000 * _NS, None)
+
+
+def _draw_event(dice: int, place: int, possible: Sequence[str], nics: Mapping[str, int]) -> Fault:
+    """One fault, anywhere."""
+    names = sorted(nics)
+    node = names[below(draw(dice, 4, place), len(names))]
+    nic = below(draw(dice, 5, place), nics[node])
+    for_ps = _LASTS[below(draw(dice, 6, place), len(_LASTS))]
+    match possible[below(draw(dice, 7, place), len(possible))]:
+        case "KillNic":
+            return KillNic(node, nic)
+        case "Restart":
+            return Restart(node)
+        case "Revoke":
+            return Revoke(node, nic if below(draw(dice, 8, place), 4) else None)
+        case "Slow":
+            return Slow(node, nic, 3 + below(draw(dice, 8, place), 20), for_ps)
+        case "Clog":
+            return Clog(node, nic, for_ps)
+        case "Mute":
+            return Mute(node, nic, for_ps)
+        case "Swizzle":
+            return Swizzle(node, nics[node], for_ps or _LASTS[1] or 1, place)
+        case _:
+            return Pause(node, for_ps or _LASTS[2] or 1)

@@ -194,7 +194,7 @@ class Agenda:
             return _NONE, _NONE
         self._merge()
         begin = self._at
-        self._at = int(np.searchsorted(self._times, now_ps, "right"))
+        self._at = int(self._times.searchsorted(now_ps, "right"))
         left = self._at < len(self._times)
         self.first_ps = int(self._times[self._at]) if left else NEVER_PS
         return self._times[begin : self._at], self._numbers[begin : self._at]

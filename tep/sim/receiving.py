@@ -76,6 +76,9 @@ class Inlet:
         ledger = self._fabric.ledger
         times, numbers = inbox.take(now)
         rows = numbers - ledger.base
+        if len(rows) == 1:
+            self._take_one(int(times[0]), int(numbers[0]), times, rows)
+            return
         ledger.hold[rows] &= ~_WIRE
         wanted = (ledger.hold[rows] & _SENDER) != 0  # else the sender is gone: nothing lands
         messages = ledger.message[rows]
@@ -86,6 +89,32 @@ class Inlet:
             times, rows = times[wanted], rows[wanted]
         if len(rows):
             self._take_rows(times, rows)
+
+    def _take_one(self, time_ps: int, number: int, times: Ints, rows: Ints) -> None:
+        """The same for one row. Scatters land row by row: without columns it takes half the time.
+
+        What is not plain (bytes to copy, errors, a trace) goes the way of the columns.
+        """
+        fabric, ledger = self._fabric, self._fabric.ledger
+        row = number - ledger.base
+        hold = ledger.hold[row]
+        ledger.hold[row] = hold & ~_WIRE
+        if not hold & _SENDER:
+            return
+        if ledger.message[row]:
+            self._take_message(number, time_ps)
+            return
+        target, nbytes = self.targets.get(int(ledger.rkey[row])), int(ledger.nbytes[row])
+        offset = -1 if target is None else int(ledger.dst[row]) - target.ptr
+        fits = target is not None and 0 <= offset <= target.nbytes - nbytes
+        moves = nbytes > 0 and fabric.move_bytes
+        if moves or not fits or ledger.status[row] != _OK or fabric.trace is not None:
+            self._take_rows(times, rows)
+            return
+        fabric.landed_bytes[self._nic.number] += nbytes
+        imm = int(ledger.imm[row])
+        if imm >= 0:
+            self._nic.ready.append((_IMM, _OK, 1, imm, 0, 0, 0))
 
     def _take_rows(self, times: Ints, rows: Ints) -> None:
         fabric, nic = self._fabric, self._nic

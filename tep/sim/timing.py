@@ -153,6 +153,7 @@ class TimingFabric:
         self.ledger = Ledger()
         self.batches = Batches()
         self.payloads: dict[int, bytes] = {}
+        self.slow: dict[int, int] = {}
         self.active: dict[int, TimingNic] = {}
         self.refused: dict[int, TimingNic] = {}
         self._jitter_key = stream_key(seed, Stream.TIMING)
@@ -225,6 +226,21 @@ class TimingFabric:
             return Status.STALE_PEER
         return Status.UNREACHABLE
 
+    def slow_down(self, name: str, index: int, times: float) -> None:
+        """Let one NIC take `times` as long for every byte, both ways: a bad cable, a lost lane.
+
+        It holds for what is launched from now on; whole percents; 1 makes the NIC sound again.
+
+        Raises:
+            UsageError: no such NIC, or times < 0.01.
+        """
+        number = self._numbers.get(address_of(name, self._epochs.get(name, 0), index))
+        if number is None or self.gone[number]:
+            raise UsageError(f"slow_down: there is no NIC {index} of {name!r}")
+        if times < 0.01:
+            raise UsageError(f"slow_down: times={times}; 0.01 at the least")
+        self.slow[number] = round(100 * times)
+
     # ------------------------------------------------------------------ the wire
 
     def sending(self, nic: TimingNic) -> None:
@@ -268,9 +284,10 @@ class TimingFabric:
         units = Units.join([nic.queue.units.pick(span) for (nic, _), span in zip(taken, spans)])
         starts = np.concatenate([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
         arrive = starts + self.profile.latency_ps
-        done = fifo_grouped(arrive, units.service, units.target, self._free)
+        done = fifo_grouped(arrive, self._receiving(units), units.target, self._free)
         ends = np.flatnonzero(units.last)
-        landed = done[ends] + self.ledger.extra_ps[units.number[ends] - self.ledger.base]
+        here = done if not self.slow else np.maximum(done, arrive + units.service)
+        landed = here[ends] + self.ledger.extra_ps[units.number[ends] - self.ledger.base]
         # The wakes that these rows cause are events as well; what leaves after the first of them
         # may meet rows that are posted then, and has to wait. What leaves before is not affected.
         limit_ps = self._first_wake_ps(units.number[ends], landed)
@@ -286,6 +303,19 @@ class TimingFabric:
             nic.queue.at = stop
         if len(ends):
             self._land(units.number[ends], landed)
+
+    def _receiving(self, units: Units) -> Ints:
+        """How long each quantum holds its receiver: as long as its sender, but for slow NICs.
+
+        A slow sender leaves gaps, in which others are received; a slow receiver takes longer.
+        """
+        if not self.slow:
+            return units.service
+        percent = np.full(len(self._free), 100)
+        percent[list(self.slow)] = list(self.slow.values())
+        source = self.ledger.source[units.number - self.ledger.base]
+        found: Ints = units.service * percent[units.target] // percent[source]
+        return found
 
     def jitter(self, numbers: Ints) -> Ints | int:
         """Extra delay of rows on an unordered wire."""

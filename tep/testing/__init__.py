@@ -1,7 +1,18 @@
-"""Shipped to users: the contract suite for backends, and what stands on it.
+"""Shipped to users: hostile fabrics for your protocols, and the contract suite for backends.
 
-`tep.testing.contract` is the door for authors of backends; `run_scenario` and `scenarios` that for
-whoever changes an engine. Each name is imported from its room when it is first used.
+Three doors. `run`, `scenarios`, `hunt` and `shrink` are for whoever has a protocol on top of tep:
+
+    from hypothesis import given
+    from tep.testing import run, scenarios
+
+    @given(scenarios(nodes=3, nics=(1, 4), faults="all"))
+    def test_my_protocol(s):
+        run(my_protocol, s)          # async def my_protocol(cluster): ...
+
+As a pytest plugin there is a fixture, `tep_cluster`, with --tep-seed, --tep-runs and --tep-faults;
+see `tep.testing.plugin`. `tep.testing.contract` is the door for authors of backends; `run_scenario`
+and `engine_scenarios` that for whoever changes an engine. Each name is imported from its room when
+it is first used.
 """
 
 from __future__ import annotations
@@ -11,42 +22,80 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tep.sim.faults import Chaos, KillNic, Restart, Revoke
+    from tep.sim.faults import (
+        Chaos,
+        Clog,
+        Faults,
+        KillNic,
+        Mute,
+        Pause,
+        Restart,
+        Revoke,
+        Slow,
+        Swizzle,
+    )
+    from tep.testing.case import Case
     from tep.testing.contract import DomainContract
+    from tep.testing.hunting import Ran, hunt, run, sights, verify
     from tep.testing.oracle import Outcome, replay, run_scenario
     from tep.testing.scenario import Scenario, TransferSpec
     from tep.testing.stage import Violation
-    from tep.testing.strategies import chaos, scenarios, transfers
+    from tep.testing.strategies import (
+        chaos,
+        engine_scenarios,
+        scenarios,
+        shrink,
+        transfers,
+    )
     from tep.testing.world import Ability, Node, OpenWorld, World
 
 __all__ = [
     "Ability",
+    "Case",
     "Chaos",
+    "Clog",
     "DomainContract",
+    "Faults",
     "KillNic",
+    "Mute",
     "Node",
     "OpenWorld",
     "Outcome",
+    "Pause",
+    "Ran",
     "Restart",
     "Revoke",
     "Scenario",
+    "Slow",
+    "Swizzle",
     "TransferSpec",
     "Violation",
     "World",
     "chaos",
+    "engine_scenarios",
+    "hunt",
     "replay",
+    "run",
     "run_scenario",
     "scenarios",
+    "shrink",
+    "sights",
     "transfers",
+    "verify",
 ]
 
 _ROOMS = {
-    "tep.sim.faults": ("Chaos", "KillNic", "Restart", "Revoke"),
+    "tep.sim.faults": (
+        *("Chaos", "Clog", "Faults", "KillNic", "Mute", "Pause"),
+        *("Restart", "Revoke", "Slow", "Swizzle"),
+    ),
+    "tep.testing.case": ("Case",),
+    "tep.testing.hunting": ("Ran", "hunt", "run", "sights", "verify"),
     "tep.testing.contract": ("DomainContract",),
     "tep.testing.oracle": ("Outcome", "replay", "run_scenario"),
     "tep.testing.scenario": ("Scenario", "TransferSpec"),
     "tep.testing.stage": ("Violation",),
-    "tep.testing.strategies": ("chaos", "scenarios", "transfers"),
+    "tep.testing.strategies": ("chaos", "engine_scenarios", "scenarios", "shrink", "transfers"),
     "tep.testing.world": ("Ability", "Node", "OpenWorld", "World"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

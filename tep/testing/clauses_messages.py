@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 from collections import Counter
+from functools import partial
 
 import pytest
 
@@ -115,7 +116,13 @@ class MessagesContract:
         calls = _sleep(net, b)
         net.forget(b)
         a.post(a.batch(b, imm=2))
-        net.until(lambda: a.rows_open == 0 and _woken(b, calls), "b to be woken")
+        # The sender's rows are not waited for: some NICs acknowledge only while the target polls.
+        for _ in range(net.world.turns_max):
+            net.until(partial(_woken, b, calls), "b to be woken")
+            b.poll()
+            calls = _sleep(net, b)  # it may have been woken without news
+            if 2 in b.imms():
+                break
         net.sides.append(b)
         net.settle()
 

@@ -28,6 +28,7 @@ from tep.testing.clauses_errors import ErrorsContract
 from tep.testing.clauses_imms import ImmsContract
 from tep.testing.clauses_life import LifeContract
 from tep.testing.clauses_messages import MessagesContract
+from tep.testing.clauses_notes import NotesContract
 from tep.testing.clauses_rows import RowsContract
 from tep.testing.world import Ability, Node, OpenWorld, World
 
@@ -36,7 +37,9 @@ __all__ = ["Ability", "DomainContract", "Node", "OpenWorld", "World", "first_fai
 _TEST: Final = re.compile(r"test_c(\d\d)_\w+")
 
 
-class DomainContract(RowsContract, ImmsContract, ErrorsContract, MessagesContract, LifeContract):
+class DomainContract(
+    RowsContract, ImmsContract, ErrorsContract, MessagesContract, NotesContract, LifeContract
+):
     """Every clause that shows at the seam; a subclass named Test... gives the fixture `world`.
 
     Attributes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Final
 
@@ -26,7 +26,7 @@ from tep.testing.scenario import RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Ledger, Mover, Tap
 from tep.wire import MrDesc
 
-__all__ = ["BLANK", "REUSED", "Area", "Host", "Lab", "Piece", "areas_of"]
+__all__ = ["BLANK", "REUSED", "USED", "Area", "Host", "Lab", "Piece", "areas_of"]
 
 BLANK: Final = b"\xee"
 """What target memory holds that nobody wrote."""
@@ -35,6 +35,9 @@ REUSED: Final = b"\xaa"
 """What the application writes over its source once it may."""
 
 _GAP_BYTES: Final = 32
+USED: Final = b"\xbb"
+"""What a receiver writes over bytes that it was told are complete."""
+
 _OPTIONS: Final = EngineOptions(poll_rows=64, post_rows_max=4)
 """Small, so that buffers cost little to make, and so that batches are posted in turns."""
 
@@ -126,7 +129,7 @@ class Host:
             driver=self.driver,
             name=node.name,
             epoch=node.epoch,
-            options=_OPTIONS,
+            options=lab.options,
         )
         self.memory = memory
         self.used: defaultdict[int, int] = defaultdict(int)
@@ -144,6 +147,7 @@ class Lab:
         original: the source's bytes before anybody wrote over them.
         hosts: the live incarnation of each node.
         first: the first incarnation of each node.
+        options: of every engine.
     """
 
     def __init__(
@@ -152,13 +156,15 @@ class Lab:
         engine_class: type[TransferEngine],
         trace: Trace | None,
         find: Callable[[str, WriteBatch, int], Mover | None],
+        env: FabricEnv | None,
     ) -> None:
         chaos = scenario.chaos
-        self.env = FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)
+        self.env = env or FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)
         self.fabric = ChaosFabric(self.env, chaos, trace=trace)
         self.areas = areas_of(scenario)
         nbytes = self.areas[-1][-1].stop + _GAP_BYTES
         self.original = _pattern(-(-nbytes // 1024) * 1024)[:nbytes]
+        self.options = replace(_OPTIONS, failover=scenario.failover)
         self._engine_class = engine_class
         self._find = find
         names = (SENDER, *RECEIVERS) if scenario.wide else (SENDER, RECEIVERS[0])
@@ -180,6 +186,8 @@ class Lab:
         return fresh
 
     def landed(self, host: Host, pieces: tuple[Piece, ...]) -> bool:
-        """Whether all bytes of these pieces are at a receiver."""
+        """Whether all bytes of these pieces are at a receiver, or were, and are used up."""
         there, sent = host.memory, self.original
-        return all(there[dst : dst + n] == sent[src : src + n] for src, dst, n in pieces)
+        return all(
+            there[dst : dst + n] in (sent[src : src + n], USED * n) for src, dst, n in pieces
+        )

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from tep.backends.base import (
     Domain,
     DomainKey,
     Kind,
+    Noting,
     Status,
     WriteBatch,
     new_completions,
@@ -94,6 +95,7 @@ class Side:
         seen: every completion, in the order of polling.
         out: what it polls into.
         unread: messages that arrived and whose buffers are still out.
+        notes: (NIC, payload, sender's address) of each note that arrived.
         on_imm: called with each immediate at the moment it is polled, before anything else moves.
     """
 
@@ -107,6 +109,7 @@ class Side:
         self.target = self.buffer(nbytes)
         self.seen: list[Seen] = []
         self.unread: list[Seen] = []
+        self.notes: list[tuple[int, bytes, bytes]] = []
         self.on_imm: Callable[[Seen], None] | None = None
         self.accepted: Counter[int] = Counter()  # rows by ctx
         self.returned: Counter[int] = Counter()
@@ -202,6 +205,16 @@ class Side:
         self.sent[ctx] += 1
         return ctx
 
+    def note(self, to: Side, payload: bytes, nic: int = 0, remote: int = 0) -> int:
+        """Post a note, turning the net while the queue is full; return its ctx."""
+        self._ctx += 1
+        ctx = self._ctx
+        peer, domain = self.peer(to, nic, remote), cast("Noting", self.domains[nic])
+        what = f"post_note() to take a note of {len(payload)} bytes"
+        self.net.until(lambda: domain.post_note(peer, payload, ctx), what)
+        self.sent[ctx] += 1
+        return ctx
+
     def poll(self) -> None:
         """Poll each NIC once and write down what came."""
         for nic, domain in enumerate(self.domains):
@@ -232,7 +245,11 @@ class Side:
             case Kind.RECV:
                 assert seen.status == Status.OK, f"C21: a message that did not arrive whole: {seen}"
                 self.unread.append(seen)
-            case Kind.DOWN:
+            case Kind.NOTE:
+                assert seen.status == Status.OK, f"C24: a note that did not arrive whole: {seen}"
+                domain = cast("Noting", self.domains[seen.nic])
+                self.notes.append((seen.nic, *domain.take_note(seen.ctx)))
+            case Kind.DOWN | Kind.FENCED:
                 pass
             case _:
                 raise AssertionError(f"a completion of unknown kind: {seen}")

@@ -6,6 +6,7 @@ from itertools import repeat
 from typing import Final
 
 from tep.engine import TransferEngine
+from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault, Restart
 from tep.sim.trace import Trace
 from tep.testing.mail import Mail
@@ -29,9 +30,13 @@ class Play:
     """
 
     def __init__(
-        self, scenario: Scenario, engine_class: type[TransferEngine], trace: Trace | None
+        self,
+        scenario: Scenario,
+        engine_class: type[TransferEngine],
+        trace: Trace | None,
+        env: FabricEnv | None = None,
     ) -> None:
-        self.stage = stage = Stage(scenario, engine_class, trace)
+        self.stage = stage = Stage(scenario, engine_class, trace, env)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
         Sender(stage)
@@ -53,6 +58,7 @@ class Play:
         if fault.node not in stage.lab.hosts:
             return
         stage.broken.append(fault)
+        stage.seen[type(fault).__name__] += 1
         if not isinstance(fault, Restart):
             stage.lab.fabric.inflict(fault)
             return

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tep.testing.lab import Host
+from tep.testing.lab import USED, Host
 from tep.testing.scenario import RECEIVERS
-from tep.testing.stage import Stage, Wait
+from tep.testing.stage import Run, Stage, Wait
 from tep.transfer import Expectation
 
 __all__ = ["Receivers"]
@@ -113,6 +113,17 @@ class Receivers:
             stage.blame(
                 f"imm {wait.imm:#x} at {host.name} fired before all bytes of {run} were there"
             )
+        else:
+            self._use_up(wait, run)
+
+    def _use_up(self, wait: Wait, run: Run) -> None:
+        """Do with the bytes what a reader may do: they are his, and nobody writes there again."""
+        host = wait.host
+        for _, dst, n in wait.pieces:
+            host.memory[dst : dst + n] = USED * n
+            run.used.append((host, dst, n))
+        if run.snapshot:
+            run.take_snapshot()
 
     def _recall(self, place: int) -> None:
         """Take all open expectations of a transfer back; once that is confirmed, restate them."""

@@ -9,10 +9,10 @@ a new field leaves all others, and every recorded seed, as they were.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from tep.sim.faults import Chaos, Fault, KillNic, Restart, Revoke
+from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Revoke, Slow, Swizzle
 from tep.sim.hashing import Stream, below, draw, stream_key
 from tep.units import IMM_MAX, PS_PER_NS
 
@@ -127,6 +127,7 @@ class Scenario:
         messages: how many messages a sends to b, one after the other from the start.
         buffers: receive buffers that b has for them.
         echo: each count that fires is answered by an empty write back to a.
+        failover: whether engines make rows good whose NIC died.
     """
 
     nics: tuple[int, int, int] = (1, 1, 1)
@@ -137,6 +138,7 @@ class Scenario:
     messages: int = 0
     buffers: int = 2
     echo: bool = False
+    failover: bool = True
 
     def __post_init__(self) -> None:
         assert 0 <= self.messages <= MESSAGES_MAX, self.messages
@@ -176,12 +178,14 @@ class Scenario:
         return cls(
             nics=nics,
             transfers=transfers,
-            chaos=Chaos.draw(seed),
-            faults=_draw_faults(dice, theme, nics, transfers),
+            chaos=_draw_chaos(dice, seed, theme),
+            faults=_draw_faults(dice, theme, nics, transfers)
+            + _draw_trouble(dice, nics, transfers),
             close=_draw_close(dice, transfers) if theme == "close" else None,
             messages=0 if dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
             buffers=1 + dice.below(0, 32, 2),
             echo=dice.below(0, 33, 4) == 0,
+            failover=dice.below(0, 35, 4) > 0,
         )
 
 
@@ -268,6 +272,8 @@ def _draw_transfer(dice: _Dice, place: int, theme: str, *, wide: bool) -> Transf
         knobs["lined_up"] = dice.below(place, 16, 2) == 1
     if theme == "cancel" and dice.below(place, 17, 2):
         knobs["cancel_ps"] = dice.below(place, 18, 900 * _NS)
+    if theme == "kill" and dice.below(place, 21, 10) == 0:
+        knobs["cancel_ps"] = dice.below(place, 22, 1500 * _NS)
     if theme == "restart":
         knobs["stale"] = dice.below(place, 19, 3) == 0
     knobs["probe"] = dice.below(place, 20, 8) == 0
@@ -298,6 +304,46 @@ def _draw_faults(
             return ((t_ps, Restart(nodes[max(node, 1)])),)
         case _:
             return ()
+
+
+def _draw_chaos(dice: _Dice, seed: int, theme: str) -> Chaos:
+    """The knobs; in some runs those too that make rows and messages fail without an event."""
+    if dice.below(0, 40, 3):
+        return Chaos.draw(seed)
+    drawn = Chaos.draw(seed, harm=True, datagram_loss=0, datagram_dup=0)
+    return drawn if theme in ("kill", "plain") else replace(drawn, cq_depth=0)
+
+
+_LASTS_NS: Final = (200, 1000, 4000, 20_000, None)
+
+
+def _draw_trouble(
+    dice: _Dice, nics: tuple[int, int, int], transfers: tuple[TransferSpec, ...]
+) -> tuple[tuple[int, Fault], ...]:
+    """In one run of four links or workers are in trouble for a while, whatever else happens."""
+    if dice.below(0, 41, 4):
+        return ()
+    names = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
+    found: list[tuple[int, Fault]] = []
+    for place in range(1 + dice.below(0, 42, 2)):
+        entity = 1000 + place
+        number = dice.below(entity, 1, len(names))
+        node, nic = names[number], dice.below(entity, 2, nics[number])
+        last_ns = dice.pick(entity, 3, _LASTS_NS)
+        for_ps = None if last_ns is None else last_ns * _NS
+        kind = dice.pick(entity, 4, (Clog, Clog, Mute, Mute, Slow, Swizzle, Pause))
+        fault: Fault
+        if kind is Slow:
+            fault = Slow(node, nic, 2 + dice.below(entity, 5, 20), for_ps)
+        elif kind is Swizzle:
+            fault = Swizzle(node, nics[number], for_ps or _SPREAD_PS, place)
+        elif kind is Pause:
+            fault = Pause(node, for_ps or _SPREAD_PS)
+        else:
+            fault = Clog(node, nic, for_ps) if kind is Clog else Mute(node, nic, for_ps)
+        start_ps = transfers[dice.below(entity, 6, len(transfers))].start_ps
+        found.append((start_ps + dice.below(entity, 7, _FAULT_PS), fault))
+    return tuple(found)
 
 
 def _draw_close(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[int, str]:

@@ -17,7 +17,8 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.loopback import Hub, LoopbackDomain, Rows
+from tep.backends.hostcopy import Rows
+from tep.backends.loopback import Hub, LoopbackDomain
 from tep.backends.loopback_port import Port
 from tep.testing.loopback_world import LoopbackWorld
 from tep.units import MiB
@@ -79,6 +80,8 @@ class SpoiledWorld(LoopbackWorld):
                 ordered=self.seed is None,
                 imm_eats_recv=False,
                 peer_timeout_s=0.1,
+                note_bytes=4096,
+                imm_source=True,
             )
             domains.append(self._make(self.hub, name, nic, epoch=epoch, caps=caps, seed=self.seed))
         return Opened(tuple(domains), epoch, name)

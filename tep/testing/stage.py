@@ -14,8 +14,10 @@ from tep import plan
 from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.backends.base import WriteBatch
 from tep.engine import TransferEngine
+from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
 from tep.sim.trace import Trace
+from tep.testing.case import Case
 from tep.testing.echo import Echo
 from tep.testing.lab import Area, Host, Lab, Piece
 from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
@@ -29,7 +31,15 @@ Due = tuple[int, int, tuple[Piece, ...]]
 
 
 class Violation(AssertionError):
-    """A promise was broken; the message ends with the line that plays the run again."""
+    """A promise was broken; the message ends with the line that plays the run again.
+
+    Attributes:
+        case: what a user's protocol was run in, where it was one.
+    """
+
+    def __init__(self, what: str, case: Case | None = None) -> None:
+        super().__init__(what)
+        self.case = case
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +51,7 @@ class Run:
         handle: None if the submit raised.
         settled: how often its callback came.
         cancelled: whether it was asked to end early.
+        used: what receivers have used up of it: node, offset there, length.
         snapshot: its bytes at each receiver when it ended, where nothing may change them any more.
     """
 
@@ -57,11 +68,19 @@ class Run:
     failed: int = 0
     faults: set[tuple[int, int]] = field(default_factory=set)
     snapshot: tuple[bytes, ...] = ()
+    used: list[tuple[Host, int, int]] = field(default_factory=list)
 
     def may_post(self) -> str:
         if self.settled:
             return f"{self} has settled"
-        return f"{self} was cancelled" if self.cancelled else ""
+        if self.cancelled and not self.failed:  # what a dead NIC had may be written again
+            return f"{self} was cancelled"
+        return ""
+
+    def take_snapshot(self) -> None:
+        """Note its bytes at each receiver: from now on nothing may change them."""
+        area = self.area
+        self.snapshot = tuple(bytes(h.memory[area.start : area.stop]) for h in self.hosts)
 
     @property
     def state(self) -> str:
@@ -103,26 +122,30 @@ class Stage:
         runs: by (place of the transfer, round).
         waits: every expectation and claim, in the order they were stated.
         wrong: what has gone wrong, in words; the first is the finding.
-        broken: faults so far.
         closed: nodes whose engine was closed.
         echo: the answers.
         seen: how often each thing worth seeing happened.
+        probing: what rows belong to once all is judged, while the engines are tried once more.
         routings: of each transfer.
     """
 
     def __init__(
-        self, scenario: Scenario, engine_class: type[TransferEngine], trace: Trace | None
+        self,
+        scenario: Scenario,
+        engine_class: type[TransferEngine],
+        trace: Trace | None,
+        env: FabricEnv | None,
     ) -> None:
         self.scenario = scenario
-        self.lab = Lab(scenario, engine_class, trace, self._find)
+        self.lab = Lab(scenario, engine_class, trace, self._find, env)
         self.sender = self.lab.hosts[SENDER]
         self.runs: dict[tuple[int, int], Run] = {}
         self.latest: dict[int, Run] = {}
         self.waits: list[Wait] = []
         self.wrong: list[str] = []
-        self.broken: list[Fault] = []
         self.closed: set[str] = set()
         self.seen: defaultdict[str, int] = defaultdict(int)
+        self.probing: Mover | None = None
         self.nlocal = scenario.nics[0]
         self.routings = tuple(self._routing(spec) for spec in scenario.transfers)
         self._dues: dict[tuple[int, int, str], list[Due]] = {}
@@ -134,9 +157,16 @@ class Stage:
         self.echo = Echo(self)
 
     @property
+    def broken(self) -> list[Fault]:
+        """Faults so far, those too that the fabric's own load brought about."""
+        return self.lab.fabric.happened
+
+    @property
     def harmed(self) -> bool:
-        """Whether anything happened, or may happen, that a row fails for."""
-        return bool(self.broken or self.closed) or self.scenario.chaos.rnr_retries >= 0
+        """Whether anything happened, or may happen, that a row or message fails for."""
+        chaos = self.scenario.chaos
+        risky = chaos.rnr_retries >= 0 or chaos.message_loss > 0
+        return bool(self.broken or self.closed) or risky
 
     def blame(self, what: str) -> None:
         """Write down what is wrong. Callbacks use this: the engine would catch what they raise."""
@@ -187,6 +217,8 @@ class Stage:
 
     def _find(self, name: str, batch: WriteBatch, start: int) -> Mover | None:
         """The run that a posted row belongs to: by its source address, or a barrier's immediate."""
+        if self.probing is not None:
+            return self.probing
         if name != SENDER:
             return self.echo.answers(self.lab.hosts[name])
         src = batch.src if isinstance(batch.src, int) else int(batch.src[start])

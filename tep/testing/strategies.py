@@ -1,17 +1,40 @@
-"""Hypothesis strategies for scenarios: what the seeds draw, mixed freely, and shrinkable.
+"""Hypothesis strategies: what the seeds draw, mixed freely, and shrinkable.
 
-A failing example shrinks to few transfers, few knobs off their defaults and small numbers, and
-prints as a literal. Seeds find faster; these explain better.
+`scenarios` makes cases for protocols of users, `engine_scenarios` what the engine itself is tested
+with. A failing example shrinks to few transfers and faults, few knobs off their tame values and
+small numbers, and prints as a literal. Seeds find faster; these explain better.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
+from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
+from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from tep.sim.faults import FRAGMENTS_MAX, Chaos, Fault, KillNic, Restart, Revoke
+from tep.sim.faults import (
+    FRAGMENTS_MAX,
+    GROUPS,
+    HARM,
+    SWARM,
+    Chaos,
+    Clog,
+    Fault,
+    Faults,
+    KillNic,
+    Mute,
+    Pause,
+    Restart,
+    Revoke,
+    Slow,
+    Swizzle,
+    groups_of,
+)
+from tep.testing.case import Case, Nics, names_of, nics_range
+from tep.testing.hunting import Protocol, run
 from tep.testing.scenario import (
     MESSAGES_MAX,
     PAGES_MAX,
@@ -21,9 +44,10 @@ from tep.testing.scenario import (
     TransferKind,
     TransferSpec,
 )
+from tep.testing.stage import Violation
 from tep.units import PS_PER_MS, PS_PER_NS
 
-__all__ = ["chaos", "scenarios", "transfers"]
+__all__ = ["chaos", "engine_scenarios", "scenarios", "shrink", "transfers"]
 
 _NS = PS_PER_NS
 
@@ -113,7 +137,7 @@ def _faults(draw: DrawFn, nics: tuple[int, int, int], nodes: int) -> tuple[int, 
 
 
 @st.composite
-def scenarios(draw: DrawFn) -> Scenario:
+def engine_scenarios(draw: DrawFn) -> Scenario:
     """Any scenario, with up to four transfers and three faults at once."""
     specs = tuple(draw(st.lists(transfers(), min_size=1, max_size=4)))
     nics = draw(st.tuples(*[st.integers(1, 4)] * 3))
@@ -130,3 +154,131 @@ def scenarios(draw: DrawFn) -> Scenario:
         buffers=draw(st.integers(1, 2)),
         echo=draw(st.booleans()),
     )
+
+
+# ---------------------------------------------------------------------- for protocols of users
+
+
+_LASTS = st.sampled_from([300 * _NS, 2000 * _NS, 8000 * _NS, None])
+
+
+def scenarios(
+    nodes: int = 2, nics: Nics = (1, 4), faults: str | Sequence[str] = "all"
+) -> SearchStrategy[Case]:
+    """Cases for `run()`: who is there, and all that the catalogue of faults can do to them.
+
+    A failing case shrinks to few NICs, few faults, early times, and a tame fabric but for the knobs
+    that matter.
+
+    Args:
+        nodes: how many nodes.
+        nics: of each node, or the least and the most.
+        faults: groups of faults: "all", "none", or names like "order nics links".
+
+    Raises:
+        UsageError: no such group, or no such number of NICs.
+    """
+    least, most = nics_range(nics)
+    free = {name for group in groups_of(faults) for name in GROUPS[group]}
+    counts = st.tuples(*[st.integers(least, most)] * nodes)
+    return counts.flatmap(lambda drawn: _cases(drawn, free))
+
+
+def _cases(nics: tuple[int, ...], free: set[str]) -> SearchStrategy[Case]:
+    names = dict(zip(names_of(len(nics)), nics, strict=True))
+    kinds = [kind for kind in _EVENTS if kind.__name__ in free]
+    events = st.lists(_events(names, kinds), max_size=3) if kinds else st.just([])
+    made = st.builds(_faults_of, events, _knobs(free))
+    return st.builds(lambda faults: Case(nics=nics, faults=faults), made)
+
+
+def _faults_of(events: list[tuple[int, Fault]], chaos: Chaos) -> Faults:
+    return Faults(tuple(sorted(events, key=lambda event: event[0])), chaos)
+
+
+@st.composite
+def _knobs(draw: DrawFn, free: set[str]) -> Chaos:
+    """Every knob of the chosen groups; the tame value comes first, so that it is shrunk to."""
+    calm = Chaos.calm()
+    knobs: dict[str, Any] = {"seed": draw(st.integers(0, 2**32 - 1))}
+    for _, name, choices in SWARM + HARM:
+        if name in free:
+            tame = getattr(calm, name)
+            rest = sorted({choice for choice in choices if choice != tame})
+            knobs[name] = draw(st.sampled_from([tame, *rest]))
+    return Chaos.calm(**knobs)
+
+
+_EVENTS = (KillNic, Clog, Mute, Slow, Pause, Swizzle, Revoke, Restart)
+
+
+@st.composite
+def _events(draw: DrawFn, nics: dict[str, int], kinds: list[Any]) -> tuple[int, Fault]:
+    t_ps = draw(_times(12_000))
+    node = draw(st.sampled_from(sorted(nics)))
+    nic = draw(st.integers(0, nics[node] - 1))
+    kind = draw(st.sampled_from(kinds))
+    if kind is Restart:
+        return t_ps, Restart(node)
+    if kind is Revoke:
+        return t_ps, Revoke(node, draw(st.sampled_from([nic, None])))
+    if kind is KillNic:
+        return t_ps, KillNic(node, nic)
+    if kind is Slow:
+        return t_ps, Slow(node, nic, draw(st.integers(2, 20)), draw(_LASTS))
+    if kind is Swizzle:
+        return t_ps, Swizzle(node, nics[node], draw(_times(4000)), draw(st.integers(0, 99)))
+    if kind is Pause:
+        return t_ps, Pause(node, draw(_times(20_000)))
+    return t_ps, kind(node, nic, draw(_LASTS))
+
+
+def shrink(
+    protocol: Protocol[Any],
+    *,
+    nodes: int = 2,
+    nics: Nics = (1, 4),
+    faults: str | Sequence[str] = "all",
+    may_fail: bool = True,
+    examples: int = 2000,
+) -> Violation:
+    """Find the simplest case in which a protocol breaks, and return how it does there.
+
+    The same every time: nothing is random but what the cases draw.
+
+    Args:
+        protocol: as for run().
+        nodes: how many there are.
+        nics: of each node, or the least and the most.
+        faults: groups of faults, as for scenarios().
+        may_fail: as for run().
+        examples: at most so many cases are looked at before the first finding.
+
+    Raises:
+        LookupError: nothing was found.
+    """
+
+    def breaks(case: Case) -> bool:
+        try:
+            run(protocol, case, may_fail=may_fail)
+        except Violation:
+            return True
+        return False
+
+    quiet = settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
+    try:
+        simplest = find(scenarios(nodes, nics, faults), breaks, settings=quiet)
+    except NoSuchExample:
+        raise LookupError(f"{examples} cases, and none breaks it") from None
+    try:
+        run(protocol, simplest, may_fail=may_fail)
+    except Violation as found:
+        return found
+    raise AssertionError("a case that broke it a moment ago does not")

@@ -83,6 +83,10 @@ class Tap:
         self.post_recvs = nic.post_recvs
         self.recv_view = nic.recv_view
         self.recv_done = nic.recv_done
+        self.post_note = nic.post_note
+        self.take_note = nic.take_note
+        self.source = nic.source
+        self.fence = nic.fence
         self.status_text = nic.status_text
         self.set_waker = nic.set_waker
         self.wakeup_fd = nic.wakeup_fd
@@ -154,16 +158,17 @@ class Tap:
                 ledger.seen["NIC down"] += 1
 
     def _to(self, batch: WriteBatch, row: int) -> tuple[bytes, bytes]:
-        """Node, and address of its NIC, that a row goes to."""
+        """Incarnation of a node, and address of its NIC, that a row goes to."""
         peer = batch.peer if isinstance(batch.peer, int) else int(batch.peer[row])
         address = self._addresses[peer]
-        return address.rpartition(b"/")[0], address
+        node, _, rest = address.rpartition(b"/")
+        return node + b"#" + rest.partition(b"#")[2], address
 
     def _note_silent(self, batch: WriteBatch, row: int) -> None:
         node, address = self._to(batch, row)
         silent = self._ledger.silent.setdefault(node, set())
         silent.add(address)
-        name = node.partition(b":")[2].decode()
+        name = node.partition(b":")[2].rpartition(b"#")[0].decode()
         if len(silent) == len(self.nic.fabric.nodes[name].domains):
             del self._ledger.silent[node]  # perhaps it is back: everything may be tried again
 

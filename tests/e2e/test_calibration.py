@@ -143,5 +143,5 @@ def test_a_paged_write_costs_no_event_a_page(name) -> None:
         b.expect_imm_count(1, PAGES).wait()
         spent = time.thread_time() - begin
 
-        assert a.stats().steps + b.stats().steps < 100
+        assert a.stats().steps + b.stats().steps < 1000
         assert spent < 0.2  # the machine may be slow, but not by a factor of twenty

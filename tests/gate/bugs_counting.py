@@ -46,19 +46,19 @@ def expect_off_by_one() -> list[Change]:
 @bug()
 def early_imm_lost() -> list[Change]:
     """What arrived before it was expected is forgotten."""
-    return expects(lambda table, want: table.counts.pop(want.imm, None))
+    return expects(lambda table, want: table.counts.pop(want.imm))
 
 
 def fires(reached: Callable[[int, int], bool], left: Callable[[int, int], int]) -> list[Change]:
     def fire(self, imm, line):
-        have = self.counts.get(imm, 0)
+        have = self.counts.get(imm)
         while line and reached(have, line[0].count):
             want = line.popleft()
             have = left(have, want.count)
             self.reached.append(want)
         if not line:
             del self._lines[imm]
-        self._keep(imm, have)
+        self.counts.put(imm, have)
 
     return [(ImmTable, "_fire", fire)]
 
@@ -134,7 +134,7 @@ def cancelled_expectation_eats() -> list[Change]:
     def eat(self, want):
         left = cancel(self, want)
         if left:
-            self.counts.pop(want.imm, None)
+            self.counts.pop(want.imm)
         return left
 
     return [(ImmTable, "cancel", eat)]

@@ -7,7 +7,16 @@ same mistake where the engine can still make it.
 
 from __future__ import annotations
 
-from tests.gate import bugs_counting, bugs_ending, bugs_failing, bugs_posting
+from tests.gate import bugs_counting, bugs_ending, bugs_failing, bugs_posting, bugs_rescue
 from tests.gate.registry import BUGS, Bug, planted
 
-__all__ = ["BUGS", "Bug", "bugs_counting", "bugs_ending", "bugs_failing", "bugs_posting", "planted"]
+__all__ = [
+    "BUGS",
+    "Bug",
+    "bugs_counting",
+    "bugs_ending",
+    "bugs_failing",
+    "bugs_posting",
+    "bugs_rescue",
+    "planted",
+]

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 
 import tep.testing
-from tep.testing import Scenario, run_scenario, scenarios
+from tep.testing import Scenario, engine_scenarios, run_scenario
 
 
-@given(scenarios())
+@given(engine_scenarios())
 def test_engine_keeps_its_promises(scenario: Scenario) -> None:
     """Whatever is asked, and whatever breaks: the promises listed in tep.testing.oracle hold."""
     run_scenario(scenario)
 
 
-@given(scenarios())
+@given(engine_scenarios())
 def test_scenario_prints_as_itself(scenario: Scenario) -> None:
     """A failing scenario is reported as a literal; one that reads otherwise replays another run."""
     names = {name: getattr(tep.testing, name) for name in tep.testing.__all__}

@@ -46,6 +46,7 @@ class ScriptNic:
         send_room: messages it takes.
         refuse_connect: address -> what connect() raises for it.
         refuse_register: what register() raises.
+        refuse_peers: peers whose rows post() does not take, though there is room.
         calls: rows offered in each post().
         slots: messages received and not given back.
         keys: what is registered now.
@@ -75,6 +76,7 @@ class ScriptNic:
         self.refuse_register: FabricError | None = None
         self.keys: list[DomainKey] = []
         self.peers: list[bytes] = []
+        self.refuse_peers: set[int] = set()
         self.calls: list[int] = []
         self.slots: dict[int, bytes] = {}
         self.closed = False
@@ -137,6 +139,8 @@ class ScriptNic:
         assert not self.closed, "posted on a closed NIC"
         self.calls.append(stop - start)
         taken = min(self.room, stop - start)
+        if isinstance(batch.peer, int) and batch.peer in self.refuse_peers:
+            taken = 0
         for index, row in enumerate(batch.rows(start, start + taken), start):
             done = Posted(row, batch.ctx, index)
             self.posted.append(done)

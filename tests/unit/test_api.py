@@ -53,6 +53,14 @@ def test_pages_copy_their_indices_and_freeze_them() -> None:
     assert (64, 8) == (pages.stride, pages.offset)
 
 
+def test_starts_follow_every_change_of_stride_and_start() -> None:
+    """The last column is kept; a stale one sends pages from or to another region."""
+    pages = Pages([3, 0, 2**40])
+    for stride, first in ((8, 0), (8, 100), (8, 2**63), (8, 5), (16, 5), (16, 5), (8, 0)):
+        expected = [(first + index * stride) % 2**64 for index in (3, 0, 2**40)]
+        assert expected == pages.starts(stride, first).tolist()
+
+
 def test_pages_describe_themselves_shortly() -> None:
     """A repr of 16,384 indices would fill the screen of whoever prints it."""
     assert "Pages(3 pages, largest index 9, stride=None, offset=0)" == repr(Pages([9, 1, 2]))

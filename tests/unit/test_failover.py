@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tep.api import Routing
+from tep.api import Pages, Routing
 from tep.backends.base import Status
 from tep.errors import FabricError
 from tep.units import KiB
@@ -258,3 +258,49 @@ def test_peer_that_cannot_be_connected_fails_its_transfer_only() -> None:
     assert fine.done
     assert (0, 8) == (sent.stats().rows_posted, sent.stats().rows_dropped)
     assert 0 == e.mr.inflight
+
+
+def test_a_nic_that_is_through_takes_over_what_waits_at_another() -> None:
+    """A link that is slow, and not dead, would hold half of every large write back."""
+    e = Ends(2, (3,))
+    e.nics[1].room = 3
+    pages = Pages(range(96))
+    sent = e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
+    for _ in range(300):
+        e.own.turn()
+        e.nics[0].finish()
+    mine = len(e.nics[0].posted)
+    assert mine > 80, "all but the piece that the slow one has before it"
+    e.nics[1].room = 100
+    finish_all(e.own)
+
+    assert 96 - mine == len(e.nics[1].posted)
+    assert sent.done
+    assert 96 == sent.rows == sent.stats().rows_posted
+    assert [(k << 20, k << 20) for k in range(96)] == e.places()
+
+
+def test_what_is_pinned_to_a_nic_stays_there() -> None:
+    """routing.domain is a promise: perhaps the other NIC is kept free for something."""
+    e = Ends(2)
+    e.nics[1].room = 3
+    pages = Pages(range(96))
+    routing = Routing(domain=1)
+    e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7, routing=routing)
+    for _ in range(20):
+        e.own.turn()
+        e.nics[0].finish()
+
+    assert (0, 3) == (len(e.nics[0].posted), len(e.nics[1].posted))
+
+
+def test_a_long_write_does_not_hold_a_short_one_up() -> None:
+    """Pieces are taken in turns with what others have queued."""
+    e = Ends(2)
+    pages = Pages(range(512))
+    long = e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
+    short = e.pages(2)
+    e.own.turn(2)
+
+    assert 2 == short.stats().rows_posted
+    assert 512 > long.stats().rows_posted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tep.api import EngineOptions
@@ -87,6 +89,39 @@ def test_many_transfers_share_a_narrow_queue_evenly() -> None:
 
     assert 1000 == sum(posted)
     assert max(posted) - min(posted) <= 10
+
+
+def test_a_peer_that_holds_its_rows_up_holds_up_no_other() -> None:
+    """A NIC that is not full and takes nothing speaks of one peer; the others wait behind it."""
+    e = Ends(1, (1, 1, 1))
+    stuck = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+    e.own.turn()
+    refused = e.nics[0].peers.index(b"p0/0")
+    e.nics[0].refuse_peers.add(refused)
+    late = [e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 8 * k)) for k in (1, 2)]
+    others = [e.engine.submit_single_write(8, (e.mr, 0), (desc, 0)) for desc in e.descs[1:]]
+    e.own.turn()
+
+    assert [1, 0, 0, 1, 1] == [t.stats().rows_posted for t in (stuck, *late, *others)]
+    finish_all(e.own)
+    assert all(transfer.done for transfer in (stuck, *others))
+    e.nics[0].refuse_peers.clear()
+    finish_all(e.own)
+    assert all(transfer.done for transfer in late)
+
+
+def test_a_full_nic_is_not_asked_again_for_every_transfer() -> None:
+    """Full is full for all: asking sixty times a step would cost more than posting."""
+    e = Ends(1)
+    e.nics[0].caps = replace(e.nics[0].caps, sq_depth=3)
+    e.nics[0].room = 3
+    sent = [e.pages(2, imm=None) for _ in range(10)]
+    e.own.turn()
+
+    assert [2, 2, 2] == e.nics[0].calls
+    e.nics[0].room = 100
+    finish_all(e.own)
+    assert all(transfer.done for transfer in sent)
 
 
 def test_error_waits_for_every_posted_row_and_drops_the_rest() -> None:

@@ -240,6 +240,53 @@ def test_check_imm_refuses_what_is_no_32_bit_number(imm) -> None:
         check_imm(imm)
 
 
+def test_bursts_of_neighbours_count_with_what_came_before_and_after(table) -> None:
+    """What moves from the dict to a page must not be lost, doubled, or seen in two places."""
+    table.add(0x10005, 3)
+    table.add(0x20005, 1)
+    want, late = expect(table, 6, 0x10005), expect(table, 2, 0x10007)
+    table.add_many(np.arange(0x10000, 0x10100, dtype=np.uint32))
+    assert (4, 1, 1) == tuple(table.counts.get(imm) for imm in (0x10005, 0x100FF, 0x20005))
+    table.add(0x10005, 1)
+    assert [] == fired(table)
+    table.add_many(np.arange(0x10000, 0x10100, dtype=np.uint32))
+
+    assert [want, late] == sorted(fired(table), key=lambda found: found.imm)
+    assert 254 + 1 == len(table.counts)  # both were used up; 0x20005 is there
+    assert 2 * 254 + 1 == sum(table.counts.values())
+    assert 2 == table.remove(0x10001)
+    assert 0x10001 not in table.counts
+
+
+def test_a_burst_over_a_border_is_counted_too(table) -> None:
+    """Its upper halves differ: no page takes it, and none of it may fall between."""
+    table.add_many(np.arange(0x1FFC0, 0x20040, dtype=np.uint32))
+
+    assert dict.fromkeys(range(0x1FFC0, 0x20040), 1) == table.counts
+
+
+def test_a_burst_over_the_border_of_a_page_goes_to_both_sides(table) -> None:
+    """A value that has a page and is counted in the dict is never seen again."""
+    border = np.arange(0x1FFC0, 0x20040, dtype=np.uint32)
+    table.add_many(np.arange(0x20000, 0x20080, dtype=np.uint32))
+    want = expect(table, 2, 0x20001)
+    table.add_many(border)
+
+    assert [want] == fired(table)
+    assert (2, 1, 0, 1) == tuple(table.counts[imm] for imm in (0x20000, 0x1FFFF, 0x20001, 0x20041))
+    table.add_many(np.arange(0x1FF80, 0x20000, dtype=np.uint32))
+    table.add_many(border)
+    assert (3, 3, 1, 1) == tuple(table.counts[imm] for imm in (0x20000, 0x1FFFF, 0x20001, 0x20041))
+
+
+def test_pages_are_limited_and_what_finds_none_is_counted(table) -> None:
+    """Bursts all over 32 bits would else take half a megabyte for each 64 Ki of values."""
+    for high in range(200):
+        table.add_many(np.arange(high << 16, (high << 16) + 40, dtype=np.uint32))
+
+    assert 200 * 40 == len(table.counts) == sum(table.counts.values())
+
+
 def test_check_imm_makes_plain_ints_of_numpy_ones() -> None:
     """A numpy integer as key of a dict is slow, and wraps in arithmetic."""
     for imm in (np.uint32(0xFFFFFFFF), np.int64(3), 5):

@@ -17,6 +17,7 @@ from tep.requests import (
     paged_job,
     scatter_job,
     single_job,
+    slices_of,
 )
 from tep.units import GiB, KiB
 from tests.support.script import memory, scripted
@@ -51,7 +52,7 @@ def test_numpy_integers_become_plain_ones() -> None:
 
     assert [int] * 4 == [type(x) for x in (job.src, job.dst, job.nbytes, job.imm)]
     slices = [ScatterDst(np.int64(8), np.uint16(1), (remote.desc, np.int64(3)))]
-    job = scatter_job(mr, slices, Targets([remote]), np.int64(1), DEFAULT, 1)
+    job = scatter_job(mr, slices_of(slices), Targets([remote]), np.int64(1), DEFAULT, 1)
     assert ([PTR + 1], [3], [8]) == (job.src.tolist(), job.dst.tolist(), job.nbytes.tolist())
     assert type(job.total) is int
     job = paged_job(np.int64(8), (mr, Pages([1, 2])), (remote, Pages([3, 4])), 1, DEFAULT, 1)
@@ -141,12 +142,12 @@ def test_slices_beyond_4_gib_keep_all_their_bits() -> None:
     mr, remote = ends(9 * GiB)
     targets = Targets([remote, remote])
     dsts = [ScatterDst(GiB, 8 * GiB, (remote.desc, 7 * GiB)), ScatterDst(0, 0, (remote.desc, 0))]
-    job = scatter_job(mr, dsts, targets, 1, DEFAULT, 1)
+    job = scatter_job(mr, slices_of(dsts), targets, 1, DEFAULT, 1)
 
     assert ([PTR + 8 * GiB, PTR], [7 * GiB, 0]) == (job.src.tolist(), job.dst.tolist())
     too_long = [ScatterDst(GiB + 1, 0, (remote.desc, 0)), dsts[1]]
     with pytest.raises(BadRequest, match="slice 0: 1073741825 bytes; a slice is 1073741824 at the"):
-        scatter_job(mr, too_long, targets, 1, DEFAULT, 1)
+        scatter_job(mr, slices_of(too_long), targets, 1, DEFAULT, 1)
 
 
 def test_scatter_by_bytes_counts_the_rows_of_every_slice() -> None:
@@ -155,7 +156,7 @@ def test_scatter_by_bytes_counts_the_rows_of_every_slice() -> None:
     routing = Routing(scatter_by="bytes")
     sizes = (0, 100, 16 * KiB, 6 * 8192)
     dsts = [ScatterDst(n, 0, (remote.desc, 0)) for n in sizes]
-    job = scatter_job(mr, dsts, Targets([remote] * 4), 1, routing, 2)
+    job = scatter_job(mr, slices_of(dsts), Targets([remote] * 4), 1, routing, 2)
 
     assert 1 + 1 + 2 + 6 == job.n
     assert 8192 == longest_row(job, 2)
@@ -168,10 +169,10 @@ def test_scatter_slices_are_checked_one_by_one_where_targets_differ() -> None:
     _, long = ends(1000)
     targets = Targets([short, long])
     dsts = [ScatterDst(50, 0, (short.desc, 50)), ScatterDst(50, 50, (long.desc, 950))]
-    assert 2 == scatter_job(mr, dsts, targets, None, DEFAULT, 1).n
+    assert 2 == scatter_job(mr, slices_of(dsts), targets, None, DEFAULT, 1).n
     dsts[0] = ScatterDst(50, 0, (short.desc, 51))
     with pytest.raises(BadRequest, match="slice 0: target bytes 51 .. 101 are outside the 100"):
-        scatter_job(mr, dsts, targets, None, DEFAULT, 1)
+        scatter_job(mr, slices_of(dsts), targets, None, DEFAULT, 1)
 
 
 def test_barrier_has_a_row_a_target_and_no_bytes() -> None:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 
 from tep.backends.base import Kind, Status, new_completions
+from tep.errors import UsageError
+from tep.sim import faults as faults_room
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
-from tep.sim.faults import Chaos, Faults, KillNic, Restart, Revoke
+from tep.sim.faults import (
+    CATALOGUE,
+    GROUPS,
+    HARM,
+    SWARM,
+    Chaos,
+    Clog,
+    Fault,
+    Faults,
+    Mute,
+    Slow,
+    Swizzle,
+    groups_of,
+)
 from tep.sim.trace import Trace
 from tests.unit.sim_seam import CALM, NS, Seam
 
@@ -263,7 +279,37 @@ def test_faults_are_drawn_within_their_bounds() -> None:
     drawn = [Faults.draw(seed, {"a": 2, "b": 4}, to_ps=900) for seed in range(300)]
     events = [event for faults in drawn for event in faults.events]
 
-    assert 100 < len(events) < 250
+    assert 200 < len(events) < 600
+    assert 100 < sum(not faults.events for faults in drawn) < 170
     assert all(1 <= t_ps <= 900 for t_ps, _ in events)
-    assert {KillNic, Revoke, Restart} == {type(fault) for _, fault in events}
+    assert set(get_args(Fault)) == {type(fault) for _, fault in events}
     assert drawn[3] == Faults.draw(3, {"b": 4, "a": 2}, to_ps=900), "no order of a dict matters"
+    names = {name: getattr(faults_room, name) for name in faults_room.__all__}
+    again = [eval(str(faults), names) for faults in drawn[:20]]  # noqa: S307  # as above
+    assert drawn[:20] == again
+
+
+def test_a_swarm_can_be_restricted() -> None:
+    """Who asks for links only must not have to explain a restart; and a misspelt group is news."""
+    drawn = [Faults.draw(seed, {"a": 2}, kinds="links, order") for seed in range(100)]
+
+    assert {Slow, Clog, Mute, Swizzle} == {type(f) for faults in drawn for _, f in faults.events}
+    assert {False, True} == {faults.chaos.ordered for faults in drawn}
+    assert {64} == {faults.chaos.sq_depth for faults in drawn}
+    assert Faults((), Chaos.calm(5)) == Faults.draw(5, {"a": 2}, kinds="none")
+    assert groups_of(["nics", "keys"]) == groups_of("nics keys")
+    for wrong in ("linx", "", "all nics", ["none", "keys"]):
+        with pytest.raises(UsageError, match="is no group; there are: all, none, order"):
+            groups_of(wrong)
+
+
+def test_the_catalogue_is_whole() -> None:
+    """A fault of the list that nothing causes, or a knob that no fault explains, is forgotten."""
+    causes = {cause for _, causes in CATALOGUE.values() for cause in causes}
+    knobs = {name for _, name, _ in SWARM + HARM} - {"offsets"}  # no fault: a way of counting
+
+    assert [f"F{k}" for k in range(1, 26)] == list(CATALOGUE)
+    assert knobs | {kind.__name__ for kind in get_args(Fault)} <= causes
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert len(grouped) == len(set(grouped))
+    assert knobs | {"offsets"} | {kind.__name__ for kind in get_args(Fault)} == set(grouped)

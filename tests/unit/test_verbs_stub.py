@@ -170,6 +170,104 @@ def test_a_scatter_is_one_request_a_peer(stub, rig):
     assert 10 == sum(count for _, count, _ in back)
 
 
+@pytest.fixture
+def fan(stub, rig):
+    """A rig with a second peer: rows to both in turn, and what the stub read of them."""
+    third = open_domains(["stub2"], name="c", library=stub.path).domains[0]
+    other = rig.a.connect(third.address)
+    poll = new_completions(8)
+    rig.until(lambda: third.poll(poll) == 0 and all(rig.a.connections))
+    peers = np.array([rig.peer, other] * 5, np.uint64)
+
+    def post(start=0, **columns):
+        mark = stub.seen()
+        batch = rig.rows(range(start, start + 10), peer=peers, **columns)
+        batch.rkey = np.full(10, batch.rkey, np.uint64)
+        assert 10 == rig.a.post(batch, 0, 10)
+        return batch, stub.since(mark)
+
+    yield rig, post
+    third.close()
+
+
+def test_scatters_to_the_same_peers_keep_nothing_of_the_one_before(fan):
+    """What is kept from the one before goes to the wrong place, or too far."""
+    rig, post = fan
+    qps = [conn.qp for conn in rig.a.connections]
+    sizes = np.arange(10, dtype=np.uint64)
+    for k, (nbytes, imm) in enumerate(
+        ((PAGE, 7), (PAGE, 7), (PAGE, 8), (sizes, 8), (sizes + np.uint64(1), None), (0, 2**32 - 1))
+    ):
+        batch, seen = post(start=k, nbytes=nbytes, imm=imm, ctx=k)
+
+        assert qps * 5 == [row.qp for row in seen]
+        assert batch.dst.tolist() == [row.raddr for row in seen]
+        lengths = np.broadcast_to(nbytes, 10).tolist()
+        sources = [at if n else 0 for at, n in zip(batch.src.tolist(), lengths, strict=True)]
+        assert sources == [row.addr for row in seen]
+        assert lengths == [row.length for row in seen]
+        assert [int(length > 0) for length in lengths] == [row.num_sge for row in seen]
+        assert {WRITE if imm is None else WRITE_IMM} == {row.opcode for row in seen}
+        if imm is not None:
+            assert {imm.to_bytes(4, "big")} == {r.imm_be.to_bytes(4, "little") for r in seen}
+        assert {(1, SIGNALED)} == {(row.last, row.flags) for row in seen}
+        assert 10 == sum(count for _, count, _ in rig.settle(10))
+
+
+def test_impossible_rows_are_found_in_a_scatter_that_is_known(fan):
+    """A length cut to 32 bits would be a short write that is called a success."""
+    rig, post = fan
+    for _ in range(3):
+        post()
+        rig.settle(10)
+    batch = rig.rows(range(10), peer=np.array([0, 1] * 5, np.uint64))
+    batch.nbytes = np.full(10, PAGE, np.uint64)
+    batch.nbytes[4] = (1 << 32) + 5
+    batch.rkey = np.full(10, rig.there.rkey, np.uint64)
+    at = 0
+    while at < 10:
+        at += rig.a.post(batch, at, 10)
+    back = rig.settle(10)
+
+    assert [(Status.LENGTH, 1, 4)] == [entry for entry in back if entry[0] != Status.OK]
+    assert 9 == sum(count for status, count, _ in back if status == Status.OK)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(errno.ENOMEM, Status.OK), (errno.EIO, Status.PROVIDER)]
+)
+def test_a_scatter_that_is_known_survives_a_refusal(stub, fan, code, status):
+    """One queue pair has no room, or never takes the row: the other nine go out all the same."""
+    rig, post = fan
+    for _ in range(2):
+        post()
+        rig.settle(10)
+    stub.set(Knob.FAIL_AFTER, 4)
+    stub.set(Knob.FAIL_POST, code)
+    post(imm=5)
+    back = rig.settle(10)
+
+    assert 10 == sum(count for _, count, _ in back)
+    assert [] == [entry for entry in back if entry[0] not in {Status.OK, status}]
+    assert (status == Status.OK) == all(entry[0] == Status.OK for entry in back)
+
+
+def test_a_scatter_that_was_known_waits_for_a_peer_that_is_lost(stub, fan):
+    """Rows on a queue pair that is gone never come back, or crash the provider."""
+    rig, post = fan
+    for _ in range(3):
+        post()
+        rig.settle(10)
+    bad = rig.rows([0])
+    bad.rkey = 12345
+    rig.a.post(bad, 0, 1)
+    assert [(Status.REMOTE_KEY, 1, 0)] == rig.settle(1)
+    post(imm=3)
+    back = rig.settle(10)
+
+    assert 10 == sum(count for status, count, _ in back if status == Status.OK)
+
+
 def test_a_long_run_asks_now_and_then(stub, rig):
     """One completion for a thousand rows would keep the queue full until the last of them."""
     mark = stub.seen()

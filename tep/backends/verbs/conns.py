@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 from tep.backends.verbs.handshake import Hello, QpId
 from tep.backends.verbs.tags import MARKER, tag
 from tep.errors import FabricError
+from tep.ffi.ibverbs import ref
 from tep.ffi.ibverbs_structs import Qp, QpAttr, QpInitAttr
 from tep.ffi.ibverbs_wr import ENUMS
 
@@ -78,7 +79,7 @@ class Conn:
         rng: draws packet sequence numbers, and the queue pair of each row if rows are sprayed.
 
     Attributes:
-        qp, qps: those for writes; `qp` is the first.
+        qp, qps: those for writes; `qp` is the first, and `ref` is it, ready for a call.
         msg_qp: the one for messages.
         runs: chains on `qp` that have not come back, oldest first.
         lost: nothing more can be posted.
@@ -118,6 +119,7 @@ class Conn:
                 )
             undo.pop_all()
         self.qp = self.qps[0]
+        self.ref = ref(self.qp)
         self.ids: tuple[QpId, ...] = tuple(
             (qp_number(qp), rng.getrandbits(24)) for qp in self._made
         )

@@ -247,9 +247,11 @@ class VerbsDomain:
                 self._check_open()
                 return 0
         peer, nbytes, rkey = batch.peer, batch.nbytes, batch.rkey
-        if (
-            isinstance(peer, int)
-            and isinstance(nbytes, int)
+        if not isinstance(peer, int):
+            whole = self._peers.scatter(batch, start, stop, self._limits)
+            taken = stop - start if whole else self._post_slowly(batch, start, stop)
+        elif (
+            isinstance(nbytes, int)
             and isinstance(rkey, int)
             and (conn := self._up[peer]) is not None
             and nbytes <= self._write_bytes_max
@@ -272,7 +274,7 @@ class VerbsDomain:
             return self._fail(batch, start, start + 1, why)
         peer = batch.peer
         if not isinstance(peer, int):
-            return self._scatter(batch, start, stop, peer[start:stop])
+            return self._scatter(batch, start, stop)
         conn = self._up[peer]
         if conn is not None:
             return self._peers.post_up(conn, batch, start, stop)
@@ -280,11 +282,12 @@ class VerbsDomain:
         self._peers.hold(found, batch, start, stop, time.monotonic())
         return stop - start
 
-    def _scatter(self, batch: WriteBatch, start: int, stop: int, peers: Array) -> int:
-        """Post rows to a peer each; all are taken, some perhaps to be kept for a while."""
-        if self._peers.scatter(peers, batch, start):
+    def _scatter(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """Post rows to a peer each, not all connected; all are taken, some to be kept a while."""
+        if self._peers.scatter(batch, start, stop, self._limits):
             return stop - start
-        for row, peer in zip(range(start, stop), peers.tolist(), strict=True):
+        assert not isinstance(batch.peer, int)
+        for row, peer in enumerate(batch.peer[start:stop].tolist(), start):
             conn = self._up[peer]
             if conn is not None:
                 self._peers.post_loose([conn], batch, row)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 from tep.backends.base import Column, Status, WriteBatch
 from tep.backends.verbs.writes import LOOSE_MAX
 
@@ -23,6 +26,7 @@ class Limits:
 
     def __init__(self, write_bytes_max: int) -> None:
         self._write_bytes_max = write_bytes_max
+        self._one: npt.NDArray[np.uint64] = np.array(1, np.uint64)
         # Columns of scatters that were found good; the same ones come again and again.
         self._known: set[tuple[int, bytes]] = set()
 
@@ -31,6 +35,18 @@ class Limits:
         if self._all_fit(batch, start, stop):
             return stop
         return next(row for row in range(start, stop) if not self._all_fit(batch, row, row + 1))
+
+    def are_usual(self, nbytes: npt.NDArray[np.unsignedinteger]) -> bool:
+        """Whether no row is empty and none too long, in one look: one less than 0 is very long."""
+        return int(np.maximum.reduce(nbytes - self._one)) < self._write_bytes_max
+
+    def lengths_fit(self, nbytes: Column) -> bool:
+        """Whether no row is too long."""
+        return _max(nbytes) <= self._write_bytes_max
+
+    def keys_fit(self, rkey: Column) -> bool:
+        """Whether every key fits into a request."""
+        return _max(rkey) <= RKEY_MAX
 
     def why_impossible(self, batch: WriteBatch, row: int) -> Status:
         """Say why a row that cannot be posted cannot."""
@@ -56,3 +72,7 @@ class Limits:
                 self._known.clear()
             self._known.add(key)
         return True
+
+
+def _max(column: Column) -> int:
+    return column if isinstance(column, int) else int(np.maximum.reduce(column))

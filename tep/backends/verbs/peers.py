@@ -20,12 +20,13 @@ from tep.backends.base import Status, WriteBatch
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import Conn, Queues
 from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
-from tep.backends.verbs.writes import LOOSE_MAX, ROWS_FEW, Entry, Writer
+from tep.backends.verbs.writes import LOOSE_MAX, ROWS_FEW, Entry, Fan, Writer
 from tep.errors import BadDescriptor, FabricError, UsageError
 
 if TYPE_CHECKING:
     from tep.backends.verbs.datagrams import Datagrams
     from tep.backends.verbs.device import Device
+    from tep.backends.verbs.limits import Limits
     from tep.backends.verbs.messages import Messages
 
 __all__ = ["Peer", "Peers"]
@@ -168,9 +169,10 @@ class Peers:
         self._latest: dict[int, Peer] = {}  # by identity
         self._draining: dict[int, Conn] = {}
         self._unsettled: dict[Peer, None] = {}
-        # Scatters go to the same peers again and again; kept while none of them loses its
-        # connection.
+        # Scatters go to the same peers again and again: who they are is kept after the first, a
+        # fan is made for the second; both until some peer loses its connection.
         self._sets: dict[bytes, list[Conn]] = {}
+        self._fans: dict[bytes, Fan] = {}
         self._numbers = itertools.count(1)
         self._one_qp = device.settings.qps_per_peer == 1
         seed = device.settings.spray_seed
@@ -289,30 +291,63 @@ class Peers:
         self.post_loose([conn] * (stop - start), batch, start)
         return stop - start
 
-    def scatter(self, peers: Array, batch: WriteBatch, start: int) -> bool:
-        """Post row `start + k` to peers[k]; False = not all are connected, nothing is done."""
-        key = peers.tobytes()
+    def scatter(self, batch: WriteBatch, start: int, stop: int, limits: Limits) -> bool:
+        """Post each row to a peer of its own.
+
+        False = not all are connected, or a row is impossible; nothing is done.
+        """
+        peers = batch.peer
+        assert not isinstance(peers, int)
+        key = (peers if stop - start == batch.n else peers[start:stop]).tobytes()
+        fan = self._fans.get(key)
+        if fan is None:
+            conns = self._sets.get(key)
+            if conns is None or len(conns) > LOOSE_MAX or not self._one_qp:
+                return self._first_scatter(key, batch, start, stop, limits)
+            fan = self._fans[key] = self.writer.new_fan(conns, limits)
+        later = self.writer.post_fan(fan, batch, start)
+        if later:
+            self._keep(later, fan.conns, batch, start)
+        return later is not None
+
+    def _first_scatter(
+        self, key: bytes, batch: WriteBatch, start: int, stop: int, limits: Limits
+    ) -> bool:
+        assert not isinstance(batch.peer, int)
         conns = self._sets.get(key)
         if conns is None:
-            found = [self.up[peer] for peer in peers.tolist()]
+            found = [self.up[peer] for peer in batch.peer[start:stop].tolist()]
             conns = [conn for conn in found if conn is not None]
             if len(conns) < len(found):
                 return False
             if len(self._sets) >= _SETS_MAX:
-                self._sets.clear()
+                self._forget_sets()
             self._sets[key] = conns
+        if limits.possible_until(batch, start, stop) < stop:
+            return False
         self.post_loose(conns, batch, start)
         return True
+
+    def _forget_sets(self) -> None:
+        self._sets.clear()
+        self._fans.clear()
 
     def post_loose(self, conns: Sequence[Conn], batch: WriteBatch, start: int) -> None:
         """Post row `start + k` to conns[k]; what finds no room is kept, and follows."""
         for first in range(0, len(conns), LOOSE_MAX):
             part = conns[first : first + LOOSE_MAX] if len(conns) > LOOSE_MAX else conns
             qps = [conn.qp for conn in part] if self._one_qp else [conn.pick() for conn in part]
-            for row in self.writer.post_loose(part, qps, batch, start + first):
-                peer = conns[row - start].peer
-                peer.rows.append((batch, row, row + 1))
-                self._unsettled[peer] = None
+            later = self.writer.post_loose(part, qps, batch, start + first)
+            self._keep(later, conns, batch, start)
+
+    def _keep(
+        self, rows: Sequence[int], conns: Sequence[Conn], batch: WriteBatch, start: int
+    ) -> None:
+        """Keep rows that found no room on their queue pairs."""
+        for row in rows:
+            peer = conns[row - start].peer
+            peer.rows.append((batch, row, row + 1))
+            self._unsettled[peer] = None
 
     def hold(self, peer: Peer, batch: WriteBatch, start: int, stop: int, now_s: float) -> None:
         """Keep rows until their peer is connected."""
@@ -338,7 +373,7 @@ class Peers:
         if peer.conn is conn:
             peer.conn = None
             self.up[peer.number] = None
-            self._sets.clear()
+            self._forget_sets()
         if not conn.lost:
             conn.fail(self.clock_s())
             self._draining[conn.number] = conn
@@ -433,7 +468,7 @@ class Peers:
             peer.conn = None
             peer.gone = peer.gone or status
             peer.fail_waiting(status)
-        self._sets.clear()
+        self._forget_sets()
         self.up[:] = [None] * len(self.table)
 
 

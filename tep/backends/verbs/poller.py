@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Completions, Kind, Status
+from tep.backends.base import COMPLETION, Completions, Kind, Status, new_completions
 from tep.backends.verbs import tags
 from tep.backends.verbs.receives import IMM_ID
 from tep.backends.verbs.status import send_status, write_status
@@ -37,14 +37,22 @@ _SCALAR_MAX: Final = 8
 _IMM, _OK, _FLUSHED = int(Kind.IMM), int(Status.OK), int(Status.FLUSHED)
 _ROWS: Final = frozenset({tags.RUN, tags.TAIL, tags.LOOSE})
 
-_HEAD_BYTES: Final = 12
-_HEAD: Final = np.dtype(
-    {"names": ["head"], "formats": [f"V{_HEAD_BYTES}"], "offsets": [0], "itemsize": WC.itemsize}
-)
-"""wr_id and status of a completion, as bytes."""
+_IMM_IDS: Final = struct.pack("<Q", IMM_ID) * _POLL_MAX
+_ALL_WELL: Final = bytes(4 * _POLL_MAX)
+"""Ids and statuses of a burst of immediates that went well."""
 
-_IMM_HEADS: Final = struct.pack("<QI", IMM_ID, 0) * _POLL_MAX
-"""What a burst of immediates that went well looks like."""
+
+_WHOLE: Final = np.dtype(f"V{COMPLETION.itemsize}")
+
+
+def _each_imm() -> npt.NDArray[np.void]:
+    found = new_completions(_POLL_MAX)
+    found["kind"], found["status"], found["count"] = _IMM, _OK, 1
+    return found.view(_WHOLE)
+
+
+_EACH_IMM: Final = _each_imm()
+"""What a burst of different immediates is turned into, but for the immediates."""
 
 
 class Poller:
@@ -80,7 +88,6 @@ class Poller:
         self._poll_cq = device.data.poll_cq
         # Views, made once. Bursts are compared as bytes: that costs a quarter of `(a == b).all()`.
         self._ids, self._statuses = self._wc["wr_id"], self._wc["status"]
-        self._heads = self._wc.view(_HEAD)["head"]
         self._imm = self._wc["imm_data"]
         fields = ["wr_id", "status", "byte_len", "imm_data", "qp_num", "vendor_err"]
         self._few = self._wc[fields]
@@ -107,7 +114,10 @@ class Poller:
         if n <= _SCALAR_MAX:
             self._take_each(self._few[:n].tolist())
             return filled
-        if self._heads[:n].tobytes() == _IMM_HEADS[: n * _HEAD_BYTES]:
+        if (
+            self._ids[:n].tobytes() == _IMM_IDS[: 8 * n]
+            and self._statuses[:n].tobytes() == _ALL_WELL[: 4 * n]
+        ):
             self._imms.put(n)
             return _count_imms(self._imm[:n], out, filled)
         ids = self._ids[:n]
@@ -209,8 +219,6 @@ def _count_imms(imms: npt.NDArray[np.unsignedinteger], out: Completions, filled:
         out[filled] = (_IMM, _OK, n, int.from_bytes(first, "big"), 0, 0, 0)
         return filled + 1
     part = out[filled : filled + n]
-    for name, value in (("kind", _IMM), ("status", _OK), ("count", 1), ("imm", imms)):
-        part[name] = value
-    for name in ("row", "ctx", "nbytes"):
-        part[name] = 0
+    part.view(_WHOLE)[:] = _EACH_IMM[:n]  # field by field it would take ten times as long
+    part["imm"] = imms
     return filled + n

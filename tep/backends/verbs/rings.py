@@ -1,6 +1,7 @@
 """Work requests in memory, filled by columns or one by one; a provider reads them during a post.
 
-A run is a chain of rows to one queue pair. Loose rows stand alone, each for its own queue pair.
+A run is a chain of rows to one queue pair. Loose rows stand alone, each for its own queue pair; a
+fan is loose rows to the same peers again and again.
 Here alone an immediate is turned into network byte order. Nothing is posted here.
 """
 
@@ -8,16 +9,20 @@ from __future__ import annotations
 
 import struct
 from socket import htonl
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, Row, WriteBatch
-from tep.backends.verbs.tags import RUN, tag
+from tep.backends.verbs.tags import LOOSE, NUMBER_SHIFT, RUN, tag
+from tep.ffi.ibverbs import ref
 from tep.ffi.ibverbs_wr import ENUMS, SEND_WR, SGE
 
-__all__ = ["LooseRing", "RunRing"]
+if TYPE_CHECKING:
+    from tep.backends.verbs.limits import Limits
+
+__all__ = ["FanRing", "LooseRing", "RunRing"]
 
 _WRITE: Final = ENUMS["IBV_WR_RDMA_WRITE"]
 _WRITE_IMM: Final = ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]
@@ -31,6 +36,16 @@ _FIRSTS_MAX: Final = 64  # lengths of runs whose views are kept
 # wr_id, next, sg_list, num_sge, opcode, send_flags, imm_data, remote_addr, rkey of ibv_send_wr.
 _PACK_WR: Final = struct.Struct("<QQQiIIIQI").pack_into
 _PACK_SGE: Final = struct.Struct("<QII").pack_into
+
+_NUMBERED: Final = np.dtype(
+    {
+        "names": ["number"],
+        "formats": ["<u4"],
+        "offsets": [NUMBER_SHIFT // 8],
+        "itemsize": _WR_BYTES,
+    }
+)
+"""The object that a request's id names, of up to 32 bits."""
 
 
 class _Ring:
@@ -51,30 +66,35 @@ class _Ring:
         self._num_sge, self._opcode, self._imm = wr["num_sge"], wr["opcode"], wr["imm_data"]
         self._remote, self._rkey = wr["remote_addr"], wr["rkey"]
         self._addr, self._length, self._lkey = sge["addr"], sge["length"], sge["lkey"]
-        self._firsts: dict[int, tuple[Array, Array]] = {}
+        self._firsts: dict[int, tuple[Array, Array, Array, Array]] = {}
 
-    def _fill_addresses(self, batch: WriteBatch, start: int, n: int) -> None:
-        src, dst = batch.src, batch.dst
+    def _first(self, n: int) -> tuple[Array, Array, Array, Array]:
+        """Source, target, local and remote keys of the first n requests."""
         found = self._firsts.get(n)
         if found is None:
             if len(self._firsts) >= _FIRSTS_MAX:
                 self._firsts.clear()
-            found = self._firsts[n] = (self._addr[:n], self._remote[:n])
+            found = (self._addr[:n], self._remote[:n], self._lkey[:n], self._rkey[:n])
+            self._firsts[n] = found
+        return found
+
+    def _fill_addresses(self, batch: WriteBatch, start: int, n: int) -> None:
+        src, dst = batch.src, batch.dst
+        found = self._first(n)
         # A slice costs 150 ns, which a batch that goes out whole can save.
         whole = n == batch.n
         found[0][:] = src if whole or isinstance(src, int) else src[start : start + n]
         found[1][:] = dst if whole or isinstance(dst, int) else dst[start : start + n]
 
-    def _fill_keys(self, batch: WriteBatch, start: int, n: int) -> None:
-        """Write what is one value for all rows, or a key of each."""
-        self._lkey[:n] = batch.lkey
-        rkey, imm = batch.rkey, batch.imm
-        self._rkey[:n] = rkey if isinstance(rkey, int) else rkey[start : start + n]
+    def _fill_keys(self, lkey: int, rkey: Column, imm: Column | None, n: int) -> None:
+        """Write what is one value for all rows, or one of each of `n`."""
+        self._lkey[:n] = lkey
+        self._rkey[:n] = rkey
         if imm is None:
             self._opcode[:n] = _WRITE
         else:
             self._opcode[:n] = _WRITE_IMM
-            self._imm[:n] = imm if isinstance(imm, int) else imm[start : start + n]
+            self._imm[:n] = imm
 
     def _fill_lengths(self, nbytes: Column, start: int, n: int) -> None:
         # Some providers take a length of 0 for 2 GiB: an empty row has no scatter entry at all.
@@ -99,6 +119,7 @@ class RunRing(_Ring):
 
     def __init__(self, n: int, signal_rows: int) -> None:
         super().__init__(n)
+        self.ref = ref(self.ptr)
         self._wr_id[:] = self._iota + np.uint64(tag(RUN))
         self._links = [self.ptr + (k + 1) * _WR_BYTES for k in range(n - 1)] + [0]
         self._next[:] = self._links
@@ -111,11 +132,17 @@ class RunRing(_Ring):
     def fill(self, batch: WriteBatch, start: int, n: int) -> None:
         """Write rows start.. of a batch into the first `n` requests, and end the chain there."""
         self._fill_addresses(batch, start, n)
-        # What is the same for all rows is most often the same as last time, too.
-        same = _plain(batch)
-        if n > self._held_n or same is None or same != self._held:
-            self._fill_keys(batch, start, n)
+        # What is the same for all rows is most often the same as last time, too, or but for keys.
+        same, held = _plain(batch), self._held
+        if n > self._held_n or same is None or held is None or same[2:] != held[2:]:
+            imm = batch.imm if batch.imm is None else _cut(batch.imm, start, start + n)
+            self._fill_keys(batch.lkey, _cut(batch.rkey, start, start + n), imm, n)
             self._fill_lengths(batch.nbytes, start, n)
+            self._held, self._held_n = same, n
+        elif same != held:
+            _, _, lkeys, rkeys = self._first(n)
+            lkeys.fill(same[0])
+            rkeys.fill(same[1])
             self._held, self._held_n = same, n
         last = n - 1
         self._next[last] = 0
@@ -158,7 +185,8 @@ class LooseRing(_Ring):
             imm if imm is None else _frozen(imm, start, n),
         )
         if keys != self._keys:
-            self._fill_keys(batch, start, n)
+            imm = imm if imm is None else _cut(imm, start, start + n)
+            self._fill_keys(batch.lkey, _cut(rkey, start, start + n), imm, n)
             self._keys = keys
         lengths = (n, _frozen(nbytes, start, n))
         if lengths != self._lengths:
@@ -191,12 +219,82 @@ class LooseRing(_Ring):
         return self.ptr
 
 
+class FanRing(_Ring):
+    """Rows that are posted one by one, row k always to the same peer.
+
+    Args:
+        n: rows.
+        limits: what a row must keep to; asked where keys or lengths are other than last time.
+    """
+
+    def __init__(self, n: int, limits: Limits) -> None:
+        super().__init__(n)
+        self.refs = [ref(self.ptr + k * _WR_BYTES) for k in range(n)]
+        self._flags[:] = _SIGNALED
+        self._wr_id[:] = self._iota + np.uint64(tag(LOOSE))
+        self._number = self._wr.view(_NUMBERED)["number"]
+        self._limits = limits
+        self._keys: tuple[object, ...] = ()
+        self._lengths: int | bytes = b""
+        self._usual = False  # whether every request has its scatter entry
+
+    def fill(self, batch: WriteBatch, start: int, number: int) -> bool:
+        """Write rows start.. of a batch, as set `number`; False = one of them is impossible."""
+        n = self.n
+        src, dst, nbytes, rkey, imm = batch.src, batch.dst, batch.nbytes, batch.rkey, batch.imm
+        if n < batch.n:
+            stop = start + n
+            src, dst = _cut(src, start, stop), _cut(dst, start, stop)
+            nbytes, rkey = _cut(nbytes, start, stop), _cut(rkey, start, stop)
+            imm = imm if imm is None else _cut(imm, start, stop)
+        # Compared as bytes, which costs less than looking at them, or writing them again.
+        lengths = nbytes if isinstance(nbytes, int) else nbytes.tobytes()
+        keys = (
+            batch.lkey,
+            rkey if isinstance(rkey, int) else rkey.tobytes(),
+            imm if imm is None or isinstance(imm, int) else imm.tobytes(),
+        )
+        if lengths != self._lengths:
+            if not self._fill_new_lengths(nbytes):
+                return False
+            self._lengths = lengths
+        if keys != self._keys:
+            if not self._limits.keys_fit(rkey):
+                return False
+            self._fill_keys(batch.lkey, rkey, imm, n)
+            self._keys = keys
+        self._addr[:] = src
+        self._remote[:] = dst
+        self._number.fill(number)
+        return True
+
+    def _fill_new_lengths(self, nbytes: Column) -> bool:
+        if isinstance(nbytes, int) or not self._limits.are_usual(nbytes):
+            self._usual = False
+            if not self._limits.lengths_fit(nbytes):
+                return False
+            self._fill_lengths(nbytes, 0, self.n)
+            return True
+        if not self._usual:
+            self._num_sge[:] = 1
+            self._usual = True
+        self._length[:] = nbytes
+        return True
+
+
 _NOTHING: Final = Row(0, 0, 0, 0, 0, 0, None)
+
+
+def _cut(column: Column, start: int, stop: int) -> Column:
+    """Rows start .. stop of a column."""
+    return column if isinstance(column, int) else column[start:stop]
 
 
 def _frozen(column: Column, start: int, n: int) -> int | bytes:
     """A column's value, or its values as bytes."""
-    return column if isinstance(column, int) else column[start : start + n].tobytes()
+    if isinstance(column, int):
+        return column
+    return column.tobytes() if n == len(column) else column[start : start + n].tobytes()
 
 
 def _plain(batch: WriteBatch) -> tuple[int | None, ...] | None:

@@ -14,19 +14,22 @@ import errno
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import repeat, starmap
+from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Kind, Row, Status, WriteBatch
-from tep.backends.verbs.rings import LooseRing, RunRing
+from tep.backends.verbs.rings import FanRing, LooseRing, RunRing
 from tep.backends.verbs.tags import LOOSE, NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, TAIL, tag
+from tep.ffi.ibverbs import Ref, ref
 from tep.ffi.ibverbs_wr import SEND_WR
 
 if TYPE_CHECKING:
     from tep.backends.verbs.conns import Conn
     from tep.backends.verbs.device import Device
+    from tep.backends.verbs.limits import Limits
 
-__all__ = ["LOOSE_MAX", "ROWS_FEW", "Entry", "Run", "Writer"]
+__all__ = ["LOOSE_MAX", "ROWS_FEW", "Entry", "Fan", "Run", "Writer"]
 
 Entry = tuple[int, int, int, int, int, int, int]
 """One completion in the order of COMPLETION's fields."""
@@ -38,6 +41,7 @@ LOOSE_MAX: Final = 256
 """Rows posted loose in one go."""
 
 _RUN_MAX: Final = 1024
+_SETS_MASK: Final = 2**32 - 1  # a set is not out for as many posts
 _WRITE: Final = int(Kind.WRITE)
 _OK: Final = int(Status.OK)
 _PROVIDER: Final = int(Status.PROVIDER)
@@ -74,6 +78,23 @@ class _Loose:
         self.done = bytearray(n)
 
 
+class Fan:
+    """The same peers again and again, a row to each: all that stays the same, made once.
+
+    Attributes:
+        conns: where row k goes.
+        ring: their requests.
+        calls: the arguments of each post.
+    """
+
+    __slots__ = ("calls", "conns", "ring")
+
+    def __init__(self, conns: Sequence[Conn], ring: FanRing, bad: Ref) -> None:
+        self.conns = conns
+        self.ring = ring
+        self.calls = [(conn.ref, at, bad) for conn, at in zip(conns, ring.refs, strict=True)]
+
+
 class Writer:
     """The rows of one NIC.
 
@@ -88,11 +109,13 @@ class Writer:
         self.refusal = ""
         self.tails: dict[Conn, int] = {}
         self._post_send = device.data.post_send
+        self._post_refs = device.data.post_send_refs
         self._run = RunRing(min(depth, _RUN_MAX), signal_rows)
         self._loose = LooseRing(min(depth, LOOSE_MAX))
         self._few = LooseRing(ROWS_FEW)  # of its own, so that it does not disturb what a set holds
         self._bad = ctypes.c_void_p()
         self._bad_ptr = ctypes.addressof(self._bad)
+        self._bad_ref = ref(self._bad_ptr)
         self._sets: dict[int, _Loose] = {}
         self._number = 0
 
@@ -107,7 +130,7 @@ class Writer:
                 break
             n = min(stop - at, ring.n)
             ring.fill(batch, at, n)
-            rc = self._post_send(conn.qp, ring.ptr, self._bad_ptr)
+            rc = self._post_refs(conn.ref, ring.ref, self._bad_ref)
             ring.mend(n)
             if rc:
                 at += self._note_short(conn, batch, at, n, rc)
@@ -137,7 +160,7 @@ class Writer:
 
     def post_few(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
         """Post rows to one peer one by one; return how many were taken, a prefix."""
-        self._number = number = self._number + 1 & NUMBER_MASK
+        self._number = number = self._number + 1 & _SETS_MASK
         wr_id = tag(LOOSE, number)
         ring = self._few
         n = stop - start
@@ -168,19 +191,43 @@ class Writer:
             Rows that their queue pairs had no room for now: the caller keeps them.
         """
         n = len(qps)
-        self._number = number = self._number + 1 & NUMBER_MASK
+        self._number = number = self._number + 1 & _SETS_MASK
         ring = self._loose
         ring.fill(batch, start, n, tag(LOOSE, number))
         codes = list(map(self._post_send, qps, ring.ptrs, repeat(self._bad_ptr)))
         self._remember(number, batch.ctx, start, n, conns)
-        return self._sort_out(number, batch.ctx, start, codes) if any(codes) else []
+        if not any(codes):
+            return []
+        failures = [(k, rc) for k, rc in enumerate(codes) if rc]
+        return self._sort_out(number, batch.ctx, start, failures)
 
-    def _sort_out(self, number: int, ctx: int, start: int, codes: Sequence[int]) -> list[int]:
+    def new_fan(self, conns: Sequence[Conn], limits: Limits) -> Fan:
+        """Make all ready for posting a row to each of the same peers again and again."""
+        return Fan(conns, FanRing(len(conns), limits), self._bad_ref)
+
+    def post_fan(self, fan: Fan, batch: WriteBatch, start: int) -> list[int] | None:
+        """Post row `start + k` to the k-th peer of a fan.
+
+        Returns:
+            As post_loose; None = a row is impossible, and nothing is done.
+        """
+        number = self._number + 1 & _SETS_MASK
+        if not fan.ring.fill(batch, start, number):
+            return None
+        self._number = number
+        n = fan.ring.n
+        self._sets[number] = _Loose(batch.ctx, start, n, fan.conns)
+        calls = iter(fan.calls)
+        codes = starmap(self._post_refs, calls)
+        failures = [(n - length_hint(calls) - 1, rc) for rc in filter(None, codes)]
+        return self._sort_out(number, batch.ctx, start, failures) if failures else []
+
+    def _sort_out(
+        self, number: int, ctx: int, start: int, failures: Sequence[tuple[int, int]]
+    ) -> list[int]:
         found = self._sets[number]
         later = []
-        for k, rc in enumerate(codes):
-            if not rc:
-                continue
+        for k, rc in failures:
             found.done[k] = 1
             found.left -= 1
             if rc in _LATER:

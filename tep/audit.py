@@ -1,0 +1,134 @@
+"""The receiver's half of a failover: fence a sender's dead path, and say what had come over it.
+
+The sender's half is `recovery`. Rule: nothing is said of a path before it is fenced, since more
+could come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Domain, Noting, Status
+from tep.errors import TepError
+from tep.mailroom import Mailroom
+from tep.notes import Asked, Told
+from tep.tally import Tally
+
+__all__ = ["Arrivals", "Audit"]
+
+_SOURCE_BITS: Final = 32
+
+
+class Arrivals:
+    """The immediates that came in on one NIC, by where they came from."""
+
+    __slots__ = ("tally",)
+
+    def __init__(self) -> None:
+        self.tally = Tally()
+
+    def add(self, source: int, imm: int, count: int) -> None:
+        """Note `count` equal ones."""
+        self.tally.add(source << _SOURCE_BITS | imm, count)
+
+    def add_columns(self, sources: npt.NDArray[np.uint64], imms: npt.NDArray[np.uint32]) -> bool:
+        """Note a burst, one an entry; the columns are copied. True: all immediates are equal."""
+        source, imm = int(sources[0]), int(imms[0])
+        equal = bool(np.logical_and.reduce(imms == imm))
+        if equal and np.logical_and.reduce(sources == source):
+            self.tally.add(source << _SOURCE_BITS | imm, len(imms))
+        else:
+            self.tally.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
+        return equal
+
+    def sums(self, nic: Noting, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
+        """How many of each came from the NIC at an address, since the beginning."""
+        mine: dict[int, bool] = {}
+        wanted = dict.fromkeys(imms, 0)
+        for key, count in self.tally.items():
+            source, imm = key >> _SOURCE_BITS, key & 0xFFFFFFFF
+            if imm not in wanted:
+                continue
+            if source not in mine:
+                mine[source] = nic.source(source) == address
+            if mine[source]:
+                wanted[imm] += count
+        return tuple(wanted[imm] for imm in imms)
+
+
+class _Fence:
+    """One path that is being fenced, or was: who wants to know, and how it ended."""
+
+    __slots__ = ("asking", "status")
+
+    def __init__(self) -> None:
+        self.asking: list[tuple[int, bytes, Asked]] = []
+        self.status = -1
+
+
+class Audit:
+    """All fences of one engine.
+
+    Args:
+        domains: its NICs.
+        arrivals: what came in on each; empty where that is not noted.
+        mail: where questions come in and answers go out.
+    """
+
+    def __init__(
+        self, domains: Sequence[Domain], arrivals: Sequence[Arrivals], mail: Mailroom
+    ) -> None:
+        self._nics = [cast("Noting", domain) for domain in domains]
+        self._arrivals = arrivals
+        self._mail = mail
+        self._fences: dict[tuple[bytes, int], _Fence] = {}
+        self._waiting: list[_Fence] = []
+        mail.hear(Asked, self._asked)
+
+    def _asked(self, nic: int, address: bytes, note: Asked) -> None:
+        if note.nic >= len(self._nics):
+            why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
+            self._mail.answer(nic, address, Told(note.number, why, ()))
+            return
+        key = note.source, note.nic
+        fence = self._fences.get(key)
+        if fence is None:
+            try:
+                self._nics[note.nic].fence(note.source, len(self._waiting))
+            except TepError as error:
+                self._mail.answer(nic, address, Told(note.number, f"no fence: {error}"[:200], ()))
+                return
+            fence = self._fences[key] = _Fence()
+            self._waiting.append(fence)
+        if fence.status < 0:
+            fence.asking.append((nic, address, note))
+        else:
+            self._tell(nic, address, note, fence.status)
+
+    def fenced(self, ctx: int, status: int) -> None:
+        """A NIC says how a fence ended."""
+        fence = self._waiting[ctx]
+        fence.status = status
+        asking, fence.asking = fence.asking, []
+        for nic, address, note in asking:
+            self._tell(nic, address, note, status)
+
+    def _tell(self, nic: int, address: bytes, note: Asked, status: int) -> None:
+        why = ""
+        counts: tuple[int, ...] = ()
+        there = self._nics[note.nic]
+        if status != Status.OK:
+            hint = there.status_text(status)
+            why = f"its NIC {there.caps.nic} cannot fence the path off"
+            why += f": {Status(status).name}{': ' + hint if hint else ''}"
+        elif note.imms and not self._arrivals:
+            why = "it does not note where immediates come from"
+        elif note.imms and self._arrivals[note.nic].tally.forgot:
+            why = "too many different immediates came since, it has forgotten where from"
+        elif note.imms:
+            counts = self._arrivals[note.nic].sums(there, note.source, note.imms)
+        self._mail.answer(nic, address, Told(note.number, why, counts))

@@ -1,0 +1,296 @@
+"""Notes between engines, over any pair of NICs that lives: said once, or asked until answered.
+
+What is said is `notes`'s matter, what to do about it that of those who registered here. Rule: a
+question ends exactly once, in an answer or in a reason why there is none.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar, cast
+
+from tep.backends.base import Domain, Noting, Status
+from tep.errors import TepError
+from tep.notes import Answer, Note, decode, encode
+from tep.region import Link
+
+__all__ = ["NOTE_CTX", "Mailroom"]
+
+NOTE_CTX: Final = 1 << 62
+"""The ctx of the first note: users' messages have smaller ones."""
+
+ROUNDS_MAX: Final = 5
+"""How often a question is put before it counts as unanswered."""
+
+DEAF_MAX: Final = 3
+"""The same, where every NIC of the peer was asked each time and none was there."""
+
+N = TypeVar("N", bound=Note)
+
+
+class _Letter:
+    """One note on its way: over the lanes of a link, or back to where a question came from.
+
+    Attributes:
+        lanes: to try, one after the other.
+        question, round: that it puts, and for which time.
+    """
+
+    __slots__ = ("back", "lanes", "link", "note", "question", "round")
+
+    def __init__(self, note: Note, link: Link | None, back: tuple[int, bytes] | None) -> None:
+        self.note = note
+        self.link = link
+        self.back = back
+        self.lanes: list[tuple[int, int]] = []
+        self.question: _Question | None = None
+        self.round = 0
+
+
+class _Question:
+    """A note that wants an answer.
+
+    The first round asks over one lane, and if that fails over all others at once; later rounds over
+    all. A NIC takes its time to say that nobody is there, and to hear it from one after the other
+    would take a multiple of that.
+
+    Attributes:
+        told: what to call with the answer.
+        lost: what to call with the reason why there is none.
+        due_s: when to ask again; None while the note is on its way.
+        why: what became of the last try.
+        round: the number of this round.
+        others: lanes that were not asked over in this round.
+        out: letters of this round that are on their way.
+        reached: whether one of them got there.
+        deaf: whether all that came back said that nobody is there.
+    """
+
+    __slots__ = (
+        "deaf", "due_s", "letter", "lost", "others", "out", "reached", "round", "told", "why",
+    )  # fmt: skip
+
+    def __init__(
+        self, letter: _Letter, told: Callable[[Answer], object], lost: Callable[[str], object]
+    ) -> None:
+        self.letter = letter
+        self.told = told
+        self.lost = lost
+        self.why = ""
+        self.due_s: float | None = None
+        self.round = self.out = 0
+        self.others: list[tuple[int, int]] = []
+        self.reached = False
+        self.deaf = True
+
+
+class Mailroom:
+    """The notes of one engine.
+
+    Attributes:
+        able: whether its NICs have notes at all.
+        busy: whether a note is on its way or a question open; else nothing here wants a turn.
+        odd: notes that were none, or that nobody had asked for.
+    """
+
+    def __init__(
+        self, domains: Sequence[Domain], alive: list[bool], now_s: Callable[[], float]
+    ) -> None:
+        self.able = all(domain.caps.note_bytes for domain in domains)
+        self.busy = False
+        self.odd = 0
+        self._nics = [cast("Noting", domain) for domain in domains]
+        self._alive = alive
+        self._now_s = now_s
+        self._wait_s = max(domain.caps.peer_timeout_s for domain in domains)
+        self._numbers = itertools.count(1)
+        self._ctxs = itertools.count(NOTE_CTX)
+        self._queue: deque[_Letter] = deque()
+        self._out: dict[int, _Letter] = {}
+        self._questions: dict[int, _Question] = {}
+        self._hears: dict[type, Callable[[int, bytes, Note], object]] = {}
+
+    @property
+    def note_bytes(self) -> int:
+        """The longest note that every NIC takes."""
+        return min(domain.caps.note_bytes for domain in self._nics)
+
+    def hear(self, kind: type[N], callback: Callable[[int, bytes, N], object]) -> None:
+        """Have callback(NIC, address it came from, note) called for each note of a class."""
+        self._hears[kind] = cast("Callable[[int, bytes, Note], object]", callback)
+
+    # ------------------------------------------------------------------ out
+
+    def ask(
+        self,
+        link: Link,
+        note: Callable[[int], Note],
+        told: Callable[[Answer], object],
+        lost: Callable[[str], object],
+    ) -> None:
+        """Ask a peer until it answers, over whichever lanes live; note(number) makes the note."""
+        number = next(self._numbers)
+        letter = _Letter(note(number), link, None)
+        self._questions[number] = question = _Question(letter, told, lost)
+        self._put(question)
+
+    def say(self, link: Link, note: Callable[[int], Note]) -> None:
+        """Tell a peer something, over whichever lane lives; nobody learns whether it got there."""
+        self._send(_Letter(note(next(self._numbers)), link, None))
+
+    def answer(self, nic: int, address: bytes, note: Note) -> None:
+        """Answer from where a question came in; if that fails it will be asked again."""
+        self._send(_Letter(note, None, (nic, address)))
+
+    def _send(self, letter: _Letter) -> None:
+        letter.lanes = self._lanes(letter)
+        self._queue.append(letter)
+        self.busy = True
+
+    def _put(self, question: _Question) -> None:
+        """Begin a round."""
+        lanes = self._lanes(question.letter)
+        question.round += 1
+        question.due_s = None
+        question.reached, question.deaf = False, True
+        first = 1 if question.round == 1 else len(lanes)
+        question.others = lanes[first:]
+        self._ask_over(question, lanes[:first])
+
+    def _ask_over(self, question: _Question, lanes: list[tuple[int, int]]) -> None:
+        question.out = len(lanes)
+        for lane in lanes:
+            letter = _Letter(question.letter.note, question.letter.link, None)
+            letter.question, letter.round, letter.lanes = question, question.round, [lane]
+            self._queue.append(letter)
+        self.busy = True
+        if not lanes:
+            self._lose(question, "no NIC of ours is alive")
+
+    def _lanes(self, letter: _Letter) -> list[tuple[int, int]]:
+        """The lanes to try, in order: first those that join NICs of one number, where they can."""
+        link = letter.link
+        if link is None:
+            return []
+        here = [i for i, alive in enumerate(self._alive) if alive]
+        there = [j for j, alive in enumerate(link.alive) if alive]
+        return sorted(itertools.product(here, there), key=lambda lane: (lane[0] != lane[1], lane))
+
+    def step(self) -> bool:
+        """Post what waits, put late questions again; True if a NIC took one or one was lost."""
+        work = False
+        for _ in range(len(self._queue)):
+            work |= self._post(self._queue.popleft())
+        if self._questions:
+            now_s = self._now_s()
+            late = [q for q in self._questions.values() if q.due_s is not None and q.due_s <= now_s]
+            for question in late:
+                work = True
+                self._again(question)
+        self.busy = bool(self._queue or self._out or self._questions)
+        return work
+
+    def due_s(self) -> float | None:
+        """When step() is wanted although nothing has happened; None: then never."""
+        return min((q.due_s for q in self._questions.values() if q.due_s is not None), default=None)
+
+    def _post(self, letter: _Letter) -> bool:
+        try:
+            if letter.back is not None:
+                nic, address = letter.back
+                peer = self._nics[nic].connect(address)
+            elif not letter.lanes:
+                return True  # no NIC of ours is alive, and it is no question
+            else:
+                nic, remote = letter.lanes[0]
+                assert letter.link is not None
+                peer = letter.link.peer(nic, remote)
+            ctx = next(self._ctxs)
+            taken = self._alive[nic] and self._nics[nic].post_note(peer, encode(letter.note), ctx)
+        except TepError as error:  # this NIC cannot connect, or was closed: perhaps another can
+            self._failed(letter, str(error))
+            return True
+        if taken:
+            self._out[ctx] = letter
+            return True
+        if self._alive[nic]:
+            self._queue.append(letter)
+            return False
+        self._failed(letter, "its NIC is down")
+        return True
+
+    def _again(self, question: _Question) -> None:
+        if question.round == ROUNDS_MAX:
+            self._lose(question, f"asked {ROUNDS_MAX} times, at last: {question.why}")
+            return
+        self._put(question)
+
+    def _failed(self, letter: _Letter, why: str, *, deaf: bool = False) -> None:
+        """A lane failed: try others; ask again, unless nobody is there at all."""
+        del letter.lanes[:1]
+        question = letter.question
+        if question is None:
+            if letter.lanes:
+                self._queue.append(letter)
+                self.busy = True
+            return
+        if letter.round != question.round or question.letter.note.number not in self._questions:
+            return
+        question.why = why
+        question.deaf &= deaf
+        question.out -= 1
+        if question.out or question.reached:
+            return
+        others, question.others = question.others, []
+        if others:
+            self._ask_over(question, others)
+        elif question.deaf and question.round >= DEAF_MAX:
+            self._lose(question, f"asked {DEAF_MAX} times, and none of its NICs was there: {why}")
+        else:
+            question.due_s = self._now_s()
+
+    def _lose(self, question: _Question, why: str) -> None:
+        if self._questions.pop(question.letter.note.number, None) is not None:
+            question.lost(why)
+
+    # ------------------------------------------------------------------ in
+
+    def sent(self, ctx: int, status: int) -> None:
+        """A NIC says how a note fared."""
+        letter = self._out.pop(ctx)
+        question = letter.question
+        if status == Status.OK:
+            if question is not None and letter.round == question.round:
+                question.out -= 1
+                question.reached = True
+                question.why = "no answer"
+                question.due_s = self._now_s() + self._wait_s
+        elif status == Status.STALE_PEER and question is not None:
+            self._lose(question, "it has restarted")
+        elif status != Status.STALE_PEER:
+            self._failed(letter, Status(status).name, deaf=status == Status.UNREACHABLE)
+
+    def take(self, nic: int, slot: int) -> None:
+        """A note has come in."""
+        payload, address = self._nics[nic].take_note(slot)
+        note = decode(payload)
+        if isinstance(note, Answer):
+            question = self._questions.get(note.number)
+            link = None if question is None else question.letter.link
+            if question is not None and link is not None and address in link.addr.domains:
+                del self._questions[note.number]
+                question.told(note)
+                return
+        elif note is not None and type(note) in self._hears:
+            self._hears[type(note)](nic, address, note)
+            return
+        self.odd += 1
+
+    def close(self) -> None:
+        """End every question; notes on their way are forgotten."""
+        self._queue.clear()
+        for question in list(self._questions.values()):
+            self._lose(question, "the engine was closed")
+        self.able = False

@@ -1,0 +1,87 @@
+"""What engines say to each other, as bytes. Rule: bytes from a peer are hostile until decoded.
+
+A note is the MessagePack array of one class below, its fields in order after the tag. Nothing here
+sends.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+__all__ = [
+    "REASON_MAX",
+    "Answer",
+    "Asked",
+    "Failed",
+    "Note",
+    "Told",
+    "decode",
+    "encode",
+    "values_max",
+]
+
+Unsigned = Annotated[int, Meta(ge=0)]
+Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
+
+REASON_MAX: Final = 60
+"""Characters of a reason, so that it fits into the shortest note that a NIC may have."""
+
+_HEAD_BYTES: Final = 320
+"""Room for all of a note but its list: an address of 256 bytes and some numbers."""
+
+
+class _Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A note; `number` is the sender's, and the answer has the same."""
+
+    number: Unsigned
+
+
+class Asked(_Note, frozen=True, array_like=True, tag=1):
+    """Fence off my NIC `source` at your NIC `nic`. How often did these immediates come from it?"""
+
+    source: Address
+    nic: Unsigned
+    imms: tuple[Imm, ...]
+
+
+class Told(_Note, frozen=True, array_like=True, tag=2):
+    """It is fenced, and these are the sums, since the beginning; or why they cannot be said."""
+
+    why: str
+    counts: tuple[int, ...]
+
+
+class Failed(_Note, frozen=True, array_like=True, tag=3):
+    """What you expect under this immediate will not come from me; `who` is my engine's name."""
+
+    who: Annotated[str, Meta(max_length=200)]
+    imm: Imm
+    reason: Annotated[str, Meta(max_length=REASON_MAX)]
+
+
+Answer = Told
+Note = Asked | Told | Failed
+
+_DECODER: Final[msgspec.msgpack.Decoder[Note]] = msgspec.msgpack.Decoder(Note, strict=True)
+
+
+def encode(note: Note) -> bytes:
+    """The bytes of a note."""
+    return msgspec.msgpack.encode(note)
+
+
+def decode(data: bytes) -> Note | None:
+    """The note in these bytes, or None where they are none."""
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def values_max(note_bytes: int) -> int:
+    """How many immediates one question may name: its answer, 9 bytes each, must fit as well."""
+    return max(1, (note_bytes - _HEAD_BYTES) // 9)

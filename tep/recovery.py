@@ -1,0 +1,326 @@
+"""The sender's half of a failover: rows that were posted on a path that died are made good.
+
+Whether such a row landed is unknown, so it is held here, and its transfer stays open. Once no row
+is out on the path any more, the receiver fences it off and says what had come (`audit`). What
+landed whole counts as done. Of the others the bytes are written again, without immediates, over
+lanes that live; and when all of these bytes are there, as many immediates as were missing follow,
+without bytes.
+
+Rule 1: no row goes out again before its path is fenced. Rule 2: if every row of one immediate had
+landed, none of them is written again: the reader may have been released. Rule 3: an immediate
+follows only after all bytes that it could vouch for. Rule 4: sums that contradict each other end in
+an error, never in a guess.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+from tep.acks import Acks
+from tep.errors import FabricError, TepError
+from tep.group import DomainGroup
+from tep.mailroom import Mailroom
+from tep.notes import Asked, Told, values_max
+from tep.pending import Pending, Rescue
+from tep.region import Link
+from tep.transfer import Transfer
+
+__all__ = ["Recovery"]
+
+_SILENT = -1
+"""Stands for the immediate of rows that have none."""
+
+
+class _Lost(NamedTuple):
+    """A row of which nobody knows whether it landed, and the error it would fail with."""
+
+    pending: Pending
+    row: int
+    error: FabricError
+
+    @property
+    def imm(self) -> int | None:
+        return self.pending.imm(self.row)
+
+
+class _Path:
+    """One lane that died.
+
+    Attributes:
+        domain, link, nic: our NIC, the peer, its NIC.
+        rows: lost there.
+        asked: whether the receiver was asked; no row joins after that.
+        counts: what it told, by immediate.
+        left: answers that are missing.
+    """
+
+    __slots__ = ("asked", "counts", "domain", "left", "link", "nic", "rows")
+
+    def __init__(self, domain: int, link: Link, nic: int) -> None:
+        self.domain = domain
+        self.link = link
+        self.nic = nic
+        self.rows: list[_Lost] = []
+        self.asked = False
+        self.counts: dict[int, int] = {}
+        self.left = 0
+
+    def holds(self, pending: Pending, row: int) -> bool:
+        """Whether a row goes over this lane."""
+        remote, nic = pending.target(row)
+        return remote.link is self.link and nic == self.nic
+
+
+class Recovery:
+    """What is being made good on one engine.
+
+    Args:
+        group: its NICs.
+        mail: to the peers' engines.
+        able: whether lost rows are made good at all.
+        counted: whether receivers can say what had come, immediate by immediate.
+
+    Attributes:
+        paths: that died and whose rows are not settled.
+        able: False where nothing can be made good, and lost rows fail at once.
+        rows: made good so far, in any way.
+    """
+
+    def __init__(self, group: DomainGroup, mail: Mailroom, *, able: bool, counted: bool) -> None:
+        self.paths: list[_Path] = []
+        self.able = able
+        self.rows = 0
+        self._group = group
+        self._mail = mail
+        self._counted = counted
+        group.hold = self._hold
+        group.rescued = self._rescued
+        group.acks = Acks() if counted else None
+
+    def _hold(self, pending: Pending, row: int, error: FabricError) -> bool:
+        """Keep a row whose end is unknown; False: it cannot be made good, let it fail."""
+        transfer = pending.transfer
+        if not self.able or transfer.failure is not None:
+            return False
+        if pending.batch.imm is not None and not self._counted:
+            return False
+        remote, nic = pending.target(row)
+        for path in self.paths:
+            if not path.asked and path.domain == pending.domain and path.holds(pending, row):
+                break
+        else:
+            path = _Path(pending.domain, remote.link, nic)
+            self.paths.append(path)
+        path.rows.append(_Lost(pending, row, error))
+        transfer.held += 1
+        return True
+
+    # ------------------------------------------------------------------ asking
+
+    def step(self) -> bool:
+        """Ask about paths on which nothing is out any more; True if one was asked about."""
+        work = False
+        for path in tuple(self.paths):
+            if not path.asked and self._is_first(path) and self._is_quiet(path):
+                path.asked = work = True
+                self._ask(path)
+        return work
+
+    def _is_first(self, path: _Path) -> bool:
+        """Whether no older question about the same lane is open, of which the sums would change."""
+        key = path.domain, path.link, path.nic
+        return next(p for p in self.paths if (p.domain, p.link, p.nic) == key) is path
+
+    def _is_quiet(self, path: _Path) -> bool:
+        return not any(
+            pending.at > pending.back
+            and pending.domain == path.domain
+            and any(path.holds(pending, row) for row in pending.posted_rows())
+            for pending in self._group.batches.values()
+        )
+
+    def _ask(self, path: _Path) -> None:
+        imms = sorted({imm for lost in path.rows if (imm := lost.imm) is not None})
+        source = self._group.domains[path.domain].address
+        room = values_max(self._mail.note_bytes)
+        parts = [tuple(imms[k : k + room]) for k in range(0, len(imms), room)] or [()]
+        path.left = len(parts)
+        for part in parts:
+            self._ask_about(path, source, part)
+
+    def _ask_about(self, path: _Path, source: bytes, imms: tuple[int, ...]) -> None:
+        self._mail.ask(
+            path.link,
+            lambda number: Asked(number, source, path.nic, imms),
+            lambda told: self._told(path, imms, told),
+            lambda why: self._give_up(path, why),
+        )
+
+    def _told(self, path: _Path, imms: tuple[int, ...], told: object) -> None:
+        if path not in self.paths:
+            return  # another part of the answer was missing
+        assert isinstance(told, Told)
+        if told.why or len(told.counts) != len(imms):
+            self._give_up(path, f"{path.link.addr.name} says: {told.why or 'no such sums'}")
+            return
+        path.counts.update(zip(imms, told.counts, strict=True))
+        path.left -= 1
+        if path.left == 0:
+            if self._is_quiet(path):
+                self._judge(path)
+            else:  # the peer was thought dead as a whole, so that this lane was tried again
+                path.asked = False
+
+    # ------------------------------------------------------------------ judging
+
+    def _judge(self, path: _Path) -> None:
+        self.paths.remove(path)
+        by_imm: dict[int, list[_Lost]] = {}
+        for lost in path.rows:
+            imm = lost.imm
+            by_imm.setdefault(_SILENT if imm is None else imm, []).append(lost)
+        known = self._acknowledged(path, by_imm)
+        for imm, rows in by_imm.items():
+            if imm == _SILENT:
+                self.rows += len(rows)
+                self._write_again(rows, [])
+            else:
+                self._judge_imm(path, imm, rows, path.counts[imm] - known[imm])
+        self._settle(path.rows)
+
+    def _acknowledged(self, path: _Path, wanted: dict[int, list[_Lost]]) -> dict[int, int]:
+        """How many of these immediates were acknowledged on a lane since the beginning."""
+        group = self._group
+        if group.acks is not None:
+            group.acks.fold()
+        lane = path.link.lane(path.domain, path.nic)
+        known = {imm: lane.sent.sum(imm) for imm in wanted if imm != _SILENT}
+        for pending in group.batches.values():  # and of those that are not through
+            if pending.domain == path.domain and pending.batch.imm is not None:
+                for row in pending.posted_rows():
+                    if path.holds(pending, row) and row not in pending.lost:
+                        imm = pending.imm(row)
+                        if imm in known:
+                            known[imm] += 1
+        return known
+
+    def _judge_imm(self, path: _Path, imm: int, rows: list[_Lost], landed: int) -> None:
+        """Rows of one immediate, `landed` of which are known to have landed whole."""
+        lane = path.link.lane(path.domain, path.nic)
+        live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
+        doubt = len(rows) - len(live) + lane.doubt.pop(imm, 0)
+        total = len(live) + doubt
+        name = path.link.addr.name
+        why = ""
+        if lane.sent.forgot:
+            why = "too many different immediates went there since, their sums are forgotten"
+        elif not 0 <= landed <= total:
+            why = f"{name} counted {landed} of {total} rows of imm {imm:#x}, which cannot be"
+        elif doubt and 0 < landed < total:
+            why = (
+                f"{landed} of {total} immediates {imm:#x} came, {doubt} of them of failed requests"
+            )
+        if why:
+            lane.doubt[imm] += total
+            self._fail(live, why)
+            return
+        lane.sent.add(imm, landed)
+        self.rows += len(live)
+        if landed == 0:
+            self._write_again(live, live)
+        elif landed < total:
+            self._write_again(live, live[: total - landed])
+
+    def _write_again(self, rows: list[_Lost], missing: list[_Lost]) -> None:
+        """Write the bytes of all rows again, and then the immediates of those that are missing.
+
+        Which of them are missing nobody can know, and nobody need: they are equal.
+        """
+        group = self._group
+        rescue = Rescue()
+        for pending, row, error in missing:
+            transfer = pending.transfer
+            transfer.left += 1
+            transfer.extra += 1
+            rescue.after.append((pending, row, error))
+        rescue.left = 1  # ours, so that it cannot be over before it has begun
+        for pending, row, error in rows:
+            mine = pending.rescue  # a row that is being written again already
+            if pending.transfer.is_ending():
+                if mine is not None:
+                    group.finish_rescue(mine)
+            elif pending.row_bytes(row):
+                pending.transfer.left += 1
+                pending.transfer.extra += 1
+                if mine is None:
+                    mine = rescue
+                    rescue.left += 1
+                self._group.repost(pending, row, mine, error)
+        group.finish_rescue(rescue)
+
+    def _rescued(self, rescue: Rescue) -> None:
+        """All bytes are there: now the immediates may follow."""
+        after, rescue.after = rescue.after, []
+        for pending, row, error in after:
+            transfer = pending.transfer
+            if transfer.is_ending():
+                transfer.left -= 1
+                transfer.dropped += 1
+                self._note_ended(transfer)
+            else:
+                self._group.repost(pending, row, None, error)
+
+    def _settle(self, rows: list[_Lost]) -> None:
+        """The rows themselves are over; what was made of them counts by itself."""
+        for lost in rows:
+            transfer = lost.pending.transfer
+            transfer.left -= 1
+            transfer.held -= 1
+        for transfer in dict.fromkeys(lost.pending.transfer for lost in rows):
+            self._note_ended(transfer)
+
+    def _note_ended(self, transfer: Transfer) -> None:
+        if transfer.left == 0:
+            self._group.ended.append(transfer)
+
+    # ------------------------------------------------------------------ giving up
+
+    def _give_up(self, path: _Path, why: str) -> None:
+        if path not in self.paths:
+            return
+        self.paths.remove(path)
+        lane = path.link.lane(path.domain, path.nic)
+        counts = Counter(imm for lost in path.rows if (imm := lost.imm) is not None)
+        lane.doubt.update(counts)
+        self._fail([lost for lost in path.rows if not lost.pending.transfer.is_ending()], why)
+        for lost in path.rows:
+            if lost.pending.rescue is not None:
+                self._group.finish_rescue(lost.pending.rescue)
+        self._settle(path.rows)
+
+    def _fail(self, rows: list[_Lost], why: str) -> None:
+        for lost in rows:
+            transfer: Transfer = lost.pending.transfer
+            transfer.failed_rows += 1
+            if transfer.failure is None:
+                transfer.failure = _with_reason(lost.error, why)
+                self._group.drop_queued(transfer)
+
+    def close(self, error: TepError) -> None:
+        """The engine is about to close: what is held fails, and nothing is held any more."""
+        self.able = False
+        for path in tuple(self.paths):
+            for lost in path.rows:
+                lost.pending.transfer.failure = lost.pending.transfer.failure or error
+            self._give_up(path, "the engine was closed")
+
+
+def _with_reason(error: FabricError, why: str) -> FabricError:
+    return FabricError(
+        f"{error}. It could not be made good over another NIC: {why}",
+        code=error.code,
+        domain=error.domain,
+        peer=error.peer,
+        row=error.row,
+    )

@@ -1,0 +1,115 @@
+"""The link of one chaos NIC: slow, clogged, or deaf to acknowledgements, for a time.
+
+It holds what cannot pass and lets it go in the order it came. What a row that waits too long ends
+in is the NIC's matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from tep.sim.chaos_parts import Flight, Fragment
+from tep.sim.clock import FabricEnv
+
+__all__ = ["Link", "Trouble"]
+
+Trouble = Literal["clog", "mute"]
+
+
+class Link:
+    """What becomes of fragments and acknowledgements on their way to or from one NIC.
+
+    Attributes:
+        clogs, mutes: how many faults of the kind last; 0: none.
+        factor: how many times as long as usual everything takes.
+
+    Args:
+        env: the clock.
+        land: take a fragment again that was held.
+    """
+
+    __slots__ = (
+        "_acks",
+        "_env",
+        "_fragments",
+        "_healed",
+        "_land",
+        "_slows",
+        "clogs",
+        "factor",
+        "mutes",
+    )
+
+    def __init__(
+        self,
+        env: FabricEnv,
+        land: Callable[[Fragment], None],
+    ) -> None:
+        self.clogs = 0
+        self.mutes = 0
+        self.factor = 1
+        self._env = env
+        self._land = land
+        self._slows: list[int] = []
+        self._fragments: list[Fragment] = []
+        self._acks: list[Flight] = []
+        self._healed = 0
+
+    def hold(self, fragment: Fragment) -> None:
+        """Keep a fragment until the clog is gone."""
+        self._fragments.append(fragment)
+
+    def hold_ack(self, row: Flight) -> None:
+        """Keep an acknowledgement until it can be heard."""
+        self._acks.append(row)
+
+    def trouble(self, what: Trouble, for_ps: int | None) -> None:
+        """Begin a clog, or deafness."""
+        if what == "clog":
+            self.clogs += 1
+        else:
+            self.mutes += 1
+        if for_ps is not None:
+            self._env.call_at(self._env.now + for_ps, self._ends, (what, self._healed))
+
+    def slow(self, factor: int, for_ps: int | None) -> None:
+        """Take `factor` times as long; of several the slowest counts."""
+        self._slows.append(factor)
+        self.factor = max(self._slows)
+        if for_ps is not None:
+            self._env.call_at(self._env.now + for_ps, self._hurries, (factor, self._healed))
+
+    def heal(self) -> None:
+        """End every trouble at once."""
+        self._healed += 1
+        self.clogs = self.mutes = 0
+        self._slows.clear()
+        self.factor = 1
+        self._let_go()
+
+    def _ends(self, which: tuple[Trouble, int]) -> None:
+        what, healed = which
+        if healed != self._healed:
+            return
+        if what == "clog":
+            self.clogs -= 1
+        else:
+            self.mutes -= 1
+        self._let_go()
+
+    def _hurries(self, which: tuple[int, int]) -> None:
+        factor, healed = which
+        if healed == self._healed:
+            self._slows.remove(factor)
+            self.factor = max(self._slows, default=1)
+
+    def _let_go(self) -> None:
+        if self.clogs:
+            return
+        fragments, self._fragments = self._fragments, []
+        for fragment in fragments:
+            self._land(fragment)
+        acks, self._acks = self._acks, []
+        for row in acks:  # one that its sender cannot hear yet is held again, at the sender's link
+            row.nic.acknowledge(row)

@@ -1,0 +1,172 @@
+"""Cases: the hostile little worlds that a user's protocol is run in. Data and its drawing only.
+
+`tep.testing.hunting` plays them. A case is a function of a seed and of the shape asked for, or what
+Hypothesis made of it; it prints as a literal, and `Case.parse` reads that back.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, get_args
+
+from tep.errors import UsageError
+from tep.sim.faults import Chaos, Fault, Faults
+from tep.sim.hashing import Stream, below, draw, stream_key
+from tep.units import PS_PER_US
+
+__all__ = ["HEAL_US", "Case", "names_of", "shape_text"]
+
+HEAL_US: Final = 40.0
+"""When the safety phase ends: some twenty undisturbed transfers of the chaos fabric."""
+
+_FAULT_PS: Final = (2 * PS_PER_US, 4 * PS_PER_US, 12 * PS_PER_US)
+_NICS: Final = 1 << 20  # entities of the draws of NIC counts
+
+Nics = int | tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One run of a protocol: who is there, and what happens to them.
+
+    Attributes:
+        nics: NICs of each node, in order; nodes are called "a", "b", ...
+        faults: the fabric's knobs and seed, and faults at times.
+        heal_us: when all trouble ends, and the protocol has to come to an end.
+        drawn: the flags of `tep sim` that draw it again, or "" if it was not drawn.
+    """
+
+    nics: tuple[int, ...]
+    faults: Faults = field(default_factory=Faults)
+    heal_us: float = HEAL_US
+    drawn: str = field(default="", compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.nics or not all(1 <= count <= 64 for count in self.nics):
+            raise UsageError(f"Case(nics={self.nics}): each node has 1 to 64 NICs")
+        nodes = names_of(len(self.nics))
+        for _, fault in self.faults.events:
+            if fault.node not in nodes:
+                raise UsageError(f"Case: {fault} names no node; there are: {', '.join(nodes)}")
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.nics)
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything the fabric draws."""
+        return self.faults.chaos.seed
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether anything in it makes a transfer or message of a correct engine fail."""
+        chaos = self.faults.chaos
+        harm = chaos.cq_depth or chaos.message_loss or chaos.datagram_loss
+        return bool(harm or self.faults.events or chaos.rnr_retries >= 0)
+
+    @classmethod
+    def draw(
+        cls,
+        seed: int,
+        *,
+        nodes: int = 2,
+        nics: Nics = (1, 4),
+        faults: str | Sequence[str] = "all",
+        heal_us: float = HEAL_US,
+    ) -> Case:
+        """Draw one case.
+
+        Args:
+            seed: 0 or more.
+            nodes: how many.
+            nics: of each node, or the least and the most that may be drawn for one.
+            faults: groups of faults, as `tep.sim.faults.groups_of` reads them: "all", "none", or
+                names like "order nics links".
+            heal_us: when trouble ends.
+        """
+        least, most = nics_range(nics)
+        key = stream_key(seed, Stream.SCENARIO)
+        counts = tuple(
+            least + below(draw(key, _NICS + node), most - least + 1) for node in range(nodes)
+        )
+        names = dict(zip(names_of(nodes), counts, strict=True))
+        span_ps = _FAULT_PS[below(draw(key, _NICS - 1), len(_FAULT_PS))]
+        drawn = Faults.draw(seed, names, kinds=faults, to_ps=span_ps)
+        flags = f"--seed {seed} {shape_text(nodes, nics, faults)}"
+        flags += "" if heal_us == HEAL_US else f" --heal-us {heal_us}"
+        return cls(nics=counts, faults=drawn, heal_us=heal_us, drawn=flags)
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """Read a case from what `repr` printed. Nothing else is executed.
+
+        Raises:
+            UsageError: it is no such literal.
+        """
+        try:
+            found = _value(ast.parse(text.strip(), mode="eval").body)
+        except (SyntaxError, TypeError, ValueError, AssertionError) as error:
+            raise UsageError(f"{text[:200]!r} is no Case: {error}") from None
+        if not isinstance(found, Case):
+            raise UsageError(f"{text[:200]!r} is no Case")
+        return found
+
+    def without_events(self) -> Case:
+        """The same, and nothing breaks: what goes wrong then, disorder alone has done."""
+        return replace(self, faults=replace(self.faults, events=()), drawn="")
+
+    def __repr__(self) -> str:
+        heal = "" if self.heal_us == HEAL_US else f", heal_us={self.heal_us!r}"
+        faults = f"Faults({self.faults.events!r}, {_knobs_text(self.faults.chaos)})"
+        return f"Case(nics={self.nics!r}, faults={faults}{heal})"
+
+
+def names_of(nodes: int) -> tuple[str, ...]:
+    """The names of so many nodes, as Cluster gives them."""
+    return tuple(chr(ord("a") + k) if k < 26 else f"n{k}" for k in range(nodes))
+
+
+def nics_range(nics: Nics) -> tuple[int, int]:
+    """The least and the most NICs of a node. Raises UsageError."""
+    least, most = (nics, nics) if isinstance(nics, int) else nics
+    if not 1 <= least <= most <= 64:
+        raise UsageError(f"nics={nics!r}: a number, or (least, most), from 1 to 64")
+    return least, most
+
+
+def shape_text(nodes: int, nics: Nics, faults: str | Sequence[str]) -> str:
+    """The flags of `tep sim` that stand for a shape."""
+    least, most = nics_range(nics)
+    groups = faults if isinstance(faults, str) else ",".join(faults)
+    span = f"{least}" if least == most else f"{least}-{most}"
+    return f"--nodes {nodes} --nics {span} --faults {','.join(groups.replace(',', ' ').split())}"
+
+
+def _knobs_text(chaos: Chaos) -> str:
+    """What differs from a calm fabric: in a shrunk case, that is what matters."""
+    calm = Chaos.calm()
+    knobs = [(f.name, getattr(chaos, f.name)) for f in fields(chaos)]
+    odd = ", ".join(f"{k}={v!r}" for k, v in knobs if v != getattr(calm, k))
+    return f"Chaos.calm({odd})"
+
+
+_RECORDS: Final[dict[str, Any]] = {"Chaos.calm": Chaos.calm} | {
+    kind.__name__: kind for kind in (Case, Chaos, Faults, *get_args(Fault))
+}
+
+
+def _value(node: ast.expr) -> Any:
+    """Evaluate literals and calls of our own records."""
+    if isinstance(node, ast.Call):
+        name = ast.unparse(node.func)
+        if name not in _RECORDS:
+            raise ValueError(f"{name} is no record")
+        keywords = {word.arg: _value(word.value) for word in node.keywords if word.arg}
+        return _RECORDS[name](*map(_value, node.args), **keywords)
+    if isinstance(node, ast.Tuple):
+        return tuple(map(_value, node.elts))
+    return ast.literal_eval(node)

@@ -1,0 +1,90 @@
+"""The liveness phase of a scenario: all trouble is over, and what lives must be able to go on.
+
+Comes after the judgement of what was posted before. Rule: what is dead stays dead, and a fence
+stays; a write between two live engines that have a way left has to be done in the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Final
+
+from tep.backends.base import Access
+from tep.handle import State
+from tep.sim.chaos_parts import NicState
+from tep.testing.lab import Host
+from tep.testing.scenario import SENDER
+from tep.testing.stage import Stage
+from tep.transfer import Transfer
+
+__all__ = ["go_on"]
+
+_IMM: Final = 0x7E570000
+_BYTES: Final = bytes(range(1, 98))
+_EVENTS_MAX: Final = 20_000
+
+
+@dataclass(slots=True)
+class _Anything:
+    """A mover to whom every row belongs: nothing is judged by rows any more."""
+
+    posted: int = 0
+    back: int = 0
+    failed: int = 0
+    faults: set[tuple[int, int]] = field(default_factory=set)
+
+    def may_post(self) -> str:
+        return ""
+
+
+def go_on(stage: Stage) -> None:
+    """Heal the fabric and write once more to every receiver. Raises Violation."""
+    stage.lab.fabric.heal()
+    stage.probing = _Anything()
+    _rest(stage)
+    if not stage.sender.live:
+        return
+    for number, host in enumerate(stage.lab.hosts.values()):
+        if host.name != SENDER and host.live:
+            _write(stage, host, _IMM + 256 * number)
+            stage.seen["went on"] += 1
+
+
+def _write(stage: Stage, host: Host, imm: int) -> None:
+    """Write to one receiver, under a new immediate each time, until it is done."""
+    sender = stage.sender
+    reachable = _has_way(sender, host)
+    target = bytearray(len(_BYTES))
+    mr, _ = sender.engine.reg_mr(_BYTES, access=Access.SOURCE)
+    _, desc = host.engine.reg_mr(target)
+    tries = 1 + len(sender.taps) + len(host.taps)
+    for number in range(tries):
+        handle: Transfer = sender.engine.submit_single_write(
+            len(_BYTES), (mr, 0), (desc, 0), imm + number
+        )
+        got = host.engine.expect_imm_count(imm + number, handle.rows)
+        _rest(stage)
+        if not handle.settled:
+            stage.fail(f"after healing a write to {host.name} never ended: {handle.describe()}")
+        if handle.done:
+            if not got.done or target != _BYTES:
+                stage.fail(f"after healing a write to {host.name} is done, but nobody has it")
+            return
+        if not reachable and handle.state is State.FAILED:
+            return
+    stage.fail(f"after healing {tries} writes to {host.name} failed: {handle.error}")
+
+
+def _has_way(sender: Host, host: Host) -> bool:
+    """Whether a NIC that lives here can reach one there that lives and has not fenced it off."""
+    here = [tap.nic for tap in sender.taps if tap.nic.state is NicState.UP]
+    there = [tap.nic for tap in host.taps if tap.nic.state is NicState.UP]
+    return any(ours.address not in its.fenced for ours in here for its in there)
+
+
+def _rest(stage: Stage) -> None:
+    try:
+        stage.lab.env.run_until(repeat(False, _EVENTS_MAX).__next__)
+    except StopIteration:
+        stage.fail(f"after healing still not quiet after {_EVENTS_MAX} events")

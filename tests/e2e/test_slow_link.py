@@ -1,0 +1,44 @@
+"""One link at a quarter of its speed, on the calibrated fabric: its share goes to the others."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tep.api import Pages
+from tep.sim.cluster import Cluster
+from tep.units import GiB, KiB
+
+PAGE = 64 * KiB
+PAGES = GiB // PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("profile", "nics"), [("efa_2x200", 2), ("efa_4x100", 4)])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_a_slow_link_costs_what_it_lacks_and_no_more(profile: str, nics: int, side: str) -> None:
+    """With halves fixed beforehand one lame link makes the whole write four times as long."""
+    with Cluster(2, profile=profile, move_bytes=False) as cluster:
+        a, b = cluster.engines
+        mr, _ = a.reg_mr((1 << 40, GiB, "cuda:0"))
+        _, desc = b.reg_mr((1 << 41, GiB, "cuda:0"))
+        pages = Pages(np.arange(PAGES))
+
+        def write_us() -> float:
+            begin = cluster.now_us
+            got = b.expect_imm_count(5, PAGES)
+            sent = a.submit_paged_writes(PAGE, (mr, pages), (desc, pages), 5)
+            got.wait()
+            sent.wait()
+            return cluster.now_us - begin
+
+        full = write_us()
+        cluster.fabric.timing.slow_down(side, 1, 4)
+        slow = write_us()
+        cluster.fabric.timing.slow_down(side, 1, 1)
+        again = write_us()
+
+        assert () == b.stats().imms_unexpected, "the number of immediates is the shape's"
+    ideal = full * nics / (nics - 0.75)
+    assert slow <= 1.15 * ideal
+    assert again <= 1.05 * full

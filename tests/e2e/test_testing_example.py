@@ -1,0 +1,79 @@
+"""tep/testing as outsiders use it: a project of their own, the plugin, the line that replays."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "example"
+INSTALLED = [e.name for e in importlib.metadata.entry_points(group="pytest11") if e.name == "tep"]
+PLUGIN = [] if INSTALLED else ["-p", "tep.testing.plugin"]
+"""An install from before the entry point has to be told of the plugin."""
+
+
+def run_pytest(folder: Path, *args: str) -> tuple[int, str]:
+    """Run pytest as a stranger would: in his folder, with nothing of ours on the path."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "PYTHON", "TEP_"))}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *PLUGIN, *args]
+    done = subprocess.run(
+        command, cwd=folder, env=env, check=False, capture_output=True, text=True, timeout=240
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_example_project_passes() -> None:
+    """What the documentation shows to outsiders must work with the installed package alone."""
+    status, told = run_pytest(EXAMPLE)
+
+    assert 0 == status, told
+    assert "9 passed" in told
+
+
+FRAGILE = """
+import pytest
+
+@pytest.mark.tep(nodes=3, nics=2, faults="none", runs=4)
+def test_fragile(tep_cluster, tep_case):
+    assert [2, 2, 2] == list(tep_case.nics)
+    assert tep_case.seed % 10 != 6, "unlucky"
+
+def test_leaves_a_wait(tep_cluster):
+    a, b = tep_cluster.engines
+    a.expect_imm_count(1, 1).add_done_callback(print)
+    b.submit_barrier([a.reg_mr(bytearray(8))[1]], 1, on_done=lambda _: 1 / 0)
+"""
+
+
+def test_the_plugins_options_and_its_replay_line(tmp_path: Path) -> None:
+    """Who sees a red run must be able to run that one again, and nothing else."""
+    (tmp_path / "test_it.py").write_text(FRAGILE)
+    status, told = run_pytest(tmp_path, "-k", "fragile", "--tep-seed", "4")
+    assert 1 == status
+    assert "1 failed, 3 passed" in told
+    [line] = re.findall(r"^pytest 'test_it.py::test_fragile' (--tep.*)$", told, re.MULTILINE)
+    assert "--tep-seed 6 --tep-runs 1" == line
+    assert "Case(nics=(2, 2, 2), faults=Faults((), Chaos.calm(seed=6)))" in told
+
+    status, told = run_pytest(tmp_path, "-k", "fragile", *line.split())
+    assert 1 == status
+    assert "1 failed" in told
+    assert "unlucky" in told
+    status, told = run_pytest(tmp_path, "-k", "fragile", "--tep-runs", "2", "--tep-faults", "order")
+    assert (0, True) == (status, "2 passed" in told), told
+
+
+def test_the_fixture_judges_what_a_test_leaves_behind(tmp_path: Path) -> None:
+    """A callback that raised, or a transfer that never ended, is a failure nobody asserted."""
+    (tmp_path / "test_it.py").write_text(FRAGILE)
+    status, told = run_pytest(tmp_path, "-k", "leaves", "--tep-runs", "1", "--tep-faults", "none")
+
+    assert 1 == status
+    assert re.search(r"b: callback .* raised ZeroDivisionError: division by zero", told)
+    assert "--tep-seed 0 --tep-runs 1 --tep-faults 'none'" in told

@@ -1,0 +1,391 @@
+"""Planted bugs: how rows are made good whose NIC died: asking, fencing, summing, writing again."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from unittest import mock
+
+import numpy as np
+
+from tep.acks import Acks
+from tep.audit import Arrivals, Audit
+from tep.backends.base import Status
+from tep.group import DomainGroup
+from tep.handle import Handle, State
+from tep.imm import Counts
+from tep.mailroom import Mailroom
+from tep.notes import Told
+from tep.recovery import Recovery
+from tep.tally import Tally
+from tep.transfer import Transfer
+from tep.worker import Worker
+from tests.gate.bugs_counting import BY_COLUMNS
+from tests.gate.registry import Change, bug
+
+LATE = 2000
+"""Seeds for what needs a NIC to die at its moment: one run in twenty makes a row good."""
+
+# ---------------------------------------------------------------------- what the receiver counted
+
+
+def judges(landed_is: Callable[[int, int], int]) -> list[Change]:
+    """Let the sender believe landed_is(landed, rows) in place of what the sums say."""
+    judge = Recovery._judge_imm
+
+    def believe(self, path, imm, rows, landed):
+        judge(self, path, imm, rows, landed_is(landed, len(rows)))
+
+    return [(Recovery, "_judge_imm", believe)]
+
+
+@bug(budget=LATE)
+def lost_rows_never_landed() -> list[Change]:
+    """A row whose acknowledgement is missing is taken not to have landed: it counts twice."""
+    return judges(lambda *_: 0)
+
+
+@bug(budget=LATE)
+def lost_rows_all_landed() -> list[Change]:
+    """A row whose acknowledgement is missing is taken to have landed: it never counts."""
+    return judges(lambda _, rows: rows)
+
+
+@bug(budget=LATE)
+def top_up_one_short() -> list[Change]:
+    """Off by one: one immediate less follows than is missing."""
+    return judges(lambda landed, rows: min(rows, landed + 1))
+
+
+@bug(budget=LATE)
+def acknowledged_not_subtracted() -> list[Change]:
+    """The receiver's sum is since the beginning; what was acknowledged is not taken off it."""
+
+    def nothing(self, path, wanted):
+        return dict.fromkeys(wanted, 0)
+
+    return [(Recovery, "_acknowledged", nothing)]
+
+
+@bug(budget=LATE)
+def sums_over_all_senders() -> list[Change]:
+    """The receiver tells how often an immediate came, from whomever."""
+
+    def everybody(self, nic, address, imms):
+        found = dict.fromkeys(imms, 0)
+        for key, count in self.tally.items():
+            if key & 0xFFFFFFFF in found:
+                found[key & 0xFFFFFFFF] += count
+        return tuple(found.values())
+
+    return [(Arrivals, "sums", everybody)]
+
+
+@bug(budget=LATE)
+def sums_over_all_nics() -> list[Change]:
+    """The receiver tells how often an immediate came from that NIC, at whichever of its own."""
+    tell = Audit._tell
+
+    def everywhere(self, nic, address, note, status):
+        def sums(arrivals, there, source, imms):
+            each = [own(mine, its, source, imms) for mine, its in zip(self._arrivals, self._nics)]
+            return tuple(map(sum, zip(*each)))
+
+        own = Arrivals.sums
+        with mock.patch.object(Arrivals, "sums", sums):
+            tell(self, nic, address, note, status)
+
+    return [(Audit, "_tell", everywhere)]
+
+
+@bug(budget=2 * LATE)
+def arrivals_counted_as_entries() -> list[Change]:
+    """A completion that stands for several immediates is one arrival in the sums."""
+    add = Arrivals.add
+    return [(Arrivals, "add", lambda self, source, imm, _: add(self, source, imm, 1))]
+
+
+@bug(budget=LATE)
+def arrivals_by_columns_missed() -> list[Change]:
+    """Immediates that are counted by columns do not get into the sums."""
+
+    def miss(self, sources, imms):
+        return bool((imms == imms[0]).all())
+
+    return [BY_COLUMNS, (Arrivals, "add_columns", miss)]
+
+
+@bug(budget=LATE)
+def acks_of_lost_rows() -> list[Change]:
+    """A batch that is through counts as acknowledged as a whole, lost rows and all."""
+    add = Acks.add
+
+    def all_of_it(self, pending):
+        lost, pending.lost = pending.lost, set()
+        add(self, pending)
+        pending.lost = lost
+
+    return [(Acks, "add", all_of_it)]
+
+
+@bug(budget=LATE)
+def tally_keeps_first() -> list[Change]:
+    """Sums are set, not added to."""
+
+    def put(self, key, count):
+        self._sums.setdefault(key, count)
+
+    return [(Tally, "add", put)]
+
+
+# ---------------------------------------------------------------------- fencing
+
+
+@bug(budget=LATE)
+def path_not_fenced() -> list[Change]:
+    """The receiver answers without a fence: what is in flight lands after it was counted."""
+
+    def at_once(self, nic, address, note):
+        self._tell(nic, address, note, Status.OK)
+
+    return [(Audit, "_asked", at_once)]
+
+
+@bug(budget=LATE)
+def sums_taken_before_the_fence() -> list[Change]:
+    """The sums are those of the moment of the question; the fence comes after."""
+    asked, tell = Audit._asked, Audit._tell
+
+    def note_first(self, nic, address, note):
+        early = self.__dict__.setdefault("_early", {})
+        if note.nic < len(self._arrivals):
+            there = self._nics[note.nic]
+            sums = self._arrivals[note.nic].sums(there, note.source, note.imms)
+            early[address, note.number] = sums
+        asked(self, nic, address, note)
+
+    def tell_early(self, nic, address, note, status):
+        counts = self.__dict__.get("_early", {}).get((address, note.number))
+        if counts is None or status != Status.OK:
+            tell(self, nic, address, note, status)
+        else:
+            self._mail.answer(nic, address, Told(note.number, "", counts))
+
+    return [(Audit, "_asked", note_first), (Audit, "_tell", tell_early)]
+
+
+@bug(budget=LATE)
+def first_nic_fenced() -> list[Change]:
+    """The receiver fences at its first NIC, whichever the path went to."""
+    asked = Audit._asked
+
+    def wrong(self, nic, address, note):
+        mine, self._nics = self._nics, [self._nics[0]] * len(self._nics)
+        asked(self, nic, address, note)
+        self._nics = mine
+
+    return [(Audit, "_asked", wrong)]
+
+
+@bug(budget=LATE)
+def asked_while_rows_are_out() -> list[Change]:
+    """The receiver is asked while rows are still out on the path."""
+    return [(Recovery, "_is_quiet", lambda *_: True)]
+
+
+# ---------------------------------------------------------------------- writing again
+
+
+def writes_again(change: Callable[[list, list], tuple[list, list]]) -> list[Change]:
+    """Let change(rows, missing) say what is written, and which immediates follow."""
+    write_again = Recovery._write_again
+
+    def changed(self, rows, missing):
+        write_again(self, *change(rows, missing))
+
+    return [(Recovery, "_write_again", changed)]
+
+
+@bug(budget=LATE)
+def only_missing_rows_written() -> list[Change]:
+    """So many rows are written again as immediates are missing, and it is guessed which."""
+    return writes_again(lambda rows, missing: (missing or rows, missing))
+
+
+@bug(budget=LATE)
+def all_immediates_again() -> list[Change]:
+    """Every row that is written again gets its immediate again."""
+    return writes_again(lambda rows, missing: (rows, rows if missing else missing))
+
+
+@bug(budget=LATE)
+def immediates_before_the_bytes() -> list[Change]:
+    """The immediates follow at once, and not when the bytes are there."""
+    write_again = Recovery._write_again
+
+    def no_wait(self, rows, missing):
+        write_again(self, rows, [])
+        for pending, row, error in missing:
+            pending.transfer.left += 1
+            pending.transfer.extra += 1
+            self._group.repost(pending, row, None, error)
+
+    return [(Recovery, "_write_again", no_wait)]
+
+
+@bug(budget=LATE)
+def written_after_release() -> list[Change]:
+    """Rows that had all landed are written again: the reader owns that memory by now."""
+    judge = Recovery._judge_imm
+
+    def again(self, path, imm, rows, landed):
+        live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
+        judge(self, path, imm, rows, landed)
+        if landed == len(rows):
+            self._write_again(live, [])
+
+    return [(Recovery, "_judge_imm", again)]
+
+
+@bug(budget=LATE)
+def first_row_written_again() -> list[Change]:
+    """Of a batch that lost rows the first is written again, not those."""
+    repost = DomainGroup.repost
+
+    def first(self, old, _row, rescue, error):
+        repost(self, old, 0, rescue, error)
+
+    return [(DomainGroup, "repost", first)]
+
+
+@bug(budget=LATE)
+def ending_requests_written_again() -> list[Change]:
+    """What was cancelled, or has failed, is made good as if somebody wanted it."""
+    return [(Transfer, "is_ending", lambda _: False)]
+
+
+# ---------------------------------------------------------------------- holding, and ending
+
+
+@bug(budget=LATE)
+def done_while_rows_are_held() -> list[Change]:
+    """A held row is taken off the account: the transfer is done before anybody knows."""
+    hold, settle = Recovery._hold, Recovery._settle
+
+    def let_go(self, pending, row, error):
+        held = hold(self, pending, row, error)
+        pending.transfer.left -= held
+        return held
+
+    def settle_only(self, rows):
+        for lost in rows:
+            lost.pending.transfer.left += 1
+        settle(self, rows)
+
+    return [(Recovery, "_hold", let_go), (Recovery, "_settle", settle_only)]
+
+
+def holds_only(wanted: Callable[[str], bool]) -> list[Change]:
+    """Make rows good only if wanted(code of their error)."""
+    hold = Recovery._hold
+
+    def choosy(self, pending, row, error):
+        return wanted(error.code) and hold(self, pending, row, error)
+
+    return [(Recovery, "_hold", choosy)]
+
+
+@bug(budget=LATE)
+def flushed_rows_fail() -> list[Change]:
+    """Rows that were flushed with a dead path fail, though another NIC lives."""
+    return holds_only(lambda code: code != "FLUSHED")
+
+
+@bug(budget=LATE)
+def rows_to_a_dead_nic_fail() -> list[Change]:
+    """Only the own NIC's death is made good, not that of the peer's."""
+    return holds_only(lambda code: code != "UNREACHABLE")
+
+
+@bug(budget=LATE)
+def cancel_ends_held_rows() -> list[Change]:
+    """Cancel ends a transfer whose rows are being asked about."""
+    cancel = Worker.cancel
+
+    def eager(self, handle):
+        if isinstance(handle, Transfer) and not handle.settled and handle.held:
+            self._end(handle, State.CANCELLED)
+        else:
+            cancel(self, handle)
+
+    return [(Worker, "cancel", eager)]
+
+
+# ---------------------------------------------------------------------- asking
+
+
+@bug(budget=LATE)
+def lost_question_not_repeated() -> list[Change]:
+    """A question that got lost is waited for."""
+    return [(Mailroom, "_again", lambda *_: None)]
+
+
+@bug(budget=LATE)
+def given_up_at_the_first_lane() -> list[Change]:
+    """A question that fails on one lane is not tried on the next."""
+    return [(Mailroom, "_failed", lambda self, letter, why: self._lose(letter, why))]
+
+
+@bug(budget=LATE)
+def questions_share_a_number() -> list[Change]:
+    """All questions have one number: an answer ends the wrong one."""
+    ask = Mailroom.ask
+
+    def same(self, link, note, told, lost):
+        self._numbers = itertools.repeat(1)
+        ask(self, link, note, told, lost)
+
+    return [(Mailroom, "ask", same)]
+
+
+# ---------------------------------------------------------------------- callbacks, and columns
+
+
+@bug()
+def no_callback_after_failure() -> list[Change]:
+    """Who is not done is not called back."""
+    deliver = Handle._deliver
+
+    def only_done(self):
+        if self.state is State.DONE:
+            deliver(self)
+
+    return [(Handle, "_deliver", only_done)]
+
+
+@bug()
+def called_back_too_early() -> list[Change]:
+    """Callbacks run before the handle knows how it ended."""
+    end = Worker._end
+
+    def early(self, handle, state, error=None):
+        handle._deliver()
+        end(self, handle, state, error)
+
+    return [(Worker, "_end", early)]
+
+
+@bug(budget=LATE)
+def mixed_burst_bypasses_its_page() -> list[Change]:
+    """A burst over several stretches of values is counted beside the pages they have."""
+
+    def count(self, raw):
+        halves = np.frombuffer(raw, np.uint16)
+        if len(set(halves[1::2].tolist())) == 1:
+            page = self._pages.setdefault(int(halves[1]), np.zeros(1 << 16, np.int64))
+            np.add.at(page, halves[::2].astype(np.intp), 1)
+            return int(halves[1])
+        self._rest.update(np.frombuffer(raw, np.uint32).tolist())
+        return None
+
+    return [BY_COLUMNS, ("tep.imm", "_SCALAR_MAX", 0), (Counts, "count", count)]

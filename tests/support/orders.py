@@ -1,0 +1,271 @@
+"""A fabric on which every order of events can be tried, one after the other. Not a test.
+
+What may happen next (a row lands, an acknowledgement or an error comes back, a note arrives, a
+fence closes, a NIC dies) is a list, and a `Chooser` says which of it does. Between two events both
+engines are turned until they rest. `every` runs through all choices there are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
+from tep.drivers import InlineDriver
+from tep.engine import TransferEngine
+
+Event = Callable[[], None]
+
+
+class Chooser:
+    """Answers `of(n)` with 0 .. n - 1, and runs through all answers: an odometer."""
+
+    def __init__(self) -> None:
+        self._digits: list[list[int]] = []  # [answer, n]
+        self._at = 0
+
+    def of(self, n: int) -> int:
+        if self._at == len(self._digits):
+            self._digits.append([0, n])
+        answer, known = self._digits[self._at]
+        assert known == n, "the run is not the same as before"
+        self._at += 1
+        return answer
+
+    def next(self) -> bool:
+        """Go on to the next run; False: that was the last."""
+        self._at = 0
+        while self._digits:
+            self._digits[-1][0] += 1
+            if self._digits[-1][0] < self._digits[-1][1]:
+                return True
+            self._digits.pop()
+        return False
+
+
+def every() -> Iterator[Chooser]:
+    """One chooser for each way in which a run can go."""
+    chooser = Chooser()
+    yield chooser
+    while chooser.next():
+        yield chooser
+
+
+class Flight:
+    """A row on its way."""
+
+    def __init__(self, here: Nic, there: Nic, batch: WriteBatch, index: int) -> None:
+        self.here = here
+        self.there = there
+        self.row = next(batch.rows(index, index + 1))
+        self.ctx = batch.ctx
+        self.index = index
+        self.landed = False
+        self.ended = False
+
+
+class Nic:
+    """One NIC of the fabric; see `tep.backends.base.Noting`."""
+
+    def __init__(self, fabric: Fabric, name: str, index: int) -> None:
+        self.caps = DomainCaps(
+            backend="orders",
+            nic=f"{name}/{index}",
+            link_bps=0,
+            sq_depth=64,
+            max_write_bytes=1 << 20,
+            max_msg_bytes=64,
+            ordered=False,
+            imm_eats_recv=False,
+            peer_timeout_s=1.0,
+            note_bytes=1024,
+            imm_source=True,
+        )
+        self.fabric = fabric
+        self.address = f"{name}/{index}".encode()
+        self.dead = False
+        self.regions = {}
+        self.fenced = set()
+        self.notes = {}
+        self.cq = deque()
+        fabric.nics.append(self)
+
+    def register(self, memory, access) -> DomainKey:
+        # Another key and base on each NIC, so that a mix-up shows.
+        number = len(self.regions) + 1
+        key = 1000 * (self.fabric.nics.index(self) + 1) + number
+        base = key << 20
+        self.regions[key] = (memory.bytes_view(), base, memory.ptr)
+        return DomainKey(key, key, base)
+
+    def deregister(self, key: DomainKey) -> None:
+        del self.regions[key.rkey]
+
+    def connect(self, peer: bytes) -> int:
+        return next(k for k, nic in enumerate(self.fabric.nics) if nic.address == peer)
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        assert not self.dead or any(entry[0] == Kind.DOWN for entry in self.cq), "known to be dead"
+        for index in range(start, stop):
+            peer = batch.peer if isinstance(batch.peer, int) else int(batch.peer[index])
+            self.fabric.flights.append(Flight(self, self.fabric.nics[peer], batch, index))
+        return stop - start
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        raise NotImplementedError
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self.fabric.letters.append((self, self.fabric.nics[peer], payload, ctx))
+        return True
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        return self.notes.pop(slot)
+
+    def source(self, number: int) -> bytes:
+        return self.fabric.nics[number].address
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        self.fenced.add(source)
+        self.fabric.fences.append((self, ctx))
+
+    def poll(self, out) -> int:
+        n = 0
+        while self.cq and n < len(out):
+            out[n] = self.cq.popleft()
+            n += 1
+        return n
+
+    def status_text(self, status: int) -> str:
+        return ""
+
+    def set_waker(self, waker) -> None:
+        pass
+
+    def wakeup_fd(self):
+        return None
+
+    def arm(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        for flight in self.fabric.flights:
+            if flight.here is self and not flight.ended:
+                flight.ended = True
+                entry = (Kind.WRITE, Status.FLUSHED, 1, 0, flight.index, flight.ctx, 0)
+                self.cq.append(entry)
+
+
+class Fabric:
+    """Two engines, what is on its way between them, and who chooses.
+
+    Args:
+        chooser: who.
+        nics: of each engine.
+        doomed: the NICs of which one dies, numbered over both engines; empty: none does.
+    """
+
+    def __init__(self, chooser: Chooser, nics: tuple[int, int], doomed: tuple[int, ...]) -> None:
+        self.chooser = chooser
+        self.nics: list[Nic] = []
+        self.flights: list[Flight] = []
+        self.letters: list[tuple[Nic, Nic, bytes, int]] = []
+        self.fences: list[tuple[Nic, int]] = []
+        self.doomed = doomed
+        self.slots = 0
+        self.ring = []
+        self.engines = [
+            TransferEngine(
+                [Nic(self, name, k) for k in range(n)],
+                driver=InlineDriver(self.ring),
+                name=name,
+                epoch=1,
+            )
+            for name, n in zip("ab", nics, strict=True)
+        ]
+
+    def run(self) -> None:
+        """Let everything happen that can, in the order that the chooser says."""
+        self._rest()
+        while events := self._events():
+            events[self.chooser.of(len(events))]()
+            self._rest()
+
+    def _rest(self) -> None:
+        for _ in range(1000):
+            work = [machine.step() for machine in self.ring]  # each of them, whoever had work
+            if not any(work):
+                break
+            for machine in self.ring:
+                machine.deliver()
+        else:
+            raise AssertionError("the engines never rest")
+
+    def _events(self) -> list[Event]:
+        found: list[Event] = []
+        for flight in self.flights:
+            found += self._of(flight)
+        found += [lambda k=k: self._deliver(k) for k in range(len(self.letters))]
+        found += [lambda k=k: self._fence(k) for k in range(len(self.fences))]
+        # Dying is a choice as long as it makes a difference to any row.
+        if self.doomed and any(not flight.ended for flight in self.flights):
+            found += [lambda nic=nic: self._die(self.nics[nic]) for nic in self.doomed]
+        return found
+
+    def _of(self, flight: Flight) -> list[Event]:
+        here, there = flight.here, flight.there
+        broken = here.dead or there.dead or here.address in there.fenced
+        may_land = not there.dead and here.address not in there.fenced
+        found: list[Event] = []
+        # A row whose sender has been told that it failed may land all the same, until it is
+        # fenced. Once nothing else is to come that makes no difference.
+        more = not flight.ended or self.letters or any(not f.ended for f in self.flights)
+        if not flight.landed and may_land and more:
+            found.append(lambda: self._land(flight))
+        if not flight.ended:
+            if broken:
+                found.append(lambda: self._fail(flight))
+            elif flight.landed:
+                found.append(lambda: self._end(flight, Status.OK))
+        return found
+
+    def _land(self, flight: Flight) -> None:
+        flight.landed = True
+        row, there = flight.row, flight.there
+        if row.nbytes:
+            source, _, ptr = flight.here.regions[row.lkey]
+            target, base, _ = there.regions[row.rkey]
+            at, src = row.dst - base, row.src - ptr
+            assert 0 <= at <= len(target) - row.nbytes
+            target[at : at + row.nbytes] = source[src : src + row.nbytes]
+        if row.imm is not None:
+            number = self.nics.index(flight.here)
+            there.cq.append((Kind.IMM, Status.OK, 1, row.imm, 0, number, 0))
+
+    def _end(self, flight: Flight, status: Status) -> None:
+        flight.ended = True
+        row = 0 if status is Status.OK else flight.index
+        flight.here.cq.append((Kind.WRITE, status, 1, 0, row, flight.ctx, 0))
+
+    def _fail(self, flight: Flight) -> None:
+        dead = flight.here.dead
+        self._end(flight, Status.NIC_DOWN if dead else Status.UNREACHABLE)
+
+    def _deliver(self, k: int) -> None:
+        here, there, payload, ctx = self.letters.pop(k)
+        status = Status.OK
+        if here.dead or there.dead:
+            status = Status.NIC_DOWN if here.dead else Status.UNREACHABLE
+        else:
+            slot = self.slots = self.slots + 1
+            there.notes[slot] = (payload, here.address)
+            there.cq.append((Kind.NOTE, Status.OK, 1, 0, 0, slot, len(payload)))
+        here.cq.append((Kind.SENT, status, 1, 0, 0, ctx, 0))
+
+    def _fence(self, k: int) -> None:
+        nic, ctx = self.fences.pop(k)
+        nic.cq.append((Kind.FENCED, Status.OK, 1, 0, 0, ctx, 0))
+
+    def _die(self, nic: Nic) -> None:
+        self.doomed = ()
+        nic.dead = True
+        nic.cq.append((Kind.DOWN, Status.NIC_DOWN, 1, 0, 0, 0, 0))

@@ -1,0 +1,112 @@
+"""What cannot be made good fails, says why, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tep.api import EngineOptions, Pages
+from tep.audit import Arrivals
+from tep.errors import ClosedError, FabricError
+from tep.sim.cluster import Cluster
+from tep.sim.faults import Chaos
+from tep.transfer import Transfer
+
+PAGE = 64
+PAGES = 12
+
+
+class Broken(Cluster):
+    """Two engines, a transfer under way, and NIC 0 of the sender about to die."""
+
+    def __init__(self, **kw) -> None:
+        super().__init__(2, 2, chaos=Chaos(short_post=False), **kw)
+        self.a, self.b = self.engines
+        self.source = np.arange(1, PAGES * PAGE + 1).astype(np.uint8)
+        self.target = np.zeros(PAGES * PAGE, np.uint8)
+        self.mr, _ = self.a.reg_mr(self.source)
+        _, self.desc = self.b.reg_mr(self.target)
+        self.at(0.3, lambda: self.kill_nic("a", 0))
+
+    def send(self) -> Transfer:
+        pages = Pages(range(PAGES))
+        return self.a.submit_paged_writes(PAGE, (self.mr, pages), (self.desc, pages), 7)
+
+    def until_asked(self) -> None:
+        """Run until a dead path is known and its rows are held."""
+        self.env.run_until(lambda: bool(self.a._worker.recovery.paths), self.env.now + 10**8)
+        assert self.a._worker.recovery.paths, "no row was lost"
+
+
+def test_it_is_made_good_where_nothing_is_in_the_way() -> None:
+    """Else the tests below would show nothing."""
+    with Broken() as world:
+        sent = world.send()
+        got = world.b.expect_imm_count(7, PAGES)
+        sent.wait()
+        got.wait()
+        assert (world.source == world.target).all()
+        assert sent.stats().rows_again > 0
+        assert 0 == sent.stats().rows_failed
+
+
+def test_without_failover_it_fails_as_ever() -> None:
+    """The option is there for those who would rather save the sums."""
+    with Broken(options=EngineOptions(failover=False)) as world:
+        with pytest.raises(FabricError, match="NIC_DOWN") as caught:
+            world.send().wait()
+        assert "made good" not in str(caught.value)
+
+
+def test_a_receiver_that_has_forgotten_says_so() -> None:
+    """A sum that began in the middle must not be taken for one from the beginning."""
+    with Broken() as world:
+        for arrivals in world.b._worker._arrivals:
+            arrivals.tally.forgot = True
+        with pytest.raises(FabricError, match=r"NIC_DOWN.*b says: .*it has forgotten where from"):
+            world.send().wait()
+        assert 0 == world.mr.inflight
+
+
+def test_sums_that_contradict_each_other_end_in_an_error(monkeypatch) -> None:
+    """A guess would hang the reader, or release it early."""
+    sums = Arrivals.sums
+    monkeypatch.setattr(Arrivals, "sums", lambda *a: tuple(n + 99 for n in sums(*a)))
+    with Broken() as world, pytest.raises(FabricError, match="which cannot be"):
+        world.send().wait()
+
+
+def test_a_receiver_that_restarts_meanwhile_ends_it() -> None:
+    """Nobody is left who knows what had come."""
+    with Broken() as world:
+        sent = world.send()
+        world.until_asked()
+        world.restart("b")
+        with pytest.raises(FabricError, match=r"NIC_DOWN|STALE_PEER"):
+            sent.wait()
+        assert [] == world.a._worker.recovery.paths
+
+
+def test_closing_meanwhile_ends_it() -> None:
+    """A held row is with no NIC: nobody else would ever end it."""
+    with Broken() as world:
+        sent = world.send()
+        world.until_asked()
+        assert "a NIC died" in sent.describe()
+        assert "a NIC died" in world.a.stall_report()
+        world.a.close()
+        assert sent.settled
+        assert isinstance(sent.error, ClosedError | FabricError)
+
+
+def test_cancel_meanwhile_is_confirmed_once_the_path_is_fenced() -> None:
+    """Until then the lost rows may land in memory that is somebody else's by now."""
+    with Broken() as world:
+        sent = world.send()
+        world.until_asked()
+        sent.cancel()
+        world.env.run()
+        assert sent.settled
+        assert sent.cancelled or sent.done
+        assert [] == world.a._worker.recovery.paths
+        assert 0 == world.mr.inflight

@@ -1,0 +1,79 @@
+"""Sums of immediates at both ends of a lane: exact, in bounded memory, and honest about it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tep.audit import Arrivals
+from tep.notes import Asked, Told, decode, encode, values_max
+from tep.tally import Tally
+
+
+def test_columns_and_single_keys_make_one_sum() -> None:
+    """A burst that is summed up apart from the rest would be missing in the answer."""
+    tally = Tally()
+    tally.add(7, 2)
+    tally.add_many(np.array([7, 8, 7], np.uint64))
+    tally.add(7, -1)
+    assert (3, 1, 0) == (tally.sum(7), tally.sum(8), tally.sum(9))
+    assert [(7, 3), (8, 1)] == sorted(tally.items())
+
+
+def test_many_columns_are_folded_before_they_are_asked_for() -> None:
+    """Columns that only pile up would be a leak."""
+    tally = Tally()
+    for _ in range(40):
+        tally.add_many(np.arange(4096, dtype=np.uint64))
+    assert 40 == tally.sum(4095)
+    assert 4096 == len(tally)
+
+
+def test_too_many_keys_are_forgotten_and_that_is_remembered() -> None:
+    """A sum that began in the middle looks like a sum from the beginning."""
+    tally = Tally(limit=3)
+    for key in range(4):
+        tally.add(key, 1)
+    assert tally.forgot
+    assert 0 == tally.sum(0)
+    columns = Tally(limit=3)
+    columns.add_many(np.arange(70_000, dtype=np.uint64))
+    assert columns.forgot
+
+
+class _Nic:
+    """Says which address stands behind a number."""
+
+    def source(self, number: int) -> bytes:
+        return b"ab"[number % 2 : number % 2 + 1]
+
+
+def test_arrivals_are_summed_by_address() -> None:
+    """A sender that connected twice has two numbers and is one sender."""
+    arrivals = Arrivals()
+    arrivals.add(0, 7, 5)
+    arrivals.add(1, 7, 3)
+    arrivals.add(2, 7, 1)
+    imms = np.full(4, 7, np.uint32)
+    assert arrivals.add_columns(np.zeros(4, np.uint64), imms)
+    assert arrivals.add_columns(np.array([0, 1, 0, 1], np.uint64), imms)
+    assert not arrivals.add_columns(np.zeros(2, np.uint64), np.array([7, 2**32 - 1], np.uint32))
+
+    assert (13, 1, 0) == arrivals.sums(_Nic(), b"a", (7, 2**32 - 1, 9))
+    assert (5,) == arrivals.sums(_Nic(), b"b", (7,))
+
+
+def test_notes_come_back_as_they_were_and_junk_is_none() -> None:
+    """Bytes from a peer must not be able to stop the worker."""
+    notes = (Asked(3, b"x" * 256, 63, (0, 2**32 - 1)), Told(2**40, "why", (2**63 - 1, 0)))
+    assert notes == tuple(decode(encode(note)) for note in notes)
+    for junk in (b"", b"\xc1", b"\x00", encode(notes[0])[:-1], encode(notes[1]) + b"x"):
+        assert decode(junk) is None
+    assert decode(b"\x95\x01\x03\xc4\x00\x00\x90") is None, "an address of no bytes"
+
+
+def test_a_question_and_its_answer_fit_into_a_note() -> None:
+    """One that does not fit is refused by the NIC, and the transfer fails for a number's sake."""
+    for note_bytes in (512, 4096):
+        n = values_max(note_bytes)
+        assert note_bytes >= len(encode(Asked(2**62, b"x" * 256, 63, (2**32 - 1,) * n)))
+        assert note_bytes >= len(encode(Told(2**62, "", (2**63 - 1,) * n)))

@@ -1,0 +1,203 @@
+"""Running, hunting and shrinking protocols: what counts as a finding, and how it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+
+import tep
+from tep.errors import UsageError
+from tep.sim import Cluster, Trace
+from tep.testing import (
+    Case,
+    Chaos,
+    Clog,
+    Faults,
+    KillNic,
+    Violation,
+    hunt,
+    run,
+    scenarios,
+    shrink,
+)
+
+CALM = Case(nics=(2, 2))
+KILLED = Case(nics=(1, 1), faults=Faults(((1, KillNic("b", 0)),), Chaos.calm()))
+
+
+async def one_write(cluster: Cluster, nbytes: int = 64) -> float:
+    """A correct protocol, as far as it goes: it raises what its transfer raises."""
+    a, b = cluster.engines[:2]
+    (mr, _), (_, desc) = a.reg_mr(bytes(nbytes), access=tep.Access.SOURCE), b.reg_mr(bytearray(64))
+    await a.submit_single_write(nbytes, (mr, 0), (desc, 0), imm=1)
+    return cluster.now_us
+
+
+async def wrong_from_the_start(cluster: Cluster) -> None:
+    """Asserts what is never true."""
+    assert len(cluster.engines) == 0, "there are engines"
+
+
+async def waits_for_nothing(cluster: Cluster) -> None:
+    """Nobody ever sends this."""
+    await cluster.engines[0].expect_imm_count(5, 1)
+
+
+async def never_ends(cluster: Cluster) -> None:
+    """Something always happens, and it never ends."""
+    while True:  # noqa: ASYNC110  # the mistake this is about
+        await asyncio.sleep(0.5)
+
+
+async def callback_raises(cluster: Cluster) -> None:
+    """The engine catches what callbacks raise; a test must not overlook it."""
+    a, b = cluster.engines
+    a.submit_barrier([b.reg_mr(bytearray(8))[1]], 3, on_done=lambda _: 1 / 0)
+    await asyncio.sleep(1e-3)
+
+
+async def flag_last(cluster: Cluster) -> None:
+    """The data, and a flag behind it: order is assumed."""
+    a, b = cluster.engines
+    target = bytearray(64)
+    (mr, _), (_, desc) = a.reg_mr(b"\7" * 64, access=tep.Access.SOURCE), b.reg_mr(target)
+    a.submit_single_write(63, (mr, 0), (desc, 0))
+    a.submit_single_write(1, (mr, 63), (desc, 63), imm=9)
+    await b.expect_imm_count(9, 1)
+    assert bytes(target) == b"\7" * 64, "the flag came first"
+
+
+def test_a_correct_run_tells_what_it_saw() -> None:
+    """Green says little where nobody knows what happened in it."""
+    ran = run(one_write, CALM)
+    assert (None, True) == (ran.error, 0 < ran.result <= ran.end_us)
+    ran = run(one_write, KILLED)
+    assert ran.error is not None
+    assert 1 == ran.seen["KillNic"]
+    assert 1 == ran.seen["row UNREACHABLE"]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "case", "what"),
+    [
+        (wrong_from_the_start, CALM, "AssertionError: there are engines"),
+        (waits_for_nothing, CALM, "it has not ended 60.000 simulated seconds"),
+        (never_ends, CALM, "it has not ended 60.000 simulated seconds after its start"),
+        (callback_raises, CALM, "raised ZeroDivisionError: division by zero"),
+        (lambda c: one_write(c, 65), CALM, "it ended in BadRequest, though nothing broke"),
+        (lambda c: asyncio.sleep(1, c.nope), CALM, "AttributeError"),
+    ],
+)
+def test_what_counts_as_a_finding(protocol, case: Case, what: str) -> None:
+    """A hang, an error without a cause and a callback's exception are bugs as an assertion is."""
+    with pytest.raises(Violation, match=re.escape(what)) as found:
+        run(protocol, case)
+    assert found.value.case == case
+    assert str(found.value).splitlines()[-1].startswith("replay: tep")
+
+
+def test_an_error_with_a_cause_is_no_finding_unless_asked() -> None:
+    """Who must survive a dead NIC says so."""
+    run(one_write, KILLED)
+    with pytest.raises(Violation, match="it ended in FabricError: single to b"):
+        run(one_write, KILLED, may_fail=False)
+
+
+def test_after_healing_a_protocol_can_end() -> None:
+    """Safety first, then liveness: a clogged link is free again when the case says so."""
+    clogged = Faults(((1, Clog("b", 0)),), Chaos.calm(dead_after_ps=10**9))
+    ran = run(one_write, Case(nics=(1, 1), faults=clogged, heal_us=25.0))
+
+    assert 25 < ran.result < 30
+    assert ran.error is None
+
+
+def test_seeds_find_and_the_line_replays() -> None:
+    """The last line of a finding must lead straight back to it, in a shell too."""
+    with pytest.raises(Violation, match="the flag came first") as found:
+        hunt(flag_last, runs=50, faults="order", nics=(1, 2), seed=1)
+    case = found.value.case
+    assert case is not None
+    assert case == Case.draw(case.seed, nics=(1, 2), faults="order")
+    line = str(found.value).splitlines()[-1]
+    assert line.startswith("replay: tep sim --protocol ")
+    argv = shlex.split(line.removeprefix("replay: "))
+    for command in (argv, [*argv[:4], "--case", repr(case)]):
+        code = f"import sys, tep.cli; sys.argv = {command!r}; sys.exit(tep.cli.main())"
+        done = subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+        )
+        assert 1 == done.returncode, done.stdout + done.stderr
+        assert "VIOLATION: AssertionError: the flag came first" in done.stdout
+
+
+def test_a_clean_hunt_says_what_was_seen() -> None:
+    """Over the seeds every kind of trouble must turn up; else the swarm has a blind spot."""
+    seen = hunt(one_write, runs=150)
+
+    for sight in ("KillNic", "Clog", "Mute", "Slow", "Swizzle", "Pause", "Revoke", "Restart"):
+        assert seen[sight], sight
+    for sight in ("ended in an error", "post refused", "row UNREACHABLE", "row NIC_DOWN"):
+        assert seen[sight], sight
+
+
+@pytest.mark.slow
+def test_a_finding_shrinks_to_what_matters() -> None:
+    """Two NICs are enough to break the flag; everything else must be gone from the case."""
+    found = shrink(flag_last)
+
+    assert found.case is not None
+    assert 3 == sum(found.case.nics)
+    assert () == found.case.faults.events
+    assert Chaos.calm(found.case.seed) == found.case.faults.chaos
+    assert str(found) == str(shrink(flag_last)), "the same every time"
+    with pytest.raises(LookupError, match="30 cases, and none breaks it"):
+        shrink(one_write, examples=30)
+
+
+@given(scenarios(nodes=3, nics=(1, 2), faults="all"))
+def test_cases_print_as_themselves(case: Case) -> None:
+    """A literal that reads otherwise replays another run."""
+    assert case == Case.parse(repr(case))
+    assert 3 == case.nodes
+    assert all(1 <= n <= 2 for n in case.nics)
+
+
+@given(scenarios(faults="order posting"))
+def test_restricted_cases_break_nothing(case: Case) -> None:
+    """Who asks for disorder only may demand that everything succeeds."""
+    assert not case.may_fail
+    assert run(one_write, case, may_fail=False).error is None
+
+
+def test_cases_are_read_and_nothing_is_executed() -> None:
+    """The text comes from a log, or from a stranger."""
+    for text in ("", "1", "Case(", "__import__('os')", "Case(nics=(1,), nope=2)", "Chaos()"):
+        with pytest.raises(UsageError, match="is no Case"):
+            Case.parse(text)
+    for text in ("Case(nics=())", "Case(nics=(0,))"):
+        with pytest.raises(UsageError, match="each node has 1 to 64 NICs"):
+            Case.parse(text)
+    with pytest.raises(UsageError, match="names no node; there are: a"):
+        Case(nics=(1,), faults=Faults(((1, KillNic("z", 0)),)))
+    with pytest.raises(UsageError, match="is no group"):
+        Case.draw(1, faults="everything")
+    with pytest.raises(UsageError, match="from 1 to 64"):
+        Case.draw(1, nics=(3, 2))
+
+
+def test_a_run_is_the_same_again_with_its_trace() -> None:
+    """A trace that changed the run would show another one."""
+    case = Case.draw(11, faults="order")
+    first, second = Trace(), Trace()
+    ran = run(one_write, case, trace=first)
+    assert ran == run(one_write, case, trace=second)
+    assert first.digest() == second.digest()
+    assert len(first) > 2
+    assert ran == run(one_write, case)
