@@ -1,0 +1,384 @@
+"""The ranks of one rendezvous: how they meet, and their collective calls.
+
+Rule 1: a call ends in time, and says which ranks it waited for. Rule 2: rank 0 tells the others why
+a call has failed. Rule 3: after a failed call nothing more is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+import socket
+from collections.abc import Callable, Collection, Coroutine
+from typing import Final, Self
+
+from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.rendezvous_place import Place
+from tep.rendezvous_wire import (
+    PART_BYTES_MAX,
+    TROUBLE,
+    Challenge,
+    Got,
+    Join,
+    Joined,
+    Late,
+    Message,
+    Peer,
+    Put,
+    Refused,
+    prove,
+)
+
+__all__ = ["AsyncGroup"]
+
+_Receive = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[object, object, None]]
+
+_VERSION: Final = 1
+_RETRY_S: Final = 0.05
+_GRACE_S: Final = 1.0  # what others wait longer than rank 0, so that its report reaches them
+_REFUSALS_MAX: Final = 8  # that a report names
+
+
+class AsyncGroup:
+    """The ranks that have met. Collective calls are made by all of them, in the same order.
+
+    After a call that failed the ranks may be out of step, and the group is closed.
+
+    Attributes:
+        rank, size: of this process, and of all.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.rank = place.rank
+        self.size = place.size
+        self._place = place
+        self._turn = 0
+        self._peers: dict[int, Peer] = {}  # at rank 0: everybody else; elsewhere: rank 0
+        self._here: set[int] = set()  # at rank 0: who has been told that it is in
+        self._refusals: list[str] = []
+        self._refused = 0
+        self._calling = False
+        self._closed = False
+
+    # --- what users call
+
+    async def all_gather(self, data: bytes, *, timeout_s: float = 60.0) -> list[bytes]:
+        """Give every rank's bytes, 1 MiB at the most, to every rank; returns them by rank.
+
+        Raises:
+            UsageError: no bytes, or too many; nothing has happened then.
+            WaitTimeout: not all called in time; says who is missing.
+            RendezvousError: a rank has gone, or called something else.
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise UsageError(f"rendezvous: all_gather takes bytes, not {type(data).__name__}")
+        part = bytes(data)
+        if len(part) > PART_BYTES_MAX:
+            raise UsageError(
+                f"rendezvous: all_gather of {len(part)} bytes; {PART_BYTES_MAX} a rank at the most"
+            )
+        return await self._collect("all_gather", part, timeout_s)
+
+    async def barrier(self, *, timeout_s: float = 60.0) -> None:
+        """Return when all ranks have called; errors as all_gather()."""
+        await self._collect("barrier", b"", timeout_s)
+
+    async def close(self) -> None:
+        """Hang up. Idempotent."""
+        self._closed = True
+        peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            await peer.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- meeting
+
+    async def gather_ranks(self, timeout_s: float, listener: socket.socket | None) -> None:
+        """Rank 0: listen until all others are here."""
+        if self.size == 1:
+            if listener is not None:
+                listener.close()
+            return
+        full = asyncio.Event()
+        talks: set[asyncio.Task[None] | None] = set()
+
+        async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            talk = asyncio.current_task()
+            talks.add(talk)
+            peer = Peer(reader, writer)
+            try:
+                self._here.add(await self._admit(peer))
+            except TROUBLE as error:
+                self._refused += 1
+                if len(self._refusals) < _REFUSALS_MAX:
+                    self._refusals.append(f"{peer.name}: {error}")
+                await peer.close()
+            except asyncio.CancelledError:  # it has not said who it is, and now all are here
+                await peer.close()
+            finally:
+                talks.discard(talk)
+            if len(self._present()) == self.size - 1:
+                full.set()
+
+        server = await self._listen(receive, listener)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await full.wait()
+        except TimeoutError:
+            raise await self._late("join", self._present(), timeout_s) from None
+        finally:
+            server.close()  # it listens no more; what was accepted stays
+            for talk in tuple(talks):
+                if talk is not None:
+                    talk.cancel()
+        await self._tell(Got(0, []), timeout_s)
+
+    def _present(self) -> set[int]:
+        """Rank 0: who has come and not left again."""
+        return {rank for rank in self._here if not self._peers[rank].gone}
+
+    async def _listen(
+        self,
+        receive: _Receive,
+        listener: socket.socket | None,
+    ) -> asyncio.Server:
+        place = self._place
+        try:
+            if listener is not None:
+                return await asyncio.start_server(receive, sock=listener)
+            return await asyncio.start_server(receive, place.host, place.port)
+        except OSError as error:
+            raise UsageError(
+                f"rendezvous: rank 0 cannot listen on {place}: {error}; if torch has taken the "
+                "port, set TEP_RENDEZVOUS_PORT to another one in all ranks"
+            ) from error
+
+    async def _admit(self, peer: Peer) -> int:
+        """Rank 0: let a rank in and return it, or say why not, there and here."""
+        nonce = os.urandom(16)
+        await peer.say(Challenge(nonce))
+        asked = await peer.hear(0)
+        if not isinstance(asked, Join):
+            raise RendezvousError("it did not introduce itself")
+        why = self._why_not(asked, nonce)
+        if why:
+            await peer.say(Refused(why))
+            raise RendezvousError(why)
+        before = self._peers.get(asked.rank)
+        self._peers[asked.rank] = peer  # before the next await: the same rank may knock twice
+        self._here.discard(asked.rank)
+        if before is not None:
+            await before.close()
+        await peer.say(Joined(prove(self._place.token, "joined", asked.nonce)))
+        return asked.rank
+
+    def _why_not(self, asked: Join, nonce: bytes) -> str:
+        """Why somebody is not let in, or ''."""
+        proof = _join_proof(self._place.token, nonce, asked)
+        if not hmac.compare_digest(asked.proof, proof):
+            return "wrong token; set the same TEP_TOKEN in all ranks"
+        if asked.version != _VERSION:
+            return f"rendezvous version {asked.version}, rank 0 has {_VERSION}"
+        if asked.size != self.size:
+            return f"rank {asked.rank} has world size {asked.size}, rank 0 has {self.size}"
+        if not 0 < asked.rank < self.size:
+            return f"rank {asked.rank} is not among 1 to {self.size - 1}"
+        known = self._peers.get(asked.rank)
+        if known is not None and not known.gone:
+            return f"rank {asked.rank} is here already, from {known.name}"
+        return ""
+
+    async def find_rank_0(self, timeout_s: float) -> None:
+        """Another rank: connect to rank 0, and wait until all others have."""
+        place, what = self._place, "nobody listens there"
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    try:
+                        streams = await asyncio.open_connection(place.host, place.port)
+                    except OSError as error:  # not up yet
+                        what = str(error)
+                        await asyncio.sleep(_RETRY_S)
+                        continue
+                    what = "it does not answer"
+                    peer = self._peers[0] = Peer(*streams)
+                    await self._introduce(peer)
+                    break
+        except TimeoutError:
+            raise WaitTimeout(
+                f"rendezvous: rank {self.rank} found no rank 0 at {place} within {timeout_s} s: "
+                f"{what}; missing: 0"
+            ) from None
+        await self._hear_from_0("join", max(0.0, deadline - loop.time()))
+
+    async def _introduce(self, peer: Peer) -> None:
+        place, nonce = self._place, os.urandom(16)
+        try:
+            challenge = await peer.hear(0)
+            if not isinstance(challenge, Challenge):
+                raise RendezvousError("it is no rendezvous")
+            asked = Join(_VERSION, self.rank, self.size, nonce, b"")
+            proof = _join_proof(place.token, challenge.nonce, asked)
+            await peer.say(Join(_VERSION, self.rank, self.size, nonce, proof))
+            answer = await peer.hear(0)
+        except TROUBLE as error:
+            raise RendezvousError(
+                f"rendezvous: rank {self.rank} met something at {place} that is not rank 0 of this "
+                f"job: {error}; is the port another program's?"
+            ) from error
+        if isinstance(answer, Refused):
+            raise UsageError(f"rendezvous: rank {self.rank} was refused by rank 0: {answer.why}")
+        expected = prove(place.token, "joined", nonce)
+        if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
+            raise RendezvousError(f"rendezvous: {place} does not know the token: it is not rank 0")
+
+    # --- collectives
+
+    async def _collect(self, what: str, data: bytes, timeout_s: float) -> list[bytes]:
+        if self._closed:
+            raise UsageError(f"rendezvous: {what} after close, or after a call that failed")
+        if self._calling:
+            raise UsageError(f"rendezvous: {what} while another call is under way; await it first")
+        self._turn += 1
+        if self.size == 1:
+            return [data]
+        self._calling = True
+        try:
+            if self.rank == 0:
+                return await self._collect_at_0(what, data, timeout_s)
+            return await self._collect_elsewhere(what, data, timeout_s)
+        except BaseException:
+            await self.close()  # the ranks may be out of step now
+            raise
+        finally:
+            self._calling = False
+
+    async def _collect_at_0(self, what: str, data: bytes, timeout_s: float) -> list[bytes]:
+        found: dict[int, bytes] = {}
+
+        async def one(rank: int, peer: Peer) -> None:
+            try:
+                put = await peer.hear(1)
+            except TROUBLE as error:
+                raise self._lost(rank, what, error) from error
+            if not isinstance(put, Put) or (put.turn, put.what) != (self._turn, what):
+                raise RendezvousError(
+                    f"rendezvous: rank {rank} is at {_at(put)}, rank 0 at {what} {self._turn}; all "
+                    "ranks have to make the same calls in the same order"
+                )
+            found[rank] = put.data
+
+        try:
+            async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
+                for item in self._peers.items():
+                    group.create_task(one(*item))
+        except TimeoutError:
+            raise await self._late(what, found, timeout_s) from None
+        except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            await self._tell(Late(str(first), lost=True), _GRACE_S)
+            raise first from None
+        gathered = [data, *(found[rank] for rank in range(1, self.size))]
+        slow = await self._tell(Got(self._turn, gathered), timeout_s)
+        if slow:
+            raise WaitTimeout(
+                f"rendezvous: {what} {self._turn}: ranks {_list(slow)} did not take the answer "
+                f"within {timeout_s} s"
+            )
+        return gathered
+
+    async def _collect_elsewhere(self, what: str, data: bytes, timeout_s: float) -> list[bytes]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                try:
+                    await self._peers[0].say(Put(self._turn, what, data))
+                except TROUBLE as error:
+                    raise self._lost(0, what, error) from error
+        except TimeoutError:
+            raise self._no_answer(what, timeout_s) from None
+        return await self._hear_from_0(what, deadline - loop.time())
+
+    async def _hear_from_0(self, what: str, timeout_s: float) -> list[bytes]:
+        """Wait for rank 0 to have heard from all; a little longer than it waits itself."""
+        try:
+            async with asyncio.timeout(timeout_s + _GRACE_S):
+                try:
+                    answer = await self._peers[0].hear(self.size)
+                except TROUBLE as error:
+                    raise self._lost(0, what, error) from error
+        except TimeoutError:
+            raise self._no_answer(what, timeout_s) from None
+        if isinstance(answer, Late):
+            raise (RendezvousError if answer.lost else WaitTimeout)(f"{answer.why} (says rank 0)")
+        if not isinstance(answer, Got) or answer.turn != self._turn:
+            raise RendezvousError(
+                f"rendezvous: rank 0 answers {what} {self._turn} with {_at(answer)}"
+            )
+        return answer.data
+
+    def _no_answer(self, what: str, timeout_s: float) -> WaitTimeout:
+        return WaitTimeout(
+            f"rendezvous: {what} {self._turn} of rank {self.rank}: no answer from rank 0 in "
+            f"{timeout_s:.3g} s; it has not called {what} (missing: 0), or waits longer for others"
+        )
+
+    async def _late(self, what: str, here: Collection[int], timeout_s: float) -> WaitTimeout:
+        """Say who is missing: to those who came, and as the error to raise."""
+        missing = [rank for rank in range(1, self.size) if rank not in here]
+        turn = f" {self._turn}" if self._turn else ""
+        text = (
+            f"rendezvous: {what}{turn}: {self.size - len(missing)} of {self.size} ranks within "
+            f"{timeout_s} s; missing: {_list(missing)}"
+        )
+        if self._refused:
+            text += f"; refused {self._refused}: {'; '.join(self._refusals)}"
+        await self._tell(Late(text), _GRACE_S)
+        return WaitTimeout(text)
+
+    async def _tell(self, message: Message, timeout_s: float) -> list[int]:
+        """Send to all others at once; return who did not take it in time. Who is gone is not told.
+
+        Its absence shows at the next call.
+        """
+        slow = []
+
+        async def one(rank: int, peer: Peer) -> None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    try:
+                        await peer.say(message)
+                    except OSError:
+                        return
+            except TimeoutError:
+                slow.append(rank)
+
+        await asyncio.gather(*(one(*item) for item in self._peers.items()))
+        return sorted(slow)
+
+    def _lost(self, rank: int, what: str, error: BaseException) -> RendezvousError:
+        name = type(error).__name__
+        return RendezvousError(
+            f"rendezvous: rank {rank} is gone at {what} {self._turn} ({name}: {error})"
+        )
+
+
+def _join_proof(token: str, challenge: bytes, asked: Join) -> bytes:
+    return prove(token, "join", challenge, asked.version, asked.rank, asked.size, asked.nonce)
+
+
+def _list(ranks: Collection[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _at(message: Message) -> str:
+    return f"{message.what} {message.turn}" if isinstance(message, Put) else type(message).__name__
