@@ -60,6 +60,11 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
             summary="simulated NICs on simpy: chaos fabric and timing fabric",
             cure="pip install simpy",
         ),
+        "local": BackendSpec(
+            module="tep.backends.local",
+            summary="processes of one host, memory to memory, without any library",
+            cure="Linux, and a Python on glibc 2.27 or later",
+        ),
         "libfabric": BackendSpec(
             module="tep.backends.libfabric",
             summary="libfabric: AWS EFA; tcp and shared memory on any Linux machine",
@@ -69,6 +74,11 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
             module="tep.backends.verbs",
             summary="RDMA NICs through libibverbs: ConnectX (RC), and Soft-RoCE",
             cure="apt install libibverbs1 ibverbs-providers; without a NIC: scripts/rxe COMMAND",
+        ),
+        "auto": BackendSpec(
+            module="tep.backends.auto",
+            summary="the RDMA NICs of this host if there are any, else local; never anything else",
+            cure="open the backend that it chose by name, to see what that lacks",
         ),
     }
 )

@@ -1,0 +1,159 @@
+"""The local backend: processes of one host, memory to memory, without any library or NIC.
+
+Bytes move by process_vm_writev, or by plain copies into memory of alloc_shared(); immediates and
+messages through rings in shared memory; a sleeping peer is woken by an eventfd. The rooms:
+`address`, `channel` (the socket), `memory` and `rings` (what is shared, and in which order it is
+written), `copying`, `outbound` and `sender`, `port`, `domain`. Here a backend's two functions.
+
+Nothing of it has a name in the file system: what a killed process held, the kernel frees. Several
+NICs of one engine are parallel lanes and no faster: one thread at a time copies for all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from tep.backends.base import DomainCaps, Opened
+from tep.backends.local.address import Address, host_digest, process_start
+from tep.backends.local.copying import can_reach
+from tep.backends.local.domain import LocalDomain
+from tep.backends.local.libc import allow_any_tracer, why
+from tep.backends.local.memory import alloc_shared
+from tep.backends.local.rings import MESSAGE_BYTES_MAX
+from tep.errors import BackendUnavailable, UsageError
+from tep.turning import TurnDriver
+
+__all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe"]
+
+_NICS_MAX: Final = 64
+_NAME_BYTES_MAX: Final = 200
+_SQ_DEPTH: Final = 4096
+_PEER_TIMEOUT_S: Final = 2.0
+"""The kernel tells of a death at once; this is room for a poll that comes late."""
+
+_OPENED: Final = itertools.count(1)
+_last_epoch = 0
+
+
+def open_domains(
+    nics: int = 1,
+    *,
+    name: str | None = None,
+    sq_depth: int = _SQ_DEPTH,
+    allow_tracer: bool = True,
+    spin_s: float | None = None,
+) -> Opened:
+    """Open the NICs of one engine.
+
+    Args:
+        nics: how many lanes, 1 to 64.
+        name: of the engine, for reports; the same name in a later process replaces the former.
+        sq_depth: rows outstanding on one NIC.
+        allow_tracer: where Yama restricts writes into other processes to children (Ubuntu's
+            default), name "any process of this user" as an exception, for the rest of this
+            process's life. False: peers then reach alloc_shared() memory only.
+        spin_s: how long a wait() polls before it sleeps on the NICs' descriptors, seconds; 60 =
+            spin: a core for as long as somebody waits, for the least latency. None = up to 100 us,
+            while that pays; 0 = sleep at once. See `tep.turning`.
+
+    Raises:
+        UsageError: an impossible number or name.
+        BackendUnavailable: not Linux, or the kernel refuses memory, sockets or descriptors.
+    """
+    name = f"local-{os.getpid()}-{next(_OPENED)}" if name is None else name
+    if not 1 <= nics <= _NICS_MAX:
+        raise UsageError(f"local: nics={nics}; 1 to {_NICS_MAX} are possible")
+    if sq_depth < 1:
+        raise UsageError(f"local: sq_depth={sq_depth}; 1 or more rows are possible")
+    if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
+        raise UsageError(f"local: name={name!r}; 1 to {_NAME_BYTES_MAX} bytes of UTF-8")
+    _check_system()
+    if allow_tracer and _yama_scope() == 1:
+        allow_any_tracer()
+    epoch = _next_epoch()
+    domains: list[LocalDomain] = []
+    try:
+        for nic in range(nics):
+            address = Address(
+                nic, os.getpid(), process_start(), epoch, host_digest(), os.urandom(16)
+            )
+            domains.append(LocalDomain(address, _caps(f"{name}/{nic}", sq_depth)))
+    except BackendUnavailable:
+        for domain in domains:
+            domain.close()
+        raise
+    return Opened(tuple(domains), epoch, name, TurnDriver(name, spin_s=spin_s))
+
+
+def _caps(nic: str, sq_depth: int) -> DomainCaps:
+    return DomainCaps(
+        backend="local",
+        nic=nic,
+        link_bps=0,
+        sq_depth=sq_depth,
+        max_write_bytes=1 << 40,
+        max_msg_bytes=MESSAGE_BYTES_MAX,
+        ordered=True,
+        imm_eats_recv=False,
+        peer_timeout_s=_PEER_TIMEOUT_S,
+    )
+
+
+def _next_epoch() -> int:
+    """The time, in ns: later incarnations have larger epochs, also in another process."""
+    global _last_epoch
+    _last_epoch = max(time.time_ns(), _last_epoch + 1)
+    return _last_epoch
+
+
+def _check_system() -> None:
+    tried: list[tuple[str, str]] = []
+    if sys.platform != "linux":
+        tried.append(("the operating system", f"{sys.platform} is not Linux"))
+    elif not hasattr(os, "memfd_create"):
+        tried.append(("memfd_create", "this Python was built without it (glibc before 2.27)"))
+    if sys.byteorder != "little":
+        tried.append(("byte order", f"{sys.byteorder}; the rings are read as little-endian words"))
+    if tried:
+        raise BackendUnavailable("the local backend cannot run here", tuple(tried))
+
+
+def _yama_scope() -> int:
+    """kernel.yama.ptrace_scope, or 0 where there is no Yama."""
+    try:
+        return int(Path("/proc/sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def probe() -> str:
+    """Say what is here: whether the kernel lets processes write into each other.
+
+    Raises:
+        BackendUnavailable: not Linux, or no sockets in the abstract namespace.
+    """
+    _check_system()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+        try:
+            sock.bind(b"\0tep/probe/" + os.urandom(8).hex().encode())
+        except OSError as error:
+            raise BackendUnavailable(
+                "the local backend cannot run here", (("an abstract UNIX socket", str(error)),)
+            ) from error
+    mark = np.frombuffer(os.urandom(8), np.uint8)
+    code = can_reach(os.getpid(), int(mark.ctypes.data), ctypes.string_at(mark.ctypes.data, 8))
+    scope = _yama_scope()
+    if code:
+        return f"alloc_shared() memory only: process_vm_readv says {why(code)}"
+    if scope > 1:
+        return f"alloc_shared() memory only, unless as root: kernel.yama.ptrace_scope is {scope}"
+    return f"process_vm_writev and shared memory; kernel.yama.ptrace_scope {scope}"

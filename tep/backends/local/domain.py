@@ -1,0 +1,393 @@
+"""One NIC of the local backend: its two halves put together behind the seam.
+
+The sending half is `sender`, the receiving half `port`; here are registration, the pool of receive
+buffers, what poll() hands out, sleeping, and the ends. All of it belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Final
+
+import numpy as np
+
+from tep.backends.base import (
+    COMPLETION,
+    Access,
+    Completions,
+    DomainCaps,
+    DomainKey,
+    Kind,
+    Status,
+    WriteBatch,
+)
+from tep.backends.hostcopy import HostRegion
+from tep.backends.local.address import Address
+from tep.backends.local.port import ASLEEP, Inbound, Port, Watches
+from tep.backends.local.rings import new_fence
+from tep.backends.local.sender import Sender
+from tep.errors import BackendUnavailable, ClosedError, FabricError
+from tep.memory import Memory
+
+__all__ = ["LocalDomain"]
+
+_LOOKS: Final = 16
+"""One poll in so many looks at the sockets: it costs 0.4 us (measured)."""
+
+_ENTRY: Final = struct.Struct("=BBxxIIIQQ")  # COMPLETION; aligned, 32 bytes
+_ENTRY_BYTES: Final = _ENTRY.size
+# numpy 1's stubs, unlike the arrays, do not say that they are buffers
+_pack: Final[Callable[..., None]] = _ENTRY.pack_into
+_IMM_MASK: Final = 2**32 - 1
+_SCALAR_MAX: Final = 8  # events up to which a loop is cheaper than numpy's first microseconds
+_WRITE, _IMM, _SENT, _RECV = int(Kind.WRITE), int(Kind.IMM), int(Kind.SENT), int(Kind.RECV)
+_OK: Final = int(Status.OK)
+
+
+class _State(Enum):
+    OPEN = auto()
+    CLOSED = auto()
+    FORKED = auto()  # in a child: the NIC is the parent's
+
+
+class LocalDomain:
+    """One NIC; `tep.backends.base.Domain` describes the methods.
+
+    Args:
+        address: of this incarnation.
+        caps: its limits.
+
+    Raises:
+        BackendUnavailable: no socket, no shared memory, no descriptor left.
+    """
+
+    def __init__(self, address: Address, caps: DomainCaps) -> None:
+        self.caps = caps
+        self.address = address.to_bytes()
+        self._state = _State.OPEN
+        try:
+            self._watches = Watches()
+            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise BackendUnavailable(
+                "the local backend cannot start", (("an eventfd and an epoll set", str(error)),)
+            ) from error
+        self._watches.add_bell(self._bell)
+        self._fence = new_fence()
+        self._port = Port(address, self._watches, self._bell, self._fence)
+        self._sources: dict[int, HostRegion] = {}
+        self._sender = Sender(caps, self._sources, self._watches, self._bell, self._fence)
+        self._words = self._port.words
+        self._asleep = False
+        self._refused = False
+        self._polls = 0
+        self._lkey = 0
+        self._waker: Callable[[], None] = _wake_nobody
+        self._buffers: list[bytearray] = []
+        self._lengths: dict[int, int] = {}
+        self._free: deque[int] = deque()
+        halves = self._sender, self._port, self._watches, self._bell
+        self._finalize = weakref.finalize(self, _let_go, caps.nic, *halves)
+        _DOMAINS.add(self)
+
+    # --- memory and peers
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        self._check_open()
+        if memory.kind not in self.caps.memory_kinds:
+            raise FabricError(
+                f"{self.caps.nic}: memory on {memory.device} cannot be registered; "
+                f"this NIC takes {', '.join(self.caps.memory_kinds)}",
+                code=Status.LOCAL_KEY.name,
+            )
+        writable = access is Access.SOURCE_AND_TARGET
+        if writable and memory.readonly:
+            raise FabricError(
+                f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
+                "and cannot be a target; register them with Access.SOURCE",
+                code=Status.LOCAL_KEY.name,
+            )
+        region = HostRegion(memory, memory.ptr, writable=writable)
+        rkey = self._port.grant(region) if writable else self._port.new_key()
+        self._lkey += 2
+        self._sources[self._lkey + 1] = region
+        return DomainKey(lkey=self._lkey + 1, rkey=rkey, base=memory.ptr)
+
+    def deregister(self, key: DomainKey) -> None:
+        if self._state is _State.OPEN:
+            self._sources.pop(key.lkey, None)
+            self._port.withdraw(key.rkey, self.caps.peer_timeout_s)
+
+    def connect(self, peer: bytes) -> int:
+        self._check_open()
+        return self._sender.connect(peer)
+
+    # --- posting
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        if self._state is not _State.OPEN:
+            self._check_open()
+        assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
+        if self._asleep:  # what is carried out now is news; and a quick answer need not ring
+            self._asleep = False
+            self._words[ASLEEP] = 0
+            self._waker()
+        take = self._sender.post(batch, start, stop)
+        if take == 0:
+            self._refuse()
+        return take
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        taken = self._sender.post_send(peer, payload, ctx)
+        if not taken:
+            self._refuse()
+        return taken
+
+    def _refuse(self) -> None:
+        self._refused = True
+        if self._sender.done or self._sender.runnable():
+            self._waker()  # polling is what makes room here
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        self._check_open()
+        first = len(self._buffers)
+        self._buffers.extend(bytearray(nbytes) for _ in range(count))
+        self._free.extend(range(first, first + count))
+        self._feed()
+
+    def recv_view(self, slot: int) -> memoryview:
+        return memoryview(self._buffers[slot])[: self._lengths[slot]].toreadonly()
+
+    def recv_done(self, slot: int) -> None:
+        del self._lengths[slot]
+        self._free.append(slot)
+        self._feed()
+
+    def _feed(self) -> None:
+        """There is a receive buffer again: look at who waited for one."""
+        if self._state is _State.OPEN and self._port.starved:
+            self._port.ready.update(self._port.starved)
+            self._port.starved.clear()
+            self._waker()
+
+    # --- completions
+
+    def poll(self, out: Completions) -> int:
+        at = 0
+        if self._state is _State.OPEN:
+            if self._asleep:
+                self._asleep = False
+                self._words[ASLEEP] = 0
+            self._polls += 1
+            sender, port = self._sender, self._port
+            sender.advance()
+            if sender.done:
+                at = self._hand_out(out)
+            if port.ready or port.unseen():
+                port.scan()
+                at = self._collect(out, at)
+            if self._polls % _LOOKS == 0 or sender.asking:
+                self._watches.look()
+        elif self._sender.done:
+            at = self._hand_out(out)
+        if at and self._refused:
+            self._refused = False
+            self._waker()
+        return at
+
+    def _hand_out(self, out: Completions) -> int:
+        done, at, room = self._sender.done, 0, len(out)
+        while done and at < room:
+            entry = done.popleft()
+            _pack(out, at * _ENTRY_BYTES, *entry)
+            at += 1
+            if entry[0] == _WRITE:
+                self._sender.open_rows -= entry[2]
+        return at
+
+    def _collect(self, out: Completions, at: int) -> int:
+        """Take what peers wrote: immediates, then messages."""
+        port, room = self._port, len(out)
+        for inbound in list(port.ready):
+            if at == room:
+                break
+            lane = inbound.lane
+            if lane is not None:
+                before = at
+                if lane.head != lane.tail:
+                    at = self._take_events(inbound, out, at)
+                if lane.mhead != lane.mtail:
+                    at = self._take_messages(inbound, out, at)
+                if at != before and lane.wanted():
+                    _ring(inbound.bell)
+                if at == room and (lane.head != lane.tail or lane.mhead != lane.mtail):
+                    break
+            del port.ready[inbound]
+            if inbound.gone:
+                port.drop(inbound)
+        return at
+
+    def _take_events(self, inbound: Inbound, out: Completions, at: int) -> int:
+        lane = inbound.lane
+        assert lane is not None
+        n = min(lane.tail - lane.head, len(out) - at)
+        if n <= _SCALAR_MAX:
+            for _ in range(n):
+                word = lane.take_event()
+                imm, count = word & _IMM_MASK, word >> 32
+                _pack(out, at * _ENTRY_BYTES, _IMM, _OK, count, imm, 0, 0, 0)
+                at += 1
+            return at
+        found = lane.take_events(n)
+        rows = out[at : at + n]
+        rows[:] = _BLANK_IMM
+        rows["imm"] = found & np.uint64(_IMM_MASK)
+        rows["count"] = found >> np.uint64(32)
+        return at + n
+
+    def _take_messages(self, inbound: Inbound, out: Completions, at: int) -> int:
+        lane = inbound.lane
+        assert lane is not None
+        room = len(out)
+        while at < room and (nbytes := lane.next_message()) is not None:
+            slot = next((k for k in self._free if len(self._buffers[k]) >= nbytes), None)
+            if slot is not None:
+                self._free.remove(slot)
+                lane.take_message(nbytes, self._buffers[slot], _OK)
+                self._lengths[slot] = nbytes
+                _pack(out, at * _ENTRY_BYTES, _RECV, _OK, 1, 0, 0, slot, nbytes)
+                at += 1
+            elif self._buffers and nbytes > max(map(len, self._buffers)):
+                lane.take_message(nbytes, None, int(Status.LENGTH))
+                if lane.wanted():
+                    _ring(inbound.bell)
+            else:
+                if not inbound.gone:
+                    self._port.starved[inbound] = None
+                break
+        return at
+
+    def status_text(self, status: int) -> str:
+        text = _STATUS_TEXT.get(status, "")
+        if status in {Status.PROVIDER, Status.UNREACHABLE} and self._sender.why:
+            return f"{self._sender.why}; {text}"
+        return text
+
+    # --- sleeping
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        return self._watches.epoll.fileno() if self._state is _State.OPEN else None
+
+    def arm(self) -> bool:
+        sender, port = self._sender, self._port
+        if self._state is not _State.OPEN:
+            return not sender.done
+        self._watches.look()  # also takes back a ring of the bell that came while we were awake
+        if sender.done or port.ready:
+            return False
+        self._words[ASLEEP] = 1
+        self._fence()
+        if port.unseen() or sender.runnable():
+            self._words[ASLEEP] = 0
+            return False
+        self._asleep = True
+        return True
+
+    # --- ends
+
+    def close(self) -> None:
+        if self._state is not _State.OPEN:
+            return
+        self._state = _State.CLOSED
+        self._finalize.detach()
+        try:
+            self._sender.close(Status.FLUSHED)
+            self._port.close(self.caps.peer_timeout_s)
+        finally:
+            self._let_go()
+            self._waker()
+
+    def die(self) -> None:
+        """Vanish as a killed process does: no completion is handed out, nobody is told."""
+        if self._state is _State.OPEN:
+            self._orphan(_State.CLOSED)
+
+    def _orphan(self, state: _State) -> None:
+        self._state = state
+        self._finalize.detach()
+        self._sender.abandon()
+        self._sender.done.clear()
+        self._port.abandon()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._sources.clear()
+        self._watches.epoll.close()
+        os.close(self._bell)
+
+    def _check_open(self) -> None:
+        if self._state is _State.CLOSED:
+            raise ClosedError(f"{self.caps.nic}: this NIC is closed; open the engine anew")
+        if self._state is _State.FORKED:
+            raise ClosedError(
+                f"{self.caps.nic}: this NIC belongs to the process that forked this one; open "
+                "an engine in the child"
+            )
+
+
+_BLANK_IMM: Final = np.array((_IMM, _OK, 1, 0, 0, 0, 0), COMPLETION)
+
+_STATUS_TEXT: Final = {
+    int(Status.FLUSHED): "the NIC was closed before this was carried out",
+    int(Status.LOCAL_KEY): "the source was deregistered, or the row reaches beyond it",
+    int(Status.REMOTE_KEY): "the target's NIC has no such key: the region was deregistered, or is "
+    "a source only, or the row carries the key of another NIC",
+    int(Status.REMOTE_RANGE): "the row reaches beyond the target's region",
+    int(Status.LENGTH): "longer than caps allow, or than any of the peer's receive buffers",
+    int(Status.UNREACHABLE): "the peer is gone, or in another network namespace (container)",
+    int(Status.PROVIDER): "the kernel does not let this process write into the peer's memory: run "
+    "both as one user, in one pid namespace, with kernel.yama.ptrace_scope 0, or 1 and "
+    "allow_tracer left on at the peer (containers: --cap-add=SYS_PTRACE); or register memory of "
+    "tep.alloc_shared(), which needs no permission",
+}
+
+
+def _ring(bell: int) -> None:
+    with contextlib.suppress(BlockingIOError):  # rung 2**64 times: it is ringing still
+        os.eventfd_write(bell, 1)
+
+
+def _wake_nobody() -> None:
+    pass
+
+
+def _let_go(nic: str, sender: Sender, port: Port, watches: Watches, bell: int) -> None:
+    """The net under close(); what is given here holds no reference to the NIC."""
+    sender.abandon()
+    port.abandon()
+    watches.epoll.close()
+    os.close(bell)
+    warnings.warn(f"{nic} was dropped without close()", ResourceWarning, stacklevel=2)
+
+
+_DOMAINS: Final[weakref.WeakSet[LocalDomain]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for domain in list(_DOMAINS):
+        if domain._state is _State.OPEN:
+            domain._orphan(_State.FORKED)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,153 @@
+"""Memory that processes share: memfds with seals, their mappings, and the arenas of alloc_shared().
+
+Rule 1: a peer's memfd is mapped only if it can neither shrink nor be smaller than it should, since
+a mapping beyond a file's end kills the process that touches it. Rule 2: words are u64, aligned, and
+written by one side only; what orders them is in `rings`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import mmap
+import os
+import weakref
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.errors import UsageError
+
+__all__ = ["Arena", "SharedMap", "alloc_shared", "arena_of", "new_memfd"]
+
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_POPULATE_MAX: Final = 1 << 30  # larger ones are faulted in as they are touched
+_PAGE: Final = mmap.PAGESIZE
+_MADV_HUGEPAGE: Final = 14  # <asm-generic/mman-common.h>
+_MADV_POPULATE_WRITE: Final = 23  # likewise, Linux 5.14
+
+
+def new_memfd(name: str, nbytes: int) -> int:
+    """Make a memfd of `nbytes`, sealed against resizing; the caller closes it."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class SharedMap:
+    """A memfd, mapped. It keeps the mapping, not the descriptor.
+
+    Attributes:
+        address: of the first byte, here.
+        nbytes: length.
+        words: the same bytes as u64; released by close().
+
+    Raises:
+        OSError: the memfd is not sealed, or too small.
+    """
+
+    def __init__(self, fd: int, nbytes: int, *, populate: bool = False) -> None:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        size = os.fstat(fd).st_size
+        if seals & _SEALS != _SEALS or size < nbytes:
+            raise OSError(f"a shared memory of {size} bytes with seals {seals:#x}: too small")
+        self.map = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
+        if populate:
+            _populate(self.map, nbytes)
+        self.nbytes = nbytes
+        self.address: int = np.frombuffer(self.map, np.uint8).ctypes.data
+        self.words = memoryview(self.map)[: nbytes // 8 * 8].cast("Q")
+
+    def column(self, start: int, count: int) -> npt.NDArray[np.uint64]:
+        """Words start .. start + count as an array, for bursts; it keeps the mapping alive."""
+        return np.frombuffer(self.map, np.uint64, count, 8 * start)
+
+    def close(self) -> None:
+        """Unmap, unless somebody still holds an array over it: then with the last of them."""
+        self.words.release()
+        with contextlib.suppress(BufferError):
+            self.map.close()
+
+
+class Arena(mmap.mmap):
+    """Memory of alloc_shared(), mapped: arrays over it keep it alive. Made by new_arena().
+
+    Attributes:
+        number: unique in this process.
+        fd: the memfd, for peers to map; closed with the memory.
+        address: of the first byte.
+        nbytes: length, whole pages.
+    """
+
+    number: int
+    fd: int
+    address: int
+    nbytes: int
+
+
+def _populate(mapping: mmap.mmap, nbytes: int) -> None:
+    """Ask for huge pages, and have the pages mapped now: at its first write each costs 0.5 us."""
+    for advice in (_MADV_HUGEPAGE, *(() if nbytes > _POPULATE_MAX else (_MADV_POPULATE_WRITE,))):
+        with contextlib.suppress(OSError):  # older kernels, or not for this kind of memory
+            mapping.madvise(advice)
+
+
+def _new_arena(nbytes: int) -> Arena:
+    fd = new_memfd("tep-alloc-shared", nbytes)
+    try:
+        arena = Arena(fd, nbytes, mmap.MAP_SHARED)
+    except OSError:
+        os.close(fd)
+        raise
+    weakref.finalize(arena, os.close, fd)
+    _populate(arena, nbytes)
+    arena.number = next(_NUMBERS)
+    arena.fd = fd
+    arena.nbytes = nbytes
+    arena.address = np.frombuffer(arena, np.uint8).ctypes.data
+    return arena
+
+
+_NUMBERS: Final = itertools.count(1)
+_ARENAS: Final[weakref.WeakSet[Arena]] = weakref.WeakSet()
+
+
+def alloc_shared(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Allocate memory that engines of other processes on this host can map: uint8[nbytes], zeros.
+
+    Registered with an engine of the local backend, whole or in part, it is written by plain copies
+    into a mapping, which is faster than a system call for small pages and needs no permission to
+    touch another process. To every other backend it is memory like any other. It is freed when the
+    last array over it is gone and no engine has it registered. A forked child shares it.
+
+    Args:
+        nbytes: length, 1 or more.
+
+    Raises:
+        UsageError: not a positive length.
+        MemoryError: the kernel refuses.
+    """
+    if not isinstance(nbytes, int) or nbytes < 1:
+        raise UsageError(f"alloc_shared: nbytes={nbytes!r}; 1 or more are possible")
+    whole = -(-nbytes // _PAGE) * _PAGE
+    try:
+        arena = _new_arena(whole)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"alloc_shared: {nbytes} bytes: {error}") from error
+    _ARENAS.add(arena)
+    return np.frombuffer(arena, np.uint8, nbytes)
+
+
+def arena_of(address: int, nbytes: int) -> Arena | None:
+    """The arena that holds a range of addresses, or None for other memory."""
+    for arena in list(_ARENAS):
+        if arena.address <= address and address + nbytes <= arena.address + arena.nbytes:
+            return arena
+    return None

@@ -1,0 +1,293 @@
+"""One peer as rows and messages go to it: the way there, its regions, and how the way ends.
+
+A peer is met without waiting: what is posted before it has answered stands in line. Nothing here
+looks at a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+from collections import deque
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Final
+
+from tep.backends.base import WriteBatch
+from tep.backends.hostcopy import HostRegion
+from tep.backends.local.address import Address
+from tep.backends.local.channel import (
+    Channel,
+    Hello,
+    Refused,
+    Share,
+    Unshare,
+    Welcome,
+    close_all,
+)
+from tep.backends.local.copying import Target, can_reach
+from tep.backends.local.libc import why
+from tep.backends.local.memory import SharedMap
+from tep.backends.local.port import (
+    ASLEEP,
+    BOARD,
+    MAGIC,
+    PORT_BYTES,
+    PROOF,
+    REGIONS,
+    TABLE,
+    Watches,
+)
+from tep.backends.local.rings import LaneWriter, order_of
+from tep.memory import Memory
+
+__all__ = ["Outbound", "Segment", "Way"]
+
+_TARGETS_MAX: Final = 4096  # regions of one peer that are remembered
+
+
+class Way(Enum):
+    """How far it is to a peer."""
+
+    ASKING = auto()  # it has not answered yet
+    UP = auto()
+    GONE = auto()  # for good: an address is never used again
+
+
+class Segment:
+    """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already."""
+
+    __slots__ = ("at", "batch", "moved", "stop")
+
+    def __init__(self, batch: WriteBatch, at: int, stop: int) -> None:
+        self.batch = batch
+        self.at = at
+        self.stop = stop
+        self.moved = 0
+
+
+class Outbound:
+    """The way to one peer.
+
+    Attributes:
+        way: how far it is.
+        why: in words, once it is gone or restricted.
+        pid: of the peer's process, or 0 where the kernel does not let us write there.
+        lane: what it reads from us; there once it is UP.
+        words: of its port.
+        line: rows that wait, in order.
+        letters: messages that wait for room in the lane: payload, ctx.
+        open: ctx of the messages in the lane, in order.
+
+    Args:
+        lost: called once when the way has ended, except by release().
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        watches: Watches,
+        bell: int,
+        fence: Callable[[], None],
+        lost: Callable[[Outbound], None],
+    ) -> None:
+        self.address = address
+        self.way = Way.ASKING
+        self.why = ""
+        self.pid = 0
+        self.lane = LaneWriter(fence)
+        self.words: memoryview = self.lane.words  # the port's, once it is UP
+        self.line: deque[Segment] = deque()
+        self.letters: deque[tuple[bytes, int]] = deque()
+        self.open: deque[int] = deque()
+        self._name = name
+        self._watches = watches
+        self._bell = bell
+        self._fence = fence
+        self._order = order_of(fence)
+        self._lost = lost
+        self._channel: Channel | None = None
+        self._port: SharedMap | None = None
+        self._peer_bell = -1
+        self._pidfd = -1
+        self._board = 0
+        self._targets: dict[int, Target] = {}
+        self._shares: dict[int, tuple[Share, SharedMap]] = {}
+        self.ask()
+
+    # --- the way there
+
+    def ask(self) -> None:
+        """Knock at the peer's socket, unless that is done already."""
+        if self._channel is not None or self.way is not Way.ASKING:
+            return
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        try:
+            sock.connect(self.address.socket)
+        except BlockingIOError:  # its queue of callers is full: again at the next poll
+            sock.close()
+            return
+        except OSError as error:
+            sock.close()
+            self.end(f"nobody listens there ({why(error.errno or 0)})")
+            return
+        self._channel = Channel(sock)
+        self._watches.add(self._channel.fd, self._hear, select.EPOLLIN | select.EPOLLRDHUP)
+        self._channel.say(Hello(self.address.token, self._name), self.lane.fd, self._bell)
+
+    def _hear(self) -> None:
+        channel = self._channel
+        assert channel is not None
+        channel.flush()
+        for said, fds in channel.hear():
+            match said:
+                case Welcome() if self.way is Way.ASKING and len(fds) == 2:
+                    self._enter(said, fds)
+                case Share() if len(fds) == 1:
+                    self._share(said, fds[0])
+                case Unshare():
+                    self._unshare(said.number)
+                case Refused():
+                    self.end(f"it refused: {said.why}")
+                case _:
+                    close_all(fds)
+        if not channel.open and self.way is not Way.GONE:
+            self.end("its process ended, or closed its engine")
+
+    def _enter(self, welcome: Welcome, fds: list[int]) -> None:
+        assert self._channel is not None
+        port_fd, self._peer_bell = fds
+        try:
+            self._port = SharedMap(port_fd, PORT_BYTES)
+            words = self._port.words
+            if words[0] != MAGIC:
+                raise OSError(errno.EPROTO, "a port of another version of tep")
+            pid = self._channel.peer_pid
+            proof = bytes(words[PROOF : PROOF + 2])
+        except OSError as error:
+            self.end(f"its memory cannot be mapped: {error}")
+            return
+        finally:
+            os.close(port_fd)
+        self.words = words
+        self._board = BOARD + 2 * welcome.slot
+        code = can_reach(pid, welcome.port_at, proof) if pid else errno.ESRCH
+        self.pid = 0 if code else pid
+        if code:
+            self.why = f"process_vm_writev to process {pid or self.address.pid}: {why(code)}"
+        try:
+            self._pidfd = os.pidfd_open(pid)
+            self._watches.add(self._pidfd, lambda: self.end("its process ended"))
+        except (OSError, AttributeError):  # not named here: its socket will have to tell
+            pass
+        self.way = Way.UP
+
+    def end(self, reason: str) -> None:
+        """There is no way any more."""
+        if self.way is Way.GONE:
+            return
+        self.way = Way.GONE
+        self.why = reason
+        if self._channel is not None:
+            self._watches.drop(self._channel.fd)
+        if self._pidfd >= 0:
+            self._watches.drop(self._pidfd)
+        self.release()
+        self._lost(self)
+
+    def release(self) -> None:
+        """Let go of descriptors and mappings. Idempotent."""
+        self.way = Way.GONE
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        close_all([fd for fd in (self._peer_bell, self._pidfd, self.lane.fd) if fd >= 0])
+        self._peer_bell = self._pidfd = self.lane.fd = -1
+        self._targets.clear()
+        for _, found in self._shares.values():
+            found.close()
+        self._shares.clear()
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+        self.lane.close()
+
+    # --- what lies there
+
+    def known(self, key: int) -> Target | None:
+        """The peer's region of this key, if it was used before."""
+        return self._targets.get(key)
+
+    def target(self, key: int) -> Target | None:
+        """The peer's region of this key, or None. What changed since is found at the copy."""
+        found = self._targets.get(key)
+        if found is not None:
+            return found  # withdrawn since? That is seen at the copy
+        if self.way is not Way.UP:
+            return None
+        word = TABLE + 4 * (key & REGIONS - 1)
+        if not key or self.words[word] != key:
+            self._targets.pop(key, None)
+            return None
+        self._fence()
+        base, nbytes, share = self.words[word + 1 : word + 4].tolist()
+        if self.words[word] != key:
+            return None
+        mapped = self._mapped(share, base, nbytes) if share else None
+        if self.way is not Way.UP:
+            return None
+        if len(self._targets) >= _TARGETS_MAX:
+            self._targets.clear()
+        found = Target(key, word, base, nbytes, mapped)
+        if not share or mapped is not None:  # else it may still come
+            self._targets[key] = found
+        return found
+
+    def forget(self, key: int) -> None:
+        """A key was withdrawn."""
+        self._targets.pop(key, None)
+
+    def _mapped(self, number: int, base: int, nbytes: int) -> HostRegion | None:
+        if number not in self._shares:
+            self._hear()  # the descriptor was sent before the key was published
+        found = self._shares.get(number)
+        if found is None:
+            return None
+        share, mapping = found
+        offset = base - share.address
+        assert 0 <= offset <= mapping.nbytes - nbytes, (offset, nbytes, mapping.nbytes)
+        return HostRegion(
+            Memory(mapping.address + offset, nbytes, "cpu", False, mapping), base, writable=True
+        )
+
+    def _share(self, share: Share, fd: int) -> None:
+        try:
+            self._shares[share.number] = share, SharedMap(fd, share.nbytes, populate=True)
+        except OSError:
+            pass  # not mapped: it is written through the kernel
+        finally:
+            os.close(fd)
+
+    def _unshare(self, number: int) -> None:
+        found = self._shares.pop(number, None)
+        if found is not None:
+            self._targets.clear()
+            found[1].close()
+
+    # --- telling it
+
+    def publish(self) -> None:
+        """Let the peer see what was put into the lane, and wake it if it sleeps."""
+        words, lane = self.words, self.lane
+        self._order()
+        words[self._board] = lane.tail
+        words[self._board + 1] = lane.mtail
+        self._fence()
+        if words[ASLEEP]:
+            words[ASLEEP] = 0
+            with contextlib.suppress(BlockingIOError):  # rung 2**64 times: it is ringing still
+                os.eventfd_write(self._peer_bell, 1)

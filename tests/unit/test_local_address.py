@@ -1,0 +1,105 @@
+"""The address of a local NIC: golden bytes, and everything that is none."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tep.backends.local import open_domains, probe
+from tep.backends.local.address import Address, host_digest, process_start
+from tep.errors import BadDescriptor, UsageError
+
+HERE = Address(3, 4711, 99, 2**63, host_digest(), bytes(range(16)))
+
+
+def test_golden_bytes() -> None:
+    """Two releases meet on one host: the layout may change only with its version."""
+    raw = HERE._replace(host=b"same-one").to_bytes()
+
+    assert 60 == len(raw)
+    assert (
+        "544c4f430100030067120000000000006300000000000000"
+        "000000000000008073616d652d6f6e65000102030405060708090a0b0c0d0e0f" == raw[:56].hex()
+    )
+
+
+def test_it_survives_bytes_and_names_its_socket() -> None:
+    """The address travels in NetAddr, and has to lead to the same socket again."""
+    again = Address.from_bytes(HERE.to_bytes())
+
+    assert again == HERE
+    assert again.socket == HERE.socket == b"\0tep/4711/8000000000000000/3/00010203"
+    assert HERE._replace(epoch=5).socket != HERE.socket
+
+
+@given(st.binary(max_size=80))
+def test_other_bytes_are_refused(data: bytes) -> None:
+    """No bytes that were not written as an address are read as one."""
+    with pytest.raises(BadDescriptor):
+        Address.from_bytes(data)
+
+
+@given(st.integers(0, 59), st.integers(1, 255))
+def test_an_altered_address_is_refused(at: int, change: int) -> None:
+    """One bit that flipped on the way leads to a stranger's socket."""
+    raw = bytearray(HERE.to_bytes())
+    raw[at] ^= change
+    with pytest.raises(BadDescriptor):
+        Address.from_bytes(bytes(raw))
+
+
+def test_another_host_is_refused_with_the_way_out() -> None:
+    """The socket's name could exist here too, and be somebody else's."""
+    other = HERE._replace(host=b"elsewher")
+    with pytest.raises(BadDescriptor, match="on another host.*use libfabric"):
+        Address.from_bytes(other.to_bytes())
+
+
+def test_a_process_is_known_by_its_start() -> None:
+    """Process ids are used again; the start tells the two apart, whatever a process is called."""
+    tricky = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
+    try:
+        assert process_start(tricky.pid) >= process_start() > 0
+    finally:
+        tricky.communicate()
+    assert 0 == process_start(2**22 + 1)
+
+
+def test_epochs_grow_and_addresses_differ() -> None:
+    """A restarted engine must not be taken for its predecessor."""
+    opened = [open_domains(2, name="same") for _ in range(3)]
+    addresses = {domain.address for one in opened for domain in one.domains}
+    for one in opened:
+        for domain in one.domains:
+            domain.close()
+
+    assert opened[0].epoch < opened[1].epoch < opened[2].epoch
+    assert 6 == len(addresses)
+    assert {os.getpid()} == {Address.from_bytes(address).pid for address in addresses}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"nics": 0}, "nics=0; 1 to 64"),
+        ({"nics": 65}, "nics=65; 1 to 64"),
+        ({"sq_depth": 0}, "sq_depth=0; 1 or more"),
+        ({"name": ""}, "name=''; 1 to 200"),
+    ],
+)
+def test_impossible_options_are_named(options, message) -> None:
+    """A typo in an option must not become a crash somewhere below."""
+    with pytest.raises(UsageError, match=message):
+        open_domains(**options)
+
+
+def test_probe_says_which_ways_are_open() -> None:
+    """`tep info` is where people look before they ask."""
+    assert "yama" in probe() or "alloc_shared" in probe()
