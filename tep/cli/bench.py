@@ -58,7 +58,24 @@ def verbs_stub(rounds: Rounds = 40, json: Json = False) -> None:
         ) from error
 
 
-def _show(title: str, figures: Iterable[Figure], total: int, *, json: bool) -> None:
+@app.command("libfabric")
+def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
+    """The whole engine over libfabric's tcp and shm, beside a C loop on the same settings."""
+    from tep.bench.libfabric import FIGURES, libfabric_figures
+
+    try:
+        figures = libfabric_figures(rounds)
+        _show("tep bench libfabric", figures, FIGURES, json=json, decimals=2)
+    except LookupError as error:
+        raise BackendUnavailable(
+            "the C yardstick cannot be built; apt install gcc libfabric-dev, in a checkout of tep",
+            (("cc", str(error)),),
+        ) from error
+
+
+def _show(
+    title: str, figures: Iterable[Figure], total: int, *, json: bool, decimals: int = 1
+) -> None:
     found: list[Figure] = []
     with progress(title, total, quiet=json or not sys.stderr.isatty()) as bar:
         for figure in figures:
@@ -77,8 +94,8 @@ def _show(title: str, figures: Iterable[Figure], total: int, *, json: bool) -> N
     rows = (
         {
             "what": figure.what,
-            "median": f"{figure.value:,.1f} {figure.unit}",
-            "best": f"{figure.best:,.1f}",
+            "median": f"{figure.value:,.{decimals}f} {figure.unit}",
+            "best": f"{figure.best:,.{decimals}f}",
             "aim": _aim(figure),
             "ratio": None if figure.ratio is None else f"{figure.ratio:.2f} x {figure.reference:g}",
         }

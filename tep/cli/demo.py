@@ -1,7 +1,8 @@
 """`tep demo`: a real file from one engine to another, over every fabric that runs on this machine.
 
-The receiver knows that the file is there by its count of immediates, and by nothing else; the
-SHA-256 is taken afterwards.
+Two processes over a real fabric first (demo_pair), then the fabrics of one process, here. The
+receiver knows that the file is there by its count of immediates, and by nothing else; the SHA-256
+is taken afterwards.
 """
 
 from __future__ import annotations
@@ -11,55 +12,25 @@ import mmap
 import os
 import sys
 import sysconfig
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import numpy as np
 import numpy.typing as npt
 import typer
 
 import tep
-from tep.cli.show import Json, Seed, emit_json, print_table, progress
+from tep.cli.demo_moved import LeftOut, Moved, count_overtakes, print_pairs, print_rehearsals
+from tep.cli.demo_pair import PAIRS, move_between, page_places
+from tep.cli.show import Json, Seed, emit_json, progress
 from tep.errors import UsageError
 from tep.sim import Cluster
 from tep.sim.published import paged_gbps
 
-__all__ = ["Moved", "demo", "largest_library_file", "move_file"]
+__all__ = ["demo", "largest_library_file", "move_file", "read_file"]
 
 U8 = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
-    """One run: what went where, and what the receiver saw.
-
-    Attributes:
-        fabric: which fabric, with its profile or seed.
-        pages: writes with an immediate.
-        nics: NICs of the sender -> of the receiver.
-        nic_bytes: bytes that each NIC of the sender carried.
-        imms_expected, imms_counted: at the receiver.
-        overtakes: immediates that arrived before one of an earlier page.
-        sim_us: simulated time from submit to the receiver's count, where time is simulated.
-        gbps: over that time.
-        published_gbps: the paper's figure for this NIC and page size, if it has one.
-        sha256: of what arrived.
-        agrees: whether it is the file's.
-    """
-
-    fabric: str
-    pages: int
-    nics: str
-    nic_bytes: tuple[int, ...]
-    imms_expected: int
-    imms_counted: int
-    overtakes: int
-    sim_us: float | None
-    gbps: float | None
-    published_gbps: float | None
-    sha256: str
-    agrees: bool
 
 
 def largest_library_file() -> Path:
@@ -99,9 +70,7 @@ def move_file(
     source = np.zeros(npages * page_bytes, np.uint8)
     source[: len(data)] = data
     target = np.zeros_like(source)
-    rng = np.random.default_rng(seed)
-    slots = rng.permutation(npages)  # page k of the file goes to slot slots[k]
-    order = rng.permutation(npages)
+    order, slots = page_places(npages, seed)
     mr, _ = sender.reg_mr(source, access=tep.Access.SOURCE)
     region, desc = receiver.reg_mr(target)
     src, dst = (mr, tep.Pages(order)), (desc, tep.Pages(slots[order]))
@@ -160,9 +129,7 @@ def _overtakes(
         fence = receiver.expect_imm_count(43, 1)
     fence.cancel()
     receiver.remove_imm(base)
-    numbers = np.array(arrived)
-    later = np.minimum.accumulate(numbers[::-1])[::-1]
-    return int(np.count_nonzero(numbers[:-1] > later[1:]))
+    return count_overtakes(arrived)
 
 
 def _loopback(data: U8, page_bytes: int, seed: int) -> Moved:
@@ -222,6 +189,11 @@ def read_file(path: Path) -> U8:
         os.close(fd)
 
 
+_NOTES: Final = """The receiver learned of completion by its immediate counter alone.
+Published: arXiv 2510.27656, Table 2: a long run of pages; this file is a short one.
+"""
+
+
 def demo(
     file: Annotated[
         Path | None, typer.Option("--file", help="What to move; default: Python's largest file.")
@@ -238,24 +210,31 @@ def demo(
     ] = Path("tep-demo-trace"),
     json: Json = False,
 ) -> None:
-    """Move a real file over the loopback, the chaos fabric and the timing fabric, and check every
-    byte.
+    """Move a real file from one process to another over the real libfabric, then over the loopback,
+    the chaos fabric and the timing fabric, and check every byte.
     """
     path = largest_library_file() if file is None else file
     data = read_file(path)
     profiles = ("efa_2x200", "efa_4x100", "cx7_400")
     traces = {name: trace.with_name(f"{trace.name}.{name}.json") for name in ("chaos", *profiles)}
-    runs: list[Moved] = []
-    with progress(
-        "moving the file", 2 + len(profiles), quiet=json or not sys.stderr.isatty()
-    ) as bar:
-        runs.append(_loopback(data, page_bytes, seed))
+    pairs, rehearsals, left_out = list[Moved](), list[Moved](), list[LeftOut]()
+    total = len(PAIRS) + 2 + len(profiles)
+    with progress("moving the file", total, quiet=json or not sys.stderr.isatty()) as bar:
+        for pair in PAIRS:
+            found = move_between(pair, data, page_bytes, seed=seed)
+            if isinstance(found, LeftOut):
+                left_out.append(found)
+            else:
+                pairs.append(found)
+            bar.advance(bar.task_ids[0])
+        rehearsals.append(_loopback(data, page_bytes, seed))
         bar.advance(bar.task_ids[0])
-        runs.append(_chaos(data, page_bytes, seed, traces["chaos"]))
+        rehearsals.append(_chaos(data, page_bytes, seed, traces["chaos"]))
         bar.advance(bar.task_ids[0])
         for profile in profiles:
-            runs.append(_timing(data, page_bytes, seed, profile, traces[profile]))
+            rehearsals.append(_timing(data, page_bytes, seed, profile, traces[profile]))
             bar.advance(bar.task_ids[0])
+    runs = pairs + rehearsals
     if json:
         emit_json(
             {
@@ -263,50 +242,14 @@ def demo(
                 "nbytes": len(data),
                 "seed": seed,
                 "runs": [asdict(run) for run in runs],
+                "left_out": [asdict(one) for one in left_out],
                 "traces": [str(traces[name]) for name in traces],
             }
         )
     else:
-        _print(path, len(data), page_bytes, runs, list(traces.values()))
+        title = f"{path.name}, {len(data):,} bytes in pages of {page_bytes:,}"
+        print_pairs(title, pairs, left_out)
+        print_rehearsals(title, rehearsals)
+        typer.echo(_NOTES + "Traces for ui.perfetto.dev: " + ", ".join(map(str, traces.values())))
     if not all(run.agrees and run.imms_counted == run.imms_expected for run in runs):
         raise typer.Exit(1)
-
-
-def _print(path: Path, nbytes: int, page_bytes: int, runs: list[Moved], traces: list[Path]) -> None:
-    columns = (
-        "fabric",
-        "pages",
-        "NICs",
-        "MB a NIC",
-        "imms expected",
-        "imms counted",
-        "overtakes",
-        "sim. us",
-        "Gb/s",
-        "published",
-        "SHA-256",
-    )
-    rows = (
-        {
-            "fabric": run.fabric,
-            "pages": run.pages,
-            "NICs": run.nics,
-            "MB a NIC": " + ".join(f"{n / 1e6:.1f}" for n in run.nic_bytes),
-            "imms expected": run.imms_expected,
-            "imms counted": run.imms_counted,
-            "overtakes": run.overtakes,
-            "sim. us": None if run.sim_us is None else f"{run.sim_us:,.1f}",
-            "Gb/s": None
-            if run.gbps is None or run.fabric.startswith("chaos")
-            else f"{run.gbps:.0f}",
-            "published": None if run.published_gbps is None else f"{run.published_gbps:.0f}",
-            "SHA-256": f"{run.sha256[:12]} {'agrees' if run.agrees else 'DIFFERS'}",
-        }
-        for run in runs
-    )
-    print_table(f"{path.name}: {nbytes:,} bytes in pages of {page_bytes:,}", columns, rows)
-    typer.echo("The receiver learned of completion by its immediate counter alone.")
-    typer.echo(
-        "Published: arXiv 2510.27656, Table 2: a long run of pages; this file is a short one."
-    )
-    typer.echo("Traces for ui.perfetto.dev: " + ", ".join(map(str, traces)))

@@ -1,8 +1,15 @@
-"""`tep info`: which backends are here, and for each that is not, why and what would bring it."""
+"""`tep info`: which backends are here, and for each that is not, why and what would bring it.
+
+A backend's module may have `facts() -> dict[str, object]`: what else it knows, by name; its `tried`
+are (what, why not) of what was looked at and not taken.
+"""
 
 from __future__ import annotations
 
 import platform
+from typing import Protocol, runtime_checkable
+
+from rich.markup import escape
 
 from tep import __version__
 from tep.backends import BACKENDS, load_backend
@@ -12,23 +19,39 @@ from tep.errors import BackendUnavailable
 __all__ = ["backend_states", "info"]
 
 
+@runtime_checkable
+class _HasFacts(Protocol):
+    """A backend's module that knows more than one line."""
+
+    def facts(self) -> dict[str, object]: ...
+
+
 def backend_states() -> list[dict[str, object]]:
-    """Ask every backend of the registry what is here; name, available, detail, cure, tried."""
+    """Ask every backend of the registry what is here: its name, whether it is available, details,
+    what would bring it, facts, and what was tried.
+    """
     states: list[dict[str, object]] = []
     for name, spec in BACKENDS.items():
         state: dict[str, object] = {"backend": name, "drives": spec.summary}
         try:
+            module = load_backend(name)
+            detail = module.probe()
+            facts = module.facts() if isinstance(module, _HasFacts) else {}
+            tried = facts.pop("tried", [])
+            assert isinstance(tried, list)
             state |= {
                 "available": True,
-                "detail": load_backend(name).probe(),
+                "detail": detail,
                 "cure": None,
-                "tried": [],
+                "facts": facts,
+                "tried": [list(step) for step in tried],
             }
         except BackendUnavailable as error:
             state |= {
                 "available": False,
                 "detail": str(error).splitlines()[0],
                 "cure": spec.cure,
+                "facts": {},
                 "tried": [list(step) for step in error.tried],
             }
         states.append(state)
@@ -53,8 +76,8 @@ def info(json: Json = False) -> None:
             {
                 "backend": state["backend"],
                 "here": "yes" if state["available"] else "no",
-                "what": _what(state),
-                "to get it": state["cure"],
+                "what": escape(_what(state)),  # 'tep[libfabric]' is no markup
+                "to get it": None if state["cure"] is None else escape(f"{state['cure']}"),
             }
             for state in states
         ),
@@ -65,4 +88,5 @@ def _what(state: dict[str, object]) -> str:
     lines = [f"{state['drives']}", f"{state['detail']}"]
     tried = state["tried"]
     assert isinstance(tried, list)
-    return "\n".join([*lines, *(f"tried {what}: {why}" for what, why in tried)])
+    verb = "not taken:" if state["available"] else "tried"
+    return "\n".join([*lines, *(f"{verb} {what}: {why}" for what, why in tried)])

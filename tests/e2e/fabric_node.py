@@ -6,6 +6,7 @@ one line {"ok": value} or {"error": type, "text": message}.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -29,6 +30,29 @@ def noise(nbytes, seed):
 def shuffled(npages, seed):
     """The order in which pages go to their places."""
     return np.random.default_rng(seed + 1000).permutation(npages)
+
+
+class Mallinfo(ctypes.Structure):
+    """glibc's struct mallinfo2, malloc.h: ten counters of size_t."""
+
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("counts", ctypes.c_size_t * 3),
+        ("mapped", ctypes.c_size_t),
+        ("fast", ctypes.c_size_t * 2),
+        ("used", ctypes.c_size_t),
+        ("unused", ctypes.c_size_t * 2),
+    )
+
+
+def allocated():
+    """Bytes that malloc has given out; 0 where the C library does not say."""
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if ask is None:
+        return 0
+    ask.restype = Mallinfo
+    found = ask()
+    return found.used + found.mapped
 
 
 class Node:
@@ -113,10 +137,14 @@ class Node:
         self.engine.deregister(self.region)
 
     def use(self):
-        """Resident memory in KiB, and open file descriptors."""
+        """KiB resident, KiB that C code has allocated, and open file descriptors."""
         gc.collect()  # a closed engine is a knot of references; its eventfd goes with it
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return [pages * resource.getpagesize() // 1024, len(list(Path("/proc/self/fd").iterdir()))]
+        return [
+            pages * resource.getpagesize() // 1024,
+            allocated() // 1024,
+            len(list(Path("/proc/self/fd").iterdir())),
+        ]
 
     def fork_and_close(self):
         """Fork a child that closes everything it inherited; how it ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +13,18 @@ from typing import Any
 import pytest
 
 
-def tep(*args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+def tep(
+    *args: str, check: bool = True, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [
         sys.executable,
         "-c",
         "import sys; from tep.cli import main; sys.exit(main())",
         *args,
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=check)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=check, env=env
+    )
 
 
 def document(*args: str) -> Any:
@@ -38,25 +43,101 @@ def test_info_says_what_is_here_and_why_the_rest_is_not() -> None:
     assert "loopback" in tep("info").stdout
 
 
-def test_demo_moves_the_file_over_every_fabric(tmp_path: Path) -> None:
-    """The demo is the first thing a newcomer sees: wrong bytes or counts there are the end."""
-    file = tmp_path / "some.bin"
+def test_info_says_which_libfabric_it_found_and_what_it_passed_over() -> None:
+    """Three builds may lie on one machine: without the path nobody knows whose bug it is."""
+    [state] = [s for s in document("info")["backends"] if s["backend"] == "libfabric"]
+    if not state["available"]:
+        pytest.skip(f"not here: {state['tried']}")
+    facts, tried = state["facts"], dict(state["tried"])
+
+    assert Path(facts["library"]).name.startswith("libfabric.so")
+    assert (1, 17) <= tuple(map(int, facts["version"].split(".")))
+    assert facts["found via"]
+    assert any(name.startswith(("tcp", "net")) for name in facts["providers"])
+    if "TEP_LIBFABRIC" not in os.environ:
+        assert "not set" == tried["TEP_LIBFABRIC"]
+    if "efa" not in facts["providers"]:
+        assert "no device" in tried["provider efa"]
+    assert facts["library"] in tep("info").stdout.replace("│", "").replace(" ", "").replace(
+        "\n", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("library", "why"),
+    [("/nowhere/libfabric.so.1", "cannot open shared object file"), ("libc.so.6", "fi_version")],
+)
+def test_info_says_why_a_named_libfabric_will_not_do(library: str, why: str) -> None:
+    """Who names a library must not be given another one in silence, nor left guessing."""
+    done = tep("info", "--json", env=os.environ | {"TEP_LIBFABRIC": library})
+    [state] = [s for s in json.loads(done.stdout)["backends"] if s["backend"] == "libfabric"]
+    [[step, reason]] = state["tried"]
+
+    assert not state["available"]
+    assert f"TEP_LIBFABRIC: {library}" == step
+    assert why in reason
+    printed = tep("info", env=os.environ | {"TEP_LIBFABRIC": library}).stdout
+    assert "tep[libfabric]" in printed, "brackets are markup to the table, and would be gone"
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A file with an odd end, and what the demo said of it."""
+    folder = tmp_path_factory.mktemp("demo")
+    file = folder / "some.bin"
     file.write_bytes(bytes(range(256)) * 1025 + b"odd end")
+    found = document(
+        *("demo", "--file", str(file), "--page-bytes", "4096", "--seed", "3"),
+        *("--trace", str(folder / "t")),
+    )
+    return file, found
+
+
+def test_demo_moves_the_file_over_every_fabric(moved: tuple[Path, dict[str, Any]]) -> None:
+    """The demo is the first thing a newcomer sees: wrong bytes or counts there are the end."""
+    file, found = moved
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
 
-    found = document("demo", "--file", str(file), "--seed", "3", "--trace", str(tmp_path / "t"))
-
     assert len(file.read_bytes()) == found["nbytes"]
-    fabrics = [run["fabric"] for run in found["runs"]]
+    fabrics = [run["fabric"] for run in found["runs"] if run["processes"] == 1]
     assert ["loopback", "chaos, seed 3"] == fabrics[:2]
     assert {"timing, efa_2x200", "timing, efa_4x100", "timing, cx7_400"} == set(fabrics[2:])
     for run in found["runs"]:
         assert digest == run["sha256"]
         assert run["agrees"]
         assert run["pages"] == run["imms_expected"] == run["imms_counted"]
-        assert run["pages"] * 65536 == sum(run["nic_bytes"])
+        assert run["pages"] * 4096 == sum(run["nic_bytes"])
     for path in found["traces"]:
         assert json.loads(Path(path).read_text())["traceEvents"]
+
+
+def test_demo_begins_with_two_processes_over_libfabric(moved: tuple[Path, dict[str, Any]]) -> None:
+    """A demo that shows simulations only leaves open whether anything real is behind it."""
+    _, found = moved
+    if any(one["fabric"] == "libfabric tcp" for one in found["left_out"]):
+        pytest.skip(f"not here: {found['left_out']}")
+    first = found["runs"][0]
+
+    assert ("libfabric tcp", 2, "2 -> 2") == (first["fabric"], first["processes"], first["nics"])
+    assert [32 * 4096, 33 * 4096] == sorted(first["nic_bytes"])
+    assert first["gbytes_per_s"] > 0
+    assert first["real_us"] > 0
+    assert 0 <= first["overtakes"] < first["pages"]
+    assert {"loopback"} < {run["fabric"] for run in found["runs"]}
+
+
+def test_demo_without_libfabric_says_so_and_goes_on(tmp_path: Path) -> None:
+    """A run that is missing without a word looks like one that was never meant to be there."""
+    file = tmp_path / "some.bin"
+    file.write_bytes(b"a little")
+    command = ("demo", "--file", str(file), "--trace", str(tmp_path / "t"))
+    done = tep(*command, env=os.environ | {"TEP_LIBFABRIC": str(tmp_path / "nothing.so")})
+
+    assert 0 == done.returncode
+    assert "Left out: libfabric tcp: no usable libfabric on this machine" in done.stdout
+    assert f"tried TEP_LIBFABRIC: {tmp_path}/nothing.so" in done.stdout
+    assert "To get it: pip install 'tep[libfabric]'" in done.stdout
+    assert "loopback" in done.stdout
 
 
 def test_demo_refuses_what_is_no_file(tmp_path: Path) -> None:

@@ -8,14 +8,20 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import tep
 from tep.backends import libfabric
+from tep.backends.base import Access
 from tep.backends.libfabric.process import sweep_shm
 from tep.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
+from tep.ffi import libfabric as fi
+from tep.memory import adapt
 
 OPEN = """
 import os, signal, sys
@@ -176,6 +182,112 @@ def test_unmapped_memory_is_refused_at_once():
         engine.reg_mr(buffer)
 
 
+def test_shared_memory_meets_no_more_peers_than_its_table_holds(monkeypatch):
+    """The provider gives a place in its table again without clearing it: the 257th peer crashed."""
+    rules = {"shm": replace(libfabric.RULES["shm"], peers_max=2)}
+    monkeypatch.setattr(libfabric, "RULES", rules)
+    source = np.zeros(64, np.uint8)
+    with tep.TransferEngine.open("libfabric", provider="shm", name="lasting") as here:
+        mr, _ = here.reg_mr(source)
+        codes = []
+        for _ in range(3):
+            with tep.TransferEngine.open("libfabric", provider="shm", name="passing") as there:
+                _, desc = there.reg_mr(np.zeros(64, np.uint8))
+                try:
+                    here.submit_single_write(64, (mr, 0), (desc, 0), 1).wait(20)
+                    codes.append("done")
+                except FabricError as error:
+                    codes.append(error.code)
+                    text = str(error)
+
+    assert ["done", "done", "UNREACHABLE"] == codes
+    assert "this NIC has met 2 peers" in text
+    assert "open the engine anew" in text
+
+
+def test_rows_that_shared_memory_loses_are_an_error_in_time():
+    """A peer that lives and polls, and returns no rows: waiting for it is waiting for ever."""
+    source = np.zeros(64, np.uint8)
+    options = {"provider": "shm", "peer_timeout_s": 0.5}
+    with (
+        tep.TransferEngine.open("libfabric", **options) as here,
+        tep.TransferEngine.open("libfabric", **options) as there,
+    ):
+        mr, _ = here.reg_mr(source)
+        _, desc = there.reg_mr(np.zeros(64, np.uint8))
+        here.submit_single_write(64, (mr, 0), (desc, 0), 1).wait(20)
+        main = here._domains[0]._main
+        writemsg, main.writemsg = main.writemsg, lambda *_: 0  # taken, and never heard of again
+        lost = here.submit_single_write(64, (mr, 0), (desc, 0), 2)
+        with pytest.raises(FabricError, match="PROVIDER.*whether the row landed is unknown"):
+            lost.wait(20)
+        main.writemsg = writemsg
+
+        def again():
+            try:
+                here.submit_single_write(64, (mr, 0), (desc, 0), 3).wait(20)
+            except FabricError:
+                return False
+            return True
+
+        start_s = time.monotonic()
+        while not again():  # for a second it is not asked again
+            assert time.monotonic() - start_s < 20, "waited 20 s for the peer to be reached again"
+        here.deregister(mr)
+
+
+def test_a_failed_insert_is_an_error_and_never_an_address():
+    """To post to what a failed insert leaves, FI_ADDR_UNSPEC, is a segmentation fault on tcp."""
+    domain = libfabric.open_domains().domains[0]
+    try:
+        for answer in (0, -22, -12):  # it returns how many it took, or an error
+            domain._nic._insert = lambda *_, answer=answer: answer
+            with pytest.raises(FabricError, match=r"fi_av_insert"):
+                domain._nic.insert(domain._raw)
+    finally:
+        domain.close()
+
+
+def test_a_nic_is_bound_to_the_address_that_names_it():
+    """Without a node libfabric binds to the first interface, and all NICs are one."""
+    opened = libfabric.open_domains(nics=["127.0.0.3", "127.0.0.2"])
+    try:
+        assert [b"\x7f\0\0\3", b"\x7f\0\0\2"] == [d._raw[4:8] for d in opened.domains]
+        assert ["127.0.0.3", "127.0.0.2"] == [d.caps.nic for d in opened.domains]
+    finally:
+        for domain in opened.domains:
+            domain.close()
+
+
+def test_rows_on_tcp_wait_for_the_target():
+    """Without FI_DELIVERY_COMPLETE tcp calls rows done that never arrive, and loses the next."""
+    for options, wanted in (({}, True), ({"delivery_complete": False}, False)):
+        domain = libfabric.open_domains(**options).domains[0]
+        info = domain._nic.info.contents.tx_attr.contents.op_flags
+        try:
+            assert wanted == bool(domain._slots._flags & fi.FI_DELIVERY_COMPLETE)
+            assert wanted == bool(info & fi.FI_DELIVERY_COMPLETE)
+        finally:
+            domain.close()
+
+
+def test_a_key_is_never_given_twice():
+    """A key of an earlier registration, or incarnation, must open nothing of a later one."""
+    keys = set()
+    buffer = adapt(bytearray(64))
+    for _ in range(3):
+        domain = libfabric.open_domains().domains[0]
+        try:
+            for _ in range(4):
+                key = domain.register(buffer, Access.SOURCE_AND_TARGET)
+                domain.deregister(key)
+                assert key.rkey not in keys
+                assert key.rkey != key.lkey
+                keys.add(key.rkey)
+        finally:
+            domain.close()
+
+
 def test_an_idle_engine_costs_nothing():
     """A worker that polls while nothing is under way takes a core from the user."""
     opened = libfabric.open_domains(nics=2)
@@ -214,7 +326,8 @@ def test_a_forked_child_may_open_its_own():
     assert 0 == status
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.slow
+@pytest.mark.parametrize("provider", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
 def test_the_verification_script_runs_where_there_is_no_efa(provider):
     """A script that nobody can try before the instance is paid for is wrong on the instance."""
     script = Path(__file__).parents[2] / "scripts" / "verify_efa.py"

@@ -8,12 +8,15 @@ import socket
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tep
+from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
 from tep.backends.libfabric import discover, efa, frames, neighbours
 from tep.backends.libfabric.address import NicAddress, parse
@@ -186,8 +189,8 @@ def test_rows_come_back_once_and_in_any_order():
         slots.give_back([shuffled[0]])
 
 
-def test_abandoned_rows_do_not_come_back_as_others():
-    """A dead peer's row that completes after all must not be taken for a new one in its slot."""
+def test_rows_that_were_given_up_do_not_come_back_as_others():
+    """A silent peer's row that completes after all must not be taken for a new one in its slot."""
     slots, card, peer, region = Slots(4, flags=0), Card(room=100), FakePeer(), FakeRegion()
     ticket = Ticket(a_batch(4), 0, peer, region, 0.0)
     slots.post(card, 1, ticket, 4)
@@ -199,8 +202,12 @@ def test_abandoned_rows_do_not_come_back_as_others():
 
     assert [0, 2, 3] == rows
     assert not set(contexts[2:]) & {row[5] for row in card.rows[4:]}
+    assert 2 == region.open, "libfabric may still read the source of the rows that were given up"
     assert {} == slots.give_back([contexts[2]])
-    assert 4 == slots.open
+    assert slots.take_failed(contexts[3]) is None
+    assert (4, 2) == (slots.open, region.open)
+    assert slots.give_back_one(contexts[0]) is None
+    assert (4, 1, 4 * 64) == (slots.open, region.open, slots.nbytes)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=40))
@@ -297,6 +304,36 @@ def test_efa_errors_have_our_names():
     assert Status.UNREACHABLE is efa.STATUSES[13]
     assert Status.LOCAL_KEY is efa.STATUSES[5]
     assert 0 not in efa.STATUSES
+
+
+@pytest.mark.parametrize(
+    ("same_host_shm", "way"),
+    [(True, "peers of this host by shared memory, past the NIC"), (False, "all peers by the NIC")],
+)
+def test_explain_shows_which_way_rows_of_one_host_go_on_efa(monkeypatch, same_host_shm, way):
+    """Dry run, with tcp in EFA's place: a bypass nobody sees makes the NIC's figures a riddle."""
+    need_libfabric()
+    asked = []
+    monkeypatch.setattr(libfabric, "RULES", {"efa": replace(RULES["tcp"], hardware=True)})
+    monkeypatch.setattr(libfabric, "endpoint_options", lambda **how: asked.append(how) or ())
+    with tep.TransferEngine.open(
+        "libfabric", provider="efa", nics=1, same_host_shm=same_host_shm
+    ) as engine:
+        assert way in engine.explain()
+        assert f"same_host_shm={same_host_shm}" in engine.explain()
+    assert [{"cuda": False, "same_host_shm": same_host_shm}] == asked
+
+
+def test_explain_says_what_done_means():
+    """Without delivery_complete tcp calls rows done that never arrive: that must be in sight."""
+    need_libfabric()
+    for options, words in (
+        ({}, "a row is done once it is at the target"),
+        ({"delivery_complete": False}, "it may still be lost"),
+    ):
+        with tep.TransferEngine.open("libfabric", nics=1, **options) as engine:
+            assert words in engine.explain()
+            assert "provider tcp of libfabric" in engine.explain()
 
 
 def need_libfabric():

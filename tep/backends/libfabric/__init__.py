@@ -16,7 +16,7 @@ from typing import NamedTuple
 from tep.backends.base import DomainCaps, Opened
 from tep.backends.libfabric.discover import Offer, find_offers, list_providers
 from tep.backends.libfabric.domain import FabricDomain
-from tep.backends.libfabric.efa import check_offer, endpoint_options
+from tep.backends.libfabric.efa import check_offer, endpoint_options, same_host_way
 from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
 from tep.backends.libfabric.regions import Export
@@ -25,7 +25,7 @@ from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric import Libfabric, load
 
-__all__ = ["FabricDomain", "open_domains", "probe"]
+__all__ = ["FabricDomain", "facts", "open_domains", "probe"]
 
 _NUMBERS = itertools.count(1)
 
@@ -171,10 +171,59 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             options=options,
             delivery_complete=how.delivery_complete,
             dmabuf=how.dmabuf,
+            about=_about(lib, how),
         )
     except BaseException:
         nic.close()
         raise
+
+
+def _about(lib: Libfabric, how: _How) -> str:
+    """What `explain` says of a NIC: by what it is driven, and which way rows go."""
+    rules = how.rules
+    parts = [f"provider {rules.provider} of {lib.describe()}"]
+    if rules.hardware:
+        parts.append(same_host_way(same_host_shm=how.same_host_shm))
+    else:
+        parts.append(
+            "a row is done once it is at the target"
+            if how.delivery_complete or rules.by_pid
+            else "a row is done once it has left (delivery_complete=False): it may still be lost"
+        )
+        parts.append(
+            f"at most {rules.window_rows} rows or {rules.window_bytes >> 10} KiB in flight"
+        )
+    return "; ".join(parts)
+
+
+def facts() -> dict[str, object]:
+    """What there is to know of the library that was found, by name; for `tep info`.
+
+    `tried` holds the places that were looked at before it, each with the reason why it was not
+    taken, and the providers that tep drives and this library does not offer here.
+
+    Raises:
+        BackendUnavailable: with each place looked at, and why it failed.
+    """
+    with keep_signals():
+        lib = load()
+        offered = list_providers(lib)
+    filtered = os.environ.get("FI_PROVIDER")
+    why = "no device of its kind here, or its module or a library that it needs is missing"
+    if filtered:
+        why += f"; or FI_PROVIDER={filtered!r} filters it"
+    missing = [
+        (f"provider {name}", why)
+        for name, rules in RULES.items()
+        if not any(known in offered for known in rules.names)
+    ]
+    return {
+        "library": lib.found.path,
+        "found via": lib.found.found_via,
+        "version": f"{lib.version[0]}.{lib.version[1]}",
+        "providers": offered,
+        "tried": [*lib.found.tried, *missing],
+    }
 
 
 def probe() -> str:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import socket
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -93,7 +94,8 @@ def parse(data: bytes, provider: str) -> NicAddress:
     complaint = _CHECKS[provider](raw)
     if complaint:
         raise BadDescriptor(f"libfabric address of {nic!r}: {complaint}: {raw.hex() or 'empty'}")
-    return NicAddress(provider, epoch, nic, raw)
+    # One copy of a NIC's name: peers that come and go a thousand times are all kept.
+    return NicAddress(provider, epoch, sys.intern(nic), raw)
 
 
 def shm_name(raw: bytes) -> str:

@@ -64,13 +64,13 @@ def find_offers(
     if rules.by_pid:
         count = nics if isinstance(nics, int) else len(nics or ("shm0",))
         names = [f"shm{k}" for k in range(count)] if nics is None or isinstance(nics, int) else nics
-        return [_named(_ask(lib, rules, None, None)[0], name) for name in names]
+        return [_named(_first(lib, _ask(lib, rules, None, None)), name) for name in names]
     return _devices(lib, rules, nics, cuda=cuda)
 
 
 def _one(lib: fi.Libfabric, rules: Rules, name: str) -> Offer:
     node, _, service = name.partition(":") if name.count(":") == 1 else (name, "", "")
-    return _named(_ask(lib, rules, node, service or None)[0], name)
+    return _named(_first(lib, _ask(lib, rules, node, service or None)), name)
 
 
 def _devices(
@@ -102,6 +102,13 @@ def _devices(
     for name in set(found) - set(names):
         lib.freeinfo(found[name])
     return [_named(found[name], name) for name in names]
+
+
+def _first(lib: fi.Libfabric, infos: list[fi.Info]) -> fi.Info:
+    """The first of what was offered; the others go back."""
+    for info in infos[1:]:
+        lib.freeinfo(info)
+    return infos[0]
 
 
 def _named(info: fi.Info, name: str) -> Offer:

@@ -66,6 +66,7 @@ class FabricDomain:
         options: of every endpoint.
         delivery_complete: whether local completions wait for the target.
         dmabuf: exports device memory, see Regions.
+        about: what `explain` says of this NIC.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class FabricDomain:
         options: tuple[tuple[int, bool], ...] = (),
         delivery_complete: bool = False,
         dmabuf: Export | None = None,
+        about: str = "",
     ) -> None:
         self.caps = caps
+        self._about = about
         self._nic = nic
         self._rules = rules
         self._main = nic.open_endpoint(options)
@@ -124,6 +127,10 @@ class FabricDomain:
         self._excused = False
         self._closed = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
+
+    def describe(self) -> str:
+        """Say what drives this NIC, and which way its rows go; `explain` asks."""
+        return self._about
 
     # --- memory and peers
 
@@ -213,7 +220,7 @@ class FabricDomain:
             filled = self._hand_out(out)
         if self._nic.closed:
             return filled
-        self._rows.budget = self._rules.turn_rows
+        self._rows.new_turn()
         queue = self._queue
         filled = queue.read(out, filled)
         while queue.frames or queue.errors or queue.full:
@@ -363,6 +370,8 @@ class FabricDomain:
             due.setdefault(ticket.peer, ticket.due_s)
         for peer in {*due, *self._restless}:
             self._peers.look(peer, due.get(peer), now_s)
+            if peer.unsettled:
+                self._restless.add(peer)
         self._outgoing.look(self._peers, now_s)
 
     def _peer_over(self, peer: Peer) -> None:
@@ -385,6 +394,8 @@ class FabricDomain:
         own = self._texts.get(status, "")
         if status == Status.PROVIDER and self._rows.refusal:
             own = f"fi_writemsg: {self._nic.lib.strerror(self._rows.refusal)}; {own}"
+        if status == Status.UNREACHABLE and self._peers.complaint:
+            own = self._peers.complaint
         usual = _STATUS_TEXT.get(status, "")
         return f"{usual}; {own}" if usual and own else usual or own
 

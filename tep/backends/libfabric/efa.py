@@ -17,7 +17,7 @@ from tep.ffi import libfabric as fi
 if TYPE_CHECKING:
     from tep.backends.libfabric.rules import Rules
 
-__all__ = ["STATUSES", "check_device", "check_offer", "endpoint_options"]
+__all__ = ["STATUSES", "check_device", "check_offer", "endpoint_options", "same_host_way"]
 
 _IMM_BYTES: Final = 4
 _VERSION_MIN: Final = (1, 18)  # before, device RDMA may stay off (its manual)
@@ -60,6 +60,16 @@ def endpoint_options(*, cuda: bool, same_host_shm: bool) -> tuple[tuple[int, boo
     if cuda:
         options.append((fi.FI_OPT_CUDA_API_PERMITTED, False))
     return tuple(options)
+
+
+def same_host_way(*, same_host_shm: bool) -> str:
+    """Say which way rows to peers of this host go, for `explain`."""
+    if same_host_shm:
+        return (
+            "peers of this host by shared memory, past the NIC (same_host_shm=True); "
+            "all others by the NIC"
+        )
+    return "all peers by the NIC, those of this host too (same_host_shm=False)"
 
 
 def check_offer(info: fi.Info, nic: str, rules: Rules, version: tuple[int, int]) -> None:

@@ -53,6 +53,14 @@ class State(Enum):
     GONE = auto()  # said goodbye, or was replaced; for ever
 
 
+class Probe(Enum):
+    """Whether a peer that returns no rows has been asked if it polls, and has answered."""
+
+    NONE = auto()
+    ASKED = auto()
+    ANSWERED = auto()
+
+
 _ALIVE: Final = frozenset({State.CONNECTING, State.READY})
 _SETTLED: Final = frozenset({State.CONNECTING, State.LEAVING, State.GONE})
 
@@ -73,6 +81,7 @@ class Peer:
         appetite: rows that it took last time.
         heard: something completed since the last look at deadlines.
         since_s: when it entered its state, or was last heard.
+        probe: how far we are in asking whether a peer that returns no rows polls at all.
         held: (batch, row) accepted and not posted.
         lost: (ctx, row, rkey) that came back failed, waiting for the verdict: is the peer alive?
         leases: (base, nbytes) of its keys; None = asked.
@@ -98,6 +107,7 @@ class Peer:
         "number",
         "open",
         "outbox",
+        "probe",
         "process",
         "sends",
         "since_s",
@@ -119,6 +129,7 @@ class Peer:
         self.appetite = 1
         self.heard = False
         self.since_s = 0.0
+        self.probe = Probe.NONE
         self.held: deque[tuple[WriteBatch, int]] = deque()
         self.lost: deque[tuple[int, int, int]] = deque()
         self.leases: dict[int, tuple[int, int] | None] = {}
@@ -152,6 +163,7 @@ class Peers:
 
     Attributes:
         all: by PeerId.
+        complaint: why no more peers can be met; "" = they can.
     """
 
     def __init__(
@@ -166,6 +178,7 @@ class Peers:
         on_over: Callable[[Peer], None],
     ) -> None:
         self.all: list[Peer] = []
+        self.complaint = ""
         self._nic = nic
         self._mailbox = mailbox
         self._rules = rules
@@ -178,6 +191,7 @@ class Peers:
         self._on_over = on_over
         self._by_data: dict[bytes, Peer] = {}
         self._latest: dict[bytes, Peer] = {}  # by raw address
+        self._met = 0
         self._closed = False
 
     # --- finding
@@ -199,8 +213,15 @@ class Peers:
                 found.neighbour = True
                 if not neighbours.meet(self._raw, address.raw):
                     found.state = State.GONE
+            if self._met >= self._rules.peers_max:
+                found.state = State.GONE
+                self.complaint = (
+                    f"this NIC has met {self._met} peers, and {self._rules.provider} would crash "
+                    "on the next one: open the engine anew"
+                )
             if found.state is not State.GONE:
                 found.number = self._nic.insert(address.raw)
+                self._met += 1
             self.all.append(found)
             self._by_data[data] = found
             self._supersede(found)
@@ -288,6 +309,8 @@ class Peers:
         peer = self.known(frame.sender)
         if peer is not None and peer.state is not State.GONE:
             self._is_ready(peer, now_s)
+            if peer.probe is Probe.ASKED:
+                peer.probe = Probe.ANSWERED
         return peer
 
     def take_stale(self, frame: frames.Stale) -> None:
@@ -358,6 +381,7 @@ class Peers:
         if peer.heard:
             peer.heard = False
             peer.since_s = now_s
+            peer.probe = Probe.NONE
         if peer.over:
             return
         alive = peer.process is None or not peer.process.ended()
@@ -370,10 +394,25 @@ class Peers:
             return
         elif peer.state is State.CONNECTING:
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
-        elif oldest_due_s is not None and oldest_due_s < now_s and not self._rules.by_pid:
-            # Where the process can be asked, one that lives and does not poll is back-pressure: its
-            # rows cannot be recalled, and would land once it polls again.
+        elif oldest_due_s is not None and oldest_due_s < now_s:
+            self._look_at_overdue(peer, now_s)
+
+    def _look_at_overdue(self, peer: Peer, now_s: float) -> None:
+        """A peer that is READY has returned no row for too long.
+
+        Where its process can be asked, one that lives and does not poll is back-pressure: its rows
+        cannot be recalled, and would land once it polls again. One that polls, and answers a frame
+        that was sent after the rows, should have returned them: they are lost.
+        """
+        if not self._rules.by_pid:
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
+        elif peer.probe is Probe.ANSWERED:
+            peer.probe = Probe.NONE
+            self._end(peer, State.SILENT, Status.PROVIDER, now_s)
+        elif peer.probe is Probe.NONE:
+            peer.probe = Probe.ASKED
+            self.say(peer, frames.Hello(self._me, peer.address.epoch))
+            self.flush(peer, now_s)
 
     def _end(self, peer: Peer, state: State, status: Status, now_s: float = 0.0) -> None:
         if peer.state is State.GONE:

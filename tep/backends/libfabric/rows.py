@@ -50,7 +50,7 @@ class Rows:
 
     Attributes:
         held, lost: how many rows wait for a peer, or for the verdict on one.
-        budget: rows that may be posted before the next poll.
+        budget, budget_bytes: what may still be posted before the next poll.
         refusal: what libfabric last said when it refused a row.
     """
 
@@ -70,7 +70,9 @@ class Rows:
         self.held = 0
         self.lost = 0
         self.refusal = 0
-        self.budget = rules.turn_rows
+        self._turn_rows = rules.turn_rows
+        self._turn_bytes = rules.turn_bytes
+        self.new_turn()
         self._me = me
         self._depth = caps.sq_depth
         self._longest = caps.max_write_bytes
@@ -111,6 +113,11 @@ class Rows:
                     if taken is not None:
                         return taken
         return self._post_each(batch, start, min(stop, start + CHUNK_ROWS))
+
+    def new_turn(self) -> None:
+        """The queue is being polled: rows may be posted again."""
+        self.budget = self._turn_rows
+        self.budget_bytes = self._turn_bytes
 
     def recheck(self) -> None:
         """Something that rows are checked against has changed."""
@@ -188,11 +195,14 @@ class Rows:
         if slots.open and n < max(1, min(wanted, window // 2)):
             return 0
         n = min(max(n, 1), peer.appetite, self.budget)
-        if n <= 0:
+        if n <= 0 or self.budget_bytes <= 0:
             return 0
+        copies = longest >= self._copies_from
+        if copies and n * longest > self.budget_bytes:
+            n = self.budget_bytes // longest or 1
         due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if longest >= self._copies_from else endpoint.writemsg
+        call = endpoint.writemsg_long if copies else endpoint.writemsg
         taken = 0
         try:
             if n > _FEW:
@@ -218,6 +228,7 @@ class Rows:
             self.refusal = error.errno or 0
             return taken or None
         self.budget -= taken
+        self.budget_bytes -= taken * longest if copies else 0
         _note_appetite(peer, n, taken)
         if taken or peer.open:
             return taken

@@ -35,8 +35,6 @@ CHUNK_ROWS: Final = 256
 _SLOT_BYTES: Final = 64
 _SPARE: Final = 8  # slots a row, since those of a dead peer's rows may never come back
 _FREE: Final = 0
-_ABANDONED: Final = 1
-_FIRST: Final = 2
 
 I64 = npt.NDArray[np.int64]
 
@@ -129,12 +127,13 @@ class Slots:
         self.nbytes = 0
         self._rows_max = rows_max
         self._flags = flags
-        self._next = _FIRST
+        self._next = _FREE + 1
+        self._given_up: dict[int, Ticket] = {}  # tickets with rows that libfabric still has
         # One spare slot, to align the pool to a slot's size.
         self._pool = np.zeros((count + 1) * _SLOT_BYTES, np.uint8)
         self._base = -(-self._pool.ctypes.data // _SLOT_BYTES) * _SLOT_BYTES
         self._end = self._base + count * _SLOT_BYTES
-        self._owner = np.zeros(count, np.int64)  # ticket numbers, _FREE or _ABANDONED
+        self._owner = np.zeros(count, np.int64)  # ticket numbers, or _FREE
         self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
         # A stack of free contexts' addresses; the last given back is warm in the cache.
         self._free = (self._base + _SLOT_BYTES * np.arange(count))[::-1].copy()
@@ -274,16 +273,17 @@ class Slots:
         return self._base <= context < self._end
 
     def give_back_one(self, context: int) -> int | None:
-        """Take one finished row back; return its batch's ctx, None if it was abandoned."""
+        """Take one finished row back; return its batch's ctx, None if it was given up."""
         slot = (context - self._base) >> 6
         number = self._owners[slot]
         assert number != _FREE, f"a row completed twice: slot {slot}"
         self._owners[slot] = _FREE
         self._frees[self._top] = context
         self._top += 1
-        if number == _ABANDONED:
+        ticket = self.tickets.get(number)
+        if ticket is None:
+            self._count_given_up(number, 1)
             return None
-        ticket = self.tickets[number]
         self._count_off(ticket, 1)
         ticket.peer.heard = True
         return ticket.batch.ctx
@@ -299,8 +299,7 @@ class Slots:
             owners[slot] = _FREE
             frees[top] = context
             top += 1
-            if number != _ABANDONED:
-                finished[number] = finished.get(number, 0) + 1
+            finished[number] = finished.get(number, 0) + 1
         self._top = top
         return self._settle(finished)
 
@@ -318,14 +317,16 @@ class Slots:
         else:
             found = dict(Counter(numbers.tolist()))
         assert _FREE not in found, "a row completed twice"
-        found.pop(_ABANDONED, None)
         return self._settle(found)
 
     def _settle(self, finished: dict[int, int]) -> dict[int, int]:
         """Count rows off their tickets."""
         batches: dict[int, int] = {}
         for number, count in finished.items():
-            ticket = self.tickets[number]
+            ticket = self.tickets.get(number)
+            if ticket is None:
+                self._count_given_up(number, count)
+                continue
             self._count_off(ticket, count)
             ctx = ticket.batch.ctx
             batches[ctx] = batches.get(ctx, 0) + count
@@ -342,17 +343,26 @@ class Slots:
             ticket.region.open -= 1
             del self.tickets[ticket.number]
 
+    def _count_given_up(self, number: int, count: int) -> None:
+        """Rows that were given up came back after all: nothing reads their source any more."""
+        ticket = self._given_up[number]
+        ticket.open -= count
+        if ticket.open == 0:
+            del self._given_up[number]
+            ticket.region.open -= 1
+
     def take_failed(self, context: int) -> tuple[Ticket, int] | None:
-        """Take one failed row back: its ticket and its index in the batch; None if abandoned."""
+        """Take one failed row back: its ticket and its index in the batch; None if given up."""
         slot = (context - self._base) >> 6
         number = self._owners[slot]
         assert number != _FREE, f"a row completed twice: slot {slot}"
         self._owners[slot] = _FREE
         self._frees[self._top] = context
         self._top += 1
-        if number == _ABANDONED:
+        ticket = self.tickets.get(number)
+        if ticket is None:
+            self._count_given_up(number, 1)
             return None
-        ticket = self.tickets[number]
         at = (
             ticket.slots.index(slot)
             if isinstance(ticket.slots, list)
@@ -366,19 +376,25 @@ class Slots:
 
         Args:
             ticket: whose.
-            gone: the provider has let go of the rows, so that their slots are free. Else they stay
-                set aside until it returns them.
+            gone: the provider has let go of the rows, so that their slots are free. Else slots and
+                region stay taken until it returns the rows, which it may still read and deliver.
         """
-        rows = []
-        for at, slot in enumerate(map(int, ticket.slots)):
-            if self._owners[slot] != ticket.number:
-                continue
-            rows.append(ticket.row + at)
-            self._owners[slot] = _FREE if gone else _ABANDONED
-            if gone:
+        owners, number = self._owners, ticket.number
+        out = [
+            (at, slot) for at, slot in enumerate(map(int, ticket.slots)) if owners[slot] == number
+        ]
+        rows = [ticket.row + at for at, _ in out]
+        if gone:
+            for _, slot in out:
+                owners[slot] = _FREE
                 self._frees[self._top] = self._base + _SLOT_BYTES * slot
                 self._top += 1
+        elif rows:
+            ticket.region.open += 1  # _count_off() gives back one
+            self._given_up[number] = ticket
         self._count_off(ticket, len(rows))
+        if not gone:
+            ticket.open = len(rows)
         return rows
 
 

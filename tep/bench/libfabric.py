@@ -1,0 +1,364 @@
+"""The whole engine over libfabric against a plain C loop: same provider, same settings, in turns.
+
+What is timed is from submit_paged_writes() to the last counted immediate and the transfer's own
+end. Runs of C and of tep take turns, in several pairs of fresh processes: other work on the machine
+then meets both, and where a process's memory happens to lie changes its figures by a tenth. The C
+program is tests/bench/libfabric/yardstick.c, built with cc against the library that tep itself has
+found; it is in a checkout only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import operator
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+import tep
+from tep.bench import Figure
+from tep.drivers import Machine
+from tep.ffi.libfabric import load
+from tep.units import KiB, MiB
+
+__all__ = ["FIGURES", "libfabric_figures", "serve"]
+
+SOURCE: Final = Path(tep.__file__).parents[1] / "tests" / "bench" / "libfabric" / "yardstick.c"
+FIGURES: Final = 12
+"""How many figures libfabric_figures() yields."""
+
+_RUNS: Final = 3  # of each pair of processes
+_PINGS: Final = 500  # of a run; on a crowded machine each may cost two turns of the scheduler
+_WAIT_S: Final = 30.0
+_IDLE_S: Final = 180.0  # while the other one of a pair has its turns
+_CALL_US: Final = 100.0
+
+
+def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
+    """Measure, one figure at a time; `rounds` runs of C and of tep each, in turns.
+
+    Raises:
+        LookupError: no C compiler, no headers of libfabric, or no yardstick.
+        BackendUnavailable: no libfabric.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = _build(Path(folder, "yardstick"))
+        compare = partial(_compare, pairs=max(1, rounds // _RUNS), source=_what_c_is(program))
+        for provider, size, most in (
+            ("tcp", 4 * KiB, 1.25),
+            ("tcp", 64 * KiB, 1.05),
+            ("tcp", MiB, 1.05),
+            ("shm", 4 * KiB, 2.5),
+            ("shm", 64 * KiB, None),
+            ("shm", MiB, None),
+        ):
+            rows = max(128, min(4096, 64 * MiB // size))
+            window = max(4, min(1024, 4 * MiB // size))
+            yield compare(
+                f"{provider} {_spell(size)}: CPU a write, both ends",
+                partial(_Pair, provider, size, rows),
+                partial(_C, program, "cpu", provider, size, rows, window),
+                aim=None if most is None else partial(operator.mul, most),
+            )
+        for provider in ("tcp", "shm"):
+            yield compare(
+                f"{provider} 8 B: half a round trip, wall time",
+                partial(_Two, provider, 8, _PINGS, pings=True),
+                partial(_C, program, "lat", provider, 8, _PINGS, 1),
+                aim=partial(operator.mul, 2.5) if provider == "tcp" else partial(operator.add, 12),
+            )
+            yield compare(
+                f"{provider} 4,096 x 64 KiB: two processes, wall time",
+                partial(_Two, provider, 64 * KiB, 4096),
+                partial(_C, program, "rate", provider, 64 * KiB, 4096, 64),
+                gbytes=4096 * 64 * KiB / 1e9,
+                aim=partial(operator.mul, 0.95),
+            )
+            yield _delay(provider, rounds)
+
+
+def _spell(nbytes: int) -> str:
+    return f"{nbytes // MiB} MiB" if nbytes >= MiB else f"{nbytes // KiB} KiB"
+
+
+def _what_c_is(program: Path) -> str:
+    return f"{program.name}.c, a plain C loop over the same {load().describe()}, measured in turns"
+
+
+def _build(program: Path) -> Path:
+    """Compile the yardstick against the libfabric that tep itself has found."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise LookupError("no C compiler (Debian: gcc)")
+    if not SOURCE.exists():
+        raise LookupError(f"no {SOURCE}: the yardstick is in a checkout only")
+    library = load().found.path
+    link = [library, f"-Wl,-rpath,{Path(library).parent}"] if "/" in library else ["-l:" + library]
+    done = subprocess.run(  # noqa: S603  # the compiler of PATH on our own file, no shell
+        [compiler, "-O2", str(SOURCE), *link, "-o", str(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr)
+        raise LookupError(f"{first.strip()} (Debian: libfabric-dev has the headers)")
+    return program
+
+
+# ------------------------------------------------------------------ what is compared
+
+
+class _Runs(Protocol):
+    """One of the two that take turns."""
+
+    def run(self) -> float:
+        """Microseconds of one run."""
+
+    def close(self) -> None:
+        """End it."""
+
+
+def _compare(
+    what: str,
+    ours: Callable[[], _Runs],
+    theirs: Callable[[], _Runs],
+    *,
+    pairs: int,
+    source: str,
+    aim: Callable[[float], float] | None,
+    gbytes: float | None = None,
+) -> Figure:
+    """Run both in turns; `gbytes` a run turns times into rates, of which more is better."""
+    mine: list[float] = []
+    c: list[float] = []
+    for _ in range(pairs):
+        other = theirs()
+        try:
+            own = ours()
+            try:
+                other.run()
+                for _ in range(_RUNS):
+                    c.append(other.run())
+                    mine.append(own.run())
+            finally:
+                own.close()
+        finally:
+            other.close()
+    if gbytes is not None:
+        mine, c = ([gbytes / us * 1e6 for us in found] for found in (mine, c))
+    reference = statistics.median(c)
+    return Figure(
+        what=what,
+        value=statistics.median(mine),
+        best=min(mine) if gbytes is None else max(mine),
+        unit="us" if gbytes is None else "GB/s",
+        aim=None if aim is None else aim(reference),
+        reference=reference,
+        reference_source=source,
+        more_is_better=gbytes is not None,
+    )
+
+
+class _C:
+    """The C program; a line on its input makes one run."""
+
+    def __init__(self, program: Path, *arguments: object) -> None:
+        complete = int(arguments[1] != "shm")  # whether rows wait for the target, as tep's do
+        self._process = subprocess.Popen(  # noqa: S603  # what _build() made, no shell
+            [str(program), *map(str, arguments), str(complete)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def _engine(provider: str, ring: list[Machine] | None = None) -> tep.TransferEngine:
+    driver = tep.ThreadDriver("bench") if ring is None else tep.InlineDriver(ring)
+    return tep.TransferEngine.open("libfabric", driver=driver, provider=provider, nics=1)
+
+
+def _memory(nbytes: int) -> npt.NDArray[np.uint8]:
+    """Page-aligned memory, written to, as the yardstick's is."""
+    memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE), np.uint8)
+    memory[:] = 1
+    return memory
+
+
+class _Pair:
+    """Both ends in one thread; CPU time of a write."""
+
+    def __init__(self, provider: str, size: int, rows: int) -> None:
+        self.rows, self.size = rows, size
+        ring: list[Machine] = []
+        self.a, self.b = _engine(provider, ring), _engine(provider, ring)
+        self.mr, _ = self.a.reg_mr(_memory(rows * size))
+        _, self.desc = self.b.reg_mr(_memory(rows * size))
+        self.pages = tep.Pages(np.arange(rows))
+        self.run()
+
+    def run(self) -> float:
+        start = time.process_time_ns()
+        got = self.b.expect_imm_count(1, self.rows)
+        ends = (self.mr, self.pages), (self.desc, self.pages)
+        sent = self.a.submit_paged_writes(self.size, *ends, imm=1)
+        got.wait(_WAIT_S)
+        sent.wait(_WAIT_S)
+        return (time.process_time_ns() - start) / self.rows / 1000
+
+    def close(self) -> None:
+        self.a.close()
+        self.b.close()
+
+
+class _Two:
+    """Two processes, the other one in serve(): time of all rows, or the median half round trip."""
+
+    def __init__(
+        self, provider: str, size: int, rows: int, *, pings: bool = False, threads: bool = False
+    ) -> None:
+        self.rows, self.size, self.pings = rows, size, pings
+        self.engine = _engine(provider, None if threads else [])
+        self.mr, desc = self.engine.reg_mr(_memory(max(size, 4 * KiB) * (1 if pings else rows)))
+        job = {
+            "provider": provider,
+            "nbytes": max(size, 4 * KiB) * (1 if pings else rows),
+            "count": 1 if pings else rows,
+            "threads": threads,
+            "desc": desc.to_bytes().hex(),
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from tep.bench.libfabric import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+        self.desc = tep.MrDesc.from_bytes(bytes.fromhex(self.process.stdout.readline()))
+        self.pages = tep.Pages(np.arange(rows))
+        self.run()
+
+    def run(self) -> float:
+        if self.pings:
+            return statistics.median(self._ping() for _ in range(self.rows))
+        start = time.perf_counter_ns()
+        answer = self.engine.expect_imm_count(2, 1)
+        sent = self.submit(1)
+        answer.wait(_WAIT_S)
+        sent.wait(_WAIT_S)
+        return (time.perf_counter_ns() - start) / 1000
+
+    def submit(self, imm: int, on_done: Callable[[object], object] | None = None) -> tep.Transfer:
+        ends = (self.mr, self.pages), (self.desc, self.pages)
+        return self.engine.submit_paged_writes(self.size, *ends, imm=imm, on_done=on_done)
+
+    def _ping(self) -> float:
+        start = time.perf_counter_ns()
+        answer = self.engine.expect_imm_count(2, 1)
+        sent = self.engine.submit_single_write(self.size, (self.mr, 0), (self.desc, 0), imm=1)
+        answer.wait(_WAIT_S)
+        took_us = (time.perf_counter_ns() - start) / 2000
+        sent.wait(_WAIT_S)  # an error here, and not a wait for an answer that nobody sends
+        return took_us
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.engine.close()
+
+
+def serve() -> None:
+    """Be the other process of a pair: count, then answer with one write; ends when it is killed,
+    or when nobody has written for three minutes.
+    """
+    job: dict[str, Any] = json.loads(sys.stdin.readline())
+    target = tep.MrDesc.from_bytes(bytes.fromhex(job["desc"]))
+    here = _engine(job["provider"], None if job["threads"] else [])
+    mr, mine = here.reg_mr(_memory(job["nbytes"]))
+    sys.stdout.write(mine.to_bytes().hex() + "\n")
+    sys.stdout.flush()
+    answered: tep.Transfer | None = None
+    while True:
+        here.expect_imm_count(1, job["count"]).wait(_IDLE_S)
+        former, answered = answered, here.submit_single_write(8, (mr, 0), (target, 0), imm=2)
+        if former is not None:
+            former.wait(_WAIT_S)
+
+
+# ------------------------------------------------------------------ the user's own thread
+
+
+def _delay(provider: str, rounds: int) -> Figure:
+    """How long a call of the user's own thread takes beside a busy engine, 99th percentile.
+
+    The call drops the interpreter's lock (SHA-256 over a buffer of the right length), as numpy's,
+    torch's and file calls do; it needs the lock again to return. Idle and busy take turns.
+    """
+    two = _Two(provider, 64 * KiB, 512, threads=True)
+    try:
+        data = bytes(16 * KiB)
+        while min(_timed_us(data) for _ in range(5)) < _CALL_US:
+            data += bytes(8 * KiB)
+        idle: list[float] = []
+        busy: list[float] = []
+        for _ in range(rounds):
+            idle += [_timed_us(data) for _ in range(200)]
+            going = [True]
+
+            def again(_: object, going: list[bool] = going) -> None:
+                if going:
+                    two.submit(7, again)
+
+            sent = two.submit(7, again)
+            busy += [_timed_us(data) for _ in range(200)]
+            going.clear()
+            sent.wait(_WAIT_S)
+            two.run()  # behind what was still on its way
+        return Figure(
+            what=f"{provider}: a {_CALL_US:.0f} us call beside a busy engine, p99, wall time",
+            value=_percentile(busy, 0.99),
+            best=_percentile(busy, 0.5),
+            unit="us",
+            aim=1000.0,
+            reference=_percentile(idle, 0.99),
+            reference_source="the same call beside an idle engine, p99, measured in turns; "
+            "`best` of that row is the median beside the busy one",
+        )
+    finally:
+        two.close()
+
+
+def _percentile(values: list[float], share: float) -> float:
+    return sorted(values)[int(len(values) * share)]
+
+
+def _timed_us(data: bytes) -> float:
+    start = time.perf_counter_ns()
+    hashlib.sha256(data)
+    return (time.perf_counter_ns() - start) / 1000
