@@ -1,0 +1,1 @@
+"""Systems that stand on tep; they import its public names only."""

@@ -1,0 +1,498 @@
+"""AllToAll: dispatch tokens to the ranks of their experts, combine the results. The user's door.
+
+The coroutines here play the four kernels (send and receive of dispatch and of combine): they alone
+touch payload. The host proxy beside them moves it; they talk through watched words and flags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+import tep
+from tep.apps.moe.config import MoeConfig
+from tep.apps.moe.group import Group
+from tep.apps.moe.guard import TROUBLE, Guard
+from tep.apps.moe.kernels import HostKernels, Kernels, spend
+from tep.apps.moe.link import Move
+from tep.apps.moe.moves import living_places, near_rest, near_results, near_tokens
+from tep.apps.moe.nodesum import NodeSums
+from tep.apps.moe.payload import Payload, Received
+from tep.apps.moe.peers import Peers, pack_hello, unpack_hellos
+from tep.apps.moe.proxy import Proxy
+from tep.apps.moe.recovery import Recovery, Verdict, Vote
+from tep.apps.moe.routing import sort_copies
+from tep.apps.moe.turn import PULL, PUSHED, Turn, imm_of
+
+__all__ = ["AllToAll"]
+
+
+class AllToAll:
+    """Dispatch and combine of one MoE layer, for one rank.
+
+    One turn is dispatch, then combine. Each is a send and a receive half, so that other work fits
+    between them; `dispatch` and `combine` are both halves. All ranks make the same calls in the
+    same order. Turns do not overlap.
+
+    Args:
+        engine: this rank's; any backend.
+        group: rank, world, and how hellos are exchanged.
+        kernels: what the stages cost; None: numpy's own time.
+        carries_bytes: False, on a simulated fabric that moves none: keep time and count only.
+        **shape: the fields of MoeConfig but world and node_size, which the group knows.
+
+    Attributes:
+        config: of this all-to-all.
+        step: dispatches begun; equal on all ranks between calls, also after a failure, so it can
+            number the batches of a job.
+        turn: number of the last turn; a repeated turn has a new one.
+        alive: bool[world]; a dead rank stays dead.
+        answered: bool[world], ranks whose experts the last combine counted: those alive then.
+        marks_s: since the launch of the running half's send kernel, when each stage ended.
+    """
+
+    def __init__(
+        self,
+        engine: tep.TransferEngine,
+        group: Group,
+        *,
+        kernels: Kernels | None = None,
+        carries_bytes: bool = True,
+        **shape: Any,
+    ) -> None:
+        self.config = MoeConfig(world=group.world, node_size=group.node_size, **shape)
+        self.rank = group.rank
+        self.step = self.turn = 0
+        self.alive = np.ones(group.world, np.bool_)
+        self.answered = self.alive
+        self.marks_s: dict[str, float] = {}
+        self._engine = engine
+        self._group = group
+        self._kernels: Kernels = kernels or HostKernels()
+        self._link = group.link
+        self._guard = Guard(self.config.timeout_s, f"rank {group.rank}")
+        self._started = False
+        self._now: Turn | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._free: dict[str, asyncio.Task[None]] = {}
+        self._progress = 0
+        self._began_s = 0.0
+        if not carries_bytes and group.board is None:
+            raise tep.UsageError("AllToAll(carries_bytes=False): all ranks live in one process")
+        self._payload = Payload(self.config, self.rank, None)
+        nbytes = self._payload.layout.nbytes
+        if carries_bytes:
+            found = self._link.allocate(nbytes) if self._link else None
+            self._payload.arena = np.zeros(nbytes, np.uint8) if found is None else found
+        arena = self._payload.arena
+        self._mr, self._desc = engine.reg_mr((1 << 40, nbytes, "cpu") if arena is None else arena)
+        self._proxy = Proxy(
+            engine,
+            self.config,
+            self._kernels,
+            self._mr,
+            self._payload,
+            self._guard,
+            group.board,
+            self._mark,
+        )
+        self._recovery: Recovery | None = None
+        self._sums: NodeSums | None = None
+
+    # ------------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Meet the other ranks; the first dispatch does it otherwise. Idempotent.
+
+        Raises:
+            UsageError: a rank has another configuration.
+        """
+        if self._started:
+            return
+        self._started = True
+        link = self._link.hello() if self._link else b""
+        hello = pack_hello(self.config, self._desc, link)
+        descs, links = unpack_hellos(self.config, self.rank, await self._group.exchange(hello))
+        if self._link is not None:
+            self._link.connect(self._engine, links, {rank: descs[rank] for rank in links})
+        self._descs = descs
+        self._meet()
+        if self._payload.arena is not None:
+            self._recovery = Recovery(
+                self._engine,
+                self.config,
+                self.rank,
+                descs,
+                self._mr,
+                self._payload.arena,
+                self._guard,
+            )
+
+    def _meet(self) -> None:
+        linked = self._link is not None
+        peers = Peers(self.config, self.rank, self._descs, self.alive, linked=linked)
+        self._proxy.meet(peers)
+        self._peers = peers
+        if self.config.sums == "node" and self._link:
+            self._sums = NodeSums(self._proxy, self._link)
+
+    async def close(self) -> None:
+        """End what still runs; the engine stays open. Idempotent. Call it on all ranks together."""
+        await self._stop()
+        if self._link is not None:
+            self._link.close()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
+        # Peers may still write here and wait for us, or call us because somebody has died.
+        if error is None:
+            with contextlib.suppress(*TROUBLE):
+                for what in ("dispatch", "combine"):
+                    await self._await_free(what)
+        await self.close()
+
+    # ------------------------------------------------------------------ both halves
+
+    async def dispatch(
+        self, x: Any, x_scale: Any, indices: npt.NDArray[np.integer], weights: Any
+    ) -> Received:
+        """Send tokens to the ranks of their experts, and get those for the own experts.
+
+        Args:
+            x: [n, hidden], 0 <= n <= max_tokens, elements as wide as dispatch_format's.
+            x_scale: f32[n, num_scales], or None if there are none.
+            indices: int[n, topk], expert of each choice, all distinct; -1 = none.
+            weights: f32[n, topk].
+
+        Raises:
+            BadRequest: shapes or indices that cannot be; nothing was sent.
+            FabricError: code DEAD_RANK: ranks died, whom the message names and `alive` shows; the
+                next turn works without them. Other codes: as of the engine; nobody is dead, and
+                the next turn may work.
+            WaitTimeout: nobody is dead, but the turn did not end in time.
+        """
+        await self.dispatch_send(x, x_scale, indices, weights)
+        return await self.dispatch_recv()
+
+    async def combine(self, results: Any) -> Any:
+        """Send results to where their tokens came from, and sum the own tokens' results.
+
+        Args:
+            results: [rows, hidden], in the order of Received; what stands in padding is ignored.
+
+        Returns:
+            [n, hidden] of combine_format: for each token the sum of weight * result over its
+            choices, in the order of the choices, in f32, rounded once.
+
+        Raises:
+            as dispatch().
+        """
+        await self.combine_send(results)
+        return await self.combine_recv()
+
+    # ------------------------------------------------------------------ dispatch
+
+    async def dispatch_send(
+        self, x: Any, x_scale: Any, indices: npt.NDArray[np.integer], weights: Any
+    ) -> None:
+        """First half of dispatch: stage and send. x may be changed when it returns."""
+        await self.start()
+        if self._now is not None:
+            raise tep.BusyError(f"rank {self.rank}: turn {self.turn} is not combined yet")
+        given = self._payload.check(x, x_scale, indices)
+        weights = np.ascontiguousarray(weights, np.float32)
+        if weights.shape != np.shape(indices):
+            raise tep.BadRequest(
+                f"weights of shape {weights.shape}; as indices, {np.shape(indices)}"
+            )
+        sort_copies(indices, self.config)  # refuses what cannot be before anything is sent
+        await self._await_free("dispatch")
+        if given is not None and self.config.on_dead == "mask":
+            given = given[0].copy(), None if given[1] is None else given[1].copy()
+        self._given = (given, indices, weights, x)
+        self.step += 1
+        await self._send_tokens()
+
+    async def _send_tokens(self) -> None:
+        given, indices, weights, sample = self._given
+        kernels, payload, layout = self._kernels, self._payload, self._payload.layout
+        self.turn += 1
+        batch = sort_copies(indices, self.config, self.alive)
+        turn = self._now = Turn(self.turn, batch, weights, sample)
+        self._begin()
+        self._spawn(self._proxy.dispatch(turn), turn)
+        await spend(kernels.launch_s())
+        if self._group.board is not None:
+            self._group.board.publish(turn.number, self._peers.group, batch)
+        payload.write_route(turn.number, batch.counts)
+        self._proxy.counted.store(turn.number)
+        staged, moves = near_tokens(self._peers, layout, turn.batch, self._proxy.private)
+        await spend(kernels.copy_s(staged, layout.stride))
+        if given is not None:
+            payload.stage(turn.number, batch, given, weights)
+        self._mark("staged")
+        self._proxy.staged.store(turn.number)
+        pushed_s = await self._push(
+            moves, self._peers.near_targets, imm_of(self.config.imm_base, turn.number, PULL)
+        )
+        await spend(kernels.send_rest_s("dispatch", pushed_s))
+        self._mark("send kernel")
+
+    async def dispatch_recv(self) -> Received:
+        """Second half of dispatch: all copies are here when it returns."""
+        received: Received | None = None
+        while True:
+            try:
+                if received is None:
+                    received = await self._receive(self._current())
+                if self.config.on_dead == "mask":
+                    await self._free["dispatch"]
+                return received
+            except TROUBLE as error:
+                verdict = await self._recover(error)
+                if received is not None and verdict.progress >= self._progress:
+                    return received  # every survivor has its tokens; nobody sends them again
+                received, self._progress = None, verdict.progress
+                await self._send_tokens()
+
+    async def _receive(self, turn: Turn) -> Received:
+        kernels, stride = self._kernels, self._payload.layout.stride
+        await spend(kernels.receive_launch_s("dispatch"))
+        if self._link is not None and self._peers.near_sources:
+            flags = self._link.expect(
+                imm_of(self.config.imm_base, turn.number, PULL), len(self._peers.near_sources)
+            )
+            await self._guard.wait(flags, f"tokens of turn {turn.number} from its node")
+        routes = await turn.routes
+        self._mark("routes")
+        arrivals = turn.arrivals = routes.arrivals(self.rank)
+        pulls = near_rest(self._peers, self._payload.layout, routes)
+        if pulls and self._link is not None:
+            await self._link.pull(pulls)
+        self._mark("node link")
+        copies = routes.copies[:, self.rank]
+        far = sum(int(copies[g]) for g, p in self._peers.sources.items() if not self._peers.near(p))
+        here = len(arrivals.row) - far
+        if not turn.landed.done():  # what is here is put in order while the rest still comes
+            await spend(kernels.copy_s(here, stride))
+            here = 0
+        await turn.landed
+        self._mark("payload")
+        await spend(kernels.copy_s(far + here, stride))
+        received = turn.received = self._payload.gather(turn.number, routes, arrivals, turn.sample)
+        self._mark("dispatch")
+        self._progress = self._progress // 2 * 2 + 1
+        self._free["dispatch"] = self._spawn(self._proxy.dispatched(turn))
+        self._proxy.read.store(turn.number)
+        return received
+
+    # ------------------------------------------------------------------ combine
+
+    async def combine_send(self, results: Any) -> None:
+        """First half of combine: stage and send. results may be changed when it returns."""
+        turn = self._current()
+        if turn.arrivals is None:
+            raise tep.UsageError(f"rank {self.rank}: combine before dispatch has ended")
+        rows = self._payload.check_results(results, turn.arrivals)
+        if await self._await_free("combine"):
+            self._renumber(turn)
+        turn.results = rows
+        turn.sample = results
+        await self._send_results(turn)
+
+    async def _send_results(self, turn: Turn) -> None:
+        kernels, layout = self._kernels, self._payload.layout
+        assert turn.arrivals is not None
+        self._begin()
+        sums = self._sums
+        self._spawn(sums.drive(turn) if sums else self._proxy.combine(turn), turn)
+        await spend(kernels.launch_s())
+        routes = turn.routes.result()
+        moves = near_results(self._peers, layout, routes)
+        results, turn.results = turn.results, None  # the caller may change it when this returns
+        if results is not None:  # else staged before: a repetition
+            self._payload.stage_results(routes, turn.arrivals, results)
+        if sums:
+            await sums.send(turn, results)
+        else:
+            copies = routes.copies[:, self.rank]
+            far = [p for p in self._peers.others if not self._peers.near(p)]
+            away = sum(int(copies[self.config.group_of(p)]) for p in far)
+            await spend(kernels.copy_s(away, layout.result_stride))
+        self._mark("staged")
+        self._proxy.computed.store(turn.number)
+        near = [move.peer for move in moves]
+        pushed_s = await self._push(moves, near, imm_of(self.config.imm_base, turn.number, PUSHED))
+        await spend(kernels.send_rest_s("combine", pushed_s))
+        self._mark("send kernel")
+
+    async def combine_recv(self) -> Any:
+        """Second half of combine: the own tokens' sums."""
+        turn, summed, ready = self._current(), None, False
+        while True:
+            try:
+                if not ready:
+                    summed = await self._sum(turn)
+                    ready = True
+                if self.config.on_dead == "mask":
+                    await self._free["combine"]
+                self._now = None
+                return summed
+            except TROUBLE as error:
+                verdict = await self._recover(error)
+                if ready and verdict.progress >= self._progress:
+                    self._now = None
+                    return summed
+                ready, self._progress = False, verdict.progress
+                self._renumber(turn)
+                await self._send_results(turn)
+
+    async def _sum(self, turn: Turn) -> Any:
+        kernels, layout = self._kernels, self._payload.layout
+        await spend(kernels.receive_launch_s("combine"))
+        routes = turn.routes.result()
+        givers = [
+            p
+            for p in self._peers.others
+            if self._peers.near(p) and routes.copies[self._peers.group, p]
+        ]
+        if self._link is not None and givers:
+            flags = self._link.expect(
+                imm_of(self.config.imm_base, turn.number, PUSHED), len(givers)
+            )
+            await self._guard.wait(flags, f"results of turn {turn.number} from its node")
+        self._mark("node link")
+        await turn.returned
+        self._mark("payload")
+        rows = self._sums.rows_in(turn) if self._sums else len(turn.batch.tokens)
+        await spend(kernels.sum_s(rows, len(turn.weights), layout.result_stride))
+        self.answered = self.alive.copy()
+        if self._sums:
+            summed = self._sums.sum(turn)
+        else:
+            place = living_places(turn.batch, self.config, self.alive)
+            summed = self._payload.sum(place, turn.weights, turn.sample)
+        self._mark("combine")
+        self._progress = self._progress // 2 * 2 + 2
+        self._free["combine"] = self._spawn(self._proxy.combined(turn))
+        self._proxy.summed.store(turn.number)
+        return summed
+
+    @property
+    def barrier_s(self) -> float:
+        """How long the last barrier took, seconds; it is in no latency, but may delay the next."""
+        return max(self._proxy.barrier_s.values(), default=0.0)
+
+    # ------------------------------------------------------------------ inside
+
+    def _current(self) -> Turn:
+        if self._now is None:
+            raise tep.UsageError(f"rank {self.rank}: dispatch_send() comes first")
+        return self._now
+
+    def _begin(self) -> None:
+        self._began_s = asyncio.get_running_loop().time()
+        self.marks_s = {}
+
+    def _mark(self, stage: str) -> None:
+        self.marks_s.setdefault(stage, asyncio.get_running_loop().time() - self._began_s)
+
+    async def _push(self, moves: list[Move], peers: list[int], flag: int) -> float:
+        if self._link is None or not peers:
+            return 0.0
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        if moves:
+            await self._link.push(moves)
+        self._link.signal(peers, flag)
+        return loop.time() - start_s
+
+    def _spawn(
+        self, work: Coroutine[Any, Any, None], turn: Turn | None = None
+    ) -> asyncio.Task[None]:
+        """Run a part of the proxy; its failure reaches whoever waits for the turn, or for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            error = None if task.cancelled() else task.exception()
+            if error is None:
+                return
+            if turn is not None:
+                turn.fail(error)
+            if isinstance(error, TROUBLE):
+                self._guard.alarm(error)
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _await_free(self, what: str) -> bool:
+        """Wait until buffers may be written again; True if ranks died meanwhile and are masked."""
+        try:
+            if self._guard.trouble is not None:
+                raise self._guard.trouble
+            if what in self._free:
+                await self._free[what]
+            return False
+        except TROUBLE as error:
+            await self._recover(error)
+            return True
+
+    # ------------------------------------------------------------------ trouble
+
+    async def _stop(self) -> None:
+        """End all parts of the proxy."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._free = {}
+        self._proxy.close()
+        if self._sums:
+            self._sums.close()
+
+    async def _recover(self, cause: tep.TepError) -> Verdict:
+        """Agree with the survivors, and go on without the dead, or raise."""
+        if self._recovery is None:
+            raise cause
+        await self._stop()
+        turn = self._now
+        if turn is not None:
+            turn.fail(cause)
+            await self._recovery.drain([*turn.sent_tokens, *turn.sent_results])
+        vote = Vote(self.step, self.turn, self._progress)
+        verdict = await self._recovery.run(self.alive, vote)
+        self.alive[list(verdict.dead)] = False
+        # The dead may have been one turn ahead of all survivors, and its immediates are counted.
+        self.turn = verdict.turn + 1
+        self._meet()
+        self._guard.reset()
+        if self.config.on_dead == "mask":
+            return verdict
+        self._now = None
+        self.step, self._progress = verdict.step, 0
+        if not verdict.dead:
+            raise cause
+        dead = ", ".join(f"{rank} ({self._descs[rank].addr.name})" for rank in verdict.dead)
+        raise tep.FabricError(
+            f"rank {self.rank}: dead: rank {dead}; the turn is lost, the next goes without: "
+            f"{cause}",
+            code="DEAD_RANK",
+            peer=self._descs[verdict.dead[0]].addr.name,
+        ) from cause
+
+    def _renumber(self, turn: Turn) -> None:
+        """Combine again under a new number, so that what the failed try left is not counted."""
+        self.turn += 1
+        turn.number = self.turn
+        turn.sent_results = []
+        turn.returned = asyncio.get_running_loop().create_future()

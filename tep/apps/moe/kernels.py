@@ -1,0 +1,204 @@
+"""How long the kernels and the host proxy of a GPU take, as a model; numbers come from a file.
+
+`HostKernels` is no GPU: numpy does the work, in its own time, and nothing is added. What the
+numbers of `Gpu` are, where they come from, and where they are wrong stands in profiles/README.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Final, Protocol
+
+from tep import UsageError
+
+__all__ = ["Gpu", "HostKernels", "Kernels", "load_gpu", "numbers_of", "spend"]
+
+_SCALE: Final = {"us": 1e-6, "ns": 1e-9, "GB/s": 1e9, "B": 1.0, "1": 1.0}
+_CONFIDENCES: Final = ("measured", "quoted", "fitted", "guessed")
+
+
+class Kernels(Protocol):
+    """Seconds of each stage; `copies` are token copies, `stride` their bytes."""
+
+    def launch_s(self) -> float:
+        """Kernel start to its first word written."""
+
+    def watch_s(self) -> float:
+        """Word written to proxy running, beyond what the engine's own look costs."""
+
+    def flag_s(self) -> float:
+        """Proxy to a waiting kernel."""
+
+    def routes_s(self, entries: int, rest: int) -> float:
+        """Proxy's CPU for the routes: `entries` counts, and second bursts to `rest` peers."""
+
+    def copy_s(self, copies: int, stride: int) -> float:
+        """Staging: read and write each copy in the GPU's memory."""
+
+    def send_rest_s(self, stage: str, pushed_s: float) -> float:
+        """Rest of a send kernel ("dispatch", "combine") once pushes took `pushed_s`."""
+
+    def receive_launch_s(self, stage: str) -> float:
+        """Start of a receive kernel, before it can use what arrives."""
+
+    def sum_s(self, copies: int, tokens: int, stride: int) -> float:
+        """Weighted sum: read each result, write each token."""
+
+
+class HostKernels:
+    """Adds no time to what numpy takes. A Kernels."""
+
+    def launch_s(self) -> float:
+        return 0.0
+
+    def watch_s(self) -> float:
+        return 0.0
+
+    def flag_s(self) -> float:
+        return 0.0
+
+    def routes_s(self, entries: int, rest: int) -> float:
+        del entries, rest
+        return 0.0
+
+    def copy_s(self, copies: int, stride: int) -> float:
+        del copies, stride
+        return 0.0
+
+    def send_rest_s(self, stage: str, pushed_s: float) -> float:
+        del stage, pushed_s
+        return 0.0
+
+    def receive_launch_s(self, stage: str) -> float:
+        del stage
+        return 0.0
+
+    def sum_s(self, copies: int, tokens: int, stride: int) -> float:
+        del copies, tokens, stride
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU with its proxy, by the numbers of a file. A Kernels; seconds and bytes a second.
+
+    Attributes:
+        name: of the file.
+        nic: whose proxy it is.
+        memory_bytes_s: what a copying kernel really moves, reads and writes together.
+        nvlink_bytes_s, nvlink_latency_s: of the node's link.
+        watch, engine_look: a watched word to the callback; how much of it the engine charges.
+        flag: proxy to kernel.
+        first_transfer: launch to first payload transfer of a decode step at EP64.
+        dispatch_send, dispatch_recv, combine_send, combine_recv: kernels of that step.
+        push_hidden: so much of a send kernel's NVLink stores hides behind its own barrier.
+        route_entry, rest_peer: proxy's CPU for one count, and for one peer's second burst.
+    """
+
+    name: str
+    nic: str
+    memory_bytes_s: float
+    nvlink_bytes_s: float
+    nvlink_latency_s: float
+    watch: float
+    engine_look: float
+    flag: float
+    first_transfer: float
+    dispatch_send: float
+    dispatch_recv: float
+    combine_send: float
+    combine_recv: float
+    push_hidden: float
+    route_entry: float
+    rest_peer: float
+
+    # The step that the kernel times are of: EP64, 128 tokens, top 8, 7 of 8 copies leave the node.
+    _COPIES = 1024
+    _AWAY = 896
+    _TOKENS = 128
+    _DISPATCH = 7408
+    _COMBINE = 14_336
+
+    def launch_s(self) -> float:
+        return self.first_transfer - self.watch - self.copy_s(self._AWAY, self._DISPATCH)
+
+    def watch_s(self) -> float:
+        return self.watch - self.engine_look
+
+    def flag_s(self) -> float:
+        return self.flag
+
+    def routes_s(self, entries: int, rest: int) -> float:
+        return self.route_entry * entries + self.rest_peer * rest
+
+    def copy_s(self, copies: int, stride: int) -> float:
+        return 2 * copies * stride / self.memory_bytes_s
+
+    def send_rest_s(self, stage: str, pushed_s: float) -> float:
+        whole, stride = self.dispatch_send, self._DISPATCH
+        if stage == "combine":
+            whole, stride = self.combine_send, self._COMBINE
+        rest = whole - self.launch_s() - self.copy_s(self._AWAY, stride)
+        # What was pushed has taken its time already; the part that hides is not paid twice.
+        return rest - min(pushed_s, self.push_hidden)
+
+    def receive_launch_s(self, stage: str) -> float:
+        if stage == "combine":
+            return self.combine_recv - self.sum_s(self._COPIES, self._TOKENS, self._COMBINE)
+        return self.dispatch_recv - self.copy_s(self._COPIES, self._DISPATCH)
+
+    def sum_s(self, copies: int, tokens: int, stride: int) -> float:
+        return (copies + tokens) * stride / self.memory_bytes_s
+
+
+async def spend(seconds: float) -> None:
+    """Let time pass: simulated, or the event loop's."""
+    if seconds > 0:
+        await asyncio.sleep(seconds)
+
+
+@cache
+def numbers_of(name: str) -> dict[str, dict[str, dict[str, object]]]:
+    """Read a file of profiles/: section -> key -> value, unit, source, confidence.
+
+    Raises:
+        UsageError: no such file, or a number without its source.
+    """
+    folder = files("tep.apps.moe").joinpath("profiles")
+    path = folder.joinpath(f"{name}.toml")
+    if not path.is_file():
+        known = sorted(p.name[:-5] for p in folder.iterdir() if p.name.endswith(".toml"))
+        raise UsageError(f"GPU profile {name!r} is unknown; there are: {', '.join(known)}")
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    for section, table in document.items():
+        for key, number in table.items():
+            if set(number) != {"value", "unit", "source", "confidence"}:
+                raise UsageError(
+                    f"{name}.toml: [{section}.{key}] needs value, unit, source, confidence"
+                )
+            if number["confidence"] not in _CONFIDENCES or number["unit"] not in _SCALE:
+                raise UsageError(f"{name}.toml: [{section}.{key}] {number}")
+    return document
+
+
+def load_gpu(nic: str, name: str = "hopper") -> Gpu:
+    """Load a GPU as the host of one kind of NIC: "cx7" or "efa".
+
+    Raises:
+        UsageError: an unknown NIC or file.
+    """
+    document = numbers_of(name)
+    proxy = document.get(f"proxy_{nic}")
+    if proxy is None:
+        raise UsageError(f"proxy of NIC {nic!r} is unknown; there are: cx7, efa")
+    found: dict[str, float] = {}
+    for table in (document["gpu"], document["proxy"], proxy):
+        for key, number in table.items():
+            value, unit = number["value"], number["unit"]
+            assert isinstance(value, int | float)
+            found[key] = value * _SCALE[str(unit)]
+    return Gpu(name=name, nic=nic, **found)

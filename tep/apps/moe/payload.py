@@ -1,0 +1,212 @@
+"""What the kernels do to payload, in numpy: stage copies, order arrivals, stage and sum results.
+
+The only code that reads or writes tokens. No waiting and no engine here; times are the callers'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tep import BadRequest
+from tep.apps.moe.config import HEADER_BYTES, MoeConfig
+from tep.apps.moe.layout import ROUTE_HEAD_BYTES, Layout
+from tep.apps.moe.numerics import F32, Bytes, as_rows, from_f32, like, weighted_sum
+from tep.apps.moe.routing import NOWHERE, Arrivals, Batch, Ints, Routes
+
+__all__ = ["Payload", "Received"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """What a dispatch brought to this rank: rows by expert, each expert's padded with zeros.
+
+    Attributes:
+        x: [rows, hidden], in the sender's type; None where no bytes are moved.
+        scales: f32[rows, num_scales], or None.
+        counts: i64[L], tokens of each expert.
+        starts: i64[L + 1], first row of each expert; the last is `rows`.
+        groups, tokens, experts: i64[rows], DP group, token there, and expert; -1 in padding.
+        weights: f32[rows], weight of each copy at its sender; 0 in padding.
+    """
+
+    x: Any
+    scales: F32 | None
+    counts: Ints
+    starts: Ints
+    groups: Ints
+    tokens: Ints
+    experts: Ints
+    weights: F32
+
+
+class Payload:
+    """The arena of one rank, as its kernels see it.
+
+    Args:
+        config: of the all-to-all.
+        rank: whose arena.
+        arena: u8[layout.nbytes], or None where no bytes are moved: then nothing is done here.
+    """
+
+    def __init__(self, config: MoeConfig, rank: int, arena: Bytes | None) -> None:
+        self.config = config
+        self.layout = Layout.of(config)
+        self.rank = rank
+        self.group = config.group_of(rank)
+        self.arena = arena
+
+    def _part(self, start: int, copies: int, stride: int) -> Bytes:
+        assert self.arena is not None
+        return self.arena[start : start + copies * stride].reshape(-1, stride)
+
+    def _slots(self) -> Bytes:
+        """Own copies, private areas and shared area: one array of slots."""
+        config = self.config
+        areas = config.groups * config.private_tokens + config.shared_copies_max
+        return self._part(0, config.sent_copies_max + areas, self.layout.stride)
+
+    def results_in(self) -> Bytes:
+        """Results of own copies, in sending order; u8[copies, stride]."""
+        layout = self.layout
+        return self._part(layout.results_in, self.config.sent_copies_max, layout.result_stride)
+
+    # ------------------------------------------------------------------ dispatch
+
+    def check(self, x: Any, x_scale: Any, indices: Any) -> tuple[Bytes, Bytes | None] | None:
+        """View a caller's tokens as bytes.
+
+        Raises:
+            BadRequest: shapes that do not fit the configuration or each other.
+        """
+        config = self.config
+        if self.arena is None:
+            return None
+        rows = as_rows(x, config.hidden, config.dispatch_format.nbytes, "x")
+        scales = None
+        if config.scales:
+            if x_scale is None:
+                raise BadRequest(f"x_scale is None; f32[n, {config.scales}] is expected")
+            scales = as_rows(x_scale, config.scales, 4, "x_scale")
+        elif x_scale is not None:
+            raise BadRequest("x_scale: this all-to-all has no scales (num_scales=0)")
+        for what, found in (("indices", indices), ("x_scale", scales)):
+            if found is not None and len(found) != len(rows):
+                raise BadRequest(f"{len(rows)} tokens, but {len(found)} rows of {what}")
+        return rows, scales
+
+    def write_route(self, turn: int, counts: Ints) -> None:
+        """Write the own counts where they are sent from."""
+        if self.arena is None:
+            return
+        layout = self.layout
+        row = self.arena[layout.routes_out :][: layout.route_bytes].view(np.uint32)
+        row[0], row[1] = turn, self.group
+        row[ROUTE_HEAD_BYTES // 4 :] = counts
+
+    def read_route(self, turn: int, group: int) -> Ints:
+        """Read a group's counts, once their immediate is counted."""
+        assert self.arena is not None
+        layout = self.layout
+        row = self.arena[layout.routes_in + group * layout.route_bytes :]
+        row = row[: layout.route_bytes].view(np.uint32)
+        # The immediate vouches for the whole row, and the last turn's was read long ago.
+        assert int(row[0]) == turn, f"route of turn {row[0]}, not {turn}"
+        assert int(row[1]) == group, f"route of group {row[1]}, not {group}"
+        return row[ROUTE_HEAD_BYTES // 4 :].astype(np.int64)
+
+    def stage(self, turn: int, batch: Batch, given: tuple[Bytes, Bytes | None], w: F32) -> None:
+        """Put every own copy with its header into its slot, in sending order."""
+        config, (rows, scales) = self.config, given
+        slots = self._slots()[: len(batch.tokens)]
+        slots[:, : config.x_bytes] = rows[batch.tokens]
+        if scales is not None:
+            at = config.scales_at
+            slots[:, at : at + 4 * config.scales] = scales[batch.tokens]
+        head = np.empty((len(slots), HEADER_BYTES // 4), np.uint32)
+        head[:, 0] = turn
+        head[:, 1] = batch.tokens
+        head[:, 2] = batch.experts
+        head[:, 3] = w[batch.tokens, batch.slots].view(np.uint32)
+        slots[:, config.header_at :] = head.view(np.uint8)
+
+    def gather(self, turn: int, routes: Routes, arrivals: Arrivals, sample: Any) -> Received:
+        """Bring what came in order: by expert, padded."""
+        config, at = self.config, arrivals.row
+        rows = int(arrivals.starts[-1])
+        groups, tokens, experts = (np.full(rows, NOWHERE, np.int64) for _ in range(3))
+        weights = np.zeros(rows, np.float32)
+        x, scales = None, None
+        if self.arena is not None:
+            found = np.zeros((rows, self.layout.stride), np.uint8)
+            found[at] = self._slots()[self.where(routes, arrivals)]
+            head = found[:, config.header_at :].view(np.uint32)
+            # An immediate vouches for the bytes of its row: what is here must be of this turn.
+            assert (head[at, 0] == turn).all(), f"tokens not of turn {turn}"
+            groups[at], tokens[at], experts[at] = arrivals.group, head[at, 1], head[at, 2]
+            weights[at] = head.view(np.float32)[at, 3]
+            x = like(found[:, : config.x_bytes], sample, config.dispatch_format)
+            if config.scales:
+                part = found[:, config.scales_at : config.scales_at + 4 * config.scales]
+                scales = np.ascontiguousarray(part).view(np.float32)
+        return Received(
+            x=x,
+            scales=scales,
+            counts=arrivals.counts,
+            starts=arrivals.starts,
+            groups=groups,
+            tokens=tokens,
+            experts=experts,
+            weights=weights,
+        )
+
+    def where(self, routes: Routes, arrivals: Arrivals) -> Ints:
+        """Slot of each copy that came: own, private or shared."""
+        config, rank = self.config, self.rank
+        group, index, _, _, _ = arrivals
+        limit, private = routes.private[group, rank], config.sent_copies_max
+        shared = private + config.groups * config.private_tokens
+        late = shared + routes.shared_at[group, rank] + index - limit
+        found = np.where(index < limit, private + routes.private_at[group, rank] + index, late)
+        where: Ints = np.where(group == self.group, routes.starts[group, rank] + index, found)
+        return where
+
+    # ------------------------------------------------------------------ combine
+
+    def check_results(self, results: Any, arrivals: Arrivals) -> Bytes | None:
+        """View a caller's results as bytes.
+
+        Raises:
+            BadRequest: not a row for each row received, or of another format.
+        """
+        if self.arena is None:
+            return None
+        config, expected = self.config, int(arrivals.starts[-1])
+        rows = as_rows(results, config.hidden, config.combine_format.nbytes, "results")
+        if len(rows) != expected:
+            raise BadRequest(f"results: {len(rows)} rows, but {expected} were received")
+        return rows
+
+    def stage_results(self, routes: Routes, arrivals: Arrivals, results: Bytes) -> None:
+        """Put results in the order in which their copies came, by group; the own ones in place."""
+        config, layout = self.config, self.layout
+        group, index, row, _, _ = arrivals
+        out = self._part(layout.results_out, config.received_copies_max, layout.result_stride)
+        # Other members of the own DP group need the results of their common tokens, too.
+        away = np.flatnonzero((group != self.group) | (config.dp_size > 1))
+        width = results.shape[1]
+        place = routes.result_starts(self.rank)[group[away]] + index[away]
+        out[place, :width] = results[row[away]]
+        own = np.flatnonzero(group == self.group)
+        place = routes.starts[self.group, self.rank] + index[own]
+        self.results_in()[place, :width] = results[row[own]]
+
+    def sum(self, place: Ints, weights: F32, sample: Any) -> Any:
+        """Sum each own token's results; a choice whose place is NOWHERE adds nothing."""
+        if self.arena is None:
+            return None
+        config, fmt = self.config, self.config.combine_format
+        total = weighted_sum(self.results_in(), place, weights, fmt, config.hidden)
+        return like(from_f32(total, fmt), sample, fmt)

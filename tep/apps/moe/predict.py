@@ -1,0 +1,266 @@
+"""Predict the latency of dispatch and combine on published machines: real engines, simulated time.
+
+All ranks run the product's own algorithm over the timing fabric, without payload bytes; kernels and
+NVLink come from `kernels.Gpu`. What is fitted, and where it is wrong: profiles/README.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from tep import sim
+from tep.apps.moe.alltoall import AllToAll
+from tep.apps.moe.group import local_groups
+from tep.apps.moe.kernels import load_gpu
+from tep.apps.moe.nvlink import Nvlink, NvlinkTimes
+from tep.apps.moe.routing import Ints
+from tep.sim.profile import Profile, load_profile
+from tep.units import PS_PER_S
+
+__all__ = [
+    "NICS",
+    "Prediction",
+    "Workload",
+    "draw_indices",
+    "family_of",
+    "predict",
+    "profile_of",
+]
+
+NICS: Final = {"cx7": "cx7_400", "efa": "efa_2x200", "efa_p5": "efa_4x100"}
+"""Names that the command line knows -> profile of the timing fabric."""
+
+_US: Final = 1e6
+
+_SAMPLES: Final = 64
+"""Latencies in a median, at the least: routing is random, and of one turn of 16 ranks the median
+moves by 5 % from seed to seed."""
+
+Indices = Callable[[int, int], Ints]
+"""(rank, turn) -> expert of each choice, i64[tokens, topk]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What is predicted; the defaults are the published decode step.
+
+    Attributes:
+        ep: ranks.
+        nic: a key of NICS, or the name of a profile.
+        tokens: of each rank.
+        topk, experts, hidden, scales: of the model; DeepSeek-V3's.
+        private_tokens: first burst of each peer; 256 is the reference's benchmark setting.
+        gpus: of a node.
+        nics: NICs of a GPU; None = the profile's.
+        skew: of the routing: experts are drawn with probability ~ 1 / (k + 1) ** skew.
+        slow_nic: the first NIC of rank 0 takes so many times as long for every byte; 1 = sound.
+        turns: how many; the first is left out of the medians if there are more. None: one, and as
+            many more as give _SAMPLES latencies: 5 at EP16, 2 at EP64.
+        seed: of routing and jitter.
+        private_sizes, private_scatter, sums: as of MoeConfig.
+    """
+
+    ep: int = 64
+    nic: str = "cx7"
+    tokens: int = 128
+    topk: int = 8
+    experts: int = 256
+    hidden: int = 7168
+    scales: int = 56
+    private_tokens: int = 256
+    gpus: int = 8
+    nics: int | None = None
+    skew: float = 0.0
+    slow_nic: float = 1.0
+    turns: int | None = None
+    seed: int = 0
+    private_sizes: Literal["equal", "adaptive"] = "equal"
+    private_scatter: Literal["peers", "bytes"] = "peers"
+    sums: Literal["token", "node"] = "token"
+
+    @property
+    def all_turns(self) -> int:
+        """How many turns are run."""
+        return self.turns if self.turns is not None else 1 - (-_SAMPLES // self.ep)
+
+    @classmethod
+    def prefill(cls, **changes: Any) -> Workload:
+        """The published prefill step: 4096 tokens a rank, so many that one turn is typical."""
+        return cls(**({"tokens": 4096, "turns": 1} | changes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Medians over ranks and turns, microseconds from a half's launch.
+
+    Attributes:
+        workload: what was predicted.
+        dispatch_us, combine_us: latency: launch of the send kernel to end of the receive kernel.
+        p99_us: the same two, of the slowest rank in a hundred.
+        dispatch_parts, combine_parts: what the median rank's latency is made of, in order.
+        barrier_us: of one barrier, for the last rank to come; it is in no latency.
+    """
+
+    workload: Workload
+    dispatch_us: float
+    combine_us: float
+    p99_us: tuple[float, float]
+    dispatch_parts: dict[str, float] = field(default_factory=dict)
+    combine_parts: dict[str, float] = field(default_factory=dict)
+    barrier_us: float = 0.0
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What ranks report: marks of each half and turn, seconds; barriers."""
+
+    marks: dict[str, list[dict[str, float]]] = field(
+        default_factory=lambda: {"dispatch": [], "combine": []}
+    )
+    barriers: list[float] = field(default_factory=list)
+
+
+def draw_indices(workload: Workload) -> Indices:
+    """Routing drawn from the seed: a token's choices are distinct; even, or skewed to few."""
+    if not workload.skew:
+        return lambda rank, turn: np.argpartition(
+            np.random.default_rng([workload.seed, rank, turn]).random(
+                (workload.tokens, workload.experts), np.float32
+            ),
+            workload.topk - 1,
+            axis=1,
+        )[:, : workload.topk]
+    weights = 1.0 / (np.arange(workload.experts) + 1.0) ** workload.skew
+    # Which experts are the popular ones must not follow their numbers, or one rank had them all.
+    order = np.random.default_rng([workload.seed, 99]).permutation(workload.experts)
+    logs = np.log(weights)[np.argsort(order)]
+
+    def draw(rank: int, turn: int) -> Ints:
+        rng = np.random.default_rng([workload.seed, rank, turn])
+        # The largest k of log-weights plus Gumbel noise: k draws without replacement.
+        noise = rng.gumbel(size=(workload.tokens, workload.experts)) + logs
+        return np.argpartition(-noise, workload.topk - 1, axis=1)[:, : workload.topk]
+
+    return draw
+
+
+def predict(workload: Workload, indices: Indices | None = None) -> Prediction:
+    """Run the step on all ranks.
+
+    Args:
+        workload: what.
+        indices: the routing; None: drawn from the workload.
+
+    Raises:
+        UsageError: an unknown NIC, or numbers that contradict each other.
+    """
+    profile = profile_of(workload)
+    gpu = load_gpu(family_of(workload))
+    node = min(workload.gpus, workload.ep)
+    link = Nvlink(
+        NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s), carries_bytes=False
+    )
+    groups = local_groups(workload.ep, node_size=node, links=link.port)
+    draw = indices or draw_indices(workload)
+    seen = _Seen()
+
+    async def rank(cluster: sim.Cluster, number: int) -> None:
+        alltoall = AllToAll(
+            cluster.engines[number],
+            groups[number],
+            kernels=gpu,
+            carries_bytes=False,
+            num_experts=workload.experts,
+            topk=workload.topk,
+            hidden=workload.hidden,
+            num_scales=workload.scales,
+            max_tokens=workload.tokens,
+            private_tokens=workload.private_tokens,
+            private_sizes=workload.private_sizes,
+            private_scatter=workload.private_scatter,
+            sums=workload.sums,
+        )
+        async with alltoall:
+            for turn in range(workload.all_turns):
+                chosen = draw(number, turn)
+                weights = np.ones(chosen.shape, np.float32)
+                await alltoall.dispatch(None, None, chosen, weights)
+                first = alltoall.marks_s
+                await alltoall.combine(None)
+                if turn or workload.all_turns == 1:
+                    seen.marks["dispatch"].append(first)
+                    seen.marks["combine"].append(alltoall.marks_s)
+        seen.barriers.append(alltoall.barrier_s)
+
+    async def main() -> None:
+        await asyncio.gather(*(rank(cluster, number) for number in range(workload.ep)))
+
+    cluster = sim.Cluster(workload.ep, profile=profile, seed=workload.seed, move_bytes=False)
+    with cluster:
+        if workload.slow_nic != 1:
+            assert not isinstance(cluster.fabric, sim.ChaosFabric), "there is a profile"
+            cluster.fabric.timing.slow_down(cluster.engines[0].name, 0, workload.slow_nic)
+        cluster.run(main())
+    return _summary(workload, profile, seen)
+
+
+def family_of(workload: Workload) -> str:
+    """Whose proxy numbers hold for a workload's NIC: "cx7" (ordered), or "efa"."""
+    return "cx7" if profile_of(workload).ordered else "efa"
+
+
+def profile_of(workload: Workload) -> Profile:
+    """The timing fabric's profile of a workload's NIC."""
+    profile = load_profile(NICS.get(workload.nic, workload.nic))
+    if workload.nics is not None:
+        profile = replace(profile, nics=workload.nics)
+    return profile
+
+
+def _summary(workload: Workload, profile: Profile, seen: _Seen) -> Prediction:
+    found = {op: _of(op, marks, _first_byte_s(profile)) for op, marks in seen.marks.items()}
+    return Prediction(
+        workload=workload,
+        dispatch_us=found["dispatch"][0],
+        combine_us=found["combine"][0],
+        p99_us=(found["dispatch"][1], found["combine"][1]),
+        dispatch_parts=found["dispatch"][2],
+        combine_parts=found["combine"][2],
+        barrier_us=min(seen.barriers) * _US,
+    )
+
+
+def _of(
+    op: str, marks: list[dict[str, float]], first_byte_s: float
+) -> tuple[float, float, dict[str, float]]:
+    """Median, 99th percentile, and the parts of the median rank; microseconds."""
+    ordered = sorted(marks, key=lambda one: one[op])
+    latencies = [one[op] * _US for one in ordered]
+    p99 = latencies[min(len(latencies) - 1, round(0.99 * len(latencies)))]
+    typical = ordered[len(ordered) // 2]
+    if "posted" in typical:
+        staged = min(typical["staged"], typical["posted"])
+        sent = staged, typical["posted"], typical["posted"] + first_byte_s
+        ends = dict(zip(("send kernel", "proxy", "first byte"), sent, strict=True))
+        ends["NIC"] = max(typical["payload"], *ends.values())
+    else:  # nothing leaves the node
+        names = ("send kernel", "routes", "node link")
+        ends = {name: typical[name] for name in names if name in typical}
+    ends["receive kernel"] = typical[op]
+    parts, before = {}, 0.0
+    for name, end in ends.items():
+        parts[name] = max(0.0, end - before) * _US
+        before = max(before, end)
+    return statistics.median(latencies), p99, parts
+
+
+def _first_byte_s(profile: Profile) -> float:
+    """Scatter submitted to the first byte at a peer: worker's turn, one post, wire."""
+    found = profile.step_delay_ps + profile.post_first_ps + profile.latency_ps
+    return (found + profile.receive_ps) / PS_PER_S

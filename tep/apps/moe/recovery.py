@@ -1,0 +1,234 @@
+"""After a failure: find out who is dead, and have all survivors agree on it, and how far they are.
+
+Every survivor calls the others (one immediate each), those who do not answer are suspected, and
+votes go round until all votes of a round are equal: the decision is a function of the votes, so all
+take the same one. What is not covered: a rank that dies while this goes on (the survivors get an
+error and may have different views), and a rank that is not dead but silent for longer than the
+timeout and wakes up later (its late writes carry old turns; nobody counts them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+import tep
+from tep.apps.moe.config import MoeConfig
+from tep.apps.moe.guard import TROUBLE, Guard
+from tep.apps.moe.layout import VOTE_BYTES, Layout
+from tep.apps.moe.numerics import Bytes
+
+__all__ = ["Recovery", "Verdict", "Vote"]
+
+_CALL: Final = 1 << 26
+_VOTE: Final = 1 << 27
+_FIELDS: Final = 5  # u64: incident, round, step, turn, progress; then the bitmap of the suspected
+_ROUNDS_MAX: Final = 16
+
+
+class Verdict(NamedTuple):
+    """What the survivors agreed on.
+
+    Attributes:
+        dead: ranks that died just now.
+        step, turn: the highest that any survivor began.
+        progress: of the survivor that is behind all others.
+    """
+
+    dead: tuple[int, ...]
+    step: int
+    turn: int
+    progress: int
+
+
+class Vote(NamedTuple):
+    """What one survivor says.
+
+    Attributes:
+        step, turn: the highest it began.
+        progress: how far it is: 2 for each step that is through, 1 for a dispatch that is.
+        suspects: ranks that it takes for dead.
+    """
+
+    step: int
+    turn: int
+    progress: int
+    suspects: frozenset[int] = frozenset()
+
+
+class Recovery:
+    """One rank's part in it.
+
+    Args:
+        engine, mr, arena: of this rank.
+        config, rank: of the all-to-all.
+        descs: arenas of all ranks.
+        guard: alarmed when another rank calls.
+    """
+
+    def __init__(
+        self,
+        engine: tep.TransferEngine,
+        config: MoeConfig,
+        rank: int,
+        descs: list[tep.MrDesc],
+        mr: tep.MrHandle,
+        arena: Bytes,
+        guard: Guard,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._layout = Layout.of(config)
+        self._rank = rank
+        self._descs = descs
+        self._mr = mr
+        self._arena = arena
+        self._guard = guard
+        self._patience = Guard(2 * config.timeout_s, f"rank {rank}, recovery")
+        self._incident = 0
+        self._round = 0
+        self._called: tep.Expectation | None = None
+        self._listen()
+
+    def _listen(self) -> None:
+        """Take notice when another rank calls."""
+        self._called = self._engine.expect_imm_count(self._call_imm(), 1)
+        self._guard.watch_call(self._called)
+
+    def _call_imm(self) -> int:
+        return self._config.imm_base | _CALL | (self._incident & 0xFFFF)
+
+    def _vote_imm(self, source: int) -> int:
+        return self._config.imm_base | _VOTE | (self._round & 0x3FF) << 10 | source
+
+    async def drain(self, sent: list[tep.Transfer]) -> None:
+        """Wait until no own write is under way any more, whatever becomes of it."""
+        await self._failed(dict(enumerate(sent)))
+
+    async def run(self, alive: npt.NDArray[np.bool_], said: Vote) -> Verdict:
+        """Agree with the survivors among `alive`; collective.
+
+        Raises:
+            FabricError: code EVICTED: the others take this rank for dead. Code RECOVERY: no
+                agreement.
+        """
+        others = [p for p in np.flatnonzero(alive).tolist() if p != self._rank]
+        suspects = await self._call(others)
+        votes: dict[int, Vote] = {}
+        for _ in range(_ROUNDS_MAX):
+            mine = said._replace(suspects=frozenset(suspects))
+            asked = [p for p in others if p not in suspects]
+            votes = {self._rank: mine}
+            for p, vote in (await self._exchange(mine, asked)).items():
+                if vote is None:
+                    suspects = suspects | {p}
+                else:
+                    votes[p] = vote
+            if any(self._rank in vote.suspects for vote in votes.values()):
+                raise tep.FabricError(
+                    f"rank {self._rank}: other ranks take it for dead; it was silent for too long",
+                    code="EVICTED",
+                )
+            agreed = all(vote.suspects == mine.suspects for vote in votes.values())
+            if agreed and suspects == set(mine.suspects):
+                break
+            suspects = suspects.union(*(vote.suspects for vote in votes.values()))
+        else:
+            raise tep.FabricError(
+                f"rank {self._rank}: no agreement on who is dead in {_ROUNDS_MAX} rounds; "
+                f"suspected: {sorted(suspects)}",
+                code="RECOVERY",
+            )
+        self._next_incident()
+        return Verdict(
+            tuple(sorted(suspects)),
+            max(vote.step for vote in votes.values()),
+            max(vote.turn for vote in votes.values()),
+            min(vote.progress for vote in votes.values()),
+        )
+
+    def _next_incident(self) -> None:
+        if self._called is not None and not self._called.settled:
+            self._called.cancel()
+        self._incident += 1
+        self._listen()
+
+    async def _call(self, others: list[int]) -> set[int]:
+        """Call everybody; return those who cannot be reached."""
+        return await self._unreached(
+            others, lambda p: self._engine.submit_barrier([self._descs[p]], self._call_imm())
+        )
+
+    async def _unreached(self, ranks: list[int], write: Callable[[int], tep.Transfer]) -> set[int]:
+        """Write to each rank; return those that no write gets to.
+
+        A write that fails is written again, once for each NIC that may be the one that is dead: the
+        engine takes another then. What it carries may land twice, and is counted once.
+        """
+        missing = set(ranks)
+        for _ in range(1 + max([len(self._descs[p].rkeys) for p in ranks], default=0)):
+            writes = {}
+            for p in sorted(missing):
+                with contextlib.suppress(tep.FabricError, tep.UsageError):
+                    writes[p] = write(p)
+            missing -= set(writes) - await self._failed(writes)
+            if not missing:
+                break
+        return missing
+
+    async def _failed(self, writes: dict[int, tep.Transfer]) -> set[int]:
+        failed = set()
+        for p, write in writes.items():
+            try:
+                await self._patience.wait(write, f"answer of rank {p}")
+            except (*TROUBLE, tep.Cancelled):  # cancelled: by the wait that was called off
+                failed.add(p)
+        return failed
+
+    async def _exchange(self, mine: Vote, asked: list[int]) -> dict[int, Vote | None]:
+        """Write the own vote to everybody asked, and read theirs; None = none came.
+
+        Rounds are numbered through all incidents, and survivors go through them together: nobody is
+        two rounds ahead of another, so two places for each rank's vote are enough.
+        """
+        self._round += 1
+        layout, parity = self._layout, self._round % 2
+        own = layout.votes + 2 * self._config.world * VOTE_BYTES
+        row = self._arena[own : own + VOTE_BYTES]
+        row[:] = 0
+        row[: 8 * _FIELDS].view(np.uint64)[:] = (self._incident, self._round, *mine[:3])
+        for p in mine.suspects:
+            row[8 * _FIELDS + p // 8] |= 1 << p % 8
+        there = layout.votes + (2 * self._rank + parity) * VOTE_BYTES
+        imm = self._vote_imm(self._rank)
+        coming = {p: self._engine.expect_imm_count(self._vote_imm(p), 1) for p in asked}
+        lost = await self._unreached(
+            asked,
+            lambda p: self._engine.submit_single_write(
+                VOTE_BYTES, (self._mr, own), (self._descs[p], there), imm
+            ),
+        )
+        found: dict[int, Vote | None] = dict.fromkeys(lost)
+        for p, vote in coming.items():
+            if p in found:
+                vote.cancel()
+                continue
+            try:
+                await self._patience.wait(vote, f"vote of rank {p}")
+            except TROUBLE:
+                found[p] = None
+                continue
+            found[p] = self._read(p)
+        return found
+
+    def _read(self, source: int) -> Vote:
+        at = self._layout.votes + (2 * source + self._round % 2) * VOTE_BYTES
+        row = self._arena[at : at + VOTE_BYTES]
+        incident, said, step, turn, progress = row[: 8 * _FIELDS].view(np.uint64).tolist()
+        assert (incident, said) == (self._incident, self._round), (incident, said, self._round)
+        bits = np.unpackbits(row[8 * _FIELDS :], bitorder="little")
+        return Vote(step, turn, progress, frozenset(np.flatnonzero(bits).tolist()))

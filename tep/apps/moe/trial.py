@@ -1,0 +1,325 @@
+"""One MoE layer, run on all ranks of a simulated cluster and compared with the dense reference.
+
+A trial is a frozen record: it prints as the line that runs it again. Used by tests, notebooks and
+`tep moe --check`. Experts here are plain arithmetic, row by row, different for every expert.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+import numpy as np
+
+import tep
+from tep import sim
+from tep.apps.moe.alltoall import AllToAll
+from tep.apps.moe.config import Format, OnDead
+from tep.apps.moe.group import Group, local_groups
+from tep.apps.moe.numerics import F32, Bytes, from_f32, to_f32
+from tep.apps.moe.nvlink import Nvlink
+from tep.apps.moe.payload import Received
+from tep.apps.moe.reference import dense_layer, dense_layer_by_node
+from tep.apps.moe.routing import NOWHERE, Ints
+
+__all__ = [
+    "Mismatch",
+    "Tokens",
+    "Trial",
+    "Wrong",
+    "apply_experts",
+    "dense",
+    "draw_trial",
+    "run_ranks",
+    "run_trial",
+    "run_turn",
+]
+
+Routing = Literal["even", "skewed", "one_rank", "one_expert", "holes"]
+
+_SHAPES: Final = (
+    *((2, 1, 1), (3, 1, 1), (4, 1, 1), (4, 1, 2), (4, 2, 1), (4, 2, 2), (4, 2, 4)),
+    *((6, 1, 3), (6, 3, 2), (8, 1, 1), (8, 2, 4), (8, 1, 4), (1, 1, 1), (5, 1, 5)),
+)
+"""(world, dp_size, node_size) that layers are drawn from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What one DP group brings to one turn."""
+
+    x: Bytes
+    scales: F32 | None
+    indices: Ints
+    weights: F32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrong:
+    """A rank whose output differs from the dense reference."""
+
+    rank: int
+    turn: int
+    tokens: tuple[int, ...]
+
+
+class Mismatch(AssertionError):
+    """Outputs differ from the dense reference; the message says where."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A drawn layer; see MoeConfig for the fields of the same name.
+
+    Attributes:
+        turns: dispatches and combines, one after the other.
+        routing: how indices are drawn.
+        nics: NICs of each rank.
+        seed: of tokens, routing and the chaos fabric.
+    """
+
+    world: int = 4
+    local_experts: int = 2
+    topk: int = 2
+    hidden: int = 24
+    max_tokens: int = 6
+    private_tokens: int = 2
+    dp_size: int = 1
+    node_size: int = 1
+    num_scales: int = 2
+    expert_padding: int = 1
+    dispatch_format: Format = Format.FP8
+    combine_format: Format = Format.BF16
+    private_sizes: Literal["equal", "adaptive"] = "equal"
+    private_scatter: Literal["peers", "bytes"] = "peers"
+    sums: Literal["token", "node"] = "token"
+    turns: int = 2
+    routing: Routing = "even"
+    nics: int | tuple[int, ...] = 2
+    seed: int = 0
+    on_dead: OnDead = "error"
+    timeout_s: float = 5.0
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """Arguments of AllToAll."""
+        return {
+            "num_experts": self.world * self.local_experts,
+            "topk": self.topk,
+            "hidden": self.hidden,
+            "max_tokens": self.max_tokens,
+            "private_tokens": self.private_tokens,
+            "dp_size": self.dp_size,
+            "num_scales": self.num_scales,
+            "expert_padding": self.expert_padding,
+            "dispatch_format": self.dispatch_format,
+            "combine_format": self.combine_format,
+            "private_sizes": self.private_sizes,
+            "private_scatter": self.private_scatter,
+            "sums": self.sums,
+            "on_dead": self.on_dead,
+            "timeout_s": self.timeout_s,
+        }
+
+    def tokens(self, group: int, turn: int) -> Tokens:
+        """What a group brings to a turn: drawn from the seed, 0 to max_tokens tokens."""
+        rng = np.random.default_rng([self.seed, group, turn])
+        experts = self.world * self.local_experts
+        n = int(rng.integers(0, self.max_tokens + 1))
+        if self.routing in {"one_rank", "one_expert"}:
+            n = self.max_tokens
+        chosen = np.array([self._choose(rng, experts) for _ in range(n)], np.int64)
+        width = self.hidden * self.dispatch_format.nbytes
+        if self.dispatch_format is Format.FP8:
+            x = rng.integers(0, 256, (n, width)).astype(np.uint8)
+        else:
+            x = from_f32(rng.normal(size=(n, self.hidden)).astype(np.float32), self.dispatch_format)
+        return Tokens(
+            x=x,
+            scales=rng.random((n, self.num_scales), np.float32) if self.num_scales else None,
+            indices=chosen.reshape(n, self.topk),
+            weights=rng.random((n, self.topk), np.float32),
+        )
+
+    def _choose(self, rng: np.random.Generator, experts: int) -> Ints:
+        order = rng.permutation(experts)
+        if self.routing == "skewed":
+            order = np.argsort(rng.random(experts) * (1 + np.arange(experts)) ** 1.5)
+        elif self.routing == "one_rank":  # as many as fit go to the last rank
+            order = np.roll(np.arange(experts), self.local_experts)
+        elif self.routing == "one_expert":
+            order = np.concatenate(([0], 1 + rng.permutation(experts - 1)))
+        chosen = order[: self.topk].astype(np.int64)
+        if self.routing == "holes":
+            chosen[rng.random(self.topk) < 0.5] = NOWHERE
+        return chosen
+
+    def cluster(self, **options: Any) -> sim.Cluster:
+        """The chaos cluster that this trial runs on."""
+        nics = list(self.nics) if isinstance(self.nics, tuple) else self.nics
+        return sim.Cluster(self.world, nics=nics, seed=self.seed, **options)
+
+    def groups(self) -> list[Group]:
+        """One group a rank; nodes are linked by a hostile NVLink."""
+        link = Nvlink(chaos=self.seed)
+        return local_groups(self.world, node_size=self.node_size, links=link.port)
+
+
+def expert(trial: Trial, number: int, x: Bytes, scales: F32 | None) -> Bytes:
+    """What an expert does to its rows: bytes or floats to f32, times its own factor, scaled."""
+    if trial.dispatch_format is Format.FP8:
+        values = x.astype(np.float32) - np.float32(128)
+    else:
+        values = to_f32(x, trial.dispatch_format).reshape(len(x), trial.hidden)
+    values = values * np.float32(0.5 + 0.37 * number)
+    if scales is not None:
+        share = np.arange(trial.hidden) * trial.num_scales // trial.hidden
+        values = values * scales[:, share]
+    return from_f32(values, trial.combine_format)
+
+
+def apply_experts(trial: Trial, rank: int, got: Received) -> Bytes:
+    """The local experts of a rank over what it received; padding stays as rubbish."""
+    width = trial.hidden * trial.combine_format.nbytes
+    results = np.full((int(got.starts[-1]), width), 0xFF, np.uint8)
+    for local in range(trial.local_experts):
+        first = int(got.starts[local])
+        rows = slice(first, first + int(got.counts[local]))
+        scales = None if got.scales is None else got.scales[rows]
+        x = np.ascontiguousarray(got.x[rows]).view(np.uint8)
+        results[rows] = expert(trial, rank * trial.local_experts + local, x, scales)
+    return results
+
+
+def dense(
+    trial: Trial, tokens: Tokens, rank: int = 0, alive: Callable[[int], bool] = lambda _: True
+) -> Bytes:
+    """The output that a rank's tokens must have, if these ranks live."""
+    width = {1: np.uint8, 2: np.uint16, 4: np.float32}[trial.combine_format.nbytes]
+
+    def of(number: int, x: Bytes, scales: F32 | None) -> Any:
+        return expert(trial, number, x, scales).view(width)
+
+    if trial.sums == "node":
+        return dense_layer_by_node(
+            tokens.x,
+            tokens.scales,
+            tokens.indices,
+            tokens.weights,
+            of,
+            hidden=trial.hidden,
+            combine_format=trial.combine_format,
+            node=rank // trial.node_size,
+            local_experts=trial.local_experts,
+            node_size=trial.node_size,
+        )
+    return dense_layer(
+        tokens.x,
+        tokens.scales,
+        tokens.indices,
+        tokens.weights,
+        of,
+        hidden=trial.hidden,
+        combine_format=trial.combine_format,
+        alive=lambda number: alive(number // trial.local_experts),
+    )
+
+
+async def run_turn(trial: Trial, alltoall: AllToAll, turn: int) -> Wrong | None:
+    """One turn of one rank, compared."""
+    mine = trial.tokens(alltoall.config.group_of(alltoall.rank), turn)
+    x, scales = mine.x.copy(), None if mine.scales is None else mine.scales.copy()
+    if trial.dispatch_format is not Format.FP8:
+        x = x.view({2: np.uint16, 4: np.float32}[trial.dispatch_format.nbytes])
+    await alltoall.dispatch_send(x, scales, mine.indices, mine.weights)
+    x.view(np.uint8)[:] = 0xEE  # it was promised that x may be changed now
+    got = await alltoall.dispatch_recv()
+    results = apply_experts(trial, alltoall.rank, got)
+    width = {2: np.uint16, 4: np.float32}[trial.combine_format.nbytes]
+    await alltoall.combine_send(results.view(width))
+    results[:] = 0xDD
+    out = np.ascontiguousarray(await alltoall.combine_recv()).view(np.uint8)
+    answered = alltoall.answered
+    expected = dense(trial, mine, alltoall.rank, lambda rank: bool(answered[rank]))
+    bad = np.flatnonzero((out.reshape(expected.shape) != expected).any(axis=1))
+    if len(bad):
+        return Wrong(rank=alltoall.rank, turn=turn, tokens=tuple(bad.tolist()))
+    return None
+
+
+async def run_ranks(
+    trial: Trial,
+    engines: list[tep.TransferEngine],
+    work: Callable[[AllToAll], Awaitable[None]],
+) -> None:
+    """Open an all-to-all on every engine and run a coroutine on each, to the end of all."""
+    groups = trial.groups()
+
+    async def rank(number: int) -> None:
+        async with AllToAll(engines[number], groups[number], **trial.shape) as alltoall:
+            await work(alltoall)
+
+    ended = await asyncio.gather(
+        *(rank(number) for number in range(trial.world)), return_exceptions=True
+    )
+    for error in ended:
+        if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+            raise error
+
+
+def draw_trial(seed: int) -> Trial:
+    """Draw a small layer: ranks, nodes, DP groups, formats, options, routing."""
+    rng = np.random.default_rng([seed, 1])
+    world, dp, node = _SHAPES[int(rng.integers(len(_SHAPES)))]
+    local = int(rng.integers(1, 4))
+
+    def one_of(*choices: Any) -> Any:
+        return choices[int(rng.integers(len(choices)))]
+
+    by_node = node > 1 and dp == 1 and rng.random() < 0.3
+    return Trial(
+        world=world,
+        dp_size=dp,
+        node_size=node,
+        local_experts=local,
+        topk=int(rng.integers(1, min(4, world * local) + 1)),
+        hidden=one_of(1, 8, 24),
+        max_tokens=int(rng.integers(1, 9)),
+        private_tokens=int(rng.integers(0, 10)),
+        num_scales=one_of(0, 1, 3),
+        expert_padding=one_of(1, 4, 7),
+        dispatch_format=one_of(*Format),
+        combine_format=one_of(Format.BF16, Format.FP32),
+        private_sizes=one_of("equal", "adaptive"),
+        private_scatter=one_of("peers", "bytes"),
+        sums="node" if by_node else "token",
+        routing=one_of(*get_args(Routing)),
+        nics=one_of(1, 2, 4),
+        turns=int(rng.integers(1, 4)),
+        seed=seed,
+    )
+
+
+def run_trial(trial: Trial) -> None:
+    """Run all turns on the chaos fabric and compare every byte.
+
+    Raises:
+        Mismatch: outputs differ.
+        TepError: a rank failed.
+    """
+    wrong: list[Wrong] = []
+
+    async def work(alltoall: AllToAll) -> None:
+        for turn in range(trial.turns):
+            found = await run_turn(trial, alltoall, turn)
+            if found is not None:
+                wrong.append(found)
+
+    with trial.cluster() as cluster:
+        cluster.run(run_ranks(trial, cluster.engines, work))
+        left = {e.name: e.stall_report() for e in cluster.engines if e.stats().imms_unexpected}
+    if wrong:
+        raise Mismatch(f"{trial}: {wrong}")
+    assert not left, f"{trial}: immediates that nobody expected: {left}"

@@ -1,0 +1,74 @@
+"""RL weight updates: from a sharded model in training to a differently sharded one in inference.
+
+Names only; each is imported from its room when it is first used. `Controller` drives
+`TrainingWorker`s and `RolloutWorker`s, `make_schedule` is the routing table, pure, and the room
+`study` asks what an update would take at full scale.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tep.apps.rl.controller import Controller
+    from tep.apps.rl.metadata import MeshGroup, RolloutMeta, SourceShard, TargetShard, TrainMeta
+    from tep.apps.rl.models import Model, load_model
+    from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
+    from tep.apps.rl.ports import RolloutPort, TrainingPort, UpdateReport
+    from tep.apps.rl.predict import Prediction
+    from tep.apps.rl.rollout import RolloutWorker
+    from tep.apps.rl.routes import Schedule
+    from tep.apps.rl.schedule import make_schedule
+    from tep.apps.rl.training import TrainingWorker
+
+__all__ = [
+    "Controller",
+    "InferLayout",
+    "MeshGroup",
+    "Model",
+    "Prediction",
+    "RolloutMeta",
+    "RolloutPort",
+    "RolloutWorker",
+    "Schedule",
+    "SourceShard",
+    "TargetShard",
+    "TrainLayout",
+    "TrainMeta",
+    "TrainingPort",
+    "TrainingWorker",
+    "UpdateReport",
+    "load_model",
+    "make_schedule",
+    "rollout_metas",
+    "train_metas",
+]
+
+_ROOMS = {
+    "controller": ("Controller",),
+    "metadata": ("MeshGroup", "RolloutMeta", "SourceShard", "TargetShard", "TrainMeta"),
+    "models": ("Model", "load_model"),
+    "placement": ("InferLayout", "TrainLayout", "rollout_metas", "train_metas"),
+    "ports": ("RolloutPort", "TrainingPort", "UpdateReport"),
+    "predict": ("Prediction",),
+    "rollout": ("RolloutWorker",),
+    "routes": ("Schedule",),
+    "schedule": ("make_schedule",),
+    "training": ("TrainingWorker",),
+}
+_ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
+
+if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every misspelt name
+
+    def __getattr__(name: str) -> object:
+        """Import a public name from its room, once; afterwards it is an ordinary attribute."""
+        room = _ROOM_OF.get(name)
+        if room is None:
+            raise AttributeError(f"module 'tep.apps.rl' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f"tep.apps.rl.{room}"), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,349 @@
+"""The controller: collects metadata, computes the routing, starts updates, says how each ended.
+
+It moves no bytes. Rule 1: the routing is computed anew only when membership has changed. Rule 2: no
+rollout worker serves a version before all training ranks have written all of it. Rule 3: an update
+that fails is ended everywhere before update() returns, and the next one may be tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final, TypeVar
+
+import numpy as np
+
+from tep.apps.rl.immediates import count_rows
+from tep.apps.rl.metadata import RolloutMeta, TrainMeta
+from tep.apps.rl.ports import (
+    PeerResult,
+    RolloutPort,
+    RolloutState,
+    TrainingPort,
+    TrainReport,
+    UpdateReport,
+)
+from tep.apps.rl.routes import Schedule
+from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
+from tep.errors import TepError, UsageError
+
+__all__ = ["Controller"]
+
+T = TypeVar("T")
+
+_FAULTS: Final = (TepError, OSError, TimeoutError)
+"""What a peer that is gone, or a fabric, may answer with."""
+
+
+class Controller:
+    """Drives weight updates between training ranks and rollout workers.
+
+    Args:
+        trains: the training ranks, in rank order.
+        rollouts: the rollout workers there are; more may join by add().
+        watermark_bytes, bundle_bytes: of the schedule.
+        timeout_s: for an update, and for each question to a peer; seconds of the loop's clock.
+
+    Attributes:
+        schedule: the routing in force.
+        version: of the last update that went well; None before.
+    """
+
+    def __init__(
+        self,
+        trains: Sequence[TrainingPort],
+        rollouts: Sequence[RolloutPort] = (),
+        *,
+        watermark_bytes: int = WATERMARK_BYTES,
+        bundle_bytes: int = 0,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.schedule: Schedule | None = None
+        self.version: int | None = None
+        self._trains = list(trains)
+        self._joining = list(rollouts)
+        self._rollouts: dict[str, RolloutPort] = {}
+        self._metas: dict[str, RolloutMeta] = {}
+        self._train_metas: list[TrainMeta] = []
+        self._sizes = (watermark_bytes, bundle_bytes)
+        self._timeout_s = timeout_s
+        self._attempt = 0
+        self._staging: list[bytes] = []
+        self._encoded = b""
+        self._stale = False
+        self._descs: dict[str, bytes] = {}
+        self._changed = True
+        self._busy = False
+
+    # ------------------------------------------------------------------ membership
+
+    def add(self, rollout: RolloutPort) -> None:
+        """Have a rollout worker take part from the next update on; a restarted one replaces itself.
+
+        May be called while an update runs.
+        """
+        self._joining.append(rollout)
+
+    def remove(self, name: str) -> None:
+        """Leave a rollout worker out from the next update on."""
+        if name not in self._rollouts:
+            raise UsageError(f"no rollout worker {name!r}; there are: {sorted(self._rollouts)}")
+        self._forget(name)
+
+    def replace(self, rank: int, train: TrainingPort) -> None:
+        """Put a restarted training rank in the place of the one that failed."""
+        if not 0 <= rank < len(self._trains):
+            raise UsageError(f"no training rank {rank}; there are {len(self._trains)}")
+        self._trains[rank] = train
+        self._train_metas = []
+        self._changed = True
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the rollout workers that the next update will reach, as far as is known."""
+        return tuple(self._rollouts)
+
+    def _forget(self, name: str) -> None:
+        del self._rollouts[name], self._metas[name]
+        self._descs.pop(name, None)
+        self._changed = True
+
+    async def _admit(self) -> list[PeerResult]:
+        """Ask those who join what they hold."""
+        refused = []
+        joining, self._joining = self._joining, []
+        for port in joining:
+            try:
+                meta = await self._ask(port.param_meta())
+            except _FAULTS as error:
+                refused.append(PeerResult("a joining worker", "lost", _say(error)))
+                continue
+            if self._metas.get(meta.name) != meta:
+                self._changed = True
+            self._rollouts[meta.name], self._metas[meta.name] = port, meta
+            self._descs.pop(meta.name, None)
+        return refused
+
+    async def prepare(self) -> bool:
+        """Compute and hand out the routing if membership has changed; return whether it had.
+
+        After an update that failed it is handed out again: the ranks' staging gets new keys.
+
+        Raises:
+            UsageError: no rollout worker is there, or the two sides do not fit together.
+            TepError: a training rank cannot be reached.
+        """
+        if not self._rollouts:
+            raise UsageError("no rollout worker takes part; add() one")
+        rerouted = self._changed
+        if rerouted:
+            await self._route()
+        if rerouted or self._stale:
+            answers = (self._ask(port.set_routing(self._encoded)) for port in self._trains)
+            self._staging = list(await asyncio.gather(*answers))
+        self._changed = self._stale = False
+        return rerouted
+
+    async def _route(self) -> None:
+        if not self._train_metas:
+            self._train_metas = [await self._ask(port.param_meta()) for port in self._trains]
+        watermark, bundle = self._sizes
+        self.schedule = make_schedule(
+            self._train_metas,
+            list(self._metas.values()),
+            watermark_bytes=watermark,
+            bundle_bytes=bundle,
+        )
+        self._encoded = self.schedule.to_bytes()
+
+    # ------------------------------------------------------------------ updates
+
+    async def update(self, version: int, *, tries: int = 1) -> UpdateReport:
+        """Bring all rollout workers to a version of the weights that the training ranks hold now.
+
+        Never raises for a peer's fault: the report says how it ended for each.
+
+        Args:
+            version: number of the weights.
+            tries: how often to try while it fails; a rank learns of a peer's dead NIC by a row that
+                does not arrive, and goes round it the next time.
+        """
+        report = await self._update(version)
+        for _ in range(1, tries):
+            if report.ok:
+                break
+            report = await self._update(version)
+        return report
+
+    async def _update(self, version: int) -> UpdateReport:
+        if self._busy:
+            raise UsageError("an update runs already")
+        self._busy = True
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        try:
+            peers = await self._admit()
+            try:
+                rerouted = await self.prepare()
+            except _FAULTS as error:
+                return self._failed(version, start_s, f"routing: {_say(error)}", peers)
+            return await self._try(version, start_s, peers, rerouted)
+        finally:
+            self._busy = False
+
+    async def _try(
+        self, version: int, start_s: float, peers: list[PeerResult], rerouted: bool
+    ) -> UpdateReport:
+        self._attempt += 1
+        gone = await self._begin(version)
+        try:
+            reports = await self._transfer(tuple(gone))
+        except _FAULTS as error:
+            self._stale = True
+            peers += await self._abort(list(self._rollouts), version, gone)
+            return self._failed(version, start_s, _say(error), peers)
+        for report in reports:
+            for name, why in report.lost.items():
+                gone.setdefault(name, f"rank {report.rank}: {why}")
+        peers += [PeerResult(f"rank {report.rank}", "sent") for report in reports]
+        peers += await self._settle(version, gone)
+        served = any(peer.outcome == "updated" for peer in peers)
+        if served:
+            self.version = version
+        return UpdateReport(
+            version,
+            self._attempt,
+            served,
+            "" if served else "no rollout worker has the version",
+            asyncio.get_running_loop().time() - start_s,
+            tuple(peers),
+            tuple(reports),
+            rerouted,
+        )
+
+    async def _begin(self, version: int) -> dict[str, str]:
+        """Have the rollout workers stop and count; return those that are gone, and why."""
+        assert self.schedule is not None
+        counts = self._counts()
+        answers = await self._ask_all(
+            self._rollouts,
+            lambda name, port: port.begin(self._attempt, version, counts[name], len(self._trains)),
+        )
+        self._descs = {name: found for name, found in answers.items() if isinstance(found, bytes)}
+        return {
+            name: _say(found) for name, found in answers.items() if isinstance(found, Exception)
+        }
+
+    def _counts(self) -> dict[str, int]:
+        """How many immediates each rollout worker will count for the weights."""
+        assert self.schedule is not None
+        rows, found = self.schedule.rows, {}
+        nics = np.array([meta.nics for meta in self._train_metas])[rows["sender"]]
+        for k, name in enumerate(self.schedule.receivers):
+            mine = rows["receiver"] == k
+            sizes, sender_nics = rows["nbytes"][mine].tolist(), nics[mine].tolist()
+            remote = self._metas[name].nics
+            found[name] = sum(
+                count_rows([nbytes], local, remote) for nbytes, local in zip(sizes, sender_nics)
+            )
+        return found
+
+    async def _transfer(self, skip: Sequence[str]) -> list[TrainReport]:
+        """Run all training ranks; the first that fails ends the others."""
+        await asyncio.gather(
+            *(self._ask(port.connect(self._staging, self._descs)) for port in self._trains)
+        )
+        running = [
+            asyncio.ensure_future(port.transfer_weights(self._attempt, skip))
+            for port in self._trains
+        ]
+        done, pending = await asyncio.wait(
+            running, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION
+        )
+        failed = [task for task in running if task in done and task.exception() is not None]
+        if not failed and not pending:
+            return [task.result() for task in running]
+        await self._ask_all(dict(enumerate(self._trains)), lambda _, port: port.abort())
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        if not failed:
+            raise TimeoutError(f"{len(pending)} training ranks not through in {self._timeout_s} s")
+        number = running.index(failed[0])
+        error = failed[0].exception()
+        assert error is not None
+        if not isinstance(error, _FAULTS):
+            raise error
+        raise TepError(f"training rank {number}: {_say(error)}") from error
+
+    async def _settle(self, version: int, gone: Mapping[str, str]) -> list[PeerResult]:
+        """Collect the rollout workers' ends; those that cannot end are aborted."""
+        alive = {name: port for name, port in self._rollouts.items() if name not in gone}
+        answers = await self._ask_all(alive, lambda _, port: port.finished(self._timeout_s))
+        lost = dict(gone)
+        for name, found in answers.items():
+            if isinstance(found, Exception):
+                lost[name] = _say(found)
+        results = [PeerResult(name, "updated") for name in alive if name not in lost]
+        return results + await self._abort(list(lost), version, lost)
+
+    async def _abort(
+        self, names: Sequence[str], version: int, lost: Mapping[str, str]
+    ) -> list[PeerResult]:
+        """End an update at rollout workers and say how each stands; those that are gone leave."""
+        ports = {name: self._rollouts[name] for name in names}
+        answers = await self._ask_all(ports, lambda _, port: port.abort())
+        results = []
+        for name, found in answers.items():
+            why = lost.get(name, "")
+            if isinstance(found, Exception):
+                results.append(PeerResult(name, "lost", why or _say(found)))
+                self._forget(name)
+            elif (found.serving, found.attempt) == (version, self._attempt):
+                results.append(PeerResult(name, "updated", "before the update was aborted"))
+            elif why:
+                results.append(PeerResult(name, "lost", f"{why}; it answers, and stays a member"))
+            else:
+                results.append(PeerResult(name, "aborted", _stands(found)))
+        return results
+
+    def _failed(
+        self, version: int, start_s: float, error: str, peers: Sequence[PeerResult]
+    ) -> UpdateReport:
+        elapsed_s = asyncio.get_running_loop().time() - start_s
+        return UpdateReport(version, self._attempt, False, error, elapsed_s, tuple(peers))
+
+    # ------------------------------------------------------------------ questions
+
+    async def _ask(self, question: Awaitable[T]) -> T:
+        return await asyncio.wait_for(question, self._timeout_s)
+
+    async def _ask_all(
+        self, ports: Mapping[K, P], ask: Callable[[K, P], Awaitable[T]]
+    ) -> dict[K, T | Exception]:
+        """Ask many at once; a peer's fault is its answer."""
+
+        async def one(key: K, port: P) -> T | Exception:
+            try:
+                return await self._ask(ask(key, port))
+            except _FAULTS as error:
+                return error
+
+        answers = await asyncio.gather(*(one(key, port) for key, port in ports.items()))
+        return dict(zip(ports, answers))
+
+
+K = TypeVar("K")
+P = TypeVar("P")
+
+
+def _stands(state: RolloutState) -> str:
+    if state.serving is None:
+        return "serves nothing until the next update"
+    return f"serves version {state.serving} as before"
+
+
+def _say(error: BaseException) -> str:
+    """The first line of an error, with its kind."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,99 @@
+"""A simulated cluster at full scale: engines that keep time and count, and move no bytes.
+
+Regions are addresses without memory behind them. Shared by the prediction and the baselines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, Self
+
+import tep
+from tep.sim.profile import load_profile
+from tep.units import MiB
+
+__all__ = ["QUANTUM_BYTES", "Fleet"]
+
+QUANTUM_BYTES: Final = 4 * MiB
+"""What a NIC sends of one flow before it turns to the next. The profiles' 64 KiB would be ninety
+million turns for six terabytes; rows here are megabytes, so the share of each flow is the same."""
+
+_BASE: Final = 1 << 40
+_SLOT: Final = 1 << 41
+
+
+class Fleet:
+    """Training ranks and rollout workers.
+
+    Args:
+        trains, rollouts: how many.
+        profile: of the machines.
+        seed: of the fabric's jitter.
+        region_bytes: of every region.
+
+    Attributes:
+        cluster: underneath.
+        trains, rollouts: engines.
+        sources: a region of each training rank.
+        targets: a region of each rollout worker, as its peers see it.
+    """
+
+    def __init__(
+        self,
+        trains: int,
+        rollouts: int,
+        profile: str,
+        *,
+        seed: int = 0,
+        region_bytes: int,
+        quantum_bytes: int = QUANTUM_BYTES,
+    ) -> None:
+        machine = dataclasses.replace(load_profile(profile), quantum_bytes=quantum_bytes)
+        self.machine = machine
+        self.cluster = tep.sim.Cluster(
+            nodes=trains + rollouts,
+            profile=machine,
+            seed=seed,
+            names=[
+                *(f"train{k}" for k in range(trains)),
+                *(f"rollout{k}" for k in range(rollouts)),
+            ],
+            move_bytes=False,
+            options=tep.EngineOptions(wait_timeout_s=3600.0),
+        )
+        engines = self.cluster.engines
+        self.trains = engines[:trains]
+        self.rollouts = engines[trains:]
+        regions = [
+            engine.reg_mr((_BASE + k * _SLOT, region_bytes, "cpu"))
+            for k, engine in enumerate(engines)
+        ]
+        self.sources = [mr for mr, _ in regions[:trains]]
+        self.staging = [desc for _, desc in regions[:trains]]
+        self.relays = [mr for mr, _ in regions[trains:]]
+        self.targets = [desc for _, desc in regions[trains:]]
+
+    @property
+    def nics(self) -> int:
+        """NICs of each machine."""
+        return self.machine.nics
+
+    @property
+    def device_bps(self) -> int:
+        """Payload that the NICs of one device carry, bits a second."""
+        return self.machine.wire_bps * self.machine.nics
+
+    def slow_down(self, node: str, nic: int, times: float) -> None:
+        """Let one NIC take so many times as long for every byte, both ways.
+
+        Raises:
+            UsageError: there is no such NIC.
+        """
+        assert not isinstance(self.cluster.fabric, tep.sim.ChaosFabric), "there is a profile"
+        self.cluster.fabric.timing.slow_down(node, nic, times)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cluster.close()

@@ -1,0 +1,364 @@
+"""Model descriptions: a Hugging Face config.json -> tensors in training, fused ones in inference.
+
+Shapes only. Which rank holds what is placement's matter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Final, Literal
+
+from tep.apps.rl.metadata import DType, Tensor
+from tep.errors import UsageError
+
+__all__ = ["PUBLISHED", "Fused", "Model", "Published", "load_model", "model_from_config"]
+
+Split = Literal["rows", "columns", "none"]
+"""How tensor parallelism cuts a parameter: by output rows, by input columns, or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One parameter of the inference engine.
+
+    Attributes:
+        name: in the inference engine.
+        sources: tensors joined in it, in order.
+        dtype: in inference.
+        split: how tensor parallelism cuts it.
+        units: for each source, how many pieces it can be cut into (heads); with fewer pieces than
+            ranks several ranks hold the same piece. 0: rows as they come.
+        expert: placed by expert parallelism and not cut by tensor parallelism.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    dtype: DType
+    split: Split = "none"
+    units: tuple[int, ...] = ()
+    expert: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model, on both sides.
+
+    Attributes:
+        name: for people.
+        source: where its shapes are from.
+        layers: transformer layers.
+        tensors: in training, in layer order.
+        fused: in inference, in layer order.
+    """
+
+    name: str
+    source: str
+    layers: int
+    tensors: tuple[Tensor, ...]
+    fused: tuple[Fused, ...]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        total = 0
+        for tensor in self.tensors:
+            count = 1
+            for extent in tensor.shape:
+                count *= extent
+            total += count
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The keys of a published config.json that say shapes, and where they are from."""
+
+    source: str
+    config: Mapping[str, object]
+
+
+_DEEPSEEK: Final = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "n_shared_experts": 1,
+    "topk_method": "noaux_tc",
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+PUBLISHED: Final[Mapping[str, Published]] = {
+    "kimi-k2": Published(
+        "config.json of moonshotai/Kimi-K2-Instruct on Hugging Face; quoted",
+        _DEEPSEEK
+        | {
+            "model_type": "kimi_k2",
+            "n_routed_experts": 384,
+            "first_k_dense_replace": 1,
+            "num_attention_heads": 64,
+            "vocab_size": 163840,
+        },
+    ),
+    "deepseek-v3": Published(
+        "config.json of deepseek-ai/DeepSeek-V3 on Hugging Face, without its one layer for "
+        "multi-token prediction; quoted",
+        _DEEPSEEK
+        | {
+            "n_routed_experts": 256,
+            "first_k_dense_replace": 3,
+            "num_attention_heads": 128,
+            "vocab_size": 129280,
+        },
+    ),
+    "qwen3-235b": Published(
+        "config.json of Qwen/Qwen3-235B-A22B on Hugging Face; quoted",
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_hidden_layers": 94,
+            "num_experts": 128,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""Models by the names that `tep rl` takes."""
+
+
+def load_model(name: str | PathLike[str]) -> Model:
+    """Return a published model by its name, or read a config.json by its path.
+
+    Raises:
+        UsageError: neither; or the file does not describe a decoder that this room knows.
+    """
+    known = PUBLISHED.get(str(name))
+    if known is not None:
+        return model_from_config(known.config, name=str(name), source=known.source)
+    path = Path(name)
+    if not path.is_file():
+        raise UsageError(
+            f"model {str(name)!r} is neither a file nor one of: {', '.join(PUBLISHED)}"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path}: a config.json is an object, not a {type(config).__name__}")
+    return model_from_config(config, name=path.stem, source=str(path))
+
+
+def model_from_config(config: Mapping[str, object], *, name: str, source: str) -> Model:
+    """Derive all tensors from a config.json.
+
+    Understood are decoders with grouped-query or multi-head latent attention and dense or MoE
+    layers: the Llama, Mistral, Mixtral, Qwen2, Qwen3, DeepSeek-V2/V3 and Kimi-K2 families. The
+    language model of a config with `text_config` is taken.
+
+    Raises:
+        UsageError: a key is missing or no number; names it.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = text
+    return _Builder(config, name, source).build()
+
+
+class _Builder:
+    """Walks the layers of one config."""
+
+    def __init__(self, config: Mapping[str, object], name: str, source: str) -> None:
+        self._config = config
+        self._name = name
+        self._source = source
+        self._tensors: list[Tensor] = []
+        self._fused: list[Fused] = []
+        self._hidden = self._int("hidden_size")
+        self._heads = self._int("num_attention_heads")
+        self._layers = self._int("num_hidden_layers")
+        self._type = str(config.get("model_type", ""))
+        self._mixtral = self._type == "mixtral"
+
+    def _int(self, *keys: str, default: int | None = None) -> int:
+        """The first of these keys that is there."""
+        for key in keys:
+            value = self._config.get(key)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UsageError(f"{self._name}: {key}={value!r} is no number of 0 or more")
+            return value
+        if default is None:
+            raise UsageError(
+                f"{self._name}: the config has no {' and no '.join(keys)}; "
+                f"model_type is {self._config.get('model_type')!r}"
+            )
+        return default
+
+    def _flag(self, key: str, *, default: bool) -> bool:
+        return bool(self._config.get(key, default))
+
+    def build(self) -> Model:
+        vocab = self._int("vocab_size")
+        self._plain("model.embed_tokens.weight", (vocab, self._hidden), -1, split="rows")
+        for layer in range(self._layers):
+            prefix = f"model.layers.{layer}"
+            self._plain(f"{prefix}.input_layernorm.weight", (self._hidden,), layer)
+            if self._config.get("kv_lora_rank") is not None:
+                self._latent_attention(f"{prefix}.self_attn", layer)
+            else:
+                self._attention(f"{prefix}.self_attn", layer)
+            self._plain(f"{prefix}.post_attention_layernorm.weight", (self._hidden,), layer)
+            if self._is_moe(layer):
+                self._moe(f"{prefix}.{'block_sparse_moe' if self._mixtral else 'mlp'}", layer)
+            else:
+                width = self._int("intermediate_size")
+                self._gated(f"{prefix}.mlp", width, layer)
+        self._plain("model.norm.weight", (self._hidden,), self._layers)
+        if not self._flag("tie_word_embeddings", default=False):
+            self._plain("lm_head.weight", (vocab, self._hidden), self._layers, split="rows")
+        tensors, fused = tuple(self._tensors), tuple(self._fused)
+        return Model(self._name, self._source, self._layers, tensors, fused)
+
+    # ------------------------------------------------------------------ layers
+
+    def _latent_attention(self, at: str, layer: int) -> None:
+        kv_rank, rope = self._int("kv_lora_rank"), self._int("qk_rope_head_dim")
+        nope, value = self._int("qk_nope_head_dim"), self._int("v_head_dim")
+        heads, hidden = self._heads, self._hidden
+        q_rank = self._int("q_lora_rank", default=0)
+        kv_a = self._tensor(f"{at}.kv_a_proj_with_mqa.weight", (kv_rank + rope, hidden), layer)
+        if q_rank:
+            q_a = self._tensor(f"{at}.q_a_proj.weight", (q_rank, hidden), layer)
+            self._fuse(f"{at}.fused_qkv_a_proj.weight", (q_a, kv_a), "fp8")
+            self._plain(f"{at}.q_a_layernorm.weight", (q_rank,), layer)
+            q_name, q_in = "q_b_proj", q_rank
+        else:
+            self._fuse(kv_a, (kv_a,), "fp8")
+            q_name, q_in = "q_proj", hidden
+        self._linear(f"{at}.{q_name}.weight", (heads * (nope + rope), q_in), layer, "rows", heads)
+        self._plain(f"{at}.kv_a_layernorm.weight", (kv_rank,), layer)
+        shape = (heads * (nope + value), kv_rank)
+        self._linear(f"{at}.kv_b_proj.weight", shape, layer, "rows", heads)
+        self._linear(f"{at}.o_proj.weight", (hidden, heads * value), layer, "columns", heads)
+
+    def _attention(self, at: str, layer: int) -> None:
+        heads, hidden = self._heads, self._hidden
+        kv_heads = self._int("num_key_value_heads", default=heads)
+        dim = self._int("head_dim", default=hidden // heads)
+        units = (heads, kv_heads, kv_heads)
+        wide = dict(zip("qkv", (heads * dim, kv_heads * dim, kv_heads * dim)))
+        names = tuple(
+            self._tensor(f"{at}.{k}_proj.weight", (rows, hidden), layer) for k, rows in wide.items()
+        )
+        self._fuse(f"{at}.qkv_proj.weight", names, "fp8", "rows", units)
+        if self._flag("attention_bias", default=self._type.startswith("qwen2")):
+            names = tuple(
+                self._tensor(f"{at}.{k}_proj.bias", (rows,), layer) for k, rows in wide.items()
+            )
+            self._fuse(f"{at}.qkv_proj.bias", names, "bf16", "rows", units)
+            if not self._type.startswith("qwen2"):
+                self._plain(f"{at}.o_proj.bias", (hidden,), layer)
+        if self._type.startswith("qwen3"):
+            for which in ("q_norm", "k_norm"):
+                self._plain(f"{at}.{which}.weight", (dim,), layer)
+        self._linear(f"{at}.o_proj.weight", (hidden, heads * dim), layer, "columns", heads)
+
+    def _is_moe(self, layer: int) -> bool:
+        if not self._experts():
+            return False
+        dense = self._config.get("mlp_only_layers") or ()
+        if isinstance(dense, list | tuple) and layer in dense:
+            return False
+        step = self._int("decoder_sparse_step", "moe_layer_freq", default=1)
+        first = self._int("first_k_dense_replace", default=0)
+        if "decoder_sparse_step" in self._config:
+            return (layer + 1) % max(1, step) == 0
+        return layer >= first and layer % max(1, step) == 0
+
+    def _experts(self) -> int:
+        return self._int("n_routed_experts", "num_experts", "num_local_experts", default=0)
+
+    def _moe(self, at: str, layer: int) -> None:
+        experts, hidden = self._experts(), self._hidden
+        width = self._int("moe_intermediate_size", "intermediate_size")
+        self._plain(f"{at}.gate.weight", (experts, hidden), layer)
+        if self._config.get("topk_method") == "noaux_tc":
+            bias = self._tensor(f"{at}.gate.e_score_correction_bias", (experts,), layer, "fp32")
+            self._fuse(bias, (bias,), "fp32")
+        shared = self._int("n_shared_experts", default=0) * width
+        shared = self._int("shared_expert_intermediate_size", default=shared)
+        if shared and self._type == "qwen2_moe":
+            self._gated(f"{at}.shared_expert", shared, layer)
+            self._plain(f"{at}.shared_expert_gate.weight", (1, hidden), layer)
+        elif shared:
+            self._gated(f"{at}.shared_experts", shared, layer)
+        names = ("w1", "w3", "w2") if self._mixtral else ("gate_proj", "up_proj", "down_proj")
+        wide, narrow = (experts, width, hidden), (experts, hidden, width)
+        gate, up, down = (
+            self._tensor(f"{at}.experts.*.{which}.weight", shape, layer, expert=True)
+            for which, shape in zip(names, (wide, wide, narrow))
+        )
+        self._fuse(f"{at}.experts.w13_weight", (gate, up), "fp8", expert=True)
+        self._fuse(f"{at}.experts.w2_weight", (down,), "fp8", expert=True)
+
+    def _gated(self, at: str, width: int, layer: int) -> None:
+        gate, up = (
+            self._tensor(f"{at}.{which}_proj.weight", (width, self._hidden), layer)
+            for which in ("gate", "up")
+        )
+        self._fuse(f"{at}.gate_up_proj.weight", (gate, up), "fp8", "rows", (0, 0))
+        self._linear(f"{at}.down_proj.weight", (self._hidden, width), layer, "columns", 0)
+
+    # ------------------------------------------------------------------ one tensor
+
+    def _tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        layer: int,
+        dtype: DType = "bf16",
+        *,
+        expert: bool = False,
+    ) -> str:
+        self._tensors.append(Tensor(name, shape, dtype, layer, expert))
+        return name
+
+    def _fuse(
+        self,
+        name: str,
+        sources: tuple[str, ...],
+        dtype: DType,
+        split: Split = "none",
+        units: tuple[int, ...] = (),
+        *,
+        expert: bool = False,
+    ) -> None:
+        self._fused.append(Fused(name, sources, dtype, split, units, expert))
+
+    def _plain(self, name: str, shape: tuple[int, ...], layer: int, split: Split = "none") -> None:
+        """A parameter that stays bf16: norms, router, embeddings."""
+        self._tensor(name, shape, layer)
+        self._fuse(name, (name,), "bf16", split, (0,))
+
+    def _linear(
+        self, name: str, shape: tuple[int, ...], layer: int, split: Split, units: int
+    ) -> None:
+        """A projection that is quantised."""
+        self._tensor(name, shape, layer)
+        self._fuse(name, (name,), "fp8", split, (units,))

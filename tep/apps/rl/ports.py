@@ -1,0 +1,176 @@
+"""What the controller sees of the workers, and what they report: protocols and frozen records.
+
+A worker in this process fills a port as it is; `remote` makes one of a worker in another; an actor
+framework's proxy with these methods does as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tep.apps.rl.metadata import RolloutMeta, TrainMeta
+
+__all__ = [
+    "LoadReport",
+    "PeerResult",
+    "RolloutPort",
+    "RolloutState",
+    "Span",
+    "TrainReport",
+    "TrainingPort",
+    "UpdateReport",
+]
+
+
+class Span(NamedTuple):
+    """One stage of one task on one rank; seconds of the driver's clock."""
+
+    rank: int
+    stage: str
+    task: str
+    start_s: float
+    stop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What one training rank did in one update.
+
+    Attributes:
+        rank: which.
+        written_bytes: to rollout workers.
+        gathered_bytes: sent to other members of its sub-meshes.
+        peak_bytes: most staging that its tasks held at once.
+        lost: rollout worker -> why it could not be written to.
+        spans: its stages.
+    """
+
+    rank: int
+    written_bytes: int
+    gathered_bytes: int
+    peak_bytes: int
+    lost: dict[str, str]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """Where a rollout worker stands.
+
+    Attributes:
+        serving: version it may serve; None while its weights are mixed or were never written.
+        attempt: the last update it was told of.
+        arrived: immediates of that update counted so far.
+        expected: how many there will be.
+    """
+
+    serving: int | None
+    attempt: int
+    arrived: int
+    expected: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a rollout worker served.
+
+    Attributes:
+        served: requests answered.
+        refused: requests that came while the weights were mixed.
+        answers: version -> the different answers that it gave; more than one is a mixed version.
+    """
+
+    served: int
+    refused: int
+    answers: dict[int, list[str]]
+
+
+class TrainingPort(Protocol):
+    """A training rank as the controller drives it."""
+
+    async def param_meta(self) -> TrainMeta:
+        """What it holds."""
+
+    async def set_routing(self, schedule: bytes) -> bytes:
+        """Take a schedule; return the MrDesc of its staging, with keys that nobody has yet."""
+
+    async def connect(self, peers: Sequence[bytes], rollouts: dict[str, bytes]) -> None:
+        """Learn where the other ranks' staging and the rollout workers' weights are."""
+
+    async def transfer_weights(self, attempt: int, skip: Sequence[str]) -> TrainReport:
+        """Do its part of one update."""
+
+    async def abort(self) -> None:
+        """End an update that runs, with nothing left in flight."""
+
+
+class RolloutPort(Protocol):
+    """A rollout worker as the controller sees it; it is passive in between."""
+
+    async def param_meta(self) -> RolloutMeta:
+        """What it holds."""
+
+    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
+        """End what runs, stop serving, and count; return the MrDesc of its weights."""
+
+    async def finished(self, timeout_s: float) -> int:
+        """Wait until all is counted; return the version it serves."""
+
+    async def abort(self) -> RolloutState:
+        """Give up on the update, unless all of it is here; refuse whatever is still in flight."""
+
+    async def state(self) -> RolloutState:
+        """Where it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerResult:
+    """How an update ended for one peer.
+
+    Attributes:
+        name: "rank 3" or the rollout worker's name.
+        outcome: "updated", "sent", "lost", "aborted" or "failed".
+        detail: why, if not well.
+    """
+
+    name: str
+    outcome: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """How an update ended.
+
+    Attributes:
+        version: of the weights.
+        attempt: number of the try; each has its own immediates.
+        ok: all training ranks did their part, and some rollout worker serves the version.
+        error: why not.
+        elapsed_s: of the controller's clock.
+        peers: one for each peer.
+        trains: reports of the training ranks, if they ended well.
+        rerouted: the schedule was computed anew for it.
+    """
+
+    version: int
+    attempt: int
+    ok: bool
+    error: str
+    elapsed_s: float
+    peers: tuple[PeerResult, ...]
+    trains: tuple[TrainReport, ...] = ()
+    rerouted: bool = False
+
+    def outcome(self, name: str) -> str:
+        """How it ended for one peer, "" if that took no part."""
+        return next((peer.outcome for peer in self.peers if peer.name == name), "")
+
+    def table(self) -> str:
+        """One line a peer."""
+        width = max((len(peer.name) for peer in self.peers), default=0)
+        return "\n".join(
+            f"{peer.name:<{width}}  {peer.outcome:<8} {peer.detail}".rstrip() for peer in self.peers
+        )

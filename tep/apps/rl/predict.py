@@ -1,0 +1,381 @@
+"""How long an update takes at full scale: published compute, simulated network, no bytes moved.
+
+All ranks of a sub-mesh gather together, so they compute in step; one coroutine plays the thread of
+all of them. Every write is a real request to a real engine on the timing fabric, and every barrier
+is made of immediates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tep.api import ScatterDst
+from tep.apps.rl.fleet import QUANTUM_BYTES, Fleet
+from tep.apps.rl.immediates import ROUTING, Kind, count_rows, make_imm
+from tep.apps.rl.published import StageTimes
+from tep.apps.rl.routes import Schedule, Task
+from tep.transfer import Expectation, Transfer
+from tep.units import MiB
+
+__all__ = ["Busy", "MeshSpan", "Prediction", "SlowNic", "predict"]
+
+GPUS_PER_NODE: Final = 8
+"""Ranks that reach each other without their NICs. Source: HGX H100 and p5en nodes, quoted."""
+
+_GATHER_BYTES: Final = 1024 * MiB  # unsharding's traffic is sent in pieces of about this size
+
+
+class SlowNic(NamedTuple):
+    """A NIC that is slower than its profile says, both ways: a bad cable, a lost lane.
+
+    Attributes:
+        node: "train0", "train1", ..., or "rollout0", ...
+        nic: which of its NICs.
+        times: how many times as long each byte takes.
+    """
+
+    node: str
+    nic: int = 0
+    times: float = 2.0
+
+
+class MeshSpan(NamedTuple):
+    """One stage of one task, for all ranks of a sub-mesh; milliseconds."""
+
+    mesh: str
+    stage: str
+    task: str
+    start_ms: float
+    stop_ms: float
+
+
+class Busy(NamedTuple):
+    """How busy one kind of link is.
+
+    Attributes:
+        name: which, in words.
+        nbytes: that the busiest of them carries.
+        fraction: of the update's time that this takes at line rate.
+    """
+
+    name: str
+    nbytes: int
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What the simulation says.
+
+    Attributes:
+        total_ms: until the last rollout worker has counted everything.
+        stages: milliseconds of each stage on the mean training rank.
+        wait_ms: the rest: waiting for the network and for other ranks.
+        groups: name and end of gathering of each mesh group, milliseconds.
+        links: training NICs out, rollout NICs in; the busiest first.
+        transfers, rows: requests to engines, and writes.
+        peak_bytes: most staging held by a rank.
+        cpu_s: of this process.
+        spans: for pictures, if asked for.
+    """
+
+    total_ms: float
+    stages: dict[str, float]
+    wait_ms: float
+    groups: tuple[tuple[str, float], ...]
+    links: tuple[Busy, ...]
+    transfers: int
+    rows: int
+    peak_bytes: int
+    cpu_s: float
+    spans: tuple[MeshSpan, ...] = field(repr=False)
+
+    @property
+    def compute_ms(self) -> float:
+        """Exposed compute of the mean training rank."""
+        return sum(self.stages.values())
+
+    @property
+    def bottleneck(self) -> str:
+        """What to make faster, in a sentence."""
+        link = self.links[0]
+        if self.compute_ms > link.fraction * self.total_ms:
+            stage = max(self.stages, key=lambda name: self.stages[name])
+            return (
+                f"compute of the training ranks, {stage} above all; busiest link: {link.name}, "
+                f"{link.fraction:.0%} of the time"
+            )
+        return f"{link.name}: at line rate for {link.fraction:.0%} of the time"
+
+
+def predict(
+    schedule: Schedule,
+    times: StageTimes,
+    *,
+    profile: str = "cx7_400",
+    seed: int = 0,
+    slow: SlowNic | None = None,
+    spans: bool = False,
+    gpus_per_node: int | None = GPUS_PER_NODE,
+    quantum_bytes: int = QUANTUM_BYTES,
+) -> Prediction:
+    """Simulate one update.
+
+    Args:
+        schedule: of the deployment.
+        times: of its compute stages.
+        profile: of the machines, one of `tep.sim.profiles()`.
+        seed: of the fabric.
+        slow: one NIC that is slower than the others.
+        spans: record what happened when.
+        gpus_per_node: unsharding over more ranks than these goes over the training NICs as well:
+            of the gathered bytes (n-1)/n cross from node to node, over all NICs of a node. Its time
+            is an input; that it takes bandwidth from the writes is simulated. None: leave it out.
+        quantum_bytes: see QUANTUM_BYTES.
+    """
+    began_s = time.process_time()
+    ends = schedule.rows["dst"] + schedule.rows["nbytes"]
+    region = max(schedule.watermark_bytes, int(ends.max()))
+    with Fleet(
+        schedule.ranks,
+        len(schedule.receivers),
+        profile,
+        seed=seed,
+        region_bytes=region,
+        quantum_bytes=quantum_bytes,
+    ) as fleet:
+        if slow is not None:
+            fleet.slow_down(*slow)
+        run = _Run(fleet, schedule, times, gpus_per_node, spans)
+        total_ms = fleet.cluster.run(run.main()) * 1e3
+        links = _links(fleet, schedule, slow, total_ms)
+    stages = {name: ms / schedule.ranks for name, ms in run.stages_ms.items()}
+    return Prediction(
+        total_ms=total_ms,
+        stages=stages,
+        wait_ms=total_ms - sum(stages.values()),
+        groups=tuple(run.groups),
+        links=links,
+        transfers=run.transfers,
+        rows=len(schedule.rows),
+        peak_bytes=run.peak_bytes,
+        cpu_s=time.process_time() - began_s,
+        spans=tuple(run.spans),
+    )
+
+
+def _links(
+    fleet: Fleet, schedule: Schedule, slow: SlowNic | None, total_ms: float
+) -> tuple[Busy, ...]:
+    """What the busiest device of each kind carried, all traffic counted, and the slow NIC."""
+    line = fleet.device_bps / 8e3  # bytes a millisecond
+    out = [sum(nic.nbytes for nic in engine.stats().nics) for engine in fleet.trains]
+    into = schedule.received_bytes().tolist()
+    carried = {f"train{k}": nbytes for k, nbytes in enumerate(out)}
+    carried |= {f"rollout{k}": nbytes for k, nbytes in enumerate(into)}
+    found = []
+    if slow is not None:
+        nbytes = carried.pop(slow.node) // fleet.nics
+        name = f"NIC {slow.nic} of {slow.node}, {slow.times:g} times as slow"
+        found.append(Busy(name, nbytes, nbytes * fleet.nics * slow.times / line / total_ms))
+    for kind, name in (
+        ("train", "NICs of the training ranks, sending"),
+        ("rollout", "NICs of the rollout workers, receiving"),
+    ):
+        most = max((n for node, n in carried.items() if node.startswith(kind)), default=0)
+        found.append(Busy(name, most, most / line / total_ms))
+    return tuple(sorted(found, key=lambda busy: -busy.fraction))
+
+
+class _Mesh:
+    """The ranks of one sub-mesh: how far their tasks are."""
+
+    def __init__(self, name: str, members: tuple[int, ...]) -> None:
+        self.name = name
+        self.members = members
+        self.unsent = 0
+
+
+class _Run:
+    """One update being simulated."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        schedule: Schedule,
+        times: StageTimes,
+        gpus_per_node: int | None,
+        spans: bool,
+    ) -> None:
+        self.gather_bytes = 0
+        self.stages_ms: dict[str, float] = {}
+        self.groups: list[tuple[str, float]] = []
+        self.spans: list[MeshSpan] = []
+        self.transfers = 0
+        self.peak_bytes = 0
+        self._fleet = fleet
+        self._schedule = schedule
+        self._times = times
+        self._record = spans
+        self._node = gpus_per_node
+        self._mine: list[list[int]] = [[] for _ in range(schedule.ranks)]
+        for task in schedule.tasks:
+            for rank in task.members:
+                self._mine[rank].append(task.number)
+        self._left: dict[int, int] = {}
+        self._ended = [asyncio.Event() for _ in schedule.tasks]
+
+    async def main(self) -> float:
+        """Run it; return simulated seconds."""
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
+        counts = self._expectations()
+        for number, name in enumerate(self._schedule.groups):
+            meshes: dict[tuple[int, ...], list[Task]] = {}
+            for task in self._schedule.tasks:
+                if task.group == number:
+                    meshes.setdefault(task.members, []).append(task)
+            await asyncio.gather(
+                *(
+                    self._mesh(_Mesh(f"{name} {k}", members), tasks)
+                    for k, (members, tasks) in enumerate(meshes.items())
+                )
+            )
+            await self._barrier(number)
+            self.groups.append((name, (loop.time() - start_s) * 1e3))
+        for ended in self._ended:
+            await ended.wait()
+        await self._barrier(len(self._schedule.groups))
+        self._finish()
+        for count in counts:
+            await count
+        return loop.time() - start_s
+
+    # ------------------------------------------------------------------ training ranks
+
+    async def _mesh(self, mesh: _Mesh, tasks: Sequence[Task]) -> None:
+        """The thread of all ranks of one sub-mesh, which gather in step."""
+        loop = asyncio.get_running_loop()
+        for task in tasks:
+            began = loop.time()
+            await self._room(task)
+            if loop.time() > began:
+                self._note(mesh, "watermark", task, began, loop.time())
+            rows = self._rows_max(task)
+            seconds = self._times.seconds(task, rows)
+            at = loop.time()
+            for name, each in seconds.items():
+                self.stages_ms[name] = self.stages_ms.get(name, 0.0) + each * 1e3 * len(
+                    task.members
+                )
+                self._note(mesh, name, task, at, at + each)
+                at += each
+            self._unshard(mesh, task, last=task is tasks[-1])
+            await asyncio.sleep(sum(seconds.values()))
+            self._write(mesh, task)
+
+    def _unshard(self, mesh: _Mesh, task: Task, *, last: bool) -> None:
+        """Put on the NICs what unsharding sends from node to node."""
+        n = len(mesh.members)
+        if self._node is None or n <= self._node:
+            return
+        mesh.unsent += task.gather_bytes * (n - 1) // n // self._node
+        if mesh.unsent >= _GATHER_BYTES or last:
+            nbytes, mesh.unsent = mesh.unsent, 0
+            for k, rank in enumerate(mesh.members):
+                other = mesh.members[(k + n // 2) % n]
+                where = ((self._fleet.sources[rank], 0), (self._fleet.staging[other], 0))
+                self._fleet.trains[rank].submit_single_write(nbytes, *where)
+            self.gather_bytes += nbytes * n
+
+    async def _room(self, task: Task) -> None:
+        """Wait until the task's place in every member's staging is free: the watermark."""
+        for rank, after in zip(task.members, task.after):
+            if after >= 0:
+                for number in self._mine[rank][: after + 1]:
+                    if not self._ended[number].is_set():
+                        await self._ended[number].wait()
+            held = sum(
+                self._schedule.tasks[number].nbytes
+                for number in self._mine[rank][after + 1 :]
+                if number <= task.number and not self._ended[number].is_set()
+            )
+            self.peak_bytes = max(self.peak_bytes, held)
+
+    def _rows_max(self, task: Task) -> int:
+        return max(len(self._schedule.rows_of(task.number, rank)) for rank in task.members)
+
+    def _write(self, mesh: _Mesh, task: Task) -> None:
+        """Submit what every member writes in this task: one request for each of its receivers."""
+        fleet, imm = self._fleet, make_imm(Kind.DATA, 1)
+        start_s = asyncio.get_running_loop().time()
+        open_ = 0
+
+        def settled(transfer: Transfer) -> None:
+            nonlocal open_
+            transfer.result()
+            open_ -= 1
+            if not open_:
+                now_s = fleet.cluster.now_us / 1e6
+                self._note(mesh, "write", task, start_s, now_s)
+                self._ended[task.number].set()
+
+        for rank, base in zip(task.members, task.staging):
+            rows = self._schedule.rows_of(task.number, rank)
+            by_receiver: dict[int, list[ScatterDst]] = {}
+            columns = (rows[name].tolist() for name in ("receiver", "src", "dst", "nbytes"))
+            for receiver, src, dst, nbytes in zip(*columns):
+                to = (fleet.targets[receiver], dst)
+                by_receiver.setdefault(receiver, []).append(ScatterDst(nbytes, base + src, to))
+            for dsts in by_receiver.values():
+                open_ += 1
+                fleet.trains[rank].submit_scatter(
+                    fleet.sources[rank], dsts, imm, routing=ROUTING, on_done=settled
+                )
+        self.transfers += open_
+        if not open_:
+            self._ended[task.number].set()
+
+    async def _barrier(self, number: int) -> None:
+        """All training ranks: in round r each tells the one 2**r further on."""
+        fleet, world, step = self._fleet, self._schedule.ranks, 0
+        while 1 << step < world:
+            imm = make_imm(Kind.BARRIER, 1, number * 32 + step)
+            seen = [engine.expect_imm_count(imm, 1) for engine in fleet.trains]
+            for rank, engine in enumerate(fleet.trains):
+                engine.submit_barrier([fleet.staging[(rank + (1 << step)) % world]], imm)
+            for expectation in seen:
+                await expectation
+            step += 1
+
+    def _finish(self) -> None:
+        imm = make_imm(Kind.FINISH, 1)
+        for engine in self._fleet.trains:
+            engine.submit_barrier(self._fleet.targets, imm)
+
+    # ------------------------------------------------------------------ the others
+
+    def _expectations(self) -> list[Expectation]:
+        """What the rollout workers wait for: their rows, and every training rank's word."""
+        fleet, rows = self._fleet, self._schedule.rows
+        found: list[Expectation] = []
+        for k, engine in enumerate(fleet.rollouts):
+            sizes, times = np.unique(rows["nbytes"][rows["receiver"] == k], return_counts=True)
+            total = sum(
+                count_rows([nbytes], fleet.nics, fleet.nics) * n
+                for nbytes, n in zip(sizes.tolist(), times.tolist())
+            )
+            for kind, count in ((Kind.DATA, total), (Kind.FINISH, self._schedule.ranks)):
+                expectation = engine.expect_imm_count(make_imm(kind, 1), count)
+                found.append(expectation)
+        return found
+
+    def _note(self, mesh: _Mesh, stage: str, task: Task, start_s: float, stop_s: float) -> None:
+        if self._record:
+            self.spans.append(MeshSpan(mesh.name, stage, task.name, start_s * 1e3, stop_s * 1e3))

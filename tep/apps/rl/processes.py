@@ -1,0 +1,147 @@
+"""The controller's side of a job of real processes: start them, wire them up, end them.
+
+Workers run `tep.apps.rl.job` on this machine. On several machines start the same command on each
+and use `remote.Listener` as it is done here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Final, Self
+
+from tep.apps.rl.controller import Controller
+from tep.apps.rl.job import TOKEN, Job
+from tep.apps.rl.remote import Caller, Listener, RemoteRollout, RemoteTraining
+from tep.errors import FabricError
+from tep.units import MiB
+
+__all__ = ["LocalJob"]
+
+_START_S: Final = 60.0
+_END_S: Final = 10.0
+
+
+class LocalJob:
+    """A job whose processes all run here; use it as an async context manager.
+
+    Args:
+        job: what to run.
+        folder: for the job's file and the workers' logs.
+        watermark_bytes, bundle_bytes, timeout_s: of the controller.
+
+    Attributes:
+        controller: drives the updates.
+        trains, rollouts: the workers, as the controller sees them.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: str | os.PathLike[str],
+        *,
+        watermark_bytes: int = 64 * MiB,
+        bundle_bytes: int = 4 * MiB,
+        timeout_s: float = 120.0,
+    ) -> None:
+        self.job = job
+        self.trains: list[RemoteTraining] = []
+        self.rollouts: dict[str, RemoteRollout] = {}
+        self._folder = Path(folder)
+        self._path = str(self._folder / "job.json")
+        self._sizes = (watermark_bytes, bundle_bytes)
+        self._timeout_s = timeout_s
+        self._token = secrets.token_hex(16)
+        self._listener = Listener(self._token)
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
+
+    async def __aenter__(self) -> Self:
+        self.job.write(self._path)
+        await self._listener.__aenter__()
+        try:
+            await self._start_all()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def _start_all(self) -> None:
+        names = [f"train{k}" for k in range(self.job.train.world)]
+        actors = [f"rollout{k}" for k in range(self.job.infer.world)]
+        await asyncio.gather(*(self._spawn("train", name) for name in names))
+        await asyncio.gather(*(self._spawn("rollout", name) for name in actors))
+        self.trains = [RemoteTraining(await self._caller("train", name)) for name in names]
+        for name in actors:
+            self.rollouts[name] = RemoteRollout(await self._caller("rollout", name))
+        watermark, bundle = self._sizes
+        self.controller = Controller(
+            self.trains,
+            list(self.rollouts.values()),
+            watermark_bytes=watermark,
+            bundle_bytes=bundle,
+            timeout_s=self._timeout_s,
+        )
+
+    async def _spawn(self, role: str, name: str) -> None:
+        command = (sys.executable, "-m", "tep.apps.rl.job", self._path, role, name)
+        where = ("127.0.0.1", str(self._listener.port))
+        with self._log(name).open("ab") as log:
+            self._processes[name] = await asyncio.create_subprocess_exec(
+                *command, *where, env={**os.environ, TOKEN: self._token}, stderr=log
+            )
+
+    def _log(self, name: str) -> Path:
+        return self._folder / f"{name}.log"
+
+    async def _caller(self, role: str, name: str) -> Caller:
+        process = self._processes[name]
+        ended = asyncio.ensure_future(process.wait())
+        came = asyncio.ensure_future(self._listener.wait_for(role, name, _START_S))
+        await asyncio.wait({ended, came}, return_when=asyncio.FIRST_COMPLETED)
+        if not came.done():
+            came.cancel()
+            tail = self._log(name).read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise FabricError(f"{name} ended with status {process.returncode}:\n{tail}")
+        ended.cancel()
+        return came.result()
+
+    async def kill(self, name: str) -> None:
+        """Kill a worker's process, as a machine that fails would."""
+        process = self._processes.pop(name)
+        process.kill()
+        await process.wait()
+
+    async def restart_rollout(self, name: str) -> RemoteRollout:
+        """Start a rollout worker again and have it join."""
+        await self._spawn("rollout", name)
+        self.rollouts[name] = RemoteRollout(await self._caller("rollout", name))
+        self.controller.add(self.rollouts[name])
+        return self.rollouts[name]
+
+    async def restart_train(self, rank: int, weights: str) -> RemoteTraining:
+        """Start a training rank again, with the weights of a checkpoint."""
+        name = f"train{rank}"
+        await self._spawn("train", name)
+        self.trains[rank] = RemoteTraining(await self._caller("train", name))
+        await self.trains[rank].load(weights)
+        self.controller.replace(rank, self.trains[rank])
+        return self.trains[rank]
+
+    async def load(self, path: str) -> None:
+        """Have all training ranks take another checkpoint."""
+        await asyncio.gather(*(train.load(path) for train in self.trains))
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._listener.__aexit__()
+        for process in self._processes.values():
+            try:
+                async with asyncio.timeout(_END_S):
+                    await process.wait()
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()

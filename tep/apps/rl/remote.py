@@ -1,0 +1,300 @@
+"""Workers in other processes: their ports over asyncio's TCP, typed by msgspec. Control only.
+
+A frame is four bytes of length, little-endian, and MessagePack. A worker connects to the
+controller, says the token and who it is, and then answers calls; several may run at once, so that
+an abort reaches a worker whose update runs. A connection that ends fails every call on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import itertools
+import typing
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
+
+from tep.apps.rl.metadata import RolloutMeta, TrainMeta
+from tep.apps.rl.ports import LoadReport, RolloutState, TrainReport
+from tep.errors import FabricError, TepError, UsageError
+
+__all__ = ["Caller", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"]
+
+T = TypeVar("T")
+
+_FRAME_MAX: Final = 256 << 20
+_HELLO_MAX: Final = 4096
+_HELLO_S: Final = 10.0
+
+
+class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What a worker says first."""
+
+    token: str
+    role: str
+    name: str
+
+
+class _Call(msgspec.Struct, array_like=True):
+    number: int
+    method: str
+    args: list[Any]
+
+
+class _Answer(msgspec.Struct, array_like=True):
+    number: int
+    error: str
+    value: Any = None
+
+
+class _Worker(Protocol):
+    """Anything whose public coroutine methods may be called."""
+
+
+async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
+    length = int.from_bytes(await reader.readexactly(4), "little")
+    if length > limit:
+        raise UsageError(f"a control frame of {length} bytes; {limit} at the most")
+    return await reader.readexactly(length)
+
+
+def _write(writer: asyncio.StreamWriter, message: object) -> None:
+    data = msgspec.msgpack.encode(message)
+    writer.write(len(data).to_bytes(4, "little") + data)
+
+
+# ---------------------------------------------------------------------- the worker's side
+
+
+async def answer(worker: _Worker, host: str, port: int, hello: Hello) -> None:
+    """Connect to a controller and answer its calls until it hangs up."""
+    reader, writer = await asyncio.open_connection(host, port)
+    _write(writer, hello)
+    running: dict[asyncio.Task[None], None] = {}
+    try:
+        while True:
+            try:
+                data = await _read(reader, _FRAME_MAX)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            call = msgspec.msgpack.decode(data, type=_Call)
+            task = asyncio.get_running_loop().create_task(_serve(worker, call, writer))
+            running[task] = None
+            task.add_done_callback(lambda done: running.pop(done, None))
+    finally:
+        for task in list(running):
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        writer.close()
+
+
+async def _serve(worker: _Worker, call: _Call, writer: asyncio.StreamWriter) -> None:
+    try:
+        method = _method(worker, call.method)
+        args = _typed(method, call.args)
+        reply = _Answer(call.number, "", await method(*args))
+    except (TepError, OSError, msgspec.MsgspecError) as error:
+        reply = _Answer(call.number, f"{type(error).__name__}: {error}")
+    _write(writer, reply)
+    await writer.drain()
+
+
+def _method(worker: _Worker, name: str) -> Callable[..., Awaitable[object]]:
+    found = None if name.startswith("_") else getattr(worker, name, None)
+    if not inspect.iscoroutinefunction(found):
+        raise UsageError(f"{type(worker).__name__} has no method {name!r} to call from afar")
+    return found
+
+
+def _typed(method: Callable[..., object], args: Sequence[Any]) -> list[Any]:
+    """Convert arguments to what the method's annotations say."""
+    hints = typing.get_type_hints(method)
+    names = list(inspect.signature(method).parameters)[: len(args)]
+    return [msgspec.convert(arg, hints[name]) for name, arg in zip(names, args, strict=True)]
+
+
+# ---------------------------------------------------------------------- the controller's side
+
+
+class Caller:
+    """One worker's connection, as the controller holds it."""
+
+    def __init__(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.hello = hello
+        self._reader = reader
+        self._writer = writer
+        self._numbers = itertools.count()
+        self._open: dict[int, asyncio.Future[Any]] = {}
+        self._gone = ""
+        self._listening = asyncio.get_running_loop().create_task(self._listen())
+
+    async def call(self, returns: type[T], method: str, *args: object) -> T:
+        """Call a method of the worker.
+
+        Raises:
+            FabricError: it is gone, or answered with an error.
+        """
+        if self._gone:
+            raise FabricError(self._gone, code="PEER_GONE", peer=self.hello.name)
+        number = next(self._numbers)
+        future = self._open[number] = asyncio.get_running_loop().create_future()
+        try:
+            _write(self._writer, _Call(number, method, list(args)))
+            await self._writer.drain()
+            return msgspec.convert(await future, returns)
+        except ConnectionError as error:
+            text = f"{self.hello.name} hung up: {error}"
+            raise FabricError(text, code="PEER_GONE", peer=self.hello.name) from error
+        finally:
+            self._open.pop(number, None)
+
+    async def _listen(self) -> None:
+        why = "hung up"
+        try:
+            while True:
+                data = await _read(self._reader, _FRAME_MAX)
+                reply = msgspec.msgpack.decode(data, type=_Answer)
+                future = self._open.get(reply.number)
+                if future is None or future.done():
+                    continue
+                if reply.error:
+                    future.set_exception(FabricError(reply.error, peer=self.hello.name))
+                else:
+                    future.set_result(reply.value)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except (TepError, msgspec.MsgspecError) as error:
+            why = f"sent what is no answer: {error}"
+        finally:
+            self._gone = f"{self.hello.name} {why}; its process has ended, or the network is down"
+            for future in self._open.values():
+                if not future.done():
+                    gone = FabricError(self._gone, code="PEER_GONE", peer=self.hello.name)
+                    future.set_exception(gone)
+            self._writer.close()
+
+    async def close(self) -> None:
+        """Hang up; the worker ends."""
+        self._listening.cancel()
+        await asyncio.gather(self._listening, return_exceptions=True)
+
+
+class Listener:
+    """Where workers connect to; use it as an async context manager.
+
+    Args:
+        token: a secret that the workers know.
+        host, port: to listen at; port 0: any, see `port`.
+    """
+
+    def __init__(self, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._token = token
+        self._where = (host, port)
+        self._came: dict[tuple[str, str], Caller] = {}
+        self._news = asyncio.Condition()
+        self._callers: list[Caller] = []
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port it listens at."""
+        assert self._server is not None, "use it as an async context manager"
+        found: int = self._server.sockets[0].getsockname()[1]
+        return found
+
+    async def __aenter__(self) -> Listener:
+        self._server = await asyncio.start_server(self._greet, *self._where)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        for caller in self._callers:
+            await caller.close()
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            data = await asyncio.wait_for(_read(reader, _HELLO_MAX), _HELLO_S)
+            hello = msgspec.msgpack.decode(data, type=Hello)
+        except (OSError, EOFError, TepError, TimeoutError, msgspec.MsgspecError):
+            writer.close()  # a stranger
+            return
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            writer.close()
+            return
+        caller = Caller(hello, reader, writer)
+        self._callers.append(caller)
+        async with self._news:
+            self._came[hello.role, hello.name] = caller
+            self._news.notify_all()
+
+    async def wait_for(self, role: str, name: str, timeout_s: float) -> Caller:
+        """Wait until this worker has connected; a later one of the same name is another.
+
+        Raises:
+            TimeoutError: it has not.
+        """
+        async with asyncio.timeout(timeout_s), self._news:
+            await self._news.wait_for(lambda: (role, name) in self._came)
+            return self._came.pop((role, name))
+
+
+class RemoteTraining:
+    """A training rank in another process."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+
+    async def param_meta(self) -> TrainMeta:
+        return await self.caller.call(TrainMeta, "param_meta")
+
+    async def set_routing(self, schedule: bytes) -> bytes:
+        return await self.caller.call(bytes, "set_routing", schedule)
+
+    async def connect(self, peers: Sequence[bytes], rollouts: dict[str, bytes]) -> None:
+        await self.caller.call(object, "connect", list(peers), rollouts)
+
+    async def transfer_weights(self, attempt: int, skip: Sequence[str] = ()) -> TrainReport:
+        return await self.caller.call(TrainReport, "transfer_weights", attempt, list(skip))
+
+    async def abort(self) -> None:
+        await self.caller.call(object, "abort")
+
+    async def load(self, path: str) -> None:
+        """Take the weights of another checkpoint."""
+        await self.caller.call(object, "load", path)
+
+
+class RemoteRollout:
+    """A rollout worker in another process."""
+
+    def __init__(self, caller: Caller) -> None:
+        self.caller = caller
+
+    async def param_meta(self) -> RolloutMeta:
+        return await self.caller.call(RolloutMeta, "param_meta")
+
+    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
+        return await self.caller.call(bytes, "begin", attempt, version, data_imms, finishers)
+
+    async def finished(self, timeout_s: float) -> int:
+        return await self.caller.call(int, "finished", timeout_s)
+
+    async def abort(self) -> RolloutState:
+        return await self.caller.call(RolloutState, "abort")
+
+    async def state(self) -> RolloutState:
+        return await self.caller.call(RolloutState, "state")
+
+    async def digest(self) -> str:
+        """SHA-256 of its weight region."""
+        return await self.caller.call(str, "digest")
+
+    async def load_report(self) -> LoadReport:
+        """What it served since it was last asked."""
+        return await self.caller.call(LoadReport, "load_report")

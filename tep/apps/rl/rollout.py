@@ -1,0 +1,190 @@
+"""A rollout worker: memory that is written to, two counts, and whether its weights may be served.
+
+Passive: between begin() and the last immediate nothing runs here but the engine's counting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.apps.rl.immediates import Kind, make_imm
+from tep.apps.rl.metadata import (
+    RolloutMeta,
+    TargetShard,
+    box_shape,
+    joined_shape,
+    local_shape,
+    nbytes_of,
+    scale_shape,
+)
+from tep.apps.rl.ports import RolloutState
+from tep.apps.rl.quantise import numpy_dtype
+from tep.engine import TransferEngine
+from tep.errors import TepError, UsageError, WaitTimeout
+from tep.transfer import Expectation
+from tep.wire import MrDesc
+
+if TYPE_CHECKING:
+    Array = npt.NDArray[Any]
+
+__all__ = ["RolloutWorker"]
+
+
+class RolloutWorker:
+    """One inference worker over one engine.
+
+    Args:
+        engine: of this worker's device; the caller closes it.
+        meta: what it holds.
+        region: memory of meta.nbytes bytes for the weights; None: allocate it.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        meta: RolloutMeta,
+        region: npt.NDArray[np.uint8] | None = None,
+    ) -> None:
+        self.region = np.zeros(meta.nbytes, np.uint8) if region is None else region
+        if self.region.nbytes != meta.nbytes:
+            raise UsageError(
+                f"{meta.name}: a region of {self.region.nbytes} bytes, the layout needs "
+                f"{meta.nbytes}"
+            )
+        self.engine = engine
+        self._meta = meta
+        self._mr, _ = engine.reg_mr(self.region)
+        self._attempt = 0
+        self._waiting: list[Expectation] = []
+        self._version = 0
+        self._expected = 0
+        self._leases = 0
+        self._free = asyncio.Event()
+        self._free.set()
+        self._updating = False
+        self._aborts = 0
+
+    @property
+    def serving(self) -> int | None:
+        """Version that may be served; None while the weights are mixed, or none are there.
+
+        Two counts make a version: all of its rows are here, and every training rank has said that
+        all of them are through.
+        """
+        whole = bool(self._waiting) and all(waiting.done for waiting in self._waiting)
+        return self._version if whole else None
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[int]:
+        """Serve from the weights: yields their version, which no update touches before the exit.
+
+        Raises:
+            UsageError: no whole version is here, or an update is about to begin.
+        """
+        version = self.serving
+        if version is None or self._updating:
+            raise UsageError(f"{self._meta.name}: no whole version is here; try again later")
+        self._leases += 1
+        self._free.clear()
+        try:
+            yield version
+        finally:
+            self._leases -= 1
+            if not self._leases:
+                self._free.set()
+
+    @property
+    def desc(self) -> MrDesc:
+        """Where the weights are, for the training ranks."""
+        return self._mr.desc
+
+    async def param_meta(self) -> RolloutMeta:
+        return self._meta
+
+    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
+        if any(not waiting.settled for waiting in self._waiting):
+            await self.abort()  # of an update that the controller has given up
+        self._updating = True
+        aborts = self._aborts
+        try:
+            await self._free.wait()  # whoever reads the weights ends with the version it began with
+        finally:
+            self._updating = False
+        if aborts != self._aborts:
+            raise UsageError(f"{self._meta.name}: update {attempt} was aborted before it began")
+        self._attempt, self._version, self._expected = attempt, version, data_imms
+        counts = ((Kind.DATA, data_imms), (Kind.FINISH, finishers))
+        # From the first byte on the weights are of two versions, and none is served.
+        self._waiting = [
+            self.engine.expect_imm_count(make_imm(kind, attempt), count) for kind, count in counts
+        ]
+        return self.desc.to_bytes()
+
+    async def finished(self, timeout_s: float) -> int:
+        try:
+            async with asyncio.timeout(timeout_s):
+                for waiting in self._waiting:
+                    await waiting
+        except TimeoutError:
+            stuck = "; ".join(waiting.describe() for waiting in self._waiting)
+            raise WaitTimeout(f"{self._meta.name}: {stuck} after {timeout_s} s") from None
+        if self.serving is None:
+            raise UsageError(f"{self._meta.name}: no update runs")
+        return self.serving
+
+    async def abort(self) -> RolloutState:
+        """Give up on the update, unless all of it is here; return what is served then.
+
+        The region gets new keys, so that a write of a dead rank which is still on its way is
+        refused and does not land in the next version.
+        """
+        self._aborts += 1
+        for waiting in self._waiting:
+            waiting.cancel()
+        for waiting in self._waiting:
+            with contextlib.suppress(TepError):
+                await waiting
+        if self.serving is not None:
+            return await self.state()  # all is counted, and every rank has said so
+        self._waiting = []
+        self.engine.deregister(self._mr)
+        self._mr, _ = self.engine.reg_mr(self.region)
+        for kind in (Kind.DATA, Kind.FINISH):
+            self.engine.remove_imm(make_imm(kind, self._attempt))
+        return await self.state()
+
+    async def state(self) -> RolloutState:
+        arrived = self._waiting[0].arrived if self._waiting else 0
+        return RolloutState(self.serving, self._attempt, arrived, self._expected)
+
+    def weights(self) -> dict[str, tuple[Array, Array | None]]:
+        """Views of the weights, and of the block scales of quantised ones, by name.
+
+        Raises:
+            UsageError: they are mixed, or none are there.
+        """
+        if self.serving is None:
+            raise UsageError(f"{self._meta.name}: no whole version is here; weights are not served")
+        return {shard.name: self._views(shard) for shard in self._meta.shards}
+
+    def _views(self, shard: TargetShard) -> tuple[Array, Array | None]:
+        shape = local_shape(shard.parts)
+        nbytes = nbytes_of(shape, shard.dtype)
+        raw = self.region[shard.offset : shard.offset + nbytes]
+        values = raw.view(numpy_dtype(shard.dtype)).reshape(shape)
+        if shard.scale_offset < 0:
+            return values, None
+        shape = joined_shape([scale_shape(box_shape(part.box)) for part in shard.parts])
+        raw = self.region[shard.scale_offset : shard.scale_offset + nbytes_of(shape, "fp32")]
+        return values, raw.view(np.float32).reshape(shape)
+
+    def close(self) -> None:
+        """Give the region back; the engine stays open."""
+        if not self._mr.closed:
+            self.engine.deregister(self._mr)

@@ -1,0 +1,216 @@
+"""Questions about a deployment: plan it, predict it, change one thing and predict again.
+
+Puts the other rooms together; nothing is modelled here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+from tep.apps.rl.baselines import Baseline, broadcast_per_shard, gather_and_broadcast
+from tep.apps.rl.models import Model, load_model
+from tep.apps.rl.placement import (
+    InferLayout,
+    TrainLayout,
+    rollout_metas,
+    target_shards,
+    train_metas,
+)
+from tep.apps.rl.predict import Prediction, SlowNic, predict
+from tep.apps.rl.published import KIMI_K2, Attribution, StageTimes
+from tep.apps.rl.routes import Schedule
+from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
+from tep.errors import UsageError
+from tep.units import GiB
+
+__all__ = [
+    "BUNDLE_BYTES",
+    "Deployment",
+    "baselines_of",
+    "infer_layout",
+    "published_times",
+    "train_layout",
+    "what_ifs",
+]
+
+BUNDLE_BYTES: Final = 1 * GiB
+"""Small parameters share a task up to this; a layer's experts at full scale never do. Guessed: well
+below the watermark, and far above what a request costs."""
+
+_EP_TRAIN, _PP_TRAIN, _EP_INFER = 8, 2, 32  # of the published deployment, where they divide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """A model between two layouts, on machines of one profile.
+
+    Attributes:
+        model: what is updated.
+        train, infer: layouts.
+        profile: of the machines.
+        watermark_bytes, bundle_bytes: of the schedule.
+        attribution: of published compute times.
+        group_order: of mesh groups; None: experts first.
+        speeds: of the training ranks; None: all equal.
+        slow: one NIC that is slower than the others.
+        factors: stage -> factor on its time.
+    """
+
+    model: Model
+    train: TrainLayout
+    infer: InferLayout
+    profile: str = "cx7_400"
+    watermark_bytes: int = WATERMARK_BYTES
+    bundle_bytes: int = BUNDLE_BYTES
+    attribution: Attribution = "bytes"
+    group_order: tuple[str, ...] | None = None
+    speeds: tuple[float, ...] | None = None
+    slow: SlowNic | None = None
+    factors: tuple[tuple[str, float], ...] = ()
+
+    def schedule(self) -> Schedule:
+        """Compute the routing table; the last few are remembered."""
+        return _schedule(
+            self.model,
+            self.train,
+            self.infer,
+            self.watermark_bytes,
+            self.bundle_bytes,
+            self.speeds,
+            self.group_order,
+        )
+
+    def predict(
+        self, schedule: Schedule | None = None, *, seed: int = 0, spans: bool = False
+    ) -> Prediction:
+        """Simulate one update."""
+        times = published_times(self.attribution).scaled(**dict(self.factors))
+        found = schedule or self.schedule()
+        return predict(found, times, profile=self.profile, seed=seed, slow=self.slow, spans=spans)
+
+
+@lru_cache(maxsize=3)
+def _schedule(
+    model: Model,
+    train: TrainLayout,
+    infer: InferLayout,
+    watermark_bytes: int,
+    bundle_bytes: int,
+    speeds: tuple[float, ...] | None,
+    group_order: tuple[str, ...] | None,
+) -> Schedule:
+    return make_schedule(
+        train_metas(model, train),
+        rollout_metas(model, infer),
+        watermark_bytes=watermark_bytes,
+        bundle_bytes=bundle_bytes,
+        speeds=speeds,
+        group_order=group_order,
+    )
+
+
+def train_layout(world: int, **sizes: int) -> TrainLayout:
+    """A layout for so many training ranks: like the published one as far as that divides.
+
+    Args:
+        world: training ranks.
+        **sizes: pp, ep, tp, replicas, fsdp where they shall be other.
+
+    Raises:
+        UsageError: the sizes given do not divide the number of ranks.
+    """
+    given = math.prod(sizes.values())
+    if given < 1 or world % given:
+        raise UsageError(f"{world} training ranks are no multiple of {sizes}")
+    left = world // given
+    pp = sizes.get("pp", _PP_TRAIN if left % _PP_TRAIN == 0 and left > _PP_TRAIN else 1)
+    left //= 1 if "pp" in sizes else pp
+    ep = sizes.get("ep", math.gcd(left, _EP_TRAIN) if left > _EP_TRAIN else 1)
+    left //= 1 if "ep" in sizes else ep
+    fsdp = sizes.get("fsdp", left)
+    if "fsdp" in sizes:
+        ep *= left
+    found = TrainLayout(
+        fsdp=fsdp, pp=pp, ep=ep, tp=sizes.get("tp", 1), replicas=sizes.get("replicas", 1)
+    )
+    assert found.world == world, (found, world)
+    return found
+
+
+def infer_layout(world: int, ep: int | None = None, tp: int = 1) -> InferLayout:
+    """A layout for so many workers: replicas of the largest expert parallelism up to 32."""
+    chosen = ep or max(k for k in range(1, _EP_INFER + 1) if world % k == 0)
+    if world % chosen:
+        raise UsageError(f"{world} inference workers are no multiple of ep={chosen}")
+    return InferLayout(ep=chosen, tp=tp, replicas=world // chosen)
+
+
+@lru_cache(maxsize=4)
+def published_times(attribution: Attribution = "bytes") -> StageTimes:
+    """Compute rates from the published Kimi-K2 update."""
+    known = KIMI_K2
+    deployment = Deployment(
+        model=load_model(known.model),
+        train=TrainLayout(fsdp=known.fsdp, pp=known.pp, ep=known.ep),
+        infer=InferLayout(ep=known.infer_ep, replicas=known.replicas),
+    )
+    return StageTimes.of(deployment.schedule(), attribution)
+
+
+def baselines_of(deployment: Deployment, schedule: Schedule) -> list[Baseline]:
+    """The other ways to do the same update."""
+    _, model_bytes = target_shards(deployment.model, InferLayout(ep=1), 0)
+    profile = deployment.profile
+    return [
+        gather_and_broadcast(schedule, deployment.infer.replicas, model_bytes, profile=profile),
+        broadcast_per_shard(schedule, model_bytes, profile=profile),
+    ]
+
+
+_Change = Callable[[Deployment], Deployment]
+
+
+def _changes(base: Deployment) -> dict[str, _Change]:
+    """What can be asked: name -> the deployment with one thing changed."""
+    halved = tuple(0.5 if rank == 0 else 1.0 for rank in range(base.train.world))
+    # Every row is shared by all NICs of a device: one slow NIC of two makes the device as slow.
+    return {
+        "as it is": lambda d: d,
+        "one training NIC at half its rate": lambda d: replace(d, slow=SlowNic("train0")),
+        "the same, and the schedule knows": lambda d: replace(
+            d, slow=SlowNic("train0"), speeds=halved
+        ),
+        "one inference NIC at half its rate": lambda d: replace(d, slow=SlowNic("rollout0")),
+        "100 inference GPUs": lambda d: replace(d, infer=infer_layout(100)),
+        "EFA, 2 x 200 Gb/s": lambda d: replace(d, profile="efa_2x200"),
+        "half the watermark": lambda d: replace(d, watermark_bytes=d.watermark_bytes // 2),
+        "dense parameters first": lambda d: replace(d, group_order=("dense", "experts")),
+        "unsharding costs nothing": lambda d: replace(d, factors=(("unshard", 0.0),)),
+        "compute by roofline": lambda d: replace(d, attribution="roofline"),
+        "compute by tensors": lambda d: replace(d, attribution="calls"),
+    }
+
+
+def what_ifs(
+    base: Deployment, names: Sequence[str] | None = None, *, seed: int = 0
+) -> Iterator[tuple[str, Prediction]]:
+    """Predict a deployment with one thing changed, for each of the changes.
+
+    Args:
+        base: what it is compared with.
+        names: which changes; None: all.
+        seed: of the fabric.
+
+    Raises:
+        UsageError: an unknown change.
+    """
+    changes = _changes(base)
+    unknown = set(names or ()) - set(changes)
+    if unknown:
+        raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(changes)}")
+    for name in names or changes:
+        yield name, changes[name](base).predict(seed=seed)

@@ -1,0 +1,167 @@
+"""`tep moe`: predict the latency of MoE dispatch and combine, with its parts; compare ways to do
+it; check every byte of drawn layers on the chaos fabric.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tep.cli.show import Json, Seed, emit_json, print_table, progress
+
+if TYPE_CHECKING:
+    from tep.apps.moe.predict import Prediction, Workload
+
+__all__ = ["moe"]
+
+Private = Annotated[
+    int, typer.Option("--private", min=0, help="Tokens to each peer before routes are known.")
+]
+SlowNic = Annotated[
+    float, typer.Option("--slow-nic", help="Rank 0's first NIC takes so many times as long.")
+]
+Adaptive = Annotated[
+    bool, typer.Option("--adaptive", help="Share private areas out by the step before.")
+]
+Nics = Annotated[int | None, typer.Option("--nics", min=1, help="NICs of a GPU.")]
+Prefill = Annotated[bool, typer.Option("--prefill", help="4096 tokens a rank, not 128.")]
+Turns = Annotated[int | None, typer.Option("--turns", min=1, help="None: 64 latencies or more.")]
+Skew = Annotated[float, typer.Option("--skew", min=0.0, help="0 = even; Zipf exponent.")]
+
+
+def moe(
+    ep: Annotated[int, typer.Option("--ep", min=1, help="Ranks, one GPU each.")] = 64,
+    nic: Annotated[str, typer.Option("--nic", help="cx7, efa, efa_p5, or a profile.")] = "cx7",
+    prefill: Prefill = False,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=0, help="Of each rank.")] = None,
+    topk: Annotated[int, typer.Option("--topk", min=1, help="Experts of a token.")] = 8,
+    experts: Annotated[int, typer.Option("--experts", min=1, help="In all.")] = 256,
+    hidden: Annotated[int, typer.Option("--hidden", min=1, help="Elements of a token.")] = 7168,
+    private: Private = 256,
+    nics: Nics = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="GPUs of a node.")] = 8,
+    skew: Skew = 0.0,
+    slow_nic: SlowNic = 1.0,
+    by_bytes: Annotated[
+        bool, typer.Option("--by-bytes", help="Share the first burst over all NICs, too.")
+    ] = False,
+    node_sums: Annotated[
+        bool, typer.Option("--node-sums", help="Add results up at the sending node.")
+    ] = False,
+    adaptive: Adaptive = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Other ways on the same machine, side by side.")
+    ] = False,
+    turns: Turns = None,
+    check: Annotated[
+        int, typer.Option("--check", min=0, help="Instead: check so many drawn layers.")
+    ] = 0,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Predict p50 of dispatch and combine: the product's own all-to-all in simulated time."""
+    if check:
+        _check(seed, check, json=json)
+        return
+    from tep.apps.moe.predict import Workload, predict  # numpy is loaded when something runs
+
+    workload = Workload(
+        ep=ep,
+        nic=nic,
+        tokens=tokens if tokens is not None else 4096 if prefill else 128,
+        topk=topk,
+        experts=experts,
+        hidden=hidden,
+        scales=-(-hidden // 128),
+        private_tokens=private,
+        gpus=gpus,
+        nics=nics,
+        skew=skew,
+        slow_nic=slow_nic,
+        seed=seed,
+        private_scatter="bytes" if by_bytes else "peers",
+        private_sizes="adaptive" if adaptive else "equal",
+        turns=1 if prefill and turns is None else turns,
+        sums="node" if node_sums else "token",
+    )
+    if compare:
+        _compare(workload, json=json)
+    else:
+        _show(predict(workload), json=json)
+
+
+def _title(workload: Workload) -> str:
+    return (
+        f"EP{workload.ep}, {workload.nic}, {workload.tokens} tokens a rank, "
+        f"top {workload.topk} of {workload.experts}"
+    )
+
+
+def _show(found: Prediction, *, json: bool) -> None:
+    workload = found.workload
+    halves = {
+        "dispatch": (found.dispatch_us, found.p99_us[0], found.dispatch_parts),
+        "combine": (found.combine_us, found.p99_us[1], found.combine_parts),
+    }
+    if json:
+        document: dict[str, object] = {
+            "ep": workload.ep,
+            "nic": workload.nic,
+            "tokens": workload.tokens,
+            "private": workload.private_tokens,
+            "seed": workload.seed,
+            "barrier_us": found.barrier_us,
+        }
+        for half, (p50, p99, parts) in halves.items():
+            document[half] = {"p50_us": p50, "p99_us": p99, "parts_us": parts}
+        emit_json(document)
+        return
+    names = dict.fromkeys(name for _, _, parts in halves.values() for name in parts)
+    rows = [
+        {"us": half, "p50": f"{p50:.1f}", "p99": f"{p99:.1f}"}
+        | {name: f"{us:.1f}" for name, us in parts.items()}
+        for half, (p50, p99, parts) in halves.items()
+    ]
+    print_table(_title(workload), ["us", "p50", "p99", *names], rows)
+    barrier = f"a barrier: {found.barrier_us:.1f} us"
+    typer.echo(f"{barrier}, in neither; buffers of the next step wait for it")
+
+
+def _compare(workload: Workload, *, json: bool) -> None:
+    from tep.apps.moe.alternatives import compare
+
+    rows = compare(workload)
+    if json:
+        emit_json(
+            [
+                {"name": row.name.strip(), "dispatch_us": row.dispatch_us}
+                | {"combine_us": row.combine_us}
+                for row in rows
+            ]
+        )
+        return
+    table = [
+        {"p50, us": row.name, "dispatch": f"{row.dispatch_us:.1f}"}
+        | {"combine": f"{row.combine_us:.1f}"}
+        for row in rows
+    ]
+    print_table(_title(workload), ["p50, us", "dispatch", "combine"], table)
+
+
+def _check(seed: int, count: int, *, json: bool) -> None:
+    """Run drawn layers and compare every byte; a mismatch is an error that prints the layer."""
+    from tep.apps.moe.trial import Mismatch, draw_trial, run_trial
+
+    with progress("layers", count, quiet=json) as bar:
+        for number in range(seed, seed + count):
+            try:
+                run_trial(draw_trial(number))
+            except Mismatch as wrong:
+                typer.echo(f"seed {number}: {wrong}", err=True)
+                raise typer.Exit(1) from wrong
+            bar.advance(bar.task_ids[0])
+    if json:
+        emit_json({"layers": count, "seed": seed, "wrong": 0})
+    else:
+        typer.echo(f"{count} layers from seed {seed}: every byte equals the dense reference")

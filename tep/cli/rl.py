@@ -1,0 +1,247 @@
+"""`tep rl`: plan and predict a weight update at full scale; run one between real processes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tep.cli.show import Json, Seed, emit_json, print_table, progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tep.apps.rl.job import Job
+    from tep.apps.rl.ports import UpdateReport
+    from tep.apps.rl.predict import Prediction
+    from tep.apps.rl.routes import Schedule
+    from tep.apps.rl.study import Deployment
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="RL weight updates: from a sharded model in training to one sharded for inference.",
+    no_args_is_help=True,
+)
+
+_Model = Annotated[
+    str, typer.Option("--model", help="kimi-k2, deepseek-v3, qwen3-235b, or a HF config.json.")
+]
+_Spread = Annotated[
+    str, typer.Option(help="How compute is spread over parameters: bytes, roofline or calls.")
+]
+_Size = Annotated[int | None, typer.Option(help="Parallelism; default: as published, if it fits.")]
+
+
+@app.command("plan")
+def plan(
+    model: _Model = "kimi-k2",
+    train: Annotated[int, typer.Option("--train", min=1, help="Training ranks.")] = 256,
+    infer: Annotated[int, typer.Option("--infer", min=1, help="Inference workers.")] = 128,
+    pp: _Size = None,
+    ep: _Size = None,
+    tp: _Size = None,
+    infer_ep: _Size = None,
+    infer_tp: Annotated[int, typer.Option(help="Tensor parallelism of inference.")] = 1,
+    profile: Annotated[str, typer.Option(help="cx7_400, efa_2x200, efa_4x100.")] = "cx7_400",
+    watermark_gib: Annotated[float, typer.Option(help="Temporary memory of a rank.")] = 16.0,
+    attribution: _Spread = "bytes",
+    compare: Annotated[bool, typer.Option(help="Simulate the other ways to update, too.")] = False,
+    what_if: Annotated[bool, typer.Option(help="Change one thing at a time.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the routing table here.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Compute the routing table of an update, and say how long the update takes and why."""
+    from tep.apps.rl import study, timeline
+    from tep.apps.rl.baselines import comparison
+    from tep.apps.rl.models import load_model
+    from tep.units import GiB
+
+    sizes = {name: n for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n is not None}
+    if attribution not in {"bytes", "roofline", "calls"}:
+        raise typer.BadParameter(f"--attribution {attribution}: bytes, roofline or calls")
+    deployment = study.Deployment(
+        model=load_model(model),
+        train=study.train_layout(train, **sizes),
+        infer=study.infer_layout(infer, infer_ep, infer_tp),
+        profile=profile,
+        watermark_bytes=round(watermark_gib * GiB),
+        attribution=attribution,  # type: ignore[arg-type]  # checked above
+    )
+    quiet = json or not sys.stderr.isatty()
+    with progress("plan, simulate", 2, quiet=quiet) as bar:
+        began_s = time.process_time()
+        schedule = deployment.schedule()
+        plan_s = time.process_time() - began_s
+        bar.advance(bar.task_ids[0])
+        found = deployment.predict(schedule, seed=seed, spans=trace is not None)
+    if output is not None:
+        output.write_bytes(schedule.to_bytes())
+    if trace is not None:
+        timeline.write_perfetto(trace, found.spans)
+    document: dict[str, object] = _document(deployment, schedule, found, plan_s)
+    if compare:
+        others = study.baselines_of(deployment, schedule)
+        document["comparison"] = comparison(found, others)
+    if what_if:
+        document["what_ifs"] = [
+            {"change": name, "ms": round(other.total_ms, 1), "bottleneck": other.bottleneck}
+            for name, other in study.what_ifs(deployment, seed=seed)
+        ]
+    if json:
+        emit_json(document)
+    else:
+        _print(document)
+
+
+def _document(
+    deployment: Deployment, schedule: Schedule, found: Prediction, plan_s: float
+) -> dict[str, object]:
+    from tep.apps.rl.published import KIMI_K2, TOTAL_MS
+
+    known, train, infer = KIMI_K2, deployment.train, deployment.infer
+    layout = (train.fsdp, train.pp, train.ep, infer.ep, infer.replicas)
+    published = layout == (known.fsdp, known.pp, known.ep, known.infer_ep, known.replicas)
+    published = published and deployment.model.name == known.model
+    spread = {"calls": "number", "roofline": "bytes and number"}.get(
+        deployment.attribution, "bytes"
+    )
+    sent, received = schedule.sent_bytes(), schedule.received_bytes()
+    return {
+        "model": deployment.model.name,
+        "shapes": deployment.model.source,
+        "parameters": deployment.model.parameters,
+        "train": repr(train),
+        "infer": repr(infer),
+        "profile": deployment.profile,
+        "tasks": len(schedule.tasks),
+        "writes": len(schedule.rows),
+        "sent_gb": [round(float(n) / 1e9, 3) for n in (sent.min(), sent.max())],
+        "received_gb": [round(float(n) / 1e9, 3) for n in (received.min(), received.max())],
+        "compute": f"published totals of Kimi-K2, spread over parameters by {spread}",
+        "total_ms": round(found.total_ms, 1),
+        "published_ms": TOTAL_MS if published else None,
+        "stages_ms": {name: round(ms, 1) for name, ms in found.stages.items()},
+        "wait_ms": round(found.wait_ms, 1),
+        "links": [
+            {"link": busy.name, "gb": round(busy.nbytes / 1e9, 2), "busy": round(busy.fraction, 3)}
+            for busy in found.links
+        ],
+        "bottleneck": found.bottleneck,
+        "peak_gib": round(found.peak_bytes / 2**30, 2),
+        "cpu_s": round(plan_s + found.cpu_s, 2),
+        "digest": schedule.digest(),
+    }
+
+
+def _print(document: dict[str, object]) -> None:
+    tables = {"comparison": "Ways to update", "what_ifs": "What if", "links": "Links"}
+    stages = document["stages_ms"]
+    assert isinstance(stages, dict)
+    plain = {k: v for k, v in document.items() if k not in {*tables, "stages_ms"} and v is not None}
+    rows: list[dict[str, object]] = [{"what": k, "value": v} for k, v in plain.items()]
+    print_table("Plan", ("what", "value"), rows)
+    rows = [{"stage": name, "ms": ms} for name, ms in stages.items()]
+    rows.append({"stage": "wait for network and ranks", "ms": document["wait_ms"]})
+    print_table("One training rank", ("stage", "ms"), rows)
+    for key, title in tables.items():
+        found = document.get(key)
+        if isinstance(found, list) and found:
+            print_table(title, tuple(found[0]), found)
+
+
+@app.command("run")
+def run(
+    weights: Annotated[Path, typer.Option("--weights", help="A safetensors file.")],
+    model: Annotated[str, typer.Option("--model", help="Its config.json.")],
+    train: Annotated[int, typer.Option("--train", min=1, help="Training processes.")] = 4,
+    infer: Annotated[int, typer.Option("--infer", min=1, help="Inference processes.")] = 2,
+    backend: Annotated[str, typer.Option(help="See `tep info`.")] = "libfabric",
+    updates: Annotated[int, typer.Option(min=1, help="How many updates.")] = 2,
+    watermark_mib: Annotated[int, typer.Option(help="Temporary memory of a rank.")] = 64,
+    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
+    json: Json = False,
+) -> None:
+    """Update real weights between real processes on this machine, and compare every byte."""
+    import asyncio
+    import tempfile
+
+    from tep.apps.rl import study, timeline
+    from tep.apps.rl.job import Job
+    from tep.units import MiB
+
+    options: dict[str, str | int | list[str]] = {}
+    if backend == "libfabric":
+        options = {"provider": "tcp", "nics": 1}
+    job = Job(
+        model=str(Path(model).resolve()) if Path(model).is_file() else model,
+        weights=str(weights.resolve()),
+        train=study.train_layout(train),
+        infer=study.infer_layout(infer),
+        backend=backend,
+        options=options,
+    )
+    quiet = json or not sys.stderr.isatty()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        progress("updates", updates, quiet=quiet) as bar,
+    ):
+        rows, reports = asyncio.run(
+            _updates(
+                job, folder, updates, watermark_mib * MiB, lambda: bar.advance(bar.task_ids[0])
+            )
+        )
+    if trace is not None:
+        spans = [span for report in reports[-1].trains for span in report.spans]
+        timeline.write_perfetto(trace, timeline.from_reports(spans))
+    if json:
+        emit_json({"job": {"backend": backend, "train": train, "infer": infer}, "updates": rows})
+    else:
+        print_table("Updates", tuple(rows[0]), rows)
+        typer.echo(reports[-1].table())
+    if not all(row["verified"] for row in rows):
+        raise typer.Exit(1)
+
+
+async def _updates(
+    job: Job, folder: str, updates: int, watermark_bytes: int, tick: Callable[[], object]
+) -> tuple[list[dict[str, object]], list[UpdateReport]]:
+    """Start the processes, update, compare each worker's region with the checkpoint."""
+    from tep.apps.rl.models import load_model
+    from tep.apps.rl.placement import rollout_metas
+    from tep.apps.rl.processes import LocalJob
+    from tep.apps.rl.verify import expected_digest
+    from tep.apps.rl.weights import Checkpoint
+
+    model, checkpoint = load_model(job.model), Checkpoint(job.weights)
+    checkpoint.check(model)
+    expected = {
+        meta.name: expected_digest(model, checkpoint, meta)
+        for meta in rollout_metas(model, job.infer)
+    }
+    rows: list[dict[str, object]] = []
+    reports = []
+    async with LocalJob(job, folder, watermark_bytes=watermark_bytes) as fleet:
+        for version in range(1, updates + 1):
+            report = await fleet.controller.update(version)
+            found = {name: await actor.digest() for name, actor in fleet.rollouts.items()}
+            written = sum(train.written_bytes for train in report.trains)
+            rows.append(
+                {
+                    "version": version,
+                    "ok": report.ok,
+                    "seconds": round(report.elapsed_s, 3),
+                    "MB written": round(written / 1e6, 1),
+                    "MB gathered": round(sum(t.gathered_bytes for t in report.trains) / 1e6, 1),
+                    "verified": report.ok and found == expected,
+                    "error": report.error,
+                }
+            )
+            reports.append(report)
+            tick()
+    return rows, reports

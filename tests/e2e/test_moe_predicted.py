@@ -1,0 +1,233 @@
+"""Predicted latencies against the published ones: what was fitted, what was not, what it costs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tep.apps.moe import trial
+from tep.apps.moe.kernels import load_gpu, numbers_of
+from tep.apps.moe.predict import Workload, predict
+from tep.apps.moe.trial import dense
+from tep.cli import app
+from tep.sim.clock import FabricEnv
+
+# arXiv 2510.27656 v2, Figures 9 (decode) and 10 (prefill): EFA, CX7; p50 microseconds.
+DECODE = {
+    ("dispatch", 64): (266.7, 187.5),
+    ("dispatch", 16): (214.8, 110.2),
+    ("dispatch", 8): (49.7, 50.5),
+    ("combine", 64): (391.2, 309.1),
+    ("combine", 16): (241.5, 185.5),
+    ("combine", 8): (64.2, 65.3),
+}
+PREFILL = {
+    ("dispatch", 64): (5334, 4665),
+    ("dispatch", 16): (3197, 2735),
+    ("dispatch", 8): (1052, 1062),
+    ("combine", 64): (9779, 8771),
+    ("combine", 16): (5379, 5071),
+    ("combine", 8): (1397, 1405),
+}
+# Figure 11: slow-down of dispatch in percent against one burst: (private tokens, EP) -> EFA, CX7.
+PRIVATE = {
+    (32, 64): (0, 0),
+    (24, 64): (7.6, 0.4),
+    (8, 64): (65.8, 0.8),
+    (2, 64): (None, 15.4),
+    (24, 8): (2.5, 2.8),
+    (8, 8): (6.6, 7.1),
+}
+NIC = {"efa": (0, 0.15), "cx7": (1, 0.10)}  # column, tolerance
+
+
+def check(published, workload) -> None:
+    column, tolerance = NIC[workload.nic]
+    found = predict(workload)
+    for half, us in (("dispatch", found.dispatch_us), ("combine", found.combine_us)):
+        assert published[half, workload.ep][column] == pytest.approx(us, rel=tolerance), half
+
+
+LONG = pytest.mark.long
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nic", NIC)
+@pytest.mark.parametrize("ep", [8, 16, pytest.param(64, marks=LONG)])
+def test_decode(ep, nic) -> None:
+    """Every plan for a cluster begins with these twelve numbers."""
+    check(DECODE, Workload(ep=ep, nic=nic))
+
+
+@pytest.mark.slow
+def test_decode_of_64_ranks() -> None:
+    """One turn, so that every run has looked at the largest published size."""
+    check(DECODE, Workload(ep=64, nic="efa", turns=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nic", NIC)
+@pytest.mark.parametrize("ep", [8, 16, pytest.param(64, marks=LONG)])
+def test_prefill(ep, nic) -> None:
+    """The same machine with 32 times the tokens: what was tuned to latency would fail here."""
+    check(PREFILL, Workload.prefill(ep=ep, nic=nic))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nic", NIC)
+@pytest.mark.parametrize("ep", [8, pytest.param(64, marks=LONG)])
+def test_private_buffers(ep, nic) -> None:
+    """How small private buffers may be is what their memory costs: it grows with the ranks."""
+    column, tolerance = NIC[nic]
+    base_us = predict(Workload(ep=ep, nic=nic, private_tokens=32)).dispatch_us
+    for (private, ranks), percents in PRIVATE.items():
+        if ranks == ep and percents[column] is not None:
+            found = predict(Workload(ep=ep, nic=nic, private_tokens=private))
+            expected = DECODE["dispatch", ep][column] * (1 + percents[column] / 100)
+            assert expected == pytest.approx(found.dispatch_us, rel=tolerance), private
+            slower = 100 * (found.dispatch_us / base_us - 1)
+            assert percents[column] == pytest.approx(slower, abs=10), private
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("nic", "least", "most"), [("efa", 0.2, 0.5), ("cx7", -0.05, 0.1)])
+def test_small_private_buffers_cost_efa_more(nic, least, most) -> None:
+    """At a size Figure 11 does not show: EFA pays for late routes, ConnectX-7 hardly."""
+    small, large = (
+        predict(Workload(ep=32, nic=nic, turns=1, private_tokens=private)).dispatch_us
+        for private in (8, 64)
+    )
+
+    assert least < small / large - 1 < most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nic", "name", "values"),
+    [
+        ("cx7", "ep", (8, 16, 32)),
+        ("efa", "tokens", (32, 64, 128)),
+        pytest.param("cx7", "tokens", (16, 32, 64, 128, 256), marks=LONG),
+        pytest.param("efa", "ep", (8, 16, 32, 64, 128), marks=LONG),
+    ],
+)
+def test_between_the_published_sizes_nothing_jumps(nic, name, values) -> None:
+    """The checked sizes are not the only ones: more ranks, or more tokens, never take less time."""
+    found = [predict(Workload(**({"nic": nic, "ep": 16, "turns": 1} | {name: v}))) for v in values]
+    for half in ("dispatch_us", "combine_us"):
+        times = [getattr(one, half) for one in found]
+        assert sorted(times) == times, half
+
+
+def test_few_numbers_are_fitted() -> None:
+    """With a free number for each row anything can be met, and nothing is predicted."""
+    numbers = [
+        (section, key, number["confidence"])
+        for section, table in numbers_of("hopper").items()
+        for key, number in table.items()
+    ]
+
+    assert 5 == sum(confidence == "fitted" for _, _, confidence in numbers)
+    assert {"gpu", "proxy", "proxy_cx7", "proxy_efa"} == {section for section, _, _ in numbers}
+
+
+def test_stages_of_the_published_step_add_up() -> None:
+    """The kernel times are quoted whole; what is left for fixed work must not be negative."""
+    gpu = load_gpu("cx7")
+
+    assert gpu.launch_s() > 0
+    for half in ("dispatch", "combine"):
+        assert gpu.send_rest_s(half, 0.0) >= gpu.push_hidden
+        assert gpu.receive_launch_s(half) > 0
+
+
+def test_same_seed_same_prediction() -> None:
+    """A prediction that moves by itself cannot be compared with another."""
+    workload = Workload(ep=16, nic="efa", turns=1, skew=0.5)
+
+    assert predict(workload) == predict(workload)
+    assert predict(workload) != predict(Workload(ep=16, nic="efa", turns=1, skew=0.5, seed=1))
+
+
+@pytest.mark.slow
+def test_skew_costs_and_more_nics_pay() -> None:
+    """The two knobs that a planner turns first must turn the right way."""
+    even = predict(Workload(ep=16, turns=1))
+    skewed = predict(Workload(ep=16, turns=1, skew=0.7))
+
+    # The median rank gets fewer tokens than before; the step waits for the one that gets most.
+    assert even.p99_us[0] < skewed.p99_us[0]
+    assert even.dispatch_us > predict(Workload(ep=16, turns=1, nics=2)).dispatch_us
+
+
+@pytest.mark.slow
+def test_one_slow_nic_holds_up_everybody() -> None:
+    """All wait for the slowest: with 16 ranks one NIC of half the speed doubles the step."""
+    even, slow = (predict(Workload(ep=16, turns=2, slow_nic=times)) for times in (1.0, 2.0))
+
+    assert 1.5 * even.p99_us[1] < slow.p99_us[1] < 2.5 * even.p99_us[1]
+    assert slow.combine_us > 1.2 * even.combine_us
+
+
+def test_parts_add_up_to_the_latency() -> None:
+    """A breakdown that leaves something out explains the wrong thing."""
+    found = predict(Workload(ep=16, turns=1))
+
+    assert found.dispatch_us == pytest.approx(sum(found.dispatch_parts.values()), rel=0.02)
+    assert found.combine_us == pytest.approx(sum(found.combine_parts.values()), rel=0.02)
+
+
+def test_the_command_prints_what_is_predicted() -> None:
+    """The command line is where most people will meet the model."""
+    small = ["moe", "--ep", "4", "--gpus", "2", "--nic", "efa", "--turns", "1"]
+    plain = CliRunner().invoke(app, small)
+    document = json.loads(CliRunner().invoke(app, [*small, "--json"]).stdout)
+
+    assert 0 == plain.exit_code, plain.output
+    assert f"{document['dispatch']['p50_us']:.1f}" in plain.stdout
+    assert {"send kernel", "proxy", "first byte", "NIC", "receive kernel"} == set(
+        document["combine"]["parts_us"]
+    )
+
+
+def test_the_command_compares_and_checks() -> None:
+    """How the other ways do, and whether any of it is right, is what a researcher asks first."""
+    small = ["moe", "--ep", "4", "--gpus", "2", "--turns", "1", "--compare", "--json"]
+    rows = json.loads(CliRunner().invoke(app, small).stdout)
+    checked = CliRunner().invoke(app, ["moe", "--check", "3", "--seed", "5", "--json"])
+
+    assert {"per-token writes", "padded, dense", "sums at the sending node"} < {
+        row["name"] for row in rows
+    }
+    assert {"layers": 3, "seed": 5, "wrong": 0} == json.loads(checked.stdout)
+
+
+def test_the_command_says_which_layer_is_wrong(monkeypatch) -> None:
+    """A mismatch without the seed that shows it again is a rumour."""
+    monkeypatch.setattr(trial, "dense", lambda *a: dense(*a) ^ 1)
+    found = CliRunner().invoke(app, ["moe", "--check", "3", "--seed", "5"])
+
+    assert 1 == found.exit_code
+    assert "seed 5: Trial(world=" in found.output
+
+
+def test_a_row_costs_few_events() -> None:
+    """Sweeps of hundreds of configurations are what the simulator is for; events are what it costs.
+
+    A rank of EP16 with 8 on its node sends 15 routes, 8 bursts, 8 results and 30 barriers.
+    """
+    events = 0
+    with pytest.MonkeyPatch.context() as patch:
+        call_at = FabricEnv.call_at
+
+        def counted(self, *args):
+            nonlocal events
+            events += 1
+            return call_at(self, *args)
+
+        patch.setattr(FabricEnv, "call_at", counted)
+        predict(Workload(ep=16, turns=1))
+
+    assert events < 3 * 16 * (15 + 8 + 8 + 30)

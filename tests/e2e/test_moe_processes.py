@@ -1,0 +1,84 @@
+"""Four real processes: a small MoE layer over libfabric and shared memory, byte by byte."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tep.backends import libfabric
+from tep.errors import BackendUnavailable
+
+NODE = Path(__file__).with_name("moe_node.py")
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 4
+
+
+def run_processes(backend: str, *, node_size: int = 1, turns: int = 2) -> list[str]:
+    """Start all ranks; return what they said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        ranks = []
+        for rank in range(WORLD):
+            fd = listener.fileno() if rank == 0 else -1
+            arguments = [backend, rank, WORLD, port, fd, node_size, turns]
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, str(NODE), *map(str, arguments)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    cwd=ROOT,
+                    pass_fds=[fd] if fd >= 0 else [],
+                )
+            )
+        try:
+            said = [rank.communicate(timeout=90) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+    failed = [error for rank, (_, error) in zip(ranks, said, strict=True) if rank.returncode]
+    assert [] == failed
+    return [out.strip() for out, _ in said]
+
+
+def rows(said: list[str]) -> int:
+    """Rows that all ranks posted."""
+    return sum(int(text.split("rows=")[1]) for text in said)
+
+
+@functools.cache
+def far(provider: str) -> list[str]:
+    """Every rank a node of its own; one run serves two tests."""
+    return run_processes(f"libfabric:{provider}")
+
+
+@pytest.fixture(autouse=True)
+def _libfabric() -> None:
+    try:
+        libfabric.probe()
+    except BackendUnavailable as error:
+        pytest.skip(reason=str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_outputs_equal_the_dense_layer(provider) -> None:
+    """What holds on a simulated clock may break on threads, sockets and real completion queues."""
+    said = far(provider)
+
+    assert [f"ok rank={rank}" for rank in range(WORLD)] == [text.split(" rows")[0] for text in said]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("provider", ["tcp", pytest.param("shm", marks=pytest.mark.long)])
+def test_shared_memory_carries_what_stays_in_the_node(provider) -> None:
+    """Two nodes of two ranks: half of the payload never sees the engine, and flags order it."""
+    near = run_processes(f"libfabric:{provider}", node_size=2)
+
+    assert rows(near) < rows(far(provider))

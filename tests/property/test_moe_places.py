@@ -1,0 +1,162 @@
+"""Where copies land, against a brute-force walk over every token; no engine."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tep.apps.moe.config import MoeConfig
+from tep.apps.moe.layout import Layout
+from tep.apps.moe.payload import Payload
+from tep.apps.moe.peers import Peers
+from tep.apps.moe.routing import Routes, private_limits, sort_copies
+
+# Each example walks through every copy of every rank.
+SOME = settings(max_examples=max(10, settings().max_examples // 4))
+
+
+@st.composite
+def routings(draw) -> tuple[MoeConfig, list[np.ndarray]]:
+    dp = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    world = dp * draw(st.integers(1, 6))
+    experts = world * draw(st.integers(1, 4))
+    config = MoeConfig(
+        num_experts=experts,
+        topk=draw(st.integers(1, min(5, experts))),
+        hidden=4,
+        max_tokens=draw(st.integers(0, 8)),
+        world=world,
+        dp_size=dp,
+        private_tokens=draw(st.integers(0, 6)),
+        private_sizes=draw(st.sampled_from(["equal", "adaptive"])),
+        expert_padding=draw(st.sampled_from([1, 1, 2, 8])),
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    skew = draw(st.sampled_from([0.0, 1.0, 4.0]))
+    bias = (1.0 + np.arange(experts)) ** -skew
+    batches = []
+    for _ in range(config.groups):
+        n = int(rng.integers(0, config.max_tokens + 1))
+        keys = rng.random((n, experts)) * bias
+        chosen = np.argsort(-keys, axis=1)[:, : config.topk].astype(np.int64)
+        chosen[rng.random(chosen.shape) < draw(st.sampled_from([0.0, 0.3]))] = -1
+        batches.append(chosen.reshape(n, config.topk))
+    return config, batches
+
+
+def routes_of(config: MoeConfig, batches: list[np.ndarray]) -> Routes:
+    """The routes of a turn that follows one with the same tokens, each rank's rotated."""
+    counts = np.array([sort_copies(b, config).counts for b in batches])
+    before = Routes(config, np.roll(counts, 1, axis=0), private_limits(config, None))
+    return Routes(config, counts, private_limits(config, before))
+
+
+def copies_of(config: MoeConfig, chosen: np.ndarray, rank: int) -> list[tuple[int, int]]:
+    """(expert, token) of the copies for one rank, in the order they are sent."""
+    first = rank * config.local_experts
+    return [
+        (expert, token)
+        for expert in range(first, first + config.local_experts)
+        for token in range(len(chosen))
+        if expert in chosen[token]
+    ]
+
+
+@SOME
+@given(routings())
+def test_sending_order_is_by_expert_then_token(drawn) -> None:
+    """Both ends derive places from this order; one that differs reads another token's bytes."""
+    config, batches = drawn
+    for chosen in batches:
+        batch = sort_copies(chosen, config)
+        expected = [
+            pair for rank in range(config.world) for pair in copies_of(config, chosen, rank)
+        ]
+
+        assert expected == list(zip(batch.experts.tolist(), batch.tokens.tolist(), strict=True))
+        for token, choice in np.ndindex(chosen.shape):
+            place = batch.place[token, choice]
+            assert (chosen[token, choice] < 0) == (place < 0)
+            if place >= 0:
+                assert chosen[token, choice] == batch.experts[place]
+                assert token == batch.tokens[place]
+
+
+@SOME
+@given(routings())
+def test_every_copy_has_its_own_place_and_is_read_from_it(drawn) -> None:
+    """What senders write and what receivers read must be the same slots, and none twice."""
+    config, batches = drawn
+    layout = Layout.of(config)
+    routes = routes_of(config, batches)
+    for rank in range(config.world):
+        payload = Payload(config, rank, None)
+        written: dict[int, tuple[int, int, int]] = {}
+        for group, chosen in enumerate(batches):
+            for index, (expert, token) in enumerate(copies_of(config, chosen, rank)):
+                if group == config.group_of(rank):
+                    at = layout.send + (int(routes.starts[group, rank]) + index) * layout.stride
+                elif index < int(routes.private[group, rank]):
+                    slot = int(routes.private_at[group, rank]) + index
+                    at = layout.private + slot * layout.stride
+                    assert at + layout.stride <= layout.shared
+                else:
+                    early = int(routes.private[group, rank])
+                    rest = int(routes.shared_at[group, rank]) + index - early
+                    at = layout.shared + rest * layout.stride
+                    assert at + layout.stride <= layout.results_out
+                assert at not in written
+                written[at] = (group, expert, token)
+        arrivals = routes.arrivals(rank)
+        read = (payload.where(routes, arrivals) * layout.stride).tolist()
+
+        assert sorted(written) == sorted(read)
+        rows = sorted(zip(arrivals.row.tolist(), (written[at] for at in read), strict=True))
+        by_expert = sorted((e, g, t) for g, e, t in written.values())
+        assert by_expert == [(e, g, t) for _, (g, e, t) in rows]
+        for local in range(config.local_experts):
+            assert 0 == int(arrivals.starts[local]) % config.expert_padding
+            count = sum(e == rank * config.local_experts + local for e, _, _ in by_expert)
+            assert count == int(arrivals.counts[local])
+
+
+@SOME
+@given(routings())
+def test_results_come_back_to_the_place_of_their_copy(drawn) -> None:
+    """A result one slot off is added to another token."""
+    config, batches = drawn
+    routes = routes_of(config, batches)
+    for group, chosen in enumerate(batches):
+        batch = sort_copies(chosen, config)
+        for rank in range(config.world):
+            first = int(routes.starts[group, rank])
+            back = [
+                (int(batch.experts[first + k]), int(batch.tokens[first + k]))
+                for k in range(int(routes.copies[group, rank]))
+            ]
+            assert copies_of(config, chosen, rank) == back
+
+
+@SOME
+@given(routings(), st.data())
+def test_each_rank_hears_of_each_group_from_exactly_one_living_member(drawn, data) -> None:
+    """Two senders would write the same slots, none would leave the count short for ever."""
+    config, _ = drawn
+    alive = np.array(
+        data.draw(st.lists(st.booleans(), min_size=config.world, max_size=config.world))
+    )
+    descs = [None] * config.world
+    views = {
+        rank: Peers(config, rank, descs, alive, linked=False)
+        for rank in range(config.world)
+        if alive[rank]
+    }
+    for rank, peers in views.items():
+        for group in range(config.groups):
+            if group == peers.group:
+                continue
+            senders = [s for s in config.members(group) if s in views and rank in views[s].targets]
+            living = any(alive[s] for s in config.members(group))
+
+            assert [peers.sources[group]] == senders if living else senders == []

@@ -1,0 +1,67 @@
+"""What a rollout worker must hold, worked out the slow way: block by block, from whole tensors.
+
+Shares no code with tep.apps.rl but its records; the tests compare what landed with it.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+
+BLOCK = 128
+DTYPES = {
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+    "fp32": np.float32,
+    "fp8": ml_dtypes.float8_e4m3fn,
+}
+
+
+def reference_region(meta, tensors):
+    """Bytes that a worker must hold, and how often each must have been written (0 or 1)."""
+    region = np.zeros(meta.nbytes, np.uint8)
+    owned = np.zeros(meta.nbytes, np.uint8)
+    for shard in meta.shards:
+        parts = [_cut(tensors[name], box) for name, box in shard.parts]
+        axis = -2 if parts[0].ndim > 1 else 0
+        if shard.dtype == "fp8":
+            pairs = [_quantise(part) for part in parts]
+            _place(region, owned, shard.offset, np.concatenate([p[0] for p in pairs], axis))
+            _place(region, owned, shard.scale_offset, np.concatenate([p[1] for p in pairs], axis))
+        else:
+            joined = np.concatenate(parts, axis).astype(DTYPES[shard.dtype])
+            _place(region, owned, shard.offset, joined)
+    return region, owned
+
+
+def _cut(tensor, box):
+    for axis, (start, stop) in enumerate(box):
+        tensor = np.take(tensor, np.arange(start, stop), axis=axis)
+    return tensor
+
+
+def _quantise(values):
+    rows, columns = values.shape[-2:]
+    lead = values.shape[:-2]
+    out = np.zeros(values.shape, DTYPES["fp8"])
+    scales = np.zeros((*lead, -(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
+    for at in np.ndindex(*lead):
+        for i in range(scales.shape[-2]):
+            for j in range(scales.shape[-1]):
+                area = (
+                    *at,
+                    slice(i * BLOCK, (i + 1) * BLOCK),
+                    slice(j * BLOCK, (j + 1) * BLOCK),
+                )
+                block = values[area].astype(np.float32)
+                scale = np.float32(np.abs(block).max()) / np.float32(448)
+                scale = scale if scale != 0 else np.float32(1)
+                scales[(*at, i, j)] = scale
+                out[area] = (block / scale).astype(DTYPES["fp8"])
+    return out, scales
+
+
+def _place(region, owned, offset, values):
+    raw = np.frombuffer(np.ascontiguousarray(values).tobytes(), np.uint8)
+    region[offset : offset + len(raw)] = raw
+    owned[offset : offset + len(raw)] += 1

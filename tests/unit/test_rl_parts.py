@@ -1,0 +1,353 @@
+"""The pure parts of weight updates: models, layouts, quantisation, immediates, files, errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+
+import tep
+from tep.apps.rl import study
+from tep.apps.rl.compute import as_array, load_shards, make_outs, needed_outs, unshard
+from tep.apps.rl.immediates import Kind, make_imm
+from tep.apps.rl.metadata import (
+    MeshGroup,
+    RolloutMeta,
+    SourceShard,
+    TargetShard,
+    Tensor,
+    TrainMeta,
+    box_shape,
+    whole,
+)
+from tep.apps.rl.models import PUBLISHED, load_model, model_from_config
+from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
+from tep.apps.rl.ports import Span
+from tep.apps.rl.quantise import numpy_dtype, quantise
+from tep.apps.rl.routes import Schedule
+from tep.apps.rl.schedule import make_schedule
+from tep.apps.rl.timeline import from_reports, write_perfetto
+from tep.apps.rl.weights import Checkpoint, write_safetensors
+
+MiB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # As their publishers state them: 1 T, 671 B, 235 B.
+        ("kimi-k2", 1.03e12),
+        ("deepseek-v3", 671e9),
+        ("qwen3-235b", 235e9),
+    ],
+)
+def test_published_models_have_their_published_size(name, parameters):
+    """A forgotten projection would make every prediction too good."""
+    assert load_model(name).parameters == pytest.approx(parameters, rel=0.005)
+
+
+def test_every_tensor_of_a_model_reaches_inference():
+    """A tensor that nobody fuses is never updated, and the model slowly rots."""
+    for name in PUBLISHED:
+        model = load_model(name)
+        used = [source for fused in model.fused for source in fused.sources]
+        assert sorted(tensor.name for tensor in model.tensors) == sorted(used)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "no hidden_size"),
+        ({"num_hidden_layers": "four"}, "num_hidden_layers='four'"),
+        ({"vocab_size": None, "model_type": "bert"}, "no vocab_size; model_type is 'bert'"),
+    ],
+)
+def test_a_config_that_lacks_a_shape_is_refused_by_name(change, message):
+    """A guessed shape is a schedule for another model."""
+    config = dict(PUBLISHED["qwen3-235b"].config) | change
+
+    with pytest.raises(tep.UsageError, match=message):
+        model_from_config(config, name="x", source="test")
+
+
+def test_a_config_file_and_its_text_config_are_read(tmp_path):
+    """Users have a config.json, often of a multimodal wrapper."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"text_config": dict(PUBLISHED["kimi-k2"].config)}))
+
+    assert load_model("kimi-k2").parameters == load_model(path).parameters
+    with pytest.raises(tep.UsageError, match="neither a file nor one of: kimi-k2"):
+        load_model("kimi-k3")
+
+
+def test_tensor_parallel_slices_that_split_a_block_are_refused():
+    """A scale that belongs half to one rank and half to another is wrong on both."""
+    model = model_from_config(PUBLISHED["qwen3-235b"].config, name="q", source="test")
+
+    with pytest.raises(tep.UsageError, match="is no multiple of its 4 heads"):
+        rollout_metas(model, InferLayout(ep=6, tp=6))
+    small = dict(PUBLISHED["qwen3-235b"].config) | {"head_dim": 64, "num_hidden_layers": 1}
+    model = model_from_config(small, name="q", source="test")
+    with pytest.raises(tep.UsageError, match="not at multiples of the 128"):
+        rollout_metas(model, InferLayout(ep=4, tp=4))
+
+
+def test_layouts_that_do_not_divide_are_refused():
+    """Ranks that belong to no mesh would wait for ever."""
+    with pytest.raises(tep.UsageError, match="tp=3 does not divide ep=4"):
+        InferLayout(ep=4, tp=3)
+    with pytest.raises(tep.UsageError, match="fsdp=0"):
+        TrainLayout(fsdp=0)
+    with pytest.raises(tep.UsageError, match="no multiple of"):
+        study.train_layout(10, pp=3)
+    published = study.KIMI_K2
+    assert TrainLayout(fsdp=16, pp=2, ep=8) == study.train_layout(256)
+    assert (published.infer_ep, published.replicas) == (
+        study.infer_layout(128).ep,
+        study.infer_layout(128).replicas,
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8, 12, 64, 96, 100, 256])
+def test_any_number_of_ranks_gets_a_layout(world):
+    """`--train 100` must not be an error because 100 is not a power of two."""
+    assert world == study.train_layout(world).world
+    assert world == study.infer_layout(world).world
+
+
+def _one(parts, dtype="bf16", held=None, name="t", groups=None):
+    box = whole((4, 6))
+    groups = groups or (MeshGroup("all", ("t", "u"), ((0,),)),)
+    held = held or (SourceShard("t", box), SourceShard("u", box))
+    trains = [TrainMeta(0, 1, held, {"t": "bf16", "u": "bf16"}, groups)]
+    shard = TargetShard(name, dtype, parts, 0, 4096 if dtype == "fp8" else -1)
+    return trains, [RolloutMeta("r0", 1, (shard,), 8192)]
+
+
+def test_metadata_that_does_not_fit_is_refused_before_anything_moves():
+    """Found later it is a hang, or a model with holes."""
+    part = SourceShard("t", whole((4, 6)))
+    cases = [
+        (_one((SourceShard("x", whole((4, 6))),)), "needs x, which no training rank holds"),
+        (_one((SourceShard("t", whole((5, 6))),)), "hold 24 of 30 elements"),
+        (_one((part, SourceShard("u", whole((4, 5))))), "cannot be joined along axis 0"),
+        (_one((SourceShard("t", ((1, 4), (0, 6))),), "fp8"), "not at multiples of the 128"),
+        (
+            _one((part,), held=(SourceShard("t", ((0, 2), (0, 6))), SourceShard("v", part.box))),
+            "rank 0 holds v, which no mesh group unshards",
+        ),
+        (
+            _one(
+                (part, SourceShard("u", part.box)),
+                groups=(MeshGroup("a", ("t",), ((0,),)), MeshGroup("b", ("u",), ((0,),))),
+            ),
+            "of different mesh groups",
+        ),
+    ]
+    for (trains, rollouts), message in cases:
+        with pytest.raises(tep.UsageError, match=message):
+            make_schedule(trains, rollouts, watermark_bytes=MiB)
+    trains, rollouts = _one((part,))
+    with pytest.raises(tep.UsageError, match="the watermark is 64; raise it"):
+        make_schedule(trains, rollouts, watermark_bytes=64)
+    with pytest.raises(tep.UsageError, match="group_order"):
+        make_schedule(trains, rollouts, watermark_bytes=MiB, group_order=["experts"])
+
+
+def test_bytes_that_are_no_schedule_are_refused():
+    """A controller of another release must not be half understood."""
+    with pytest.raises(tep.BadDescriptor, match="Schedule"):
+        Schedule.from_bytes(b"not a schedule")
+    trains, rollouts = _one((SourceShard("t", whole((4, 6))),))
+    data = make_schedule(trains, rollouts, watermark_bytes=MiB).to_bytes()
+    with pytest.raises(tep.BadDescriptor, match="Schedule"):
+        Schedule.from_bytes(data[:-3])
+
+
+def test_quantised_blocks_keep_their_own_scale():
+    """One outlier must not cost the precision of the whole matrix; zeros must stay zeros."""
+    values = np.full((200, 260), 0.01, np.float32)
+    values[0, 0], values[130:, 130:] = 1000.0, 0.0
+
+    fp8, scales = quantise(values.astype(numpy_dtype("bf16")))
+    back = fp8.astype(np.float32) * np.repeat(np.repeat(scales, 128, 0), 128, 1)[:200, :260]
+
+    assert (2, 3) == scales.shape
+    assert back[0, 0] == pytest.approx(1000.0, rel=0.01)
+    assert back[0, 200] == pytest.approx(0.01, rel=0.04)
+    assert (back[130:, 130:] == 0).all()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_task_needs_no_memory_beside_its_staging(axis):
+    """Temporary arrays that nobody counts are what runs a device out of memory under a watermark:
+    whichever way the shards are cut, unsharding and quantising stay within the task's staging.
+    """
+    shape = (2048, 1024)
+    cuts = ((0, shape[axis] // 2), (shape[axis] // 2, shape[axis]))
+    boxes = [tuple(cut if k == axis else (0, shape[k]) for k in range(2)) for cut in cuts]
+    parts = (SourceShard("t", whole(shape)), SourceShard("u", whole(shape)))
+    groups = (MeshGroup("all", ("t", "u"), ((0,),)),)
+    held = tuple(SourceShard(name, box) for name in "tu" for box in boxes)
+    trains = [TrainMeta(0, 1, held, {"t": "bf16", "u": "bf16"}, groups)]
+    target = TargetShard("tu", "fp8", parts, 0, 2 * math.prod(shape))
+    rollouts = [RolloutMeta("r0", 1, (target,), 3 * math.prod(shape))]
+    schedule = make_schedule(trains, rollouts, watermark_bytes=64 * MiB)
+    (task,) = schedule.tasks
+    staging = np.zeros(task.nbytes, np.uint8)
+    shards = {(s.name, s.box): np.ones(box_shape(s.box), numpy_dtype("bf16")) for s in held}
+    outs = needed_outs(task, schedule.rows)
+
+    tracemalloc.start()
+    load_shards(task, 0, shards, staging)
+    make_outs(task, outs, unshard(task, staging), staging)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert task.gather_bytes == 4 * math.prod(shape)
+    assert peak < task.gather_bytes / 4
+    assert task.nbytes <= schedule.watermark_bytes
+
+
+def test_immediates_of_kinds_attempts_and_tasks_never_meet():
+    """An immediate of an aborted update that counts in the next one releases it early."""
+    seen = {
+        make_imm(kind, attempt, number)
+        for kind in Kind
+        for attempt in (0, 1, 4095)
+        for number in (0, 1, 65535)
+    }
+
+    assert len(Kind) * 9 == len(seen)
+    assert max(seen) < 2**32
+    with pytest.raises(tep.UsageError, match="65536 tasks"):
+        make_imm(Kind.READY, 1, 65536)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x10\0\0\0\0\0\0\0{",
+        b"\x02\0\0\0\0\0\0\0[]"[:9],
+        b"\x09\0\0\0\0\0\0\0not json!",
+        b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"BF16","shape":[9],"data_offsets":[0,18]}}       ',
+        b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"XX","shape":[1],"data_offsets":[0,2]}}          ',
+    ],
+)
+def test_files_that_are_no_checkpoint_are_refused(data, tmp_path):
+    """A truncated download must not become weights."""
+    (tmp_path / "x").write_bytes(data)
+
+    with pytest.raises(tep.UsageError):
+        Checkpoint(tmp_path / "x").names()
+
+
+def _small_file(path, change=()):
+    model = model_from_config(SMALL, name="small", source="test")
+    tensors = [(t, np.ones(t.shape, numpy_dtype(t.dtype))) for t in model.tensors]
+    write_safetensors(path, [*tensors, *change])
+    return model, Checkpoint(path)
+
+
+SMALL = {
+    "model_type": "mixtral",
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_local_experts": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 4,
+}
+
+
+def test_a_tensor_that_the_description_does_not_know_is_refused(tmp_path):
+    """It would keep the values of the first version for ever, and nobody would be told."""
+    model, checkpoint = _small_file(tmp_path / "a")
+    checkpoint.check(model)
+    extra = Tensor("model.layers.0.mlp.router.bias", (2,), "bf16", 0)
+
+    model, checkpoint = _small_file(tmp_path / "b", [(extra, np.ones(2, numpy_dtype("bf16")))])
+
+    with pytest.raises(tep.UsageError, match="would not be updated: model.layers.0.mlp.router"):
+        checkpoint.check(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        # As the weight files of these families name them.
+        ({}, "model.layers.0.block_sparse_moe.experts.*.w3.weight"),
+        (
+            {"model_type": "qwen2_moe"} | {"shared_expert_intermediate_size": 16},
+            "model.layers.0.mlp.shared_expert_gate.weight",
+        ),
+        ({"model_type": "qwen2_moe"}, "model.layers.0.self_attn.k_proj.bias"),
+        (
+            {"model_type": "llama", "num_local_experts": 0, "attention_bias": True},
+            "model.layers.0.self_attn.o_proj.bias",
+        ),
+        ({"model_type": "qwen3_moe"}, "model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_families_name_their_tensors_in_their_own_way(change, name):
+    """A name that is not in the file ends a run; one that is missing here is never updated."""
+    model = model_from_config(SMALL | change, name="x", source="test")
+
+    assert name in {tensor.name for tensor in model.tensors}
+
+
+def test_the_format_is_that_of_the_safetensors_package(tmp_path):
+    """A reader that reads only its own files is no reader."""
+    reference = pytest.importorskip("safetensors.numpy")
+    _, checkpoint = _small_file(tmp_path / "a")
+    values = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.ones(2, np.float16)}
+    reference.save_file(values, tmp_path / "b")
+
+    for name, array in values.items():
+        assert (array == Checkpoint(tmp_path / "b").whole(name)).all()
+    with reference.safe_open(tmp_path / "a", "numpy") as opened:
+        assert sorted(checkpoint.names()) == sorted(opened.keys())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_torch_tensors_are_shards_too(dtype):
+    """Trainers have tensors; a copy of a terabyte to make arrays of them is no answer."""
+    torch = pytest.importorskip("torch")
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensor = torch.tensor(values.tolist(), dtype=getattr(torch, dtype), requires_grad=True)
+
+    found = as_array(tensor)
+
+    assert (values == found.astype(np.float32)).all()
+    assert found.ctypes.data == tensor.data_ptr()
+    with pytest.raises(tep.UsageError, match="numpy array or a torch tensor, not"):
+        as_array([1.0])
+
+
+def test_spans_become_a_trace_that_starts_at_zero(tmp_path):
+    """A trace that the viewer cannot open explains nothing."""
+    spans = [Span(0, "make", "w", 5.0, 5.5), Span(1, "write", "w", 5.25, 6.0)]
+    found = from_reports(spans)
+    write_perfetto(tmp_path / "t.json", found)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+    assert [0.0, 250.0] == [span.start_ms for span in found]
+    assert ["M", "X", "M", "b", "e"] == [event["ph"] for event in events]
+    assert math.isclose(500e3, events[1]["dur"])
+
+
+def test_training_metas_hold_every_element_once_per_replica():
+    """What two ranks hold in part, or none, cannot be unsharded."""
+    model = model_from_config(
+        dict(PUBLISHED["kimi-k2"].config) | {"num_hidden_layers": 3}, name="k", source="test"
+    )
+    sizes = dict.fromkeys((tensor.name for tensor in model.tensors), 0)
+    for meta in train_metas(model, TrainLayout(fsdp=3, pp=2, ep=4, replicas=2)):
+        for name, box in meta.shards:
+            sizes[name] += math.prod(stop - start for start, stop in box)
+
+    assert {t.name: 2 * math.prod(t.shape) for t in model.tensors} == sizes
