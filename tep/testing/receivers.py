@@ -5,6 +5,7 @@ Here is the check that belongs to the moment in which a count fires.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from tep.testing.lab import USED, Host
@@ -20,6 +21,7 @@ class Receivers:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
+        self._recalling: dict[int, list[Callable[[], None]]] = {}
         env = stage.lab.env
         for place, spec in enumerate(stage.scenario.transfers):
             for host in stage.receivers(spec):
@@ -90,7 +92,11 @@ class Receivers:
         self._fired(wait, used[wait.imm])
         if wait.host.live:
             self.stage.echo.answer(wait.host)
-        if wait.then is not None:
+        if wait.then is None:
+            return
+        if wait.place in self._recalling:
+            self._recalling[wait.place].append(wait.then)
+        else:
             wait.then()
 
     def _fired(self, wait: Wait, used: int) -> None:
@@ -133,6 +139,10 @@ class Receivers:
             if wait.place == place and wait.host.live and not wait.settled and not wait.claimed
         ]
         left = len(found)
+        if not found:
+            return
+        # What is expected next must not get in line before what is taken back.
+        waiting = self._recalling.setdefault(place, [])
         # The last in line goes first: else those behind could fire on what the first waited for.
         for wait in reversed(found):
             assert wait.handle is not None
@@ -142,6 +152,9 @@ class Receivers:
                 left -= 1
                 if left == 0:
                     self._restate(found)
+                    del self._recalling[place]
+                    for then in waiting:
+                        then()
 
             wait.recalled = True
             wait.handle.add_done_callback(gone)
