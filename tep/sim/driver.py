@@ -68,6 +68,7 @@ class SimDriver:
         self.node = node
         self.lock: AbstractContextManager[object] = contextlib.nullcontext()
         self._machine: Machine | None = None
+        self._timed: Timed | None = None
         self._booked = False
         self._watching = False
         self._due_ps = FOREVER_PS
@@ -76,6 +77,7 @@ class SimDriver:
     def start(self, machine: Machine) -> None:
         assert self._machine is None, "a driver turns one machine"
         self._machine = machine
+        self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
         report = getattr(machine, "stall_report", None)
         if report is not None:
             self._report = report
@@ -145,8 +147,8 @@ class SimDriver:
             return
         if work:
             self.kick()
-        elif isinstance(machine, Timed):
-            self._set_alarm(machine.due_s())
+        elif self._timed is not None:
+            self._set_alarm(self._timed.due_s())
         if not self._watching and not self._booked and machine.watching():
             self._watching = True
             self.env.call_daemon(self.env.now + WATCH_PS, self._look)
