@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tep.cli import bench, demo, info, moe, rl, sim
+from tep.cli import bench, demo, info, kvcache, moe, rl, sim
 from tep.errors import TepError
 
 __all__ = ["app", "main"]
@@ -28,6 +28,7 @@ app.command("demo")(demo.demo)
 app.command("sim")(sim.sim)
 app.command("moe")(moe.moe)
 app.add_typer(bench.app, name="bench")
+app.add_typer(kvcache.app, name="kvcache")
 app.add_typer(rl.app, name="rl")
 
 

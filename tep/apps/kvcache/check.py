@@ -1,0 +1,167 @@
+"""A model whose every byte is known: it fills pages by a formula, and decodes by checking them.
+
+The bytes of a page are a function of its key (the request's tokens up to the page's end), the
+buffer, layer, plane and head. So a page in the wrong place, of another request, of another layer,
+early, late or torn shows. `CheckedPool` paints free pages, so that a write after the free shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tep.apps.kvcache.layout import KvBuffer
+from tep.apps.kvcache.memory import KvMemory
+from tep.apps.kvcache.model import DecodeWork, PrefillWork, Request, page_keys
+from tep.apps.kvcache.pool import PageIndices
+
+__all__ = ["CheckedModel", "FreePaint", "head_bytes_of", "tail_bytes_of"]
+
+_PAINT = 0xA5
+
+
+def head_bytes_of(key: bytes, buffer: KvBuffer, place: tuple[int, int, int], nbytes: int) -> bytes:
+    """What one head of one page holds.
+
+    Args:
+        key: of the page; see page_keys().
+        buffer: whose.
+        place: layer of the buffer, plane, head of the model.
+        nbytes: how long.
+    """
+    text = key + buffer.name.encode() + struct.pack("<3I", *place)
+    return hashlib.shake_128(text).digest(nbytes)
+
+
+def tail_bytes_of(request: Request, nbytes: int) -> bytes:
+    """What the tail of a request holds."""
+    return hashlib.shake_128(b"tail of " + request.name.encode()).digest(nbytes)
+
+
+class CheckedModel:
+    """Fills and checks pages; takes as long as it is told.
+
+    Args:
+        layer_s: seconds that one layer of a chunk of so many tokens takes, from a function.
+        decode_s: seconds that a decode takes.
+
+    Attributes:
+        violations: what was not as it has to be, in words.
+        checked: pages checked, over all ranks, layers and planes.
+    """
+
+    def __init__(
+        self, layer_s: Callable[[int], float] = lambda _: 0.0, decode_s: float = 0.0
+    ) -> None:
+        self._layer_s = layer_s
+        self._decode_s = decode_s
+        self.violations: list[str] = []
+        self.checked = 0
+
+    async def prefill(self, work: PrefillWork) -> bytes:
+        """Fill layer by layer."""
+        memory, request = work.memory, work.request
+        keys = page_keys(request, memory.layout)
+        for chunk in work.chunks:
+            for layer in range(work.layers):
+                await asyncio.sleep(self._layer_s(chunk.stop - chunk.start))
+                for page in range(chunk.first_page, chunk.last_page + 1):
+                    fill_page(memory, layer, keys[page], int(work.pages[page]))
+                work.layer_done()
+        return tail_bytes_of(request, memory.tail_bytes)
+
+    async def decode(self, work: DecodeWork) -> Sequence[int]:
+        """Check every page and the tail; the token says how many pages were right."""
+        await asyncio.sleep(self._decode_s)
+        memory, request = work.memory, work.request
+        good = 0
+        for page, key in enumerate(page_keys(request, memory.layout)):
+            wrong = page_flaw(memory, key, int(work.pages[page]))
+            if wrong:
+                self.violations.append(f"{request.name}: page {page} of the prompt: {wrong}")
+            good += not wrong
+        self.checked += good
+        if bytes(memory.tail(work.tail_slot)) != tail_bytes_of(request, memory.tail_bytes):
+            self.violations.append(f"{request.name}: the tail is not its own")
+        return [good]
+
+
+def fill_page(memory: KvMemory, layer: int, key: bytes, page: int) -> None:
+    """Write one page of one of the model's layers: all buffers, planes, heads and ranks."""
+    for rank, shape in enumerate(memory.shapes):
+        for index, buffer in enumerate(memory.layout.buffers):
+            if not buffer.covers(layer):
+                continue
+            at = layer - buffer.first_layer
+            for plane in range(buffer.planes):
+                view = memory.page(rank, index, at, plane, page)
+                for row, head in zip(view, shape.heads(buffer), strict=True):
+                    text = head_bytes_of(key, buffer, (at, plane, head), len(row))
+                    row[:] = np.frombuffer(text, np.uint8)
+
+
+def page_flaw(memory: KvMemory, key: bytes, page: int) -> str:
+    """Say where a page is not what it should be, or ""."""
+    for rank, shape in enumerate(memory.shapes):
+        for index, buffer in enumerate(memory.layout.buffers):
+            for at in range(buffer.layers):
+                for plane in range(buffer.planes):
+                    view = memory.page(rank, index, at, plane, page)
+                    for row, head in zip(view, shape.heads(buffer), strict=True):
+                        if bytes(row) != head_bytes_of(key, buffer, (at, plane, head), len(row)):
+                            return (
+                                f"rank {rank}, buffer {buffer.name!r}, layer {at}, plane {plane}, "
+                                f"head {head}, cache page {page}: not the bytes of this request"
+                            )
+    return ""
+
+
+class FreePaint:
+    """Paints the free pages of a cache, and looks at the paint when they are handed out again.
+
+    Its two methods are what PagePool calls; `watch` sets the memory, which is made after the pool.
+
+    Attributes:
+        violations: pages that were written while they were free, in words.
+    """
+
+    def __init__(self) -> None:
+        self.violations: list[str] = []
+        self._memory: KvMemory | None = None
+
+    def watch(self, memory: KvMemory) -> None:
+        """Paint all pages of a cache; all of them are free."""
+        self._memory = memory
+        self.on_free(np.arange(memory.npages))
+
+    def on_free(self, pages: PageIndices) -> None:
+        """Paint pages."""
+        for _, view in self._views():
+            view[:, :, pages] = _PAINT
+
+    def on_take(self, pages: PageIndices) -> None:
+        """Look whether the paint is whole."""
+        for where, view in self._views():
+            touched = (view[:, :, pages] != _PAINT).any(axis=(0, 1, 3, 4))
+            self.violations += [
+                f"{where}: page {page} was written while it was free"
+                for page in pages[touched].tolist()
+            ]
+
+    def look(self, pages: PageIndices) -> None:
+        """Look at pages that are free."""
+        self.on_take(pages)
+
+    def _views(self) -> list[tuple[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]]:
+        memory = self._memory
+        if memory is None:
+            return []
+        return [
+            (f"{engine.name}, buffer {index}", memory.pages(rank, index))
+            for rank, engine in enumerate(memory.engines)
+            for index in range(len(memory.layout.buffers))
+        ]

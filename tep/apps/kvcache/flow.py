@@ -1,0 +1,452 @@
+"""The flow fabric: paged writes as flows in closed form, for clusters of a thousand engines.
+
+It keeps time and counts and moves no bytes. A batch of rows is one flow: it leaves at the slower of
+the worker's posting rate and the wire, crosses, and is served by the receiving NIC in order of
+arrival. A flow costs three events whatever its rows, where the timing fabric costs some for every
+burst. The price: flows of one NIC follow one another whole, where a NIC would share the wire out in
+quanta, so single flows that meet finish earlier or later than they would, and all of them together
+when they should. Numbers are those of the timing fabric's profiles.
+
+Rule 1: receivers serve in order of arrival, not of posting. Rule 2: rows are never looked at one by
+one. Ranges and page lists have been checked by the engine; keys are checked here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from tep import Access, BadDescriptor, ClosedError
+from tep.backends.base import Completions, DomainCaps, DomainKey, Kind, Status, WriteBatch
+from tep.memory import Memory
+from tep.sim import FabricEnv
+from tep.sim.clock import FOREVER_PS
+from tep.sim.profile import Profile, load_profile
+
+__all__ = ["FlowFabric", "FlowNic", "FlowNode"]
+
+_PS_PER_S: Final = 10**12
+_WRITE, _IMM, _SENT, _RECV = (int(k) for k in (Kind.WRITE, Kind.IMM, Kind.SENT, Kind.RECV))
+_OK: Final = int(Status.OK)
+Entry = tuple[int, int, int, int, int, int, int]
+"""kind, status, count, imm, row, ctx, nbytes: the fields of a completion, in their order."""
+
+
+class FlowFabric:
+    """A switched network of equal machines.
+
+    Args:
+        env: the clock.
+        profile: the machine, or the name of one that comes with tep.
+        ack_gather_s: a sender learns of rows that went well at most this late; it bounds how long
+            pages stay held, and saves a turn of the engine for every flow.
+
+    Attributes:
+        env, profile: as given.
+        flows, rows, nbytes: carried so far.
+    """
+
+    def __init__(
+        self, env: FabricEnv, profile: Profile | str, *, ack_gather_s: float = 0.0
+    ) -> None:
+        self.env = env
+        self.profile = load_profile(profile) if isinstance(profile, str) else profile
+        self.ack_gather_ps = round(ack_gather_s * _PS_PER_S)
+        self.flows = self.rows = self.nbytes = 0
+        self.nics: list[FlowNic] = []
+        self.numbers: dict[bytes, int] = {}
+        self._epochs: dict[str, int] = {}
+
+    def node(self, name: str) -> FlowNode:
+        """Start a host; a name used before is a later incarnation."""
+        epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
+        return FlowNode(self, name, epoch)
+
+
+class FlowNode:
+    """One host with one device: its NICs, and the CPU of its worker.
+
+    Attributes:
+        name, epoch: who it is.
+        domains: its NICs.
+        busy_until_ps: when the worker can take its next turn.
+        cpu_free_ps: when the worker has posted all that it was given.
+    """
+
+    def __init__(self, fabric: FlowFabric, name: str, epoch: int) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.busy_until_ps = self.cpu_free_ps = 0
+        self._fabric = fabric
+        self._step_delay_ps = fabric.profile.step_delay_ps
+        self._posts: list[tuple[FlowNic, WriteBatch, int, int, int]] = []
+        self.domains = tuple(FlowNic(fabric, self, k) for k in range(fabric.profile.nics))
+
+    def step_delay_ps(self) -> int:
+        """From a kick, or news from a NIC, to the worker's turn."""
+        return self._step_delay_ps
+
+    def charge(self, n: int) -> tuple[int, int]:
+        """Give the worker n rows to post; return when it begins and ends."""
+        profile, now = self._fabric.profile, self._fabric.env.now
+        begin_ps = max(now, self.cpu_free_ps)
+        self.cpu_free_ps = begin_ps + profile.post_first_ps + (n - 1) * profile.post_next_ps
+        turn_ps = profile.turn_rows * profile.post_first_ps
+        self.busy_until_ps = min(self.cpu_free_ps, now + turn_ps)
+        return begin_ps, self.cpu_free_ps
+
+    def post(self, nic: FlowNic, batch: WriteBatch, peer: int, start: int, n: int) -> None:
+        """Have the worker post rows. A real one serves its NICs in turn: what is posted at one
+        instant is launched in rounds, and a round ends together.
+        """
+        if not self._posts:
+            self._fabric.env.call_at(self._fabric.env.now, self._launch)
+        self._posts.append((nic, batch, peer, start, n))
+
+    def _launch(self, _: object) -> None:
+        posts, self._posts = self._posts, []
+        while posts:  # in rounds: of each NIC the next of its batches
+            turn = {id(post[0]): post for post in reversed(posts)}.values()
+            if len(turn) == len(posts):  # nearly always: one batch a NIC
+                posts = []
+            else:
+                posts = [post for post in posts if not any(post is one for one in turn)]
+            cpu_ps = self.charge(sum(n for *_, n in turn))
+            for nic, batch, peer, start, n in turn:
+                nic.launch(batch, peer, (start, n), cpu_ps)
+
+
+class _Flow:
+    """Rows of one batch that were posted at one time, on their way."""
+
+    __slots__ = ("arrive_ps", "batch", "n", "source", "start", "target", "wire_ps")
+
+    def __init__(
+        self,
+        source: FlowNic,
+        target: FlowNic,
+        batch: WriteBatch,
+        rows: tuple[int, int],
+        wire_ps: int,
+        arrive_ps: int,
+    ) -> None:
+        self.source = source
+        self.target = target
+        self.batch = batch
+        self.start, self.n = rows
+        self.wire_ps = wire_ps
+        self.arrive_ps = arrive_ps
+
+
+class FlowNic:
+    """One NIC; see `tep.backends.base.Domain` for its methods.
+
+    Attributes:
+        caps, address: of the seam.
+        node: whose.
+    """
+
+    def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
+        profile = fabric.profile
+        self.caps = DomainCaps(
+            backend="sim",
+            nic=f"{node.name}/{index}",
+            link_bps=profile.link_bps,
+            sq_depth=profile.sq_depth,
+            max_write_bytes=profile.max_write_bytes,
+            max_msg_bytes=profile.max_msg_bytes,
+            ordered=profile.ordered,
+            imm_eats_recv=profile.imm_eats_recv,
+            memory_kinds=("cpu", "cuda"),
+            peer_timeout_s=profile.peer_timeout_ps / _PS_PER_S + 0.001,
+            moves_bytes=False,
+        )
+        self.address = f"flow:{node.name}/{index}#{node.epoch}".encode()
+        self.node = node
+        self._fabric, self._env, self._profile = fabric, fabric.env, profile
+        self._ready: deque[Entry] = deque()
+        self._acks: list[tuple[int, _Flow]] = []  # when they are due, in no order
+        self._told_ps = FOREVER_PS  # when they will be looked at next
+        self._keys: set[int] = set()
+        self._key = len(fabric.nics) << 24
+        self._open = 0
+        self._tx_free_ps = self._rx_free_ps = 0
+        self._refused = self._closed = False
+        self._flying: set[_Flow] = set()
+        self._slots: dict[int, bytes] = {}
+        self._free_slots: list[int] = []
+        self._mail: deque[tuple[FlowNic, bytes, int]] = deque()
+        self._slot_bytes = 0
+        self._waker: Callable[[], None] = _nobody
+        fabric.numbers[self.address] = len(fabric.nics)
+        fabric.nics.append(self)
+
+    # ------------------------------------------------------------------ memory and peers
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        self._check_open()
+        self._key += 2
+        self._keys.add(self._key + 1)
+        if access is Access.SOURCE_AND_TARGET:
+            self._keys.add(self._key)
+        return DomainKey(lkey=self._key + 1, rkey=self._key, base=memory.ptr)
+
+    def deregister(self, key: DomainKey) -> None:
+        self._keys -= {key.lkey, key.rkey}
+
+    def connect(self, peer: bytes) -> int:
+        self._check_open()
+        number = self._fabric.numbers.get(bytes(peer))
+        if number is None:
+            raise BadDescriptor(f"{peer!r} is no address of a NIC of this flow fabric")
+        return number
+
+    # ------------------------------------------------------------------ sending
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        self._check_open()
+        n = min(stop - start, self.caps.sq_depth - self._open)
+        if n < stop - start:
+            self._refuse()
+        if n <= 0:
+            return 0
+        self._open += n
+        if not isinstance(batch.peer, int):  # a scatter: every row a flow of its own
+            for row in range(start, start + n):
+                self.node.post(self, batch, int(batch.peer[row]), row, 1)
+        else:
+            self.node.post(self, batch, batch.peer, start, n)
+        return n
+
+    def _refuse(self) -> None:
+        """The owner waits for room: what has been gathered must be told now."""
+        self._refused = True
+        if self._acks:
+            self._tell_at(min(due_ps for due_ps, _ in self._acks))
+
+    def launch(
+        self, batch: WriteBatch, peer: int, rows: tuple[int, int], cpu_ps: tuple[int, int]
+    ) -> None:
+        """Send rows off that the worker posts from one time to another."""
+        start, n = rows
+        nbytes = batch.nbytes
+        total = nbytes * n if isinstance(nbytes, int) else int(nbytes[start : start + n].sum())
+        fabric = self._fabric
+        leave_ps, wire_ps = self._occupy(n, total, cpu_ps)
+        fabric.flows += 1
+        fabric.rows += n
+        fabric.nbytes += total
+        arrive_ps = leave_ps + self._profile.latency_ps
+        flow = _Flow(self, fabric.nics[peer], batch, rows, wire_ps, arrive_ps)
+        self._flying.add(flow)
+        self._env.call_at(arrive_ps, _arrive, flow)
+
+    def _occupy(self, n: int, nbytes: int, cpu_ps: tuple[int, int]) -> tuple[int, int]:
+        """Give the wire n rows; when they begin to leave, and for how long."""
+        profile = self._profile
+        fill_ps = min(nbytes // n, profile.fill_bytes) * 8 * _PS_PER_S // profile.dma_bps
+        dma_ps = n * profile.op_ps + nbytes * 8 * _PS_PER_S // profile.dma_bps
+        wire_ps = max(nbytes * 8 * _PS_PER_S // profile.wire_bps, dma_ps)
+        leave_ps = max(cpu_ps[0] + profile.post_first_ps + fill_ps, self._tx_free_ps)
+        # The last row is posted at the end of the worker's time, and leaves then at the earliest.
+        wire_ps = max(wire_ps, cpu_ps[1] + fill_ps + wire_ps // n - leave_ps)
+        self._tx_free_ps = leave_ps + wire_ps
+        return leave_ps, wire_ps
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        if self._open >= self.caps.sq_depth:
+            self._refuse()
+            return False
+        self._open += 1
+        leave_ps, wire_ps = self._occupy(1, len(payload), self.node.charge(1))
+        at_ps = leave_ps + wire_ps + self._profile.latency_ps
+        target = self._fabric.nics[peer]
+        self._env.call_at(at_ps, target._deliver, (self, bytes(payload), ctx))
+        return True
+
+    # ------------------------------------------------------------------ receiving
+
+    def _serve(self, flow: _Flow) -> int:
+        """Take a flow whose first bytes are here; return when its last row is in."""
+        done_ps = max(self._rx_free_ps, flow.arrive_ps) + flow.wire_ps
+        self._rx_free_ps = done_ps
+        return done_ps
+
+    def _count(self, flow: _Flow) -> None:
+        """The rows of a flow are in: hand out their immediates."""
+        if self._closed:
+            return
+        batch = flow.batch
+        imm = batch.imm
+        if imm is None:
+            return
+        if isinstance(imm, int):
+            self._ready.append((_IMM, _OK, flow.n, imm, 0, 0, 0))
+        else:
+            mine = imm[flow.start : flow.start + flow.n].tolist()
+            self._ready += [(_IMM, _OK, 1, value, 0, 0, 0) for value in mine]
+        self._waker()
+
+    def _deliver(self, letter: tuple[FlowNic, bytes, int]) -> None:
+        """A message is here; it waits until there is a buffer."""
+        if self._closed:
+            source, _, ctx = letter
+            source._env.call_at(
+                self._env.now + self._profile.peer_timeout_ps,
+                source._end_send,
+                (ctx, int(Status.UNREACHABLE)),
+            )
+            return
+        self._mail.append(letter)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        ack_ps = self._env.now + self._profile.ack_ps - self._profile.receive_ps
+        while self._mail and self._free_slots:
+            source, payload, ctx = self._mail.popleft()
+            fits = len(payload) <= self._slot_bytes
+            status = _OK if fits else int(Status.LENGTH)
+            self._env.call_at(ack_ps, source._end_send, (ctx, status))
+            if fits:
+                slot = self._free_slots.pop()
+                self._slots[slot] = payload
+                self._ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
+                self._waker()
+
+    def post_recvs(self, nbytes: int, count: int) -> None:
+        self._check_open()
+        first = len(self._slots) + len(self._free_slots)
+        self._slot_bytes = nbytes
+        self._free_slots += range(first, first + count)
+        self._hand_out()
+
+    def recv_view(self, slot: int) -> memoryview:
+        return memoryview(self._slots[slot])
+
+    def recv_done(self, slot: int) -> None:
+        del self._slots[slot]
+        self._free_slots.append(slot)
+        self._hand_out()
+
+    # ------------------------------------------------------------------ completions
+
+    def _ack(self, flow: _Flow, due_ps: int) -> None:
+        """A flow of ours will have ended well at a time; say so then, or with later ones."""
+        self._acks.append((due_ps, flow))
+        self._tell_at(due_ps if self._refused else due_ps + self._fabric.ack_gather_ps)
+
+    def _tell_at(self, at_ps: int) -> None:
+        at_ps = max(at_ps, self._env.now)
+        if at_ps < self._told_ps:
+            self._told_ps = at_ps
+            self._env.call_at(at_ps, self._tell_acks)
+
+    def _tell_acks(self, _: object) -> None:
+        """Say which flows have ended well by now."""
+        now = self._env.now
+        self._told_ps = FOREVER_PS
+        later: list[tuple[int, _Flow]] = []
+        told = False
+        for due_ps, flow in self._acks:
+            if due_ps > now:
+                later.append((due_ps, flow))
+            elif flow in self._flying:
+                self._flying.remove(flow)
+                self._open -= flow.n
+                self._ready.append((_WRITE, _OK, flow.n, 0, 0, flow.batch.ctx, 0))
+                told = True
+        self._acks = later
+        if told:
+            self._refused = False
+            self._waker()
+        if later and not self._closed:
+            gather_ps = 0 if self._refused else self._fabric.ack_gather_ps
+            self._tell_at(min(due_ps for due_ps, _ in later) + gather_ps)
+
+    def _fail(self, flow_status: tuple[_Flow, Status]) -> None:
+        flow, status = flow_status
+        if flow not in self._flying:
+            return
+        self._flying.remove(flow)
+        self._open -= flow.n
+        for row in range(flow.start, flow.start + flow.n):
+            self._ready.append((_WRITE, int(status), 1, 0, row, flow.batch.ctx, 0))
+        self._waker()
+
+    def _end_send(self, ctx_status: tuple[int, int]) -> None:
+        if self._closed:
+            return
+        ctx, status = ctx_status
+        self._open -= 1
+        self._ready.append((_SENT, status, 1, 0, 0, ctx, 0))
+        self._waker()
+
+    def poll(self, out: Completions) -> int:
+        ready = self._ready
+        if not ready:  # most of the time
+            return 0
+        n = min(len(ready), len(out))
+        for k in range(n):
+            out[k] = ready.popleft()
+        if ready:
+            self._waker()
+        return n
+
+    def status_text(self, status: int) -> str:  # noqa: ARG002  # the seam's signature
+        return ""
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        self._waker = waker
+
+    def wakeup_fd(self) -> int | None:
+        return None
+
+    def arm(self) -> bool:
+        return not self._ready
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._tell_acks(None)
+        for flow in sorted(self._flying, key=lambda flow: flow.arrive_ps):
+            self._fail((flow, Status.FLUSHED))
+        self._keys.clear()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.caps.nic}: this NIC was closed")
+
+    def knows(self, key: int) -> bool:
+        """Whether a key of a region is valid here."""
+        return key in self._keys
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._closed
+
+
+def _arrive(flow: _Flow) -> None:
+    """The first bytes are at the target: it serves them in this order."""
+    source, target = flow.source, flow.target
+    profile, env = source._profile, source._env
+    if source.closed:
+        return
+    rkey = flow.batch.rkey
+    if target.closed:
+        late_ps = env.now + profile.peer_timeout_ps
+        env.call_at(late_ps, source._fail, (flow, Status.UNREACHABLE))
+        return
+    if not target.knows(rkey if isinstance(rkey, int) else int(rkey[flow.start])):
+        env.call_at(env.now + profile.ack_ps, source._fail, (flow, Status.REMOTE_KEY))
+        return
+    done_ps = target._serve(flow)
+    env.call_at(done_ps + profile.receive_ps, target._count, flow)
+    source._ack(flow, done_ps + profile.ack_ps)
+
+
+def _nobody() -> None:
+    """Wakes nobody: the owner has set no waker."""

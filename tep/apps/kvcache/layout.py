@@ -1,0 +1,261 @@
+"""What a KV cache looks like in memory, on each rank, and which heads go where between two of them.
+
+Pure: no engine, no memory, no time. Everything that both sides must count alike is here.
+
+One buffer of one rank is `u8[layers, planes, npages, heads, page_tokens, token_bytes]`. Heads stand
+before the tokens of a page, so that neighbouring heads are one run of bytes: one long write takes
+them all. Planes let one page list cover K and V.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from tep import UsageError
+
+__all__ = [
+    "HeadSlice",
+    "KvBuffer",
+    "KvLayout",
+    "RankShape",
+    "head_slices",
+    "match_ranks",
+    "rows_per_page",
+]
+
+
+class KvBuffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of the cache, as the whole model sees it.
+
+    Attributes:
+        name: for people, and part of the fingerprint.
+        layers: how many layers it holds.
+        heads: KV heads of the model; 1 for a compressed (MLA) cache.
+        token_bytes: of one token, one head and one plane.
+        planes: pages of one layer and index: 2 where K and V are pages of their own.
+        first_layer: the model's layer that is this buffer's layer 0.
+    """
+
+    name: str
+    layers: int
+    heads: int
+    token_bytes: int
+    planes: int = 1
+    first_layer: int = 0
+
+    def covers(self, layer: int) -> bool:
+        """Whether the model's layer is in it."""
+        return self.first_layer <= layer < self.first_layer + self.layers
+
+
+class KvLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The cache of one model; peers must agree in every field. Parallelism is not part of it.
+
+    Attributes:
+        model: its name.
+        page_tokens: tokens of one page.
+        buffers: its tensors.
+        kind: "gqa" shares the heads out over ranks; "mla" keeps the whole cache on each rank.
+        dtype: of the elements.
+    """
+
+    model: str
+    page_tokens: int
+    buffers: tuple[KvBuffer, ...]
+    kind: Literal["gqa", "mla"] = "gqa"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be: UsageError with the values."""
+        if self.page_tokens < 1 or not self.buffers:
+            raise UsageError(
+                f"KvLayout {self.model!r}: page_tokens={self.page_tokens} and "
+                f"{len(self.buffers)} buffers; one of each at the least"
+            )
+        for buffer in self.buffers:
+            sizes = (buffer.layers, buffer.heads, buffer.token_bytes, buffer.planes)
+            if min(sizes) < 1 or buffer.first_layer < 0:
+                raise UsageError(f"KvLayout {self.model!r}: a size below 1 in {buffer}")
+            if self.kind == "mla" and buffer.heads != 1:
+                raise UsageError(
+                    f"KvLayout {self.model!r}: buffer {buffer.name!r} has {buffer.heads} heads; "
+                    "an MLA cache has one, on every rank"
+                )
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model: one more than the last that any buffer holds."""
+        return max(buffer.first_layer + buffer.layers for buffer in self.buffers)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes that are equal for equal layouts only; peers compare them first."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = [
+            f"{b.name}[layers {b.first_layer}..{b.first_layer + b.layers - 1}, {b.planes} planes, "
+            f"{b.heads} heads, {b.token_bytes} B a token]"
+            for b in self.buffers
+        ]
+        return (
+            f"{self.model} ({self.kind}, {self.dtype}, {self.page_tokens} tokens a page): "
+            + ", ".join(parts)
+        )
+
+    def check_same(self, other: KvLayout, mine: str, theirs: str) -> None:
+        """Raise with both in the message, unless `other` is the same layout."""
+        if self.fingerprint != other.fingerprint:
+            raise UsageError(
+                f"{theirs} has another KV cache than {mine}:\n"
+                f"  {mine}: {self.describe()}\n  {theirs}: {other.describe()}"
+            )
+
+    def npages(self, ntokens: int) -> int:
+        """Pages that `ntokens` tokens need."""
+        return -(-ntokens // self.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """What one rank of a tensor-parallel instance holds.
+
+    Attributes:
+        layout: of the model.
+        tp: ranks of the instance.
+        rank: this one, 0 <= rank < tp.
+    """
+
+    layout: KvLayout
+    tp: int
+    rank: int
+
+    def heads(self, buffer: KvBuffer) -> range:
+        """The model's heads that are here."""
+        return _heads_of(self.layout, buffer, self.tp, self.rank)
+
+    def page_bytes(self, buffer: KvBuffer) -> int:
+        """One page of one plane and layer."""
+        return len(self.heads(buffer)) * self.head_bytes(buffer)
+
+    def head_bytes(self, buffer: KvBuffer) -> int:
+        """One head of one page."""
+        return self.layout.page_tokens * buffer.token_bytes
+
+    def layer_bytes(self, buffer: KvBuffer, npages: int) -> int:
+        """One layer of a cache of `npages` pages."""
+        return buffer.planes * npages * self.page_bytes(buffer)
+
+    def nbytes(self, buffer: KvBuffer, npages: int) -> int:
+        """The whole buffer."""
+        return buffer.layers * self.layer_bytes(buffer, npages)
+
+
+def _heads_of(layout: KvLayout, buffer: KvBuffer, tp: int, rank: int) -> range:
+    if layout.kind == "mla":
+        return range(1)
+    if tp <= buffer.heads:
+        if buffer.heads % tp:
+            raise UsageError(
+                f"{layout.model}: {buffer.heads} heads of buffer {buffer.name!r} cannot be shared "
+                f"out evenly over {tp} ranks"
+            )
+        share = buffer.heads // tp
+        return range(rank * share, (rank + 1) * share)
+    if tp % buffer.heads:
+        raise UsageError(
+            f"{layout.model}: {tp} ranks cannot hold equal copies of {buffer.heads} heads of "
+            f"buffer {buffer.name!r}"
+        )
+    head = rank * buffer.heads // tp
+    return range(head, head + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """A run of heads that one rank there needs and one rank here can give in one write a page.
+
+    Attributes:
+        buffer: index of the buffer in the layout.
+        dst_rank: who needs it.
+        src_ranks: who has it; any of them will do.
+        src_head: first head, counted in the source's page.
+        dst_head: first head, counted in the target's page.
+        heads: how many.
+    """
+
+    buffer: int
+    dst_rank: int
+    src_ranks: tuple[int, ...]
+    src_head: int
+    dst_head: int
+    heads: int
+
+
+@lru_cache(maxsize=256)
+def head_slices(layout: KvLayout, src_tp: int, dst_tp: int) -> tuple[HeadSlice, ...]:
+    """Every run of heads that one page of each buffer needs between two instances.
+
+    A function of the layout and the two degrees alone: both sides count by it.
+
+    Raises:
+        UsageError: the heads cannot be shared out over so many ranks.
+    """
+    found: list[HeadSlice] = []
+    for index, buffer in enumerate(layout.buffers):
+        held = [_heads_of(layout, buffer, src_tp, rank) for rank in range(src_tp)]
+        for dst_rank in range(dst_tp):
+            needed = _heads_of(layout, buffer, dst_tp, dst_rank)
+            head = needed.start
+            while head < needed.stop:
+                holders = tuple(rank for rank in range(src_tp) if head in held[rank])
+                source = held[holders[0]]
+                stop = min(needed.stop, source.stop)
+                place = (head - source.start, head - needed.start, stop - head)
+                found.append(HeadSlice(index, dst_rank, holders, *place))
+                head = stop
+    return tuple(found)
+
+
+def rows_per_page(layout: KvLayout, src_tp: int, dst_tp: int, dst_rank: int) -> int:
+    """Writes, and so immediates, that one page makes at one rank, over all layers and planes."""
+    total = 0
+    for piece in head_slices(layout, src_tp, dst_tp):
+        if piece.dst_rank == dst_rank:
+            buffer = layout.buffers[piece.buffer]
+            total += buffer.layers * buffer.planes
+    return total
+
+
+def match_ranks(slices: tuple[HeadSlice, ...], seed: int) -> list[tuple[int, HeadSlice]]:
+    """Choose a source rank for every slice: at random where several have it, evenly all the same.
+
+    Args:
+        slices: of head_slices().
+        seed: of the draw; one a request, so that requests differ and a replay does not.
+
+    Returns:
+        (source rank, slice) pairs in the order of `slices`.
+    """
+    dice = random.Random(seed)
+    orders: dict[tuple[int, ...], list[int]] = {}
+    taken: dict[tuple[int, ...], int] = {}
+    found = []
+    for piece in slices:
+        holders = piece.src_ranks
+        if len(holders) == 1:
+            found.append((holders[0], piece))
+            continue
+        if holders not in orders:
+            orders[holders] = dice.sample(holders, len(holders))
+        turn = taken.get(holders, 0)
+        taken[holders] = turn + 1
+        found.append((orders[holders][turn % len(holders)], piece))
+    return found

@@ -1,0 +1,277 @@
+"""Whole clusters under load: requests at a rate, layer-wise transfer, and what it costs.
+
+Capacity runs keep time and move no bytes: on the flow fabric (large clusters), or on the timing
+fabric (exact, and some twenty times dearer). Checks with bytes are `trial`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from tep import UsageError
+from tep.apps.kvcache.decoder import Decoder
+from tep.apps.kvcache.flow import FlowFabric
+from tep.apps.kvcache.heartbeat import Patience
+from tep.apps.kvcache.memory import no_memory
+from tep.apps.kvcache.model import Completion, DecodeWork, PrefillWork, Request
+from tep.apps.kvcache.options import SideOptions
+from tep.apps.kvcache.prefiller import Prefiller
+from tep.apps.kvcache.scheduler import Scheduler
+from tep.apps.kvcache.ttft import PUBLISHED, TtftModel
+from tep.apps.kvcache.words import told_word
+from tep.apps.kvcache.world import World
+from tep.sim import FabricEnv, TimingFabric
+from tep.sim.profile import Profile
+
+__all__ = ["Load", "Plant", "Report", "TimedModel", "simulate"]
+
+Event = Callable[[World], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plant:
+    """A cluster.
+
+    Attributes:
+        prefillers, decoders: instances at the start.
+        prefill_tp, decode_tp: ranks of each; each rank is an engine.
+        profile: the machine: a name of tep.sim.profiles(), or a Profile.
+        fabric: "flow" or "timing".
+        model: gives the layout, the chunk and compute times.
+        token_s: between two generated tokens; the decoder's time.
+        npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
+        ack_gather_s: see FlowFabric.
+        patience: times of both sides.
+    """
+
+    prefillers: int = 2
+    decoders: int = 2
+    prefill_tp: int = 4
+    decode_tp: int = 4
+    profile: Profile | str = "efa_2x200"
+    fabric: Literal["flow", "timing"] = "flow"
+    model: TtftModel = PUBLISHED
+    token_s: float = 0.02
+    npages: int = 4096
+    ack_gather_s: float = 0.02
+    patience: Patience = field(
+        default_factory=lambda: Patience(
+            beat_s=0.5, silent_s=5.0, hello_s=1.0, cancel_s=1.0, request_s=600.0
+        )
+    )
+
+    @property
+    def engines(self) -> int:
+        """Engines at the start."""
+        return self.prefillers * self.prefill_tp + self.decoders * self.decode_tp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Requests.
+
+    Attributes:
+        rate: a second, on average; they come at random, one independent of the other.
+        duration_s: for how long they come; what has come is seen through.
+        ntokens: lengths of prompts, equally likely.
+        max_tokens: tokens wanted.
+        seed: of arrivals and lengths.
+    """
+
+    rate: float
+    duration_s: float
+    ntokens: Sequence[int] = (32768,)
+    max_tokens: int = 16
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What came of a run. Times in seconds.
+
+    Attributes:
+        completions: of every request, in the order of their ends.
+        compute_s: for each of them, its prefill's compute alone, as the model says.
+        engines: at the start.
+        writes, rows, nbytes: paged writes and tails; rows they made; their bytes.
+        simulated_s: from the first arrival to the last end.
+        cpu_s: what the run cost.
+        rss_bytes: most memory this process has ever held.
+    """
+
+    completions: list[Completion]
+    compute_s: list[float]
+    engines: int
+    writes: int
+    rows: int
+    nbytes: int
+    simulated_s: float
+    cpu_s: float
+    rss_bytes: int
+
+    @property
+    def failed(self) -> list[Completion]:
+        """Those that failed."""
+        return [done for done in self.completions if not done.ok]
+
+    def ttft_s(self, share: float = 0.5) -> float:
+        """The time to the first token that a share of the completed requests does not exceed."""
+        times = sorted(done.ttft_s for done in self.completions if done.ok)
+        return times[min(len(times) - 1, int(share * len(times)))] if times else float("nan")
+
+    def added_s(self) -> float:
+        """Median of what a request waited beyond its own compute: queues and transfer."""
+        pairs = zip(self.completions, self.compute_s, strict=True)
+        found = [done.ttft_s - alone for done, alone in pairs if done.ok]
+        return statistics.median(found) if found else float("nan")
+
+
+class TimedModel:
+    """Takes the time that a model would take, and computes nothing.
+
+    Args:
+        model: gives the times.
+        token_s: between two generated tokens.
+    """
+
+    def __init__(self, model: TtftModel, token_s: float) -> None:
+        self._model = model
+        self._token_s = token_s
+
+    async def prefill(self, work: PrefillWork) -> None:
+        """Let the layers pass."""
+        for chunk in work.chunks:
+            layer_s = self._model.layer_compute_s(chunk.start, chunk.stop - chunk.start)
+            for _ in range(work.layers):
+                await asyncio.sleep(layer_s)
+                work.layer_done()
+
+    async def decode(self, work: DecodeWork) -> Sequence[int]:
+        """Let the tokens pass."""
+        wanted = work.request.max_tokens
+        await asyncio.sleep(self._token_s * wanted)
+        return [0] * wanted
+
+
+def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = ()) -> Report:
+    """Run a cluster under load until every request has ended.
+
+    Args:
+        plant: the cluster.
+        load: the requests.
+        events: (simulated second, what to do to the world) pairs: joins, departures, crashes.
+    """
+    started_s = time.process_time()
+    env = FabricEnv()
+    if plant.fabric == "flow":
+        fabric: FlowFabric | TimingFabric = FlowFabric(
+            env, plant.profile, ack_gather_s=plant.ack_gather_s
+        )
+    elif plant.fabric == "timing":
+        fabric = TimingFabric(env, plant.profile, seed=load.seed, move_bytes=False)
+    else:
+        raise UsageError(f"Plant.fabric={plant.fabric!r} is neither 'flow' nor 'timing'")
+    side = SideOptions(
+        npages=plant.npages,
+        tail_slots=plant.npages,
+        patience=plant.patience,
+        allocate=no_memory,
+        message_bytes=8 * plant.npages + 4096,
+    )
+    world = World(
+        fabric,
+        plant.model.layout,
+        TimedModel(plant.model, plant.token_s),
+        prefiller=side,
+        decoder=side,
+        chunk_tokens=plant.model.chunk_tokens,
+        fence_s=2 * plant.patience.silent_s,
+        paint=False,
+        watch=told_word,
+        scheduler=Scheduler(wait_s=plant.patience.request_s),
+    )
+    arrivals = _arrivals(load)
+    completions: list[Completion] = []
+    with world:
+        world.run(_play(plant, world, arrivals, events, completions))
+        moved = [stats for member in world.everybody for stats in (_moved(member.side),) if stats]
+    tokens = {request.name: request.ntokens for _, request in arrivals}
+    writes, rows, nbytes = (sum(column) for column in zip(*moved, strict=True))
+    predicted = {n: plant.model.predict(n).ttft_same_node_s for n in set(tokens.values())}
+    return Report(
+        completions,
+        [predicted[tokens[done.request]] for done in completions],
+        plant.engines,
+        writes,
+        rows,
+        nbytes,
+        simulated_s=env.now / _PS_PER_S,
+        cpu_s=time.process_time() - started_s,
+        rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+_PS_PER_S: Final = 10**12
+
+
+def _moved(side: Prefiller | Decoder) -> tuple[int, int, int]:
+    if isinstance(side, Decoder):
+        return 0, 0, 0
+    stats = side.stats
+    return stats.writes, stats.rows, stats.nbytes
+
+
+def _arrivals(load: Load) -> list[tuple[float, Request]]:
+    """(second, request) pairs, in order."""
+    if load.rate <= 0 or load.duration_s <= 0 or not load.ntokens:
+        raise UsageError(f"{load}: rate, duration and lengths are positive")
+    dice = random.Random(f"kvcache load {load.seed}")
+    found: list[tuple[float, Request]] = []
+    at_s = dice.expovariate(load.rate)
+    while at_s < load.duration_s:
+        ntokens = dice.choice(load.ntokens)
+        request = Request(f"r{len(found)}", ntokens, max_tokens=load.max_tokens)
+        found.append((at_s, request))
+        at_s += dice.expovariate(load.rate)
+    return found
+
+
+async def _play(
+    plant: Plant,
+    world: World,
+    arrivals: Sequence[tuple[float, Request]],
+    events: Sequence[tuple[float, Event]],
+    completions: list[Completion],
+) -> None:
+    for index in range(plant.prefillers):
+        world.add_prefiller(f"p{index}", plant.prefill_tp)
+    for index in range(plant.decoders):
+        world.add_decoder(f"d{index}", plant.decode_tp)
+    tasks = [asyncio.create_task(_at(at_s, event, world)) for at_s, event in events]
+    now_s = 0.0
+    for at_s, request in arrivals:
+        await asyncio.sleep(at_s - now_s)
+        now_s = at_s
+        tasks.append(asyncio.create_task(_client(world, request, completions)))
+    await asyncio.gather(*tasks)
+    await world.settled()
+    for prefiller in world.alive(Prefiller):
+        await prefiller.leave()
+
+
+async def _client(world: World, request: Request, completions: list[Completion]) -> None:
+    completions.append(await world.scheduler.submit(request))
+
+
+async def _at(at_s: float, event: Event, world: World) -> None:
+    await asyncio.sleep(at_s)
+    found = event(world)
+    if asyncio.iscoroutine(found):
+        await found

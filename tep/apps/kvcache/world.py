@@ -1,0 +1,308 @@
+"""A simulated cluster of prefillers and decoders that join, leave, crash and restart. No workload.
+
+It plays the part of whoever starts processes: it alone knows for certain that one is dead, and says
+so to the scheduler (`fenced`) a while after.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+from tep import EngineOptions, TransferEngine
+from tep.apps.kvcache.check import FreePaint
+from tep.apps.kvcache.decoder import Decoder
+from tep.apps.kvcache.job import Watch
+from tep.apps.kvcache.layout import KvLayout
+from tep.apps.kvcache.model import Model
+from tep.apps.kvcache.options import SideOptions
+from tep.apps.kvcache.pool import PagePool
+from tep.apps.kvcache.prefiller import Prefiller
+from tep.apps.kvcache.scheduler import Scheduler
+from tep.backends.base import Domain
+from tep.sim import ChaosFabric, FabricEnv, SimDriver, run
+
+__all__ = ["Fabric", "Member", "Node", "World"]
+
+T = TypeVar("T")
+Made = TypeVar("Made", Prefiller, Decoder)
+
+
+class Node(Protocol):
+    """One simulated host, as every fabric makes it; see tep.sim.SimDriver."""
+
+    @property
+    def name(self) -> str:
+        """Of the engine."""
+
+    @property
+    def epoch(self) -> int:
+        """Of this incarnation."""
+
+    @property
+    def domains(self) -> Sequence[Domain]:
+        """Its NICs."""
+
+    @property
+    def busy_until_ps(self) -> int:
+        """When its worker is free."""
+
+    def step_delay_ps(self) -> int:
+        """From a kick to the step."""
+
+
+class Fabric(Protocol):
+    """What makes hosts: the chaos fabric with so many NICs, the others with their profile's."""
+
+    @property
+    def env(self) -> FabricEnv:
+        """The clock."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One incarnation of one instance.
+
+    Attributes:
+        side: the prefiller or decoder.
+        engines: one a rank.
+        paint: of its free pages, where bytes are checked.
+        alive: whether it runs.
+    """
+
+    side: Prefiller | Decoder
+    engines: list[TransferEngine]
+    paint: FreePaint | None
+    alive: bool = True
+
+
+class World:
+    """Instances on one fabric, and their scheduler. Use it inside `run`, as a context manager.
+
+    Args:
+        fabric: where hosts are made.
+        layout, model: of all instances.
+        prefiller, decoder: their settings.
+        chunk_tokens: of the prefillers.
+        nics: of every host, on the chaos fabric.
+        fence_s: from a death to the certainty of it.
+        paint: check that free pages are not written.
+        watch: see Prefiller; None: the engine's watched words.
+        decoder_options: more arguments of Decoder.
+
+    Attributes:
+        env: the clock.
+        scheduler: of the world.
+        members: name -> its newest incarnation.
+        past: incarnations that were replaced or have left.
+    """
+
+    def __init__(
+        self,
+        fabric: Any,
+        layout: KvLayout,
+        model: Model,
+        *,
+        prefiller: SideOptions,
+        decoder: SideOptions,
+        chunk_tokens: int,
+        nics: int = 2,
+        fence_s: float = 0.05,
+        paint: bool = True,
+        watch: Watch | None = None,
+        decoder_options: dict[str, Any] | None = None,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        self.fabric = fabric
+        self.env: FabricEnv = fabric.env
+        self.layout, self.model = layout, model
+        self.scheduler = scheduler or Scheduler()
+        self.members: dict[str, Member] = {}
+        self.past: list[Member] = []
+        self._sides = {"p": prefiller, "d": decoder}
+        self._chunk_tokens = chunk_tokens
+        self._nics = nics
+        self._fence_s = fence_s
+        self._paint = paint
+        self._watch = watch
+        self._decoder_options = decoder_options or {}
+        self._fences: set[asyncio.Task[None]] = set()
+
+    # ------------------------------------------------------------------ coming
+
+    def add_prefiller(self, name: str, tp: int) -> Prefiller:
+        """Start one and have it join."""
+        return self._start_prefiller(name, [self._host(f"{name}.{rank}") for rank in range(tp)])
+
+    def add_decoder(self, name: str, tp: int) -> Decoder:
+        """Start one and have it join."""
+        return self._start_decoder(name, [self._host(f"{name}.{rank}") for rank in range(tp)])
+
+    def _host(self, name: str) -> Node:
+        chaos = isinstance(self.fabric, ChaosFabric)
+        node: Node = self.fabric.node(name, self._nics) if chaos else self.fabric.node(name)
+        return node
+
+    def _start_prefiller(self, name: str, nodes: Sequence[Node]) -> Prefiller:
+        engines = [_engine(self.env, node) for node in nodes]
+        more: dict[str, Any] = {} if self._watch is None else {"watch": self._watch}
+
+        def make(pool: PagePool) -> Prefiller:
+            return Prefiller(
+                name,
+                engines,
+                self.layout,
+                self.model,
+                self._sides["p"],
+                chunk_tokens=self._chunk_tokens,
+                pool=pool,
+                **more,
+            )
+
+        side = self._enrol(make, engines, self._sides["p"].npages)
+        self.scheduler.join_prefiller(side.card)
+        return side
+
+    def _start_decoder(self, name: str, nodes: Sequence[Node]) -> Decoder:
+        engines = [_engine(self.env, node) for node in nodes]
+
+        def make(pool: PagePool) -> Decoder:
+            return Decoder(
+                name,
+                engines,
+                self.layout,
+                self.model,
+                self._sides["d"],
+                pool=pool,
+                **self._decoder_options,
+            )
+
+        side = self._enrol(make, engines, self._sides["d"].npages)
+        self.scheduler.join_decoder(side)
+        return side
+
+    def _enrol(
+        self, make: Callable[[PagePool], Made], engines: list[TransferEngine], npages: int
+    ) -> Made:
+        paint = FreePaint() if self._paint else None
+        if paint is None:
+            side = make(PagePool(npages))
+        else:
+            side = make(PagePool(npages, on_take=paint.on_take, on_free=paint.on_free))
+            paint.watch(side.memory)
+        self.members[side.name] = Member(side, engines, paint)
+        return side
+
+    # ------------------------------------------------------------------ going
+
+    async def retire(self, name: str) -> None:
+        """Have an instance leave in good order: what it has under way is finished first."""
+        member = self.members[name]
+        if isinstance(member.side, Prefiller):
+            self.scheduler.leave_prefiller(name)
+            await member.side.leave()
+        else:
+            self.scheduler.leave_decoder(name)
+            await member.side.drained()
+        self._end(member)
+        if isinstance(member.side, Prefiller):
+            self._certify(member.side)
+        if self.members.get(name) is member:
+            del self.members[name]
+        self.past.append(member)
+
+    def crash(self, name: str) -> None:
+        """Pull the plug of an instance, on the chaos fabric all at once. It does not come back."""
+        member = self.members[name]
+        if isinstance(self.fabric, ChaosFabric):
+            for engine in member.engines:
+                self.fabric.crash(engine.name)
+        self._die(member)
+
+    def restart(self, name: str) -> None:
+        """Crash an instance and start it again at once: same name, later epoch, empty cache."""
+        member = self.members[name]
+        if isinstance(self.fabric, ChaosFabric):
+            nodes: list[Node] = [self.fabric.restart(engine.name) for engine in member.engines]
+            self._die(member)
+        else:
+            self._die(member)
+            nodes = [self._host(engine.name) for engine in member.engines]
+        self.past.append(member)
+        if isinstance(member.side, Prefiller):
+            self._start_prefiller(name, nodes)
+        else:
+            self._start_decoder(name, nodes)
+
+    def _die(self, member: Member) -> None:
+        name = member.side.name
+        self._end(member)
+        if isinstance(member.side, Prefiller):
+            self.scheduler.leave_prefiller(name)
+            self._certify(member.side)
+        else:
+            self.scheduler.leave_decoder(name)
+
+    def _certify(self, dead: Prefiller) -> None:
+        task = asyncio.get_running_loop().create_task(self._fence(dead))
+        self._fences.add(task)
+        task.add_done_callback(self._fences.discard)
+
+    async def _fence(self, dead: Prefiller) -> None:
+        await asyncio.sleep(self._fence_s)
+        self.scheduler.fenced(dead.name, dead.card.epoch)
+        for member in self.members.values():  # also those that take no new requests
+            if isinstance(member.side, Decoder):
+                member.side.fenced(dead.name, dead.card.epoch)
+
+    def _end(self, member: Member) -> None:
+        member.alive = False
+        member.side.close()
+        for engine in member.engines:
+            engine.close()
+
+    # ------------------------------------------------------------------ all of it
+
+    @property
+    def everybody(self) -> list[Member]:
+        """All incarnations there ever were."""
+        return [*self.past, *self.members.values()]
+
+    def alive(self, kind: type[Made]) -> list[Made]:
+        """The instances of one kind that run."""
+        return [m.side for m in self.members.values() if m.alive and isinstance(m.side, kind)]
+
+    async def settled(self) -> None:
+        """Return when every fence is up and every end is confirmed."""
+        while self._fences:
+            await asyncio.wait(tuple(self._fences))
+        for decoder in self.alive(Decoder):
+            await decoder.settled()
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in this world's simulated time."""
+        return run(main, self.env)
+
+    def close(self) -> None:
+        """End everything. Idempotent."""
+        for member in self.members.values():
+            if member.alive:
+                self._end(member)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _engine(env: FabricEnv, node: Node) -> TransferEngine:
+    return TransferEngine(
+        node.domains,
+        driver=SimDriver(env, node),
+        name=node.name,
+        epoch=node.epoch,
+        options=EngineOptions(),
+    )

@@ -1,0 +1,269 @@
+"""`tep kvcache`: a disaggregated cluster, checked on the chaos fabric, sized on the flow and timing
+fabrics, or run for real; and the time to the first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tep.cli.show import Json, Seed, emit_json, print_table, progress
+
+if TYPE_CHECKING:
+    from tep.apps.kvcache.simulate import Report
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    invoke_without_command=True,
+    help="Disaggregated prefill and decode: KV pages move while later layers are computed.",
+)
+
+
+class Fabric(StrEnum):
+    """Where the cluster runs."""
+
+    chaos = "chaos"
+    flow = "flow"
+    timing = "timing"
+    tcp = "tcp"
+    local = "local"
+
+
+Prefillers = Annotated[int, typer.Option("--prefillers", "-p", min=1, help="Prefill instances.")]
+Decoders = Annotated[int, typer.Option("--decoders", "-d", min=1, help="Decode instances.")]
+
+
+@app.callback()
+def kvcache(
+    context: typer.Context,
+    fabric: Annotated[
+        Fabric,
+        typer.Option(
+            "--fabric",
+            help="chaos: drawn scenarios, every byte checked. flow, timing: capacity, no bytes. "
+            "tcp, local: real processes and a real small transformer.",
+        ),
+    ] = Fabric.chaos,
+    prefillers: Prefillers = 2,
+    decoders: Decoders = 2,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", min=1, help="Ranks of each instance: 4, or 1 where they are real."),
+    ] = None,
+    rate: Annotated[float, typer.Option("--rate", help="Requests a second; flow, timing.")] = 0.8,
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="How long requests come; flow, timing.")
+    ] = 10.0,
+    tokens: Annotated[
+        int, typer.Option("--tokens", min=1, help="Length of a prompt; flow, timing.")
+    ] = 32768,
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, help="Prompts; tcp, local. Scenarios; chaos.")
+    ] = 20,
+    profile: Annotated[
+        str, typer.Option("--profile", help="Simulated machine; flow, timing.")
+    ] = "efa_2x200",
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Run a cluster: a scheduler, prefillers and decoders. Exit 1 if anything is not as it must be.
+
+    On chaos the scenarios draw their own clusters, and say which seed replays a failure.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if fabric is Fabric.chaos:
+        _check(seed, requests, json=json)
+    elif fabric in {Fabric.flow, Fabric.timing}:
+        from tep.apps.kvcache.simulate import Load, Plant, simulate
+
+        plant = Plant(
+            prefillers=prefillers,
+            decoders=decoders,
+            prefill_tp=tp or 4,
+            decode_tp=tp or 4,
+            profile=profile,
+            fabric="flow" if fabric is Fabric.flow else "timing",
+        )
+        load = Load(rate=rate, duration_s=seconds, ntokens=(tokens,), seed=seed)
+        _show_report(simulate(plant, load), f"{fabric.value}, {profile}", json=json)
+    else:
+        _real(fabric, (prefillers, decoders, tp or 1), requests, seed, json=json)
+
+
+@app.command("ttft")
+def ttft(
+    tokens: Annotated[
+        list[int] | None, typer.Argument(help="Lengths of prompts; none: the published ones.")
+    ] = None,
+    layer_ms: Annotated[
+        float | None,
+        typer.Option("--layer-ms", help="Compute of one layer of the last chunk, if you know it."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Predict the time to the first token: Qwen3-235B, TP4, H200, EFA 2 x 200 Gb/s."""
+    from tep.apps.kvcache.ttft import PUBLISHED
+
+    given = None if layer_ms is None else layer_ms / 1e3
+    found = [
+        PUBLISHED.predict(length, given)
+        for length in tokens or (4096, 8192, 16384, 32768, 65536, 131072)
+    ]
+    rows = [
+        {
+            "tokens": one.ntokens,
+            "chunks": len(one.chunks),
+            "pages a layer": one.pages[0],
+            "layer compute ms": round(one.layer_compute_s[-1] * 1e3, 3),
+            "layer transfer ms": round(max(one.layer_transfer_s) * 1e3, 3),
+            "TTFT same node ms": round(one.ttft_same_node_s * 1e3, 1),
+            "TTFT disaggregated ms": round(one.ttft_s * 1e3, 1),
+        }
+        for one in found
+    ]
+    _show("time to the first token, a model fitted to four published rows", rows, json=json)
+
+
+@app.command("day")
+def day(
+    requests: Annotated[int, typer.Option("--requests", min=1)] = 2000,
+    changes: Annotated[
+        int, typer.Option("--changes", min=0, help="Joins, departures, crashes, restarts.")
+    ] = 200,
+    seed: Seed = 0,
+    json: Json = False,
+) -> None:
+    """Run a simulated day on which members come and go under load; every byte is checked."""
+    from tep.apps.kvcache.day import Day, run_day
+
+    report = run_day(Day(seed=seed, requests=requests, changes=changes))
+    rows = [
+        {
+            "requests": len(report.completions),
+            "retried": report.retried,
+            "pages checked": report.checked,
+            "simulated hours": round(report.simulated_s / 3600, 2),
+            "CPU s": round(report.cpu_s, 1),
+            "violations": len(report.violations),
+            **dict(sorted(report.happened.items())),
+        }
+    ]
+    _show(f"a day, seed {seed}", rows, json=json)
+    _fail_on(report.violations)
+
+
+def _check(seed: int, runs: int, *, json: bool) -> None:
+    from tep.apps.kvcache.trial import Trial, run_trial
+
+    rows: list[dict[str, Any]] = []
+    violations: list[str] = []
+    with progress("scenarios", runs, quiet=json or not sys.stderr.isatty()) as bar:
+        for one in range(seed, seed + runs):
+            trial = Trial.draw(one)
+            verdict = run_trial(trial)
+            violations += [f"seed {one}: {text}" for text in verdict.violations]
+            rows.append(
+                {
+                    "seed": one,
+                    "event": trial.event,
+                    "ranks": f"{trial.prefill_tp} -> {trial.decode_tp}",
+                    "completed": sum(done.ok for done in verdict.completions),
+                    "failed": sum(not done.ok for done in verdict.completions),
+                    "given up": verdict.cancelled,
+                    "retried ends": verdict.unclean,
+                    "pages checked": verdict.checked,
+                    "violations": len(verdict.violations),
+                }
+            )
+            bar.advance(bar.task_ids[0])
+    _show("scenarios on the chaos fabric, every byte checked", rows, json=json)
+    _fail_on(violations)
+
+
+def _show_report(report: Report, where: str, *, json: bool) -> None:
+    row = {
+        "engines": report.engines,
+        "requests": len(report.completions),
+        "failed": len(report.failed),
+        "TTFT p50 ms": round(report.ttft_s(0.5) * 1e3, 1),
+        "TTFT p99 ms": round(report.ttft_s(0.99) * 1e3, 1),
+        "beyond compute p50 ms": round(report.added_s() * 1e3, 3),
+        "paged writes": report.writes,
+        "pages": report.rows,
+        "GB": round(report.nbytes / 1e9, 1),
+        "simulated s": round(report.simulated_s, 2),
+        "CPU s": round(report.cpu_s, 2),
+        "RSS MiB": report.rss_bytes >> 20,
+    }
+    _show(f"a cluster under load ({where})", [row], json=json)
+    _fail_on([f"{done.request}: {done.reason}" for done in report.failed])
+
+
+def _real(
+    fabric: Fabric, sizes: tuple[int, int, int], requests: int, seed: int, *, json: bool
+) -> None:
+    import numpy as np
+
+    from tep.apps.kvcache.launch import Cluster, Shape
+    from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
+
+    tcp = fabric is Fabric.tcp
+    prefillers, decoders, tp = sizes
+    shape = Shape(
+        prefillers=prefillers,
+        decoders=decoders,
+        prefill_tp=tp,
+        decode_tp=tp,
+        backend="libfabric" if tcp else "local",
+        options={"provider": "tcp"} if tcp else {},
+        seed=seed,
+    )
+    dice = np.random.default_rng(seed)
+    prompts = [dice.integers(0, 256, n).astype(np.int32) for n in dice.integers(1, 200, requests)]
+
+    async def run() -> list[Any]:
+        async with Cluster(shape) as cluster:
+            return list(await cluster.generate(prompts, 12))
+
+    found = asyncio.run(run())
+    model = TinyTransformer(TinyConfig(seed=seed))
+    rows, wrong = [], []
+    for ids, done in zip(prompts, found, strict=True):
+        same = done.ok and list(done.tokens) == model.alone(ids, 12)
+        if not same:
+            wrong.append(f"{done.request}: {done.reason or 'other tokens than in one place'}")
+        rows.append(
+            {
+                "request": done.request,
+                "tokens": len(ids),
+                "prefiller": done.prefiller,
+                "attempts": done.attempts,
+                "pages": done.pages_sent,
+                "TTFT ms": round(done.ttft_s * 1e3, 1),
+                "same tokens": same,
+            }
+        )
+    what = f"{prefillers} prefillers and {decoders} decoders, processes over {fabric.value}"
+    _show(what, rows, json=json)
+    _fail_on(wrong)
+
+
+def _show(title: str, rows: Sequence[Mapping[str, Any]], *, json: bool) -> None:
+    if json:
+        emit_json({"what": title, "rows": [dict(row) for row in rows]})
+    else:
+        print_table(title, list(rows[0]), rows)
+
+
+def _fail_on(violations: Sequence[str]) -> None:
+    for text in violations[:20]:
+        typer.echo(f"VIOLATION: {text}", err=True)
+    if violations:
+        raise typer.Exit(1)

@@ -1,0 +1,76 @@
+"""`tep kvcache` from the command line: every fabric, both documents, and the exit status."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tep.apps.kvcache import trial
+from tep.cli import app
+
+
+def rows(*args: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["kvcache", *args, "--json"])
+    assert result.exit_code == 0, result.output
+    found: list[dict[str, Any]] = json.loads(result.stdout)["rows"]
+    return found
+
+
+def test_scenarios_are_checked_and_name_their_seeds() -> None:
+    """A failure that nobody can run again is no report."""
+    found = rows("--requests", "3", "--seed", "4")
+
+    assert [4, 5, 6] == [row["seed"] for row in found]
+    assert sum(row["pages checked"] for row in found) > 0
+    assert {0} == {row["violations"] for row in found}
+
+
+def test_a_violation_is_told_and_ends_in_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check that fails behind exit status 0 has not been made."""
+    verdict = trial.Verdict(violations=["page 3 was written while it was free"])
+    monkeypatch.setattr(trial, "run_trial", lambda _: verdict)
+
+    result = CliRunner().invoke(app, ["kvcache", "--requests", "1", "--seed", "7"])
+
+    assert 1 == result.exit_code
+    assert "seed 7: page 3 was written while it was free" in result.output
+
+
+@pytest.mark.parametrize("fabric", ["flow", "timing"])
+def test_capacity_runs_say_what_they_cost(fabric: str) -> None:
+    """Who sizes a cluster needs the waiting times, and has to know what was simulated."""
+    sizes = ("-p", "1", "-d", "1", "--tp", "1", "--seconds", "1", "--rate", "3")
+    (found,) = rows("--fabric", fabric, *sizes, "--tokens", "2048", "--seed", "1")
+
+    assert (2, 0) == (found["engines"], found["failed"])
+    assert found["requests"] > 0
+    assert 0 < found["TTFT p50 ms"] <= found["TTFT p99 ms"]
+    assert found["pages"] == found["requests"] * (94 * 2 * 16 + 1)
+
+
+def test_the_first_token_is_predicted_for_any_length() -> None:
+    """A table of the published lengths alone could be read off the paper."""
+    found = rows("ttft", "10000", "20000")
+
+    assert [(10000, 1), (20000, 2)] == [(row["tokens"], row["chunks"]) for row in found]
+    assert all(row["TTFT disaggregated ms"] > row["TTFT same node ms"] for row in found)
+    slow = rows("ttft", "10000", "--layer-ms", "100")
+    assert 9400 == pytest.approx(slow[0]["TTFT same node ms"], rel=1e-3)
+
+
+def test_a_short_day_loses_nothing() -> None:
+    """Joins and departures are daily life."""
+    (found,) = rows("day", "--requests", "30", "--changes", "10")
+
+    assert (30, 0) == (found["requests"], found["violations"])
+
+
+def test_people_read_tables() -> None:
+    """Nobody reads JSON in a terminal."""
+    result = CliRunner().invoke(app, ["kvcache", "ttft", "4096"])
+
+    assert 0 == result.exit_code
+    assert "TTFT disaggregated ms" in result.stdout

@@ -1,0 +1,64 @@
+"""Whole simulated clusters: a day of comings and goings, and a large one under load."""
+
+from __future__ import annotations
+
+import pytest
+
+from tep.apps.kvcache.day import Day, run_day
+from tep.apps.kvcache.prefiller import Prefiller
+from tep.apps.kvcache.simulate import Load, Plant, simulate
+from tep.apps.kvcache.world import World
+
+
+@pytest.mark.slow
+def test_a_day_of_200_joins_and_departures_loses_nothing() -> None:
+    """Scaling is the daily life of a cluster; each change that loses a request is an outage."""
+    report = run_day(Day(seed=3, requests=250, changes=200, layer_s=120.0))
+
+    assert [] == report.violations
+    assert 250 == sum(done.ok for done in report.completions)
+    assert 200 == sum(report.happened.values())
+    assert min(report.happened.values()) >= 4
+    assert report.simulated_s > 86_000
+    assert report.checked > 600
+    assert report.retried > 0
+
+
+@pytest.mark.slow
+def test_a_thousand_engines_stay_cheap() -> None:
+    """A simulated minute of 1,000 engines has to fit in 120 s; this is a bit of it.
+
+    The bound is loose, for machines that do other things as well: tests/bench/bench_kvcache.py
+    measures.
+    """
+    plant = Plant(prefillers=125, decoders=125)
+    report = simulate(plant, Load(rate=20, duration_s=0.5, max_tokens=1))
+
+    assert 1000 == report.engines
+    assert [] == report.failed
+    requests = len(report.completions)
+    assert requests > 4
+    assert (94 * 2 * 4 + 1) * requests == report.writes
+    assert (94 * 256 * 4 + 1) * requests * 2 - requests == report.rows
+    assert report.cpu_s / report.writes < 1e-3
+    assert report.rss_bytes < 4 << 30
+
+
+def test_a_crash_under_load_costs_time_and_no_request() -> None:
+    """What happens when a prefiller dies: its requests are computed again elsewhere."""
+    plant = Plant(prefillers=3, decoders=2, prefill_tp=1, decode_tp=1)
+    load = Load(rate=8, duration_s=3, ntokens=(4096,), max_tokens=1)
+
+    def strike(world: World) -> None:
+        busy = [side.name for side in world.alive(Prefiller) if side.njobs]
+        world.crash(busy[0])
+
+    calm = simulate(plant, load)
+    struck = simulate(plant, load, [(1.5, strike)])
+
+    assert [] == calm.failed
+    assert [] == struck.failed
+    assert len(calm.completions) == len(struck.completions)
+    assert 1 == max(done.attempts for done in calm.completions)
+    assert 2 == max(done.attempts for done in struck.completions)
+    assert struck.ttft_s(1.0) > calm.ttft_s(1.0) + plant.patience.silent_s

@@ -1,0 +1,84 @@
+"""The KV cache protocol under every fault of the chaos fabric: drawn scenarios, checked bytes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tep.apps.kvcache.trial import EVENTS, LAYOUTS, Trial, run_trial
+from tep.sim import Chaos
+
+DEGREES = [(1, 1), (2, 1), (4, 2), (2, 8), (8, 4)]
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> Trial:
+    prefill_tp, decode_tp = draw(st.sampled_from(DEGREES))
+    seed = draw(st.integers(0, 2**32 - 1))
+    return Trial(
+        seed=seed,
+        layout=draw(st.integers(0, len(LAYOUTS) - 1)),
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefillers=draw(st.integers(1, 3)),
+        decoders=draw(st.integers(1, 2)),
+        requests=draw(st.integers(1, 8)),
+        npages=draw(st.integers(10, 30)),
+        prefix_pages=draw(st.sampled_from([0, 6])),
+        cancels=draw(st.sampled_from([0.0, 0.4])),
+        event=draw(st.sampled_from(EVENTS)),
+        event_us=draw(st.floats(1.0, 250.0)),
+        more=draw(st.integers(0, 2)),
+        harm=draw(st.booleans()),
+        impatient=draw(st.booleans()),
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=max(25, settings.default.max_examples // 10))
+@given(trials())
+def test_every_request_ends_with_verified_bytes_or_a_reason(trial: Trial) -> None:
+    """And no page leaks, or is written after it was freed; no immediate stays taken."""
+    verdict = run_trial(trial)
+
+    assert [] == verdict.violations
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", range(len(LAYOUTS)), ids=lambda k: LAYOUTS[k].model)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_every_layout_between_all_degrees(layout: int, degrees: tuple[int, int]) -> None:
+    """Resharding that is right for one pair of degrees says nothing of the others."""
+    trial = Trial(
+        seed=layout,
+        layout=layout,
+        prefill_tp=degrees[0],
+        decode_tp=degrees[1],
+        requests=5,
+        npages=30,
+        prefix_pages=6,
+    )
+    verdict = run_trial(trial)
+
+    assert [] == verdict.violations
+    assert all(done.ok for done in verdict.completions)
+    assert verdict.checked >= 5
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    """A failing seed that does not fail again is no bug report."""
+    trial = Trial.draw(1)
+    first, second = run_trial(trial), run_trial(trial)
+
+    assert first == second
+    assert first.checked > 0
+
+
+def test_pauses_make_words_jump_and_every_layer_is_sent_all_the_same() -> None:
+    """A watcher sees the latest value only; who sends that layer alone hangs the decoder."""
+    chaos = Chaos(seed=2, pause_ps=3 * 10**9, poll_delay_ps=400_000)
+    verdict = run_trial(Trial(seed=2, requests=4, engine_words=True, chaos=chaos))
+
+    assert [] == verdict.violations
+    assert 4 == sum(done.ok for done in verdict.completions)

@@ -1,0 +1,260 @@
+"""The parts of the KV cache that need no peer: pages, prefixes, immediates, messages, chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tep.sim
+from tep import BadDescriptor, BusyError, ClosedError, UsageError
+from tep.apps.kvcache.heartbeat import Patience
+from tep.apps.kvcache.immediates import ImmSpace
+from tep.apps.kvcache.layout import KvBuffer, KvLayout
+from tep.apps.kvcache.messages import Beat, Cancel, Dispatch, Ended, Hello, decode, encode
+from tep.apps.kvcache.model import Request, cut_chunks, page_keys
+from tep.apps.kvcache.pool import PagePool, PrefixCache
+
+LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 1, 1, 8),))
+
+
+# ---------------------------------------------------------------------- pages
+
+
+def test_pages_are_handed_out_in_the_order_of_asking() -> None:
+    """A large request that small ones may overtake starves."""
+
+    async def main() -> list[str]:
+        pool, order = PagePool(4), []
+        held = await pool.acquire(4)
+
+        async def want(name: str, n: int) -> None:
+            pages = await pool.acquire(n)
+            order.append(name)
+            pool.free(pages)
+
+        tasks = [asyncio.create_task(want("large", 4)), asyncio.create_task(want("small", 1))]
+        await asyncio.sleep(0)
+        pool.free(held[:1])  # enough for the small one only
+        await asyncio.sleep(0)
+        assert [] == order
+        pool.free(held[1:])
+        await asyncio.gather(*tasks)
+        assert 4 == pool.nfree
+        return order
+
+    assert ["large", "small"] == tep.sim.run(main())
+
+
+def test_who_gives_up_waiting_takes_nothing() -> None:
+    """Pages handed to a request that was cancelled at that moment would be lost for good."""
+
+    async def main() -> None:
+        pool = PagePool(2)
+        held = await pool.acquire(2)
+        waits = [asyncio.create_task(pool.acquire(2)) for _ in range(2)]
+        await asyncio.sleep(0)
+        pool.free(held)  # the first has its pages now, and is cancelled before it sees them
+        waits[0].cancel()
+        pages = await waits[1]
+        assert 2 == len(pages)
+        pool.free(pages)
+        assert 2 == pool.nfree
+
+    tep.sim.run(main())
+
+
+def test_quarantine_keeps_pages_out_of_use() -> None:
+    """A page that a silent prefiller may still write to must not go to the next request."""
+    pool = PagePool(3)
+    pages = pool.take(2)
+    assert pages is not None
+    pool.quarantine(pages)
+
+    assert None is pool.take(2)
+    assert (1, 0, 2) == (pool.nfree, pool.nheld, pool.nquarantined)
+    pool.release(pages)
+    assert 3 == pool.nfree
+
+
+def test_a_page_freed_twice_is_a_bug() -> None:
+    """The second free gives a page to two requests."""
+    pool = PagePool(2)
+    pages = pool.take(1)
+    assert pages is not None
+    pool.free(pages)
+
+    with pytest.raises(AssertionError, match="freed twice"):
+        pool.free(pages)
+
+
+def test_a_closed_pool_tells_those_who_wait() -> None:
+    """A request that waits for pages of a dead instance would wait for ever."""
+
+    async def main() -> None:
+        pool = PagePool(1)
+        await pool.acquire(1)
+        waits = asyncio.create_task(pool.acquire(1))
+        await asyncio.sleep(0)
+        pool.close()
+        with pytest.raises(ClosedError):
+            await waits
+        with pytest.raises(ClosedError):
+            await pool.acquire(1)
+
+    tep.sim.run(main())
+
+
+def test_more_pages_than_there_are_is_refused() -> None:
+    """It could never be served, and would block all behind it."""
+
+    async def main() -> None:
+        with pytest.raises(UsageError, match="9 pages wanted of a pool of 4"):
+            await PagePool(4).acquire(9)
+
+    tep.sim.run(main())
+
+
+@given(st.lists(st.integers(1, 5), max_size=20), st.integers(0, 2**32))
+def test_no_page_is_held_twice(sizes: list[int], seed: int) -> None:
+    """Two requests on one page read each other's cache."""
+    dice, pool = np.random.default_rng(seed), PagePool(12)
+    held: list[np.ndarray] = []
+    for n in sizes:
+        pages = pool.take(n)
+        if pages is None:
+            pool.free(held.pop(int(dice.integers(len(held)))))
+        else:
+            held.append(pages)
+        together = np.concatenate([*held, np.zeros(0, np.int64)])
+        assert len(together) == len(set(together.tolist()))
+        assert pool.npages == pool.nfree + len(together)
+
+
+def test_a_prefix_is_shared_and_given_back_when_pages_run_short() -> None:
+    """Known prefixes save transfers; kept for ever they would starve new requests."""
+    pool = PagePool(4)
+    cache = PrefixCache(pool, limit=3)
+    keys = [b"a", b"ab", b"abc"]
+    pages = pool.take(3)
+    assert pages is not None
+    cache.keep(keys, pages)
+    pool.free(pages)
+    assert (3, 1) == (len(cache), pool.nfree)
+
+    found = cache.find([b"a", b"ab", b"xyz"])
+    assert pages[:2].tolist() == found.tolist()
+    taken = pool.take(2)  # one is free; the page of "abc" is let go for the other
+    assert taken is not None
+    assert pages[2] in taken
+    assert None is pool.take(1)  # the two found are in use
+    pool.free(found)
+    pool.free(taken)
+    cache.clear()
+    assert 4 == pool.nfree
+
+
+def test_prompts_that_begin_alike_share_keys_up_to_there() -> None:
+    """A key that forgot the tokens before its page would hand out another prompt's cache."""
+    one = Request("one", 12, np.arange(12, dtype=np.int32))
+    two = Request("two", 12, np.array([*range(4), 99, *range(5, 12)], np.int32))
+
+    a, b = page_keys(one, LAYOUT), page_keys(two, LAYOUT)
+
+    assert a[0] == b[0]
+    assert a[1] != b[1]
+    assert a[2] != b[2]  # its tokens are the same, those before are not
+
+
+def test_chunks_end_with_pages() -> None:
+    """A page sent before it is full is sent wrong, and only once."""
+    chunks = cut_chunks(21, 8, 4)
+
+    assert [(0, 8, 0, 1), (8, 16, 2, 3), (16, 21, 4, 5)] == [
+        (c.start, c.stop, c.first_page, c.last_page) for c in chunks
+    ]
+    with pytest.raises(UsageError, match="chunk_tokens=6 is no multiple of page_tokens=4"):
+        cut_chunks(21, 6, 4)
+
+
+# ---------------------------------------------------------------------- immediates
+
+
+def test_live_immediates_are_all_different() -> None:
+    """Two requests with one immediate complete each other."""
+    with tep.sim.Cluster(nodes=1) as cluster:
+        space = ImmSpace(cluster.engines, range(10, 14))
+        taken = [space.take() for _ in range(4)]
+
+        assert {10, 11, 12, 13} == set(taken)
+        with pytest.raises(BusyError, match="all 4 immediates are in use: 4 live"):
+            space.take()
+        space.end(12)
+        assert 12 == space.take()
+
+
+def test_an_immediate_is_free_only_when_what_landed_was_counted() -> None:
+    """An arrival counted after the reuse completes the next request one page early."""
+    with tep.sim.Cluster(nodes=2) as cluster:
+        a, b = cluster.engines
+        memory = np.zeros(64, np.uint8)
+        mr, _ = a.reg_mr(np.ones(64, np.uint8))
+        _, desc = b.reg_mr(memory)
+        space = ImmSpace([b], range(7, 8))
+        imm = space.take()
+        sent = a.submit_single_write(64, (mr, 0), (desc, 0), imm, routing=tep.Routing(num_shards=1))
+        space.end_unclean(imm, [1])
+
+        with pytest.raises(BusyError, match="1 draining"):
+            space.take()
+        sent.wait()
+        cluster.env.run(cluster.env.now + 10**9)
+        assert imm == space.take()
+        assert 0 == b.imm_counter(imm).value
+
+
+def test_an_immediate_of_unknown_fate_is_never_used_again() -> None:
+    """After an error a row may have landed or not; its immediate may still come."""
+    with tep.sim.Cluster(nodes=1) as cluster:
+        space = ImmSpace(cluster.engines, range(2))
+        space.end_unclean(space.take(), None)
+
+        assert [1] == [space.take()]
+        with pytest.raises(BusyError, match="1 burnt"):
+            space.take()
+
+
+# ---------------------------------------------------------------------- messages
+
+
+def test_messages_survive_their_bytes() -> None:
+    """A field that is lost on the way is a page that is lost on the way."""
+    for message in (
+        Hello("d", 1, b"addr", b"f" * 32, LAYOUT, ((b"x",), (b"y",)), b"t", 9, 64),
+        Dispatch("d", 1, 5, "r", 2**32 - 1, b"\1\0\0\0", 3, 2, 17, b"", 2**32 - 1),
+        Cancel("d", 2**63 - 1, 5),
+        Ended("p", 1, 5, (3, 0), "why"),
+        Beat("p", 1, 0),
+    ):
+        assert message == decode(encode(message))
+
+
+@given(st.binary(max_size=80))
+def test_garbage_is_no_message(data: bytes) -> None:
+    """What a stranger sends must not become a dispatch, nor stop the receiver."""
+    found = None
+    with contextlib.suppress(BadDescriptor):
+        found = decode(data)
+
+    if found is not None:
+        assert found == decode(encode(found))
+
+
+def test_times_that_contradict_each_other_are_refused() -> None:
+    """A peer that is silent between two beats would be given up at every beat."""
+    with pytest.raises(UsageError, match="silent_s is longer than beat_s"):
+        Patience(beat_s=1.0, silent_s=0.5)

@@ -1,0 +1,485 @@
+"""The protocol of one decoder and its prefillers: handshake, count, cancel, silence, fences."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tep
+import tep.sim
+from tep.apps.kvcache.check import CheckedModel
+from tep.apps.kvcache.decoder import Decoder
+from tep.apps.kvcache.heartbeat import Patience
+from tep.apps.kvcache.layout import KvBuffer, KvLayout
+from tep.apps.kvcache.memory import no_memory
+from tep.apps.kvcache.messages import Beat, Ended, Hello
+from tep.apps.kvcache.model import PrefillWork, Request
+from tep.apps.kvcache.options import SideOptions
+from tep.apps.kvcache.routing import PrefillerCard
+from tep.apps.kvcache.scheduler import Scheduler
+from tep.apps.kvcache.sessions import make_hello
+from tep.apps.kvcache.world import World
+
+LAYOUT = KvLayout("m", 4, (KvBuffer("kv", 3, 2, 8, planes=2),))
+PATIENCE = Patience(beat_s=1e-4, silent_s=2e-3, hello_s=1e-3, cancel_s=1e-3, request_s=0.1)
+SIDE = SideOptions(npages=16, tail_slots=4, tail_bytes=32, patience=PATIENCE)
+IDS = np.arange(10, dtype=np.int32)
+
+
+@dataclass
+class Fixed:
+    """A router that knows one prefiller."""
+
+    card: PrefillerCard
+    failures: list[str]
+
+    async def lease(self, request: Request, exclude: Collection[str]) -> Fixed:
+        return self
+
+    def close(self, failure: str = "") -> None:
+        self.failures.append(failure)
+
+
+class Held(CheckedModel):
+    """A model that stops after some layers until it is let go."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(lambda _: 1e-6)
+        self.layers, self.go, self.reached = layers, asyncio.Event(), asyncio.Event()
+
+    async def prefill(self, work: PrefillWork) -> bytes:
+        advance = work.advance
+
+        def count(done: int) -> None:
+            advance(done)
+            if done == self.layers:
+                self.reached.set()
+
+        work.advance = count
+        prefill = asyncio.create_task(super().prefill(work))
+        try:
+            await self.reached.wait()
+            if not self.go.is_set():
+                prefill.cancel()
+                await self.go.wait()
+            return await prefill
+        finally:
+            prefill.cancel()
+
+
+def world(model: CheckedModel, **more: Any) -> World:
+    env = tep.sim.FabricEnv()
+    fabric = tep.sim.ChaosFabric(env, tep.sim.Chaos(seed=3, poll_delay_ps=20_000))
+    settings: dict[str, Any] = {"prefiller": SIDE, "decoder": SIDE, "chunk_tokens": 8} | more
+    return World(fabric, LAYOUT, model, **settings)
+
+
+def run(model: CheckedModel, main: Any, **more: Any) -> Any:
+    async def whole(one: World) -> Any:
+        return await main(one)
+
+    with world(model, **more) as one:
+        coroutine: Coroutine[Any, Any, Any] = whole(one)
+        found = one.run(coroutine)
+        for member in one.everybody:
+            if member.paint is not None:
+                member.paint.look(np.flatnonzero(member.side.pool._refs == 0))
+                assert [] == member.paint.violations
+        assert [] == model.violations
+        return found
+
+
+def test_the_count_is_pages_times_layers_and_one() -> None:
+    """No message says that a transfer is over: one immediate more or less hangs or starts early."""
+
+    async def main(one: World) -> tuple[int, ...]:
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        counts: list[tuple[int, ...]] = []
+        dispatch = decoder._dispatch
+
+        def note(request: Request, attempt: Any) -> None:
+            counts.append(attempt.counts)
+            dispatch(request, attempt)
+
+        decoder._dispatch = note  # type: ignore[method-assign]  # to look at what it expects
+        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        assert done.ok
+        assert (3,) == done.tokens  # three pages had the right bytes
+        return counts[0]
+
+    assert (3 * 3 * 2 + 1,) == run(CheckedModel(lambda _: 1e-6), main)
+
+
+class Tensor:
+    """What torch makes, as far as registration looks: float32, and DLPack alone."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = np.zeros(nbytes // 4, np.float32)
+
+    def __dlpack__(self, *, stream: object = None) -> object:
+        return self.data.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.data.__dlpack_device__()
+
+
+def test_tensors_of_other_libraries_are_caches_as_well() -> None:
+    """An inference engine has its cache in tensors of its own; it will not copy it to numpy's."""
+    side = replace(SIDE, allocate=lambda _rank, _name, nbytes: Tensor(nbytes))
+
+    async def main(one: World) -> None:
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        assert (3,) == done.tokens
+        assert decoder.memory.kv[0][0].memory.data.any()  # type: ignore[attr-defined]  # a Tensor
+
+    run(CheckedModel(lambda _: 1e-6), main, prefiller=side, decoder=side)
+
+
+def test_memory_that_is_none_is_not_looked_at() -> None:
+    """A view of a made-up address ends the process."""
+
+    async def main(one: World) -> None:
+        decoder = one.add_decoder("d", 1)
+        with pytest.raises(tep.UsageError, match="cannot be looked at as a numpy array"):
+            decoder.memory.tail(0)
+
+    side = replace(SIDE, allocate=no_memory)
+    run(CheckedModel(), main, prefiller=side, decoder=side, paint=False)
+
+
+def test_mismatched_layouts_are_refused_with_both_shown() -> None:
+    """Two releases with different pages would exchange noise behind a 200 OK."""
+
+    async def main(one: World) -> str:
+        prefiller = one.add_prefiller("p", 1)
+        one.layout = KvLayout("m", 8, LAYOUT.buffers)
+        decoder = one.add_decoder("d", 1)
+        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        assert not done.ok
+        assert 3 == done.attempts
+        assert 0 == prefiller.stats.dispatched
+        assert 16 == decoder.pool.nfree
+        return done.reason
+
+    reason = run(CheckedModel(), main)
+
+    assert "decoder d has another KV cache than prefiller p" in reason
+    assert "4 tokens a page" in reason
+    assert "8 tokens a page" in reason
+
+
+def test_a_fingerprint_that_lies_is_refused() -> None:
+    """A peer whose hash and layout disagree has a bug, and its pages are not to be trusted."""
+
+    async def main(one: World) -> int:
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        hello = make_hello("d", decoder.memory)
+        wrong = Hello(
+            **{name: getattr(hello, name) for name in hello.__struct_fields__}
+            | {"fingerprint": b"?" * 32}
+        )
+        prefiller._on_message(wrong)
+        return prefiller.stats.refused
+
+    assert 1 == run(CheckedModel(), main)
+
+
+def test_cancelled_pages_are_used_again_only_after_the_prefiller_confirms() -> None:
+    """A write that lands after the reuse corrupts a request that has nothing to do with it."""
+    model_of: list[Held] = []
+
+    class Late(Held):
+        def __init__(self) -> None:
+            super().__init__(2)
+            model_of.append(self)
+
+    async def main(one: World) -> None:
+        model = Late()
+        one.model = model
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        task = asyncio.create_task(
+            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        )
+        await model.reached.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (13, 3) == (decoder.pool.nfree, decoder.pool.nquarantined)
+        await decoder.settled()
+        assert (16, 0) == (decoder.pool.nfree, decoder.pool.nquarantined)
+        assert (1, 1, 0) == (
+            decoder.stats.unclean,
+            decoder.stats.confirmed,
+            len(decoder.imms.live),
+        )
+        assert 1 == prefiller.stats.cancelled
+        assert 16 == prefiller.pool.nfree
+
+    run(CheckedModel(), main)
+
+
+def test_a_silent_prefiller_is_cancelled_and_quarantined_until_fenced() -> None:
+    """Silence is no proof of death: pages may be written until somebody is certain."""
+
+    async def main(one: World) -> None:
+        model = Held(1)
+        one.model = model
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        other_model = CheckedModel(lambda _: 1e-6)
+        one.model = other_model
+        other = one.add_prefiller("q", 1)
+        cards = iter([prefiller.card, other.card])
+
+        class Next(Fixed):
+            async def lease(self, request: Request, exclude: Collection[str]) -> Fixed:
+                self.card = next(cards)
+                return self
+
+        task = asyncio.create_task(
+            decoder.generate(Request("r", 10, IDS), Next(prefiller.card, []))
+        )
+        await model.reached.wait()
+        # Deaf and dumb from here on, though it may still write.
+        prefiller._closed = True
+        prefiller._pulse.close()
+        done = await task
+        assert done.ok
+        assert ("q", 2) == (done.prefiller, done.attempts)
+        assert 1 == decoder.stats.silent
+        assert 3 == decoder.pool.nquarantined
+        assert 13 == decoder.pool.nfree
+        decoder.fenced("p", prefiller.card.epoch)
+        await decoder.settled()
+        assert 16 == decoder.pool.nfree
+        assert 1 == len(decoder.imms.burnt)
+        prefiller._closed = False
+
+    run(CheckedModel(lambda _: 1e-6), main)
+
+
+def test_a_fence_counts_for_attempts_that_come_after_it() -> None:
+    """A lease can be older than the fence: nobody would ever confirm the end of its attempt."""
+
+    async def main(one: World) -> str:
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        router = Fixed(prefiller.card, [])
+        assert (await decoder.generate(Request("r", 10, IDS), router)).ok
+        one.crash("p")
+        decoder.fenced("p", prefiller.card.epoch)
+        done = await decoder.generate(Request("s", 10, IDS), router)
+        await decoder.settled()
+        assert 16 == decoder.pool.nfree
+        return done.reason
+
+    assert "no answer to 3 hellos" in run(CheckedModel(lambda _: 1e-6), main)
+
+
+def test_a_dead_decoder_frees_the_prefillers_pages() -> None:
+    """A prefiller that keeps pages for decoders that are gone is full after a day."""
+
+    async def main(one: World) -> None:
+        model = Held(2)
+        one.model = model
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        task = asyncio.create_task(
+            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        )
+        await model.reached.wait()
+        assert 13 == prefiller.pool.nfree
+        one.crash("d")
+        done = await task
+        assert "was closed" in done.reason
+        await asyncio.sleep(20e-3)
+        assert (16, 0) == (prefiller.pool.nfree, prefiller.njobs)
+        assert 1 == prefiller.stats.orphaned + prefiller.stats.failed
+
+    run(CheckedModel(), main)
+
+
+def test_a_restarted_decoder_orphans_what_it_had_asked_for() -> None:
+    """The new incarnation has other memory behind the same name: nothing old may be sent there."""
+
+    async def main(one: World) -> None:
+        model = Held(2)
+        one.model = model
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        task = asyncio.create_task(
+            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        )
+        await model.reached.wait()
+        model.go.set()
+        one.restart("d")
+        await task
+        again = one.members["d"].side
+        assert isinstance(again, Decoder)
+        done = await again.generate(Request("s", 10, IDS), Fixed(prefiller.card, []))
+        assert done.ok
+        await prefiller.leave()
+        assert (16, 0) == (prefiller.pool.nfree, prefiller.njobs)
+
+    run(CheckedModel(lambda _: 1e-6), main)
+
+
+def test_a_leaving_prefiller_finishes_what_it_has_and_takes_no_more() -> None:
+    """Scaling down must lose nothing, and nobody should have to wait for a time-out."""
+
+    async def main(one: World) -> None:
+        model = CheckedModel(lambda _: 50e-6)
+        one.model = model
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        router = Fixed(prefiller.card, [])
+        first = asyncio.create_task(decoder.generate(Request("r", 10, IDS), router))
+        await asyncio.sleep(100e-6)
+        leaving = asyncio.create_task(prefiller.leave())
+        await asyncio.sleep(0)
+        second = await decoder.generate(Request("s", 10, IDS), router)
+        assert "prefiller p is leaving" in second.reason
+        assert (await first).ok
+        await leaving
+        await decoder.settled()
+        assert 16 == decoder.pool.nfree
+
+    run(CheckedModel(), main)
+
+
+def test_a_model_that_raises_fails_its_request_and_nothing_else() -> None:
+    """One prompt that breaks the model must not take its prefiller along."""
+
+    class Broken(CheckedModel):
+        async def prefill(self, work: PrefillWork) -> bytes:
+            if work.request.name == "bad":
+                raise ValueError("no such token")
+            return await super().prefill(work)
+
+    async def main(one: World) -> None:
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        router = Fixed(prefiller.card, [])
+        bad = await decoder.generate(Request("bad", 10, IDS), router)
+        good = await decoder.generate(Request("good", 10, IDS), router)
+        await decoder.settled()
+        await prefiller.leave()
+        assert "ValueError: no such token" in bad.reason
+        assert good.ok
+        assert (16, 16) == (prefiller.pool.nfree, decoder.pool.nfree)
+
+    run(Broken(lambda _: 1e-6), main)
+
+
+def test_an_end_of_another_incarnation_confirms_nothing() -> None:
+    """A restarted prefiller knows nothing of the writes of the one before."""
+
+    async def main(one: World) -> None:
+        model = Held(1)
+        one.model = model
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        task = asyncio.create_task(
+            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        )
+        await model.reached.wait()
+        (serial,) = decoder._open
+        decoder._on_message(Ended("p", prefiller.card.epoch + 1, serial, (0,), ""))
+        decoder._on_message(Ended("q", prefiller.card.epoch, serial, (0,), ""))
+        assert not decoder._open[serial].ended.done()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await decoder.settled()
+
+    run(CheckedModel(), main)
+
+
+def test_after_an_error_pages_stay_in_quarantine_for_what_may_still_land() -> None:
+    """A link that flaps holds writes back and lets them go long after their errors."""
+    patience = replace(PATIENCE, linger_s=5e-3)
+
+    async def main(one: World) -> None:
+        model = Held(1)
+        one.model = model
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        task = asyncio.create_task(
+            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        )
+        await model.reached.wait()
+        (serial,) = decoder._open
+        decoder._on_message(Ended("p", prefiller.card.epoch, serial, (), "a write failed"))
+        await asyncio.sleep(4e-3)
+        assert 3 == decoder.pool.nquarantined
+        await asyncio.sleep(2e-3)
+        assert (0, 1) == (decoder.pool.nquarantined, len(decoder.imms.burnt))
+        model.go.set()
+        task.cancel()
+
+    run(CheckedModel(lambda _: 1e-6), main, decoder=replace(SIDE, patience=patience))
+
+
+def test_a_lost_dispatch_is_sent_again() -> None:
+    """A message that is lost costs a moment; an attempt costs the whole prompt."""
+
+    async def main(one: World) -> tuple[int, int]:
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        engine, lost = decoder.memory.engines[0], []
+        send = engine.submit_send
+
+        def lose(peer: Any, payload: bytes, **more: Any) -> Any:
+            if b"Dispatch" in payload and len(lost) < 2:
+                lost.append(payload)
+                raise tep.FabricError("lost")
+            return send(peer, payload, **more)
+
+        engine.submit_send = lose  # type: ignore[method-assign]  # a network that loses two
+        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        assert done.ok
+        assert lost[0] == lost[1]
+        return done.attempts, decoder._post.lost
+
+    assert (1, 2) == run(CheckedModel(lambda _: 1e-6), main)
+
+
+def test_beats_do_not_pile_up_in_front_of_a_dead_peer() -> None:
+    """An error can take half a second; a queue of beats would hold up what others wait for."""
+
+    async def main(one: World) -> int:
+        decoder = one.add_decoder("d", 1)
+        waiting: list[Any] = []
+        engine = decoder.memory.engines[0]
+        silence = lambda *args, **more: waiting.append(args)  # noqa: E731  # takes any arguments
+        engine.submit_send = silence  # type: ignore[method-assign]  # nobody answers
+        for _ in range(9):
+            decoder._post.send(decoder.addr, Beat("d", 1, 0), topic="p")
+        return len(waiting)
+
+    assert 1 == run(CheckedModel(), main)
+
+
+def test_a_known_prefix_does_not_travel() -> None:
+    """Sent again it would cost what the cache was kept for; counted, it would hang."""
+
+    async def main(one: World) -> list[int]:
+        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 2)
+        router = Fixed(prefiller.card, [])
+        found = []
+        for name, ids in (("a", IDS), ("b", IDS), ("c", np.r_[IDS[:4], IDS[:6]])):
+            done = await decoder.generate(Request(name, 10, ids.astype(np.int32)), router)
+            assert (3,) == done.tokens
+            found.append(done.pages_sent)
+        return found
+
+    assert [3, 1, 2] == run(CheckedModel(lambda _: 1e-6), main, decoder_options={"prefix_pages": 8})
+
+
+def test_a_scheduler_without_members_says_so() -> None:
+    """A request that waits for a cluster which never comes must end with that reason."""
+
+    async def main() -> str:
+        scheduler = Scheduler(wait_s=2.0)
+        with pytest.raises(tep.WaitTimeout, match="no prefiller has joined within 2.0 s"):
+            await scheduler.lease(Request("r", 1), ())
+        return (await scheduler.submit(Request("r", 1))).reason
+
+    assert "no decoder has joined within 2.0 s" in tep.sim.run(main())
