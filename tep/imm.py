@@ -90,7 +90,8 @@ class Counts(Mapping[int, int]):
     def __iter__(self) -> Iterator[int]:
         found = list(self._rest)  # one operation; another thread may be counting
         for high, page in tuple(self._pages.items()):
-            found += (np.flatnonzero(page) + (high << _PAGE_BITS)).tolist()
+            still = page.copy()  # numpy refuses an array that changes while it is searched
+            found += (np.flatnonzero(still) + (high << _PAGE_BITS)).tolist()
         return iter(found)
 
     def __len__(self) -> int:

@@ -18,7 +18,7 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
     """A notebook that fails on a fresh checkout teaches that tep does not work."""
     book = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        book, timeout=60, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        book, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
 
     client.execute()
