@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["LONG_BYTES", "PIECE_BYTES", "SHARED_ROWS", "cut_piece", "is_long", "share_backlog"]
 
-_PIECES: Final = 16
-"""A NIC takes this part of its share of what is left of a long batch at a time, and has four such:
-a link at a quarter of its speed is through with them before the others are with the rest.
+_PIECES: Final = 8
+"""A NIC takes this part of its share of what is left of a long batch at a time."""
+
+_AHEAD: Final = 2
+"""So many such it has: a link at a quarter of its speed is through with them before the others are
+with the rest.
 """
 
 SHARED_ROWS: Final = 4
@@ -86,7 +89,7 @@ def cut_piece(group: DomainGroup, pending: Pending, domain: int, queue: deque[Pe
     some = max(1, PIECE_BYTES // nbytes, part)
     pending.shared = True
     before = any(p.transfer is pending.transfer and not p.shared for p in queue)
-    if before or group.outstanding[domain] >= 4 * some:
+    if before or group.outstanding[domain] >= _AHEAD * some:
         return False
     # The last piece is a batch of its own as well: a NIC may wait for the end of a batch.
     rows = min(some, pending.stop - pending.at)
