@@ -10,7 +10,6 @@ import ctypes
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -137,11 +136,10 @@ class Node:
         self.engine.deregister(self.region)
 
     def use(self):
-        """KiB resident, KiB that C code has allocated, and open file descriptors."""
+        """Blocks that Python has allocated, KiB that C code has, and open file descriptors."""
         gc.collect()  # a closed engine is a knot of references; its eventfd goes with it
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
         return [
-            pages * resource.getpagesize() // 1024,
+            sys.getallocatedblocks(),
             allocated() // 1024,
             len(list(Path("/proc/self/fd").iterdir())),
         ]

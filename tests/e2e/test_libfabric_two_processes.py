@@ -285,10 +285,10 @@ def test_joining_and_leaving_costs_nothing(children, provider):
                 marks.append((a.do("use"), b.do("use")))
         *early, last = marks
         for who in (0, 1):
-            resident, heap, fds = (max(mark[who][k] for mark in early) for k in range(3))
-            # Python's arenas fill and empty; what C code has allocated is exact. What is left is a
-            # record of each peer that was ever met: half a KiB a NIC in libfabric.
-            assert last[who][0] - resident < 20 * 1024, "KiB resident, gained in the second hundred"
+            blocks, heap, fds = (max(mark[who][k] for mark in early) for k in range(3))
+            # What is resident says little: arenas fill and empty. What is left is a record of each
+            # peer that was ever met: some objects, and half a KiB a NIC in libfabric.
+            assert last[who][0] - blocks < 10_000, "blocks of Python, gained in the second hundred"
             assert last[who][1] - heap < 300, "KiB of C, gained in the second hundred"
             assert last[who][2] <= fds + 2, "descriptors"
     finally:
