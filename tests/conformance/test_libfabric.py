@@ -15,6 +15,8 @@ from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.net import Net
 
+pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute
+
 TIMEOUT_S = 1.0
 
 

@@ -14,6 +14,8 @@ from tep.testing.contract import DomainContract
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.world import Ability, Node, OpenWorld
 
+pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute
+
 
 class LocalWorld(OpenWorld):
     """Nodes of one process, each with sockets and shared memory of its own."""
