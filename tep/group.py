@@ -55,6 +55,7 @@ class DomainGroup:
         domains: the NICs, in order.
         alive: which of them can still be posted on.
         backlog: rows accepted from the user and not yet by a NIC.
+        offered: the same when post() began.
         outstanding: rows that each NIC has and has not returned.
         rows, nbytes: what each NIC has taken in all.
         ended: transfers that no NIC holds a row of any more, since the caller last emptied this
@@ -68,7 +69,7 @@ class DomainGroup:
     def __init__(self, domains: tuple[Domain, ...], rows_max: int) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
-        self.backlog = 0
+        self.backlog = self.offered = 0
         self.outstanding = [0] * len(domains)
         self.rows = [0] * len(domains)
         self.nbytes = [0] * len(domains)
@@ -226,6 +227,7 @@ class DomainGroup:
     def post(self) -> bool:
         """Offer each NIC what is queued for it, in turns; True if any took a row."""
         work = False
+        self.offered = self.backlog
         for domain, queue in enumerate(self._queues):
             if queue:
                 work |= self._post_on(domain, queue)
@@ -292,9 +294,7 @@ class DomainGroup:
         if not held:
             transfer.left -= count
         if over:
-            del self.batches[ctx]
-            if self.acks is not None and pending.batch.imm is not None:
-                self.acks.add(pending)
+            self._forget(pending)
             if pending.rescue is not None and not held:
                 self.finish_rescue(pending.rescue)
         if transfer.left == 0:
@@ -362,12 +362,18 @@ class DomainGroup:
         pending.stop = pending.at
         self.backlog -= rest
         if pending.back == pending.stop:
-            del self.batches[pending.batch.ctx]
-            if self.acks is not None and pending.batch.imm is not None:
-                self.acks.add(pending)
+            self._forget(pending)
             if pending.rescue is not None:
                 self.finish_rescue(pending.rescue)
         return rest
+
+    def _forget(self, pending: Pending) -> None:
+        """A batch is over."""
+        del self.batches[pending.batch.ctx]
+        if self.acks is not None and pending.batch.imm is not None:
+            self.acks.add(pending)
+        if pending.is_piece and (pace := pending.transfer.pace) is not None:
+            pace.end(pending.domain, pending.back)
 
     def lose(self, transfer: Transfer, rows: int, error: TepError) -> None:
         """Fail rows that no NIC will ever take."""

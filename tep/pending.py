@@ -55,7 +55,7 @@ class Pending:
 
     `nbytes` is the sum over the whole batch where somebody knew it, else -1. `lost` names the rows
     that came back with an error; `rescue` is what a row that is written again belongs to.
-    `shared` says that NICs take pieces of it as they get through.
+    `is_piece` says that it is one of those in which a long batch is posted.
     """
 
     __slots__ = (
@@ -63,12 +63,12 @@ class Pending:
         "back",
         "batch",
         "domain",
+        "is_piece",
         "lost",
         "nbytes",
         "nics",
         "remotes",
         "rescue",
-        "shared",
         "stop",
         "transfer",
     )
@@ -92,7 +92,7 @@ class Pending:
         self.nbytes = -1
         self.lost: set[int] = _NO_ROWS
         self.rescue: Rescue | None = None
-        self.shared = False
+        self.is_piece = False
 
     def lose(self, row: int) -> None:
         """Take note of a row that came back with an error."""

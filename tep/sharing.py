@@ -1,9 +1,10 @@
 """Long batches are shared out as NICs get through with them, so that a slow link carries less.
 
 What is posted cannot move any more, what is queued can: a long batch is posted in pieces, and a NIC
-that has nothing left takes half of what waits at another. Nothing is measured and nothing is
-remembered: a link that recovers has its full share at once. Rows stay whole, so that the number of
-immediates is the shape's alone. A single write is no batch of rows, and keeps its equal shards.
+that has nothing left takes half of what waits at another. Pieces grow while NICs get on alike; one
+that falls behind gets small ones. No time is measured, and nothing is remembered beyond a transfer:
+a link that recovers has its full share at once. Rows stay whole, so that the number of immediates
+is the shape's alone. A single write is no batch of rows, and keeps its equal shards.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ from typing import TYPE_CHECKING, Final
 from tep.errors import TepError
 from tep.moving import on_lanes
 from tep.pending import Pending, varies
+from tep.transfer import Transfer
 
 if TYPE_CHECKING:
     from tep.group import DomainGroup
 
-__all__ = ["LONG_BYTES", "PIECE_BYTES", "SHARED_ROWS", "cut_piece", "is_long", "share_backlog"]
+__all__ = [
+    "LONG_BYTES",
+    "PIECE_BYTES",
+    "SHARED_ROWS",
+    "Pace",
+    "cut_piece",
+    "is_long",
+    "share_backlog",
+]
 
-_PIECES: Final = 8
-"""A NIC takes this part of its share of what is left of a long batch at a time."""
+_PIECES: Final = 12
+"""A NIC that is slow, or not known yet, takes this part of its share of what is left at a time: a
+link at an eighth of its speed is through with two of them before the others are with the rest.
+"""
 
 _AHEAD: Final = 2
-"""So many such it has: a link at a quarter of its speed is through with them before the others are
-with the rest.
-"""
+"""So many pieces a NIC has: the wire takes one while the end of the other is on its way."""
 
 SHARED_ROWS: Final = 4
 """Fewer rows are not worth a look whether another NIC could take some."""
@@ -34,10 +44,42 @@ SHARED_ROWS: Final = 4
 PIECE_BYTES: Final = 2 << 20
 """No piece of a long batch is smaller: 40 us of a link of 400 Gb/s."""
 
+_PIECES_MAX: Final = 128
+"""Nor is it a smaller part of its transfer: each piece costs some time of the CPU."""
+
 LONG_BYTES: Final = 32 << 20
 """A batch with more than this is posted in pieces, which leaves time to think again between them:
 0.7 ms of such a link.
 """
+
+
+class Pace:
+    """How NICs get on with one long transfer.
+
+    Attributes:
+        out: pieces that each NIC has.
+        through: rows of pieces that each NIC has given back.
+        part: each takes one part in so many of its share of what is left as its next piece.
+    """
+
+    __slots__ = ("out", "part", "through")
+
+    def __init__(self, nics: int) -> None:
+        self.out = [0] * nics
+        self.through = [0] * nics
+        self.part = [_PIECES] * nics
+
+    def end(self, nic: int, rows: int) -> None:
+        """A NIC has given a piece back, of which it had been given `rows`."""
+        self.out[nic] -= 1
+        self.through[nic] += rows
+        keeps_up = 4 * self.through[nic] >= 3 * max(self.through)
+        self.part[nic] = max(2, self.part[nic] // 2) if keeps_up else _PIECES
+
+    def is_full(self, nic: int) -> bool:
+        """Whether a NIC has enough to do. One that fell behind gets nothing ahead."""
+        slow = self.part[nic] == _PIECES and self.through[nic] > 0
+        return self.out[nic] >= (1 if slow else _AHEAD)
 
 
 def waiting(pending: Pending) -> int:
@@ -50,8 +92,10 @@ def waiting(pending: Pending) -> int:
 
 def is_long(pending: Pending) -> bool:
     """Whether it is posted in pieces: because of its length, or because it is the rest of such."""
+    if pending.is_piece:
+        return False
     nbytes = waiting(pending)
-    return nbytes > LONG_BYTES or (pending.shared and nbytes > 0)
+    return nbytes > LONG_BYTES or (nbytes > 0 and pending.transfer.pace is not None)
 
 
 def share_backlog(group: DomainGroup) -> bool:
@@ -68,7 +112,7 @@ def share_backlog(group: DomainGroup) -> bool:
         moved = on_lanes(found, found.stop - rows, found.stop, domain, [nic])
     except TepError:  # it cannot connect; the rows wait where they are
         return False
-    found.shared = moved.shared = True
+    _pace(group, found.transfer)
     found.stop -= rows
     group.backlog -= rows
     group._push(moved)
@@ -83,17 +127,18 @@ def cut_piece(group: DomainGroup, pending: Pending, domain: int, queue: deque[Pe
     """
     nbytes = pending.batch.nbytes
     assert isinstance(nbytes, int)
-    # Large pieces while much is left, small ones towards the end: the mistake that can be made
-    # with the last one stays small, and so does their number.
-    part = group.backlog // (_PIECES * len(group.domains))
-    some = max(1, PIECE_BYTES // nbytes, part)
-    pending.shared = True
-    before = any(p.transfer is pending.transfer and not p.shared for p in queue)
-    if before or group.outstanding[domain] >= _AHEAD * some:
+    transfer = pending.transfer
+    pace = _pace(group, transfer)
+    if pace.is_full(domain) or any(p.is_piece and p.transfer is transfer for p in queue):
         return False
-    # The last piece is a batch of its own as well: a NIC may wait for the end of a batch.
-    rows = min(some, pending.stop - pending.at)
+    # Ever smaller ones: the mistake that can be made with the last piece is small, and so is the
+    # number of pieces. The last one is a batch of its own as well: a NIC may wait for its end.
+    part = group.offered // (pace.part[domain] * len(group.domains))
+    part = max(1, PIECE_BYTES // nbytes, transfer.rows // _PIECES_MAX, part)
+    rows = min(part, pending.stop - pending.at)
     piece = on_lanes(pending, pending.stop - rows, pending.stop, domain, [pending.target(0)[1]])
+    piece.is_piece = True
+    pace.out[domain] += 1
     pending.stop -= rows
     group._ctx = piece.batch.ctx = group._ctx + 1
     group.batches[group._ctx] = piece
@@ -104,3 +149,9 @@ def cut_piece(group: DomainGroup, pending: Pending, domain: int, queue: deque[Pe
         group._cut(pending)
     queue.appendleft(piece)
     return True
+
+
+def _pace(group: DomainGroup, transfer: Transfer) -> Pace:
+    if transfer.pace is None:
+        transfer.pace = Pace(len(group.domains))
+    return transfer.pace

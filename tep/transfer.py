@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tep.imm import ImmTable
     from tep.region import Link
     from tep.requests import Job
+    from tep.sharing import Pace
 
 __all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Transfer"]
 
@@ -39,6 +40,7 @@ class Transfer(Handle):
         dropped: rows that a cancel took out before any NIC had them.
         held: rows whose NIC or peer's NIC died, until it is known what became of them.
         extra: rows that were added to make such rows good over another NIC.
+        pace: how NICs get on with it, if it is posted in pieces; else None.
     """
 
     __slots__ = (
@@ -52,6 +54,7 @@ class Transfer(Handle):
         "held",
         "job",
         "left",
+        "pace",
         "rows",
     )
 
@@ -62,6 +65,7 @@ class Transfer(Handle):
         self.failed_rows = 0
         self.failure: TepError | None = None
         self.dropped = self.held = self.extra = 0
+        self.pace: Pace | None = None
         self._nic_rows = [0] * nics
         self._nic_bytes = [0] * nics
         self._settled_s: float | None = None

@@ -70,7 +70,7 @@ def fifo_grouped(arrive: Ints, service: Ints, group: Ints, free: Ints) -> Ints:
         free: int64[servers], when each server is free; not changed.
     """
     counts = np.bincount(group)
-    values = np.flatnonzero(counts)
+    values = counts.nonzero()[0]
     if len(values) <= _FEW:
         return _fifo_few(arrive, service, group, free, values.tolist())
     order = np.lexsort((arrive, group))
@@ -100,7 +100,7 @@ def fifo_grouped(arrive: Ints, service: Ints, group: Ints, free: Ints) -> Ints:
 def _fifo_few(arrive: Ints, service: Ints, group: Ints, free: Ints, values: list[int]) -> Ints:
     found = np.empty_like(arrive)
     for value in values:
-        mine = np.flatnonzero(group == value)
+        mine = (group == value).nonzero()[0]
         times = arrive[mine]
         if (times[1:] < times[:-1]).any():
             mine = mine[np.argsort(times, kind="stable")]

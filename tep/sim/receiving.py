@@ -82,9 +82,10 @@ class Inlet:
         ledger.hold[rows] &= ~_WIRE
         wanted = (ledger.hold[rows] & _SENDER) != 0  # else the sender is gone: nothing lands
         messages = ledger.message[rows]
-        for index in np.flatnonzero(wanted & messages).tolist():
-            self._take_message(int(numbers[index]), int(times[index]))
-        wanted &= ~messages
+        if messages.any():
+            for index in (wanted & messages).nonzero()[0].tolist():
+                self._take_message(int(numbers[index]), int(times[index]))
+            wanted &= ~messages
         if not wanted.all():
             times, rows = times[wanted], rows[wanted]
         if len(rows):
@@ -124,7 +125,7 @@ class Inlet:
         good = ledger.status[rows] == _OK
         if not good.all():
             ack_ps = fabric.profile.ack_ps - fabric.profile.receive_ps
-            for index in np.flatnonzero(~good).tolist():
+            for index in (~good).nonzero()[0].tolist():
                 sender = fabric.nic(int(ledger.source[rows[index]]))
                 sender.node.wakes.must(max(int(times[index]) + ack_ps, fabric.env.now))
                 sender.node.wakes.book()

@@ -285,7 +285,7 @@ class TimingFabric:
         starts = np.concatenate([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
         arrive = starts + self.profile.latency_ps
         done = fifo_grouped(arrive, self._receiving(units), units.target, self._free)
-        ends = np.flatnonzero(units.last)
+        ends = units.last.nonzero()[0]
         here = done if not self.slow else np.maximum(done, arrive + units.service)
         landed = here[ends] + self.ledger.extra_ps[units.number[ends] - self.ledger.base]
         # The wakes that these rows cause are events as well; what leaves after the first of them
@@ -336,7 +336,7 @@ class TimingFabric:
         first = int(np.maximum(seen, self.soft[target]).min())
         first = min(first, int(np.maximum(acked, self.soft_acks[source]).min()))
         counts = np.bincount(batch, minlength=len(batches.left))
-        mine = np.flatnonzero(counts)
+        mine = counts.nonzero()[0]
         if (batches.target[mine] < 0).any():
             first = min(first, int(seen[batches.target[batch] < 0].min()))
         # Of a batch with one target only the last row is a must.
@@ -370,9 +370,9 @@ class TimingFabric:
         for number, which in _by(source, gone | self.gone[source] | ledger.message[rows]):
             self.nic(number).outbox.add(acked[which], numbers[which])
             touched[number] = None
-        mine = np.flatnonzero(counts)
+        mine = counts.nonzero()[0]
         if (batches.target[mine] < 0).any():
-            several = np.flatnonzero((batches.target[batch] < 0) & ~gone)
+            several = ((batches.target[batch] < 0) & ~gone).nonzero()[0]
             for number, time_ps in zip(target[several].tolist(), seen[several].tolist()):
                 self.nic(number).node.wakes.must(time_ps)
         closing = mine[batches.whole[mine] & (batches.left[mine] == 0)]
@@ -410,10 +410,10 @@ class TimingFabric:
 
 def _by(key: Ints, left_out: npt.NDArray[np.bool_]) -> list[tuple[int, Ints]]:
     """The indices of each value of `key`, by value, but for those left out."""
-    which = np.flatnonzero(~left_out)
+    which = (~left_out).nonzero()[0]
     keys = key[which]
     counts = np.bincount(keys)
-    values = np.flatnonzero(counts)
+    values = counts.nonzero()[0]
     if len(values) == 1:
         return [(int(values[0]), which)]
     if len(values) <= _FEW:

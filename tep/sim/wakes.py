@@ -129,10 +129,12 @@ class Wakes:
         that came since the last, it would turn once a row, and the pauses would be in vain.
         """
         now = self._fabric.env.now
-        if self.is_due(now):
+        due = self.is_due(now)
+        if due:
             self._look(now)
-        self._tell(told=False)
-        self.book()
+        if due or self._told:  # else nothing has changed since the last poll
+            self._tell(told=False)
+            self.book()
 
     def is_due(self, now: int) -> bool:
         """Whether it is time to take in what is here."""
