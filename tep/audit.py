@@ -94,6 +94,11 @@ class Audit:
             why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
             self._mail.answer(nic, address, Told(note.number, why, ()))
             return
+        there = self._nics[note.nic].caps
+        if not there.imm_source:
+            why = f"its NIC {there.nic} cannot fence a path off"
+            self._mail.answer(nic, address, Told(note.number, why, ()))
+            return
         key = note.source, note.nic
         fence = self._fences.get(key)
         if fence is None:

@@ -61,7 +61,7 @@ class DomainGroup:
         ended: transfers that no NIC holds a row of any more, since the caller last emptied this
             list; one may stand there twice.
         batches: what is on its way, by ctx.
-        hold: keeps a row whose end is unknown, to make it good; False: it cannot be.
+        hold: keeps a row whose end is unknown, to make it good; or returns its error.
         rescued: takes note that the rows of a rescue are all there.
         acks: sums up acknowledged immediates, lane by lane, for `hold`; None: nobody does.
     """
@@ -81,7 +81,7 @@ class DomainGroup:
         self._routes_version = 0
         self._ctx = 0
         self._cursor = 0
-        self.hold: Callable[[Pending, int, FabricError], bool] = lambda *_: False
+        self.hold: Callable[[Pending, int, FabricError], FabricError | None] = lambda *lost: lost[2]
         self.rescued: Callable[[Rescue], object] = lambda _: None
         self.acks: Acks | None = None
 
@@ -316,7 +316,8 @@ class DomainGroup:
             lost = not (self.alive[pending.domain] and remote.link.alive[nic])
         known = transfer.failure
         error = row_error(self.domains[pending.domain], pending, row, status)
-        if lost and self.hold(pending, row, error):
+        final = self.hold(pending, row, error) if lost else error
+        if final is None:
             return True
         if self.acks is not None and status not in _NEVER_LANDED:
             self.acks.doubt(pending, row)
@@ -325,7 +326,7 @@ class DomainGroup:
             self.drop_queued(transfer)
         known = transfer.failure
         if known is None or (isinstance(known, FabricError) and known.code == Status.FLUSHED.name):
-            transfer.failure = error
+            transfer.failure = final
         return False
 
     def _shun(self, link: Link, nic: int) -> bool:

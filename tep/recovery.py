@@ -15,9 +15,11 @@ an error, never in a guess.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tep.acks import Acks
+from tep.backends.base import Domain
 from tep.errors import FabricError, TepError
 from tep.group import DomainGroup
 from tep.mailroom import Mailroom
@@ -26,7 +28,7 @@ from tep.pending import Pending, Rescue
 from tep.region import Link
 from tep.transfer import Transfer
 
-__all__ = ["Recovery"]
+__all__ = ["Recovery", "why_unable"]
 
 _SILENT = -1
 """Stands for the immediate of rows that have none."""
@@ -72,6 +74,17 @@ class _Path:
         return remote.link is self.link and nic == self.nic
 
 
+def why_unable(domains: Sequence[Domain]) -> str:
+    """Why rows that these NICs lose cannot be made good; "" = they can."""
+    for domain in domains:
+        if not domain.caps.imm_source:
+            return (
+                f"the {domain.caps.backend} backend cannot fence a dead path off, nor say what had "
+                "come over it, so that nobody knows whether this row landed"
+            )
+    return ""
+
+
 class Recovery:
     """What is being made good on one engine.
 
@@ -79,7 +92,7 @@ class Recovery:
         group: its NICs.
         mail: to the peers' engines.
         able: whether lost rows are made good at all.
-        counted: whether receivers can say what had come, immediate by immediate.
+        why: the reason to give where they are not; "" = none.
 
     Attributes:
         paths: that died and whose rows are not settled.
@@ -87,24 +100,22 @@ class Recovery:
         rows: made good so far, in any way.
     """
 
-    def __init__(self, group: DomainGroup, mail: Mailroom, *, able: bool, counted: bool) -> None:
+    def __init__(self, group: DomainGroup, mail: Mailroom, *, able: bool, why: str = "") -> None:
         self.paths: list[_Path] = []
         self.able = able
         self.rows = 0
         self._group = group
         self._mail = mail
-        self._counted = counted
+        self._why = why
         group.hold = self._hold
         group.rescued = self._rescued
-        group.acks = Acks() if counted else None
+        group.acks = Acks() if able else None
 
-    def _hold(self, pending: Pending, row: int, error: FabricError) -> bool:
-        """Keep a row whose end is unknown; False: it cannot be made good, let it fail."""
+    def _hold(self, pending: Pending, row: int, error: FabricError) -> FabricError | None:
+        """Keep a row whose end is unknown, or say with which error it fails."""
         transfer = pending.transfer
         if not self.able or transfer.failure is not None:
-            return False
-        if pending.batch.imm is not None and not self._counted:
-            return False
+            return _with_reason(error, self._why) if self._why else error
         remote, nic = pending.target(row)
         for path in self.paths:
             if not path.asked and path.domain == pending.domain and path.holds(pending, row):
@@ -114,7 +125,7 @@ class Recovery:
             self.paths.append(path)
         path.rows.append(_Lost(pending, row, error))
         transfer.held += 1
-        return True
+        return None
 
     # ------------------------------------------------------------------ asking
 

@@ -23,7 +23,7 @@ from tep.handle import Handle, State
 from tep.imm import ImmTable
 from tep.mailroom import NOTE_CTX, Mailroom
 from tep.notes import Answer, Failed, Told
-from tep.recovery import Recovery
+from tep.recovery import Recovery, why_unable
 from tep.transfer import Expectation, Message, Notice, Transfer
 from tep.watch import WatchPage
 
@@ -80,10 +80,10 @@ class Worker:
         self.receive: Receive | None = None
         self.report: Callable[[object, Exception], None] = _raise
         self.mail = Mailroom(domains, self.group.alive, now_s)
-        able = options.failover and self.mail.able
-        counted = able and all(domain.caps.imm_source for domain in domains)
-        self.recovery = Recovery(self.group, self.mail, able=able, counted=counted)
-        self._arrivals = [Arrivals() for _ in domains] if counted else []
+        why = why_unable(domains) if options.failover else ""
+        able = options.failover and not why
+        self.recovery = Recovery(self.group, self.mail, able=able, why=why)
+        self._arrivals = [Arrivals() for _ in domains] if able else []
         self.audit = Audit(domains, self._arrivals, self.mail)
         self._name = name
         self.broken: dict[int, FabricError] = {}

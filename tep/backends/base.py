@@ -182,7 +182,8 @@ class DomainCaps:
         moves_bytes: False on a model that keeps time only, and copies nothing.
         wakes: False if neither an fd nor the waker tells of news: poll() must be called regularly.
         note_bytes: longest note of post_note(); 0: it is no `Noting`, and has no notes (C24).
-        imm_source: whether an immediate's `ctx` says which NIC it came from (C25); needs notes.
+        imm_source: whether immediates say which NIC they came from (C25), and senders can be
+            fenced off (C26), so that a NIC's death can be made good; needs notes.
     """
 
     backend: str
@@ -292,7 +293,8 @@ class Domain(Protocol):
 class Noting(Domain, Protocol):
     """A NIC whose engines can talk to each other: `caps.note_bytes` is 1 or more.
 
-    What they say makes NIC failover, heartbeats and leases possible. Clauses C24 to C26.
+    What they say makes NIC failover, heartbeats and leases possible. Clauses C24 to C26; the last
+    two, source() and fence(), only where `caps.imm_source` is True.
     """
 
     def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:

@@ -1,6 +1,7 @@
 """C24 to C26: notes between engines, where an immediate came from, and fences.
 
-A backend without notes (caps.note_bytes is 0) is asked for none of this: it has no NIC failover.
+A backend without notes (caps.note_bytes is 0) is asked for none of this, one that cannot name
+senders (caps.imm_source is False) for C24 only: it has no NIC failover.
 """
 
 from __future__ import annotations
@@ -21,6 +22,13 @@ def _noting(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
     a, b = net.pair(nics=nics)
     if not a.domains[0].caps.note_bytes:
         pytest.skip("this backend has no notes: caps.note_bytes is 0")
+    return net, a, b
+
+
+def _fencing(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
+    net, a, b = _noting(world, nics)
+    if not a.domains[0].caps.imm_source:
+        pytest.skip("this backend neither names senders nor fences: caps.imm_source is False")
     return net, a, b
 
 
@@ -90,10 +98,8 @@ class NotesContract:
 
     def test_c25_an_immediate_says_which_nic_sent_it(self, world: World) -> None:
         """Sums by sender and NIC are what a lost acknowledgement is judged by."""
-        net, a, b = _noting(world, nics=2)
+        net, a, b = _fencing(world, nics=2)
         c = net.side(nics=2)
-        if not a.domains[0].caps.imm_source:
-            pytest.skip("this backend does not tell: caps.imm_source is False")
         lanes = [(side, nic, to) for side in (a, c) for nic in range(2) for to in range(2)]
         at = [64 * k for k in range(5)]
         for side, nic, to in lanes:
@@ -115,7 +121,7 @@ class NotesContract:
 
     def test_c26_nothing_of_a_fenced_sender_lands_any_more(self, world: World) -> None:
         """What lands after the fence was counted as missing, and is sent again: once too often."""
-        net, a, b = _noting(world, nics=2)
+        net, a, b = _fencing(world, nics=2)
         net.write(a.batch(b, imm=1), a)
         fenced = _fence(net, b, a.domains[0].address, 5)
         if fenced.status != Status.OK:
@@ -133,7 +139,7 @@ class NotesContract:
 
     def test_c26_what_landed_is_handed_out_before_the_fence(self, world: World) -> None:
         """The sums are told when the fence is closed: one that comes later is counted twice."""
-        net, a, b = _noting(world)
+        net, a, b = _fencing(world)
         at = [64 * k for k in range(30)]
         net.write(a.batch(b, src=at, dst=at, imm=0), a)
         for ctx in range(1, 9):
@@ -154,7 +160,7 @@ class NotesContract:
 
     def test_c26_a_fence_may_be_repeated_and_may_name_anybody(self, world: World) -> None:
         """Questions are put again when an answer is lost, also about senders that never wrote."""
-        net, a, b = _noting(world)
+        net, a, b = _fencing(world)
         c = net.side()
         for ctx, side in enumerate((a, a, c), 1):
             assert _fence(net, b, side.domains[0].address, ctx).nic == 0

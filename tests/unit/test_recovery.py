@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.transfer import Transfer
+from tests.support.ends import Ends, finish_all
 
 PAGE = 64
 PAGES = 12
@@ -56,6 +59,29 @@ def test_without_failover_it_fails_as_ever() -> None:
         with pytest.raises(FabricError, match="NIC_DOWN") as caught:
             world.send().wait()
         assert "made good" not in str(caught.value)
+
+
+@pytest.mark.parametrize("imm", [7, None])
+def test_nics_that_cannot_fence_fail_at_once_and_say_so(imm) -> None:
+    """Whoever buys two NICs must be told that this wire does not survive the loss of one."""
+    e = Ends(2)
+    sent = e.pages(12, imm=imm)
+    e.own.turn()
+    e.nics[0].go_down()
+    finish_all(e.own)
+
+    with pytest.raises(FabricError, match="NIC_DOWN.*the script backend cannot fence a dead path"):
+        sent.result()
+
+
+def test_a_receiver_that_cannot_fence_says_so() -> None:
+    """It is asked by notes that anybody can send; no NIC may be told what it does not know."""
+    with Broken() as world:
+        for domain in world.b._domains:
+            domain.caps = replace(domain.caps, imm_source=False)
+        with pytest.raises(FabricError, match="NIC_DOWN.*b says: its NIC b/0 cannot fence a path"):
+            world.send().wait()
+        assert 0 == world.mr.inflight
 
 
 def test_a_receiver_that_has_forgotten_says_so() -> None:
