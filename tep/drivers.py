@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import math
 import os
 import select
 import signal
@@ -32,6 +33,7 @@ __all__ = [
     "Settles",
     "ThreadDriver",
     "Timed",
+    "left_s",
     "thread_id",
 ]
 
@@ -231,12 +233,14 @@ class ThreadDriver:
         self._kicked = False
         self._calls: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
+        self._timed: Timed | None = None
         self._closing = False
         self._bell = -1
         self.lock: AbstractContextManager[object] = threading.Lock()
 
     def start(self, machine: Machine) -> None:
         assert self._thread is None, "a driver turns one machine"
+        self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with this object and not in close(): another thread may be about to ring, and by
         # then the number could belong to somebody else's file.
@@ -371,15 +375,26 @@ class ThreadDriver:
         poller.register(self._bell, select.POLLIN)
         for fd in machine.wakeup_fds():
             poller.register(fd, select.POLLIN)
-        regular = machine.watching() or machine.must_poll()
-        timeout_ms = self._watch_s * 1000 if regular else None
-        due_s = machine.due_s() if isinstance(machine, Timed) else None
-        if due_s is not None:
-            wait_ms = max(0.0, due_s - time.monotonic()) * 1000 + 1  # not a little too early
-            timeout_ms = wait_ms if timeout_ms is None else min(timeout_ms, wait_ms)
-        poller.poll(timeout_ms)
+        wait_s = left_s(self._sleep_until_s(machine))
+        poller.poll(None if wait_s is None else wait_s * 1000)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
+
+    def _sleep_until_s(self, machine: Machine) -> float:
+        """Until when to sleep at the most; infinite: until there is news."""
+        if machine.watching() or machine.must_poll():
+            return min(time.monotonic() + self._watch_s, self._due_s())
+        return self._due_s()
+
+    def _due_s(self) -> float:
+        """When a turn is due although nothing happens; infinite: only when there is news."""
+        due_s = None if self._timed is None else self._timed.due_s()
+        return math.inf if due_s is None else due_s + 0.001  # not a little too early
+
+
+def left_s(until_s: float) -> float | None:
+    """Seconds until then, as a poll wants them."""
+    return None if until_s == math.inf else max(0.0, until_s - time.monotonic())
 
 
 class Interrupts:

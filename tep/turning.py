@@ -6,13 +6,14 @@ What it means to turn, and the thread itself, are in `tep.drivers`; here is who 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import time
 from threading import Lock
 from typing import Final
 
-from tep.drivers import Interrupts, Machine, Settles, ThreadDriver, thread_id
+from tep.drivers import Interrupts, Machine, Settles, ThreadDriver, left_s, thread_id
 from tep.errors import ClosedError
 
 __all__ = ["TurnDriver"]
@@ -72,6 +73,7 @@ class TurnDriver(ThreadDriver):
         self._line: list[Lock] = []  # waits that found the turn taken
         self._owing = False  # what the last step settled is to be told to a user: by the worker
         self._failed: BaseException | None = None
+        self._until_s = math.inf  # the worker sleeps, unless it is rung
 
     def start(self, machine: Machine) -> None:
         self._pid = os.getpid()
@@ -149,10 +151,11 @@ class TurnDriver(ThreadDriver):
         if self._muted:
             self._muted = False
             self._listening.modify(self._nics.fileno(), select.EPOLLIN)
+        overslept = self._due_s() < self._until_s
         self._due = not quiet
         self._turner = 0
         self._turn.release()
-        if not quiet or self._kicked:
+        if not quiet or self._kicked or overslept:
             self._ring()
         for waiting in self._line[:1] if quiet else ():
             _release(waiting)
@@ -209,7 +212,7 @@ class TurnDriver(ThreadDriver):
                     if polls_s:
                         self._rests = min(2 * self._rests + 1, _RESTS_MAX)
                     look_s = self._watch_s if machine.must_poll() else _LOOK_S
-                    self._nics.poll(min(deadline - now, look_s))
+                    self._nics.poll(max(0.0, min(deadline, now + look_s, self._due_s()) - now))
             self._asleep = False
             poll_until = polls_s = 0.0  # what comes after a sleep is not polled for
         self._put_down(work=work)
@@ -259,9 +262,9 @@ class TurnDriver(ThreadDriver):
             if not self._turn_until_idle(machine):
                 return
             self._owing = False
+            self._until_s = self._sleep_until_s(machine)
             if self._put_down(work=False):
-                regular = machine.watching() or machine.must_poll()
-                self._listening.poll(self._watch_s if regular else None)
+                self._listening.poll(left_s(self._until_s))
 
 
 def _release(gate: Lock) -> None:

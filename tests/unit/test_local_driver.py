@@ -263,6 +263,45 @@ def test_a_kick_reaches_a_waiter_that_sleeps(driver: TurnDriver, machine: Machin
     other.join()
 
 
+class Alarm(Machine):
+    """A machine that has something to do at a time, and no news."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.due: float | None = None
+        self.rang = threading.Event()
+
+    def due_s(self) -> float | None:
+        return self.due
+
+    def step(self) -> bool:
+        if self.due is not None and time.monotonic() >= self.due:
+            self.due = None
+            self.rang.set()
+        return super().step()
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+def test_what_is_due_is_done_in_time_although_nothing_happens(waiting: bool) -> None:
+    """A question whose answer was lost is put again, and a heartbeat sent, by nobody else."""
+    machine, driver, handle = Alarm(), TurnDriver("alarm"), Handle()
+    driver.start(machine)
+    waiter = threading.Thread(target=driver.wait, args=(handle, PATIENCE_S))
+    try:
+        if waiting:
+            waiter.start()
+        assert machine.armed.wait(PATIENCE_S)
+        machine.todo.append(lambda: setattr(machine, "due", time.monotonic() + 0.02))
+        driver.kick()
+        assert machine.rang.wait(PATIENCE_S)
+    finally:
+        machine.settle(handle)
+        driver.kick()
+        if waiting:
+            waiter.join(PATIENCE_S)
+        driver.close()
+
+
 def test_a_long_wait_sleeps(driver: TurnDriver) -> None:
     """Polling is for microseconds: a wait of hours must cost nothing."""
     before = time.process_time()
