@@ -17,6 +17,7 @@ from tep.backends.base import DomainCaps, Opened
 from tep.backends.libfabric.discover import Offer, find_offers, list_providers
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.efa import check_offer, endpoint_options, same_host_way
+from tep.backends.libfabric.messages import NOTE_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
 from tep.backends.libfabric.regions import Export
@@ -157,6 +158,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             memory_kinds=("cpu", "cuda") if how.cuda else ("cpu",),
             peer_timeout_s=how.peer_timeout_s,
             wakes=nic.wait_fd is not None,
+            note_bytes=NOTE_BYTES_MAX,
         )
         options = (
             endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)

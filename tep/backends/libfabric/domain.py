@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import (
@@ -27,7 +26,7 @@ from tep.backends.libfabric.address import NicAddress, shm_name
 from tep.backends.libfabric.completions import Queue
 from tep.backends.libfabric.efa import STATUSES, check_device
 from tep.backends.libfabric.mailbox import Mailbox
-from tep.backends.libfabric.messages import Entry, Inbox, Outgoing
+from tep.backends.libfabric.messages import Entry, Inbox, Notes, Outgoing
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.peers import Peer, Peers, State
 from tep.backends.libfabric.process import reserve_shm
@@ -35,6 +34,7 @@ from tep.backends.libfabric.regions import Export, Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.slots import Slots
+from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.backends.libfabric.waiting import Sleeper
 from tep.errors import ClosedError, FabricError
 from tep.ffi import libfabric as fi
@@ -108,6 +108,7 @@ class FabricDomain:
         )
         self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
         self._inbox = Inbox(self.address, self._done)
+        self._notes = Notes(self.address, self._done)
         self._queue = Queue(nic, self._slots, self._mailbox)
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         self._rows = Rows(
@@ -173,16 +174,25 @@ class FabricDomain:
             self._check_open()
         return self._rows.post(batch, start, stop)
 
-    # --- messages
+    # --- messages and notes
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return self._send(peer, payload, ctx, is_note=False)
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return self._send(peer, payload, ctx, is_note=True)
+
+    def _send(self, peer: int, payload: bytes, ctx: int, *, is_note: bool) -> bool:
         self._check_open()
         to = self._peers.all[peer]
         now_s = time.monotonic()
         self._peers.greet_again(to, now_s)
-        taken = self._outgoing.send(self._peers, to, payload, ctx, now_s)
+        taken = self._outgoing.send(self._peers, to, payload, ctx, now_s, is_note=is_note)
         self._stir(to)
         return taken
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        return self._notes.take(slot)
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
@@ -313,6 +323,8 @@ class FabricDomain:
                 self._rows.recheck()
             case frames.Data():
                 self._inbox.take_data(peers, peer, frame)
+            case frames.Note():
+                self._notes.take_in(peers, peer, frame)
             case frames.Ack():
                 self._outgoing.take_ack(frame)
             case frames.Wait():
@@ -396,7 +408,7 @@ class FabricDomain:
             own = f"fi_writemsg: {self._nic.lib.strerror(self._rows.refusal)}; {own}"
         if status == Status.UNREACHABLE and self._peers.complaint:
             own = self._peers.complaint
-        usual = _STATUS_TEXT.get(status, "")
+        usual = STATUS_TEXT.get(status, "")
         return f"{usual}; {own}" if usual and own else usual or own
 
     def set_waker(self, waker: Callable[[], None]) -> None:
@@ -481,19 +493,3 @@ class FabricDomain:
             self._rows.end(peer, Status.FLUSHED, gone=True)
         self._outgoing.close()
         self._restless.clear()
-
-
-_STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        Status.FLUSHED: "the domain was closed before this was carried out",
-        Status.LOCAL_KEY: "the source was deregistered, or the row reaches beyond it",
-        Status.REMOTE_KEY: "the target has no such key: the region was deregistered, or is a "
-        "source only, or the row carries the key of another NIC",
-        Status.REMOTE_RANGE: "the row reaches beyond the target's region",
-        Status.LENGTH: "longer than caps allow, or than the peer's receive buffers",
-        Status.RNR: "too many messages wait for the peer's receive buffers",
-        Status.UNREACHABLE: "the peer does not answer, or has closed",
-        Status.STALE_PEER: "another engine has the peer's address now; exchange descriptors anew",
-        Status.PROVIDER: "the connection broke; whether the row landed is unknown",
-    }
-)

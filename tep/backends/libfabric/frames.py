@@ -1,4 +1,4 @@
-"""What two NICs say to each other besides writes: greetings, leases, messages, farewells; as bytes.
+"""What two NICs say to each other besides writes: greetings, leases, messages, notes; as bytes.
 
 Frames travel as libfabric messages. Every frame names its sender's address, and bytes that are not
 a frame are dropped. Nothing here sends.
@@ -21,6 +21,7 @@ __all__ = [
     "Go",
     "Hello",
     "Lease",
+    "Note",
     "Revoke",
     "Stale",
     "Wait",
@@ -83,7 +84,7 @@ class Data(_Frame, frozen=True, array_like=True, tag=7):
 
 
 class Ack(_Frame, frozen=True, array_like=True, tag=8):
-    """Your message ended with this status."""
+    """Your message, or note, ended with this status."""
 
     number: Unsigned
     status: Annotated[int, Meta(ge=0, le=255)]
@@ -105,7 +106,14 @@ class Bye(_Frame, frozen=True, array_like=True, tag=11):
     """I am closing."""
 
 
-Frame = Hello | Welcome | Stale | Ask | Lease | Revoke | Data | Ack | Wait | Go | Bye
+class Note(_Frame, frozen=True, array_like=True, tag=12):
+    """A word to your engine; it needs no buffer of the user's. Numbered like messages."""
+
+    number: Unsigned
+    payload: bytes
+
+
+Frame = Hello | Welcome | Stale | Ask | Lease | Revoke | Data | Ack | Wait | Go | Bye | Note
 
 HEAD_BYTES_MAX: Final = 512
 """What a frame needs at the most besides a payload."""

@@ -1,12 +1,14 @@
-"""The user's messages over frames: sent once, acknowledged, held back while the peer has no buffer.
+"""Messages and notes over frames: sent once, acknowledged; messages wait while there is no buffer.
 
 A message that finds no buffer at the peer is not kept there: its sender is told to wait, and to
-send again once there is one. So a slow reader costs its senders' memory and nobody else's. Nothing
-here calls libfabric.
+send again once there is one. So a slow reader costs its senders' memory and nobody else's. A note
+is the engine's: it is always taken, and handed out with its sender's address. Nothing here calls
+libfabric.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -16,26 +18,31 @@ from tep.backends.libfabric import frames
 if TYPE_CHECKING:
     from tep.backends.libfabric.peers import Peer, Peers
 
-__all__ = ["Entry", "Inbox", "Outgoing"]
+__all__ = ["NOTE_BYTES_MAX", "Entry", "Inbox", "Notes", "Outgoing"]
 
 Entry = tuple[int, int, int, int, int, int, int]
 """A completion's fields, in the order of COMPLETION."""
+
+NOTE_BYTES_MAX: Final = 4096
+"""No provider's messages are shorter."""
 
 _OPEN_MAX: Final = 64
 _STARVED_MAX: Final = 4096
 
 _SENT: Final = int(Kind.SENT)
 _RECV: Final = int(Kind.RECV)
+_NOTE: Final = int(Kind.NOTE)
 _OK: Final = int(Status.OK)
 
 
 class _Message:
-    """One message of ours that has not been acknowledged."""
+    """One message or note of ours that has not been acknowledged."""
 
-    __slots__ = ("ctx", "payload", "peer", "since_s", "waiting")
+    __slots__ = ("ctx", "is_note", "payload", "peer", "since_s", "waiting")
 
-    def __init__(self, peer: Peer, payload: bytes, ctx: int, now_s: float) -> None:
+    def __init__(self, peer: Peer, payload: bytes, ctx: int, now_s: float, is_note: bool) -> None:
         self.peer = peer
+        self.is_note = is_note
         self.payload = payload
         self.ctx = ctx
         self.waiting = False  # the peer has no buffer
@@ -43,7 +50,7 @@ class _Message:
 
 
 class Outgoing:
-    """Messages that this NIC sends.
+    """Messages and notes that this NIC sends. One kind that is full does not hold up the other.
 
     Args:
         me: this NIC's address.
@@ -51,7 +58,7 @@ class Outgoing:
         timeout_s: how long a message may go unanswered.
 
     Attributes:
-        open: messages that have not been acknowledged, by number.
+        open: what has not been acknowledged, by number.
     """
 
     def __init__(self, me: bytes, done: deque[Entry], timeout_s: float) -> None:
@@ -60,21 +67,28 @@ class Outgoing:
         self._timeout_s = timeout_s
         self.open: dict[int, _Message] = {}
         self._number = 0
+        self._notes = 0  # of those that are open
 
-    def send(self, peers: Peers, peer: Peer, payload: bytes, ctx: int, now_s: float) -> bool:
-        """Take one message; False = too many are open."""
-        if len(self.open) >= _OPEN_MAX:
+    def send(
+        self, peers: Peers, peer: Peer, payload: bytes, ctx: int, now_s: float, *, is_note: bool
+    ) -> bool:
+        """Take one message or note; False = too many of its kind are open."""
+        if (self._notes if is_note else len(self.open) - self._notes) >= _OPEN_MAX:
             return False
         self._number += 1
-        self.open[self._number] = _Message(peer, payload, ctx, now_s)
+        self._notes += is_note
+        self.open[self._number] = _Message(peer, payload, ctx, now_s, is_note)
         if peer.over:
             self._end(self._number, peer.status)
+        elif is_note and len(payload) > NOTE_BYTES_MAX:
+            self._end(self._number, Status.LENGTH)
         else:
-            peers.say(peer, frames.Data(self._me, self._number, payload))
+            frame = frames.Note if is_note else frames.Data
+            peers.say(peer, frame(self._me, self._number, payload))
         return True
 
     def take_ack(self, frame: frames.Ack) -> None:
-        """The peer says how a message ended."""
+        """The peer says how a message or note ended."""
         message = self.open.get(frame.number)
         if message is not None and message.peer.data == frame.sender:
             known = frame.status in Status._value2member_map_
@@ -124,6 +138,7 @@ class Outgoing:
 
     def _end(self, number: int, status: Status) -> None:
         message = self.open.pop(number)
+        self._notes -= message.is_note
         self._done.append((_SENT, int(status), 1, 0, 0, message.ctx, 0))
 
 
@@ -193,3 +208,29 @@ class Inbox:
         if self._starved:
             peer, number = self._starved.popleft()
             peers.say(peer, frames.Go(self._me, number))
+
+
+class Notes:
+    """Notes that this NIC receives, until its engine takes them.
+
+    Args:
+        me: this NIC's address.
+        done: where completions go.
+    """
+
+    def __init__(self, me: bytes, done: deque[Entry]) -> None:
+        self._me = me
+        self._done = done
+        self._slots = itertools.count()
+        self._unread: dict[int, tuple[bytes, bytes]] = {}
+
+    def take_in(self, peers: Peers, peer: Peer, frame: frames.Note) -> None:
+        """A note comes in: keep it, and acknowledge."""
+        slot = next(self._slots)
+        self._unread[slot] = frame.payload, frame.sender
+        self._done.append((_NOTE, _OK, 1, 0, 0, slot, len(frame.payload)))
+        peers.say(peer, frames.Ack(self._me, frame.number, Status.OK))
+
+    def take(self, slot: int) -> tuple[bytes, bytes]:
+        """A note, and the address of its sender; once."""
+        return self._unread.pop(slot)
