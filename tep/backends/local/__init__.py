@@ -3,7 +3,8 @@
 Bytes move by process_vm_writev, or by plain copies into memory of alloc_shared(); immediates and
 messages through rings in shared memory; a sleeping peer is woken by an eventfd. The rooms:
 `address`, `channel` (the socket), `memory` and `rings` (what is shared, and in which order it is
-written), `copying`, `outbound` and `sender`, `port`, `domain`. Here a backend's two functions.
+written), `copying`, `outbound` and `sender`, `noting`, `port`, `domain`. Here a backend's two
+functions.
 
 Nothing of it has a name in the file system: what a killed process held, the kernel frees. Several
 NICs of one engine are parallel lanes and no faster: one thread at a time copies for all of them.
@@ -28,6 +29,7 @@ from tep.backends.local.copying import can_reach
 from tep.backends.local.domain import LocalDomain
 from tep.backends.local.libc import allow_any_tracer, why
 from tep.backends.local.memory import alloc_shared
+from tep.backends.local.noting import NOTE_BYTES_MAX
 from tep.backends.local.rings import MESSAGE_BYTES_MAX
 from tep.errors import BackendUnavailable, UsageError
 from tep.turning import TurnDriver
@@ -105,6 +107,7 @@ def _caps(nic: str, sq_depth: int) -> DomainCaps:
         ordered=True,
         imm_eats_recv=False,
         peer_timeout_s=_PEER_TIMEOUT_S,
+        note_bytes=NOTE_BYTES_MAX,
     )
 
 

@@ -1,10 +1,11 @@
-"""What two NICs say to each other over their UNIX socket: who they are, and descriptors.
+"""What two NICs say to each other over their UNIX socket: who they are, descriptors, and notes.
 
 The socket carries nothing that is counted or timed: its other use is to be closed by the kernel
 the moment a process ends, however it ends. All is non-blocking.
 
 The sender says Hello, with its lane and its bell; the receiver answers Welcome, with its port and
-its bell, or Refused. Later it offers shared memory with Share and takes it back with Unshare.
+its bell, or Refused. Later it offers shared memory with Share and takes it back with Unshare. The
+sender's engine has its notes carried to the receiver's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ from typing import Final
 
 import msgspec
 
-__all__ = ["Channel", "Hello", "Refused", "Said", "Share", "Unshare", "Welcome", "close_all"]
+__all__ = [
+    "Channel",
+    "Hello",
+    "Note",
+    "Refused",
+    "Said",
+    "Share",
+    "Unshare",
+    "Welcome",
+    "close_all",
+]
 
 _BYTES_MAX: Final = 4096
 _FDS_MAX: Final = 4
@@ -75,7 +86,19 @@ class Unshare(msgspec.Struct, frozen=True, array_like=True, tag=5):
     number: int
 
 
-Said = Hello | Welcome | Refused | Share | Unshare
+class Note(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """A word to the receiver's engine.
+
+    Attributes:
+        sender: address of the NIC that it comes from.
+        payload: at most noting.NOTE_BYTES_MAX bytes.
+    """
+
+    sender: bytes
+    payload: bytes
+
+
+Said = Hello | Welcome | Refused | Share | Unshare | Note
 _encode = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(Said).decode
 
@@ -105,6 +128,20 @@ class Channel:
         """Send now, or when the socket has room: flush() goes on. Descriptors are duplicated."""
         self._waiting.append((_encode(what), tuple(map(os.dup, fds))))
         self.flush()
+
+    def try_say(self, what: Said) -> bool:
+        """Send now, behind all that waits, or not at all."""
+        self.flush()
+        if self._waiting or not self.open:
+            return False
+        try:
+            self._socket.send(_encode(what))
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.open = False
+            return False
+        return True
 
     def flush(self) -> None:
         """Send what waits, as far as it goes."""

@@ -81,9 +81,10 @@ class LocalDomain:
             ) from error
         self._watches.add_bell(self._bell)
         self._fence = new_fence()
-        self._port = Port(address, self._watches, self._bell, self._fence)
         self._sources: dict[int, HostRegion] = {}
-        self._sender = Sender(caps, self._sources, self._watches, self._bell, self._fence)
+        shared = self._watches, self._bell, self._fence
+        self._sender = Sender(self.address, caps, self._sources, *shared)
+        self._port = Port(address, *shared, self._sender.notes.take_in)
         self._words = self._port.words
         self._asleep = False
         self._refused = False
@@ -150,6 +151,16 @@ class LocalDomain:
         if not taken:
             self._refuse()
         return taken
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        taken = self._sender.post_note(peer, payload, ctx)
+        if not taken:
+            self._refuse()
+        return taken
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        return self._sender.notes.take(slot)
 
     def _refuse(self) -> None:
         self._refused = True

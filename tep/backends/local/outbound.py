@@ -22,7 +22,9 @@ from tep.backends.local.address import Address
 from tep.backends.local.channel import (
     Channel,
     Hello,
+    Note,
     Refused,
+    Said,
     Share,
     Unshare,
     Welcome,
@@ -44,8 +46,12 @@ from tep.backends.local.port import (
 from tep.backends.local.rings import LaneWriter, order_of
 from tep.memory import Memory
 
-__all__ = ["Outbound", "Segment", "Way"]
+__all__ = ["Entry", "Outbound", "Segment", "Way"]
 
+Entry = tuple[int, int, int, int, int, int, int]
+"""A completion, in the order of COMPLETION's fields."""
+
+_NEWS: Final = select.EPOLLIN | select.EPOLLRDHUP
 _TARGETS_MAX: Final = 4096  # regions of one peer that are remembered
 
 
@@ -81,6 +87,7 @@ class Outbound:
         line: rows that wait, in order.
         letters: messages that wait for room in the lane: payload, ctx.
         open: ctx of the messages in the lane, in order.
+        notes: those that wait for room in the socket, with their ctx.
 
     Args:
         lost: called once when the way has ended, except by release().
@@ -104,6 +111,7 @@ class Outbound:
         self.line: deque[Segment] = deque()
         self.letters: deque[tuple[bytes, int]] = deque()
         self.open: deque[int] = deque()
+        self.notes: deque[tuple[Note, int]] = deque()
         self._name = name
         self._watches = watches
         self._bell = bell
@@ -114,6 +122,7 @@ class Outbound:
         self._port: SharedMap | None = None
         self._peer_bell = -1
         self._pidfd = -1
+        self._waits = False  # something could not be said
         self._board = 0
         self._targets: dict[int, Target] = {}
         self._shares: dict[int, tuple[Share, SharedMap]] = {}
@@ -136,7 +145,7 @@ class Outbound:
             self.end(f"nobody listens there ({why(error.errno or 0)})")
             return
         self._channel = Channel(sock)
-        self._watches.add(self._channel.fd, self._hear, select.EPOLLIN | select.EPOLLRDHUP)
+        self._watches.add(self._channel.fd, self._hear, _NEWS)
         self._channel.say(Hello(self.address.token, self._name), self.lane.fd, self._bell)
 
     def _hear(self) -> None:
@@ -215,6 +224,19 @@ class Outbound:
             self._port.close()
             self._port = None
         self.lane.close()
+
+    def try_say(self, what: Said) -> bool:
+        """Say something at once; False = it has to wait, and room in the socket wakes us."""
+        channel = self._channel
+        if channel is None:  # nobody has taken our call yet
+            return False
+        said = channel.try_say(what)
+        if not channel.open:
+            self.end("its process ended, or closed its engine")
+        elif said == self._waits:
+            self._waits = not said
+            self._watches.epoll.modify(channel.fd, _NEWS | (0 if said else select.EPOLLOUT))
+        return said
 
     # --- what lies there
 

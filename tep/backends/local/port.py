@@ -32,6 +32,7 @@ from tep.backends.local.address import Address
 from tep.backends.local.channel import (
     Channel,
     Hello,
+    Note,
     Refused,
     Share,
     Unshare,
@@ -129,13 +130,22 @@ class Port:
         ready: senders with something to take.
         pool: receive buffers.
 
+    Args:
+        note: called with each note that arrives.
+
     Raises:
         BackendUnavailable: no socket, or no shared memory.
     """
 
     def __init__(
-        self, address: Address, watches: Watches, bell: int, fence: Callable[[], None]
+        self,
+        address: Address,
+        watches: Watches,
+        bell: int,
+        fence: Callable[[], None],
+        note: Callable[[Note], None],
     ) -> None:
+        self._note = note
         self._address = address
         self._watches = watches
         self._bell = bell
@@ -269,6 +279,8 @@ class Port:
         for said, fds in inbound.channel.hear():
             if isinstance(said, Hello) and inbound.lane is None and len(fds) == 2:
                 self._welcome(inbound, said, fds)
+            elif isinstance(said, Note) and inbound.lane is not None and not fds:
+                self._note(said)
             else:
                 close_all(fds)
         if not inbound.channel.open:

@@ -23,14 +23,12 @@ from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.copying import Mover, Target
 from tep.backends.local.libc import IOV_MAX, why
-from tep.backends.local.outbound import Outbound, Segment, Way
+from tep.backends.local.noting import Notes
+from tep.backends.local.outbound import Entry, Outbound, Segment, Way
 from tep.backends.local.port import Watches
 from tep.backends.local.rings import ACKS, COPYING
 
-__all__ = ["HELPING_BYTES", "Entry", "Sender"]
-
-Entry = tuple[int, int, int, int, int, int, int]
-"""A completion, in the order of COMPLETION's fields."""
+__all__ = ["HELPING_BYTES", "Sender"]
 
 HELPING_BYTES: Final = 4 << 20
 """What one post or poll moves at the most: half a millisecond's worth, since a submit posts too.
@@ -50,13 +48,16 @@ class Sender:
         done: completions, for the owner to hand out.
         open_rows: rows taken and not handed out; the owner subtracts.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
+        notes: of this NIC.
 
     Args:
+        me: address of this NIC.
         sources: registered memory by lkey; the owner keeps it.
     """
 
     def __init__(
         self,
+        me: bytes,
         caps: DomainCaps,
         sources: Mapping[int, HostRegion],
         watches: Watches,
@@ -66,6 +67,7 @@ class Sender:
         self.done: deque[Entry] = deque()
         self.open_rows = 0
         self.why = ""
+        self.notes = Notes(me, self.done)
         self._caps = caps
         self._sources = sources
         self._watches = watches
@@ -107,6 +109,7 @@ class Sender:
                 self._fail(segment.batch, segment.at, segment.stop, Status.UNREACHABLE)
             out.line.clear()
             self._end_letters(out, Status.UNREACHABLE)
+            self.notes.end(out, Status.UNREACHABLE)
             self._active.pop(out, None)
 
     @property
@@ -155,13 +158,15 @@ class Sender:
         for out in list(self._active):
             if out.way is Way.ASKING:
                 out.ask()
+            if out.notes:
+                self.notes.serve(out)
             if out.way is Way.UP:
                 if out.open or out.letters:
                     self._serve_letters(out)
                 if out.line and self._helping > 0:
                     self._serve(out)
                 del self._active[out]
-                if out.line or out.open or out.letters:
+                if out.line or out.open or out.letters or out.notes:
                     self._active[out] = None  # behind the others, for the next helping
         if self._lost:
             self._clear_lost()
@@ -380,7 +385,17 @@ class Sender:
         self.why = out.why or f"process_vm_writev to {out.address}: {why(code)}"
         return Status.PROVIDER
 
-    # --- messages
+    # --- messages and notes
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        """Take a note; False = too many wait for that peer."""
+        out = self._outs[peer]
+        taken = self.notes.post(out, payload, ctx)
+        if out.notes:
+            self._active[out] = None
+        if self._lost:
+            self._clear_lost()
+        return taken
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         """Take a message; False = too many are on their way to that peer."""
@@ -437,6 +452,7 @@ class Sender:
                 for found in out.lane.take_acks():
                     self.done.append((_SENT, found, 1, 0, 0, out.open.popleft(), 0))
             self._end_letters(out, status)
+            self.notes.end(out, status)
         self._active.clear()
         self.abandon()
 

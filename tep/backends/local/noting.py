@@ -1,0 +1,80 @@
+"""Notes between local NICs, over their socket: what goes out, what has come. No rows, no messages.
+
+A note needs neither the rings nor a buffer. Once the kernel has taken it for the peer it is as good
+as in the peer's NIC, and lost only together with the peer; a full socket lets it wait here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from typing import Final
+
+from tep.backends.base import Kind, Status
+from tep.backends.local import channel
+from tep.backends.local.outbound import Entry, Outbound, Way
+
+__all__ = ["NOTE_BYTES_MAX", "Notes"]
+
+NOTE_BYTES_MAX: Final = 2048
+"""Fits, with its sender's address, into what a socket is read with."""
+
+_WAITING_MAX: Final = 64
+
+_SENT: Final = int(Kind.SENT)
+_NOTE: Final = int(Kind.NOTE)
+
+
+class Notes:
+    """The notes of one NIC.
+
+    Args:
+        me: its address.
+        done: where completions go.
+    """
+
+    def __init__(self, me: bytes, done: deque[Entry]) -> None:
+        self._me = me
+        self._done = done
+        self._slots = itertools.count()
+        self._unread: dict[int, tuple[bytes, bytes]] = {}
+
+    # --- out
+
+    def post(self, out: Outbound, payload: bytes, ctx: int) -> bool:
+        """Take a note; False = too many wait for room in the peer's socket."""
+        if out.way is Way.GONE:
+            self._end(ctx, Status.UNREACHABLE)
+        elif len(payload) > NOTE_BYTES_MAX:
+            self._end(ctx, Status.LENGTH)
+        elif len(out.notes) >= _WAITING_MAX:
+            return False
+        else:
+            out.notes.append((channel.Note(self._me, bytes(payload)), ctx))
+            self.serve(out)
+        return True
+
+    def serve(self, out: Outbound) -> None:
+        """Hand the kernel what it has room for."""
+        while out.notes and out.try_say(out.notes[0][0]):
+            self._end(out.notes.popleft()[1], Status.OK)
+
+    def end(self, out: Outbound, status: Status) -> None:
+        """Nothing more goes to this peer."""
+        while out.notes:
+            self._end(out.notes.popleft()[1], status)
+
+    def _end(self, ctx: int, status: Status) -> None:
+        self._done.append((_SENT, int(status), 1, 0, 0, ctx, 0))
+
+    # --- in
+
+    def take_in(self, said: channel.Note) -> None:
+        """A note has come."""
+        slot = next(self._slots)
+        self._unread[slot] = said.payload, said.sender
+        self._done.append((_NOTE, int(Status.OK), 1, 0, 0, slot, len(said.payload)))
+
+    def take(self, slot: int) -> tuple[bytes, bytes]:
+        """A note, and the address of its sender; once."""
+        return self._unread.pop(slot)
