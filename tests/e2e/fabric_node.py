@@ -1,6 +1,6 @@
-"""A process with one libfabric engine, driven by lines of JSON on its standard input.
+"""A process with one engine, driven by lines of JSON on its standard input.
 
-Not a test: test_libfabric_two_processes.py starts it. Each line is {"do": name, ...}; the answer is
+Not a test: tests/support/children.py starts it. Each line is {"do": name, ...}; the answer is
 one line {"ok": value} or {"error": type, "text": message}.
 """
 
@@ -12,13 +12,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 
 import tep
 from tep.backends import libfabric
-from tep.errors import FabricError, TepError
+from tep.errors import Cancelled, FabricError, TepError, WaitTimeout
 
 
 def noise(nbytes, seed):
@@ -63,8 +64,14 @@ class Node:
         self.region = None
         self.waiting = {}
         self.messages = []
+        self.streaming = False
+        self.stream_over = threading.Event()
+        self.rounds_done = 0
 
     def open(self, provider, nics, name, epoch=None, timeout_s=2.0):
+        if provider == "local":
+            self.engine = tep.TransferEngine.open("local", nics=nics, name=name)
+            return self.engine.main_address.to_bytes().hex()
         opened = libfabric.open_domains(
             provider=provider, nics=nics, name=name, epoch=epoch, peer_timeout_s=timeout_s
         )
@@ -106,12 +113,60 @@ class Node:
         return [message.decode() for message in self.messages]
 
     def wait(self, tag, timeout_s=20.0):
-        """How a handle ended: "done", or the code of its error."""
+        """How a handle ended: "done", or the code of its error; or "timeout"."""
         try:
             self.waiting[tag].wait(timeout_s)
         except FabricError as error:
             return error.code
+        except WaitTimeout:
+            return "timeout"
+        except Cancelled:
+            return "cancelled"
         return "done"
+
+    def error(self, tag):
+        """What a handle's error says."""
+        return str(self.waiting[tag].error)
+
+    def cancel(self, tag):
+        self.waiting[tag].cancel()
+
+    def fail(self, tag, address, imm, reason):
+        peer = tep.NetAddr.from_bytes(bytes.fromhex(address))
+        self.waiting[tag] = self.engine.fail(peer, imm, reason)
+
+    def stream(self, desc, page_bytes, npages, imm):
+        """Write the same pages again and again, until told to stop or until one write fails."""
+        pages = tep.Pages(np.arange(npages))
+        target = tep.MrDesc.from_bytes(bytes.fromhex(desc))
+        self.streaming = True
+        self.stream_over.clear()
+        self.rounds_done = 0
+
+        def submit():
+            self.engine.submit_paged_writes(
+                page_bytes, (self.region, pages), (target, pages), imm, on_done=go_on
+            )
+
+        def go_on(sent):
+            self.rounds_done += sent.done
+            if sent.done and self.streaming:
+                submit()
+            else:
+                self.waiting["stream"] = sent
+                self.stream_over.set()
+
+        submit()
+
+    def rounds(self):
+        return self.rounds_done
+
+    def end_stream(self, timeout_s=20.0):
+        """How the last write of the stream ended, and how many were done."""
+        self.streaming = False
+        if not self.stream_over.wait(timeout_s):
+            return "timeout", self.rounds_done
+        return self.wait("stream"), self.rounds_done
 
     def settled(self, tag):
         return self.waiting[tag].settled
@@ -127,6 +182,9 @@ class Node:
 
     def count(self, imm):
         return self.engine.imm_counter(imm).value
+
+    def forget_imm(self, imm):
+        self.engine.remove_imm(imm)
 
     def rows(self):
         """Rows that each NIC took."""

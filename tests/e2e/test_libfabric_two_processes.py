@@ -2,74 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tep.backends import libfabric
 from tep.backends.libfabric.process import sweep_shm
-from tep.errors import BackendUnavailable
 from tep.units import KiB, MiB
+from tests.support.children import NICS, Child, require, wait_until
 
-NODE = Path(__file__).with_name("fabric_node.py")
 TIMEOUT_S = 2.0
-NICS = {"tcp": ["127.0.0.1", "127.0.0.2"], "shm": 2}
-
-
-class Child:
-    """A process with one engine; `do` sends it a line and returns the answer."""
-
-    def __init__(self, env=None):
-        self.process = subprocess.Popen(
-            [sys.executable, str(NODE)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | (env or {}),
-        )
-
-    def do(self, what, **arguments):
-        answer = self.ask(what, **arguments)
-        assert "ok" in answer, answer
-        return answer["ok"]
-
-    def ask(self, what, **arguments):
-        print(json.dumps({"do": what, **arguments}), file=self.process.stdin, flush=True)
-        line = self.process.stdout.readline()
-        assert line, f"the process ended with {self.process.wait()}"
-        return json.loads(line)
-
-    def signal(self, number):
-        self.process.send_signal(number)
-        if number == signal.SIGKILL:
-            self.process.wait()
-
-    def end(self):
-        if self.process.poll() is None:
-            self.process.stdin.close()
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        self.process.stdout.close()
-        self.process.stdin.close()
 
 
 @pytest.fixture(params=["tcp", "shm"])
 def provider(request):
     """Each provider that has to be here; skip where libfabric is not."""
-    try:
-        for domain in libfabric.open_domains(provider=request.param).domains:
-            domain.close()
-    except BackendUnavailable as error:
-        pytest.skip(f"not here: {error}")
+    require(request.param)
     return request.param
 
 
@@ -220,13 +168,6 @@ def a_try(a, desc):
     """One write to a peer that may or may not be back."""
     a.do("write", tag="try", desc=desc, page_bytes=4 * KiB, npages=1, seed=5, imm=9)
     return a.do("wait", tag="try", timeout_s=4 * TIMEOUT_S)
-
-
-def wait_until(done, what, within_s=20.0):
-    """Ask again and again; what is asked takes its time by itself."""
-    start_s = time.monotonic()
-    while not done():
-        assert time.monotonic() - start_s < within_s, f"waited {within_s} s for {what}"
 
 
 def test_a_fork_in_the_parent_harms_nothing(children):

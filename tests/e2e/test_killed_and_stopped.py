@@ -1,0 +1,194 @@
+"""Processes that are killed, or stopped for a while, in the middle of a paged write; on real wires.
+
+Three processes of two NICs each: `a` writes to `b` without end, and `c` is the one who must not
+notice. The word that a failing sender gives is here as well, since both ends of it are processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+
+import pytest
+
+from tep.backends.libfabric.process import sweep_shm
+from tep.units import KiB
+from tests.support.children import NICS, Child, require, wait_until
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 1.0
+"""After which a libfabric peer that does not answer is an error; `local` needs no clock."""
+
+PAGE, PAGES = 64 * KiB, 32
+STREAM = 1  # the immediate of `a`'s writes to `b`
+
+
+class Three:
+    """The processes, and who has written what to whom."""
+
+    def __init__(self, provider: str) -> None:
+        self.provider = provider
+        self.all = a, b, c = Child(), Child(), Child()
+        self.a, self.b, self.c = a, b, c
+        self.desc: dict[Child, str] = {}
+        self._imms = itertools.count(100)
+
+    def open(self, *who: Child) -> None:
+        for child, name in zip(self.all, "abc", strict=True):
+            if child in who:
+                nics = NICS[self.provider]
+                child.address = child.do(
+                    "open", provider=self.provider, nics=nics, name=name, timeout_s=TIMEOUT_S
+                )
+                self.desc[child] = child.do("reg", nbytes=PAGE * PAGES, seed=ord(name))
+
+    def start_stream(self) -> None:
+        """Let `a` write to `b` for good; returns in the middle of it."""
+        self.a.do("stream", desc=self.desc[self.b], page_bytes=PAGE, npages=PAGES, imm=STREAM)
+        wait_until(lambda: self.a.do("rounds") > 1, "the stream to flow")
+
+    def write(self, source: Child, target: Child) -> tuple[str, str]:
+        """One good write and its count: how both ended."""
+        imm = next(self._imms)
+        target.do("expect", imm=imm, count=16)
+        source.do(
+            "write",
+            tag="w",
+            desc=self.desc[target],
+            page_bytes=4 * KiB,
+            npages=16,
+            seed=5,
+            imm=imm,
+        )
+        return source.do("wait", tag="w"), target.do("wait", tag=f"imm{imm}")
+
+    def write_for(self, seconds: float, source: Child, target: Child) -> None:
+        """Good writes, one after the other, for a while, each of which has to succeed."""
+        start_s = time.monotonic()
+        while time.monotonic() - start_s < seconds:
+            assert ("done", "done") == self.write(source, target)
+
+    def end_stream(self) -> None:
+        """End it well: all that was done was counted, no more and no less."""
+        code, rounds = self.a.do("end_stream")
+        assert "done" == code, self.a.do("error", tag="stream")
+        wait_until(lambda: self.b.do("count", imm=STREAM) >= rounds * PAGES, "the last immediates")
+        assert rounds * PAGES == self.b.do("count", imm=STREAM)
+
+    def try_once(self, source: Child, target: Child) -> str:
+        """One write to a peer that may or may not be back."""
+        desc = self.desc[target]
+        source.do("write", tag="try", desc=desc, page_bytes=64, npages=1, seed=5, imm=9)
+        return source.do("wait", tag="try", timeout_s=4 * TIMEOUT_S)
+
+    def end(self) -> None:
+        for child in self.all:
+            if child.process.poll() is None:
+                child.signal(signal.SIGCONT)
+        for child in self.all:
+            child.end()
+        sweep_shm()
+
+
+@pytest.fixture(params=["tcp", "shm", "local", pytest.param("tcp;ofi_rxm", marks=pytest.mark.long)])
+def three(request):
+    """Three processes with open engines."""
+    require(request.param)
+    found = Three(request.param)
+    try:
+        found.open(*found.all)
+        yield found
+    finally:
+        found.end()
+
+
+def test_a_killed_receiver(three):
+    """Its senders get an error that says so, and in time; nobody else notices."""
+    a, b, c = three.all
+    three.start_stream()
+    b.signal(signal.SIGKILL)
+    start_s = time.monotonic()
+    assert ("done", "done") == three.write(a, c)
+    assert ("done", "done") == three.write(c, a)
+    code, rounds = a.do("end_stream", timeout_s=4 * TIMEOUT_S)
+
+    assert time.monotonic() - start_s < 2 * TIMEOUT_S + 1
+    assert code in {"UNREACHABLE", "PROVIDER"}
+    why = a.do("error", tag="stream")
+    assert "to b NIC" in why, why
+    if code == "UNREACHABLE":
+        assert "cannot fence a dead path off" in why, "it has another NIC: why was that no help?"
+    assert rounds > 1
+    a.do("forget_region")  # BusyError, were a row still out
+
+
+def test_a_killed_sender(three):
+    """What it wrote is counted, what it owes is missed by name, its target can be taken back."""
+    a, b, c = three.all
+    b.do("expect", imm=STREAM, count=1 << 40)
+    three.start_stream()
+    a.signal(signal.SIGKILL)
+    assert ("done", "done") == three.write(c, b)
+    assert ("done", "done") == three.write(b, c)
+
+    assert "timeout" == b.do("wait", tag=f"imm{STREAM}", timeout_s=0.1)
+    b.do("cancel", tag=f"imm{STREAM}")
+    assert "cancelled" == b.do("wait", tag=f"imm{STREAM}")
+    assert b.do("count", imm=STREAM) >= PAGES
+    b.do("write", tag="back", desc=three.desc[a], page_bytes=PAGE, npages=2, seed=5, imm=2)
+    assert b.do("wait", tag="back", timeout_s=4 * TIMEOUT_S) in {"UNREACHABLE", "PROVIDER"}
+    b.do("forget_region")  # an error, were the dead one thought to write there still
+
+
+def test_a_stopped_receiver_and_then_a_stopped_sender(three):
+    """A process that sleeps beyond every deadline loses nothing, and holds up nobody else.
+
+    Its senders are late or get an error, as the wire can tell. A sender that slept goes on where it
+    was: no row fails for the time that it was away, no immediate is missing or comes twice.
+    """
+    a, b, c = three.all
+    three.start_stream()
+    b.signal(signal.SIGSTOP)
+    three.write_for(1.2 * TIMEOUT_S, c, a)
+    if three.provider.startswith("tcp"):  # its kernel acknowledges, so only the deadline tells
+        code, _ = a.do("end_stream", timeout_s=2 * TIMEOUT_S)
+        assert "UNREACHABLE" == code
+        b.signal(signal.SIGCONT)
+        wait_until(lambda: "done" == three.try_once(a, b), "the revived peer to be reached")
+    else:
+        b.signal(signal.SIGCONT)
+        three.end_stream()
+
+    b.do("forget_imm", imm=STREAM)
+    three.start_stream()
+    a.signal(signal.SIGSTOP)
+    three.write_for(1.2 * TIMEOUT_S, c, b)
+    a.signal(signal.SIGCONT)
+    before = a.do("rounds")
+    wait_until(lambda: a.do("rounds") > before, "the stream to flow again")
+    three.end_stream()
+    assert ("done", "done") == three.write(c, b)
+    assert ("done", "done") == three.write(b, a)
+
+
+def test_the_word_that_it_failed(three):
+    """Whoever waits for a sender that gives up must hear it, in its words, and not wait on."""
+    a, b, c = three.all
+    b.do("expect", imm=7, count=99)
+    b.do("expect", imm=8, count=16)
+    a.do("write", tag="w", desc=three.desc[b], page_bytes=64, npages=16, seed=5, imm=7)
+    assert "done" == a.do("wait", tag="w")
+    wait_until(lambda: b.do("count", imm=7) == 16, "what the sender had written")
+    a.do("fail", tag="word", address=b.address, imm=7, reason="the GPU is gone")
+    assert "done" == a.do("wait", tag="word")
+    assert "PEER_FAILED" == b.do("wait", tag="imm7")
+    assert "gave it up: the GPU is gone; 16 of 99 came" in b.do("error", tag="imm7")
+
+    c.signal(signal.SIGKILL)
+    a.do("fail", tag="late", address=c.address, imm=7, reason="nobody is there")
+    assert "UNREACHABLE" == a.do("wait", tag="late", timeout_s=8 * TIMEOUT_S)
+    assert "c could not be told" in a.do("error", tag="late")
+    a.do("write", tag="w", desc=three.desc[b], page_bytes=64, npages=16, seed=5, imm=8)
+    assert "done" == b.do("wait", tag="imm8")

@@ -1,0 +1,87 @@
+"""Processes with one engine each, that do what the lines say which they are sent. Not a test.
+
+The lines, and what they do, are in tests/e2e/fabric_node.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tep.backends import libfabric
+from tep.errors import BackendUnavailable
+
+__all__ = ["NICS", "Child", "require", "wait_until"]
+
+NODE = Path(__file__).parents[1] / "e2e" / "fabric_node.py"
+NICS = {
+    "tcp": ["127.0.0.1", "127.0.0.2"],
+    "tcp;ofi_rxm": ["127.0.0.1", "127.0.0.2"],
+    "shm": 2,
+    "local": 2,
+}
+
+
+class Child:
+    """A process with one engine; `do` sends it a line and returns the answer."""
+
+    def __init__(self, env=None):
+        self.process = subprocess.Popen(
+            [sys.executable, str(NODE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | (env or {}),
+        )
+
+    def do(self, what, **arguments):
+        answer = self.ask(what, **arguments)
+        assert "ok" in answer, answer
+        return answer["ok"]
+
+    def ask(self, what, **arguments):
+        print(json.dumps({"do": what, **arguments}), file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        assert line, f"the process ended with {self.process.wait()}"
+        return json.loads(line)
+
+    def signal(self, number):
+        self.process.send_signal(number)
+        if number == signal.SIGKILL:
+            self.process.wait()
+
+    def end(self):
+        if self.process.poll() is None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process.stdout.close()
+        self.process.stdin.close()
+
+
+def require(provider):
+    """Skip where a provider is not."""
+    if provider == "local":
+        return
+    try:
+        for domain in libfabric.open_domains(provider=provider).domains:
+            domain.close()
+    except BackendUnavailable as error:
+        pytest.skip(f"not here: {error}")
+
+
+def wait_until(done, what, within_s=20.0):
+    """Ask again and again; what is asked takes its time by itself."""
+    start_s = time.monotonic()
+    while not done():
+        assert time.monotonic() - start_s < within_s, f"waited {within_s} s for {what}"
