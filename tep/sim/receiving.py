@@ -27,7 +27,7 @@ __all__ = ["Inlet", "Region"]
 _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
 _OK: Final = int(Status.OK)
-_IMM, _RECV = int(Kind.IMM), int(Kind.RECV)
+_IMM, _RECV, _NOTE = int(Kind.IMM), int(Kind.RECV), int(Kind.NOTE)
 
 
 class Region:
@@ -65,6 +65,7 @@ class Inlet:
         self._lengths: dict[int, int] = {}
         self._idle: deque[int] = deque()
         self._starved: deque[int] = deque()
+        self._unread: dict[int, tuple[bytes, bytes]] = {}  # notes, by their numbers
 
     # ------------------------------------------------------------------ rows
 
@@ -178,7 +179,11 @@ class Inlet:
         entries["imm"] = imms
         self._nic.ready.append(entries)
 
-    # ------------------------------------------------------------------ messages
+    # ------------------------------------------------------------------ messages and notes
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        """A note, and the address of its sender; once."""
+        return self._unread.pop(slot)
 
     def add_slots(self, nbytes: int, count: int) -> None:
         """Add receive buffers; messages that wait for one take them."""
@@ -206,6 +211,9 @@ class Inlet:
                 self._nic.node.wakes.book()
 
     def _take_message(self, number: int, time_ps: int) -> None:
+        if number in self._fabric.notes:
+            self._keep_note(number, time_ps)
+            return
         if self._idle and not self._starved:
             self._receive(number, time_ps)
             return
@@ -214,6 +222,15 @@ class Inlet:
         fabric = self._fabric
         due_ps = max(time_ps + fabric.profile.peer_timeout_ps, fabric.env.now)
         fabric.env.call_at(due_ps, self._give_up, number)
+
+    def _keep_note(self, number: int, time_ps: int) -> None:
+        """A note needs no buffer."""
+        fabric = self._fabric
+        payload = fabric.payloads[number]
+        sender = fabric.nic(int(fabric.ledger.source[number - fabric.ledger.base]))
+        self._unread[number] = payload, sender.address
+        self._nic.ready.append((_NOTE, _OK, 1, 0, 0, number, len(payload)))
+        self._finish(number, time_ps)
 
     def _give_up(self, number: int) -> None:
         if number in self._starved:
@@ -230,7 +247,12 @@ class Inlet:
         self._slots[slot][: len(payload)] = payload
         self._lengths[slot] = len(payload)
         nic.ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
-        fabric.landed_bytes[nic.number] += len(payload)
+        self._finish(number, time_ps)
+
+    def _finish(self, number: int, time_ps: int) -> None:
+        """A message or note has been taken."""
+        fabric, nic = self._fabric, self._nic
+        fabric.landed_bytes[nic.number] += len(fabric.payloads[number])
         if fabric.trace is not None:
             sender = fabric.ledger.source[number - fabric.ledger.base]
             trace_rows(nic, "recv", time_ps, np.array([number]), fabric.name_of(int(sender)))
@@ -241,6 +263,7 @@ class Inlet:
         fabric = self._fabric
         ledger = fabric.ledger
         del fabric.payloads[number]
+        fabric.notes.discard(number)
         row = number - ledger.base
         ledger.status[row] = status
         sender = fabric.nic(int(ledger.source[row]))

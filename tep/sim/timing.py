@@ -153,6 +153,7 @@ class TimingFabric:
         self.ledger = Ledger()
         self.batches = Batches()
         self.payloads: dict[int, bytes] = {}
+        self.notes: set[int] = set()  # which of them are notes
         self.slow: dict[int, int] = {}
         self.active: dict[int, TimingNic] = {}
         self.refused: dict[int, TimingNic] = {}
@@ -396,6 +397,7 @@ class TimingFabric:
             self.nic(source).outbox.add(np.array([failed_ps]), np.array([number]))
             self.nic(source).node.wakes.must(failed_ps)
             self.payloads.pop(number, None)
+            self.notes.discard(number)
             touched[source] = None
 
     def _close_batch(self, number: int, source: int) -> None:

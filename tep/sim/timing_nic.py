@@ -87,6 +87,7 @@ class TimingNic:
             memory_kinds=("cpu",) if fabric.move_bytes else ("cpu", "cuda"),
             peer_timeout_s=profile.peer_timeout_ps / PS_PER_S + 0.001,
             moves_bytes=fabric.move_bytes,
+            note_bytes=profile.max_msg_bytes,
         )
         self.address = address_of(node.name, node.epoch, index)
         self.node = node
@@ -278,6 +279,15 @@ class TimingNic:
         self.node.wakes.book()
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return self._send(peer, payload, ctx, is_note=False)
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return self._send(peer, payload, ctx, is_note=True)
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        return self._inlet.take_note(slot)
+
+    def _send(self, peer: int, payload: bytes, ctx: int, *, is_note: bool) -> bool:
         self._check_open()
         if self.open_rows >= self.caps.sq_depth:
             self.node.wakes.refuse(self)
@@ -289,6 +299,8 @@ class TimingNic:
         fabric.ledger.message[where] = True
         number = fabric.ledger.end - 1
         fabric.payloads[number] = bytes(payload)
+        if is_note:
+            fabric.notes.add(number)
         group = fabric.ledger.batch[where.start] = fabric.batches.begin(-1)
         fabric.batches.left[group] = 1
         fabric.batches.whole[group] = True

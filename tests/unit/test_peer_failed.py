@@ -34,9 +34,15 @@ def test_expectations_that_wait_end_in_the_senders_words(loss: int) -> None:
         again.wait()
 
 
-def test_an_expectation_that_comes_later_fails_once() -> None:
+FABRICS = pytest.mark.parametrize(
+    "fabric", [{"nics": 2}, {"profile": "cx7_400"}], ids=["chaos", "timing"]
+)
+
+
+@FABRICS
+def test_an_expectation_that_comes_later_fails_once(fabric) -> None:
     """The word may be quicker than the reader; it must neither be lost nor haunt the next round."""
-    with Cluster(2, 1) as cluster:
+    with Cluster(2, **fabric) as cluster:
         a, b = cluster.engines
         a.fail(b.main_address, 7, "no").wait()
         cluster.env.run()
@@ -49,9 +55,10 @@ def test_an_expectation_that_comes_later_fails_once() -> None:
         assert not later.settled
 
 
-def test_the_word_to_a_dead_peer_fails_itself() -> None:
+@FABRICS
+def test_the_word_to_a_dead_peer_fails_itself(fabric) -> None:
     """Whoever waits for it must not wait for ever."""
-    with Cluster(2, 2) as cluster:
+    with Cluster(2, **fabric) as cluster:
         a, b = cluster.engines
         b.close()
         with pytest.raises(FabricError, match="b could not be told that imm 0x7 fails"):
