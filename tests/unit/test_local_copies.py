@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,8 @@ from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import copying as copying_room
 from tep.backends.local import outbound as outbound_room
 from tep.backends.local.memory import arena_of
-from tep.errors import UsageError
+from tep.backends.local.rings import COPYING
+from tep.errors import FabricError, UsageError
 from tep.memory import adapt
 
 NBYTES = 64 * 1024
@@ -241,6 +243,19 @@ def test_a_key_is_refused_from_the_moment_it_is_withdrawn(pair) -> None:
             statuses.append(found[0][0])
         assert [Status.REMOTE_KEY] * (len(keys) - 1) + [Status.OK] == statuses
         pair.b.deregister(key)
+
+
+def test_memory_is_not_given_back_under_a_sender_that_was_stopped_in_mid_copy(pair) -> None:
+    """It goes on where it was stopped, hours later: into what is somebody else's by then."""
+    target, other = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    assert {} == pair.write(np.ones(64, np.uint8), target, [0], [0], [64])
+    keys = [pair.b.register(adapt(m), Access.SOURCE_AND_TARGET) for m in (target, other)]
+    pair.b.caps = replace(pair.b.caps, peer_timeout_s=0.05)
+    pair.a._sender._outs[pair.peer].lane.words[COPYING] = 1  # as a stopped process leaves it
+    with pytest.raises(FabricError, match="in the middle of a write here for 0.05 s .stopped by a"):
+        pair.b.deregister(keys[0])
+    pair.a.die()
+    pair.b.deregister(keys[1])  # the dead write no more
 
 
 def test_a_sender_in_the_slot_of_another_is_heard() -> None:
