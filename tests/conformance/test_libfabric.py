@@ -14,6 +14,7 @@ from tep.errors import BackendUnavailable
 from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.net import Net
+from tep.units import MiB
 
 pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute
 
@@ -171,3 +172,22 @@ def test_a_process_that_was_held_up_does_not_bury_its_peers(provider, monkeypatc
 
         assert [] == a.errors()
         assert {1: 1} == b.imms()
+
+
+@pytest.mark.xfail(strict=True, reason="libfabric does not stop a row that is being received")
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_c16_nothing_of_a_long_row_is_written_after_deregister(provider):
+    """Memory that went back to its owner in the middle of a row changes under it."""
+    require(provider)
+    with FabricWorld(provider) as world:
+        net = Net(world)
+        a, b = net.pair(nbytes=32 * MiB)
+        net.write(a.batch(b, nbytes=64), a)
+        a.post(a.batch(b, nbytes=32 * MiB))
+        net.until(lambda: b.target.data[MiB] == a.source.data[MiB], "the first MiB")
+        b.target.deregister()
+        end = int(b.target.data[-1])
+        for _ in range(300):
+            net.turn()
+
+        assert end == b.target.data[-1]
