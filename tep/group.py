@@ -81,7 +81,9 @@ class DomainGroup:
         self._routes_version = 0
         self._ctx = 0
         self._cursor = 0
-        self.hold: Callable[[Pending, int, FabricError], FabricError | None] = lambda *_: _[2]
+        self.hold: Callable[[Pending, int, FabricError], FabricError | None] = (
+            lambda _pending, _row, error: error
+        )
         self.rescued: Callable[[Rescue], object] = lambda _: None
         self.acks: Acks | None = None
 
