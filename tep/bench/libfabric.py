@@ -2,8 +2,8 @@
 
 What is timed is from submit_paged_writes() to the last counted immediate and the transfer's own
 end. Runs of C and of tep take turns, in several pairs of fresh processes: other work on the machine
-then meets both, and where a process's memory happens to lie changes its figures by a tenth. The C
-program is tests/bench/libfabric/yardstick.c, built with cc against the library that tep itself has
+then meets both, and where a process's memory happens to lie changes its figures by a tenth. Who has
+no turn is stopped: its target polls without end, and would take one of two cores. The C program is tests/bench/libfabric/yardstick.c, built with cc against the library that tep itself has
 found; it is in a checkout only.
 """
 
@@ -13,7 +13,9 @@ import hashlib
 import json
 import mmap
 import operator
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -127,8 +129,19 @@ class _Runs(Protocol):
     def run(self) -> float:
         """Microseconds of one run."""
 
+    def signal(self, number: int) -> None:
+        """Stop its processes other than this one, or let them go on."""
+
     def close(self) -> None:
         """End it."""
+
+
+def _take_turn(one: _Runs) -> float:
+    one.signal(signal.SIGCONT)
+    try:
+        return one.run()
+    finally:
+        one.signal(signal.SIGSTOP)
 
 
 def _compare(
@@ -149,10 +162,11 @@ def _compare(
         try:
             own = ours()
             try:
-                other.run()
+                own.signal(signal.SIGSTOP)
+                _take_turn(other)
                 for _ in range(_RUNS):
-                    c.append(other.run())
-                    mine.append(own.run())
+                    c.append(_take_turn(other))
+                    mine.append(_take_turn(own))
             finally:
                 own.close()
         finally:
@@ -182,6 +196,7 @@ class _C:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,  # its target with it
         )
 
     def run(self) -> float:
@@ -191,8 +206,11 @@ class _C:
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
 
+    def signal(self, number: int) -> None:
+        os.killpg(self._process.pid, number)
+
     def close(self) -> None:
-        self._process.kill()
+        self.signal(signal.SIGKILL)
         self._process.communicate()
 
 
@@ -228,6 +246,9 @@ class _Pair:
         got.wait(_WAIT_S)
         sent.wait(_WAIT_S)
         return (time.process_time_ns() - start) / self.rows / 1000
+
+    def signal(self, number: int) -> None:
+        """There is no other process."""
 
     def close(self) -> None:
         self.a.close()
@@ -286,6 +307,9 @@ class _Two:
         took_us = (time.perf_counter_ns() - start) / 2000
         sent.wait(_WAIT_S)  # an error here, and not a wait for an answer that nobody sends
         return took_us
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
 
     def close(self) -> None:
         self.process.kill()
