@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from struct import Struct
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COMPLETION",
+    "COMPLETION_BYTES",
     "Access",
     "Column",
     "Completions",
@@ -34,6 +36,7 @@ __all__ = [
     "Status",
     "WriteBatch",
     "new_completions",
+    "put_completion",
 ]
 
 Column = int | npt.NDArray[np.unsignedinteger]
@@ -94,6 +97,13 @@ COMPLETION = np.dtype(
 
 Completions = npt.NDArray[np.void]
 """A preallocated array of COMPLETION that poll() fills from the front."""
+
+COMPLETION_BYTES: Final = COMPLETION.itemsize
+put_completion: Final[Callable[..., None]] = Struct("=BBxxIIIQQ").pack_into
+"""(out, offset in bytes, the fields): half the price of `out[k] = fields`.
+
+Its stubs, unlike the arrays, do not say that these are buffers.
+"""
 
 
 def new_completions(nrows: int) -> Completions:

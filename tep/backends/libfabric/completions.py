@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from tep.backends.base import Completions, Kind, Status
+from tep.backends.base import COMPLETION_BYTES, Completions, Kind, Status, put_completion
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.slots import Slots
@@ -23,7 +23,12 @@ __all__ = ["Queue"]
 
 _ENTRIES: Final = 512
 _SCALAR_MAX: Final = 40
-_WORDS: Final = CQ_DATA_ENTRY.itemsize // 8
+_ENTRY_BYTES: Final = CQ_DATA_ENTRY.itemsize
+_WORDS: Final = _ENTRY_BYTES // 8
+_CONTEXT, _FLAGS, _LEN, _DATA = 0, 1, 2, 4  # words of an entry
+_EMPTY: Final = -fi.FI_EAGAIN
+_REMOTE: Final = fi.FI_REMOTE_WRITE
+_LOCAL: Final = fi.FI_WRITE
 
 _WRITE: Final = int(Kind.WRITE)
 _IMM: Final = int(Kind.IMM)
@@ -68,47 +73,49 @@ class Queue:
             return filled
         read, cq = self._read, self._cq
         n = read(cq, self._at, room)
-        self.full = n == room
+        if n == _EMPTY:
+            self._streaming = self.full = False
+            return filled
         if n > 0:
             if self._streaming:
                 # Rows come one after the other: each read moves more of them along, and all that
                 # they bring costs little more than one.
                 more = n
                 while more > 0 and n < room:
-                    more = read(cq, self._at + n * CQ_DATA_ENTRY.itemsize, room - n)
+                    more = read(cq, self._at + n * _ENTRY_BYTES, room - n)
                     n += max(more, 0)
             self._streaming = True
+            self.full = n == room
             if n == 1:
                 return self._take_one(out, filled)
             if n > _SCALAR_MAX:
                 return self._take_columns(n, out, filled)
             return self._take(n, out, filled)
-        self._streaming = False
-        if n == -fi.FI_EAVAIL:
-            # Once an error, then go on reading: the queue holds good entries behind it.
-            error = self._nic.read_error()
-            if error is not None:
-                self.errors.append(error)
-            self.full = True
-        elif n != -fi.FI_EAGAIN:
+        self._streaming, self.full = False, True
+        if n != -fi.FI_EAVAIL:
             raise FabricError(
                 f"{self._nic.name}: fi_cq_read failed: {self._nic.lib.strerror(-n)} ({n})",
                 code=Status.PROVIDER.name,
             )
+        # Once an error, then go on reading: the queue holds good entries behind it.
+        error = self._nic.read_error()
+        if error is not None:
+            self.errors.append(error)
         return filled
 
     def _take_one(self, out: Completions, filled: int) -> int:
-        context, flags, nbytes, _, data = self._words[:_WORDS].tolist()
-        if flags & fi.FI_REMOTE_WRITE:
-            out[filled] = (_IMM, _OK, 1, data & _IMM_MASK, 0, 0, 0)
+        words = self._words
+        flags, at = words[_FLAGS], filled * COMPLETION_BYTES
+        if flags & _REMOTE:
+            put_completion(out, at, _IMM, _OK, 1, words[_DATA] & _IMM_MASK, 0, 0, 0)
             return filled + 1
-        if flags & fi.FI_WRITE:
-            ctx = self._slots.give_back_one(context)
+        if flags & _LOCAL:
+            ctx = self._slots.give_back_one(words[_CONTEXT])
             if ctx is None:
                 return filled
-            out[filled] = (_WRITE, _OK, 1, 0, 0, ctx, 0)
+            put_completion(out, at, _WRITE, _OK, 1, 0, 0, ctx, 0)
             return filled + 1
-        self._take_frame(context, nbytes)
+        self._take_frame(words[_CONTEXT], words[_LEN])
         return filled
 
     def _take(self, n: int, out: Completions, filled: int) -> int:

@@ -230,8 +230,9 @@ class FabricDomain:
             filled = self._hand_out(out)
         if self._nic.closed:
             return filled
-        self._rows.new_turn()
-        queue = self._queue
+        rows, queue = self._rows, self._queue
+        if rows.spent:
+            rows.new_turn()
         filled = queue.read(out, filled)
         while queue.frames or queue.errors or queue.full:
             self._take_rest()

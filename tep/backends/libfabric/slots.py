@@ -162,7 +162,8 @@ class Slots:
     @property
     def room(self) -> int:
         """Rows that may still be posted."""
-        return min(self._top, self._rows_max - self.open)
+        room = self._rows_max - self.open
+        return room if room < self._top else self._top
 
     # --- posting
 
