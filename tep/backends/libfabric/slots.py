@@ -162,8 +162,7 @@ class Slots:
     @property
     def room(self) -> int:
         """Rows that may still be posted."""
-        room = self._rows_max - self.open
-        return room if room < self._top else self._top
+        return min(self._top, self._rows_max - self.open)
 
     # --- posting
 
