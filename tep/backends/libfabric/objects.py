@@ -96,7 +96,7 @@ class Endpoint:
     Attributes:
         address: of the object, the first argument of the calls below.
         writemsg: holds the interpreter's lock; for writes that take about a microsecond.
-        writemsg_long: drops it; for writes whose bytes the provider copies inside the call.
+        writemsg_long: drops it; for writes that make a system call, or are copied inside the call.
         send, recv: messages; both drop it.
     """
 

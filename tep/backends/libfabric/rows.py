@@ -82,6 +82,7 @@ class Rows:
         self._window_bytes = rules.window_bytes
         self._window_rows = rules.window_rows
         self._copies_from = rules.copies_from
+        self._releases_from = rules.releases_from
         self._slots = slots
         self._regions = regions
         self._peers = peers
@@ -165,7 +166,7 @@ class Rows:
             if not lease or not (lease[0] <= dst and dst + nbytes <= lease[0] + lease[1]):
                 return False
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if nbytes >= self._copies_from else endpoint.writemsg
+        call = endpoint.writemsg_long if nbytes >= self._releases_from else endpoint.writemsg
         due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, 0, peer, region, due_s)
         try:
@@ -204,7 +205,7 @@ class Rows:
             n = self.budget_bytes // longest or 1
         due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if copies else endpoint.writemsg
+        call = endpoint.writemsg_long if longest >= self._releases_from else endpoint.writemsg
         taken = 0
         try:
             if n > _FEW:
@@ -298,7 +299,7 @@ class Rows:
             row = row._replace(src=region.memory.ptr)
         due_s = time.monotonic() + self._timeout_s + row.nbytes / _SLOWEST_BYTES_PER_S
         endpoint = self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if row.nbytes >= self._copies_from else endpoint.writemsg
+        call = endpoint.writemsg_long if row.nbytes >= self._releases_from else endpoint.writemsg
         ticket = Ticket(batch, index, peer, region, due_s)
         try:
             if slots.post_row(
