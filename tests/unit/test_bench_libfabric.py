@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import signal
 from functools import partial
+from typing import ClassVar
 
 import pytest
 
@@ -11,20 +13,28 @@ from tep.bench import libfabric as bench
 
 
 class Runs:
-    """Gives the same times again and again, and notes that it was closed."""
+    """Gives the same times again and again; notes who was going then, and who was closed."""
 
     open = 0
+    going: ClassVar[set[Runs]] = set()
+    together: ClassVar[list[int]] = []  # how many were going, for each run
 
     def __init__(self, times):
         self.times = list(times)
         Runs.open += 1
+        Runs.going.add(self)
 
     def run(self):
+        Runs.together.append(len(Runs.going) if self in Runs.going else 0)
         self.times.append(self.times.pop(0))
         return self.times[-1]
 
+    def signal(self, number):
+        (Runs.going.add if number == signal.SIGCONT else Runs.going.discard)(self)
+
     def close(self):
         Runs.open -= 1
+        Runs.going.discard(self)
 
 
 def compare(ours, theirs, **options):
@@ -42,6 +52,14 @@ def test_a_figure_is_the_median_beside_the_others_median():
     assert 12.5 == figure.aim
     assert figure.reached
     assert 0 == Runs.open, "processes left running disturb every later figure"
+
+
+def test_who_has_no_turn_is_stopped():
+    """A target that polls beside the run of another would take one of two cores from it."""
+    Runs.together.clear()
+    compare([1.0], [1.0], aim=None)
+
+    assert {1} == set(Runs.together)
 
 
 def test_of_a_rate_more_is_better():

@@ -231,7 +231,7 @@ class FabricDomain:
         if self._nic.closed:
             return filled
         rows, queue = self._rows, self._queue
-        if rows.spent:
+        if rows.budget != self._rules.turn_rows:  # some of it was used
             rows.new_turn()
         filled = queue.read(out, filled)
         while queue.frames or queue.errors or queue.full:

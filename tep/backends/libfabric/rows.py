@@ -51,7 +51,6 @@ class Rows:
     Attributes:
         held, lost: how many rows wait for a peer, or for the verdict on one.
         budget, budget_bytes: what may still be posted before the next poll.
-        spent: whether some of it was used.
         refusal: what libfabric last said when it refused a row.
     """
 
@@ -120,7 +119,6 @@ class Rows:
         """The queue is being polled: rows may be posted again."""
         self.budget = self._turn_rows
         self.budget_bytes = self._turn_bytes
-        self.spent = False
 
     def recheck(self) -> None:
         """Something that rows are checked against has changed."""
@@ -230,7 +228,6 @@ class Rows:
         except OSError as error:
             self.refusal = error.errno or 0
             return taken or None
-        self.spent = True
         self.budget -= taken
         self.budget_bytes -= taken * longest if copies else 0
         _note_appetite(peer, n, taken)

@@ -84,7 +84,7 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
             Rules(
                 provider="tcp",
                 names=("net", "tcp"),
-                releases_from=0,  # each is a system call of 5 us: with 512 of them the lock is held 2.5 ms
+                releases_from=0,  # each is a system call of 5 us: 512 held it for 2.5 ms
                 turn_bytes=MiB,  # 64 KiB rows cost a tenth less CPU than with a window at a time
                 turn_rows=512,  # with 128 a write of 4 KiB costs a tenth more
                 by_ip=True,
