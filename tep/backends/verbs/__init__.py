@@ -21,7 +21,8 @@ from typing import Any, Final
 
 from tep.backends.base import Opened
 from tep.backends.verbs.device import Device, choose, survey
-from tep.backends.verbs.domain import DmabufExport, VerbsDomain
+from tep.backends.verbs.domain import VerbsDomain
+from tep.backends.verbs.regions import DmabufExport
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs import load

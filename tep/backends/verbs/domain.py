@@ -1,7 +1,7 @@
 """VerbsDomain: one NIC behind the seam; every call of the engine enters here.
 
 Rows go to writes.py, messages to messages.py, peers and handshakes to peers.py; completions come
-from poller.py. Here are memory, capabilities, waking, and the end.
+from poller.py; memory is in regions.py. Here are capabilities, waking, and the end.
 """
 
 from __future__ import annotations
@@ -37,22 +37,19 @@ from tep.backends.verbs.messages import OUT_MAX, Messages
 from tep.backends.verbs.peers import Peers
 from tep.backends.verbs.poller import Poller
 from tep.backends.verbs.receives import ImmReceives
+from tep.backends.verbs.regions import DmabufExport, Regions
 from tep.backends.verbs.status import STATUS_TEXT
 from tep.backends.verbs.wakeup import Wakeup
 from tep.backends.verbs.writes import Entry, Writer
-from tep.errors import ClosedError, FabricError, UsageError
+from tep.errors import ClosedError, UsageError
 from tep.ffi.ibverbs_wr import ENUMS
 
 if TYPE_CHECKING:
-    from tep.ffi.ibverbs_structs import Mr
     from tep.memory import Memory
 
-__all__ = ["DmabufExport", "VerbsDomain"]
+__all__ = ["VerbsDomain"]
 
 Array = npt.NDArray[np.unsignedinteger]
-DmabufExport = Callable[["Memory"], tuple[int, int]]
-"""Exports device memory: -> (file descriptor, offset in it)."""
-
 _EVENTS_EVERY: Final = 4096  # empty polls between two looks at the device's own events
 _GOODBYE_S: Final = 0.02
 
@@ -90,9 +87,8 @@ class VerbsDomain:
         cuda: bool = False,
     ) -> None:
         self.device = device
-        self._export = export
         self._state = _State.OPEN
-        self._mrs: dict[int, tuple[Mr, Memory]] = {}
+        self._regions = Regions(device, export, cuda=cuda)
         self._ready: deque[Entry] = deque()
         self._waker: Callable[[], None] = _wake_nobody
         self._idle_polls = 0
@@ -101,7 +97,7 @@ class VerbsDomain:
         # What was made is freed in the reverse order, now if the rest fails, or else at close.
         with contextlib.ExitStack() as undo:
             undo.callback(device.close)
-            undo.callback(self._deregister_all)
+            undo.callback(self._regions.close)
             depth = self._make_queues(undo, qkey)
             self._undo = undo.pop_all()
         self._credits = depth
@@ -125,7 +121,7 @@ class VerbsDomain:
             max_msg_bytes=min(settings.max_msg_bytes, int(device.port.max_msg_sz)),
             ordered=settings.qps_per_peer == 1,
             imm_eats_recv=True,
-            memory_kinds=("cpu", "cuda") if cuda else ("cpu",),
+            memory_kinds=self._regions.kinds,
             peer_timeout_s=settings.peer_timeout_s,
         )
         self._write_bytes_max = self.caps.max_write_bytes
@@ -197,40 +193,10 @@ class VerbsDomain:
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
-        if memory.kind not in self.caps.memory_kinds:
-            raise FabricError(
-                f"{self.caps.nic}: memory on {memory.device} cannot be registered; "
-                f"this NIC takes {', '.join(self.caps.memory_kinds)}",
-                code=Status.LOCAL_KEY.name,
-            )
-        flags = 0
-        if access is Access.SOURCE_AND_TARGET:
-            if memory.readonly:
-                raise FabricError(
-                    f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
-                    "and cannot be a target; register them with Access.SOURCE",
-                    code=Status.LOCAL_KEY.name,
-                )
-            flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
-        if self.device.settings.relaxed_ordering:
-            flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
-        if memory.kind == "cuda" and self._export is not None:
-            fd, offset = self._export(memory)
-            try:
-                mr = self.device.reg_dmabuf_mr(fd, offset, memory.ptr, memory.nbytes, flags)
-            finally:
-                os.close(fd)  # the registration holds the buffer by itself
-        else:
-            mr = self.device.reg_mr(memory.ptr, memory.nbytes, flags)
-        # The memory stays mapped as long as the NIC knows it: a late write would else land in what
-        # the allocator put there next.
-        self._mrs[int(mr.lkey)] = (mr, memory)
-        return DomainKey(lkey=int(mr.lkey), rkey=int(mr.rkey), base=memory.ptr)
+        return self._regions.add(memory, access)
 
     def deregister(self, key: DomainKey) -> None:
-        found = self._mrs.pop(key.lkey, None)
-        if found is not None and self._state is not _State.CLOSED:
-            self.device.dereg_mr(found[0])
+        self._regions.remove(key, closed=self._state is _State.CLOSED)
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
@@ -455,11 +421,6 @@ class VerbsDomain:
                 not self._datagrams.in_flight or time.monotonic() > until_s
             ):
                 return
-
-    def _deregister_all(self) -> None:
-        for mr, _ in self._mrs.values():
-            self.device.dereg_mr(mr)
-        self._mrs.clear()
 
     def _check_open(self) -> None:
         if self._state is _State.CLOSED:

@@ -1,0 +1,89 @@
+"""Users' memory as one NIC knows it: registered, held, withdrawn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tep.backends.base import Access, DomainKey, Status
+from tep.errors import FabricError
+from tep.ffi.ibverbs_wr import ENUMS
+
+if TYPE_CHECKING:
+    from tep.backends.verbs.device import Device
+    from tep.ffi.ibverbs_structs import Mr
+    from tep.memory import Memory
+
+__all__ = ["DmabufExport", "Regions"]
+
+DmabufExport = Callable[["Memory"], tuple[int, int]]
+"""Exports device memory: -> (file descriptor, offset in it)."""
+
+
+class Regions:
+    """The registered memory of one NIC.
+
+    Args:
+        device: where.
+        export: exports CUDA memory as a dma-buf; None = CUDA memory goes by peer memory, if at all.
+        cuda: whether CUDA memory can be registered.
+
+    Attributes:
+        kinds: devices whose memory can be registered.
+    """
+
+    def __init__(self, device: Device, export: DmabufExport | None, *, cuda: bool) -> None:
+        self.kinds = ("cpu", "cuda") if cuda else ("cpu",)
+        self._device = device
+        self._export = export
+        self._mrs: dict[int, tuple[Mr, Memory]] = {}
+
+    def add(self, memory: Memory, access: Access) -> DomainKey:
+        """Make memory known to the NIC, and hold it.
+
+        Raises:
+            FabricError: the NIC, or what may be done with this memory, does not allow it.
+        """
+        device = self._device
+        if memory.kind not in self.kinds:
+            raise FabricError(
+                f"{device.name}: memory on {memory.device} cannot be registered; "
+                f"this NIC takes {', '.join(self.kinds)}",
+                code=Status.LOCAL_KEY.name,
+            )
+        flags = 0
+        if access is Access.SOURCE_AND_TARGET:
+            if memory.readonly:
+                raise FabricError(
+                    f"{device.name}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
+                    "and cannot be a target; register them with Access.SOURCE",
+                    code=Status.LOCAL_KEY.name,
+                )
+            flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+        if device.settings.relaxed_ordering:
+            flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
+        if memory.kind == "cuda" and self._export is not None:
+            fd, offset = self._export(memory)
+            try:
+                mr = device.reg_dmabuf_mr(fd, offset, memory.ptr, memory.nbytes, flags)
+            finally:
+                os.close(fd)  # the registration holds the buffer by itself
+        else:
+            mr = device.reg_mr(memory.ptr, memory.nbytes, flags)
+        # The memory stays mapped as long as the NIC knows it: a late write would else land in what
+        # the allocator put there next.
+        self._mrs[int(mr.lkey)] = (mr, memory)
+        return DomainKey(lkey=int(mr.lkey), rkey=int(mr.rkey), base=memory.ptr)
+
+    def remove(self, key: DomainKey, *, closed: bool) -> None:
+        """Withdraw a region; one that is not there is none."""
+        found = self._mrs.pop(key.lkey, None)
+        if found is not None and not closed:
+            self._device.dereg_mr(found[0])
+
+    def close(self) -> None:
+        """Withdraw all."""
+        for mr, _ in self._mrs.values():
+            self._device.dereg_mr(mr)
+        self._mrs.clear()
