@@ -37,13 +37,14 @@ class Arrivals:
 
     def add_columns(self, sources: npt.NDArray[np.uint64], imms: npt.NDArray[np.uint32]) -> bool:
         """Note a burst, one an entry; the columns are copied. True: all immediates are equal."""
-        source, imm = int(sources[0]), int(imms[0])
-        equal = bool(np.logical_and.reduce(imms == imm))
-        if equal and np.logical_and.reduce(sources == source):
-            self.tally.add(source << _SOURCE_BITS | imm, len(imms))
+        n = len(imms)
+        # Compared as bytes: a quarter of comparing as columns.
+        raw, ends = imms.tobytes(), sources.tobytes()
+        if ends == ends[:8] * n:
+            self.tally.add_lows(int(sources[0]), raw)
         else:
             self.tally.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
-        return equal
+        return raw == raw[:4] * n
 
     def sums(self, nic: Noting, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
         """How many of each came from the NIC at an address, since the beginning."""

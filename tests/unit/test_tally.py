@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
+import pytest
 
 from tep.audit import Arrivals
 from tep.notes import Asked, Told, decode, encode, values_max
@@ -26,6 +29,21 @@ def test_many_columns_are_folded_before_they_are_asked_for() -> None:
         tally.add_many(np.arange(4096, dtype=np.uint64))
     assert 40 == tally.sum(4095)
     assert 4096 == len(tally)
+
+
+@pytest.mark.parametrize("spread", [1, 1 << 20])
+def test_bursts_of_one_upper_half_are_summed_with_the_rest(spread) -> None:
+    """Near keys are counted in cells, far ones sorted: a key in the wrong cell is a wrong sum."""
+    tally = Tally()
+    lows = np.arange(300, dtype=np.uint32) % 7 * np.uint32(spread) + np.uint32(5)
+    for high in (0, 3, 9):
+        tally.add_lows(high, lows.tobytes())
+    tally.add_many(np.array([3 << 32 | 5, (1 << 64) - 1], np.uint64)[: 1 + (spread > 1)])
+    expected = Counter(high << 32 | low for high in (0, 3, 9) for low in lows.tolist())
+    expected[3 << 32 | 5] += 1
+    if spread > 1:
+        expected[(1 << 64) - 1] += 1
+    assert expected == Counter(dict(tally.items()))
 
 
 def test_too_many_keys_are_forgotten_and_that_is_remembered() -> None:
