@@ -215,7 +215,9 @@ ENUMS: Final[dict[str, int]] = {
     "IBV_GID_TYPE_IB": 0,
     "IBV_GID_TYPE_ROCE_V1": 1,
     "IBV_GID_TYPE_ROCE_V2": 2,
+    "IBV_WC_RECV_RDMA_WITH_IMM": 129,
     "IBV_EVENT_QP_FATAL": 1,
     "IBV_EVENT_DEVICE_FATAL": 8,
+    "IBV_EVENT_QP_LAST_WQE_REACHED": 16,
 }
 """The enum values that tep uses, by their C names."""

@@ -17,7 +17,7 @@ from tep.errors import FabricError
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.units import KiB, MiB
 from tep.wire import MrDesc
-from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair
+from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 
 class DeviceEngines(OpenEngines):
@@ -164,8 +164,7 @@ def test_a_hundred_engines_come_and_go(devices):
                 got = hub.expect_imm_count(5, 1)
                 visitor.submit_single_write(64, (mr, 0), (desc, 0), imm=5).wait(20)
                 got.wait(20)
-            for _ in range(10):
-                hub.driver.turn()
+            turn_until(hub, lambda: not hub._domains[0]._peers.draining.conns)
 
         for k in range(10):
             visit(k)

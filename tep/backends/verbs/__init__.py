@@ -90,6 +90,8 @@ def open_domains(
             undo.callback(domain.close)
             domains.append(domain)
         undo.pop_all()
+    for domain in domains:
+        domain.spares = tuple(other.device for other in domains if other is not domain)
     return Opened(tuple(domains), epoch, name)
 
 

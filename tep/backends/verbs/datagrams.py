@@ -1,4 +1,4 @@
-"""Handshake datagrams: one UD queue pair, its buffers, its routes. May lose, never waits."""
+"""Datagrams: one UD queue pair, its buffers, its routes. May lose, never waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IN_FLIGHT_MAX: Final = 64
 _GRH_BYTES: Final = 40
 """What stands before each datagram's payload: the routing header, or as many unused bytes."""
 
-_SLOT_BYTES: Final = 512
+_SLOT_BYTES: Final = 1024
 assert _GRH_BYTES + DATAGRAM_BYTES_MAX <= _SLOT_BYTES
 
 
@@ -126,7 +126,7 @@ class Datagrams:
         """Drop the route to a peer that is gone."""
         route = self._routes.pop(to, None)
         if route is not None:
-            self._device.lib.ok("ibv_destroy_ah", route)
+            self._device.free("ibv_destroy_ah", route)
 
     def _route(self, to: Address) -> int:
         found = self._routes.get(to)
@@ -139,7 +139,7 @@ class Datagrams:
 
     def close(self) -> None:
         """Give everything back."""
-        self._device.lib.ok("ibv_destroy_qp", self._qp)
+        self._device.free("ibv_destroy_qp", self._qp)
         for to in list(self._routes):
             self.forget(to)
         self._device.dereg_mr(self._mr)

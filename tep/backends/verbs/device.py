@@ -12,7 +12,9 @@ import os
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from tep.backends.base import DomainCaps
 from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
+from tep.backends.verbs.handshake import note_bytes
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.ibverbs import DataPath, Library, fail
@@ -45,6 +47,9 @@ class Device:
         name: of the device, e.g. "mlx5_0".
         settings: which port, which address.
 
+    Attributes:
+        dead: it has failed for good; freeing what is on it may fail too, and is no error.
+
     Raises:
         BackendUnavailable: it cannot be opened, or its port is down or has no address.
     """
@@ -53,6 +58,8 @@ class Device:
         self.lib = lib
         self.name = name
         self.settings = settings
+        self.dead = False
+        self._closed = False
         try:
             self.context, self._sysfs = lib.open_device(name)
         except LookupError:
@@ -195,12 +202,48 @@ class Device:
 
     def dereg_mr(self, mr: Mr) -> None:
         """Withdraw a region."""
-        self.lib.ok("ibv_dereg_mr", ctypes.addressof(mr), device=self.name, lkey=mr.lkey)
+        self.free("ibv_dereg_mr", ctypes.addressof(mr))
+
+    def has_link(self) -> bool:
+        """Whether the port is up now."""
+        if self._closed:
+            return False
+        port = PortAttr()
+        rc = self.lib.ask("ibv_query_port", self.context, self.settings.port, ctypes.byref(port))
+        return rc == 0 and bool(port.state == _ACTIVE)
+
+    def free(self, name: str, *arguments: object) -> None:
+        """Give something back."""
+        try:
+            self.lib.ok(name, *arguments, device=self.name)
+        except FabricError:
+            if not self.dead:
+                raise
 
     def close(self) -> None:
         """Let go. What was made on the device must be gone: EBUSY says that something is left."""
-        self.lib.ok("ibv_dealloc_pd", self.pd, device=self.name)
-        self.lib.ok("ibv_close_device", self.context, device=self.name)
+        self._closed = True
+        self.free("ibv_dealloc_pd", self.pd)
+        self.free("ibv_close_device", self.context)
+
+    def caps(self, sq_depth: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
+        """What a NIC on this device can do."""
+        settings, port = self.settings, self.port
+        longest_note = note_bytes(port.active_mtu)
+        return DomainCaps(
+            backend="verbs",
+            nic=self.name,
+            link_bps=self.link_bps,
+            sq_depth=sq_depth,
+            max_write_bytes=int(port.max_msg_sz),
+            max_msg_bytes=min(settings.max_msg_bytes, int(port.max_msg_sz)),
+            ordered=settings.qps_per_peer == 1,
+            imm_eats_recv=True,
+            memory_kinds=memory_kinds,
+            peer_timeout_s=settings.peer_timeout_s,
+            note_bytes=longest_note,
+            imm_source=longest_note > 0,
+        )
 
     def describe(self) -> str:
         """Say in a line what this is and how it is addressed."""

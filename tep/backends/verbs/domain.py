@@ -22,7 +22,6 @@ import numpy.typing as npt
 from tep.backends.base import (
     Access,
     Completions,
-    DomainCaps,
     DomainKey,
     Kind,
     Status,
@@ -35,7 +34,7 @@ from tep.backends.verbs.device import Device
 from tep.backends.verbs.limits import RKEY_MAX, Limits
 from tep.backends.verbs.messages import OUT_MAX, Messages
 from tep.backends.verbs.peers import Peers
-from tep.backends.verbs.poller import Poller
+from tep.backends.verbs.poller import POLL_MAX, Poller
 from tep.backends.verbs.receives import ImmReceives
 from tep.backends.verbs.regions import DmabufExport, Regions
 from tep.backends.verbs.status import STATUS_TEXT
@@ -55,12 +54,14 @@ _GOODBYE_S: Final = 0.02
 
 _WRITE, _DOWN = int(Kind.WRITE), int(Kind.DOWN)
 _FATAL: Final = ENUMS["IBV_EVENT_DEVICE_FATAL"]
+_LAST_WQE: Final = ENUMS["IBV_EVENT_QP_LAST_WQE_REACHED"]
 _QP_EVENTS: Final = range(ENUMS["IBV_EVENT_QP_FATAL"], 4)  # QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
 
 
 class _State(Enum):
     OPEN = auto()
-    DOWN = auto()  # the device died; what is posted ends with NIC_DOWN
+    DYING = auto()  # the device died; what has come is still handed out
+    DOWN = auto()  # and nothing comes any more; what is posted ends with NIC_DOWN
     CLOSED = auto()
 
 
@@ -74,6 +75,9 @@ class VerbsDomain:
         epoch: of its engine's incarnation.
         export: exports CUDA memory as a dma-buf; None = CUDA memory goes by peer memory, if at all.
         cuda: whether CUDA memory can be registered.
+
+    Attributes:
+        spares: devices of the engine's other NICs.
     """
 
     def __init__(
@@ -87,12 +91,13 @@ class VerbsDomain:
         cuda: bool = False,
     ) -> None:
         self.device = device
+        self.spares: tuple[Device, ...] = ()
         self._state = _State.OPEN
+        self._reads = True  # whether completions may come: it is open, or dying
         self._regions = Regions(device, export, cuda=cuda)
         self._ready: deque[Entry] = deque()
         self._waker: Callable[[], None] = _wake_nobody
         self._idle_polls = 0
-        settings = device.settings
         qkey = random.SystemRandom().getrandbits(31)  # the top bit is for the kernel's own
         # What was made is freed in the reverse order, now if the rest fails, or else at close.
         with contextlib.ExitStack() as undo:
@@ -112,18 +117,7 @@ class VerbsDomain:
             identity=identity_of(name, nic),
         )
         self.address = own.encode()
-        self.caps = DomainCaps(
-            backend="verbs",
-            nic=device.name,
-            link_bps=device.link_bps,
-            sq_depth=depth,
-            max_write_bytes=int(device.port.max_msg_sz),
-            max_msg_bytes=min(settings.max_msg_bytes, int(device.port.max_msg_sz)),
-            ordered=settings.qps_per_peer == 1,
-            imm_eats_recv=True,
-            memory_kinds=self._regions.kinds,
-            peer_timeout_s=settings.peer_timeout_s,
-        )
+        self.caps = device.caps(depth, self._regions.kinds)
         self._write_bytes_max = self.caps.max_write_bytes
         self._limits = Limits(self._write_bytes_max)
         self._make_paths(own, depth)
@@ -149,16 +143,17 @@ class VerbsDomain:
             )
         self._wakeup = Wakeup(device)
         undo.callback(self._wakeup.close)
+        self._depth = rest + imm_recvs
         self._cq = lib.make(
-            "ibv_create_cq", device.context, rest + imm_recvs, None, self._wakeup.channel, 0
+            "ibv_create_cq", device.context, self._depth, None, self._wakeup.channel, 0
         )
-        undo.callback(lib.ok, "ibv_destroy_cq", self._cq)
+        undo.callback(device.free, "ibv_destroy_cq", self._cq)
         undo.callback(self._wakeup.clear, self._cq)  # events that nobody took keep it busy
         self._imms = ImmReceives(device, imm_recvs)
-        undo.callback(lib.ok, "ibv_destroy_srq", self._imms.srq)
+        undo.callback(device.free, "ibv_destroy_srq", self._imms.srq)
         self._messages = Messages(device, msg_recvs, self._ready)
         undo.callback(self._messages.close)
-        undo.callback(lib.ok, "ibv_destroy_srq", self._messages.srq)
+        undo.callback(device.free, "ibv_destroy_srq", self._messages.srq)
         self._datagrams = Datagrams(device, self._cq, qkey)
         undo.callback(self._datagrams.close)
         return depth
@@ -169,13 +164,14 @@ class VerbsDomain:
         self._writer = Writer(device, depth, device.settings.signal_rows, ready)
         self._peers = Peers(
             device,
-            Queues(self._cq, self._imms.srq, self._messages.srq, depth, OUT_MAX),
+            Queues(self._cq, self._depth, self._imms.srq, self._messages.srq, depth, OUT_MAX),
             self._writer,
             self._messages,
             self._datagrams,
             own,
             ready,
             time.monotonic,
+            self._link_lost,
         )
         self._up = self._peers.up
         self._poller = Poller(
@@ -232,7 +228,7 @@ class VerbsDomain:
     def _post_slowly(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Post what is not as simple as most: many peers, none connected, impossible rows."""
         self._check_open()
-        if self._state is _State.DOWN:
+        if self._state is not _State.OPEN:
             return self._fail(batch, start, stop, Status.NIC_DOWN)
         stop = self._limits.possible_until(batch, start, stop)
         if stop == start:
@@ -274,15 +270,15 @@ class VerbsDomain:
         if len(payload) > self.caps.max_msg_bytes:
             self._ready.append((int(Kind.SENT), int(Status.LENGTH), 1, 0, 0, ctx, 0))
             return True
-        if self._state is _State.DOWN:
+        if self._state is not _State.OPEN:
             self._ready.append((int(Kind.SENT), int(Status.NIC_DOWN), 1, 0, 0, ctx, 0))
             return True
         slot = self._messages.reserve(payload, ctx)
         if slot is None:
             return False
-        conn = self._peers.up[peer]
-        if conn is None or not self._messages.post(slot, conn):
-            self._peers.hold_message(self._peers.table[peer], slot, time.monotonic())
+        to = self._peers.table[peer]
+        if to.live is None or not self._messages.post(slot, to.live):
+            self._peers.hold_message(to, slot, time.monotonic())
         return True
 
     def post_recvs(self, nbytes: int, count: int) -> None:
@@ -295,12 +291,33 @@ class VerbsDomain:
     def recv_done(self, slot: int) -> None:
         self._messages.done(slot)
 
+    # --- notes and fences
+
+    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._check_open()
+        assert len(payload) <= self.caps.note_bytes, len(payload)
+        return self._peers.notes.post(self._peers.table[peer], payload, ctx, time.monotonic())
+
+    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+        return self._peers.notes.take(slot)
+
+    def source(self, number: int) -> bytes:
+        return self._peers.table[number].where.encode()
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        self._check_open()
+        self._peers.fence(source, ctx)
+        if self._state is _State.DOWN:  # then no completion will come of what there was
+            self._peers.draining.progress(time.monotonic(), 0, whole=True)
+        self._waker()
+
     # --- completions
 
     def poll(self, out: Completions) -> int:
         filled = self._hand_out(out, 0) if self._ready else 0
-        if self._state is _State.OPEN:
+        if self._reads:
             room = len(out) - filled
+            n = 0
             if room:
                 n = self._poller.read(room)
                 if n:
@@ -310,10 +327,19 @@ class VerbsDomain:
                     if self._idle_polls % _EVENTS_EVERY == 0:
                         self._look_at_events()
             if self._peers.busy:
-                self._peers.progress(time.monotonic())
+                self._progress(time.monotonic(), n, whole=n < min(room, POLL_MAX))
             if self._ready and filled < len(out):
                 filled = self._hand_out(out, filled)
         return filled
+
+    def _progress(self, now_s: float, n: int, *, whole: bool) -> None:
+        """Let go on what no completion moves; `n` were read, `whole` if there are no more."""
+        draining = self._peers.draining
+        if draining.conns:
+            self._look_at_events()
+        self._peers.progress(now_s, n, whole=whole)
+        if self._state is _State.DYING and not draining.conns:
+            self._go_down()
 
     def _hand_out(self, out: Completions, filled: int) -> int:
         ready, room = self._ready, len(out)
@@ -347,7 +373,7 @@ class VerbsDomain:
         return False
 
     def _arm(self) -> bool:
-        if self._state is not _State.OPEN:
+        if not self._reads:
             return not self._ready
         self._look_at_events()
         self._wakeup.clear(self._cq)
@@ -356,30 +382,53 @@ class VerbsDomain:
         n = self._poller.take_all()
         now_s = time.monotonic()
         if self._peers.busy:
-            self._peers.progress(now_s)
-        if n > 0 or self._ready or self._state is not _State.OPEN:
+            self._progress(now_s, n, whole=n < POLL_MAX)
+        if n > 0 or self._ready or not self._reads:
             return False
-        next_s = self._peers.next_s()
+        next_s = self._peers.next_s(now_s)
         self._wakeup.set_timer(None if next_s is None else next_s - now_s)
         return True
 
     def _look_at_events(self) -> None:
         for kind, element in self._wakeup.device_events():
             if kind == _FATAL:
+                self.device.dead = True
                 self.fail_device()
+            elif kind == _LAST_WQE:
+                self._peers.draining.take_last(element)
             elif kind in _QP_EVENTS:
                 for conn in set(self._peers.conns.values()):
                     if conn.holds(element):
                         self._peers.fail(conn, int(Status.PROVIDER), time.monotonic())
 
+    def _link_lost(self) -> bool:
+        """Whether it is our own port that is down, beside another NIC's that is up.
+
+        Then this NIC is given up: its rows go on over the other. Where there is none, or all links
+        went at the same time, it is kept for the day when they are back.
+        """
+        if self._state is _State.OPEN and not self.device.has_link():
+            others = [device for device in self.spares if device.has_link()]
+            if others:
+                self.fail_device()
+        return self._state is not _State.OPEN
+
     def fail_device(self) -> None:
-        """The device died: NIC_DOWN for all that is open, and Kind.DOWN."""
+        """The device died: NIC_DOWN for all that is open, and Kind.DOWN after what had come."""
         if self._state is not _State.OPEN:
             return
-        self._state = _State.DOWN
+        self._state = _State.DYING
+        self._peers.sink(Status.NIC_DOWN)
+        if not self._peers.draining.conns:
+            self._go_down()
+
+    def _go_down(self) -> None:
+        self._state, self._reads = _State.DOWN, False
+        self._wakeup.ignore_device()
         self._peers.close(Status.NIC_DOWN)
         self._messages.fail_all(int(Status.NIC_DOWN))
         self._ready.append((_DOWN, int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
+        self._waker()
 
     # --- reports
 
@@ -400,14 +449,14 @@ class VerbsDomain:
             return
         if self._state is _State.OPEN:
             self._say_goodbye()
-        self._state = _State.CLOSED
+        self._state, self._reads = _State.CLOSED, False
         self._peers.close(Status.FLUSHED)
         self._messages.fail_all(int(Status.FLUSHED))
         self._undo.close()
 
     def die(self) -> None:
         """Vanish as a killed process does: peers are told nothing, no completion is handed out."""
-        self._state = _State.CLOSED
+        self._state, self._reads = _State.CLOSED, False
         self._peers.close(Status.FLUSHED)
         self._undo.close()
         self._ready.clear()
@@ -431,7 +480,7 @@ class VerbsDomain:
 
     def orphan(self) -> None:
         """In a forked child: touch nothing that the parent's NIC uses, now or later."""
-        self._state = _State.CLOSED
+        self._state, self._reads = _State.CLOSED, False
         self._ready.clear()
 
 

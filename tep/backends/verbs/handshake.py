@@ -1,25 +1,30 @@
 """How two NICs agree on queue pairs over datagrams that may be lost, doubled or late. Pure.
 
+Here is the form of all datagrams, those of `notes` too.
+
 Three messages: REQ "these are my queue pairs", REP "these are mine, and they are ready to receive
 from yours", ACK "mine too". Rule 1: a side sends on its queue pairs only once it knows that the
 peer's are ready to receive. Rule 2: every attempt has a number, larger than the one before; an
 answer to an older attempt is ignored, a request of a newer one replaces what there is. Rule 3: who
 waits for an answer repeats itself; who gets a repetition repeats the answer. When both ask at once,
-each takes the other's REQ for the answer it needs to get ready, and sends its REP.
+each takes the other's REQ for the answer it needs to get ready, and sends its REP. Who names no
+queue pair for writes does not write any more, and lets nobody write: one of the two has fenced the
+other, and what they connect is for messages only.
 
 A datagram (integers little-endian):
 
     offset  size  field     content
     0       4     magic     b"VHSK"
     4       1     version   1
-    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE
+    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = NOTE, 7 = NOTED
     6       1     mtu       the port's, as the library numbers them
     7       1     count     queue pairs listed
     8       4     attempt   the sender's
-    12      4     echo      attempt of the receiver that this answers, or 0
+    12      4     echo      attempt of the receiver that this answers, or 0; number of the note
     16      8     target    epoch of the incarnation that is meant
     24      48    sender    its address
-    72      8 n   (number, first packet sequence number) of each queue pair: messages, then writes
+    72      8 n   (number, first packet sequence number) of each queue pair: messages, then writes;
+                  NOTE: what it says
 """
 
 from __future__ import annotations
@@ -33,7 +38,16 @@ from typing import Final, Protocol
 from tep.backends.verbs.address import ADDRESS_BYTES, Address
 from tep.errors import BadDescriptor
 
-__all__ = ["DATAGRAM_BYTES_MAX", "Actions", "Hello", "Kind", "Negotiation", "Phase", "QpId"]
+__all__ = [
+    "DATAGRAM_BYTES_MAX",
+    "Actions",
+    "Hello",
+    "Kind",
+    "Negotiation",
+    "Phase",
+    "QpId",
+    "note_bytes",
+]
 
 _HEAD: Final = struct.Struct("<4sBBBBIIQ")
 _QP: Final = struct.Struct("<II")
@@ -43,10 +57,24 @@ _QPS_MAX: Final = 17
 _MTU_MAX: Final = 5
 _PAUSE_S_MAX: Final = 0.25
 
-DATAGRAM_BYTES_MAX: Final = _HEAD.size + ADDRESS_BYTES + _QPS_MAX * _QP.size
+_HEAD_BYTES: Final = _HEAD.size + ADDRESS_BYTES
+
+_NOTE_BYTES_MAX: Final = 912
+"""With head and routing header it fills 1 KiB, and goes into a packet of 1,500 bytes."""
+
+_NOTE_BYTES_MIN: Final = 512
+"""Who takes notes takes as much. Source: C24."""
+
+DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_NOTE_BYTES_MAX, _QPS_MAX * _QP.size)
 
 QpId = tuple[int, int]
 """Number and first packet sequence number of a queue pair, 24 bits each."""
+
+
+def note_bytes(mtu: int) -> int:
+    """The longest note where packets are `mtu` long, as the library numbers them; 0 = too short."""
+    room = min(_NOTE_BYTES_MAX, (128 << mtu) - _HEAD_BYTES)
+    return room if room >= _NOTE_BYTES_MIN else 0
 
 
 class Kind(IntEnum):
@@ -57,6 +85,8 @@ class Kind(IntEnum):
     ACK = 3
     STALE = 4  # "I am not the incarnation that you mean"
     BYE = 5  # "I am closing"
+    NOTE = 6  # for the peer's engine; repeated until NOTED
+    NOTED = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +100,7 @@ class Hello:
     echo: int = 0
     mtu: int = 1
     qps: tuple[QpId, ...] = ()
+    note: bytes = b""
 
     def encode(self) -> bytes:
         """Write it down."""
@@ -83,7 +114,7 @@ class Hello:
             self.echo,
             self.target,
         )
-        return head + self.sender.encode() + b"".join(_QP.pack(*qp) for qp in self.qps)
+        return head + self.sender.encode() + b"".join(_QP.pack(*qp) for qp in self.qps) + self.note
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -92,20 +123,22 @@ class Hello:
         Raises:
             BadDescriptor: these bytes cannot be such a datagram.
         """
-        body = _HEAD.size + ADDRESS_BYTES
-        if len(data) < body or data[:4] != _MAGIC:
+        if len(data) < _HEAD_BYTES or data[:4] != _MAGIC:
             raise BadDescriptor(f"{len(data)} bytes that are no handshake of tep")
         _, version, kind, mtu, count, attempt, echo, target = _HEAD.unpack_from(data)
         if version != _VERSION or kind not in Kind.__members__.values():
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
-        if count > _QPS_MAX or len(data) != body + count * _QP.size or not 1 <= mtu <= _MTU_MAX:
+        sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
+        note = b""
+        if kind == Kind.NOTE:
+            note, rest = rest, b""
+        if count > _QPS_MAX or len(rest) != count * _QP.size or not 1 <= mtu <= _MTU_MAX:
             raise BadDescriptor(f"handshake: {len(data)} bytes, {count} queue pairs, MTU {mtu}")
-        sender = Address.decode(data[_HEAD.size : body])
-        qps = tuple(_QP.iter_unpack(data[body:]))
+        qps = tuple(_QP.iter_unpack(rest))
         if any(number >> 24 or psn >> 24 for number, psn in qps):
             raise BadDescriptor(f"handshake: queue pairs {qps}; numbers have 24 bits")
-        if kind in {Kind.REQ, Kind.REP} and len(qps) < 2:
-            raise BadDescriptor(f"handshake: {len(qps)} queue pairs; two at the least")
+        if kind in {Kind.REQ, Kind.REP} and not qps:
+            raise BadDescriptor("handshake: no queue pairs; one at the least")
         return cls(
             kind=Kind(kind),
             sender=sender,
@@ -114,6 +147,7 @@ class Hello:
             echo=echo,
             mtu=mtu,
             qps=qps,
+            note=note,
         )
 
 
@@ -192,7 +226,7 @@ class Negotiation:
             case Kind.ACK:
                 if self.phase is Phase.READY and (hello.echo, hello.attempt) == self._pair:
                     self._go_up()
-            case Kind.STALE | Kind.BYE:
+            case Kind.STALE | Kind.BYE | Kind.NOTE | Kind.NOTED:
                 raise AssertionError("the owner deals with these")
 
     def tick(self, now_s: float) -> None:

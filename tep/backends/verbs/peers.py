@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Kind as Completed
 from tep.backends.base import Status, WriteBatch
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import Conn, Queues
-from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
+from tep.backends.verbs.draining import Draining
+from tep.backends.verbs.handshake import Hello, Kind, Phase
+from tep.backends.verbs.notes import Notes
+from tep.backends.verbs.peer import Peer
+from tep.backends.verbs.sources import Sources
 from tep.backends.verbs.writes import LOOSE_MAX, ROWS_FEW, Entry, Fan, Writer
 from tep.errors import BadDescriptor, FabricError, UsageError
 
@@ -29,106 +32,10 @@ if TYPE_CHECKING:
     from tep.backends.verbs.limits import Limits
     from tep.backends.verbs.messages import Messages
 
-__all__ = ["Peer", "Peers"]
+__all__ = ["Peers"]
 
 Array = npt.NDArray[np.unsignedinteger]
-_WRITE_KIND: Final = int(Completed.WRITE)
 _SETS_MAX: Final = 64
-
-
-class Peer:
-    """One incarnation of a remote NIC; what its negotiation makes it do.
-
-    Attributes:
-        number: its PeerId.
-        where: its address.
-        conn: the connection being made or in use.
-        gone: once it is known that this incarnation never comes back: the status its rows get.
-    """
-
-    def __init__(self, peers: Peers, number: int, where: Address) -> None:
-        self.number = number
-        self.where = where
-        self.conn: Conn | None = None
-        self.gone: Status | None = None
-        self.rows: deque[tuple[WriteBatch, int, int]] = deque()
-        self.messages: deque[int] = deque()
-        self._peers = peers
-        settings = peers.device.settings
-        self.negotiation = Negotiation(
-            self, peers.attempts, patience_s=settings.handshake_s, resend_s=settings.resend_s
-        )
-
-    # --- what the negotiation asks for
-
-    def begin(self) -> None:
-        if self.conn is not None:
-            self._peers.drop(self.conn)
-        self.conn = self._peers.new_conn(self)
-
-    def ready(self, hello: Hello) -> None:
-        assert self.conn is not None
-        self.conn.to_rtr(hello)
-
-    def up(self) -> None:
-        assert self.conn is not None
-        self.conn.to_rts()
-        self._peers.up[self.number] = self.conn
-        self.flush()
-
-    def say(self, kind: Kind, attempt: int, echo: int) -> None:
-        peers = self._peers
-        ids = self.conn.ids if self.conn is not None and kind in {Kind.REQ, Kind.REP} else ()
-        hello = Hello(
-            kind=kind,
-            sender=peers.own,
-            target=self.where.epoch,
-            attempt=attempt,
-            echo=echo,
-            mtu=peers.device.port.active_mtu,
-            qps=ids,
-        )
-        peers.datagrams.send(self.where, hello.encode())
-
-    def give_up(self) -> None:
-        if self.negotiation.phase is Phase.IDLE and self.conn is not None:
-            self._peers.drop(self.conn)
-        self.fail_waiting(Status.UNREACHABLE)
-
-    # --- what waits
-
-    def ask(self, now_s: float) -> None:
-        """See to it that a connection is being made, or that what waits fails."""
-        negotiation = self.negotiation
-        if self.gone is not None:
-            self.fail_waiting(self.gone)
-        elif negotiation.next_s is None and negotiation.phase is not Phase.UP:
-            negotiation.start(now_s)
-
-    def flush(self) -> None:
-        """Post what waits, as far as the queues take it."""
-        conn = self._peers.up[self.number]
-        if conn is None:
-            return
-        rows, messages = self.rows, self.messages
-        while rows:
-            batch, start, stop = rows.popleft()
-            start += self._peers.post_up(conn, batch, start, stop)
-            if start < stop:
-                rows.appendleft((batch, start, stop))
-                break
-        while messages and self._peers.messages.post(messages[0], conn):
-            messages.popleft()
-
-    def fail_waiting(self, status: Status) -> None:
-        """End what waits."""
-        peers = self._peers
-        while self.rows:
-            batch, start, stop = self.rows.popleft()
-            for row in range(start, stop):
-                peers.ready.append((_WRITE_KIND, int(status), 1, 0, row, batch.ctx, 0))
-        while self.messages:
-            peers.messages.sent(self.messages.popleft(), int(status))
 
 
 class Peers:
@@ -138,6 +45,10 @@ class Peers:
         own: this NIC's address.
         up: by PeerId, the connection that rows can be posted on, or None.
         conns: by number of a queue pair.
+        sources: the same for immediates, also for a while after a connection is gone.
+        notes: between engines.
+        draining: connections that failed.
+        link_lost: whether our own port is at fault when nobody answers, and this NIC given up.
         trouble: what went wrong last while connecting.
     """
 
@@ -151,6 +62,7 @@ class Peers:
         own: Address,
         ready: deque[Entry],
         clock_s: Callable[[], float],
+        link_lost: Callable[[], bool],
     ) -> None:
         self.device = device
         self.writer = writer
@@ -163,11 +75,14 @@ class Peers:
         self.table: list[Peer] = []
         self.up: list[Conn | None] = []
         self.conns: dict[int, Conn] = {}
+        self.sources = Sources()
+        self.notes = Notes(device.settings, ready)
+        self.draining = Draining(writer, ready, queues.depth, self._retire)
+        self.link_lost = link_lost
         self.trouble = ""
         self._queues = queues
         self._by_address: dict[Address, Peer] = {}
         self._latest: dict[int, Peer] = {}  # by identity
-        self._draining: dict[int, Conn] = {}
         self._unsettled: dict[Peer, None] = {}
         # Scatters go to the same peers again and again: who they are is kept after the first, a
         # fan is made for the second; both until some peer loses its connection.
@@ -222,6 +137,7 @@ class Peers:
         if peer.conn is not None:
             self.drop(peer.conn)
         peer.fail_waiting(status)
+        self.notes.fail(peer, status)
         self._unsettled.pop(peer, None)
         self.datagrams.forget(peer.where)
 
@@ -261,8 +177,12 @@ class Peers:
         elif hello.kind is Kind.STALE:
             if hello.echo == peer.negotiation.attempt:
                 self.bury(peer, Status.STALE_PEER)
+        elif hello.kind in {Kind.NOTE, Kind.NOTED}:
+            self.notes.hear(peer, hello, now_s)
         else:
             try:
+                if len(hello.qps) == 1:
+                    peer.fence()
                 peer.negotiation.hear(hello, now_s)
             except FabricError as error:
                 self._abandon(peer, error)
@@ -363,21 +283,21 @@ class Peers:
 
     def new_conn(self, peer: Peer) -> Conn:
         """Make queue pairs for a peer."""
-        conn = Conn(self.device, self._queues, peer, next(self._numbers), self._rng)
+        number = next(self._numbers)
+        conn = Conn(self.device, self._queues, peer, number, self._rng, rows=not peer.fenced)
         self.conns.update((number, conn) for number, _ in conn.ids)
+        self.sources.add((number for number, _ in conn.ids), peer.number)
         return conn
 
     def drop(self, conn: Conn) -> None:
         """Take a connection out of use; its rows come back flushed."""
         peer = conn.peer
         if peer.conn is conn:
-            peer.conn = None
+            peer.conn = peer.live = None
             self.up[peer.number] = None
             self._forget_sets()
         if not conn.lost:
-            conn.fail(self.clock_s())
-            self._draining[conn.number] = conn
-            self._drain(conn)
+            self.draining.add(conn, self.clock_s())
 
     def fail(self, conn: Conn, status: int, now_s: float) -> None:
         """A completion says that a connection is broken."""
@@ -390,33 +310,63 @@ class Peers:
         if peer.gone is None and (status != Status.UNREACHABLE or peer.rows or peer.messages):
             self.attend(peer, now_s)
 
-    def take_marker(self, number: int) -> None:
-        """A failed queue pair has returned everything."""
-        conn = self._draining.get(number)
-        if conn is not None:
-            conn.take_marker()
-            self._drain(conn)
-
-    def _drain(self, conn: Conn) -> None:
-        conn.mark(self.writer)
-        if conn.drained:
-            self._retire(conn)
-
-    def _retire(self, conn: Conn) -> None:
-        self._draining.pop(conn.number, None)
-        for number, _ in conn.ids:
+    def _retire(self, conn: Conn, drained: bool) -> None:
+        numbers = [number for number, _ in conn.ids]
+        for number in numbers:
             del self.conns[number]
         conn.destroy()
+        if drained:
+            self.sources.remove(numbers)
+        else:  # what comes of it all the same still has a source, until its number is used again
+            conn.peer.blurred = not self.device.dead
+            self.trouble = f"the queue pairs with {conn.peer.where} did not return what they held"
+            self.writer.fail_all(self.lost_status(conn), [conn])
+            self.messages.fail_all(self.lost_status(conn), conn)
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        """Let no rows of a NIC land any more; its connection is for messages only from now on.
+
+        Raises:
+            BadDescriptor: these bytes are no address of such a NIC.
+        """
+        peer = self._peer(Address.decode(source))
+        peer.fence()
+        if peer.conn is not None and peer.conn.qps:
+            peer.negotiation.lose()
+            self.drop(peer.conn)
+        self.draining.fence(peer, ctx)
+
+    def why_silent(self) -> Status:
+        """What is told of rows and messages to which there was no answer."""
+        return Status.NIC_DOWN if self.link_lost() else Status.UNREACHABLE
+
+    def sink(self, status: Status) -> None:
+        """The NIC dies: let all connections drain; what is open or waits fails."""
+        for peer in self.table:
+            peer.gone = peer.gone or status
+            peer.negotiation.lose()
+            if peer.conn is not None:
+                self.drop(peer.conn)
+            peer.fail_waiting(peer.gone)
+            self.notes.fail(peer, peer.gone)
+        self._unsettled.clear()
 
     # --- time
 
     @property
     def busy(self) -> bool:
         """Whether progress() has to be called."""
-        return bool(self._unsettled or self._draining or self.writer.tails)
+        draining = self.draining
+        return bool(self._unsettled or draining.busy or self.writer.tails or self.notes.open)
 
-    def progress(self, now_s: float) -> None:
-        """Repeat and give up what is due, post what waits, end what does not drain."""
+    def progress(self, now_s: float, n: int, *, whole: bool) -> None:
+        """Repeat and give up what is due, post what waits, end what does not drain.
+
+        Args:
+            now_s: time.
+            n: completions that were read since the last call.
+            whole: whether these were all there were.
+        """
         for peer in list(self._unsettled):
             try:
                 peer.negotiation.tick(now_s)
@@ -424,28 +374,28 @@ class Peers:
             except FabricError as error:
                 self._abandon(peer, error)
             if peer.negotiation.next_s is None and not (peer.rows or peer.messages):
-                del self._unsettled[peer]
+                self._unsettled.pop(peer, None)
             elif peer.negotiation.next_s is None and peer.negotiation.phase is not Phase.UP:
                 self.attend(peer, now_s)
-        for conn in list(self._draining.values()):
-            self._drain(conn)
-            if conn.number in self._draining and now_s >= conn.deadline_s:
-                self._retire(conn)
-                self.writer.fail_all(self.lost_status(conn), [conn])
-                self.messages.fail_all(self.lost_status(conn), conn)
+        if self.notes.open:
+            self.notes.progress(now_s)
+        if self.draining.busy:
+            self.draining.progress(now_s, n, whole=whole)
         if self.writer.tails:
             self.writer.post_tails()
 
-    def next_s(self) -> float | None:
+    def next_s(self, now_s: float) -> float | None:
         """When progress() has something to do though nothing came, or None."""
         times = [p.negotiation.next_s for p in self._unsettled if p.negotiation.next_s is not None]
-        times += [conn.deadline_s for conn in self._draining.values()]
+        times += self.notes.next_s() + self.draining.next_s(now_s)
         return min(times, default=None)
 
     @staticmethod
     def lost_status(conn: Conn) -> int:
         """What a flushed row of a connection is told: why the peer is gone, if it is."""
-        return int(Status.FLUSHED if conn.peer.gone is None else conn.peer.gone)
+        if conn.peer.gone is None:
+            return int(Status.UNREACHABLE if conn.peer.fenced else Status.FLUSHED)
+        return int(conn.peer.gone)
 
     # --- the end
 
@@ -462,12 +412,13 @@ class Peers:
             conn.destroy()
         self.writer.fail_all(int(status), conns)
         self.conns.clear()
-        self._draining.clear()
+        self.draining.conns.clear()
         self._unsettled.clear()
         for peer in self.table:
-            peer.conn = None
+            peer.conn = peer.live = None
             peer.gone = peer.gone or status
             peer.fail_waiting(status)
+            self.notes.fail(peer, status)
         self._forget_sets()
         self.up[:] = [None] * len(self.table)
 

@@ -8,6 +8,7 @@ network byte order into a number.
 from __future__ import annotations
 
 import struct
+import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -19,7 +20,7 @@ from tep.backends.base import COMPLETION, Completions, Kind, Status, new_complet
 from tep.backends.verbs import tags
 from tep.backends.verbs.receives import IMM_ID
 from tep.backends.verbs.status import send_status, write_status
-from tep.ffi.ibverbs_wr import WC
+from tep.ffi.ibverbs_wr import ENUMS, WC
 
 if TYPE_CHECKING:
     from tep.backends.verbs.conns import Conn
@@ -30,29 +31,30 @@ if TYPE_CHECKING:
     from tep.backends.verbs.receives import ImmReceives
     from tep.backends.verbs.writes import Entry, Writer
 
-__all__ = ["Poller"]
+__all__ = ["POLL_MAX", "Poller"]
 
-_POLL_MAX: Final = 512
+POLL_MAX: Final = 512
+"""Completions read at a time."""
+
 _SCALAR_MAX: Final = 8
 _IMM, _OK, _FLUSHED = int(Kind.IMM), int(Status.OK), int(Status.FLUSHED)
+_UNREACHABLE: Final = int(Status.UNREACHABLE)
 _ROWS: Final = frozenset({tags.RUN, tags.TAIL, tags.LOOSE})
 
-_IMM_IDS: Final = struct.pack("<Q", IMM_ID) * _POLL_MAX
-_ALL_WELL: Final = bytes(4 * _POLL_MAX)
-"""Ids and statuses of a burst of immediates that went well."""
+_HEAD: Final = np.dtype({"names": ["head"], "formats": ["V16"], "offsets": [0], "itemsize": 48})
+"""Id, status and opcode of a completion."""
 
+_IMM_HEADS: Final = struct.pack("=QII", IMM_ID, 0, ENUMS["IBV_WC_RECV_RDMA_WITH_IMM"]) * POLL_MAX
+"""The same of a burst of immediates that went well."""
 
 _WHOLE: Final = np.dtype(f"V{COMPLETION.itemsize}")
 
 
-def _each_imm() -> npt.NDArray[np.void]:
-    found = new_completions(_POLL_MAX)
-    found["kind"], found["status"], found["count"] = _IMM, _OK, 1
+def _imms_of(source: int) -> npt.NDArray[np.void]:
+    """What a burst of different immediates is turned into, but for the immediates."""
+    found = new_completions(POLL_MAX)
+    found["kind"], found["status"], found["count"], found["ctx"] = _IMM, _OK, 1, source
     return found.view(_WHOLE)
-
-
-_EACH_IMM: Final = _each_imm()
-"""What a burst of different immediates is turned into, but for the immediates."""
 
 
 class Poller:
@@ -83,24 +85,27 @@ class Poller:
         self._datagrams = datagrams
         self._peers = peers
         self._ready = ready
-        self._wc = np.zeros(_POLL_MAX, WC)
+        self._wc = np.zeros(POLL_MAX, WC)
         self._wc_ptr = int(self._wc.ctypes.data)
         self._poll_cq = device.data.poll_cq
         # Views, made once. Bursts are compared as bytes: that costs a quarter of `(a == b).all()`.
         self._ids, self._statuses = self._wc["wr_id"], self._wc["status"]
-        self._imm = self._wc["imm_data"]
+        self._heads = self._wc.view(_HEAD)["head"]
+        self._imm, self._qpn = self._wc["imm_data"], self._wc["qp_num"]
         fields = ["wr_id", "status", "byte_len", "imm_data", "qp_num", "vendor_err"]
         self._few = self._wc[fields]
+        self._source = 0
+        self._each = _imms_of(0)
 
     def read(self, room: int) -> int:
         """Read completions off the queue, `room` at the most; return how many."""
-        n = self._poll_cq(self._cq, min(room, _POLL_MAX), self._wc_ptr)
+        n = self._poll_cq(self._cq, min(room, POLL_MAX), self._wc_ptr)
         assert n >= 0, f"{self._device.name}: ibv_poll_cq says {n}"
         return n
 
     def take_all(self) -> int:
         """Read what is there and turn it into entries; return how many completions it was."""
-        n = self.read(_POLL_MAX)
+        n = self.read(POLL_MAX)
         if n:
             self._take_each(self._few[:n].tolist())
         return n
@@ -114,12 +119,9 @@ class Poller:
         if n <= _SCALAR_MAX:
             self._take_each(self._few[:n].tolist())
             return filled
-        if (
-            self._ids[:n].tobytes() == _IMM_IDS[: 8 * n]
-            and self._statuses[:n].tobytes() == _ALL_WELL[: 4 * n]
-        ):
+        if self._heads[:n].tobytes() == _IMM_HEADS[: 16 * n]:
             self._imms.put(n)
-            return _count_imms(self._imm[:n], out, filled)
+            return self._count_imms(self._imm[:n], self._qpn[:n], out, filled)
         ids = self._ids[:n]
         if self._statuses[:n].any():
             self._take_each(self._few[:n].tolist())
@@ -132,17 +134,44 @@ class Poller:
             imms = self._imm[:n][mine]
             if len(imms):
                 self._imms.put(len(imms))
-                return _count_imms(imms, out, filled)
+                return self._count_imms(imms, self._qpn[:n][mine], out, filled)
         return filled
+
+    def _count_imms(
+        self,
+        imms: npt.NDArray[np.unsignedinteger],
+        numbers: npt.NDArray[np.uint32],
+        out: Completions,
+        filled: int,
+    ) -> int:
+        """Hand out immediates of queue pairs, equal ones of one as one entry; return as take()."""
+        n = len(imms)
+        raw, ends = imms.tobytes(), numbers.tobytes()
+        first, end = raw[:4], ends[:4]
+        alone = ends == end * n
+        sources = self._peers.sources
+        if alone:
+            source = sources.of[int.from_bytes(end, sys.byteorder)]
+            if raw == first * n:
+                out[filled] = (_IMM, _OK, n, int.from_bytes(first, "big"), 0, source, 0)
+                return filled + 1
+            if source != self._source:
+                self._source, self._each = source, _imms_of(source)
+        part = out[filled : filled + n]
+        part.view(_WHOLE)[:] = self._each[:n]  # field by field it would take ten times as long
+        part["imm"] = imms
+        if not alone:
+            part["ctx"] = sources.of_many(numbers)
+        return filled + n
 
     def _take_each(self, rows: list[tuple[int, ...]]) -> None:
         used = 0
-        ready = self._ready
+        ready, sources = self._ready, self._peers.sources.of
         for wr_id, status, nbytes, imm, qpn, vendor in rows:
             if wr_id == IMM_ID:
                 used += 1
                 if status == 0:
-                    ready.append((_IMM, _OK, 1, imm, 0, 0, 0))
+                    ready.append((_IMM, _OK, 1, imm, 0, sources[qpn], 0))
             elif wr_id >> tags.KIND_SHIFT in _ROWS:
                 self._end_row(wr_id, status, qpn, vendor)
             else:
@@ -161,6 +190,8 @@ class Poller:
                 found = self._peers.lost_status(conn)
             else:
                 self._note(found, status, vendor, conn)
+                if found == _UNREACHABLE:
+                    found = int(self._peers.why_silent())
         if wr_id >> tags.KIND_SHIFT == tags.LOOSE:
             self._writer.complete_loose(wr_id, found)
         else:
@@ -177,7 +208,7 @@ class Poller:
         elif kind == tags.DATAGRAM_OUT:
             self._datagrams.sent(number)
         elif kind == tags.MARKER:
-            self._peers.take_marker(number)
+            self._peers.draining.take_marker(number)
         elif kind == tags.MESSAGE_OUT:
             self._end_message(number, status, qpn, vendor)
         else:
@@ -199,6 +230,8 @@ class Poller:
             found = self._peers.lost_status(conn)
         elif found != _OK:
             self._note(found, status, vendor, conn)
+            if found == _UNREACHABLE:
+                found = int(self._peers.why_silent())
         self._messages.sent(slot, found)
         if found != _OK:
             self._peers.fail(conn, found, time.monotonic())
@@ -208,17 +241,3 @@ class Poller:
         self.said[found] = (
             f"{text} (status {status}, vendor error {vendor:#x}) towards {conn.peer.where}"
         )
-
-
-def _count_imms(imms: npt.NDArray[np.unsignedinteger], out: Completions, filled: int) -> int:
-    """Hand out immediates, equal ones as one entry; return how far `out` is filled then."""
-    n = len(imms)
-    raw = imms.tobytes()
-    first = raw[:4]
-    if raw == first * n:
-        out[filled] = (_IMM, _OK, n, int.from_bytes(first, "big"), 0, 0, 0)
-        return filled + 1
-    part = out[filled : filled + n]
-    part.view(_WHOLE)[:] = _EACH_IMM[:n]  # field by field it would take ten times as long
-    part["imm"] = imms
-    return filled + n

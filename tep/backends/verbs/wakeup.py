@@ -91,8 +91,12 @@ class Wakeup:
             lib.do("ibv_ack_async_event", ctypes.byref(event))
         return found
 
+    def ignore_device(self) -> None:
+        """The device is dead: its own descriptor may stay readable for ever."""
+        self._epoll.unregister(self._device.async_fd)
+
     def close(self) -> None:
         """Let go; the completion queue must be gone."""
         self._epoll.close()
         os.close(self._timer)
-        self._device.lib.ok("ibv_destroy_comp_channel", self.channel)
+        self._device.free("ibv_destroy_comp_channel", self.channel)

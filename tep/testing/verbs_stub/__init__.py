@@ -29,6 +29,8 @@ class Knob:
     DROP_DATAGRAMS = 2  # lose the first of every so many
     FAIL_POST = 3  # errno that a request is refused with, once
     FAIL_AFTER = 4  # how many requests are taken before
+    CUT_LINK = 5  # the device, from 1, whose port is down
+    LOSE_ACK = 6  # which row or message from now on arrives, and is said not to
 
 
 class Seen(ctypes.Structure):
@@ -62,7 +64,7 @@ class Stub:
 
     def reset(self) -> None:
         """Turn all knobs to 0."""
-        for knob in range(5):
+        for knob in range(7):
             self.set(knob, 0)
 
     def posts(self) -> int:

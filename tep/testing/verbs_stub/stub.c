@@ -21,12 +21,14 @@
 #define NMR 4096
 #define NQP 65536
 #define SEEN 4096
+#define NCTX 4096
+#define NEVENT 4096
 
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 #define LOCKED(...) do { pthread_mutex_lock(&lock); __VA_ARGS__; pthread_mutex_unlock(&lock); } while (0)
 
 /* What tests turn: see stub_set. */
-enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, HOLD_DATAGRAMS, NKNOBS };
+enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, CUT_LINK, LOSE_ACK, NKNOBS };
 static long knob[NKNOBS];
 
 struct mr { struct ibv_mr mr; uint64_t addr; size_t len; unsigned access; int live; };
@@ -62,6 +64,20 @@ static uint32_t nmr, nqp;
 static struct seen seen[SEEN];
 static uint64_t nseen;
 static uint64_t posts, sunk, sum;
+
+/* A device's own events; one more than fit is lost. */
+struct event { int type; void *element; };
+struct context { struct ibv_context c; struct event at[NEVENT]; uint32_t head, tail; };
+static struct context *contexts[NCTX];
+
+static void tell(struct context *c, int type, void *element)
+{
+	if (c->tail - c->head == NEVENT) return;
+	c->at[c->tail++ % NEVENT] = (struct event){ type, element };
+	eventfd_write(c->c.async_fd, 1);
+}
+
+static int is_cut(struct ibv_context *c) { return knob[CUT_LINK] && c->device - devs == knob[CUT_LINK] - 1; }
 
 long stub_set(int what, long value) { long old = knob[what]; knob[what] = value; return old; }
 uint64_t stub_posts(void) { return posts; }
@@ -148,7 +164,13 @@ static void end(struct qp *qp, struct wr *w, int status)
 
 static void carry(struct qp *qp);
 
-static void to_error(struct qp *qp) { qp->state = qp->q.state = IBV_QPS_ERR; carry(qp); }
+static void to_error(struct qp *qp)
+{
+	int fresh = qp->state != IBV_QPS_ERR;
+	qp->state = qp->q.state = IBV_QPS_ERR;
+	carry(qp);
+	if (fresh && qp->srq) tell((struct context *)qp->q.context, IBV_EVENT_QP_LAST_WQE_REACHED, qp);
+}
 
 /* -> status, or -1 where the peer has no receive posted */
 static int deliver(struct qp *qp, struct wr *w)
@@ -156,6 +178,7 @@ static int deliver(struct qp *qp, struct wr *w)
 	struct qp *to = qp->dest < nqp ? qps[qp->dest] : NULL;
 	int imm = w->opcode == IBV_WR_RDMA_WRITE_WITH_IMM, send = w->opcode == IBV_WR_SEND;
 	uint64_t len = w->nsge ? w->sge.length : 0;
+	if (is_cut(qp->q.context) || (to && is_cut(to->q.context))) return IBV_WC_RETRY_EXC_ERR;
 	if (!to || to->state < IBV_QPS_RTR || to->state == IBV_QPS_ERR || to->dest != qp->q.qp_num)
 		return IBV_WC_RETRY_EXC_ERR;
 	if (len && !find_mr(w->sge.lkey, w->sge.addr, len, 0, 0)) return IBV_WC_LOC_PROT_ERR;
@@ -193,9 +216,10 @@ static void carry(struct qp *qp)
 		struct wr *w = &qp->sq[qp->head % qp->cap];
 		int status = qp->state == IBV_QPS_ERR ? IBV_WC_WR_FLUSH_ERR : deliver(qp, w);
 		if (status < 0) return;
+		if (status == 0 && knob[LOSE_ACK] && --knob[LOSE_ACK] == 0) status = IBV_WC_RETRY_EXC_ERR;
 		qp->head++;
 		end(qp, w, status);
-		if (status && qp->state != IBV_QPS_ERR) qp->state = qp->q.state = IBV_QPS_ERR;
+		if (status && qp->state != IBV_QPS_ERR) to_error(qp);
 	}
 }
 
@@ -212,7 +236,8 @@ static int datagram(struct qp *qp, struct ibv_send_wr *w)
 	struct ibv_wc wc = { .wr_id = w->wr_id, .qp_num = qp->q.qp_num };
 	int lost = knob[DROP_DATAGRAMS] && turn++ % knob[DROP_DATAGRAMS] == 0;
 	put(qp->cq, wc, NULL, 0);
-	if (!to || lost || to->q.qp_type != IBV_QPT_UD || to->qkey != w->wr.ud.remote_qkey) return 0;
+	if (!to || lost || is_cut(qp->q.context) || is_cut(to->q.context)) return 0;
+	if (to->q.qp_type != IBV_QPT_UD || to->qkey != w->wr.ud.remote_qkey) return 0;
 	struct ring *r = &to->rq;
 	if (r->head == r->tail) return 0;
 	struct recv *v = &r->at[r->head++ % r->cap];
@@ -318,9 +343,11 @@ void ibv_free_device_list(struct ibv_device **l) { (void)l; }
 
 struct ibv_context *ibv_open_device(struct ibv_device *d)
 {
-	struct ibv_context *c = calloc(1, sizeof *c);
+	struct context *whole = calloc(1, sizeof *whole);
+	struct ibv_context *c = &whole->c;
+	LOCKED({ int i = 0; while (i < NCTX - 1 && contexts[i]) i++; contexts[i] = whole; });
 	c->device = d;
-	c->async_fd = eventfd(0, EFD_CLOEXEC);
+	c->async_fd = eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
 	c->ops.poll_cq = poll_cq;
 	c->ops.req_notify_cq = req_notify_cq;
 	c->ops.post_send = post_send;
@@ -328,7 +355,13 @@ struct ibv_context *ibv_open_device(struct ibv_device *d)
 	c->ops.post_srq_recv = post_srq_recv;
 	return c;
 }
-int ibv_close_device(struct ibv_context *c) { close(c->async_fd); free(c); return 0; }
+int ibv_close_device(struct ibv_context *c)
+{
+	LOCKED(for (int i = 0; i < NCTX; i++) if (contexts[i] == (struct context *)c) contexts[i] = NULL);
+	close(c->async_fd);
+	free(c);
+	return 0;
+}
 
 int ibv_query_device(struct ibv_context *c, struct ibv_device_attr *a)
 {
@@ -340,9 +373,8 @@ int ibv_query_device(struct ibv_context *c, struct ibv_device_attr *a)
 int ibv_query_port(struct ibv_context *c, uint8_t port, struct _compat_ibv_port_attr *p)
 {
 	struct ibv_port_attr *a = (struct ibv_port_attr *)p;
-	(void)c;
 	if (port != 1) return EINVAL;
-	a->state = IBV_PORT_ACTIVE; a->active_mtu = a->max_mtu = IBV_MTU_4096; a->gid_tbl_len = 4;
+	a->state = is_cut(c) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE; a->active_mtu = a->max_mtu = IBV_MTU_4096; a->gid_tbl_len = 4;
 	a->max_msg_sz = 1u << 31; a->link_layer = IBV_LINK_LAYER_ETHERNET;
 	return 0;
 }
@@ -458,8 +490,8 @@ int ibv_modify_qp(struct ibv_qp *p, struct ibv_qp_attr *a, int mask)
 		if (mask & IBV_QP_RQ_PSN) q->rq_psn = a->rq_psn;
 		if (mask & IBV_QP_SQ_PSN) q->sq_psn = a->sq_psn;
 		if (mask & IBV_QP_RNR_RETRY) q->rnr_retry = a->rnr_retry;
-		if (mask & IBV_QP_STATE) q->state = q->q.state = a->qp_state;
-		if (q->state == IBV_QPS_ERR) carry(q);
+		if ((mask & IBV_QP_STATE) && a->qp_state == IBV_QPS_ERR) to_error(q);
+		else if (mask & IBV_QP_STATE) q->state = q->q.state = a->qp_state;
 		/* Two rules of the handshake: the peer is ready to receive before this end may send, and
 		 * packet numbers are not swapped. The peer's queue pair may have failed and gone since. */
 		struct qp *to = q->dest < nqp ? qps[q->dest] : NULL;
@@ -475,10 +507,13 @@ struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *a) { (void)a
 int ibv_destroy_ah(struct ibv_ah *h) { free(h); return 0; }
 int ibv_get_async_event(struct ibv_context *c, struct ibv_async_event *e)
 {
+	struct context *whole = (struct context *)c;
 	eventfd_t v;
 	if (eventfd_read(c->async_fd, &v)) return -1;
 	memset(e, 0, sizeof *e);
-	e->event_type = v - 1;
+	struct event *found = &whole->at[whole->head++ % NEVENT];
+	e->event_type = found->type;
+	e->element.qp = found->element;
 	return 0;
 }
 void ibv_ack_async_event(struct ibv_async_event *e) { (void)e; }
@@ -486,4 +521,7 @@ const char *ibv_wc_status_str(enum ibv_wc_status s) { static const char *n[] = {
 const char *ibv_event_type_str(enum ibv_event_type e) { (void)e; return "some event"; }
 
 /* A device reports an event, e.g. IBV_EVENT_DEVICE_FATAL. */
-void stub_event(int async_fd, int type) { eventfd_write(async_fd, type + 1); }
+void stub_event(int async_fd, int type)
+{
+	LOCKED(for (int i = 0; i < NCTX; i++) if (contexts[i] && contexts[i]->c.async_fd == async_fd) tell(contexts[i], type, NULL));
+}

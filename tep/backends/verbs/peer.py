@@ -1,0 +1,133 @@
+"""One peer of a NIC: the way to a connection with it, and what waits for one."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from tep.backends.base import Kind as Completed
+from tep.backends.base import Status, WriteBatch
+from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
+
+if TYPE_CHECKING:
+    from tep.backends.verbs.address import Address
+    from tep.backends.verbs.conns import Conn
+    from tep.backends.verbs.peers import Peers
+
+__all__ = ["Peer"]
+
+_WRITE_KIND: Final = int(Completed.WRITE)
+
+
+class Peer:
+    """One incarnation of a remote NIC; what its negotiation makes it do.
+
+    Attributes:
+        number: its PeerId.
+        where: its address.
+        conn: the connection being made or in use.
+        live: the connection in use.
+        gone: once it is known that this incarnation never comes back: the status its rows get.
+        fenced: no rows pass between the two any more, either way.
+        blurred: a connection did not drain, and what had landed on it is not known.
+    """
+
+    def __init__(self, peers: Peers, number: int, where: Address) -> None:
+        self.number = number
+        self.where = where
+        self.conn: Conn | None = None
+        self.live: Conn | None = None
+        self.gone: Status | None = None
+        self.fenced = False
+        self.blurred = False
+        self.rows: deque[tuple[WriteBatch, int, int]] = deque()
+        self.messages: deque[int] = deque()
+        self._peers = peers
+        settings = peers.device.settings
+        self.negotiation = Negotiation(
+            self, peers.attempts, patience_s=settings.handshake_s, resend_s=settings.resend_s
+        )
+
+    # --- what the negotiation asks for
+
+    def begin(self) -> None:
+        if self.conn is not None:
+            self._peers.drop(self.conn)
+        self.conn = self._peers.new_conn(self)
+
+    def ready(self, hello: Hello) -> None:
+        assert self.conn is not None
+        self.conn.to_rtr(hello)
+
+    def up(self) -> None:
+        assert self.conn is not None
+        self.conn.to_rts()
+        self.live = self.conn
+        if self.conn.qps:
+            self._peers.up[self.number] = self.conn
+        self.flush()
+
+    def say(self, kind: Kind, attempt: int, echo: int, note: bytes = b"") -> None:
+        peers = self._peers
+        ids = self.conn.ids if self.conn is not None and kind in {Kind.REQ, Kind.REP} else ()
+        hello = Hello(
+            kind=kind,
+            sender=peers.own,
+            target=self.where.epoch,
+            attempt=attempt,
+            echo=echo,
+            mtu=peers.device.port.active_mtu,
+            qps=ids,
+            note=note,
+        )
+        peers.datagrams.send(self.where, hello.encode())
+
+    def give_up(self) -> None:
+        if self.negotiation.phase is Phase.IDLE and self.conn is not None:
+            self._peers.drop(self.conn)
+        self.fail_waiting(self._peers.why_silent())
+
+    # --- what waits
+
+    def fence(self) -> None:
+        """Either side has fenced the other."""
+        self.fenced = True
+        self.fail_rows(Status.UNREACHABLE)
+
+    def ask(self, now_s: float) -> None:
+        """See to it that a connection is being made, or that what waits fails."""
+        negotiation = self.negotiation
+        if self.fenced:
+            self.fail_rows(Status.UNREACHABLE)
+        if self.gone is not None:
+            self.fail_waiting(self.gone)
+        elif negotiation.next_s is None and negotiation.phase is not Phase.UP:
+            negotiation.start(now_s)
+
+    def flush(self) -> None:
+        """Post what waits, as far as the queues take it."""
+        conn = self.live
+        if conn is None:
+            return
+        rows, messages = self.rows, self.messages
+        while rows and conn.qps:
+            batch, start, stop = rows.popleft()
+            start += self._peers.post_up(conn, batch, start, stop)
+            if start < stop:
+                rows.appendleft((batch, start, stop))
+                break
+        while messages and self._peers.messages.post(messages[0], conn):
+            messages.popleft()
+
+    def fail_rows(self, status: Status) -> None:
+        """End rows that wait."""
+        while self.rows:
+            batch, start, stop = self.rows.popleft()
+            for row in range(start, stop):
+                self._peers.ready.append((_WRITE_KIND, int(status), 1, 0, row, batch.ctx, 0))
+
+    def fail_waiting(self, status: Status) -> None:
+        """End what waits."""
+        self.fail_rows(status)
+        while self.messages:
+            self._peers.messages.sent(self.messages.popleft(), int(status))

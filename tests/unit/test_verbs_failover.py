@@ -1,0 +1,309 @@
+"""What a verbs NIC does for failover: sources, fences, notes, and a death that loses no arrival."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tep.api import Pages
+from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.verbs import open_domains
+from tep.backends.verbs.sources import Sources
+from tep.drivers import InlineDriver
+from tep.engine import TransferEngine
+from tep.errors import FabricError
+from tep.memory import adapt
+from tep.testing.verbs_stub import Knob, build
+
+PAGE = 64
+FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.3, "resend_s": 0.005}
+
+
+@pytest.fixture
+def stub():
+    try:
+        found = build()
+    except LookupError as error:
+        pytest.skip(str(error))
+    found.reset()
+    yield found
+    found.reset()
+
+
+class Nodes:
+    """Single NICs, each on a device of its own, with memory that any may write to."""
+
+    def __init__(self, stub, names="abc"):
+        self.nics = {}
+        self.seen = {name: [] for name in names}
+        self.out = new_completions(1024)
+        for k, name in enumerate(names):
+            opened = open_domains([f"stub{k}"], name=name, library=stub.path, **FAST)
+            self.nics[name] = opened.domains[0]
+        self.memory = {name: np.arange(1 << 14, dtype=np.uint8) for name in names}
+        self.keys = {
+            name: nic.register(adapt(self.memory[name]), Access.SOURCE_AND_TARGET)
+            for name, nic in self.nics.items()
+        }
+
+    def turn(self):
+        for name, nic in self.nics.items():
+            self.seen[name] += self.out[: nic.poll(self.out)].tolist()
+
+    def until(self, done):
+        end_s = time.monotonic() + 5
+        while not done():
+            self.turn()
+            assert time.monotonic() < end_s, f"waited in vain: {self.seen}"
+
+    def connect(self, a, b):
+        nic = self.nics[a]
+        peer = nic.connect(self.nics[b].address)
+        self.until(lambda: nic.connections[peer] is not None)
+
+    def write(self, a, b, n=1, imm=1, ctx=1):
+        nic, keys = self.nics[a], self.keys
+        at = np.arange(n, dtype=np.uint64) * np.uint64(PAGE)
+        src, dst = at + np.uint64(keys[a].base), at + np.uint64(keys[b].base)
+        peer = nic.connect(self.nics[b].address)
+        batch = WriteBatch(n, peer, src, keys[a].lkey, dst, keys[b].rkey, PAGE, imm, ctx)
+        assert n == nic.post(batch, 0, n)
+
+    def fence(self, at, source, ctx=7):
+        self.nics[at].fence(self.nics[source].address, ctx)
+        self.until(lambda: any(e[0] == Kind.FENCED and e[5] == ctx for e in self.seen[at]))
+        return next(e[1] for e in self.seen[at] if e[0] == Kind.FENCED and e[5] == ctx)
+
+    def ended(self, name, kind=Kind.WRITE):
+        found = Counter()
+        for entry in self.seen[name]:
+            if entry[0] == kind:
+                found[Status(entry[1])] += entry[2]
+        return found
+
+    def imms(self, name):
+        """Immediates that arrived, by (source's name, value)."""
+        names = {nic.address: who for who, nic in self.nics.items()}
+        found = Counter()
+        for entry in self.seen[name]:
+            if entry[0] == Kind.IMM:
+                found[names[self.nics[name].source(entry[5])], entry[3]] += entry[2]
+        return found
+
+
+@pytest.fixture
+def nodes(stub):
+    found = Nodes(stub)
+    yield found
+    for nic in found.nics.values():
+        nic.close()
+
+
+@pytest.mark.parametrize("distinct", [False, True])
+def test_a_burst_of_two_senders_is_told_apart(stub, nodes, distinct):
+    """One entry for both would credit one sender with the other's immediates."""
+    n, step = 60, int(distinct)
+    for name in "ac":
+        nodes.connect(name, "b")
+    numbers = {name: nodes.nics["b"].connect(nodes.nics[name].address) for name in "ac"}
+    nodes.until(lambda: all(nodes.nics["b"].connections[k] for k in numbers.values()))
+    for name in "ac":  # in one poll, so that columns meet both
+        conn = nodes.nics["b"].connections[numbers[name]]
+        stub.inject_imms(conn.ids[1][0], n, 5, step)
+    nodes.turn()
+
+    assert {(who, 5 + k * step): 1 if distinct else n for who in "ac" for k in range(n)} == (
+        dict(nodes.imms("b"))
+    )
+
+
+def test_sources_keep_what_is_not_forgotten():
+    """Numbers of queue pairs are used again, and columns made before that are not."""
+    sources = Sources()
+    sources.add([30, 10], 1)
+    sources.add([20], 2)
+    column = np.array([10, 20, 30, 10], np.uint32)
+    assert [1, 2, 1, 1] == sources.of_many(column).tolist()
+    sources.remove([20])
+    sources.add([20], 9)
+    assert [1, 9, 1, 1] == sources.of_many(column).tolist()
+
+
+def test_rows_of_a_fenced_pair_end_unreachable_both_ways_and_messages_pass(nodes):
+    """Any other end would fail the transfer instead of moving it; messages use the first NICs."""
+    nodes.connect("a", "b")
+    nodes.write("a", "b", 30, imm=1)
+    assert Status.OK == nodes.fence("b", "a")
+    before = nodes.imms("b")
+    nodes.write("a", "b", 30, imm=2, ctx=2)
+    nodes.write("b", "a", 2, imm=3, ctx=3)
+    nodes.until(lambda: nodes.ended("b") and nodes.ended("a").total() == 60)
+    for name, other in ("ab", "ba"):
+        nodes.nics[other].post_recvs(100, 1)
+        peer = nodes.nics[name].connect(nodes.nics[other].address)
+        assert nodes.nics[name].post_send(peer, b"still here", 9)
+    nodes.until(lambda: all(nodes.ended(name, Kind.RECV) for name in "ab"))
+    nodes.write("a", "b", 1, imm=2, ctx=4)
+    nodes.write("c", "b", 1, imm=4, ctx=5)
+    nodes.until(lambda: nodes.ended("c") and nodes.ended("a").total() == 61)
+
+    # One meets the end of the connection, the others are flushed after it; the last is refused.
+    assert {Status.OK: 30, Status.UNREACHABLE: 2, Status.FLUSHED: 29} == nodes.ended("a")
+    assert {Status.UNREACHABLE: 2} == nodes.ended("b")
+    assert {("a", 1): 30} == before
+    assert {("a", 1): 30, ("c", 4): 1} == nodes.imms("b")
+    assert {} == nodes.imms("a")
+
+
+def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
+    """A queue pair that keeps what it holds may keep immediates that landed, too."""
+    nodes.connect("a", "b")
+    (conn,) = (conn for conn in nodes.nics["b"].connections if conn is not None)
+    conn._stuck = True
+    found = nodes.fence("b", "a")
+
+    assert Status.PROVIDER == found
+    assert "did not return" in nodes.nics["b"].status_text(found)
+    assert Status.OK == nodes.fence("b", "c", 8)
+
+
+def test_a_nic_that_dies_hands_out_what_had_come(stub, nodes):
+    """Its peers were told that these rows are there: nobody writes them again."""
+    nodes.connect("a", "b")
+    nodes.until(lambda: nodes.nics["b"].connections[0] is not None)
+    nodes.nics["a"].poll(nodes.out)
+    nodes.write("a", "b", 30, imm=1)
+    nodes.nics["b"].fail_device()
+    nodes.write("b", "a", 3, imm=2)
+    nodes.until(lambda: nodes.ended("b", Kind.DOWN))
+    kinds = [entry[0] for entry in nodes.seen["b"]]
+
+    assert {("a", 1): 30} == nodes.imms("b")
+    assert kinds.index(Kind.IMM) < kinds.index(Kind.DOWN)
+    assert {Status.NIC_DOWN: 3} == nodes.ended("b")
+    assert Status.OK == nodes.fence("b", "a"), "it is down, and can still be asked"
+
+
+def test_notes_pass_where_no_row_does(stub, nodes):
+    """A failover is talked about while the queue pairs are gone, and datagrams get lost."""
+    nodes.connect("a", "b")
+    nodes.fence("b", "a")
+    stub.set(Knob.DROP_DATAGRAMS, 3)
+    peer = nodes.nics["a"].connect(nodes.nics["b"].address)
+    notes = [b"%d" % k * k for k in range(20)]
+    for k, note in enumerate(notes):
+        assert nodes.nics["a"].post_note(peer, note, k)
+    nodes.until(lambda: nodes.ended("a", Kind.SENT).total() == 20)
+    slots = [entry[5] for entry in nodes.seen["b"] if entry[0] == Kind.NOTE]
+    taken = [nodes.nics["b"].take_note(slot) for slot in slots]
+
+    assert {Status.OK: 20} == nodes.ended("a", Kind.SENT)
+    assert [(note, nodes.nics["a"].address) for note in notes] == taken
+
+
+class Engines:
+    """Two engines of two NICs each, over the stub."""
+
+    def __init__(self, stub, **options):
+        self.ring = []
+        options = {"library": stub.path, **FAST, **options}
+        self.a = self._open(["stub0", "stub1"], "a", options)
+        self.b = self._open(["stub2", "stub3"], "b", options)
+        rng = np.random.default_rng(1)
+        self.source = rng.integers(0, 256, 256 * PAGE, np.uint8)
+        self.target = np.zeros(256 * PAGE, np.uint8)
+        self.mr, self.desc = self.a.reg_mr(self.source)[0], self.b.reg_mr(self.target)[1]
+
+    def _open(self, devices, name, options):
+        opened = open_domains(devices, name=name, **options)
+        driver = InlineDriver(self.ring)
+        return TransferEngine(opened.domains, driver=driver, name=name, epoch=opened.epoch)
+
+    def write(self, imm):
+        pages = Pages(np.arange(256))
+        return self.a.submit_paged_writes(PAGE, (self.mr, pages), (self.desc, pages), imm=imm)
+
+    def turn(self):
+        for machine in tuple(self.ring):
+            machine.step()
+            machine.deliver()
+
+    def close(self):
+        self.a.close()
+        self.b.close()
+
+
+@pytest.fixture
+def engines(stub):
+    found = Engines(stub, sq_depth=16)
+    yield found
+    stub.reset()
+    found.close()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5])
+@pytest.mark.parametrize("device", [0, 1, 2, 3])
+def test_a_write_outlives_any_nic_whose_link_is_cut(stub, engines, device, turns):
+    """The transfer is done, its count exact and its bytes right, whichever of the four it was."""
+    engines.write(1).wait(5)
+    engines.target[:] = 0
+    got = engines.b.expect_imm_count(2, 256)
+    sent = engines.write(2)
+    for _ in range(turns):
+        engines.turn()
+    stub.set(Knob.CUT_LINK, device + 1)
+    sent.wait(10)
+    got.wait(10)
+    for _ in range(50):
+        engines.turn()
+
+    assert (engines.source == engines.target).all()
+    assert {1: 256} == dict(engines.b.stats().imms_unexpected)
+
+
+@pytest.mark.parametrize("lost", [1, 2, 30, 129, 200])
+def test_a_row_whose_acknowledgement_is_lost_is_counted_once(stub, engines, lost):
+    """It has landed, and its sender cannot know: written again as it was, it would count twice."""
+    engines.write(1).wait(5)
+    got = engines.b.expect_imm_count(2, 256)
+    stub.set(Knob.LOSE_ACK, lost)
+    sent = engines.write(2)
+    sent.wait(10)
+    got.wait(10)
+    for _ in range(50):
+        engines.turn()
+
+    assert (engines.source == engines.target).all()
+    assert {1: 256} == dict(engines.b.stats().imms_unexpected)
+    assert 0 < engines.a._worker.recovery.rows
+
+
+def test_one_nic_whose_link_is_cut_is_kept(stub):
+    """Without another there is nothing to fail over to, and links come back."""
+    nodes = Nodes(stub, "ab")
+    nodes.connect("a", "b")
+    stub.set(Knob.CUT_LINK, 1)
+    nodes.write("a", "b", 3)
+    nodes.until(lambda: nodes.ended("a").total() == 3)
+    stub.set(Knob.CUT_LINK, 0)
+    nodes.write("a", "b", 2, ctx=2)
+    nodes.until(lambda: nodes.ended("a").total() == 5)
+    for nic in nodes.nics.values():
+        nic.close()
+
+    assert {Status.UNREACHABLE: 1, Status.FLUSHED: 2, Status.OK: 2} == nodes.ended("a")
+    assert 0 == nodes.ended("a", Kind.DOWN).total()
+
+
+@pytest.mark.slow
+def test_without_another_way_the_error_says_what_failed(stub, engines):
+    """Both of a peer's NICs are gone: an error that names them, and no wait without end."""
+    engines.write(1).wait(5)
+    for domain in engines.b._domains:
+        domain.die()
+    engines.ring.remove(engines.b)
+    with pytest.raises(FabricError, match="UNREACHABLE"):
+        engines.write(2).wait(20)
