@@ -196,6 +196,28 @@ class MessagesContract:
         net.write(a.batch(b, src=at, dst=at, imm=3, nic=1, remote=1), a, nic=1)
         assert 60 == b.imms()[3], "the other NIC is not concerned"
 
+    def test_c23_a_dying_nic_hands_out_what_its_peers_know_to_be_there(self, world: World) -> None:
+        """They write none of it again: an immediate that dies with the NIC never comes."""
+        need(world, Ability.FAIL_NIC)
+        net = Net(world)
+        a, b = net.pair(nics=2)
+        net.write(a.batch(b, imm=1), a)
+        at = [64 * k for k in range(12)]
+        batch = a.batch(b, src=at, dst=at, imm=2)
+        net.forget(b)  # so that what arrives is still there when its NIC dies
+        a.try_post(batch, 0, batch.n)
+        for _ in range(world.quiet_turns):
+            net.turn()
+        told = a.rows_ended(batch.ctx)[Status.OK]
+        world.fail_nic(b.node, 0)
+        net.sides.append(b)
+        net.until(lambda: any(seen.kind == Kind.DOWN for seen in b.seen), "NIC 0 to be reported")
+        before = next(k for k, seen in enumerate(b.seen) if seen.kind == Kind.DOWN)
+        late = [seen for seen in b.seen[before:] if seen.kind == Kind.IMM and seen.nic == 0]
+
+        assert told <= b.imms()[2]
+        assert [] == late
+
 
 def _sleep(net: Net, side: Side) -> list[int]:
     """Do what a driver does before it sleeps; return a list that grows with each wake-up."""

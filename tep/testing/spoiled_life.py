@@ -369,3 +369,12 @@ class DiesInSilence(ByRow):
         keep = out[:n][out["kind"][:n] != Kind.DOWN]
         out[: len(keep)] = keep
         return len(keep)
+
+
+@breaks(23)
+class DiesWithWhatHadCome(ByRow):
+    """Does not look at its completion queue again once the device says that it is dead."""
+
+    def fail(self) -> None:
+        self.port.arrived.clear()
+        super().fail()

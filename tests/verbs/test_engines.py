@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import tep
-from tep.errors import FabricError
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.units import KiB, MiB
 from tep.wire import MrDesc
@@ -87,32 +86,6 @@ def test_two_processes_move_64_mib_striped_over_four_nics(devices):
     assert [nbytes // 4] * 4 == carried
 
 
-def test_a_killed_peer_fails_what_is_open_in_time(devices):
-    """A crash over there must not hang a transfer here."""
-
-    def wait_for_ever(pipe):
-        with engine("victim", devices[4:5]) as here:
-            _, desc = here.reg_mr(buffer(MiB))
-            pipe.send(desc.to_bytes())
-            pipe.recv()  # for ever
-
-    with Peer(wait_for_ever) as peer:
-        desc = MrDesc.from_bytes(peer.ask())
-        with engine("survivor", devices[:1]) as here:
-            mr, _ = here.reg_mr(noise(MiB))
-            here.submit_single_write(64, (mr, 0), (desc, 0), imm=1).wait(20)
-            peer.kill()
-            start_s = time.monotonic()
-            late = here.submit_single_write(64, (mr, 0), (desc, 0), imm=2)
-            with pytest.raises(FabricError) as caught:
-                late.wait(20)
-            took_s = time.monotonic() - start_s
-            bound_s = here._domains[0].caps.peer_timeout_s
-
-    assert "UNREACHABLE" == caught.value.code
-    assert took_s < bound_s
-
-
 def test_asyncio_awaits_transfers_and_counts(devices):
     """The documented way to write programs: no callback, no blocking wait."""
 
@@ -164,7 +137,6 @@ def test_a_hundred_engines_come_and_go(devices):
                 got = hub.expect_imm_count(5, 1)
                 visitor.submit_single_write(64, (mr, 0), (desc, 0), imm=5).wait(20)
                 got.wait(20)
-            turn_until(hub, lambda: not hub._domains[0]._peers.draining.conns)
 
         for k in range(10):
             visit(k)
@@ -176,6 +148,7 @@ def test_a_hundred_engines_come_and_go(devices):
 
 
 def _holds(hub):
-    """Descriptors of this process, and queue pairs of the hub."""
+    """Descriptors of this process, and queue pairs of the hub once those of guests are gone."""
+    turn_until(hub, lambda: not hub._domains[0]._peers.draining.conns)
     gc.collect()  # what earlier tests have left
     return len(list(Path("/proc/self/fd").iterdir())), len(hub._domains[0]._peers.conns)

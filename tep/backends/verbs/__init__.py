@@ -2,9 +2,10 @@
 
 `open_domains` and `probe` are what the registry asks for; the rest of the room is private.
 
-Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes)
-and on a stub provider. Not tested, for want of the hardware: mlx5's doorbells and rates,
-InfiniBand's link layer, GPU memory and dma-buf, the effect of relaxed ordering, PFC and ECN.
+Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes,
+pulled cables) and on a stub provider. Not tested, for want of the hardware: mlx5's doorbells and
+rates, its fatal errors and its "last WQE reached", InfiniBand's link layer, GPU memory and dma-buf,
+the effect of relaxed ordering, PFC and ECN.
 """
 
 from __future__ import annotations

@@ -233,6 +233,8 @@ class Negotiation:
         """Repeat what was not answered, or give up."""
         if self.next_s is None or now_s < self.next_s:
             return
+        # If we come late, it is this process that was held up, and not the peer.
+        self._deadline_s += now_s - self.next_s
         if now_s >= self._deadline_s:
             self.next_s = None
             if self.phase is Phase.ASKING:

@@ -2,7 +2,8 @@
 
 So they pass where queue pairs have failed, or were fenced. Rule 1: to one peer one note is out at a
 time, and is repeated until the peer has answered; so a note that comes twice has the number of the
-one before. Rule 2: a peer that does not answer in time loses all notes that wait for it.
+one before. Rule 2: a peer that does not answer in time loses all notes that wait for it, and the
+time is a part of a handshake's: engines ask four times before they give a peer up.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Notes"]
 
 _NOTES_MAX: Final = 64
-_PAUSE_S_MAX: Final = 0.25
+_PARTS: Final = 4
+_PAUSES: Final = 8  # the longest pause is such a part of the time, or the first one
 
 _SENT, _NOTE = int(Completed.SENT), int(Completed.NOTE)
 _OK: Final = int(Status.OK)
@@ -58,7 +60,9 @@ class Notes:
 
     def __init__(self, settings: Settings, ready: deque[Entry]) -> None:
         self.open: dict[Peer, _Line] = {}
-        self._settings = settings
+        self._patience_s = settings.handshake_s / _PARTS
+        self._pause_s = settings.resend_s
+        self._pause_s_max = max(settings.resend_s, self._patience_s / _PAUSES)
         self._ready = ready
         self._lines: dict[Peer, _Line] = {}
         self._count = 0
@@ -86,9 +90,13 @@ class Notes:
         """Send the first of a line."""
         self.open[peer] = line
         line.number += 1
-        line.pause_s = self._settings.resend_s
+        line.pause_s = self._pause_s / 2
+        line.deadline_s = now_s + self._patience_s
+        self._say(peer, line, now_s)
+
+    def _say(self, peer: Peer, line: _Line, now_s: float) -> None:
+        line.pause_s = min(2 * line.pause_s, self._pause_s_max)
         line.due_s = now_s + line.pause_s
-        line.deadline_s = now_s + self._settings.handshake_s
         peer.say(Kind.NOTE, peer.negotiation.attempt, line.number, line.waiting[0][0])
 
     def hear(self, peer: Peer, hello: Hello, now_s: float) -> None:
@@ -118,12 +126,14 @@ class Notes:
     def progress(self, now_s: float) -> None:
         """Repeat what was not answered, or give up."""
         for peer, line in list(self.open.items()):
+            if now_s < line.due_s:
+                continue
+            # If we come late, it is this process that was held up, and not the peer.
+            line.deadline_s += now_s - line.due_s
             if now_s >= line.deadline_s:
                 self.fail(peer, Status.UNREACHABLE)
-            elif now_s >= line.due_s:
-                line.pause_s = min(2 * line.pause_s, _PAUSE_S_MAX)
-                line.due_s = now_s + line.pause_s
-                peer.say(Kind.NOTE, peer.negotiation.attempt, line.number, line.waiting[0][0])
+            else:
+                self._say(peer, line, now_s)
 
     def next_s(self) -> list[float]:
         """When progress() has something to do."""

@@ -1,16 +1,19 @@
-"""Spoil the guest's network: delay, loss, reordering, delay by queue pair. Only in the guest."""
+"""Spoil the guest's network: delay, loss, reordering, pulled cables. Only in the guest."""
 
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 from tep.testing.vm.kernel import find_tool
 
-__all__ = ["delay_by_queue_pair", "netem", "port_band"]
+__all__ = ["delay_by_queue_pair", "netem", "port_band", "unplugged"]
 
 _SHIFT = 4
+_PATIENCE_S = 10.0
 
 
 def port_band(qpn: int, remote_qpn: int, bands: int) -> int:
@@ -35,6 +38,28 @@ def netem(interfaces: Sequence[str], what: str) -> Iterator[None]:
         yield
     finally:
         _each(interfaces, lambda nic: [f"qdisc del dev {nic} root"])
+
+
+@contextmanager
+def unplugged(nic: int) -> Iterator[None]:
+    """Pull the cable of NIC `nic` out of the switch, and put it back in at the end."""
+    _plug(nic, "down")
+    try:
+        yield
+    finally:
+        _plug(nic, "up")
+        state = Path(f"/sys/class/infiniband/rxe{nic}/ports/1/state")
+        end_s = time.monotonic() + _PATIENCE_S
+        while "ACTIVE" not in state.read_text():
+            if time.monotonic() > end_s:
+                raise OSError(f"rxe{nic} has no link again within {_PATIENCE_S} s")
+            time.sleep(0.005)
+
+
+def _plug(nic: int, what: str) -> None:
+    # The far end of the cable: the near one would forget its neighbours.
+    command = [find_tool("ip") or "ip", "link", "set", f"port{nic}", what]
+    subprocess.run(command, check=True)  # noqa: S603  # fixed words and a number
 
 
 @contextmanager

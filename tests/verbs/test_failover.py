@@ -1,0 +1,96 @@
+"""NICs, cables, queue pairs and processes that die under real transfers: counts stay exact."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+
+from tep.errors import FabricError
+from tep.testing.vm.shape import netem, unplugged
+from tep.units import KiB, MiB
+from tep.wire import MrDesc
+from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
+
+PAGE = 4 * KiB
+ROWS = 1024
+
+
+@contextlib.contextmanager
+def halfway(devices, before=128):
+    """A paged write over two NICs a side, `before` of its rows acknowledged; checked at the end.
+
+    Yields both engines while the other rows wait: the queues are short, so that the kernel does not
+    carry everything out while nobody turns the engines.
+    """
+    with pair(devices[:2], devices[4:6], sq_depth=64) as (a, b):
+        source, target = noise(ROWS * PAGE), buffer(ROWS * PAGE)
+        (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
+        first = b.expect_imm_count(1, 2)
+        a.submit_paged_writes(PAGE, (mr, pages(2)), (desc, pages(2)), imm=1).wait(20)
+        first.wait(20)  # both lanes stand
+        got = b.expect_imm_count(2, ROWS)
+        sent = a.submit_paged_writes(PAGE, (mr, pages(ROWS)), (desc, pages(ROWS)), imm=2)
+        turn_until(a, lambda: sent.stats().rows_back >= before)
+        assert sent.stats().rows_back < ROWS, "it is over before anything has failed"
+        yield a, b
+        sent.wait(30)
+        got.wait(30)
+        turn_until(a, lambda: not a._worker.mail.busy)
+
+        assert (source == target).all()
+        assert () == b.stats().imms_unexpected
+
+
+@pytest.mark.parametrize("nic", [0, 5], ids=["ours", "theirs"])
+def test_a_write_outlives_a_pulled_cable(soft_devices, nic):
+    """A port that stays down is a dead NIC, at either end; the other NIC carries the rest."""
+    with halfway(soft_devices) as (a, _), unplugged(nic):
+        turn_until(a, lambda: a._worker.recovery.paths or not all(a._worker.group.alive))
+
+
+def test_rows_whose_acknowledgements_are_lost_count_once(soft_devices):
+    """They land, and their sender never hears of it: written again, each would count twice."""
+    with halfway(soft_devices) as (a, b), netem(["nic4"], "loss 100%"):
+        before = b.stats().imms_counted
+        turn_until(a, lambda: a._worker.recovery.rows)
+
+    assert before < ROWS
+
+
+def test_a_queue_pair_that_dies_at_the_receiver_takes_nothing_along(soft_devices):
+    """Under loss, as on a bad day: some rows land and are not acknowledged, some never land."""
+    with netem([f"nic{k}" for k in (0, 1, 4, 5)], "loss 2%"), halfway(soft_devices) as (a, b):
+        for conn in list(b._domains[0]._peers.conns.values()):
+            conn.fail(time.monotonic())  # beneath its owner, who is not told
+        turn_until(a, lambda: a._worker.recovery.rows)
+
+
+def victim(pipe, devices):
+    """The other process: offers memory, and is killed."""
+    with engine("victim", devices) as here:
+        _, desc = here.reg_mr(buffer(MiB))
+        pipe.send(desc.to_bytes())
+        pipe.recv()  # for ever
+
+
+@pytest.mark.parametrize("nics", [1, 2])
+def test_a_killed_process_is_an_error_within_the_promised_time(devices, nics):
+    """With more NICs there is more to try, and still no time for a hang: nobody is there at all."""
+    with Peer(victim, devices[4 : 4 + nics]) as peer:
+        desc = MrDesc.from_bytes(peer.ask())
+        with engine("survivor", devices[:nics], drain_s=3.0) as here:
+            mr, _ = here.reg_mr(noise(MiB))
+            all_pages = pages(64)
+            here.submit_paged_writes(PAGE, (mr, all_pages), (desc, all_pages), imm=1).wait(20)
+            peer.kill()
+            start_s = time.monotonic()
+            late = here.submit_paged_writes(PAGE, (mr, all_pages), (desc, all_pages), imm=2)
+            with pytest.raises(FabricError) as caught:
+                late.wait(20)
+            took_s = time.monotonic() - start_s
+            bound_s = here._domains[0].caps.peer_timeout_s
+
+    assert "UNREACHABLE" == caught.value.code
+    assert took_s < bound_s
