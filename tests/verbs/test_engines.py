@@ -137,6 +137,8 @@ def test_a_hundred_engines_come_and_go(devices):
                 got = hub.expect_imm_count(5, 1)
                 visitor.submit_single_write(64, (mr, 0), (desc, 0), imm=5).wait(20)
                 got.wait(20)
+            for _ in range(10):
+                hub.driver.turn()
 
         for k in range(10):
             visit(k)
