@@ -281,6 +281,38 @@ def test_a_row_whose_acknowledgement_is_lost_is_counted_once(stub, engines, lost
     assert 0 < engines.a._worker.recovery.rows
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("turns", [0, 3])
+@pytest.mark.parametrize(
+    "what", ["cut 0", "cut 1", "cut 2", "cut 3", "lose 1", "lose 300", "kill a1", "kill b0"]
+)
+def test_writes_both_ways_outlive_what_happens_to_a_nic(stub, engines, what, turns):
+    """A fence breaks the pair for both: what the other side had out there must be made good too."""
+    a, b, every = engines.a, engines.b, Pages(np.arange(256))
+    source, target = engines.source[::-1].copy(), np.zeros_like(engines.target)
+    back = (b.reg_mr(source)[0], every), (a.reg_mr(target)[1], every)
+    engines.write(1).wait(5)
+    b.submit_paged_writes(PAGE, *back, imm=1).wait(5)
+    engines.target[:] = target[:] = 0
+    handles = [b.expect_imm_count(2, 256), a.expect_imm_count(2, 256), engines.write(2)]
+    handles.append(b.submit_paged_writes(PAGE, *back, imm=2))
+    for _ in range(turns):
+        engines.turn()
+    how, which = what.split()
+    if how == "kill":
+        getattr(engines, which[0])._domains[int(which[1])].fail_device()
+    else:
+        stub.set(Knob.CUT_LINK if how == "cut" else Knob.LOSE_ACK, int(which) + (how == "cut"))
+    for handle in handles:
+        handle.wait(10)
+    for _ in range(50):
+        engines.turn()
+
+    assert (engines.source == engines.target).all()
+    assert (source == target).all()
+    assert {1: 256} == dict(a.stats().imms_unexpected) == dict(b.stats().imms_unexpected)
+
+
 def test_one_nic_whose_link_is_cut_is_kept(stub):
     """Without another there is nothing to fail over to, and links come back."""
     nodes = Nodes(stub, "ab")

@@ -318,7 +318,7 @@ class Peers:
         if drained:
             self.sources.remove(numbers)
         else:  # what comes of it all the same still has a source, until its number is used again
-            conn.peer.blurred = not self.device.dead
+            conn.peer.blurred |= not self.device.dead
             self.trouble = f"the queue pairs with {conn.peer.where} did not return what they held"
             self.writer.fail_all(self.lost_status(conn), [conn])
             self.messages.fail_all(self.lost_status(conn), conn)
