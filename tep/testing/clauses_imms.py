@@ -148,6 +148,7 @@ class ImmsContract:
         """The target may be busy elsewhere while thousands arrive: late is fine, lost is not."""
         net = Net(world)
         a, b = net.pair()
+        net.write(a.batch(b), a)  # connected: to be deaf before that is C17's matter
         n = world.burst_rows
         batch = a.batch(b, src=[0] * n, dst=0, nbytes=8, imm=list(range(n)))
         start = 0
