@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         Cancelled,
         ClosedError,
         FabricError,
+        LeaseError,
         RendezvousError,
         StaleEpoch,
         StallError,
@@ -40,12 +41,13 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeout,
     )
+    from tep.leases import Grant
     from tep.plan import count_imms
     from tep.region import MrHandle
     from tep.stats import EngineStats, TransferStats
     from tep.transfer import Expectation, Message, Transfer
     from tep.watch import Watcher
-    from tep.wire import MrDesc, NetAddr
+    from tep.wire import Lease, MrDesc, NetAddr
 
 __version__ = "0.1.0"
 
@@ -63,8 +65,11 @@ __all__ = [
     "EngineStats",
     "Expectation",
     "FabricError",
+    "Grant",
     "ImmCounter",
     "InlineDriver",
+    "Lease",
+    "LeaseError",
     "Message",
     "MrDesc",
     "MrHandle",
@@ -115,6 +120,7 @@ _ROOMS = {
         "Cancelled",
         "ClosedError",
         "FabricError",
+        "LeaseError",
         "RendezvousError",
         "StaleEpoch",
         "StallError",
@@ -122,6 +128,7 @@ _ROOMS = {
         "UsageError",
         "WaitTimeout",
     ),
+    "tep.leases": ("Grant",),
     "tep.plan": ("count_imms",),
     "tep.backends.base": ("Access",),
     "tep.backends.local.memory": ("alloc_shared",),
@@ -141,7 +148,7 @@ _ROOMS = {
         "EngineStats",
         "TransferStats",
     ),
-    "tep.wire": ("MrDesc", "NetAddr"),
+    "tep.wire": ("Lease", "MrDesc", "NetAddr"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

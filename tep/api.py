@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.errors import BadRequest
-from tep.wire import MrDesc
+from tep.wire import Target
 
 __all__ = [
     "Barrier",
@@ -135,12 +135,12 @@ class ScatterDst(NamedTuple):
     Attributes:
         nbytes: length of the slice; 0 is legal.
         src: byte offset in the source region.
-        dst: target descriptor and byte offset in it.
+        dst: target descriptor, or lease, and byte offset in it.
     """
 
     nbytes: int
     src: int
-    dst: tuple[MrDesc, int]
+    dst: tuple[Target, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,14 @@ could come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Domain, Noting, Status
-from tep.errors import TepError
+from tep.errors import FabricError, TepError
 from tep.mailroom import Mailroom
 from tep.notes import Asked, Told
 from tep.tally import Tally
@@ -67,7 +67,7 @@ class _Fence:
     __slots__ = ("asking", "status")
 
     def __init__(self) -> None:
-        self.asking: list[tuple[int, bytes, Asked]] = []
+        self.asking: list[Callable[[int], object]] = []
         self.status = -1
 
 
@@ -95,46 +95,56 @@ class Audit:
             why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
             self._mail.answer(nic, address, Told(note.number, why, ()))
             return
-        there = self._nics[note.nic].caps
+        try:
+            self.fence(note.source, note.nic, lambda status: self._tell(nic, address, note, status))
+        except TepError as error:
+            self._mail.answer(nic, address, Told(note.number, f"no fence: {error}"[:200], ()))
+
+    def fence(self, source: bytes, nic: int, then: Callable[[int], object]) -> None:
+        """Fence the NIC at an address off at our NIC `nic`; then(status), at once if it was before.
+
+        One that failed is tried again. Raises TepError where the NIC cannot even begin.
+        """
+        there = self._nics[nic].caps
         if not there.imm_source:
-            why = f"its NIC {there.nic} cannot fence a path off"
-            self._mail.answer(nic, address, Told(note.number, why, ()))
-            return
-        key = note.source, note.nic
+            raise FabricError(f"its NIC {there.nic} cannot fence a path off", code="PROVIDER")
+        key = source, nic
         fence = self._fences.get(key)
-        if fence is None:
-            try:
-                self._nics[note.nic].fence(note.source, len(self._waiting))
-            except TepError as error:
-                self._mail.answer(nic, address, Told(note.number, f"no fence: {error}"[:200], ()))
-                return
+        if fence is None or fence.status > Status.OK:
+            self._nics[nic].fence(source, len(self._waiting))
             fence = self._fences[key] = _Fence()
             self._waiting.append(fence)
         if fence.status < 0:
-            fence.asking.append((nic, address, note))
+            fence.asking.append(then)
         else:
-            self._tell(nic, address, note, fence.status)
+            then(fence.status)
 
     def fenced(self, ctx: int, status: int) -> None:
         """A NIC says how a fence ended."""
         fence = self._waiting[ctx]
         fence.status = status
         asking, fence.asking = fence.asking, []
-        for nic, address, note in asking:
-            self._tell(nic, address, note, status)
+        for then in asking:
+            then(status)
+
+    def why_not(self, nic: int, status: int) -> str:
+        """Say why a path cannot be fenced off, or "" if it could."""
+        if status == Status.OK:
+            return ""
+        there = self._nics[nic]
+        hint = there.status_text(status)
+        why = f"its NIC {there.caps.nic} cannot fence the path off: {Status(status).name}"
+        return why + (f": {hint}" if hint else "")
 
     def _tell(self, nic: int, address: bytes, note: Asked, status: int) -> None:
-        why = ""
         counts: tuple[int, ...] = ()
         there = self._nics[note.nic]
-        if status != Status.OK:
-            hint = there.status_text(status)
-            why = f"its NIC {there.caps.nic} cannot fence the path off"
-            why += f": {Status(status).name}{': ' + hint if hint else ''}"
-        elif note.imms and not self._arrivals:
-            why = "it does not note where immediates come from"
-        elif note.imms and self._arrivals[note.nic].tally.forgot:
-            why = "too many different immediates came since, it has forgotten where from"
-        elif note.imms:
-            counts = self._arrivals[note.nic].sums(there, note.source, note.imms)
+        why = self.why_not(note.nic, status)
+        if note.imms and not why:
+            if not self._arrivals:
+                why = "it does not note where immediates come from"
+            elif self._arrivals[note.nic].tally.forgot:
+                why = "too many different immediates came since, it has forgotten where from"
+            else:
+                counts = self._arrivals[note.nic].sums(there, note.source, note.imms)
         self._mail.answer(nic, address, Told(note.number, why, counts))

@@ -6,22 +6,23 @@ immediates. The worker does the rest; nothing here posts or polls.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from tep import backends, report
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
-from tep.backends.base import Access, Domain, DomainKey
+from tep.backends.base import Access, Domain
 from tep.drivers import ThreadDriver
 from tep.errors import BadRequest, BusyError, UsageError
 from tep.imm import check_imm
+from tep.leases import Grant, grant_lease
 from tep.machine import EngineMachine
-from tep.memory import Buffer, Memory, adapt
+from tep.memory import Buffer, adapt
 from tep.notes import REASON_MAX
 from tep.peers import PeerBook, PeerGroup
-from tep.region import MrHandle
+from tep.quarantine import holders_of
+from tep.region import MrHandle, register
 from tep.requests import (
     DEFAULT,
     ImmArg,
@@ -37,7 +38,7 @@ from tep.requests import (
 from tep.stats import EngineStats
 from tep.transfer import Expectation, ImmCounter, Message, Notice, Transfer
 from tep.watch import Watcher
-from tep.wire import MrDesc, NetAddr
+from tep.wire import MrDesc, NetAddr, Target
 
 if TYPE_CHECKING:
     from tep.drivers import Driver
@@ -78,6 +79,8 @@ class TransferEngine(EngineMachine):
         super().__init__(domains, driver=driver, name=name, epoch=epoch, options=options)
         self._peers = PeerBook(self._address, self._domains, driver.lock)
         self._regions: dict[int, MrHandle] = {}
+        self._kept: dict[MrHandle, None] = {}  # given back, but a NIC that is down may touch them
+        self._peers.holds, self._worker.leases.book = self._worker.holds, self._peers
         self._region_ids = itertools.count(1)
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         driver.start(self)
@@ -142,14 +145,7 @@ class TransferEngine(EngineMachine):
                 f"reg_mr: {memory.nbytes} bytes of read-only memory cannot be a target; "
                 "register with access=Access.SOURCE"
             )
-        for domain in self._domains:
-            if memory.kind not in domain.caps.memory_kinds:
-                kinds = ", ".join(domain.caps.memory_kinds)
-                raise BadRequest(
-                    f"reg_mr: {memory.device} memory, but NIC {domain.caps.nic} reaches only: "
-                    f"{kinds}"
-                )
-        keys = self.driver.call(lambda: self._register(memory, access))
+        keys = self.driver.call(lambda: register(self._domains, memory, access))
         number = next(self._region_ids)
         desc = MrDesc(
             self._address,
@@ -164,22 +160,15 @@ class TransferEngine(EngineMachine):
         self._regions[number] = handle
         return handle, desc
 
-    def _register(self, memory: Memory, access: Access) -> tuple[DomainKey, ...]:
-        with contextlib.ExitStack() as undo:
-            keys = []
-            for domain in self._domains:
-                key = domain.register(memory, access)
-                keys.append(key)
-                undo.callback(domain.deregister, key)
-            # All took it. Had one refused, the others must not go on knowing memory nobody holds.
-            undo.pop_all()
-        return tuple(keys)
-
     def deregister(self, mr: MrHandle) -> None:
         """Give a region back: no NIC knows it afterwards, and the engine lets go of the memory.
 
+        Where a NIC that is down may still touch it, the engine holds it until close(), and
+        `mr.quarantined` goes on to say so.
+
         Raises:
-            BusyError: transfers still read from it.
+            BusyError: transfers still read from it, a lease of it is not over, or the engine would
+                have to hold memory that it was given as a bare pointer.
             ClosedError: it was given back before.
         """
         self._check_open("deregister")
@@ -193,6 +182,9 @@ class TransferEngine(EngineMachine):
                     f"deregister: region {mr.desc.region} is the source of {mr.inflight} transfers "
                     "in flight; wait for them, or cancel them"
                 )
+            if holders_of(self, mr):
+                self._kept[mr] = None
+            self._worker.leases.forget(mr)
             mr.closed = True
             for domain, key in zip(self._domains, mr.keys, strict=True):
                 domain.deregister(key)
@@ -200,13 +192,33 @@ class TransferEngine(EngineMachine):
 
         self.driver.call(forget)
 
+    def lease(
+        self, mr: MrHandle, peer: NetAddr, *, for_s: float, offset: int = 0, nbytes: int = -1
+    ) -> Grant:
+        """Let a peer write to bytes of a region for a time, by a Lease in place of an MrDesc.
+
+        A lease is over when it has run out or was revoked *and* nobody can write any more: wait for
+        `grant.over`. Until then the region cannot be deregistered. nbytes=-1: to the region's end.
+
+        Raises:
+            BadRequest: no such bytes or time, or a region that peers may not write.
+            BusyError: some of the bytes are in quarantine.
+            UsageError: this backend has no notes.
+        """
+        self._check_open("lease")
+        self._check_source(mr, "lease")
+        link = self._peers.link(peer, "lease")
+        start = as_int(offset, "lease: offset")
+        nbytes = mr.memory.nbytes - start if nbytes == -1 else as_int(nbytes, "lease: nbytes")
+        return grant_lease(self, mr, link, for_s, start, nbytes)
+
     # ------------------------------------------------------------------ writes
 
     def submit_single_write(
         self,
         nbytes: int,
         src: tuple[MrHandle, int],
-        dst: tuple[MrDesc, int],
+        dst: tuple[Target, int],
         imm: int | None = None,
         *,
         routing: Routing = DEFAULT,
@@ -227,7 +239,7 @@ class TransferEngine(EngineMachine):
         self,
         page_bytes: int,
         src: tuple[MrHandle, Pages],
-        dst: tuple[MrDesc, Pages],
+        dst: tuple[Target, Pages],
         imm: ImmArg = None,
         *,
         routing: Routing = DEFAULT,
@@ -289,7 +301,7 @@ class TransferEngine(EngineMachine):
 
     def submit_barrier(
         self,
-        dsts: Sequence[MrDesc],
+        dsts: Sequence[Target],
         imm: int,
         *,
         group: PeerGroup | None = None,
@@ -457,6 +469,7 @@ class TransferEngine(EngineMachine):
 
     def _let_go(self) -> None:
         self._regions.clear()
+        self._kept.clear()
 
     def _check_source(self, mr: MrHandle, what: str) -> None:
         if not isinstance(mr, MrHandle):

@@ -7,6 +7,11 @@ peer's. `BackendUnavailable` says what was tried and why each try failed. A bug 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tep.quarantine import InDoubt
+
 __all__ = [
     "BackendUnavailable",
     "BadDescriptor",
@@ -16,6 +21,7 @@ __all__ = [
     "Cancelled",
     "ClosedError",
     "FabricError",
+    "LeaseError",
     "RendezvousError",
     "StaleEpoch",
     "StallError",
@@ -50,7 +56,11 @@ class ClosedError(UsageError):
 
 
 class BusyError(UsageError):
-    """The memory is still in use by transfers in flight."""
+    """The memory is still in use by transfers in flight, or leased to a peer."""
+
+
+class LeaseError(UsageError):
+    """The lease that memory was to be written under is over, or somebody else's."""
 
 
 class FabricError(TepError):
@@ -61,6 +71,7 @@ class FabricError(TepError):
         domain: index of the local NIC, or None where no NIC is to blame.
         peer: printable address of the target, or "".
         row: index of the failed row within its transfer's batch on that NIC, or None.
+        in_doubt: where bytes may still land because of it, as `Transfer.in_doubt`.
     """
 
     def __init__(
@@ -71,12 +82,14 @@ class FabricError(TepError):
         domain: int | None = None,
         peer: str = "",
         row: int | None = None,
+        in_doubt: tuple[InDoubt, ...] = (),
     ) -> None:
         super().__init__(message)
         self.code = code
         self.domain = domain
         self.peer = peer
         self.row = row
+        self.in_doubt = in_doubt
 
 
 class RendezvousError(TepError):

@@ -30,6 +30,7 @@ from tep.pending import (
     varies,
 )
 from tep.plan import Share, lanes, plan_paged, plan_single, plan_targets
+from tep.quarantine import MAY_LAND
 from tep.region import Link, Remote, Targets, Template
 from tep.requests import Job, shares_of
 from tep.sharing import SHARED_ROWS, cut_piece, is_long, share_backlog
@@ -63,6 +64,7 @@ class DomainGroup:
         batches: what is on its way, by ctx.
         hold: keeps a row whose end is unknown, to make it good; or returns its error.
         rescued: takes note that the rows of a rescue are all there.
+        in_doubt: transfers of which rows ended that may still land.
         acks: sums up acknowledged immediates, lane by lane, for `hold`; None: nobody does.
     """
 
@@ -78,6 +80,7 @@ class DomainGroup:
         self._queues: list[deque[Pending]] = [deque() for _ in domains]
         self._rows_max = rows_max
         self._shares = len(domains) > 1
+        self.in_doubt = 0
         self._routes_version = 0
         self._ctx = 0
         self._cursor = 0
@@ -309,6 +312,8 @@ class DomainGroup:
         remote, nic = pending.target(row)
         pending.lose(row)
         lost = False  # whether it is the way that failed, and another is there
+        if status in (Status.NIC_DOWN, Status.FLUSHED) and transfer.job.mr is not None:
+            transfer.job.mr.readers |= {pending.domain}
         if status == Status.NIC_DOWN:
             self.nic_down(pending.domain)
             lost = any(self.alive)
@@ -321,6 +326,8 @@ class DomainGroup:
         final = self.hold(pending, row, error) if lost else error
         if final is None:
             return True
+        if status in MAY_LAND:
+            self.doubt(pending, row, Status(status).name)
         if self.acks is not None and status not in _NEVER_LANDED:
             self.acks.doubt(pending, row)
         transfer.failed_rows += count
@@ -330,6 +337,19 @@ class DomainGroup:
         if known is None or (isinstance(known, FabricError) and known.code == Status.FLUSHED.name):
             transfer.failure = final
         return False
+
+    def doubt(self, pending: Pending, row: int, code: str) -> None:
+        """Take note of a row that ended, and whose bytes may land all the same."""
+        if pending.row_bytes(row):
+            remote, nic = pending.target(row)
+            self.in_doubt += pending.transfer.note_doubt(remote, pending.domain, nic, code)
+
+    def doubt_all(self) -> None:
+        """Nothing comes back any more: what is posted may land, or not."""
+        for pending in list(self.batches.values()):
+            if pending.at > pending.back:
+                for row in pending.posted_rows() if varies(pending) else (0,):
+                    self.doubt(pending, row, "UNKNOWN")
 
     def _shun(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: what is queued for it and never left goes to its others.

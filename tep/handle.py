@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
 
 from tep.errors import Cancelled, TepError, WaitTimeout
 
@@ -49,8 +49,10 @@ class Handle:
 
     Attributes:
         submitted_s: when it was submitted, seconds of the driver's clock.
+        counted: whether it stands among transfers and messages; else something is only waited for.
     """
 
+    counted: ClassVar[bool] = True
     __slots__ = ("_callbacks", "_delivered", "_error", "_owner", "_state", "submitted_s")
 
     def __init__(self, owner: Owner, submitted_s: float) -> None:

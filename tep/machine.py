@@ -133,6 +133,7 @@ class EngineMachine:
     def crash(self, error: BaseException) -> None:
         """Driver: a step raised; nothing will be turned any more."""
         self._closed = self._crashed = True
+        self._worker.group.doubt_all()
         self._worker.abandon(
             ClosedError(
                 f"engine {self.name!r} was stopped by a bug in tep or in its backend: "

@@ -290,7 +290,7 @@ class Mailroom:
 
     def close(self) -> None:
         """End every question; notes on their way are forgotten."""
+        self.able = False
         self._queue.clear()
         for question in list(self._questions.values()):
             self._lose(question, "the engine was closed")
-        self.able = False

@@ -11,15 +11,21 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from tep.errors import FabricError
+
 __all__ = [
+    "NICS_MAX",
     "REASON_MAX",
     "Answer",
     "Asked",
+    "Ended",
     "Failed",
     "Note",
+    "Renewed",
     "Told",
     "decode",
     "encode",
+    "given_up",
     "values_max",
 ]
 
@@ -29,6 +35,9 @@ Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
 
 REASON_MAX: Final = 60
 """Characters of a reason, so that it fits into the shortest note that a NIC may have."""
+
+NICS_MAX: Final = 64
+"""NICs of an engine, as `wire` has it."""
 
 _HEAD_BYTES: Final = 320
 """Room for all of a note but its list: an address of 256 bytes and some numbers."""
@@ -63,8 +72,27 @@ class Failed(_Note, frozen=True, array_like=True, tag=3):
     reason: Annotated[str, Meta(max_length=REASON_MAX)]
 
 
+class Ended(_Note, frozen=True, array_like=True, tag=8):
+    """My lease is over. Say when no row under it is left, and over which paths bytes may come.
+
+    `owner` is the address of my first NIC. The answer's counts are paths: yours * NICS_MAX + mine.
+    """
+
+    owner: Address
+    lease: Unsigned
+
+
+class Renewed(_Note, frozen=True, array_like=True, tag=9):
+    """My lease lasts so long from now on; of two renewals the one with the larger round holds."""
+
+    owner: Address
+    lease: Unsigned
+    round: Unsigned
+    for_ns: Unsigned
+
+
 Answer = Told
-Note = Asked | Told | Failed
+Note = Asked | Told | Failed | Ended | Renewed
 
 _DECODER: Final[msgspec.msgpack.Decoder[Note]] = msgspec.msgpack.Decoder(Note, strict=True)
 
@@ -80,6 +108,12 @@ def decode(data: bytes) -> Note | None:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
+
+
+def given_up(note: Failed, more: str) -> FabricError:
+    """What an expectation fails with that a peer gave up."""
+    text = f"imm {note.imm:#x}: {note.who} gave it up: {note.reason}{more}"
+    return FabricError(text, code="PEER_FAILED", peer=note.who)
 
 
 def values_max(note_bytes: int) -> int:

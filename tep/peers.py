@@ -12,8 +12,9 @@ from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
 from tep.errors import BadDescriptor, BadRequest, StaleEpoch
+from tep.holds import Holds
 from tep.region import Link, Remote, Targets
-from tep.wire import MrDesc, NetAddr
+from tep.wire import Lease, MrDesc, NetAddr, Target
 
 __all__ = ["PeerBook", "PeerGroup"]
 
@@ -23,7 +24,7 @@ _RESOLVED_MAX: Final = 1 << 16
 class _Steady(NamedTuple):
     """The targets of a group's last request: a steady application names the same in every step."""
 
-    descs: tuple[MrDesc, ...]
+    descs: tuple[Target, ...]
     targets: Targets
     generation: int
 
@@ -41,7 +42,7 @@ class PeerGroup:
         # another's targets.
         self._steady: _Steady | None = None
 
-    def targets(self, descs: Sequence[MrDesc], what: str) -> Targets:
+    def targets(self, descs: Sequence[Target], what: str) -> Targets:
         """Resolve descriptors of the group's peers, or find them resolved.
 
         Raises:
@@ -57,7 +58,8 @@ class PeerGroup:
             if remote.link not in self._links:
                 raise self._stranger(remote.link.addr, what)
         targets = Targets(remotes)
-        self._steady = _Steady(descs, targets, generation)
+        if all(remote.hold is None for remote in remotes):  # a lease is looked at every time
+            self._steady = _Steady(descs, targets, generation)
         return targets
 
     def _stranger(self, addr: NetAddr, what: str) -> BadRequest | StaleEpoch:
@@ -81,7 +83,10 @@ class PeerBook:
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
         generation: grows whenever a peer is replaced by a later incarnation.
+        holds: what is known of leases.
     """
+
+    holds: Holds
 
     def __init__(
         self, own: NetAddr, domains: tuple[Domain, ...], lock: AbstractContextManager[object]
@@ -136,17 +141,22 @@ class PeerBook:
         link = self.links[addr.backend, addr.name] = Link(addr, self._domains)
         return link
 
-    def resolve(self, desc: MrDesc, what: str) -> Remote:
-        """A descriptor ready for posting.
+    def resolve(self, desc: Target, what: str) -> Remote:
+        """A descriptor, or lease, ready for posting.
 
         Raises:
             BadDescriptor, StaleEpoch: as for its address, or a region that cannot be.
             BadRequest: peers may not write there.
+            LeaseError: the lease is over, or somebody else's.
         """
         # The cache holds the descriptor, so that its id stays its own.
         found = self._remotes.get(id(desc))
         if found is not None and found.link.current:
             return found
+        if isinstance(desc, Lease):
+            link = self.link(desc.desc.addr, what)
+            _check_end(desc.desc, what)
+            return self.holds.resolve(desc, link, what)
         if not isinstance(desc, MrDesc):
             raise BadDescriptor(
                 f"{what}: {type(desc).__name__} is not an MrDesc; "
@@ -157,14 +167,13 @@ class PeerBook:
             raise BadRequest(
                 f"{what}: {desc} was registered with Access.SOURCE; peers may not write there"
             )
-        if max(desc.bases) + desc.nbytes > 2**64:
-            raise BadDescriptor(f"{what}: {desc} at base {max(desc.bases):#x} ends beyond 64 bits")
+        _check_end(desc, what)
         if len(self._remotes) >= _RESOLVED_MAX:
             self._remotes.clear()
         found = self._remotes[id(desc)] = Remote(desc, link)
         return found
 
-    def targets(self, descs: Sequence[MrDesc], group: PeerGroup | None, what: str) -> Targets:
+    def targets(self, descs: Sequence[Target], group: PeerGroup | None, what: str) -> Targets:
         """The targets of one scatter or barrier.
 
         Raises:
@@ -177,3 +186,8 @@ class PeerBook:
         if group.book is not self:
             raise BadRequest(f"{what}: the peer group belongs to engine {group.book.own.name!r}")
         return group.targets(descs, what)
+
+
+def _check_end(desc: MrDesc, what: str) -> None:
+    if max(desc.bases) + desc.nbytes > 2**64:
+        raise BadDescriptor(f"{what}: {desc} at base {max(desc.bases):#x} ends beyond 64 bits")

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.errors import FabricError
 from tep.region import Link, Remote, Targets, Template
-from tep.transfer import Transfer
+from tep.transfer import Message, Transfer
 
 __all__ = [
     "Pending",
@@ -23,6 +23,7 @@ __all__ = [
     "cut_column",
     "goes_to",
     "ints",
+    "message_error",
     "pick",
     "row_error",
     "shifted",
@@ -183,6 +184,18 @@ def row_error(domain: Domain, pending: Pending, row: int, status: int) -> Fabric
         domain=pending.domain,
         peer=peer,
         row=row,
+    )
+
+
+def message_error(message: Message, nic: Domain, domain: int, status: int) -> FabricError:
+    """What a message that did not get there says of it; `domain` is the NIC's number."""
+    code, hint, name = Status(status).name, nic.status_text(status), message.link.addr.name
+    return FabricError(
+        f"message of {len(message.payload)} bytes to {name} failed on NIC {domain}: "
+        f"{code}{': ' + hint if hint else ''}",
+        code=code,
+        domain=domain,
+        peer=name,
     )
 
 

@@ -175,6 +175,7 @@ class Recovery:
         if told.why or len(told.counts) != len(imms):
             self._give_up(path, f"{path.link.addr.name} says: {told.why or 'no such sums'}")
             return
+        path.link.fenced.add((path.domain, path.nic))
         path.counts.update(zip(imms, told.counts, strict=True))
         path.left -= 1
         if path.left == 0:
@@ -304,6 +305,8 @@ class Recovery:
         lane = path.link.lane(path.domain, path.nic)
         counts = Counter(imm for lost in path.rows if (imm := lost.imm) is not None)
         lane.doubt.update(counts)
+        for lost in path.rows:
+            self._group.doubt(lost.pending, lost.row, lost.error.code)
         self._fail([lost for lost in path.rows if not lost.pending.transfer.is_ending()], why)
         for lost in path.rows:
             if lost.pending.rescue is not None:

@@ -5,9 +5,10 @@ Records with checks; who may touch them when is the group's business.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +16,15 @@ import numpy.typing as npt
 from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.errors import BadRequest, ClosedError
 from tep.memory import Memory
+from tep.quarantine import Quarantine, quarantines
 from tep.tally import Lane
 from tep.wire import MrDesc, NetAddr
 
-__all__ = ["Link", "MrHandle", "Places", "Remote", "Targets", "Template"]
+if TYPE_CHECKING:
+    from tep.engine import TransferEngine
+    from tep.holds import Hold
+
+__all__ = ["Link", "MrHandle", "Places", "Remote", "Targets", "Template", "register"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -39,9 +45,13 @@ class MrHandle:
         keys: the region's keys, one a NIC.
         desc: what peers need to write here.
         inflight: transfers that read from here now.
+        readers: NICs of which a row from here came back unsent or unknown: one that is down by now
+            may be reading still.
     """
 
-    __slots__ = ("access", "closed", "desc", "engine", "inflight", "keys", "memory", "ptr")
+    __slots__ = (
+        "access", "closed", "desc", "engine", "inflight", "keys", "memory", "ptr", "readers",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -58,7 +68,13 @@ class MrHandle:
         self.keys = keys
         self.desc = desc
         self.inflight = 0
+        self.readers: frozenset[int] = frozenset()
         self.closed = False
+
+    @property
+    def quarantined(self) -> tuple[Quarantine, ...]:
+        """The bytes that a NIC may touch although nothing is open here, and why; () = none."""
+        return quarantines(cast("TransferEngine", self.engine), self)
 
     def __repr__(self) -> str:
         state = "deregistered" if self.closed else f"{self.inflight} transfers in flight"
@@ -73,6 +89,30 @@ class MrHandle:
             raise ClosedError(f"{what}: the source region {self.desc.region} was deregistered")
 
 
+def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple[DomainKey, ...]:
+    """Register memory with every NIC, or with none.
+
+    Raises:
+        BadRequest: a device that a NIC cannot reach.
+        FabricError: a NIC refused.
+    """
+    for domain in domains:
+        if memory.kind not in domain.caps.memory_kinds:
+            kinds = ", ".join(domain.caps.memory_kinds)
+            raise BadRequest(
+                f"reg_mr: {memory.device} memory, but NIC {domain.caps.nic} reaches only: {kinds}"
+            )
+    with contextlib.ExitStack() as undo:
+        keys = []
+        for domain in domains:
+            key = domain.register(memory, access)
+            keys.append(key)
+            undo.callback(domain.deregister, key)
+        # All took it. Had one refused, the others must not go on knowing memory nobody holds.
+        undo.pop_all()
+    return tuple(keys)
+
+
 class Link:
     """One incarnation of a peer: its NICs' addresses, and the PeerIds that our NICs gave them.
 
@@ -80,14 +120,16 @@ class Link:
         addr: the peer.
         alive: for each of its NICs, whether rows still get there.
         current: False once a later incarnation of the peer is known.
+        fenced: (our NIC, its NIC) of the paths that it has fenced off.
     """
 
-    __slots__ = ("_domains", "_ids", "_lanes", "addr", "alive", "current")
+    __slots__ = ("_domains", "_ids", "_lanes", "addr", "alive", "current", "fenced")
 
     def __init__(self, addr: NetAddr, domains: tuple[Domain, ...]) -> None:
         self.addr = addr
         self.alive = [True] * len(addr.domains)
         self.current = True
+        self.fenced: set[tuple[int, int]] = set()
         self._domains = domains
         self._ids = [[_UNKNOWN] * len(addr.domains) for _ in domains]
         self._lanes: dict[tuple[int, int], Lane] = {}
@@ -111,13 +153,17 @@ class Link:
 
 
 class Remote:
-    """A peer's region, resolved: what a row needs, without looking at the descriptor again."""
+    """A peer's region, resolved: what a row needs, without looking at the descriptor again.
 
-    __slots__ = ("bases", "desc", "link", "nbytes", "nics", "rkeys")
+    `hold` is the lease that it is written under, if there is one.
+    """
 
-    def __init__(self, desc: MrDesc, link: Link) -> None:
+    __slots__ = ("bases", "desc", "hold", "link", "nbytes", "nics", "rkeys")
+
+    def __init__(self, desc: MrDesc, link: Link, hold: Hold | None = None) -> None:
         self.desc = desc
         self.link = link
+        self.hold = hold
         self.nbytes = desc.nbytes
         self.rkeys = desc.rkeys
         self.bases = desc.bases

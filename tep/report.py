@@ -16,7 +16,8 @@ from tep.units import MiB
 
 if TYPE_CHECKING:
     from tep.engine import TransferEngine
-    from tep.region import Link
+    from tep.quarantine import Quarantine
+    from tep.region import Link, MrHandle
     from tep.wire import NetAddr
 
 __all__ = ["engine_stats", "explain", "stall_report"]
@@ -53,7 +54,28 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
         regions=len(engine._regions),
         peers=len(engine._peers.links),
         callback_errors=engine._errors,
+        leases=len(worker.leases.granted),
+        transfers_in_doubt=group.in_doubt,
+        bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
     )
+
+
+def _quarantines(engine: TransferEngine) -> list[tuple[MrHandle, Quarantine]]:
+    regions = [*list(engine._regions.values()), *list(engine._kept)]
+    return [(mr, found) for mr in regions for found in mr.quarantined]
+
+
+def _quarantine_lines(engine: TransferEngine) -> list[str]:
+    found = _quarantines(engine)
+    lines = [
+        f"  bytes {start} .. {stop} of region {mr.desc.region} are in quarantine: {why}"
+        for mr, (start, stop, why) in found[:_LISTED_MAX]
+    ]
+    if len(found) > _LISTED_MAX:
+        lines.append(f"  ... and {len(found) - _LISTED_MAX} more quarantines")
+    if engine._worker.group.in_doubt:
+        lines.append(f"  {engine._worker.group.in_doubt} transfers settled with bytes in doubt")
+    return lines
 
 
 def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
@@ -75,6 +97,9 @@ def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
         )
         if isinstance(domain, _Describes):
             lines.append(f"    {domain.describe()}")
+    grants = list(engine._worker.leases.granted.values())
+    lines += [f"  {grant.over.describe()}" for grant in grants[:_LISTED_MAX]]
+    lines += _quarantine_lines(engine)
     if peer is None:
         lines += [f"  peer: {link.addr}" for link in list(engine._peers.links.values())]
         return "\n".join(lines)
@@ -130,4 +155,4 @@ def stall_report(engine: TransferEngine) -> str:
     extra = [f"{imm:#x} x {n}" for imm, n in list(worker.imms.counts.items())[:_LISTED_MAX]]
     if extra:
         lines.append(f"  immediates here that no expectation has used: {', '.join(extra)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_quarantine_lines(engine)])

@@ -21,7 +21,7 @@ from tep.errors import BadRequest
 from tep.imm import check_imm
 from tep.plan import ROW_BYTES_MAX, Share, plan_single
 from tep.region import MrHandle, Places, Remote, Targets
-from tep.wire import MrDesc
+from tep.wire import Target
 
 __all__ = [
     "DEFAULT",
@@ -229,7 +229,7 @@ class Slices(NamedTuple):
 
     lengths: tuple[int, ...]
     sources: tuple[int, ...]
-    descs: tuple[MrDesc, ...]
+    descs: tuple[Target, ...]
     offsets: tuple[int, ...]
 
 

@@ -74,6 +74,9 @@ class EngineStats:
         regions: registered regions.
         peers: peers known.
         callback_errors: users' callbacks that raised.
+        leases: granted and not over.
+        transfers_in_doubt: settled with bytes that may still land at a peer.
+        bytes_quarantined: here, that a NIC may touch although nothing is open.
     """
 
     steps: int
@@ -90,3 +93,6 @@ class EngineStats:
     regions: int
     peers: int
     callback_errors: int
+    leases: int = 0
+    transfers_in_doubt: int = 0
+    bytes_quarantined: int = 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from tep.errors import BadRequest
 from tep.handle import Handle, Owner
+from tep.quarantine import InDoubt, doubts_text
 from tep.region import Remote, Targets
 from tep.stats import NicBytes, TransferStats
 
@@ -44,6 +45,7 @@ class Transfer(Handle):
     """
 
     __slots__ = (
+        "_doubts",
         "_nic_bytes",
         "_nic_rows",
         "_settled_s",
@@ -69,6 +71,30 @@ class Transfer(Handle):
         self._nic_rows = [0] * nics
         self._nic_bytes = [0] * nics
         self._settled_s: float | None = None
+        self._doubts: dict[tuple[Remote, int, int], str] | None = None
+
+    @property
+    def in_doubt(self) -> tuple[InDoubt, ...]:
+        """Where bytes may still land, path by path; what is known by now not to land is left out.
+
+        A doubt ends when the peer has fenced the path off, or has restarted.
+        """
+        return tuple(
+            InDoubt(remote.link.addr.name, remote.desc.region, (domain, nic), code)
+            for (remote, domain, nic), code in list((self._doubts or {}).items())
+            if remote.link.current and (domain, nic) not in remote.link.fenced
+        )
+
+    def doubts(self) -> list[tuple[Remote, int, int]]:
+        """(region, our NIC, its NIC) of rows that may still land, fenced or not."""
+        return list(self._doubts or ())
+
+    def note_doubt(self, remote: Remote, domain: int, nic: int, code: str) -> bool:
+        """Take note of a row that ended, and may land all the same; True if it is the first."""
+        first = self._doubts is None
+        self._doubts = self._doubts or {}
+        self._doubts.setdefault((remote, domain, nic), code)
+        return first
 
     def is_ending(self) -> bool:
         """Whether it will not end as done, so that nothing more of it need be posted."""
@@ -110,6 +136,7 @@ class Transfer(Handle):
             f"{stats.rows_posted} posted, {stats.rows_back} back, {stats.rows_failed} failed, "
             f"{stats.rows_dropped} dropped"
             + (f"; of {self.held} a NIC died, and the peer is asked for them" if self.held else "")
+            + (f"; {doubts}" if (doubts := doubts_text(self.in_doubt)) else "")
         )
 
 
@@ -175,6 +202,7 @@ class Expectation(Handle):
         count: how many arrivals make it done.
     """
 
+    counted = False
     __slots__ = ("_table", "count", "imm")
 
     def __init__(

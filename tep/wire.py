@@ -7,7 +7,7 @@ The envelope of every object (all integers little-endian):
 
     offset  size  field     content
     0       3     magic     b"TEP"
-    3       1     kind      ASCII: A = NetAddr, M = MrDesc
+    3       1     kind      ASCII: A = NetAddr, M = MrDesc, L = Lease
     4       2     version   1
     6       4     length    bytes of the payload
     10      4     crc32     of bytes 0..9 followed by the payload
@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from tep.errors import BadDescriptor
 
-__all__ = ["VERSION", "MrDesc", "NetAddr"]
+__all__ = ["VERSION", "Lease", "MrDesc", "NetAddr", "Target"]
 
 VERSION: Final = 1
 _HEADER: Final = struct.Struct("<3scHII")
@@ -172,4 +172,34 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"
 
 
-_KINDS: Final = {NetAddr.KIND: "a NetAddr", MrDesc.KIND: "an MrDesc"}
+class Lease(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The right of one engine to write into a peer's memory for a time, in place of an MrDesc.
+
+    Attributes:
+        desc: of the leased bytes alone: offset 0 is the first of them.
+        number: of the lease, unique within the owner's epoch.
+        holder: address of the writer's first NIC; with it the lease is one incarnation's.
+        for_ns: for how long, from when the holder first has it.
+    """
+
+    KIND = b"L"
+
+    desc: MrDesc
+    number: Unsigned
+    holder: Nic
+    for_ns: Unsigned
+
+    def check(self) -> None:
+        """Raise BadDescriptor unless the descriptor is sound, and peers may write there."""
+        self.desc.check()
+        if not self.desc.writable or self.for_ns == 0:
+            raise BadDescriptor(f"Lease: {self.desc} for {self.for_ns} ns lets nobody write")
+
+    def __str__(self) -> str:
+        return f"lease {self.number} of {self.desc} for {self.for_ns / 1e9:g} s"
+
+
+Target = MrDesc | Lease
+"""What a write may be aimed at."""
+
+_KINDS: Final = {NetAddr.KIND: "a NetAddr", MrDesc.KIND: "an MrDesc", Lease.KIND: "a Lease"}

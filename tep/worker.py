@@ -20,9 +20,13 @@ from tep.backends.base import Completions, Domain, Kind, Status, new_completions
 from tep.errors import ClosedError, FabricError, TepError
 from tep.group import DomainGroup
 from tep.handle import Handle, State
+from tep.holds import Holds
 from tep.imm import ImmTable
+from tep.leases import Leases
 from tep.mailroom import NOTE_CTX, Mailroom
-from tep.notes import Answer, Failed, Told
+from tep.notes import Answer, Failed, Told, given_up
+from tep.pending import message_error
+from tep.quarantine import failure_of
 from tep.recovery import Recovery, why_unable
 from tep.transfer import Expectation, Message, Notice, Transfer
 from tep.watch import WatchPage
@@ -56,6 +60,7 @@ class Worker:
         broken: immediates that a peer gave up, and that nobody expected at the time.
         steps: how often it was turned.
         submitted: transfers and messages taken.
+        leases, holds: both ends of leases.
         tally: how many transfers and messages settled, by state.
         closed: everything is ended; what is still asked for fails.
     """
@@ -85,6 +90,8 @@ class Worker:
         self.recovery = Recovery(self.group, self.mail, able=able, why=why)
         self._arrivals = [Arrivals() for _ in domains] if able else []
         self.audit = Audit(domains, self._arrivals, self.mail)
+        self.holds = Holds(self.group, self.mail, now_s)
+        self.leases = Leases(self.mail, self.audit, now_s, self.open, self._end)
         self._name = name
         self.broken: dict[int, FabricError] = {}
         self._heard: dict[tuple[str, int], None] = {}
@@ -114,6 +121,8 @@ class Worker:
             work |= self._post_sends()
         if self.recovery.paths:
             work |= self.recovery.step()
+        if self.leases.granted:
+            work |= self.leases.step()
         if self.mail.busy:
             work |= self.mail.step()
         out = self._out
@@ -175,7 +184,8 @@ class Worker:
 
     def due_s(self) -> float | None:
         """When a turn is wanted although no NIC has news; seconds of the driver's clock."""
-        return self.mail.due_s() if self.mail.busy else None
+        due = (self.mail.due_s() if self.mail.busy else None, self.leases.due_s())
+        return min((due_s for due_s in due if due_s is not None), default=None)
 
     @property
     def backlog(self) -> int:
@@ -210,6 +220,8 @@ class Worker:
             self._end(transfer, State.FAILED, _closed())
             return
         try:
+            if self.holds.held:
+                self.holds.start(transfer)
             self.group.start(transfer)
         except TepError as error:
             self.group.drop_queued(transfer)
@@ -275,9 +287,9 @@ class Worker:
             here = handle.arrived
             if self.imms.cancel(handle):
                 found = True
-                self._end(handle, State.FAILED, _given_up(note, f"; {here} of {handle.count} came"))
+                self._end(handle, State.FAILED, given_up(note, f"; {here} of {handle.count} came"))
         if not found and len(self.broken) < _HEARD_MAX:
-            self.broken[note.imm] = _given_up(note, "")
+            self.broken[note.imm] = given_up(note, "")
 
     def cancel(self, handle: Handle) -> None:
         """Command: end a handle early, once nothing of it is posted."""
@@ -377,20 +389,11 @@ class Worker:
             if status == Status.OK:
                 self._end(message, State.DONE)
             else:
-                self._end(message, State.FAILED, self._send_error(message, domain, status))
+                error = message_error(message, self.group.domains[domain], domain, status)
+                self._end(message, State.FAILED, error)
         else:
             assert kind == _RECV, f"NIC {domain} reports a completion of unknown kind {kind}"
             self._received.append((domain, ctx))
-
-    def _send_error(self, message: Message, domain: int, status: int) -> FabricError:
-        code, hint = Status(status).name, self.group.domains[domain].status_text(status)
-        return FabricError(
-            f"message of {len(message.payload)} bytes to {message.link.addr.name} failed on "
-            f"NIC {domain}: {code}{': ' + hint if hint else ''}",
-            code=code,
-            domain=domain,
-            peer=message.link.addr.name,
-        )
 
     def _post_sends(self) -> bool:
         """Offer messages to the first NIC that lives, in order; a full one lets the rest wait."""
@@ -418,7 +421,7 @@ class Worker:
         ended, self.group.ended = self.group.ended, []
         for transfer in ended if len(ended) == 1 else dict.fromkeys(ended):
             if transfer.failure is not None:
-                self._end(transfer, State.FAILED, transfer.failure)
+                self._end(transfer, State.FAILED, failure_of(transfer))
             else:
                 self._end(transfer, State.CANCELLED if transfer.dropped else State.DONE)
 
@@ -432,7 +435,9 @@ class Worker:
             handle.note_settled(self._now_s())
             if handle.job.mr is not None:
                 handle.job.mr.inflight -= 1
-        if not isinstance(handle, Expectation):
+            if self.holds.held:
+                self.holds.ended(handle)
+        if handle.counted:
             self.tally[state] += 1
         handle._settle(state, error)
         del self.open[handle]
@@ -465,6 +470,7 @@ class Worker:
                 self._take_rows(index, self._out[:n].tolist())
         self._settle_ended()
         self._settle_reached()
+        self.leases.closed()
         for expectation in self.imms.give_up():
             self._end(expectation, State.FAILED, _closed())
         self.closed = True
@@ -488,11 +494,6 @@ class Worker:
 
 def _closed() -> ClosedError:
     return ClosedError("the engine was closed before this ended")
-
-
-def _given_up(note: Failed, more: str) -> FabricError:
-    text = f"imm {note.imm:#x}: {note.who} gave it up: {note.reason}{more}"
-    return FabricError(text, code="PEER_FAILED", peer=note.who)
 
 
 def _raise(_: object, error: Exception) -> None:

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.errors import BadDescriptor
-from tep.wire import VERSION, MrDesc, NetAddr
+from tep.wire import VERSION, Lease, MrDesc, NetAddr
 
 U64 = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1), st.just(2**64 - 1))
 NAMES = st.text(max_size=40)
+Wire = NetAddr | MrDesc | Lease
+CLASSES = {cls.KIND: cls for cls in (NetAddr, MrDesc, Lease)}
 
 
 @st.composite
@@ -34,7 +36,15 @@ def descriptors(draw: st.DrawFn) -> MrDesc:
     )
 
 
-OBJECTS = st.one_of(addresses(), descriptors())
+@st.composite
+def leases(draw: st.DrawFn) -> Lease:
+    """Draw any lease that is sound."""
+    desc = msgspec.structs.replace(draw(descriptors()), writable=True)
+    for_ns = st.integers(1, 2**63 - 1)
+    return Lease(desc, draw(U64), draw(st.binary(min_size=1, max_size=256)), draw(for_ns))
+
+
+OBJECTS = st.one_of(addresses(), descriptors(), leases())
 
 
 def sealed(kind: bytes, payload: bytes) -> bytes:
@@ -43,7 +53,7 @@ def sealed(kind: bytes, payload: bytes) -> bytes:
     return head + zlib.crc32(head + payload).to_bytes(4, "little") + payload
 
 
-def decode(cls: type[NetAddr] | type[MrDesc], data: bytes) -> NetAddr | MrDesc | None:
+def decode(cls: type[Wire], data: bytes) -> Wire | None:
     """Decode, or None where it was refused; any other exception ends the test."""
     try:
         return cls.from_bytes(data)
@@ -52,7 +62,7 @@ def decode(cls: type[NetAddr] | type[MrDesc], data: bytes) -> NetAddr | MrDesc |
 
 
 @given(value=OBJECTS)
-def test_bytes_and_back(value: NetAddr | MrDesc) -> None:
+def test_bytes_and_back(value: Wire) -> None:
     """What was written is what is read, field by field, and written again it is the same bytes."""
     data = value.to_bytes()
     found = type(value).from_bytes(data)
@@ -64,13 +74,13 @@ def test_bytes_and_back(value: NetAddr | MrDesc) -> None:
 @given(data=st.binary(max_size=300))
 def test_garbage_is_refused(data: bytes) -> None:
     """Random bytes never pass for an address or a descriptor."""
-    for cls in (NetAddr, MrDesc):
+    for cls in CLASSES.values():
         with pytest.raises(BadDescriptor):
             cls.from_bytes(data)
 
 
 @given(value=OBJECTS)
-def test_truncation_at_every_length_is_refused(value: NetAddr | MrDesc) -> None:
+def test_truncation_at_every_length_is_refused(value: Wire) -> None:
     """A short read of a socket must not yield an object with fewer NICs."""
     data = value.to_bytes()
     for length in range(0, len(data), max(1, len(data) // 200)):
@@ -79,7 +89,7 @@ def test_truncation_at_every_length_is_refused(value: NetAddr | MrDesc) -> None:
 
 
 @given(value=OBJECTS, data=st.data())
-def test_every_bit_flip_is_refused(value: NetAddr | MrDesc, data: st.DataObject) -> None:
+def test_every_bit_flip_is_refused(value: Wire, data: st.DataObject) -> None:
     """The checksum covers header and payload: no single altered bit goes through."""
     whole = value.to_bytes()
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
@@ -91,7 +101,7 @@ def test_every_bit_flip_is_refused(value: NetAddr | MrDesc, data: st.DataObject)
 
 
 @given(value=OBJECTS, version=st.integers(0, 2**16 - 1).filter(lambda v: v != VERSION))
-def test_other_versions_are_refused_by_number(value: NetAddr | MrDesc, version: int) -> None:
+def test_other_versions_are_refused_by_number(value: Wire, version: int) -> None:
     """A later release's bytes must be named as such, not called damaged."""
     head = bytearray(value.to_bytes()[:10])
     payload = value.to_bytes()[14:]
@@ -103,7 +113,7 @@ def test_other_versions_are_refused_by_number(value: NetAddr | MrDesc, version: 
 
 
 @given(value=OBJECTS)
-def test_other_kinds_are_refused(value: NetAddr | MrDesc) -> None:
+def test_other_kinds_are_refused(value: Wire) -> None:
     """An address given where a descriptor belongs is a mistake with a name."""
     other = MrDesc if isinstance(value, NetAddr) else NetAddr
 
@@ -111,10 +121,10 @@ def test_other_kinds_are_refused(value: NetAddr | MrDesc) -> None:
         other.from_bytes(value.to_bytes())
 
 
-@given(payload=st.binary(max_size=200), kind=st.sampled_from([b"A", b"M"]))
+@given(payload=st.binary(max_size=200), kind=st.sampled_from(sorted(CLASSES)))
 def test_garbage_with_a_right_checksum(payload: bytes, kind: bytes) -> None:
     """The checksum guards against accidents only; behind it the fields are checked as strictly."""
-    found = decode(NetAddr if kind == b"A" else MrDesc, sealed(kind, payload))
+    found = decode(CLASSES[kind], sealed(kind, payload))
 
     if found is not None:
         found.check()
@@ -147,10 +157,10 @@ TREES = st.recursive(
 )
 
 
-@given(tree=TREES, kind=st.sampled_from([b"A", b"M"]))
+@given(tree=TREES, kind=st.sampled_from(sorted(CLASSES)))
 def test_any_messagepack_tree_with_a_right_checksum(tree: object, kind: bytes) -> None:
     """Well-formed MessagePack of another shape: no KeyError, no TypeError, no recursion."""
-    found = decode(NetAddr if kind == b"A" else MrDesc, sealed(kind, msgspec.msgpack.encode(tree)))
+    found = decode(CLASSES[kind], sealed(kind, msgspec.msgpack.encode(tree)))
 
     if found is not None:
         found.check()

@@ -10,7 +10,7 @@ import pytest
 
 from tep import wire
 from tep.errors import BadDescriptor
-from tep.wire import MrDesc, NetAddr
+from tep.wire import Lease, MrDesc, NetAddr
 
 ADDR = NetAddr(
     backend="loopback",
@@ -48,6 +48,14 @@ GOLDEN_DESC = (
     "92cf800000000000000000"  # bases: 2**63, and 0
 )
 
+LEASE = Lease(desc=DESC, number=5, holder=b"nic9", for_ns=10**9)
+GOLDEN_LEASE = (
+    "5445504c010057000000a9620b60"
+    "94" + GOLDEN_DESC[28:] + "05"  # four fields  # number
+    "c4046e696339"  # holder as bin8
+    "ce3b9aca00"  # a second
+)
+
 
 def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 1, magic: bytes = b"TEP") -> bytes:
     """Put a payload into an envelope whose length and checksum are right."""
@@ -55,8 +63,10 @@ def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 1, magic: bytes
     return head + zlib.crc32(head + payload).to_bytes(4, "little") + payload
 
 
-@pytest.mark.parametrize(("value", "golden"), [(ADDR, GOLDEN_ADDR), (DESC, GOLDEN_DESC)])
-def test_golden_bytes(value: NetAddr | MrDesc, golden: str) -> None:
+@pytest.mark.parametrize(
+    ("value", "golden"), [(ADDR, GOLDEN_ADDR), (DESC, GOLDEN_DESC), (LEASE, GOLDEN_LEASE)]
+)
+def test_golden_bytes(value: NetAddr | MrDesc | Lease, golden: str) -> None:
     """Another release must read what this one wrote; a changed layout needs a new VERSION."""
     assert golden == value.to_bytes().hex()
     assert value == type(value).from_bytes(bytes.fromhex(golden))
@@ -99,7 +109,7 @@ def test_payload_holds_the_fields_in_class_order() -> None:
 
 def test_docstring_names_every_kind() -> None:
     """A kind that the table forgets is one that a reader cannot recognise."""
-    for cls in (NetAddr, MrDesc):
+    for cls in (NetAddr, MrDesc, Lease):
         assert f"{cls.KIND.decode()} = {cls.__name__}" in wire.__doc__
 
 

@@ -1,0 +1,190 @@
+"""The writer's end of leases: what it may write to, until when, and how it lets go.
+
+The owner's end is `leases`. Rule 1: a lease that its owner has asked back stays over, whatever
+comes late or twice. Rule 2: the owner is answered only when no transfer under the lease is open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from tep.errors import LeaseError
+from tep.group import DomainGroup
+from tep.mailroom import Mailroom
+from tep.notes import NICS_MAX, Ended, Renewed, Told
+from tep.region import Link, Remote
+from tep.requests import Job
+from tep.transfer import Transfer
+from tep.wire import Lease
+
+__all__ = ["MARGIN", "Hold", "Holds"]
+
+MARGIN: Final = 1 / 8
+"""Share of a lease's time that its holder leaves unused: for clocks that differ, and the way."""
+
+_HELD_MAX: Final = 4096
+"""Leases that are over and are remembered; what is older is refused unseen."""
+
+_PATHS_MAX: Final = 100
+"""Paths that fit into an answer of 512 bytes, 3 bytes each."""
+
+Key = tuple[bytes, int]
+
+
+class Hold:
+    """One lease, as its holder knows it.
+
+    Attributes:
+        key: address of the owner's first NIC, and the lease's number.
+        remote: its bytes, resolved; None while only the owner's word of its end is known.
+        until_s: when submits under it are refused, on the engine's clock; the margin is off.
+        over: whether the owner has asked for it back.
+        open: transfers under it that have not settled.
+        paths: (our NIC, its NIC) over which bytes may still land.
+        asking: where its end was asked about, and not answered yet.
+        round: of the last renewal.
+    """
+
+    __slots__ = ("asking", "key", "open", "over", "paths", "remote", "round", "until_s")
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.remote: Remote | None = None
+        self.until_s = 0.0
+        self.over = False
+        self.open: dict[Transfer, None] = {}
+        self.paths: set[tuple[int, int]] = set()
+        self.asking: dict[tuple[int, bytes, int], None] = {}
+        self.round = 0
+
+
+class Holds:
+    """All leases that one engine holds. Users' threads come to `resolve`, all else is its worker's.
+
+    Args:
+        group: its NICs.
+        mail: from and to the owners.
+        now_s: the clock.
+
+    Attributes:
+        held: every lease that was met, by owner and number; empty where leases are not used.
+    """
+
+    def __init__(self, group: DomainGroup, mail: Mailroom, now_s: Callable[[], float]) -> None:
+        self.held: dict[Key, Hold] = {}
+        self._forgotten: dict[bytes, int] = {}
+        self._own = group.domains[0].address
+        self._group, self._mail, self._now_s = group, mail, now_s
+        mail.hear(Ended, self._ended)
+        mail.hear(Renewed, self._renewed)
+
+    def resolve(self, lease: Lease, link: Link, what: str) -> Remote:
+        """The bytes of a lease, ready for posting; its time begins when it is met first.
+
+        Raises:
+            LeaseError: it is over, about to be, or another engine's.
+        """
+        if lease.holder != self._own:
+            raise LeaseError(
+                f"{what}: {lease} was granted to {lease.holder!r}, not to this engine, or to it "
+                "before it restarted"
+            )
+        key = lease.desc.addr.domains[0], lease.number
+        hold = self._find(*key)
+        if hold is None:
+            raise LeaseError(f"{what}: {lease} is too old to be known; ask its owner for a new one")
+        if hold.remote is None and hold.round == 0:
+            hold.until_s = self._now_s() + lease.for_ns * 1e-9 * (1 - MARGIN)
+        if hold.remote is None:
+            hold.remote = Remote(lease.desc, link, hold)
+        self._check(hold, what)
+        return hold.remote
+
+    def _check(self, hold: Hold, what: str) -> None:
+        assert hold.remote is not None
+        name = f"{what}: lease {hold.key[1]} of {hold.remote.desc}"
+        if hold.over:
+            raise LeaseError(f"{name} was asked back by its owner; ask it for a new one")
+        late_s = self._now_s() - hold.until_s
+        if late_s >= 0:
+            raise LeaseError(
+                f"{name} ran out {late_s:.6f} s ago (its margin of 1/8 included); have its owner "
+                "renew it earlier, or ask for a new one"
+            )
+
+    # ------------------------------------------------------------------ transfers
+
+    def start(self, transfer: Transfer) -> None:
+        """Take a transfer under the leases that it is for. Raises LeaseError, as resolve() does."""
+        for hold in _holds(transfer.job):
+            self._check(hold, transfer.job.kind)
+            hold.open[transfer] = None
+
+    def ended(self, transfer: Transfer) -> None:
+        """A transfer has settled: no row of it is posted any more."""
+        for remote, domain, nic in transfer.doubts():
+            if remote.hold is not None:
+                remote.hold.paths.add((domain, nic))
+        for hold in _holds(transfer.job):
+            hold.open.pop(transfer, None)
+            if hold.over and not hold.open:
+                self._answer(hold)
+
+    # ------------------------------------------------------------------ the owner's word
+
+    def _ended(self, nic: int, address: bytes, note: Ended) -> None:
+        """The owner wants its memory back: what is queued is dropped, what is posted awaited."""
+        hold = self._find(note.owner, note.lease)
+        if hold is None:  # it was over, and what was left of it is forgotten
+            self._mail.answer(nic, address, Told(note.number, "it was too long ago", ()))
+            return
+        hold.over = True
+        hold.asking[nic, address, note.number] = None
+        error = LeaseError(f"lease {note.lease} was asked back by its owner before this was posted")
+        for transfer in list(hold.open):
+            if self._group.drop_queued(transfer):
+                transfer.failure = transfer.failure or error
+                if transfer.left == 0:
+                    self._group.ended.append(transfer)
+        if not hold.open:
+            self._answer(hold)
+        self._forget()
+
+    def _answer(self, hold: Hold) -> None:
+        asking, hold.asking = hold.asking, {}
+        why, paths = "", tuple(sorted(i * NICS_MAX + j for i, j in hold.paths))
+        if len(paths) > _PATHS_MAX:
+            why, paths = f"rows on {len(paths)} paths are lost", ()
+        for nic, address, number in asking:
+            self._mail.answer(nic, address, Told(number, why, paths))
+
+    def _renewed(self, nic: int, address: bytes, note: Renewed) -> None:
+        hold = self._find(note.owner, note.lease)
+        if hold is not None and note.round > hold.round:
+            hold.round = note.round
+            hold.until_s = self._now_s() + note.for_ns * 1e-9 * (1 - MARGIN)
+        self._mail.answer(nic, address, Told(note.number, "", ()))
+
+    def _find(self, owner: bytes, number: int) -> Hold | None:
+        """The hold of a lease, a new one where it was never met; None: it was forgotten."""
+        key = owner, number
+        found = self.held.get(key)
+        if found is None and number > self._forgotten.get(owner, 0):
+            found = self.held.setdefault(key, Hold(key))
+        return found
+
+    def _forget(self) -> None:
+        """Remember so many leases that are over; older ones count as over by their number."""
+        while len(self.held) > _HELD_MAX:
+            old = next((h for h in self.held.values() if h.over and not h.open), None)
+            if old is None:
+                return
+            owner, number = old.key
+            self._forgotten[owner] = max(number, self._forgotten.get(owner, 0))
+            del self.held[old.key]
+
+
+def _holds(job: Job) -> Iterable[Hold]:
+    remotes = [job.remotes] if isinstance(job.remotes, Remote) else job.remotes.remotes
+    return dict.fromkeys(remote.hold for remote in remotes if remote.hold is not None)

@@ -1,0 +1,374 @@
+"""The owner's end of leases: granted for a time, renewed, and over only when nobody can write.
+
+The writer's end is `holds`. Rule 1: time says when to ask for the memory back, never that it is
+free. Rule 2: a lease ends as free only after its writer has said that no row of it is left, and the
+paths over which bytes may still come are fenced off; a writer that says nothing is fenced off on
+all paths. Rule 3: where that cannot be known, the bytes are in quarantine, and the end says so.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from tep.audit import Audit
+from tep.backends.base import Access, Status
+from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError, UsageError
+from tep.handle import Handle, State
+from tep.mailroom import Mailroom
+from tep.notes import NICS_MAX, Answer, Ended, Renewed
+from tep.quarantine import Quarantine
+from tep.region import Link, MrHandle
+from tep.wire import Lease, MrDesc
+
+if TYPE_CHECKING:
+    from tep.engine import TransferEngine
+    from tep.peers import PeerBook
+
+__all__ = ["Grant", "Leases", "Revocation", "grant_lease"]
+
+Settle = Callable[[Handle, State, TepError | None], None]
+
+_S_PER_NS: Final = 1e-9
+_FOR_S_MAX: Final = 1e9
+
+
+class Revocation(Handle):
+    """The end of a lease: done = nobody can write to its bytes any more; failed = quarantine.
+
+    It is pending as long as the lease lasts, however it comes to end. `cancel()` revokes.
+
+    Attributes:
+        grant: whose end it is.
+    """
+
+    counted = False
+    __slots__ = ("grant",)
+
+    def __init__(self, grant: Grant, now_s: float) -> None:
+        super().__init__(grant.engine, now_s)
+        self.grant = grant
+
+    def cancel(self) -> None:
+        """Revoke the lease."""
+        self.grant.revoke()
+
+    def describe(self) -> str:
+        """One line for reports."""
+        grant = self.grant
+        if not self.settled and not grant.ending:
+            return f"{grant}: granted, for another {grant.left_s:.3f} s"
+        return f"{grant}: {'asked back, ' if not self.settled else ''}{self._state.value}"
+
+
+class Grant:
+    """What `engine.lease` returns: the owner's end of one lease.
+
+    Attributes:
+        lease: what the peer needs; `lease.to_bytes()` travels in anything.
+        mr, start, stop: the bytes.
+        link: the peer.
+        until_s: when it runs out, on the engine's clock.
+        ending: whether it was asked back.
+        over: settles when it is over; see Revocation.
+    """
+
+    __slots__ = (
+        "ending", "engine", "lease", "link", "mr", "over", "round", "start", "stop", "until_s",
+        "why",
+    )  # fmt: skip
+
+    def __init__(
+        self, engine: TransferEngine, lease: Lease, link: Link, mr: MrHandle, start: int
+    ) -> None:
+        self.engine = engine
+        self.lease = lease
+        self.link = link
+        self.mr = mr
+        self.start = start
+        self.stop = start + lease.desc.nbytes
+        self.round = 0
+        self.ending = False
+        self.why = ""
+        now_s = engine.driver.now_s()
+        self.until_s = now_s + lease.for_ns * _S_PER_NS
+        self.over = Revocation(self, now_s)
+
+    def __str__(self) -> str:
+        where = f"bytes {self.start} .. {self.stop} of region {self.mr.desc.region}"
+        return f"lease {self.lease.number} of {where} to {self.link.addr.name}"
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until it runs out."""
+        return max(0.0, self.until_s - self.engine.driver.now_s())
+
+    def renew(self, for_s: float) -> None:
+        """Let it last `for_s` seconds from now; the peer is told.
+
+        Raises:
+            LeaseError: it is over, or was asked back.
+        """
+        for_ns = _for_ns(for_s, "renew")
+        leases = self.engine._worker.leases
+        self.engine.driver.call(lambda: leases.renew(self, for_ns))
+        self.engine.driver.kick()
+
+    def revoke(self) -> Revocation:
+        """Ask for the memory back now; return its end, which says when it is free.
+
+        Idempotent. Where an earlier end was a quarantine, all is tried again.
+        """
+        leases = self.engine._worker.leases
+        if not self.engine._closed:
+            self.engine.driver.call(lambda: leases.revoke(self))
+            self.engine.driver.kick()
+        return self.over
+
+
+class Leases:
+    """All leases that one engine has granted; its worker's, but for what `Grant` asks of it.
+
+    Args:
+        mail, audit: to tell writers, and to fence them off.
+        now_s: the clock.
+        opened: where handles stand until they settle.
+        settle: ends a handle.
+
+    Attributes:
+        granted: those that are not over, by number.
+        held_back: those that ended in quarantine, and why.
+        book: where later incarnations of peers show up.
+    """
+
+    def __init__(
+        self,
+        mail: Mailroom,
+        audit: Audit,
+        now_s: Callable[[], float],
+        opened: dict[Handle, None],
+        settle: Settle,
+    ) -> None:
+        self.granted: dict[int, Grant] = {}
+        self.held_back: dict[Grant, str] = {}
+        self.book: PeerBook | None = None
+        self._numbers = itertools.count(1)
+        self._due: list[tuple[float, int]] = []
+        self._generation = 0
+        self._mail, self._audit, self._now_s = mail, audit, now_s
+        self._opened, self._settle = opened, settle
+
+    # ------------------------------------------------------------------ granting
+
+    def next_number(self) -> int:
+        """The number of the next lease."""
+        return next(self._numbers)
+
+    def grant(self, grant: Grant) -> None:
+        """Let a lease begin. Raises BusyError where some of its bytes are in quarantine."""
+        for found in self.quarantines(grant.mr):
+            if found.start < grant.stop and grant.start < found.stop:
+                text = f"lease: bytes {found.start} .. {found.stop} are not free: {found.why}"
+                raise BusyError(text)
+        self._begin(grant)
+
+    def _begin(self, grant: Grant) -> None:
+        self.granted[grant.lease.number] = grant
+        heapq.heappush(self._due, (grant.until_s, grant.lease.number))
+        self._opened[grant.over] = None
+
+    def renew(self, grant: Grant, for_ns: int) -> None:
+        """Let a lease last so long from now on."""
+        if grant.ending or grant.over.settled:
+            raise LeaseError(f"renew: {grant} was asked back, or is over; grant a new one")
+        grant.until_s = self._now_s() + for_ns * _S_PER_NS
+        grant.round += 1
+        heapq.heappush(self._due, (grant.until_s, grant.lease.number))
+        owner, number, turn = _owner(grant), grant.lease.number, grant.round
+        self._mail.ask(
+            grant.link, lambda n: Renewed(n, owner, number, turn, for_ns), _nothing, _nothing
+        )
+
+    # ------------------------------------------------------------------ ending
+
+    def step(self) -> bool:
+        """Ask back what has run out, or was granted to an incarnation that is gone."""
+        work = False
+        now_s = self._now_s()
+        while self._due and self._due[0][0] <= now_s:
+            grant = self.granted.get(heapq.heappop(self._due)[1])
+            if grant is not None and grant.until_s <= now_s:
+                work = True
+                self.end(grant)
+        book = self.book
+        if book is not None and book.generation != self._generation:
+            self._generation = book.generation
+            for grant in list(self.granted.values()):
+                if not grant.link.current:
+                    work = True
+                    self.end(grant)
+        return work
+
+    def due_s(self) -> float | None:
+        """When the next lease runs out, at the earliest."""
+        due = self._due
+        while due and ((grant := self.granted.get(due[0][1])) is None or grant.ending):
+            heapq.heappop(due)
+        return due[0][0] if due else None
+
+    def revoke(self, grant: Grant) -> None:
+        """End a lease; or, where it is in quarantine, try again."""
+        if grant in self.held_back:
+            del self.held_back[grant]
+            grant.ending = False
+            grant.over = Revocation(grant, self._now_s())
+            self._begin(grant)
+        self.end(grant)
+
+    def end(self, grant: Grant) -> None:
+        """Ask for the memory back; once."""
+        if grant.ending or grant.over.settled:
+            return
+        grant.ending, grant.why = True, ""
+        owner, number = _owner(grant), grant.lease.number
+        self._mail.ask(
+            grant.link,
+            lambda n: Ended(n, owner, number),
+            lambda answer: self._stopped(grant, answer),
+            lambda why: self._silent(grant, why),
+        )
+
+    def _stopped(self, grant: Grant, answer: Answer) -> None:
+        """The writer has stopped: what is left are the paths over which bytes may still come."""
+        paths = [divmod(count, NICS_MAX) for count in answer.counts]
+        there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
+        if answer.why or any(i >= there or j >= here for i, j in paths):
+            self._silent(grant, answer.why or "it named a NIC that is not there")
+        else:
+            self._fence(grant, paths)
+
+    def _silent(self, grant: Grant, why: str) -> None:
+        """Nobody knows what the writer does: nothing of it may land any more."""
+        grant.why = f"{grant.link.addr.name} did not say that it had stopped: {why}"
+        there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
+        self._fence(grant, itertools.product(range(there), range(here)))
+
+    def _fence(self, grant: Grant, paths: Iterable[tuple[int, int]]) -> None:
+        """Fence paths off; over = every one of them was. Paths are (its NIC, ours)."""
+        if not self._mail.able:
+            return  # the engine is being closed, which ends all leases
+        fences = _Fences(partial(self._fenced, grant))
+        for i, j in paths:
+            fences.begin(self._audit, grant.link.addr.domains[i], j)
+        fences.end(self._audit, -1, Status.OK)
+
+    def _fenced(self, grant: Grant, gaps: Sequence[str]) -> None:
+        if grant.over.settled:
+            return
+        del self.granted[grant.lease.number]
+        if not gaps:
+            self._settle(grant.over, State.DONE, None)
+            return
+        name = grant.link.addr.name
+        why = f"{name} may still write there: {grant.why or 'a row of it is lost'}; {gaps[0]}"
+        self.held_back[grant] = why
+        cure = f"deregister the region, close the engine, or revoke() again once {name} is back"
+        text = f"{grant} is in quarantine: {why}; {cure}"
+        self._settle(grant.over, State.FAILED, FabricError(text, code="QUARANTINED", peer=name))
+
+    # ------------------------------------------------------------------ asking
+
+    def quarantines(self, mr: MrHandle) -> tuple[Quarantine, ...]:
+        """What of a region is in quarantine because a lease ended so."""
+        held = list(self.held_back.items())
+        return tuple(Quarantine(g.start, g.stop, why) for g, why in held if g.mr is mr)
+
+    def refuse(self, mr: MrHandle) -> None:
+        """Raise BusyError if a lease of a region is not over."""
+        for grant in self.granted.values():
+            if grant.mr is mr:
+                state = "asked back" if grant.ending else f"for another {grant.left_s:.3f} s"
+                raise BusyError(
+                    f"deregister: {grant} is not over ({state}); revoke() it, and wait for its end"
+                )
+
+    def forget(self, mr: MrHandle) -> None:
+        """A region was deregistered: that ended whatever quarantine its leases left."""
+        for grant in [grant for grant in self.held_back if grant.mr is mr]:
+            del self.held_back[grant]
+
+    def closed(self) -> None:
+        """The NICs are closed, and write nothing any more (C14): every lease is over."""
+        for grant in list(self.granted.values()):
+            self._fenced(grant, ())
+
+
+class _Fences:
+    """Several fences, and one call when all of them have ended.
+
+    Attributes:
+        gaps: why some of them could not be.
+    """
+
+    __slots__ = ("_left", "_then", "gaps")
+
+    def __init__(self, then: Callable[[Sequence[str]], object]) -> None:
+        self.gaps: list[str] = []
+        self._left = 1  # our own, so that it cannot be over before it has begun
+        self._then = then
+
+    def begin(self, audit: Audit, source: bytes, nic: int) -> None:
+        """Fence one path."""
+        self._left += 1
+        try:
+            audit.fence(source, nic, partial(self.end, audit, nic))
+        except TepError as error:
+            self.gaps.append(str(error))
+            self.end(audit, nic, Status.OK)
+
+    def end(self, audit: Audit, nic: int, status: int) -> None:
+        """One of them has ended."""
+        if status != Status.OK:
+            self.gaps.append(audit.why_not(nic, status))
+        self._left -= 1
+        if self._left == 0:
+            self._then(self.gaps)
+
+
+def grant_lease(
+    engine: TransferEngine, mr: MrHandle, link: Link, for_s: float, start: int, nbytes: int
+) -> Grant:
+    """Make the lease of some bytes of a region; `engine.lease` says what may be refused."""
+    whole = mr.desc
+    if not engine._worker.mail.able:
+        raise UsageError(f"lease: {whole.addr.backend} has no notes between engines")
+    if mr.access is not Access.SOURCE_AND_TARGET:
+        raise BadRequest(f"lease: {mr!r} was registered with Access.SOURCE; peers may not write")
+    if start < 0 or nbytes < 1 or start + nbytes > whole.nbytes:
+        raise BadRequest(f"lease: bytes {start} .. {start + nbytes} are outside {mr!r}, or none")
+    bases = tuple(base + start for base in whole.bases)
+    desc = MrDesc(whole.addr, whole.region, nbytes, whole.device, True, whole.rkeys, bases)
+    leases = engine._worker.leases
+    holder = link.addr.domains[0]
+    lease = Lease(desc, leases.next_number(), holder, _for_ns(for_s, "lease"))
+    grant = Grant(engine, lease, link, mr, start)
+    engine.driver.call(lambda: leases.grant(grant))
+    engine.driver.kick()
+    return grant
+
+
+def _for_ns(for_s: float, what: str) -> int:
+    if not 1e-9 <= for_s <= _FOR_S_MAX:
+        raise BadRequest(f"{what}: for_s={for_s} is no time, or more than {_FOR_S_MAX:g} s")
+    return round(for_s / _S_PER_NS)
+
+
+def _owner(grant: Grant) -> bytes:
+    return grant.lease.desc.addr.domains[0]
+
+
+def _nothing(_: object) -> None:
+    """A renewal that did not get there is no loss: the writer stops earlier."""

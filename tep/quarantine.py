@@ -1,0 +1,121 @@
+"""Which memory a NIC may still touch although nothing is open: by status, by access, and why.
+
+A settled handle says that every posted row is back. Of some ends nobody can know more: what is in
+doubt at a peer is named by the transfer, what is in doubt here by the region. Nothing here waits,
+asks or fences; what does is `leases`. The table is in ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from tep.backends.base import Access, Status
+from tep.errors import BusyError, FabricError, TepError
+
+if TYPE_CHECKING:
+    from tep.engine import TransferEngine
+    from tep.region import MrHandle
+    from tep.transfer import Transfer
+
+__all__ = [
+    "MAY_LAND",
+    "InDoubt",
+    "Quarantine",
+    "doubts_text",
+    "failure_of",
+    "holders_of",
+    "quarantines",
+]
+
+MAY_LAND: Final = frozenset(Status) - {
+    Status.OK,  # the peer's NIC has acknowledged the row (C1)
+    Status.REMOTE_KEY,
+    Status.REMOTE_RANGE,
+    Status.LENGTH,  # these three change nothing (C11)
+    Status.STALE_PEER,  # the memory's owner is gone, and it touches nothing of the next (C13)
+}
+"""Statuses of a row whose bytes may land after its end: all of which no clause says otherwise."""
+
+
+class InDoubt(NamedTuple):
+    """Bytes at a peer that a row may still land in, although its transfer has settled.
+
+    Attributes:
+        peer: the owner's name.
+        region: number of its region.
+        path: (our NIC, its NIC).
+        code: name of the status that the row ended with; UNKNOWN = the worker was stopped by a bug.
+    """
+
+    peer: str
+    region: int
+    path: tuple[int, int]
+    code: str
+
+
+class Quarantine(NamedTuple):
+    """Bytes start .. stop of a region here that a NIC may still touch, and why."""
+
+    start: int
+    stop: int
+    why: str
+
+
+def doubts_text(doubts: tuple[InDoubt, ...]) -> str:
+    """Say where bytes may still land; "" = nowhere."""
+    regions = dict.fromkeys(f"region {d.region} of {d.peer}" for d in doubts)
+    return f"bytes may still land in {', '.join(regions)}" if regions else ""
+
+
+def failure_of(transfer: Transfer) -> TepError | None:
+    """What a transfer failed for, with what is in doubt because of it."""
+    failure, doubts = transfer.failure, transfer.in_doubt
+    if not doubts or not isinstance(failure, FabricError):
+        return failure
+    return FabricError(
+        f"{failure}; {doubts_text(doubts)}",
+        code=failure.code,
+        domain=failure.domain,
+        peer=failure.peer,
+        row=failure.row,
+        in_doubt=doubts,
+    )
+
+
+def quarantines(engine: TransferEngine, mr: MrHandle) -> tuple[Quarantine, ...]:
+    """What of a region is in quarantine now."""
+    whole = mr.memory.nbytes
+    if engine._crashed:
+        why = "the engine's worker was stopped by a bug, and what NICs hold is unknown"
+        return (Quarantine(0, whole, why),)
+    if engine._closed or (mr.closed and mr not in engine._kept):
+        return ()
+    found = [
+        Quarantine(0, whole, f"NIC {k} ({engine._domains[k].caps.nic}) is down, cannot be asked")
+        for k in _silent(engine, mr)
+    ]
+    return (*found, *engine._worker.leases.quarantines(mr))
+
+
+def _silent(engine: TransferEngine, mr: MrHandle) -> list[int]:
+    """NICs that are down and may touch a region: as a target, or reading what they had begun."""
+    target = mr.access is Access.SOURCE_AND_TARGET
+    alive = engine._worker.group.alive
+    return [k for k, up in enumerate(alive) if not up and (target or k in mr.readers)]
+
+
+def holders_of(engine: TransferEngine, mr: MrHandle) -> list[int]:
+    """The NICs for whose sake the engine has to hold a region's memory until it is closed.
+
+    Raises:
+        BusyError: it cannot hold what it does not own, or a lease of it is not over.
+    """
+    engine._worker.leases.refuse(mr)
+    silent = _silent(engine, mr)
+    if silent and mr.memory.owner is None:
+        raise BusyError(
+            f"deregister: NIC {silent[0]} ({engine._domains[silent[0]].caps.nic}) is down and may "
+            f"still touch region {mr.desc.region}, whose memory the engine cannot hold for you: "
+            "keep it mapped, and close() the engine first"
+        )
+    return silent

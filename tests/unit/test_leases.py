@@ -1,0 +1,417 @@
+"""Leases and quarantine, case by case: what is refused, what is told, and what ends what."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+
+import tep
+from tep import holds
+from tep.backends.base import Kind, Status
+from tep.backends.loopback import Hub
+from tep.drivers import InlineDriver
+from tep.errors import (
+    BadDescriptor,
+    BadRequest,
+    BusyError,
+    ClosedError,
+    FabricError,
+    LeaseError,
+    UsageError,
+)
+from tep.notes import Ended, Renewed
+from tep.sim.chaos_nic import ChaosNic
+from tep.sim.cluster import Cluster
+from tep.sim.faults import Chaos
+from tep.wire import Lease
+
+BYTES = 1024
+
+
+class Pair:
+    """An owner a and a writer b on a calm fabric, a region of a, a source of b."""
+
+    def __init__(self, nics: int = 2, **knobs: object) -> None:
+        self.cluster = Cluster(2, nics, chaos=Chaos.calm(**knobs))
+        self.a, self.b = self.cluster.engines
+        self.memory = np.zeros(BYTES, np.uint8)
+        self.mr, self.desc = self.a.reg_mr(self.memory)
+        self.src, _ = self.b.reg_mr(np.full(BYTES, 7, np.uint8))
+
+    def lease(self, for_s: float = 1.0, **kw: int) -> tuple[tep.Grant, Lease]:
+        """Grant b a lease, and have it travel."""
+        grant = self.a.lease(self.mr, self.b.main_address, for_s=for_s, **kw)
+        return grant, Lease.from_bytes(grant.lease.to_bytes())
+
+    def write(self, lease: Lease, nbytes: int = 8, at: int = 0) -> tep.Transfer:
+        """Write from b under a lease."""
+        return self.b.submit_single_write(nbytes, (self.src, 0), (lease, at))
+
+    def pass_s(self, seconds: float) -> None:
+        """Let time pass."""
+        end_us = self.cluster.now_us + seconds * 1e6
+        self.cluster.at(end_us, lambda: None)
+        self.cluster.env.run_until(lambda: self.cluster.now_us >= end_us)
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_a_lease_is_a_descriptor_of_its_bytes_alone(pair: Pair) -> None:
+    """A holder that writes beyond its range writes over somebody else's page."""
+    _, lease = pair.lease(offset=100, nbytes=50)
+    pair.write(lease, 50).wait(1)
+
+    assert {7} == set(pair.memory[100:150])
+    assert 50 == np.count_nonzero(pair.memory)
+    with pytest.raises(BadRequest, match=r"target bytes 1 \.\. 51 are outside the 50 bytes"):
+        pair.write(lease, 50, at=1)
+
+
+def test_every_verb_takes_a_lease(pair: Pair) -> None:
+    """A verb that takes descriptors only is one that cannot be used on leased memory."""
+    _, lease = pair.lease()
+    pages, group = tep.Pages([1, 2]), pair.b.add_peer_group([pair.a.main_address])
+    pair.b.submit_paged_writes(8, (pair.src, pages), (lease, pages)).wait(1)
+    pair.b.submit_scatter(pair.src, [tep.ScatterDst(8, 0, (lease, 40))], group=group).wait(1)
+    pair.b.submit_barrier([lease], 5).wait(1)
+
+    assert [8, 40] == [int(np.flatnonzero(pair.memory)[k]) for k in (0, 16)]
+    assert 1 == pair.a.imm_counter(5).value
+
+
+def test_a_revoked_lease_is_refused_before_anything_is_posted(pair: Pair) -> None:
+    """The owner has been told that nobody writes any more."""
+    grant, lease = pair.lease()
+    group = pair.b.add_peer_group([pair.a.main_address])
+    slices = [tep.ScatterDst(8, 0, (lease, 0))]
+    pair.b.submit_scatter(pair.src, slices, group=group).wait(1)
+    grant.revoke().wait(1)
+
+    posted = pair.b.stats().nics
+    with pytest.raises(LeaseError, match="was asked back by its owner"):
+        pair.write(lease)
+    with pytest.raises(LeaseError, match="was asked back by its owner"):
+        pair.b.submit_scatter(pair.src, slices, group=group)
+    assert posted == pair.b.stats().nics
+    assert grant.revoke() is grant.over
+    assert grant.over.done
+
+
+def test_a_submit_that_met_the_end_on_its_way_fails(pair: Pair) -> None:
+    """Between a submit and its step the owner may have been told that nothing is open."""
+    grant, lease = pair.lease()
+    remote = pair.b._peers.resolve(lease, "test")
+    late = pair.write(lease)
+    remote.hold.over = True
+
+    with pytest.raises(LeaseError, match="asked back"):
+        late.wait(1)
+    assert not pair.memory.any()
+    grant.revoke().wait(1)
+
+
+def test_a_lease_runs_out_by_its_holders_clock_less_a_margin(pair: Pair) -> None:
+    """A holder that writes to the last moment writes after it, by the owner's clock."""
+    grant, lease = pair.lease(for_s=0.8)
+    pair.write(lease).wait(1)
+    pair.pass_s(0.65)
+    pair.write(lease).wait(1)
+    pair.pass_s(0.1)  # 0.75 s, beyond 7/8 of 0.8
+
+    with pytest.raises(LeaseError, match=r"ran out 0\.05.* s ago"):
+        pair.write(lease)
+    assert not grant.over.settled
+    grant.over.wait(1)
+    assert grant.over.done
+
+
+def test_a_renewed_lease_lasts(pair: Pair) -> None:
+    """Long work under short leases is what they are for."""
+    grant, lease = pair.lease(for_s=0.8)
+    for _ in range(3):
+        pair.write(lease).wait(1)
+        pair.pass_s(0.5)
+        grant.renew(0.8)
+    pair.pass_s(0.5)
+    pair.write(lease).wait(1)
+
+    grant.revoke().wait(1)
+    with pytest.raises(LeaseError, match="renew: .* was asked back, or is over"):
+        grant.renew(1)
+
+
+def test_an_old_renewal_changes_nothing(pair: Pair) -> None:
+    """Notes overtake each other: the last word of the owner counts, not the last to come."""
+    grant, lease = pair.lease(for_s=0.8)
+    hold = pair.b._peers.resolve(lease, "test").hold
+    address = pair.a.main_address.domains[0]
+    pair.b._worker.holds._renewed(0, address, Renewed(1, *hold.key, 2, 10**9))
+    until_s = hold.until_s
+    pair.b._worker.holds._renewed(0, address, Renewed(2, *hold.key, 1, 10**12))
+
+    assert until_s == hold.until_s
+    grant.revoke().wait(1)
+
+
+def test_posted_rows_are_awaited_and_queued_ones_dropped() -> None:
+    """An answer while a row is posted frees memory under it; waiting for a queue takes for ever."""
+    pair = Pair(nics=1, sq_depth=1)
+    grant, lease = pair.lease()
+    pages = tep.Pages(range(64))
+    sent = pair.b.submit_paged_writes(8, (pair.src, pages), (lease, pages))
+    pair.cluster.env.run_until(lambda: sent.stats().rows_back > 3)
+    over = grant.revoke()
+    over.wait(1)
+
+    assert over.done
+    with pytest.raises(LeaseError, match="asked back by its owner before this was posted"):
+        sent.result()
+    assert 0 < np.count_nonzero(pair.memory) < 64 * 8
+
+
+def test_a_leased_region_is_not_given_back(pair: Pair) -> None:
+    """Who frees memory under a writer must learn whose it is, and for how long."""
+    grant, _ = pair.lease(for_s=2.0)
+
+    with pytest.raises(BusyError, match=r"lease 1 of .* to b is not over \(for another 2\.000 s\)"):
+        pair.a.deregister(pair.mr)
+    over = grant.revoke()
+    with pytest.raises(BusyError, match="asked back"):
+        pair.a.deregister(pair.mr)
+    over.wait(1)
+    pair.a.deregister(pair.mr)
+
+
+def test_a_lease_is_for_one_incarnation_of_one_engine(pair: Pair) -> None:
+    """A lease that is passed on, or outlives a restart, has a writer whom nobody asks back."""
+    grant, lease = pair.lease()
+    with pytest.raises(LeaseError, match="not to this engine"):
+        pair.a.submit_barrier([lease], 1)
+
+    pair.b = pair.cluster.restart("b")
+    pair.src, _ = pair.b.reg_mr(np.full(BYTES, 7, np.uint8))
+    with pytest.raises(LeaseError, match="before it restarted"):
+        pair.write(lease)
+    pair.a.add_peer_group([pair.b.main_address])  # now the owner knows
+    grant.over.wait(1)
+    assert grant.over.done
+
+
+def test_a_silent_writer_is_fenced_off(pair: Pair) -> None:
+    """A stopped process may go on at any time: its rows must not."""
+    grant, lease = pair.lease(for_s=1e-3)
+    pair.write(lease).wait(1)
+    pair.pass_s(1e-4)  # so that no step is booked
+    pair.b.driver.node.pause(10**12)
+    late = pair.write(lease)
+    pair.a.driver.wait(grant.over, 0.9)
+    assert grant.over.done
+    assert "did not say that it had stopped" in grant.why
+    pair.memory[:] = 9
+
+    with pytest.raises(tep.TepError):
+        late.wait(10)
+    assert {9} == set(pair.memory)
+
+
+def cannot_fence(self: ChaosNic, _: bytes, ctx: int) -> None:
+    """Stand in for a NIC that has no fence."""
+    self._cq.push((int(Kind.FENCED), int(Status.PROVIDER), 1, 0, 0, ctx, 0))
+
+
+def test_what_cannot_be_known_is_quarantined_and_lifted(pair: Pair) -> None:
+    """An end that guesses is a page that changes; one that never ends is a page that is lost."""
+    grant, lease = pair.lease(for_s=1e-3, nbytes=64)
+    pair.write(lease).wait(1)
+    pair.b.driver.node.pause(10**11)
+    with mock.patch.object(ChaosNic, "fence", cannot_fence):
+        with pytest.raises(FabricError, match="is in quarantine: b may still write .* PROVIDER"):
+            grant.over.wait(0.09)
+
+        (found,) = pair.mr.quarantined
+        assert (0, 64) == found[:2]
+        assert 64 == pair.a.stats().bytes_quarantined
+        assert "bytes 0 .. 64 of region 1 are in quarantine" in pair.a.stall_report()
+        with pytest.raises(BusyError, match=r"lease: bytes 0 \.\. 64 are not free"):
+            pair.lease(offset=60)
+        pair.pass_s(0.2)
+        grant.revoke().wait(1)  # the writer is back, and answers
+
+    assert () == pair.mr.quarantined
+    assert grant.over.done
+
+
+def test_deregistering_ends_a_quarantine(pair: Pair) -> None:
+    """Withdrawing the key is a fence against everybody (C16)."""
+    grant, _ = pair.lease(for_s=1e-3)
+    pair.cluster.kill_nic("b", 0)
+    pair.b.close()
+    with mock.patch.object(ChaosNic, "fence", cannot_fence), pytest.raises(FabricError):
+        grant.over.wait(1)
+    assert pair.mr.quarantined
+
+    pair.a.deregister(pair.mr)
+    assert () == pair.mr.quarantined
+    assert 0 == pair.a.stats().bytes_quarantined
+
+
+def test_closing_ends_all_leases(pair: Pair) -> None:
+    """After close nothing is written (C14): whoever waits for the end of a lease has it."""
+    grant, lease = pair.lease()
+    other, _ = pair.lease()
+    other.revoke()
+    pair.a.close()
+
+    assert (True, True) == (grant.over.done, other.over.done)
+    assert grant.revoke() is grant.over
+    with pytest.raises(tep.TepError):
+        pair.write(lease).wait(1)
+
+
+def test_old_leases_are_over_by_their_number(pair: Pair) -> None:
+    """What is remembered of leases is bounded; what is forgotten must not come to life again."""
+    with mock.patch.object(holds, "_HELD_MAX", 2):
+        leases = []
+        for _ in range(5):
+            grant, lease = pair.lease()
+            leases.append(lease)
+            grant.revoke().wait(1)
+        grant, lease = pair.lease()
+        pair.write(lease).wait(1)
+
+        assert len(pair.b._worker.holds.held) <= 3
+        for old in leases:
+            with pytest.raises(LeaseError, match="asked back|too old"):
+                pair.write(old)
+        address = pair.a.main_address.domains[0]
+        pair.b._worker.holds._ended(0, address, Ended(77, address, 1))
+        assert "too long ago" in pair.b._worker.mail._queue[-1].note.why
+        grant.revoke().wait(1)
+
+
+def test_leases_that_cannot_be(pair: Pair) -> None:
+    """Each refusal before anything is granted, with its reason."""
+    lease = pair.a.lease
+    peer = pair.b.main_address
+    private, _ = pair.a.reg_mr(bytes(64), access=tep.Access.SOURCE)
+    for kw in ({"offset": -1}, {"nbytes": 0}, {"offset": 1, "nbytes": BYTES}):
+        with pytest.raises(BadRequest, match="are outside .* or none"):
+            lease(pair.mr, peer, for_s=1, **kw)
+    for for_s in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(BadRequest, match="is no time"):
+            lease(pair.mr, peer, for_s=for_s)
+    with pytest.raises(BadRequest, match="peers may not write"):
+        lease(private, peer, for_s=1)
+    with pytest.raises(BadDescriptor):
+        Lease.from_bytes(pair.desc.to_bytes())
+    pair.a._worker.mail.able = False
+    with pytest.raises(UsageError, match="has no notes"):
+        lease(pair.mr, peer, for_s=1)
+    pair.a.close()
+    with pytest.raises(ClosedError):
+        lease(pair.mr, peer, for_s=1)
+
+
+def test_reports_name_the_leases(pair: Pair) -> None:
+    """Who waits for memory wants to know who has it."""
+    grant, _ = pair.lease(for_s=3)
+    line = f"lease 1 of bytes 0 .. {BYTES} of region 1 to b: granted, for another 3.000 s"
+
+    assert line in pair.a.explain()
+    assert line in pair.a.stall_report()
+    assert 1 == pair.a.stats().leases
+    assert (0, 0) == (pair.a.stats().transfers_submitted, pair.a.stats().transfers_done)
+    grant.over.cancel()
+    grant.over.wait(1)
+    assert 0 == pair.a.stats().leases
+
+
+# ---------------------------------------------------------------------- quarantine without leases
+
+
+def test_a_failed_write_names_what_is_in_doubt() -> None:
+    """A retry into the same page may be overwritten by the write that failed."""
+    pair = Pair(nics=1)
+    sent = pair.b.submit_single_write(8, (pair.src, 0), (pair.desc, 0))
+    pair.cluster.kill_nic("a", 0)
+    with pytest.raises(FabricError, match="bytes may still land in region 1 of a") as caught:
+        sent.wait(1)
+
+    assert (("a", 1, (0, 0), "UNREACHABLE"),) == sent.in_doubt == caught.value.in_doubt
+    assert 1 == pair.b.stats().transfers_in_doubt
+    assert "1 transfers settled with bytes in doubt" in pair.b.stall_report()
+    fresh = pair.cluster.restart("a")
+    pair.b.add_peer_group([fresh.main_address])
+    assert () == sent.in_doubt, "the memory's owner is gone"
+
+
+def test_a_refused_write_leaves_nothing_in_doubt(pair: Pair) -> None:
+    """The target's NIC has said that it changed nothing (C11)."""
+    pair.a.deregister(pair.mr)
+    sent = pair.b.submit_single_write(8, (pair.src, 0), (pair.desc, 0))
+    with pytest.raises(FabricError, match="REMOTE_KEY") as caught:
+        sent.wait(1)
+
+    assert () == sent.in_doubt == caught.value.in_doubt
+
+
+def test_memory_that_a_dead_nic_knows_is_held_until_close(pair: Pair) -> None:
+    """Nobody can ask a NIC that is down what it still does to the memory."""
+    raw, _ = pair.a.reg_mr((pair.memory.ctypes.data, BYTES, "cpu"))
+    source, _ = pair.a.reg_mr(bytes(64), access=tep.Access.SOURCE)
+    pair.cluster.kill_nic("a", 1)
+    pair.cluster.env.run_until(lambda: not pair.a._worker.group.alive[1])
+
+    assert "NIC 1 (a/1) is down" in pair.mr.quarantined[0].why
+    assert () == source.quarantined, "nothing of it was on its way"
+    pair.a.deregister(source)
+    pair.a.deregister(pair.mr)
+    assert pair.mr.quarantined
+    assert [pair.mr] == list(pair.a._kept)
+    with pytest.raises(BusyError, match="the engine cannot hold for you"):
+        pair.a.deregister(raw)
+    pair.a.close()
+    assert () == pair.mr.quarantined
+    assert {} == pair.a._kept
+
+
+def test_a_source_on_a_dead_nic_is_held(pair: Pair) -> None:
+    """The NIC may be reading still; what it reads goes nowhere, but the bytes must stay mapped."""
+    _, desc = pair.b.reg_mr(np.zeros(BYTES, np.uint8))
+    source, _ = pair.a.reg_mr(bytes(BYTES), access=tep.Access.SOURCE)
+    sent = pair.a.submit_single_write(BYTES, (source, 0), (desc, 0))
+    pair.cluster.env.run_until(lambda: sent.stats().rows_posted == sent.rows)
+    pair.cluster.kill_nic("a", 0)
+    sent.wait(1)
+
+    assert "NIC 0 (a/0) is down" in source.quarantined[0].why
+    assert () == sent.in_doubt, "the path is fenced, and the other NIC has carried it"
+
+
+def test_a_stopped_worker_leaves_everything_in_doubt() -> None:
+    """After a bug nobody knows what the NICs hold."""
+    hub = Hub(token=1)
+    ring: list = []
+    a, b = (
+        tep.TransferEngine.open("loopback", name=n, hub=hub, driver=InlineDriver(ring), seed=3)
+        for n in "ab"
+    )
+    memory, target = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
+    mr, _ = a.reg_mr(memory)
+    _, desc = b.reg_mr(target)
+    sent = a.submit_single_write(64, (mr, 0), (desc, 0))
+    for _ in range(100):
+        a.step()
+        if sent.stats().rows_posted:
+            break
+    assert not sent.settled
+    a.crash(RuntimeError("scripted"))
+
+    assert "stopped by a bug" in mr.quarantined[0].why
+    assert "UNKNOWN" == sent.in_doubt[0].code
+    b.close()
