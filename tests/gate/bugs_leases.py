@@ -1,0 +1,191 @@
+"""Planted bugs: leases that end too early, on either side, and doubts that are forgotten.
+
+They have a gate of their own, `test_lease_bugs`: the scenarios of the other one grant no leases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tep import group as groups
+from tep.backends.base import Status
+from tep.holds import Holds
+from tep.leases import Leases
+from tep.notes import NICS_MAX, Answer, Told
+from tep.quarantine import MAY_LAND
+from tep.recovery import Recovery
+from tests.gate.registry import Bug, Change
+
+__all__ = ["LEASE_BUGS"]
+
+LEASE_BUGS: dict[str, Bug] = {}
+
+
+def bug(budget: int) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
+    """Register a bug, with the seeds it may take to be found."""
+
+    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+        LEASE_BUGS[plant.__name__] = Bug(plant.__name__, plant, budget)
+        return plant
+
+    return register
+
+
+# ---------------------------------------------------------------------- the owner
+
+
+@bug(budget=20)
+def free_when_run_out() -> list[Change]:
+    """A lease that has run out counts as over, and nobody is asked."""
+
+    def end(self, grant):
+        if not grant.ending:
+            grant.ending = True
+            self._fenced(grant, ())
+
+    return [(Leases, "end", end)]
+
+
+@bug(budget=150)
+def silence_is_consent() -> list[Change]:
+    """A writer that does not answer is taken for dead, and not fenced off."""
+    return [(Leases, "_silent", lambda self, grant, _: self._fence(grant, ()))]
+
+
+@bug(budget=200)
+def restart_is_an_end() -> list[Change]:
+    """A writer that has restarted cannot write: what it had sent before may land all the same."""
+    silent = Leases._silent
+
+    def trusting(self, grant, why):
+        if "restarted" in why:
+            self._fence(grant, ())
+        else:
+            silent(self, grant, why)
+
+    return [(Leases, "_silent", trusting)]
+
+
+@bug(budget=400)
+def paths_ignored() -> list[Change]:
+    """The writer names paths over which bytes may come, and the owner fences none of them."""
+    stopped = Leases._stopped
+
+    def deaf(self, grant, answer):
+        stopped(self, grant, Told(answer.number, answer.why, ()))
+
+    return [(Leases, "_stopped", deaf)]
+
+
+@bug(budget=800)
+def paths_turned_round() -> list[Change]:
+    """The owner takes the writer's NIC for its own, and its own for the writer's."""
+    stopped = Leases._stopped
+
+    def mixed(self, grant, answer: Answer):
+        paths = (divmod(count, NICS_MAX) for count in answer.counts)
+        stopped(self, grant, Told(answer.number, "", tuple(j * NICS_MAX + i for i, j in paths)))
+
+    return [(Leases, "_stopped", mixed)]
+
+
+@bug(budget=100)
+def failed_fence_is_a_fence() -> list[Change]:
+    """A NIC that cannot fence is taken for one that has."""
+    fenced = Leases._fenced
+    return [(Leases, "_fenced", lambda self, grant, _: fenced(self, grant, ()))]
+
+
+@bug(budget=20)
+def deregistered_under_a_writer() -> list[Change]:
+    """A region is given back although a lease of it is not over."""
+    return [(Leases, "refuse", lambda *_: None)]
+
+
+@bug(budget=20)
+def never_runs_out() -> list[Change]:
+    """Nobody looks at the clock: what is not revoked is never over."""
+    return [(Leases, "step", lambda _: False), (Leases, "due_s", lambda _: None)]
+
+
+# ---------------------------------------------------------------------- the writer
+
+
+@bug(budget=50)
+def answered_at_once() -> list[Change]:
+    """The writer says that it has stopped while rows of it are posted."""
+    ended, answer = Holds._ended, Holds._answer
+
+    def hasty(self, nic, address, note):
+        hold = self._find(note.owner, note.lease)
+        hold.asking[nic, address, note.number] = None
+        answer(self, hold)
+        ended(self, nic, address, note)
+
+    return [(Holds, "_ended", hasty)]
+
+
+@bug(budget=50)
+def written_after_the_end() -> list[Change]:
+    """The writer forgets that the lease was asked back."""
+    check = Holds._check
+
+    def forgiving(self, hold, what):
+        over, hold.over = hold.over, False
+        try:
+            check(self, hold, what)
+        finally:
+            hold.over = over
+
+    return [(Holds, "_check", forgiving)]
+
+
+@bug(budget=100)
+def end_not_remembered() -> list[Change]:
+    """The writer hears of the end of a lease before it meets the lease, and forgets it."""
+    ended = Holds._ended
+
+    def forgetful(self, nic, address, note):
+        if (note.owner, note.lease) in self.held:
+            ended(self, nic, address, note)
+        else:
+            self._mail.answer(nic, address, Told(note.number, "", ()))
+
+    return [(Holds, "_ended", forgetful)]
+
+
+@bug(budget=400)
+def doubts_kept_back() -> list[Change]:
+    """The writer does not say over which paths bytes may still come."""
+    answer = Holds._answer
+
+    def silent(self, hold):
+        hold.paths.clear()
+        answer(self, hold)
+
+    return [(Holds, "_answer", silent)]
+
+
+@bug(budget=400)
+def dead_end_is_an_end() -> list[Change]:
+    """A row whose target did not answer counts as one that cannot land."""
+    return [(groups, "MAY_LAND", MAY_LAND - {Status.UNREACHABLE})]
+
+
+@bug(budget=400)
+def own_death_is_an_end() -> list[Change]:
+    """A row whose own NIC died counts as one that cannot land."""
+    return [(groups, "MAY_LAND", MAY_LAND - {Status.NIC_DOWN})]
+
+
+@bug(budget=800)
+def given_up_and_forgotten() -> list[Change]:
+    """Rows that failover could not make good are not in doubt."""
+    give_up = Recovery._give_up
+
+    def careless(self, path, why):
+        doubt, self._group.doubt = self._group.doubt, lambda *_: None
+        give_up(self, path, why)
+        self._group.doubt = doubt
+
+    return [(Recovery, "_give_up", careless)]

@@ -1,0 +1,49 @@
+"""The gate of leases: each planted bug is found by drawn runs, and leases as they are by none."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from tests.gate.bugs_leases import LEASE_BUGS
+from tests.gate.registry import changed
+from tests.support.lease_trials import play
+
+SEEDS = 20_000 if os.environ.get("TEP_LONG") else 400
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> object:
+    """What callbacks of a broken engine raise is found by the trial; the log would drown in it."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", LEASE_BUGS)
+def test_planted_bug_is_found(name: str) -> None:
+    """Memory that is freed under a writer is found here, or by a user."""
+    bug = LEASE_BUGS[name]
+    fences = name != "failed_fence_is_a_fence"
+    with changed(bug.plant()):
+        for seed in range(bug.budget):
+            try:
+                play(seed, fences=fences)
+            except Exception:  # noqa: BLE001  # whatever a broken engine raises is a finding
+                return
+    pytest.fail(f"{name} survived {bug.budget} seeds")
+
+
+@pytest.mark.parametrize("fences", [True, False])
+def test_leases_are_clean(fences: bool) -> None:
+    """What is free stays free, everything granted ends, and the runs meet what they are about."""
+    seen = sum((play(seed, fences=fences).seen for seed in range(SEEDS)), start=play(SEEDS).seen)
+
+    wanted = {"free", "LeaseError", "deregister refused", "in doubt", "ended for certain"}
+    wanted |= {"landed after its error", "message lost", "ClosedError", "quarantine in stats"}
+    wanted.add("fenced" if fences else "quarantined")
+    assert {} == {what: seen[what] for what in wanted if seen[what] < SEEDS // 50}
