@@ -6,6 +6,7 @@ comes late or twice. Rule 2: the owner is answered only when no transfer under t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -73,6 +74,7 @@ class Holds:
 
     def __init__(self, group: DomainGroup, mail: Mailroom, now_s: Callable[[], float]) -> None:
         self.held: dict[Key, Hold] = {}
+        self._over: deque[Hold] = deque()
         self._forgotten: dict[bytes, int] = {}
         self._own = group.domains[0].address
         self._group, self._mail, self._now_s = group, mail, now_s
@@ -139,7 +141,7 @@ class Holds:
         if hold is None:  # it was over, and what was left of it is forgotten
             self._mail.answer(nic, address, Told(note.number, "it was too long ago", ()))
             return
-        hold.over = True
+        self._end(hold)
         hold.asking[nic, address, note.number] = None
         error = LeaseError(f"lease {note.lease} was asked back by its owner before this was posted")
         for transfer in list(hold.open):
@@ -149,7 +151,6 @@ class Holds:
                     self._group.ended.append(transfer)
         if not hold.open:
             self._answer(hold)
-        self._forget()
 
     def _answer(self, hold: Hold) -> None:
         asking, hold.asking = hold.asking, {}
@@ -174,15 +175,23 @@ class Holds:
             found = self.held.setdefault(key, Hold(key))
         return found
 
-    def _forget(self) -> None:
-        """Remember so many leases that are over; older ones count as over by their number."""
-        while len(self.held) > _HELD_MAX:
-            old = next((h for h in self.held.values() if h.over and not h.open), None)
-            if old is None:
-                return
+    def orphan(self, link: Link) -> None:
+        """A peer has restarted: what its earlier incarnation had leased is over."""
+        for hold in list(self.held.values()):
+            if hold.remote is not None and hold.remote.link is link:
+                self._end(hold)
+
+    def _end(self, hold: Hold) -> None:
+        """Note that a lease is over. So many are remembered; older ones are refused by number."""
+        if hold.over:
+            return
+        hold.over = True
+        self._over.append(hold)
+        if len(self._over) > _HELD_MAX and not self._over[0].open:
+            old = self._over.popleft()
             owner, number = old.key
             self._forgotten[owner] = max(number, self._forgotten.get(owner, 0))
-            del self.held[old.key]
+            self.held.pop(old.key, None)
 
 
 def _holds(job: Job) -> Iterable[Hold]:

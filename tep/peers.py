@@ -138,6 +138,7 @@ class PeerBook:
                 )
             known.current = False
             self.generation += 1
+            self.holds.orphan(known)
         link = self.links[addr.backend, addr.name] = Link(addr, self._domains)
         return link
 

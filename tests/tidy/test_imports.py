@@ -11,9 +11,9 @@ from pathlib import Path
 from tests.tidy.sources import dotted, imported, python_files, tree
 
 _CORE_ROOMS = """
-    acks api audit dlpack engine errors group handle imm machine mailroom memory moving notes
-    peers pending plan recovery region report requests sharing stats tally transfer units watch wire
-    worker
+    acks api audit dlpack engine errors group handle holds imm leases machine mailroom memory moving
+    notes peers pending plan quarantine recovery region report requests sharing stats tally transfer
+    units watch wire worker
 """
 CORE = [Path("tep", f"{name}.py") for name in _CORE_ROOMS.split()]
 
