@@ -59,9 +59,11 @@ class Revocation(Handle):
     def describe(self) -> str:
         """One line for reports."""
         grant = self.grant
-        if not self.settled and not grant.ending:
+        if self.settled:
+            return f"{grant}: {'free' if self.done else 'in quarantine'}"
+        if not grant.ending:
             return f"{grant}: granted, for another {grant.left_s:.3f} s"
-        return f"{grant}: {'asked back, ' if not self.settled else ''}{self._state.value}"
+        return f"{grant}: asked back; {grant.why or 'its holder has not answered yet'}"
 
 
 class Grant:
