@@ -21,7 +21,7 @@ from tep.machine import EngineMachine
 from tep.memory import Buffer, adapt
 from tep.notes import REASON_MAX
 from tep.peers import PeerBook, PeerGroup
-from tep.quarantine import holders_of
+from tep.quarantine import keep_or_free
 from tep.region import MrHandle, register
 from tep.requests import (
     DEFAULT,
@@ -182,9 +182,7 @@ class TransferEngine(EngineMachine):
                     f"deregister: region {mr.desc.region} is the source of {mr.inflight} transfers "
                     "in flight; wait for them, or cancel them"
                 )
-            if holders_of(self, mr):
-                self._kept[mr] = None
-            self._worker.leases.forget(mr)
+            keep_or_free(self, mr)
             mr.closed = True
             for domain, key in zip(self._domains, mr.keys, strict=True):
                 domain.deregister(key)
@@ -193,12 +191,20 @@ class TransferEngine(EngineMachine):
         self.driver.call(forget)
 
     def lease(
-        self, mr: MrHandle, peer: NetAddr, *, for_s: float, offset: int = 0, nbytes: int = -1
+        self,
+        mr: MrHandle,
+        peer: NetAddr,
+        *,
+        for_s: float,
+        offset: int = 0,
+        nbytes: int = -1,
+        fence: bool = True,
     ) -> Grant:
         """Let a peer write to bytes of a region for a time, by a Lease in place of an MrDesc.
 
         A lease is over when it has run out or was revoked *and* nobody can write any more: wait for
         `grant.over`. Until then the region cannot be deregistered. nbytes=-1: to the region's end.
+        A fence, where only that can end the lease, is for life; False: quarantine instead.
 
         Raises:
             BadRequest: no such bytes or time, or a region that peers may not write.
@@ -210,7 +216,7 @@ class TransferEngine(EngineMachine):
         link = self._peers.link(peer, "lease")
         start = as_int(offset, "lease: offset")
         nbytes = mr.memory.nbytes - start if nbytes == -1 else as_int(nbytes, "lease: nbytes")
-        return grant_lease(self, mr, link, for_s, start, nbytes)
+        return grant_lease(self, mr, link, for_s, (start, nbytes), fence=fence)
 
     # ------------------------------------------------------------------ writes
 

@@ -75,16 +75,24 @@ class Grant:
         link: the peer.
         until_s: when it runs out, on the engine's clock.
         ending: whether it was asked back.
+        fence: whether living paths may be fenced off to end it.
         over: settles when it is over; see Revocation.
     """
 
     __slots__ = (
-        "ending", "engine", "lease", "link", "mr", "over", "round", "start", "stop", "until_s",
-        "why",
+        "ending", "engine", "fence", "lease", "link", "mr", "over", "round", "start", "stop",
+        "until_s", "why",
     )  # fmt: skip
 
     def __init__(
-        self, engine: TransferEngine, lease: Lease, link: Link, mr: MrHandle, start: int
+        self,
+        engine: TransferEngine,
+        lease: Lease,
+        link: Link,
+        mr: MrHandle,
+        start: int,
+        *,
+        fence: bool,
     ) -> None:
         self.engine = engine
         self.lease = lease
@@ -94,6 +102,7 @@ class Grant:
         self.stop = start + lease.desc.nbytes
         self.round = 0
         self.ending = False
+        self.fence = fence
         self.why = ""
         now_s = engine.driver.now_s()
         self.until_s = now_s + lease.for_ns * _S_PER_NS
@@ -262,6 +271,10 @@ class Leases:
         """Fence paths off; over = every one of them was. Paths are (its NIC, ours)."""
         if not self._mail.able:
             return  # the engine is being closed, which ends all leases
+        paths = list(paths)
+        if paths and grant.link.current and not grant.fence:
+            self._fenced(grant, ["its paths were not to be fenced off"])
+            return
         fences = _Fences(partial(self._fenced, grant))
         for i, j in paths:
             fences.begin(self._audit, grant.link.addr.domains[i], j)
@@ -341,10 +354,17 @@ class _Fences:
 
 
 def grant_lease(
-    engine: TransferEngine, mr: MrHandle, link: Link, for_s: float, start: int, nbytes: int
+    engine: TransferEngine,
+    mr: MrHandle,
+    link: Link,
+    for_s: float,
+    where: tuple[int, int],
+    *,
+    fence: bool,
 ) -> Grant:
-    """Make the lease of some bytes of a region; `engine.lease` says what may be refused."""
+    """Make the lease of (offset, length) of a region; `engine.lease` says what may be refused."""
     whole = mr.desc
+    start, nbytes = where
     if not engine._worker.mail.able:
         raise UsageError(f"lease: {whole.addr.backend} has no notes between engines")
     if mr.access is not Access.SOURCE_AND_TARGET:
@@ -356,7 +376,7 @@ def grant_lease(
     leases = engine._worker.leases
     holder = link.addr.domains[0]
     lease = Lease(desc, leases.next_number(), holder, _for_ns(for_s, "lease"))
-    grant = Grant(engine, lease, link, mr, start)
+    grant = Grant(engine, lease, link, mr, start, fence=fence)
     engine.driver.call(lambda: leases.grant(grant))
     engine.driver.kick()
     return grant

@@ -23,7 +23,7 @@ __all__ = [
     "Quarantine",
     "doubts_text",
     "failure_of",
-    "holders_of",
+    "keep_or_free",
     "quarantines",
 ]
 
@@ -104,8 +104,8 @@ def _silent(engine: TransferEngine, mr: MrHandle) -> list[int]:
     return [k for k, up in enumerate(alive) if not up and (target or k in mr.readers)]
 
 
-def holders_of(engine: TransferEngine, mr: MrHandle) -> list[int]:
-    """The NICs for whose sake the engine has to hold a region's memory until it is closed.
+def keep_or_free(engine: TransferEngine, mr: MrHandle) -> None:
+    """A region is about to be deregistered: keep its memory if a NIC that is down may touch it.
 
     Raises:
         BusyError: it cannot hold what it does not own, or a lease of it is not over.
@@ -118,4 +118,6 @@ def holders_of(engine: TransferEngine, mr: MrHandle) -> list[int]:
             f"still touch region {mr.desc.region}, whose memory the engine cannot hold for you: "
             "keep it mapped, and close() the engine first"
         )
-    return silent
+    if silent:
+        engine._kept[mr] = None
+    engine._worker.leases.forget(mr)

@@ -61,6 +61,9 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
 
 
 def _quarantines(engine: TransferEngine) -> list[tuple[MrHandle, Quarantine]]:
+    worker = engine._worker
+    if all(worker.group.alive) and not worker.leases.held_back and not engine._crashed:
+        return []
     regions = [*list(engine._regions.values()), *list(engine._kept)]
     return [(mr, found) for mr in regions for found in mr.quarantined]
 

@@ -19,7 +19,7 @@ import numpy as np
 from tep.api import Pages, ScatterDst
 from tep.backends.base import Kind, Status
 from tep.errors import BusyError, FabricError, TepError
-from tep.leases import Grant
+from tep.leases import Grant, Revocation
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
@@ -135,13 +135,18 @@ class Trial:
         start = k * (RANGE + GAP)
         found = self.tried(
             lambda: self.owner.lease(
-                self.mr, writer.main_address, for_s=for_us * 1e-6, offset=start, nbytes=RANGE
+                self.mr,
+                writer.main_address,
+                for_s=for_us * 1e-6,
+                offset=start,
+                nbytes=RANGE,
+                fence=k > 0,
             )
         )
         if not isinstance(found, Grant):
             return
         self.grants.append(found)
-        found.over.add_done_callback(self.over)
+        found.over.add_done_callback(lambda end: self.over(found, end))
         lease = Lease.from_bytes(found.lease.to_bytes())
         now_us = self.cluster.now_us
         for _ in range(WRITES):
@@ -210,16 +215,19 @@ class Trial:
         else:
             self.wrong.append(f"deregistered under {open_ones[0]}")
 
-    def over(self, end: object) -> None:
+    def over(self, grant: Grant, end: Revocation) -> None:
         """A lease is over: if its range is free, nothing may change there any more."""
-        grant = next(grant for grant in self.grants if grant.over is end)
-        if grant.over.done:
+        if end.done:
             self.seen["fenced" if grant.why else "free"] += 1
             mine = self.memory[grant.start : grant.stop]
             mine[:] = FREE
             self.still.append((str(grant), mine, mine.copy()))
-        else:
-            self.seen["quarantined"] += 1
+            return
+        self.seen["quarantined"] += 1
+        if self.dice.random() < 0.5:  # try again
+            again = grant.revoke()
+            if again is not end:
+                again.add_done_callback(lambda end: self.over(grant, end))
 
     # ------------------------------------------------------------------ the judgement
 

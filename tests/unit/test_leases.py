@@ -24,7 +24,7 @@ from tep.errors import (
 from tep.notes import Ended, Renewed
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
-from tep.sim.faults import Chaos
+from tep.sim.faults import Chaos, Clog
 from tep.wire import Lease
 
 BYTES = 1024
@@ -244,6 +244,24 @@ def test_what_cannot_be_known_is_quarantined_and_lifted(pair: Pair) -> None:
 
     assert () == pair.mr.quarantined
     assert grant.over.done
+
+
+def test_paths_that_are_not_to_be_fenced_stay_usable() -> None:
+    """A fence is for life: where there is one path, a link that flapped would cost all of it."""
+    pair = Pair(nics=1)
+    grant = pair.a.lease(pair.mr, pair.b.main_address, for_s=1, fence=False)
+    sent = pair.write(grant.lease)
+    pair.cluster.fabric.inflict(Clog("a", 0, 3 * 10**6))
+    with pytest.raises(FabricError, match="UNREACHABLE"):
+        sent.wait(1)
+    with pytest.raises(FabricError, match="QUARANTINED|were not to be fenced off"):
+        grant.revoke().wait(1)
+
+    other, desc = pair.a.reg_mr(np.zeros(8, np.uint8))
+    pair.b.submit_single_write(8, (pair.src, 0), (desc, 0)).wait(1)
+    pair.a.deregister(pair.mr)
+    assert () == pair.mr.quarantined
+    pair.a.deregister(other)
 
 
 def test_deregistering_ends_a_quarantine(pair: Pair) -> None:
