@@ -107,6 +107,7 @@ class Recovery:
         self._group = group
         self._mail = mail
         self._why = why
+        self._closed: TepError | None = None
         group.hold = self._hold
         group.rescued = self._rescued
         group.acks = Acks() if able else None
@@ -276,6 +277,7 @@ class Recovery:
         after, rescue.after = rescue.after, []
         for pending, row, error in after:
             transfer = pending.transfer
+            transfer.failure = transfer.failure or self._closed
             if transfer.is_ending():
                 transfer.left -= 1
                 transfer.dropped += 1
@@ -323,7 +325,7 @@ class Recovery:
 
     def close(self, error: TepError) -> None:
         """The engine is about to close: what is held fails, and nothing is held any more."""
-        self.able = False
+        self.able, self._closed = False, error
         for path in tuple(self.paths):
             for lost in path.rows:
                 lost.pending.transfer.failure = lost.pending.transfer.failure or error

@@ -9,11 +9,13 @@ import pytest
 
 from tep.api import EngineOptions, Pages
 from tep.audit import Arrivals
+from tep.backends.base import Status
 from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.transfer import Transfer
 from tests.support.ends import Ends, finish_all
+from tests.support.orders import Chooser, Fabric
 
 PAGE = 64
 PAGES = 12
@@ -123,6 +125,31 @@ def test_closing_meanwhile_ends_it() -> None:
         world.a.close()
         assert sent.settled
         assert isinstance(sent.error, ClosedError | FabricError)
+
+
+def test_closing_before_the_last_immediate_ends_it() -> None:
+    """The bytes of a lost row are there again, and its immediate would be queued for ever."""
+    fabric = Fabric(Chooser(), (2, 2), ())
+    a, b = fabric.engines
+    mr, _ = a.reg_mr(np.ones(8, np.uint8))
+    _, desc = b.reg_mr(np.zeros(8, np.uint8))
+    sent = a.submit_single_write(8, (mr, 0), (desc, 0), 7)
+    fabric._rest()
+    (lost,) = fabric.flights
+    fabric._die(lost.here)
+    fabric._rest()
+    fabric._fail(lost)
+    fabric._rest()
+    while len(fabric.flights) == 1:
+        events = [fabric._deliver] * bool(fabric.letters) + [fabric._fence] * bool(fabric.fences)
+        events[0](0)
+        fabric._rest()
+    again = fabric.flights[1]
+    fabric._land(again)
+    fabric._end(again, Status.OK)
+    a.close()
+
+    assert isinstance(sent.error, ClosedError)
 
 
 def test_cancel_meanwhile_is_confirmed_once_the_path_is_fenced() -> None:
