@@ -81,7 +81,7 @@ def test_a_receiver_that_cannot_fence_says_so() -> None:
     with Broken() as world:
         for domain in world.b._domains:
             domain.caps = replace(domain.caps, imm_source=False)
-        with pytest.raises(FabricError, match="NIC_DOWN.*b says: its NIC b/0 cannot fence a path"):
+        with pytest.raises(FabricError, match="NIC_DOWN.*b says: no fence: its NIC b/0 cannot"):
             world.send().wait()
         assert 0 == world.mr.inflight
 
