@@ -42,10 +42,11 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from tep.leases import Grant
+    from tep.lifecycle import PeerChange, PeerEvent, PeerState, PeerWatch
     from tep.plan import count_imms
     from tep.region import MrHandle
     from tep.stats import EngineStats, TransferStats
-    from tep.transfer import Expectation, Message, Transfer
+    from tep.transfer import Expectation, Message, Removal, Transfer
     from tep.watch import Watcher
     from tep.wire import Lease, MrDesc, NetAddr
 
@@ -76,7 +77,12 @@ __all__ = [
     "NetAddr",
     "Paged",
     "Pages",
+    "PeerChange",
+    "PeerEvent",
     "PeerGroup",
+    "PeerState",
+    "PeerWatch",
+    "Removal",
     "RendezvousError",
     "Routing",
     "Scatter",
@@ -129,6 +135,7 @@ _ROOMS = {
         "WaitTimeout",
     ),
     "tep.leases": ("Grant",),
+    "tep.lifecycle": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
     "tep.plan": ("count_imms",),
     "tep.backends.base": ("Access",),
     "tep.backends.local.memory": ("alloc_shared",),
@@ -136,6 +143,7 @@ _ROOMS = {
     "tep.transfer": (
         "Expectation",
         "Message",
+        "Removal",
         "Transfer",
     ),
     "tep.engine": (

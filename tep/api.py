@@ -205,6 +205,10 @@ class EngineOptions:
         commands_max: commands taken in one step.
         failover: remember which immediates came from where, so that a request survives a NIC that
             dies in the middle of it. Without it such a request fails.
+        probe_first_s: a peer's NIC that did not answer is asked after so many seconds whether it is
+            back, then after twice as long, and so on.
+        probe_max_s: the longest wait between two such questions; well above the time in which a NIC
+            says that nobody is there, or that word alone is a reason to ask again.
     """
 
     wait_timeout_s: float = 60.0
@@ -213,3 +217,5 @@ class EngineOptions:
     poll_rows: int = 4096
     commands_max: int = 128
     failover: bool = True
+    probe_first_s: float = 1.0
+    probe_max_s: float = 60.0

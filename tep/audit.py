@@ -6,7 +6,7 @@ could come.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, cast
 
 import numpy as np
@@ -26,10 +26,11 @@ _SOURCE_BITS: Final = 32
 class Arrivals:
     """The immediates that came in on one NIC, by where they came from."""
 
-    __slots__ = ("tally",)
+    __slots__ = ("_forgotten", "tally")
 
     def __init__(self) -> None:
         self.tally = Tally()
+        self._forgotten: set[int] = set()
 
     def add(self, source: int, imm: int, count: int) -> None:
         """Note `count` equal ones."""
@@ -59,6 +60,17 @@ class Arrivals:
             if mine[source]:
                 wanted[imm] += count
         return tuple(wanted[imm] for imm in imms)
+
+    def forget(self, nic: Noting, addresses: Collection[bytes]) -> None:
+        """Drop the sums of a peer's NICs; `forgot` knows of it, since more may come."""
+        sources = {key >> _SOURCE_BITS for key, _ in self.tally.items()}
+        gone = {source for source in sources if nic.source(source) in addresses}
+        self.tally.drop(lambda key: key >> _SOURCE_BITS in gone)
+        self._forgotten |= gone
+
+    def forgot(self, nic: Noting, address: bytes) -> bool:
+        """Whether the sums of the NIC at an address are not since the beginning."""
+        return any(nic.source(source) == address for source in self._forgotten)
 
 
 class _Fence:
@@ -136,6 +148,14 @@ class Audit:
         why = f"its NIC {there.caps.nic} cannot fence the path off: {Status(status).name}"
         return why + (f": {hint}" if hint else "")
 
+    def forget(self, addresses: Collection[bytes]) -> None:
+        """Drop what is remembered of a peer that has left, by its NICs' addresses."""
+        for key, fence in tuple(self._fences.items()):
+            if key[0] in addresses and fence.status >= 0:
+                del self._fences[key]
+        for nic, arrivals in zip(self._nics, self._arrivals, strict=False):
+            arrivals.forget(nic, addresses)
+
     def _tell(self, nic: int, address: bytes, note: Asked, status: int) -> None:
         counts: tuple[int, ...] = ()
         there = self._nics[note.nic]
@@ -145,6 +165,8 @@ class Audit:
                 why = "it does not note where immediates come from"
             elif self._arrivals[note.nic].tally.forgot:
                 why = "too many different immediates came since, it has forgotten where from"
+            elif self._arrivals[note.nic].forgot(there, note.source):
+                why = "it has removed this peer, and forgotten what came from it"
             else:
                 counts = self._arrivals[note.nic].sums(there, note.source, note.imms)
         self._mail.answer(nic, address, Told(note.number, why, counts))

@@ -17,10 +17,10 @@ from tep.drivers import ThreadDriver
 from tep.errors import BadRequest, BusyError, UsageError
 from tep.imm import check_imm
 from tep.leases import Grant, grant_lease
-from tep.machine import EngineMachine
+from tep.members import EngineMembers
 from tep.memory import Buffer, adapt
 from tep.notes import REASON_MAX
-from tep.peers import PeerBook, PeerGroup
+from tep.peers import PeerGroup
 from tep.quarantine import keep_or_free
 from tep.region import MrHandle, register
 from tep.requests import (
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["ImmCounter", "PeerGroup", "TransferEngine"]
 
 
-class TransferEngine(EngineMachine):
+class TransferEngine(EngineMembers):
     """One-sided writes with immediates over all NICs of one device.
 
     No order is promised between any two operations. All methods may be called from any thread,
@@ -77,9 +77,6 @@ class TransferEngine(EngineMachine):
         options: EngineOptions = EngineOptions(),
     ) -> None:
         super().__init__(domains, driver=driver, name=name, epoch=epoch, options=options)
-        self._peers = PeerBook(self._address, self._domains, driver.lock)
-        self._regions: dict[int, MrHandle] = {}
-        self._kept: dict[MrHandle, None] = {}  # given back, but a NIC that is down may touch them
         self._peers.holds, self._worker.leases.book = self._worker.holds, self._peers
         self._region_ids = itertools.count(1)
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
@@ -282,6 +279,7 @@ class TransferEngine(EngineMachine):
                         link.peer(domain, nic)
 
         self.driver.call(connect)
+        self.driver.kick()
         return PeerGroup(self._peers, links)
 
     def submit_scatter(
@@ -467,15 +465,7 @@ class TransferEngine(EngineMachine):
         """Say which NICs, paths and shards are in use here, or towards one peer."""
         return report.explain(self, peer.addr if isinstance(peer, MrDesc) else peer)
 
-    def stall_report(self) -> str:
-        """Say what all that is open waits for: which peer, NIC, counter, how many, since when."""
-        return report.stall_report(self)
-
     # ------------------------------------------------------------------ inside
-
-    def _let_go(self) -> None:
-        self._regions.clear()
-        self._kept.clear()
 
     def _check_source(self, mr: MrHandle, what: str) -> None:
         if not isinstance(mr, MrHandle):

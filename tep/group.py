@@ -9,9 +9,10 @@ is posted or held. Rule 5: a peer always has a NIC that counts as alive.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Final
 
 from tep.acks import Acks
@@ -65,6 +66,9 @@ class DomainGroup:
         hold: keeps a row whose end is unknown, to make it good; or returns its error.
         rescued: takes note that the rows of a rescue are all there.
         in_doubt: transfers of which rows ended that may still land.
+        shunned: takes note that a peer's NIC does not answer.
+        stale: takes note that a row met a later incarnation of its peer.
+        unheard: (our NIC, PeerId) where the last note did not get there.
         acks: sums up acknowledged immediates, lane by lane, for `hold`; None: nobody does.
     """
 
@@ -89,6 +93,9 @@ class DomainGroup:
         )
         self.rescued: Callable[[Rescue], object] = lambda _: None
         self.acks: Acks | None = None
+        self.shunned: Callable[[Link, int], object] = lambda *_: None
+        self.stale: Callable[[Link], object] = lambda _: None
+        self.unheard: Set[tuple[int, int]] = frozenset()
 
     # ------------------------------------------------------------------ dealing out
 
@@ -196,7 +203,8 @@ class DomainGroup:
         """Queue n rows on one lane; dst is an address for the target's NIC 0."""
         domain, nic = share.domain, share.remote
         link = remote.link
-        if not (self.alive[domain] and link.alive[nic]):
+        usable = self.alive[domain] and link.alive[nic]
+        if not usable or (link.fenced and (domain, nic) in link.fenced):
             domain, nic = self._route(domain, remote, nic)
         src, dst, nbytes = columns
         shift = remote.bases[nic] - remote.bases[0]
@@ -222,10 +230,15 @@ class DomainGroup:
         self.backlog += pending.batch.n
 
     def _route(self, domain: int, remote: Remote, nic: int) -> tuple[int, int]:
-        """Where a lane's rows go today: its own NICs if they live, else the next on each side."""
-        alive, there = self.alive, remote.link.alive
-        here = next(i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)])
-        return here, next(j for k in range(len(there)) if there[j := (nic + k) % len(there)])
+        """Where a lane's rows go today: its own NICs if they live, else the next on each side.
+
+        Not over a path that is fenced off, unless there is no other.
+        """
+        alive, there, fenced = self.alive, remote.link.alive, remote.link.fenced
+        ours = [i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)]]
+        theirs = [j for k in range(len(there)) if there[j := (nic + k) % len(there)]]
+        every = itertools.product(ours, theirs)
+        return next((lane for lane in every if lane not in fenced), (ours[0], theirs[0]))
 
     # ------------------------------------------------------------------ posting
 
@@ -319,7 +332,12 @@ class DomainGroup:
             lost = any(self.alive)
         elif status == Status.UNREACHABLE:
             lost = self._shun(remote.link, nic)
+        elif status == Status.STALE_PEER:
+            self.stale(remote.link)
         elif status == Status.FLUSHED:
+            peer = pending.batch.peer
+            if (pending.domain, peer if isinstance(peer, int) else int(peer[row])) in self.unheard:
+                self._shun(remote.link, nic)  # a note took the rows along
             lost = not (self.alive[pending.domain] and remote.link.alive[nic])
         known = transfer.failure
         error = row_error(self.domains[pending.domain], pending, row, status)
@@ -344,13 +362,6 @@ class DomainGroup:
             remote, nic = pending.target(row)
             self.in_doubt += pending.transfer.note_doubt(remote, pending.domain, nic, code)
 
-    def doubt_all(self) -> None:
-        """Nothing comes back any more: what is posted may land, or not."""
-        for pending in list(self.batches.values()):
-            if pending.at > pending.back:
-                for row in pending.posted_rows() if varies(pending) else (0,):
-                    self.doubt(pending, row, "UNKNOWN")
-
     def _shun(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: what is queued for it and never left goes to its others.
 
@@ -361,12 +372,20 @@ class DomainGroup:
             return True
         link.alive[nic] = False
         self._routes_version += 1
-        if any(link.alive):
+        has_others = any(link.alive)
+        if has_others:
             self._reroute(lambda waiting: goes_to(waiting, link, nic))
-            return True
-        # All its NICs failed once. The peer may be back: try as planned, the rows will tell.
-        link.alive[:] = [True] * len(link.alive)
-        return False
+        else:
+            # All its NICs failed once. It may be back: try as planned, the rows will tell.
+            link.alive[:] = [True] * len(link.alive)
+        self.shunned(link, nic)
+        return has_others
+
+    def restore(self, link: Link, alive: list[bool]) -> None:
+        """Use these NICs of a peer from now on: one that was shunned answers again."""
+        assert any(alive), link.addr
+        link.alive[:] = alive
+        self._routes_version += 1
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Take a transfer's rows that no NIC has out of the queues; return how many."""

@@ -1,6 +1,6 @@
 """The engine below its verbs: what a driver turns, what handles report to, how it begins and ends.
 
-Nothing here knows of regions, peers or requests: see `tep.engine`.
+Nothing here knows of peers or requests, and of regions only that it holds them: see `tep.engine`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
+from tep import report
 from tep.api import EngineOptions
 from tep.backends.base import Domain
 from tep.errors import BusyError, CallbackError, ClosedError, UsageError
+from tep.lifecycle import Lifecycle
+from tep.quarantine import doubt_all
 from tep.wire import NetAddr
 from tep.worker import Worker
 
 if TYPE_CHECKING:
     from tep.drivers import Driver
     from tep.handle import Handle
+    from tep.region import MrHandle
 
 __all__ = ["EngineMachine"]
 
@@ -56,6 +60,8 @@ class EngineMachine:
         self.wait_timeout_s = options.wait_timeout_s
         self.callback_errors: deque[CallbackError] = deque(maxlen=100)
         self._errors = 0
+        self._regions: dict[int, MrHandle] = {}
+        self._kept: dict[MrHandle, None] = {}  # given back, but a NIC that is down may touch them
         self._address = NetAddr(
             domains[0].caps.backend,
             name,
@@ -68,6 +74,7 @@ class EngineMachine:
         # With the epoch, since a restarted engine counts its notes from the beginning.
         self._worker = Worker(self._domains, options, driver.now_s, f"{name} (epoch {epoch})"[:200])
         self._worker.report = self._report_error
+        self._life = Lifecycle(self._worker, options, driver.now_s)
         for domain in domains:
             domain.set_waker(driver.kick)
 
@@ -88,11 +95,15 @@ class EngineMachine:
 
     def _let_go(self) -> None:
         """Drop what was held for the NICs' sake: they are closed."""
+        self._regions.clear()
+        self._kept.clear()
 
     def _end(self) -> None:
         self._worker.deliver()  # what arrived before is handed over
+        self._life.close()
         self._worker.close()
         self._worker.deliver()
+        self._life.deliver()
 
     def __enter__(self) -> Self:
         return self
@@ -103,20 +114,29 @@ class EngineMachine:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._address}{', closed' if self._closed else ''})"
 
+    def stall_report(self) -> str:
+        """Say what all that is open waits for: which peer, NIC, counter, how many, since when."""
+        return report.stall_report(self)
+
     # ------------------------------------------------------------------ for drivers and handles
 
     def step(self) -> bool:
         """Driver: turn once."""
-        return not self._closed and self._worker.step()
+        if self._closed:
+            return False
+        work = self._worker.step()
+        return (self._life.busy and self._life.step()) or work
 
     def deliver(self) -> None:
         """Driver: run callbacks."""
         if not self._closed:
+            if self._life.events:  # first: an event comes before what follows from it
+                self._life.deliver()
             self._worker.deliver()
 
     def owing(self) -> bool:
         """Driver: whether deliver() would run a user's function now."""
-        return not self._closed and self._worker.owing()
+        return not self._closed and (self._worker.owing() or bool(self._life.events))
 
     def busy(self) -> bool:
         """Driver: whether NICs hold rows of ours, or rows wait for them."""
@@ -124,7 +144,8 @@ class EngineMachine:
 
     def due_s(self) -> float | None:
         """Driver: when to turn at the latest, on its own clock; None: when there is news."""
-        return self._worker.due_s()
+        due = [due_s for due_s in (self._worker.due_s(), self._life.due_s()) if due_s is not None]
+        return min(due, default=None)
 
     def watching(self) -> bool:
         """Driver: whether words are watched."""
@@ -133,7 +154,7 @@ class EngineMachine:
     def crash(self, error: BaseException) -> None:
         """Driver: a step raised; nothing will be turned any more."""
         self._closed = self._crashed = True
-        self._worker.group.doubt_all()
+        doubt_all(self._worker.group)
         self._worker.abandon(
             ClosedError(
                 f"engine {self.name!r} was stopped by a bug in tep or in its backend: "

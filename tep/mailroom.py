@@ -36,9 +36,10 @@ class _Letter:
     Attributes:
         lanes: to try, one after the other.
         question, round: that it puts, and for which time.
+        path: (our NIC, PeerId) that it went over.
     """
 
-    __slots__ = ("back", "lanes", "link", "note", "question", "round")
+    __slots__ = ("back", "lanes", "link", "note", "path", "question", "round")
 
     def __init__(self, note: Note, link: Link | None, back: tuple[int, bytes] | None) -> None:
         self.note = note
@@ -47,6 +48,7 @@ class _Letter:
         self.lanes: list[tuple[int, int]] = []
         self.question: _Question | None = None
         self.round = 0
+        self.path = (0, 0)
 
 
 class _Question:
@@ -93,6 +95,9 @@ class Mailroom:
         able: whether its NICs have notes at all.
         busy: whether a note is on its way or a question open; else nothing here wants a turn.
         odd: notes that were none, or that nobody had asked for.
+        stale: is told of each note that met a later incarnation of its peer.
+        unheard: (our NIC, PeerId) where the last note did not get there: where an error flushes,
+            rows on the same path end with it.
     """
 
     def __init__(
@@ -101,6 +106,8 @@ class Mailroom:
         self.able = all(domain.caps.note_bytes for domain in domains)
         self.busy = False
         self.odd = 0
+        self.stale: Callable[[Link], object] = lambda _: None
+        self.unheard: set[tuple[int, int]] = set()
         self._nics = [cast("Noting", domain) for domain in domains]
         self._alive = alive
         self._now_s = now_s
@@ -136,18 +143,25 @@ class Mailroom:
         self._questions[number] = question = _Question(letter, told, lost)
         self._put(question)
 
-    def say(self, link: Link, note: Callable[[int], Note]) -> None:
-        """Tell a peer something, over whichever lane lives; nobody learns whether it got there."""
-        self._send(_Letter(note(next(self._numbers)), link, None))
+    @property
+    def queued(self) -> int:
+        """Notes that no NIC has."""
+        return len(self._queue)
+
+    def say(self, link: Link, note: Note, lane: tuple[int, int]) -> None:
+        """Tell a peer something over one lane; nobody learns whether it got there."""
+        letter = _Letter(note, link, None)
+        letter.lanes = [lane]
+        self._send(letter)
 
     def answer(self, nic: int, address: bytes, note: Note) -> None:
         """Answer from where a question came in; if that fails it will be asked again."""
         self._send(_Letter(note, None, (nic, address)))
 
     def _send(self, letter: _Letter) -> None:
-        letter.lanes = self._lanes(letter)
-        self._queue.append(letter)
-        self.busy = True
+        if self.able:  # else it is closed, and what NICs still hand out is not answered
+            self._queue.append(letter)
+            self.busy = True
 
     def _put(self, question: _Question) -> None:
         """Begin a round."""
@@ -213,6 +227,7 @@ class Mailroom:
             self._failed(letter, str(error))
             return True
         if taken:
+            letter.path = nic, peer
             self._out[ctx] = letter
             return True
         if self._alive[nic]:
@@ -261,15 +276,22 @@ class Mailroom:
         """A NIC says how a note fared."""
         letter = self._out.pop(ctx)
         question = letter.question
+        if status == Status.UNREACHABLE:
+            self.unheard.add(letter.path)
+        else:
+            self.unheard.discard(letter.path)
         if status == Status.OK:
             if question is not None and letter.round == question.round:
                 question.out -= 1
                 question.reached = True
                 question.why = "no answer"
                 question.due_s = self._now_s() + self._wait_s
-        elif status == Status.STALE_PEER and question is not None:
-            self._lose(question, "it has restarted")
-        elif status != Status.STALE_PEER:
+        elif status == Status.STALE_PEER:
+            if question is not None:
+                self._lose(question, "it has restarted")
+            if letter.link is not None:
+                self.stale(letter.link)
+        else:
             self._failed(letter, Status(status).name, deaf=status == Status.UNREACHABLE)
 
     def take(self, nic: int, slot: int) -> None:

@@ -21,6 +21,8 @@ __all__ = [
     "Ended",
     "Failed",
     "Note",
+    "Ping",
+    "Pong",
     "Renewed",
     "Told",
     "decode",
@@ -72,6 +74,14 @@ class Failed(_Note, frozen=True, array_like=True, tag=3):
     reason: Annotated[str, Meta(max_length=REASON_MAX)]
 
 
+class Ping(_Note, frozen=True, array_like=True, tag=4):
+    """Are you there? `number` is when this was asked, in nanoseconds of the sender's clock."""
+
+
+class Pong(_Note, frozen=True, array_like=True, tag=5):
+    """I am here."""
+
+
 class Ended(_Note, frozen=True, array_like=True, tag=8):
     """My lease is over. Say when no row under it is left, and over which paths bytes may come.
 
@@ -92,7 +102,7 @@ class Renewed(_Note, frozen=True, array_like=True, tag=9):
 
 
 Answer = Told
-Note = Asked | Told | Failed | Ended | Renewed
+Note = Asked | Told | Failed | Ping | Pong | Ended | Renewed
 
 _DECODER: Final[msgspec.msgpack.Decoder[Note]] = msgspec.msgpack.Decoder(Note, strict=True)
 

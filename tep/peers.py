@@ -6,12 +6,12 @@ Rule: what is found without the lock is one dict entry or one attribute, read wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
-from tep.errors import BadDescriptor, BadRequest, StaleEpoch
+from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
 from tep.holds import Holds
 from tep.region import Link, Remote, Targets
 from tep.wire import Lease, MrDesc, NetAddr, Target
@@ -64,6 +64,8 @@ class PeerGroup:
 
     def _stranger(self, addr: NetAddr, what: str) -> BadRequest | StaleEpoch:
         for link in self.links:
+            if link.addr == addr:
+                return BadRequest(f"{what}: {addr.name!r} was removed meanwhile; make a new group")
             if link.addr.name == addr.name:
                 return StaleEpoch(
                     f"{what}: the peer group holds {addr.name!r} of epoch {link.addr.epoch}, it is "
@@ -82,7 +84,8 @@ class PeerBook:
 
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
-        generation: grows whenever a peer is replaced by a later incarnation.
+        generation: grows whenever a peer is replaced by a later incarnation, or removed.
+        replaced: is told of each link that a later incarnation replaced; it must not block.
         holds: what is known of leases.
     """
 
@@ -94,6 +97,9 @@ class PeerBook:
         self.own = own
         self.links: dict[tuple[str, str], Link] = {}
         self.generation = 0
+        self.replaced: Callable[[Link], object] = lambda _: None
+        # Of peers that were removed: epoch, and lanes that the peer has fenced off for good.
+        self._left: dict[tuple[str, str], tuple[int, set[tuple[int, int]]]] = {}
         self._domains = domains
         self._lock = lock
         self._remotes: dict[int, Remote] = {}
@@ -104,6 +110,7 @@ class PeerBook:
         Raises:
             BadDescriptor: not an address, one of another backend, or one that contradicts a known.
             StaleEpoch: a later incarnation is known.
+            ClosedError: it is being removed.
         """
         if not isinstance(addr, NetAddr):
             raise BadDescriptor(
@@ -111,7 +118,7 @@ class PeerBook:
                 "decode bytes with NetAddr.from_bytes"
             )
         known = self.links.get((addr.backend, addr.name))
-        if known is not None and known.addr == addr:
+        if known is not None and known.addr == addr and known.current:
             return known
         with self._lock:
             return self._meet(addr, what)
@@ -121,15 +128,22 @@ class PeerBook:
             raise BadDescriptor(
                 f"{what}: {addr} is on {addr.backend!r}, this engine on {self.own.backend!r}"
             )
-        known = self.links.get((addr.backend, addr.name))
+        who = addr.backend, addr.name
+        known = self.links.get(who)
+        left, fenced = self._left.get(who, (-1, set()))
+        old = left if known is None else known.addr.epoch
+        if old > addr.epoch:
+            raise StaleEpoch(
+                f"{what}: {addr.name} is known in epoch {old}, this is of epoch {addr.epoch}; "
+                "it has restarted: ask it for fresh descriptors"
+            )
         if known is not None:
-            old = known.addr.epoch
             if known.addr == addr:
-                return known
-            if old > addr.epoch:
-                raise StaleEpoch(
-                    f"{what}: {addr.name} is known in epoch {old}, this is of epoch {addr.epoch}; "
-                    "it has restarted: ask it for fresh descriptors"
+                if known.current:
+                    return known
+                raise ClosedError(
+                    f"{what}: {addr.name} is being removed (remove_peer); wait for that to settle, "
+                    "then it can be met anew"
                 )
             if old == addr.epoch:
                 raise BadDescriptor(
@@ -139,8 +153,34 @@ class PeerBook:
             known.current = False
             self.generation += 1
             self.holds.orphan(known)
-        link = self.links[addr.backend, addr.name] = Link(addr, self._domains)
+            self.replaced(known)
+        link = Link(addr, self._domains)
+        if left == addr.epoch:
+            link.again, link.fenced = True, fenced
+        self._left.pop(who, None)
+        self.links[who] = link
         return link
+
+    def leave(self, addr: NetAddr) -> Link | None:
+        """Refuse a peer from now on, until drop(); None: it is not known."""
+        with self._lock:
+            link = self.links.get((addr.backend, addr.name))
+            if link is None or link.addr != addr:
+                return None
+            link.current = False
+            self.generation += 1
+        return link
+
+    def drop(self, link: Link) -> None:
+        """Let go of a peer that no transfer refers to any more, and of its regions."""
+        with self._lock:
+            for key, remote in list(self._remotes.items()):
+                if remote.link is link:
+                    del self._remotes[key]
+            who = link.addr.backend, link.addr.name
+            if self.links.get(who) is link:
+                del self.links[who]
+                self._left[who] = link.addr.epoch, link.fenced
 
     def resolve(self, desc: Target, what: str) -> Remote:
         """A descriptor, or lease, ready for posting.

@@ -14,6 +14,7 @@ from tep.errors import BusyError, FabricError, TepError
 
 if TYPE_CHECKING:
     from tep.engine import TransferEngine
+    from tep.group import DomainGroup
     from tep.region import MrHandle
     from tep.transfer import Transfer
 
@@ -21,6 +22,7 @@ __all__ = [
     "MAY_LAND",
     "InDoubt",
     "Quarantine",
+    "doubt_all",
     "doubts_text",
     "failure_of",
     "keep_or_free",
@@ -65,6 +67,15 @@ def doubts_text(doubts: tuple[InDoubt, ...]) -> str:
     """Say where bytes may still land; "" = nowhere."""
     regions = dict.fromkeys(f"region {d.region} of {d.peer}" for d in doubts)
     return f"bytes may still land in {', '.join(regions)}" if regions else ""
+
+
+def doubt_all(group: DomainGroup) -> None:
+    """Nothing comes back any more: what is posted may land, or not."""
+    for pending in list(group.batches.values()):
+        if pending.at > pending.back:
+            one = isinstance(pending.nics, int)  # all rows go to one region
+            for row in (0,) if one else pending.posted_rows():
+                group.doubt(pending, row, "UNKNOWN")
 
 
 def failure_of(transfer: Transfer) -> TepError | None:

@@ -124,6 +124,7 @@ class Recovery:
         else:
             path = _Path(pending.domain, remote.link, nic)
             self.paths.append(path)
+            remote.link.fenced.add((pending.domain, nic))  # as it will be, by the first question
         path.rows.append(_Lost(pending, row, error))
         transfer.held += 1
         return None
@@ -227,7 +228,8 @@ class Recovery:
         name = path.link.addr.name
         why = ""
         if lane.sent.forgot:
-            why = "too many different immediates went there since, their sums are forgotten"
+            why = "too many different immediates went there, or it was removed meanwhile: their "
+            why += "sums are forgotten"
         elif not 0 <= landed <= total:
             why = f"{name} counted {landed} of {total} rows of imm {imm:#x}, which cannot be"
         elif doubt and 0 < landed < total:

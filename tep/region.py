@@ -119,17 +119,23 @@ class Link:
     Attributes:
         addr: the peer.
         alive: for each of its NICs, whether rows still get there.
-        current: False once a later incarnation of the peer is known.
-        fenced: (our NIC, its NIC) of the paths that it has fenced off.
+        fenced: lanes (our NIC, its NIC) that are fenced off, or may be.
+        current: False once a later incarnation of the peer is known, or it is being removed.
+        again: it was removed before, and the sums of its lanes with it.
+        left: it has been removed.
     """
 
-    __slots__ = ("_domains", "_ids", "_lanes", "addr", "alive", "current", "fenced")
+    __slots__ = (
+        "_domains", "_ids", "_lanes", "addr", "again", "alive", "current", "fenced", "left",
+    )  # fmt: skip
 
     def __init__(self, addr: NetAddr, domains: tuple[Domain, ...]) -> None:
         self.addr = addr
         self.alive = [True] * len(addr.domains)
-        self.current = True
         self.fenced: set[tuple[int, int]] = set()
+        self.current = True
+        self.again = False
+        self.left = False
         self._domains = domains
         self._ids = [[_UNKNOWN] * len(addr.domains) for _ in domains]
         self._lanes: dict[tuple[int, int], Lane] = {}
@@ -140,7 +146,18 @@ class Link:
         found = self._lanes.get(key)
         if found is None:
             found = self._lanes[key] = Lane()
+            found.sent.forgot = self.again  # the peer's sums are since the beginning, ours are not
         return found
+
+    def paths(self) -> list[tuple[int, int]]:
+        """(our NIC, PeerId) of every lane that was ever connected."""
+        ids = enumerate(self._ids)
+        return [(domain, peer) for domain, row in ids for peer in row if peer != _UNKNOWN]
+
+    def forget(self) -> None:
+        """Drop the sums of its lanes."""
+        self._lanes.clear()
+        self.again = self.left = True
 
     def peer(self, domain: int, remote: int) -> int:
         """The PeerId of its NIC `remote` on our NIC `domain`; connects on first use."""

@@ -16,6 +16,7 @@ from tep.units import MiB
 
 if TYPE_CHECKING:
     from tep.engine import TransferEngine
+    from tep.machine import EngineMachine
     from tep.quarantine import Quarantine
     from tep.region import Link, MrHandle
     from tep.wire import NetAddr
@@ -60,7 +61,7 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
     )
 
 
-def _quarantines(engine: TransferEngine) -> list[tuple[MrHandle, Quarantine]]:
+def _quarantines(engine: EngineMachine) -> list[tuple[MrHandle, Quarantine]]:
     worker = engine._worker
     if all(worker.group.alive) and not worker.leases.held_back and not engine._crashed:
         return []
@@ -68,7 +69,7 @@ def _quarantines(engine: TransferEngine) -> list[tuple[MrHandle, Quarantine]]:
     return [(mr, found) for mr in regions for found in mr.quarantined]
 
 
-def _quarantine_lines(engine: TransferEngine) -> list[str]:
+def _quarantine_lines(engine: EngineMachine) -> list[str]:
     found = _quarantines(engine)
     lines = [
         f"  bytes {start} .. {stop} of region {mr.desc.region} are in quarantine: {why}"
@@ -131,7 +132,7 @@ def _explain_link(engine: TransferEngine, link: Link) -> list[str]:
     ]
 
 
-def stall_report(engine: TransferEngine) -> str:
+def stall_report(engine: EngineMachine) -> str:
     """List all that has not settled, oldest first, what it waits for and since when.
 
     Then each NIC, and the immediates that are here and that nobody waits for.

@@ -107,7 +107,9 @@ def share_backlog(group: DomainGroup) -> bool:
         return False
     remote, _ = found.target(0)
     domain = idle[0]
-    _, nic = group._route(domain, remote, domain % remote.nics)
+    here, nic = group._route(domain, remote, domain % remote.nics)
+    if here != domain:
+        return False  # it has no path to this peer
     try:
         moved = on_lanes(found, found.stop - rows, found.stop, domain, [nic])
     except TepError:  # it cannot connect; the rows wait where they are

@@ -7,6 +7,7 @@ Pure. Who compares them, and when, is `recovery` and `audit`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -76,6 +77,12 @@ class Tally:
         """Every key with its sum, those that are 0 left out."""
         self._fold()
         return [(key, count) for key, count in self._sums.items() if count]
+
+    def drop(self, wanted: Callable[[int], bool]) -> None:
+        """Forget the keys for which wanted(key) says so."""
+        self._fold()
+        for key in [key for key in self._sums if wanted(key)]:
+            del self._sums[key]
 
     def __len__(self) -> int:
         return len(self._sums) + self._rows

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tep.requests import Job
     from tep.sharing import Pace
 
-__all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Transfer"]
+__all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Removal", "Transfer"]
 
 _NAMES_MAX: Final = 4  # peers that a report names
 
@@ -192,6 +192,31 @@ class Notice(Handle):
         """One line for reports."""
         what = f"word to {self.link.addr.name} that imm {self.imm:#x} fails"
         return f"{what}: {self._state.value}"
+
+
+class Removal(Handle):
+    """A peer on its way out. `done` means that nothing refers to it any more.
+
+    Attributes:
+        link: the peer.
+        why: why it goes, if it was not asked to.
+        waits: handles that may refer to it still; those at the end may have settled.
+    """
+
+    counted = False
+    __slots__ = ("link", "waits", "why")
+
+    def __init__(self, owner: Owner, link: Link, submitted_s: float, why: str = "") -> None:
+        super().__init__(owner, submitted_s)
+        self.link = link
+        self.why = why
+        self.waits: list[Handle] = []
+
+    def describe(self) -> str:
+        """One line for reports."""
+        left = sum(not handle.settled for handle in self.waits)
+        what = f"removal of {self.link.addr.name} (epoch {self.link.addr.epoch})"
+        return f"{what}: {self._state.value}, {left} transfers to it have not ended"
 
 
 class Expectation(Handle):

@@ -28,7 +28,7 @@ from tep.notes import Answer, Failed, Told, given_up
 from tep.pending import message_error
 from tep.quarantine import failure_of
 from tep.recovery import Recovery, why_unable
-from tep.transfer import Expectation, Message, Notice, Transfer
+from tep.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.watch import WatchPage
 
 __all__ = ["Worker"]
@@ -179,7 +179,7 @@ class Worker:
     def busy(self) -> bool:
         """Whether rows, messages or commands are outstanding."""
         group = self.group
-        queued = group.backlog or self._sends or self.commands
+        queued = group.backlog or self._sends or self.commands or self.mail.queued
         return bool(queued or group.batches or self._messages)
 
     def due_s(self) -> float | None:
@@ -302,7 +302,7 @@ class Worker:
             if handle in self._sends:
                 self._sends.remove(handle)
                 self._end(handle, State.CANCELLED)
-        elif isinstance(handle, Notice):
+        elif isinstance(handle, Notice | Removal):
             pass  # it is on its way, and cannot be taken back
         else:
             assert isinstance(handle, Transfer)

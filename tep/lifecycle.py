@@ -1,0 +1,440 @@
+"""Peers that are lost, come back, restart and leave: what one engine knows of each, and tells.
+
+Two ways to know: heartbeats, where somebody watches a peer, and rows that fail, which cost nothing.
+A peer's NIC that failed is asked now and then whether it is back. Nothing here posts rows or reads
+a clock. Rule 1: one event a change. Rule 2: only the answer to a question that was put after a loss
+ends it. Rule 3: nothing of a peer is dropped before the last transfer that refers to it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+from tep.errors import ClosedError
+from tep.handle import Handle, State
+from tep.notes import Ping, Pong
+from tep.region import Link, Remote
+from tep.transfer import Message, Notice, Removal, Transfer
+
+if TYPE_CHECKING:
+    from tep.api import EngineOptions
+    from tep.wire import NetAddr
+    from tep.worker import Worker
+
+__all__ = ["Lifecycle", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
+
+_NS_PER_S: Final = 1_000_000_000
+
+_QUEUED_MAX: Final = 256
+"""Notes that no NIC takes: with more of them no heartbeat is added, as it would be late anyway."""
+
+
+class PeerState(Enum):
+    """What is known of a peer."""
+
+    ALIVE = "alive"
+    LOST = "lost"
+    RESTARTED = "restarted"  # this incarnation is gone for good
+
+
+class PeerChange(Enum):
+    """What a PeerEvent tells."""
+
+    LOST = "lost"
+    BACK = "back"
+    RESTARTED = "restarted"
+    NIC_LOST = "NIC lost"
+    NIC_BACK = "NIC back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEvent:
+    """One change of one peer.
+
+    Attributes:
+        peer: its name.
+        epoch: its incarnation.
+        kind: what happened.
+        reason: why, in words.
+        nic: index of its NIC where one is concerned, else None.
+    """
+
+    peer: str
+    epoch: int
+    kind: PeerChange
+    reason: str
+    nic: int | None = None
+
+
+class _Nic:
+    """One NIC of a peer.
+
+    Attributes:
+        down: whether rows to it failed, and it has not answered since.
+        since_ns: when that began, or ended.
+        wait_ns: from its failure to the first question, then from one question to the next.
+        valid_ns: an answer counts if its question was put then or later.
+        due_ns: when to ask next; None: not at all.
+    """
+
+    __slots__ = ("down", "due_ns", "since_ns", "valid_ns", "wait_ns")
+
+    def __init__(self) -> None:
+        self.down = False
+        self.since_ns = self.wait_ns = self.valid_ns = 0
+        self.due_ns: int | None = None
+
+
+class _Peer:
+    """What is known of one incarnation of a peer.
+
+    Attributes:
+        since_ns: when its state began.
+        heard_ns: when the last question was put that it answered, later by what kept us busy.
+        round_trip_s: of the last answer.
+        watch: who wants its heart to beat.
+        beats: rounds of questions put to it.
+    """
+
+    __slots__ = ("beats", "heard_ns", "link", "nics", "round_trip_s", "since_ns", "state", "watch")
+
+    def __init__(self, link: Link, now_ns: int) -> None:
+        self.link = link
+        self.nics = [_Nic() for _ in link.addr.domains]
+        self.state = PeerState.ALIVE
+        self.since_ns = self.heard_ns = now_ns
+        self.round_trip_s: float | None = None
+        self.watch: PeerWatch | None = None
+        self.beats = 0
+
+    def is_down(self) -> bool:
+        """Whether none of its NICs takes rows."""
+        return all(nic.down for nic in self.nics)
+
+
+class PeerWatch:
+    """A peer that is asked again and again whether it is there.
+
+    Attributes:
+        every_s: between two questions.
+        lost_after_s: without an answer for so long it counts as lost.
+        closed: close() was called, or the peer was removed.
+    """
+
+    __slots__ = ("_due_ns", "_peer", "closed", "every_s", "lost_after_s")
+
+    def __init__(self, peer: _Peer, every_s: float, lost_after_s: float, due_ns: int) -> None:
+        self.every_s = every_s
+        self.lost_after_s = lost_after_s
+        self.closed = False
+        self._peer = peer
+        self._due_ns = due_ns
+
+    @property
+    def peer(self) -> NetAddr:
+        """The peer's address."""
+        return self._peer.link.addr
+
+    @property
+    def state(self) -> PeerState:
+        """alive, lost or restarted."""
+        return self._peer.state
+
+    @property
+    def since_s(self) -> float:
+        """Since when, in seconds of the driver's clock."""
+        return self._peer.since_ns / _NS_PER_S
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """From the last question that was answered to its answer; None: none was yet."""
+        return self._peer.round_trip_s
+
+    def close(self) -> None:
+        """Ask no more. Idempotent; the state stays what transfers reveal."""
+        self.closed = True
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self.closed else ""
+        return f"PeerWatch({self.peer}: {self.state.value} since {self.since_s:.6f} s{closed})"
+
+
+class Lifecycle:
+    """What one engine knows of its peers' lives.
+
+    Args:
+        worker: whose notes, rows and handles they are.
+        options: how NICs that failed are asked.
+        now_s: the driver's clock.
+
+    Attributes:
+        busy: whether step() has something to do, now or later.
+        events: that nobody was told of yet.
+        callbacks: who is told.
+        drop: lets go of a link for good.
+    """
+
+    def __init__(self, worker: Worker, options: EngineOptions, now_s: Callable[[], float]) -> None:
+        self.busy = False
+        self.events: list[PeerEvent] = []
+        self.callbacks: tuple[Callable[[PeerEvent], object], ...] = ()
+        self.drop: Callable[[Link], object] = lambda _: None
+        self._worker = worker
+        self._mail = worker.mail
+        self._group = worker.group
+        self._options = options
+        self._now_s = now_s
+        self._peers: dict[Link, _Peer] = {}
+        self._nics: dict[bytes, tuple[_Peer, int]] = {}
+        self._leaving: list[Removal] = []
+        self._due_ns: int | None = None
+        self._alarm_ns: int | None = None
+        self._closed = False
+        self._group.shunned = self._nic_lost
+        self._group.unheard = self._mail.unheard
+        self._group.stale = self._mail.stale = self._met_later
+        self._mail.hear(
+            Ping, lambda nic, address, n: self._mail.answer(nic, address, Pong(n.number))
+        )
+        self._mail.hear(Pong, self._heard)
+
+    # ------------------------------------------------------------------ turning
+
+    def step(self) -> bool:
+        """Ask what is due, drop who has left; True if there was work."""
+        work = False
+        for removal in tuple(self._leaving):
+            work |= self._let_go(removal)
+        if self._due_ns is not None and self._due_ns <= (now_ns := self._now_ns()):
+            work = True
+            for peer in self._peers.values():
+                self._ask(peer, now_ns)
+        if work:
+            self._book()
+        return work
+
+    def due_s(self) -> float | None:
+        """When step() is wanted although nothing has happened; None: then never.
+
+        Heartbeats want it. Whether a NIC is back is asked when the engine is turned anyway: one
+        that has nothing to do needs no NIC.
+        """
+        return None if self._alarm_ns is None else self._alarm_ns / _NS_PER_S
+
+    def deliver(self) -> None:
+        """Run users' callbacks, outside the step."""
+        events, self.events = self.events, []
+        for event in events:
+            for callback in self.callbacks:
+                self._worker._run(callback, event)
+
+    def _now_ns(self) -> int:
+        return int(self._now_s() * _NS_PER_S)
+
+    @staticmethod
+    def _ns(seconds: float) -> int:
+        return max(1, int(seconds * _NS_PER_S))
+
+    def _book(self) -> None:
+        """Note when something is due next."""
+        peers = self._peers.values()
+        beats = [peer.watch._due_ns for peer in peers if peer.watch is not None]
+        probes = [nic.due_ns for peer in peers for nic in peer.nics if nic.due_ns is not None]
+        self._alarm_ns = min(beats, default=None)
+        self._due_ns = min([*beats, *probes], default=None)
+        self.busy = bool(self._leaving) or self._due_ns is not None
+
+    def _emit(self, peer: _Peer, kind: PeerChange, reason: str, nic: int | None = None) -> None:
+        if self.callbacks:
+            addr = peer.link.addr
+            self.events.append(
+                PeerEvent(peer=addr.name, epoch=addr.epoch, kind=kind, reason=reason, nic=nic)
+            )
+
+    def _peer(self, link: Link) -> _Peer:
+        peer = self._peers.get(link)
+        if peer is None:
+            peer = self._peers[link] = _Peer(link, self._now_ns())
+            for nic, address in enumerate(link.addr.domains):
+                self._nics[address] = peer, nic
+        return peer
+
+    # ------------------------------------------------------------------ asking
+
+    def watch(self, link: Link, every_s: float, lost_after_s: float) -> PeerWatch | None:
+        """Begin to watch a peer; None: somebody does already."""
+        peer, now_ns = self._peer(link), self._now_ns()
+        if peer.watch is not None and not peer.watch.closed:
+            return None
+        peer.heard_ns = max(peer.heard_ns, now_ns)
+        watch = peer.watch = PeerWatch(peer, every_s, lost_after_s, now_ns)
+        watch.closed = peer.state is PeerState.RESTARTED  # it will not come back
+        self._book()
+        return watch
+
+    def _ask(self, peer: _Peer, now_ns: int) -> None:
+        """Put the questions that are due to one peer."""
+        watch = peer.watch
+        if watch is not None and watch.closed:
+            watch = peer.watch = None
+        if watch is not None and watch._due_ns <= now_ns:
+            self._beat(peer, watch, now_ns)
+        for number, nic in enumerate(peer.nics):
+            if nic.due_ns is not None and nic.due_ns <= now_ns:
+                self._probe(peer, number, nic, now_ns)
+
+    def _beat(self, peer: _Peer, watch: PeerWatch, now_ns: int) -> None:
+        # While this engine was held up it heard nothing, whoever spoke: that is no silence.
+        peer.heard_ns = min(now_ns, peer.heard_ns + now_ns - watch._due_ns)
+        silent_ns = now_ns - peer.heard_ns
+        if peer.state is PeerState.ALIVE and silent_ns >= self._ns(watch.lost_after_s):
+            self._lose(peer, f"no answer for {watch.lost_after_s:g} s")
+        watch._due_ns = now_ns + self._ns(watch.every_s)
+        peer.beats += 1
+        everywhere = peer.is_down()
+        for number, nic in enumerate(peer.nics):
+            if everywhere or not nic.down:
+                self._ping(peer, number, now_ns)
+
+    def _probe(self, peer: _Peer, number: int, nic: _Nic, now_ns: int) -> None:
+        """Ask a NIC whether it is back, and wait for twice as long before the next time."""
+        nic.wait_ns = min(2 * nic.wait_ns, self._ns(self._options.probe_max_s))
+        nic.due_ns = now_ns + nic.wait_ns
+        peer.beats += 1
+        if self._lanes(peer.link, number):
+            self._ping(peer, number, now_ns)
+
+    def _ping(self, peer: _Peer, number: int, now_ns: int) -> None:
+        """Ask over one of the lanes to a NIC, each in its turn."""
+        here = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
+        lanes = self._lanes(peer.link, number) or here
+        if lanes and self._mail.queued < _QUEUED_MAX:
+            self._mail.say(peer.link, Ping(now_ns), lanes[(number + peer.beats) % len(lanes)])
+
+    def _lanes(self, link: Link, number: int) -> list[tuple[int, int]]:
+        """The lanes to a NIC of a peer that rows may take."""
+        lanes = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
+        return [lane for lane in lanes if lane not in link.fenced]
+
+    # ------------------------------------------------------------------ hearing
+
+    def _heard(self, _: int, address: bytes, note: Pong) -> None:
+        """A peer's NIC answers a question that was put at `note.number`."""
+        found, now_ns, asked_ns = self._nics.get(address), self._now_ns(), note.number
+        if found is None or asked_ns > now_ns:
+            self._mail.odd += 1
+            return
+        peer, number = found
+        peer.round_trip_s = (now_ns - asked_ns) / _NS_PER_S
+        peer.heard_ns = max(peer.heard_ns, asked_ns)
+        nic = peer.nics[number]
+        if nic.down and asked_ns >= nic.valid_ns and self._lanes(peer.link, number):
+            nic.down, nic.since_ns, nic.due_ns = False, now_ns, None
+            self._group.restore(peer.link, [not each.down for each in peer.nics])
+            self._emit(peer, PeerChange.NIC_BACK, "it answers again", number)
+        if peer.state is PeerState.LOST and asked_ns >= peer.since_ns and not peer.is_down():
+            peer.state, peer.since_ns = PeerState.ALIVE, now_ns
+            self._emit(peer, PeerChange.BACK, "it answers again")
+
+    def _nic_lost(self, link: Link, number: int) -> None:
+        """Rows to a peer's NIC came back: it is there no more, or cannot be reached."""
+        if link.left:
+            return
+        peer, now_ns = self._peer(link), self._now_ns()
+        nic = peer.nics[number]
+        if nic.down or peer.state is PeerState.RESTARTED:
+            return
+        # One that fails again soon after it came back has to wait longer than it did before.
+        if nic.wait_ns == 0 or now_ns - nic.since_ns > self._ns(self._options.probe_max_s):
+            nic.wait_ns = self._ns(self._options.probe_first_s)
+        nic.down, nic.since_ns = True, now_ns
+        nic.valid_ns = now_ns + nic.wait_ns
+        nic.due_ns = nic.valid_ns if self._mail.able else None
+        self._emit(peer, PeerChange.NIC_LOST, "rows to it came back UNREACHABLE", number)
+        if peer.is_down() and peer.state is PeerState.ALIVE:
+            self._lose(peer, "none of its NICs can be reached")
+        self._book()
+
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        peer.state, peer.since_ns = PeerState.LOST, self._now_ns()
+        self._emit(peer, PeerChange.LOST, reason)
+
+    def _met_later(self, link: Link) -> None:
+        self._restarted(link, "a later incarnation answers at its address")
+
+    def _restarted(self, link: Link, reason: str) -> None:
+        """This incarnation is gone for good."""
+        if link.left:
+            return
+        peer = self._peer(link)
+        if peer.state is PeerState.RESTARTED:
+            return
+        peer.state, peer.since_ns = PeerState.RESTARTED, self._now_ns()
+        for nic in peer.nics:
+            nic.due_ns = None
+        if peer.watch is not None:
+            peer.watch.closed = True
+        self._emit(peer, PeerChange.RESTARTED, reason)
+
+    # ------------------------------------------------------------------ leaving
+
+    def leave(self, removal: Removal) -> None:
+        """Command: let go of a peer as soon as nothing refers to it."""
+        worker, link = self._worker, removal.link
+        worker.open[removal] = None
+        if self._closed:
+            worker._end(removal, State.FAILED, _closed())
+            return
+        if removal.why:
+            self._restarted(link, removal.why)
+        removal.waits = [handle for handle in worker.open if _refers(handle, link)]
+        self._leaving.append(removal)
+        self.busy = True
+
+    def _let_go(self, removal: Removal) -> bool:
+        """Drop a peer if the last transfer that refers to it has ended; True if so."""
+        waits, link = removal.waits, removal.link
+        while waits and waits[-1].settled:
+            waits.pop()
+        if waits:
+            return False
+        self._leaving.remove(removal)
+        peer = self._peers.pop(link, None)
+        if peer is not None:
+            if peer.watch is not None:
+                peer.watch.closed = True
+            self._nics = {at: known for at, known in self._nics.items() if known[0] is not peer}
+        if self._group.acks is not None:
+            self._group.acks.fold()  # what is counted as a whole holds its targets
+        self._mail.unheard.difference_update(link.paths())
+        link.forget()
+        self._worker.audit.forget(link.addr.domains)
+        self.drop(link)
+        self._worker._end(removal, State.DONE)
+        return True
+
+    def close(self) -> None:
+        """The engine is about to close: whoever waits for a removal learns so."""
+        self._closed = True
+        for removal in self._leaving:
+            self._worker._end(removal, State.FAILED, _closed())
+        self._leaving.clear()
+
+
+def _refers(handle: Handle, link: Link) -> bool:
+    """Whether a handle needs this link until it settles."""
+    if isinstance(handle, Message | Notice):
+        return handle.link is link
+    if not isinstance(handle, Transfer):
+        return False
+    remotes = handle.job.remotes
+    if isinstance(remotes, Remote):
+        return remotes.link is link
+    return any(remote.link is link for remote in remotes.remotes)
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the engine was closed before this ended")

@@ -1,0 +1,186 @@
+"""Planted bugs: peers that are lost, come back, restart and leave. They have lives of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tep.group import DomainGroup
+from tep.lifecycle import Lifecycle, PeerChange, PeerState
+from tep.peers import PeerBook
+from tests.gate.registry import Bug, Change
+from tests.support.lives import FATES
+
+LIVES: dict[str, tuple[Bug, tuple[str, ...], dict[str, object]]] = {}
+"""Each bug, with the fates among which it is looked for, and the fabric's knobs that it needs."""
+
+BUDGET = 80
+
+
+def life(
+    *fates: str, **knobs: object
+) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
+    """Register a bug, to be looked for in lives with these fates, or any."""
+
+    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+        LIVES[plant.__name__] = Bug(plant.__name__, plant, BUDGET), fates or FATES, knobs
+        return plant
+
+    return register
+
+
+# ---------------------------------------------------------------------- hearts
+
+
+@life()
+def own_pause_is_silence() -> list[Change]:
+    """An engine that was held up takes the time for silence of its peers."""
+    beat = Lifecycle._beat
+
+    def hasty(self, peer, watch, now_ns):
+        watch._due_ns = now_ns
+        beat(self, peer, watch, now_ns)
+
+    return [(Lifecycle, "_beat", hasty)]
+
+
+@life()
+def lost_at_every_beat() -> list[Change]:
+    """A peer is told to be lost for as long as it is."""
+    beat = Lifecycle._beat
+
+    def again(self, peer, watch, now_ns):
+        if peer.state is PeerState.LOST:
+            self._lose(peer, "still no answer")
+        beat(self, peer, watch, now_ns)
+
+    return [(Lifecycle, "_beat", again)]
+
+
+@life("flap")
+def only_the_first_nic_is_asked() -> list[Change]:
+    """A peer whose first NIC is cut off is lost, though its others would answer."""
+    ping = Lifecycle._ping
+
+    def first(self, peer, number, now_ns):
+        if number == 0:
+            ping(self, peer, number, now_ns)
+
+    return [(Lifecycle, "_ping", first)]
+
+
+@life()
+def a_question_is_an_answer() -> list[Change]:
+    """A heart that was asked counts as one that beats."""
+    ping = Lifecycle._ping
+
+    def heard(self, peer, number, now_ns):
+        ping(self, peer, number, now_ns)
+        peer.heard_ns = now_ns
+
+    return [(Lifecycle, "_ping", heard)]
+
+
+# ---------------------------------------------------------------------- events
+
+
+def tells(wanted: Callable[[PeerChange], bool]) -> list[Change]:
+    """Tell only those changes for which wanted(kind) says so."""
+    emit = Lifecycle._emit
+
+    def some(self, peer, kind, reason, nic=None):
+        if wanted(kind):
+            emit(self, peer, kind, reason, nic)
+
+    return [(Lifecycle, "_emit", some)]
+
+
+@life()
+def nobody_hears_of_a_return() -> list[Change]:
+    """A peer is back, and only its losses are told."""
+    return tells(lambda kind: kind is not PeerChange.BACK)
+
+
+@life()
+def restart_is_a_loss() -> list[Change]:
+    """A later incarnation answers, and the peer is taken for lost."""
+    return [(Lifecycle, "_met_later", lambda *_: None)]
+
+
+# ---------------------------------------------------------------------- NICs
+
+
+@life("flap")
+def shunned_for_good() -> list[Change]:
+    """A NIC that is back is told of, and not used."""
+    return [(DomainGroup, "restore", lambda *_: None)]
+
+
+@life("flap")
+def back_over_a_fenced_path() -> list[Change]:
+    """A NIC that answers notes is used again, though no row gets there."""
+
+    def every(self, link, number):
+        return [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
+
+    def route(self, domain, remote, nic):
+        alive, there = self.alive, remote.link.alive
+        here = next(i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)])
+        return here, next(j for k in range(len(there)) if there[j := (nic + k) % len(there)])
+
+    return [(Lifecycle, "_lanes", every), (DomainGroup, "_route", route)]
+
+
+@life("flap", ordered=True, flush_on_error=True, dead_after_ps=300_000)
+def notes_take_rows_along() -> list[Change]:
+    """A heartbeat fails and flushes the rows on its path, which fail for no reason of their own."""
+    init = Lifecycle.__init__
+
+    def deaf(self, *args):
+        init(self, *args)
+        self._group.unheard = frozenset()
+
+    return [(Lifecycle, "__init__", deaf)]
+
+
+# ---------------------------------------------------------------------- leaving
+
+
+@life("none", "flap")
+def removed_at_once() -> list[Change]:
+    """A removal does not wait for the transfers that refer to the peer."""
+    return [("tep.lifecycle", "_refers", lambda *_: False)]
+
+
+@life("none", "flap")
+def removed_after_the_first() -> list[Change]:
+    """A removal waits for one transfer of many."""
+    leave = Lifecycle.leave
+
+    def short(self, removal):
+        leave(self, removal)
+        del removal.waits[1:]
+
+    return [(Lifecycle, "leave", short)]
+
+
+@life()
+def requests_during_removal() -> list[Change]:
+    """A peer that is being removed takes requests as before."""
+
+    def open_still(self, addr):
+        return self.links.get((addr.backend, addr.name))
+
+    return [(PeerBook, "leave", open_still)]
+
+
+@life("none", "flap")
+def removed_but_remembered() -> list[Change]:
+    """The link is gone, its regions are not."""
+    drop = PeerBook.drop
+
+    def keep(self, link):
+        remotes = dict(self._remotes)
+        drop(self, link)
+        self._remotes.update(remotes)
+
+    return [(PeerBook, "drop", keep)]

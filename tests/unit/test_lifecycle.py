@@ -1,0 +1,301 @@
+"""Peers that are lost, come back or restart, and their NICs: what a watch says, and who is told."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import time
+
+import numpy as np
+import pytest
+
+from tep.drivers import ThreadDriver
+from tep.engine import TransferEngine
+from tep.errors import BadRequest, BusyError, StaleEpoch, UsageError
+from tep.lifecycle import PeerChange, PeerState
+from tep.sim.faults import Chaos
+from tep.sim.faults_at import clog, pause
+from tep.turning import TurnDriver
+from tests.support.couple import (
+    BEAT,
+    LOST,
+    US,
+    kinds,
+    pair,
+    pass_time,
+    regions_of,
+    write,
+)
+from tests.support.script import scripted
+
+# ---------------------------------------------------------------------- heartbeats
+
+
+def test_a_watched_peer_that_lives_is_alive_and_its_round_trip_known() -> None:
+    """A heartbeat that needs the application over there finds a busy peer dead."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        watch = a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        pass_time(cluster, 1000)
+        assert PeerState.ALIVE is watch.state
+        assert 0.3 * US < watch.round_trip_s < 5 * US
+        assert [] == told
+        watch.close()
+        cluster.env.run()  # nothing is asked any more: the clock runs out of events
+        assert "alive" in repr(watch)
+
+
+def test_a_dead_peer_is_lost_in_time_and_once() -> None:
+    """Whoever waits for a dead peer longer than it said it would, hangs."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        watch = a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        pass_time(cluster, 105)
+        died_s = cluster.env.now / 1e12
+        cluster.fabric.crash("b")
+        pass_time(cluster, 1000)
+        assert PeerState.LOST is watch.state
+        assert [PeerChange.LOST] == kinds(told)
+        assert LOST - BEAT <= told[0][0] - died_s <= LOST + BEAT + 1 * US
+        assert watch.since_s == pytest.approx(told[0][0], abs=1 * US)
+
+
+@pytest.mark.parametrize(("us", "changes"), [(15, []), (300, [PeerChange.LOST, PeerChange.BACK])])
+def test_a_peer_that_was_cut_off_comes_back(us: float, changes: list[PeerChange]) -> None:
+    """A pause shorter than the limit is no loss; a longer one ends in the peer being back."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        watch = a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        for nic in range(2):
+            cluster.at(100, clog("b", nic, us))
+        pass_time(cluster, 1000)
+        assert changes == kinds(told)
+        assert PeerState.ALIVE is watch.state
+
+
+@pytest.mark.parametrize("at", [103, 107, 109.9])
+def test_time_in_which_the_watcher_slept_is_no_silence(at: float) -> None:
+    """A process that was stopped would bury all its living peers when it goes on."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        watch = a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=2 * BEAT)
+        for k in range(4):
+            cluster.at(at + 100 * k, pause("a", 17 + 30 * k))
+        pass_time(cluster, 1000)
+        assert [] == told
+        assert PeerState.ALIVE is watch.state
+
+
+def test_a_watch_needs_no_particular_nic() -> None:
+    """With the first NIC of both sides silent the peer can still be spoken to."""
+    cluster, told = pair((2, 2))
+    with cluster:
+        a, b = cluster.engines
+        a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        cluster.at(50, clog("a", 0))
+        pass_time(cluster, 500)
+        cluster.at(cluster.now_us, clog("b", 0))
+        pass_time(cluster, 500)
+        assert [] == told
+
+
+def test_a_restart_is_told_once_and_ends_the_watch() -> None:
+    """The descriptors of the dead incarnation are worthless; who does not know goes on trying."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        old = b.main_address
+        watch = a.watch_peer(old, every_s=BEAT, lost_after_s=LOST)
+        write(a, regions).wait()
+        pass_time(cluster, 100)
+        fresh = cluster.restart("b").main_address
+        sent = [write(a, regions) for _ in range(3)]
+        pass_time(cluster, 500)
+        assert ["STALE_PEER"] * 3 == [transfer.error.code for transfer in sent]
+        assert [PeerChange.RESTARTED] == kinds(told)
+        assert (PeerState.RESTARTED, True) == (watch.state, watch.closed)
+        assert a.watch_peer(old).closed
+        a.add_peer_group([fresh])
+        pass_time(cluster, 500)
+        assert [PeerChange.RESTARTED] == kinds(told)
+        with pytest.raises(StaleEpoch):
+            a.watch_peer(old)
+        assert PeerState.ALIVE is a.watch_peer(fresh).state
+
+
+def test_a_later_epoch_tells_of_the_restart() -> None:
+    """Whoever hears of the new incarnation by other ways must not wait for a row to fail."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        a.add_peer_group([b.main_address])
+        a.add_peer_group([cluster.restart("b").main_address])
+        cluster.env.run()
+        assert [PeerChange.RESTARTED] == kinds(told)
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    """Silence would be taken for a peer in good health."""
+    own, other = scripted(1), scripted(1, name="b")
+    with pytest.raises(UsageError, match="'script' has no notes between engines; ask the peer by"):
+        own.engine.watch_peer(other.engine.main_address)
+    cluster, _ = pair()
+    with cluster:
+        a, b = cluster.engines
+        for every_s, lost_after_s in ((0, 1), (-1, 1), (1, 1.9), (1, float("nan"))):
+            with pytest.raises(BadRequest):
+                a.watch_peer(b.main_address, every_s=every_s, lost_after_s=lost_after_s)
+        watch = a.watch_peer(b.main_address)
+        with pytest.raises(BusyError, match="watched already"):
+            a.watch_peer(b.main_address)
+        watch.close()
+        a.watch_peer(b.main_address).close()
+
+
+# ---------------------------------------------------------------------- NICs
+
+
+def flap(cluster, regions, us: float) -> None:
+    """Cut the link of b's NIC 1 while a writes; go on until it has been back for a while."""
+    a = cluster.engines[0]
+    cluster.at(cluster.now_us, clog("b", 1, us))
+    end = cluster.now_us + us + 1500
+    while cluster.now_us < end:
+        write(a, regions).wait()
+        pass_time(cluster, 5)
+
+
+def rows_to(cluster, name: str, nic: int) -> int:
+    """Immediates that came in on a NIC."""
+    worker = next(e for e in cluster.engines if e.name == name)._worker
+    return sum(count for _, count in worker._arrivals[nic].tally.items())
+
+
+def test_a_nic_that_flapped_is_used_again() -> None:
+    """A cable that was out for a second must not halve a node's bandwidth for good."""
+    cluster, told = pair((1, 2))
+    with cluster:
+        regions = regions_of(*cluster.engines)
+        a, _ = cluster.engines
+        a._worker.recovery.able = False  # nothing is fenced
+        cluster.at(cluster.now_us, clog("b", 1, 200))
+        lost = write(a, regions)
+        pass_time(cluster, 20)
+        assert "UNREACHABLE" == lost.error.code
+        assert [(PeerChange.NIC_LOST, 1)] == [event[1:] for event in told]
+        for _ in range(10):
+            write(a, regions).wait()
+        assert 0 == rows_to(cluster, "b", 1)
+        flap(cluster, regions, 1)
+        assert [PeerChange.NIC_LOST, PeerChange.NIC_BACK] == kinds(told)
+        assert rows_to(cluster, "b", 1) > 10
+        # The waits were 20, 40, 80, 160 us: the fourth question came when the link was back.
+        assert 300 * US <= told[1][0] <= 330 * US
+
+
+def test_a_fenced_path_is_not_used_again_but_its_nic_is() -> None:
+    """Rows on a fenced path fail for ever; another of our NICs still has a way to that NIC."""
+    cluster, told = pair((2, 2))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        flap(cluster, regions, 50)
+        link = a._peers.links["sim", "b"]
+        assert {(1, 1)} == link.fenced
+        assert [True, True] == link.alive
+        assert [(PeerChange.NIC_LOST, 1), (PeerChange.NIC_BACK, 1)] == [e[1:] for e in told]
+        before = rows_to(cluster, "b", 1)
+        cluster.kill_nic("b", 0)
+        pass_time(cluster, 10)
+        write(a, regions).wait()
+        write(a, regions).wait()
+        assert rows_to(cluster, "b", 1) >= before + 12
+        assert PeerChange.LOST not in kinds(told)
+
+
+def test_a_nic_whose_every_path_is_fenced_stays_out() -> None:
+    """It answers notes, but its rows would fail, and it would come and go for ever."""
+    cluster, told = pair((1, 2))
+    with cluster:
+        regions = regions_of(*cluster.engines)
+        flap(cluster, regions, 50)
+        assert [(PeerChange.NIC_LOST, 1)] == [event[1:] for event in told]
+
+
+@pytest.mark.slow
+def test_a_nic_that_fails_again_waits_longer() -> None:
+    """A link that flaps all the time would cost each time what a dead one costs once."""
+    cluster, told = pair((1, 1))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        for k in range(400):
+            if k % 3 == 0:
+                cluster.at(cluster.now_us, clog("b", 0, 4.5))
+            write(a, regions)
+            pass_time(cluster, 5)
+        times = [at for at, kind, _ in told if kind is PeerChange.NIC_LOST]
+        waits = [late - early for early, late in itertools.pairwise(times)]
+        assert 5 < len(waits) < 2000 / 100
+        assert waits[0] < waits[1] < waits[2]
+        both = [PeerChange.NIC_LOST, PeerChange.LOST, PeerChange.NIC_BACK, PeerChange.BACK]
+        assert both * 5 == kinds(told)[:20]
+
+
+def test_a_callback_that_raises_disturbs_nobody() -> None:
+    """One subscriber's mistake must not keep an event from the others."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        engine_told = []
+        a.on_peer(lambda event: 1 / 0)
+        a.on_peer(engine_told.append)
+        cluster.at(0, clog("b", 0))
+        for _ in range(3):
+            write(a, regions_of(a, b))
+        pass_time(cluster, 50)
+        assert [PeerChange.NIC_LOST] == kinds(told) == [event.kind for event in engine_told]
+        assert ("b", 1) == (engine_told[0].peer, engine_told[0].epoch)
+        assert "ZeroDivisionError" in str(a.callback_errors[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ThreadDriver, TurnDriver])
+def test_heartbeats_beat_in_real_time(make) -> None:
+    """Nothing wakes an engine that sleeps but the time: a driver must not sleep through it."""
+    changes: queue.Queue[tuple[str, PeerChange]] = queue.Queue()
+    a, b = (TransferEngine.open("loopback", nics=2, driver=make()) for _ in range(2))
+    with a:
+        with b:
+            a.on_peer(lambda event: changes.put((event.peer, event.kind)))
+            watch = a.watch_peer(b.main_address, every_s=0.005, lost_after_s=0.15)
+            _, desc = b.reg_mr(np.zeros(8, np.uint8))
+            until_s = time.monotonic() + 30
+            while watch.round_trip_s is None and time.monotonic() < until_s:
+                a.submit_barrier([desc], 7).wait(30)
+            assert watch.round_trip_s is not None, "none was answered in 30 s"
+        while watch.state is not PeerState.LOST:  # from here on nothing but time wakes the engine
+            changes.get(timeout=30)
+        a.remove_peer(b.main_address).wait(30)
+
+
+def test_a_flushed_row_whose_path_a_note_has_broken_is_made_good() -> None:
+    """On a connection a failed heartbeat takes the rows with it; no transfer may fail for that."""
+    chaos = Chaos.calm(ordered=True, flush_on_error=True, dead_after_ps=9_000_000)
+    cluster, told = pair(chaos=chaos)
+    with cluster:
+        a, b = cluster.engines
+        a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        regions = regions_of(a, b)
+        pass_time(cluster, 99)
+        cluster.at(cluster.now_us, clog("b", 1, 30))
+        pass_time(cluster, 5)
+        sent = write(a, regions)
+        sent.wait()
+        assert sent.stats().rows_again > 0
+        assert PeerChange.LOST not in kinds(told)

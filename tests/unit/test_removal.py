@@ -1,0 +1,222 @@
+"""Peers that leave: nothing ends wrongly, nothing hangs, and nothing of them stays."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from tep.api import ScatterDst
+from tep.engine import TransferEngine
+from tep.errors import BadRequest, ClosedError
+from tep.lifecycle import PeerChange
+from tep.region import Link
+from tep.sim.cluster import Cluster
+from tep.sim.faults import Chaos
+from tep.sim.faults_at import clog
+from tests.support.couple import (
+    BEAT,
+    LOST,
+    QUICK,
+    kinds,
+    pair,
+    pass_time,
+    regions_of,
+    write,
+)
+
+
+def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() -> None:
+    """One that does not wait pulls the ground from under rows; one that lets more in hangs."""
+    cluster, _ = pair()
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        group = a.add_peer_group([b.main_address])
+        sent = [write(a, regions, 32) for _ in range(8)]
+        sent.append(a.submit_scatter(regions[0], [ScatterDst(64, 0, (regions[1], 0))], group=group))
+        message = a.submit_send(b.main_address, b"x")
+        removal = a.remove_peer(b.main_address)
+        for verb in (
+            lambda: write(a, regions),
+            lambda: a.submit_barrier([regions[1]], 7),
+            lambda: a.submit_barrier([regions[1]], 7, group=group),
+            lambda: a.submit_send(b.main_address, b"x"),
+            lambda: a.add_peer_group([b.main_address]),
+            lambda: a.watch_peer(b.main_address),
+        ):
+            with pytest.raises(ClosedError, match="b is being removed"):
+                verb()
+        again = a.remove_peer(b.main_address)
+        pass_time(cluster, 1)
+        assert "removal of b (epoch 1): pending" in removal.describe()
+        assert not removal.settled
+        b.submit_recvs(64, 1, lambda _: None)
+        removal.wait()
+        again.wait()
+        assert all(handle.done for handle in (*sent, message))
+        assert {} == a._peers.links == a._peers._remotes
+        with pytest.raises(BadRequest, match="was removed meanwhile"):
+            a.submit_barrier([regions[1]], 7, group=group)
+        write(a, regions).wait()
+        assert 1 == a.stats().peers
+
+
+def test_what_was_removed_is_forgotten() -> None:
+    """A service whose peers come and go for months must not remember all of them."""
+    cluster, _ = pair()
+    with cluster:
+        a, b = cluster.engines
+        watch = a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        there = regions_of(b, a)
+        for mine, regions, engine in ((a, regions_of(a, b), a), (b, there, b)):
+            write(mine, regions).wait()
+            engine.submit_barrier([regions[1]], 9).wait()
+        a.remove_peer(b.main_address).wait()
+        pass_time(cluster, 100)
+        assert watch.closed
+        del watch
+        gc.collect()
+        assert [] == [o for o in gc.get_objects() if type(o) is Link and o.addr.name == "b"]
+        life = a._life
+        assert ({}, {}, [], False) == (life._peers, life._nics, life._leaving, life.busy)
+        assert [0, 0] == [len(arrivals.tally) for arrivals in a._worker._arrivals]
+        assert {} == a._worker.group.acks._wide
+
+
+def test_memory_is_flat_over_join_and_leave() -> None:
+    """Incarnations that are removed or replaced leave nothing behind, however many there were."""
+    cluster, told = pair(1, chaos=Chaos.calm(dead_after_ps=3_000_000))
+    with cluster:
+        a, _ = cluster.engines
+        sizes = []
+        for k in range(24):
+            b = cluster.restart("b")
+            write(a, regions_of(a, b)).wait()
+            if k % 2:
+                a.remove_peer(b.main_address).wait()
+            b.close()
+            pass_time(cluster, 10)
+            book, life = a._peers, a._life
+            worker = a._worker
+            held = (book.links, book._remotes, book._left, life._peers, life._nics)
+            sums = [len(arrivals.tally) for arrivals in worker._arrivals]
+            sizes.append((*map(len, held), *sums, len(worker.open)))
+        assert sizes[2:4] * 11 == sizes[2:]
+        assert 12 <= kinds(told).count(PeerChange.RESTARTED) <= 24
+
+
+def test_removing_a_dead_peer_ends_with_its_rows() -> None:
+    """Rows to the dead end in an error, in time, and the removal after them: it must not hang."""
+    cluster, _ = pair()
+    with cluster:
+        a, b = cluster.engines
+        sent = write(a, regions_of(a, b))
+        cluster.fabric.crash("b")
+        removal = a.remove_peer(b.main_address)
+        removal.cancel()
+        removal.wait()
+        assert "UNREACHABLE" == sent.error.code
+
+
+def test_a_peer_met_again_has_no_sums_to_judge_a_failover_by() -> None:
+    """Its sums are since the beginning, ours since we met again: rows would be thought landed."""
+    cluster, _ = pair((2, 2))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        write(a, regions).wait()
+        a.remove_peer(b.main_address).wait()
+        cluster.at(cluster.now_us, clog("b", 1))
+        sent = write(a, regions)
+        pass_time(cluster, 100)
+        assert "their sums are forgotten" in str(sent.error)
+
+
+def test_whoever_removed_a_peer_says_so_when_it_asks() -> None:
+    """Half of the sums would be taken for all of them, and what had landed be written again."""
+    cluster, _ = pair((2, 2))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        write(a, regions).wait()
+        b.remove_peer(a.main_address).wait()
+        cluster.at(cluster.now_us, clog("b", 1))
+        sent = write(a, regions)
+        pass_time(cluster, 100)
+        assert "it has removed this peer" in str(sent.error)
+
+
+def test_closing_ends_a_removal() -> None:
+    """A handle that nobody settles hangs its waiter."""
+    cluster, _ = pair()
+    with cluster:
+        a, b = cluster.engines
+        write(a, regions_of(a, b))
+        removal = a.remove_peer(b.main_address)
+        late = a.remove_peer(b.main_address)
+        a.close()
+        for handle in (removal, late):
+            with pytest.raises(ClosedError):
+                handle.result()
+
+
+def test_removing_a_stranger_is_no_error_and_no_address_is() -> None:
+    """Clean-up code runs whether the peer was ever written to or not."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        a.remove_peer(b.main_address).wait()
+        with pytest.raises(BadRequest, match="not a NetAddr"):
+            a.remove_peer(b"b")
+        assert [] == told
+
+
+def test_one_of_two_targets_leaves_under_load() -> None:
+    """Requests to several peers end whole; those to the others go on as if nothing had been."""
+    told = []
+    with Cluster(3, 2, seed=5, options=QUICK) as cluster:
+        a, b, c = cluster.engines
+        a.on_peer(told.append)
+        mr, _ = a.reg_mr(np.ones(64, np.uint8))
+        descs = [engine.reg_mr(np.zeros(64, np.uint8))[1] for engine in (b, c)]
+        both = [ScatterDst(64, 0, (desc, 0)) for desc in descs]
+        sent = [a.submit_scatter(mr, both, 7) for _ in range(20)]
+        a.remove_peer(b.main_address).wait()
+        assert all(transfer.done for transfer in sent)
+        a.submit_scatter(mr, both[1:], 7).wait()
+        cluster.env.run()
+        counts = [dict(engine.stats().imms_unexpected)[7] for engine in (b, c)]
+        assert [20, 21] == counts
+        assert ["c"] == [link.addr.name for link in a._peers.links.values()]
+        assert [] == told
+
+
+@pytest.mark.slow
+def test_threads_that_submit_while_a_peer_is_removed_again_and_again() -> None:
+    """Membership changes in one thread while others send: each request ends, or is refused."""
+    with TransferEngine.open("loopback") as b, TransferEngine.open("loopback") as a:
+        mr, desc = regions_of(a, b)
+        sent: list = []
+        refused: list = []
+
+        def submit(_: int) -> None:
+            try:
+                sent.append(a.submit_single_write(8, (mr, 0), (desc, 0), 7))
+            except ClosedError as error:
+                refused.append(error)
+
+        with ThreadPoolExecutor(2) as threads:
+            running = [threads.submit(submit, k) for k in range(2000)]
+            for _ in range(30):
+                a.remove_peer(b.main_address).wait(30)
+            for each in running:
+                each.result(30)
+        for transfer in sent:
+            transfer.wait(30)
+        b.expect_imm_count(7, len(sent)).wait(30)
+        assert 2000 == len(sent) + len(refused)
+        a.remove_peer(b.main_address).wait(30)
+        assert {} == a._peers.links
