@@ -204,7 +204,7 @@ class DomainGroup:
         domain, nic = share.domain, share.remote
         link = remote.link
         usable = self.alive[domain] and link.alive[nic]
-        if not usable or (link.fenced and (domain, nic) in link.fenced):
+        if not usable or (link.shut and (domain, nic) in link.shut):
             domain, nic = self._route(domain, remote, nic)
         src, dst, nbytes = columns
         shift = remote.bases[nic] - remote.bases[0]
@@ -234,11 +234,11 @@ class DomainGroup:
 
         Not over a path that is fenced off, unless there is no other.
         """
-        alive, there, fenced = self.alive, remote.link.alive, remote.link.fenced
+        alive, there, shut = self.alive, remote.link.alive, remote.link.shut
         ours = [i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)]]
         theirs = [j for k in range(len(there)) if there[j := (nic + k) % len(there)]]
         every = itertools.product(ours, theirs)
-        return next((lane for lane in every if lane not in fenced), (ours[0], theirs[0]))
+        return next((lane for lane in every if lane not in shut), (ours[0], theirs[0]))
 
     # ------------------------------------------------------------------ posting
 

@@ -317,7 +317,7 @@ class Lifecycle:
     def _lanes(self, link: Link, number: int) -> list[tuple[int, int]]:
         """The lanes to a NIC of a peer that rows may take."""
         lanes = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
-        return [lane for lane in lanes if lane not in link.fenced]
+        return [lane for lane in lanes if lane not in link.shut]
 
     # ------------------------------------------------------------------ hearing
 

@@ -98,7 +98,7 @@ class PeerBook:
         self.links: dict[tuple[str, str], Link] = {}
         self.generation = 0
         self.replaced: Callable[[Link], object] = lambda _: None
-        # Of peers that were removed: epoch, and lanes that the peer has fenced off for good.
+        # Of peers that were removed: epoch, and lanes that are shut for good.
         self._left: dict[tuple[str, str], tuple[int, set[tuple[int, int]]]] = {}
         self._domains = domains
         self._lock = lock
@@ -130,7 +130,7 @@ class PeerBook:
             )
         who = addr.backend, addr.name
         known = self.links.get(who)
-        left, fenced = self._left.get(who, (-1, set()))
+        left, shut = self._left.get(who, (-1, set()))
         old = left if known is None else known.addr.epoch
         if old > addr.epoch:
             raise StaleEpoch(
@@ -156,7 +156,7 @@ class PeerBook:
             self.replaced(known)
         link = Link(addr, self._domains)
         if left == addr.epoch:
-            link.again, link.fenced = True, fenced
+            link.again, link.shut = True, shut
         self._left.pop(who, None)
         self.links[who] = link
         return link
@@ -180,7 +180,7 @@ class PeerBook:
             who = link.addr.backend, link.addr.name
             if self.links.get(who) is link:
                 del self.links[who]
-                self._left[who] = link.addr.epoch, link.fenced
+                self._left[who] = link.addr.epoch, link.shut
 
     def resolve(self, desc: Target, what: str) -> Remote:
         """A descriptor, or lease, ready for posting.

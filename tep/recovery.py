@@ -124,7 +124,7 @@ class Recovery:
         else:
             path = _Path(pending.domain, remote.link, nic)
             self.paths.append(path)
-            remote.link.fenced.add((pending.domain, nic))  # as it will be, by the first question
+            remote.link.shut.add((pending.domain, nic))  # as it will be, by the first question
         path.rows.append(_Lost(pending, row, error))
         transfer.held += 1
         return None

@@ -119,19 +119,21 @@ class Link:
     Attributes:
         addr: the peer.
         alive: for each of its NICs, whether rows still get there.
-        fenced: lanes (our NIC, its NIC) that are fenced off, or may be.
+        shut: lanes (our NIC, its NIC) that are fenced off, or may be: no row goes there.
+        fenced: those of them of which the peer has said so: nothing of ours lands any more.
         current: False once a later incarnation of the peer is known, or it is being removed.
         again: it was removed before, and the sums of its lanes with it.
         left: it has been removed.
     """
 
     __slots__ = (
-        "_domains", "_ids", "_lanes", "addr", "again", "alive", "current", "fenced", "left",
+        "_domains", "_ids", "_lanes", "addr", "again", "alive", "current", "fenced", "left", "shut",
     )  # fmt: skip
 
     def __init__(self, addr: NetAddr, domains: tuple[Domain, ...]) -> None:
         self.addr = addr
         self.alive = [True] * len(addr.domains)
+        self.shut: set[tuple[int, int]] = set()
         self.fenced: set[tuple[int, int]] = set()
         self.current = True
         self.again = False

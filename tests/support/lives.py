@@ -235,7 +235,7 @@ class _Run:
         """The NICs of b that rows can reach, as far as fences go."""
         link = self.a._peers.links["sim", "b"]
         ours = range(len(self.a.main_address.domains))
-        return [j for j in range(self.nics) if any((i, j) not in link.fenced for i in ours)]
+        return [j for j in range(self.nics) if any((i, j) not in link.shut for i in ours)]
 
     def _check_nics(self) -> None:
         """What can be used is used: each NIC that lives, and has a path that is not fenced."""

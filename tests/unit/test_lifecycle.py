@@ -206,7 +206,7 @@ def test_a_fenced_path_is_not_used_again_but_its_nic_is() -> None:
         regions = regions_of(a, b)
         flap(cluster, regions, 50)
         link = a._peers.links["sim", "b"]
-        assert {(1, 1)} == link.fenced
+        assert {(1, 1)} == link.shut
         assert [True, True] == link.alive
         assert [(PeerChange.NIC_LOST, 1), (PeerChange.NIC_BACK, 1)] == [e[1:] for e in told]
         before = rows_to(cluster, "b", 1)
