@@ -15,6 +15,7 @@ from tep.api import EngineOptions
 from tep.backends.base import Domain
 from tep.errors import BusyError, CallbackError, ClosedError, UsageError
 from tep.lifecycle import Lifecycle
+from tep.mailroom import sooner
 from tep.quarantine import doubt_all
 from tep.wire import NetAddr
 from tep.worker import Worker
@@ -144,8 +145,7 @@ class EngineMachine:
 
     def due_s(self) -> float | None:
         """Driver: when to turn at the latest, on its own clock; None: when there is news."""
-        due = [due_s for due_s in (self._worker.due_s(), self._life.due_s()) if due_s is not None]
-        return min(due, default=None)
+        return sooner(self._worker.due_s(), self._life.due_s())
 
     def watching(self) -> bool:
         """Driver: whether words are watched."""

@@ -16,7 +16,7 @@ from tep.errors import TepError
 from tep.notes import Answer, Note, decode, encode
 from tep.region import Link
 
-__all__ = ["NOTE_CTX", "Mailroom"]
+__all__ = ["NOTE_CTX", "Mailroom", "sooner"]
 
 NOTE_CTX: Final = 1 << 62
 """The ctx of the first note: users' messages have smaller ones."""
@@ -28,6 +28,13 @@ DEAF_MAX: Final = 3
 """The same, where every NIC of the peer was asked each time and none was there."""
 
 N = TypeVar("N", bound=Note)
+
+
+def sooner(one_s: float | None, other_s: float | None) -> float | None:
+    """The earlier of two times, either of which may be never."""
+    if one_s is None:
+        return other_s
+    return one_s if other_s is None or one_s < other_s else other_s
 
 
 class _Letter:

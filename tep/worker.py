@@ -23,7 +23,7 @@ from tep.handle import Handle, State
 from tep.holds import Holds
 from tep.imm import ImmTable
 from tep.leases import Leases
-from tep.mailroom import NOTE_CTX, Mailroom
+from tep.mailroom import NOTE_CTX, Mailroom, sooner
 from tep.notes import Answer, Failed, Told, given_up
 from tep.pending import message_error
 from tep.quarantine import failure_of
@@ -184,8 +184,7 @@ class Worker:
 
     def due_s(self) -> float | None:
         """When a turn is wanted although no NIC has news; seconds of the driver's clock."""
-        due = (self.mail.due_s() if self.mail.busy else None, self.leases.due_s())
-        return min((due_s for due_s in due if due_s is not None), default=None)
+        return sooner(self.mail.due_s() if self.mail.busy else None, self.leases.due_s())
 
     @property
     def backlog(self) -> int:
