@@ -7,6 +7,8 @@ bytes, and nobody writes to memory whose reader was released or reads a source t
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -100,6 +102,13 @@ def test_two_rows_and_any_nic_of_either_side(kind: str) -> None:
 def test_sides_with_different_numbers_of_nics(nics, doomed) -> None:
     """Where one lane's end dies, all lanes that share the end are in doubt."""
     assert 30 < in_every_order("page", 2, nics, doomed)
+
+
+def test_a_machine_that_stalls_plays_the_same_orders() -> None:
+    """Where a slow machine asks twice, its orders are others, and the odometer misses some."""
+    quick = in_every_order("page", 2, (2, 1), (0, 1))
+    with mock.patch("tep.drivers.time.monotonic", side_effect=count(step=5)):
+        assert quick == in_every_order("page", 2, (2, 1), (0, 1))
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ late a row that failed comes after all.
 from __future__ import annotations
 
 from collections import Counter
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,34 +23,33 @@ FREE = 0xEE
 
 def play(chooser: Chooser, rows: int, nics: tuple[int, int], failover: bool) -> str:
     """A write under a lease that is revoked, in one order; say how it and the lease ended."""
-    with mock.patch("tep.drivers.time.monotonic", return_value=0.0) as clock:
-        fabric = Fabric(chooser, nics, doomed=tuple(range(sum(nics))))
-        writer, owner = fabric.engines
-        writer._worker.recovery.able = failover
-        target = np.zeros(rows * PAGE, np.uint8)
-        mr, _ = owner.reg_mr(target)
-        src, _ = writer.reg_mr(np.full(rows * PAGE, 7, np.uint8))
-        grant = owner.lease(mr, writer.main_address, for_s=1e6)
-        grant.over.add_done_callback(lambda _: target.fill(FREE))
-        lease = Lease.from_bytes(grant.lease.to_bytes())
-        pages = Pages(range(rows))
-        sent = writer.submit_paged_writes(PAGE, (src, pages), (lease, pages))
-        if chooser.of(2):
-            fabric._rest()  # the rows are posted first
-        grant.revoke()
-        for _ in range(8):
-            fabric.run()
-            clock.return_value += 2  # a question whose answer was lost is put again
-        for flight in fabric.flights:
-            fenced = flight.here.address in flight.there.fenced
-            if not (flight.landed or flight.there.dead or fenced):
-                fabric._land(flight)
+    fabric = Fabric(chooser, nics, doomed=tuple(range(sum(nics))))
+    writer, owner = fabric.engines
+    writer._worker.recovery.able = failover
+    target = np.zeros(rows * PAGE, np.uint8)
+    mr, _ = owner.reg_mr(target)
+    src, _ = writer.reg_mr(np.full(rows * PAGE, 7, np.uint8))
+    grant = owner.lease(mr, writer.main_address, for_s=1e6)
+    grant.over.add_done_callback(lambda _: target.fill(FREE))
+    lease = Lease.from_bytes(grant.lease.to_bytes())
+    pages = Pages(range(rows))
+    sent = writer.submit_paged_writes(PAGE, (src, pages), (lease, pages))
+    if chooser.of(2):
+        fabric._rest()  # the rows are posted first
+    grant.revoke()
+    for _ in range(8):
+        fabric.run()
+        fabric.now_s += 2  # a question whose answer was lost is put again
+    for flight in fabric.flights:
+        fenced = flight.here.address in flight.there.fenced
+        if not (flight.landed or flight.there.dead or fenced):
+            fabric._land(flight)
 
-        assert sent.settled, sent.describe()
-        assert grant.over.done, grant.over.describe()
-        assert {FREE} == set(target.tolist()), "written to after it was free"
-        for engine in fabric.engines:
-            engine.close()
+    assert sent.settled, sent.describe()
+    assert grant.over.done, grant.over.describe()
+    assert {FREE} == set(target.tolist()), "written to after it was free"
+    for engine in fabric.engines:
+        engine.close()
     return f"{sent.state.value}, {'fenced off' if grant.why else 'answered'}"
 
 

@@ -155,6 +155,17 @@ class Nic:
                 self.cq.append(entry)
 
 
+class Still(InlineDriver):
+    """Time stands still but for who moves the fabric's."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__(fabric.ring)
+        self._fabric = fabric
+
+    def now_s(self) -> float:
+        return self._fabric.now_s
+
+
 class Fabric:
     """Two engines, what is on its way between them, and who chooses.
 
@@ -162,6 +173,9 @@ class Fabric:
         chooser: who.
         nics: of each engine.
         doomed: the NICs of which one dies, numbered over both engines; empty: none does.
+
+    Attributes:
+        now_s: the time of both engines; a slow machine must not make them ask a second time.
     """
 
     def __init__(self, chooser: Chooser, nics: tuple[int, int], doomed: tuple[int, ...]) -> None:
@@ -173,10 +187,11 @@ class Fabric:
         self.doomed = doomed
         self.slots = 0
         self.ring = []
+        self.now_s = 0.0
         self.engines = [
             TransferEngine(
                 [Nic(self, name, k) for k in range(n)],
-                driver=InlineDriver(self.ring),
+                driver=Still(self),
                 name=name,
                 epoch=1,
             )
