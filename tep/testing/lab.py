@@ -131,6 +131,7 @@ class Host:
             epoch=node.epoch,
             options=lab.options,
         )
+        self.engine.on_peer(self.ledger.heard_of)
         self.memory = memory
         self.used: defaultdict[int, int] = defaultdict(int)
         self.live = True

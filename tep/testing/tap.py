@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from tep.backends.base import Completions, Kind, Status, WriteBatch
+from tep.lifecycle import PeerChange, PeerEvent
 from tep.sim.chaos_nic import ChaosNic
 
 __all__ = ["Ledger", "Mover", "Tap"]
@@ -46,6 +47,8 @@ class Ledger:
         movers: the transfer of each batch, by its ctx.
         batches: the last batch of each ctx.
         silent: NICs of peers that did not answer, by node; all of them again once all were silent.
+        unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
+            or rows to them were flushed with a note that got lost.
         rows, nbytes: what each NIC took.
         seen: what happened here, for suites that want to have seen it.
     """
@@ -56,10 +59,17 @@ class Ledger:
         self.movers: dict[int, Mover] = {}
         self.batches: dict[int, WriteBatch] = {}
         self.silent: dict[bytes, set[bytes]] = {}
+        self.unsure: set[bytes] = set()
         self.rows = [0] * nics
         self.nbytes = [0] * nics
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.wrong: list[str] = []
+
+    def heard_of(self, event: PeerEvent) -> None:
+        """The engine says that something changed at a peer."""
+        if event.kind is PeerChange.NIC_BACK:
+            self.unsure.add(f"sim:{event.peer}#{event.epoch}".encode())
+            self.seen["NIC back"] += 1
 
 
 class Tap:
@@ -153,6 +163,8 @@ class Tap:
                         self.down = True
                     elif status == Status.UNREACHABLE:
                         self._note_silent(ledger.batches[ctx], row)
+                    elif status == Status.FLUSHED:
+                        ledger.unsure.add(self._to(ledger.batches[ctx], row)[0])
             elif kind == _DOWN:
                 self.down = True
                 ledger.seen["NIC down"] += 1
@@ -175,7 +187,7 @@ class Tap:
     def _check_silent(self, batch: WriteBatch, start: int, taken: int) -> None:
         for row in range(start, start + taken):
             node, address = self._to(batch, row)
-            if address in self._ledger.silent.get(node, ()):
+            if address in self._ledger.silent.get(node, ()) and node not in self._ledger.unsure:
                 self._ledger.wrong.append(
                     f"{self.caps.nic}: a row posted to {address!r}, which is known not to answer"
                 )

@@ -185,6 +185,12 @@ def test_sometimes(sights: Counter[str], what: str) -> None:
     assert sights[what] >= SEEDS // 1000, f"{what}: {sights[what]} times in {SEEDS} seeds"
 
 
+@pytest.mark.parametrize("seed", [6209, 8353])
+def test_a_nic_that_is_heard_again_is_posted_to_again(seed: int) -> None:
+    """An oracle that does not know of its return calls every row to it a mistake."""
+    assert replay(seed).seen["NIC back"]
+
+
 def test_engine_is_clean_by_columns() -> None:
     """Completions are counted row by row or by columns; small runs would never try the columns."""
     with (
