@@ -8,6 +8,7 @@ order, unless `Chaos.ordered`. Rule 2: every accepted row is in `_open` until it
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Kind, Row, Status, WriteBatch
@@ -75,12 +76,25 @@ class ChaosNic(ChaosReceiver):
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         rows_open = len(self._open) - self._messages
-        room = self._room(stop - start, self._chaos.sq_depth - rows_open)
+        wanted = stop - start
+        if self._chaos.peer_depth:
+            wanted = self._ahead(batch, start, stop)
+        room = self._room(wanted, self._chaos.sq_depth - rows_open)
         if room == 0:
             return 0
         for index, row in enumerate(batch.rows(start, start + room), start):
             self._launch(row, batch.ctx, index)
         return room
+
+    def _ahead(self, batch: WriteBatch, start: int, stop: int) -> int:
+        """How many rows come before the first one to a peer that holds as many as it may."""
+        held = Counter(id(row.peer) for row in self._open.values() if row.payload is None)
+        for ahead, row in enumerate(batch.rows(start, stop)):
+            peer = id(self._peers[row.peer])
+            held[peer] += 1
+            if held[peer] > self._chaos.peer_depth:
+                return ahead
+        return stop - start
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         return self._send(peer, payload, ctx, is_note=False)

@@ -73,6 +73,7 @@ class Chaos:
         short_post: post() may take fewer rows than there is room for (F7).
         refuse_post: post() may take none although there is room (F7).
         sq_depth: rows that one NIC may hold (F8).
+        peer_depth: rows that it may hold towards one peer's NIC, as a queue pair; 0 = any (F8).
         imm_credits: receives that an ordered NIC holds ready for immediates (F10).
         rnr_retries: how often a row without a receive is tried again; -1 = for ever (F10).
         rnr_timer_ps: the wait between two tries.
@@ -105,6 +106,7 @@ class Chaos:
     short_post: bool = True
     refuse_post: bool = False
     sq_depth: int = 4
+    peer_depth: int = 0
     imm_credits: int = 8
     rnr_retries: int = -1
     rnr_timer_ps: int = 300 * _NS
@@ -259,7 +261,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F5": ("bytes are written twice before completion", ("dup_place",)),
     "F6": ("the source is read late", ("late_read",)),
     "F7": ("a post takes fewer rows than offered, or none", ("short_post", "refuse_post")),
-    "F8": ("the send queue is full", ("sq_depth",)),
+    "F8": ("the send queue is full, of a NIC or of one peer", ("sq_depth", "peer_depth")),
     "F9": ("unsolicited immediates overrun a completion queue", ("cq_depth",)),
     "F10": ("no receive is posted: RNR", ("imm_credits", "rnr_retries", "rnr_timer_ps")),
     "F11": ("a NIC dies; rows that landed may still report failure", ("KillNic",)),

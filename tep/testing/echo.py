@@ -21,7 +21,7 @@ __all__ = ["ECHO_IMM", "Echo"]
 ECHO_IMM: Final = 0xEC40
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Answers:
     """All answers of one incarnation; for a tap they are one Mover."""
 

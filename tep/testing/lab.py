@@ -38,7 +38,7 @@ _GAP_BYTES: Final = 32
 USED: Final = b"\xbb"
 """What a receiver writes over bytes that it was told are complete."""
 
-_OPTIONS: Final = EngineOptions(poll_rows=64, post_rows_max=4)
+_OPTIONS: Final = EngineOptions(poll_rows=64, post_rows_max=2)
 """Small, so that buffers cost little to make, and so that batches are posted in turns."""
 
 Piece = tuple[int, int, int]
@@ -121,7 +121,8 @@ class Host:
         find: Callable[[str, WriteBatch, int], Mover | None],
     ) -> None:
         self.name = node.name
-        self.ledger = Ledger(partial(find, node.name), len(node.domains))
+        nics, depth = len(node.domains), lab.fabric.chaos.sq_depth
+        self.ledger = Ledger(partial(find, node.name), nics, lab.options.post_rows_max, depth)
         self.driver = SimDriver(lab.env, node)
         self.taps = [Tap(nic, self.ledger) for nic in node.domains]
         self.engine = engine_class(

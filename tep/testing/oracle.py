@@ -17,6 +17,8 @@ What must hold, whatever the fabric does:
 11. Bytes whose count has fired belong to the reader: nobody writes there again.
 12. If only NICs died, and both ends have others, it ends as done, with exactly the count announced.
 13. When all trouble is over, a new write between two live engines is done.
+14. Nobody waits for another to end: while rows wait for a NIC no other batch gets two turns there,
+    and no NIC with room ends a step with a batch that it was not offered.
 
 Of 6 there is an exception: after an error that spoke of something dead, bytes may still land, so
 that memory is not looked at (a path that is dead for the sender may be slow, not silent).
@@ -106,6 +108,7 @@ def _outcome(play: Play) -> Outcome:
     for host in stage.lab.hosts.values():
         for what, times in host.ledger.seen.items():
             seen[what] += times
+        seen["turn among others"] += host.ledger.turns.crowded
     for what, times in stage.lab.fabric.seen.items():
         if what not in seen:  # posts are counted where engines make them
             seen[what] = times

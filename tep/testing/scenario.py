@@ -308,9 +308,10 @@ def _draw_faults(
 
 def _draw_chaos(dice: _Dice, seed: int, theme: str) -> Chaos:
     """The knobs; in some runs those too that make rows and messages fail without an event."""
+    peer_depth = dice.pick(0, 43, (0, 0, 0, 1, 2))
     if dice.below(0, 40, 3):
-        return Chaos.draw(seed)
-    drawn = Chaos.draw(seed, harm=True, datagram_loss=0, datagram_dup=0)
+        return Chaos.draw(seed, peer_depth=peer_depth)
+    drawn = Chaos.draw(seed, harm=True, datagram_loss=0, datagram_dup=0, peer_depth=peer_depth)
     return drawn if theme in ("kill", "plain") else replace(drawn, cq_depth=0)
 
 

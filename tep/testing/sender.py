@@ -79,6 +79,7 @@ class Sender:
             if epoch < newest:
                 self.stage.fail(f"{run}: {host.name} is known in epoch {newest} already")
             self._epochs[host.name] = epoch
+        self.stage.sender.ledger.turns.submitted(run)
 
     def _probe(self, run: Run) -> None:
         """Try to give back the memory that a transfer reads from."""

@@ -15,6 +15,7 @@ import numpy as np
 from tep.backends.base import Completions, Kind, Status, WriteBatch
 from tep.lifecycle import PeerChange, PeerEvent
 from tep.sim.chaos_nic import ChaosNic
+from tep.testing.turns import Turns
 
 __all__ = ["Ledger", "Mover", "Tap"]
 
@@ -50,10 +51,17 @@ class Ledger:
         unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
             or rows to them were flushed with a note that got lost.
         rows, nbytes: what each NIC took.
+        turns: who waits for whom.
         seen: what happened here, for suites that want to have seen it.
     """
 
-    def __init__(self, find: Callable[[WriteBatch, int], Mover | None], nics: int) -> None:
+    def __init__(
+        self,
+        find: Callable[[WriteBatch, int], Mover | None],
+        nics: int,
+        rows_max: int,
+        depth: int,
+    ) -> None:
         self.find = find
         self.imms: defaultdict[int, int] = defaultdict(int)
         self.movers: dict[int, Mover] = {}
@@ -64,6 +72,7 @@ class Ledger:
         self.nbytes = [0] * nics
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.wrong: list[str] = []
+        self.turns = Turns(nics, rows_max, depth, self.wrong.append)
 
     def heard_of(self, event: PeerEvent) -> None:
         """The engine says that something changed at a peer."""
@@ -85,6 +94,7 @@ class Tap:
         self.caps = nic.caps
         self.address = nic.address
         self._ledger = ledger
+        self._outstanding = 0
         self._addresses: dict[int, bytes] = {}
         # Bound methods in place of forwarding ones: what is not watched costs nothing.
         self.register = nic.register
@@ -101,7 +111,6 @@ class Tap:
         self.set_waker = nic.set_waker
         self.wakeup_fd = nic.wakeup_fd
         self.arm = nic.arm
-        self.close = nic.close
 
     def connect(self, peer: bytes) -> int:
         found = self.nic.connect(peer)
@@ -114,11 +123,15 @@ class Tap:
             self._ledger.wrong.append(f"{self.caps.nic}: posted on although it is known to be dead")
         if taken < stop - start:
             self._ledger.seen["short post" if taken else "post refused"] += 1
-        if taken:
-            self._note(batch, start, taken)
+        mover = self._mover(batch, start)
+        if mover is not None:
+            if taken:
+                self._note(batch, start, taken, mover)
+            left = batch.n - start - taken
+            self._ledger.turns.offered(self.nic.number, mover, batch.ctx, taken, left)
         return taken
 
-    def _note(self, batch: WriteBatch, start: int, taken: int) -> None:
+    def _mover(self, batch: WriteBatch, start: int) -> Mover | None:
         ledger = self._ledger
         mover = ledger.movers.get(batch.ctx)
         if mover is None or start == 0:
@@ -126,9 +139,14 @@ class Tap:
             if mover is None:
                 what = f"{self.caps.nic}: row {start} is of no transfer ever submitted"
                 ledger.wrong.append(what)
-                return
+                return None
             ledger.movers[batch.ctx] = mover
             ledger.batches[batch.ctx] = batch
+        return mover
+
+    def _note(self, batch: WriteBatch, start: int, taken: int, mover: Mover) -> None:
+        ledger = self._ledger
+        self._outstanding += taken
         why = mover.may_post()
         if why:
             ledger.wrong.append(f"{self.caps.nic}: {taken} rows posted, but {why}")
@@ -141,7 +159,13 @@ class Tap:
             sizes * taken if isinstance(sizes, int) else int(np.sum(sizes[start : start + taken]))
         )
 
+    def close(self) -> None:
+        self._ledger.turns.forget()
+        self.nic.close()
+
     def poll(self, out: Completions) -> int:
+        if not self.down:
+            self._ledger.turns.stepped(self.nic.number, self._outstanding)
         n = self.nic.poll(out)
         if n:
             self._read(out[:n].tolist())
@@ -155,19 +179,25 @@ class Tap:
             elif kind == _WRITE:
                 mover = ledger.movers[ctx]
                 mover.back += count
+                self._outstanding -= count
                 if status != _OK:
+                    ledger.turns.forget()
                     mover.failed += count
                     mover.faults.add((status, self.nic.number))
                     ledger.seen[f"row {Status(status).name}"] += 1
                     if status == Status.NIC_DOWN:
-                        self.down = True
+                        self._lose()
                     elif status == Status.UNREACHABLE:
                         self._note_silent(ledger.batches[ctx], row)
                     elif status == Status.FLUSHED:
                         ledger.unsure.add(self._to(ledger.batches[ctx], row)[0])
             elif kind == _DOWN:
-                self.down = True
+                self._lose()
                 ledger.seen["NIC down"] += 1
+
+    def _lose(self) -> None:
+        self.down = True
+        self._ledger.turns.lost(self.nic.number)
 
     def _to(self, batch: WriteBatch, row: int) -> tuple[bytes, bytes]:
         """Incarnation of a node, and address of its NIC, that a row goes to."""

@@ -7,7 +7,14 @@ same mistake where the engine can still make it.
 
 from __future__ import annotations
 
-from tests.gate import bugs_counting, bugs_ending, bugs_failing, bugs_posting, bugs_rescue
+from tests.gate import (
+    bugs_counting,
+    bugs_ending,
+    bugs_failing,
+    bugs_fairness,
+    bugs_posting,
+    bugs_rescue,
+)
 from tests.gate.registry import BUGS, Bug, planted
 
 __all__ = [
@@ -16,6 +23,7 @@ __all__ = [
     "bugs_counting",
     "bugs_ending",
     "bugs_failing",
+    "bugs_fairness",
     "bugs_posting",
     "bugs_rescue",
     "planted",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +17,14 @@ from tep.sim.trace import Trace
 from tep.testing.oracle import Violation, replay, run_scenario
 from tep.testing.scenario import Scenario
 from tep.worker import Worker
-from tests.gate import bugs_counting, bugs_ending, bugs_failing, bugs_posting, bugs_rescue
+from tests.gate import (
+    bugs_counting,
+    bugs_ending,
+    bugs_failing,
+    bugs_fairness,
+    bugs_posting,
+    bugs_rescue,
+)
 from tests.gate.planted import BUGS, planted
 from tests.gate.registry import Change, changed
 
@@ -82,6 +89,7 @@ HARMLESS: dict[str, list[Change]] = {
     "counts_as": bugs_posting.counts_as(lambda count, _: count),
     "posts": bugs_posting.posts(lambda taken, _: taken, lambda pending, _: pending.at),
     "moves_with": bugs_failing.moves_with(lambda *_: None),
+    "with_queues": bugs_fairness.with_queues(deque),
     "cancels": bugs_ending.cancels(ORIGINAL_CANCEL),
     "judges": bugs_rescue.judges(lambda landed, _: landed),
     "writes_again": bugs_rescue.writes_again(lambda rows, missing: (rows, missing)),
@@ -148,6 +156,7 @@ def test_engine_is_clean_over_all_seeds(sights: Counter[str]) -> None:
         "recalled",
         "short post",
         "post refused",
+        "turn among others",
         "immediate overtook another",
         "row without a receive",
         "cancelled in the queue",
