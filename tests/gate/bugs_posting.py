@@ -198,15 +198,19 @@ def posts(
     """DomainGroup._post_on with another idea of what a short post means."""
 
     def post_on(self, domain, queue):
-        before = self.outstanding[domain]
+        before, refused = self.outstanding[domain], 0
         for _ in range(64):
-            if not queue:
+            if refused == len(queue):
                 break
             pending = queue[0]
             start, stop = pending.at, pending.stop
+            if len(queue) > 1:
+                stop = min(stop, start + self._rows_max)
             taken = self.domains[domain].post(pending.batch, start, stop)
+            refused = 0 if taken else refused + 1
             if taken == 0:
-                break
+                queue.rotate(-1)
+                continue
             taken = taken_is(taken, stop - start)
             self.outstanding[domain] += taken
             self.backlog -= taken
