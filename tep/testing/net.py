@@ -38,6 +38,9 @@ _BLANK: Final = 0x5A
 _GUARD_BYTE: Final = 0xA5
 _POLL_ROWS: Final = 16
 
+_TURN_S_MAX: Final = 0.01
+"""A turn that takes longer was held up by the machine: the rest of it is not the backend's time."""
+
 Values = int | Sequence[int]
 """One value for all rows, or one a row."""
 
@@ -338,16 +341,20 @@ class Net:
         Args:
             done: asked before each turn.
             what: the thing waited for, in words.
-            within_s: seconds of the world's clock; None = the world's turns_max turns.
+            within_s: seconds of the world's clock, less those in which this process was held up;
+                None = the world's turns_max turns.
         """
         world = self.world
         # After the last second, time to poll what came in it.
         turns_left = world.turns_max if within_s is None else world.quiet_turns
-        start_s = world.now_s()
+        spent_s, last_s = 0.0, world.now_s()
         for turns in itertools.count():
             if done():
                 return
-            if within_s is not None and world.now_s() - start_s <= within_s:
+            now_s = world.now_s()
+            spent_s += min(now_s - last_s, _TURN_S_MAX)
+            last_s = now_s
+            if within_s is not None and spent_s <= within_s:
                 world.doze()
             else:
                 turns_left -= 1

@@ -27,6 +27,7 @@ class VerbsWorld(World):
     """
 
     abilities = frozenset({Ability.KILL, Ability.RESTART, Ability.FAIL_NIC, Ability.FORK})
+    turns_max = 200_000  # of real time: a lost datagram costs a pause
 
     def __init__(self, devices: Sequence[str], **options: Any) -> None:
         self.devices = devices

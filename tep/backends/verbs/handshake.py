@@ -55,7 +55,7 @@ _MAGIC: Final = b"VHSK"
 _VERSION: Final = 1
 _QPS_MAX: Final = 17
 _MTU_MAX: Final = 5
-_PAUSE_S_MAX: Final = 0.25
+_PAUSES: Final = 16  # the longest pause is such a part of the patience, or the first one
 
 _HEAD_BYTES: Final = _HEAD.size + ADDRESS_BYTES
 
@@ -200,6 +200,8 @@ class Negotiation:
         self._patience_s = patience_s
         self._resend_s = resend_s
         self._pause_s = resend_s
+        # Of so many tries hardly all are lost, even where each third datagram is.
+        self._pause_s_max = max(resend_s, patience_s / _PAUSES)
         self._deadline_s = 0.0
         self.next_s: float | None = None
         """When tick() wants to be called, or None."""
@@ -241,7 +243,7 @@ class Negotiation:
                 self.phase = Phase.IDLE
             self._actions.give_up()
             return
-        self._pause_s = min(2 * self._pause_s, _PAUSE_S_MAX)
+        self._pause_s = min(2 * self._pause_s, self._pause_s_max)
         self.next_s = now_s + self._pause_s
         if self.phase is Phase.ASKING:
             self._actions.say(Kind.REQ, self.attempt, 0)
