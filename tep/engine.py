@@ -370,12 +370,21 @@ class TransferEngine(EngineMembers):
     # ------------------------------------------------------------------ immediates
 
     def expect_imm_count(
-        self, imm: int, count: int, *, on_done: Callable[[Expectation], object] | None = None
+        self,
+        imm: int,
+        count: int,
+        *,
+        sender: NetAddr | None = None,
+        on_done: Callable[[Expectation], object] | None = None,
     ) -> Expectation:
         """Wait for `count` arrivals of one immediate, whether they came before or come later.
 
         Reaching it uses `count` arrivals up; more of them stay for the next expectation of the same
         immediate, which stands in line behind this one.
+
+        With a `sender` that is lost, restarted or removed it fails with PEER_LOST; counts stay.
+        Watch it (`watch_peer`): who only receives learns of a death by no other way. Whose the
+        arrivals are is not looked at.
         """
         self._check_open("expect_imm_count")
         imm = check_imm(imm)
@@ -384,8 +393,10 @@ class TransferEngine(EngineMembers):
             raise BadRequest(f"expect_imm_count: count={count} is outside 0 .. 2**63 - 1")
         table = self._worker.imms
         table.refuse_claimed(imm)
-        expectation = Expectation(self, table, imm, count, self.driver.now_s())
-        self._enqueue(self._worker.expect, expectation, on_done)
+        link = None if sender is None else self._peers.link(sender, "expect_imm_count")
+        expectation = Expectation(self, table, imm, count, link, self.driver.now_s())
+        command = self._worker.expect if link is None else self._life.expect
+        self._enqueue(command, expectation, on_done)
         return expectation
 
     def fail(

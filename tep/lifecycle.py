@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from tep.errors import ClosedError
+from tep.errors import ClosedError, FabricError
 from tep.handle import Handle, State
 from tep.notes import Ping, Pong
 from tep.region import Link, Remote
-from tep.transfer import Message, Notice, Removal, Transfer
+from tep.transfer import Expectation, Message, Notice, Removal, Transfer
 
 if TYPE_CHECKING:
     from tep.api import EngineOptions
@@ -361,6 +361,7 @@ class Lifecycle:
     def _lose(self, peer: _Peer, reason: str) -> None:
         peer.state, peer.since_ns = PeerState.LOST, self._now_ns()
         self._emit(peer, PeerChange.LOST, reason)
+        self._miss(peer.link, f"was lost: {reason}")
 
     def _met_later(self, link: Link) -> None:
         self._restarted(link, "a later incarnation answers at its address")
@@ -378,6 +379,33 @@ class Lifecycle:
         if peer.watch is not None:
             peer.watch.closed = True
         self._emit(peer, PeerChange.RESTARTED, reason)
+        self._miss(link, f"restarted: {reason}")
+
+    # ------------------------------------------------------------------ senders
+
+    def expect(self, expectation: Expectation) -> None:
+        """Command: stand in line for immediates of a sender; in vain, if it is gone already."""
+        self._worker.expect(expectation)
+        link = expectation.sender
+        assert link is not None
+        peer = self._peers.get(link)
+        if not link.current:
+            self._miss(link, "was removed, or replaced by a later incarnation")
+        elif peer is not None and peer.state is not PeerState.ALIVE:
+            self._miss(link, f"is {peer.state.value}")
+
+    def _miss(self, link: Link, what: str) -> None:
+        """Fail all expectations that named this sender."""
+        worker = self._worker
+        named = [h for h in worker.open if isinstance(h, Expectation) and h.sender is link]
+        name = link.addr.name
+        for handle in reversed(named):  # the last in line first, so that none fires by this
+            here = handle.arrived
+            if worker.imms.cancel(handle):
+                came = f"{here} of {handle.count} came"
+                text = f"imm {handle.imm:#x}: its sender {name} {what}; {came}"
+                error = FabricError(text, code="PEER_LOST", peer=name)
+                worker._end(handle, State.FAILED, error)
 
     # ------------------------------------------------------------------ leaving
 
@@ -390,6 +418,7 @@ class Lifecycle:
             return
         if removal.why:
             self._restarted(link, removal.why)
+        self._miss(link, "was removed")
         removal.waits = [handle for handle in worker.open if _refers(handle, link)]
         self._leaving.append(removal)
         self.busy = True

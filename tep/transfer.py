@@ -225,18 +225,26 @@ class Expectation(Handle):
     Attributes:
         imm: the immediate.
         count: how many arrivals make it done.
+        sender: whose they are, if it was said.
     """
 
     counted = False
-    __slots__ = ("_table", "count", "imm")
+    __slots__ = ("_table", "count", "imm", "sender")
 
     def __init__(
-        self, owner: Owner, table: ImmTable[Expectation], imm: int, count: int, submitted_s: float
+        self,
+        owner: Owner,
+        table: ImmTable[Expectation],
+        imm: int,
+        count: int,
+        sender: Link | None,
+        submitted_s: float,
     ) -> None:
         super().__init__(owner, submitted_s)
         self._table = table
         self.imm = imm
         self.count = count
+        self.sender = sender
 
     @property
     def arrived(self) -> int:
