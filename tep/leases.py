@@ -290,7 +290,9 @@ class Leases:
         name = grant.link.addr.name
         why = f"{name} may still write there: {grant.why or 'a row of it is lost'}; {gaps[0]}"
         self.held_back[grant] = why
-        cure = f"deregister the region, close the engine, or revoke() again once {name} is back"
+        cure = f"close the engine, or revoke() again once {name} is back"
+        if all(domain.caps.deregister_fences for domain in grant.engine._domains):
+            cure = f"deregister the region, {cure}"
         text = f"{grant} is in quarantine: {why}; {cure}"
         self._settle(grant.over, State.FAILED, FabricError(text, code="QUARANTINED", peer=name))
 

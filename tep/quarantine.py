@@ -116,19 +116,24 @@ def _silent(engine: TransferEngine, mr: MrHandle) -> list[int]:
 
 
 def keep_or_free(engine: TransferEngine, mr: MrHandle) -> None:
-    """A region is about to be deregistered: keep its memory if a NIC that is down may touch it.
+    """A region is about to be deregistered: keep its memory if a NIC may touch it all the same.
+
+    One that is down may; and where `deregister` is no fence, peers whose lease could not be ended.
 
     Raises:
         BusyError: it cannot hold what it does not own, or a lease of it is not over.
     """
-    engine._worker.leases.refuse(mr)
-    silent = _silent(engine, mr)
-    if silent and mr.memory.owner is None:
+    leases = engine._worker.leases
+    leases.refuse(mr)
+    why = [f"NIC {k} ({engine._domains[k].caps.nic}) is down" for k in _silent(engine, mr)]
+    fences = all(domain.caps.deregister_fences for domain in engine._domains)
+    why += [] if fences else [found.why for found in leases.quarantines(mr)]
+    if why and mr.memory.owner is None:
         raise BusyError(
-            f"deregister: NIC {silent[0]} ({engine._domains[silent[0]].caps.nic}) is down and may "
-            f"still touch region {mr.desc.region}, whose memory the engine cannot hold for you: "
-            "keep it mapped, and close() the engine first"
+            f"deregister: {why[0]}: region {mr.desc.region} may still be touched, and the engine "
+            "cannot hold its memory for you: keep it mapped, and close() the engine first"
         )
-    if silent:
+    if why:
         engine._kept[mr] = None
-    engine._worker.leases.forget(mr)
+    if fences:
+        leases.forget(mr)

@@ -194,6 +194,8 @@ class DomainCaps:
         note_bytes: longest note of post_note(); 0: it is no `Noting`, and has no notes (C24).
         imm_source: whether immediates say which NIC they came from (C25), and senders can be
             fenced off (C26), so that a NIC's death can be made good; needs notes.
+        deregister_fences: False where a row that is being received goes on landing after
+            `deregister` (C16): what is in quarantine then stays so until `close`.
     """
 
     backend: str
@@ -211,6 +213,7 @@ class DomainCaps:
     wakes: bool = True
     note_bytes: int = 0
     imm_source: bool = False
+    deregister_fences: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -278,6 +279,28 @@ def test_deregistering_ends_a_quarantine(pair: Pair) -> None:
     assert 0 == pair.a.stats().bytes_quarantined
 
 
+def test_deregistering_ends_no_quarantine_where_rows_go_on_landing(pair: Pair) -> None:
+    """On tcp a row that is being received lands to its end: memory let go of would change."""
+    for domain in pair.a._domains:
+        domain.caps = replace(domain.caps, deregister_fences=False)
+    bare, _ = pair.a.reg_mr((pair.memory.ctypes.data, BYTES, "cpu"))
+    grants = [pair.lease(for_s=1e-3)[0], pair.a.lease(bare, pair.b.main_address, for_s=1e-3)]
+    pair.cluster.kill_nic("b", 0)
+    pair.b.close()
+    with mock.patch.object(ChaosNic, "fence", cannot_fence):
+        for grant in grants:
+            with pytest.raises(FabricError, match=r"PROVIDER; close the engine, or revoke\(\)"):
+                grant.over.wait(1)
+
+    pair.a.deregister(pair.mr)
+    with pytest.raises(BusyError, match="b may still write there"):
+        pair.a.deregister(bare)
+    assert BYTES == pair.mr.quarantined[0].stop
+    assert {pair.mr: None} == pair.a._kept, "who holds the memory?"
+    pair.a.close()
+    assert () == pair.mr.quarantined
+
+
 def test_closing_ends_all_leases(pair: Pair) -> None:
     """After close nothing is written (C14): whoever waits for the end of a lease has it."""
     grant, lease = pair.lease()
@@ -391,7 +414,7 @@ def test_memory_that_a_dead_nic_knows_is_held_until_close(pair: Pair) -> None:
     pair.a.deregister(pair.mr)
     assert pair.mr.quarantined
     assert [pair.mr] == list(pair.a._kept)
-    with pytest.raises(BusyError, match="the engine cannot hold for you"):
+    with pytest.raises(BusyError, match="the engine cannot hold its memory for you"):
         pair.a.deregister(raw)
     pair.a.close()
     assert () == pair.mr.quarantined

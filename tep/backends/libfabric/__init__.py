@@ -159,6 +159,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             peer_timeout_s=how.peer_timeout_s,
             wakes=nic.wait_fd is not None,
             note_bytes=NOTE_BYTES_MAX,
+            deregister_fences=False,
         )
         options = (
             endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
