@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -55,6 +56,11 @@ def allocated():
     return found.used + found.mapped
 
 
+def peer_of(address):
+    """The address that travelled as hexadecimal digits."""
+    return tep.NetAddr.from_bytes(bytes.fromhex(address))
+
+
 class Node:
     """What the lines act on."""
 
@@ -64,6 +70,8 @@ class Node:
         self.region = None
         self.waiting = {}
         self.messages = []
+        self.events = []
+        self.grants = {}
         self.streaming = False
         self.stream_over = threading.Event()
         self.rounds_done = 0
@@ -83,6 +91,10 @@ class Node:
         )
         return self.engine.main_address.to_bytes().hex()
 
+    def ports(self):
+        """The addresses of the NICs, with their ports, as `open` takes them."""
+        return [f"{d.caps.nic}:{int.from_bytes(d._raw[2:4], 'big')}" for d in self.engine._domains]
+
     def nics(self):
         return [[d.caps.nic, d._raw.hex()] for d in self.engine._domains]
 
@@ -91,20 +103,62 @@ class Node:
         self.region, desc = self.engine.reg_mr(self.memory)
         return desc.to_bytes().hex()
 
-    def expect(self, imm, count):
-        self.waiting[f"imm{imm}"] = self.engine.expect_imm_count(imm, count)
+    def expect(self, imm, count, sender=None):
+        sender = None if sender is None else peer_of(sender)
+        self.waiting[f"imm{imm}"] = self.engine.expect_imm_count(imm, count, sender=sender)
 
-    def write(self, tag, desc, page_bytes, npages, seed, imm):
+    def write(self, tag, desc, page_bytes, npages, seed, imm, leased=False):
+        target = (tep.Lease if leased else tep.MrDesc).from_bytes(bytes.fromhex(desc))
         self.waiting[tag] = self.engine.submit_paged_writes(
             page_bytes,
             (self.region, tep.Pages(np.arange(npages))),
-            (tep.MrDesc.from_bytes(bytes.fromhex(desc)), tep.Pages(shuffled(npages, seed))),
+            (target, tep.Pages(shuffled(npages, seed))),
             imm,
         )
 
+    def watch(self, addresses, every_s, lost_after_s):
+        """Watch peers, and begin to write down what on_peer tells."""
+        self.engine.on_peer(lambda event: self.events.append((event.peer, event.kind.name)))
+        for address in addresses:
+            self.engine.watch_peer(peer_of(address), every_s=every_s, lost_after_s=lost_after_s)
+
+    def told(self, peer):
+        """What happened to a peer, in order; its NICs apart."""
+        return [kind for name, kind in self.events if name == peer and "NIC" not in kind]
+
+    def beats(self, name):
+        """Rounds of questions put to a peer, and seconds that the last answer took."""
+        known = [p for link, p in self.engine._life._peers.items() if link.addr.name == name]
+        return known[-1].beats, known[-1].round_trip_s
+
+    def meet(self, address):
+        self.engine.add_peer_group([peer_of(address)])
+
+    def remove(self, address):
+        self.engine.remove_peer(peer_of(address)).wait(20)
+
+    def spent(self):
+        """Turns of the engine, and seconds of CPU that this process has used."""
+        return self.engine._worker.steps, time.process_time()
+
+    def lease(self, tag, address, for_s):
+        """Lease the whole region; `tag` is its end."""
+        grant = self.engine.lease(self.region, peer_of(address), for_s=for_s)
+        self.grants[tag], self.waiting[tag] = grant, grant.over
+        return grant.lease.to_bytes().hex()
+
+    def renew(self, tag, for_s):
+        self.grants[tag].renew(for_s)
+
+    def revoke(self, tag):
+        self.waiting[tag] = self.grants[tag].revoke()
+
+    def quarantined(self):
+        """What is in quarantine, and for what reason."""
+        return [(q.start, q.stop, q.why) for q in self.region.quarantined]
+
     def send(self, tag, address, text):
-        peer = tep.NetAddr.from_bytes(bytes.fromhex(address))
-        self.waiting[tag] = self.engine.submit_send(peer, text.encode())
+        self.waiting[tag] = self.engine.submit_send(peer_of(address), text.encode())
 
     def recvs(self, nbytes, count):
         self.engine.submit_recvs(nbytes, count, lambda view: self.messages.append(bytes(view)))
@@ -132,8 +186,7 @@ class Node:
         self.waiting[tag].cancel()
 
     def fail(self, tag, address, imm, reason):
-        peer = tep.NetAddr.from_bytes(bytes.fromhex(address))
-        self.waiting[tag] = self.engine.fail(peer, imm, reason)
+        self.waiting[tag] = self.engine.fail(peer_of(address), imm, reason)
 
     def stream(self, desc, page_bytes, npages, imm):
         """Write the same pages again and again, until told to stop or until one write fails."""

@@ -56,6 +56,8 @@ class Child:
         self.process.send_signal(number)
         if number == signal.SIGKILL:
             self.process.wait()
+        elif number == signal.SIGSTOP:  # of several threads, some run on until the last has stopped
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
 
     def end(self):
         if self.process.poll() is None:
