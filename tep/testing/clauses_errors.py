@@ -15,6 +15,9 @@ __all__ = ["ErrorsContract"]
 
 _GIVEN_UP = {Status.FLUSHED, Status.UNREACHABLE, Status.STALE_PEER, Status.PROVIDER, Status.RNR}
 
+_DEAF_S_MAX = 1.2
+"""Real seconds for which a peer is left alone: as long as handshakes of most backends take."""
+
 
 def _check_bad_row(net: Net, a: Side, b: Side, **bad: int) -> None:
     """Post good rows beside a bad one; check who is told what, and that good rows work again."""
@@ -220,3 +223,33 @@ class ErrorsContract:
         net.until(lambda: a.rows_open == 0, "a row to a closed peer to fail", within_s=limit_s)
 
         assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
+
+    def test_c17_a_peer_that_listens_again_is_reached(self, world: World) -> None:
+        """A process that was stopped for a while would be dead to its peers for good."""
+        net = Net(world)
+        a, b = net.pair()
+        net.forget(b)  # it is deaf before it was ever met, and where that matters rows fail
+        early = a.batch(b, imm=1)
+        _offer(a, early)
+        limit_s = a.domains[0].caps.peer_timeout_s
+        end_s = world.now_s() + min(limit_s, _DEAF_S_MAX)
+        while a.rows_open and world.now_s() < end_s:
+            world.doze()
+            net.turn()
+        net.sides.append(b)
+        late = [a.batch(b, imm=2)]
+
+        def reached() -> bool:
+            if a.returned[late[-1].ctx]:
+                if Status.OK in a.rows_ended(late[-1].ctx):
+                    return True
+                late.append(a.batch(b, imm=2))
+            if not a.accepted[late[-1].ctx]:
+                _offer(a, late[-1])
+            return False
+
+        net.until(reached, "a row to get there", within_s=2 * limit_s)
+        net.settle()
+
+        assert set(a.rows_ended(early.ctx)) <= _GIVEN_UP | {Status.OK}
+        assert 1 <= b.imms()[2] <= len(late)
