@@ -229,8 +229,8 @@ def test_joining_and_leaving_costs_nothing(children, provider):
         *early, last = marks
         for who in (0, 1):
             blocks, heap, fds = (max(mark[who][k] for mark in early) for k in range(3))
-            # What is resident says little: arenas fill and empty. What is left is the NIC's record of
-            # each peer that was ever met: some objects, and half a KiB in libfabric.
+            # What is resident says little: arenas fill and empty. What is left is the NIC's record
+            # of each peer that was ever met: some objects, and half a KiB in libfabric.
             assert last[who][0] - blocks < 4_000, "blocks of Python, gained in the second hundred"
             assert last[who][1] - heap < 200, "KiB of C, gained in the second hundred"
             assert last[who][2] <= fds + 2, "descriptors"
