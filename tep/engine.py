@@ -160,8 +160,8 @@ class TransferEngine(EngineMembers):
     def deregister(self, mr: MrHandle) -> None:
         """Give a region back: no NIC knows it afterwards, and the engine lets go of the memory.
 
-        Where a NIC that is down may still touch it, the engine holds it until close(), and
-        `mr.quarantined` goes on to say so.
+        Where a NIC that is down may still touch it, or on libfabric a writer whose lease ended in
+        quarantine, the engine holds it until close(), and `mr.quarantined` goes on to say so.
 
         Raises:
             BusyError: transfers still read from it, a lease of it is not over, or the engine would
@@ -201,7 +201,8 @@ class TransferEngine(EngineMembers):
 
         A lease is over when it has run out or was revoked *and* nobody can write any more: wait for
         `grant.over`. Until then the region cannot be deregistered. nbytes=-1: to the region's end.
-        A fence, where only that can end the lease, is for life; False: quarantine instead.
+        A silent writer is fenced off for life; with fence=False, or where NICs cannot fence
+        (`caps.imm_source` False), its lease ends in quarantine.
 
         Raises:
             BadRequest: no such bytes or time, or a region that peers may not write.
@@ -383,8 +384,7 @@ class TransferEngine(EngineMembers):
         immediate, which stands in line behind this one.
 
         With a `sender` that is lost, restarted or removed it fails with PEER_LOST; counts stay.
-        Watch it (`watch_peer`): who only receives learns of a death by no other way. Whose the
-        arrivals are is not looked at.
+        `watch_peer` it: who only receives learns of no death. Arrivals of others count as well.
         """
         self._check_open("expect_imm_count")
         imm = check_imm(imm)

@@ -45,7 +45,9 @@ class EngineMembers(EngineMachine):
 
         No application is involved over there. A peer that dies is known to be lost after
         `lost_after_s` and at most one `every_s`; time in which this engine was held up itself does
-        not count. What is found is in the watch, and is told to `on_peer`.
+        not count. What is found is in the watch, is told to `on_peer`, and ends the expectations
+        that name it as their `sender`. That it has restarted shows where another incarnation
+        answers at its address (verbs, tcp on the same port), or when its new address is met here.
 
         Args:
             peer: its address.
@@ -62,7 +64,7 @@ class EngineMembers(EngineMachine):
             raise UsageError(
                 f"watch_peer: the backend {self._address.backend!r} has no notes between engines; "
                 "ask the peer by messages of your own (submit_send), or take a backend with notes, "
-                "like loopback or sim; on_peer works everywhere, with what transfers reveal"
+                "as all of tep's are; on_peer works everywhere, with what transfers reveal"
             )
         if not (every_s > 0 and lost_after_s >= 2 * every_s):
             raise BadRequest(

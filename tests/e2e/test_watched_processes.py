@@ -82,7 +82,9 @@ def write(source: Child, target: Child, lease: str | None = None) -> tuple[str, 
     return source.do("wait", tag="w"), target.do("wait", tag=f"imm{WRITE['imm']}")
 
 
-@pytest.mark.parametrize("nodes", ["tcp", "shm", "local"], indirect=True)
+@pytest.mark.parametrize(
+    "nodes", ["tcp", "local", pytest.param("shm", marks=pytest.mark.long)], indirect=True
+)
 def test_watched_peers_that_are_stopped_killed_and_started_again(nodes):
     """Whoever waits for the dead must hear it in time, and nobody be buried alive."""
     a, b, c = map(nodes.start, "abc")
