@@ -24,10 +24,11 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
+from tep.backends.checks import check_memory
 from tep.backends.hostcopy import HostRegion, Rows, offsets_within, pick, row_at, spell
 from tep.backends.loopback_port import NAME_BYTES_MAX, NICS_MAX, Hub, Port, check_address
 from tep.backends.shuffle import Disorder, Entry, Message
-from tep.errors import ClosedError, FabricError, UsageError
+from tep.errors import ClosedError, UsageError
 from tep.memory import Memory
 from tep.units import MiB
 
@@ -96,19 +97,8 @@ class LoopbackDomain:
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
-        if memory.kind not in self.caps.memory_kinds:
-            raise FabricError(
-                f"{self.caps.nic}: memory on {memory.device} cannot be registered; "
-                f"this NIC takes {', '.join(self.caps.memory_kinds)}",
-                code=Status.LOCAL_KEY.name,
-            )
+        check_memory(self.caps, memory, access)
         writable = access is Access.SOURCE_AND_TARGET
-        if writable and memory.readonly:
-            raise FabricError(
-                f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
-                "and cannot be a target; register them with Access.SOURCE",
-                code=Status.LOCAL_KEY.name,
-            )
         base = 0 if self.port.nic % 2 else memory.ptr
         region = HostRegion(memory, base, writable=writable)
         # Keys differ between NICs and incarnations, and no lkey is an rkey: a mix-up never works.

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Access, DomainCaps, DomainKey, Status
-from tep.errors import ClosedError, FabricError
+from tep.backends.checks import check_memory
+from tep.errors import ClosedError
 from tep.memory import Memory
 from tep.sim.chaos_parts import CompletionQueue, Flight, NicState, Peer, Region
 from tep.sim.trace import Record, Trace, What
@@ -82,17 +83,7 @@ class ChaosPort:
     def register(self, memory: Memory, access: Access) -> DomainKey:
         """Give a region keys that no other region or NIC here has, save a lost incarnation's."""
         self._check_open()
-        if memory.kind != "cpu":
-            raise FabricError(
-                f"{self.caps.nic}: cannot register {memory.device} memory; simulated NICs take cpu",
-                code=Status.PROVIDER.name,
-            )
-        if memory.readonly and access is Access.SOURCE_AND_TARGET:
-            raise FabricError(
-                f"{self.caps.nic}: {memory.nbytes} bytes of read-only memory cannot be a target; "
-                "register them with Access.SOURCE",
-                code=Status.LOCAL_KEY.name,
-            )
+        check_memory(self.caps, memory, access)
         number = self.node.next_key()
         key = (number << 6 | self.number) << 1
         region = Region(memory, 0 if self._chaos.offsets else (number & 0xFFFF) << 40 | 0x1000)

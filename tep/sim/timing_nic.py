@@ -26,7 +26,8 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.errors import BadDescriptor, ClosedError, FabricError
+from tep.backends.checks import check_memory
+from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
 from tep.sim.ledger import Agenda, Hold
 from tep.sim.queues import Ints, cut_quanta
@@ -115,15 +116,8 @@ class TimingNic:
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
+        check_memory(self.caps, memory, access)
         writable = access is Access.SOURCE_AND_TARGET
-        foreign = memory.kind not in self.caps.memory_kinds
-        if foreign or (writable and memory.readonly):
-            flaw = f"on {memory.device}" if foreign else "read-only"
-            raise FabricError(
-                f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are {flaw} and cannot "
-                f"be registered as {access.name}",
-                code=Status.LOCAL_KEY.name,
-            )
         self._keys += 1
         # Of a NIC and an incarnation: another's key is never valid here by accident.
         key = (self.number << 24) + (self._keys << 1)

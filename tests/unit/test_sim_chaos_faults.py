@@ -79,10 +79,10 @@ def test_register_refuses_what_a_nic_cannot_reach() -> None:
     """Device memory, or read-only memory as a target, would crash the first copy."""
     seam = Seam()
     nic = seam.a.node.domains[0]
-    with pytest.raises(FabricError, match="cannot register cuda:0 memory"):
+    with pytest.raises(FabricError, match="memory on cuda:0 cannot be registered"):
         nic.register(Memory(4096, 64, "cuda:0", False, None), Access.SOURCE)
     readonly = adapt(b"constant")
-    with pytest.raises(FabricError, match="read-only memory cannot be a target"):
+    with pytest.raises(FabricError, match="are read-only and cannot be a target"):
         nic.register(readonly, Access.SOURCE_AND_TARGET)
     key = nic.register(readonly, Access.SOURCE)
     batch = seam.batch([(0, 0, 8)])

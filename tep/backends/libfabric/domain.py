@@ -21,6 +21,7 @@ from tep.backends.base import (
     WriteBatch,
     new_completions,
 )
+from tep.backends.checks import check_memory
 from tep.backends.libfabric import frames, neighbours
 from tep.backends.libfabric.address import NicAddress, shm_name
 from tep.backends.libfabric.completions import Queue
@@ -36,7 +37,7 @@ from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.slots import Slots
 from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.backends.libfabric.waiting import Sleeper
-from tep.errors import ClosedError, FabricError
+from tep.errors import ClosedError
 from tep.ffi import libfabric as fi
 from tep.memory import Memory
 
@@ -137,18 +138,7 @@ class FabricDomain:
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
-        if memory.kind not in self.caps.memory_kinds:
-            raise FabricError(
-                f"{self.caps.nic}: memory on {memory.device} cannot be registered; "
-                f"this NIC takes {', '.join(self.caps.memory_kinds)}",
-                code=Status.LOCAL_KEY.name,
-            )
-        if access is Access.SOURCE_AND_TARGET and memory.readonly:
-            raise FabricError(
-                f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
-                "and cannot be a target; register them with Access.SOURCE",
-                code=Status.LOCAL_KEY.name,
-            )
+        check_memory(self.caps, memory, access)
         return self._regions.add(memory, access).key
 
     def deregister(self, key: DomainKey) -> None:

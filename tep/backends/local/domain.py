@@ -29,12 +29,13 @@ from tep.backends.base import (
     WriteBatch,
     put_completion,
 )
+from tep.backends.checks import check_memory
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.port import ASLEEP, Inbound, Port, Watches
 from tep.backends.local.rings import new_fence
 from tep.backends.local.sender import Sender
-from tep.errors import BackendUnavailable, ClosedError, FabricError
+from tep.errors import BackendUnavailable, ClosedError
 from tep.memory import Memory
 
 __all__ = ["LocalDomain"]
@@ -99,19 +100,8 @@ class LocalDomain:
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
-        if memory.kind not in self.caps.memory_kinds:
-            raise FabricError(
-                f"{self.caps.nic}: memory on {memory.device} cannot be registered; "
-                f"this NIC takes {', '.join(self.caps.memory_kinds)}",
-                code=Status.LOCAL_KEY.name,
-            )
+        check_memory(self.caps, memory, access)
         writable = access is Access.SOURCE_AND_TARGET
-        if writable and memory.readonly:
-            raise FabricError(
-                f"{self.caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
-                "and cannot be a target; register them with Access.SOURCE",
-                code=Status.LOCAL_KEY.name,
-            )
         region = HostRegion(memory, memory.ptr, writable=writable)
         rkey = self._port.grant(region) if writable else self._port.new_key()
         self._lkey += 2

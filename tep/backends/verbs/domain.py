@@ -19,14 +19,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import (
-    Access,
-    Completions,
-    DomainKey,
-    Kind,
-    Status,
-    WriteBatch,
-)
+from tep.backends.base import Access, Completions, DomainKey, Kind, Status, WriteBatch
+from tep.backends.checks import check_memory
 from tep.backends.verbs.address import Address, identity_of
 from tep.backends.verbs.conns import SPARE_WRS, Conn, Queues
 from tep.backends.verbs.datagrams import IN_FLIGHT_MAX, RECEIVES, Datagrams
@@ -94,7 +88,7 @@ class VerbsDomain:
         self.spares: tuple[Device, ...] = ()
         self._state = _State.OPEN
         self._reads = True  # whether completions may come: it is open, or dying
-        self._regions = Regions(device, export, cuda=cuda)
+        self._regions = Regions(device, export)
         self._ready: deque[Entry] = deque()
         self._waker: Callable[[], None] = _wake_nobody
         self._idle_polls = 0
@@ -117,7 +111,7 @@ class VerbsDomain:
             identity=identity_of(name, nic),
         )
         self.address = own.encode()
-        self.caps = device.caps(depth, self._regions.kinds)
+        self.caps = device.caps(depth, ("cpu", "cuda") if cuda else ("cpu",))
         self._write_bytes_max = self.caps.max_write_bytes
         self._limits = Limits(self._write_bytes_max)
         self._make_paths(own, depth)
@@ -189,6 +183,7 @@ class VerbsDomain:
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
+        check_memory(self.caps, memory, access)
         return self._regions.add(memory, access)
 
     def deregister(self, key: DomainKey) -> None:

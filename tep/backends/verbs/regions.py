@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tep.backends.base import Access, DomainKey, Status
-from tep.errors import FabricError
+from tep.backends.base import Access, DomainKey
 from tep.ffi.ibverbs_wr import ENUMS
 
 if TYPE_CHECKING:
@@ -27,14 +26,9 @@ class Regions:
     Args:
         device: where.
         export: exports CUDA memory as a dma-buf; None = CUDA memory goes by peer memory, if at all.
-        cuda: whether CUDA memory can be registered.
-
-    Attributes:
-        kinds: devices whose memory can be registered.
     """
 
-    def __init__(self, device: Device, export: DmabufExport | None, *, cuda: bool) -> None:
-        self.kinds = ("cpu", "cuda") if cuda else ("cpu",)
+    def __init__(self, device: Device, export: DmabufExport | None) -> None:
         self._device = device
         self._export = export
         self._mrs: dict[int, tuple[Mr, Memory]] = {}
@@ -43,23 +37,11 @@ class Regions:
         """Make memory known to the NIC, and hold it.
 
         Raises:
-            FabricError: the NIC, or what may be done with this memory, does not allow it.
+            FabricError: the NIC does not allow it.
         """
         device = self._device
-        if memory.kind not in self.kinds:
-            raise FabricError(
-                f"{device.name}: memory on {memory.device} cannot be registered; "
-                f"this NIC takes {', '.join(self.kinds)}",
-                code=Status.LOCAL_KEY.name,
-            )
         flags = 0
         if access is Access.SOURCE_AND_TARGET:
-            if memory.readonly:
-                raise FabricError(
-                    f"{device.name}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
-                    "and cannot be a target; register them with Access.SOURCE",
-                    code=Status.LOCAL_KEY.name,
-                )
             flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
         if device.settings.relaxed_ordering:
             flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
