@@ -17,7 +17,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, cast, get_args
 
+from tep.backends.base import DomainCaps
 from tep.errors import UsageError
+from tep.units import PS_PER_S
 
 __all__ = ["Confidence", "Number", "Profile", "load_profile", "profile_names", "read_profile"]
 
@@ -151,6 +153,23 @@ class Profile:
             raise UsageError(
                 f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} would reorder rows"
             )
+
+    def caps(self, nic: str, *, moves_bytes: bool, note_bytes: int) -> DomainCaps:
+        """What one NIC of this machine can do; one that moves no bytes takes memory of any kind."""
+        return DomainCaps(
+            backend="sim",
+            nic=nic,
+            link_bps=self.link_bps,
+            sq_depth=self.sq_depth,
+            max_write_bytes=self.max_write_bytes,
+            max_msg_bytes=self.max_msg_bytes,
+            ordered=self.ordered,
+            imm_eats_recv=self.imm_eats_recv,
+            memory_kinds=("cpu",) if moves_bytes else ("cpu", "cuda"),
+            peer_timeout_s=self.peer_timeout_ps / PS_PER_S + 0.001,
+            moves_bytes=moves_bytes,
+            note_bytes=note_bytes,
+        )
 
 
 def profile_names() -> list[str]:

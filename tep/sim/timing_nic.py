@@ -20,7 +20,6 @@ from tep.backends.base import (
     COMPLETION,
     Access,
     Completions,
-    DomainCaps,
     DomainKey,
     Kind,
     Status,
@@ -34,7 +33,6 @@ from tep.sim.queues import Ints, cut_quanta
 from tep.sim.receiving import Inlet, Region
 from tep.sim.sendqueue import SendQueue, Units
 from tep.sim.timing_trace import trace_ends, trace_posts, trace_rows
-from tep.units import PS_PER_S
 
 if TYPE_CHECKING:
     from tep.sim.timing import Node, TimingFabric
@@ -76,19 +74,8 @@ class TimingNic:
 
     def __init__(self, fabric: TimingFabric, node: Node, index: int) -> None:
         profile = fabric.profile
-        self.caps = DomainCaps(
-            backend="sim",
-            nic=f"{node.name}/{index}",
-            link_bps=profile.link_bps,
-            sq_depth=profile.sq_depth,
-            max_write_bytes=profile.max_write_bytes,
-            max_msg_bytes=profile.max_msg_bytes,
-            ordered=profile.ordered,
-            imm_eats_recv=profile.imm_eats_recv,
-            memory_kinds=("cpu",) if fabric.move_bytes else ("cpu", "cuda"),
-            peer_timeout_s=profile.peer_timeout_ps / PS_PER_S + 0.001,
-            moves_bytes=fabric.move_bytes,
-            note_bytes=profile.max_msg_bytes,
+        self.caps = profile.caps(
+            f"{node.name}/{index}", moves_bytes=fabric.move_bytes, note_bytes=profile.max_msg_bytes
         )
         self.address = address_of(node.name, node.epoch, index)
         self.node = node

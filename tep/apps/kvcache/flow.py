@@ -18,15 +18,15 @@ from collections.abc import Callable
 from typing import Final
 
 from tep import Access, BadDescriptor, ClosedError
-from tep.backends.base import Completions, DomainCaps, DomainKey, Kind, Status, WriteBatch
+from tep.backends.base import Completions, DomainKey, Kind, Status, WriteBatch
 from tep.memory import Memory
 from tep.sim import FabricEnv
 from tep.sim.clock import FOREVER_PS
 from tep.sim.profile import Profile, load_profile
+from tep.units import PS_PER_S
 
 __all__ = ["FlowFabric", "FlowNic", "FlowNode"]
 
-_PS_PER_S: Final = 10**12
 _WRITE, _IMM, _SENT, _RECV = (int(k) for k in (Kind.WRITE, Kind.IMM, Kind.SENT, Kind.RECV))
 _OK: Final = int(Status.OK)
 Entry = tuple[int, int, int, int, int, int, int]
@@ -52,7 +52,7 @@ class FlowFabric:
     ) -> None:
         self.env = env
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
-        self.ack_gather_ps = round(ack_gather_s * _PS_PER_S)
+        self.ack_gather_ps = round(ack_gather_s * PS_PER_S)
         self.flows = self.rows = self.nbytes = 0
         self.nics: list[FlowNic] = []
         self.numbers: dict[bytes, int] = {}
@@ -149,19 +149,8 @@ class FlowNic:
 
     def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
         profile = fabric.profile
-        self.caps = DomainCaps(
-            backend="sim",
-            nic=f"{node.name}/{index}",
-            link_bps=profile.link_bps,
-            sq_depth=profile.sq_depth,
-            max_write_bytes=profile.max_write_bytes,
-            max_msg_bytes=profile.max_msg_bytes,
-            ordered=profile.ordered,
-            imm_eats_recv=profile.imm_eats_recv,
-            memory_kinds=("cpu", "cuda"),
-            peer_timeout_s=profile.peer_timeout_ps / _PS_PER_S + 0.001,
-            moves_bytes=False,
-        )
+        nic = f"{node.name}/{index}"
+        self.caps = profile.caps(nic, moves_bytes=False, note_bytes=0)
         self.address = f"flow:{node.name}/{index}#{node.epoch}".encode()
         self.node = node
         self._fabric, self._env, self._profile = fabric, fabric.env, profile
@@ -245,9 +234,9 @@ class FlowNic:
     def _occupy(self, n: int, nbytes: int, cpu_ps: tuple[int, int]) -> tuple[int, int]:
         """Give the wire n rows; when they begin to leave, and for how long."""
         profile = self._profile
-        fill_ps = min(nbytes // n, profile.fill_bytes) * 8 * _PS_PER_S // profile.dma_bps
-        dma_ps = n * profile.op_ps + nbytes * 8 * _PS_PER_S // profile.dma_bps
-        wire_ps = max(nbytes * 8 * _PS_PER_S // profile.wire_bps, dma_ps)
+        fill_ps = min(nbytes // n, profile.fill_bytes) * 8 * PS_PER_S // profile.dma_bps
+        dma_ps = n * profile.op_ps + nbytes * 8 * PS_PER_S // profile.dma_bps
+        wire_ps = max(nbytes * 8 * PS_PER_S // profile.wire_bps, dma_ps)
         leave_ps = max(cpu_ps[0] + profile.post_first_ps + fill_ps, self._tx_free_ps)
         # The last row is posted at the end of the worker's time, and leaves then at the earliest.
         wire_ps = max(wire_ps, cpu_ps[1] + fill_ps + wire_ps // n - leave_ps)

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from tep import UsageError
 from tep.apps.kvcache.decoder import Decoder
@@ -29,6 +29,7 @@ from tep.apps.kvcache.words import told_word
 from tep.apps.kvcache.world import World
 from tep.sim import FabricEnv, TimingFabric
 from tep.sim.profile import Profile
+from tep.units import PS_PER_S
 
 __all__ = ["Load", "Plant", "Report", "TimedModel", "simulate"]
 
@@ -212,13 +213,10 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
         writes,
         rows,
         nbytes,
-        simulated_s=env.now / _PS_PER_S,
+        simulated_s=env.now / PS_PER_S,
         cpu_s=time.process_time() - started_s,
         rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
-
-
-_PS_PER_S: Final = 10**12
 
 
 def _moved(side: Prefiller | Decoder) -> tuple[int, int, int]:
