@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Completions, WriteBatch
+from tep.hashing import draw, draw_array, stream_key
 
 __all__ = ["Disorder", "Draws", "Entry", "Message", "Shelf"]
 
@@ -21,12 +22,6 @@ T = TypeVar("T")
 
 Entry = tuple[int, int, int, int, int, int, int] | Completions
 """One completion in the order of COMPLETION's fields, or an array of them."""
-
-_MASK: Final = 2**64 - 1
-# splitmix64. Source: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
-_GOLDEN: Final = 0x9E3779B97F4A7C15
-_MIX_A: Final = 0xBF58476D1CE4E5B9
-_MIX_B: Final = 0x94D049BB133111EB
 
 _TURNS_MAX: Final = 3  # polls that a held thing waits at the most
 _PIECES_MAX: Final = 6  # runs that one post or one counted completion is broken into
@@ -48,19 +43,16 @@ class Draws:
         stream: name of this stream; equal names with equal seeds draw equal numbers.
     """
 
-    __slots__ = ("_index", "_origin")
+    __slots__ = ("_index", "_key")
 
     def __init__(self, seed: int, stream: str) -> None:
-        self._origin = (seed * _GOLDEN + zlib.crc32(stream.encode()) * _MIX_A) & _MASK
+        self._key = stream_key(seed, zlib.crc32(stream.encode()))
         self._index = 0
 
     def one(self) -> int:
         """Draw one number, 0 to 2**64 - 1."""
         self._index += 1
-        word = (self._origin + self._index * _GOLDEN) & _MASK
-        word = ((word ^ (word >> 30)) * _MIX_A) & _MASK
-        word = ((word ^ (word >> 27)) * _MIX_B) & _MASK
-        return word ^ (word >> 31)
+        return draw(self._key, self._index)
 
     def below(self, bound: int) -> int:
         """Draw a number 0 to bound - 1."""
@@ -70,10 +62,7 @@ class Draws:
         """Draw a permutation of 0 .. n - 1."""
         steps = np.arange(self._index + 1, self._index + 1 + n, dtype=np.uint64)
         self._index += n
-        word = steps * np.uint64(_GOLDEN) + np.uint64(self._origin)
-        word = (word ^ (word >> np.uint64(30))) * np.uint64(_MIX_A)
-        word = (word ^ (word >> np.uint64(27))) * np.uint64(_MIX_B)
-        return np.argsort(word ^ (word >> np.uint64(31)), kind="stable")
+        return np.argsort(draw_array(self._key, steps), kind="stable")
 
     def runs(self, n: int, pieces_max: int) -> itertools.pairwise[tuple[int, int]]:
         """Draw (start, stop) of at most `pieces_max` runs that tile 0 .. n, n >= 1."""

@@ -12,6 +12,7 @@ from typing import Final
 
 from tep.backends.base import Status
 from tep.errors import BadDescriptor, UsageError
+from tep.hashing import below, draw
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import NicState, StreamKeys
 from tep.sim.clock import FabricEnv
@@ -28,7 +29,6 @@ from tep.sim.faults import (
     Slow,
     Swizzle,
 )
-from tep.sim.hashing import below, draw
 from tep.sim.trace import Trace
 
 __all__ = ["ChaosFabric", "ChaosNode"]

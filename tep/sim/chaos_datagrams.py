@@ -11,8 +11,9 @@ from collections import deque
 from typing import Final
 
 from tep.errors import UsageError
+from tep.hashing import below, draw, stream_key
 from tep.sim.chaos import ChaosFabric
-from tep.sim.hashing import Stream, below, draw, stream_key
+from tep.sim.streams import Stream
 from tep.units import PS_PER_NS
 
 __all__ = ["DATAGRAM_BYTES", "Datagrams"]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Kind, Row, Status, WriteBatch
 from tep.errors import UsageError
+from tep.hashing import below, draw
 from tep.sim.chaos_link import Link
 from tep.sim.chaos_parts import Flight, Fragment, NicState, nobody
 from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
-from tep.sim.hashing import below, draw
 from tep.sim.trace import What
 from tep.units import PS_PER_NS
 

@@ -12,10 +12,11 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from tep.backends.base import Completions, Kind
+from tep.hashing import below, draw, stream_key
 from tep.memory import Memory
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos
-from tep.sim.hashing import Stream, below, draw, stream_key
+from tep.sim.streams import Stream
 
 if TYPE_CHECKING:
     from tep.sim.chaos_nic import ChaosNic

@@ -11,10 +11,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Completions, Kind, Status
+from tep.hashing import below, draw
 from tep.sim.chaos_parts import Flight, Fragment, NicState, Peer
 from tep.sim.chaos_port import ChaosPort
 from tep.sim.faults_at import KillNic
-from tep.sim.hashing import below, draw
 from tep.units import PS_PER_NS
 
 if TYPE_CHECKING:

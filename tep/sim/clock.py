@@ -26,7 +26,8 @@ from simpy.core import EmptySchedule
 from simpy.events import NORMAL, Event, EventPriority
 
 from tep.errors import UsageError
-from tep.sim.hashing import Stream, draw, stream_key
+from tep.hashing import draw, stream_key
+from tep.sim.streams import Stream
 
 __all__ = ["FOREVER_PS", "Call", "FabricEnv", "Turned", "internals_as_expected"]
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from tep.errors import UsageError
+from tep.hashing import below, draw, stream_key
 from tep.sim.faults_at import (
     Clog,
     Fault,
@@ -25,7 +26,7 @@ from tep.sim.faults_at import (
     Slow,
     Swizzle,
 )
-from tep.sim.hashing import Stream, below, draw, stream_key
+from tep.sim.streams import Stream
 from tep.units import PS_PER_MS, PS_PER_NS
 
 __all__ = [

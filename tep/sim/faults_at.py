@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tep.sim.hashing import Stream, draw, stream_key
+from tep.hashing import draw, stream_key
+from tep.sim.streams import Stream
 from tep.units import PS_PER_US
 
 __all__ = [

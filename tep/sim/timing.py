@@ -23,12 +23,13 @@ import numpy.typing as npt
 
 from tep.backends.base import Status
 from tep.errors import UsageError
+from tep.hashing import below_array, draw_array, stream_key
 from tep.sim.clock import FabricEnv
-from tep.sim.hashing import Stream, below_array, draw_array, stream_key
 from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
 from tep.sim.profile import Profile, load_profile
 from tep.sim.queues import Ints, Rate, fifo_grouped
 from tep.sim.sendqueue import Units
+from tep.sim.streams import Stream
 from tep.sim.timing_nic import TimingNic, address_of
 from tep.sim.trace import Trace
 from tep.sim.wakes import Wakes

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, get_args
 
 from tep.errors import UsageError
+from tep.hashing import below, draw, stream_key
 from tep.sim.faults import Chaos, Fault, Faults
-from tep.sim.hashing import Stream, below, draw, stream_key
+from tep.sim.streams import Stream
 from tep.units import PS_PER_US
 
 __all__ = ["HEAL_US", "Case", "names_of", "shape_text"]

@@ -16,11 +16,12 @@ import numpy as np
 from tep.api import EngineOptions
 from tep.backends.base import Access, WriteBatch
 from tep.engine import TransferEngine
+from tep.hashing import draw_array, stream_key
 from tep.region import MrHandle
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.driver import SimDriver
-from tep.sim.hashing import Stream, draw_array, stream_key
+from tep.sim.streams import Stream
 from tep.sim.trace import Trace
 from tep.testing.scenario import RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Ledger, Mover, Tap

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeVar, get_args
 
+from tep.hashing import below, draw, stream_key
 from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Revoke, Slow, Swizzle
-from tep.sim.hashing import Stream, below, draw, stream_key
+from tep.sim.streams import Stream
 from tep.units import IMM_MAX, PS_PER_NS
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 Scalar and vectorised forms are equal bit for bit. No state is kept, so an event more or less
 somewhere does not shift the draws of anything else: shrinking and bisecting a failing scenario stay
-stable. Rule: a stream's number is never given to another purpose.
+stable. What is drawn for, and the state of a sequence, are its users'.
 
 The mixer is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
 number generators", with Stafford's variant 13 of the constants), over a sum with two odd constants.
@@ -10,13 +10,12 @@ number generators", with Stafford's variant 13 of the constants), over a sum wit
 
 from __future__ import annotations
 
-from enum import IntEnum
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Stream", "below", "below_array", "draw", "draw_array", "hash64", "stream_key"]
+__all__ = ["below", "below_array", "draw", "draw_array", "hash64", "stream_key"]
 
 _M64: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -25,22 +24,6 @@ _MUL1: Final = 0xBF58476D1CE4E5B9
 _MUL2: Final = 0x94D049BB133111EB
 
 U64s = npt.NDArray[np.uint64]
-
-
-class Stream(IntEnum):
-    """What a draw is for; numbers 100 and up are the knobs of `Chaos.draw`."""
-
-    TIES = 1  # order of events at one instant
-    STEP = 2  # when a kicked engine steps
-    POST = 3  # how many rows a post takes
-    ROW = 4  # cuts and acknowledgement of one row
-    FRAGMENT = 5  # delay of one fragment
-    MESSAGE = 6
-    ERROR = 7  # when a failure is reported
-    TIMING = 8  # jitter of the timing fabric
-    FAULTS = 9
-    SCENARIO = 10
-    KNOBS = 100  # one stream a knob: KNOBS + the knob's number
 
 
 def _mix(x: int) -> int:
