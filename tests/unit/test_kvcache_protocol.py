@@ -18,8 +18,9 @@ from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.layout import KvBuffer, KvLayout
 from tep.apps.kvcache.memory import no_memory
 from tep.apps.kvcache.messages import Beat, Ended, Hello
-from tep.apps.kvcache.model import PrefillWork, Request
+from tep.apps.kvcache.model import Completion, PrefillWork, Request
 from tep.apps.kvcache.options import SideOptions
+from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.routing import PrefillerCard
 from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.sessions import make_hello
@@ -94,11 +95,20 @@ def run(model: CheckedModel, main: Any, **more: Any) -> Any:
         return found
 
 
+def couple(one: World) -> tuple[Prefiller, Decoder]:
+    return one.add_prefiller("p", 1), one.add_decoder("d", 1)
+
+
+def ask(decoder: Decoder, prefiller: Prefiller, name: str = "r") -> Coroutine[Any, Any, Completion]:
+    """Have a request of three pages computed by this prefiller."""
+    return decoder.generate(Request(name, 10, IDS), Fixed(prefiller.card, []))
+
+
 def test_the_count_is_pages_times_layers_and_one() -> None:
     """No message says that a transfer is over: one immediate more or less hangs or starts early."""
 
     async def main(one: World) -> tuple[int, ...]:
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        prefiller, decoder = couple(one)
         counts: list[tuple[int, ...]] = []
         dispatch = decoder._dispatch
 
@@ -107,7 +117,7 @@ def test_the_count_is_pages_times_layers_and_one() -> None:
             dispatch(request, attempt)
 
         decoder._dispatch = note  # type: ignore[method-assign]  # to look at what it expects
-        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        done = await ask(decoder, prefiller)
         assert done.ok
         assert (3,) == done.tokens  # three pages had the right bytes
         return counts[0]
@@ -133,8 +143,8 @@ def test_tensors_of_other_libraries_are_caches_as_well() -> None:
     side = replace(SIDE, allocate=lambda _rank, _name, nbytes: Tensor(nbytes))
 
     async def main(one: World) -> None:
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
-        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        prefiller, decoder = couple(one)
+        done = await ask(decoder, prefiller)
         assert (3,) == done.tokens
         assert decoder.memory.kv[0][0].memory.data.any()  # type: ignore[attr-defined]  # a Tensor
 
@@ -160,7 +170,7 @@ def test_mismatched_layouts_are_refused_with_both_shown() -> None:
         prefiller = one.add_prefiller("p", 1)
         one.layout = KvLayout("m", 8, LAYOUT.buffers)
         decoder = one.add_decoder("d", 1)
-        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        done = await ask(decoder, prefiller)
         assert not done.ok
         assert 3 == done.attempts
         assert 0 == prefiller.stats.dispatched
@@ -178,7 +188,7 @@ def test_a_fingerprint_that_lies_is_refused() -> None:
     """A peer whose hash and layout disagree has a bug, and its pages are not to be trusted."""
 
     async def main(one: World) -> int:
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        prefiller, decoder = couple(one)
         hello = make_hello("d", decoder.memory)
         wrong = Hello(
             **{name: getattr(hello, name) for name in hello.__struct_fields__}
@@ -202,10 +212,8 @@ def test_cancelled_pages_are_used_again_only_after_the_prefiller_confirms() -> N
     async def main(one: World) -> None:
         model = Late()
         one.model = model
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
-        task = asyncio.create_task(
-            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
-        )
+        prefiller, decoder = couple(one)
+        task = asyncio.create_task(ask(decoder, prefiller))
         await model.reached.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -230,7 +238,7 @@ def test_a_silent_prefiller_is_cancelled_and_quarantined_until_fenced() -> None:
     async def main(one: World) -> None:
         model = Held(1)
         one.model = model
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        prefiller, decoder = couple(one)
         other_model = CheckedModel(lambda _: 1e-6)
         one.model = other_model
         other = one.add_prefiller("q", 1)
@@ -267,7 +275,7 @@ def test_a_fence_counts_for_attempts_that_come_after_it() -> None:
     """A lease can be older than the fence: nobody would ever confirm the end of its attempt."""
 
     async def main(one: World) -> str:
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        prefiller, decoder = couple(one)
         router = Fixed(prefiller.card, [])
         assert (await decoder.generate(Request("r", 10, IDS), router)).ok
         one.crash("p")
@@ -286,10 +294,8 @@ def test_a_dead_decoder_frees_the_prefillers_pages() -> None:
     async def main(one: World) -> None:
         model = Held(2)
         one.model = model
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
-        task = asyncio.create_task(
-            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
-        )
+        prefiller, decoder = couple(one)
+        task = asyncio.create_task(ask(decoder, prefiller))
         await model.reached.wait()
         assert 13 == prefiller.pool.nfree
         one.crash("d")
@@ -308,17 +314,15 @@ def test_a_restarted_decoder_orphans_what_it_had_asked_for() -> None:
     async def main(one: World) -> None:
         model = Held(2)
         one.model = model
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
-        task = asyncio.create_task(
-            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
-        )
+        prefiller, decoder = couple(one)
+        task = asyncio.create_task(ask(decoder, prefiller))
         await model.reached.wait()
         model.go.set()
         one.restart("d")
         await task
         again = one.members["d"].side
         assert isinstance(again, Decoder)
-        done = await again.generate(Request("s", 10, IDS), Fixed(prefiller.card, []))
+        done = await ask(again, prefiller, "s")
         assert done.ok
         await prefiller.leave()
         assert (16, 0) == (prefiller.pool.nfree, prefiller.njobs)
@@ -332,7 +336,7 @@ def test_a_leaving_prefiller_finishes_what_it_has_and_takes_no_more() -> None:
     async def main(one: World) -> None:
         model = CheckedModel(lambda _: 50e-6)
         one.model = model
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        prefiller, decoder = couple(one)
         router = Fixed(prefiller.card, [])
         first = asyncio.create_task(decoder.generate(Request("r", 10, IDS), router))
         await asyncio.sleep(100e-6)
@@ -358,7 +362,7 @@ def test_a_model_that_raises_fails_its_request_and_nothing_else() -> None:
             return await super().prefill(work)
 
     async def main(one: World) -> None:
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        prefiller, decoder = couple(one)
         router = Fixed(prefiller.card, [])
         bad = await decoder.generate(Request("bad", 10, IDS), router)
         good = await decoder.generate(Request("good", 10, IDS), router)
@@ -377,10 +381,8 @@ def test_an_end_of_another_incarnation_confirms_nothing() -> None:
     async def main(one: World) -> None:
         model = Held(1)
         one.model = model
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
-        task = asyncio.create_task(
-            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
-        )
+        prefiller, decoder = couple(one)
+        task = asyncio.create_task(ask(decoder, prefiller))
         await model.reached.wait()
         (serial,) = decoder._open
         decoder._on_message(Ended("p", prefiller.card.epoch + 1, serial, (0,), ""))
@@ -401,10 +403,8 @@ def test_after_an_error_pages_stay_in_quarantine_for_what_may_still_land() -> No
     async def main(one: World) -> None:
         model = Held(1)
         one.model = model
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
-        task = asyncio.create_task(
-            decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
-        )
+        prefiller, decoder = couple(one)
+        task = asyncio.create_task(ask(decoder, prefiller))
         await model.reached.wait()
         (serial,) = decoder._open
         decoder._on_message(Ended("p", prefiller.card.epoch, serial, (), "a write failed"))
@@ -422,7 +422,7 @@ def test_a_lost_dispatch_is_sent_again() -> None:
     """A message that is lost costs a moment; an attempt costs the whole prompt."""
 
     async def main(one: World) -> tuple[int, int]:
-        prefiller, decoder = one.add_prefiller("p", 1), one.add_decoder("d", 1)
+        prefiller, decoder = couple(one)
         engine, lost = decoder.memory.engines[0], []
         send = engine.submit_send
 
@@ -433,7 +433,7 @@ def test_a_lost_dispatch_is_sent_again() -> None:
             return send(peer, payload, **more)
 
         engine.submit_send = lose  # type: ignore[method-assign]  # a network that loses two
-        done = await decoder.generate(Request("r", 10, IDS), Fixed(prefiller.card, []))
+        done = await ask(decoder, prefiller)
         assert done.ok
         assert lost[0] == lost[1]
         return done.attempts, decoder._post.lost

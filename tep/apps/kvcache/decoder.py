@@ -21,7 +21,6 @@ from tep import Expectation, FabricError, NetAddr, TepError, TransferEngine
 from tep.apps.kvcache.attempt import Attempt, DecoderStats
 from tep.apps.kvcache.immediates import ImmSpace
 from tep.apps.kvcache.layout import KvLayout, rows_per_page
-from tep.apps.kvcache.memory import KvMemory
 from tep.apps.kvcache.messages import (
     Beat,
     Cancel,
@@ -79,14 +78,7 @@ class Decoder:
         pool: PagePool | None = None,
     ) -> None:
         self.name = name
-        self.memory = KvMemory(
-            engines,
-            layout,
-            npages=side.npages,
-            tail_slots=side.tail_slots,
-            tail_bytes=side.tail_bytes,
-            allocate=side.allocate,
-        )
+        self.memory = side.memory(engines, layout)
         self.pool = pool or PagePool(side.npages)
         self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
         self.tails = PagePool(side.tail_slots)

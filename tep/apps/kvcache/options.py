@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tep import TransferEngine
 from tep.apps.kvcache.heartbeat import Patience
-from tep.apps.kvcache.memory import Allocate, host_memory
+from tep.apps.kvcache.layout import KvLayout
+from tep.apps.kvcache.memory import Allocate, KvMemory, host_memory
 
 __all__ = ["SideOptions"]
 
@@ -31,3 +34,14 @@ class SideOptions:
     allocate: Allocate = host_memory
     message_bytes: int = 8192
     buffers: int = 32
+
+    def memory(self, engines: Sequence[TransferEngine], layout: KvLayout) -> KvMemory:
+        """Allocate and register the memory of one side, one engine a rank."""
+        return KvMemory(
+            engines,
+            layout,
+            npages=self.npages,
+            tail_slots=self.tail_slots,
+            tail_bytes=self.tail_bytes,
+            allocate=self.allocate,
+        )

@@ -18,7 +18,6 @@ from tep import BadDescriptor, MrDesc, NetAddr, TepError, TransferEngine, UsageE
 from tep.apps.kvcache.heartbeat import Pulse
 from tep.apps.kvcache.job import Held, Job, Peer, PrefillerStats, Watch, watch_engine
 from tep.apps.kvcache.layout import KvLayout, head_slices, match_ranks
-from tep.apps.kvcache.memory import KvMemory
 from tep.apps.kvcache.messages import (
     Beat,
     Cancel,
@@ -79,14 +78,7 @@ class Prefiller:
     ) -> None:
         cut_chunks(1, chunk_tokens, layout.page_tokens)  # raises what it would raise later
         self.name = name
-        self.memory = KvMemory(
-            engines,
-            layout,
-            npages=side.npages,
-            tail_slots=side.tail_slots,
-            tail_bytes=side.tail_bytes,
-            allocate=side.allocate,
-        )
+        self.memory = side.memory(engines, layout)
         self.pool = pool or PagePool(side.npages)
         self.tails = PagePool(side.tail_slots)
         self.stats = PrefillerStats()
