@@ -65,16 +65,35 @@ class Engines:
 
 
 class OpenEngines(Engines):
-    """Engines from a function that opens one."""
+    """Engines from a function that opens one.
 
-    def __init__(self, open_engine: Callable[[], TransferEngine]) -> None:
+    Args:
+        open_engine: opens one under a name of its own.
+        reopen: opens one under this name, whose former engine was closed; None: none can restart.
+    """
+
+    def __init__(
+        self,
+        open_engine: Callable[[], TransferEngine],
+        reopen: Callable[[str], TransferEngine] | None = None,
+    ) -> None:
         self._open_engine = open_engine
+        self._reopen = reopen
+        if reopen is not None:
+            self.can_restart = True
         self.opened: list[TransferEngine] = []
 
     def engine(self) -> TransferEngine:
         found = self._open_engine()
         self.opened.append(found)
         return found
+
+    def restart(self, engine: TransferEngine) -> TransferEngine:
+        assert self._reopen is not None, "can_restart is False"
+        engine.close()
+        reborn = self._reopen(engine.name)
+        self.opened.append(reborn)
+        return reborn
 
     def close(self) -> None:
         for engine in reversed(self.opened):

@@ -10,32 +10,16 @@ from tep.sim.cluster import Cluster
 from tep.testing.contract_engine import EngineContract, Engines, OpenEngines
 
 
-class LoopbackEngines(OpenEngines):
+def loopback_engines(make_driver, **options):
     """Engines on a hub of their own."""
+    hub = Hub()
 
-    can_restart = True
-
-    def __init__(self, make_driver, **options):
-        self.hub = Hub()
-        self.make_driver = make_driver
-        self.options = options
-        super().__init__(lambda: self.open(None))
-
-    def open(self, name):
+    def opened(name=None):
         return tep.TransferEngine.open(
-            "loopback",
-            nics=2,
-            hub=self.hub,
-            name=name,
-            driver=self.make_driver(),
-            **self.options,
+            "loopback", nics=2, hub=hub, name=name, driver=make_driver(), **options
         )
 
-    def restart(self, engine):
-        engine.close()
-        reborn = self.open(engine.name)
-        self.opened.append(reborn)
-        return reborn
+    return OpenEngines(opened, opened)
 
 
 class SimulatedEngines(Engines):
@@ -62,7 +46,7 @@ class TestInline(EngineContract):
     @pytest.fixture(params=[{"seed": None}, {"seed": 1, "sq_depth": 16}], ids=["order", "shuffle"])
     def engines(self, request):
         ring = []
-        with LoopbackEngines(lambda: tep.InlineDriver(ring), **request.param) as engines:
+        with loopback_engines(lambda: tep.InlineDriver(ring), **request.param) as engines:
             yield engines
 
 
@@ -71,7 +55,7 @@ class TestThreads(EngineContract):
 
     @pytest.fixture(params=[None, 2])
     def engines(self, request):
-        with LoopbackEngines(lambda: None, seed=request.param) as engines:
+        with loopback_engines(lambda: None, seed=request.param) as engines:
             yield engines
 
 

@@ -118,31 +118,17 @@ class TestRxm(DomainContract):
             yield world
 
 
-class FabricEngines(OpenEngines):
+def fabric_engines(provider):
     """Engines of two NICs with a worker thread each."""
 
-    can_restart = True
-
-    def __init__(self, provider):
-        self.provider = provider
-        super().__init__(lambda: self.open(None))
-
-    def open(self, name):
-        opened = libfabric.open_domains(
-            provider=self.provider, nics=2, name=name, peer_timeout_s=TIMEOUT_S
+    def opened(name=None):
+        found = libfabric.open_domains(
+            provider=provider, nics=2, name=name, peer_timeout_s=TIMEOUT_S
         )
-        return tep.TransferEngine(
-            opened.domains,
-            driver=tep.ThreadDriver(opened.name),
-            name=opened.name,
-            epoch=opened.epoch,
-        )
+        driver = tep.ThreadDriver(found.name)
+        return tep.TransferEngine(found.domains, driver=driver, name=found.name, epoch=found.epoch)
 
-    def restart(self, engine):
-        engine.close()
-        reborn = self.open(engine.name)
-        self.opened.append(reborn)
-        return reborn
+    return OpenEngines(opened, opened)
 
 
 class TestEngines(EngineContract):
@@ -151,7 +137,7 @@ class TestEngines(EngineContract):
     @pytest.fixture(params=["tcp", "shm"])
     def engines(self, request):
         require(request.param)
-        with FabricEngines(request.param) as engines:
+        with fabric_engines(request.param) as engines:
             yield engines
 
 

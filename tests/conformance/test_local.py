@@ -64,23 +64,13 @@ class TestSmallHelpings(DomainContract):
             yield world
 
 
-class LocalEngines(OpenEngines):
+def local_engines(make_driver):
     """Engines of one process, two NICs each."""
 
-    can_restart = True
+    def opened(name=None):
+        return tep.TransferEngine.open("local", nics=2, name=name, driver=make_driver())
 
-    def __init__(self, make_driver) -> None:
-        self.make_driver = make_driver
-        super().__init__(lambda: self.open(None))
-
-    def open(self, name):
-        return tep.TransferEngine.open("local", nics=2, name=name, driver=self.make_driver())
-
-    def restart(self, engine):
-        engine.close()
-        reborn = self.open(engine.name)
-        self.opened.append(reborn)
-        return reborn
+    return OpenEngines(opened, opened)
 
 
 class TestEngines(EngineContract):
@@ -89,5 +79,5 @@ class TestEngines(EngineContract):
     @pytest.fixture(params=["default", "thread"])
     def engines(self, request):
         make_driver = {"default": lambda: None, "thread": tep.ThreadDriver}[request.param]
-        with LocalEngines(make_driver) as engines:
+        with local_engines(make_driver) as engines:
             yield engines

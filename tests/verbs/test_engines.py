@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import itertools
 import json
 import time
 from pathlib import Path
@@ -19,27 +20,16 @@ from tep.wire import MrDesc
 from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 
-class DeviceEngines(OpenEngines):
-    """Engines of two NICs each."""
+def device_engines(devices):
+    """Engines of two NICs each, on one pair of devices after the other."""
+    numbers = itertools.count()
 
-    can_restart = True
+    def opened(name=None):
+        number = next(numbers)
+        at = 2 * number % len(devices)
+        return engine(name or f"e{number}-{time.time_ns()}", (devices * 2)[at : at + 2])
 
-    def __init__(self, devices):
-        self.devices = devices
-        self.count = 0
-        super().__init__(lambda: self.open(None))
-
-    def open(self, name):
-        at = 2 * self.count % len(self.devices)
-        self.count += 1
-        mine = (self.devices * 2)[at : at + 2]
-        return engine(name or f"e{self.count}-{time.time_ns()}", mine)
-
-    def restart(self, old):
-        old.close()
-        reborn = self.open(old.name)
-        self.opened.append(reborn)
-        return reborn
+    return OpenEngines(opened, opened)
 
 
 class TestEngines(EngineContract):
@@ -47,7 +37,7 @@ class TestEngines(EngineContract):
 
     @pytest.fixture
     def engines(self, devices):
-        with DeviceEngines(devices) as engines:
+        with device_engines(devices) as engines:
             yield engines
 
 
