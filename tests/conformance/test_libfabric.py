@@ -10,24 +10,15 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.libfabric.process import sweep_shm
-from tep.errors import BackendUnavailable
 from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.net import Net
 from tep.units import MiB
+from tests.support.here import require
 
 pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute
 
 TIMEOUT_S = 1.0
-
-
-def require(provider):
-    """Skip where there is no libfabric, or none with this provider."""
-    try:
-        for domain in libfabric.open_domains(provider=provider).domains:
-            domain.close()
-    except BackendUnavailable as error:
-        pytest.skip(f"not here: {error}")
 
 
 class FabricWorld(World):

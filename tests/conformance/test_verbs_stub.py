@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tep.testing.contract import DomainContract
-from tep.testing.verbs_stub import build
 from tep.testing.verbs_world import VerbsWorld
+from tests.support.here import need_stub
 
 
 @pytest.fixture(scope="module")
 def stub():
-    try:
-        return build()
-    except LookupError as error:
-        pytest.skip(str(error))
+    return need_stub()
 
 
 FAST = {"handshake_s": 0.2, "timeout": 8, "retry_cnt": 2, "drain_s": 0.2}

@@ -9,7 +9,8 @@ import pytest
 
 from tep.backends.libfabric.process import sweep_shm
 from tep.units import KiB, MiB
-from tests.support.children import NICS, Child, require, wait_until
+from tests.support.children import NICS, Child, wait_until
+from tests.support.here import require
 
 TIMEOUT_S = 2.0
 

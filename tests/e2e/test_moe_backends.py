@@ -10,7 +10,7 @@ import pytest
 import tep
 from tep.apps.moe.config import Format
 from tep.apps.moe.trial import Trial, Wrong, run_ranks, run_turn
-from tep.testing.verbs_stub import build
+from tests.support.here import need_stub
 
 TRIAL = Trial(hidden=256, turns=3, nics=2, timeout_s=30.0, combine_format=Format.FP32)
 
@@ -40,10 +40,7 @@ def test_over_loopback() -> None:
 
 @pytest.fixture(scope="module")
 def stub():
-    try:
-        return build()
-    except LookupError as error:
-        pytest.skip(str(error))
+    return need_stub()
 
 
 def test_over_verbs(stub) -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-import tep
 from tep.apps.rl.job import Job
 from tep.apps.rl.models import load_model
 from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas
@@ -18,6 +17,7 @@ from tep.apps.rl.processes import LocalJob
 from tep.apps.rl.quantise import numpy_dtype
 from tep.apps.rl.weights import Checkpoint, write_safetensors
 from tep.cli.rl import app
+from tests.support.here import require
 from tests.unit.rl_reference import reference_region
 
 CONFIG = {
@@ -68,10 +68,7 @@ def expected(model, tensors):
 @pytest.fixture
 def libfabric():
     """Skip where libfabric is not: that is news of the machine, not of this code."""
-    try:
-        tep.TransferEngine.open("libfabric", provider="tcp", nics=1).close()
-    except tep.BackendUnavailable as error:
-        pytest.skip(str(error))
+    require("tcp")
 
 
 class Deaf:

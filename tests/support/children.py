@@ -13,12 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-from tep.backends import libfabric
-from tep.errors import BackendUnavailable
-
-__all__ = ["NICS", "Child", "require", "wait_until"]
+__all__ = ["NICS", "Child", "wait_until"]
 
 NODE = Path(__file__).parents[1] / "e2e" / "fabric_node.py"
 NICS = {
@@ -69,17 +64,6 @@ class Child:
                 self.process.wait()
         self.process.stdout.close()
         self.process.stdin.close()
-
-
-def require(provider):
-    """Skip where a provider is not."""
-    if provider == "local":
-        return
-    try:
-        for domain in libfabric.open_domains(provider=provider).domains:
-            domain.close()
-    except BackendUnavailable as error:
-        pytest.skip(f"not here: {error}")
 
 
 def wait_until(done, what, within_s=20.0):

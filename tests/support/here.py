@@ -1,0 +1,31 @@
+"""What a machine may lack: a test that needs it is skipped, and says what is missing. Not a test.
+
+Only news of the machine ends in a skip; whatever else goes wrong on the way is an error.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tep.backends import libfabric
+from tep.errors import BackendUnavailable
+from tep.testing.verbs_stub import Stub, build
+
+__all__ = ["need_stub", "require"]
+
+
+def require(provider: str) -> None:
+    """Skip where there is no libfabric, or none with this provider."""
+    try:
+        for domain in libfabric.open_domains(provider=provider).domains:
+            domain.close()
+    except BackendUnavailable as error:
+        pytest.skip(f"not here: {error}")
+
+
+def need_stub() -> Stub:
+    """The stub provider of the verbs backend; skip where it cannot be built."""
+    try:
+        return build()
+    except LookupError as error:
+        pytest.skip(f"not here: {error}")
