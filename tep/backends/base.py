@@ -29,6 +29,7 @@ __all__ = [
     "Domain",
     "DomainCaps",
     "DomainKey",
+    "Entry",
     "Kind",
     "Noting",
     "Opened",
@@ -97,6 +98,9 @@ COMPLETION = np.dtype(
 
 Completions = npt.NDArray[np.void]
 """A preallocated array of COMPLETION that poll() fills from the front."""
+
+Entry = tuple[int, int, int, int, int, int, int]
+"""One completion as plain ints: kind, status, count, imm, row, ctx, nbytes."""
 
 COMPLETION_BYTES: Final = COMPLETION.itemsize
 put_completion: Final[Callable[..., None]] = Struct("=BBxxIIIQQ").pack_into

@@ -22,6 +22,7 @@ import numpy as np
 from tep.backends.base import COMPLETION, Column, Kind, Row, Status
 from tep.backends.hostcopy import HostRegion, Offsets, copy_rows, offsets_within
 from tep.backends.shuffle import Entry
+from tep.backends.unread import Unread
 from tep.errors import BadDescriptor
 
 __all__ = ["NAME_BYTES_MAX", "NICS_MAX", "Hub", "Port", "check_address"]
@@ -38,7 +39,6 @@ _MAGIC: Final = b"LOOP"
 _OK: Final = int(Status.OK)
 _IMM: Final = int(Kind.IMM)
 _RECV: Final = int(Kind.RECV)
-_NOTE: Final = int(Kind.NOTE)
 
 
 class Port:
@@ -68,8 +68,7 @@ class Port:
         self._starved: dict[Port, None] = {}  # senders that found no free buffer
         self._sources: dict[bytes, int] = {}
         self._fenced: set[bytes] = set()
-        self._notes: dict[int, tuple[bytes, bytes]] = {}
-        self._notes_seen = 0
+        self._unread = Unread(self.arrived.append)
         hub.attach(self)
 
     # --- on the senders' threads
@@ -147,9 +146,7 @@ class Port:
         with self._lock:
             if not self.alive:
                 return Status.UNREACHABLE
-            slot = self._notes_seen = self._notes_seen + 1
-            self._notes[slot] = payload, sender
-            self.arrived.append((_NOTE, _OK, 1, 0, 0, slot, len(payload)))
+            self._unread.add(payload, sender)
         self.waker()
         return Status.OK
 
@@ -190,7 +187,7 @@ class Port:
     def note(self, slot: int) -> tuple[bytes, bytes]:
         """A note, and who sent it; once."""
         with self._lock:
-            return self._notes.pop(slot)
+            return self._unread.take(slot)
 
     def fence(self, sender: bytes) -> None:
         """Take no rows of one NIC any more; what it is writing now is finished first."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from tep.backends.base import Completions, Kind
+from tep.backends.base import Completions, Entry, Kind
 from tep.hashing import below, draw, stream_key
 from tep.memory import Memory
 from tep.sim.clock import FabricEnv
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CompletionQueue",
-    "Entry",
     "Flight",
     "Fragment",
     "NicState",
@@ -32,9 +31,6 @@ __all__ = [
     "StreamKeys",
     "nobody",
 ]
-
-Entry = tuple[int, int, int, int, int, int, int]
-"""A completion in the order of COMPLETION's fields: kind, status, count, imm, row, ctx, nbytes."""
 
 
 class NicState(Enum):

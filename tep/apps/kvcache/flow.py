@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tep import Access, BadDescriptor, ClosedError
-from tep.backends.base import Completions, DomainKey, Kind, Status, WriteBatch
+from tep.backends.base import Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.memory import Memory
 from tep.sim import FabricEnv
 from tep.sim.clock import FOREVER_PS
@@ -29,8 +29,6 @@ __all__ = ["FlowFabric", "FlowNic", "FlowNode"]
 
 _WRITE, _IMM, _SENT, _RECV = (int(k) for k in (Kind.WRITE, Kind.IMM, Kind.SENT, Kind.RECV))
 _OK: Final = int(Status.OK)
-Entry = tuple[int, int, int, int, int, int, int]
-"""kind, status, count, imm, row, ctx, nbytes: the fields of a completion, in their order."""
 
 
 class FlowFabric:

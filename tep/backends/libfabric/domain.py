@@ -17,6 +17,7 @@ from tep.backends.base import (
     Completions,
     DomainCaps,
     DomainKey,
+    Entry,
     Status,
     WriteBatch,
     new_completions,
@@ -27,7 +28,7 @@ from tep.backends.libfabric.address import NicAddress, shm_name
 from tep.backends.libfabric.completions import Queue
 from tep.backends.libfabric.efa import STATUSES, check_device
 from tep.backends.libfabric.mailbox import Mailbox
-from tep.backends.libfabric.messages import Entry, Inbox, Notes, Outgoing
+from tep.backends.libfabric.messages import Inbox, Outgoing
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.peers import Peer, Peers, State
 from tep.backends.libfabric.process import reserve_shm
@@ -37,6 +38,7 @@ from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.slots import Slots
 from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.backends.libfabric.waiting import Sleeper
+from tep.backends.unread import Unread
 from tep.errors import ClosedError
 from tep.ffi import libfabric as fi
 from tep.memory import Memory
@@ -109,7 +111,7 @@ class FabricDomain:
         )
         self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
         self._inbox = Inbox(self.address, self._done)
-        self._notes = Notes(self.address, self._done)
+        self._unread = Unread(self._done.append)
         self._queue = Queue(nic, self._slots, self._mailbox)
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         self._rows = Rows(
@@ -182,7 +184,7 @@ class FabricDomain:
         return taken
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self._notes.take(slot)
+        return self._unread.take(slot)
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
@@ -315,7 +317,8 @@ class FabricDomain:
             case frames.Data():
                 self._inbox.take_data(peers, peer, frame)
             case frames.Note():
-                self._notes.take_in(peers, peer, frame)
+                self._unread.add(frame.payload, frame.sender)
+                peers.say(peer, frames.Ack(self.address, frame.number, Status.OK))
             case frames.Ack():
                 self._outgoing.take_ack(frame)
             case frames.Wait():

@@ -8,20 +8,16 @@ libfabric.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Kind, Status
+from tep.backends.base import Entry, Kind, Status
 from tep.backends.libfabric import frames
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.peers import Peer, Peers
 
-__all__ = ["NOTE_BYTES_MAX", "Entry", "Inbox", "Notes", "Outgoing"]
-
-Entry = tuple[int, int, int, int, int, int, int]
-"""A completion's fields, in the order of COMPLETION."""
+__all__ = ["NOTE_BYTES_MAX", "Inbox", "Outgoing"]
 
 NOTE_BYTES_MAX: Final = 4096
 """No provider's messages are shorter."""
@@ -31,7 +27,6 @@ _STARVED_MAX: Final = 4096
 
 _SENT: Final = int(Kind.SENT)
 _RECV: Final = int(Kind.RECV)
-_NOTE: Final = int(Kind.NOTE)
 _OK: Final = int(Status.OK)
 
 
@@ -208,29 +203,3 @@ class Inbox:
         if self._starved:
             peer, number = self._starved.popleft()
             peers.say(peer, frames.Go(self._me, number))
-
-
-class Notes:
-    """Notes that this NIC receives, until its engine takes them.
-
-    Args:
-        me: this NIC's address.
-        done: where completions go.
-    """
-
-    def __init__(self, me: bytes, done: deque[Entry]) -> None:
-        self._me = me
-        self._done = done
-        self._slots = itertools.count()
-        self._unread: dict[int, tuple[bytes, bytes]] = {}
-
-    def take_in(self, peers: Peers, peer: Peer, frame: frames.Note) -> None:
-        """A note comes in: keep it, and acknowledge."""
-        slot = next(self._slots)
-        self._unread[slot] = frame.payload, frame.sender
-        self._done.append((_NOTE, _OK, 1, 0, 0, slot, len(frame.payload)))
-        peers.say(peer, frames.Ack(self._me, frame.number, Status.OK))
-
-    def take(self, slot: int) -> tuple[bytes, bytes]:
-        """A note, and the address of its sender; once."""
-        return self._unread.pop(slot)

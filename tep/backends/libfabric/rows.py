@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Column, DomainCaps, Kind, Row, Status, WriteBatch
+from tep.backends.base import Column, DomainCaps, Entry, Kind, Row, Status, WriteBatch
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.peers import Peer, Peers, State
 from tep.backends.libfabric.regions import Region, Regions, bounds
@@ -22,7 +22,6 @@ from tep.backends.libfabric.slots import CHUNK_ROWS, Slots, Ticket
 from tep.units import MiB
 
 if TYPE_CHECKING:
-    from tep.backends.libfabric.messages import Entry
     from tep.backends.libfabric.rules import Rules
 
 __all__ = ["Rows"]

@@ -82,7 +82,7 @@ class LocalDomain:
         self._sources: dict[int, HostRegion] = {}
         shared = self._watches, self._bell, self._fence
         self._sender = Sender(self.address, caps, self._sources, *shared)
-        self._port = Port(address, *shared, self._sender.notes.take_in)
+        self._port = Port(address, *shared, self._sender.notes.unread.add)
         self._words = self._port.words
         self._asleep = False
         self._refused = False
@@ -147,7 +147,7 @@ class LocalDomain:
         return taken
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self._sender.notes.take(slot)
+        return self._sender.notes.unread.take(slot)
 
     def _refuse(self) -> None:
         self._refused = True

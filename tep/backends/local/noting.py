@@ -6,13 +6,13 @@ as in the peer's NIC, and lost only together with the peer; a full socket lets i
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from typing import Final
 
-from tep.backends.base import Kind, Status
+from tep.backends.base import Entry, Kind, Status
 from tep.backends.local import channel
-from tep.backends.local.outbound import Entry, Outbound, Way
+from tep.backends.local.outbound import Outbound, Way
+from tep.backends.unread import Unread
 
 __all__ = ["NOTE_BYTES_MAX", "Notes"]
 
@@ -22,7 +22,6 @@ NOTE_BYTES_MAX: Final = 2048
 _WAITING_MAX: Final = 64
 
 _SENT: Final = int(Kind.SENT)
-_NOTE: Final = int(Kind.NOTE)
 
 
 class Notes:
@@ -31,15 +30,15 @@ class Notes:
     Args:
         me: its address.
         done: where completions go.
+
+    Attributes:
+        unread: what has come.
     """
 
     def __init__(self, me: bytes, done: deque[Entry]) -> None:
         self._me = me
         self._done = done
-        self._slots = itertools.count()
-        self._unread: dict[int, tuple[bytes, bytes]] = {}
-
-    # --- out
+        self.unread = Unread(done.append)
 
     def post(self, out: Outbound, payload: bytes, ctx: int) -> bool:
         """Take a note; False = too many wait for room in the peer's socket."""
@@ -66,15 +65,3 @@ class Notes:
 
     def _end(self, ctx: int, status: Status) -> None:
         self._done.append((_SENT, int(status), 1, 0, 0, ctx, 0))
-
-    # --- in
-
-    def take_in(self, said: channel.Note) -> None:
-        """A note has come."""
-        slot = next(self._slots)
-        self._unread[slot] = said.payload, said.sender
-        self._done.append((_NOTE, int(Status.OK), 1, 0, 0, slot, len(said.payload)))
-
-    def take(self, slot: int) -> tuple[bytes, bytes]:
-        """A note, and the address of its sender; once."""
-        return self._unread.pop(slot)

@@ -46,10 +46,7 @@ from tep.backends.local.port import (
 from tep.backends.local.rings import LaneWriter, order_of
 from tep.memory import Memory
 
-__all__ = ["Entry", "Outbound", "Segment", "Way"]
-
-Entry = tuple[int, int, int, int, int, int, int]
-"""A completion, in the order of COMPLETION's fields."""
+__all__ = ["Outbound", "Segment", "Way"]
 
 _NEWS: Final = select.EPOLLIN | select.EPOLLRDHUP
 _TARGETS_MAX: Final = 4096  # regions of one peer that are remembered

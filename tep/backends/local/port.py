@@ -131,7 +131,7 @@ class Port:
         pool: receive buffers.
 
     Args:
-        note: called with each note that arrives.
+        note: called with the bytes of each note that arrives, and its sender's address.
 
     Raises:
         BackendUnavailable: no socket, or no shared memory.
@@ -143,7 +143,7 @@ class Port:
         watches: Watches,
         bell: int,
         fence: Callable[[], None],
-        note: Callable[[Note], None],
+        note: Callable[[bytes, bytes], None],
     ) -> None:
         self._note = note
         self._address = address
@@ -280,7 +280,7 @@ class Port:
             if isinstance(said, Hello) and inbound.lane is None and len(fds) == 2:
                 self._welcome(inbound, said, fds)
             elif isinstance(said, Note) and inbound.lane is not None and not fds:
-                self._note(said)
+                self._note(said.payload, said.sender)
             else:
                 close_all(fds)
         if not inbound.channel.open:

@@ -18,13 +18,13 @@ from typing import Final
 
 import numpy as np
 
-from tep.backends.base import Column, DomainCaps, Kind, Status, WriteBatch
+from tep.backends.base import Column, DomainCaps, Entry, Kind, Status, WriteBatch
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.copying import Mover, Target
 from tep.backends.local.libc import IOV_MAX, why
 from tep.backends.local.noting import Notes
-from tep.backends.local.outbound import Entry, Outbound, Segment, Way
+from tep.backends.local.outbound import Outbound, Segment, Way
 from tep.backends.local.port import Watches
 from tep.backends.local.rings import ACKS, COPYING
 

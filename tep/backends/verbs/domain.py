@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Access, Completions, DomainKey, Kind, Status, WriteBatch
+from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.backends.checks import check_memory
 from tep.backends.verbs.address import Address, identity_of
 from tep.backends.verbs.conns import SPARE_WRS, Conn, Queues
@@ -33,7 +33,7 @@ from tep.backends.verbs.receives import ImmReceives
 from tep.backends.verbs.regions import DmabufExport, Regions
 from tep.backends.verbs.status import STATUS_TEXT
 from tep.backends.verbs.wakeup import Wakeup
-from tep.backends.verbs.writes import Entry, Writer
+from tep.backends.verbs.writes import Writer
 from tep.errors import ClosedError, UsageError
 from tep.ffi.ibverbs_wr import ENUMS
 
@@ -294,7 +294,7 @@ class VerbsDomain:
         return self._peers.notes.post(self._peers.table[peer], payload, ctx, time.monotonic())
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self._peers.notes.take(slot)
+        return self._peers.notes.unread.take(slot)
 
     def source(self, number: int) -> bytes:
         return self._peers.table[number].where.encode()

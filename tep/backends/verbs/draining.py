@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Kind, Status
+from tep.backends.base import Entry, Kind, Status
 
 if TYPE_CHECKING:
     from tep.backends.verbs.conns import Conn
     from tep.backends.verbs.peer import Peer
-    from tep.backends.verbs.writes import Entry, Writer
+    from tep.backends.verbs.writes import Writer
 
 __all__ = ["Draining"]
 

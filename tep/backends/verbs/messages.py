@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from tep.backends.base import Kind, Status
+from tep.backends.base import Entry, Kind, Status
 from tep.backends.verbs.receives import create_srq
 from tep.backends.verbs.tags import MESSAGE_IN, MESSAGE_OUT, tag
 from tep.ffi.ibverbs_structs import Mr
@@ -21,7 +21,6 @@ from tep.ffi.ibverbs_wr import ENUMS, RECV_WR, SEND_WR, SGE
 if TYPE_CHECKING:
     from tep.backends.verbs.conns import Conn
     from tep.backends.verbs.device import Device
-    from tep.backends.verbs.writes import Entry
 
 __all__ = ["OUT_MAX", "Messages"]
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from tep.backends.base import Entry, Status
 from tep.backends.base import Kind as Completed
-from tep.backends.base import Status
+from tep.backends.unread import Unread
 from tep.backends.verbs.handshake import Hello, Kind
 
 if TYPE_CHECKING:
     from tep.backends.verbs.peer import Peer
     from tep.backends.verbs.settings import Settings
-    from tep.backends.verbs.writes import Entry
 
 __all__ = ["Notes"]
 
@@ -26,8 +26,7 @@ _NOTES_MAX: Final = 64
 _PARTS: Final = 4
 _PAUSES: Final = 8  # the longest pause is such a part of the time, or the first one
 
-_SENT, _NOTE = int(Completed.SENT), int(Completed.NOTE)
-_OK: Final = int(Status.OK)
+_SENT: Final = int(Completed.SENT)
 
 
 class _Line:
@@ -56,10 +55,12 @@ class Notes:
 
     Attributes:
         open: lines with a note that is out.
+        unread: what has come.
     """
 
     def __init__(self, settings: Settings, ready: deque[Entry]) -> None:
         self.open: dict[Peer, _Line] = {}
+        self.unread = Unread(ready.append)
         self._patience_s = settings.handshake_s / _PARTS
         self._pause_s = settings.resend_s
         self._pause_s_max = max(settings.resend_s, self._patience_s / _PAUSES)
@@ -67,8 +68,6 @@ class Notes:
         self._lines: dict[Peer, _Line] = {}
         self._count = 0
         self._last: dict[Peer, int] = {}  # number of the note that came last
-        self._arrived: dict[int, tuple[bytes, bytes]] = {}
-        self._slot = 0
 
     def post(self, peer: Peer, payload: bytes, ctx: int, now_s: float) -> bool:
         """Take a note; False = too many wait."""
@@ -104,9 +103,7 @@ class Notes:
         if hello.kind is Kind.NOTE:
             if hello.echo > self._last.get(peer, 0):
                 self._last[peer] = hello.echo
-                self._slot += 1
-                self._arrived[self._slot] = hello.note, peer.where.encode()
-                self._ready.append((_NOTE, _OK, 1, 0, 0, self._slot, len(hello.note)))
+                self.unread.add(hello.note, peer.where.encode())
             peer.say(Kind.NOTED, peer.negotiation.attempt, hello.echo)
             return
         line = self.open.get(peer)
@@ -118,10 +115,6 @@ class Notes:
             self._begin(peer, line, now_s)
         else:
             del self.open[peer]
-
-    def take(self, slot: int) -> tuple[bytes, bytes]:
-        """A note that has arrived, and the address it came from; once a slot."""
-        return self._arrived.pop(slot)
 
     def progress(self, now_s: float) -> None:
         """Repeat what was not answered, or give up."""

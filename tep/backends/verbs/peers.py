@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Status, WriteBatch
+from tep.backends.base import Entry, Status, WriteBatch
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import Conn, Queues
 from tep.backends.verbs.draining import Draining
@@ -23,7 +23,7 @@ from tep.backends.verbs.handshake import Hello, Kind, Phase
 from tep.backends.verbs.notes import Notes
 from tep.backends.verbs.peer import Peer
 from tep.backends.verbs.sources import Sources
-from tep.backends.verbs.writes import LOOSE_MAX, ROWS_FEW, Entry, Fan, Writer
+from tep.backends.verbs.writes import LOOSE_MAX, ROWS_FEW, Fan, Writer
 from tep.errors import BadDescriptor, FabricError, UsageError
 
 if TYPE_CHECKING:

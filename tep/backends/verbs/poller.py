@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import COMPLETION, Completions, Kind, Status, new_completions
+from tep.backends.base import COMPLETION, Completions, Entry, Kind, Status, new_completions
 from tep.backends.verbs import tags
 from tep.backends.verbs.receives import IMM_ID
 from tep.backends.verbs.status import send_status, write_status
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tep.backends.verbs.messages import Messages
     from tep.backends.verbs.peers import Peers
     from tep.backends.verbs.receives import ImmReceives
-    from tep.backends.verbs.writes import Entry, Writer
+    from tep.backends.verbs.writes import Writer
 
 __all__ = ["POLL_MAX", "Poller"]
 

@@ -18,7 +18,7 @@ from itertools import repeat, starmap
 from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Kind, Row, Status, WriteBatch
+from tep.backends.base import Entry, Kind, Row, Status, WriteBatch
 from tep.backends.verbs.rings import FanRing, LooseRing, RunRing
 from tep.backends.verbs.tags import LOOSE, NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, TAIL, tag
 from tep.ffi.ibverbs import Ref, ref
@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from tep.backends.verbs.device import Device
     from tep.backends.verbs.limits import Limits
 
-__all__ = ["LOOSE_MAX", "ROWS_FEW", "Entry", "Fan", "Run", "Writer"]
-
-Entry = tuple[int, int, int, int, int, int, int]
-"""One completion in the order of COMPLETION's fields."""
+__all__ = ["LOOSE_MAX", "ROWS_FEW", "Fan", "Run", "Writer"]
 
 ROWS_FEW: Final = 6
 """Up to here rows are packed and posted one by one; from there on columns cost less."""
