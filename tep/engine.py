@@ -452,7 +452,7 @@ class TransferEngine(EngineMembers):
         """
         self._check_open("remove_imm")
         value = check_imm(imm)
-        self._worker.broken.pop(value, None)
+        self._worker.notices.broken.pop(value, None)
         return self._after_commands(lambda: self._worker.imms.remove(value))
 
     def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> Watcher:

@@ -11,12 +11,12 @@ from collections.abc import Callable, Generator
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
 
-from tep.errors import Cancelled, TepError, WaitTimeout
+from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
 
 if TYPE_CHECKING:
     from tep.drivers import Driver
 
-__all__ = ["Handle", "Owner", "State"]
+__all__ = ["Handle", "Owner", "State", "closed_error"]
 
 
 class State(Enum):
@@ -206,3 +206,8 @@ class Handle:
             callback(self)
         except Exception as error:  # noqa: BLE001  # a user's fault, reported
             self._owner.report_callback_error(self, callback, error)
+
+
+def closed_error() -> ClosedError:
+    """What a handle fails with that was open when its engine was closed."""
+    return ClosedError("the engine was closed before this ended")

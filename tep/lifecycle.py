@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from tep.errors import ClosedError, FabricError
-from tep.handle import Handle, State
+from tep.errors import FabricError
+from tep.handle import Handle, State, closed_error
 from tep.notes import Ping, Pong
 from tep.region import Link, Remote
 from tep.transfer import Expectation, Message, Notice, Removal, Transfer
@@ -414,7 +414,7 @@ class Lifecycle:
         worker, link = self._worker, removal.link
         worker.open[removal] = None
         if self._closed:
-            worker._end(removal, State.FAILED, _closed())
+            worker._end(removal, State.FAILED, closed_error())
             return
         if removal.why:
             self._restarted(link, removal.why)
@@ -449,7 +449,7 @@ class Lifecycle:
         """The engine is about to close: whoever waits for a removal learns so."""
         self._closed = True
         for removal in self._leaving:
-            self._worker._end(removal, State.FAILED, _closed())
+            self._worker._end(removal, State.FAILED, closed_error())
         self._leaving.clear()
 
 
@@ -463,7 +463,3 @@ def _refers(handle: Handle, link: Link) -> bool:
     if isinstance(remotes, Remote):
         return remotes.link is link
     return any(remote.link is link for remote in remotes.remotes)
-
-
-def _closed() -> ClosedError:
-    return ClosedError("the engine was closed before this ended")

@@ -17,14 +17,14 @@ import numpy.typing as npt
 from tep.api import EngineOptions
 from tep.audit import Arrivals, Audit
 from tep.backends.base import Completions, Domain, Kind, Status, new_completions
-from tep.errors import ClosedError, FabricError, TepError
+from tep.errors import ClosedError, TepError
 from tep.group import DomainGroup
-from tep.handle import Handle, State
+from tep.handle import Handle, State, closed_error
 from tep.holds import Holds
 from tep.imm import ImmTable
 from tep.leases import Leases
 from tep.mailroom import NOTE_CTX, Mailroom, sooner
-from tep.notes import Answer, Failed, Told, given_up
+from tep.notices import Notices
 from tep.pending import message_error
 from tep.quarantine import failure_of
 from tep.recovery import Recovery, why_unable
@@ -38,9 +38,6 @@ _SCALAR_MAX: Final = 24
 
 Measured: one poll of numpy work costs about 10 us.
 """
-
-_HEARD_MAX: Final = 4096
-"""Words of peers that are remembered, so that one that comes twice counts once."""
 
 _WRITE, _IMM, _SENT, _RECV, _DOWN, _NOTE, _FENCED = map(int, Kind)
 Receive = Callable[[memoryview], object]
@@ -57,7 +54,7 @@ class Worker:
         open: every handle that was taken and has not settled, in order of submission.
         watch: the watched words.
         mail, recovery, audit: notes to other engines; both halves of a failover.
-        broken: immediates that a peer gave up, and that nobody expected at the time.
+        notices: of immediates that will not come.
         steps: how often it was turned.
         submitted: transfers and messages taken.
         leases, holds: both ends of leases.
@@ -92,10 +89,7 @@ class Worker:
         self.audit = Audit(domains, self._arrivals, self.mail)
         self.holds = Holds(self.group, self.mail, now_s)
         self.leases = Leases(self.mail, self.audit, now_s, self.open, self._end)
-        self._name = name
-        self.broken: dict[int, FabricError] = {}
-        self._heard: dict[tuple[str, int], None] = {}
-        self.mail.hear(Failed, self._peer_failed)
+        self.notices = Notices(name, self.imms, self.mail, self.open, self._end)
         self._now_s = now_s
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
@@ -216,7 +210,7 @@ class Worker:
         if transfer.job.mr is not None:
             transfer.job.mr.inflight += 1
         if self.closed:
-            self._end(transfer, State.FAILED, _closed())
+            self._end(transfer, State.FAILED, closed_error())
             return
         try:
             if self.holds.held:
@@ -233,7 +227,7 @@ class Worker:
         self.submitted += 1
         self.taken += 1
         if self.closed:
-            self._end(message, State.FAILED, _closed())
+            self._end(message, State.FAILED, closed_error())
         else:
             self._sends.append(message)
 
@@ -241,10 +235,11 @@ class Worker:
         """Command: stand in line for an immediate. One that was claimed meanwhile fails it."""
         self.open[expectation] = None
         if self.closed:
-            self._end(expectation, State.FAILED, _closed())
+            self._end(expectation, State.FAILED, closed_error())
             return
-        if self.broken and (broken := self.broken.pop(expectation.imm, None)) is not None:
-            self._end(expectation, State.FAILED, broken)
+        broken = self.notices.broken
+        if broken and (error := broken.pop(expectation.imm, None)) is not None:
+            self._end(expectation, State.FAILED, error)
             return
         try:
             self.imms.expect(expectation)
@@ -256,39 +251,9 @@ class Worker:
         self.open[notice] = None
         self.submitted += 1
         if self.closed:
-            self._end(notice, State.FAILED, _closed())
-            return
-
-        def told(_: Answer) -> None:
-            self._end(notice, State.DONE)
-
-        def lost(why: str) -> None:
-            name = notice.link.addr.name
-            text = f"{name} could not be told that imm {notice.imm:#x} fails: {why}"
-            self._end(notice, State.FAILED, FabricError(text, code="UNREACHABLE", peer=name))
-
-        self.mail.ask(
-            notice.link, lambda n: Failed(n, self._name, notice.imm, notice.reason), told, lost
-        )
-
-    def _peer_failed(self, nic: int, address: bytes, note: Failed) -> None:
-        """A peer gives an immediate up: whoever waits for it, or will next, gets an error."""
-        self.mail.answer(nic, address, Told(note.number, "", ()))
-        key = note.who, note.number
-        if key in self._heard:
-            return  # it asked again because our answer was late
-        self._heard[key] = None
-        while len(self._heard) > _HEARD_MAX:
-            del self._heard[next(iter(self._heard))]
-        waiting = [h for h in self.open if isinstance(h, Expectation) and h.imm == note.imm]
-        found = False
-        for handle in reversed(waiting):  # the last in line first, so that none fires by this
-            here = handle.arrived
-            if self.imms.cancel(handle):
-                found = True
-                self._end(handle, State.FAILED, given_up(note, f"; {here} of {handle.count} came"))
-        if not found and len(self.broken) < _HEARD_MAX:
-            self.broken[note.imm] = given_up(note, "")
+            self._end(notice, State.FAILED, closed_error())
+        else:
+            self.notices.tell(notice)
 
     def cancel(self, handle: Handle) -> None:
         """Command: end a handle early, once nothing of it is posted."""
@@ -455,13 +420,13 @@ class Worker:
         for handle in tuple(self.open):
             if isinstance(handle, Transfer):
                 if self.group.drop_queued(handle):
-                    handle.failure = handle.failure or _closed()
+                    handle.failure = handle.failure or closed_error()
                     if handle.left == 0:
                         self.group.ended.append(handle)
             elif isinstance(handle, Message) and not handle.posted:
-                self._end(handle, State.FAILED, _closed())
+                self._end(handle, State.FAILED, closed_error())
         self._sends.clear()
-        self.recovery.close(_closed())
+        self.recovery.close(closed_error())
         self.mail.close()
         for index, domain in enumerate(self.group.domains):
             domain.close()
@@ -471,7 +436,7 @@ class Worker:
         self._settle_reached()
         self.leases.closed()
         for expectation in self.imms.give_up():
-            self._end(expectation, State.FAILED, _closed())
+            self._end(expectation, State.FAILED, closed_error())
         self.closed = True
         left = [handle.describe() for handle in self.open]
         assert not left, f"a NIC closed without returning what it had: {left}"
@@ -489,10 +454,6 @@ class Worker:
         while self.commands:
             command, handle = self.commands.popleft()
             command(handle)
-
-
-def _closed() -> ClosedError:
-    return ClosedError("the engine was closed before this ended")
 
 
 def _raise(_: object, error: Exception) -> None:

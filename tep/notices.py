@@ -1,0 +1,88 @@
+"""Immediates that will not come: telling a peer that one fails, and being told; see `engine.fail`.
+
+Counts are `imm`'s and notes `mailroom`'s; nothing here posts. Rule: a word that comes twice fails
+nobody twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from tep.errors import FabricError, TepError
+from tep.handle import Handle, State
+from tep.imm import ImmTable
+from tep.mailroom import Mailroom
+from tep.notes import Answer, Failed, Told, given_up
+from tep.transfer import Expectation, Notice
+
+__all__ = ["Notices"]
+
+_HEARD_MAX: Final = 4096
+"""Words of peers that are remembered, so that one that comes twice counts once."""
+
+
+class Notices:
+    """The words of one engine and its peers that immediates fail.
+
+    Args:
+        name: of the engine and its incarnation, as peers are told it.
+        imms: the table in which expectations stand.
+        mail: to the peers.
+        opened: every handle that has not settled.
+        settle: ends a handle.
+
+    Attributes:
+        broken: immediates that a peer gave up, and that nobody expected at the time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        imms: ImmTable[Expectation],
+        mail: Mailroom,
+        opened: dict[Handle, None],
+        settle: Callable[[Handle, State, TepError | None], None],
+    ) -> None:
+        self.broken: dict[int, FabricError] = {}
+        self._heard: dict[tuple[str, int], None] = {}
+        self._name = name
+        self._imms, self._mail = imms, mail
+        self._opened, self._settle = opened, settle
+        mail.hear(Failed, self._hear)
+
+    def tell(self, notice: Notice) -> None:
+        """Have a peer's expectation of an immediate end in an error."""
+
+        def told(_: Answer) -> None:
+            self._settle(notice, State.DONE, None)
+
+        def lost(why: str) -> None:
+            name = notice.link.addr.name
+            text = f"{name} could not be told that imm {notice.imm:#x} fails: {why}"
+            error = FabricError(text, code="UNREACHABLE", peer=name)
+            self._settle(notice, State.FAILED, error)
+
+        self._mail.ask(
+            notice.link, lambda n: Failed(n, self._name, notice.imm, notice.reason), told, lost
+        )
+
+    def _hear(self, nic: int, address: bytes, note: Failed) -> None:
+        """A peer gives an immediate up: whoever waits for it, or will next, gets an error."""
+        self._mail.answer(nic, address, Told(note.number, "", ()))
+        key = note.who, note.number
+        if key in self._heard:
+            return  # it asked again because our answer was late
+        self._heard[key] = None
+        while len(self._heard) > _HEARD_MAX:
+            del self._heard[next(iter(self._heard))]
+        waiting = [h for h in self._opened if isinstance(h, Expectation) and h.imm == note.imm]
+        found = False
+        for handle in reversed(waiting):  # the last in line first, so that none fires by this
+            here = handle.arrived
+            if self._imms.cancel(handle):
+                found = True
+                error = given_up(note, f"; {here} of {handle.count} came")
+                self._settle(handle, State.FAILED, error)
+        if not found and len(self.broken) < _HEARD_MAX:
+            self.broken[note.imm] = given_up(note, "")
