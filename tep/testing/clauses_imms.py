@@ -11,6 +11,8 @@ from tep.testing.world import World
 
 __all__ = ["ImmsContract"]
 
+_STOPPED_MAX = 30  # turns after which a sender that nobody listens to counts as stopped
+
 VALUES = (
     0,
     1,
@@ -159,10 +161,13 @@ class ImmsContract:
             return start == n
 
         net.forget(b)  # nobody polls there for a while; where that stops the sender, so be it
-        for _ in range(n):
+        stopped = 0  # turns; to go on would be to wait until its NIC takes the peer for dead (C17)
+        while stopped < _STOPPED_MAX:
+            before = start
             if offer():
                 break
             net.turn()
+            stopped = stopped + 1 if start == before else 0
         net.sides.append(b)
         net.until(offer, "the rest of the burst to be taken")
         net.settle()
