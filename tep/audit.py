@@ -6,6 +6,7 @@ could come.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, cast
 
@@ -99,7 +100,8 @@ class Audit:
         self._arrivals = arrivals
         self._mail = mail
         self._fences: dict[tuple[bytes, int], _Fence] = {}
-        self._waiting: list[_Fence] = []
+        self._begun: dict[int, _Fence] = {}
+        self._ctxs = itertools.count()
         mail.hear(Asked, self._asked)
 
     def _asked(self, nic: int, address: bytes, note: Asked) -> None:
@@ -123,9 +125,9 @@ class Audit:
         key = source, nic
         fence = self._fences.get(key)
         if fence is None or fence.status > Status.OK:
-            self._nics[nic].fence(source, len(self._waiting))
-            fence = self._fences[key] = _Fence()
-            self._waiting.append(fence)
+            ctx = next(self._ctxs)
+            self._nics[nic].fence(source, ctx)
+            fence = self._fences[key] = self._begun[ctx] = _Fence()
         if fence.status < 0:
             fence.asking.append(then)
         else:
@@ -133,7 +135,7 @@ class Audit:
 
     def fenced(self, ctx: int, status: int) -> None:
         """A NIC says how a fence ended."""
-        fence = self._waiting[ctx]
+        fence = self._begun.pop(ctx)
         fence.status = status
         asking, fence.asking = fence.asking, []
         for then in asking:

@@ -14,7 +14,7 @@ from tep import backends, report
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
 from tep.backends.base import Access, Domain
 from tep.drivers import ThreadDriver
-from tep.errors import BadRequest, BusyError, UsageError
+from tep.errors import BadRequest, BusyError
 from tep.imm import check_imm
 from tep.leases import Grant, grant_lease
 from tep.members import EngineMembers
@@ -210,6 +210,7 @@ class TransferEngine(EngineMembers):
             UsageError: this backend has no notes.
         """
         self._check_open("lease")
+        self._check_notes("lease", "register a region that you deregister to end all writing")
         self._check_source(mr, "lease")
         link = self._peers.link(peer, "lease")
         start = as_int(offset, "lease: offset")
@@ -417,8 +418,7 @@ class TransferEngine(EngineMembers):
             UsageError: this backend has no notes.
         """
         self._check_open("fail")
-        if not self._worker.mail.able:
-            raise UsageError(f"fail: {self.main_address.backend} has no notes between engines")
+        self._check_notes("fail", "send a message of your own (submit_send)")
         if not isinstance(reason, str) or len(reason.encode()) > REASON_MAX:
             raise BadRequest(f"fail: reason={reason!r}; text of {REASON_MAX} bytes at the most")
         link = self._peers.link(peer, "fail")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from tep.audit import Audit
 from tep.backends.base import Access, Status
-from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError, UsageError
+from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError
 from tep.handle import Handle, State
 from tep.mailroom import Mailroom
 from tep.notes import NICS_MAX, Answer, Ended, Renewed
@@ -367,8 +367,6 @@ def grant_lease(
     """Make the lease of (offset, length) of a region; `engine.lease` says what may be refused."""
     whole = mr.desc
     start, nbytes = where
-    if not engine._worker.mail.able:
-        raise UsageError(f"lease: {whole.addr.backend} has no notes between engines")
     if mr.access is not Access.SOURCE_AND_TARGET:
         raise BadRequest(f"lease: {mr!r} was registered with Access.SOURCE; peers may not write")
     if start < 0 or nbytes < 1 or start + nbytes > whole.nbytes:

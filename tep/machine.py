@@ -198,6 +198,13 @@ class EngineMachine:
         if self._closed:
             raise ClosedError(f"{what}: engine {self.name!r} is closed")
 
+    def _check_notes(self, what: str, instead: str) -> None:
+        if not self._worker.mail.able:
+            raise UsageError(
+                f"{what}: the backend {self._address.backend!r} has no notes between engines; "
+                f"{instead}, or take a backend with notes, like loopback or sim"
+            )
+
     def _reserve(self, kind: str, rows: int) -> None:
         """Count rows in, unless too many wait already, with those whose command is not taken."""
         worker, limit = self._worker, self._options.backlog_rows_max

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tep.api import EngineOptions
 from tep.backends.base import Domain
-from tep.errors import BadRequest, BusyError, UsageError
+from tep.errors import BadRequest, BusyError
 from tep.lifecycle import PeerEvent, PeerWatch
 from tep.machine import EngineMachine
 from tep.peers import PeerBook
@@ -60,12 +60,11 @@ class EngineMembers(EngineMachine):
             BusyError: this peer is watched already.
         """
         self._check_open("watch_peer")
-        if not self._worker.mail.able:
-            raise UsageError(
-                f"watch_peer: the backend {self._address.backend!r} has no notes between engines; "
-                "ask the peer by messages of your own (submit_send), or take a backend with notes, "
-                "as all of tep's are; on_peer works everywhere, with what transfers reveal"
-            )
+        self._check_notes(
+            "watch_peer",
+            "ask the peer by messages of your own (submit_send), rely on what transfers reveal "
+            "(on_peer)",
+        )
         if not (every_s > 0 and lost_after_s >= 2 * every_s):
             raise BadRequest(
                 f"watch_peer: every_s={every_s} lost_after_s={lost_after_s}; a peer must be asked "

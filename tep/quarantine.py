@@ -103,12 +103,12 @@ def quarantines(engine: TransferEngine, mr: MrHandle) -> tuple[Quarantine, ...]:
         return ()
     found = [
         Quarantine(0, whole, f"NIC {k} ({engine._domains[k].caps.nic}) is down, cannot be asked")
-        for k in _silent(engine, mr)
+        for k in _down(engine, mr)
     ]
     return (*found, *engine._worker.leases.quarantines(mr))
 
 
-def _silent(engine: TransferEngine, mr: MrHandle) -> list[int]:
+def _down(engine: TransferEngine, mr: MrHandle) -> list[int]:
     """NICs that are down and may touch a region: as a target, or reading what they had begun."""
     target = mr.access is Access.SOURCE_AND_TARGET
     alive = engine._worker.group.alive
@@ -125,7 +125,7 @@ def keep_or_free(engine: TransferEngine, mr: MrHandle) -> None:
     """
     leases = engine._worker.leases
     leases.refuse(mr)
-    why = [f"NIC {k} ({engine._domains[k].caps.nic}) is down" for k in _silent(engine, mr)]
+    why = [f"NIC {k} ({engine._domains[k].caps.nic}) is down" for k in _down(engine, mr)]
     fences = all(domain.caps.deregister_fences for domain in engine._domains)
     why += [] if fences else [found.why for found in leases.quarantines(mr)]
     if why and mr.memory.owner is None:

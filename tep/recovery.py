@@ -30,7 +30,7 @@ from tep.transfer import Transfer
 
 __all__ = ["Recovery", "why_unable"]
 
-_SILENT = -1
+_NO_IMM = -1
 """Stands for the immediate of rows that have none."""
 
 
@@ -193,10 +193,10 @@ class Recovery:
         by_imm: dict[int, list[_Lost]] = {}
         for lost in path.rows:
             imm = lost.imm
-            by_imm.setdefault(_SILENT if imm is None else imm, []).append(lost)
+            by_imm.setdefault(_NO_IMM if imm is None else imm, []).append(lost)
         known = self._acknowledged(path, by_imm)
         for imm, rows in by_imm.items():
-            if imm == _SILENT:
+            if imm == _NO_IMM:
                 self.rows += len(rows)
                 self._write_again(rows, [])
             else:
@@ -209,7 +209,7 @@ class Recovery:
         if group.acks is not None:
             group.acks.fold()
         lane = path.link.lane(path.domain, path.nic)
-        known = {imm: lane.sent.sum(imm) for imm in wanted if imm != _SILENT}
+        known = {imm: lane.sent.sum(imm) for imm in wanted if imm != _NO_IMM}
         for pending in group.batches.values():  # and of those that are not through
             if pending.domain == path.domain and pending.batch.imm is not None:
                 for row in pending.posted_rows():
