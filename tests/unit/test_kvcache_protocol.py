@@ -104,6 +104,15 @@ def ask(decoder: Decoder, prefiller: Prefiller, name: str = "r") -> Coroutine[An
     return decoder.generate(Request(name, 10, IDS), Fixed(prefiller.card, []))
 
 
+async def caught(one: World, model: Held) -> tuple[Prefiller, Decoder, asyncio.Task[Completion]]:
+    """A request that stands still where its model does."""
+    one.model = model
+    prefiller, decoder = couple(one)
+    task = asyncio.create_task(ask(decoder, prefiller))
+    await model.reached.wait()
+    return prefiller, decoder, task
+
+
 def test_the_count_is_pages_times_layers_and_one() -> None:
     """No message says that a transfer is over: one immediate more or less hangs or starts early."""
 
@@ -202,19 +211,10 @@ def test_a_fingerprint_that_lies_is_refused() -> None:
 
 def test_cancelled_pages_are_used_again_only_after_the_prefiller_confirms() -> None:
     """A write that lands after the reuse corrupts a request that has nothing to do with it."""
-    model_of: list[Held] = []
-
-    class Late(Held):
-        def __init__(self) -> None:
-            super().__init__(2)
-            model_of.append(self)
 
     async def main(one: World) -> None:
-        model = Late()
-        one.model = model
-        prefiller, decoder = couple(one)
-        task = asyncio.create_task(ask(decoder, prefiller))
-        await model.reached.wait()
+        model = Held(2)
+        prefiller, decoder, task = await caught(one, model)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -293,10 +293,7 @@ def test_a_dead_decoder_frees_the_prefillers_pages() -> None:
 
     async def main(one: World) -> None:
         model = Held(2)
-        one.model = model
-        prefiller, decoder = couple(one)
-        task = asyncio.create_task(ask(decoder, prefiller))
-        await model.reached.wait()
+        prefiller, _, task = await caught(one, model)
         assert 13 == prefiller.pool.nfree
         one.crash("d")
         done = await task
@@ -313,10 +310,7 @@ def test_a_restarted_decoder_orphans_what_it_had_asked_for() -> None:
 
     async def main(one: World) -> None:
         model = Held(2)
-        one.model = model
-        prefiller, decoder = couple(one)
-        task = asyncio.create_task(ask(decoder, prefiller))
-        await model.reached.wait()
+        prefiller, _, task = await caught(one, model)
         model.go.set()
         one.restart("d")
         await task
@@ -380,10 +374,7 @@ def test_an_end_of_another_incarnation_confirms_nothing() -> None:
 
     async def main(one: World) -> None:
         model = Held(1)
-        one.model = model
-        prefiller, decoder = couple(one)
-        task = asyncio.create_task(ask(decoder, prefiller))
-        await model.reached.wait()
+        prefiller, decoder, task = await caught(one, model)
         (serial,) = decoder._open
         decoder._on_message(Ended("p", prefiller.card.epoch + 1, serial, (0,), ""))
         decoder._on_message(Ended("q", prefiller.card.epoch, serial, (0,), ""))
@@ -402,10 +393,7 @@ def test_after_an_error_pages_stay_in_quarantine_for_what_may_still_land() -> No
 
     async def main(one: World) -> None:
         model = Held(1)
-        one.model = model
-        prefiller, decoder = couple(one)
-        task = asyncio.create_task(ask(decoder, prefiller))
-        await model.reached.wait()
+        prefiller, decoder, task = await caught(one, model)
         (serial,) = decoder._open
         decoder._on_message(Ended("p", prefiller.card.epoch, serial, (), "a write failed"))
         await asyncio.sleep(4e-3)
