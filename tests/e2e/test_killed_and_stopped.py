@@ -14,7 +14,7 @@ import pytest
 
 from tep.backends.libfabric.process import sweep_shm
 from tep.units import KiB
-from tests.support.children import NICS, Child, wait_until
+from tests.support.children import NICS, Child, transfer, wait_until
 from tests.support.here import require
 
 pytestmark = pytest.mark.slow
@@ -52,18 +52,8 @@ class Three:
 
     def write(self, source: Child, target: Child) -> tuple[str, str]:
         """One good write and its count: how both ended."""
-        imm = next(self._imms)
-        target.do("expect", imm=imm, count=16)
-        source.do(
-            "write",
-            tag="w",
-            desc=self.desc[target],
-            page_bytes=4 * KiB,
-            npages=16,
-            seed=5,
-            imm=imm,
-        )
-        return source.do("wait", tag="w"), target.do("wait", tag=f"imm{imm}")
+        desc, imm = self.desc[target], next(self._imms)
+        return transfer(source, target, desc, page_bytes=4 * KiB, npages=16, seed=5, imm=imm)
 
     def write_for(self, seconds: float, source: Child, target: Child) -> None:
         """Good writes, one after the other, for a while, each of which has to succeed."""
@@ -85,9 +75,6 @@ class Three:
         return source.do("wait", tag="try", timeout_s=4 * TIMEOUT_S)
 
     def end(self) -> None:
-        for child in self.all:
-            if child.process.poll() is None:
-                child.signal(signal.SIGCONT)
         for child in self.all:
             child.end()
         sweep_shm()

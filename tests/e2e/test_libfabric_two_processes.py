@@ -9,7 +9,7 @@ import pytest
 
 from tep.backends.libfabric.process import sweep_shm
 from tep.units import KiB, MiB
-from tests.support.children import NICS, Child, wait_until
+from tests.support.children import NICS, Child, transfer, wait_until
 from tests.support.here import require
 
 TIMEOUT_S = 2.0
@@ -36,17 +36,8 @@ def children(provider):
 
     yield start
     for child in started:
-        if child.process.poll() is None:
-            child.process.send_signal(signal.SIGCONT)
         child.end()
     sweep_shm()
-
-
-def transfer(source, target, desc, *, page_bytes, npages, seed, imm, tag="w"):
-    """Write all pages of the source's region in shuffled places and wait on both sides."""
-    target.do("expect", imm=imm, count=npages)
-    source.do("write", tag=tag, desc=desc, page_bytes=page_bytes, npages=npages, seed=seed, imm=imm)
-    return source.do("wait", tag=tag), target.do("wait", tag=f"imm{imm}")
 
 
 def pair(children, nbytes, seed=5):

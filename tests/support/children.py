@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["NICS", "Child", "wait_until"]
+__all__ = ["NICS", "Child", "transfer", "wait_until"]
 
 NODE = Path(__file__).parents[1] / "e2e" / "fabric_node.py"
 NICS = {
@@ -56,6 +56,7 @@ class Child:
 
     def end(self):
         if self.process.poll() is None:
+            self.signal(signal.SIGCONT)  # one that was stopped hears nothing else
             self.process.stdin.close()
             try:
                 self.process.wait(20)
@@ -64,6 +65,13 @@ class Child:
                 self.process.wait()
         self.process.stdout.close()
         self.process.stdin.close()
+
+
+def transfer(source, target, desc, *, page_bytes, npages, seed, imm, tag="w"):
+    """Write all pages of the source's region in shuffled places: how it ended on both sides."""
+    target.do("expect", imm=imm, count=npages)
+    source.do("write", tag=tag, desc=desc, page_bytes=page_bytes, npages=npages, seed=seed, imm=imm)
+    return source.do("wait", tag=tag), target.do("wait", tag=f"imm{imm}")
 
 
 def wait_until(done, what, within_s=20.0):
