@@ -350,11 +350,10 @@ class TransferEngine(EngineMembers):
     def submit_recvs(
         self, nbytes: int, count: int, callback: Callable[[memoryview], object]
     ) -> None:
-        """Open a rotating pool of `count` receive buffers of `nbytes` each.
+        """Open a rotating pool of `count` receive buffers of `nbytes` each on every NIC.
 
-        A buffer leaves the pool while the callback runs and goes back when it returns: copy what
-        must stay. Without a free buffer a sender waits; a longer message than `nbytes` fails at its
-        sender with LENGTH.
+        A buffer leaves the pool while the callback runs, and goes back then: copy what must stay.
+        Without a free buffer a sender waits; a message longer than `nbytes` fails there: LENGTH.
         """
         self._check_open("submit_recvs")
         nbytes = as_int(nbytes, "submit_recvs: nbytes")
@@ -364,7 +363,8 @@ class TransferEngine(EngineMembers):
 
         def post() -> None:
             self._worker.receive = callback
-            self._domains[0].post_recvs(nbytes, count)
+            for domain in itertools.compress(self._domains, self._worker.group.alive):
+                domain.post_recvs(nbytes, count)
 
         self.driver.call(post)
         self.driver.kick()

@@ -187,7 +187,7 @@ class DomainGroup:
         nlocal = len(self.domains)
         routes: dict[int, list[tuple[int, int]]] = {}
         for share in plan_targets(targets.nics, nlocal, cursor, pinned):
-            domain, nic = self._route(share.domain, targets.remotes[share.start], share.remote)
+            domain, nic = self.route(share.domain, targets.remotes[share.start].link, share.remote)
             routes.setdefault(domain, []).append((share.start, nic))
         return [template_of(targets, *route) for route in sorted(routes.items())]
 
@@ -205,7 +205,7 @@ class DomainGroup:
         link = remote.link
         usable = self.alive[domain] and link.alive[nic]
         if not usable or (link.shut and (domain, nic) in link.shut):
-            domain, nic = self._route(domain, remote, nic)
+            domain, nic = self.route(domain, link, nic)
         src, dst, nbytes = columns
         shift = remote.bases[nic] - remote.bases[0]
         mr = transfer.job.mr
@@ -229,12 +229,12 @@ class DomainGroup:
         self._queues[pending.domain].append(pending)
         self.backlog += pending.batch.n
 
-    def _route(self, domain: int, remote: Remote, nic: int) -> tuple[int, int]:
+    def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
         """Where a lane's rows go today: its own NICs if they live, else the next on each side.
 
         Not over a path that is fenced off, unless there is no other.
         """
-        alive, there, shut = self.alive, remote.link.alive, remote.link.shut
+        alive, there, shut = self.alive, link.alive, link.shut
         ours = [i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)]]
         theirs = [j for k in range(len(there)) if there[j := (nic + k) % len(there)]]
         every = itertools.product(ours, theirs)
@@ -331,13 +331,13 @@ class DomainGroup:
             self.nic_down(pending.domain)
             lost = any(self.alive)
         elif status == Status.UNREACHABLE:
-            lost = self._shun(remote.link, nic)
+            lost = self.shun(remote.link, nic)
         elif status == Status.STALE_PEER:
             self.stale(remote.link)
         elif status == Status.FLUSHED:
             peer = pending.batch.peer
             if (pending.domain, peer if isinstance(peer, int) else int(peer[row])) in self.unheard:
-                self._shun(remote.link, nic)  # a note took the rows along
+                self.shun(remote.link, nic)  # a note took the rows along
             lost = not (self.alive[pending.domain] and remote.link.alive[nic])
         known = transfer.failure
         error = row_error(self.domains[pending.domain], pending, row, status)
@@ -362,7 +362,7 @@ class DomainGroup:
             remote, nic = pending.target(row)
             self.in_doubt += pending.transfer.note_doubt(remote, pending.domain, nic, code)
 
-    def _shun(self, link: Link, nic: int) -> bool:
+    def shun(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: what is queued for it and never left goes to its others.
 
         Returns:
@@ -492,8 +492,6 @@ class DomainGroup:
 
     def _moved(self, old: Pending, start: int, stop: int) -> Pending:
         """The same rows, with the keys of the NICs they now go over."""
-        routes = [
-            self._route(old.domain, *old.target(row))
-            for row in (range(start, stop) if varies(old) else (start,))
-        ]
+        targets = map(old.target, range(start, stop) if varies(old) else (start,))
+        routes = [self.route(old.domain, remote.link, nic) for remote, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])

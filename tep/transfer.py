@@ -154,15 +154,17 @@ class Message(Handle):
         payload: its bytes, copied at submission.
         link: the peer.
         posted: whether a NIC has it.
+        nic: the peer's NIC that it goes to, once posted.
     """
 
-    __slots__ = ("link", "payload", "posted")
+    __slots__ = ("link", "nic", "payload", "posted")
 
     def __init__(self, owner: Owner, payload: bytes, link: Link, submitted_s: float) -> None:
         super().__init__(owner, submitted_s)
         self.payload = payload
         self.link = link
         self.posted = False
+        self.nic = 0
 
     def describe(self) -> str:
         """One line for reports."""

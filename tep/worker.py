@@ -354,19 +354,21 @@ class Worker:
                 self._end(message, State.DONE)
             else:
                 error = message_error(message, self.group.domains[domain], domain, status)
+                if status == Status.UNREACHABLE:  # the next one goes to another NIC
+                    self.group.shun(message.link, message.nic)
                 self._end(message, State.FAILED, error)
         else:
             assert kind == _RECV, f"NIC {domain} reports a completion of unknown kind {kind}"
             self._received.append((domain, ctx))
 
     def _post_sends(self) -> bool:
-        """Offer messages to the first NIC that lives, in order; a full one lets the rest wait."""
+        """Offer messages to the first lane that lives, in order; a full NIC lets the rest wait."""
         group, work = self.group, False
         while self._sends:
             message = self._sends[0]
             try:
-                domain = group.first_alive()
-                peer = message.link.peer(domain, 0)
+                domain, message.nic = group.route(group.first_alive(), message.link, 0)
+                peer = message.link.peer(domain, message.nic)
             except TepError as error:
                 self._sends.popleft()
                 self._end(message, State.FAILED, error)

@@ -122,12 +122,12 @@ def back_over_a_fenced_path() -> list[Change]:
     def every(self, link, number):
         return [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
 
-    def route(self, domain, remote, nic):
-        alive, there = self.alive, remote.link.alive
+    def route(self, domain, link, nic):
+        alive, there = self.alive, link.alive
         here = next(i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)])
         return here, next(j for k in range(len(there)) if there[j := (nic + k) % len(there)])
 
-    return [(Lifecycle, "_lanes", every), (DomainGroup, "_route", route)]
+    return [(Lifecycle, "_lanes", every), (DomainGroup, "route", route)]
 
 
 @life("flap", ordered=True, flush_on_error=True, dead_after_ps=300_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from unittest import mock
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,6 +152,17 @@ def test_a_silent_peer_is_given_up_in_time(fates):
     assert 1 == net.left.gave_up
     assert Phase.IDLE is net.left.negotiation.phase
     assert net.left.negotiation.next_s is None
+
+
+def test_a_short_patience_too_has_tries_enough():
+    """With each third datagram lost, one try in two fails: seven were too few now and then."""
+    end = End(mock.Mock(), "left")
+    end.negotiation = Negotiation(end, itertools.count(1), patience_s=0.2, resend_s=0.002)
+    end.negotiation.start(0.0)
+    while not end.gave_up:
+        end.negotiation.tick(end.negotiation.next_s)
+
+    assert end.net.send.call_count >= 16
 
 
 @given(st.binary(max_size=200))
