@@ -236,13 +236,14 @@ class FabricDomain:
         if self._slots.open or self._restless or self._outgoing.open:
             now_s = time.monotonic()
             if now_s >= self._next_look_s:
-                late = 0.0 < self._next_look_s < now_s - _LATE_S
+                first = self._next_look_s == 0.0  # since nothing was outstanding, long ago perhaps
+                late = not first and self._next_look_s < now_s - _LATE_S
                 self._next_look_s = now_s + _LOOK_S
                 self._excused = late and not self._excused  # what they sent may wait to be read
-                if not self._excused:
+                if not (first or self._excused):
                     self._look_at_deadlines(now_s)
         else:
-            self._next_look_s = 0.0  # nothing to be late for
+            self._next_look_s, self._excused = 0.0, False  # nothing to be late for
         if self._regions.dying:
             self._regions.bury()
         return filled
