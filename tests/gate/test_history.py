@@ -83,7 +83,10 @@ GOLDEN = {
     "late": "84a1fbeb43ea7f00",
 }
 """First digits of the SHA-256 over twenty tapes each. They change with the fabric's behaviour only:
-then, on purpose, and every recorded seed with them."""
+then, on purpose, and every recorded seed with them. To make them again:
+
+    python -c "from tests.gate.test_history import *; print({n: golden(n) for n in GOLDEN})"
+"""
 
 
 def golden(name: str) -> str:
