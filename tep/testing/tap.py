@@ -19,7 +19,7 @@ from tep.testing.turns import Turns
 
 __all__ = ["Ledger", "Mover", "Tap"]
 
-_WRITE, _IMM, _DOWN = int(Kind.WRITE), int(Kind.IMM), int(Kind.DOWN)
+_WRITE, _IMM, _DOWN, _SENT = int(Kind.WRITE), int(Kind.IMM), int(Kind.DOWN), int(Kind.SENT)
 _OK = int(Status.OK)
 
 
@@ -49,7 +49,7 @@ class Ledger:
         batches: the last batch of each ctx.
         silent: NICs of peers that did not answer, by node; all of them again once all were silent.
         unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
-            or rows to them were flushed with a note that got lost.
+            rows to them were flushed with a note that got lost, or a message did not get there.
         rows, nbytes: what each NIC took.
         turns: who waits for whom.
         seen: what happened here, for suites that want to have seen it.
@@ -96,10 +96,10 @@ class Tap:
         self._ledger = ledger
         self._outstanding = 0
         self._addresses: dict[int, bytes] = {}
+        self._messages: dict[int, int] = {}  # the peer of each message, by ctx
         # Bound methods in place of forwarding ones: what is not watched costs nothing.
         self.register = nic.register
         self.deregister = nic.deregister
-        self.post_send = nic.post_send
         self.post_recvs = nic.post_recvs
         self.recv_view = nic.recv_view
         self.recv_done = nic.recv_done
@@ -116,6 +116,10 @@ class Tap:
         found = self.nic.connect(peer)
         self._addresses[found] = peer
         return found
+
+    def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self._messages[ctx] = peer
+        return self.nic.post_send(peer, payload, ctx)
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         taken = self.nic.post(batch, start, stop)
@@ -191,6 +195,10 @@ class Tap:
                         self._note_silent(ledger.batches[ctx], row)
                     elif status == Status.FLUSHED:
                         ledger.unsure.add(self._to(ledger.batches[ctx], row)[0])
+            elif kind == _SENT and status != _OK and ctx in self._messages:
+                # The engine may take that NIC for dead, and move what waits for it.
+                ledger.turns.forget()
+                ledger.unsure.add(_node_of(self._addresses[self._messages[ctx]]))
             elif kind == _DOWN:
                 self._lose()
                 ledger.seen["NIC down"] += 1
@@ -203,8 +211,7 @@ class Tap:
         """Incarnation of a node, and address of its NIC, that a row goes to."""
         peer = batch.peer if isinstance(batch.peer, int) else int(batch.peer[row])
         address = self._addresses[peer]
-        node, _, rest = address.rpartition(b"/")
-        return node + b"#" + rest.partition(b"#")[2], address
+        return _node_of(address), address
 
     def _note_silent(self, batch: WriteBatch, row: int) -> None:
         node, address = self._to(batch, row)
@@ -221,3 +228,9 @@ class Tap:
                 self._ledger.wrong.append(
                     f"{self.caps.nic}: a row posted to {address!r}, which is known not to answer"
                 )
+
+
+def _node_of(address: bytes) -> bytes:
+    """The incarnation of a node that a NIC belongs to."""
+    node, _, rest = address.rpartition(b"/")
+    return node + b"#" + rest.partition(b"#")[2]
