@@ -206,6 +206,8 @@ class Sender:
         stage, chaos = self.stage, self.stage.scenario.chaos
         if not stage.scenario.failover or stage.closed or chaos.message_loss:
             return False
+        if chaos.rnr_retries >= 0:
+            return False  # no NIC makes up for a receive that is not there
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
             return False  # what is in doubt about a cancelled request may be in doubt for others
         if not all(isinstance(fault, KillNic) for fault in stage.broken):

@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 
 from tep.group import DomainGroup, Pending
-from tep.sim.faults import Clog, Fault, Mute, Slow, Swizzle
+from tep.sim.faults import Chaos, Clog, Fault, Mute, Slow, Swizzle
 from tep.sim.trace import Trace
 from tep.testing.oracle import Violation, replay, run_scenario
-from tep.testing.scenario import Scenario
+from tep.testing.scenario import Scenario, TransferSpec
+from tep.units import PS_PER_MS
 from tep.worker import Worker
 from tests.gate import (
     bugs_counting,
@@ -212,6 +213,18 @@ def test_sometimes(sights: Counter[str], what: str) -> None:
 def test_a_nic_that_is_heard_again_is_posted_to_again(seed: int) -> None:
     """An oracle that does not know of its return calls every row to it a mistake."""
     assert replay(seed).seen["NIC back"]
+
+
+def test_a_row_without_a_receive_may_fail_though_nics_live() -> None:
+    """Another NIC is no cure for it: an oracle that asks for one is wrong, and was."""
+    late = TransferSpec(size=0, kind="per_page", gap=8, start_ps=69418, claimed=True, probe=True)
+    first = TransferSpec(kind="paged", size=0, pages=4, start_ps=139, claimed=True, rounds=2)
+    long = TransferSpec(kind="per_page", size=24, pages=12, start_ps=5288, claimed=True, rounds=3)
+    chaos = Chaos.draw(95526, ordered=True, rnr_retries=0, imm_credits=1, pause_ps=3 * PS_PER_MS)
+    found = run_scenario(
+        Scenario(nics=(1, 2, 2), transfers=(late, first, long), chaos=chaos, echo=True)
+    )
+    assert found.seen["row RNR"]
 
 
 def test_engine_is_clean_by_columns() -> None:
