@@ -91,6 +91,17 @@ class FabricError(TepError):
         self.row = row
         self.in_doubt = in_doubt
 
+    def saying(self, more: str, in_doubt: tuple[InDoubt, ...] = ()) -> FabricError:
+        """The same failure with more to say of it."""
+        return FabricError(
+            f"{self}{more}",
+            code=self.code,
+            domain=self.domain,
+            peer=self.peer,
+            row=self.row,
+            in_doubt=in_doubt,
+        )
+
 
 class RendezvousError(TepError):
     """Processes that wanted to meet did not: one has left, does something else, or is no rank."""

@@ -83,14 +83,7 @@ def failure_of(transfer: Transfer) -> TepError | None:
     failure, doubts = transfer.failure, transfer.in_doubt
     if not doubts or not isinstance(failure, FabricError):
         return failure
-    return FabricError(
-        f"{failure}; {doubts_text(doubts)}",
-        code=failure.code,
-        domain=failure.domain,
-        peer=failure.peer,
-        row=failure.row,
-        in_doubt=doubts,
-    )
+    return failure.saying(f"; {doubts_text(doubts)}", doubts)
 
 
 def quarantines(engine: TransferEngine, mr: MrHandle) -> tuple[Quarantine, ...]:

@@ -335,10 +335,4 @@ class Recovery:
 
 
 def _with_reason(error: FabricError, why: str) -> FabricError:
-    return FabricError(
-        f"{error}. It could not be made good over another NIC: {why}",
-        code=error.code,
-        domain=error.domain,
-        peer=error.peer,
-        row=error.row,
-    )
+    return error.saying(f". It could not be made good over another NIC: {why}")

@@ -11,7 +11,8 @@ import time
 import pytest
 
 from tep.backends.libfabric.process import sweep_shm
-from tests.support.children import NICS, Child, require, wait_until
+from tests.support.children import NICS, Child, wait_until
+from tests.support.here import require
 
 pytestmark = pytest.mark.slow
 
