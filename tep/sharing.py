@@ -44,7 +44,7 @@ SHARED_ROWS: Final = 4
 PIECE_BYTES: Final = 2 << 20
 """No piece of a long batch is smaller: 40 us of a link of 400 Gb/s."""
 
-_PIECES_MAX: Final = 128
+_PIECES_MAX: Final = 64
 """Nor is it a smaller part of its transfer: each piece costs some time of the CPU."""
 
 LONG_BYTES: Final = 32 << 20
@@ -74,7 +74,7 @@ class Pace:
         self.out[nic] -= 1
         self.through[nic] += rows
         keeps_up = 4 * self.through[nic] >= 3 * max(self.through)
-        self.part[nic] = max(2, self.part[nic] // 2) if keeps_up else _PIECES
+        self.part[nic] = max(2, self.part[nic] // 3) if keeps_up else _PIECES
 
     def is_full(self, nic: int) -> bool:
         """Whether a NIC has enough to do. One that fell behind gets nothing ahead."""
