@@ -214,6 +214,10 @@ class Node:
     def rounds(self):
         return self.rounds_done
 
+    def is_over(self):
+        """Whether a write of the stream has failed, so that no more follow."""
+        return self.stream_over.is_set()
+
     def end_stream(self, timeout_s=20.0):
         """How the last write of the stream ended, and how many were done."""
         self.streaming = False
@@ -235,9 +239,6 @@ class Node:
 
     def count(self, imm):
         return self.engine.imm_counter(imm).value
-
-    def forget_imm(self, imm):
-        self.engine.remove_imm(imm)
 
     def rows(self):
         """Rows that each NIC took."""
