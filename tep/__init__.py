@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     )
     from tep.backends.base import Access
     from tep.backends.local.memory import alloc_shared
+    from tep.control.leases import Grant
+    from tep.control.lifecycle import PeerChange, PeerEvent, PeerState, PeerWatch
+    from tep.core.plan import count_imms
+    from tep.core.region import MrHandle
+    from tep.core.stats import EngineStats, TransferStats
+    from tep.core.transfer import Expectation, Message, Removal, Transfer
     from tep.drivers import InlineDriver, ThreadDriver
     from tep.engine import ImmCounter, PeerGroup, TransferEngine
     from tep.errors import (
@@ -41,12 +47,6 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeout,
     )
-    from tep.leases import Grant
-    from tep.lifecycle import PeerChange, PeerEvent, PeerState, PeerWatch
-    from tep.plan import count_imms
-    from tep.region import MrHandle
-    from tep.stats import EngineStats, TransferStats
-    from tep.transfer import Expectation, Message, Removal, Transfer
     from tep.watch import Watcher
     from tep.wire import Lease, MrDesc, NetAddr
 
@@ -134,13 +134,13 @@ _ROOMS = {
         "UsageError",
         "WaitTimeout",
     ),
-    "tep.leases": ("Grant",),
-    "tep.lifecycle": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
-    "tep.plan": ("count_imms",),
+    "tep.control.leases": ("Grant",),
+    "tep.control.lifecycle": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
+    "tep.core.plan": ("count_imms",),
     "tep.backends.base": ("Access",),
     "tep.backends.local.memory": ("alloc_shared",),
-    "tep.region": ("MrHandle",),
-    "tep.transfer": (
+    "tep.core.region": ("MrHandle",),
+    "tep.core.transfer": (
         "Expectation",
         "Message",
         "Removal",
@@ -152,7 +152,7 @@ _ROOMS = {
         "TransferEngine",
     ),
     "tep.watch": ("Watcher",),
-    "tep.stats": (
+    "tep.core.stats": (
         "EngineStats",
         "TransferStats",
     ),

@@ -10,20 +10,18 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from tep import backends, report
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.backends import open_backend
 from tep.backends.base import Access, Domain
-from tep.drivers import ThreadDriver
-from tep.errors import BadRequest, BusyError
-from tep.imm import check_imm
-from tep.leases import Grant, grant_lease
-from tep.members import EngineMembers
-from tep.memory import Buffer, adapt
-from tep.notes import REASON_MAX
-from tep.peers import PeerGroup
-from tep.quarantine import keep_or_free
-from tep.region import MrHandle, register
-from tep.requests import (
+from tep.control.leases import Grant, grant_lease
+from tep.control.notes import REASON_MAX
+from tep.core.imm import check_imm
+from tep.core.members import EngineMembers
+from tep.core.peers import PeerGroup
+from tep.core.quarantine import keep_or_free
+from tep.core.region import MrHandle, register
+from tep.core.report import engine_stats, explain
+from tep.core.requests import (
     DEFAULT,
     ImmArg,
     Job,
@@ -35,8 +33,11 @@ from tep.requests import (
     single_job,
     slices_of,
 )
-from tep.stats import EngineStats
-from tep.transfer import Expectation, ImmCounter, Message, Notice, Transfer
+from tep.core.stats import EngineStats
+from tep.core.transfer import Expectation, ImmCounter, Message, Notice, Transfer
+from tep.drivers import ThreadDriver
+from tep.errors import BadRequest, BusyError
+from tep.memory import Buffer, adapt
 from tep.watch import Watcher
 from tep.wire import MrDesc, NetAddr, Target
 
@@ -49,9 +50,8 @@ __all__ = ["ImmCounter", "PeerGroup", "TransferEngine"]
 class TransferEngine(EngineMembers):
     """One-sided writes with immediates over all NICs of one device.
 
-    No order is promised between any two operations. All methods may be called from any thread,
-    except that the inline driver's engines belong to one thread. Use it as a context manager, or
-    call close().
+    No order is promised between any two operations. Any thread may call any method, except that
+    the inline driver's engines belong to one. Use it as a context manager, or close() it.
 
     Args:
         domains: its NICs, in order.
@@ -103,7 +103,7 @@ class TransferEngine(EngineMembers):
             UsageError: unknown backend or option.
             BackendUnavailable: it cannot run here; says what was tried, and what would bring it.
         """
-        opened = backends.open_backend(backend, **backend_options)
+        opened = open_backend(backend, **backend_options)
         chosen = driver or opened.driver or ThreadDriver(opened.name)
         return cls(
             opened.domains, driver=chosen, name=opened.name, epoch=opened.epoch, options=options
@@ -470,11 +470,11 @@ class TransferEngine(EngineMembers):
 
     def stats(self) -> EngineStats:
         """What this engine has done; see EngineStats."""
-        return report.engine_stats(self)
+        return engine_stats(self)
 
     def explain(self, peer: NetAddr | MrDesc | None = None) -> str:
         """Say which NICs, paths and shards are in use here, or towards one peer."""
-        return report.explain(self, peer.addr if isinstance(peer, MrDesc) else peer)
+        return explain(self, peer.addr if isinstance(peer, MrDesc) else peer)
 
     # ------------------------------------------------------------------ inside
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tep.quarantine import InDoubt
+    from tep.core.quarantine import InDoubt
 
 __all__ = [
     "BackendUnavailable",

@@ -10,7 +10,7 @@ import numpy as np
 
 from tep.api import Pages, ScatterDst
 from tep.bench import Figure, cpu_ns, median_ns
-from tep.handle import Handle
+from tep.core.handle import Handle
 from tep.sim import Cluster
 from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario

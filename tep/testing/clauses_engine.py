@@ -15,12 +15,12 @@ import numpy.typing as npt
 import pytest
 
 from tep.api import Barrier, Paged, Pages, Scatter, ScatterDst, Shape, Single
+from tep.core.handle import Handle
+from tep.core.plan import count_imms
+from tep.core.region import MrHandle
+from tep.core.transfer import Transfer
 from tep.engine import TransferEngine
 from tep.errors import BusyError, ClosedError, FabricError, StaleEpoch, TepError
-from tep.handle import Handle
-from tep.plan import count_imms
-from tep.region import MrHandle
-from tep.transfer import Transfer
 from tep.wire import MrDesc, NetAddr
 
 __all__ = ["EngineContract", "Engines", "OpenEngines"]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from tep.handle import State
+from tep.core.handle import State
+from tep.core.transfer import Transfer
 from tep.testing.lab import Host
-from tep.transfer import Transfer
 
 if TYPE_CHECKING:
     from tep.testing.stage import Stage

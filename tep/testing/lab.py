@@ -15,9 +15,9 @@ import numpy as np
 
 from tep.api import EngineOptions
 from tep.backends.base import Access, WriteBatch
+from tep.core.region import MrHandle
 from tep.engine import TransferEngine
 from tep.hashing import draw_array, stream_key
-from tep.region import MrHandle
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.driver import SimDriver

@@ -11,12 +11,12 @@ from itertools import repeat
 from typing import Final
 
 from tep.backends.base import Access
-from tep.handle import State
+from tep.core.handle import State
+from tep.core.transfer import Transfer
 from tep.sim.chaos_parts import NicState
 from tep.testing.lab import Host
 from tep.testing.scenario import SENDER
 from tep.testing.stage import Stage
-from tep.transfer import Transfer
 
 __all__ = ["go_on"]
 

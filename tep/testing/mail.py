@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
+from tep.core.handle import State
+from tep.core.transfer import Message
 from tep.errors import ClosedError
-from tep.handle import State
 from tep.testing.lab import Host
 from tep.testing.scenario import RECEIVERS
 from tep.testing.stage import Stage
-from tep.transfer import Message
 from tep.units import PS_PER_NS
 
 __all__ = ["Mail"]

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from tep.core.transfer import Expectation
 from tep.testing.lab import USED, Host
 from tep.testing.scenario import RECEIVERS
 from tep.testing.stage import Run, Stage, Wait
-from tep.transfer import Expectation
 
 __all__ = ["Receivers"]
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from tep.api import Pages, ScatterDst
 from tep.backends.base import Status
+from tep.core.handle import State
+from tep.core.transfer import Transfer
 from tep.engine import PeerGroup
 from tep.errors import BusyError, ClosedError, StaleEpoch
-from tep.handle import State
 from tep.sim.faults import Clog, KillNic, Mute, Revoke, Swizzle
 from tep.testing.lab import REUSED, Host
 from tep.testing.scenario import IMMS, SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
-from tep.transfer import Transfer
 
 __all__ = ["Sender"]
 

@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tep import plan
 from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.backends.base import WriteBatch
+from tep.core import plan
+from tep.core.transfer import Expectation, Transfer
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
@@ -22,7 +23,6 @@ from tep.testing.echo import Echo
 from tep.testing.lab import Area, Host, Lab, Piece
 from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Mover
-from tep.transfer import Expectation, Transfer
 
 __all__ = ["Due", "Run", "Stage", "Violation", "Wait"]
 

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 
 from tep.backends.base import Kind
-from tep.imm import ImmTable
-from tep.worker import Worker
+from tep.core.imm import ImmTable
+from tep.core.worker import Worker
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- counting
@@ -142,7 +142,7 @@ def cancelled_expectation_eats() -> list[Change]:
 
 # ---------------------------------------------------------------------- counting by columns
 
-BY_COLUMNS: Change = ("tep.worker", "_SCALAR_MAX", 0)
+BY_COLUMNS: Change = ("tep.core.worker", "_SCALAR_MAX", 0)
 """Small runs would count row by row: with this the columns do it, however few the rows."""
 
 

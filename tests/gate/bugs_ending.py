@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.backends.base import Status
-from tep.group import DomainGroup
-from tep.handle import Handle, State
-from tep.transfer import Transfer
-from tep.worker import Worker
+from tep.core.group import DomainGroup
+from tep.core.handle import Handle, State
+from tep.core.transfer import Transfer
+from tep.core.worker import Worker
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- when a transfer is done

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
-from tep import plan as plans
 from tep.api import Routing
-from tep.group import DomainGroup, Pending
+from tep.core import plan as plans
+from tep.core.group import DomainGroup, Pending
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- failing over
@@ -137,7 +137,7 @@ def shards_from_live_nics() -> list[Change]:
             transfer.rows = transfer.left = len(found.shares)
             return found
 
-        with mock.patch("tep.group.plan_single", plan_living):
+        with mock.patch("tep.core.group.plan_single", plan_living):
             deal(self, transfer, job, remote)
 
     return [(DomainGroup, "_deal_single", deal_living)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 
 from tep.backends.base import Domain
-from tep.group import DomainGroup
-from tep.worker import Worker
+from tep.core.group import DomainGroup
+from tep.core.worker import Worker
 from tests.gate.registry import Change, bug
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep import group as groups
 from tep.backends.base import Status
-from tep.holds import Holds
-from tep.leases import Leases
-from tep.notes import NICS_MAX, Answer, Told
-from tep.quarantine import MAY_LAND
-from tep.recovery import Recovery
+from tep.control.holds import Holds
+from tep.control.leases import Leases
+from tep.control.notes import NICS_MAX, Answer, Told
+from tep.control.recovery import Recovery
+from tep.core import group as groups
+from tep.core.quarantine import MAY_LAND
 from tests.gate.registry import Bug, Change
 
 __all__ = ["LEASE_BUGS"]

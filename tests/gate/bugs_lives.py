@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.group import DomainGroup
-from tep.lifecycle import Lifecycle, PeerChange, PeerState
-from tep.peers import PeerBook
+from tep.control.lifecycle import Lifecycle, PeerChange, PeerState
+from tep.core.group import DomainGroup
+from tep.core.peers import PeerBook
 from tests.gate.registry import Bug, Change
 from tests.support.lives import FATES
 
@@ -148,7 +148,7 @@ def notes_take_rows_along() -> list[Change]:
 @life("none", "flap")
 def removed_at_once() -> list[Change]:
     """A removal does not wait for the transfers that refer to the peer."""
-    return [("tep.lifecycle", "_refers", lambda *_: False)]
+    return [("tep.control.lifecycle", "_refers", lambda *_: False)]
 
 
 @life("none", "flap")

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from unittest import mock
 
 from tep import engine
-from tep import plan as plans
 from tep.backends.base import WriteBatch
-from tep.group import DomainGroup, Pending
-from tep.peers import PeerBook, PeerGroup
-from tep.plan import Plan
-from tep.region import Remote
-from tep.transfer import Transfer
-from tep.worker import Worker
+from tep.core import plan as plans
+from tep.core.group import DomainGroup, Pending
+from tep.core.peers import PeerBook, PeerGroup
+from tep.core.plan import Plan
+from tep.core.region import Remote
+from tep.core.transfer import Transfer
+from tep.core.worker import Worker
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- which rows carry immediates
@@ -141,7 +141,7 @@ def remainder_dropped() -> list[Change]:
         cut = (s._replace(start=k * size, stop=(k + 1) * size) for k, s in enumerate(good.shares))
         return Plan(tuple(cut), good.imms, good.cursor)
 
-    return [("tep.group", "plan_single", equal), ("tep.requests", "plan_single", equal)]
+    return [("tep.core.group", "plan_single", equal), ("tep.core.requests", "plan_single", equal)]
 
 
 @bug()
@@ -177,7 +177,7 @@ def scatter_rows_misaligned() -> list[Change]:
     def pick(column, rows):
         return column if isinstance(column, int) else column[: len(rows)]
 
-    return [("tep.group", "pick", pick)]
+    return [("tep.core.group", "pick", pick)]
 
 
 @bug()

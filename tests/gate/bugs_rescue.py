@@ -8,20 +8,20 @@ from unittest import mock
 
 import numpy as np
 
-from tep.acks import Acks
-from tep.audit import Arrivals, Audit
 from tep.backends.base import Status
-from tep.group import DomainGroup
-from tep.handle import Handle, State
-from tep.imm import Counts
-from tep.mailroom import Mailroom
-from tep.notes import Told
-from tep.recovery import Recovery
+from tep.control.acks import Acks
+from tep.control.audit import Arrivals, Audit
+from tep.control.mailroom import Mailroom
+from tep.control.notes import Told
+from tep.control.recovery import Recovery
+from tep.control.tally import Tally
+from tep.core.group import DomainGroup
+from tep.core.handle import Handle, State
+from tep.core.imm import Counts
+from tep.core.transfer import Transfer
+from tep.core.worker import Worker
 from tep.sim.faults import Clog, KillNic, Mute, Swizzle
-from tep.tally import Tally
 from tep.testing.scenario import Scenario
-from tep.transfer import Transfer
-from tep.worker import Worker
 from tests.gate.bugs_counting import BY_COLUMNS
 from tests.gate.registry import Change, bug
 
@@ -397,4 +397,4 @@ def mixed_burst_bypasses_its_page() -> list[Change]:
         self._rest.update(np.frombuffer(raw, np.uint32).tolist())
         return None
 
-    return [BY_COLUMNS, ("tep.imm", "_SCALAR_MAX", 0), (Counts, "count", count)]
+    return [BY_COLUMNS, ("tep.core.imm", "_SCALAR_MAX", 0), (Counts, "count", count)]

@@ -11,13 +11,13 @@ from unittest import mock
 
 import pytest
 
-from tep.group import DomainGroup, Pending
+from tep.core.group import DomainGroup, Pending
+from tep.core.worker import Worker
 from tep.sim.faults import Chaos, Clog, Fault, Mute, Slow, Swizzle
 from tep.sim.trace import Trace
 from tep.testing.oracle import Violation, replay, run_scenario
 from tep.testing.scenario import Scenario, TransferSpec
 from tep.units import PS_PER_MS
-from tep.worker import Worker
 from tests.gate import (
     bugs_counting,
     bugs_ending,
@@ -230,8 +230,8 @@ def test_a_row_without_a_receive_may_fail_though_nics_live() -> None:
 def test_engine_is_clean_by_columns() -> None:
     """Completions are counted row by row or by columns; small runs would never try the columns."""
     with (
-        mock.patch("tep.worker._SCALAR_MAX", 0),
-        mock.patch("tep.imm._SCALAR_MAX", 0),
+        mock.patch("tep.core.worker._SCALAR_MAX", 0),
+        mock.patch("tep.core.imm._SCALAR_MAX", 0),
     ):
         assert first_found(range(100_000, 100_000 + SEEDS // 10)) is None
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tep.api import Paged, Pages, Routing, Scatter, ScatterDst, Single
 from tep.backends.base import Kind
+from tep.core.plan import SHARD_BYTES_MIN, count_imms, lanes, plan_single
 from tep.engine import TransferEngine
-from tep.plan import SHARD_BYTES_MIN, count_imms, lanes, plan_single
 from tep.wire import MrDesc
 from tests.support.pairs import BLANK, Buffer, Pair, pair
 

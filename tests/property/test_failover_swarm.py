@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from tep.api import Pages, Routing, ScatterDst
+from tep.core.transfer import Transfer
 from tep.errors import TepError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
-from tep.transfer import Transfer
 
 PAGE = 64
 TRANSFERS = 3

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tep.backends.loopback import Hub, LoopbackDomain
+from tep.control.leases import Grant
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
 from tep.errors import LeaseError, TepError
-from tep.leases import Grant
 from tep.wire import Lease
 
 RANGE = 64

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.api import Paged, Routing, Scatter, Single
-from tep.plan import (
+from tep.core.plan import (
     ROW_BYTES_MAX,
     SHARD_BYTES_MIN,
     Plan,

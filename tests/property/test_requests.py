@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.api import Pages, Routing, ScatterDst, Single
+from tep.core.plan import ROW_BYTES_MAX, count_imms
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
-from tep.plan import ROW_BYTES_MAX, count_imms
 from tep.testing.null import null_memory, null_pair
 from tep.units import GiB, KiB
 from tep.wire import MrDesc

@@ -18,13 +18,13 @@ import numpy as np
 
 from tep.api import Pages, ScatterDst
 from tep.backends.base import Kind, Status
+from tep.control.leases import Grant, Revocation
+from tep.core.transfer import Transfer
 from tep.errors import BusyError, FabricError, TepError
-from tep.leases import Grant, Revocation
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Slow, Swizzle
-from tep.transfer import Transfer
 from tep.units import PS_PER_US
 from tep.wire import Lease
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tep.api import EngineOptions, Pages
+from tep.control.lifecycle import PeerChange, PeerEvent, PeerState
 from tep.errors import ClosedError, TepError
-from tep.lifecycle import PeerChange, PeerEvent, PeerState
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog, mute, pause

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from tep.api import EngineOptions
 from tep.backends.loopback import Hub, open_domains
+from tep.core.handle import Handle
 from tep.drivers import InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
-from tep.handle import Handle
 
 GUARD = 4096
 BLANK = 0x5A

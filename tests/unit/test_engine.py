@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tep.api import EngineOptions, Pages, ScatterDst, Single
+from tep.core.plan import count_imms
 from tep.errors import BusyError, ClosedError, FabricError
-from tep.plan import count_imms
 from tests.support.pairs import BLANK, pair
 
 

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
+from tep.core.handle import Handle, State
 from tep.errors import CallbackError, Cancelled, ClosedError, UsageError, WaitTimeout
-from tep.handle import Handle, State
 from tests.support.pairs import pair
 from tests.support.script import Scripted, memory, scripted
 

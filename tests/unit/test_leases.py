@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import tep
-from tep import holds
 from tep.backends.base import Kind, Status
 from tep.backends.loopback import Hub
+from tep.control import holds
+from tep.control.notes import Ended, Renewed
 from tep.drivers import InlineDriver
 from tep.errors import (
     BadDescriptor,
@@ -22,7 +23,6 @@ from tep.errors import (
     LeaseError,
     UsageError,
 )
-from tep.notes import Ended, Renewed
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos, Clog

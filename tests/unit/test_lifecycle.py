@@ -9,10 +9,10 @@ import time
 import numpy as np
 import pytest
 
+from tep.control.lifecycle import PeerChange, PeerState
 from tep.drivers import ThreadDriver
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, BusyError, StaleEpoch, UsageError
-from tep.lifecycle import PeerChange, PeerState
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog, pause
 from tep.turning import TurnDriver

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tep.control.lifecycle import PeerState
 from tep.errors import BadDescriptor, FabricError, StaleEpoch
-from tep.lifecycle import PeerState
 from tep.sim.faults_at import clog
 from tests.support.couple import BEAT, LOST, kinds, pair, pass_time, regions_of, write
 

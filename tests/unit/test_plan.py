@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tep.api import Barrier, Paged, Routing, Scatter, Single
-from tep.errors import BadRequest
-from tep.plan import (
+from tep.core.plan import (
     ROW_BYTES_MAX,
     SHARD_BYTES_MIN,
     Share,
@@ -16,6 +15,7 @@ from tep.plan import (
     plan_single,
     plan_targets,
 )
+from tep.errors import BadRequest
 
 KIB = 1024
 

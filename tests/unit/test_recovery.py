@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tep.api import EngineOptions, Pages
-from tep.audit import Arrivals
 from tep.backends.base import Status
+from tep.control.audit import Arrivals
+from tep.core.transfer import Transfer
 from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
-from tep.transfer import Transfer
 from tests.support.ends import Ends, finish_all
 from tests.support.orders import Chooser, Fabric
 

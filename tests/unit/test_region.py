@@ -156,7 +156,7 @@ def test_descriptors_survive_bytes_and_equal_ones_share_a_link() -> None:
 
 def test_resolved_descriptors_do_not_fill_the_memory(monkeypatch) -> None:
     """A decoder that gets a fresh descriptor with every request runs for months."""
-    monkeypatch.setattr("tep.peers._RESOLVED_MAX", 10)
+    monkeypatch.setattr("tep.core.peers._RESOLVED_MAX", 10)
     own, peer = scripted(), scripted(name="b")
     _, desc = peer.engine.reg_mr(memory(64))
     for _ in range(35):

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tep.api import ScatterDst
+from tep.control.lifecycle import PeerChange
+from tep.core.region import Link
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, ClosedError
-from tep.lifecycle import PeerChange
-from tep.region import Link
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog

@@ -13,7 +13,7 @@ import pytest
 from tep import rendezvous
 from tep.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous import Place
-from tep.rendezvous_wire import Challenge, Join, Joined, Message, Peer, Refused, prove
+from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused, prove
 
 TOKEN = "a secret of these tests"  # noqa: S105  # of these tests
 

@@ -6,8 +6,8 @@ import pytest
 
 from tep.api import Pages, ScatterDst
 from tep.backends.base import Status
+from tep.core.stats import NicBytes
 from tep.errors import UsageError
-from tep.stats import NicBytes
 from tests.support.script import memory, scripted
 
 

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from tep.api import Pages, Routing, ScatterDst, Single
-from tep.errors import BadRequest
-from tep.plan import ROW_BYTES_MAX, count_imms, plan_single
-from tep.region import MrHandle, Remote, Targets
-from tep.requests import (
+from tep.core.plan import ROW_BYTES_MAX, count_imms, plan_single
+from tep.core.region import MrHandle, Remote, Targets
+from tep.core.requests import (
     DEFAULT,
     as_int,
     barrier_job,
@@ -19,6 +18,7 @@ from tep.requests import (
     single_job,
     slices_of,
 )
+from tep.errors import BadRequest
 from tep.units import GiB, KiB
 from tests.support.script import memory, scripted
 

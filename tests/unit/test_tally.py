@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tep.audit import Arrivals
-from tep.notes import Asked, Told, decode, encode, values_max
-from tep.tally import Tally
+from tep.control.audit import Arrivals
+from tep.control.notes import Asked, Told, decode, encode, values_max
+from tep.control.tally import Tally
 
 
 def test_columns_and_single_keys_make_one_sum() -> None:

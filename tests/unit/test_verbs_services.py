@@ -9,10 +9,10 @@ import pytest
 
 from tep.api import Pages
 from tep.backends.verbs import open_domains
+from tep.control.lifecycle import PeerChange
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
 from tep.errors import FabricError, LeaseError
-from tep.lifecycle import PeerChange
 from tep.testing.verbs_stub import build
 
 FAST = {"handshake_s": 0.2, "timeout": 8, "drain_s": 0.2, "resend_s": 0.005}

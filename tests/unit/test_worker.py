@@ -6,8 +6,8 @@ import pytest
 
 from tep.api import EngineOptions, Pages
 from tep.backends.base import Kind, Status
+from tep.core.imm import ImmTable
 from tep.errors import BadRequest, BusyError, Cancelled, ClosedError, FabricError
-from tep.imm import ImmTable
 from tests.support.script import Scripted, memory, scripted
 
 

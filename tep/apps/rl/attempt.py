@@ -28,8 +28,8 @@ from tep.apps.rl.immediates import ROUTING, Kind, count_rows, cut_rows, make_imm
 from tep.apps.rl.metadata import box_bytes
 from tep.apps.rl.ports import Span, TrainReport
 from tep.apps.rl.routes import GatherPiece, Rows, Schedule, Task
+from tep.core.transfer import Expectation, Transfer
 from tep.errors import BadDescriptor, FabricError, TepError
-from tep.transfer import Expectation, Transfer
 from tep.wire import MrDesc
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from tep.api import Single
 from tep.apps.rl.fleet import Fleet
 from tep.apps.rl.predict import Prediction
 from tep.apps.rl.routes import Schedule
-from tep.plan import count_imms
+from tep.core.plan import count_imms
 from tep.units import MiB
 
 __all__ = ["Baseline", "broadcast_per_shard", "comparison", "gather_and_broadcast"]

@@ -12,8 +12,8 @@ from enum import IntEnum
 from typing import Final
 
 from tep.api import Routing, Scatter
+from tep.core.plan import count_imms
 from tep.errors import UsageError
-from tep.plan import count_imms
 
 __all__ = ["ATTEMPTS", "ROUTING", "Kind", "count_rows", "cut_rows", "make_imm"]
 

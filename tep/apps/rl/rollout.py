@@ -25,9 +25,9 @@ from tep.apps.rl.metadata import (
 )
 from tep.apps.rl.ports import RolloutState
 from tep.apps.rl.quantise import numpy_dtype
+from tep.core.transfer import Expectation
 from tep.engine import TransferEngine
 from tep.errors import TepError, UsageError, WaitTimeout
-from tep.transfer import Expectation
 from tep.wire import MrDesc
 
 if TYPE_CHECKING:

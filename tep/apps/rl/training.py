@@ -18,9 +18,9 @@ from tep.apps.rl.metadata import Box, TrainMeta
 from tep.apps.rl.ports import TrainReport
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.stages import AtOnce, Compute
+from tep.core.region import MrHandle
 from tep.engine import TransferEngine
 from tep.errors import FabricError, UsageError
-from tep.region import MrHandle
 from tep.wire import MrDesc
 
 if TYPE_CHECKING:

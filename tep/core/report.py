@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
+from tep.core.handle import State
+from tep.core.plan import lanes, plan_paged, plan_single
+from tep.core.stats import EngineStats, NicBytes
 from tep.errors import UsageError
-from tep.handle import State
-from tep.plan import lanes, plan_paged, plan_single
-from tep.stats import EngineStats, NicBytes
 from tep.units import MiB
 
 if TYPE_CHECKING:
+    from tep.core.machine import EngineMachine
+    from tep.core.quarantine import Quarantine
+    from tep.core.region import Link, MrHandle
     from tep.engine import TransferEngine
-    from tep.machine import EngineMachine
-    from tep.quarantine import Quarantine
-    from tep.region import Link, MrHandle
     from tep.wire import NetAddr
 
 __all__ = ["engine_stats", "explain", "stall_report"]

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from tep.control.mailroom import Mailroom
+from tep.control.notes import NICS_MAX, Ended, Renewed, Told
+from tep.core.group import DomainGroup
+from tep.core.region import Link, Remote
+from tep.core.requests import Job
+from tep.core.transfer import Transfer
 from tep.errors import LeaseError
-from tep.group import DomainGroup
-from tep.mailroom import Mailroom
-from tep.notes import NICS_MAX, Ended, Renewed, Told
-from tep.region import Link, Remote
-from tep.requests import Job
-from tep.transfer import Transfer
 from tep.wire import Lease
 
 __all__ = ["MARGIN", "Hold", "Holds"]

@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Final
 
-from tep.acks import Acks
 from tep.backends.base import Column, Domain, Status, WriteBatch
-from tep.errors import FabricError, TepError
-from tep.moving import on_lanes
-from tep.pending import (
+from tep.control.acks import Acks
+from tep.core.moving import on_lanes
+from tep.core.pending import (
     Pending,
     Rescue,
     goes_to,
@@ -30,12 +29,13 @@ from tep.pending import (
     template_of,
     varies,
 )
-from tep.plan import Share, lanes, plan_paged, plan_single, plan_targets
-from tep.quarantine import MAY_LAND
-from tep.region import Link, Remote, Targets, Template
-from tep.requests import Job, shares_of
-from tep.sharing import SHARED_ROWS, cut_piece, is_long, share_backlog
-from tep.transfer import Transfer
+from tep.core.plan import Share, lanes, plan_paged, plan_single, plan_targets
+from tep.core.quarantine import MAY_LAND
+from tep.core.region import Link, Remote, Targets, Template
+from tep.core.requests import Job, shares_of
+from tep.core.sharing import SHARED_ROWS, cut_piece, is_long, share_backlog
+from tep.core.transfer import Transfer
+from tep.errors import FabricError, TepError
 
 __all__ = ["DomainGroup"]
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine
 from typing import Self, TypeVar
 
 from tep.errors import UsageError
-from tep.rendezvous_place import Place
-from tep.rendezvous_ranks import AsyncGroup
+from tep.rendezvous.place import Place
+from tep.rendezvous.ranks import AsyncGroup
 
 __all__ = ["AsyncGroup", "Group", "Place", "exchange", "exchange_async", "join", "join_async"]
 

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Domain, Noting, Status
+from tep.control.mailroom import Mailroom
+from tep.control.notes import Asked, Told
+from tep.control.tally import Tally
 from tep.errors import FabricError, TepError
-from tep.mailroom import Mailroom
-from tep.notes import Asked, Told
-from tep.tally import Tally
 
 __all__ = ["Arrivals", "Audit"]
 

@@ -10,20 +10,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
 
-from tep import report
 from tep.api import EngineOptions
 from tep.backends.base import Domain
+from tep.control.lifecycle import Lifecycle
+from tep.control.mailroom import sooner
+from tep.core import report
+from tep.core.quarantine import doubt_all
+from tep.core.worker import Worker
 from tep.errors import BusyError, CallbackError, ClosedError, UsageError
-from tep.lifecycle import Lifecycle
-from tep.mailroom import sooner
-from tep.quarantine import doubt_all
 from tep.wire import NetAddr
-from tep.worker import Worker
 
 if TYPE_CHECKING:
+    from tep.core.handle import Handle
+    from tep.core.region import MrHandle
     from tep.drivers import Driver
-    from tep.handle import Handle
-    from tep.region import MrHandle
 
 __all__ = ["EngineMachine"]
 

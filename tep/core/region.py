@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Access, Column, Domain, DomainKey
+from tep.control.tally import Lane
+from tep.core.quarantine import Quarantine, quarantines
 from tep.errors import BadRequest, ClosedError
 from tep.memory import Memory
-from tep.quarantine import Quarantine, quarantines
-from tep.tally import Lane
 from tep.wire import MrDesc, NetAddr
 
 if TYPE_CHECKING:
+    from tep.control.holds import Hold
     from tep.engine import TransferEngine
-    from tep.holds import Hold
 
 __all__ = ["Link", "MrHandle", "Places", "Remote", "Targets", "Template", "register"]
 

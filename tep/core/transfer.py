@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from tep.core.handle import Handle, Owner
+from tep.core.quarantine import InDoubt, doubts_text
+from tep.core.region import Remote, Targets
+from tep.core.stats import NicBytes, TransferStats
 from tep.errors import BadRequest
-from tep.handle import Handle, Owner
-from tep.quarantine import InDoubt, doubts_text
-from tep.region import Remote, Targets
-from tep.stats import NicBytes, TransferStats
 
 if TYPE_CHECKING:
+    from tep.core.imm import ImmTable
+    from tep.core.region import Link
+    from tep.core.requests import Job
+    from tep.core.sharing import Pace
     from tep.errors import TepError
-    from tep.imm import ImmTable
-    from tep.region import Link
-    from tep.requests import Job
-    from tep.sharing import Pace
 
 __all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Removal", "Transfer"]
 

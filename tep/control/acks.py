@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from tep.pending import Pending
-from tep.region import Remote
+from tep.core.pending import Pending
+from tep.core.region import Remote
 
 __all__ = ["Acks"]
 

@@ -18,15 +18,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tep.acks import Acks
 from tep.backends.base import Domain
+from tep.control.acks import Acks
+from tep.control.mailroom import Mailroom
+from tep.control.notes import Asked, Told, values_max
+from tep.core.group import DomainGroup
+from tep.core.pending import Pending, Rescue
+from tep.core.region import Link
+from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
-from tep.group import DomainGroup
-from tep.mailroom import Mailroom
-from tep.notes import Asked, Told, values_max
-from tep.pending import Pending, Rescue
-from tep.region import Link
-from tep.transfer import Transfer
 
 __all__ = ["Recovery", "why_unable"]
 

@@ -15,20 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.api import EngineOptions
-from tep.audit import Arrivals, Audit
 from tep.backends.base import Completions, Domain, Kind, Status, new_completions
+from tep.control.audit import Arrivals, Audit
+from tep.control.holds import Holds
+from tep.control.leases import Leases
+from tep.control.mailroom import NOTE_CTX, Mailroom, sooner
+from tep.control.notices import Notices
+from tep.control.recovery import Recovery, why_unable
+from tep.core.group import DomainGroup
+from tep.core.handle import Handle, State, closed_error
+from tep.core.imm import ImmTable
+from tep.core.pending import message_error
+from tep.core.quarantine import failure_of
+from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.errors import ClosedError, TepError
-from tep.group import DomainGroup
-from tep.handle import Handle, State, closed_error
-from tep.holds import Holds
-from tep.imm import ImmTable
-from tep.leases import Leases
-from tep.mailroom import NOTE_CTX, Mailroom, sooner
-from tep.notices import Notices
-from tep.pending import message_error
-from tep.quarantine import failure_of
-from tep.recovery import Recovery, why_unable
-from tep.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.watch import WatchPage
 
 __all__ = ["Worker"]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, cast
 
 from tep.backends.base import Domain, Noting, Status
+from tep.control.notes import Answer, Note, decode, encode
+from tep.core.region import Link
 from tep.errors import TepError
-from tep.notes import Answer, Note, decode, encode
-from tep.region import Link
 
 __all__ = ["NOTE_CTX", "Mailroom", "sooner"]
 

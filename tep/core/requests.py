@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
+from tep.core.imm import check_imm
+from tep.core.plan import ROW_BYTES_MAX, Share, plan_single
+from tep.core.region import MrHandle, Places, Remote, Targets
 from tep.errors import BadRequest
-from tep.imm import check_imm
-from tep.plan import ROW_BYTES_MAX, Share, plan_single
-from tep.region import MrHandle, Places, Remote, Targets
 from tep.wire import Target
 
 __all__ = [

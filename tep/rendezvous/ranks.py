@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Final, Self
 
 from tep.errors import RendezvousError, UsageError, WaitTimeout
-from tep.rendezvous_place import Place
-from tep.rendezvous_wire import (
+from tep.rendezvous.place import Place
+from tep.rendezvous.wire import (
     PART_BYTES_MAX,
     TROUBLE,
     Challenge,

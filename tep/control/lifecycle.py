@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from tep.control.notes import Ping, Pong
+from tep.core.handle import Handle, State, closed_error
+from tep.core.region import Link, Remote
+from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.errors import FabricError
-from tep.handle import Handle, State, closed_error
-from tep.notes import Ping, Pong
-from tep.region import Link, Remote
-from tep.transfer import Expectation, Message, Notice, Removal, Transfer
 
 if TYPE_CHECKING:
     from tep.api import EngineOptions
+    from tep.core.worker import Worker
     from tep.wire import NetAddr
-    from tep.worker import Worker
 
 __all__ = ["Lifecycle", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
 

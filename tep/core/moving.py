@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tep.backends.base import WriteBatch
-from tep.pending import Pending, cut_column, ints, shifted
-from tep.region import Remote
+from tep.core.pending import Pending, cut_column, ints, shifted
+from tep.core.region import Remote
 
 __all__ = ["on_lanes"]
 

@@ -13,10 +13,10 @@ from tep.backends.base import Access, Status
 from tep.errors import BusyError, FabricError, TepError
 
 if TYPE_CHECKING:
+    from tep.core.group import DomainGroup
+    from tep.core.region import MrHandle
+    from tep.core.transfer import Transfer
     from tep.engine import TransferEngine
-    from tep.group import DomainGroup
-    from tep.region import MrHandle
-    from tep.transfer import Transfer
 
 __all__ = [
     "MAY_LAND",

@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from tep.audit import Audit
 from tep.backends.base import Access, Status
+from tep.control.audit import Audit
+from tep.control.mailroom import Mailroom
+from tep.control.notes import NICS_MAX, Answer, Ended, Renewed
+from tep.core.handle import Handle, State
+from tep.core.quarantine import Quarantine
+from tep.core.region import Link, MrHandle
 from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError
-from tep.handle import Handle, State
-from tep.mailroom import Mailroom
-from tep.notes import NICS_MAX, Answer, Ended, Renewed
-from tep.quarantine import Quarantine
-from tep.region import Link, MrHandle
 from tep.wire import Lease, MrDesc
 
 if TYPE_CHECKING:
+    from tep.core.peers import PeerBook
     from tep.engine import TransferEngine
-    from tep.peers import PeerBook
 
 __all__ = ["Grant", "Leases", "Revocation", "grant_lease"]
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
+from tep.core.region import Link, Remote, Targets, Template
+from tep.core.transfer import Message, Transfer
 from tep.errors import FabricError
-from tep.region import Link, Remote, Targets, Template
-from tep.transfer import Message, Transfer
 
 __all__ = [
     "Pending",

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
+from tep.control.holds import Holds
+from tep.core.region import Link, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
-from tep.holds import Holds
-from tep.region import Link, Remote, Targets
 from tep.wire import Lease, MrDesc, NetAddr, Target
 
 __all__ = ["PeerBook", "PeerGroup"]

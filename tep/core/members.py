@@ -1,4 +1,4 @@
-"""The engine's verbs about its peers' comings and goings; what they start is `tep.lifecycle`."""
+"""The verbs about peers that come and go; what they start is `tep.control.lifecycle`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from tep.api import EngineOptions
 from tep.backends.base import Domain
+from tep.control.lifecycle import PeerEvent, PeerWatch
+from tep.core.machine import EngineMachine
+from tep.core.peers import PeerBook
+from tep.core.region import Link
+from tep.core.transfer import Removal
 from tep.errors import BadRequest, BusyError
-from tep.lifecycle import PeerEvent, PeerWatch
-from tep.machine import EngineMachine
-from tep.peers import PeerBook
-from tep.region import Link
-from tep.transfer import Removal
 from tep.wire import NetAddr
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from tep.control.mailroom import Mailroom
+from tep.control.notes import Answer, Failed, Told, given_up
+from tep.core.handle import Handle, State
+from tep.core.imm import ImmTable
+from tep.core.transfer import Expectation, Notice
 from tep.errors import FabricError, TepError
-from tep.handle import Handle, State
-from tep.imm import ImmTable
-from tep.mailroom import Mailroom
-from tep.notes import Answer, Failed, Told, given_up
-from tep.transfer import Expectation, Notice
 
 __all__ = ["Notices"]
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from tep.core.moving import on_lanes
+from tep.core.pending import Pending, varies
+from tep.core.transfer import Transfer
 from tep.errors import TepError
-from tep.moving import on_lanes
-from tep.pending import Pending, varies
-from tep.transfer import Transfer
 
 if TYPE_CHECKING:
-    from tep.group import DomainGroup
+    from tep.core.group import DomainGroup
 
 __all__ = [
     "LONG_BYTES",
