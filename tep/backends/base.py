@@ -197,7 +197,8 @@ class DomainCaps:
         wakes: False if neither an fd nor the waker tells of news: poll() must be called regularly.
         note_bytes: longest note of post_note(); 0: it is no `Noting`, and has no notes (C24).
         imm_source: whether immediates say which NIC they came from (C25), and senders can be
-            fenced off (C26), so that a NIC's death can be made good; needs notes.
+            fenced off (C26) and let in again (C27), so that a NIC's death can be made good; needs
+            notes.
         deregister_fences: False where a row that is being received goes on landing after
             `deregister` (C16): what is in quarantine then stays so until `close`.
     """
@@ -310,8 +311,8 @@ class Domain(Protocol):
 class Noting(Domain, Protocol):
     """A NIC whose engines can talk to each other: `caps.note_bytes` is 1 or more.
 
-    What they say makes NIC failover, heartbeats and leases possible. Clauses C24 to C26; the last
-    two, source() and fence(), only where `caps.imm_source` is True.
+    What they say makes NIC failover, heartbeats and leases possible. Clauses C24 to C27; all but
+    the first, source(), fence() and unfence(), only where `caps.imm_source` is True.
     """
 
     def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
@@ -331,6 +332,14 @@ class Noting(Domain, Protocol):
 
         Ends in one FENCED entry. OK: nothing of it lands here any more, and all its immediates
         that did land were handed out before. Repeatable.
+        """
+
+    def unfence(self, source: bytes) -> None:
+        """Take rows of the NIC at this address again. Of those that had ended, none lands any more.
+
+        Rows pass for sure, both ways, once its own engine has called this as well, after this one
+        and while none of them is out. Nothing happens if it was not fenced; a fence that ended in
+        another status than OK stays. Repeatable.
         """
 
 

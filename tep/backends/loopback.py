@@ -285,6 +285,10 @@ class LoopbackDomain:
         self._ready.append((_FENCED, _OK, 1, 0, 0, ctx, 0))
         self.port.waker()
 
+    def unfence(self, source: bytes) -> None:
+        self._check_open()
+        self.port.unfence(source)
+
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
         self.port.add_buffers(nbytes, count)

@@ -194,6 +194,11 @@ class Port:
         with self._lock:
             self._fenced.add(sender)
 
+    def unfence(self, sender: bytes) -> None:
+        """Take rows of a NIC again."""
+        with self._lock:
+            self._fenced.discard(sender)
+
     def add_buffers(self, nbytes: int, count: int) -> None:
         """Make the pool larger."""
         with self._lock:

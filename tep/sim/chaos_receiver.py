@@ -30,14 +30,11 @@ _IMM: Final = int(Kind.IMM)
 _RECV: Final = int(Kind.RECV)
 _NOTE: Final = int(Kind.NOTE)
 _FENCED: Final = int(Kind.FENCED)
+_ALL: Final = 1 << 62  # more rows than any fabric sees
 
 
 class ChaosReceiver(ChaosPort):
-    """One NIC as far as rows of others are concerned.
-
-    Attributes:
-        fenced: addresses of NICs whose rows are refused.
-    """
+    """One NIC as far as rows of others are concerned."""
 
     def __init__(self, fabric: ChaosFabric, node: ChaosNode, number: int) -> None:
         super().__init__(fabric, node, number)
@@ -50,7 +47,7 @@ class ChaosReceiver(ChaosPort):
         self._notes: dict[int, tuple[bytes, bytes]] = {}
         self._notes_seen = 0
         self._sources: dict[bytes, int] = {}
-        self.fenced: set[bytes] = set()
+        self._barred: dict[bytes, int] = {}  # by sender, the last row that may not land
 
     def kill(self) -> None:
         """Die; the sending side knows how."""
@@ -69,7 +66,7 @@ class ChaosReceiver(ChaosPort):
         if row.payload is not None:
             self._take_message(row)
             return
-        if row.nic.address in self.fenced:
+        if self._barred and self._is_barred(row):
             row.nic.refuse(row, Status.UNREACHABLE)
             return
         region = self._rkeys.get(row.rkey)
@@ -105,7 +102,7 @@ class ChaosReceiver(ChaosPort):
         ghost, region = row.ghost, self._rkeys.get(row.rkey)
         if ghost is None or row.payload is not None or self.state is not NicState.UP:
             return
-        if row.nic.address in self.fenced:
+        if self._is_barred(row):
             return
         offset = 0 if region is None else row.dst - region.base
         if region is None or offset < 0 or offset + row.nbytes > region.nbytes:
@@ -216,10 +213,12 @@ class ChaosReceiver(ChaosPort):
         for row in waiting:
             held, row.peer.held = row.peer.held or [], None
             if row.flying:
-                if row.payload is None:
-                    self._arrive(row)
-                else:
+                if row.payload is not None:
                     self._take_message(row)
+                elif self._is_barred(row):  # it was fenced off while it waited
+                    row.nic.refuse(row, Status.UNREACHABLE)
+                else:
+                    self._arrive(row)
             if row.peer.held is None:
                 row.peer.held = held
                 self._release(row.peer)
@@ -238,9 +237,22 @@ class ChaosReceiver(ChaosPort):
     def fence(self, source: bytes, ctx: int) -> None:
         """Refuse rows of one NIC from now on; messages and notes are no rows."""
         self._check_open()
-        self.fenced.add(source)
+        self._barred[source] = _ALL
         delay_ps = 1 + below(draw(self._keys.error, self._uid, ctx), ACK_PS * 4)
         self._env.call_at(self._env.now + delay_ps, self._say_fenced, ctx)
+
+    def unfence(self, source: bytes) -> None:
+        """Take rows that a NIC posts from now on; what is still flying here was posted before."""
+        self._check_open()
+        if source in self._barred:
+            self._barred[source] = min(self._barred[source], self.fabric.rows)
+
+    def has_fenced(self, source: bytes) -> bool:
+        """Whether rows that a NIC posts now are refused."""
+        return self._barred.get(source) == _ALL
+
+    def _is_barred(self, row: Flight) -> bool:
+        return row.number <= self._barred.get(row.nic.address, 0)
 
     def _say_fenced(self, ctx: int) -> None:
         if self.state in (NicState.UP, NicState.DEAD):

@@ -1,4 +1,4 @@
-"""C24 to C26: notes between engines, where an immediate came from, and fences.
+"""C24 to C27: notes between engines, where an immediate came from, and fences.
 
 A backend without notes (caps.note_bytes is 0) is asked for none of this, one that cannot name
 senders (caps.imm_source is False) for C24 only: it has no NIC failover.
@@ -6,15 +6,18 @@ senders (caps.imm_source is False) for C24 only: it has no NIC failover.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Final, cast
 
 import pytest
 
 from tep.backends.base import Kind, Noting, Status
+from tep.errors import ClosedError
 from tep.testing.net import Net, Seen, Side
 from tep.testing.world import Ability, World, need
 
 __all__ = ["NotesContract"]
+
+_AT: Final = [64 * k for k in range(30)]
 
 
 def _noting(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
@@ -37,7 +40,7 @@ def _nic(side: Side, nic: int = 0) -> Noting:
 
 
 def _fence(net: Net, side: Side, source: bytes, ctx: int, nic: int = 0) -> Seen:
-    """Fence a sender off, and wait for the word that it is."""
+    """Fence a sender off, and wait for the word that it is: a NIC that lives has to be able to."""
     _nic(side, nic).fence(source, ctx)
     found: list[Seen] = []
 
@@ -47,7 +50,41 @@ def _fence(net: Net, side: Side, source: bytes, ctx: int, nic: int = 0) -> Seen:
 
     net.until(is_there, f"the FENCED entry of fence {ctx}", side.domains[nic].caps.peer_timeout_s)
     assert 1 == len(found), f"C26: one entry a fence: {found}"
+    text = side.domains[nic].status_text(found[0].status)
+    assert Status.OK == found[0].status, f"C26: the fence does not hold: {text}"
     return found[0]
+
+
+def _unfence(a: Side, b: Side) -> None:
+    """Lift b's fence against a, at both ends of the first NICs' pair."""
+    _nic(b).unfence(a.domains[0].address)
+    _nic(a).unfence(b.domains[0].address)
+
+
+def _ways(a: Side, b: Side) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
+    return (a, b), (b, a)
+
+
+def _fence_amid_rows(net: Net, a: Side, b: Side, ctx: int) -> None:
+    """Fence a off while it writes, and compare what landed with what was said before the fence."""
+    first, first_seen = len(b.seen), len(a.seen)
+    for k in range(8):
+        batch = a.batch(b, src=_AT, dst=_AT, imm=100 * ctx + k)
+        a.try_post(batch, 0, batch.n)
+        net.turn()
+        a.poll()
+        if k == 3:
+            _fence(net, b, a.domains[0].address, ctx)
+    net.settle()
+    found = b.seen[first:]
+    fence = [seen.kind for seen in found].index(Kind.FENCED)
+    late = [seen for seen in found[fence:] if seen.kind == Kind.IMM]
+    landed = sum(seen.count for seen in found[:fence] if seen.kind == Kind.IMM)
+    rows = (seen for seen in a.seen[first_seen:] if seen.kind == Kind.WRITE)
+    done = sum(seen.count for seen in rows if not seen.status)
+
+    assert [] == late, "an immediate came after the fence that shut it out"
+    assert done <= landed, "an acknowledged row's immediate never came"
 
 
 class NotesContract:
@@ -123,10 +160,7 @@ class NotesContract:
         """What lands after the fence was counted as missing, and is sent again: once too often."""
         net, a, b = _fencing(world, nics=2)
         net.write(a.batch(b, imm=1), a)
-        fenced = _fence(net, b, a.domains[0].address, 5)
-        if fenced.status != Status.OK:
-            assert _nic(b).status_text(fenced.status), "it must say why it cannot"
-            pytest.skip("this backend cannot fence, and says so")
+        _fence(net, b, a.domains[0].address, 5)
         before = bytes(b.target.data)
         a.post(a.batch(b, dst=512, imm=2))
         a.post(a.batch(b, dst=1024, imm=3, nic=1), 1)
@@ -140,23 +174,8 @@ class NotesContract:
     def test_c26_what_landed_is_handed_out_before_the_fence(self, world: World) -> None:
         """The sums are told when the fence is closed: one that comes later is counted twice."""
         net, a, b = _fencing(world)
-        at = [64 * k for k in range(30)]
-        net.write(a.batch(b, src=at, dst=at, imm=0), a)
-        for ctx in range(1, 9):
-            batch = a.batch(b, src=at, dst=at, imm=ctx)
-            a.try_post(batch, 0, batch.n)
-            net.turn()
-            a.poll()
-            if ctx == 4 and _fence(net, b, a.domains[0].address, 1).status != Status.OK:
-                pytest.skip("this backend cannot fence, and says so")
-        net.settle()
-        fences = [k for k, seen in enumerate(b.seen) if seen.kind == Kind.FENCED]
-        imms = [k for k, seen in enumerate(b.seen) if seen.kind == Kind.IMM]
-        landed = sum(b.imms().values())
-        done = sum(seen.count for seen in a.seen if seen.kind == Kind.WRITE and not seen.status)
-
-        assert max(imms) < fences[0], "an immediate came after the fence that shut it out"
-        assert done <= landed, "an acknowledged row's immediate never came"
+        net.write(a.batch(b, src=_AT, dst=_AT, imm=0), a)
+        _fence_amid_rows(net, a, b, 1)
 
     def test_c26_a_fence_may_be_repeated_and_may_name_anybody(self, world: World) -> None:
         """Questions are put again when an answer is lost, also about senders that never wrote."""
@@ -164,3 +183,130 @@ class NotesContract:
         c = net.side()
         for ctx, side in enumerate((a, a, c), 1):
             assert _fence(net, b, side.domains[0].address, ctx).nic == 0
+
+    def test_c27_rows_land_again_both_ways_and_once(self, world: World) -> None:
+        """A path that is lost for good each time a link flaps leaves two engines without one."""
+        net, a, b = _fencing(world)
+        net.write(a.batch(b, imm=0), a)
+        both, noticed, paused = (False, False, True, True), (False, True, False, True), (0, 1, 1, 0)
+        for ctx, (there_too, row_first, pause) in enumerate(zip(both, noticed, paused), 1):
+            _fence(net, b, a.domains[0].address, ctx)
+            if there_too:
+                _fence(net, a, b.domains[0].address, ctx)
+            if row_first:
+                net.write(a.batch(b, imm=99), a)
+            _nic(b).unfence(a.domains[0].address)
+            if pause:
+                net.settle()
+            _nic(a).unfence(b.domains[0].address)
+            sent = [
+                (side, to, side.batch(to, src=_AT, dst=_AT, imm=ctx)) for side, to in _ways(a, b)
+            ]
+            for side, _, batch in sent:
+                side.post(batch)
+            net.settle()
+            for side, to, batch in sent:
+                assert {Status.OK: len(_AT)} == side.rows_ended(batch.ctx), f"round {ctx}"
+                assert len(_AT) == to.imms()[ctx]
+
+        assert 0 == b.imms()[99]
+        assert 1 == len({seen.ctx for seen in b.seen if seen.kind == Kind.IMM}), "one number (C25)"
+
+    def test_c27_what_failed_before_never_lands(self, world: World) -> None:
+        """Rows that were made good are still on their way when their old path is opened again."""
+        net, a, b = _fencing(world)
+        at = [4096 * k for k in range(15)]
+        for ctx in range(1, 4):
+            for part in (0, 1):  # in flight at the fence, and posted behind it
+                src = [offset + 512 * (2 * ctx + part) for offset in at]
+                batch = a.batch(b, src=src, dst=at, nbytes=1024, imm=2 * ctx + part)
+                a.try_post(batch, 0, batch.n)
+                if not part:
+                    _fence(net, b, a.domains[0].address, ctx)
+            before = bytes(b.target.data), b.imms()
+            net.until(lambda: not a.rows_open, "the rows of the fenced pair to end")
+            _unfence(a, b)
+            net.quiet()
+            assert before == (bytes(b.target.data), b.imms()), f"round {ctx}"
+        net.write(a.batch(b, imm=99), a)
+        assert 1 == b.imms()[99]
+
+    def test_c27_a_new_fence_holds(self, world: World) -> None:
+        """Links flap more than once."""
+        net, a, b = _fencing(world)
+        for ctx in (1, 2):
+            net.write(a.batch(b, src=_AT, dst=_AT, imm=ctx), a)
+            _fence_amid_rows(net, a, b, ctx)
+            _unfence(a, b)
+
+    def test_c27_one_end_alone_loses_nothing(self, world: World) -> None:
+        """The word that the fence is gone takes its time to the other end."""
+        net, a, b = _fencing(world)
+        net.write(a.batch(b, imm=0), a)
+        for ctx, (first, then) in enumerate(((b, a), (a, b)), 1):
+            _fence(net, b, a.domains[0].address, ctx)
+            _nic(first).unfence(then.domains[0].address)
+            sent = [
+                (side, to, side.batch(to, src=_AT, dst=_AT, imm=ctx)) for side, to in _ways(a, b)
+            ]
+            for side, _, batch in sent:
+                side.post(batch)
+            net.settle()
+            for side, to, batch in sent:
+                ended = side.rows_ended(batch.ctx)
+                assert ended[Status.OK] <= to.imms()[ctx] <= ended.total() == len(_AT)
+            _unfence(a, b)
+            last = a.batch(b, imm=10 + ctx)
+            net.write(last, a)
+            assert {Status.OK: 1} == a.rows_ended(last.ctx)
+            assert 1 == b.imms()[10 + ctx]
+
+    def test_c27_where_there_is_no_fence_nothing_happens(self, world: World) -> None:
+        """The question is put again when an answer is lost, amid the rows of the new life."""
+        net, a, b = _fencing(world)
+        c = net.side()
+        _nic(b).unfence(c.domains[0].address)
+        _fence(net, b, a.domains[0].address, 1)
+        _unfence(a, b)
+        for k in range(6):
+            for side, to in _ways(a, b):
+                batch = side.batch(to, src=_AT, dst=_AT, imm=k)
+                side.post(batch)
+                net.turn()
+                _nic(to if k % 2 else side).unfence((side if k % 2 else to).domains[0].address)
+        net.settle()
+
+        assert [] == a.errors() + b.errors()
+        assert {k: len(_AT) for k in range(6)} == a.imms() == b.imms()
+        net.forget(c)
+        c.domains[0].close()
+        with pytest.raises(ClosedError):
+            _nic(c).unfence(b.domains[0].address)
+
+    def test_c27_other_pairs_stay_as_they_are(self, world: World) -> None:
+        """What another NIC lost is not made good yet: its rows must not come."""
+        net, a, b = _fencing(world, nics=2)
+        for nic in range(2):
+            _fence(net, b, a.domains[nic].address, nic)
+        _unfence(a, b)
+        for nic in range(2):
+            a.post(a.batch(b, imm=nic, nic=nic), nic)
+        net.settle()
+
+        assert {0: 1} == b.imms()
+        assert [1] == [seen.nic for seen in a.errors()]
+
+    def test_c27_a_nic_that_is_down_stays_so(self, world: World) -> None:
+        """The death may come between the two calls."""
+        need(world, Ability.FAIL_NIC)
+        net, a, b = _fencing(world)
+        _fence(net, b, a.domains[0].address, 1)
+        world.fail_nic(b.node, 0)
+        _unfence(a, b)
+        net.quiet()
+        batch = a.batch(b, imm=1)
+        a.post(batch)
+        net.until(lambda: not a.rows_open, "a row to end", a.domains[0].caps.peer_timeout_s)
+
+        assert 0 == a.rows_ended(batch.ctx)[Status.OK]
+        assert {} == b.imms()

@@ -80,7 +80,7 @@ def _has_way(sender: Host, host: Host) -> bool:
     """Whether a NIC that lives here can reach one there that lives and has not fenced it off."""
     here = [tap.nic for tap in sender.taps if tap.nic.state is NicState.UP]
     there = [tap.nic for tap in host.taps if tap.nic.state is NicState.UP]
-    return any(ours.address not in its.fenced for ours in here for its in there)
+    return any(not its.has_fenced(ours.address) for ours in here for its in there)
 
 
 def _rest(stage: Stage) -> None:

@@ -1,8 +1,8 @@
-"""Spoiled loopbacks, third part: notes, sources and fences (C24 to C26)."""
+"""Spoiled loopbacks, third part: notes, sources and fences (C24 to C27)."""
 
 from __future__ import annotations
 
-from tep.backends.base import Completions, Kind
+from tep.backends.base import Completions, Kind, Row, Status
 from tep.testing.spoiled_base import ByRow, breaks
 
 __all__ = ["ForgetsWhoWrote", "NotesCutShort", "OpenFence"]
@@ -58,3 +58,48 @@ class HastyFence(ByRow):
         disorder, self._disorder = self._disorder, None
         super().fence(source, ctx)
         self._disorder = disorder
+
+
+@breaks(27)
+class FenceForGood(ByRow):
+    """Does not open again."""
+
+    def unfence(self, source: bytes) -> None:
+        pass
+
+
+@breaks(27)
+class LateAfterAll(ByRow):
+    """Goes on trying rows that it has said were refused, and they land once the fence is gone."""
+
+    def _carry_row(self, row: Row) -> Status:
+        status = super()._carry_row(row)
+        if status is Status.UNREACHABLE:
+            self.carry_later(row)
+        return status
+
+    def unfence(self, source: bytes) -> None:
+        super().unfence(source)
+        self._later = [(self.turns, row) for _, row in self._later]
+
+
+@breaks(27)
+class OpensForAll(ByRow):
+    """Lifts the fences against everybody."""
+
+    def unfence(self, source: bytes) -> None:
+        self.port._fenced.clear()
+
+
+@breaks(27)
+class FencesOnce(ByRow):
+    """Takes a sender that was let in again for one that is never fenced."""
+
+    _lifted: frozenset[bytes] = frozenset()
+
+    def unfence(self, source: bytes) -> None:
+        self._lifted |= {source}
+        super().unfence(source)
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        super().fence(b"somebody else" if source in self._lifted else source, ctx)

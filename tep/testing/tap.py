@@ -107,6 +107,7 @@ class Tap:
         self.take_note = nic.take_note
         self.source = nic.source
         self.fence = nic.fence
+        self.unfence = nic.unfence
         self.status_text = nic.status_text
         self.set_waker = nic.set_waker
         self.wakeup_fd = nic.wakeup_fd

@@ -41,7 +41,7 @@ def play(chooser: Chooser, rows: int, nics: tuple[int, int], failover: bool) -> 
         fabric.run()
         fabric.now_s += 2  # a question whose answer was lost is put again
     for flight in fabric.flights:
-        fenced = flight.here.address in flight.there.fenced
+        fenced = flight.barred or flight.here.address in flight.there.fenced
         if not (flight.landed or flight.there.dead or fenced):
             fabric._land(flight)
 

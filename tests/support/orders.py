@@ -62,6 +62,7 @@ class Flight:
         self.index = index
         self.landed = False
         self.ended = False
+        self.barred = False
 
 
 class Nic:
@@ -127,6 +128,12 @@ class Nic:
     def fence(self, source: bytes, ctx: int) -> None:
         self.fenced.add(source)
         self.fabric.fences.append((self, ctx))
+
+    def unfence(self, source: bytes) -> None:
+        if source in self.fenced:
+            self.fenced.remove(source)
+            for flight in self.fabric.flights:
+                flight.barred |= flight.there is self and flight.here.address == source
 
     def poll(self, out) -> int:
         n = 0
@@ -228,8 +235,9 @@ class Fabric:
 
     def _of(self, flight: Flight) -> list[Event]:
         here, there = flight.here, flight.there
-        broken = here.dead or there.dead or here.address in there.fenced
-        may_land = not there.dead and here.address not in there.fenced
+        fenced = flight.barred or here.address in there.fenced
+        broken = here.dead or there.dead or fenced
+        may_land = not there.dead and not fenced
         found: list[Event] = []
         # A row whose sender has been told that it failed may land all the same, until it is
         # fenced. Once nothing else is to come that makes no difference.

@@ -212,6 +212,54 @@ def test_nothing_lands_behind_a_fence() -> None:
         assert 0 < seam.imms()[5] < 12
 
 
+def test_a_row_that_waits_for_a_receive_is_behind_the_fence() -> None:
+    """Its bytes are there and its immediate is not: out of the fence, it would count too late."""
+    seam = Seam(replace(CALM, ordered=True, imm_credits=1))
+    inbox, source = seam.b.node.domains[0], seam.a.node.domains[0].address
+    seam.write(PAGES, 5)
+    seam.env.call_at(500 * NS, lambda _: inbox.fence(source, 77))
+    seam.run()
+
+    [fenced] = seam.of(Kind.FENCED)
+    assert seam.fabric.seen["row without a receive"]
+    assert 0 < seam.imms()[5] < 12
+    assert all(seen.t_ps <= fenced.t_ps for seen in seam.of(Kind.IMM))
+
+
+@pytest.mark.parametrize("late_land", [0, 2])
+def test_nothing_of_before_lands_after_a_fence_is_lifted(late_land: int) -> None:
+    """Rows of the old life of a path were made good: in its new one they would count twice."""
+    refused = 0
+    for seed in range(20):
+        chaos = replace(CALM, seed=seed, fragments=4, reorder_ps=3000 * NS, late_land=late_land)
+        seam = Seam(chaos)
+        inbox, source = seam.b.node.domains[0], seam.a.node.domains[0].address
+        ctx = seam.write(PAGES, 5)
+        before = []
+
+        def fence(_: object, seam=seam, inbox=inbox, source=source, before=before) -> None:
+            inbox.fence(source, 77)
+            before.append(bytes(seam.b.dst))
+
+        def lift(_: object, inbox=inbox, source=source) -> None:
+            inbox.unfence(source)
+            inbox.unfence(source)
+
+        seam.env.call_at(500 * NS, fence)
+        seam.env.call_at(1500 * NS, lift)
+        seam.run()
+
+        [fenced] = seam.of(Kind.FENCED)
+        assert before == [bytes(seam.b.dst)]
+        assert all(seen.t_ps <= fenced.t_ps for seen in seam.of(Kind.IMM))
+        refused += seam.ended(ctx)[Status.UNREACHABLE]
+        again = seam.write(PAGES, 6)
+        seam.run()
+        assert {Status.OK: 12} == seam.ended(again)
+        assert 12 == seam.imms()[6]
+    assert refused > 100
+
+
 def test_notes_reach_the_engine_and_name_their_sender() -> None:
     """They take no buffer of the users, and an immediate says which NIC it came from."""
     seam = Seam(nics=2)
