@@ -1,4 +1,5 @@
-"""The receiver's half of a failover: fence a sender's dead path, and say what had come over it.
+"""The receiver's half of a failover: fence a sender's dead path, and say what had come over it;
+lift the fence when both sides are through with it.
 
 The sender's half is `recovery`. Rule: nothing is said of a path before it is fenced, since more
 could come.
@@ -15,13 +16,15 @@ import numpy.typing as npt
 
 from tep.backends.base import Domain, Noting, Status
 from tep.control.mailroom import Mailroom
-from tep.control.notes import Asked, Told
+from tep.control.notes import Asked, Reopen, Told
 from tep.control.tally import Tally
 from tep.errors import FabricError, TepError
 
 __all__ = ["Arrivals", "Audit"]
 
 _SOURCE_BITS: Final = 32
+
+_OTHER: Final[dict[type[Asked | Reopen], type[Asked | Reopen]]] = {Asked: Reopen, Reopen: Asked}
 
 
 class Arrivals:
@@ -91,6 +94,9 @@ class Audit:
         domains: its NICs.
         arrivals: what came in on each; empty where that is not noted.
         mail: where questions come in and answers go out.
+
+    Attributes:
+        guarded: says whether a lease keeps a path shut.
     """
 
     def __init__(
@@ -101,10 +107,27 @@ class Audit:
         self._mail = mail
         self._fences: dict[tuple[bytes, int], _Fence] = {}
         self._begun: dict[int, _Fence] = {}
+        self.guarded: Callable[[bytes, int], bool] = lambda *_: False
+        # By path: the number of the last question of either kind. Copies of older ones come late.
+        self._numbers: dict[type[Asked | Reopen], dict[tuple[bytes, int], int]] = {
+            Asked: {},
+            Reopen: {},
+        }
         self._ctxs = itertools.count()
         mail.hear(Asked, self._asked)
 
+    def is_outdated(self, note: Asked | Reopen) -> bool:
+        """Whether a question is a late copy: its path was shut, or opened, after it was put."""
+        key = note.source, note.nic
+        mine, other = self._numbers[type(note)], self._numbers[_OTHER[type(note)]]
+        if note.number < other.get(key, 0):
+            return True
+        mine[key] = max(note.number, mine.get(key, 0))
+        return False
+
     def _asked(self, nic: int, address: bytes, note: Asked) -> None:
+        if self.is_outdated(note):
+            return
         if note.nic >= len(self._nics):
             why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
             self._mail.answer(nic, address, Told(note.number, why, ()))
@@ -133,6 +156,24 @@ class Audit:
         else:
             then(fence.status)
 
+    def lift(self, source: bytes, nic: int) -> str:
+        """Take rows of the NIC at an address again at our NIC `nic`; say why not, or "".
+
+        Of those that had ended before none lands any more (C27).
+        """
+        key = source, nic
+        fence = self._fences.get(key)
+        if self.guarded(source, nic):
+            return "a lease that its holder has not let go of keeps this path shut"
+        if fence is not None and fence.status != Status.OK:
+            return self.why_not(nic, fence.status) if fence.status > 0 else "it is being fenced off"
+        try:
+            self._nics[nic].unfence(source)
+        except TepError as error:
+            return str(error)
+        self._fences.pop(key, None)
+        return ""
+
     def fenced(self, ctx: int, status: int) -> None:
         """A NIC says how a fence ended."""
         fence = self._begun.pop(ctx)
@@ -155,6 +196,9 @@ class Audit:
         for key, fence in tuple(self._fences.items()):
             if key[0] in addresses and fence.status >= 0:
                 del self._fences[key]
+        for known in self._numbers.values():
+            for key in [key for key in known if key[0] in addresses]:
+                del known[key]
         for nic, arrivals in zip(self._nics, self._arrivals, strict=False):
             arrivals.forget(nic, addresses)
 

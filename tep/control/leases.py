@@ -3,7 +3,8 @@
 The writer's end is `holds`. Rule 1: time says when to ask for the memory back, never that it is
 free. Rule 2: a lease ends as free only after its writer has said that no row of it is left, and the
 paths over which bytes may still come are fenced off; a writer that says nothing is fenced off on
-all paths. Rule 3: where that cannot be known, the bytes are in quarantine, and the end says so.
+all paths, which are not opened again before it has said it. Rule 3: where that cannot be known, the
+bytes are in quarantine, and the end says so.
 """
 
 from __future__ import annotations
@@ -169,7 +170,11 @@ class Leases:
         self._numbers = itertools.count(1)
         self._due: list[tuple[float, int]] = []
         self._generation = 0
+        # By path, (its NIC's address, our NIC): leases that a holder who was silent may believe in.
+        self._silent_on: dict[tuple[bytes, int], dict[Grant, None]] = {}
+        self._asked_again: set[Grant] = set()
         self._mail, self._audit, self._now_s = mail, audit, now_s
+        audit.guarded = self._guards
         self._opened, self._settle = opened, settle
 
     # ------------------------------------------------------------------ granting
@@ -221,6 +226,9 @@ class Leases:
                 if not grant.link.current:
                     work = True
                     self.end(grant)
+            for grants in self._silent_on.values():
+                for grant in [grant for grant in grants if not grant.link.current]:
+                    del grants[grant]
         return work
 
     def due_s(self) -> float | None:
@@ -244,16 +252,21 @@ class Leases:
         if grant.ending or grant.over.settled:
             return
         grant.ending, grant.why = True, ""
+        self._ask(grant, self._stopped, self._silent)
+
+    def _ask(
+        self,
+        grant: Grant,
+        told: Callable[[Grant, Answer], object],
+        lost: Callable[[Grant, str], object],
+    ) -> None:
         owner, number = _owner(grant), grant.lease.number
-        self._mail.ask(
-            grant.link,
-            lambda n: Ended(n, owner, number),
-            lambda answer: self._stopped(grant, answer),
-            lambda why: self._silent(grant, why),
-        )
+        ends = partial(told, grant), partial(lost, grant)
+        self._mail.ask(grant.link, lambda n: Ended(n, owner, number), *ends)
 
     def _stopped(self, grant: Grant, answer: Answer) -> None:
         """The writer has stopped: what is left are the paths over which bytes may still come."""
+        self._let_go(grant, answer)
         paths = [divmod(count, NICS_MAX) for count in answer.counts]
         there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
         if answer.why or any(i >= there or j >= here for i, j in paths):
@@ -265,7 +278,25 @@ class Leases:
         """Nobody knows what the writer does: nothing of it may land any more."""
         grant.why = f"{grant.link.addr.name} did not say that it had stopped: {why}"
         there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
-        self._fence(grant, itertools.product(range(there), range(here)))
+        paths = list(itertools.product(range(there), range(here)))
+        for i, j in paths if grant.fence else ():
+            self._silent_on.setdefault((grant.link.addr.domains[i], j), {})[grant] = None
+        self._fence(grant, paths)
+
+    def _guards(self, source: bytes, nic: int) -> bool:
+        """Whether a lease keeps a path shut. Its holder speaks again: it is asked once more."""
+        grants = list(self._silent_on.get((source, nic), ()))
+        for grant in grants:
+            if grant not in self._asked_again:
+                self._asked_again.add(grant)
+                self._ask(grant, self._let_go, lambda grant, _: self._asked_again.discard(grant))
+        return bool(grants)
+
+    def _let_go(self, grant: Grant, _: Answer) -> None:
+        """Whatever a holder answers, it has let go, and all it sent under the lease has ended."""
+        self._asked_again.discard(grant)
+        for grants in self._silent_on.values():
+            grants.pop(grant, None)
 
     def _fence(self, grant: Grant, paths: Iterable[tuple[int, int]]) -> None:
         """Fence paths off; over = every one of them was. Paths are (its NIC, ours)."""

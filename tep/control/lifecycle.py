@@ -9,11 +9,11 @@ ends it. Rule 3: nothing of a peer is dropped before the last transfer that refe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from tep.control.known import NS_PER_S, Nic, Peer, PeerChange, PeerEvent, PeerState, PeerWatch
 from tep.control.notes import Ping, Pong
+from tep.control.reopening import Reopening
 from tep.core.handle import Handle, State, closed_error
 from tep.core.region import Link, Remote
 from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
@@ -22,144 +22,11 @@ from tep.errors import FabricError
 if TYPE_CHECKING:
     from tep.api import EngineOptions
     from tep.core.worker import Worker
-    from tep.wire import NetAddr
 
-__all__ = ["Lifecycle", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
-
-_NS_PER_S: Final = 1_000_000_000
+__all__ = ["Lifecycle"]
 
 _QUEUED_MAX: Final = 256
 """Notes that no NIC takes: with more of them no heartbeat is added, as it would be late anyway."""
-
-
-class PeerState(Enum):
-    """What is known of a peer."""
-
-    ALIVE = "alive"
-    LOST = "lost"
-    RESTARTED = "restarted"  # this incarnation is gone for good
-
-
-class PeerChange(Enum):
-    """What a PeerEvent tells."""
-
-    LOST = "lost"
-    BACK = "back"
-    RESTARTED = "restarted"
-    NIC_LOST = "NIC lost"
-    NIC_BACK = "NIC back"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerEvent:
-    """One change of one peer.
-
-    Attributes:
-        peer: its name.
-        epoch: its incarnation.
-        kind: what happened.
-        reason: why, in words.
-        nic: index of its NIC where one is concerned, else None.
-    """
-
-    peer: str
-    epoch: int
-    kind: PeerChange
-    reason: str
-    nic: int | None = None
-
-
-class _Nic:
-    """One NIC of a peer.
-
-    Attributes:
-        down: whether rows to it failed, and it has not answered since.
-        since_ns: when that began, or ended.
-        wait_ns: from its failure to the first question, then from one question to the next.
-        valid_ns: an answer counts if its question was put then or later.
-        due_ns: when to ask next; None: not at all.
-    """
-
-    __slots__ = ("down", "due_ns", "since_ns", "valid_ns", "wait_ns")
-
-    def __init__(self) -> None:
-        self.down = False
-        self.since_ns = self.wait_ns = self.valid_ns = 0
-        self.due_ns: int | None = None
-
-
-class _Peer:
-    """What is known of one incarnation of a peer.
-
-    Attributes:
-        since_ns: when its state began.
-        heard_ns: when the last question was put that it answered, later by what kept us busy.
-        round_trip_s: of the last answer.
-        watch: who wants its heart to beat.
-        beats: rounds of questions put to it.
-    """
-
-    __slots__ = ("beats", "heard_ns", "link", "nics", "round_trip_s", "since_ns", "state", "watch")
-
-    def __init__(self, link: Link, now_ns: int) -> None:
-        self.link = link
-        self.nics = [_Nic() for _ in link.addr.domains]
-        self.state = PeerState.ALIVE
-        self.since_ns = self.heard_ns = now_ns
-        self.round_trip_s: float | None = None
-        self.watch: PeerWatch | None = None
-        self.beats = 0
-
-    def is_down(self) -> bool:
-        """Whether none of its NICs takes rows."""
-        return all(nic.down for nic in self.nics)
-
-
-class PeerWatch:
-    """A peer that is asked again and again whether it is there.
-
-    Attributes:
-        every_s: between two questions.
-        lost_after_s: without an answer for so long it counts as lost.
-        closed: close() was called, or the peer was removed.
-    """
-
-    __slots__ = ("_due_ns", "_peer", "closed", "every_s", "lost_after_s")
-
-    def __init__(self, peer: _Peer, every_s: float, lost_after_s: float, due_ns: int) -> None:
-        self.every_s = every_s
-        self.lost_after_s = lost_after_s
-        self.closed = False
-        self._peer = peer
-        self._due_ns = due_ns
-
-    @property
-    def peer(self) -> NetAddr:
-        """The peer's address."""
-        return self._peer.link.addr
-
-    @property
-    def state(self) -> PeerState:
-        """alive, lost or restarted."""
-        return self._peer.state
-
-    @property
-    def since_s(self) -> float:
-        """Since when, in seconds of the driver's clock."""
-        return self._peer.since_ns / _NS_PER_S
-
-    @property
-    def round_trip_s(self) -> float | None:
-        """From the last question that was answered to its answer; None: none was yet."""
-        return self._peer.round_trip_s
-
-    def close(self) -> None:
-        """Ask no more. Idempotent; the state stays what transfers reveal."""
-        self.closed = True
-
-    def __repr__(self) -> str:
-        closed = ", closed" if self.closed else ""
-        return f"PeerWatch({self.peer}: {self.state.value} since {self.since_s:.6f} s{closed})"
 
 
 class Lifecycle:
@@ -187,8 +54,8 @@ class Lifecycle:
         self._group = worker.group
         self._options = options
         self._now_s = now_s
-        self._peers: dict[Link, _Peer] = {}
-        self._nics: dict[bytes, tuple[_Peer, int]] = {}
+        self._peers: dict[Link, Peer] = {}
+        self._nics: dict[bytes, tuple[Peer, int]] = {}
         self._leaving: list[Removal] = []
         self._due_ns: int | None = None
         self._alarm_ns: int | None = None
@@ -196,6 +63,7 @@ class Lifecycle:
         self._group.shunned = self._nic_lost
         self._group.unheard = self._mail.unheard
         self._group.stale = self._mail.stale = self._met_later
+        self._reopening = Reopening(worker, self._find, self._opened)
         self._mail.hear(
             Ping, lambda nic, address, n: self._mail.answer(nic, address, Pong(n.number))
         )
@@ -222,7 +90,7 @@ class Lifecycle:
         Heartbeats want it. Whether a NIC is back is asked when the engine is turned anyway: one
         that has nothing to do needs no NIC.
         """
-        return None if self._alarm_ns is None else self._alarm_ns / _NS_PER_S
+        return None if self._alarm_ns is None else self._alarm_ns / NS_PER_S
 
     def deliver(self) -> None:
         """Run users' callbacks, outside the step."""
@@ -232,11 +100,11 @@ class Lifecycle:
                 self._worker._run(callback, event)
 
     def _now_ns(self) -> int:
-        return int(self._now_s() * _NS_PER_S)
+        return int(self._now_s() * NS_PER_S)
 
     @staticmethod
     def _ns(seconds: float) -> int:
-        return max(1, int(seconds * _NS_PER_S))
+        return max(1, int(seconds * NS_PER_S))
 
     def _book(self) -> None:
         """Note when something is due next."""
@@ -247,17 +115,17 @@ class Lifecycle:
         self._due_ns = min([*beats, *probes], default=None)
         self.busy = bool(self._leaving) or self._due_ns is not None
 
-    def _emit(self, peer: _Peer, kind: PeerChange, reason: str, nic: int | None = None) -> None:
+    def _emit(self, peer: Peer, kind: PeerChange, reason: str, nic: int | None = None) -> None:
         if self.callbacks:
             addr = peer.link.addr
             self.events.append(
                 PeerEvent(peer=addr.name, epoch=addr.epoch, kind=kind, reason=reason, nic=nic)
             )
 
-    def _peer(self, link: Link) -> _Peer:
+    def _peer(self, link: Link) -> Peer:
         peer = self._peers.get(link)
         if peer is None:
-            peer = self._peers[link] = _Peer(link, self._now_ns())
+            peer = self._peers[link] = Peer(link, self._now_ns())
             for nic, address in enumerate(link.addr.domains):
                 self._nics[address] = peer, nic
         return peer
@@ -275,7 +143,7 @@ class Lifecycle:
         self._book()
         return watch
 
-    def _ask(self, peer: _Peer, now_ns: int) -> None:
+    def _ask(self, peer: Peer, now_ns: int) -> None:
         """Put the questions that are due to one peer."""
         watch = peer.watch
         if watch is not None and watch.closed:
@@ -286,7 +154,7 @@ class Lifecycle:
             if nic.due_ns is not None and nic.due_ns <= now_ns:
                 self._probe(peer, number, nic, now_ns)
 
-    def _beat(self, peer: _Peer, watch: PeerWatch, now_ns: int) -> None:
+    def _beat(self, peer: Peer, watch: PeerWatch, now_ns: int) -> None:
         # While this engine was held up it heard nothing, whoever spoke: that is no silence.
         peer.heard_ns = min(now_ns, peer.heard_ns + now_ns - watch._due_ns)
         silent_ns = now_ns - peer.heard_ns
@@ -299,20 +167,26 @@ class Lifecycle:
             if everywhere or not nic.down:
                 self._ping(peer, number, now_ns)
 
-    def _probe(self, peer: _Peer, number: int, nic: _Nic, now_ns: int) -> None:
+    def _probe(self, peer: Peer, number: int, nic: Nic, now_ns: int) -> None:
         """Ask a NIC whether it is back, and wait for twice as long before the next time."""
         nic.wait_ns = min(2 * nic.wait_ns, self._ns(self._options.probe_max_s))
         nic.due_ns = now_ns + nic.wait_ns
         peer.beats += 1
-        if self._lanes(peer.link, number):
+        if nic.down and self._lanes(peer.link, number):
             self._ping(peer, number, now_ns)
+        for lane in self._reopening.wanted(peer.link, number):
+            self._say(peer, now_ns, lane)
 
-    def _ping(self, peer: _Peer, number: int, now_ns: int) -> None:
+    def _ping(self, peer: Peer, number: int, now_ns: int) -> None:
         """Ask over one of the lanes to a NIC, each in its turn."""
         here = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
         lanes = self._lanes(peer.link, number) or here
-        if lanes and self._mail.queued < _QUEUED_MAX:
-            self._mail.say(peer.link, Ping(now_ns), lanes[(number + peer.beats) % len(lanes)])
+        if lanes:
+            self._say(peer, now_ns, lanes[(number + peer.beats) % len(lanes)])
+
+    def _say(self, peer: Peer, now_ns: int, lane: tuple[int, int]) -> None:
+        if self._mail.queued < _QUEUED_MAX:
+            self._mail.say(peer.link, Ping(now_ns), lane)
 
     def _lanes(self, link: Link, number: int) -> list[tuple[int, int]]:
         """The lanes to a NIC of a peer that rows may take."""
@@ -321,23 +195,40 @@ class Lifecycle:
 
     # ------------------------------------------------------------------ hearing
 
-    def _heard(self, _: int, address: bytes, note: Pong) -> None:
-        """A peer's NIC answers a question that was put at `note.number`."""
+    def _heard(self, here: int, address: bytes, note: Pong) -> None:
+        """A peer's NIC answers a question that was put to it by our NIC at `note.number`."""
         found, now_ns, asked_ns = self._nics.get(address), self._now_ns(), note.number
         if found is None or asked_ns > now_ns:
             self._mail.odd += 1
             return
         peer, number = found
-        peer.round_trip_s = (now_ns - asked_ns) / _NS_PER_S
+        peer.round_trip_s = (now_ns - asked_ns) / NS_PER_S
         peer.heard_ns = max(peer.heard_ns, asked_ns)
         nic = peer.nics[number]
-        if nic.down and asked_ns >= nic.valid_ns and self._lanes(peer.link, number):
-            nic.down, nic.since_ns, nic.due_ns = False, now_ns, None
-            self._group.restore(peer.link, [not each.down for each in peer.nics])
-            self._emit(peer, PeerChange.NIC_BACK, "it answers again", number)
+        if asked_ns >= nic.valid_ns:
+            if nic.down and self._lanes(peer.link, number):
+                nic.down, nic.since_ns = False, now_ns
+                self._group.restore(peer.link, [not each.down for each in peer.nics])
+                self._emit(peer, PeerChange.NIC_BACK, "it answers again", number)
+            self._reopening.begin(peer.link, here, number)
+            if not nic.down and not self._reopening.wanted(peer.link, number):
+                nic.due_ns = None
         if peer.state is PeerState.LOST and asked_ns >= peer.since_ns and not peer.is_down():
             peer.state, peer.since_ns = PeerState.ALIVE, now_ns
             self._emit(peer, PeerChange.BACK, "it answers again")
+
+    def _find(self, address: bytes) -> tuple[Link, int] | None:
+        found = self._nics.get(address)
+        return None if found is None else (found[0].link, found[1])
+
+    def _opened(self, link: Link, number: int) -> None:
+        """A lane to a peer's NIC is in use again; if it was the only one, so is the NIC."""
+        nic = self._peer(link).nics[number]
+        if nic.down:
+            nic.due_ns = self._now_ns()  # and it says so itself, over that lane
+        elif not self._reopening.wanted(link, number):
+            nic.due_ns = None
+        self._book()
 
     def _nic_lost(self, link: Link, number: int) -> None:
         """Rows to a peer's NIC came back: it is there no more, or cannot be reached."""
@@ -358,7 +249,7 @@ class Lifecycle:
             self._lose(peer, "none of its NICs can be reached")
         self._book()
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
+    def _lose(self, peer: Peer, reason: str) -> None:
         peer.state, peer.since_ns = PeerState.LOST, self._now_ns()
         self._emit(peer, PeerChange.LOST, reason)
         self._miss(peer.link, f"was lost: {reason}")

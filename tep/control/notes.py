@@ -24,6 +24,7 @@ __all__ = [
     "Ping",
     "Pong",
     "Renewed",
+    "Reopen",
     "Told",
     "decode",
     "encode",
@@ -101,8 +102,15 @@ class Renewed(_Note, frozen=True, array_like=True, tag=9):
     for_ns: Unsigned
 
 
+class Reopen(_Note, frozen=True, array_like=True, tag=10):
+    """Take rows of my NIC `source` at your NIC `nic` again; those that I sent have ended."""
+
+    source: Address
+    nic: Unsigned
+
+
 Answer = Told
-Note = Asked | Told | Failed | Ping | Pong | Ended | Renewed
+Note = Asked | Told | Failed | Ping | Pong | Ended | Renewed | Reopen
 
 _DECODER: Final[msgspec.msgpack.Decoder[Note]] = msgspec.msgpack.Decoder(Note, strict=True)
 

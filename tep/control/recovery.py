@@ -145,6 +145,12 @@ class Recovery:
         key = path.domain, path.link, path.nic
         return next(p for p in self.paths if (p.domain, p.link, p.nic) == key) is path
 
+    def is_clear(self, domain: int, link: Link, nic: int) -> bool:
+        """Whether no row is out on a lane, and none that it lost waits to be made good."""
+        lane = domain, link, nic
+        held = any((path.domain, path.link, path.nic) == lane for path in self.paths)
+        return not held and self._is_quiet(_Path(domain, link, nic))
+
     def _is_quiet(self, path: _Path) -> bool:
         return not any(
             pending.at > pending.back
@@ -177,7 +183,7 @@ class Recovery:
         if told.why or len(told.counts) != len(imms):
             self._give_up(path, f"{path.link.addr.name} says: {told.why or 'no such sums'}")
             return
-        path.link.fenced.add((path.domain, path.nic))
+        path.link.fence(path.domain, path.nic)
         path.counts.update(zip(imms, told.counts, strict=True))
         path.left -= 1
         if path.left == 0:

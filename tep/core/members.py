@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tep.api import EngineOptions
 from tep.backends.base import Domain
-from tep.control.lifecycle import PeerEvent, PeerWatch
+from tep.control.known import PeerEvent, PeerWatch
 from tep.core.machine import EngineMachine
 from tep.core.peers import PeerBook
 from tep.core.region import Link

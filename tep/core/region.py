@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
@@ -121,13 +122,15 @@ class Link:
         alive: for each of its NICs, whether rows still get there.
         shut: lanes (our NIC, its NIC) that are fenced off, or may be: no row goes there.
         fenced: those of them of which the peer has said so: nothing of ours lands any more.
+        fences: how often it has said so of each lane; a path may be taken into use again.
         current: False once a later incarnation of the peer is known, or it is being removed.
         again: it was removed before, and the sums of its lanes with it.
         left: it has been removed.
     """
 
     __slots__ = (
-        "_domains", "_ids", "_lanes", "addr", "again", "alive", "current", "fenced", "left", "shut",
+        "_domains", "_ids", "_lanes", "addr", "again", "alive", "current", "fenced", "fences",
+        "left", "shut",
     )  # fmt: skip
 
     def __init__(self, addr: NetAddr, domains: tuple[Domain, ...]) -> None:
@@ -135,6 +138,7 @@ class Link:
         self.alive = [True] * len(addr.domains)
         self.shut: set[tuple[int, int]] = set()
         self.fenced: set[tuple[int, int]] = set()
+        self.fences: Counter[tuple[int, int]] = Counter()
         self.current = True
         self.again = False
         self.left = False
@@ -150,6 +154,17 @@ class Link:
             found = self._lanes[key] = Lane()
             found.sent.forgot = self.again  # the peer's sums are since the beginning, ours are not
         return found
+
+    def fence(self, domain: int, remote: int) -> None:
+        """The peer says that nothing lands any more of what was sent on a lane."""
+        self.shut.add((domain, remote))
+        self.fenced.add((domain, remote))
+        self.fences[domain, remote] += 1
+
+    def reopen(self, domain: int, remote: int) -> None:
+        """The peer has lifted the fence of a lane: rows may go there again."""
+        self.shut.discard((domain, remote))
+        self.fenced.discard((domain, remote))
 
     def paths(self) -> list[tuple[int, int]]:
         """(our NIC, PeerId) of every lane that was ever connected."""

@@ -71,7 +71,7 @@ class Transfer(Handle):
         self._nic_rows = [0] * nics
         self._nic_bytes = [0] * nics
         self._settled_s: float | None = None
-        self._doubts: dict[tuple[Remote, int, int], str] | None = None
+        self._doubts: dict[tuple[Remote, int, int], tuple[str, int]] | None = None
 
     @property
     def in_doubt(self) -> tuple[InDoubt, ...]:
@@ -81,8 +81,8 @@ class Transfer(Handle):
         """
         return tuple(
             InDoubt(remote.link.addr.name, remote.desc.region, (domain, nic), code)
-            for (remote, domain, nic), code in list((self._doubts or {}).items())
-            if remote.link.current and (domain, nic) not in remote.link.fenced
+            for (remote, domain, nic), (code, fences) in list((self._doubts or {}).items())
+            if remote.link.current and remote.link.fences[domain, nic] == fences
         )
 
     def doubts(self) -> list[tuple[Remote, int, int]]:
@@ -93,7 +93,7 @@ class Transfer(Handle):
         """Take note of a row that ended, and may land all the same; True if it is the first."""
         first = self._doubts is None
         self._doubts = self._doubts or {}
-        self._doubts.setdefault((remote, domain, nic), code)
+        self._doubts[remote, domain, nic] = code, remote.link.fences[domain, nic]
         return first
 
     def is_ending(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from tep.backends.base import Completions, Kind, Status, WriteBatch
-from tep.control.lifecycle import PeerChange, PeerEvent
+from tep.control.known import PeerChange, PeerEvent
 from tep.sim.chaos_nic import ChaosNic
 from tep.testing.turns import Turns
 

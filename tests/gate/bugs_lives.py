@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.lifecycle import Lifecycle, PeerChange, PeerState
+from tep.control.known import PeerChange, PeerState
+from tep.control.lifecycle import Lifecycle
 from tep.core.group import DomainGroup
 from tep.core.peers import PeerBook
 from tests.gate.registry import Bug, Change

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tep.api import EngineOptions, Pages
-from tep.control.lifecycle import PeerChange, PeerEvent, PeerState
+from tep.control.known import PeerChange, PeerEvent, PeerState
 from tep.errors import ClosedError, TepError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
@@ -245,6 +245,8 @@ class _Run:
             dead = self.life.fate == "kill nic" and nic == self.nics - 1
             if nic in self._paths() and not dead:
                 assert alive, f"NIC {nic} answers, and is not used"
+            if self.life.fate != "kill nic":
+                assert not self.a._peers.links["sim", "b"].shut, "a path is not used again"
             if self.life.kinds(nic) and PeerChange.LOST not in self.life.kinds():
                 assert alive is (self.life.kinds(nic)[-1] is PeerChange.NIC_BACK)
 

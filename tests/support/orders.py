@@ -183,6 +183,8 @@ class Fabric:
 
     Attributes:
         now_s: the time of both engines; a slow machine must not make them ask a second time.
+        cuts: pairs of NICs between which nothing gets through.
+        more: what else may happen, by the test's will.
     """
 
     def __init__(self, chooser: Chooser, nics: tuple[int, int], doomed: tuple[int, ...]) -> None:
@@ -195,6 +197,8 @@ class Fabric:
         self.slots = 0
         self.ring = []
         self.now_s = 0.0
+        self.cuts: set[tuple[Nic, Nic]] = set()
+        self.more: Callable[[], list[Event]] = list
         self.engines = [
             TransferEngine(
                 [Nic(self, name, k) for k in range(n)],
@@ -231,12 +235,12 @@ class Fabric:
         # Dying is a choice as long as it makes a difference to any row.
         if self.doomed and any(not flight.ended for flight in self.flights):
             found += [lambda nic=nic: self._die(self.nics[nic]) for nic in self.doomed]
-        return found
+        return found + self.more()
 
     def _of(self, flight: Flight) -> list[Event]:
         here, there = flight.here, flight.there
         fenced = flight.barred or here.address in there.fenced
-        broken = here.dead or there.dead or fenced
+        broken = here.dead or there.dead or fenced or (here, there) in self.cuts
         may_land = not there.dead and not fenced
         found: list[Event] = []
         # A row whose sender has been told that it failed may land all the same, until it is
@@ -276,7 +280,7 @@ class Fabric:
     def _deliver(self, k: int) -> None:
         here, there, payload, ctx = self.letters.pop(k)
         status = Status.OK
-        if here.dead or there.dead:
+        if here.dead or there.dead or {(here, there), (there, here)} & self.cuts:
             status = Status.NIC_DOWN if here.dead else Status.UNREACHABLE
         else:
             slot = self.slots = self.slots + 1

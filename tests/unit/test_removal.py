@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tep.api import ScatterDst
-from tep.control.lifecycle import PeerChange
+from tep.control.known import PeerChange
 from tep.core.region import Link
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, ClosedError

@@ -1,0 +1,35 @@
+"""The gate of paths that come back: each planted bug is found by few drawn cases."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.gate.bugs_reopening import REOPENING
+from tests.gate.registry import changed
+from tests.support.reopening import swarm
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> object:
+    """What callbacks of a broken engine raise is found by the play; the log would drown in it."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("name", REOPENING)
+def test_planted_bug_is_found(name: str) -> None:
+    """A row that lands where its reader was released is found here, or by a user."""
+    bug = REOPENING[name]
+    assert bug.plant.__doc__
+    with changed(bug.plant()):
+        for seed in range(bug.budget):
+            try:
+                swarm(range(seed, seed + 1))
+            except Exception:  # noqa: BLE001  # a broken engine breaks in any way
+                return
+    pytest.fail(f"{name} survived {bug.budget} seeds")

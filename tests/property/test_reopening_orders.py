@@ -1,0 +1,34 @@
+"""Paths are cut, fenced off, healed and taken into use again, in many orders of events."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.orders import every
+from tests.support.reopening import Play, swarm
+
+
+@pytest.mark.parametrize(
+    ("rows", "least"), [(1, 20), pytest.param(2, 10_000, marks=pytest.mark.long)]
+)
+def test_a_path_is_taken_into_use_again_in_every_order(rows: int, least: int) -> None:
+    """A row of before the fence that lands after it was lifted overwrites what its reader wrote."""
+    plays = [Play(chooser, rows=rows) for chooser in every()]
+
+    assert least < len(plays)
+    assert len(plays) // 2 < sum(play.made_good > 0 for play in plays), "hardly anything was lost"
+    assert [] == [play.sent for play in plays if play.failed]
+
+
+def test_drawn_cases() -> None:
+    """Late copies of questions, second cuts, probes in the middle of a failover."""
+    good, failed = swarm(range(400))
+
+    assert good > 100, "hardly anything was ever lost"
+    assert failed < 100, "hardly anything was made good"
+
+
+@pytest.mark.long
+def test_drawn_cases_at_length() -> None:
+    """The rare orders."""
+    swarm(range(1_000, 60_000))

@@ -1,0 +1,185 @@
+"""Transfers over paths that are cut, fenced off, healed and taken into use again. Not a test.
+
+What must come out each time: a transfer that is done has its count reached exactly once, with its
+bytes, no row lands where its reader was released, and in the end every path carries rows again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from tep.api import Pages, ScatterDst
+from tep.core.region import Link
+from tep.core.transfer import Expectation, Transfer
+from tests.support.orders import Chooser, Fabric
+
+PAGE = 8
+IMM = 7
+FREED = 0xEE
+
+
+class Dice:
+    """Chooses as a seed says."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def of(self, n: int) -> int:
+        return self.random.randrange(n)
+
+
+class Play:
+    """Transfers over paths of which some are cut for a while.
+
+    Args:
+        chooser: of the order.
+        nics: of both engines.
+        rows: of each transfer.
+        rounds: how many transfers each sender makes, one after the other; one more follows when no
+            path is cut any more.
+        both: whether the second engine writes to the first as well.
+        cuts: how often a path is cut; each time another may be.
+        strays: how often time passes, so that probes and questions go out, at any moment; besides,
+            it passes when nothing else is left to do.
+        scatter: whether it is scatters and not paged writes.
+
+    Attributes:
+        made_good: rows that a path took with it.
+        failed: transfers that failed.
+    """
+
+    def __init__(
+        self,
+        chooser: Chooser | Dice,
+        nics: tuple[int, int] = (1, 2),
+        *,
+        rows: int = 2,
+        rounds: int = 1,
+        both: bool = False,
+        cuts: int = 1,
+        strays: int = 0,
+        scatter: bool = False,
+    ) -> None:
+        self.fabric = fabric = Fabric(chooser, nics, ())
+        self.engines = fabric.engines
+        here, there = fabric.nics[: nics[0]], fabric.nics[nics[0] :]
+        self.lanes = [(ours, theirs) for ours in here for theirs in there]
+        self.lanes += [(theirs, ours) for ours, theirs in self.lanes] if both else []
+        self.rows, self.rounds, self.scatter = rows, rounds, scatter
+        self.ways = 2 if both else 1
+        self.cuts, self.strays = cuts, strays
+        self.fired: list[int] = []
+        self.sent: list[Transfer] = []
+        self.targets: list[np.ndarray] = []
+        fabric.more = self._more
+        self._send()
+        fabric.run()
+        self._check()
+
+    def _send(self) -> None:
+        for way in range(self.ways):
+            a, b = self.engines[way], self.engines[1 - way]
+            number = len(self.sent)
+            mr, _ = a.reg_mr(np.full(self.rows * PAGE, number + 1, np.uint8))
+            self.targets.append(np.zeros(self.rows * PAGE, np.uint8))
+            _, desc = b.reg_mr(self.targets[-1])
+            imm, pages = IMM + number, Pages(range(self.rows))
+            b.expect_imm_count(imm, self.rows, on_done=partial(self._reached, number))
+            places = [(k * PAGE, (desc, k * PAGE)) for k in range(self.rows)]
+            if self.scatter:
+                sent = a.submit_scatter(mr, [ScatterDst(PAGE, *place) for place in places], imm)
+            else:
+                sent = a.submit_paged_writes(PAGE, (mr, pages), (desc, pages), imm)
+            self.sent.append(sent)
+
+    def _reached(self, number: int, got: Expectation) -> None:
+        if not got.done:
+            return  # the engine is being closed
+        target = self.targets[number]
+        assert {number + 1} == set(target.tolist()), "fired before its bytes came"
+        self.fired.append(number)
+        target[:] = FREED  # the reader is through, and writes there
+
+    def _links(self) -> list[Link]:
+        return [link for engine in self.engines for link in engine._peers.links.values()]
+
+    def _more(self) -> list[Callable[[], None]]:
+        """What may happen beside the fabric's own events."""
+        fabric, links = self.fabric, self._links()
+        found: list[Callable[[], None]] = []
+        out = any(not flight.ended for flight in fabric.flights)
+        shut = any(link.shut for link in links)
+        if self.cuts and out and not fabric.cuts:
+            found += [partial(self._cut, lane) for lane in self.lanes]
+        if fabric.cuts and shut:
+            found.append(fabric.cuts.clear)
+        if self.strays and shut:
+            found.append(self._stray)
+        if not (found or fabric.letters or fabric.fences or out):
+            if fabric.cuts:
+                found.append(fabric.cuts.clear)
+            elif shut or not all(all(link.alive) for link in links):
+                found.append(self._wait)
+            elif len(self.sent) <= self.rounds * self.ways:
+                self.cuts *= len(self.sent) < self.rounds * self.ways  # the last goes without
+                found.append(self._send)
+        return found
+
+    def _cut(self, lane: tuple) -> None:
+        self.cuts -= 1
+        self.fabric.cuts.add(lane)
+
+    def _stray(self) -> None:
+        self.strays -= 1
+        self._wait()
+
+    def _wait(self) -> None:
+        self.fabric.now_s += 1.0
+        assert self.fabric.now_s < 200, "a path was never taken into use again"
+
+    def _check(self) -> None:
+        assert all(sent.settled for sent in self.sent), self.sent
+        assert (self.rounds + 1) * self.ways == len(self.sent)
+        for sent in self.sent[-self.ways :]:
+            assert sent.done, f"nothing was wrong any more: {sent.error}"
+            assert 0 == sent.stats().rows_again, "a path was used that is still shut"
+        done = [k for k, sent in enumerate(self.sent) if sent.done]
+        self.failed = len(self.sent) - len(done)
+        assert set(done) <= set(self.fired), "a count was never reached"
+        assert len(set(self.fired)) == len(self.fired), "a count was reached twice"
+        for number in self.fired:
+            assert {FREED} == set(self.targets[number].tolist()), "written to after its release"
+        for link in self._links():
+            assert not link.shut, "a path is not used again"
+            assert all(link.alive), "a NIC is not used again"
+        self.made_good = 0
+        for engine in self.engines:
+            for imm, _ in engine.stats().imms_unexpected:
+                assert imm - IMM not in done, "an immediate came twice"
+            self.made_good += engine._worker.recovery.rows
+            engine.close()
+
+
+def swarm(seeds: range) -> tuple[int, int]:
+    """Play drawn cases; return how often rows were made good, and how many transfers failed."""
+    good = failed = 0
+    for seed in seeds:
+        dice = Dice(seed)
+        nics = dice.random.choice([(1, 2), (2, 2), (2, 3)])
+        drawn = {name: dice.random.randint(1, 4) for name in ("cuts", "strays", "rounds", "rows")}
+        drawn |= {name: dice.random.random() < 0.4 for name in ("both", "scatter")}
+        try:
+            play = Play(dice, nics, **drawn)
+        except AssertionError as error:
+            error.add_note(f"again: swarm(range({seed}, {seed + 1})), {nics}, {drawn}")
+            raise
+        good += play.made_good > 0
+        failed += play.failed
+    return good, failed
+
+
+__all__ = ["Play", "swarm"]
