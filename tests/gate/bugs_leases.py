@@ -53,6 +53,12 @@ def silence_is_consent() -> list[Change]:
 
 
 @bug(budget=200)
+def silent_writer_is_let_in_again() -> list[Change]:
+    """A writer that was cut off comes back, with a lease that it believes in."""
+    return [(Leases, "_guards", lambda *_: False)]
+
+
+@bug(budget=200)
 def restart_is_an_end() -> list[Change]:
     """A writer that has restarted cannot write: what it had sent before may land all the same."""
     silent = Leases._silent

@@ -16,10 +16,11 @@ from unittest import mock
 
 import numpy as np
 
-from tep.api import Pages, ScatterDst
+from tep.api import EngineOptions, Pages, ScatterDst
 from tep.backends.base import Kind, Status
 from tep.control.leases import Grant, Revocation
 from tep.core.transfer import Transfer
+from tep.engine import TransferEngine
 from tep.errors import BusyError, FabricError, TepError
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_nic import ChaosNic
@@ -52,6 +53,7 @@ class Trial:
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster = cluster
         self.dice = random.Random(seed)
+        self.late_dice = random.Random(f"late {seed}")
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.owner, *self.writers = cluster.engines
@@ -132,6 +134,8 @@ class Trial:
         who = dice.randrange(2)
         writer = self.writers[who]
         for_us = dice.choice([1, 3, 10, 100])
+        is_long = self.late_dice.random() < 0.2
+        for_us = 4 * HEAL_US if is_long else for_us
         start = k * (RANGE + GAP)
         found = self.tried(
             lambda: self.owner.lease(
@@ -151,6 +155,10 @@ class Trial:
         now_us = self.cluster.now_us
         for _ in range(WRITES):
             at(now_us + dice.uniform(0, 5), lambda: self.write(who, lease))
+        if is_long:  # asked back while its writer is cut off, who writes on when it is back
+            at(now_us + self.late_dice.uniform(0, HEAL_US), found.revoke)
+            for _ in range(2 * WRITES):
+                at(now_us + self.late_dice.uniform(0, 2 * HEAL_US), lambda: self.write(who, lease))
         if dice.random() < 0.3:
             at(now_us + dice.uniform(0, 3), lambda: self.tried(lambda: found.renew(2e-6)))
         for _ in range(dice.choice([0, 1, 1, 2])):
@@ -262,11 +270,14 @@ def play(seed: int, *, fences: bool = True) -> Trial:
     nics = [dice.choice([1, 2, 2, 3]) for _ in range(3)]
     late, loss = dice.choice([0, 1, 1, 2]), dice.choice([0, 0, 0, 2, 6])
     chaos = Chaos.draw(seed, late_land=late, message_loss=loss)
+    # Notes to a dead NIC come back after this time, and turn their engine: it must find rest.
+    probe_max_s = max(320e-6, 4e-12 * chaos.dead_after_ps)
+    options = EngineOptions(probe_first_s=20e-6, probe_max_s=probe_max_s)
     unfenced: AbstractContextManager[object] = nullcontext()
     if not fences:
         unfenced = mock.patch.object(ChaosNic, "fence", _say_that_it_cannot)
     try:
-        with unfenced, Cluster(3, nics, chaos=chaos, seed=seed) as cluster:
+        with unfenced, Cluster(3, nics, chaos=chaos, seed=seed, options=options) as cluster:
             trial = Trial(cluster, seed)
             trial.draw()
             fabric = cluster.fabric
@@ -278,11 +289,17 @@ def play(seed: int, *, fences: bool = True) -> Trial:
                 raise AssertionError("it does not come to rest") from None
             trial.judge()
             trial.seen += fabric.seen
+            trial.seen["opened again"] += any(map(_has_opened, cluster.engines))
             trial.seen["quarantine in stats"] += trial.owner.stats().bytes_quarantined > 0
     except Exception as error:
         error.add_note(f"again: tests.support.lease_trials.play({seed}, fences={fences})")
         raise
     return trial
+
+
+def _has_opened(engine: TransferEngine) -> bool:
+    """Whether a path of an engine was fenced off, and is in use again."""
+    return any(link.fences.keys() - link.shut for link in engine._peers.links.values())
 
 
 def _say_that_it_cannot(self: ChaosNic, source: bytes, ctx: int) -> None:
