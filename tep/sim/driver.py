@@ -164,7 +164,13 @@ class SimDriver:
     def _ring(self, due_ps: int) -> None:
         if due_ps == self._due_ps:
             self._due_ps = FOREVER_PS
-        self.kick()
+        if self._machine is None or self._timed is None or self._booked:
+            return
+        due_s = self._timed.due_s()  # what it was booked for may have been settled meanwhile
+        if due_s is not None and due_s * PS_PER_S <= self.env.now:
+            self.kick()
+        else:
+            self._set_alarm(due_s)
 
     def _look(self, _: object) -> None:
         self._watching = False

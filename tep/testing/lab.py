@@ -39,7 +39,9 @@ _GAP_BYTES: Final = 32
 USED: Final = b"\xbb"
 """What a receiver writes over bytes that it was told are complete."""
 
-_OPTIONS: Final = EngineOptions(poll_rows=64, post_rows_max=2)
+_PROBE_MAX_S: Final = 80e-6
+
+_OPTIONS: Final = EngineOptions(poll_rows=64, post_rows_max=2, probe_first_s=5e-6)
 """Small, so that buffers cost little to make, and so that batches are posted in turns."""
 
 Piece = tuple[int, int, int]
@@ -167,7 +169,10 @@ class Lab:
         self.areas = areas_of(scenario)
         nbytes = self.areas[-1][-1].stop + _GAP_BYTES
         self.original = _pattern(-(-nbytes // 1024) * 1024)[:nbytes]
-        self.options = replace(_OPTIONS, failover=scenario.failover)
+        # So that what was fenced off is opened again while the scenario lasts. Notes that come back
+        # later than the next ones go out would turn their engine for ever: hence the longest wait.
+        probe_max_s = max(_PROBE_MAX_S, 4e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
+        self.options = replace(_OPTIONS, failover=scenario.failover, probe_max_s=probe_max_s)
         self._engine_class = engine_class
         self._find = find
         names = (SENDER, *RECEIVERS) if scenario.wide else (SENDER, RECEIVERS[0])

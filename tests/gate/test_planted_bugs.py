@@ -179,6 +179,8 @@ def test_engine_is_clean_over_all_seeds(sights: Counter[str]) -> None:
         "row moved to another NIC",
         "failover",
         "row written again",
+        "path opened again",
+        "NIC back",
         "went on",
         "KillNic",
         "Revoke",

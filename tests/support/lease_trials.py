@@ -270,8 +270,8 @@ def play(seed: int, *, fences: bool = True) -> Trial:
     nics = [dice.choice([1, 2, 2, 3]) for _ in range(3)]
     late, loss = dice.choice([0, 1, 1, 2]), dice.choice([0, 0, 0, 2, 6])
     chaos = Chaos.draw(seed, late_land=late, message_loss=loss)
-    # Notes to a dead NIC come back after this time, and turn their engine: it must find rest.
-    probe_max_s = max(320e-6, 4e-12 * chaos.dead_after_ps)
+    # Notes that come back later than the next ones go out turn their engine for ever.
+    probe_max_s = max(320e-6, 4e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
     options = EngineOptions(probe_first_s=20e-6, probe_max_s=probe_max_s)
     unfenced: AbstractContextManager[object] = nullcontext()
     if not fences:
