@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tep.testing.contract import DomainContract, tests_of
+from tep.testing.contract import DomainContract
 from tep.testing.verbs_world import VerbsWorld
 from tests.support.here import need_stub
 
@@ -15,13 +15,10 @@ def stub():
 
 
 FAST = {"handshake_s": 0.2, "timeout": 8, "retry_cnt": 2, "drain_s": 0.2}
-FOR_GOOD = dict.fromkeys(tests_of(27), "fences are for good here")
 
 
 class TestOneQueuePair(DomainContract):
     """As people get it, with timeouts that suit a test."""
-
-    gaps = FOR_GOOD
 
     @pytest.fixture
     def world(self, stub):
@@ -34,8 +31,6 @@ class TestOneQueuePair(DomainContract):
 class TestSprayed(DomainContract):
     """Each row on a random queue pair of four."""
 
-    gaps = FOR_GOOD
-
     @pytest.fixture
     def world(self, stub):
         stub.reset()
@@ -46,8 +41,6 @@ class TestSprayed(DomainContract):
 
 class TestLossyAndShallow(DomainContract):
     """Queues of three rows, sixteen receives, and every third handshake datagram is lost."""
-
-    gaps = FOR_GOOD
 
     @pytest.fixture
     def world(self, stub):

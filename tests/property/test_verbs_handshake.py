@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from unittest import mock
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tep.backends.verbs.address import Address
@@ -26,6 +26,9 @@ class End:
         self.other = None
         self.qps = None  # (our attempt, attempt of the peer that ours receive from or None)
         self.sends = False
+        self.asked = (
+            None  # the queue pairs of which it was asked whether the peer has their other end
+        )
         self.gave_up = 0
         self.negotiation = Negotiation(
             self, itertools.count(1), patience_s=PATIENCE_S, resend_s=RESEND_S
@@ -47,18 +50,34 @@ class End:
         there = self.other.qps
         if there is not None and there[0] == theirs:
             assert there[1] == mine, f"{self.name} sends before its peer can receive"
+        assert self.qps != self.asked, "the peer had dropped this before it was asked"
         self.sends = True
 
-    def say(self, kind, attempt, echo):
+    def say(self, kind, attempt, echo, note=b""):
         number = 0 if self.qps is None else self.qps[0]
         qps = ((number, 0), (number, 0)) if kind in {Kind.REQ, Kind.REP} else ()
         self.net.send(
             self.other,
-            Hello(kind=kind, sender=ADDRESS, target=0, attempt=attempt, echo=echo, qps=qps),
+            Hello(
+                kind=kind, sender=ADDRESS, target=0, attempt=attempt, echo=echo, qps=qps, note=note
+            ),
         )
 
     def give_up(self):
         self.gave_up += 1
+
+    def drop(self):
+        """Lose the connection, as behind a fence, and say nothing."""
+        self.negotiation.lose()
+        self.qps, self.sends = None, False
+
+    def check(self):
+        """Ask whether the connection stands, if there is one."""
+        if self.negotiation.connected:
+            mine, theirs = self.qps
+            self.asked = None if self.other.qps in {(theirs, mine), (theirs, None)} else self.qps
+            self.sends = False
+            self.negotiation.check(self.net.now_s)
 
 
 ADDRESS = Address(link=2, lid=0, gid=bytes(16), gid_type=2, ud_qpn=17, qkey=1, epoch=1, identity=1)
@@ -71,12 +90,14 @@ class Net:
         self.fates = iter(fates)
         self.now_s = 0.0
         self.flying = []
+        self.sent = []
         self.order = itertools.count()
         self.left, self.right = End(self, "left"), End(self, "right")
         self.left.other, self.right.other = self.right, self.left
 
     def send(self, to, hello):
         hello = Hello.decode(hello.encode())
+        self.sent.append((to, hello))
         lost, copies, delay_ms = next(self.fates, (False, 1, 1))
         for copy in range(0 if lost else copies):
             due_s = self.now_s + (delay_ms + 7 * copy) / 1000
@@ -126,6 +147,7 @@ def test_two_ends_always_come_together(fates, who, gap_ms):
 @given(
     FATES, st.lists(st.tuples(st.sampled_from(["left", "right"]), st.integers(0, 200)), max_size=5)
 )
+@example([], [("right", 0), ("right", 0), ("left", 0)])  # each answers what the other has left
 def test_a_lost_connection_is_made_anew(fates, breaks):
     """After any number of breaks at either end, asking again brings both ends together again."""
     net = Net(fates)
@@ -139,6 +161,74 @@ def test_a_lost_connection_is_made_anew(fates, breaks):
     net.run(net.now_s + PATIENCE_S + 1)
 
     assert net.joined
+
+
+DEEDS = st.tuples(
+    st.sampled_from(["left", "right"]),
+    st.sampled_from(["drop", "check", "start"]),
+    st.integers(0, 200),
+)
+
+
+@given(FATES, st.lists(DEEDS, max_size=8), st.integers(0, 60))
+def test_a_fence_is_lifted_at_both_ends(fates, deeds, gap_ms):
+    """Whatever was dropped and asked before, and whatever of that is late: both ends come together.
+
+    And nobody takes an old answer for one to its question, and sends to queue pairs that are gone.
+    """
+    net = Net(fates)
+    net.left.negotiation.start(net.now_s)
+    for name, deed, after_ms in deeds:
+        net.run(net.now_s + after_ms / 1000)
+        end = getattr(net, name)
+        if deed == "check":
+            end.check()
+        else:
+            end.drop()
+        if deed == "start":
+            end.negotiation.start(net.now_s)
+    net.left.drop()
+    net.left.negotiation.start(net.now_s)
+    net.run(net.now_s + gap_ms / 1000)
+    net.right.check()
+    net.run(net.now_s + PATIENCE_S + 1)
+
+    assert net.joined
+
+
+def test_an_old_answer_is_none():
+    """What the peer said before it fenced us must not open the connection that it has dropped."""
+    net = Net([])
+    net.left.negotiation.start(net.now_s)
+    net.run(1)
+    net.left.check()
+    net.run(2)
+    assert net.joined
+    net.right.drop()
+    net.left.check()
+    old = [hello for to, hello in net.sent if to is net.left]
+    assert {Kind.REP, Kind.CHECKED} == {hello.kind for hello in old}
+    for hello in old:
+        net.left.negotiation.hear(hello, net.now_s)
+        assert not net.left.sends, hello.kind
+    net.run(3)
+    assert net.joined
+
+
+@given(st.integers(0, 120), st.integers(0, 120))
+def test_what_stands_is_left_alone(first_ms, second_ms):
+    """A question at each end, at whatever time, makes no new queue pairs: rows are out on them."""
+    net = Net([])
+    net.left.negotiation.start(net.now_s)
+    net.run(1)
+    before = net.left.qps
+    for after_ms, end in ((first_ms, net.left), (second_ms, net.right), (0, net.left)):
+        net.run(net.now_s + after_ms / 10_000)
+        end.check()
+    net.run(net.now_s + 1)
+
+    assert net.joined
+    assert before == net.left.qps
 
 
 @given(FATES)

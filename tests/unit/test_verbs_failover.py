@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -74,6 +75,17 @@ class Nodes:
         self.nics[at].fence(self.nics[source].address, ctx)
         self.until(lambda: any(e[0] == Kind.FENCED and e[5] == ctx for e in self.seen[at]))
         return next(e[1] for e in self.seen[at] if e[0] == Kind.FENCED and e[5] == ctx)
+
+    def unfence(self, at, source):
+        self.nics[at].unfence(self.nics[source].address)
+
+    def statuses(self, name, ctx):
+        """How the rows of one batch ended."""
+        found = Counter()
+        for entry in self.seen[name]:
+            if entry[0] == Kind.WRITE and entry[5] == ctx:
+                found[Status(entry[1])] += entry[2]
+        return found
 
     def ended(self, name, kind=Kind.WRITE):
         found = Counter()
@@ -166,6 +178,92 @@ def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
     assert Status.PROVIDER == found
     assert "did not return" in nodes.nics["b"].status_text(found)
     assert Status.OK == nodes.fence("b", "c", 8)
+
+    nodes.unfence("b", "a")
+    nodes.write("a", "b", ctx=5)
+    nodes.write("b", "a", ctx=5)
+    nodes.until(lambda: nodes.statuses("a", 5) and nodes.statuses("b", 5))
+    assert Status.OK not in nodes.statuses("a", 5) + nodes.statuses("b", 5)
+    assert {} == nodes.imms("b")
+
+
+@pytest.mark.parametrize("lossy", [False, True])
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("both", [False, True])
+def test_rows_of_a_pair_wait_for_what_they_need_once_its_fences_are_lifted(
+    stub, nodes, both, noticed, lossy
+):
+    """The word of the engines may be quicker than that of the NICs, or slower."""
+    nodes.connect("a", "b")
+    stub.set(Knob.DROP_DATAGRAMS, 3 * lossy)
+    for turns in range(8):
+        nodes.fence("b", "a", 100 + turns)
+        if both:
+            nodes.fence("a", "b", 100 + turns)
+        if noticed:
+            nodes.write("a", "b", ctx=200 + turns)
+            nodes.until(lambda turns=turns: nodes.statuses("a", 200 + turns))
+        nodes.unfence("b", "a")
+        for _ in range(turns):
+            nodes.turn()
+        nodes.unfence("a", "b")
+        for name, other in ("ab", "ba"):
+            nodes.write(name, other, 30, imm=turns, ctx=turns)
+        nodes.until(lambda turns=turns: all(nodes.statuses(x, turns).total() == 30 for x in "ab"))
+
+        assert {Status.OK: 30} == nodes.statuses("a", turns) == nodes.statuses("b", turns), turns
+        assert 30 == nodes.imms("b")["a", turns] == nodes.imms("a")["b", turns]
+
+
+def test_a_fence_that_is_being_put_up_is_lifted_when_it_stands(nodes):
+    """What was on its way has to be counted before anything of a new connection is."""
+    nodes.connect("a", "b")
+    here, there = nodes.nics["b"], nodes.nics["a"].address
+    peer = here.connect(there)
+    nodes.until(lambda: here.connections[peer])
+    conn = here.connections[peer]
+    nodes.write("a", "b", 30, imm=1)
+    with mock.patch.object(conn, "is_drained", return_value=False):
+        here.fence(there, 7)
+        conn.deadline_s += 60
+        nodes.unfence("b", "a")
+        nodes.unfence("a", "b")
+        for _ in range(50):
+            nodes.turn()
+        assert None is here.connections[peer]
+        assert 0 == nodes.ended("b", Kind.FENCED).total()
+    nodes.until(lambda: nodes.ended("b", Kind.FENCED))
+    nodes.write("a", "b", 3, imm=3, ctx=3)
+    nodes.until(lambda: nodes.statuses("a", 3).total() == 3)
+    assert {Status.OK: 3} == nodes.statuses("a", 3)
+
+    here.fence(there, 8)
+    nodes.unfence("b", "a")
+    here.fence(there, 9)
+    nodes.until(lambda: nodes.ended("b", Kind.FENCED).total() == 3)
+    nodes.write("a", "b", imm=2, ctx=2)
+    nodes.until(lambda: nodes.statuses("a", 2))
+    assert Status.OK not in nodes.statuses("a", 2)
+    assert {Status.OK: 3} == nodes.ended("b", Kind.FENCED)
+
+
+def test_where_no_fence_is_the_connection_stays(nodes):
+    """A question that is put again must not flush the rows of the new life, or cost messages."""
+    nodes.connect("a", "b")
+    nodes.until(lambda: nodes.nics["b"].connections[0] is not None)
+    before = nodes.nics["a"].connections, nodes.nics["b"].connections
+    nodes.nics["b"].post_recvs(100, 1)
+    for k in range(6):
+        nodes.write("a", "b", 30, imm=k, ctx=k)
+        nodes.unfence(*("ab" if k % 2 else "ba"))
+        nodes.write("b", "a", 30, imm=k, ctx=k)
+        nodes.unfence(*("ba" if k % 2 else "ab"))
+        nodes.turn()
+    assert nodes.nics["a"].post_send(nodes.nics["a"].connect(nodes.nics["b"].address), b"m", 9)
+    nodes.until(lambda: nodes.ended("b", Kind.RECV))
+    nodes.until(lambda: nodes.ended("a")[Status.OK] == nodes.ended("b")[Status.OK] == 180)
+
+    assert before == (nodes.nics["a"].connections, nodes.nics["b"].connections)
 
 
 def test_a_nic_that_dies_hands_out_what_had_come(stub, nodes):

@@ -196,7 +196,9 @@ class Conn:
             )
 
     def to_rts(self) -> None:
-        """Let all send."""
+        """Let all send. Idempotent."""
+        if self._sending:
+            return
         settings = self._device.settings
         for qp, (_, psn) in zip(self._made, self.ids, strict=True):
             if qp == self.msg_qp or qp in self.qps:

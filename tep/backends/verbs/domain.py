@@ -306,6 +306,11 @@ class VerbsDomain:
             self._peers.draining.progress(time.monotonic(), 0, whole=True)
         self._waker()
 
+    def unfence(self, source: bytes) -> None:
+        self._check_open()
+        if self._state is _State.OPEN:
+            self._peers.unfence(source, time.monotonic())
+
     # --- completions
 
     def poll(self, out: Completions) -> int:

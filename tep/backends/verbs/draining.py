@@ -75,6 +75,10 @@ class Draining:
         """Say FENCED once nothing of a peer is left; it has no connection for rows any more."""
         self._fences.append((peer, ctx))
 
+    def is_fencing(self, peer: Peer) -> bool:
+        """Whether a fence against a peer has not ended."""
+        return any(fenced is peer for fenced, _ in self._fences)
+
     @property
     def busy(self) -> bool:
         """Whether progress() has to be called, with each read."""

@@ -8,15 +8,20 @@ peer's are ready to receive. Rule 2: every attempt has a number, larger than the
 answer to an older attempt is ignored, a request of a newer one replaces what there is. Rule 3: who
 waits for an answer repeats itself; who gets a repetition repeats the answer. When both ask at once,
 each takes the other's REQ for the answer it needs to get ready, and sends its REP. Who names no
-queue pair for writes does not write any more, and lets nobody write: one of the two has fenced the
-other, and what they connect is for messages only.
+queue pair for writes lets the other write no more: it has fenced it, and what they connect is for
+messages only.
+
+CHECK asks whether the connection of two attempts still stands at the peer, and CHECKED says so; who
+has none, or another, asks for a fresh one instead. Rule 4: who checks sends nothing on its queue
+pairs until the answer to that very question has come.
 
 A datagram (integers little-endian):
 
     offset  size  field     content
     0       4     magic     b"VHSK"
     4       1     version   1
-    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = NOTE, 7 = NOTED
+    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = NOTE, 7 = NOTED,
+                            8 = CHECK, 9 = CHECKED
     6       1     mtu       the port's, as the library numbers them
     7       1     count     queue pairs listed
     8       4     attempt   the sender's
@@ -24,7 +29,7 @@ A datagram (integers little-endian):
     16      8     target    epoch of the incarnation that is meant
     24      48    sender    its address
     72      8 n   (number, first packet sequence number) of each queue pair: messages, then writes;
-                  NOTE: what it says
+                  NOTE: what it says; CHECK, CHECKED: 4 bytes that are the question's own
 """
 
 from __future__ import annotations
@@ -87,6 +92,8 @@ class Kind(IntEnum):
     BYE = 5  # "I am closing"
     NOTE = 6  # for the peer's engine; repeated until NOTED
     NOTED = 7
+    CHECK = 8  # "do you still have this connection?"
+    CHECKED = 9  # "I have"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +137,7 @@ class Hello:
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
         sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
         note = b""
-        if kind == Kind.NOTE:
+        if kind in _NOTING:
             note, rest = rest, b""
         if count > _QPS_MAX or len(rest) != count * _QP.size or not 1 <= mtu <= _MTU_MAX:
             raise BadDescriptor(f"handshake: {len(data)} bytes, {count} queue pairs, MTU {mtu}")
@@ -151,6 +158,9 @@ class Hello:
         )
 
 
+_NOTING: Final = frozenset({Kind.NOTE, Kind.CHECK, Kind.CHECKED})
+
+
 class Phase(Enum):
     """How far two NICs are."""
 
@@ -158,6 +168,10 @@ class Phase(Enum):
     ASKING = auto()  # REQ is out
     READY = auto()  # ours can receive; whether the peer's can is unknown
     UP = auto()
+    CHECKING = auto()  # was READY or UP, and CHECK is out
+
+
+_CONNECTED: Final = frozenset({Phase.READY, Phase.UP, Phase.CHECKING})
 
 
 class Actions(Protocol):
@@ -170,9 +184,9 @@ class Actions(Protocol):
         """Let ours receive from those named in `hello`."""
 
     def up(self) -> None:
-        """Let ours send."""
+        """Let ours send, or go on to."""
 
-    def say(self, kind: Kind, attempt: int, echo: int) -> None:
+    def say(self, kind: Kind, attempt: int, echo: int, note: bytes = b"") -> None:
         """Send a datagram; REQ and REP name our queue pairs."""
 
     def give_up(self) -> None:
@@ -203,6 +217,7 @@ class Negotiation:
         # Of so many tries hardly all are lost, even where each third datagram is.
         self._pause_s_max = max(resend_s, patience_s / _PAUSES)
         self._deadline_s = 0.0
+        self._question = b""
         self.next_s: float | None = None
         """When tick() wants to be called, or None."""
 
@@ -213,13 +228,26 @@ class Negotiation:
         self._arm(now_s)
         self._actions.say(Kind.REQ, self.attempt, 0)
 
+    @property
+    def connected(self) -> bool:
+        """Whether ours can receive from the peer's, as far as we know."""
+        return self.phase in _CONNECTED
+
+    def check(self, now_s: float) -> None:
+        """Ask whether the peer's half of the connection still stands; up() says that it does."""
+        assert self.connected, self.phase
+        self._question = next(self._attempts).to_bytes(4, "little")
+        self.phase = Phase.CHECKING
+        self._arm(now_s)
+        self._actions.say(Kind.CHECK, *self._pair, self._question)
+
     def lose(self) -> None:
         """The queue pairs failed, or the peer is gone: there is no connection any more."""
         self.phase = Phase.IDLE
         self.next_s = None
 
     def hear(self, hello: Hello, now_s: float) -> None:
-        """Take a REQ, REP or ACK that came from this peer and means this incarnation."""
+        """Take a datagram of this peer that means this incarnation, and is no note."""
         match hello.kind:
             case Kind.REQ:
                 self._hear_request(hello, now_s)
@@ -227,6 +255,11 @@ class Negotiation:
                 self._hear_reply(hello, now_s)
             case Kind.ACK:
                 if self.phase is Phase.READY and (hello.echo, hello.attempt) == self._pair:
+                    self._go_up()
+            case Kind.CHECK:
+                self._hear_check(hello, now_s)
+            case Kind.CHECKED:
+                if self.phase is Phase.CHECKING and hello.note == self._question:
                     self._go_up()
             case Kind.STALE | Kind.BYE | Kind.NOTE | Kind.NOTED:
                 raise AssertionError("the owner deals with these")
@@ -239,7 +272,7 @@ class Negotiation:
         self._deadline_s += now_s - self.next_s
         if now_s >= self._deadline_s:
             self.next_s = None
-            if self.phase is Phase.ASKING:
+            if self.phase is not Phase.READY:
                 self.phase = Phase.IDLE
             self._actions.give_up()
             return
@@ -247,8 +280,10 @@ class Negotiation:
         self.next_s = now_s + self._pause_s
         if self.phase is Phase.ASKING:
             self._actions.say(Kind.REQ, self.attempt, 0)
+        elif self.phase is Phase.CHECKING:
+            self._actions.say(Kind.CHECK, *self._pair, self._question)
         else:
-            self._actions.say(Kind.REP, self.attempt, self.remote)
+            self._actions.say(Kind.REP, *self._pair)
 
     @property
     def _pair(self) -> tuple[int, int]:
@@ -257,7 +292,7 @@ class Negotiation:
     def _hear_request(self, hello: Hello, now_s: float) -> None:
         if hello.attempt < self.remote:
             return
-        known = hello.attempt == self.remote and self.phase in {Phase.READY, Phase.UP}
+        known = hello.attempt == self.remote and self.connected
         if not known:
             if self.phase is not Phase.ASKING:
                 self._begin()
@@ -265,24 +300,30 @@ class Negotiation:
             self._actions.ready(hello)
             self.phase = Phase.READY
             self._arm(now_s)
-        self._actions.say(Kind.REP, self.attempt, self.remote)
+        self._actions.say(Kind.REP, *self._pair)
 
     def _hear_reply(self, hello: Hello, now_s: float) -> None:
+        if self.connected and hello.attempt > self.remote:
+            # The peer has made fresh queue pairs since, perhaps in answer to an older request:
+            # ours belong to ones that are gone.
+            self.start(now_s)
+            return
         if hello.echo != self.attempt or self.phase is Phase.IDLE:
             return
         if self.phase is Phase.ASKING:
             self.remote = hello.attempt
             self._actions.ready(hello)
-        elif hello.attempt > self.remote:
-            # We took an old request for the answer, and the peer has since answered with fresh
-            # queue pairs: ours belong to ones that are gone.
-            self.start(now_s)
-            return
         elif hello.attempt < self.remote:
             return
-        if self.phase is not Phase.UP:
+        if self.phase in {Phase.ASKING, Phase.READY}:
             self._go_up()
-        self._actions.say(Kind.ACK, self.attempt, self.remote)
+        self._actions.say(Kind.ACK, *self._pair)
+
+    def _hear_check(self, hello: Hello, now_s: float) -> None:
+        if self.connected and (hello.echo, hello.attempt) == self._pair:
+            self._actions.say(Kind.CHECKED, *self._pair, hello.note)
+        elif hello.attempt >= self.remote and self.phase is not Phase.ASKING:
+            self.start(now_s)
 
     def _begin(self) -> None:
         self.attempt = next(self._attempts)

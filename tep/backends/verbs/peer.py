@@ -28,7 +28,8 @@ class Peer:
         conn: the connection being made or in use.
         live: the connection in use.
         gone: once it is known that this incarnation never comes back: the status its rows get.
-        fenced: no rows pass between the two any more, either way.
+        shut: we have fenced it.
+        refused: it has fenced us, as the last handshake said.
         blurred: a connection did not drain, and what had landed on it is not known.
     """
 
@@ -38,10 +39,12 @@ class Peer:
         self.conn: Conn | None = None
         self.live: Conn | None = None
         self.gone: Status | None = None
-        self.fenced = False
+        self.shut = False
+        self.refused = False
         self.blurred = False
         self.rows: deque[tuple[WriteBatch, int, int]] = deque()
         self.messages: deque[int] = deque()
+        self._asked = 0  # so many of the rows have waited since before the last check()
         self._peers = peers
         settings = peers.device.settings
         self.negotiation = Negotiation(
@@ -54,10 +57,12 @@ class Peer:
         if self.conn is not None:
             self._peers.drop(self.conn)
         self.conn = self._peers.new_conn(self)
+        self._asked = 0
 
     def ready(self, hello: Hello) -> None:
         assert self.conn is not None
         self.conn.to_rtr(hello)
+        self.refused = len(hello.qps) == 1
 
     def up(self) -> None:
         assert self.conn is not None
@@ -65,6 +70,8 @@ class Peer:
         self.live = self.conn
         if self.conn.qps:
             self._peers.up[self.number] = self.conn
+        else:
+            self.fail_rows(Status.UNREACHABLE, self._asked)
         self.flush()
 
     def say(self, kind: Kind, attempt: int, echo: int, note: bytes = b"") -> None:
@@ -89,20 +96,32 @@ class Peer:
 
     # --- what waits
 
-    def fence(self) -> None:
-        """Either side has fenced the other."""
-        self.fenced = True
-        self.fail_rows(Status.UNREACHABLE)
+    @property
+    def fenced(self) -> bool:
+        """Whether no rows pass between the two, either way."""
+        return self.shut or self.refused
 
     def ask(self, now_s: float) -> None:
         """See to it that a connection is being made, or that what waits fails."""
         negotiation = self.negotiation
-        if self.fenced:
+        if self.shut:
             self.fail_rows(Status.UNREACHABLE)
         if self.gone is not None:
             self.fail_waiting(self.gone)
         elif negotiation.next_s is None and negotiation.phase is not Phase.UP:
             negotiation.start(now_s)
+        elif negotiation.phase is Phase.UP and self.refused and self.rows:
+            self.check(now_s)
+
+    def check(self, now_s: float) -> None:
+        """Post nothing until the peer has said that its half of the connection still stands.
+
+        If it does, and is for messages only, then the peer has fenced us: of the rows that wait,
+        those end that have waited since before the question. It may have let us in since.
+        """
+        self._asked = len(self.rows)
+        self._peers.pause(self)
+        self.negotiation.check(now_s)
 
     def flush(self) -> None:
         """Post what waits, as far as the queues take it."""
@@ -119,9 +138,10 @@ class Peer:
         while messages and self._peers.messages.post(messages[0], conn):
             messages.popleft()
 
-    def fail_rows(self, status: Status) -> None:
-        """End rows that wait."""
-        while self.rows:
+    def fail_rows(self, status: Status, nparts: int | None = None) -> None:
+        """End rows that wait; `nparts` = so many parts of batches only, the oldest."""
+        self._asked = 0
+        for _ in range(len(self.rows) if nparts is None else nparts):
             batch, start, stop = self.rows.popleft()
             for row in range(start, stop):
                 self._peers.ready.append((_WRITE_KIND, int(status), 1, 0, row, batch.ctx, 0))

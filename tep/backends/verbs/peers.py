@@ -84,6 +84,7 @@ class Peers:
         self._by_address: dict[Address, Peer] = {}
         self._latest: dict[int, Peer] = {}  # by identity
         self._unsettled: dict[Peer, None] = {}
+        self._lifting: dict[Peer, None] = {}  # to be let in again, once their fence has ended
         # Scatters go to the same peers again and again: who they are is kept after the first, a
         # fan is made for the second; both until some peer loses its connection.
         self._sets: dict[bytes, list[Conn]] = {}
@@ -181,8 +182,6 @@ class Peers:
             self.notes.hear(peer, hello, now_s)
         else:
             try:
-                if len(hello.qps) == 1:
-                    peer.fence()
                 peer.negotiation.hear(hello, now_s)
             except FabricError as error:
                 self._abandon(peer, error)
@@ -284,7 +283,7 @@ class Peers:
     def new_conn(self, peer: Peer) -> Conn:
         """Make queue pairs for a peer."""
         number = next(self._numbers)
-        conn = Conn(self.device, self._queues, peer, number, self._rng, rows=not peer.fenced)
+        conn = Conn(self.device, self._queues, peer, number, self._rng, rows=not peer.shut)
         self.conns.update((number, conn) for number, _ in conn.ids)
         self.sources.add((number for number, _ in conn.ids), peer.number)
         return conn
@@ -293,11 +292,16 @@ class Peers:
         """Take a connection out of use; its rows come back flushed."""
         peer = conn.peer
         if peer.conn is conn:
-            peer.conn = peer.live = None
-            self.up[peer.number] = None
-            self._forget_sets()
+            peer.conn = None
+            self.pause(peer)
         if not conn.lost:
             self.draining.add(conn, self.clock_s())
+
+    def pause(self, peer: Peer) -> None:
+        """Post nothing more on a peer's connection; what comes for it is kept."""
+        peer.live = None
+        self.up[peer.number] = None
+        self._forget_sets()
 
     def fail(self, conn: Conn, status: int, now_s: float) -> None:
         """A completion says that a connection is broken."""
@@ -318,7 +322,7 @@ class Peers:
         if drained:
             self.sources.remove(numbers)
         else:  # what comes of it all the same still has a source, until its number is used again
-            conn.peer.blurred |= not self.device.dead
+            conn.peer.blurred |= bool(conn.qps) and not self.device.dead
             self.trouble = f"the queue pairs with {conn.peer.where} did not return what they held"
             self.writer.fail_all(self.lost_status(conn), [conn])
             self.messages.fail_all(self.lost_status(conn), conn)
@@ -330,11 +334,44 @@ class Peers:
             BadDescriptor: these bytes are no address of such a NIC.
         """
         peer = self._peer(Address.decode(source))
-        peer.fence()
+        peer.shut = True
+        peer.fail_rows(Status.UNREACHABLE)
+        self._lifting.pop(peer, None)
         if peer.conn is not None and peer.conn.qps:
             peer.negotiation.lose()
             self.drop(peer.conn)
         self.draining.fence(peer, ctx)
+
+    def unfence(self, source: bytes, now_s: float) -> None:
+        """Let rows of a NIC land again; while its fence is being put up, wait for the end of that.
+
+        Raises:
+            BadDescriptor: these bytes are no address of such a NIC.
+        """
+        peer = self._by_address.get(Address.decode(source))
+        if peer is not None and peer.gone is None:
+            self._lifting[peer] = None
+            self._lift(now_s)
+
+    def _lift(self, now_s: float) -> None:
+        """Ask those that we let in again for a fresh connection, and others whether theirs stands.
+
+        For those may have fenced us, and let us in again, without our having heard of either.
+        """
+        for peer in [peer for peer in self._lifting if not self.draining.is_fencing(peer)]:
+            del self._lifting[peer]
+            if peer.gone is not None or (peer.shut and peer.blurred):
+                continue
+            lifted, peer.shut = peer.shut, False
+            try:
+                if lifted:
+                    peer.negotiation.start(now_s)
+                elif peer.negotiation.connected:
+                    peer.check(now_s)
+            except FabricError as error:
+                self._abandon(peer, error)
+            else:
+                self._unsettled[peer] = None
 
     def why_silent(self) -> Status:
         """What is told of rows and messages to which there was no answer."""
@@ -375,12 +412,16 @@ class Peers:
                 self._abandon(peer, error)
             if peer.negotiation.next_s is None and not (peer.rows or peer.messages):
                 self._unsettled.pop(peer, None)
-            elif peer.negotiation.next_s is None and peer.negotiation.phase is not Phase.UP:
+            elif peer.negotiation.next_s is None and (
+                peer.refused or peer.negotiation.phase is not Phase.UP
+            ):
                 self.attend(peer, now_s)
         if self.notes.open:
             self.notes.progress(now_s)
         if self.draining.busy:
             self.draining.progress(now_s, n, whole=whole)
+        if self._lifting:
+            self._lift(now_s)
         if self.writer.tails:
             self.writer.post_tails()
 

@@ -59,7 +59,7 @@ STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
         Status.RNR: "the peer had no receive posted for too long: its engine is not being turned",
         Status.UNREACHABLE: "no answer within timeout and retries: the peer or its process is "
         "gone, or packets get lost: compare MTU, GID and PFC settings of both ends; or a failover "
-        "has fenced rows between these two NICs off, until one of their engines is opened anew",
+        "has fenced rows between these two NICs off",
         Status.STALE_PEER: "the peer was opened again; exchange addresses and descriptors anew",
         Status.NIC_DOWN: "the device reported a fatal error, or its port stayed down while another "
         "NIC's was up; whether the row landed is unknown",
