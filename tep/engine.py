@@ -201,7 +201,7 @@ class TransferEngine(EngineMembers):
 
         A lease is over when it has run out or was revoked *and* nobody can write any more: wait for
         `grant.over`. Until then the region cannot be deregistered. nbytes=-1: to the region's end.
-        A silent writer is fenced off for life; with fence=False, or where NICs cannot fence
+        A silent writer is fenced off until it speaks; with fence=False, or where NICs cannot fence
         (`caps.imm_source` False), its lease ends in quarantine.
 
         Raises:
