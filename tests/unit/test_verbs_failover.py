@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tep.api import Pages
+from tep.api import EngineOptions, Pages
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.sources import Sources
@@ -321,7 +321,10 @@ class Engines:
     def _open(self, devices, name, options):
         opened = open_domains(devices, name=name, **options)
         driver = InlineDriver(self.ring)
-        return TransferEngine(opened.domains, driver=driver, name=name, epoch=opened.epoch)
+        quick = EngineOptions(probe_first_s=0.02, probe_max_s=0.2)
+        return TransferEngine(
+            opened.domains, driver=driver, name=name, epoch=opened.epoch, options=quick
+        )
 
     def write(self, imm):
         pages = Pages(np.arange(256))
@@ -412,6 +415,43 @@ def test_writes_both_ways_outlive_what_happens_to_a_nic(stub, engines, what, tur
     assert (engines.source == engines.target).all()
     assert (source == target).all()
     assert {1: 256} == dict(a.stats().imms_unexpected) == dict(b.stats().imms_unexpected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("both", [False, True])
+def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
+    """One connection serves both ways: it is used again when both sides have let go of it."""
+    a, b, every = engines.a, engines.b, Pages(np.arange(256))
+    source, target = engines.source[::-1].copy(), np.zeros_like(engines.target)
+    back = (b.reg_mr(source)[0], every), (a.reg_mr(target)[1], every)
+
+    def write_all(imm):
+        engines.target[:] = target[:] = 0
+        sent = [engines.write(imm)]
+        if both:
+            sent.append(b.submit_paged_writes(PAGE, *back, imm=imm))
+        counts = zip((b, a), sent, strict=False)
+        waits = [*sent, *(engine.expect_imm_count(imm, 256) for engine, _ in counts)]
+        for handle in waits:
+            handle.wait(10)
+        assert (engines.source == engines.target).all()
+        assert not both or (source == target).all()
+        return sum(handle.stats().rows_again for handle in sent)
+
+    def shut():
+        return [link.shut for engine in (a, b) for link in engine._peers.links.values()]
+
+    write_all(0)
+    for imm in range(1, 7):
+        stub.set(Knob.LOSE_ACK, 30 * imm)
+        write_all(imm)
+        assert any(shut())
+        until_s = time.monotonic() + 20
+        while any(shut()):
+            assert time.monotonic() < until_s, f"not opened again: {shut()}"
+            engines.turn()
+    assert 0 == write_all(7)
+    assert 6 <= sum(link.fences.total() for e in (a, b) for link in e._peers.links.values())
 
 
 def test_one_nic_whose_link_is_cut_is_kept(stub):

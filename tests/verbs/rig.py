@@ -36,7 +36,10 @@ def engine(name, devices, ring=None, **options):
     """An engine turned by a thread, or by whoever waits if a ring is given."""
     opened = open_domains(devices, name=name, **{**FAST, **options})
     driver = ThreadDriver(name) if ring is None else InlineDriver(ring)
-    return TransferEngine(opened.domains, driver=driver, name=opened.name, epoch=opened.epoch)
+    quick = tep.EngineOptions(probe_first_s=0.1)  # a path that was lost is asked for soon
+    return TransferEngine(
+        opened.domains, driver=driver, name=opened.name, epoch=opened.epoch, options=quick
+    )
 
 
 @contextlib.contextmanager

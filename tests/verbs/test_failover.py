@@ -67,6 +67,27 @@ def test_a_queue_pair_that_dies_at_the_receiver_takes_nothing_along(soft_devices
         turn_until(a, lambda: a._worker.recovery.rows)
 
 
+def test_a_path_that_lost_rows_is_used_again(soft_devices):
+    """A cable that is put back in carries its share, or every bad minute costs bandwidth."""
+    with halfway(soft_devices) as (a, b):
+        with netem(["nic4"], "loss 100%"):
+            turn_until(a, lambda: a._worker.recovery.rows)
+        link = next(iter(a._peers.links.values()))
+        turn_until(a, lambda: link.fences and not link.shut)
+        source, target = noise(16 * PAGE, 3), buffer(16 * PAGE)
+        (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
+        before = [sum(count for _, count in each.tally.items()) for each in b._worker._arrivals]
+        got = b.expect_imm_count(3, 16)
+        again = a.submit_paged_writes(PAGE, (mr, pages(16)), (desc, pages(16)), imm=3)
+        again.wait(20)
+        got.wait(20)
+        after = [sum(count for _, count in each.tally.items()) for each in b._worker._arrivals]
+
+        assert (source == target).all()
+        assert 0 == again.stats().rows_again
+        assert [8, 8] == [now - was for now, was in zip(after, before, strict=True)]
+
+
 def victim(pipe, devices):
     """The other process: offers memory, and is killed."""
     with engine("victim", devices) as here:
