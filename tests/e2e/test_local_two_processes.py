@@ -24,6 +24,7 @@ import tep
 from tep.engine import TransferEngine
 from tep.errors import ClosedError, FabricError, WaitTimeout
 from tep.wire import MrDesc, NetAddr
+from tests.support.descriptors import open_descriptors
 
 PATIENCE_S = 60.0
 MIB = 1 << 20
@@ -112,10 +113,6 @@ def remotes() -> Iterator[type[Remote]]:
     yield Kept
     for remote in made:
         remote.close()
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def engine(nics: int = 1, **options) -> TransferEngine:
@@ -274,7 +271,7 @@ def test_a_killed_sender_leaves_its_receiver_well(remotes) -> None:
         ).replace("imm=range(500)", "imm=np.arange(500, dtype=np.uint32)")
         remotes()(code)
         mine.expect_imm_count(0, 1).wait(PATIENCE_S)
-        before = descriptors()
+        before = open_descriptors()
         for turn in range(3):
             sender = remotes()
             sender(code)
@@ -284,9 +281,9 @@ def test_a_killed_sender_leaves_its_receiver_well(remotes) -> None:
             assert 3 == target[turn]
         deadline = time.monotonic() + PATIENCE_S
         most = before + 3 * 2  # each peer's pipes are two descriptors of this process's
-        while descriptors() > most and time.monotonic() < deadline:
+        while open_descriptors() > most and time.monotonic() < deadline:
             mine.imm_counter(0).take(0)  # a look at the engine: it lets go when it hears
-        assert descriptors() <= most
+        assert open_descriptors() <= most
         mine.deregister(handle)
 
 
@@ -434,12 +431,12 @@ def test_joining_and_leaving_leaves_nothing_behind(remotes) -> None:
         for _ in range(10):
             visit()
         gc.collect()
-        before = descriptors()
+        before = open_descriptors()
         mappings = len(Path("/proc/self/maps").read_text().splitlines())
         for _ in range(60):
             visit()
         gc.collect()
         mine.expect_imm_count(2, 0).wait(PATIENCE_S)
 
-        assert descriptors() <= before + 12
+        assert open_descriptors() <= before + 12
         assert len(Path("/proc/self/maps").read_text().splitlines()) <= mappings + 40

@@ -7,58 +7,27 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from tep.drivers import InlineDriver, ThreadDriver
 from tep.errors import ClosedError, UsageError
+from tests.support.descriptors import open_descriptors
+from tests.support.machines import FakeMachine, Handle
 
 PATIENCE_S = 20.0
 """How long a test waits for what must happen at once; reached only where the driver is broken."""
 
 
-class Handle:
-    """Something to wait for, settled by the test."""
-
-    def __init__(self) -> None:
-        self.settled = False
-        self._callbacks: list[Callable[[Handle], object]] = []
-
-    def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
-        if self.settled:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
-
-    def remove_done_callback(self, callback: Callable[[Handle], object]) -> None:
-        if callback in self._callbacks:
-            self._callbacks.remove(callback)
-
-    def settle(self) -> None:
-        self.settled = True
-        for callback in self._callbacks:
-            callback(self)
-
-
-class Machine:
+class Machine(FakeMachine):
     """A machine that does the work it was told, and says where it was turned."""
 
     def __init__(self) -> None:
-        self.todo: list[Callable[[], object]] = []
+        super().__init__()
         self.steps = 0
         self.delivered = 0
-        self.armed = threading.Event()
         self.stepped_by: set[int] = set()
-        self.fds: list[int] = []
-        self.arms = True
-        self.is_watching = False
-        self.is_busy = False
-        self.crashed_by: BaseException | None = None
-
-    def crash(self, error: BaseException) -> None:
-        self.crashed_by = error
 
     def step(self) -> bool:
         self.steps += 1
@@ -70,23 +39,6 @@ class Machine:
 
     def deliver(self) -> None:
         self.delivered += 1
-
-    def busy(self) -> bool:
-        return self.is_busy
-
-    def watching(self) -> bool:
-        return self.is_watching
-
-    def must_poll(self) -> bool:
-        return False
-
-    def wakeup_fds(self) -> list[int]:
-        return self.fds
-
-    def arm(self) -> bool:
-        if self.arms:
-            self.armed.set()
-        return self.arms
 
 
 @pytest.fixture
@@ -106,10 +58,6 @@ def driver(machine: Machine) -> Iterator[ThreadDriver]:
 def asleep(machine: Machine) -> None:
     """Wait until the worker is about to sleep (it arms as the last thing before)."""
     assert machine.armed.wait(PATIENCE_S)
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 # --- the thread driver ---------------------------------------------------------------------------
@@ -278,7 +226,7 @@ def test_waits_that_time_out_leave_nothing_on_the_handle(driver: ThreadDriver) -
     for _ in range(3):
         assert not driver.wait(handle, 0.0)
 
-    assert [] == handle._callbacks
+    assert [] == handle.callbacks
 
 
 def test_idle_uses_no_cpu(driver: ThreadDriver, machine: Machine) -> None:

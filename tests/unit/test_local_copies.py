@@ -24,6 +24,7 @@ from tep.backends.local.memory import arena_of
 from tep.backends.local.rings import COPYING
 from tep.errors import FabricError, UsageError
 from tep.memory import adapt
+from tests.support.descriptors import open_descriptors
 
 NBYTES = 64 * 1024
 
@@ -141,7 +142,7 @@ def test_shared_memory_is_mapped_once_and_let_go_with_its_last_region(pair) -> N
 def test_alloc_shared_is_freed_with_its_last_array() -> None:
     """Memory that nobody can reach any more must not fill /dev/shm's memory."""
     gc.collect()
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    before = open_descriptors()
     whole = alloc_shared(5000)
     part = whole[100:200]
     address = part.ctypes.data
@@ -153,7 +154,7 @@ def test_alloc_shared_is_freed_with_its_last_array() -> None:
     gc.collect()
 
     assert arena_of(address, 100) is None
-    assert before == len(list(Path("/proc/self/fd").iterdir()))
+    assert before == open_descriptors()
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1.5, "4096"])

@@ -7,45 +7,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from tep.errors import ClosedError, UsageError
 from tep.turning import TurnDriver
+from tests.support.descriptors import open_descriptors
+from tests.support.machines import FakeMachine, Handle
 
 PATIENCE_S = 30.0
 
 
-class Handle:
-    """Something to wait for; whoever settles it owes its callbacks."""
-
-    def __init__(self) -> None:
-        self.settled = False
-        self.callbacks: list[Callable[[Handle], object]] = []
-
-    def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
-        self.callbacks.append(callback)
-        if self.settled:
-            callback(self)
-
-    def remove_done_callback(self, callback: Callable[[Handle], object]) -> None:
-        if callback in self.callbacks:
-            self.callbacks.remove(callback)
-
-
-class Machine:
+class Machine(FakeMachine):
     """Does what it is told, one at a time, and notes on which thread."""
 
     def __init__(self) -> None:
-        self.todo: list[Callable[[], object]] = []
+        super().__init__()
         self.ended: list[Handle] = []
         self.turned_by: list[int] = []
         self.inside = threading.Lock()
-        self.armed = threading.Event()
-        self.is_busy = self.is_watching = False
-        self.fds: list[int] = []
-        self.crashed_by: BaseException | None = None
 
     def settle(self, handle: Handle) -> None:
         """Submit: settle this handle in the next step."""
@@ -70,30 +50,10 @@ class Machine:
     def deliver(self) -> None:
         ended, self.ended = self.ended, []
         for handle in ended:
-            for callback in tuple(handle.callbacks):
-                callback(handle)
+            handle.call_back()
 
     def owing(self) -> bool:
         return self.is_watching or any(handle.callbacks for handle in self.ended)
-
-    def busy(self) -> bool:
-        return self.is_busy
-
-    def watching(self) -> bool:
-        return self.is_watching
-
-    def must_poll(self) -> bool:
-        return False
-
-    def wakeup_fds(self) -> list[int]:
-        return self.fds
-
-    def arm(self) -> bool:
-        self.armed.set()
-        return True
-
-    def crash(self, error: BaseException) -> None:
-        self.crashed_by = error
 
 
 @pytest.fixture
@@ -116,10 +76,6 @@ def let_go(driver: TurnDriver) -> None:
     while driver._due or driver._turner:
         assert time.monotonic() < until, "somebody keeps the turn"
         os.sched_yield()
-
-
-def descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def in_thread(function: Callable[[], object]) -> threading.Thread:
@@ -468,11 +424,11 @@ def test_a_forked_child_cannot_turn(driver: TurnDriver, machine: Machine) -> Non
 
 def test_its_descriptors_go_with_it(machine: Machine) -> None:
     """A service that opens engines for months would run out of them."""
-    before = descriptors()
+    before = open_descriptors()
     for _ in range(5):
         driver = TurnDriver("test")
         driver.start(machine)
         driver.close()
         del driver
 
-    assert descriptors() <= before + 3
+    assert open_descriptors() <= before + 3
