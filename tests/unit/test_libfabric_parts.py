@@ -183,7 +183,7 @@ def test_rows_come_back_once_and_in_any_order():
 
     assert {9: 10} == slots.give_back(shuffled[:10])
     assert {9: 29} == slots.give_back_many(np.array(shuffled[10:39], np.int64))
-    assert 9 == slots.give_back_one(shuffled[39])
+    assert 9 == slots.take_back(shuffled[39]).batch.ctx
     assert (0, 0, 0, 0) == (slots.open, slots.nbytes, peer.open, region.open)
     assert {} == slots.tickets
     with pytest.raises(AssertionError, match="completed twice"):
@@ -207,7 +207,7 @@ def test_rows_that_were_given_up_do_not_come_back_as_others():
     assert {} == slots.give_back([contexts[2]])
     assert slots.take_failed(contexts[3]) is None
     assert (4, 2) == (slots.open, region.open)
-    assert slots.give_back_one(contexts[0]) is None
+    assert slots.take_back(contexts[0]) is None
     assert (4, 1, 4 * 64) == (slots.open, region.open, slots.nbytes)
 
 

@@ -110,10 +110,11 @@ class Queue:
             put_completion(out, at, _IMM, _OK, 1, words[_DATA] & _IMM_MASK, 0, 0, 0)
             return filled + 1
         if flags & _LOCAL:
-            ctx = self._slots.give_back_one(words[_CONTEXT])
-            if ctx is None:
+            ticket = self._slots.take_back(words[_CONTEXT])
+            if ticket is None:
                 return filled
-            put_completion(out, at, _WRITE, _OK, 1, 0, 0, ctx, 0)
+            ticket.peer.heard = True
+            put_completion(out, at, _WRITE, _OK, 1, 0, 0, ticket.batch.ctx, 0)
             return filled + 1
         self._take_frame(words[_CONTEXT], words[_LEN])
         return filled

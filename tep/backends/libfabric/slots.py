@@ -272,8 +272,8 @@ class Slots:
         """Whether a completion's context is one of ours."""
         return self._base <= context < self._end
 
-    def give_back_one(self, context: int) -> int | None:
-        """Take one finished row back; return its batch's ctx, None if it was given up."""
+    def take_back(self, context: int) -> Ticket | None:
+        """Take one row back, finished or failed; return its ticket, None if it was given up."""
         slot = (context - self._base) >> 6
         number = self._owners[slot]
         assert number != _FREE, f"a row completed twice: slot {slot}"
@@ -283,10 +283,9 @@ class Slots:
         ticket = self.tickets.get(number)
         if ticket is None:
             self._count_given_up(number, 1)
-            return None
-        self._count_off(ticket, 1)
-        ticket.peer.heard = True
-        return ticket.batch.ctx
+        else:
+            self._count_off(ticket, 1)
+        return ticket
 
     def give_back(self, contexts: list[int]) -> dict[int, int]:
         """Take finished rows back; return how many of each batch, by its ctx."""
@@ -353,22 +352,15 @@ class Slots:
 
     def take_failed(self, context: int) -> tuple[Ticket, int] | None:
         """Take one failed row back: its ticket and its index in the batch; None if given up."""
-        slot = (context - self._base) >> 6
-        number = self._owners[slot]
-        assert number != _FREE, f"a row completed twice: slot {slot}"
-        self._owners[slot] = _FREE
-        self._frees[self._top] = context
-        self._top += 1
-        ticket = self.tickets.get(number)
+        ticket = self.take_back(context)
         if ticket is None:
-            self._count_given_up(number, 1)
             return None
+        slot = (context - self._base) >> 6
         at = (
             ticket.slots.index(slot)
             if isinstance(ticket.slots, list)
             else _where(ticket.slots, slot)
         )
-        self._count_off(ticket, 1)
         return ticket, ticket.row + at
 
     def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
