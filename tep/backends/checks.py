@@ -1,6 +1,6 @@
 """What every backend refuses in the same words, whatever it drives; `base` says what it promises.
 
-Nothing here knows a provider. Not the engine's checks: those are above the seam, in `requests`.
+Nothing here knows a provider. The engine's own checks are above the seam, in `core.requests`.
 """
 
 from __future__ import annotations

@@ -188,5 +188,5 @@ def _play(
         how = "" if eager else ", eager=False"
         if window_ps != WINDOW_PS:
             how += f", window_ps={window_ps}"
-        again = f"tep.testing.replay_path({scenario!r}, {choices.path}{how})"
+        again = f"tep.testing.explore.replay_path({scenario!r}, {choices.path}{how})"
         raise Violation(f"{what}\nreplay: {again}") from found.__cause__

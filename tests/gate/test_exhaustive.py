@@ -69,7 +69,7 @@ def test_every_order_around_a_death(pages: int, node: str) -> None:
 def test_a_planted_bug_is_found_and_its_order_replays() -> None:
     """An exploration that finds nothing in a wrong engine is no proof of a right one."""
     with planted("imm_on_last_only"):
-        with pytest.raises(Violation, match=r"replay: tep\.testing\.replay_path") as found:
+        with pytest.raises(Violation, match=r"replay: tep\.testing\.explore\.replay_path") as found:
             explore(tiny(2, 1))
         path = eval(str(found.value).rpartition("), ")[2].rstrip(")") + ")")  # noqa: S307  # ours
         with pytest.raises(Violation) as again:
