@@ -21,6 +21,7 @@ from tep.apps.moe.routing import sort_copies
 from tep.apps.moe.shm import SharedMemory
 from tep.apps.moe.turn import imm_of, partial_flag
 from tep.apps.moe.words import Word
+from tests.support.tensors import TORCHES, get_torch
 
 SMALL = {"num_experts": 8, "topk": 2, "hidden": 16, "max_tokens": 4, "world": 4}
 
@@ -115,6 +116,27 @@ def test_types_come_back_as_they_went() -> None:
     assert np.float32 == like(np.zeros((2, 8), np.uint8), None, moe.Format.FP32).dtype
     with pytest.raises(tep.BadRequest, match="x: float8_e4m3fn of shape"):
         as_rows(x, 3, 2, "x")
+
+
+@pytest.fixture(params=TORCHES)
+def torch(request, monkeypatch):
+    return get_torch(request.param, monkeypatch)
+
+
+def test_torch_tensors_come_back_as_tensors(torch) -> None:
+    """Experts are torch modules; half as many bytes as promised would land as other tokens."""
+    x = torch.tensor([[1, 2, 3], [4, 5, 6]], dtype=torch.bfloat16, requires_grad=True)
+    rows = as_rows(x, 3, 2, "x")
+    back = like(rows, x, moe.Format.BF16)
+
+    assert [[1, 2, 3], [4, 5, 6]] == to_f32(rows, moe.Format.BF16).tolist()
+    assert isinstance(back, torch.Tensor)
+    assert torch.bfloat16 == back.dtype
+    assert rows.tobytes() == back.view(torch.uint8).numpy().tobytes()
+    assert torch.uint8 == like(rows, x, moe.Format.FP8).dtype, "no type of x's fits"
+    for wrong in (x.detach().view(torch.uint8), x.detach().view(torch.int16)[0]):
+        with pytest.raises(tep.BadRequest, match=r"x: .* of shape .*\[n, 3\] of 2 bytes each"):
+            as_rows(wrong, 3, 2, "x")
 
 
 def test_the_weighted_sum_has_a_fixed_order() -> None:

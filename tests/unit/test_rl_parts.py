@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import tracemalloc
 
 import numpy as np
@@ -31,6 +32,7 @@ from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import make_schedule
 from tep.apps.rl.timeline import from_reports, write_perfetto
 from tep.apps.rl.weights import Checkpoint, write_safetensors
+from tests.support.tensors import TORCHES, get_torch
 
 MiB = 1 << 20
 
@@ -300,9 +302,37 @@ def test_families_name_their_tensors_in_their_own_way(change, name):
     assert name in {tensor.name for tensor in model.tensors}
 
 
-def test_the_format_is_that_of_the_safetensors_package(tmp_path):
-    """A reader that reads only its own files is no reader."""
-    reference = pytest.importorskip("safetensors.numpy")
+def test_the_format_is_as_it_is_described(tmp_path):
+    """Eight bytes of length, JSON, values: a reader that reads only its own files is no reader."""
+    x, y = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float16)
+    entries = {
+        "__metadata__": {"format": "pt"},
+        "x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [4, 28]},
+        "y": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]},
+    }
+    header = json.dumps(entries).encode()
+    data = len(header).to_bytes(8, "little") + header + y.tobytes() + x.tobytes()
+    (tmp_path / "theirs").write_bytes(data)
+    theirs = Checkpoint(tmp_path / "theirs")
+    tensors = Tensor("y", (2,), "fp16", 0), Tensor("x", (2, 3), "fp32", 0)
+    write_safetensors(tmp_path / "mine", zip(tensors, (y, x), strict=True))
+    mine = (tmp_path / "mine").read_bytes()
+    end = 8 + int.from_bytes(mine[:8], "little")
+
+    assert x.tolist() == theirs.whole("x").tolist()
+    assert y.tolist() == theirs.whole("y").tolist()
+    assert {name: entries[name] for name in "xy"} == json.loads(mine[8:end])
+    assert y.tobytes() + x.tobytes() == mine[end:]
+
+
+@pytest.fixture
+def reference():
+    """The package itself, which the tests do not ask for."""
+    return pytest.importorskip("safetensors.numpy")
+
+
+def test_the_format_is_that_of_the_safetensors_package(reference, tmp_path):
+    """A description can be misread; the package cannot."""
     _, checkpoint = _small_file(tmp_path / "a")
     values = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.ones(2, np.float16)}
     reference.save_file(values, tmp_path / "b")
@@ -313,10 +343,14 @@ def test_the_format_is_that_of_the_safetensors_package(tmp_path):
         assert sorted(checkpoint.names()) == sorted(opened.keys())
 
 
+@pytest.fixture(params=TORCHES)
+def torch(request, monkeypatch):
+    return get_torch(request.param, monkeypatch)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_torch_tensors_are_shards_too(dtype):
+def test_torch_tensors_are_shards_too(torch, dtype):
     """Trainers have tensors; a copy of a terabyte to make arrays of them is no answer."""
-    torch = pytest.importorskip("torch")
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     tensor = torch.tensor(values.tolist(), dtype=getattr(torch, dtype), requires_grad=True)
 
@@ -324,6 +358,13 @@ def test_torch_tensors_are_shards_too(dtype):
 
     assert (values == found.astype(np.float32)).all()
     assert found.ctypes.data == tensor.data_ptr()
+    with pytest.raises(tep.UsageError, match="numpy array or a torch tensor, not"):
+        as_array([1.0])
+
+
+def test_without_torch_a_shard_is_an_array(monkeypatch):
+    """An ImportError would send whoever passes a list to install torch."""
+    monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(tep.UsageError, match="numpy array or a torch tensor, not"):
         as_array([1.0])
 

@@ -30,19 +30,19 @@ def as_rows(values: Any, width: int, nbytes: int, what: str) -> Bytes:
     Raises:
         BadRequest: another shape or element size.
     """
-    if type(values).__module__.partition(".")[0] == "torch":
-        torch = __import__("torch")  # only for whoever has it already
-        values = values.detach().contiguous().view(torch.uint8).numpy()
-        if values.ndim != 2 or values.shape[1] != width * nbytes:
-            raise BadRequest(f"{what}: {values.shape} bytes; [n, {width}] of {nbytes} bytes each")
-        found: Bytes = values
-        return found
-    array = np.ascontiguousarray(values)
-    if array.ndim != 2 or array.shape[1] != width or array.dtype.itemsize != nbytes:
+    is_torch = type(values).__module__.partition(".")[0] == "torch"
+    array: Any = values.detach().contiguous() if is_torch else np.ascontiguousarray(values)
+    element_bytes = array.element_size() if is_torch else array.itemsize
+    if array.ndim != 2 or array.shape[1] != width or element_bytes != nbytes:
         raise BadRequest(
-            f"{what}: {array.dtype} of shape {array.shape}; [n, {width}] of {nbytes} bytes each"
+            f"{what}: {array.dtype} of shape {tuple(array.shape)}; [n, {width}] of {nbytes} bytes "
+            "each"
         )
-    return array.view(np.uint8).reshape(len(array), width * nbytes)
+    if is_torch:
+        torch = __import__("torch")  # only for whoever has it already
+        array = array.view(torch.uint8).numpy()
+    found: Bytes = array.view(np.uint8).reshape(len(array), width * nbytes)
+    return found
 
 
 def like(rows: Bytes, sample: Any, fmt: Format) -> Any:

@@ -6,8 +6,8 @@ larger than a row of quantisation blocks lives outside staging, or the watermark
 
 from __future__ import annotations
 
-import importlib
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +59,8 @@ def as_array(values: object) -> Array:
     """
     if isinstance(values, np.ndarray):
         return values
-    torch = importlib.import_module("torch")  # whoever has a tensor has it
-    if not isinstance(values, torch.Tensor):
+    torch = sys.modules.get("torch")  # whoever has a tensor has imported it
+    if torch is None or not isinstance(values, torch.Tensor):
         raise UsageError(f"a shard is a numpy array or a torch tensor, not {type(values)!r}")
     tensor = values.detach().cpu()
     bf16 = tensor.dtype == torch.bfloat16  # numpy has no such thing; the bits are the same
