@@ -22,6 +22,7 @@ from tep.backends.libfabric.process import sweep_shm
 from tep.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
 from tep.ffi import libfabric as fi
 from tep.memory import adapt
+from tests.support.here import need_libfabric
 
 OPEN = """
 import os, signal, sys
@@ -32,10 +33,7 @@ opened = libfabric.open_domains(provider={provider!r})
 
 @pytest.fixture(autouse=True)
 def _here():
-    try:
-        libfabric.probe()
-    except BackendUnavailable as error:
-        pytest.skip(f"not here: {error}")
+    need_libfabric()
 
 
 def run(body, provider="shm", *, before=(), **options):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tep.backends import libfabric
-from tep.errors import BackendUnavailable
+from tests.support.here import need_libfabric
 
 NODE = Path(__file__).with_name("moe_node.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,10 +59,7 @@ def far(provider: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _libfabric() -> None:
-    try:
-        libfabric.probe()
-    except BackendUnavailable as error:
-        pytest.skip(reason=str(error))
+    need_libfabric()
 
 
 @pytest.mark.slow

@@ -9,9 +9,19 @@ import pytest
 
 from tep.backends import libfabric
 from tep.errors import BackendUnavailable
+from tep.ffi.libfabric import Libfabric, load
 from tep.testing.verbs_stub import Stub, build
 
-__all__ = ["need_stub", "require"]
+__all__ = ["need_libfabric", "need_stub", "require"]
+
+
+def need_libfabric() -> Libfabric:
+    """The library, whatever its providers; skip where there is none."""
+    try:
+        libfabric.probe()
+    except BackendUnavailable as error:
+        pytest.skip(f"not here: {error}")
+    return load()
 
 
 def require(provider: str) -> None:

@@ -87,9 +87,7 @@ def test_what_is_missing_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(bench.shutil, "which", lambda _: None)
     with pytest.raises(LookupError, match="no C compiler"):
         bench._build(tmp_path / "yardstick")
-    monkeypatch.undo()
-    if bench.shutil.which("cc") is None and bench.shutil.which("gcc") is None:
-        pytest.skip("no C compiler here: the other two reasons cannot come up")
+    monkeypatch.setattr(bench.shutil, "which", lambda name: name)
     monkeypatch.setattr(bench, "SOURCE", tmp_path / "absent.c")
     with pytest.raises(LookupError, match=r"absent\.c: the yardstick is in a checkout only"):
         bench._build(tmp_path / "yardstick")

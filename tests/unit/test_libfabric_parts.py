@@ -28,6 +28,7 @@ from tep.errors import BackendUnavailable, BadDescriptor
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric_data import fi_mr_dmabuf, iovec
 from tep.memory import adapt
+from tests.support.here import need_libfabric
 
 LOOPBACK = (
     struct.pack("<H", socket.AF_INET) + struct.pack(">H", 4000) + bytes([127, 0, 0, 1]) + bytes(8)
@@ -335,13 +336,6 @@ def test_explain_says_what_done_means():
         with tep.TransferEngine.open("libfabric", nics=1, **options) as engine:
             assert words in engine.explain()
             assert "provider tcp of libfabric" in engine.explain()
-
-
-def need_libfabric():
-    try:
-        return fi.load()
-    except BackendUnavailable as error:
-        pytest.skip(f"not here: {error}")
 
 
 @pytest.mark.parametrize("cuda", [False, True])

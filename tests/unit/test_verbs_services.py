@@ -13,7 +13,7 @@ from tep.control.known import PeerChange
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
 from tep.errors import FabricError, LeaseError
-from tep.testing.verbs_stub import build
+from tests.support.here import need_stub
 
 FAST = {"handshake_s": 0.2, "timeout": 8, "drain_s": 0.2, "resend_s": 0.005}
 EVERY_S, LOST_S = 0.02, 0.3
@@ -57,10 +57,7 @@ class Engines:
 
 @pytest.fixture
 def engines():
-    try:
-        stub = build()
-    except LookupError as error:
-        pytest.skip(str(error))
+    stub = need_stub()
     stub.reset()
     found = Engines(stub)
     yield found

@@ -1,0 +1,37 @@
+"""What the tests excuse the want of is there wherever scripts/setup gets it; see support/here.py.
+
+Else a library that is no longer found would skip its tests one and all, and the run would pass.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from tep.backends import libfabric
+from tep.testing.verbs_stub import build
+
+HAS_WHEEL = sys.platform == "linux" and platform.machine() in {"x86_64", "aarch64"}
+GETS_PACKAGES = bool(os.environ.get("CI")) and os.geteuid() == 0
+
+
+@pytest.mark.skipif(not HAS_WHEEL, reason="no wheel with libfabric is made for this system")
+@pytest.mark.parametrize("provider", ["tcp", "tcp;ofi_rxm", "shm"])
+def test_libfabric_and_its_providers_are_found(provider) -> None:
+    """Its wheel comes with the tests' own requirements: no provider of it may be skipped."""
+    for domain in libfabric.open_domains(provider=provider).domains:
+        domain.close()
+
+
+@pytest.mark.skipif(not GETS_PACKAGES, reason="setup installs Debian packages in CI only, as root")
+def test_ci_has_a_compiler_and_the_headers() -> None:
+    """The layouts of both libraries and all of the verbs backend are tested with these."""
+    build()
+
+    assert shutil.which("cc")
+    assert Path("/usr/include/rdma/fabric.h").exists()
