@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import pytest
@@ -113,12 +112,7 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

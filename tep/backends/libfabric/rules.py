@@ -7,7 +7,7 @@ provider's source and manual and unproven on hardware. Nothing here calls libfab
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
@@ -73,8 +73,20 @@ class Rules:
     msg_bytes_max: int = 64 * KiB
 
 
-_EFA_CAPS: Final = fi.FI_LOCAL_COMM | fi.FI_REMOTE_COMM
 _NEVER: Final = 1 << 63
+
+_EFA: Final = Rules(
+    provider="efa",
+    names=("efa",),
+    fabric="efa",
+    caps=fi.FI_LOCAL_COMM | fi.FI_REMOTE_COMM,
+    leases=False,
+    hardware=True,
+    copies_from=_NEVER,
+    releases_from=_NEVER,
+    window_bytes=_NEVER,
+    ordered=False,
+)
 
 RULES: Final[Mapping[str, Rules]] = MappingProxyType(
     {
@@ -101,29 +113,11 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
                 delivery_complete=True,
             ),
             Rules(provider="shm", names=("shm",), by_pid=True, peers_max=256),
-            Rules(
-                provider="efa",
-                names=("efa",),
-                fabric="efa",
-                caps=_EFA_CAPS,
-                leases=False,
-                hardware=True,
-                copies_from=_NEVER,
-                releases_from=_NEVER,
-                window_bytes=_NEVER,
-                ordered=False,
-            ),
-            Rules(
+            _EFA,
+            replace(
+                _EFA,
                 provider="efa-direct",
-                names=("efa",),
                 fabric="efa-direct",
-                caps=_EFA_CAPS,
-                leases=False,
-                hardware=True,
-                copies_from=_NEVER,
-                releases_from=_NEVER,
-                window_bytes=_NEVER,
-                ordered=False,
                 msg_bytes_max=4 * KiB,  # its messages are one packet of about 8 KiB (its manual)
             ),
         )
