@@ -149,19 +149,24 @@ def test_templates_keep_nothing_of_the_batch_before(stub, rig):
         assert batch.n == sum(count for _, count, _ in rig.settle(batch.n))
 
 
-def test_a_scatter_is_one_request_a_peer(stub, rig):
-    """Rows to many peers share a set of templates; each must end on its own queue pair."""
+@pytest.fixture
+def peers(stub, rig):
+    """For ten rows in turn to the rig's peer and to another, which is connected."""
     third = open_domains(["stub2"], name="c", library=stub.path).domains[0]
     other = rig.a.connect(third.address)
     poll = new_completions(8)
     rig.until(lambda: third.poll(poll) == 0 and all(rig.a.connections))
-    peers = np.array([rig.peer, other] * 5, np.uint64)
+    yield np.array([rig.peer, other] * 5, np.uint64)
+    third.close()
+
+
+def test_a_scatter_is_one_request_a_peer(stub, rig, peers):
+    """Rows to many peers share a set of templates; each must end on its own queue pair."""
     mark = stub.seen()
     rig.a.post(rig.rows(range(10), nbytes=0, imm=5, peer=peers), 0, 10)
     seen = stub.since(mark)
     qps = [conn.qp for conn in rig.a.connections]
     back = rig.settle(10)
-    third.close()
 
     assert qps * 5 == [row.qp for row in seen]
     assert [1] * 10 == [row.last for row in seen]
@@ -169,13 +174,8 @@ def test_a_scatter_is_one_request_a_peer(stub, rig):
 
 
 @pytest.fixture
-def fan(stub, rig):
+def fan(stub, rig, peers):
     """A rig with a second peer: rows to both in turn, and what the stub read of them."""
-    third = open_domains(["stub2"], name="c", library=stub.path).domains[0]
-    other = rig.a.connect(third.address)
-    poll = new_completions(8)
-    rig.until(lambda: third.poll(poll) == 0 and all(rig.a.connections))
-    peers = np.array([rig.peer, other] * 5, np.uint64)
 
     def post(start=0, **columns):
         mark = stub.seen()
@@ -184,8 +184,7 @@ def fan(stub, rig):
         assert 10 == rig.a.post(batch, 0, 10)
         return batch, stub.since(mark)
 
-    yield rig, post
-    third.close()
+    return rig, post
 
 
 def test_scatters_to_the_same_peers_keep_nothing_of_the_one_before(fan):
