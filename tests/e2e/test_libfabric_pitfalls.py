@@ -27,6 +27,7 @@ from tests.support.here import need_libfabric
 OPEN = """
 import os, signal, sys
 from tep.backends import libfabric
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
 opened = libfabric.open_domains(provider={provider!r})
 """
 

@@ -367,6 +367,15 @@ def test_a_step_that_fails_ends_the_engine_as_on_the_worker(
     assert not driver._thread.is_alive()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own handler, also where a shell started the tests with SIGINT ignored (`&`)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("by", ["submit", "wait"])
 def test_ctrl_c_ends_the_call_and_not_a_step(driver: TurnDriver, machine: Machine, by: str) -> None:
     """An interrupt between a post and its account would leave the engine in two minds."""
@@ -388,6 +397,7 @@ def test_ctrl_c_ends_the_call_and_not_a_step(driver: TurnDriver, machine: Machin
     assert driver.wait(handle, PATIENCE_S), "the engine goes on"
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_wakes_a_sleeping_waiter(driver: TurnDriver, machine: Machine) -> None:
     """A hung cell of a notebook is interrupted now, not when its timeout ends."""
     machine.armed.clear()
