@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.here import need_libfabric
+from tests.support.ranks import outcomes, start_rank
 
 NODE = Path(__file__).with_name("moe_node.py")
-ROOT = Path(__file__).resolve().parents[2]
 WORLD = 4
 
 
@@ -25,25 +23,10 @@ def run_processes(backend: str, *, node_size: int = 1, turns: int = 2) -> list[s
         for rank in range(WORLD):
             fd = listener.fileno() if rank == 0 else -1
             arguments = [backend, rank, WORLD, port, fd, node_size, turns]
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, str(NODE), *map(str, arguments)],
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    cwd=ROOT,
-                    pass_fds=[fd] if fd >= 0 else [],
-                )
-            )
-        try:
-            said = [rank.communicate(timeout=90) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-    failed = [error for rank, (_, error) in zip(ranks, said, strict=True) if rank.returncode]
-    assert [] == failed
-    return [out.strip() for out, _ in said]
+            ranks.append(start_rank(NODE, *arguments, fds=[fd] if fd >= 0 else []))
+        ended = outcomes(ranks, timeout_s=90)
+    assert [] == [errors for status, _, errors in ended if status]
+    return [out.strip() for _, out, _ in ended]
 
 
 def rows(said: list[str]) -> int:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
@@ -14,6 +11,7 @@ from tep import rendezvous
 from tep.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous import Place
 from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused, prove
+from tests.support.ranks import outcomes, start_ranks
 
 TOKEN = "a secret of these tests"  # noqa: S105  # of these tests
 
@@ -26,6 +24,13 @@ def listen() -> tuple[socket.socket, int]:
 
 def place(rank: int, size: int, port: int, token: str = TOKEN) -> Place:
     return Place(rank=rank, size=size, port=port, token=token)
+
+
+def begin(size: int) -> tuple[asyncio.Future[rendezvous.AsyncGroup], int]:
+    """Rank 0 of a job, which waits for the others, and its port; in the running loop."""
+    listener, port = listen()
+    joining = rendezvous.join_async(place(0, size, port), timeout_s=20.0, listener=listener)
+    return asyncio.ensure_future(joining), port
 
 
 async def meet(size: int, timeout_s: float = 20.0) -> list[rendezvous.AsyncGroup]:
@@ -147,10 +152,7 @@ def test_a_wrong_rank_is_refused_with_the_reason_and_harms_nobody(wrong, message
     """Two jobs on one port must not mix, and must not end each other either."""
 
     async def main() -> tuple[object, list[list[bytes]]]:
-        listener, port = listen()
-        zero = asyncio.ensure_future(
-            rendezvous.join_async(place(0, 2, port), timeout_s=20.0, listener=listener)
-        )
+        zero, port = begin(2)
         [refused] = await asyncio.gather(
             rendezvous.join_async(Place(port=port, **wrong), timeout_s=20.0),
             return_exceptions=True,
@@ -171,10 +173,7 @@ def test_a_rank_that_is_here_already_is_refused() -> None:
     """Two processes with one rank would share its addresses, and lose each other's pages."""
 
     async def main() -> list[object]:
-        listener, port = listen()
-        zero = asyncio.ensure_future(
-            rendezvous.join_async(place(0, 3, port), timeout_s=20.0, listener=listener)
-        )
+        zero, port = begin(3)
         twins = [
             asyncio.ensure_future(rendezvous.join_async(place(1, 3, port), timeout_s=20.0))
             for _ in range(2)
@@ -193,10 +192,7 @@ def test_a_stranger_who_talks_nonsense_is_turned_away_and_reported() -> None:
     """A port scanner, or a health check, must not end the job, nor make it allocate."""
 
     async def main() -> tuple[object, bytes]:
-        listener, port = listen()
-        zero = asyncio.ensure_future(
-            rendezvous.join_async(place(0, 2, port), timeout_s=20.0, listener=listener)
-        )
+        zero, port = begin(2)
         for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x05\x00\x00\x00junk!", b""):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(nonsense)
@@ -236,10 +232,7 @@ def test_a_proof_is_good_for_one_rank_only() -> None:
     """Who listens in on rank 1 must not be able to come as rank 2."""
 
     async def main() -> list[Message]:
-        listener, port = listen()
-        zero = asyncio.ensure_future(
-            rendezvous.join_async(place(0, 3, port), timeout_s=20.0, listener=listener)
-        )
+        zero, port = begin(3)
         said = [
             await answer(port, TOKEN, 1, 2),
             await answer(port, TOKEN + "?", 1, 1),
@@ -256,10 +249,7 @@ def test_a_rank_that_left_while_others_came_may_come_again() -> None:
     """A job's rank is restarted by its launcher; the first one's place must not stay taken."""
 
     async def main() -> list[list[bytes]]:
-        listener, port = listen()
-        zero = asyncio.ensure_future(
-            rendezvous.join_async(place(0, 3, port), timeout_s=20.0, listener=listener)
-        )
+        zero, port = begin(3)
         assert isinstance(await answer(port, TOKEN, 1, 1), Joined)
         both = [
             asyncio.ensure_future(rendezvous.join_async(place(rank, 3, port), timeout_s=20.0))
@@ -456,24 +446,8 @@ print(b",".join(found).decode())
 def test_processes_meet_by_environment() -> None:
     """The blocking form's loop runs inside calls only: what was sent must be out by then."""
     listener, port = listen()
-    env = {
-        **os.environ,
-        "WORLD_SIZE": "3",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TEP_TOKEN": TOKEN,
-    }
     with listener:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, str(listener.fileno())],
-                env={**env, "RANK": str(rank)},
-                pass_fds=[listener.fileno()],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        outputs = [process.communicate(timeout=100)[0] for process in ranks]
+        ranks = start_ranks(3, port, "-c", SCRIPT, listener.fileno(), fds=[listener.fileno()])
+        ended = outcomes(ranks)
 
-    assert ["process 0,process 1,process 2\n"] * 3 == outputs
+    assert ["process 0,process 1,process 2\n"] * 3 == [out for _, out, _ in ended], ended
