@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.testing.lab import Host
+from tep.testing.tap import Mover
 
 if TYPE_CHECKING:
     from tep.testing.stage import Stage
@@ -22,18 +23,11 @@ ECHO_IMM: Final = 0xEC40
 
 
 @dataclass(slots=True, eq=False)
-class _Answers:
-    """All answers of one incarnation; for a tap they are one Mover."""
+class _Answers(Mover):
+    """All answers of one incarnation."""
 
     host: Host
     handles: list[Transfer] = field(default_factory=list)
-    posted: int = 0
-    back: int = 0
-    failed: int = 0
-    faults: set[tuple[int, int]] = field(default_factory=set)
-
-    def may_post(self) -> str:
-        return ""
 
 
 class Echo:

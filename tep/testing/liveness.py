@@ -6,7 +6,6 @@ stays; a write between two live engines that have a way left has to be done in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Final
 
@@ -17,6 +16,7 @@ from tep.sim.chaos_parts import NicState
 from tep.testing.lab import Host
 from tep.testing.scenario import SENDER
 from tep.testing.stage import Stage
+from tep.testing.tap import Mover
 
 __all__ = ["go_on"]
 
@@ -25,23 +25,10 @@ _BYTES: Final = bytes(range(1, 98))
 _EVENTS_MAX: Final = 20_000
 
 
-@dataclass(slots=True, eq=False)
-class _Anything:
-    """A mover to whom every row belongs: nothing is judged by rows any more."""
-
-    posted: int = 0
-    back: int = 0
-    failed: int = 0
-    faults: set[tuple[int, int]] = field(default_factory=set)
-
-    def may_post(self) -> str:
-        return ""
-
-
 def go_on(stage: Stage) -> None:
     """Heal the fabric and write once more to every receiver. Raises Violation."""
     stage.lab.fabric.heal()
-    stage.probing = _Anything()
+    stage.probing = Mover()  # of every row: nothing is judged by rows any more
     _rest(stage)
     if not stage.sender.live:
         return

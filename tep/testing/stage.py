@@ -43,8 +43,8 @@ class Violation(AssertionError):
 
 
 @dataclass(slots=True, eq=False)
-class Run:
-    """One round of one transfer, from its submit on; for a tap it is a Mover.
+class Run(Mover):
+    """One round of one transfer, from its submit on.
 
     Attributes:
         hosts: the receivers, in the incarnations whose descriptors it names.
@@ -63,10 +63,6 @@ class Run:
     handle: Transfer | None = None
     settled: int = 0
     cancelled: bool = False
-    posted: int = 0
-    back: int = 0
-    failed: int = 0
-    faults: set[tuple[int, int]] = field(default_factory=set)
     snapshot: tuple[bytes, ...] = ()
     used: list[tuple[Host, int, int]] = field(default_factory=list)
 

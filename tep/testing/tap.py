@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,7 +23,8 @@ _WRITE, _IMM, _DOWN, _SENT = int(Kind.WRITE), int(Kind.IMM), int(Kind.DOWN), int
 _OK = int(Status.OK)
 
 
-class Mover(Protocol):
+@dataclass(slots=True, eq=False, kw_only=True)
+class Mover:
     """What rows belong to: one transfer, as far as a tap is concerned.
 
     Attributes:
@@ -31,13 +32,14 @@ class Mover(Protocol):
         faults: (status, NIC of the sender) of each kind of error that its rows had.
     """
 
-    posted: int
-    back: int
-    failed: int
-    faults: set[tuple[int, int]]
+    posted: int = 0
+    back: int = 0
+    failed: int = 0
+    faults: set[tuple[int, int]] = field(default_factory=set)
 
     def may_post(self) -> str:
-        """Why no row of it may be posted now; "" if it may."""
+        """Say why no row of it may be posted now; "" if it may."""
+        return ""
 
 
 class Ledger:
