@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from unittest import mock
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -212,6 +213,19 @@ def test_an_old_answer_is_none():
         net.left.negotiation.hear(hello, net.now_s)
         assert not net.left.sends, hello.kind
     net.run(3)
+    assert net.joined
+
+
+@pytest.mark.parametrize("lost", range(3))
+def test_questions_to_a_peer_that_asks_do_not_drown_the_answer(lost):
+    """Where each third datagram is lost, it would be the third of a request and two answers."""
+    net = Net((k % 3 == lost, 1, 1) for k in itertools.count())
+    net.left.negotiation.start(net.now_s)
+    while not net.right.negotiation.connected:
+        net.run(net.now_s + 0.001)
+    net.right.check()
+    net.run(net.now_s + PATIENCE_S + 1)
+
     assert net.joined
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import time
 from collections import Counter
 from unittest import mock
@@ -269,6 +271,54 @@ def test_where_no_fence_is_the_connection_stays(nodes):
     nodes.until(lambda: nodes.ended("a")[Status.OK] == nodes.ended("b")[Status.OK] == 180)
 
     assert before == (nodes.nics["a"].connections, nodes.nics["b"].connections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_fences_come_and_go_in_any_order(stub, seed):
+    """Whatever was fenced, lifted, asked and lost before: lifted at both ends, rows pass."""
+    rng = random.Random(seed)
+    nodes = Nodes(stub, "ab")
+    stub.set(Knob.DROP_DATAGRAMS, rng.choice([0, 3]))
+    numbers, posted, fences = itertools.count(1), {}, []
+    for _ in range(3):
+        for deed in rng.choices(["fence", "unfence", "write", "turn"], [1, 1, 3, 4], k=20):
+            here, there = rng.choice(["ab", "ba"])
+            if deed == "fence":
+                fences.append((here, next(numbers)))
+                nodes.nics[here].fence(nodes.nics[there].address, fences[-1][1])
+            elif deed == "unfence":
+                nodes.unfence(here, there)
+            elif deed == "write":
+                number, n = next(numbers), rng.choice([1, 5, 30])
+                posted[here, number] = n
+                nodes.write(here, there, n, imm=number, ctx=number)
+            else:
+                nodes.turn()
+        _settle(nodes, posted, fences)
+        first, then = rng.choice(["ab", "ba"])
+        nodes.unfence(first, then)
+        for _ in range(rng.randrange(6)):
+            nodes.turn()
+        nodes.unfence(then, first)
+        last = {(name, next(numbers)): 30 for name in "ab"}
+        for (here, there), (_, number) in zip(["ab", "ba"], last, strict=True):
+            nodes.write(here, there, 30, imm=number, ctx=number)
+        _settle(nodes, last, ())
+        assert all({Status.OK: 30} == nodes.statuses(*row) for row in last)
+        posted |= last
+    for nic in nodes.nics.values():
+        nic.close()
+
+
+def _settle(nodes, posted, fences):
+    """Wait for rows and fences; no row landed twice, and all those did that are said to have."""
+    nodes.until(lambda: all(nodes.statuses(*row).total() == n for row, n in posted.items()))
+    nodes.until(lambda: sum(nodes.ended(x, Kind.FENCED).total() for x in "ab") >= len(fences))
+    assert all(set(nodes.ended(name, Kind.FENCED)) <= {Status.OK} for name in "ab")
+    for (here, number), n in posted.items():
+        landed = nodes.imms("ba"["ab".index(here)])[here, number]
+        assert nodes.statuses(here, number)[Status.OK] <= landed <= n
 
 
 def test_a_nic_that_dies_hands_out_what_had_come(stub, nodes):

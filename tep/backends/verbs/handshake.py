@@ -300,6 +300,8 @@ class Negotiation:
             self._actions.ready(hello)
             self.phase = Phase.READY
             self._arm(now_s)
+        elif self.phase is Phase.CHECKING:
+            self.next_s = now_s + self._pause_s  # who asks has no answer to a question
         self._actions.say(Kind.REP, *self._pair)
 
     def _hear_reply(self, hello: Hello, now_s: float) -> None:
