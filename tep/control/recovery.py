@@ -9,7 +9,7 @@ without bytes.
 Rule 1: no row goes out again before its path is fenced. Rule 2: if every row of one immediate had
 landed, none of them is written again: the reader may have been released. Rule 3: an immediate
 follows only after all bytes that it could vouch for. Rule 4: sums that contradict each other end in
-an error, never in a guess.
+an error, never in a guess. Rule 5: a row is written again as often as there are paths, no more.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class Recovery:
         if not self.able or transfer.failure is not None:
             return _with_reason(error, self._why) if self._why else error
         remote, nic = pending.target(row)
+        if pending.tries >= len(self._group.domains) * len(remote.link.alive):
+            return _with_reason(error, f"it was lost on {pending.tries} paths before")
         for path in self.paths:
             if not path.asked and path.domain == pending.domain and path.holds(pending, row):
                 break

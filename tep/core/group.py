@@ -331,14 +331,16 @@ class DomainGroup:
             self.nic_down(pending.domain)
             lost = any(self.alive)
         elif status == Status.UNREACHABLE:
-            lost = self.shun(remote.link, nic)
+            others = [i for i, up in enumerate(self.alive) if up and i != pending.domain]
+            lost = self.shun(remote.link, nic) or remote.link.has_way(others)
         elif status == Status.STALE_PEER:
             self.stale(remote.link)
         elif status == Status.FLUSHED:
             peer = pending.batch.peer
             if (pending.domain, peer if isinstance(peer, int) else int(peer[row])) in self.unheard:
                 self.shun(remote.link, nic)  # a note took the rows along
-            lost = not (self.alive[pending.domain] and remote.link.alive[nic])
+            lost = (pending.domain, nic) in remote.link.shut
+            lost = lost or not (self.alive[pending.domain] and remote.link.alive[nic])
         known = transfer.failure
         error = row_error(self.domains[pending.domain], pending, row, status)
         final = self.hold(pending, row, error) if lost else error
@@ -458,7 +460,7 @@ class DomainGroup:
                 if not any(self.alive):
                     raise self._down_error()
                 moved = self._moved(pending, start, stop)
-                moved.rescue = rescue
+                moved.rescue, moved.tries = rescue, pending.tries
                 self._push(moved)
             except TepError as error:  # or a NIC that cannot connect to where its rows should go
                 self.lose(pending.transfer, stop - start, error)
@@ -471,7 +473,8 @@ class DomainGroup:
         """
         try:
             self.first_alive()
-            fresh = self._moved(old, row, row + 1)
+            fresh = self._moved(old, row, row + 1, turn=1)  # perhaps it is our NIC that is deaf
+            fresh.tries = old.tries + 1
         except TepError:
             self.lose(old.transfer, 1, error)
             if rescue is not None:
@@ -490,8 +493,8 @@ class DomainGroup:
         if rescue.left == 0:
             self.rescued(rescue)
 
-    def _moved(self, old: Pending, start: int, stop: int) -> Pending:
-        """The same rows, with the keys of the NICs they now go over."""
+    def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> Pending:
+        """The same rows, with the keys of the NICs they now go over; `turn` NICs on, both sides."""
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
-        routes = [self.route(old.domain, remote.link, nic) for remote, nic in targets]
+        routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])

@@ -56,7 +56,8 @@ class Pending:
 
     `nbytes` is the sum over the whole batch where somebody knew it, else -1. `lost` names the rows
     that came back with an error; `rescue` is what a row that is written again belongs to.
-    `is_piece` says that it is one of those in which a long batch is posted.
+    `is_piece` says that it is one of those in which a long batch is posted, `tries` on how many
+    lanes its row was lost before.
     """
 
     __slots__ = (
@@ -72,6 +73,7 @@ class Pending:
         "rescue",
         "stop",
         "transfer",
+        "tries",
     )
 
     def __init__(
@@ -94,6 +96,7 @@ class Pending:
         self.lost: set[int] = _NO_ROWS
         self.rescue: Rescue | None = None
         self.is_piece = False
+        self.tries = 0
 
     def lose(self, row: int) -> None:
         """Take note of a row that came back with an error."""

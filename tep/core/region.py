@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 import numpy as np
@@ -154,6 +154,10 @@ class Link:
             found = self._lanes[key] = Lane()
             found.sent.forgot = self.again  # the peer's sums are since the beginning, ours are not
         return found
+
+    def has_way(self, ours: Iterable[int]) -> bool:
+        """Whether a lane from one of these NICs of ours is not shut."""
+        return any((i, j) not in self.shut for i in ours for j in range(len(self.alive)))
 
     def fence(self, domain: int, remote: int) -> None:
         """The peer says that nothing lands any more of what was sent on a lane."""

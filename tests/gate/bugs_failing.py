@@ -61,8 +61,8 @@ def moves_with(keep: Callable[[Pending, Pending, int], None]) -> list[Change]:
     """Let keep(old, fresh, start) spoil the rows that move to another NIC."""
     moved = DomainGroup._moved
 
-    def spoiled(self, old, start, stop):
-        fresh = moved(self, old, start, stop)
+    def spoiled(self, old, start, stop, turn=0):
+        fresh = moved(self, old, start, stop, turn)
         keep(old, fresh, start)
         return fresh
 

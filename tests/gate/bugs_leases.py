@@ -72,7 +72,7 @@ def restart_is_an_end() -> list[Change]:
     return [(Leases, "_silent", trusting)]
 
 
-@bug(budget=400)
+@bug(budget=1200)
 def paths_ignored() -> list[Change]:
     """The writer names paths over which bytes may come, and the owner fences none of them."""
     stopped = Leases._stopped
@@ -83,7 +83,7 @@ def paths_ignored() -> list[Change]:
     return [(Leases, "_stopped", deaf)]
 
 
-@bug(budget=800)
+@bug(budget=1200)
 def paths_turned_round() -> list[Change]:
     """The owner takes the writer's NIC for its own, and its own for the writer's."""
     stopped = Leases._stopped
@@ -160,7 +160,7 @@ def end_not_remembered() -> list[Change]:
     return [(Holds, "_ended", forgetful)]
 
 
-@bug(budget=400)
+@bug(budget=1200)
 def doubts_kept_back() -> list[Change]:
     """The writer does not say over which paths bytes may still come."""
     answer = Holds._answer

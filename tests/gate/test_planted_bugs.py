@@ -129,9 +129,9 @@ def counted(seen: Counter[str], owner: type, name: str, what: str) -> Iterator[N
     """Count the calls of a method."""
     original = getattr(owner, name)
 
-    def count(*args: object) -> object:
+    def count(*args: object, **knobs: object) -> object:
         seen[what] += 1
-        return original(*args)
+        return original(*args, **knobs)
 
     with mock.patch.object(owner, name, count):
         yield

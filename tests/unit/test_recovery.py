@@ -14,6 +14,7 @@ from tep.core.transfer import Transfer
 from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
+from tep.sim.faults_at import mute
 from tests.support.ends import Ends, finish_all
 from tests.support.orders import Chooser, Fabric
 
@@ -163,3 +164,27 @@ def test_cancel_meanwhile_is_confirmed_once_the_path_is_fenced() -> None:
         assert sent.cancelled or sent.done
         assert [] == world.a._worker.recovery.paths
         assert 0 == world.mr.inflight
+
+
+@pytest.mark.parametrize("nics", [(1, 2), (2, 2), (3, 4)])
+def test_a_nic_that_is_deaf_is_not_tried_for_ever(nics: tuple[int, int]) -> None:
+    """Its rows land and it never hears so: it answers probes, its paths open, and no row ends."""
+    chaos = Chaos.calm(dead_after_ps=300_000_000)
+    quick = EngineOptions(probe_first_s=20e-6, probe_max_s=40e-6)
+    with Cluster(2, nics, chaos=chaos, options=quick) as cluster:
+        a, b = cluster.engines
+        target = np.zeros(PAGES * PAGE, np.uint8)
+        source = np.arange(1, PAGES * PAGE + 1).astype(np.uint8)
+        (mr, _), (_, desc), pages = a.reg_mr(source), b.reg_mr(target), Pages(range(PAGES))
+        cluster.at(0.1, mute("a", 0, None))
+        sent = a.submit_paged_writes(PAGE, (mr, pages), (desc, pages), 7)
+        got = b.expect_imm_count(7, PAGES)
+        watch = b.watch_peer(a.main_address, every_s=20e-6, lost_after_s=1.0)  # turns both engines
+        if nics[0] > 1:
+            sent.wait(0.02)
+            got.wait(0.02)
+            assert (source == target).all()
+        else:
+            with pytest.raises(FabricError, match="on 2 paths before|UNREACHABLE"):
+                sent.wait(0.02)
+        watch.close()

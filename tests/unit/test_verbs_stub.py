@@ -14,19 +14,10 @@ from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs_wr import ENUMS
 from tep.memory import adapt
 from tep.testing.verbs_stub import Knob
-from tests.support.here import need_stub
 
 WRITE, WRITE_IMM = ENUMS["IBV_WR_RDMA_WRITE"], ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]
 SIGNALED = ENUMS["IBV_SEND_SIGNALED"]
 PAGE = 64
-
-
-@pytest.fixture
-def stub():
-    found = need_stub()
-    found.reset()
-    yield found
-    found.reset()
 
 
 class Rig:
