@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Column
 from tep.backends.hostcopy import HostRegion, copy_rows
-from tep.backends.local.libc import IOV_MAX, errno_of, read_remote, write_remote
+from tep.backends.local.libc import IOV_MAX, errno_of, read_remote, row_writer, write_remote
 
 __all__ = ["Failures", "Mover", "Target", "can_reach"]
 
@@ -65,6 +65,7 @@ class Mover:
         self._there_at: int = self._there.ctypes.data
         self._here_words = memoryview(self._here.data).cast("B").cast("Q")
         self._there_words = memoryview(self._there.data).cast("B").cast("Q")
+        self._write_row = row_writer(self._here_at, self._there_at)
 
     def move_row(self, pid: int, target: Target, src: int, dst: int, nbytes: int) -> int:
         """Copy one row; return 0, or errno."""
@@ -74,7 +75,7 @@ class Mover:
         here, there = self._here_words, self._there_words
         here[0], there[0] = src, dst
         here[1] = there[1] = nbytes
-        moved = write_remote(pid, self._here_at, 1, self._there_at, 1, 0)
+        moved = self._write_row(pid)
         if moved == nbytes:
             return 0
         return errno_of() if moved < 0 else errno.EFAULT

@@ -12,7 +12,15 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["IOV_MAX", "allow_any_tracer", "errno_of", "read_remote", "why", "write_remote"]
+__all__ = [
+    "IOV_MAX",
+    "allow_any_tracer",
+    "errno_of",
+    "read_remote",
+    "row_writer",
+    "why",
+    "write_remote",
+]
 
 IOV_MAX: Final = 1024
 """Entries that one call takes: UIO_MAXIOV of <linux/uio.h>, quoted."""
@@ -45,6 +53,22 @@ def _load(name: str) -> Callable[..., int]:
 write_remote: Final = _load("process_vm_writev")
 read_remote: Final = _load("process_vm_readv")
 errno_of: Final = ctypes.get_errno
+
+
+def row_writer(here: int, there: int) -> Callable[[int], int]:
+    """Make write_remote for one row: of a pid, from and to the iovecs at these addresses.
+
+    The argtypes of a function are applied anew in each call, 0.6 us of 2.2 (measured).
+    Here each argument brings its type along, made once; a plain int is a C int, which pid_t is.
+    """
+    try:
+        function = ctypes.CDLL(None, use_errno=True)["process_vm_writev"]
+    except (AttributeError, OSError):
+        return _absent
+    function.restype = ctypes.c_ssize_t
+    number, pointer = ctypes.c_ulong.from_param, ctypes.c_void_p.from_param
+    typed = pointer(here), number(1), pointer(there), number(1), number(0)
+    return lambda pid: function(pid, *typed)
 
 
 def allow_any_tracer() -> bool:

@@ -81,6 +81,7 @@ class Outbound:
         pid: of the peer's process, or 0 where the kernel does not let us write there.
         lane: what it reads from us; there once it is UP.
         words: of its port.
+        targets: the peer's regions that were used before, by key; see target().
         line: rows that wait, in order.
         letters: messages that wait for room in the lane: payload, ctx.
         open: ctx of the messages in the lane, in order.
@@ -121,7 +122,7 @@ class Outbound:
         self._pidfd = -1
         self._waits = False  # something could not be said
         self._board = 0
-        self._targets: dict[int, Target] = {}
+        self.targets: dict[int, Target] = {}
         self._shares: dict[int, tuple[Share, SharedMap]] = {}
         self.ask()
 
@@ -213,7 +214,7 @@ class Outbound:
             self._channel = None
         close_all([fd for fd in (self._peer_bell, self._pidfd, self.lane.fd) if fd >= 0])
         self._peer_bell = self._pidfd = self.lane.fd = -1
-        self._targets.clear()
+        self.targets.clear()
         for _, found in self._shares.values():
             found.close()
         self._shares.clear()
@@ -237,20 +238,16 @@ class Outbound:
 
     # --- what lies there
 
-    def known(self, key: int) -> Target | None:
-        """The peer's region of this key, if it was used before."""
-        return self._targets.get(key)
-
     def target(self, key: int) -> Target | None:
         """The peer's region of this key, or None. What changed since is found at the copy."""
-        found = self._targets.get(key)
+        found = self.targets.get(key)
         if found is not None:
             return found  # withdrawn since? That is seen at the copy
         if self.way is not Way.UP:
             return None
         word = TABLE + 4 * (key & REGIONS - 1)
         if not key or self.words[word] != key:
-            self._targets.pop(key, None)
+            self.targets.pop(key, None)
             return None
         self._fence()
         base, nbytes, share = self.words[word + 1 : word + 4].tolist()
@@ -259,16 +256,16 @@ class Outbound:
         mapped = self._mapped(share, base, nbytes) if share else None
         if self.way is not Way.UP:
             return None
-        if len(self._targets) >= _TARGETS_MAX:
-            self._targets.clear()
+        if len(self.targets) >= _TARGETS_MAX:
+            self.targets.clear()
         found = Target(key, word, base, nbytes, mapped)
         if not share or mapped is not None:  # else it may still come
-            self._targets[key] = found
+            self.targets[key] = found
         return found
 
     def forget(self, key: int) -> None:
         """A key was withdrawn."""
-        self._targets.pop(key, None)
+        self.targets.pop(key, None)
 
     def _mapped(self, number: int, base: int, nbytes: int) -> HostRegion | None:
         if number not in self._shares:
@@ -294,7 +291,7 @@ class Outbound:
     def _unshare(self, number: int) -> None:
         found = self._shares.pop(number, None)
         if found is not None:
-            self._targets.clear()
+            self.targets.clear()
             found[1].close()
 
     # --- telling it

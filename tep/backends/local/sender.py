@@ -37,6 +37,7 @@ It is 1,024 pages of 4 KiB, what one call of the kernel takes.
 """
 
 _SCALAR_MAX: Final = 3  # rows up to which a loop is cheaper than columns
+_UP: Final = Way.UP  # looking it up in its class takes 0.1 us
 _WRITE: Final = int(Kind.WRITE)
 _SENT: Final = int(Kind.SENT)
 
@@ -145,7 +146,7 @@ class Sender:
             self._fail(batch, start, stop, Status.UNREACHABLE)
             return
         out.line.append(Segment(batch, start, stop))
-        if len(out.line) == 1 and out.way is Way.UP and self._helping > 0:
+        if len(out.line) == 1 and out.way is _UP and self._helping > 0:
             self._serve(out)
         if out.line:
             self._active[out] = None
@@ -160,7 +161,7 @@ class Sender:
                 out.ask()
             if out.notes:
                 self.notes.serve(out)
-            if out.way is Way.UP:
+            if out.way is _UP:
                 if out.open or out.letters:
                     self._serve_letters(out)
                 if out.line and self._helping > 0:
@@ -175,7 +176,7 @@ class Sender:
         """Whether advance() would get on now; if not, all its peers were asked to ring our bell."""
         if not (self._active or self._lost):
             return False
-        waiting = [out for out in self._active if out.way is Way.UP]
+        waiting = [out for out in self._active if out.way is _UP]
         for out in waiting:
             out.lane.want()
         if waiting:
@@ -193,7 +194,7 @@ class Sender:
         """Carry out a peer's rows, in order, until the helping or the lane's room is used up."""
         was = out.lane.tail
         line = out.line
-        while line and self._helping > 0 and out.way is Way.UP:
+        while line and self._helping > 0 and out.way is _UP:
             segment = line[0]
             n = self._fitting(out, segment)
             if n == 0:
@@ -202,7 +203,7 @@ class Sender:
                 self._carry_each(out, segment, n)
             if segment.at == segment.stop:
                 line.popleft()
-        if out.way is Way.UP and out.lane.tail != was:
+        if out.way is _UP and out.lane.tail != was:
             out.publish()
 
     def _fitting(self, out: Outbound, segment: Segment) -> int:
@@ -245,7 +246,7 @@ class Sender:
         self._watches.look()
         segment.at += n
         self._helping -= max(total, 1)
-        if failures or out.way is not Way.UP:
+        if failures or out.way is not _UP:
             self._account(out, batch, at, n, dict(failures))
             return True
         imm = batch.imm
@@ -262,7 +263,7 @@ class Sender:
         """Complete n rows of which some failed, or all since the peer has died."""
         fine = 0
         for k in range(n):
-            code = codes.get(k, 0 if out.way is Way.UP else errno.ESRCH)
+            code = codes.get(k, 0 if out.way is _UP else errno.ESRCH)
             if code:
                 self._finish(self._status(out, code), batch.ctx, row=at + k)
             else:
@@ -277,7 +278,7 @@ class Sender:
         batch = segment.batch
         fine = moved = 0
         for row in range(segment.at, segment.at + n):
-            if out.way is not Way.UP or self._helping <= 0:
+            if out.way is not _UP or self._helping <= 0:
                 break
             status = self._carry_row(out, segment, row)
             if status is None:
@@ -303,9 +304,9 @@ class Sender:
         rkey = batch.rkey
         if not (isinstance(src, int) and isinstance(dst, int) and isinstance(nbytes, int)):
             return False
-        if not isinstance(rkey, int) or not 0 < nbytes <= self._helping or out.way is not Way.UP:
+        if not isinstance(rkey, int) or not 0 < nbytes <= self._helping or out.way is not _UP:
             return False
-        source, target, lane = self._sources.get(batch.lkey), out.known(rkey), out.lane
+        source, target, lane = self._sources.get(batch.lkey), out.targets.get(rkey), out.lane
         if (
             source is None
             or target is None
@@ -320,8 +321,8 @@ class Sender:
         lane.words[COPYING] = 0
         self._helping -= nbytes
         self._watches.look()
-        if code or out.way is not Way.UP:
-            status = Status.UNREACHABLE if out.way is not Way.UP else self._status(out, code)
+        if code or out.way is not _UP:
+            status = Status.UNREACHABLE if out.way is not _UP else self._status(out, code)
             self._finish(status, batch.ctx, row=row)
             return True
         if imm is not None:
@@ -358,7 +359,7 @@ class Sender:
             if code:
                 return self._status(out, code)
         self._watches.look()
-        if out.way is not Way.UP:
+        if out.way is not _UP:
             return Status.UNREACHABLE
         segment.moved = done + size
         return Status.OK if segment.moved == nbytes else None
@@ -376,7 +377,7 @@ class Sender:
     def _no_key(self, out: Outbound) -> Status:
         """The key does not hold: perhaps because the peer has closed."""
         self._watches.look()
-        return Status.REMOTE_KEY if out.way is Way.UP else Status.UNREACHABLE
+        return Status.REMOTE_KEY if out.way is _UP else Status.UNREACHABLE
 
     def _status(self, out: Outbound, code: int) -> Status:
         """What an errno of a copy means."""
@@ -410,7 +411,7 @@ class Sender:
             return True
         out.letters.append((bytes(payload), ctx))
         self._active[out] = None
-        if out.way is Way.UP:
+        if out.way is _UP:
             self._serve_letters(out)
         return True
 
@@ -448,7 +449,7 @@ class Sender:
             for segment in out.line:
                 self._fail(segment.batch, segment.at, segment.stop, status)
             out.line.clear()
-            if out.way is Way.UP and out.open:
+            if out.way is _UP and out.open:
                 for found in out.lane.take_acks():
                     self.done.append((_SENT, found, 1, 0, 0, out.open.popleft(), 0))
             self._end_letters(out, status)
