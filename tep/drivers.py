@@ -121,6 +121,9 @@ class Driver(Protocol):
         Callable from any thread, cheap when repeated.
         """
 
+    def nudge(self) -> None:
+        """Work was queued that can wait until a NIC has news: nothing comes of it before."""
+
     def call(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, on the thread that owns the NICs; return its result."""
 
@@ -160,6 +163,9 @@ class InlineDriver:
 
     def kick(self) -> None:
         """Nothing to do: the caller turns."""
+
+    def nudge(self) -> None:
+        """Nothing to do, as for kick()."""
 
     def turn(self) -> bool:
         """Step every machine of the ring once; True if any had work."""
@@ -256,6 +262,9 @@ class ThreadDriver:
         if not self._kicked:
             self._kicked = True
             self._ring()
+
+    def nudge(self) -> None:
+        """Nothing to do: whoever polls has the NICs armed, or the worker on its way."""
 
     def _ring(self) -> None:
         with contextlib.suppress(OSError):  # not started yet, or rung 2**64 times

@@ -16,6 +16,7 @@ from tep.control.lifecycle import Lifecycle
 from tep.control.mailroom import sooner
 from tep.core import report
 from tep.core.quarantine import doubt_all
+from tep.core.transfer import Expectation
 from tep.core.worker import Worker
 from tep.errors import BusyError, CallbackError, ClosedError, UsageError
 from tep.wire import NetAddr
@@ -224,7 +225,12 @@ class EngineMachine:
         if on_done is not None:
             handle.add_done_callback(on_done)
         self._worker.commands.append((command, handle))
-        self.driver.kick()
+        # Looked at once it is queued: whoever counts its immediates after this look had work, so
+        # turns again, and takes commands first.
+        if isinstance(handle, Expectation) and self._worker.is_early(handle):
+            self.driver.nudge()
+        else:
+            self.driver.kick()
         if self._closed:  # while we were on the way: nobody else would end this handle
             self.driver.call(self._end)
 

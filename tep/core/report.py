@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 from tep.core.handle import State
 from tep.core.plan import lanes, plan_paged, plan_single
 from tep.core.stats import EngineStats, NicBytes
+from tep.core.transfer import Expectation
 from tep.errors import UsageError
 from tep.units import MiB
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from tep.core.machine import EngineMachine
     from tep.core.quarantine import Quarantine
     from tep.core.region import Link, MrHandle
+    from tep.core.worker import Worker
     from tep.engine import TransferEngine
     from tep.wire import NetAddr
 
@@ -51,7 +53,7 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
         nics=tuple(map(NicBytes, group.rows, group.nbytes)),
         imms_counted=worker.imms.total,
         imms_unexpected=tuple(unexpected),
-        expectations=worker.imms.waiting,
+        expectations=worker.imms.waiting + _not_taken(worker),
         regions=len(engine._regions),
         peers=len(engine._peers.links),
         callback_errors=engine._errors,
@@ -59,6 +61,12 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
         transfers_in_doubt=group.in_doubt,
         bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
     )
+
+
+def _not_taken(worker: Worker) -> int:
+    """Expectations that are stated, and that no step has taken yet."""
+    asked = {handle for _, handle in tuple(worker.commands)} - worker.open.keys()
+    return sum(isinstance(handle, Expectation) and not handle.settled for handle in asked)
 
 
 def _quarantines(engine: EngineMachine) -> list[tuple[MrHandle, Quarantine]]:

@@ -246,6 +246,11 @@ class Worker:
         except TepError as error:
             self._end(expectation, State.FAILED, error)
 
+    def is_early(self, expectation: Expectation) -> bool:
+        """Whether nothing would come of its command now; may be asked from any thread."""
+        here = self.imms.counts.get(expectation.imm)
+        return here < expectation.count and expectation.sender is None and not self.notices.broken
+
     def tell(self, notice: Notice) -> None:
         """Command: have a peer's expectation of an immediate end in an error."""
         self.open[notice] = None

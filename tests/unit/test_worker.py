@@ -349,3 +349,40 @@ def test_nic_that_keeps_rows_at_close_is_named() -> None:
     own.nics[0].out.clear()
     with pytest.raises(AssertionError, match="closed without returning what it had: .*paged of 4"):
         own.engine.close()
+
+
+def test_an_early_expectation_needs_no_turn(monkeypatch) -> None:
+    """A turn for each would cost more than all else about it; one that is due has to have it."""
+    own, kicks = scripted(), []
+    monkeypatch.setattr(own.engine.driver, "kick", lambda: kicks.append(True))
+    early = own.engine.expect_imm_count(5, 2)
+    assert not kicks
+    assert 1 == own.engine.stats().expectations
+    own.nics[0].arrive(5, 2)
+    own.nics[0].arrive(6)
+    own.turn()
+    assert early.done
+    due = own.engine.expect_imm_count(6, 1)
+    assert kicks
+    own.turn()
+    assert due.done
+
+
+def test_an_expectation_stated_while_its_immediate_is_counted_is_met(monkeypatch) -> None:
+    """That step has taken its commands before: nobody else would look again, and it would hang."""
+    own, stated = scripted(), []
+    nic = own.nics[0]
+    poll = nic.poll
+
+    def state_then_poll(out) -> int:
+        monkeypatch.setattr(nic, "poll", poll)
+        stated.append(own.engine.expect_imm_count(5, 1))
+        return poll(out)
+
+    monkeypatch.setattr(nic, "poll", state_then_poll)
+    nic.arrive(5)
+    assert own.engine.step(), "a driver would not turn again"
+    assert own.engine.busy()
+    assert not stated[0].settled
+    own.engine.step()
+    assert stated[0].done
