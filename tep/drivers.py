@@ -30,6 +30,7 @@ __all__ = [
     "InlineDriver",
     "Interrupts",
     "Machine",
+    "Process",
     "Settles",
     "ThreadDriver",
     "Timed",
@@ -45,11 +46,34 @@ _signal: Final[Callable[[int, object], object]] = _plain.signal
 _getsignal: Final[Callable[[int], object]] = _plain.getsignal
 _SIGINT: Final = int(signal.SIGINT)
 
+_INTERRUPT: Final = signal.default_int_handler
+
 _LOOK_S: Final = 0.2
 """How often a blocked caller looks whether the worker still lives, seconds."""
 
 thread_id: Final = threading.get_ident
 """Who runs this, as a number other than 0."""
+
+
+class Process:
+    """What drivers remember of this process, since each look at it costs a system call.
+
+    Attributes:
+        forks: how often it, or those it descends from, forked; a driver belongs to one of them.
+        main: its main thread.
+    """
+
+    forks = 0
+    main = threading.main_thread().ident
+
+    @classmethod
+    def note_fork(cls) -> None:
+        """In the child: this is another process."""
+        cls.forks += 1
+        cls.main = threading.main_thread().ident
+
+
+os.register_at_fork(after_in_child=Process.note_fork)
 
 
 class Settles(Protocol):
@@ -200,8 +224,7 @@ class InlineDriver:
             "use wait() or turn()"
         )
 
-    def now_s(self) -> float:
-        return time.monotonic()
+    now_s = staticmethod(time.monotonic)
 
     def close(self) -> None:
         if self._machine in self.ring:
@@ -324,8 +347,7 @@ class ThreadDriver:
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         """Any real event loop will do: the worker turns the engine."""
 
-    def now_s(self) -> float:
-        return time.monotonic()
+    now_s = staticmethod(time.monotonic)
 
     def close(self) -> None:
         thread = self._thread
@@ -427,10 +449,7 @@ class Interrupts:
         self._mine = False
 
     def __enter__(self) -> Interrupts:
-        if (
-            threading.get_ident() == threading.main_thread().ident
-            and _getsignal(_SIGINT) is signal.default_int_handler
-        ):
+        if thread_id() == Process.main and _getsignal(_SIGINT) is _INTERRUPT:
             self._mine = True
             _signal(_SIGINT, self._note)
         return self
@@ -442,6 +461,6 @@ class Interrupts:
 
     def __exit__(self, *_: object) -> None:
         if self._mine:
-            _signal(_SIGINT, signal.default_int_handler)
+            _signal(_SIGINT, _INTERRUPT)
             if self.came:
                 raise KeyboardInterrupt

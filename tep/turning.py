@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import time
 from threading import Lock
 from typing import Final
 
-from tep.drivers import Interrupts, Machine, Settles, ThreadDriver, left_s, thread_id
+from tep.drivers import Interrupts, Machine, Process, Settles, ThreadDriver, left_s, thread_id
 from tep.errors import ClosedError
 
 __all__ = ["TurnDriver"]
@@ -76,7 +75,7 @@ class TurnDriver(ThreadDriver):
         self._until_s = math.inf  # the worker sleeps, unless it is rung
 
     def start(self, machine: Machine) -> None:
-        self._pid = os.getpid()
+        self._forks = Process.forks
         self._machine = machine
         # A caller that holds the turn sleeps on the first set, the worker without it on the second,
         # which is muted meanwhile.
@@ -91,7 +90,7 @@ class TurnDriver(ThreadDriver):
             self._kicked_here = True
             return
         self._kicked = True
-        if self._due or os.getpid() != self._pid:
+        if self._due or self._forks != Process.forks:
             return
         if not (self._calls or self._closing):
             with Interrupts(self._bell):
@@ -105,7 +104,7 @@ class TurnDriver(ThreadDriver):
     def wait(self, handle: Settles, timeout_s: float) -> bool:
         if self._turner == thread_id():
             return super().wait(handle, timeout_s)  # refuses
-        if os.getpid() != self._pid:
+        if self._forks != Process.forks:
             raise ClosedError(
                 "this engine belongs to the process that forked this one; open one in the child"
             )
@@ -157,8 +156,9 @@ class TurnDriver(ThreadDriver):
         self._turn.release()
         if not quiet or self._kicked or overslept:
             self._ring()
-        for waiting in self._line[:1] if quiet else ():
-            _release(waiting)
+        if quiet and self._line:
+            for waiting in self._line[:1]:  # it may have gone by now
+                _release(waiting)
         return quiet
 
     def _wanted(self) -> bool:

@@ -23,42 +23,47 @@ Callback = Callable[[int, int], object]
 
 
 class WatchPage:
-    """All watched words of one engine."""
+    """All watched words of one engine.
+
+    Attributes:
+        words: all of them, watched or not.
+        callbacks: of those that are watched, by index.
+    """
 
     def __init__(self) -> None:
         self.words: npt.NDArray[np.uint64] = np.zeros(WORDS, np.uint64)
         self._seen = np.zeros(WORDS, np.uint64)
-        self._callbacks: dict[int, Callback] = {}
+        self.callbacks: dict[int, Callback] = {}
 
     def __len__(self) -> int:
-        return len(self._callbacks)
+        return len(self.callbacks)
 
     def allocate(self, callback: Callback) -> int:
         """Return the index of a word that is 0 and watched from now on."""
-        index = next((k for k in range(WORDS) if k not in self._callbacks), None)
+        index = next((k for k in range(WORDS) if k not in self.callbacks), None)
         if index is None:
             raise BusyError(f"alloc_uvm_watcher: all {WORDS} words are in use; close some watchers")
         self.words[index] = self._seen[index] = 0
-        self._callbacks[index] = callback
+        self.callbacks[index] = callback
         return index
 
     def free(self, index: int) -> None:
         """Stop watching a word."""
-        self._callbacks.pop(index, None)
+        self.callbacks.pop(index, None)
 
     def look(self) -> Iterator[tuple[Callback, int, int]]:
         """(callback, old, new) of every watched word that changed since the last look.
 
         A watcher that is closed meanwhile, by a callback or by another thread, is left out.
         """
-        if not self._callbacks:
+        if not self.callbacks:
             return
         old, now = self._seen, self.words.copy()
         self._seen = now
         changed = np.flatnonzero(now != old).tolist()
-        found = [(k, callback) for k in changed if (callback := self._callbacks.get(k))]
+        found = [(k, callback) for k in changed if (callback := self.callbacks.get(k))]
         for k, callback in found:
-            if self._callbacks.get(k) is callback:
+            if self.callbacks.get(k) is callback:
                 yield callback, int(old[k]), int(now[k])
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "Row",
     "Status",
     "WriteBatch",
+    "first_completions",
     "new_completions",
     "put_completion",
 ]
@@ -108,6 +109,16 @@ put_completion: Final[Callable[..., None]] = Struct("=BBxxIIIQQ").pack_into
 
 Its stubs, unlike the arrays, do not say that these are buffers.
 """
+
+
+_take_completion: Final[Callable[..., Entry]] = Struct("=BBxxIIIQQ").unpack_from
+
+
+def first_completions(out: Completions, n: int) -> list[Entry]:
+    """The first entries as plain ints; for few this is a third of what tolist() costs."""
+    if n == 1:
+        return [_take_completion(out, 0)]
+    return [_take_completion(out, at) for at in range(0, n * COMPLETION_BYTES, COMPLETION_BYTES)]
 
 
 def new_completions(nrows: int) -> Completions:

@@ -29,10 +29,10 @@ from tep.core.pending import (
     template_of,
     varies,
 )
-from tep.core.plan import Share, lanes, plan_paged, plan_single, plan_targets
+from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
 from tep.core.region import Link, Remote, Targets, Template
-from tep.core.requests import Job, shares_of
+from tep.core.requests import DEFAULT, Job, shares_of
 from tep.core.sharing import SHARED_ROWS, cut_piece, is_long, share_backlog
 from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
@@ -45,6 +45,8 @@ _TURNS_MAX: Final = 64
 
 _TEMPLATES_MAX: Final = 256
 """Cursors that one set of targets remembers its columns for; odd mixes of NIC counts have more."""
+
+_OK: Final = int(Status.OK)
 
 _NEVER_LANDED: Final = {Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH}
 """Of such a row it is known that it made no immediate (C11)."""
@@ -116,16 +118,20 @@ class DomainGroup:
             self._deal_targets(transfer, job, job.remotes)
 
     def _deal_single(self, transfer: Transfer, job: Job, remote: Remote) -> None:
+        nlocal = len(self.domains)
+        if job.n == 1 and job.routing is DEFAULT:
+            lane, self._cursor = plan_row(nlocal, remote.nics, self._cursor)
+            self._enqueue(transfer, lane, 1, (job.src, job.dst, job.nbytes), job.imm, remote)
+            return
         assert isinstance(job.src, int)
         assert isinstance(job.dst, int)
         assert isinstance(job.nbytes, int)
-        nlocal = len(self.domains)
         cursor = self._cursor % lanes(nlocal, remote.nics)
         plan = plan_single(job.nbytes, nlocal, remote.nics, cursor, job.routing)
         self._cursor = plan.cursor
         for share in plan.shares:
             columns = (job.src + share.start, job.dst + share.start, share.stop - share.start)
-            self._enqueue(transfer, share, 1, columns, job.imm, remote)
+            self._enqueue(transfer, share[:2], 1, columns, job.imm, remote)
 
     def _deal_paged(self, transfer: Transfer, job: Job, remote: Remote) -> None:
         nlocal = len(self.domains)
@@ -134,13 +140,14 @@ class DomainGroup:
         self._cursor = plan.cursor
         src, dst, imm = job.src, job.dst, job.imm
         if len(plan.shares) == 1 or isinstance(src, int) or isinstance(dst, int):
-            self._enqueue(transfer, plan.shares[0], job.n, (src, dst, job.nbytes), imm, remote)
+            lane = plan.shares[0][:2]
+            self._enqueue(transfer, lane, job.n, (src, dst, job.nbytes), imm, remote)
             return
         for share in plan.shares:
             part = slice(share.start, share.stop)
             imms = imm if imm is None or isinstance(imm, int) else imm[part]
             columns = (src[part], dst[part], job.nbytes)
-            self._enqueue(transfer, share, share.stop - share.start, columns, imms, remote)
+            self._enqueue(transfer, share[:2], share.stop - share.start, columns, imms, remote)
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by bytes: every slice is a single write of its own over all NICs."""
@@ -152,7 +159,7 @@ class DomainGroup:
             shares, self._cursor = shares_of(job, remote.nics, nbytes, nlocal, cursor)
             for share in shares:
                 part = (src + share.start, dst + share.start, share.stop - share.start)
-                self._enqueue(transfer, share, 1, part, job.imm, remote)
+                self._enqueue(transfer, share[:2], 1, part, job.imm, remote)
 
     def _deal_targets(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by peers, barrier: one row a target, one batch a local NIC."""
@@ -194,33 +201,25 @@ class DomainGroup:
     def _enqueue(
         self,
         transfer: Transfer,
-        share: Share,
+        lane: tuple[int, int],
         n: int,
         columns: tuple[Column, Column, Column],
         imm: Column | None,
         remote: Remote,
     ) -> None:
         """Queue n rows on one lane; dst is an address for the target's NIC 0."""
-        domain, nic = share.domain, share.remote
+        domain, nic = lane
         link = remote.link
         usable = self.alive[domain] and link.alive[nic]
-        if not usable or (link.shut and (domain, nic) in link.shut):
+        if not usable or (link.shut and lane in link.shut):
             domain, nic = self.route(domain, link, nic)
         src, dst, nbytes = columns
         shift = remote.bases[nic] - remote.bases[0]
         mr = transfer.job.mr
         assert mr is not None
-        batch = WriteBatch(
-            n,
-            link.peer(domain, nic),
-            src,
-            mr.keys[domain].lkey,
-            shifted(dst, shift) if shift else dst,
-            remote.rkeys[nic],
-            nbytes,
-            imm,
-            0,
-        )
+        peer, lkey, rkey = link.peer(domain, nic), mr.keys[domain].lkey, remote.rkeys[nic]
+        at = shifted(dst, shift) if shift else dst
+        batch = WriteBatch(n, peer, src, lkey, at, rkey, nbytes, imm, 0)
         self._push(Pending(transfer, domain, batch, remote, nic))
 
     def _push(self, pending: Pending) -> None:
@@ -308,7 +307,7 @@ class DomainGroup:
         self.outstanding[domain] -= count
         transfer = pending.transfer
         over = pending.back == pending.stop  # else the batch ends where its rest is cut off
-        held = status != Status.OK and self._fail_rows(pending, count, status, row)
+        held = status != _OK and self._fail_rows(pending, count, status, row)
         if not held:
             transfer.left -= count
         if over:

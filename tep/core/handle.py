@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Protocol, Self, cast
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self, cast
 
 from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
 
@@ -26,6 +26,15 @@ class State(Enum):
     DONE = "done"
     CANCELLED = "cancelled"
     FAILED = "failed"
+
+    # By identity, as they compare. Enum's own is a Python function: 0.1 us for each dict entry.
+    __hash__ = object.__hash__
+
+
+# By name, since Python 3.11 takes 0.1 us to look a member up in its class.
+_PENDING: Final = State.PENDING
+_DONE: Final = State.DONE
+_CANCELLED: Final = State.CANCELLED
 
 
 class Owner(Protocol):
@@ -58,7 +67,7 @@ class Handle:
     def __init__(self, owner: Owner, submitted_s: float) -> None:
         self._owner = owner
         self.submitted_s = submitted_s
-        self._state = State.PENDING
+        self._state = _PENDING
         self._error: TepError | None = None
         self._callbacks: list[Callable[[Handle], object]] | None = None
         self._delivered = False
@@ -71,27 +80,22 @@ class Handle:
     @property
     def settled(self) -> bool:
         """Whether it has ended, in whatever way."""
-        return self._state is not State.PENDING
+        return self._state is not _PENDING
 
     @property
     def done(self) -> bool:
         """Whether it ended well."""
-        return self._state is State.DONE
+        return self._state is _DONE
 
     @property
     def cancelled(self) -> bool:
         """Whether it ended by cancel()."""
-        return self._state is State.CANCELLED
+        return self._state is _CANCELLED
 
     @property
     def error(self) -> TepError | None:
         """What went wrong, if it failed or was cancelled."""
         return self._error
-
-    @property
-    def awaited(self) -> bool:
-        """Whether somebody is to be called back."""
-        return bool(self._callbacks)
 
     def describe(self) -> str:
         """Say in one line what this is and how far it is; used in stall reports."""
@@ -108,7 +112,7 @@ class Handle:
         if self._error is not None:
             # Raised for each who asks: without this the tracebacks of all of them would pile up.
             raise self._error.with_traceback(None)
-        if self._state is State.PENDING:
+        if self._state is _PENDING:
             raise WaitTimeout(f"not settled yet: {self.describe()}")
 
     def wait(self, timeout: float | None = None) -> None:
@@ -124,9 +128,10 @@ class Handle:
         """
         owner = self._owner
         timeout_s = owner.wait_timeout_s if timeout is None else timeout
-        if self._state is State.PENDING and not owner.driver.wait(self, timeout_s):
+        if self._state is _PENDING and not owner.driver.wait(self, timeout_s):
             raise WaitTimeout(f"{self.describe()} after {timeout_s} s\n{owner.stall_report()}")
-        self.result()
+        if self._state is not _DONE:
+            self.result()
 
     def __await__(self) -> Generator[object, None, None]:
         """Wait without blocking the event loop; then as `result()`.
@@ -134,7 +139,7 @@ class Handle:
         Cancelling the task cancels only the wait.
         """
         loop = asyncio.get_running_loop()
-        if self._state is State.PENDING:
+        if self._state is _PENDING:
             self._owner.driver.check_await(loop)
             future: asyncio.Future[None] = loop.create_future()
 
@@ -162,42 +167,50 @@ class Handle:
         """
         mine = cast("Callable[[Handle], object]", callback)  # it is called with this handle only
         with self._owner.driver.lock:
-            if not self._delivered:
-                if self._callbacks is None:
-                    self._callbacks = [mine]
-                else:
-                    self._callbacks.append(mine)
-                return
-        self._call(mine)
+            if self._callbacks is None:
+                self._callbacks = [mine]
+            else:
+                self._callbacks.append(mine)
+        # Stored before this look; the worker looks at what is stored after it has said so. Where
+        # both see the other, who takes the callback out calls it.
+        if self._delivered and self._take_back(mine):
+            self._call(mine)
 
     def remove_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Take a callback back, once, if it has not been called yet."""
-        mine = cast("Callable[[Handle], object]", callback)
+        self._take_back(cast("Callable[[Handle], object]", callback))
+
+    def _take_back(self, callback: Callable[[Handle], object]) -> bool:
         with self._owner.driver.lock:
-            if self._callbacks is not None and mine in self._callbacks:
-                self._callbacks.remove(mine)
+            if self._callbacks is None or callback not in self._callbacks:
+                return False
+            self._callbacks.remove(callback)
+        return True
 
     def cancel(self) -> None:
         """Ask for an early end.
 
         It is confirmed by settling; what has ended already stays as it is.
         """
-        if self._state is State.PENDING:
+        if self._state is _PENDING:
             self._owner.cancel_handle(self)
 
     def _settle(self, state: State, error: TepError | None = None) -> None:
         """Worker only: end, once."""
-        assert self._state is State.PENDING, f"settled twice: {self.describe()}"
-        assert state is not State.PENDING
+        assert self._state is _PENDING, f"settled twice: {self.describe()}"
+        assert state is not _PENDING
         self._state = state  # first, so that the message says how it ended
-        if state is State.CANCELLED and error is None:
+        if state is _CANCELLED and error is None:
             error = Cancelled(f"cancelled: {self.describe()}")
         self._error = error
 
     def _deliver(self) -> None:
         """Driver only, outside the step: run the callbacks."""
+        self._delivered = True
+        if self._callbacks is None:  # nobody has ever asked: no lock, which is half of the price
+            return
         with self._owner.driver.lock:
-            callbacks, self._callbacks, self._delivered = self._callbacks, None, True
+            callbacks, self._callbacks = self._callbacks, None
         for callback in callbacks or ():
             self._call(callback)
 

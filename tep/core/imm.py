@@ -53,10 +53,13 @@ def check_imm(imm: SupportsIndex) -> int:
     Raises:
         BadRequest: it is not.
     """
-    try:
-        found = operator.index(imm)
-    except TypeError:
-        found = -1
+    if type(imm) is int:
+        found = imm
+    else:
+        try:
+            found = operator.index(imm)
+        except TypeError:
+            found = -1
     if not 0 <= found <= IMM_MAX:
         raise BadRequest(f"imm={imm!r} is not an integer of 32 bits (0 .. {IMM_MAX})")
     return found
@@ -178,9 +181,13 @@ class ImmTable(Generic[W]):
             BadRequest: the immediate is claimed by on_imm, so that it is never counted.
         """
         self.refuse_claimed(want.imm)
-        line = self._lines.setdefault(want.imm, deque())
+        line = self._lines.get(want.imm)
+        if line is None:
+            line = self._lines[want.imm] = deque()
         line.append(want)
-        self._fire(want.imm, line)
+        have = self.counts.get(want.imm)
+        if have >= line[0].count:
+            self._fire(want.imm, line, have)
 
     def refuse_claimed(self, imm: int) -> None:
         """Raise BadRequest if on_imm claims this immediate."""
@@ -195,7 +202,7 @@ class ImmTable(Generic[W]):
             return False
         line.remove(want)
         # The next in line may need fewer than the one that left.
-        self._fire(want.imm, line)
+        self._fire(want.imm, line, self.counts.get(want.imm))
         return True
 
     def give_up(self) -> list[W]:
@@ -215,10 +222,12 @@ class ImmTable(Generic[W]):
         self.total += count
         if self._claims and self._claimed(imm, count):
             return
-        self.counts.put(imm, self.counts.get(imm) + count)
+        have = self.counts.get(imm) + count
         line = self._lines.get(imm)
-        if line is not None:
-            self._fire(imm, line)
+        if line is None or have < line[0].count:
+            self.counts.put(imm, have)
+        else:
+            self._fire(imm, line, have)
 
     def add_many(self, imms: npt.NDArray[np.uint32]) -> None:
         """Count a burst, one arrival an entry; u32[n], n >= 1."""
@@ -244,7 +253,7 @@ class ImmTable(Generic[W]):
         else:
             touched = [imm for imm in dict.fromkeys(imms.tolist()) if imm in lines]
         for imm in touched:
-            self._fire(imm, lines[imm])
+            self._fire(imm, lines[imm], self.counts.get(imm))
 
     def claim(self, imms: range, callback: Claim) -> None:
         """Hand every arrival in `imms` to a callback instead of counting it.
@@ -289,8 +298,8 @@ class ImmTable(Generic[W]):
         self.counts.put(imm, have - count)
         return True
 
-    def _fire(self, imm: int, line: deque[W]) -> None:
-        have = self.counts.get(imm)
+    def _fire(self, imm: int, line: deque[W], have: int) -> None:
+        """Let those go who have what they wait for, out of `have`; what is left is the count."""
         while line and have >= line[0].count:
             want = line.popleft()
             have -= want.count

@@ -146,7 +146,10 @@ class EngineMachine:
 
     def due_s(self) -> float | None:
         """Driver: when to turn at the latest, on its own clock; None: when there is news."""
-        return sooner(self._worker.due_s(), self._life.due_s())
+        worker, life = self._worker, self._life
+        if not (life.busy or worker.mail.busy or worker.leases.granted):
+            return None
+        return sooner(worker.due_s(), life.due_s())
 
     def watching(self) -> bool:
         """Driver: whether words are watched."""
@@ -173,8 +176,10 @@ class EngineMachine:
 
     def arm(self) -> bool:
         """Driver: ask for wake-ups; False if there is news already."""
-        quiet = [domain.arm() for domain in self._domains]  # every one, also after a False
-        return all(quiet)
+        quiet = True
+        for domain in self._domains:  # every one, also after a False
+            quiet = domain.arm() and quiet
+        return quiet
 
     def cancel_handle(self, handle: Handle) -> None:
         """Handle: queue a cancel."""
@@ -210,7 +215,7 @@ class EngineMachine:
         """Count rows in, unless too many wait already, with those whose command is not taken."""
         worker, limit = self._worker, self._options.backlog_rows_max
         with self.driver.lock:
-            waiting = self._rows_asked - worker.taken + worker.backlog
+            waiting = self._rows_asked - worker.taken + worker.group.backlog + len(worker.sends)
             if waiting + rows <= limit:
                 self._rows_asked += rows
                 return

@@ -20,8 +20,10 @@ __all__ = [
     "Plan",
     "Share",
     "count_imms",
+    "is_one_row",
     "lanes",
     "plan_paged",
+    "plan_row",
     "plan_single",
     "plan_targets",
 ]
@@ -142,6 +144,23 @@ def plan_single(
     )
     rows = tuple(row for shard in shards for row in _rows(shard))
     return Plan(rows, len(rows), (cursor + nshards) % lanes(nlocal, nremote))
+
+
+def is_one_row(nbytes: int) -> bool:
+    """Whether a write without routing is too short to be cut, however many NICs there are."""
+    return nbytes < 2 * SHARD_BYTES_MIN
+
+
+def plan_row(nlocal: int, nremote: int, cursor: int) -> tuple[tuple[int, int], int]:
+    """What plan_single says of one row without routing: its lane, and where the next one starts.
+
+    Short writes are many, and its objects would cost them a microsecond.
+    """
+    if nlocal == nremote == 1:
+        return (0, 0), 0
+    count = lanes(nlocal, nremote)
+    cursor %= count
+    return (cursor % nlocal, cursor % nremote), (cursor + 1) % count
 
 
 @lru_cache(maxsize=4096)

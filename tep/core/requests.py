@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
 from tep.core.imm import check_imm
-from tep.core.plan import ROW_BYTES_MAX, Share, plan_single
+from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.region import MrHandle, Places, Remote, Targets
 from tep.errors import BadRequest
 from tep.wire import Target
@@ -145,14 +145,20 @@ def single_job(
         nbytes = as_int(nbytes, f"{verb}: nbytes")
         src_offset = as_int(src_offset, f"{verb}: source offset")
         dst_offset = as_int(dst_offset, f"{verb}: target offset")
-    _check_range(verb, "source", src_offset, nbytes, mr.memory.nbytes, mr)
-    _check_range(verb, "target", dst_offset, nbytes, remote.nbytes, remote.desc)
+    memory = mr.memory
+    if nbytes < 0 or not 0 <= src_offset <= memory.nbytes - nbytes:
+        _check_range(verb, "source", src_offset, nbytes, memory.nbytes, mr)
+    if not 0 <= dst_offset <= remote.nbytes - nbytes:
+        _check_range(verb, "target", dst_offset, nbytes, remote.nbytes, remote.desc)
     if imm is not None:
         imm = check_imm(imm)
     if routing is not DEFAULT:
         _check_routing(verb, routing, nlocal)
-    rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
-    columns = (mr.memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
+    if routing is DEFAULT and is_one_row(nbytes):
+        rows = 1
+    else:
+        rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
+    columns = (memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
     return Job(
         "single",
         mr,

@@ -42,13 +42,13 @@ class Transfer(Handle):
         held: rows whose NIC or peer's NIC died, until it is known what became of them.
         extra: rows that were added to make such rows good over another NIC.
         pace: how NICs get on with it, if it is posted in pieces; else None.
+        settled_s: when its last row came back, or None.
     """
 
     __slots__ = (
         "_doubts",
         "_nic_bytes",
         "_nic_rows",
-        "_settled_s",
         "dropped",
         "extra",
         "failed_rows",
@@ -58,6 +58,7 @@ class Transfer(Handle):
         "left",
         "pace",
         "rows",
+        "settled_s",
     )
 
     def __init__(self, owner: Owner, job: Job, rows: int, nics: int, submitted_s: float) -> None:
@@ -70,7 +71,7 @@ class Transfer(Handle):
         self.pace: Pace | None = None
         self._nic_rows = [0] * nics
         self._nic_bytes = [0] * nics
-        self._settled_s: float | None = None
+        self.settled_s: float | None = None
         self._doubts: dict[tuple[Remote, int, int], tuple[str, int]] | None = None
 
     @property
@@ -105,14 +106,10 @@ class Transfer(Handle):
         self._nic_rows[domain] += rows
         self._nic_bytes[domain] += nbytes
 
-    def note_settled(self, now_s: float) -> None:
-        """Take the time at which the last row came back."""
-        self._settled_s = now_s
-
     def stats(self) -> TransferStats:
         """What it has done so far; see TransferStats."""
         posted = sum(self._nic_rows)
-        end_s = self._owner.driver.now_s() if self._settled_s is None else self._settled_s
+        end_s = self._owner.driver.now_s() if self.settled_s is None else self.settled_s
         return TransferStats(
             kind=self.job.kind,
             state=self._state.value,

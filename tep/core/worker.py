@@ -15,7 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.api import EngineOptions
-from tep.backends.base import Completions, Domain, Kind, Status, new_completions
+from tep.backends.base import (
+    Completions,
+    Domain,
+    Entry,
+    Kind,
+    Status,
+    first_completions,
+    new_completions,
+)
 from tep.control.audit import Arrivals, Audit
 from tep.control.holds import Holds
 from tep.control.leases import Leases
@@ -40,6 +48,9 @@ Measured: one poll of numpy work costs about 10 us.
 """
 
 _WRITE, _IMM, _SENT, _RECV, _DOWN, _NOTE, _FENCED = map(int, Kind)
+_OK: Final = int(Status.OK)
+_DONE: Final = State.DONE
+_CANCELLED: Final = State.CANCELLED
 Receive = Callable[[memoryview], object]
 
 
@@ -55,6 +66,7 @@ class Worker:
         watch: the watched words.
         mail, recovery, audit: notes to other engines; both halves of a failover.
         notices: of immediates that will not come.
+        sends: messages that no NIC has.
         steps: how often it was turned.
         submitted: transfers and messages taken.
         leases, holds: both ends of leases.
@@ -94,7 +106,7 @@ class Worker:
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
         self._received: list[tuple[int, int]] = []
-        self._sends: deque[Message] = deque()
+        self.sends: deque[Message] = deque()
         self._messages: dict[int, Message] = {}
         self._message_id = 0
         self._out: Completions = new_completions(options.poll_rows)
@@ -111,7 +123,7 @@ class Worker:
         work = bool(self.commands) and self._take_commands()
         if group.backlog:
             work |= group.post()
-        if self._sends:
+        if self.sends:
             work |= self._post_sends()
         if self.recovery.paths:
             work |= self.recovery.step()
@@ -125,7 +137,7 @@ class Worker:
             if n:
                 work = True
                 if n <= _SCALAR_MAX:
-                    self._take_rows(index, out[:n].tolist())
+                    self._take_rows(index, first_completions(out, n))
                 else:
                     self._take_columns(index, n)
         if group.ended:
@@ -139,12 +151,22 @@ class Worker:
 
         One that raises is reported; none can stop this.
         """
-        settled, self._settled = self._settled, []
-        for handle in settled:
-            handle._deliver()
-        loose, self.imms.loose = self.imms.loose, []
-        for callback, imm, count in loose:
-            self._run(callback, imm, count)
+        if self._settled:
+            settled, self._settled = self._settled, []
+            for handle in settled:
+                handle._deliver()
+        if self.imms.loose:
+            loose, self.imms.loose = self.imms.loose, []
+            for callback, imm, count in loose:
+                self._run(callback, imm, count)
+        if self._received:
+            self._hand_over()
+        if self.watch.callbacks:
+            for watching, old, new in self.watch.look():
+                self._run(watching, old, new)
+
+    def _hand_over(self) -> None:
+        """Run the callback of each message that came."""
         received, self._received = self._received, []
         for nic, slot in received:
             if self.closed:  # by a callback just now: no NIC is there to be asked
@@ -154,15 +176,15 @@ class Worker:
                 self._run(self.receive, domain.recv_view(slot))
             if not self.closed:
                 domain.recv_done(slot)
-        if self.watch:
-            for watching, old, new in self.watch.look():
-                self._run(watching, old, new)
 
     def owing(self) -> bool:
         """Whether deliver() would run a user's function, or look at watched words."""
-        if self.imms.loose or self._received or self.watch:
+        if self.imms.loose or self._received or self.watch.callbacks:
             return True
-        return bool(self._settled) and any(handle.awaited for handle in self._settled)
+        for handle in self._settled:  # noqa: SIM110  # any() makes a generator, at thrice the price
+            if handle._callbacks:
+                return True
+        return False
 
     def _run(self, callback: Callable[..., object], *args: object) -> None:
         try:
@@ -173,8 +195,14 @@ class Worker:
     def busy(self) -> bool:
         """Whether rows, messages or commands are outstanding."""
         group = self.group
-        queued = group.backlog or self._sends or self.commands or self.mail.queued
-        return bool(queued or group.batches or self._messages)
+        return bool(
+            group.batches
+            or group.backlog
+            or self.commands
+            or self.sends
+            or self._messages
+            or (self.mail.busy and self.mail.queued)
+        )
 
     def due_s(self) -> float | None:
         """When a turn is wanted although no NIC has news; seconds of the driver's clock."""
@@ -183,7 +211,7 @@ class Worker:
     @property
     def backlog(self) -> int:
         """Rows and messages that were taken and that no NIC has."""
-        return self.group.backlog + len(self._sends)
+        return self.group.backlog + len(self.sends)
 
     def unsettled(self) -> list[Handle]:
         """Every handle that has not settled, taken or not; may be asked from any thread."""
@@ -207,8 +235,9 @@ class Worker:
         self.open[transfer] = None
         self.submitted += 1
         self.taken += transfer.rows
-        if transfer.job.mr is not None:
-            transfer.job.mr.inflight += 1
+        mr = transfer.job.mr
+        if mr is not None:
+            mr.inflight += 1
         if self.closed:
             self._end(transfer, State.FAILED, closed_error())
             return
@@ -229,7 +258,7 @@ class Worker:
         if self.closed:
             self._end(message, State.FAILED, closed_error())
         else:
-            self._sends.append(message)
+            self.sends.append(message)
 
     def expect(self, expectation: Expectation) -> None:
         """Command: stand in line for an immediate. One that was claimed meanwhile fails it."""
@@ -268,8 +297,8 @@ class Worker:
             if self.imms.cancel(handle):
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Message):
-            if handle in self._sends:
-                self._sends.remove(handle)
+            if handle in self.sends:
+                self.sends.remove(handle)
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Notice | Removal):
             pass  # it is on its way, and cannot be taken back
@@ -282,7 +311,7 @@ class Worker:
 
     # ------------------------------------------------------------------ completions
 
-    def _take_rows(self, domain: int, rows: list[tuple[int, ...]]) -> None:
+    def _take_rows(self, domain: int, rows: list[Entry]) -> None:
         group, imms = self.group, self.imms
         noted = self._arrivals[domain].add if self._arrivals else None
         for kind, status, count, imm, row, ctx, _ in rows:
@@ -306,7 +335,7 @@ class Worker:
                 else:
                     self.imms.add_many(imms[:n])
                 return
-            if kind == _WRITE and status == Status.OK:
+            if kind == _WRITE and status == _OK:
                 self._finish_uniform(domain, ctxs[:n], count)
                 return
         # A mixed burst: immediates by columns, the rest row by row, each in its own order.
@@ -317,11 +346,11 @@ class Worker:
     def _finish_uniform(self, domain: int, ctxs: npt.NDArray[np.uint64], count: int) -> None:
         """Take back a burst of rows that all went well, `count` an entry."""
         if np.logical_and.reduce(ctxs == ctxs[0]):
-            self.group.finish_rows(domain, int(ctxs[0]), len(ctxs) * count, Status.OK, 0)
+            self.group.finish_rows(domain, int(ctxs[0]), len(ctxs) * count, _OK, 0)
             return
         values, entries = np.unique(ctxs, return_counts=True)
         for ctx, n in zip(values.tolist(), entries.tolist(), strict=True):
-            self.group.finish_rows(domain, ctx, n * count, Status.OK, 0)
+            self.group.finish_rows(domain, ctx, n * count, _OK, 0)
 
     def _count(
         self,
@@ -355,7 +384,7 @@ class Worker:
             self.audit.fenced(ctx, status)
         elif kind == _SENT:
             message = self._messages.pop(ctx)
-            if status == Status.OK:
+            if status == _OK:
                 self._end(message, State.DONE)
             else:
                 error = message_error(message, self.group.domains[domain], domain, status)
@@ -369,20 +398,20 @@ class Worker:
     def _post_sends(self) -> bool:
         """Offer messages to the first lane that lives, in order; a full NIC lets the rest wait."""
         group, work = self.group, False
-        while self._sends:
-            message = self._sends[0]
+        while self.sends:
+            message = self.sends[0]
             try:
                 domain, message.nic = group.route(group.first_alive(), message.link, 0)
                 peer = message.link.peer(domain, message.nic)
             except TepError as error:
-                self._sends.popleft()
+                self.sends.popleft()
                 self._end(message, State.FAILED, error)
                 work = True
                 continue
             if not group.domains[domain].post_send(peer, message.payload, self._message_id + 1):
                 break
             self._message_id += 1
-            self._messages[self._message_id] = self._sends.popleft()
+            self._messages[self._message_id] = self.sends.popleft()
             message.posted = work = True
         return work
 
@@ -394,18 +423,19 @@ class Worker:
             if transfer.failure is not None:
                 self._end(transfer, State.FAILED, failure_of(transfer))
             else:
-                self._end(transfer, State.CANCELLED if transfer.dropped else State.DONE)
+                self._end(transfer, _CANCELLED if transfer.dropped else _DONE)
 
     def _settle_reached(self) -> None:
         reached, self.imms.reached = self.imms.reached, []
         for expectation in reached:
-            self._end(expectation, State.DONE)
+            self._end(expectation, _DONE)
 
     def _end(self, handle: Handle, state: State, error: TepError | None = None) -> None:
         if isinstance(handle, Transfer):
-            handle.note_settled(self._now_s())
-            if handle.job.mr is not None:
-                handle.job.mr.inflight -= 1
+            handle.settled_s = self._now_s()
+            mr = handle.job.mr
+            if mr is not None:
+                mr.inflight -= 1
             if self.holds.held:
                 self.holds.ended(handle)
         if handle.counted:
@@ -432,7 +462,7 @@ class Worker:
                         self.group.ended.append(handle)
             elif isinstance(handle, Message) and not handle.posted:
                 self._end(handle, State.FAILED, closed_error())
-        self._sends.clear()
+        self.sends.clear()
         self.recovery.close(closed_error())
         self.mail.close()
         for index, domain in enumerate(self.group.domains):

@@ -50,8 +50,7 @@ def early_imm_lost() -> list[Change]:
 
 
 def fires(reached: Callable[[int, int], bool], left: Callable[[int, int], int]) -> list[Change]:
-    def fire(self, imm, line):
-        have = self.counts.get(imm)
+    def fire(self, imm, line, have):
         while line and reached(have, line[0].count):
             want = line.popleft()
             have = left(have, want.count)
@@ -121,7 +120,7 @@ def newest_expectation_first() -> list[Change]:
     def expect(self, want):
         line = self._lines.setdefault(want.imm, deque())
         line.appendleft(want)
-        self._fire(want.imm, line)
+        self._fire(want.imm, line, self.counts.get(want.imm))
 
     return [(ImmTable, "expect", expect)]
 

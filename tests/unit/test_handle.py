@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
 import pytest
@@ -71,6 +72,34 @@ def test_callbacks_run_after_the_step_and_once() -> None:
     own.engine.deliver()
     own.engine.deliver()
     assert [sent, sent] == seen
+
+
+@pytest.mark.parametrize("when", ["before it is stored", "after it is stored"])
+def test_a_callback_that_comes_while_its_handle_is_delivered_runs_once(when: str) -> None:
+    """Handles nobody asks for are delivered without the lock: a callback must not fall between."""
+    own = scripted()
+    sent = write(own)
+    own.engine.step()
+    own.nics[0].finish()
+    own.engine.step()
+    seen: list[object] = []
+
+    class Meanwhile(contextlib.AbstractContextManager[None]):
+        """The lock, at whose edges the other thread gets its turn."""
+
+        def __enter__(self) -> None:
+            if when == "before it is stored":
+                own.engine.driver.lock = contextlib.nullcontext()
+                own.engine.deliver()
+
+        def __exit__(self, *_: object) -> None:
+            own.engine.driver.lock = contextlib.nullcontext()
+            own.engine.deliver()
+
+    own.engine.driver.lock = Meanwhile()
+    sent.add_done_callback(seen.append)
+    own.engine.deliver()
+    assert [sent] == seen
 
 
 def test_callback_added_after_the_end_runs_at_once() -> None:

@@ -10,8 +10,10 @@ from tep.core.plan import (
     SHARD_BYTES_MIN,
     Share,
     count_imms,
+    is_one_row,
     lanes,
     plan_paged,
+    plan_row,
     plan_single,
     plan_targets,
 )
@@ -189,3 +191,16 @@ def test_paged_and_targets_refuse_a_nic_that_is_not_there() -> None:
         plan_paged(8, 4, 4, 0, 4)
     with pytest.raises(BadRequest, match=r"routing.domain=4, but this engine has NICs 0 to 3"):
         plan_targets((1,), 4, 0, 4)
+
+
+@pytest.mark.parametrize("nlocal", [1, 2, 3, 4])
+@pytest.mark.parametrize("nremote", [1, 2, 3, 4])
+def test_one_row_goes_where_the_planner_sends_it(nlocal: int, nremote: int) -> None:
+    """The short way of short writes has to deal lanes as the long one does, or NICs go unused."""
+    for cursor in range(2 * nlocal * nremote):
+        at = cursor % lanes(nlocal, nremote)
+        shares, rows, after = plan_single(2 * SHARD_BYTES_MIN - 1, nlocal, nremote, at)
+        assert is_one_row(2 * SHARD_BYTES_MIN - 1)
+        assert 1 == rows
+        assert (tuple(shares[0][:2]), after) == plan_row(nlocal, nremote, cursor)
+    assert not is_one_row(2 * SHARD_BYTES_MIN)

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from tep import backends
-from tep.backends.base import COMPLETION, Row, WriteBatch, new_completions
+from tep.backends.base import (
+    COMPLETION,
+    COMPLETION_BYTES,
+    Row,
+    WriteBatch,
+    first_completions,
+    new_completions,
+    put_completion,
+)
 from tep.errors import BackendUnavailable, FabricError, UsageError
 
 
@@ -108,3 +116,11 @@ def test_completions_start_empty_and_keep_their_layout() -> None:
         "ctx": 8,
         "nbytes": 8,
     } == sizes
+
+
+def test_the_first_completions_are_what_the_array_holds() -> None:
+    """They are read by a layout of their own: one field off, and counts go to other batches."""
+    out = new_completions(4)
+    for k in range(4):
+        put_completion(out, k * COMPLETION_BYTES, 1 + k, 2, 3, 2**32 - 4 - k, 5, 2**64 - 6, 7 + k)
+    assert out[:3].tolist() == first_completions(out, 3)
