@@ -123,7 +123,7 @@ class TurnDriver(ThreadDriver):
         return handle.settled
 
     def _take_turn(self) -> bool:
-        if not self._turn.acquire(blocking=False):
+        if not self._turn.acquire(False):
             return False
         self._turner = thread_id()
         return True
