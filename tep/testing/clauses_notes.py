@@ -10,7 +10,7 @@ from typing import Final, cast
 
 import pytest
 
-from tep.backends.base import Kind, Noting, Status
+from tep.backends.base import Kind, Noting, Status, WriteBatch
 from tep.errors import ClosedError
 from tep.testing.net import Net, Seen, Side
 from tep.testing.world import Ability, World, need
@@ -63,6 +63,15 @@ def _unfence(a: Side, b: Side) -> None:
 
 def _ways(a: Side, b: Side) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
     return (a, b), (b, a)
+
+
+def _write_both_ways(net: Net, a: Side, b: Side, imm: int) -> list[tuple[Side, Side, WriteBatch]]:
+    """Write rows from a to b and back, let all come that comes: (from, to, batch) of both."""
+    sent = [(side, to, side.batch(to, src=_AT, dst=_AT, imm=imm)) for side, to in _ways(a, b)]
+    for side, _, batch in sent:
+        side.post(batch)
+    net.settle()
+    return sent
 
 
 def _fence_amid_rows(net: Net, a: Side, b: Side, ctx: int) -> None:
@@ -199,13 +208,7 @@ class NotesContract:
             if pause:
                 net.settle()
             _nic(a).unfence(b.domains[0].address)
-            sent = [
-                (side, to, side.batch(to, src=_AT, dst=_AT, imm=ctx)) for side, to in _ways(a, b)
-            ]
-            for side, _, batch in sent:
-                side.post(batch)
-            net.settle()
-            for side, to, batch in sent:
+            for side, to, batch in _write_both_ways(net, a, b, ctx):
                 assert {Status.OK: len(_AT)} == side.rows_ended(batch.ctx), f"round {ctx}"
                 assert len(_AT) == to.imms()[ctx]
 
@@ -246,13 +249,7 @@ class NotesContract:
         for ctx, (first, then) in enumerate(((b, a), (a, b)), 1):
             _fence(net, b, a.domains[0].address, ctx)
             _nic(first).unfence(then.domains[0].address)
-            sent = [
-                (side, to, side.batch(to, src=_AT, dst=_AT, imm=ctx)) for side, to in _ways(a, b)
-            ]
-            for side, _, batch in sent:
-                side.post(batch)
-            net.settle()
-            for side, to, batch in sent:
+            for side, to, batch in _write_both_ways(net, a, b, ctx):
                 ended = side.rows_ended(batch.ctx)
                 assert ended[Status.OK] <= to.imms()[ctx] <= ended.total() == len(_AT)
             _unfence(a, b)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import pytest
@@ -13,15 +12,7 @@ from tests.support.lease_trials import play
 
 SEEDS = 20_000 if os.environ.get("TEP_LONG") else 400
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> object:
-    """What callbacks of a broken engine raise is found by the trial; the log would drown in it."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 def knobs_of(name: str) -> dict[str, bool]:

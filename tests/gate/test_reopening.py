@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from tests.gate.bugs_reopening import REOPENING
 from tests.gate.registry import changed
 from tests.support.reopening import swarm
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> object:
-    """What callbacks of a broken engine raise is found by the play; the log would drown in it."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.mark.parametrize("name", REOPENING)
