@@ -30,6 +30,7 @@ def _run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_ten_lines_of_the_page_test_a_backend(tmp_path) -> None:
     """An author copies these lines first; where they fail, nobody reads on."""
     lines = re.findall(r"```python\n(# test_my_backend\.py\n.*?)```", PAGE, re.DOTALL)[0]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tep
 from tep.sim import Cluster, Faults, Restart
@@ -50,6 +51,7 @@ def test_c20_twice_in_one_process() -> None:
     assert 30 == len(set(first))
 
 
+@pytest.mark.slow
 def test_c20_under_any_hash_seed() -> None:
     """Sets of objects change their order with PYTHONHASHSEED, and addresses move."""
     expected = digest_of_all()

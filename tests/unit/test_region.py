@@ -87,6 +87,7 @@ def test_every_end_of_a_transfer_gives_its_source_back(end) -> None:
     assert 0 == mr.inflight
 
 
+@pytest.mark.slow
 def test_memory_is_held_while_registered_and_let_go_afterwards() -> None:
     """The NIC writes there whether or not Python still knows the array."""
     own = scripted()

@@ -64,6 +64,7 @@ def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() ->
         assert 1 == a.stats().peers
 
 
+@pytest.mark.slow
 def test_what_was_removed_is_forgotten() -> None:
     """A service whose peers come and go for months must not remember all of them."""
     cluster, _ = pair()

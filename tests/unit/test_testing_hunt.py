@@ -118,6 +118,7 @@ def test_after_healing_a_protocol_can_end() -> None:
     assert ran.error is None
 
 
+@pytest.mark.slow
 def test_seeds_find_and_the_line_replays() -> None:
     """The last line of a finding must lead straight back to it, in a shell too."""
     with pytest.raises(Violation, match="the flag came first") as found:
