@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import select
 import time
+import weakref
 
+import numpy as np
 import pytest
 
 import tep
 from tep.backends import libfabric
+from tep.backends.base import Kind, Status, new_completions
 from tep.backends.libfabric.process import sweep_shm
+from tep.errors import FabricError
+from tep.ffi.libfabric import FI_EAVAIL
 from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.net import Net
@@ -29,7 +36,7 @@ class FabricWorld(World):
     def __init__(self, provider, **options):
         self.provider = provider
         self.options = {"peer_timeout_s": TIMEOUT_S, **options}
-        self.abilities = frozenset({Ability.FORK})
+        self.abilities = frozenset({Ability.FORK, Ability.FAIL_NIC})
         if provider.startswith("tcp"):
             self.abilities |= {Ability.KILL, Ability.RESTART}
         self.nodes = []
@@ -50,6 +57,11 @@ class FabricWorld(World):
         for domain in node.domains:
             domain._say_bye = lambda: None
             domain.close()
+
+    def fail_nic(self, node, nic):
+        """Let fi_cq_read say that the device is gone, once what is there has been read."""
+        node.domains[nic]._drain()
+        fail_read(node.domains[nic])
 
     def restart(self, node):
         """Open again at the very same IP addresses and ports."""
@@ -170,3 +182,109 @@ def test_c16_nothing_of_a_long_row_is_written_after_deregister(provider):
             net.turn()
 
         assert end == b.target.data[-1]
+
+
+def fail_read(domain):
+    """fi_cq_read fails as a whole, whatever is there."""
+    domain._queue._read = lambda *_: -errno.EIO
+    return "fi_cq_read: "
+
+
+def fail_readerr(domain):
+    """An error is announced, and cannot be read."""
+    domain._queue._read = lambda *_: -FI_EAVAIL
+    domain._nic._readerr = lambda *_: -errno.EIO
+    return "fi_cq_readerr: "
+
+
+def fail_recv(domain):
+    """The queue works, and no receive can be posted any more."""
+    domain._main.recv = lambda *_: -errno.EIO
+    return "fi_recv: "
+
+
+@pytest.mark.parametrize("fail", [fail_read, fail_readerr, fail_recv])
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(provider, fail):
+    """An exception out of poll() would end the engine, with the NICs that live, as a bug in tep.
+
+    Rows in flight, a row that waits for a greeting, a message and a note: each ends once, before
+    the NIC says DOWN; later ones at once. The memory is held until close, since libfabric may still
+    touch it, and closing does not fail although libfabric says so.
+    """
+    require(provider)
+    with FabricWorld(provider) as world:
+        net = Net(world)
+        a, b = net.pair()
+        c, late = net.side(), net.side()
+        net.write(a.batch(b, imm=1), a)
+        net.write(b.batch(a, imm=7), b)
+        b.post(b.batch(a, imm=8))  # arrives only where the queue still works
+        for side in (b, c, late):
+            net.forget(side)
+        (domain,) = a.domains
+        a.try_post(a.batch(b, src=[0] * 40, imm=2), 0, 40)
+        a.try_post(a.batch(c, imm=3), 0, 1)
+        a.send(b, b"message")
+        a.note(b, b"note")
+        said = fail(domain)
+        b.note(a, b"a frame, whose buffer is posted again")
+        net.until(lambda: b.poll() or any(x.kind == Kind.DOWN for x in a.seen), "the NIC's end")
+
+        assert 0 == a.rows_open == a.messages_open
+        assert [Kind.DOWN] == [x.kind for x in a.seen if x.status == Status.NIC_DOWN][-1:]
+        assert {Status.OK, Status.NIC_DOWN} >= {x.status for x in a.seen}
+        assert said in domain.status_text(Status.NIC_DOWN)
+        if fail is fail_recv:
+            assert {7: 1, 8: 1} == a.imms()
+
+        seen = len(a.seen)
+        for batch in (a.batch(b), a.batch(late)):
+            a.try_post(batch, 0, 1)
+        a.send(c, b"message")
+        assert not domain.arm(), "what was posted has ended"
+        net.quiet()
+        assert [Status.NIC_DOWN] * 3 == [x.status for x in a.seen[seen:]]
+        assert domain.arm(), "nothing is waiting, and nothing will come"
+        assert domain.wakeup_fd() is None or [] == select.select([domain.wakeup_fd()], [], [], 0)[0]
+
+        memory = weakref.ref(a.source._whole)
+        a.source.deregister()
+        a.source = None
+        assert fail is fail_recv or memory() is not None
+        fabric = domain._nic._open[0]
+        true_close = fabric._close
+        fabric._close = lambda address: true_close(address) - errno.EBUSY
+        domain.close()
+        assert 0 == domain.poll(new_completions(8))
+
+
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_c23_an_engine_goes_on_with_its_other_nics(provider):
+    """The NIC that is lost takes its rows along, and says why; the next write goes another way."""
+    require(provider)
+    with fabric_engines(provider) as engines:
+        a, b = engines.engine(), engines.engine()
+        region, _ = a.reg_mr(np.ones(64 * 64, np.uint8))
+        target = np.zeros(64 * 64, np.uint8)
+        _, desc = b.reg_mr(target)
+        pages = tep.Pages(np.arange(64))
+
+        def write(imm):
+            sent = a.submit_paged_writes(64, (region, pages), (desc, pages), imm)
+            try:
+                sent.wait(20)
+            except FabricError as error:
+                return error
+            return b.expect_imm_count(imm, 64).wait(20)
+
+        assert write(1) is None
+        fail_read(a._domains[0])
+        error = write(2)  # unless the worker has met the end of the NIC before
+
+        assert error is None or error.code == "NIC_DOWN", error
+        assert error is None or "fi_cq_read: " in str(error)
+        target[:] = 0
+        assert write(3) is None
+        assert target.all()
+        assert "DOWN" in a.explain(), a.explain()

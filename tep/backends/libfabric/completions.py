@@ -7,15 +7,23 @@ below (measured: the cross-over is at 40 to 60). Nothing here knows peers or reg
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 
-from tep.backends.base import COMPLETION_BYTES, Completions, Kind, Status, put_completion
+from tep.backends.base import (
+    COMPLETION_BYTES,
+    Completions,
+    Entry,
+    Kind,
+    Status,
+    new_completions,
+    put_completion,
+)
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.slots import Slots
-from tep.errors import FabricError
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric_data import CQ_DATA_ENTRY
 
@@ -66,6 +74,17 @@ class Queue:
         self.errors: deque[CqError] = deque()
         self.full = False
 
+    def drain(self, done: deque[Entry], take_rest: Callable[[], None]) -> None:
+        """Read until it is empty, into `done`; `take_rest` sees to frames and errors."""
+        out = new_completions(_ENTRIES)
+        while True:
+            n = self.read(out, 0)
+            done.extend(out[:n].tolist())
+            more = bool(n or self.full or self.frames or self.errors)
+            take_rest()
+            if not more:
+                return
+
     def read(self, out: Completions, filled: int) -> int:
         """Read what is there, fill `out` from entry `filled` on; return how many it holds then."""
         room = min(len(out) - filled, _ENTRIES)
@@ -92,16 +111,20 @@ class Queue:
                 return self._take_columns(n, out, filled)
             return self._take(n, out, filled)
         self._streaming, self.full = False, True
-        if n != -fi.FI_EAVAIL:
-            raise FabricError(
-                f"{self._nic.name}: fi_cq_read failed: {self._nic.lib.strerror(-n)} ({n})",
-                code=Status.PROVIDER.name,
-            )
-        # Once an error, then go on reading: the queue holds good entries behind it.
-        error = self._nic.read_error()
-        if error is not None:
-            self.errors.append(error)
+        if n == -fi.FI_EAVAIL:
+            # Once an error, then go on reading: the queue holds good entries behind it.
+            error = self._nic.read_error()
+            if error is not None:
+                self.errors.append(error)
+        else:
+            self._nic.lose("fi_cq_read", n)
+        if self._nic.failure:
+            self.stop()
         return filled
+
+    def stop(self) -> None:
+        """Read nothing any more: the NIC is lost."""
+        self._read = _nothing
 
     def _take_one(self, out: Completions, filled: int) -> int:
         words = self._words
@@ -190,3 +213,8 @@ class Queue:
 
     def _keep(self, view: memoryview) -> None:
         self.frames.append(bytes(view))
+
+
+def _nothing(_cq: int, _at: int, _room: int) -> int:
+    """fi_cq_read of a queue that is lost."""
+    return _EMPTY

@@ -18,9 +18,9 @@ from tep.backends.base import (
     DomainCaps,
     DomainKey,
     Entry,
+    Kind,
     Status,
     WriteBatch,
-    new_completions,
 )
 from tep.backends.checks import check_memory
 from tep.backends.libfabric import frames, neighbours
@@ -129,7 +129,7 @@ class FabricDomain:
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = 0.0
         self._excused = False
-        self._closed = False
+        self._closed = self._lost = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
     def describe(self) -> str:
@@ -255,17 +255,12 @@ class FabricDomain:
             self._take_frame(queue.frames.popleft())
         while queue.errors:
             self._take_error(queue.errors.popleft())
+        if self._nic.failure and not self._lost:
+            self._go_down()
 
     def _drain(self) -> None:
         """Empty the queue into `_done`."""
-        queue, out = self._queue, new_completions(512)
-        while True:
-            n = queue.read(out, 0)
-            self._done.extend(out[:n].tolist())
-            more = bool(n or queue.full or queue.frames or queue.errors)
-            self._take_rest()
-            if not more:
-                return
+        self._queue.drain(self._done, self._take_rest)
 
     def _hand_out(self, out: Completions) -> int:
         done, filled = self._done, 0
@@ -357,6 +352,21 @@ class FabricDomain:
                 self._rows.recheck()
                 self._stir(to)
 
+    def _go_down(self) -> None:
+        """libfabric has lost this NIC: hand out what had come, end the rest, say so.
+
+        Until close() endpoints stay open, and slots and regions of rows that are out taken.
+        """
+        self._lost = True
+        self._drain()
+        self._queue.stop()
+        self._texts[Status.NIC_DOWN] = self._nic.failure
+        self._peers.give_up()
+        self._end_all(Status.NIC_DOWN, gone=False)
+        if self._sleeper is not None:
+            self._sleeper.forget_queue()
+        self._done.append((int(Kind.DOWN), int(Status.NIC_DOWN), 1, 0, 0, 0, 0))
+
     # --- looking after peers
 
     def _look_after(self) -> None:
@@ -413,7 +423,7 @@ class FabricDomain:
         return self._sleeper.fd if self._sleeper is not None else None
 
     def arm(self) -> bool:
-        if self._done or self._nic.closed:
+        if self._done or self._nic.closed or self._lost:
             return not self._done
         if self._sleeper is None:
             return True
@@ -441,17 +451,16 @@ class FabricDomain:
             return
         self._closed = True
         if self._nic.closed:  # in a forked child
-            self._flush_all()
+            self._end_all(Status.FLUSHED)
             return
         self._say_bye()
         self._peers.close()
         if self._rules.by_pid:
             neighbours.leave(self._raw)
             neighbours.retire(self._raw, self._shut)
-            self._flush_all()
-            return
-        self._shut()
-        self._flush_all()
+        else:
+            self._shut()
+        self._end_all(Status.FLUSHED)
 
     def _shut(self) -> None:
         """Close libfabric's objects; what still surfaces in the queue is handed out later."""
@@ -482,9 +491,9 @@ class FabricDomain:
                 return
             time.sleep(0.0002)
 
-    def _flush_all(self) -> None:
-        """End every open row and message with FLUSHED."""
+    def _end_all(self, status: Status, *, gone: bool = True) -> None:
+        """End every open row and message; `gone` as in Rows.end()."""
         for peer in self._peers.all:
-            self._rows.end(peer, Status.FLUSHED, gone=True)
-        self._outgoing.close()
+            self._rows.end(peer, status, gone=gone)
+        self._outgoing.close(status)
         self._restless.clear()

@@ -64,11 +64,11 @@ class Mailbox:
     def start(self, endpoint: Endpoint) -> None:
         """Post the receive buffers; frames arrive at this endpoint from now on."""
         self._main = endpoint
-        self.refill()
-        assert not self._idle, "a fresh endpoint takes 64 receives"
+        rc = self.refill()
+        check(rc, "fi_recv", describe=self._nic.lib.strerror, nic=self._nic.name)
 
-    def refill(self) -> None:
-        """Post what receive buffers are not posted."""
+    def refill(self) -> int:
+        """Post what receive buffers are not posted; return what libfabric said last."""
         main = self._main
         assert main is not None
         while self._idle and main.address:  # 0 once it is closed
@@ -81,10 +81,12 @@ class Mailbox:
                 fi.FI_ADDR_UNSPEC,
                 self._contexts + index * _SLOT_BYTES,
             )
-            if rc == -fi.FI_EAGAIN:
-                return
-            check(rc, "fi_recv", describe=self._nic.lib.strerror, nic=self._nic.name)
+            if rc:
+                if rc != -fi.FI_EAGAIN:
+                    self._nic.lose("fi_recv", rc)
+                return rc
             self._idle.pop()
+        return 0
 
     def owns(self, context: int) -> bool:
         """Whether a completion's context is one of ours."""

@@ -126,10 +126,10 @@ class Outgoing:
             else:
                 self._end(number, Status.UNREACHABLE)
 
-    def close(self) -> None:
+    def close(self, status: Status) -> None:
         """End what is open."""
         for number in list(self.open):
-            self._end(number, Status.FLUSHED)
+            self._end(number, status)
 
     def _end(self, number: int, status: Status) -> None:
         message = self.open.pop(number)

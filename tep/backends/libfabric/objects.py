@@ -57,12 +57,13 @@ class CqError(NamedTuple):
 class _Handle:
     """One object of libfabric."""
 
-    __slots__ = ("__weakref__", "_close", "address", "kind", "what")
+    __slots__ = ("__weakref__", "_close", "address", "kind", "lost", "what")
 
     def __init__(self, address: int, kind: Any, what: str) -> None:
         self.address = address
         self.kind = kind
         self.what = what
+        self.lost = False  # with its NIC, so that closing it may fail
         self._close = fi.op(self._base_ops(), "close")
 
     def contents(self) -> Any:
@@ -82,8 +83,9 @@ class _Handle:
     def close(self) -> None:
         """Close once; a second time does nothing."""
         address, self.address = self.address, 0
-        if address:
-            check(self._close(address), f"fi_close({self.what})")
+        rc = self._close(address) if address else 0
+        if not self.lost:
+            check(rc, f"fi_close({self.what})")
 
     def forget(self) -> None:
         """Drop the object without a call: it belongs to the process that forked this one."""
@@ -148,6 +150,7 @@ class Nic:
         cq_read: drops the interpreter's lock: a spinning worker that held it would add 5 ms to
             every lock-dropping call of the user's own thread (measured).
         closed: whether it was closed, or belongs to the parent of this process.
+        failure: what libfabric said when it lost this NIC; "" = it lives.
         wait_fd: becomes readable when the queue may have news; None where this provider has none.
     """
 
@@ -162,6 +165,7 @@ class Nic:
         self._regions: weakref.WeakSet[_Handle] = weakref.WeakSet()
         self.wait_fd: int | None = None
         self.closed = False
+        self.failure = ""
         _ALIVE.add(self)
         try:
             self._open_all(cq_entries, wait_fd)
@@ -304,10 +308,15 @@ class Nic:
         return self._trywait(self._fabric.address, self._fids, 1) == 0
 
     def read_error(self) -> CqError | None:
-        """Take one error off the queue, once cq_read has said -FI_EAVAIL; None = there was none."""
+        """Take one error off the queue, once cq_read has said -FI_EAVAIL.
+
+        None = there was none, or it cannot be read, and the NIC is lost.
+        """
         entry = fi_cq_err_entry(src_addr=fi.FI_ADDR_UNSPEC)
         rc = self._readerr(self.cq, byref(entry), 0)
         if rc <= 0:
+            if rc not in (0, -fi.FI_EAGAIN):
+                self.lose("fi_cq_readerr", rc)
             return None
         words = self.lib.strerror(entry.err)
         # Without an endpoint some (rxm) look for the words where nothing is any more, and crash.
@@ -320,6 +329,12 @@ class Nic:
         return CqError(context, entry.flags, entry.err, entry.prov_errno, text)
 
     # --- ends
+
+    def lose(self, what: str, rc: int) -> None:
+        """Take note that a call has failed in a way that leaves nothing of this NIC."""
+        self.failure = self.failure or f"{what}: {self.lib.strerror(-rc)} ({rc})"
+        for handle in (*self._open, *self._endpoints, *self._regions):
+            handle.lost = True
 
     def close(self) -> None:
         """Close regions, endpoints, address vector, queue, domain, fabric. Idempotent."""

@@ -6,6 +6,7 @@ the epoch that its address names, and that it knows us (EFA needs that). Rows wa
     CONNECTING --Welcome, or its own Hello--> READY
     CONNECTING --no answer in time--> SILENT        READY --no completion in time--> SILENT
     CONNECTING --Stale--> GONE                      any --Bye--> LEAVING, then GONE
+    any --our own NIC is lost--> GONE
     READY --a row or frame failed--> CONNECTING     SILENT --asked again later--> CONNECTING
 
 Rule: this file decides a peer's state, and nobody else.
@@ -24,6 +25,7 @@ from tep.backends.libfabric import frames, neighbours
 from tep.backends.libfabric.address import NicAddress, parse, shm_pid
 from tep.backends.libfabric.process import Process
 from tep.errors import BadDescriptor, FabricError
+from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.mailbox import Mailbox
@@ -50,7 +52,7 @@ class State(Enum):
     READY = auto()
     SILENT = auto()  # did not answer; may be asked again
     LEAVING = auto()  # said goodbye; answers to rows in flight may still be on their way
-    GONE = auto()  # said goodbye, or was replaced; for ever
+    GONE = auto()  # said goodbye, or was replaced, or our NIC is lost; for ever
 
 
 class Probe(Enum):
@@ -71,7 +73,7 @@ class Peer:
     Attributes:
         index: its PeerId.
         data: its address as bytes.
-        number: its fi_addr_t.
+        number: its fi_addr_t; FI_ADDR_UNSPEC = libfabric was never told of it.
         endpoint: what rows and frames to it go through, once there was something to send.
         state: see above.
         status: how rows to it end while it is SILENT or GONE.
@@ -120,7 +122,7 @@ class Peer:
         self.index = index
         self.data = data
         self.address = address
-        self.number = 0
+        self.number = FI_ADDR_UNSPEC
         self.endpoint: Endpoint | None = None
         self.state = State.SILENT
         self.status = Status.UNREACHABLE
@@ -219,6 +221,8 @@ class Peers:
                     f"this NIC has met {self._met} peers, and {self._rules.provider} would crash "
                     "on the next one: open the engine anew"
                 )
+            if self._nic.failure:
+                found.state, found.status = State.GONE, Status.NIC_DOWN
             if found.state is not State.GONE:
                 found.number = self._nic.insert(address.raw)
                 self._met += 1
@@ -357,7 +361,7 @@ class Peers:
     def flush(self, peer: Peer, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""
         moved = False
-        while peer.outbox and not peer.over and not self._closed:
+        while peer.outbox and not (peer.over or self._closed or self._nic.failure):
             try:
                 if not self._mailbox.send(peer, self.endpoint(peer), peer.outbox[0]):
                     peer.stuck_s = peer.stuck_s or now_s
@@ -449,12 +453,18 @@ class Peers:
         if endpoint is not None and endpoint is not self._main:
             endpoint.close()
 
+    def give_up(self) -> None:
+        """Our NIC is lost: nobody is reached any more. Endpoints stay open until close()."""
+        for peer in self.all:
+            peer.state, peer.status = State.GONE, Status.NIC_DOWN
+            peer.outbox.clear()
+
     def close(self) -> None:
         """Close the peers' endpoints, let go of neighbours; nothing is sent any more."""
         self._closed = True
         for peer in self.all:
             self.cut(peer)
-            if peer.neighbour and peer.state is not State.GONE:
+            if peer.neighbour and peer.number != FI_ADDR_UNSPEC:
                 self._nic.remove(peer.number)
             self._forget(peer)
             if peer.process is not None:

@@ -21,6 +21,7 @@ STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
         Status.RNR: "too many messages wait for the peer's receive buffers",
         Status.UNREACHABLE: "the peer does not answer, or has closed",
         Status.STALE_PEER: "another engine has the peer's address now; exchange descriptors anew",
+        Status.NIC_DOWN: "libfabric has lost the NIC; whether the row landed is unknown",
         Status.PROVIDER: "the connection broke; whether the row landed is unknown",
     }
 )

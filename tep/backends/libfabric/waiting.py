@@ -59,6 +59,7 @@ class Sleeper:
         self._set_s = 0.0
         self._epoll = select.epoll()
         self._epoll.register(self._timer, select.EPOLLIN)
+        self._queue_fd = queue_fd
         self._epoll.register(queue_fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
 
@@ -77,6 +78,10 @@ class Sleeper:
         if self._set_s:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._timer, 8)
+
+    def forget_queue(self) -> None:
+        """Be woken by the timer only: a queue that is lost may stay readable for ever."""
+        self._epoll.unregister(self._queue_fd)
 
     def close(self) -> None:
         """Close the timer and the joint descriptor; the queue's belongs to libfabric."""
