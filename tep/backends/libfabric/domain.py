@@ -463,10 +463,10 @@ class FabricDomain:
         self._end_all(Status.FLUSHED)
 
     def _shut(self) -> None:
-        """Close libfabric's objects; what still surfaces in the queue is handed out later."""
-        self._main.close()
+        """Read the queue out, then close all; tcp 2.5.1 may crash if it is read in between."""
         if not self._rules.by_pid:
             self._drain()
+        self._main.close()
         self._regions.close()
         self._mailbox.close()
         if self._sleeper is not None:
