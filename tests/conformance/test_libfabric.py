@@ -288,3 +288,118 @@ def test_c23_an_engine_goes_on_with_its_other_nics(provider):
         assert write(3) is None
         assert target.all()
         assert "DOWN" in a.explain(), a.explain()
+
+
+LONG_S = 100.0
+"""A deadline that no machine is held up by."""
+
+
+class SlowTime:
+    """A clock that is put forward in steps too small to be taken for having been held up."""
+
+    def __init__(self, monkeypatch, side):
+        self.side = side
+        self.ahead_s = 0.0
+        true = time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: true() + self.ahead_s)
+
+    def pass_s(self, seconds):
+        """Let time pass for one side alone; return how its rows have ended since."""
+        before = len(self.side.seen)
+        until_s = self.ahead_s + seconds
+        while self.ahead_s < until_s:
+            self.ahead_s += 0.15
+            self.side.poll()
+        return [Status(seen.status) for seen in self.side.seen[before:]]
+
+
+@pytest.fixture(params=["tcp", "shm"])
+def silent(request, monkeypatch):
+    """(net, a, b, clock): `b` is not polled, and so answers nobody."""
+    require(request.param)
+    with FabricWorld(request.param, peer_timeout_s=LONG_S) as world:
+        net = Net(world)
+        a, b = net.pair()
+        net.forget(a)
+        net.forget(b)
+        yield net, a, b, SlowTime(monkeypatch, a)
+
+
+def test_c17_a_row_has_its_own_time_however_old_the_greeting_is(silent):
+    """A peer that is back in time for a row is reached, though earlier rows were too early."""
+    net, a, b, clock = silent
+    within_s = a.domains[0]._timeout_s
+    early, late = a.batch(b, imm=1), a.batch(b, imm=2)  # connects: the greeting is on its way
+    a.try_post(early, 0, 1)
+    assert [] == clock.pass_s(0.9 * within_s)
+    a.try_post(late, 0, 1)
+
+    assert [Status.UNREACHABLE] == clock.pass_s(0.2 * within_s)
+    assert {Status.UNREACHABLE: 1} == a.rows_ended(early.ctx)
+    net.sides += [a, b]
+    net.settle()
+    assert {Status.OK: 1} == a.rows_ended(late.ctx)
+    assert {2: 1} == b.imms()
+
+
+def test_c17_a_silent_peer_fails_every_row_in_time(silent):
+    """Rows that come one after the other must not keep each other waiting for ever."""
+    _, a, b, clock = silent
+    batch = a.batch(b)
+    step_s = 0.1 * a.domains[0]._timeout_s
+    for k in range(25):
+        a.try_post(batch, 0, 1)
+        ended = clock.pass_s(step_s)
+        assert {Status.UNREACHABLE} >= set(ended)
+        assert a.rows_open <= 11, "each has ended within its time, and a step"
+        assert k < 11 or ended
+    clock.pass_s(11 * step_s)
+    assert 0 == a.rows_open
+    assert 11 * step_s < LONG_S
+
+
+def test_c17_a_row_after_the_end_of_others_is_tried_anew(silent):
+    """A peer that came back right after it was given up would stay so for another second."""
+    net, a, b, clock = silent
+    a.try_post(a.batch(b, imm=1), 0, 1)
+    a.try_post(a.batch(b, imm=2), 0, 1)
+    clock.pass_s(0.9 * a.domains[0]._timeout_s)
+    while a.rows_open:
+        clock.pass_s(0.1)
+    assert [Status.UNREACHABLE] * 2 == [seen.status for seen in a.seen]
+    a.try_post(a.batch(b, imm=3), 0, 1)
+    net.sides += [a, b]
+    net.settle()
+
+    assert {3: 1} == b.imms()
+
+
+def test_c17_rows_are_not_tried_anew_before_the_end_of_others_is_known(silent):
+    """Who has not heard of it yet goes on posting, and would wait for each post in turn."""
+    _, a, b, clock = silent
+    (domain,) = a.domains
+    batch = a.batch(b, src=[0] * 40)
+    a.try_post(batch, 0, 20)
+    clock.pass_s(0.9 * domain._timeout_s)
+    while not domain._done:
+        clock.ahead_s += 0.15
+        domain.poll(new_completions(0))
+    a.try_post(batch, 20, 40)
+    a.poll()
+    a.poll()
+    a.poll()
+
+    assert {Status.UNREACHABLE: 40} == a.rows_ended(batch.ctx)
+
+
+def test_c17_a_peer_that_dies_before_it_grants_a_lease_is_an_error(silent):
+    """It has answered the greeting, no row is out: nothing but the row's own time ends it."""
+    net, a, b, clock = silent
+    batch = a.batch(b)
+    net.sides += [a, b]
+    net.quiet()
+    net.forget(b)
+    a.try_post(batch, 0, 1)
+
+    assert [] == clock.pass_s(0.9 * a.domains[0]._timeout_s)
+    assert [Status.UNREACHABLE] == clock.pass_s(0.2 * a.domains[0]._timeout_s)

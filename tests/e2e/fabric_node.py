@@ -214,10 +214,6 @@ class Node:
     def rounds(self):
         return self.rounds_done
 
-    def is_over(self):
-        """Whether a write of the stream has failed, so that no more follow."""
-        return self.stream_over.is_set()
-
     def end_stream(self, timeout_s=20.0):
         """How the last write of the stream ended, and how many were done."""
         self.streaming = False

@@ -48,23 +48,10 @@ class Three:
                 self.desc[child] = child.do("reg", nbytes=PAGE * PAGES, seed=ord(name))
 
     def start_stream(self) -> None:
-        """Let `a` write to `b` for good; returns in the middle of it.
-
-        The NICs of a peer that was away come back one by one: a write that meets one that is not
-        there yet fails, and the next is tried.
-        """
-        self._write_on()
-
-        def flows() -> bool:
-            if self.a.do("is_over"):
-                self._write_on()
-            return self.a.do("rounds") > 1
-
-        wait_until(flows, "the stream to flow")
-
-    def _write_on(self) -> None:
+        """Let `a` write to `b` for good; returns in the middle of it."""
         self.imm = next(self._streams)
         self.a.do("stream", desc=self.desc[self.b], page_bytes=PAGE, npages=PAGES, imm=self.imm)
+        wait_until(lambda: self.a.do("rounds") > 1, "the stream to flow")
 
     def write(self, source: Child, target: Child) -> tuple[str, str]:
         """One good write and its count: how both ended."""

@@ -267,6 +267,8 @@ class FabricDomain:
         while done and filled < len(out):
             out[filled] = done.popleft()
             filled += 1
+        if not done:
+            self._rows.said()
         return filled
 
     def _take_frame(self, data: bytes) -> None:
@@ -382,10 +384,9 @@ class FabricDomain:
                 self._restless.discard(peer)
 
     def _look_at_deadlines(self, now_s: float) -> None:
-        due: dict[Peer, float] = {}
-        for ticket in self._slots.tickets.values():
-            due.setdefault(ticket.peer, ticket.due_s)
+        due = self._slots.oldest_due()
         for peer in {*due, *self._restless}:
+            self._rows.expire(peer, now_s)
             self._peers.look(peer, due.get(peer), now_s)
             if peer.unsettled:
                 self._restless.add(peer)
@@ -393,13 +394,13 @@ class FabricDomain:
 
     def _peer_over(self, peer: Peer) -> None:
         """End all that was to go to a peer that is SILENT or GONE."""
-        status = peer.status
+        status, spare = peer.status, peer.state is State.SILENT
         gone = self._rules.endpoint_per_peer
         if gone:
             # Its endpoint is closed: what surfaces in the queue now is the last of its rows.
             self._drain()
             self._mailbox.reclaim(peer)
-        self._rows.end(peer, status, gone=gone)
+        self._rows.end(peer, status, gone=gone, spare=spare)
         self._outgoing.drop(peer, status)
         self._inbox.drop(peer)
         self._rows.recheck()

@@ -5,6 +5,7 @@ the epoch that its address names, and that it knows us (EFA needs that). Rows wa
 
     CONNECTING --Welcome, or its own Hello--> READY
     CONNECTING --no answer in time--> SILENT        READY --no completion in time--> SILENT
+    SILENT --rows wait that came later--> CONNECTING
     CONNECTING --Stale--> GONE                      any --Bye--> LEAVING, then GONE
     any --our own NIC is lost--> GONE
     READY --a row or frame failed--> CONNECTING     SILENT --asked again later--> CONNECTING
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["Peer", "Peers", "State"]
 
 _SILENCE_S: Final = 1.0
-"""For how long a peer that did not answer is not asked again: rows to it fail at once."""
+"""For how long a peer that did not answer is not asked again for the sake of messages and notes,
+which engines repeat: they fail at once. Rows are tried anew."""
 
 _GRACE_S: Final = 0.1
 """For how long answers may follow a goodbye. A guess: far more than a network takes."""
@@ -84,7 +86,7 @@ class Peer:
         heard: something completed since the last look at deadlines.
         since_s: when it entered its state, or was last heard.
         probe: how far we are in asking whether a peer that returns no rows polls at all.
-        held: (batch, row) accepted and not posted.
+        held: (batch, row, due_s) accepted and not posted, oldest first.
         lost: (ctx, row, rkey) that came back failed, waiting for the verdict: is the peer alive?
         leases: (base, nbytes) of its keys; None = asked.
         outbox: frames to send.
@@ -132,7 +134,7 @@ class Peer:
         self.heard = False
         self.since_s = 0.0
         self.probe = Probe.NONE
-        self.held: deque[tuple[WriteBatch, int]] = deque()
+        self.held: deque[tuple[WriteBatch, int, float]] = deque()
         self.lost: deque[tuple[int, int, int]] = deque()
         self.leases: dict[int, tuple[int, int] | None] = {}
         self.outbox: deque[bytes] = deque()
@@ -396,7 +398,7 @@ class Peers:
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
         elif now_s - peer.since_s < self._timeout_s:
             return
-        elif peer.state is State.CONNECTING:
+        elif peer.state is State.CONNECTING or peer.lost:
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
         elif oldest_due_s is not None and oldest_due_s < now_s:
             self._look_at_overdue(peer, now_s)
@@ -440,6 +442,8 @@ class Peers:
             # It is kept for its number only: peers may come and go by the thousand.
             peer.held = peer.lost = peer.outbox = _EMPTY
             peer.leases = {}
+        elif peer.held and peer.over:  # what came later has its own time to be answered
+            self.greet(peer, now_s)
 
     def _forget(self, peer: Peer) -> None:
         """Nothing of ours goes there any more, so a neighbour may be unmapped."""

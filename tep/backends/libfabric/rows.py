@@ -9,6 +9,7 @@ Rule 1: an accepted row is in exactly one place: in flight (a ticket), held, los
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -89,6 +90,7 @@ class Rows:
         self._timeout_s = timeout_s
         self._stir = stir
         self._checked: dict[int, WriteBatch] = {}  # batches whose rows are all in range, by id
+        self._fresh: set[Peer] = set()  # whose rows have ended, which poll() has not said yet
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Accept rows start.. of a batch; return how many."""
@@ -247,8 +249,8 @@ class Rows:
         peer = self._peers.all[row.peer]
         if self._by_pid:
             self._peers.look_next_door(peer)
-        if peer.state is State.SILENT:
-            self._peers.greet_again(peer, time.monotonic())
+        if peer.state is State.SILENT and peer not in self._fresh:
+            self._peers.greet(peer, time.monotonic())
         status = self._verdict(peer, row)
         if status is not Status.OK:
             self.fail(batch.ctx, index, status)
@@ -257,7 +259,7 @@ class Rows:
             posted = self._post_row(batch, index, row, peer)
             if posted is not None:
                 return posted
-        peer.held.append((batch, index))
+        peer.held.append((batch, index, time.monotonic() + self._timeout_s))
         self.held += 1
         self._ask(peer, row.rkey)
         self._stir(peer)
@@ -273,6 +275,8 @@ class Rows:
             return Status.LENGTH
         if peer.over:
             return peer.status
+        if peer in self._fresh and peer.state is not State.READY:
+            return Status.UNREACHABLE  # who posts it has not heard of those before it
         lease = peer.leases.get(row.rkey)
         if lease is not None:
             base, nbytes = lease
@@ -339,7 +343,7 @@ class Rows:
         """A peer is READY: settle its lost rows, and post its held ones as far as they go."""
         self._settle_lost(peer)
         while peer.held and peer.state is State.READY:
-            batch, index = peer.held[0]
+            batch, index, _ = peer.held[0]
             row = next(batch.rows(index, index + 1))
             status = self._verdict(peer, row)
             if status is not Status.OK:
@@ -351,6 +355,22 @@ class Rows:
                 return
             peer.held.popleft()
             self.held -= 1
+
+    def expire(self, peer: Peer, now_s: float) -> None:
+        """End the rows that have waited too long for a peer's word: it is there, or a lease."""
+        while peer.held:
+            batch, index, due_s = peer.held[0]
+            rkey = batch.rkey if isinstance(batch.rkey, int) else int(batch.rkey[index])
+            if due_s > now_s or (peer.state is State.READY and self._has_lease(peer, rkey)):
+                return
+            self.fail(batch.ctx, index, Status.UNREACHABLE)
+            self._fresh.add(peer)
+            peer.held.popleft()
+            self.held -= 1
+
+    def said(self) -> None:
+        """poll() has handed out all that had ended: rows to whom they concern are tried anew."""
+        self._fresh.clear()
 
     def _settle_lost(self, peer: Peer) -> None:
         """The peer lives, so its rows failed for a reason of their own: a key, if it is void."""
@@ -364,13 +384,14 @@ class Rows:
                 self._ask(peer, rkey)
                 peer.lost.append((ctx, row, rkey))
 
-    def end(self, peer: Peer, status: Status, *, gone: bool) -> None:
+    def end(self, peer: Peer, status: Status, *, gone: bool, spare: bool = False) -> None:
         """End all rows to a peer.
 
         Args:
             peer: whose.
             status: how.
             gone: libfabric has let go of what was in flight.
+            spare: keep those that have not been posted and are not due.
         """
         slots = self._slots
         for ticket in [ticket for ticket in slots.tickets.values() if ticket.peer is peer]:
@@ -378,13 +399,16 @@ class Rows:
                 self.fail(ticket.batch.ctx, row, status)
         for ctx, row, _ in peer.lost:
             self.fail(ctx, row, status)
-        for batch, row in peer.held:
+        until_s = time.monotonic() if spare else math.inf
+        while peer.held and peer.held[0][2] <= until_s:
+            batch, row, _ = peer.held.popleft()
+            self.held -= 1
             self.fail(batch.ctx, row, status)
         self.lost -= len(peer.lost)
-        self.held -= len(peer.held)
         peer.lost.clear()
-        peer.held.clear()
         self._checked.clear()
+        if spare and self._done:
+            self._fresh.add(peer)
 
 
 def _note_appetite(peer: Peer, offered: int, taken: int) -> None:

@@ -266,6 +266,13 @@ class Slots:
         self.nbytes += nbytes
         return number
 
+    def oldest_due(self) -> dict[Peer, float]:
+        """When the oldest row in flight to each peer is due."""
+        due: dict[Peer, float] = {}
+        for ticket in self.tickets.values():
+            due.setdefault(ticket.peer, ticket.due_s)
+        return due
+
     # --- coming back
 
     def owns(self, context: int) -> bool:
