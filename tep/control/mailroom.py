@@ -191,13 +191,13 @@ class Mailroom:
             self._lose(question, "no NIC of ours is alive")
 
     def _lanes(self, letter: _Letter) -> list[tuple[int, int]]:
-        """The lanes to try, in order: first those that join NICs of one number, where they can."""
+        """The lanes to try, in order: first to NICs that take rows, and those of one number."""
         link = letter.link
         if link is None:
             return []
         here = [i for i, alive in enumerate(self._alive) if alive]
-        there = [j for j, alive in enumerate(link.alive) if alive]
-        return sorted(itertools.product(here, there), key=lambda lane: (lane[0] != lane[1], lane))
+        lanes = itertools.product(here, range(len(link.alive)))
+        return sorted(lanes, key=lambda lane: (not link.alive[lane[1]], lane[0] != lane[1], lane))
 
     def step(self) -> bool:
         """Post what waits, put late questions again; True if a NIC took one or one was lost."""

@@ -91,20 +91,23 @@ class Reopening:
     def _told(self, lane: Lane, answer: Answer, told: Callable[[Lane], object]) -> None:
         # What was refused is asked for again when the peer answers the next time.
         self._asking.discard(lane)
-        if not answer.why and self._is_clear(lane):
+        if not answer.why and lane[0].current:
             told(lane)
 
     def _is_fenced(self, lane: Lane) -> None:
         link, domain, nic = lane
         link.fence(domain, nic)
-        self._asking.add(lane)
-        self._ask(lane)
+        if self._is_clear(lane):
+            self._asking.add(lane)
+            self._ask(lane)
 
     def _ask(self, lane: Lane) -> None:
         nic = lane[2]
         self._put(lane, lambda n, at: Reopen(n, at, nic), self._is_open)
 
     def _is_open(self, lane: Lane) -> None:
+        if not self._is_clear(lane):
+            return
         link, domain, nic = lane
         self._audit.lift(link.addr.domains[nic], domain)  # the way back, if it is ours to open
         link.reopen(domain, nic)

@@ -9,7 +9,6 @@ is posted or held. Rule 5: a peer always has a NIC that counts as alive.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Set
@@ -41,7 +40,6 @@ __all__ = ["DomainGroup"]
 
 _TURNS_MAX: Final = 64
 """Batches tried on one NIC in one step: a bound, so that posting cannot starve polling."""
-
 
 _TEMPLATES_MAX: Final = 256
 """Cursors that one set of targets remembers its columns for; odd mixes of NIC counts have more."""
@@ -229,15 +227,13 @@ class DomainGroup:
         self.backlog += pending.batch.n
 
     def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
-        """Where a lane's rows go today: its own NICs if they live, else the next on each side.
-
-        Not over a path that is fenced off, unless there is no other.
-        """
-        alive, there, shut = self.alive, link.alive, link.shut
-        ours = [i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)]]
-        theirs = [j for k in range(len(there)) if there[j := (nic + k) % len(there)]]
-        every = itertools.product(ours, theirs)
-        return next((lane for lane in every if lane not in shut), (ours[0], theirs[0]))
+        """Where a lane's rows go today; see Link.route. Raises FabricError if nothing lands."""
+        found = link.route(self.alive, domain, nic)
+        if found in link.fenced:
+            name = link.addr.name
+            text = f"every path to {name} is fenced off; one is opened again when it answers"
+            raise FabricError(text, code="UNREACHABLE", peer=name)
+        return found
 
     # ------------------------------------------------------------------ posting
 

@@ -6,6 +6,7 @@ Records with checks; who may touch them when is the group's business.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -154,6 +155,21 @@ class Link:
             found = self._lanes[key] = Lane()
             found.sent.forgot = self.again  # the peer's sums are since the beginning, ours are not
         return found
+
+    def route(self, here: Sequence[bool], domain: int, nic: int) -> tuple[int, int]:
+        """Where what is meant for a lane goes today; `here`: which of our NICs live.
+
+        Its own NICs if they live, else the next on each side; over a path that is shut only if
+        there is no other, and over one of which the peer has said so only if all are.
+        """
+        there = self.alive
+        ours = [i for k in range(len(here)) if here[i := (domain + k) % len(here)]]
+        theirs = [j for k in range(len(there)) if there[j := (nic + k) % len(there)]]
+        for closed in (self.shut, self.fenced):
+            for lane in itertools.product(ours, theirs):
+                if lane not in closed:
+                    return lane
+        return ours[0], theirs[0]
 
     def has_way(self, ours: Iterable[int]) -> bool:
         """Whether a lane from one of these NICs of ours is not shut."""

@@ -107,7 +107,7 @@ def share_backlog(group: DomainGroup) -> bool:
         return False
     remote, _ = found.target(0)
     domain = idle[0]
-    here, nic = group.route(domain, remote.link, domain % remote.nics)
+    here, nic = remote.link.route(group.alive, domain, domain % remote.nics)
     if here != domain:
         return False  # it has no path to this peer
     try:

@@ -401,7 +401,8 @@ class Worker:
         while self.sends:
             message = self.sends[0]
             try:
-                domain, message.nic = group.route(group.first_alive(), message.link, 0)
+                ours = group.first_alive()
+                domain, message.nic = message.link.route(group.alive, ours, 0)
                 peer = message.link.peer(domain, message.nic)
             except TepError as error:
                 self.sends.popleft()

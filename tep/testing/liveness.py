@@ -17,6 +17,7 @@ from tep.testing.lab import Host
 from tep.testing.scenario import SENDER
 from tep.testing.stage import Stage
 from tep.testing.tap import Mover
+from tep.units import PS_PER_S
 
 __all__ = ["go_on"]
 
@@ -60,6 +61,10 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
             return
         if not reachable and handle.state is State.FAILED:
             return
+        # A path that is shut is asked for within this time, and when the engine is turned.
+        wait_ps = round(stage.lab.options.probe_max_s * PS_PER_S)
+        stage.lab.env.call_at(stage.lab.env.now + wait_ps, lambda _: sender.engine.driver.kick())
+        _rest(stage)
     stage.fail(f"after healing {tries} writes to {host.name} failed: {handle.error}")
 
 

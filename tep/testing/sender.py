@@ -189,10 +189,17 @@ class Sender:
         if run.posted >= handle.rows and not run.failed:
             self.stage.blame(f"{run} ended cancelled, but all its rows were posted")
 
+    def _was_fenced_off(self, run: Run) -> bool:
+        """Whether every path to one of its receivers has been fenced off, now or before."""
+        taps = self.stage.sender.taps
+        return any(
+            all(its.is_closed_to(ours) for ours in taps for its in host.taps) for host in run.hosts
+        )
+
     def _check_failed(self, run: Run, handle: Transfer) -> None:
         sender = self.stage.sender
         hopeless = not sender.live or all(tap.down for tap in sender.taps)
-        if not (run.failed or hopeless):
+        if not (run.failed or hopeless or self._was_fenced_off(run)):
             self.stage.blame(f"{run} failed, but none of its rows did: {handle.error}")
         for number, nic in run.faults:
             status = Status(number)

@@ -15,6 +15,7 @@ import numpy as np
 from tep.backends.base import Completions, Kind, Status, WriteBatch
 from tep.control.known import PeerChange, PeerEvent
 from tep.sim.chaos_nic import ChaosNic
+from tep.sim.chaos_parts import NicState
 from tep.testing.turns import Turns
 
 __all__ = ["Ledger", "Mover", "Tap"]
@@ -50,6 +51,7 @@ class Ledger:
         movers: the transfer of each batch, by its ctx.
         batches: the last batch of each ctx.
         silent: NICs of peers that did not answer, by node; all of them again once all were silent.
+        was_silent: all that ever were.
         unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
             rows to them were flushed with a note that got lost, or a message did not get there.
         rows, nbytes: what each NIC took.
@@ -69,6 +71,7 @@ class Ledger:
         self.movers: dict[int, Mover] = {}
         self.batches: dict[int, WriteBatch] = {}
         self.silent: dict[bytes, set[bytes]] = {}
+        self.was_silent: set[bytes] = set()
         self.unsure: set[bytes] = set()
         self.rows = [0] * nics
         self.nbytes = [0] * nics
@@ -88,11 +91,13 @@ class Tap:
 
     Attributes:
         down: whether the engine was told that this NIC is gone.
+        fenced_off: whom its engine has ever fenced off.
     """
 
     def __init__(self, nic: ChaosNic, ledger: Ledger) -> None:
         self.nic = nic
         self.down = False
+        self.fenced_off: set[bytes] = set()
         self.caps = nic.caps
         self.address = nic.address
         self._ledger = ledger
@@ -108,11 +113,21 @@ class Tap:
         self.post_note = nic.post_note
         self.take_note = nic.take_note
         self.source = nic.source
-        self.fence = nic.fence
         self.status_text = nic.status_text
         self.set_waker = nic.set_waker
         self.wakeup_fd = nic.wakeup_fd
         self.arm = nic.arm
+
+    def is_closed_to(self, other: Tap) -> bool:
+        """Whether another NIC may know of no way: one is dead, was silent, or was fenced off."""
+        alive = self.nic.state is other.nic.state is NicState.UP
+        ledger = other._ledger
+        unheard = self.address in ledger.was_silent or _node_of(self.address) in ledger.unsure
+        return not alive or unheard or other.address in self.fenced_off
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        self.fenced_off.add(source)
+        self.nic.fence(source, ctx)
 
     def unfence(self, source: bytes) -> None:
         self._ledger.seen["path opened again"] += 1
@@ -223,6 +238,7 @@ class Tap:
         node, address = self._to(batch, row)
         silent = self._ledger.silent.setdefault(node, set())
         silent.add(address)
+        self._ledger.was_silent.add(address)
         name = node.partition(b":")[2].rpartition(b"#")[0].decode()
         if len(silent) == len(self.nic.fabric.nodes[name].domains):
             del self._ledger.silent[node]  # perhaps it is back: everything may be tried again

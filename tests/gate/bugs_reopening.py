@@ -80,7 +80,7 @@ def asked_once() -> list[Change]:
     """A path that was refused is never asked for again."""
 
     def told(self, lane, answer, then):
-        if not answer.why and self._is_clear(lane):
+        if not answer.why:
             then(lane)
 
     return [(Reopening, "_told", told)]

@@ -42,7 +42,7 @@ class Play:
         rounds: how many transfers each sender makes, one after the other; one more follows when no
             path is cut any more.
         both: whether the second engine writes to the first as well.
-        cuts: how often a path is cut; each time another may be.
+        cuts: how often a path is cut; each time another may be, two at once at the most.
         strays: how often time passes, so that probes and questions go out, at any moment; besides,
             it passes when nothing else is left to do.
         scatter: whether it is scatters and not paged writes.
@@ -113,7 +113,7 @@ class Play:
         found: list[Callable[[], None]] = []
         out = any(not flight.ended for flight in fabric.flights)
         shut = any(link.shut for link in links)
-        if self.cuts and out and not fabric.cuts:
+        if self.cuts and out and len(fabric.cuts) < 2:
             found += [partial(self._cut, lane) for lane in self.lanes]
         if fabric.cuts and shut:
             found.append(fabric.cuts.clear)
