@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from tep.api import Pages, ScatterDst
-from tep.backends.base import Status
+from tep.backends.base import Access, Status
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import PeerGroup
@@ -83,13 +83,15 @@ class Sender:
 
     def _probe(self, run: Run) -> None:
         """Try to give back the memory that a transfer reads from."""
-        stage = self.stage
+        stage, sender = self.stage, self.stage.sender
         try:
-            stage.sender.engine.deregister(stage.sender.mr)
+            sender.engine.deregister(sender.mr)
         except BusyError:
             stage.seen["deregister refused"] += 1
-        else:
+            return
+        if run.handle is None or not run.handle.settled:  # it failed at once: no path is open
             stage.fail(f"the source was deregistered right after {run} was submitted")
+        sender.mr, _ = sender.engine.reg_mr(sender.memory, access=Access.SOURCE)
 
     def _submit(self, run: Run) -> Transfer:
         spec, area, hosts = run.spec, run.area, run.hosts
