@@ -171,7 +171,17 @@ DEEDS = st.tuples(
 )
 
 
+LATE_REQUEST = [(False, 1, 1)] * 17  # it is answered when who asked has dropped what it asked for
+LATE_REQUEST[1], LATE_REQUEST[11], LATE_REQUEST[12] = (False, 1, 21), (False, 1, 20), (False, 1, 3)
+LATE_REQUEST[2] = LATE_REQUEST[16] = (True, 1, 1)
+
+
 @given(FATES, st.lists(DEEDS, max_size=8), st.integers(0, 60))
+@example(
+    LATE_REQUEST,
+    [("right", "start", 0), ("left", "drop", 23), ("right", "start", 0), ("right", "drop", 22)],
+    0,
+)
 def test_a_fence_is_lifted_at_both_ends(fates, deeds, gap_ms):
     """Whatever was dropped and asked before, and whatever of that is late: both ends come together.
 

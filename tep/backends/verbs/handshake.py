@@ -305,9 +305,9 @@ class Negotiation:
         self._actions.say(Kind.REP, *self._pair)
 
     def _hear_reply(self, hello: Hello, now_s: float) -> None:
-        if self.connected and hello.attempt > self.remote:
+        if self.phase is not Phase.ASKING and hello.attempt > self.remote:
             # The peer has made fresh queue pairs since, perhaps in answer to an older request:
-            # ours belong to ones that are gone.
+            # ours belong to ones that are gone, or are gone themselves.
             self.start(now_s)
             return
         if hello.echo != self.attempt or self.phase is Phase.IDLE:
