@@ -96,7 +96,7 @@ class Audit:
         mail: where questions come in and answers go out.
 
     Attributes:
-        guarded: says whether a lease keeps a path shut.
+        guarded: says whether a lease keeps the paths of the NIC at an address shut.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Audit:
         self._mail = mail
         self._fences: dict[tuple[bytes, int], _Fence] = {}
         self._begun: dict[int, _Fence] = {}
-        self.guarded: Callable[[bytes, int], bool] = lambda *_: False
+        self.guarded: Callable[[bytes], bool] = lambda _: False
         # By path: the number of the last question of either kind. Copies of older ones come late.
         self._numbers: dict[type[Asked | Reopen], dict[tuple[bytes, int], int]] = {
             Asked: {},
@@ -163,7 +163,7 @@ class Audit:
         """
         key = source, nic
         fence = self._fences.get(key)
-        if self.guarded(source, nic):
+        if self.guarded(source):
             return "a lease that its holder has not let go of keeps this path shut"
         if fence is not None and fence.status != Status.OK:
             return self.why_not(nic, fence.status) if fence.status > 0 else "it is being fenced off"

@@ -170,9 +170,8 @@ class Leases:
         self._numbers = itertools.count(1)
         self._due: list[tuple[float, int]] = []
         self._generation = 0
-        # By path, (its NIC's address, our NIC): leases that a holder who was silent may believe in.
-        self._silent_on: dict[tuple[bytes, int], dict[Grant, None]] = {}
-        self._asked_again: set[Grant] = set()
+        # Leases that a holder who was silent may believe in, and whether it is being asked again.
+        self._believed: dict[Grant, bool] = {}
         self._mail, self._audit, self._now_s = mail, audit, now_s
         audit.guarded = self._guards
         self._opened, self._settle = opened, settle
@@ -226,9 +225,8 @@ class Leases:
                 if not grant.link.current:
                     work = True
                     self.end(grant)
-            for grants in self._silent_on.values():
-                for grant in [grant for grant in grants if not grant.link.current]:
-                    del grants[grant]
+            for grant in [grant for grant in self._believed if not grant.link.current]:
+                del self._believed[grant]
         return work
 
     def due_s(self) -> float | None:
@@ -278,25 +276,26 @@ class Leases:
         """Nobody knows what the writer does: nothing of it may land any more."""
         grant.why = f"{grant.link.addr.name} did not say that it had stopped: {why}"
         there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
-        paths = list(itertools.product(range(there), range(here)))
-        for i, j in paths if grant.fence else ():
-            self._silent_on.setdefault((grant.link.addr.domains[i], j), {})[grant] = None
-        self._fence(grant, paths)
+        if grant.fence:
+            self._believed.setdefault(grant, False)
+        self._fence(grant, itertools.product(range(there), range(here)))
 
-    def _guards(self, source: bytes, nic: int) -> bool:
-        """Whether a lease keeps a path shut. Its holder speaks again: it is asked once more."""
-        grants = list(self._silent_on.get((source, nic), ()))
+    def _guards(self, source: bytes) -> bool:
+        """Whether a lease keeps a NIC's paths shut. Its holder speaks again: it is asked again."""
+        grants = [grant for grant in self._believed if source in grant.link.addr.domains]
         for grant in grants:
-            if grant not in self._asked_again:
-                self._asked_again.add(grant)
-                self._ask(grant, self._let_go, lambda grant, _: self._asked_again.discard(grant))
+            if not self._believed[grant]:
+                self._believed[grant] = True
+                self._ask(grant, self._let_go, self._still_silent)
         return bool(grants)
+
+    def _still_silent(self, grant: Grant, _: str) -> None:
+        if grant in self._believed:
+            self._believed[grant] = False
 
     def _let_go(self, grant: Grant, _: Answer) -> None:
         """Whatever a holder answers, it has let go, and all it sent under the lease has ended."""
-        self._asked_again.discard(grant)
-        for grants in self._silent_on.values():
-            grants.pop(grant, None)
+        self._believed.pop(grant, None)
 
     def _fence(self, grant: Grant, paths: Iterable[tuple[int, int]]) -> None:
         """Fence paths off; over = every one of them was. Paths are (its NIC, ours)."""

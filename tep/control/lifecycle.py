@@ -287,16 +287,13 @@ class Lifecycle:
 
     def _miss(self, link: Link, what: str) -> None:
         """Fail all expectations that named this sender."""
-        worker = self._worker
-        named = [h for h in worker.open if isinstance(h, Expectation) and h.sender is link]
         name = link.addr.name
-        for handle in reversed(named):  # the last in line first, so that none fires by this
-            here = handle.arrived
-            if worker.imms.cancel(handle):
-                came = f"{here} of {handle.count} came"
-                text = f"imm {handle.imm:#x}: its sender {name} {what}; {came}"
-                error = FabricError(text, code="PEER_LOST", peer=name)
-                worker._end(handle, State.FAILED, error)
+
+        def error(handle: Expectation, came: str) -> FabricError:
+            text = f"imm {handle.imm:#x}: its sender {name} {what}; {came}"
+            return FabricError(text, code="PEER_LOST", peer=name)
+
+        self._worker.notices.fail(lambda handle: handle.sender is link, error)
 
     # ------------------------------------------------------------------ leaving
 

@@ -67,6 +67,25 @@ class Notices:
             notice.link, lambda n: Failed(n, self._name, notice.imm, notice.reason), told, lost
         )
 
+    def fail(
+        self,
+        meant: Callable[[Expectation], bool],
+        error: Callable[[Expectation, str], FabricError],
+    ) -> bool:
+        """Fail the open expectations that are meant, with error(which, how many came) each.
+
+        Returns:
+            Whether there was one.
+        """
+        waiting = [h for h in self._opened if isinstance(h, Expectation) and meant(h)]
+        found = False
+        for handle in reversed(waiting):  # the last in line first, so that none fires by this
+            came = f"{handle.arrived} of {handle.count} came"
+            if self._imms.cancel(handle):
+                found = True
+                self._settle(handle, State.FAILED, error(handle, came))
+        return found
+
     def _hear(self, nic: int, address: bytes, note: Failed) -> None:
         """A peer gives an immediate up: whoever waits for it, or will next, gets an error."""
         self._mail.answer(nic, address, Told(note.number, "", ()))
@@ -76,13 +95,8 @@ class Notices:
         self._heard[key] = None
         while len(self._heard) > _HEARD_MAX:
             del self._heard[next(iter(self._heard))]
-        waiting = [h for h in self._opened if isinstance(h, Expectation) and h.imm == note.imm]
-        found = False
-        for handle in reversed(waiting):  # the last in line first, so that none fires by this
-            here = handle.arrived
-            if self._imms.cancel(handle):
-                found = True
-                error = given_up(note, f"; {here} of {handle.count} came")
-                self._settle(handle, State.FAILED, error)
+        found = self.fail(
+            lambda handle: handle.imm == note.imm, lambda _, came: given_up(note, f"; {came}")
+        )
         if not found and len(self.broken) < _HEARD_MAX:
             self.broken[note.imm] = given_up(note, "")

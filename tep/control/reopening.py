@@ -110,8 +110,7 @@ class Reopening:
             return
         link, domain, nic = lane
         self._audit.lift(link.addr.domains[nic], domain)  # the way back, if it is ours to open
-        link.reopen(domain, nic)
-        self._group.restore(link, list(link.alive))
+        self._group.reopen(link, domain, nic)
         self._opened(link, nic)
 
     # ------------------------------------------------------------------ the receiver's half

@@ -384,6 +384,11 @@ class DomainGroup:
         link.alive[:] = alive
         self._routes_version += 1
 
+    def reopen(self, link: Link, domain: int, nic: int) -> None:
+        """Use a lane again that was fenced off."""
+        link.reopen(domain, nic)
+        self._routes_version += 1
+
     def drop_queued(self, transfer: Transfer) -> int:
         """Take a transfer's rows that no NIC has out of the queues; return how many."""
         mine = [p for queue in self._queues for p in queue if p.transfer is transfer]
