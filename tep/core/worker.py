@@ -208,11 +208,6 @@ class Worker:
         """When a turn is wanted although no NIC has news; seconds of the driver's clock."""
         return sooner(self.mail.due_s() if self.mail.busy else None, self.leases.due_s())
 
-    @property
-    def backlog(self) -> int:
-        """Rows and messages that were taken and that no NIC has."""
-        return self.group.backlog + len(self.sends)
-
     def unsettled(self) -> list[Handle]:
         """Every handle that has not settled, taken or not; may be asked from any thread."""
         asked = [handle for _, handle in tuple(self.commands)]
