@@ -1,7 +1,7 @@
 """The liveness phase of a scenario: all trouble is over, and what lives must be able to go on.
 
 Comes after the judgement of what was posted before. Rule: what is dead stays dead, and a fence
-stays; a write between two live engines that have a way left has to be done in the end.
+may stay; a write between two live engines that have a way left has to be done in the end.
 """
 
 from __future__ import annotations
