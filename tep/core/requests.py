@@ -90,11 +90,9 @@ class Job:
         columns: tuple[Column, Column, Column],
         imm: Column | None,
         n: int,
-        *,
         total: int,
         longest: int,
         routing: Routing,
-        split: bool = False,
         lengths: tuple[int, ...] = (),
     ) -> None:
         self.kind = kind
@@ -106,7 +104,7 @@ class Job:
         self.total = total
         self.longest = longest
         self.routing = routing
-        self.split = split
+        self.split = kind == "single" or (kind == "scatter" and routing.scatter_by == "bytes")
         self.lengths = lengths
 
 
@@ -159,18 +157,7 @@ def single_job(
     else:
         rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
     columns = (memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
-    return Job(
-        "single",
-        mr,
-        remote,
-        columns,
-        imm,
-        rows,
-        total=nbytes,
-        longest=nbytes,
-        routing=routing,
-        split=True,
-    )
+    return Job("single", mr, remote, columns, imm, rows, nbytes, nbytes, routing)
 
 
 def paged_job(
@@ -224,9 +211,9 @@ def paged_job(
         (sources, targets, page_bytes),
         _imm_column(verb, imm, npages),
         npages,
-        total=npages * page_bytes,
-        longest=page_bytes,
-        routing=routing,
+        npages * page_bytes,
+        page_bytes,
+        routing,
     )
 
 
@@ -293,19 +280,7 @@ def scatter_job(
     rows = _count_rows(lengths, targets, routing, nlocal) if split else len(lengths)
     src_column = np.frombuffer(src, np.uint64) + mr.ptr
     columns = (src_column, places.column, np.frombuffer(nbytes, np.uint64))
-    return Job(
-        "scatter",
-        mr,
-        targets,
-        columns,
-        imm,
-        rows,
-        total=total,
-        longest=longest,
-        routing=routing,
-        split=split,
-        lengths=lengths,
-    )
+    return Job("scatter", mr, targets, columns, imm, rows, total, longest, routing, lengths)
 
 
 @lru_cache(maxsize=256)
@@ -338,7 +313,7 @@ def barrier_job(targets: Targets, imm: int, routing: Routing, nlocal: int) -> Jo
         _check_routing("submit_barrier", routing, nlocal)
         _refuse_shards("submit_barrier", routing, "it has no bytes to shard")
     n = len(targets.remotes)
-    return Job("barrier", None, targets, (0, 0, 0), imm, n, total=0, longest=0, routing=routing)
+    return Job("barrier", None, targets, (0, 0, 0), imm, n, 0, 0, routing)
 
 
 def longest_row(job: Job, nlocal: int) -> int:

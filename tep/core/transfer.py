@@ -62,7 +62,7 @@ class Transfer(Handle):
     )
 
     def __init__(self, owner: Owner, job: Job, rows: int, nics: int, submitted_s: float) -> None:
-        super().__init__(owner, submitted_s)
+        Handle.__init__(self, owner, submitted_s)  # super() takes 0.1 us
         self.job = job
         self.rows = self.left = rows
         self.failed_rows = 0

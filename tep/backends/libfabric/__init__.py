@@ -96,7 +96,9 @@ def open_domains(
 
 
 def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> list[FabricDomain]:
-    lib, rules = load(), how.rules
+    lib = load()
+    rules = replace(how.rules, asks_first=how.rules.by_pid and lib.version < (2, 0))
+    how = how._replace(rules=rules)
     if rules.by_pid:
         sweep_shm()
         unlink_own_shm_at_exit()

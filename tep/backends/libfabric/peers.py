@@ -186,6 +186,7 @@ class Peers:
         self._nic = nic
         self._mailbox = mailbox
         self._rules = rules
+        self._asks_first = rules.asks_first
         self._epoch = me.epoch
         self._me = me.to_bytes()
         self._raw = me.raw
@@ -348,15 +349,13 @@ class Peers:
     # --- looking after
 
     def look_next_door(self, peer: Peer) -> None:
-        """End a peer of this host whose process has ended, or that closed within this process.
-
-        Cheap enough for every post. Releases before 2.0 say OK on rows that they left in the queue
-        of a process that is gone.
+        """End a peer that closed within this process, or whose process has ended if this release
+        has to be told; else look() finds out. Cheap enough for every post.
         """
         if peer.neighbour:
             gone = not neighbours.is_open(peer.address.raw)
         else:
-            gone = peer.process is not None and peer.process.ended()
+            gone = self._asks_first and peer.process is not None and peer.process.ended()
         if gone:
             self._end(peer, State.GONE, Status.UNREACHABLE)
 

@@ -117,12 +117,16 @@ def sweep_shm() -> list[str]:
     would seem dead; such a set-up does not work with this provider anyway, since its addresses are
     pids.
     """
-    swept = []
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(_SHM):
+    swept: list[str] = []
+    try:
+        entries = os.scandir(_SHM)
+    except OSError:  # there is none
+        return swept
+    with entries:
+        for entry in entries:
             match = _SHM_NAME.fullmatch(entry.name)
-            if match and entry.stat().st_uid == os.geteuid() and not _runs(int(match[1])):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # somebody else has removed it meanwhile
+                if match and entry.stat().st_uid == os.geteuid() and not _runs(int(match[1])):
                     Path(entry.path).unlink()
                     swept.append(entry.name)
     return swept

@@ -34,6 +34,8 @@ class Rules:
         leases: the provider says nothing useful of a bad key (shm even says success), so the
             target is asked for a region's bounds before the first row to it.
         by_pid: addresses name processes of this host, which can be asked whether they live.
+        asks_first: a peer's process is asked before each post whether it lives: releases of shm
+            before 2.0 say OK on rows that they leave in the queue of one that is gone.
         peers_max: peers that a NIC may meet in its life. The shm provider keeps a table of 256,
             gives a place again, and does not clear in its own memory what the former peer left
             there: with 2.5.1 the first frame to the 257th is a segmentation fault.
@@ -60,6 +62,7 @@ class Rules:
     endpoint_per_peer: bool = False
     leases: bool = True
     by_pid: bool = False
+    asks_first: bool = False
     peers_max: int = 1 << 62
     copies_from: int = 32 * KiB
     releases_from: int = 32 * KiB

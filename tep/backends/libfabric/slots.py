@@ -162,7 +162,8 @@ class Slots:
     @property
     def room(self) -> int:
         """Rows that may still be posted."""
-        return min(self._top, self._rows_max - self.open)
+        left = self._rows_max - self.open
+        return left if left < self._top else self._top  # noqa: FURB136  # min() takes 0.1 us
 
     # --- posting
 
