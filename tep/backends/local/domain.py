@@ -33,8 +33,8 @@ from tep.backends.checks import check_memory
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.port import ASLEEP, Inbound, Port, Watches
-from tep.backends.local.rings import new_fence
-from tep.backends.local.sender import Sender
+from tep.backends.local.rings import EVENTS, LaneReader, new_fence
+from tep.backends.local.sender import HELPING_BYTES, Sender
 from tep.errors import BackendUnavailable, ClosedError
 from tep.memory import Memory
 
@@ -43,6 +43,7 @@ __all__ = ["LocalDomain"]
 _LOOKS: Final = 16
 """One poll in so many looks at the sockets: it costs 0.4 us (measured)."""
 
+_HALF: Final = EVENTS // 2  # see LaneReader.wanted()
 _IMM_MASK: Final = 2**32 - 1
 _SCALAR_MAX: Final = 8  # events up to which a loop is cheaper than numpy's first microseconds
 _WRITE, _IMM, _SENT, _RECV = int(Kind.WRITE), int(Kind.IMM), int(Kind.SENT), int(Kind.RECV)
@@ -188,7 +189,9 @@ class LocalDomain:
                 self._awake()
             self._polls += 1
             sender, port = self._sender, self._port
-            sender.advance()
+            sender.helping = HELPING_BYTES
+            if sender.active:
+                sender.advance()
             if sender.done:
                 at = self._hand_out(out)
             if port.scan():
@@ -196,7 +199,7 @@ class LocalDomain:
             if woken and not at:
                 self._rung = False
                 self._watches.look()  # what woke us was a socket, or nothing did
-            elif self._polls % _LOOKS == 0 or sender.asking:
+            elif self._polls % _LOOKS == 0 or (sender.active and sender.asking):
                 self._watches.look()
         elif self._sender.done:
             at = self._hand_out(out)
@@ -223,12 +226,13 @@ class LocalDomain:
                 break
             lane = inbound.lane
             if lane is not None:
-                before = at
+                before, asks = at, lane.tail - lane.head >= _HALF
                 if lane.head != lane.tail:
-                    at = self._take_events(inbound, out, at)
+                    at = self._take_events(lane, out, at)
                 if lane.mhead != lane.mtail:
                     at = self._take_messages(inbound, out, at)
-                if at != before and lane.wanted():
+                    asks = True
+                if asks and at != before and lane.wanted():
                     _ring(inbound.bell)
                 if at == room and (lane.head != lane.tail or lane.mhead != lane.mtail):
                     break
@@ -237,17 +241,15 @@ class LocalDomain:
                 port.drop(inbound)
         return at
 
-    def _take_events(self, inbound: Inbound, out: Completions, at: int) -> int:
-        lane = inbound.lane
-        assert lane is not None
-        n = min(lane.tail - lane.head, len(out) - at)
-        if n <= _SCALAR_MAX:
-            for _ in range(n):
+    def _take_events(self, lane: LaneReader, out: Completions, at: int) -> int:
+        n = lane.tail - lane.head
+        if n <= _SCALAR_MAX and n <= len(out) - at:
+            for k in range(at, at + n):
                 word = lane.take_event()
-                imm, count = word & _IMM_MASK, word >> 32
-                put_completion(out, at * COMPLETION_BYTES, _IMM, _OK, count, imm, 0, 0, 0)
-                at += 1
-            return at
+                count, imm = word >> 32, word & _IMM_MASK
+                put_completion(out, k * COMPLETION_BYTES, _IMM, _OK, count, imm, 0, 0, 0)
+            return at + n
+        n = min(n, len(out) - at)
         found = lane.take_events(n)
         rows = out[at : at + n]
         rows[:] = _BLANK_IMM

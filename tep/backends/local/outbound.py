@@ -43,7 +43,7 @@ from tep.backends.local.port import (
     TABLE,
     Watches,
 )
-from tep.backends.local.rings import LaneWriter, order_of
+from tep.backends.local.rings import STRONG, LaneWriter
 from tep.memory import Memory
 
 __all__ = ["Outbound", "Segment", "Way"]
@@ -114,7 +114,6 @@ class Outbound:
         self._watches = watches
         self._bell = bell
         self._fence = fence
-        self._order = order_of(fence)
         self._lost = lost
         self._channel: Channel | None = None
         self._port: SharedMap | None = None
@@ -299,7 +298,8 @@ class Outbound:
     def publish(self) -> None:
         """Let the peer see what was put into the lane, and wake it if it sleeps."""
         words, lane = self.words, self.lane
-        self._order()
+        if not STRONG:
+            self._fence()
         words[self._board] = lane.tail
         words[self._board + 1] = lane.mtail
         self._fence()

@@ -52,6 +52,7 @@ __all__ = [
     "EVENTS",
     "LANE_BYTES",
     "MESSAGE_BYTES_MAX",
+    "STRONG",
     "LaneReader",
     "LaneWriter",
     "new_fence",
@@ -76,7 +77,8 @@ _MASK: Final = EVENTS - 1
 
 _NO_EVENTS: Final = np.zeros(0, np.uint64)
 
-_STRONG: Final = platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
+STRONG: Final = platform.machine().lower() in {"x86_64", "amd64", "i386", "i686"}
+"""Whether rule 1 holds by itself; asked before each `order()` on the way of a single event."""
 
 
 def new_fence() -> Callable[[], None]:
@@ -94,7 +96,7 @@ def new_fence() -> Callable[[], None]:
 
 def order_of(fence: Callable[[], None]) -> Callable[[], None]:
     """What rule 1 needs on this processor: nothing, or a fence."""
-    return _nothing if _STRONG else fence
+    return _nothing if STRONG else fence
 
 
 def _nothing() -> None:
@@ -196,9 +198,15 @@ class LaneWriter:
         self.words[_WANT] = 1
 
     def close(self) -> None:
-        """Unmap. Idempotent."""
+        """Unmap; all_taken() goes on to answer. Idempotent."""
+        if self._events is not _NO_EVENTS:
+            self._head = self.words[_HEAD]
         self._events = _NO_EVENTS
         self._map.close()
+
+    def all_taken(self) -> bool:
+        """After close(): whether the receiver had taken every event that was written."""
+        return self._head == self.tail
 
 
 class LaneReader:
@@ -246,10 +254,12 @@ class LaneReader:
     def take_event(self) -> int:
         """Take one event of those that are there: count << 32 | immediate."""
         words, head = self.words, self.head
-        self._order()
+        if not STRONG:
+            self._fence()
         word = words[_EVENT0 + (head & _MASK)]
         self.head = head + 1
-        self._order()
+        if not STRONG:
+            self._fence()
         words[_HEAD] = head + 1
         return word
 
@@ -281,7 +291,11 @@ class LaneReader:
         words[_ACKED] = self._acked
 
     def wanted(self) -> bool:
-        """After something was taken: whether the sender wants its bell rung; asked once."""
+        """After something was taken: whether the sender wants its bell rung; asked once.
+
+        It need not be asked after events of which less than half a ring was there: a sender that
+        sleeps for want of room has shown a whole ring since it last saw `head`, so more is to come.
+        """
         self._fence()
         if self.words[_WANT]:
             self.words[_WANT] = 0
