@@ -250,7 +250,7 @@ class TurnDriver(ThreadDriver):
             handle.remove_done_callback(wake)
 
     def _run(self, machine: Machine) -> None:
-        self._pin()
+        self._settle_in()
         self._nics.register(self._bell, select.EPOLLIN | select.EPOLLET)  # never read
         while True:
             self._turn.acquire()
