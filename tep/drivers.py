@@ -214,11 +214,13 @@ class InlineDriver:
 
     def wait(self, handle: Settles, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
-        while not handle.settled:
+        settled = handle.settled
+        while not settled:
             self.turn()
-            if not handle.settled and time.monotonic() >= deadline:
-                return False
-        return True
+            settled = handle.settled
+            if not settled and time.monotonic() >= deadline:
+                break
+        return settled
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
         raise UsageError(

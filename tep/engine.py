@@ -184,6 +184,7 @@ class TransferEngine(EngineMembers):
             for domain, key in zip(self._domains, mr.keys, strict=True):
                 domain.deregister(key)
             del self._regions[mr.desc.region]
+            self._peers.forget_source(mr)
 
         self.driver.call(forget)
 
@@ -265,8 +266,7 @@ class TransferEngine(EngineMembers):
         """
         self._check_source(src[0], "submit_paged_writes")
         remote = self._peers.resolve(dst[0], "submit_paged_writes")
-        nlocal = len(self._domains)
-        job = paged_job(page_bytes, src, (remote, dst[1]), imm, routing, nlocal)
+        job = paged_job(page_bytes, src, (remote, dst[1]), imm, routing, len(self._domains))
         return self._submit(job, on_done)
 
     def add_peer_group(self, peers: Sequence[NetAddr]) -> PeerGroup:

@@ -212,12 +212,12 @@ class DomainGroup:
         if not usable or (link.shut and lane in link.shut):
             domain, nic = self.route(domain, link, nic)
         src, dst, nbytes = columns
-        shift = remote.bases[nic] - remote.bases[0]
+        if nic:
+            dst = shifted(dst, remote.bases[nic] - remote.bases[0])
         mr = transfer.job.mr
         assert mr is not None
         peer, lkey, rkey = link.peer(domain, nic), mr.keys[domain].lkey, remote.rkeys[nic]
-        at = shifted(dst, shift) if shift else dst
-        batch = WriteBatch(n, peer, src, lkey, at, rkey, nbytes, imm, 0)
+        batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, 0)
         self._push(Pending(transfer, domain, batch, remote, nic))
 
     def _push(self, pending: Pending) -> None:

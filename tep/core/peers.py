@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
 from tep.control.holds import Holds
-from tep.core.region import Link, Remote, Targets
+from tep.core.region import Link, MrHandle, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
 from tep.wire import Lease, MrDesc, NetAddr, Target
 
@@ -213,6 +213,12 @@ class PeerBook:
             self._remotes.clear()
         found = self._remotes[id(desc)] = Remote(desc, link)
         return found
+
+    def forget_source(self, mr: MrHandle) -> None:
+        """A region was given back: no request that is remembered may keep its memory."""
+        for remote in list(self._remotes.values()):
+            if remote.steady is not None and remote.steady[1].mr is mr:
+                remote.steady = None
 
     def targets(self, descs: Sequence[Target], group: PeerGroup | None, what: str) -> Targets:
         """The targets of one scatter or barrier.

@@ -24,6 +24,7 @@ from tep.wire import MrDesc, NetAddr
 
 if TYPE_CHECKING:
     from tep.control.holds import Hold
+    from tep.core.requests import Job
     from tep.engine import TransferEngine
 
 __all__ = ["Link", "MrHandle", "Places", "Remote", "Targets", "Template", "register"]
@@ -209,10 +210,11 @@ class Link:
 class Remote:
     """A peer's region, resolved: what a row needs, without looking at the descriptor again.
 
-    `hold` is the lease that it is written under, if there is one.
+    `hold` is the lease that it is written under, if there is one; `steady` the last single write to
+    it, as it was asked for and as a job: a steady application asks for the same in every step.
     """
 
-    __slots__ = ("bases", "desc", "hold", "link", "nbytes", "nics", "rkeys")
+    __slots__ = ("bases", "desc", "hold", "link", "nbytes", "nics", "rkeys", "steady")
 
     def __init__(self, desc: MrDesc, link: Link, hold: Hold | None = None) -> None:
         self.desc = desc
@@ -222,6 +224,7 @@ class Remote:
         self.rkeys = desc.rkeys
         self.bases = desc.bases
         self.nics = len(desc.rkeys)
+        self.steady: tuple[object, Job] | None = None
 
 
 class Template:

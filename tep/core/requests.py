@@ -1,7 +1,6 @@
 """From a verb's arguments to columns: every check a request can fail, before anything is posted.
 
-Pure: nothing here queues, posts or remembers. What comes out is a Job, which the group deals out to
-NICs.
+Nothing here queues or posts. What comes out is a Job, which the group deals out to NICs.
 """
 
 from __future__ import annotations
@@ -131,15 +130,19 @@ def single_job(
     routing: Routing,
     nlocal: int,
 ) -> Job:
-    """Check one contiguous write.
+    """Check one contiguous write, unless it is the one that the region got last.
 
     Raises:
         BadRequest: a range outside its region, an immediate beyond 32 bits, or more shards than
             lanes.
     """
-    verb = "submit_single_write"
     mr, src_offset = src
-    if not (type(nbytes) is type(src_offset) is type(dst_offset) is int):
+    asked, steady = (nbytes, src, dst_offset, imm, routing), remote.steady
+    plain = type(nbytes) is type(src_offset) is type(dst_offset) is int
+    if plain and steady is not None and type(imm) is int and steady[0] == asked:
+        return steady[1]
+    verb = "submit_single_write"
+    if not plain:
         nbytes = as_int(nbytes, f"{verb}: nbytes")
         src_offset = as_int(src_offset, f"{verb}: source offset")
         dst_offset = as_int(dst_offset, f"{verb}: target offset")
@@ -157,7 +160,10 @@ def single_job(
     else:
         rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
     columns = (memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
-    return Job("single", mr, remote, columns, imm, rows, nbytes, nbytes, routing)
+    job = Job("single", mr, remote, columns, imm, rows, nbytes, nbytes, routing)
+    if plain and remote.hold is None:  # a lease is looked at every time
+        remote.steady = asked, job
+    return job
 
 
 def paged_job(

@@ -424,7 +424,9 @@ class Worker:
     def _settle_reached(self) -> None:
         reached, self.imms.reached = self.imms.reached, []
         for expectation in reached:
-            self._end(expectation, _DONE)
+            expectation._settle(_DONE)
+            del self.open[expectation]
+        self._settled += reached
 
     def _end(self, handle: Handle, state: State, error: TepError | None = None) -> None:
         if isinstance(handle, Transfer):

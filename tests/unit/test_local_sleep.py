@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tep.backends.base import Access, Kind, WriteBatch, new_completions
-from tep.backends.local import LocalDomain, open_domains
+from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.memory import adapt
+
+Bytes = npt.NDArray[np.uint8]
 
 
 @pytest.fixture
@@ -48,9 +53,14 @@ def go_to_sleep(nic: LocalDomain) -> None:
     raise AssertionError("it always has news")
 
 
-def meet(a: LocalDomain, b: LocalDomain) -> WriteBatch:
+def blank(nbytes: int) -> Bytes:
+    """Memory of this process alone."""
+    return np.zeros(nbytes, np.uint8)
+
+
+def meet(a: LocalDomain, b: LocalDomain, allocate: Callable[[int], Bytes] = blank) -> WriteBatch:
     """Connect a to b; a row to be written, with immediate 7."""
-    here, there = (adapt(np.zeros(64, np.uint8)) for _ in range(2))
+    here, there = (adapt(allocate(64)) for _ in range(2))
     lkey = a.register(here, Access.SOURCE).lkey
     target = b.register(there, Access.SOURCE_AND_TARGET)
     peer = a.connect(b.address)
@@ -98,3 +108,89 @@ def test_an_armed_nic_that_is_polled_before_it_is_rung_sleeps_and_is_rung_again(
         assert 1 == a.post(row, 0, 1)
         assert wakes(b)
         assert [Kind.IMM] == poll(b)
+
+
+TURNS = st.lists(
+    st.one_of(
+        st.tuples(st.just("post"), st.integers(1, 6000)),
+        st.tuples(st.just("take"), st.integers(1, 6000)),
+        st.tuples(st.just("sleep"), st.just(0)),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(turns=TURNS)
+def test_who_sleeps_for_want_of_room_is_woken_when_there_is_some(turns) -> None:
+    """A bell is asked for only where half a ring is taken; missing one would sleep for ever."""
+    a, b = (open_domains(sq_depth=1 << 16).domains[0] for _ in range(2))
+    assert isinstance(a, LocalDomain)
+    assert isinstance(b, LocalDomain)
+    try:
+        row, sent, back, got, armed = meet(a, b), 0, 0, [], False
+        out = new_completions(6000)
+
+        def take(most: int) -> int:
+            n = b.poll(out[:most])
+            got.extend(out["imm"][:n].tolist())
+            return n
+
+        def turn() -> None:
+            found = out[: a.poll(out)]
+            nonlocal back
+            back += int(found["count"].sum())
+
+        for what, n in [*turns, ("sleep", 0)]:
+            if what == "post":
+                imms = np.arange(sent, sent + n, dtype=np.uint32)
+                batch = WriteBatch(n, row.peer, row.src, row.lkey, row.dst, row.rkey, 8, imms, 1)
+                taken = a.post(batch, 0, n)
+                sent, armed = sent + taken, False
+            elif what == "take":
+                take(n)
+            else:
+                turn()
+                armed = a.arm()
+        while take(6000):
+            pass
+        if armed and back < sent:
+            assert wakes(a)
+        for _ in range(100):
+            turn()
+            take(6000)
+        assert (sent, list(range(sent))) == (back, got)
+    finally:
+        a.close()
+        b.close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_peer_that_closes_because_it_has_the_immediate_is_no_failure(shared, takes) -> None:
+    """The sender looks for it after the immediate is shown; one that was not taken is lost."""
+    a, b = (open_domains().domains[0] for _ in range(2))
+    assert isinstance(a, LocalDomain)
+    assert isinstance(b, LocalDomain)
+    row = meet(a, b, alloc_shared if shared else blank)
+    assert 1 == a.post(row, 0, 1)  # from now on the peer's region is known
+    assert [Kind.WRITE] == poll(a)
+    assert [Kind.IMM] == poll(b)
+    look = a._watches.look
+
+    def close_first() -> bool:
+        a._watches.look = look
+        if takes:
+            assert [Kind.IMM] == poll(b)
+        b.close()
+        return look()
+
+    a._watches.look = close_first
+    try:
+        assert 1 == a.post(row, 0, 1)
+        out = new_completions(16)
+        (entry,) = out[: a.poll(out)].tolist()
+        assert (Kind.WRITE, Status.OK if takes else Status.UNREACHABLE, 1) == entry[:3]
+    finally:
+        a.close()
+        b.close()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tep.api import Pages, Routing, ScatterDst, Single
 from tep.core.plan import ROW_BYTES_MAX, count_imms, plan_single
 from tep.core.region import MrHandle, Remote, Targets
 from tep.core.requests import (
     DEFAULT,
+    Job,
     as_int,
     barrier_job,
     longest_row,
@@ -197,3 +200,53 @@ def test_single_of_5_gib_and_3_bytes_is_cut_into_rows_of_1_gib(nics) -> None:
     edges = [0, *(share.stop for share in plan.shares)]
     assert edges[:-1] == [share.start for share in plan.shares]
     assert nbytes == edges[-1]
+
+
+REQUESTS = st.tuples(
+    st.sampled_from([0, 8, 64, 40_000]),
+    st.sampled_from([0, 16, True, np.int64(16)]),
+    st.sampled_from([0, 1, 24]),
+    st.sampled_from([None, 0, 1, True, np.uint32(7), 0xFFFFFFFF]),
+    st.sampled_from([DEFAULT, Routing(), Routing(domain=1), Routing(num_shards=2)]),
+)
+
+
+@given(asked=st.lists(REQUESTS, min_size=1, max_size=20))
+def test_a_request_that_is_repeated_is_what_it_would_be_anew(asked) -> None:
+    """The last one to each region is remembered: nothing else may be given out for another."""
+    mr, remote = ends(64 * KiB, 2, 2)
+    names = [name for name in Job.__slots__ if name not in {"mr", "remotes"}]
+    for nbytes, src, dst, imm, routing in asked:
+        job = single_job(nbytes, (mr, src), remote, dst, imm, routing, 2)
+        fresh = single_job(
+            nbytes, (mr, src), Remote(remote.desc, remote.link), dst, imm, routing, 2
+        )
+        assert (mr, remote) == (job.mr, job.remotes)
+        for name in names:
+            found, wanted = getattr(job, name), getattr(fresh, name)
+            assert (type(wanted), wanted) == (type(found), found), name
+
+
+def test_bad_numbers_are_refused_although_equal_ones_were_good() -> None:
+    """8.0 equals the 8 of the last request, and is no number of bytes."""
+    mr, remote = ends(64 * KiB)
+    single_job(8, (mr, 16), remote, 24, 7, DEFAULT, 1)
+    for bad in ((8.0, 16, 24, 7), (8, 16.0, 24, 7), (8, 16, 24.0, 7), (8, 16, 24, 7.0)):
+        nbytes, src, dst, imm = bad
+        with pytest.raises(BadRequest):
+            single_job(nbytes, (mr, src), remote, dst, imm, DEFAULT, 1)
+
+
+def test_what_is_remembered_of_a_region_goes_when_it_is_given_back() -> None:
+    """The engine lets go of memory with its region, also where a peer's region was written to."""
+    own, peer = scripted(1), scripted(1, name="peer")
+    mr, _ = own.engine.reg_mr(memory(64, PTR))
+    kept, _ = own.engine.reg_mr(memory(64, 2 * PTR))
+    remotes = []
+    for region in (mr, kept):
+        _, desc = peer.engine.reg_mr(memory(64))
+        remotes.append(own.engine._peers.resolve(desc, "test"))
+        single_job(8, (region, 0), remotes[-1], 0, 1, DEFAULT, 1)
+    own.engine.deregister(mr)
+    assert remotes[0].steady is None
+    assert remotes[1].steady is not None

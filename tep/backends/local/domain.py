@@ -126,7 +126,6 @@ class LocalDomain:
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         if self._state is not _OPEN:
             self._check_open()
-        assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
         if self._asleep:  # what is carried out now is news; and a quick answer need not ring
             self._awake()
             self._waker()
@@ -226,13 +225,13 @@ class LocalDomain:
                 break
             lane = inbound.lane
             if lane is not None:
-                before, asks = at, lane.tail - lane.head >= _HALF
-                if lane.head != lane.tail:
-                    at = self._take_events(lane, out, at)
+                before, n = at, lane.tail - lane.head
+                if n:
+                    at = self._take_events(lane, n, out, at)
                 if lane.mhead != lane.mtail:
                     at = self._take_messages(inbound, out, at)
-                    asks = True
-                if asks and at != before and lane.wanted():
+                    n = _HALF
+                if n >= _HALF and at != before and lane.wanted():
                     _ring(inbound.bell)
                 if at == room and (lane.head != lane.tail or lane.mhead != lane.mtail):
                     break
@@ -241,8 +240,7 @@ class LocalDomain:
                 port.drop(inbound)
         return at
 
-    def _take_events(self, lane: LaneReader, out: Completions, at: int) -> int:
-        n = lane.tail - lane.head
+    def _take_events(self, lane: LaneReader, n: int, out: Completions, at: int) -> int:
         if n <= _SCALAR_MAX and n <= len(out) - at:
             for k in range(at, at + n):
                 word = lane.take_event()

@@ -22,7 +22,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,6 +108,7 @@ class Inbound:
     Attributes:
         channel: to it.
         slot: on the board.
+        tails: its two words there.
         lane: its memory; None until it has said Hello.
         bell: its eventfd.
         pidfd: readable once its process is dead, even if a forked child holds its socket; or -1.
@@ -116,6 +117,7 @@ class Inbound:
 
     channel: Channel
     slot: int
+    tails: memoryview
     lane: LaneReader | None = None
     bell: int = -1
     pidfd: int = -1
@@ -265,7 +267,9 @@ class Port:
             except OSError:  # nobody more, or no descriptor left: they wait
                 return
             sock.setblocking(False)
-            inbound = Inbound(Channel(sock), self._free_slots.pop())
+            slot = self._free_slots.pop()
+            at = BOARD + 2 * slot
+            inbound = Inbound(Channel(sock), slot, self.words[at : at + 2])
             self._inbounds[inbound.slot] = inbound
             self._watches.add(
                 inbound.channel.fd,
@@ -299,11 +303,10 @@ class Port:
             return
         finally:
             os.close(lane_fd)
-        at = BOARD + 2 * inbound.slot
-        self.words[at] = self.words[at + 1] = 0
+        inbound.tails[0] = inbound.tails[1] = 0
         self._seen = b""  # else the slot's last sender and this one could publish the same tail
         if 2 * inbound.slot >= len(self._board):
-            self._board = self.words[BOARD : at + 2]
+            self._board = self.words[BOARD : BOARD + 2 * inbound.slot + 2]
         self._watch_process(inbound)
         channel.say(Welcome(inbound.slot, self._proof_at), self._fd, self._bell)
         for arena in self._shared:
@@ -333,33 +336,33 @@ class Port:
             return
         self.ready.pop(inbound, None)
         self.starved.pop(inbound, None)
+        inbound.tails[0] = inbound.tails[1] = 0
         self._release(inbound)
-        at = BOARD + 2 * inbound.slot
-        self.words[at] = self.words[at + 1] = 0
         self._free_slots.append(inbound.slot)
         self._accept()  # somebody may have waited for the slot
 
     def _release(self, inbound: Inbound) -> None:
         inbound.channel.close()
         close_all([fd for fd in (inbound.bell, inbound.pidfd) if fd >= 0])
+        inbound.tails.release()
         if inbound.lane is not None:
             inbound.lane.close()
             inbound.lane = None
 
-    def scan(self) -> bool:
-        """Find senders that published something new; whether anybody is ready."""
+    def scan(self) -> Mapping[Inbound, None]:
+        """Find senders that published something new; return who is ready."""
         now = self._board.tobytes()
         if now != self._seen:
             # The bytes are a hint, since a block copy may tear; the words are read one by one.
             self._seen = now
-            for slot, inbound in self._inbounds.items():
+            for inbound in self._inbounds.values():
                 lane = inbound.lane
                 if lane is not None:
-                    tail, mtail = self._board[2 * slot], self._board[2 * slot + 1]
+                    tail, mtail = inbound.tails.tolist()
                     if tail != lane.tail or mtail != lane.mtail:
                         lane.tail, lane.mtail = tail, mtail
                         self.ready[inbound] = None
-        return bool(self.ready)
+        return self.ready
 
     def unseen(self) -> bool:
         """Whether the board has changed since the last scan."""

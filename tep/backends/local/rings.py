@@ -115,6 +115,7 @@ class LaneWriter:
         fd: for the receiver to map; the caller closes it.
         words: the lane's words.
         tail, mtail: what the board of the receiver's port is told.
+        head: events that the receiver had taken at the last look.
         sent: messages written.
     """
 
@@ -124,7 +125,7 @@ class LaneWriter:
         self.words = self._map.words
         self.words[0] = MAGIC
         self.tail = self.mtail = self.sent = self.acked = 0
-        self._head = self._mhead = 0
+        self.head = self._mhead = 0
         self._events = self._map.column(_EVENT0, EVENTS)
         self._order = order_of(fence)
 
@@ -132,10 +133,10 @@ class LaneWriter:
         """How many events fit. The other side's word is read when asked for, or half the ring is
         full: reading it each time would move its cache line between the CPUs.
         """
-        if look or self.tail - self._head > EVENTS // 2:
-            self._head = self.words[_HEAD]
+        if look or self.tail - self.head > EVENTS // 2:
+            self.head = self.words[_HEAD]
             self._order()
-        return EVENTS + self._head - self.tail
+        return EVENTS + self.head - self.tail
 
     def put_event(self, imm: int, count: int) -> None:
         """Write one event; it shows once the board has the tail. There is room."""
@@ -200,13 +201,13 @@ class LaneWriter:
     def close(self) -> None:
         """Unmap; all_taken() goes on to answer. Idempotent."""
         if self._events is not _NO_EVENTS:
-            self._head = self.words[_HEAD]
+            self.head = self.words[_HEAD]
         self._events = _NO_EVENTS
         self._map.close()
 
     def all_taken(self) -> bool:
         """After close(): whether the receiver had taken every event that was written."""
-        return self._head == self.tail
+        return self.head == self.tail
 
 
 class LaneReader:

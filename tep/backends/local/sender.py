@@ -26,7 +26,7 @@ from tep.backends.local.libc import IOV_MAX, why
 from tep.backends.local.noting import Notes
 from tep.backends.local.outbound import Outbound, Segment, Way
 from tep.backends.local.port import Watches
-from tep.backends.local.rings import ACKS, COPYING
+from tep.backends.local.rings import ACKS, COPYING, EVENTS
 
 __all__ = ["HELPING_BYTES", "Sender"]
 
@@ -72,6 +72,7 @@ class Sender:
         self.why = ""
         self.notes = Notes(me, self.done)
         self._caps = caps
+        self._depth = caps.sq_depth
         self._sources = sources
         self._watches = watches
         self._bell = bell
@@ -124,7 +125,7 @@ class Sender:
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Take rows into line, and carry out what goes at once; 0 = full."""
-        take = min(stop - start, self._caps.sq_depth - self.open_rows)
+        take = min(stop - start, self._depth - self.open_rows)
         if take <= 0:
             return 0
         self.open_rows += take
@@ -305,7 +306,9 @@ class Sender:
         if not isinstance(rkey, int) or not 0 < nbytes <= self.helping or out.way is not _UP:
             return False
         source, target, lane = self._sources.get(batch.lkey), out.targets.get(rkey), out.lane
-        if source is None or target is None or (imm is not None and lane.room() <= 0):
+        if source is None or target is None:
+            return False
+        if lane.tail - lane.head >= EVENTS and lane.room() <= 0 and imm is not None:
             return False
         here, there, mapped = src - source.origin, dst - target.base, target.mapped
         if (

@@ -26,7 +26,10 @@ def blank(nbytes: int) -> np.ndarray:
 
 
 class Tep:
-    """tep over the local backend. Options: memory=plain|shared, spin_s=SECONDS, driver=thread."""
+    """tep over the local backend. Options: memory=plain|shared, driver=thread|inline.
+
+    With driver=inline nobody but the waiting thread turns the engine, and it never sleeps.
+    """
 
     def __init__(self, role, link, nbytes, options) -> None:
         import tep
@@ -34,9 +37,9 @@ class Tep:
         self.tep = tep
         shared = options.get("memory") == "shared"
         self.buffer = tep.alloc_shared(nbytes) if shared else blank(nbytes)
-        spin = {"spin_s": float(options["spin_s"])} if "spin_s" in options else {}
-        driver = tep.ThreadDriver() if options.get("driver") == "thread" else None
-        self.engine = tep.TransferEngine.open("local", driver=driver, **spin)
+        drivers = {"thread": tep.ThreadDriver, "inline": tep.InlineDriver, "": lambda: None}
+        driver = drivers[options.get("driver", "")]()
+        self.engine = tep.TransferEngine.open("local", driver=driver)
         self.mr, desc = self.engine.reg_mr(self.buffer)
         self.peer = tep.MrDesc.from_bytes(link.swap(desc.to_bytes()))
         self.about = f"tep {tep.__version__}"
