@@ -102,7 +102,6 @@ class DomainGroup:
     def start(self, transfer: Transfer) -> None:
         """Deal a transfer's job out to the NICs' queues. Nothing is posted yet."""
         job = transfer.job
-        transfer.left = transfer.rows
         if not any(self.alive):
             self.lose(transfer, transfer.rows, self._down_error())
         elif isinstance(job.remotes, Remote):
@@ -221,10 +220,11 @@ class DomainGroup:
         self._push(Pending(transfer, domain, batch, remote, nic))
 
     def _push(self, pending: Pending) -> None:
-        self._ctx = pending.batch.ctx = self._ctx + 1
-        self.batches[self._ctx] = pending
+        batch = pending.batch
+        self._ctx = batch.ctx = ctx = self._ctx + 1
+        self.batches[ctx] = pending
         self._queues[pending.domain].append(pending)
-        self.backlog += pending.batch.n
+        self.backlog += batch.n
 
     def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
         """Where a lane's rows go today; see Link.route. Raises FabricError if nothing lands."""

@@ -226,6 +226,9 @@ class ImmTable(Generic[W]):
         line = self._lines.get(imm)
         if line is None or have < line[0].count:
             self.counts.put(imm, have)
+        elif count == have == line[0].count and len(line) == 1:  # as _fire(), in half the time
+            self.reached.append(line[0])
+            del self._lines[imm]
         else:
             self._fire(imm, line, have)
 

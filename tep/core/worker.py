@@ -119,8 +119,9 @@ class Worker:
     def step(self) -> bool:
         """Take commands, post, poll, count. True = there was work, so turn again soon."""
         self.steps += 1
-        group = self.group
-        work = bool(self.commands) and self._take_commands()
+        group, work = self.group, False
+        if self.commands:
+            work = self._take_commands()
         if group.backlog:
             work |= group.post()
         if self.sends:
@@ -144,7 +145,7 @@ class Worker:
             self._settle_ended()
         if self.imms.reached:
             self._settle_reached()
-        return work or bool(self._settled)
+        return work or self._settled != []
 
     def deliver(self) -> None:
         """Run users' callbacks for what the steps before brought.
@@ -307,7 +308,7 @@ class Worker:
     # ------------------------------------------------------------------ completions
 
     def _take_rows(self, domain: int, rows: list[Entry]) -> None:
-        group, imms = self.group, self.imms
+        imms = self.imms
         noted = self._arrivals[domain].add if self._arrivals else None
         for kind, status, count, imm, row, ctx, _ in rows:
             if kind == _IMM:
@@ -315,7 +316,7 @@ class Worker:
                 if noted is not None:
                     noted(ctx, imm, count)
             elif kind == _WRITE:
-                group.finish_rows(domain, ctx, count, status, row)
+                self.group.finish_rows(domain, ctx, count, status, row)
             else:
                 self._take_other(domain, kind, status, ctx)
 

@@ -258,10 +258,10 @@ class LaneReader:
         if not STRONG:
             self._fence()
         word = words[_EVENT0 + (head & _MASK)]
-        self.head = head + 1
+        self.head = head = head + 1
         if not STRONG:
             self._fence()
-        words[_HEAD] = head + 1
+        words[_HEAD] = head
         return word
 
     def next_message(self) -> int | None:

@@ -325,10 +325,11 @@ class Sender:
             code = self._mover.move_row(out.pid, target, src, dst, nbytes)
         lane.words[COPYING] = 0
         self.helping -= nbytes
-        shown = imm is not None and not code
-        if shown:
-            lane.put_event(imm if isinstance(imm, int) else int(imm[row]), 1)  # type: ignore[index]
+        shown = False
+        if imm is not None and not code:
+            lane.put_event(imm if isinstance(imm, int) else int(imm[row]), 1)
             out.publish()
+            shown = True
         self._watches.look()  # a system call, behind what the peer waits for
         if code and out.way is _UP:
             self._finish(self._status(out, code), batch.ctx, row=row)
