@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import time
@@ -182,6 +183,35 @@ def test_c16_nothing_of_a_long_row_is_written_after_deregister(provider):
             net.turn()
 
         assert end == b.target.data[-1]
+
+
+@pytest.mark.parametrize("times", [3, math.inf])
+def test_a_peer_for_whom_no_endpoint_can_be_opened_is_tried_again(times):
+    """Out of poll(), where a greeting is answered, an exception would end the whole engine."""
+    require("tcp")
+    with FabricWorld("tcp") as world:
+        net = Net(world)
+        a, b = net.pair()
+        (domain,) = a.domains
+        open_endpoint, left = domain._nic.open_endpoint, [times]
+
+        def refuse(options=()):
+            left[0] -= 1
+            if left[0] >= 0:
+                raise FabricError("fi_endpoint: Too many open files", code="PROVIDER")
+            return open_endpoint(options)
+
+        domain._nic.open_endpoint = refuse
+        b.post(b.batch(a, imm=1))  # its greeting is met in poll()
+        a.post(a.batch(b, imm=2))
+        net.until(lambda: not a.rows_open and not b.rows_open, "both ends")
+        if times == math.inf:
+            assert [Status.UNREACHABLE] == [x.status for x in a.errors()]
+            assert "Too many open files" in domain.status_text(Status.UNREACHABLE)
+        else:
+            assert [] == a.errors() == b.errors()
+            assert {2: 1} == b.imms()
+            assert "Too many" not in domain.status_text(Status.UNREACHABLE)
 
 
 def fail_read(domain):

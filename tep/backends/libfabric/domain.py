@@ -412,8 +412,8 @@ class FabricDomain:
         own = self._texts.get(status, "")
         if status == Status.PROVIDER and self._rows.refusal:
             own = f"fi_writemsg: {self._nic.lib.strerror(self._rows.refusal)}; {own}"
-        if status == Status.UNREACHABLE and self._peers.complaint:
-            own = self._peers.complaint
+        if status == Status.UNREACHABLE:
+            own = self._peers.complaint or self._peers.refusal or own
         usual = STATUS_TEXT.get(status, "")
         return f"{usual}; {own}" if usual and own else usual or own
 

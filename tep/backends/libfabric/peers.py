@@ -168,6 +168,7 @@ class Peers:
     Attributes:
         all: by PeerId.
         complaint: why no more peers can be met; "" = they can.
+        refusal: why the last endpoint could not be opened; "" = it was.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class Peers:
         on_over: Callable[[Peer], None],
     ) -> None:
         self.all: list[Peer] = []
-        self.complaint = ""
+        self.complaint = self.refusal = ""
         self._nic = nic
         self._mailbox = mailbox
         self._rules = rules
@@ -258,6 +259,7 @@ class Peers:
                 if self._rules.endpoint_per_peer
                 else self._main
             )
+            self.refusal = ""
         return peer.endpoint
 
     # --- greeting
@@ -369,6 +371,10 @@ class Peers:
                     break
             except OSError:
                 self.doubt(peer, now_s)
+                break
+            except FabricError as error:  # no endpoint: no descriptor is left, say; tried again
+                self.refusal = str(error)
+                peer.stuck_s = peer.stuck_s or now_s
                 break
             peer.outbox.popleft()
             peer.stuck_s = 0.0
