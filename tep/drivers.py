@@ -396,8 +396,9 @@ class ThreadDriver:
         """Worker: go where it was told to, and give way to others. Linux does both by thread."""
         if self._cpu is not None:
             os.sched_setaffinity(0, {self._cpu})
-        nice = os.getpriority(os.PRIO_PROCESS, 0) + self._nice
-        os.setpriority(os.PRIO_PROCESS, 0, min(nice, _NICE_MAX))
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
+            nice = os.getpriority(os.PRIO_PROCESS, 0) + self._nice
+            os.setpriority(os.PRIO_PROCESS, 0, min(nice, _NICE_MAX))
 
     def _turn_until_idle(self, machine: Machine) -> bool:
         """Worker: turn while there is work, and a little longer; False = the driver was closed."""
