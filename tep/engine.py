@@ -19,7 +19,7 @@ from tep.core.imm import check_imm
 from tep.core.members import EngineMembers
 from tep.core.peers import PeerGroup
 from tep.core.quarantine import keep_or_free
-from tep.core.region import MrHandle, register
+from tep.core.region import MrHandle, check_source, register
 from tep.core.report import engine_stats, explain
 from tep.core.requests import (
     DEFAULT,
@@ -169,11 +169,11 @@ class TransferEngine(EngineMembers):
             ClosedError: it was given back before.
         """
         self._check_open("deregister")
-        self._check_source(mr, "deregister")
+        check_source(mr, self, "deregister")
 
         def forget() -> None:
             self._worker.take_all_commands()
-            mr.check(self, "deregister")  # again: another thread may have been here
+            check_source(mr, self, "deregister")  # again: another thread may have been here
             if mr.inflight:
                 raise BusyError(
                     f"deregister: region {mr.desc.region} is the source of {mr.inflight} transfers "
@@ -212,7 +212,7 @@ class TransferEngine(EngineMembers):
         """
         self._check_open("lease")
         self._check_notes("lease", "register a region that you deregister to end all writing")
-        self._check_source(mr, "lease")
+        check_source(mr, self, "lease")
         link = self._peers.link(peer, "lease")
         start = as_int(offset, "lease: offset")
         nbytes = mr.memory.nbytes - start if nbytes == -1 else as_int(nbytes, "lease: nbytes")
@@ -236,7 +236,7 @@ class TransferEngine(EngineMembers):
         The receiver counts `tep.count_imms(tep.Single(nbytes, routing), nlocal, nremote)`
         immediates.
         """
-        self._check_source(src[0], "submit_single_write")
+        check_source(src[0], self, "submit_single_write")
         remote = self._peers.resolve(dst[0], "submit_single_write")
         job = single_job(nbytes, src, remote, dst[1], imm, routing, len(self._domains))
         return self._submit(job, on_done)
@@ -264,7 +264,7 @@ class TransferEngine(EngineMembers):
         Returns:
             A transfer. The receiver counts one immediate a page.
         """
-        self._check_source(src[0], "submit_paged_writes")
+        check_source(src[0], self, "submit_paged_writes")
         remote = self._peers.resolve(dst[0], "submit_paged_writes")
         job = paged_job(page_bytes, src, (remote, dst[1]), imm, routing, len(self._domains))
         return self._submit(job, on_done)
@@ -299,7 +299,7 @@ class TransferEngine(EngineMembers):
         Each target counts `tep.count_imms(tep.Scatter(nbytes, routing), nlocal, nremote)`
         immediates.
         """
-        self._check_source(src, "submit_scatter")
+        check_source(src, self, "submit_scatter")
         slices = slices_of(dsts)
         targets = self._peers.targets(slices.descs, group, "submit_scatter")
         job = scatter_job(src, slices, targets, imm, routing, len(self._domains))
@@ -477,14 +477,6 @@ class TransferEngine(EngineMembers):
         return explain(self, peer.addr if isinstance(peer, MrDesc) else peer)
 
     # ------------------------------------------------------------------ inside
-
-    def _check_source(self, mr: MrHandle, what: str) -> None:
-        if not isinstance(mr, MrHandle):
-            raise BadRequest(
-                f"{what}: the source is a {type(mr).__name__}, not the MrHandle that reg_mr gave; "
-                "are source and target swapped?"
-            )
-        mr.check(self, what)
 
     def _submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
         if self._closed:

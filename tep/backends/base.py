@@ -39,6 +39,7 @@ __all__ = [
     "first_completions",
     "new_completions",
     "put_completion",
+    "take_completion",
 ]
 
 Column = int | npt.NDArray[np.unsignedinteger]
@@ -111,14 +112,13 @@ Its stubs, unlike the arrays, do not say that these are buffers.
 """
 
 
-_take_completion: Final[Callable[..., Entry]] = Struct("=BBxxIIIQQ").unpack_from
+take_completion: Final[Callable[..., Entry]] = Struct("=BBxxIIIQQ").unpack_from
+"""(out, offset in bytes): one entry as plain ints."""
 
 
 def first_completions(out: Completions, n: int) -> list[Entry]:
     """The first entries as plain ints; for few this is a third of what tolist() costs."""
-    if n == 1:
-        return [_take_completion(out, 0)]
-    return [_take_completion(out, at) for at in range(0, n * COMPLETION_BYTES, COMPLETION_BYTES)]
+    return [take_completion(out, at) for at in range(0, n * COMPLETION_BYTES, COMPLETION_BYTES)]
 
 
 def new_completions(nrows: int) -> Completions:

@@ -56,7 +56,6 @@ class EngineMachine:
         if not domains:
             raise UsageError("an engine needs one NIC at the least")
         self._domains = tuple(domains)
-        self._options = options
         self.driver = driver
         self.name = name
         self.wait_timeout_s = options.wait_timeout_s
@@ -71,6 +70,7 @@ class EngineMachine:
             tuple(domain.address for domain in domains),
             tuple(domain.caps.link_bps for domain in domains),
         )
+        self._backlog_max = options.backlog_rows_max
         self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken
         self._closed = self._crashed = False
         # With the epoch, since a restarted engine counts its notes from the beginning.
@@ -213,15 +213,15 @@ class EngineMachine:
 
     def _reserve(self, kind: str, rows: int) -> None:
         """Count rows in, unless too many wait already, with those whose command is not taken."""
-        worker, limit = self._worker, self._options.backlog_rows_max
+        worker = self._worker
         with self.driver.lock:
             waiting = self._rows_asked - worker.taken + worker.group.backlog + len(worker.sends)
-            if waiting + rows <= limit:
+            if waiting + rows <= self._backlog_max:
                 self._rows_asked += rows
                 return
         raise BusyError(
-            f"{kind}: {waiting} rows wait for NICs already, {rows} more pass the limit of {limit} "
-            "(EngineOptions.backlog_rows_max); wait for some transfers"
+            f"{kind}: {waiting} rows wait for NICs already, {rows} more pass the limit of "
+            f"{self._backlog_max} (EngineOptions.backlog_rows_max); wait for some transfers"
         )
 
     def _enqueue(

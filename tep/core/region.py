@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from tep.core.requests import Job
     from tep.engine import TransferEngine
 
-__all__ = ["Link", "MrHandle", "Places", "Remote", "Targets", "Template", "register"]
+__all__ = [
+    "Link",
+    "MrHandle",
+    "Places",
+    "Remote",
+    "Targets",
+    "Template",
+    "check_source",
+    "register",
+]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -84,12 +93,19 @@ class MrHandle:
         what = f"region {self.desc.region}, {self.memory.nbytes} bytes, {self.memory.device}"
         return f"MrHandle({what}, {state})"
 
-    def check(self, engine: object, what: str) -> None:
-        """Raise unless this is a live region of `engine`."""
-        if self.engine is not engine:
-            raise BadRequest(f"{what}: the source {self!r} is registered with another engine")
-        if self.closed:
-            raise ClosedError(f"{what}: the source region {self.desc.region} was deregistered")
+
+def check_source(mr: object, engine: object, what: str) -> None:
+    """Raise unless this is a live region of `engine`."""
+    if isinstance(mr, MrHandle) and mr.engine is engine and not mr.closed:
+        return
+    if not isinstance(mr, MrHandle):
+        raise BadRequest(
+            f"{what}: the source is a {type(mr).__name__}, not the MrHandle that reg_mr gave; "
+            "are source and target swapped?"
+        )
+    if mr.engine is not engine:
+        raise BadRequest(f"{what}: the source {mr!r} is registered with another engine")
+    raise ClosedError(f"{what}: the source region {mr.desc.region} was deregistered")
 
 
 def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple[DomainKey, ...]:

@@ -8,7 +8,7 @@ Rule: other threads only append to `commands`; all else here belongs to the thre
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -23,6 +23,7 @@ from tep.backends.base import (
     Status,
     first_completions,
     new_completions,
+    take_completion,
 )
 from tep.control.audit import Arrivals, Audit
 from tep.control.holds import Holds
@@ -137,7 +138,9 @@ class Worker:
             n = domain.poll(out)
             if n:
                 work = True
-                if n <= _SCALAR_MAX:
+                if n == 1:
+                    self._take_rows(index, (take_completion(out, 0),))
+                elif n <= _SCALAR_MAX:
                     self._take_rows(index, first_completions(out, n))
                 else:
                     self._take_columns(index, n)
@@ -307,7 +310,7 @@ class Worker:
 
     # ------------------------------------------------------------------ completions
 
-    def _take_rows(self, domain: int, rows: list[Entry]) -> None:
+    def _take_rows(self, domain: int, rows: Sequence[Entry]) -> None:
         imms = self.imms
         noted = self._arrivals[domain].add if self._arrivals else None
         for kind, status, count, imm, row, ctx, _ in rows:
