@@ -10,6 +10,7 @@ import pytest
 
 from tep.api import Pages
 from tep.backends.base import Access
+from tep.core.region import check_source
 from tep.errors import BadRequest, BusyError, ClosedError, StaleEpoch
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
