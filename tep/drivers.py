@@ -195,8 +195,9 @@ class InlineDriver:
 
     def turn(self) -> bool:
         """Step every machine of the ring once; True if any had work."""
-        self._begin()
-        work = False
+        if self._turning:
+            self._refuse()
+        self._turning, work = True, False
         try:
             for machine in tuple(self.ring):
                 work |= machine.step()
@@ -205,13 +206,11 @@ class InlineDriver:
             self._turning = False
         return work
 
-    def _begin(self) -> None:
-        if self._turning:
-            raise UsageError(
-                "turn() or wait() inside a callback of the same engine would turn it while it is "
-                "turned; use callbacks"
-            )
-        self._turning = True
+    def _refuse(self) -> None:
+        raise UsageError(
+            "turn() or wait() inside a callback of the same engine would turn it while it is "
+            "turned; use callbacks"
+        )
 
     def call(self, function: Callable[[], T]) -> T:
         return function()
@@ -219,7 +218,9 @@ class InlineDriver:
     def wait(self, handle: Settles, timeout_s: float) -> bool:
         now_s, ring = time.monotonic, self.ring
         deadline = now_s() + timeout_s
-        self._begin()
+        if self._turning:
+            self._refuse()
+        self._turning = True
         try:
             while not handle.settled:  # as turn() does, once a loop instead of once a call
                 for machine in tuple(ring):

@@ -262,19 +262,19 @@ class ImmCounter:
         imm: the immediate.
     """
 
-    __slots__ = ("_table", "_take", "imm")
+    __slots__ = ("_counts", "_take", "imm")
 
     def __init__(
         self, table: ImmTable[Expectation], take: Callable[[int, int], bool], imm: int
     ) -> None:
-        self._table = table
+        self._counts = table.counts
         self._take = take
         self.imm = imm
 
     @property
     def value(self) -> int:
         """Arrivals that no expectation and no take() has used."""
-        return self._table.counts.get(self.imm, 0)
+        return self._counts.get(self.imm)
 
     def take(self, count: int) -> bool:
         """Use up `count` arrivals; False = there are fewer, or an expectation stands in line.

@@ -226,7 +226,12 @@ class LocalDomain:
             lane = inbound.lane
             if lane is not None:
                 before, n = at, lane.tail - lane.head
-                if n:
+                if n == 1:
+                    word = lane.take_event()
+                    count, imm = word >> 32, word & _IMM_MASK
+                    put_completion(out, at * COMPLETION_BYTES, _IMM, _OK, count, imm, 0, 0, 0)
+                    at += 1
+                elif n:
                     at = self._take_events(lane, n, out, at)
                 if lane.mhead != lane.mtail:
                     at = self._take_messages(inbound, out, at)

@@ -231,8 +231,8 @@ def main(argv: list[str] | None = None) -> int:
         ("writev", sys.executable, "writev", []),
         ("tep", sys.executable, "tep", []),
         ("tep shared", sys.executable, "tep", ["memory=shared"]),
-        ("tep spinning", sys.executable, "tep", ["driver=inline"]),
-        ("tep sh. spin", sys.executable, "tep", ["memory=shared", "driver=inline"]),
+        ("tep spinning", sys.executable, "tep spinning", []),
+        ("tep sh. spin", sys.executable, "tep spinning", ["memory=shared"]),
     ]
     for peer in args.peer:
         name, _, python = peer.partition("=")

@@ -26,10 +26,9 @@ def blank(nbytes: int) -> np.ndarray:
 
 
 class Tep:
-    """tep over the local backend. Options: memory=plain|shared, driver=thread|inline.
+    """tep over the local backend. Options: memory=plain|shared, driver=thread."""
 
-    With driver=inline nobody but the waiting thread turns the engine, and it never sleeps.
-    """
+    inline = False
 
     def __init__(self, role, link, nbytes, options) -> None:
         import tep
@@ -37,8 +36,8 @@ class Tep:
         self.tep = tep
         shared = options.get("memory") == "shared"
         self.buffer = tep.alloc_shared(nbytes) if shared else blank(nbytes)
-        drivers = {"thread": tep.ThreadDriver, "inline": tep.InlineDriver, "": lambda: None}
-        driver = drivers[options.get("driver", "")]()
+        driver = tep.ThreadDriver() if options.get("driver") == "thread" else None
+        driver = tep.InlineDriver() if self.inline else driver
         self.engine = tep.TransferEngine.open("local", driver=driver)
         self.mr, desc = self.engine.reg_mr(self.buffer)
         self.peer = tep.MrDesc.from_bytes(link.swap(desc.to_bytes()))
@@ -63,6 +62,35 @@ class Tep:
 
     def close(self) -> None:
         self.engine.close()
+
+
+class TepSpinning(Tep):
+    """The same, spinning: this thread turns the engine itself, and looks at the count.
+
+    Of a short write it does not wait for the local end before it looks for the answer, but before
+    the next write.
+    """
+
+    inline = True
+
+    def prepare(self, src, dst, nbytes) -> None:
+        super().prepare(src, dst, nbytes)
+        self.turn, self.counter = self.engine.driver.turn, self.engine.imm_counter(1)
+        self.sent, self.seen = None, self.counter.value
+
+    def send(self, src, dst, nbytes) -> None:
+        if self.src is not None or nbytes > 64:
+            super().send(src, dst, nbytes)
+            return
+        if self.sent is not None:
+            self.sent.wait(PATIENCE_S)
+        self.sent = self.engine.submit_single_write(nbytes, (self.mr, 0), (self.peer, 0), imm=1)
+        self.turn()
+
+    def receive(self, rows) -> None:
+        self.seen += rows
+        while self.counter.value < self.seen:
+            self.turn()
 
 
 class Bells:
@@ -271,6 +299,7 @@ class Ucxx:
 
 CONTESTANTS = {
     "tep": Tep,
+    "tep spinning": TepSpinning,
     "writev": Writev,
     "memcpy": Memcpy,
     "nixl": Nixl,
