@@ -187,7 +187,6 @@ class Peers:
         self._nic = nic
         self._mailbox = mailbox
         self._rules = rules
-        self._asks_first = rules.asks_first
         self._epoch = me.epoch
         self._me = me.to_bytes()
         self._raw = me.raw
@@ -351,13 +350,14 @@ class Peers:
     # --- looking after
 
     def look_next_door(self, peer: Peer) -> None:
-        """End a peer that closed within this process, or whose process has ended if this release
-        has to be told; else look() finds out. Cheap enough for every post.
+        """End a peer that closed within this process, or whose process has ended.
+
+        For before a post, to a neighbour or where `rules.asks_first`; else look() finds out.
         """
         if peer.neighbour:
             gone = not neighbours.is_open(peer.address.raw)
         else:
-            gone = self._asks_first and peer.process is not None and peer.process.ended()
+            gone = peer.process is not None and peer.process.ended()
         if gone:
             self._end(peer, State.GONE, Status.UNREACHABLE)
 

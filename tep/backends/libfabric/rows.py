@@ -78,7 +78,6 @@ class Rows:
         self._depth = caps.sq_depth
         self._longest = caps.max_write_bytes
         self._leases = rules.leases
-        self._by_pid = rules.by_pid
         self._asks_first = rules.asks_first
         self._window_bytes = rules.window_bytes
         self._window_rows = rules.window_rows
@@ -103,7 +102,7 @@ class Rows:
             return 0
         if type(batch.peer) is int and type(batch.rkey) is int:
             peer = self._peers.all[batch.peer]
-            if self._by_pid and (peer.neighbour or self._asks_first):
+            if peer.neighbour or self._asks_first:
                 self._peers.look_next_door(peer)
             if peer.state is _READY and not peer.held:
                 region = self._regions.by_lkey.get(batch.lkey)
@@ -249,7 +248,7 @@ class Rows:
     def _place(self, batch: WriteBatch, index: int, row: Row) -> bool:
         """Post, hold or fail one row; False = no room now."""
         peer = self._peers.all[row.peer]
-        if self._by_pid:
+        if peer.neighbour or self._asks_first:
             self._peers.look_next_door(peer)
         if peer.state is State.SILENT and peer not in self._fresh:
             self._peers.greet(peer, time.monotonic())

@@ -226,13 +226,14 @@ class LocalDomain:
             lane = inbound.lane
             if lane is not None:
                 before, n = at, lane.tail - lane.head
-                if n == 1:
-                    word = lane.take_event()
-                    count, imm = word >> 32, word & _IMM_MASK
-                    put_completion(out, at * COMPLETION_BYTES, _IMM, _OK, count, imm, 0, 0, 0)
-                    at += 1
-                elif n:
-                    at = self._take_events(lane, n, out, at)
+                if n <= _SCALAR_MAX and n <= room - at:
+                    for k in range(at, at + n):
+                        word = lane.take_event()
+                        count, imm = word >> 32, word & _IMM_MASK
+                        put_completion(out, k * COMPLETION_BYTES, _IMM, _OK, count, imm, 0, 0, 0)
+                    at += n
+                else:
+                    at = self._take_burst(lane, min(n, room - at), out, at)
                 if lane.mhead != lane.mtail:
                     at = self._take_messages(inbound, out, at)
                     n = _HALF
@@ -245,14 +246,7 @@ class LocalDomain:
                 port.drop(inbound)
         return at
 
-    def _take_events(self, lane: LaneReader, n: int, out: Completions, at: int) -> int:
-        if n <= _SCALAR_MAX and n <= len(out) - at:
-            for k in range(at, at + n):
-                word = lane.take_event()
-                count, imm = word >> 32, word & _IMM_MASK
-                put_completion(out, k * COMPLETION_BYTES, _IMM, _OK, count, imm, 0, 0, 0)
-            return at + n
-        n = min(n, len(out) - at)
+    def _take_burst(self, lane: LaneReader, n: int, out: Completions, at: int) -> int:
         found = lane.take_events(n)
         rows = out[at : at + n]
         rows[:] = _BLANK_IMM

@@ -119,7 +119,7 @@ class Sender:
     @property
     def asking(self) -> bool:
         """Whether something waits for a peer to answer."""
-        return bool(self.active) and any(out.way is Way.ASKING for out in self.active)
+        return any(out.way is Way.ASKING for out in self.active)
 
     # --- posting
 
