@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tep.sim.chaos import ChaosFabric
     from tep.sim.clock import FabricEnv
     from tep.sim.cluster import Cluster
-    from tep.sim.driver import SimDriver
+    from tep.sim.driver import SimDriver, SimNode
     from tep.sim.faults import (
         Chaos,
         Clog,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     )
     from tep.sim.faults_at import clog, kill_nic, mute, pause, restart, revoke, slow, swizzle
     from tep.sim.loop import current_env, run
+    from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
     from tep.sim.timing import TimingFabric
     from tep.sim.trace import Trace
@@ -44,9 +45,11 @@ __all__ = [
     "KillNic",
     "Mute",
     "Pause",
+    "Profile",
     "Restart",
     "Revoke",
     "SimDriver",
+    "SimNode",
     "Slow",
     "Swizzle",
     "TimingFabric",
@@ -54,6 +57,7 @@ __all__ = [
     "clog",
     "current_env",
     "kill_nic",
+    "load_profile",
     "mute",
     "pause",
     "profiles",
@@ -75,9 +79,11 @@ _ROOMS = {
     "KillNic": "faults_at",
     "Mute": "faults_at",
     "Pause": "faults_at",
+    "Profile": "profile",
     "Restart": "faults_at",
     "Revoke": "faults_at",
     "SimDriver": "driver",
+    "SimNode": "driver",
     "Slow": "faults_at",
     "Swizzle": "faults_at",
     "TimingFabric": "timing",
@@ -85,6 +91,7 @@ _ROOMS = {
     "clog": "faults_at",
     "current_env": "loop",
     "kill_nic": "faults_at",
+    "load_profile": "profile",
     "mute": "faults_at",
     "pause": "faults_at",
     "profiles": "profile",

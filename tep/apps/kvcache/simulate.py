@@ -27,8 +27,7 @@ from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.ttft import PUBLISHED, TtftModel
 from tep.apps.kvcache.words import told_word
 from tep.apps.kvcache.world import World
-from tep.sim import FabricEnv, TimingFabric
-from tep.sim.profile import Profile
+from tep.sim import FabricEnv, Profile, TimingFabric
 from tep.units import PS_PER_S
 
 __all__ = ["Load", "Plant", "Report", "TimedModel", "simulate"]

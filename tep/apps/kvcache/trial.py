@@ -25,8 +25,7 @@ from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.words import late_words
 from tep.apps.kvcache.world import Member, World
-from tep.sim import Chaos, ChaosFabric, FabricEnv
-from tep.sim.faults import Clog, Mute, Pause, Slow, Swizzle
+from tep.sim import Chaos, ChaosFabric, Clog, FabricEnv, Mute, Pause, Slow, Swizzle
 
 __all__ = ["EVENTS", "LAYOUTS", "Trial", "Verdict", "member_flaws", "run_trial"]
 

@@ -21,36 +21,12 @@ from tep.apps.kvcache.options import SideOptions
 from tep.apps.kvcache.pool import PagePool
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
-from tep.backends.base import Domain
-from tep.sim import ChaosFabric, FabricEnv, SimDriver, run
+from tep.sim import ChaosFabric, FabricEnv, SimDriver, SimNode, run
 
-__all__ = ["Fabric", "Member", "Node", "World"]
+__all__ = ["Fabric", "Member", "World"]
 
 T = TypeVar("T")
 Made = TypeVar("Made", Prefiller, Decoder)
-
-
-class Node(Protocol):
-    """One simulated host, as every fabric makes it; see tep.sim.SimDriver."""
-
-    @property
-    def name(self) -> str:
-        """Of the engine."""
-
-    @property
-    def epoch(self) -> int:
-        """Of this incarnation."""
-
-    @property
-    def domains(self) -> Sequence[Domain]:
-        """Its NICs."""
-
-    @property
-    def busy_until_ps(self) -> int:
-        """When its worker is free."""
-
-    def step_delay_ps(self) -> int:
-        """From a kick to the step."""
 
 
 class Fabric(Protocol):
@@ -140,12 +116,12 @@ class World:
         """Start one and have it join."""
         return self._start_decoder(name, [self._host(f"{name}.{rank}") for rank in range(tp)])
 
-    def _host(self, name: str) -> Node:
+    def _host(self, name: str) -> SimNode:
         chaos = isinstance(self.fabric, ChaosFabric)
-        node: Node = self.fabric.node(name, self._nics) if chaos else self.fabric.node(name)
+        node: SimNode = self.fabric.node(name, self._nics) if chaos else self.fabric.node(name)
         return node
 
-    def _start_prefiller(self, name: str, nodes: Sequence[Node]) -> Prefiller:
+    def _start_prefiller(self, name: str, nodes: Sequence[SimNode]) -> Prefiller:
         engines = [_engine(self.env, node) for node in nodes]
         more: dict[str, Any] = {} if self._watch is None else {"watch": self._watch}
 
@@ -165,7 +141,7 @@ class World:
         self.scheduler.join_prefiller(side.card)
         return side
 
-    def _start_decoder(self, name: str, nodes: Sequence[Node]) -> Decoder:
+    def _start_decoder(self, name: str, nodes: Sequence[SimNode]) -> Decoder:
         engines = [_engine(self.env, node) for node in nodes]
 
         def make(pool: PagePool) -> Decoder:
@@ -225,7 +201,7 @@ class World:
         """Crash an instance and start it again at once: same name, later epoch, empty cache."""
         member = self.members[name]
         if isinstance(self.fabric, ChaosFabric):
-            nodes: list[Node] = [self.fabric.restart(engine.name) for engine in member.engines]
+            nodes: list[SimNode] = [self.fabric.restart(engine.name) for engine in member.engines]
             self._die(member)
         else:
             self._die(member)
@@ -298,7 +274,7 @@ class World:
         self.close()
 
 
-def _engine(env: FabricEnv, node: Node) -> TransferEngine:
+def _engine(env: FabricEnv, node: SimNode) -> TransferEngine:
     return TransferEngine(
         node.domains,
         driver=SimDriver(env, node),

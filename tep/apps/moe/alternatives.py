@@ -24,7 +24,7 @@ from tep.apps.moe.link import Move
 from tep.apps.moe.nvlink import Nvlink, NvlinkPort, NvlinkTimes
 from tep.apps.moe.predict import Workload, draw_indices, family_of, predict, profile_of
 from tep.apps.moe.routing import Ints, sort_copies
-from tep.sim.profile import Profile
+from tep.sim import Profile
 
 __all__ = ["Row", "compare", "padded", "per_token"]
 

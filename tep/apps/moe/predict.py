@@ -20,7 +20,7 @@ from tep.apps.moe.group import local_groups
 from tep.apps.moe.kernels import load_gpu
 from tep.apps.moe.nvlink import Nvlink, NvlinkTimes
 from tep.apps.moe.routing import Ints
-from tep.sim.profile import Profile, load_profile
+from tep.sim import Profile, load_profile
 from tep.units import PS_PER_S
 
 __all__ = [

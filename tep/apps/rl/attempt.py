@@ -15,45 +15,74 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import ScatterDst
+from tep import (
+    BadDescriptor,
+    Expectation,
+    FabricError,
+    MrDesc,
+    MrHandle,
+    ScatterDst,
+    TepError,
+    Transfer,
+    TransferEngine,
+)
 from tep.apps.rl.compute import load_shards, make_outs, needed_outs, unshard
 from tep.apps.rl.immediates import ROUTING, Kind, count_rows, cut_rows, make_imm
-from tep.apps.rl.metadata import box_bytes
+from tep.apps.rl.metadata import Box, box_bytes
 from tep.apps.rl.ports import Span, TrainReport
 from tep.apps.rl.routes import GatherPiece, Rows, Schedule, Task
-from tep.core.transfer import Expectation, Transfer
-from tep.errors import BadDescriptor, FabricError, TepError
-from tep.wire import MrDesc
+from tep.apps.rl.stages import Compute
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+__all__ = ["Attempt", "Rank", "Shards"]
 
-    from tep.apps.rl.training import TrainingWorker
-
-__all__ = ["Attempt"]
+Shards = Mapping[tuple[str, Box], npt.NDArray[Any]]
+"""What a rank holds: an array for each tensor name and box."""
 
 _STAGES: Final = ("load", "gather", "make")
 _BARRIERS: Final = 32  # rounds of one barrier at the most: 2**32 ranks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one training rank brings to an update.
+
+    Attributes:
+        rank: its number.
+        engine: of its device.
+        mr, staging: the staging region, and its bytes.
+        shards: its tensors.
+        compute: where the arithmetic runs.
+        peers: the staging regions of all training ranks, by rank.
+        rollouts: the weights of each rollout worker, by its name.
+    """
+
+    rank: int
+    engine: TransferEngine
+    mr: MrHandle
+    staging: npt.NDArray[np.uint8]
+    shards: Shards
+    compute: Compute
+    peers: Sequence[MrDesc]
+    rollouts: Mapping[str, MrDesc]
+
+
 class Attempt:
     """One update on one rank. `run()` it, then `drain()` it, in any case."""
 
-    def __init__(
-        self, worker: TrainingWorker, schedule: Schedule, attempt: int, skip: Sequence[str]
-    ) -> None:
-        self._worker = worker
-        self._engine = worker.engine
+    def __init__(self, rank: Rank, schedule: Schedule, attempt: int, skip: Sequence[str]) -> None:
+        self._rank = rank
+        self._engine = rank.engine
         self._schedule = schedule
         self._attempt = attempt
-        self._tasks = list(schedule.tasks_of(worker.rank))
+        self._tasks = list(schedule.tasks_of(rank.rank))
         self._lost = dict.fromkeys(skip, "was gone before the update")
         self._known_lost = frozenset(skip)
         self._locks = {stage: asyncio.Lock() for stage in _STAGES}
@@ -88,7 +117,7 @@ class Attempt:
             raise _first(errors) from None
         lost = {name: why for name, why in self._lost.items() if name not in self._known_lost}
         return TrainReport(
-            self._worker.rank, self._written, self._sent, self._peak, lost, tuple(self._spans)
+            self._rank.rank, self._written, self._sent, self._peak, lost, tuple(self._spans)
         )
 
     async def drain(self) -> None:
@@ -105,7 +134,7 @@ class Attempt:
     async def _start(self, k: int) -> asyncio.Future[None]:
         """Begin a task once its place is free; return what is set when it has gathered."""
         task = self._tasks[k]
-        wait_for = task.after_of(self._worker.rank)
+        wait_for = task.after_of(self._rank.rank)
         async with self._released:
             await self._released.wait_for(lambda: self._ended_upto >= wait_for)
         self._held += task.nbytes
@@ -117,24 +146,24 @@ class Attempt:
         return gathered
 
     async def _task(self, k: int, task: Task, gathered: asyncio.Future[None]) -> None:
-        worker = self._worker
-        base = task.staging_of(worker.rank)
-        staging = worker.staging[base : base + task.nbytes]
-        rows = self._schedule.rows_of(task.number, worker.rank)
-        others = [rank for rank in task.members if rank != worker.rank]
+        mine = self._rank
+        base = task.staging_of(mine.rank)
+        staging = mine.staging[base : base + task.nbytes]
+        rows = self._schedule.rows_of(task.number, mine.rank)
+        others = [rank for rank in task.members if rank != mine.rank]
         if others:
             self._announce(task, others)
         async with self._stage("load", task):
-            await worker.compute.run(
+            await mine.compute.run(
                 "load",
-                _own_bytes(task, worker.rank),
-                lambda: load_shards(task, worker.rank, worker.shards, staging),
+                _own_bytes(task, mine.rank),
+                lambda: load_shards(task, mine.rank, mine.shards, staging),
             )
         async with self._stage("gather", task):
             sent = await self._gather(task, base, others)
         async with self._stage("make", task):
             outs = needed_outs(task, rows)
-            await worker.compute.run(
+            await mine.compute.run(
                 "make",
                 task.gather_bytes,
                 lambda: make_outs(task, outs, unshard(task, staging), staging),
@@ -142,7 +171,7 @@ class Attempt:
         gathered.set_result(None)
         start_s = self._now()
         await self._write(base, rows)
-        self._spans.append(Span(worker.rank, "write", task.name, start_s, self._now()))
+        self._spans.append(Span(mine.rank, "write", task.name, start_s, self._now()))
         if sent is not None:
             await self._settled(sent)
         await self._release(k, task)
@@ -152,7 +181,7 @@ class Attempt:
         async with self._locks[name]:
             start_s = self._now()
             yield
-            self._spans.append(Span(self._worker.rank, name, task.name, start_s, self._now()))
+            self._spans.append(Span(self._rank.rank, name, task.name, start_s, self._now()))
 
     async def _release(self, k: int, task: Task) -> None:
         async with self._released:
@@ -173,8 +202,8 @@ class Attempt:
         """Exchange shards; return the transfer of one's own, whose source must stay."""
         if not others:
             return None
-        rank = self._worker.rank
-        nics = len(self._worker.mr.desc.rkeys)
+        rank = self._rank.rank
+        nics = len(self._rank.mr.desc.rkeys)
         coming = sum(
             count_rows([nbytes], len(self._peer(sender).rkeys), nics)
             for piece, total in _pieces(task)
@@ -193,14 +222,14 @@ class Attempt:
             for at, nbytes in cut_rows(piece.offset, total)
         ]
         if dsts:
-            sent = self._engine.submit_scatter(self._worker.mr, dsts, imm, routing=ROUTING)
+            sent = self._engine.submit_scatter(self._rank.mr, dsts, imm, routing=ROUTING)
             self._watch(sent)
             self._sent += sum(dst.nbytes for dst in dsts)
         await self._expect(imm, coming)
         return sent
 
     def _peer(self, rank: int) -> MrDesc:
-        return self._worker.peers[rank]
+        return self._rank.peers[rank]
 
     # ------------------------------------------------------------------ writing
 
@@ -211,13 +240,13 @@ class Attempt:
         for name, mine in self._by_receiver(rows):
             if name in self._lost:
                 continue
-            desc = self._worker.rollouts[name]
+            desc = self._rank.rollouts[name]
             dsts = [
                 ScatterDst(nbytes, base + src, (desc, dst))
                 for src, dst, nbytes in zip(*(mine[c].tolist() for c in ("src", "dst", "nbytes")))
             ]
             try:
-                transfer = self._engine.submit_scatter(self._worker.mr, dsts, imm, routing=ROUTING)
+                transfer = self._engine.submit_scatter(self._rank.mr, dsts, imm, routing=ROUTING)
             except (BadDescriptor, FabricError) as error:  # it restarted, or cannot be reached
                 self._lost[name] = str(error)
                 continue
@@ -240,7 +269,7 @@ class Attempt:
 
     async def _barrier(self, number: int) -> None:
         """Wait for all training ranks: in round r each tells the one 2**r further on."""
-        rank, world = self._worker.rank, self._schedule.ranks
+        rank, world = self._rank.rank, self._schedule.ranks
         step = 0
         start_s = self._now()
         while 1 << step < world:
@@ -257,7 +286,7 @@ class Attempt:
         told = []
         for name in self._schedule.receivers:
             if name not in self._lost:
-                told.append((name, self._engine.submit_barrier([self._worker.rollouts[name]], imm)))
+                told.append((name, self._engine.submit_barrier([self._rank.rollouts[name]], imm)))
                 self._track(told[-1][1])
         for name, transfer in told:
             try:

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tep.api import Single
+from tep import Single, count_imms
 from tep.apps.rl.fleet import Fleet
 from tep.apps.rl.predict import Prediction
 from tep.apps.rl.routes import Schedule
-from tep.core.plan import count_imms
 from tep.units import MiB
 
 __all__ = ["Baseline", "broadcast_per_shard", "comparison", "gather_and_broadcast"]

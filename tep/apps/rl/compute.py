@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tep import UsageError
 from tep.apps.rl.metadata import (
     Box,
     DType,
@@ -26,7 +27,6 @@ from tep.apps.rl.metadata import (
 )
 from tep.apps.rl.quantise import numpy_dtype, quantise
 from tep.apps.rl.routes import Gather, Out, Rows, Task
-from tep.errors import UsageError
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]

@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from tep import TepError, UsageError
 from tep.apps.rl.immediates import count_rows
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.ports import (
@@ -25,7 +26,6 @@ from tep.apps.rl.ports import (
 )
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
-from tep.errors import TepError, UsageError
 
 __all__ = ["Controller"]
 

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Final, Self
 
 import tep
-from tep.sim.profile import load_profile
+from tep.sim import load_profile
 from tep.units import MiB
 
 __all__ = ["QUANTUM_BYTES", "Fleet"]

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import Final
 
-from tep.api import Routing, Scatter
-from tep.core.plan import count_imms
-from tep.errors import UsageError
+from tep import Routing, Scatter, UsageError, count_imms
 
 __all__ = ["ATTEMPTS", "ROUTING", "Kind", "count_rows", "cut_rows", "make_imm"]
 

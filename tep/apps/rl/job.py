@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
+from tep import TransferEngine, UsageError
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.models import Model, load_model
 from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
@@ -25,8 +26,6 @@ from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.stages import Threads
 from tep.apps.rl.training import TrainingWorker
 from tep.apps.rl.weights import Checkpoint
-from tep.engine import TransferEngine
-from tep.errors import UsageError
 
 __all__ = ["TOKEN", "Job", "RolloutService", "TrainingService", "main"]
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from tep.errors import UsageError
+from tep import UsageError
 
 __all__ = [
     "ALIGN_BYTES",

@@ -12,8 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Final, Literal
 
+from tep import UsageError
 from tep.apps.rl.metadata import DType, Tensor
-from tep.errors import UsageError
 
 __all__ = ["PUBLISHED", "Fused", "Model", "Published", "load_model", "model_from_config"]
 

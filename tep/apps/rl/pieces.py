@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tep import UsageError
 from tep.apps.rl.metadata import (
     BLOCK,
     ITEM_BYTES,
@@ -25,7 +26,6 @@ from tep.apps.rl.metadata import (
     local_shape,
     scale_shape,
 )
-from tep.errors import UsageError
 
 __all__ = ["Piece", "are_in_order", "pieces_of", "runs_of"]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from tep import UsageError
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
     BLOCK,
@@ -28,7 +29,6 @@ from tep.apps.rl.metadata import (
     whole,
 )
 from tep.apps.rl.models import Fused, Model
-from tep.errors import UsageError
 
 __all__ = ["InferLayout", "TrainLayout", "cut", "rollout_metas", "target_shards", "train_metas"]
 

@@ -15,12 +15,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tep.api import ScatterDst
+from tep import Expectation, ScatterDst, Transfer
 from tep.apps.rl.fleet import QUANTUM_BYTES, Fleet
 from tep.apps.rl.immediates import ROUTING, Kind, count_rows, make_imm
 from tep.apps.rl.published import StageTimes
 from tep.apps.rl.routes import Schedule, Task
-from tep.core.transfer import Expectation, Transfer
 from tep.units import MiB
 
 __all__ = ["Busy", "MeshSpan", "Prediction", "SlowNic", "predict"]

@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 from typing import Final, Self
 
+from tep import FabricError
 from tep.apps.rl.controller import Controller
 from tep.apps.rl.job import TOKEN, Job
 from tep.apps.rl.remote import Caller, Listener, RemoteRollout, RemoteTraining
-from tep.errors import FabricError
 from tep.units import MiB
 
 __all__ = ["LocalJob"]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from tep import BackendUnavailable
 from tep.apps.rl.metadata import BLOCK, DType, scale_shape
-from tep.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]

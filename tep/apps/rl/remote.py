@@ -17,9 +17,9 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
+from tep import FabricError, TepError, UsageError
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.ports import LoadReport, RolloutState, TrainReport
-from tep.errors import FabricError, TepError, UsageError
 
 __all__ = ["Caller", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"]
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tep.errors import UsageError
+from tep import UsageError
 
 __all__ = ["ring_layout"]
 

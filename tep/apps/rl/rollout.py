@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from tep import Expectation, MrDesc, TepError, TransferEngine, UsageError, WaitTimeout
 from tep.apps.rl.immediates import Kind, make_imm
 from tep.apps.rl.metadata import (
     RolloutMeta,
@@ -25,10 +26,6 @@ from tep.apps.rl.metadata import (
 )
 from tep.apps.rl.ports import RolloutState
 from tep.apps.rl.quantise import numpy_dtype
-from tep.core.transfer import Expectation
-from tep.engine import TransferEngine
-from tep.errors import TepError, UsageError, WaitTimeout
-from tep.wire import MrDesc
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tep import BadDescriptor
 from tep.apps.rl.metadata import Box, DType
-from tep.errors import BadDescriptor
 
 __all__ = ["ROW", "Gather", "GatherPiece", "Out", "OutPart", "Rows", "Schedule", "Task"]
 

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from tep import UsageError
 from tep.apps.rl.lines import coalesce, deal_out
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
@@ -31,7 +32,6 @@ from tep.apps.rl.metadata import (
 from tep.apps.rl.pieces import Piece, are_in_order, pieces_of
 from tep.apps.rl.ring import ring_layout
 from tep.apps.rl.routes import ROW, Gather, GatherPiece, Out, OutPart, Rows, Schedule, Task
-from tep.errors import UsageError
 from tep.units import GiB
 
 __all__ = ["WATERMARK_BYTES", "make_schedule"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
+from tep import UsageError
 from tep.apps.rl.baselines import Baseline, broadcast_per_shard, gather_and_broadcast
 from tep.apps.rl.models import Model, load_model
 from tep.apps.rl.placement import (
@@ -24,7 +25,6 @@ from tep.apps.rl.predict import Prediction, SlowNic, predict
 from tep.apps.rl.published import KIMI_K2, Attribution, StageTimes
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
-from tep.errors import UsageError
 from tep.units import GiB
 
 __all__ = [

@@ -7,24 +7,17 @@ that an abort leaves nothing in flight.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.apps.rl.attempt import Attempt
-from tep.apps.rl.metadata import Box, TrainMeta
+from tep import FabricError, MrDesc, MrHandle, TransferEngine, UsageError
+from tep.apps.rl.attempt import Attempt, Rank, Shards
+from tep.apps.rl.metadata import TrainMeta
 from tep.apps.rl.ports import TrainReport
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.stages import AtOnce, Compute
-from tep.core.region import MrHandle
-from tep.engine import TransferEngine
-from tep.errors import FabricError, UsageError
-from tep.wire import MrDesc
-
-if TYPE_CHECKING:
-    Shards = Mapping[tuple[str, Box], npt.NDArray[Any]]
 
 __all__ = ["TrainingWorker"]
 
@@ -102,7 +95,17 @@ class TrainingWorker:
             raise UsageError(f"rank {self.rank}: an update runs already")
         self._idle.clear()
         self._cancelled = False
-        work = Attempt(self, self.schedule, attempt, skip)
+        mine = Rank(
+            rank=self.rank,
+            engine=self.engine,
+            mr=self.mr,
+            staging=self.staging,
+            shards=self.shards,
+            compute=self.compute,
+            peers=self.peers,
+            rollouts=self.rollouts,
+        )
+        work = Attempt(mine, self.schedule, attempt, skip)
         running = self._running = asyncio.get_running_loop().create_task(_whole(work))
         running.add_done_callback(self._ended)
         try:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from tep import UsageError
 from tep.apps.rl.metadata import Box, DType, Tensor, box_shape, nbytes_of
 from tep.apps.rl.models import Model
 from tep.apps.rl.quantise import numpy_dtype
-from tep.errors import UsageError
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
