@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Swizzle,
     )
     from tep.sim.faults_at import clog, kill_nic, mute, pause, restart, revoke, slow, swizzle
+    from tep.sim.flow import FlowFabric
     from tep.sim.loop import current_env, run
     from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
@@ -42,6 +43,7 @@ __all__ = [
     "FabricEnv",
     "Fault",
     "Faults",
+    "FlowFabric",
     "KillNic",
     "Mute",
     "Pause",
@@ -76,6 +78,7 @@ _ROOMS = {
     "FabricEnv": "clock",
     "Fault": "faults_at",
     "Faults": "faults",
+    "FlowFabric": "flow",
     "KillNic": "faults_at",
     "Mute": "faults_at",
     "Pause": "faults_at",

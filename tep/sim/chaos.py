@@ -14,7 +14,7 @@ from tep.backends.base import Status
 from tep.errors import BadDescriptor, UsageError
 from tep.hashing import below, draw
 from tep.sim.chaos_nic import ChaosNic
-from tep.sim.chaos_parts import NicState, StreamKeys
+from tep.sim.chaos_parts import Nic, NicState, StreamKeys
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import (
     Chaos,
@@ -223,7 +223,7 @@ class ChaosFabric:
         node = self.nodes.get(name)
         return Status.STALE_PEER if node and node.epoch > epoch else Status.UNREACHABLE
 
-    def lost(self, target: ChaosNic, status: Status, *, acks_lost: bool) -> None:
+    def lost(self, target: Nic, status: Status, *, acks_lost: bool) -> None:
         """Tell every other NIC that one is gone."""
         for node in self.nodes.values():
             for nic in node.domains:

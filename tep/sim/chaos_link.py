@@ -7,17 +7,19 @@ in is the NIC's matter.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-from tep.sim.chaos_parts import Flight, Fragment
 from tep.sim.clock import FabricEnv
 
 __all__ = ["Link", "Trouble"]
 
 Trouble = Literal["clog", "mute"]
 
+FragmentT = TypeVar("FragmentT")
+RowT = TypeVar("RowT")
 
-class Link:
+
+class Link(Generic[FragmentT, RowT]):
     """What becomes of fragments and acknowledgements on their way to or from one NIC.
 
     Attributes:
@@ -26,10 +28,12 @@ class Link:
 
     Args:
         env: the clock.
-        land: take a fragment again that was held.
+        land: takes a fragment again that was held.
+        acknowledge: takes a row again whose acknowledgement was held.
     """
 
     __slots__ = (
+        "_acknowledge",
         "_acks",
         "_env",
         "_fragments",
@@ -44,23 +48,25 @@ class Link:
     def __init__(
         self,
         env: FabricEnv,
-        land: Callable[[Fragment], None],
+        land: Callable[[FragmentT], None],
+        acknowledge: Callable[[RowT], None],
     ) -> None:
         self.clogs = 0
         self.mutes = 0
         self.factor = 1
         self._env = env
         self._land = land
+        self._acknowledge = acknowledge
         self._slows: list[int] = []
-        self._fragments: list[Fragment] = []
-        self._acks: list[Flight] = []
+        self._fragments: list[FragmentT] = []
+        self._acks: list[RowT] = []
         self._healed = 0
 
-    def hold(self, fragment: Fragment) -> None:
+    def hold(self, fragment: FragmentT) -> None:
         """Keep a fragment until the clog is gone."""
         self._fragments.append(fragment)
 
-    def hold_ack(self, row: Flight) -> None:
+    def hold_ack(self, row: RowT) -> None:
         """Keep an acknowledgement until it can be heard."""
         self._acks.append(row)
 
@@ -112,4 +118,4 @@ class Link:
             self._land(fragment)
         acks, self._acks = self._acks, []
         for row in acks:  # one that its sender cannot hear yet is held again, at the sender's link
-            row.nic.acknowledge(row)
+            self._acknowledge(row)

@@ -9,19 +9,16 @@ order, unless `Chaos.ordered`. Rule 2: every accepted row is in `_open` until it
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tep.backends.base import Kind, Row, Status, WriteBatch
 from tep.errors import UsageError
 from tep.hashing import below, draw
 from tep.sim.chaos_link import Link
-from tep.sim.chaos_parts import Flight, Fragment, NicState, nobody
+from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Nic, NicState, nobody
 from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
 from tep.sim.trace import What
 from tep.units import PS_PER_NS
-
-if TYPE_CHECKING:
-    from tep.sim.chaos import ChaosFabric, ChaosNode
 
 __all__ = ["ChaosNic"]
 
@@ -49,11 +46,11 @@ class ChaosNic(ChaosReceiver):
         link: what its way to the others is like just now.
     """
 
-    def __init__(self, fabric: ChaosFabric, node: ChaosNode, number: int) -> None:
+    def __init__(self, fabric: Fabric, node: Host, number: int) -> None:
         super().__init__(fabric, node, number)
         skews = self._chaos.skew_ps
         self._latency_ps = _LATENCY_PS + skews[number % len(skews)]
-        self.link = Link(fabric.env, _land)
+        self.link: Link[Fragment, Flight] = Link(fabric.env, _land, _acknowledge)
         self._free_ps = 0
         self._posts = 0
         self._open: dict[int, Flight] = {}
@@ -345,7 +342,7 @@ class ChaosNic(ChaosReceiver):
         self.revoke()
         self.fabric.lost(self, status, acks_lost=True)
 
-    def peer_lost(self, target: ChaosNic, status: Status, *, acks_lost: bool) -> None:
+    def peer_lost(self, target: Nic, status: Status, *, acks_lost: bool) -> None:
         """Rows towards a NIC that is gone fail; answered ones only if the answers are lost.
 
         Where an error flushes, one row of a connection meets it, and the others are flushed after.
@@ -381,3 +378,7 @@ def _land(fragment: Fragment) -> None:
             row.nic.stuck(row)
             return
     target.land(fragment)
+
+
+def _acknowledge(row: Flight) -> None:
+    row.nic.acknowledge(row)

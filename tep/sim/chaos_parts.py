@@ -5,26 +5,29 @@ State and its meaning; what the NIC does with it is `chaos_nic`'s matter.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from tep.backends.base import Completions, Entry, Kind
+from tep.backends.base import Completions, DomainCaps, Entry, Kind, Status
 from tep.hashing import below, draw, stream_key
 from tep.memory import Memory
+from tep.sim.chaos_link import Link
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos
+from tep.sim.faults_at import Fault
 from tep.sim.streams import Stream
-
-if TYPE_CHECKING:
-    from tep.sim.chaos_nic import ChaosNic
+from tep.sim.trace import Trace
 
 __all__ = [
     "CompletionQueue",
+    "Fabric",
     "Flight",
     "Fragment",
+    "Host",
+    "Nic",
     "NicState",
     "Peer",
     "Region",
@@ -96,7 +99,7 @@ class Peer:
         self.name = name
         self.nic = nic
         self.epoch = epoch
-        self.target: ChaosNic | None = None
+        self.target: Nic | None = None
         self.landed_ps = 0
         self.held: list[Fragment] | None = None
 
@@ -145,7 +148,7 @@ class Flight:
         "unheard",
     )
 
-    def __init__(self, nic: ChaosNic, peer: Peer, number: int, bits: int, ctx: int) -> None:
+    def __init__(self, nic: Nic, peer: Peer, number: int, bits: int, ctx: int) -> None:
         self.nic = nic
         self.peer = peer
         self.number = number
@@ -170,6 +173,83 @@ class Flight:
 
 Fragment = tuple[Flight, int, int, bytes | None]
 """Bytes from..to of a row, and the bytes where they were read early. A message is one fragment."""
+
+
+class Host(Protocol):
+    """The node of a NIC, as its NICs see it; `chaos.ChaosNode` is one."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def uid(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    @property
+    def domains(self) -> Sequence[Nic]: ...
+
+    def next_key(self) -> int:
+        """Number the next region."""
+
+
+class Nic(Protocol):
+    """A NIC as other NICs see it; `chaos_nic.ChaosNic` is one."""
+
+    state: NicState
+    link: Link[Fragment, Flight]
+
+    @property
+    def address(self) -> bytes: ...
+
+    @property
+    def caps(self) -> DomainCaps: ...
+
+    @property
+    def node(self) -> Host: ...
+
+    def land(self, fragment: Fragment) -> None:
+        """Take a fragment that arrives here."""
+
+    def acknowledge(self, row: Flight) -> None:
+        """Learn that a row of this NIC has landed."""
+
+    def refuse(self, row: Flight, status: Status) -> None:
+        """Learn that the target refused a row of this NIC."""
+
+    def stuck(self, row: Flight) -> None:
+        """Learn that a row of this NIC, or its answer, waits on a link."""
+
+
+class Fabric(Protocol):
+    """The fabric as its NICs see it; `chaos.ChaosFabric` is one."""
+
+    env: FabricEnv
+    chaos: Chaos
+    trace: Trace | None
+    keys: StreamKeys
+    rows: int
+    failed: list[tuple[str, int, int, Status]]
+    violations: list[str]
+    happened: list[Fault]
+    seen: Counter[str]
+    healed: bool
+
+    @property
+    def nodes(self) -> Mapping[str, Host]: ...
+
+    def parse(self, address: bytes) -> tuple[str, int, int]:
+        """Read an address: name, NIC, epoch. Raises BadDescriptor."""
+
+    def find(self, name: str, nic: int, epoch: int) -> Nic | None:
+        """The NIC of an address, if that incarnation is the one that runs."""
+
+    def why_lost(self, name: str, epoch: int) -> Status:
+        """Why an address cannot be reached."""
+
+    def lost(self, target: Nic, status: Status, *, acks_lost: bool) -> None:
+        """Tell every other NIC that one is gone."""
 
 
 class CompletionQueue:

@@ -7,18 +7,23 @@ trace; keys and bases are made up here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tep.backends.base import Access, DomainCaps, DomainKey, Status
 from tep.backends.checks import check_memory
 from tep.errors import ClosedError
 from tep.memory import Memory
-from tep.sim.chaos_parts import CompletionQueue, Flight, NicState, Peer, Region
+from tep.sim.chaos_parts import (
+    CompletionQueue,
+    Fabric,
+    Flight,
+    Host,
+    NicState,
+    Peer,
+    Region,
+)
 from tep.sim.trace import Record, Trace, What
 from tep.units import PS_PER_MS, PS_PER_S, GiB, KiB
-
-if TYPE_CHECKING:
-    from tep.sim.chaos import ChaosFabric, ChaosNode
 
 __all__ = ["ChaosPort"]
 
@@ -44,7 +49,7 @@ class ChaosPort:
         rows: rows and messages accepted so far.
     """
 
-    def __init__(self, fabric: ChaosFabric, node: ChaosNode, number: int) -> None:
+    def __init__(self, fabric: Fabric, node: Host, number: int) -> None:
         chaos = fabric.chaos
         self.fabric = fabric
         self.node = node

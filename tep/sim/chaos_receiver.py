@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tep.backends.base import Completions, Kind, Status
 from tep.hashing import below, draw
-from tep.sim.chaos_parts import Flight, Fragment, NicState, Peer
+from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, NicState, Peer
 from tep.sim.chaos_port import ChaosPort
 from tep.sim.faults_at import KillNic
 from tep.units import PS_PER_NS
-
-if TYPE_CHECKING:
-    from tep.sim.chaos import ChaosFabric, ChaosNode
 
 __all__ = ["ACK_PS", "ChaosReceiver"]
 
@@ -36,7 +33,7 @@ _ALL: Final = 1 << 62  # more rows than any fabric sees
 class ChaosReceiver(ChaosPort):
     """One NIC as far as rows of others are concerned."""
 
-    def __init__(self, fabric: ChaosFabric, node: ChaosNode, number: int) -> None:
+    def __init__(self, fabric: Fabric, node: Host, number: int) -> None:
         super().__init__(fabric, node, number)
         self._credits = self._chaos.imm_credits
         self._waiting: list[Flight] = []

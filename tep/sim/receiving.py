@@ -6,48 +6,24 @@ What lands here is known by its time already; this room only carries it out when
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import COMPLETION, Kind, Status
-from tep.backends.hostcopy import HostRegion, copy_rows
-from tep.memory import Memory
+from tep.backends.hostcopy import copy_rows
 from tep.sim.ledger import Hold
 from tep.sim.queues import Ints
+from tep.sim.timing_faces import Fabric, Nic, Region
 from tep.sim.timing_trace import trace_landed, trace_rows
 
-if TYPE_CHECKING:
-    from tep.sim.timing import TimingFabric
-    from tep.sim.timing_nic import TimingNic
-
-__all__ = ["Inlet", "Region"]
+__all__ = ["Inlet"]
 
 _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
 _OK: Final = int(Status.OK)
 _IMM, _RECV, _NOTE = int(Kind.IMM), int(Kind.RECV), int(Kind.NOTE)
-
-
-class Region:
-    """Registered memory.
-
-    Attributes:
-        ptr: address of the first byte.
-        nbytes: length.
-        writable: whether peers may write here.
-        host: the bytes; None where the fabric moves none, so that the memory need not exist.
-    """
-
-    __slots__ = ("host", "memory", "nbytes", "ptr", "writable")
-
-    def __init__(self, memory: Memory, *, writable: bool, host: bool) -> None:
-        self.memory = memory
-        self.ptr = memory.ptr
-        self.nbytes = memory.nbytes
-        self.writable = writable
-        self.host = HostRegion(memory, memory.ptr, writable=writable) if host else None
 
 
 class Inlet:
@@ -57,7 +33,7 @@ class Inlet:
         targets: rkey -> region.
     """
 
-    def __init__(self, fabric: TimingFabric, nic: TimingNic) -> None:
+    def __init__(self, fabric: Fabric, nic: Nic) -> None:
         self.targets: dict[int, Region] = {}
         self._fabric = fabric
         self._nic = nic

@@ -30,6 +30,7 @@ from tep.sim.profile import Profile, load_profile
 from tep.sim.queues import Ints, Rate, fifo_grouped
 from tep.sim.sendqueue import Units
 from tep.sim.streams import Stream
+from tep.sim.timing_faces import Nic
 from tep.sim.timing_nic import TimingNic, address_of
 from tep.sim.trace import Trace
 from tep.sim.wakes import Wakes
@@ -39,6 +40,8 @@ __all__ = ["Node", "TimingFabric"]
 _WIRE: Final = np.uint8(Hold.WIRE)
 _NICS_MIN: Final = 16
 _FEW: Final = 4  # so many masks are quicker than a sort
+_WINDOW_MIN: Final = 1024
+"""Quanta of one NIC that are settled in one pass, at the least. No result depends on it."""
 _COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes")
 
 
@@ -77,7 +80,7 @@ class Node:
         # While it posts many rows it looks at its NICs now and then.
         self.busy_until_ps = min(self._cpu_free_ps, now + self._turn_ps)
 
-    def post(self, nic: TimingNic, numbers: Ints, costs: Ints) -> None:
+    def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
         """Have the worker post rows; they are launched once it has told us of all it posts now.
 
         A real worker serves its NICs in turn, a few rows at a time, while a step of ours offers one
@@ -120,7 +123,7 @@ class Node:
 class _Post(NamedTuple):
     """Rows that the worker posts on one NIC, and the CPU time each costs."""
 
-    nic: TimingNic
+    nic: Nic
     numbers: Ints
     costs: Ints
 
@@ -156,13 +159,14 @@ class TimingFabric:
         self.payloads: dict[int, bytes] = {}
         self.notes: set[int] = set()  # which of them are notes
         self.slow: dict[int, int] = {}
-        self.active: dict[int, TimingNic] = {}
-        self.refused: dict[int, TimingNic] = {}
+        self.active: dict[int, Nic] = {}
+        self.refused: dict[int, Nic] = {}
         self._jitter_key = stream_key(seed, Stream.TIMING)
         self._epochs: dict[str, int] = {}
         self._numbers: dict[bytes, int] = {}
-        self._nics: list[TimingNic | None] = []
+        self._nics: list[Nic | None] = []
         self._due_ps = NEVER_PS
+        self._window = _WINDOW_MIN
         # Of each NIC by its number: when its receiving side is free; from when on news, and
         # completions, may wake its owner though no must; whether it is gone; bytes landed here.
         self._free = np.zeros(_NICS_MIN, np.int64)
@@ -189,7 +193,7 @@ class TimingFabric:
         self._epochs[name] = epoch
         return Node(self, name, epoch)
 
-    def attach(self, nic: TimingNic) -> int:
+    def attach(self, nic: Nic) -> int:
         """Give a NIC its number."""
         number = self.number_of(nic.address)
         assert self._nics[number] is None, nic.address
@@ -210,7 +214,7 @@ class TimingFabric:
                     setattr(self, column, np.concatenate((old, fill)))
         return found
 
-    def nic(self, number: int) -> TimingNic:
+    def nic(self, number: int) -> Nic:
         """The NIC of a number that somebody has."""
         found = self._nics[number]
         assert found is not None, number
@@ -245,7 +249,7 @@ class TimingFabric:
 
     # ------------------------------------------------------------------ the wire
 
-    def sending(self, nic: TimingNic) -> None:
+    def sending(self, nic: Nic) -> None:
         """A NIC has units to send: see that they are resolved when the first arrives."""
         self.active[nic.number] = nic
         self._arm(int(nic.queue.starts[nic.queue.at]) + self.profile.latency_ps)
@@ -262,7 +266,7 @@ class TimingFabric:
             return  # an earlier one was armed since
         self._due_ps = NEVER_PS
         nics = [self.active[number] for number in sorted(self.active)]
-        limit_ps = self._next_event_ps()
+        limit_ps = min(self._next_event_ps(), self._window_ps(nics))
         taken = [(nic, nic.queue.before(limit_ps)) for nic in nics]
         taken = [(nic, stop) for nic, stop in taken if stop > nic.queue.at]
         if taken:
@@ -281,7 +285,22 @@ class TimingFabric:
         """The earliest time at which anybody may post again: Rule 1."""
         return int(min(self.env.peek(), self.env.deadline_ps, NEVER_PS))
 
-    def _settle(self, taken: list[tuple[TimingNic, int]]) -> None:
+    def _window_ps(self, nics: list[Nic]) -> int:
+        """When the first NIC has sent a window full of quanta.
+
+        A pass looks at every quantum that leaves before its limit, and then keeps those that leave
+        before the first wake. Without a window a write of n rows would look at all its quanta n
+        times. The window follows what the last pass kept.
+        """
+        limit_ps = NEVER_PS
+        for nic in nics:
+            queue, at = nic.queue, nic.queue.at
+            if len(queue) > self._window:
+                first_ps = int(queue.starts[at])
+                limit_ps = min(limit_ps, max(int(queue.starts[at + self._window]), first_ps + 1))
+        return limit_ps
+
+    def _settle(self, taken: list[tuple[Nic, int]]) -> None:
         spans = [slice(nic.queue.at, stop) for nic, stop in taken]
         units = Units.join([nic.queue.units.pick(span) for (nic, _), span in zip(taken, spans)])
         starts = np.concatenate([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
@@ -301,6 +320,7 @@ class TimingFabric:
             target, done = target[kept], done[kept]
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
         np.maximum.at(self._free, target, done)
+        self._window = max(_WINDOW_MIN, 2 * max(stop - nic.queue.at for nic, stop in taken))
         for nic, stop in taken:
             nic.queue.at = stop
         if len(ends):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +30,10 @@ from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
 from tep.sim.ledger import Agenda, Hold
 from tep.sim.queues import Ints, cut_quanta
-from tep.sim.receiving import Inlet, Region
+from tep.sim.receiving import Inlet
 from tep.sim.sendqueue import SendQueue, Units
+from tep.sim.timing_faces import Entry, Fabric, Host, Region
 from tep.sim.timing_trace import trace_ends, trace_posts, trace_rows
-
-if TYPE_CHECKING:
-    from tep.sim.timing import Node, TimingFabric
 
 __all__ = ["TimingNic", "address_of"]
 
@@ -46,8 +44,6 @@ _WIRE: Final = np.uint8(Hold.WIRE)
 _BOTH: Final = int(Hold.SENDER | Hold.WIRE)
 _OK: Final = int(Status.OK)
 _WRITE, _SENT = int(Kind.WRITE), int(Kind.SENT)
-Entry = tuple[int, int, int, int, int, int, int] | npt.NDArray[np.void]
-"""One completion in the order of COMPLETION's fields, or an array of them."""
 
 
 def address_of(name: str, epoch: int, index: int) -> bytes:
@@ -72,7 +68,7 @@ class TimingNic:
         waker: whom to call.
     """
 
-    def __init__(self, fabric: TimingFabric, node: Node, index: int) -> None:
+    def __init__(self, fabric: Fabric, node: Host, index: int) -> None:
         profile = fabric.profile
         self.caps = profile.caps(
             f"{node.name}/{index}", moves_bytes=fabric.move_bytes, note_bytes=profile.max_msg_bytes

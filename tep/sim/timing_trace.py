@@ -7,24 +7,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from tep.backends.base import Status
 from tep.sim.queues import Ints
+from tep.sim.timing_faces import Nic, Region
 from tep.sim.trace import Record, What
-
-if TYPE_CHECKING:
-    from tep.sim.receiving import Region
-    from tep.sim.timing_nic import TimingNic
 
 __all__ = ["trace_ends", "trace_landed", "trace_posts", "trace_rows"]
 
 _OK: Final = int(Status.OK)
 
 
-def trace_rows(nic: TimingNic, what: What, times: Ints | int, numbers: Ints, peer: str) -> None:
+def trace_rows(nic: Nic, what: What, times: Ints | int, numbers: Ints, peer: str) -> None:
     """Record rows of one batch at a NIC that go to, or are from, one peer."""
     ledger, trace = nic.fabric.ledger, nic.fabric.trace
     assert trace is not None, "checked by the caller"
@@ -43,7 +40,7 @@ def trace_rows(nic: TimingNic, what: What, times: Ints | int, numbers: Ints, pee
     )
 
 
-def trace_posts(nic: TimingNic, where: slice, ctx: int) -> None:
+def trace_posts(nic: Nic, where: slice, ctx: int) -> None:
     """Record rows that a NIC has just accepted."""
     fabric = nic.fabric
     ledger, trace = fabric.ledger, fabric.trace
@@ -66,7 +63,7 @@ def trace_posts(nic: TimingNic, where: slice, ctx: int) -> None:
         )
 
 
-def trace_ends(nic: TimingNic, times: Ints, numbers: Ints) -> None:
+def trace_ends(nic: Nic, times: Ints, numbers: Ints) -> None:
     """Record the ends of rows and messages at their sender."""
     ledger = nic.fabric.ledger
     for index, number in enumerate(numbers.tolist()):
@@ -77,7 +74,7 @@ def trace_ends(nic: TimingNic, times: Ints, numbers: Ints) -> None:
         trace_rows(nic, what, int(times[index]), numbers[index : index + 1], peer)
 
 
-def trace_landed(nic: TimingNic, targets: Mapping[int, Region], times: Ints, rows: Ints) -> None:
+def trace_landed(nic: Nic, targets: Mapping[int, Region], times: Ints, rows: Ints) -> None:
     """Record placements and immediates of rows that landed well at a NIC."""
     ledger, trace = nic.fabric.ledger, nic.fabric.trace
     assert trace is not None, "checked by the caller"

@@ -10,17 +10,14 @@ takes in the news of all NICs of the node, as one turn of the worker would.
 from __future__ import annotations
 
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from tep.sim.ledger import NEVER_PS
 from tep.sim.queues import Ints
+from tep.sim.timing_faces import Fabric, Nic
 from tep.units import PS_PER_MS, PS_PER_US
-
-if TYPE_CHECKING:
-    from tep.sim.timing import TimingFabric
-    from tep.sim.timing_nic import TimingNic
 
 __all__ = ["Wakes"]
 
@@ -46,8 +43,8 @@ class Wakes:
         nics: of the node, those that are open.
     """
 
-    def __init__(self, fabric: TimingFabric) -> None:
-        self.nics: list[TimingNic] = []
+    def __init__(self, fabric: Fabric) -> None:
+        self.nics: list[Nic] = []
         self._fabric = fabric
         self._musts: list[int] = []
         self._booked_ps = NEVER_PS
@@ -62,12 +59,12 @@ class Wakes:
         """See that the owner is woken at this very time; book() is to follow."""
         heappush(self._musts, time_ps)
 
-    def refuse(self, nic: TimingNic) -> None:
+    def refuse(self, nic: Nic) -> None:
         """A NIC refused rows: the owner waits for room."""
         self._fabric.refused[nic.number] = nic
         self.book()
 
-    def room_ps(self, nic: TimingNic, acked: Ints = _NOTHING) -> int:
+    def room_ps(self, nic: Nic, acked: Ints = _NOTHING) -> int:
         """When most of a send queue is free again; NEVER_PS if that is not known yet.
 
         The quarter that is still to be sent keeps the wire busy until the owner has refilled it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from tep.backends.base import Kind, Status, WriteBatch
 from tep.errors import UsageError
+from tep.sim import timing
 from tep.sim.clock import FabricEnv
 from tep.sim.profile import load_profile
+from tep.sim.queues import fifo_grouped
 from tep.sim.timing import TimingFabric
 from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 
@@ -56,6 +59,13 @@ def test_lands_when_the_slow_model_says(posts) -> None:
 
     columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
     assert dict(enumerate(slow_model(PLAIN, columns))) == landed
+
+
+@given(POSTS)
+def test_the_window_of_a_pass_changes_no_time(posts) -> None:
+    """How many quanta are settled in one pass is a matter of speed alone."""
+    with patch.object(timing, "_WINDOW_MIN", 2):
+        test_lands_when_the_slow_model_says.hypothesis.inner_test(posts)
 
 
 @given(POSTS)
@@ -355,6 +365,24 @@ def test_nodes_are_named_once() -> None:
         fabric.node("a")
     with pytest.raises(UsageError, match="1 to 64 characters"):
         fabric.node("a/b")
+
+
+def test_a_long_write_looks_at_each_quantum_a_few_times(monkeypatch) -> None:
+    """A write of 256 GiB is 256 rows and 4 million quanta: each row must not look at them all."""
+    seen = 0
+
+    def count(arrive, *columns):
+        nonlocal seen
+        seen += len(arrive)
+        return fifo_grouped(arrive, *columns)
+
+    monkeypatch.setattr(timing, "fifo_grouped", count)
+    seam = Seam(PLAIN)
+    rows, quanta = 64, 64 * PLAIN.max_write_bytes // PLAIN.quantum_bytes
+    seam.owners[0].post([seam.owners[1]] * rows, [PLAIN.max_write_bytes] * rows)
+    seam.run()
+
+    assert quanta <= seen <= 4 * quanta
 
 
 def test_a_thousand_nodes() -> None:

@@ -17,7 +17,6 @@ from typing import Literal
 
 from tep import UsageError
 from tep.apps.kvcache.decoder import Decoder
-from tep.apps.kvcache.flow import FlowFabric
 from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.memory import no_memory
 from tep.apps.kvcache.model import Completion, DecodeWork, PrefillWork, Request
@@ -27,7 +26,7 @@ from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.ttft import PUBLISHED, TtftModel
 from tep.apps.kvcache.words import told_word
 from tep.apps.kvcache.world import World
-from tep.sim import FabricEnv, Profile, TimingFabric
+from tep.sim import FabricEnv, FlowFabric, Profile, TimingFabric
 from tep.units import PS_PER_S
 
 __all__ = ["Load", "Plant", "Report", "TimedModel", "simulate"]

@@ -11,8 +11,8 @@ import pytest
 
 import tep
 import tep.sim
-from tep.apps.kvcache.flow import FlowFabric
 from tep.apps.kvcache.simulate import Load, Plant, simulate
+from tep.sim.flow import FlowFabric
 
 PAGE = 32768
 

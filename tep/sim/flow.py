@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from tep import Access, BadDescriptor, ClosedError
-from tep.backends.base import Completions, DomainKey, Entry, Kind, Status, WriteBatch
+from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
+from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
-from tep.sim import FabricEnv
-from tep.sim.clock import FOREVER_PS
+from tep.sim.clock import FOREVER_PS, FabricEnv
 from tep.sim.profile import Profile, load_profile
 from tep.units import PS_PER_S
 
