@@ -35,9 +35,9 @@ from tep.core.requests import (
 )
 from tep.core.stats import EngineStats
 from tep.core.transfer import Expectation, ImmCounter, Message, Notice, Transfer
-from tep.drivers import ThreadDriver
 from tep.errors import BadRequest, BusyError
 from tep.memory import Buffer, adapt
+from tep.turning import driver_for
 from tep.watch import Watcher
 from tep.wire import MrDesc, NetAddr, Target
 
@@ -104,7 +104,7 @@ class TransferEngine(EngineMembers):
             BackendUnavailable: it cannot run here; says what was tried, and what would bring it.
         """
         opened = open_backend(backend, **backend_options)
-        chosen = driver or opened.driver or ThreadDriver(opened.name)
+        chosen = driver or driver_for(opened)
         return cls(
             opened.domains, driver=chosen, name=opened.name, epoch=opened.epoch, options=options
         )

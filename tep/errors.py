@@ -7,10 +7,7 @@ peer's. `BackendUnavailable` says what was tried and why each try failed. A bug 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from tep.core.quarantine import InDoubt
+from typing import NamedTuple
 
 __all__ = [
     "BackendUnavailable",
@@ -21,6 +18,7 @@ __all__ = [
     "Cancelled",
     "ClosedError",
     "FabricError",
+    "InDoubt",
     "LeaseError",
     "RendezvousError",
     "StaleEpoch",
@@ -61,6 +59,22 @@ class BusyError(UsageError):
 
 class LeaseError(UsageError):
     """The lease that memory was to be written under is over, or somebody else's."""
+
+
+class InDoubt(NamedTuple):
+    """Bytes at a peer that a row may still land in, although its transfer has settled.
+
+    Attributes:
+        peer: the owner's name.
+        region: number of its region.
+        path: (our NIC, its NIC).
+        code: name of the status that the row ended with; UNKNOWN = the worker was stopped by a bug.
+    """
+
+    peer: str
+    region: int
+    path: tuple[int, int]
+    code: str
 
 
 class FabricError(TepError):

@@ -10,12 +10,22 @@ import math
 import select
 import time
 from threading import Lock
-from typing import Final
+from typing import Final, cast
 
-from tep.drivers import Interrupts, Machine, Process, Settles, ThreadDriver, left_s, thread_id
+from tep.backends.base import CallersTurn, Opened
+from tep.drivers import (
+    Driver,
+    Interrupts,
+    Machine,
+    Process,
+    Settles,
+    ThreadDriver,
+    left_s,
+    thread_id,
+)
 from tep.errors import ClosedError
 
-__all__ = ["TurnDriver"]
+__all__ = ["TurnDriver", "driver_for"]
 
 _POLLS_S: Final = 100e-6
 """How long a wait polls before it sleeps, where polling has paid lately.
@@ -271,3 +281,14 @@ def _release(gate: Lock) -> None:
     """Open a gate, once or again."""
     with contextlib.suppress(RuntimeError):
         gate.release()
+
+
+def driver_for(opened: Opened) -> Driver:
+    """What turns an engine over these NICs, where its user has not chosen a driver."""
+    match opened.driver:
+        case None:
+            return ThreadDriver(opened.name)
+        case CallersTurn(spin_s):
+            return TurnDriver(opened.name, spin_s=spin_s)
+        case own:
+            return cast("Driver", own)

@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from tep.drivers import Driver
-    from tep.memory import Memory
+from tep.memory import Memory
 
 __all__ = [
     "COMPLETION",
     "COMPLETION_BYTES",
     "Access",
+    "CallersTurn",
     "Column",
     "Completions",
     "Domain",
@@ -354,6 +353,16 @@ class Noting(Domain, Protocol):
         """
 
 
+class CallersTurn(NamedTuple):
+    """Have whoever submits or waits turn the engine, beside its thread: `tep.turning.TurnDriver`.
+
+    Attributes:
+        spin_s: how long a wait polls before it sleeps, seconds; None = as long as that pays.
+    """
+
+    spin_s: float | None = None
+
+
 class Opened(NamedTuple):
     """What a backend's `open()` returns to the engine.
 
@@ -361,10 +370,12 @@ class Opened(NamedTuple):
         domains: the NICs of one device, in NIC order.
         epoch: this incarnation's number; later incarnations at the same addresses have larger ones.
         name: how reports call this engine.
-        driver: what turns the engine, or None for the default worker thread.
+        driver: None = a worker thread turns the engine. A backend that needs another driver says
+            so: CallersTurn, or a driver of its own (`tep.drivers.Driver`, which the seam does not
+            know).
     """
 
     domains: tuple[Domain, ...]
     epoch: int
     name: str
-    driver: Driver | None = None
+    driver: object = None

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tep.backends.base import (
     Access,
@@ -31,9 +31,6 @@ from tep.backends.shuffle import Disorder, Entry, Message
 from tep.errors import ClosedError, UsageError
 from tep.memory import Memory
 from tep.units import MiB
-
-if TYPE_CHECKING:
-    from tep.drivers import Driver
 
 __all__ = ["HUB", "Hub", "LoopbackDomain", "open_domains", "probe"]
 
@@ -419,7 +416,6 @@ def open_domains(
     link_bps: int = 0,
     max_write_bytes: int = 1 << 40,
     max_msg_bytes: int = MiB,
-    driver: Driver | None = None,
 ) -> Opened:
     """Open the NICs of one engine.
 
@@ -433,7 +429,6 @@ def open_domains(
         link_bps: nominal rate to report, bits a second; 0 = unknown.
         max_write_bytes: longest row.
         max_msg_bytes: longest message.
-        driver: what turns the engine; None = a worker thread.
 
     Raises:
         UsageError: an impossible number or name.
@@ -466,7 +461,7 @@ def open_domains(
             imm_source=True,
         )
         domains.append(LoopbackDomain(hub, name, nic, epoch=epoch, caps=caps, seed=seed))
-    return Opened(tuple(domains), epoch, name, driver)
+    return Opened(tuple(domains), epoch, name)
 
 
 def probe() -> str:

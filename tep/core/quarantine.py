@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tep.backends.base import Access, Status
-from tep.errors import BusyError, FabricError, TepError
+from tep.errors import BusyError, FabricError, InDoubt, TepError
 
 if TYPE_CHECKING:
     from tep.core.group import DomainGroup
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAY_LAND",
-    "InDoubt",
     "Quarantine",
     "doubt_all",
     "doubts_text",
@@ -37,22 +36,6 @@ MAY_LAND: Final = frozenset(Status) - {
     Status.STALE_PEER,  # the memory's owner is gone, and it touches nothing of the next (C13)
 }
 """Statuses of a row whose bytes may land after its end: all of which no clause says otherwise."""
-
-
-class InDoubt(NamedTuple):
-    """Bytes at a peer that a row may still land in, although its transfer has settled.
-
-    Attributes:
-        peer: the owner's name.
-        region: number of its region.
-        path: (our NIC, its NIC).
-        code: name of the status that the row ended with; UNKNOWN = the worker was stopped by a bug.
-    """
-
-    peer: str
-    region: int
-    path: tuple[int, int]
-    code: str
 
 
 class Quarantine(NamedTuple):

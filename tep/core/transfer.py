@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tep.core.handle import Handle, Owner
-from tep.core.quarantine import InDoubt, doubts_text
+from tep.core.quarantine import doubts_text
 from tep.core.region import Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import BadRequest
+from tep.errors import BadRequest, InDoubt
 
 if TYPE_CHECKING:
     from tep.core.imm import ImmTable

@@ -191,7 +191,7 @@ def test_two_engines_opened_by_name_meet() -> None:
 
 def test_caps_repeat_the_options() -> None:
     """What a user sets is what the engine plans by."""
-    opened = open_domains(2, hub=Hub(), seed=None, name="x", sq_depth=7, link_bps=100, driver=None)
+    opened = open_domains(2, hub=Hub(), seed=None, name="x", sq_depth=7, link_bps=100)
     caps = opened.domains[1].caps
 
     assert ("x/1", 7, 100, True) == (caps.nic, caps.sq_depth, caps.link_bps, caps.ordered)

@@ -23,7 +23,7 @@ from typing import Final
 
 import numpy as np
 
-from tep.backends.base import DomainCaps, Opened
+from tep.backends.base import CallersTurn, DomainCaps, Opened
 from tep.backends.local.address import Address, host_digest, process_start
 from tep.backends.local.copying import can_reach
 from tep.backends.local.domain import LocalDomain
@@ -32,7 +32,6 @@ from tep.backends.local.memory import alloc_shared
 from tep.backends.local.noting import NOTE_BYTES_MAX
 from tep.backends.local.rings import MESSAGE_BYTES_MAX
 from tep.errors import BackendUnavailable, UsageError
-from tep.turning import TurnDriver
 
 __all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe"]
 
@@ -93,7 +92,7 @@ def open_domains(
         for domain in domains:
             domain.close()
         raise
-    return Opened(tuple(domains), epoch, name, TurnDriver(name, spin_s=spin_s))
+    return Opened(tuple(domains), epoch, name, CallersTurn(spin_s))
 
 
 def _caps(nic: str, sq_depth: int) -> DomainCaps:
