@@ -5,8 +5,8 @@
 
 Rank 0 listens, the others connect; everything goes through rank 0, over asyncio's TCP. It is made
 for a few kilobytes a rank at the start and the end of a job, and moves no data of transfers. Who
-this process is, is in `place`, what ranks do in `ranks`, what they say in `wire`; here is only what
-users call.
+this process is, is in `place`, how rank 0 lets others in is in `door`, what ranks do in `ranks`,
+what they say in `wire`; here is only what users call.
 """
 
 from __future__ import annotations

@@ -7,13 +7,15 @@ a call has failed. Rule 3: after a failed call nothing more is said.
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import os
 import socket
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Collection
 from typing import Final, Self
 
 from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.rendezvous.door import Door
 from tep.rendezvous.place import Place
 from tep.rendezvous.wire import (
     PART_BYTES_MAX,
@@ -27,17 +29,16 @@ from tep.rendezvous.wire import (
     Peer,
     Put,
     Refused,
+    encode,
     prove,
 )
 
 __all__ = ["AsyncGroup"]
 
-_Receive = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[object, object, None]]
-
 _VERSION: Final = 1
 _RETRY_S: Final = 0.05
+_NO_SUCH_FAMILY: Final = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # "localhost" without IPv6
 _GRACE_S: Final = 1.0  # what others wait longer than rank 0, so that its report reaches them
-_REFUSALS_MAX: Final = 8  # that a report names
 
 
 class AsyncGroup:
@@ -56,8 +57,7 @@ class AsyncGroup:
         self._turn = 0
         self._peers: dict[int, Peer] = {}  # at rank 0: everybody else; elsewhere: rank 0
         self._here: set[int] = set()  # at rank 0: who has been told that it is in
-        self._refusals: list[str] = []
-        self._refused = 0
+        self._door: Door | None = None  # at rank 0
         self._calling = False
         self._closed = False
 
@@ -106,58 +106,46 @@ class AsyncGroup:
                 listener.close()
             return
         full = asyncio.Event()
-        talks: set[asyncio.Task[None] | None] = set()
 
-        async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            talk = asyncio.current_task()
-            talks.add(talk)
-            peer = Peer(reader, writer)
-            try:
-                self._here.add(await self._admit(peer))
-            except TROUBLE as error:
-                self._refused += 1
-                if len(self._refusals) < _REFUSALS_MAX:
-                    self._refusals.append(f"{peer.name}: {error}")
-                await peer.close()
-            except asyncio.CancelledError:  # it has not said who it is, and now all are here
-                await peer.close()
-            finally:
-                talks.discard(talk)
+        async def admit(peer: Peer) -> None:
+            self._here.add(await self._admit(peer))
             if len(self._present()) == self.size - 1:
                 full.set()
 
-        server = await self._listen(receive, listener)
+        self._door = Door(await self._listen(listener), admit)
         try:
             async with asyncio.timeout(timeout_s):
                 await full.wait()
         except TimeoutError:
             raise await self._late("join", self._present(), timeout_s) from None
         finally:
-            server.close()  # it listens no more; what was accepted stays
-            for talk in tuple(talks):
-                if talk is not None:
-                    talk.cancel()
+            await self._door.close()  # what was let in stays
         await self._tell(Got(0, []), timeout_s)
 
     def _present(self) -> set[int]:
         """Rank 0: who has come and not left again."""
         return {rank for rank in self._here if not self._peers[rank].gone}
 
-    async def _listen(
-        self,
-        receive: _Receive,
-        listener: socket.socket | None,
-    ) -> asyncio.Server:
-        place = self._place
+    async def _listen(self, listener: socket.socket | None) -> list[socket.socket]:
+        if listener is not None:
+            return [listener]
+        place, loop = self._place, asyncio.get_running_loop()
+        found: list[socket.socket] = []
         try:
-            if listener is not None:
-                return await asyncio.start_server(receive, sock=listener)
-            return await asyncio.start_server(receive, place.host, place.port)
+            for family, _, _, _, where in await loop.getaddrinfo(
+                place.host or None, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            ):
+                found.append(socket.create_server(where, family=family))
         except OSError as error:
+            if found and error.errno in _NO_SUCH_FAMILY:
+                return found
+            for sock in found:
+                sock.close()
             raise UsageError(
                 f"rendezvous: rank 0 cannot listen on {place}: {error}; if torch has taken the "
                 "port, set TEP_RENDEZVOUS_PORT to another one in all ranks"
             ) from error
+        return found
 
     async def _admit(self, peer: Peer) -> int:
         """Rank 0: let a rank in and return it, or say why not, there and here."""
@@ -170,6 +158,7 @@ class AsyncGroup:
         if why:
             await peer.say(Refused(why))
             raise RendezvousError(why)
+        peer.proven = True
         before = self._peers.get(asked.rank)
         self._peers[asked.rank] = peer  # before the next await: the same rank may knock twice
         self._here.discard(asked.rank)
@@ -210,8 +199,11 @@ class AsyncGroup:
                         continue
                     what = "it does not answer"
                     peer = self._peers[0] = Peer(*streams)
-                    await self._introduce(peer)
-                    break
+                    if await self._introduce(peer):
+                        break
+                    what = "it hangs up without an answer"
+                    await peer.close()
+                    await asyncio.sleep(_RETRY_S)
         except TimeoutError:
             raise WaitTimeout(
                 f"rendezvous: rank {self.rank} found no rank 0 at {place} within {timeout_s} s: "
@@ -219,7 +211,8 @@ class AsyncGroup:
             ) from None
         await self._hear_from_0("join", max(0.0, deadline - loop.time()))
 
-    async def _introduce(self, peer: Peer) -> None:
+    async def _introduce(self, peer: Peer) -> bool:
+        """Whether rank 0 let us in; False: it hung up, as it does on the oldest of many callers."""
         place, nonce = self._place, os.urandom(16)
         try:
             challenge = await peer.hear(0)
@@ -229,6 +222,8 @@ class AsyncGroup:
             proof = _join_proof(place.token, challenge.nonce, asked)
             await peer.say(Join(_VERSION, self.rank, self.size, nonce, proof))
             answer = await peer.hear(0)
+        except (EOFError, ConnectionError):
+            return False
         except TROUBLE as error:
             raise RendezvousError(
                 f"rendezvous: rank {self.rank} met something at {place} that is not rank 0 of this "
@@ -239,6 +234,7 @@ class AsyncGroup:
         expected = prove(place.token, "joined", nonce)
         if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
             raise RendezvousError(f"rendezvous: {place} does not know the token: it is not rank 0")
+        return True
 
     # --- collectives
 
@@ -340,8 +336,9 @@ class AsyncGroup:
             f"rendezvous: {what}{turn}: {self.size - len(missing)} of {self.size} ranks within "
             f"{timeout_s} s; missing: {_list(missing)}"
         )
-        if self._refused:
-            text += f"; refused {self._refused}: {'; '.join(self._refusals)}"
+        door = self._door
+        if door is not None and door.refused:
+            text += f"; refused {door.refused}: {'; '.join(door.refusals)}"
         await self._tell(Late(text), _GRACE_S)
         return WaitTimeout(text)
 
@@ -351,12 +348,13 @@ class AsyncGroup:
         Its absence shows at the next call.
         """
         slow = []
+        frame = encode(message)
 
         async def one(rank: int, peer: Peer) -> None:
             try:
                 async with asyncio.timeout(timeout_s):
                     try:
-                        await peer.say(message)
+                        await peer.send(frame)
                     except OSError:
                         return
             except TimeoutError:

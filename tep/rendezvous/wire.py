@@ -33,6 +33,8 @@ __all__ = [
     "Peer",
     "Put",
     "Refused",
+    "decode",
+    "encode",
     "prove",
 ]
 
@@ -41,6 +43,8 @@ PART_BYTES_MAX: Final = 1 << 20
 
 STRANGER_BYTES_MAX: Final = 4096
 """The longest frame of somebody who has not proved that it belongs here."""
+
+_CHUNK_BYTES: Final = 1 << 16
 
 _AROUND_BYTES_MAX: Final = 4096  # what a frame holds beside the parts; 5 bytes a part, and 4 KiB
 
@@ -100,8 +104,27 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Message).decode
 
 
-TROUBLE: Final = (RendezvousError, EOFError, OSError, msgspec.MsgspecError)
+TROUBLE: Final = (RendezvousError, EOFError, OSError)
 """What hear() and say() raise when the other end is gone, or not what it should be."""
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message; one frame can be sent to many peers."""
+    data = _encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+def decode(data: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        RendezvousError: the bytes are none.
+    """
+    try:
+        message: Message = _decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RendezvousError(f"{len(data)} bytes that are no message: {error}") from error
+    return message
 
 
 def prove(token: str, what: str, *words: int | bytes) -> bytes:
@@ -111,11 +134,17 @@ def prove(token: str, what: str, *words: int | bytes) -> bytes:
 
 
 class Peer:
-    """One connection, framed."""
+    """One connection, framed.
+
+    Attributes:
+        name: where it comes from.
+        proven: whether it has proved that it knows the token.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self.proven = False
         # A drain() then means that all is with the kernel: this loop may not run afterwards.
         writer.transport.set_write_buffer_limits(0)
         where = writer.get_extra_info("peername")  # None: it has hung up already
@@ -123,9 +152,18 @@ class Peer:
 
     async def say(self, message: Message) -> None:
         """Send, until all of it is with the kernel."""
-        data = _encode(message)
-        self._writer.write(len(data).to_bytes(4, "little") + data)
-        await self._writer.drain()
+        await self.send(encode(message))
+
+    async def send(self, frame: bytes) -> None:
+        """Send what encode() made, until all of it is with the kernel.
+
+        It goes out in chunks: the transport copies what the kernel does not take at once, and an
+        answer that goes to all ranks would be held once for each of them.
+        """
+        view = memoryview(frame)
+        for at in range(0, len(frame), _CHUNK_BYTES):
+            self._writer.write(view[at : at + _CHUNK_BYTES])
+            await self._writer.drain()
 
     async def hear(self, parts: int) -> Message:
         """The next message, which may hold `parts` parts of others; 0 for strangers.
@@ -138,13 +176,16 @@ class Peer:
         length = int.from_bytes(await self._reader.readexactly(4), "little")
         if length > limit:
             raise RendezvousError(f"a frame of {length} bytes; {limit} are allowed here")
-        message: Message = _decode(await self._reader.readexactly(length))
-        return message
+        return decode(await self._reader.readexactly(length))
 
     @property
     def gone(self) -> bool:
         """Whether the other end has hung up."""
         return self._reader.at_eof()
+
+    def abort(self) -> None:
+        """Hang up at once, and drop what was not sent."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         """Hang up."""

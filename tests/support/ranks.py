@@ -1,13 +1,31 @@
-"""Processes of one job, a rank each: started, and seen to their end. Not a test."""
+"""The ranks of one job, as processes and as tasks of one loop. Not a test."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["Ended", "outcomes", "start_rank", "start_ranks"]
+from tep import rendezvous
+from tep.rendezvous import Place
+
+__all__ = [
+    "TOKEN",
+    "Ended",
+    "begin",
+    "close",
+    "listen",
+    "meet",
+    "outcomes",
+    "place",
+    "start_rank",
+    "start_ranks",
+]
+
+TOKEN = "a secret of these tests"  # noqa: S105  # of these tests
 
 Ended = tuple[int, str, str]
 """Exit status, output and errors of a process."""
@@ -49,3 +67,40 @@ def outcomes(ranks: Sequence[subprocess.Popen[str]], timeout_s: float = 120.0) -
             rank.kill()
             rank.wait()
     return [(rank.returncode, *texts) for rank, texts in zip(ranks, said, strict=True)]
+
+
+def listen() -> tuple[socket.socket, int]:
+    """A bound socket for rank 0, and its port."""
+    found = socket.create_server(("127.0.0.1", 0))
+    return found, found.getsockname()[1]
+
+
+def place(rank: int, size: int, port: int, token: str = TOKEN) -> Place:
+    return Place(rank=rank, size=size, port=port, token=token)
+
+
+def begin(size: int) -> tuple[asyncio.Future[rendezvous.AsyncGroup], int]:
+    """Rank 0 of a job, which waits for the others, and its port; in the running loop."""
+    listener, port = listen()
+    joining = rendezvous.join_async(place(0, size, port), timeout_s=20.0, listener=listener)
+    return asyncio.ensure_future(joining), port
+
+
+async def meet(size: int, timeout_s: float = 20.0) -> list[rendezvous.AsyncGroup]:
+    """All ranks of a job, joined, in this loop."""
+    listener, port = listen()
+    return await asyncio.gather(
+        *(
+            rendezvous.join_async(
+                place(rank, size, port),
+                timeout_s=timeout_s,
+                listener=listener if rank == 0 else None,
+            )
+            for rank in range(size)
+        )
+    )
+
+
+async def close(groups: list[rendezvous.AsyncGroup]) -> None:
+    for group in groups:
+        await group.close()

@@ -3,54 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 
 import pytest
 
 from tep import rendezvous
 from tep.errors import RendezvousError, UsageError, WaitTimeout
-from tep.rendezvous import Place
-from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused, prove
-from tests.support.ranks import outcomes, start_ranks
-
-TOKEN = "a secret of these tests"  # noqa: S105  # of these tests
-
-
-def listen() -> tuple[socket.socket, int]:
-    """A bound socket for rank 0, and its port."""
-    found = socket.create_server(("127.0.0.1", 0))
-    return found, found.getsockname()[1]
-
-
-def place(rank: int, size: int, port: int, token: str = TOKEN) -> Place:
-    return Place(rank=rank, size=size, port=port, token=token)
-
-
-def begin(size: int) -> tuple[asyncio.Future[rendezvous.AsyncGroup], int]:
-    """Rank 0 of a job, which waits for the others, and its port; in the running loop."""
-    listener, port = listen()
-    joining = rendezvous.join_async(place(0, size, port), timeout_s=20.0, listener=listener)
-    return asyncio.ensure_future(joining), port
-
-
-async def meet(size: int, timeout_s: float = 20.0) -> list[rendezvous.AsyncGroup]:
-    """All ranks of a job, joined, in this loop."""
-    listener, port = listen()
-    return await asyncio.gather(
-        *(
-            rendezvous.join_async(
-                place(rank, size, port),
-                timeout_s=timeout_s,
-                listener=listener if rank == 0 else None,
-            )
-            for rank in range(size)
-        )
-    )
-
-
-async def close(groups: list[rendezvous.AsyncGroup]) -> None:
-    for group in groups:
-        await group.close()
+from tep.rendezvous import Place, ranks, wire
+from tep.rendezvous.wire import Got, Message
+from tests.support.ranks import TOKEN, begin, close, listen, meet, outcomes, place, start_ranks
 
 
 def errors_of(results: list[object]) -> list[str]:
@@ -188,98 +148,35 @@ def test_a_rank_that_is_here_already_is_refused() -> None:
     assert "rank 1 is here already, from 127.0.0.1:" in str(second)
 
 
-def test_a_stranger_who_talks_nonsense_is_turned_away_and_reported() -> None:
-    """A port scanner, or a health check, must not end the job, nor make it allocate."""
+def test_the_answer_of_all_gather_is_encoded_once_and_sent_in_pieces(monkeypatch) -> None:
+    """Encoded and buffered for each rank, N parts cost rank 0 N x N of memory."""
+    size, part = 12, 100_000
+    encoded: list[int] = []
+    buffered: list[int] = []
+    encode, send = wire.encode, asyncio.StreamWriter.write
 
-    async def main() -> tuple[object, bytes]:
-        zero, port = begin(2)
-        for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x05\x00\x00\x00junk!", b""):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(nonsense)
-            writer.write_eof()
-            assert 4 < len(await reader.read()), "the challenge, and then the end"
-            writer.close()
-            await writer.wait_closed()
-        silent, hush = await asyncio.open_connection("127.0.0.1", port)
-        one = await rendezvous.join_async(place(1, 2, port), timeout_s=20.0)
-        group = await zero
-        cut = await asyncio.wait_for(silent.read(), 20.0)
-        hush.close()
-        [error] = await asyncio.gather(group.barrier(timeout_s=0.1), return_exceptions=True)
-        await close([one, group])
-        return error, cut
+    def counted(message: Message) -> bytes:
+        frame = encode(message)
+        if isinstance(message, Got) and message.turn:
+            encoded.append(len(frame))
+        return frame
 
-    error, cut = asyncio.run(main())
-    assert isinstance(error, WaitTimeout)
-    assert "missing: 1; refused 4: 127.0.0.1:" in str(error)
-    assert "a frame of 542393671 bytes; 4096 are allowed here" in str(error)
-    assert 4 < len(cut), "who says nothing is cut off once all ranks are here"
-
-
-async def answer(port: int, token: str, proved: int, claimed: int) -> Message:
-    """Knock as `claimed`, with a proof for rank `proved`; return what rank 0 says."""
-    peer = Peer(*await asyncio.open_connection("127.0.0.1", port))
-    challenge = await peer.hear(0)
-    assert isinstance(challenge, Challenge)
-    proof = prove(token, "join", challenge.nonce, 1, proved, 3, b"mine")
-    await peer.say(Join(1, claimed, 3, b"mine", proof))
-    said = await peer.hear(0)
-    await peer.close()
-    return said
-
-
-def test_a_proof_is_good_for_one_rank_only() -> None:
-    """Who listens in on rank 1 must not be able to come as rank 2."""
-
-    async def main() -> list[Message]:
-        zero, port = begin(3)
-        said = [
-            await answer(port, TOKEN, 1, 2),
-            await answer(port, TOKEN + "?", 1, 1),
-            await answer(port, TOKEN, 1, 1),
-        ]
-        zero.cancel()
-        await asyncio.gather(zero, return_exceptions=True)
-        return said
-
-    assert [Refused, Refused, Joined] == [type(said) for said in asyncio.run(main())]
-
-
-def test_a_rank_that_left_while_others_came_may_come_again() -> None:
-    """A job's rank is restarted by its launcher; the first one's place must not stay taken."""
+    def watched(writer: asyncio.StreamWriter, data: bytes) -> None:
+        send(writer, data)
+        buffered.append(writer.transport.get_write_buffer_size())
 
     async def main() -> list[list[bytes]]:
-        zero, port = begin(3)
-        assert isinstance(await answer(port, TOKEN, 1, 1), Joined)
-        both = [
-            asyncio.ensure_future(rendezvous.join_async(place(rank, 3, port), timeout_s=20.0))
-            for rank in (1, 2)
-        ]
-        groups = [await task for task in (zero, *both)]
-        found = await asyncio.gather(*(group.all_gather(b"%d" % group.rank) for group in groups))
+        groups = await meet(size)
+        monkeypatch.setattr(ranks, "encode", counted)
+        monkeypatch.setattr(asyncio.StreamWriter, "write", watched)
+        found = await asyncio.gather(*(group.all_gather(bytes(part)) for group in groups))
         await close(groups)
         return found
 
-    assert [[b"0", b"1", b"2"]] * 3 == asyncio.run(main())
-
-
-def test_a_frame_beyond_the_limit_names_its_rank() -> None:
-    """A program at the other end that is not ours must not make rank 0 allocate gigabytes."""
-
-    async def main() -> list[object]:
-        groups = await meet(3)
-        groups[1]._peers[0]._writer.write(b"\xff\xff\xff\xff")
-        results = await asyncio.gather(
-            *(groups[rank].barrier(timeout_s=20.0) for rank in (0, 2)), return_exceptions=True
-        )
-        await close(groups)
-        return results
-
-    results = asyncio.run(main())
-    assert [RendezvousError] * 2 == [type(result) for result in results], errors_of(results)
-    assert all(
-        "rank 1 is gone at barrier 1 (RendezvousError: a frame of" in str(r) for r in results
-    )
+    assert [[bytes(part)] * size] * size == asyncio.run(main())
+    assert 1 == len(encoded)
+    assert size * part <= encoded[0] < size * (part + 16)
+    assert max(buffered) <= 1 << 16
 
 
 def test_what_cannot_be_gathered_is_refused_and_ends_nothing() -> None:
@@ -310,28 +207,6 @@ def test_the_blocking_form_can_be_closed_twice_and_then_refuses() -> None:
         group.close()
     with pytest.raises(UsageError, match="barrier after close"):
         group.barrier()
-
-
-def test_something_else_at_the_port_is_no_rank_0() -> None:
-    """Whoever answers has to prove that it knows the token, before it is told anything."""
-
-    async def main() -> object:
-        async def chat(reader, writer) -> None:
-            writer.write(b"220 mail.example.org ESMTP\r\n")
-            await writer.drain()
-            writer.close()
-
-        server = await asyncio.start_server(chat, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        [error] = await asyncio.gather(
-            rendezvous.join_async(place(1, 2, port), timeout_s=20.0), return_exceptions=True
-        )
-        server.close()
-        return error
-
-    error = asyncio.run(main())
-    assert isinstance(error, RendezvousError)
-    assert "not rank 0 of this job" in str(error)
 
 
 def test_a_rank_that_dies_is_named() -> None:

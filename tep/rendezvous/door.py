@@ -1,0 +1,121 @@
+"""The door of a rendezvous: rank 0 listens, and strangers cost it a bounded amount of everything.
+
+A stranger is whoever has connected and has not proved that it knows the token. Rule 1: at most
+STRANGERS_MAX are connected at once; one more, and the oldest is hung up on. Rule 2: who has not
+introduced itself after STRANGER_S is hung up on. Rule 3: where the system has no descriptor left,
+the oldest stranger gives back its own. A rank that is hung up on this way calls again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from tep.rendezvous.wire import TROUBLE, Peer
+
+__all__ = ["STRANGERS_MAX", "STRANGER_S", "Door"]
+
+STRANGERS_MAX: Final = 64
+STRANGER_S: Final = 10.0
+_PAUSE_S: Final = 0.05  # before the next accept() where no descriptor was left
+_BACKLOG: Final = 1024
+_REFUSALS_MAX: Final = 8  # that a report names
+
+
+class Door:
+    """The listening sockets of rank 0, and who stands before them.
+
+    Args:
+        sockets: bound; the door closes them.
+        admit: lets a peer in, or raises one of TROUBLE.
+
+    Attributes:
+        refused: how many were turned away.
+        refusals: why, of the first few.
+    """
+
+    def __init__(
+        self, sockets: list[socket.socket], admit: Callable[[Peer], Awaitable[None]]
+    ) -> None:
+        self.refused = 0
+        self.refusals: list[str] = []
+        self._admit = admit
+        self._strangers: dict[asyncio.Task[None], Peer] = {}  # the oldest first
+        self._sockets = sockets
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._strangers_max = max(1, min(STRANGERS_MAX, limit // 4))
+        for sock in sockets:
+            sock.setblocking(False)
+            sock.listen(_BACKLOG)
+        self._accepting = [asyncio.ensure_future(self._accept(sock)) for sock in sockets]
+
+    async def close(self) -> None:
+        """Listen no more, and hang up on all strangers."""
+        for task, peer in self._strangers.items():
+            task.cancel()
+            peer.abort()
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, *self._strangers, return_exceptions=True)
+        for sock in self._sockets:
+            sock.close()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listener)
+                peer = await _accepted(sock)
+            except ConnectionError:  # it has hung up already
+                continue
+            except OSError:  # no descriptor or no memory left
+                self._evict()
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if sum(not peer.proven for peer in self._strangers.values()) >= self._strangers_max:
+                self._evict()
+                await asyncio.sleep(0)  # then its descriptor is closed
+            self._strangers[asyncio.ensure_future(self._receive(peer))] = peer
+
+    def _evict(self) -> None:
+        """Hang up on the stranger that has been here longest."""
+        for task, peer in self._strangers.items():
+            if not peer.proven:
+                del self._strangers[task]
+                task.cancel()
+                peer.abort()
+                self._turned_away(peer, "others came, and it had not introduced itself")
+                return
+
+    async def _receive(self, peer: Peer) -> None:
+        me = asyncio.current_task()
+        assert me is not None
+        try:
+            async with asyncio.timeout(STRANGER_S):
+                await self._admit(peer)
+        except TROUBLE as error:
+            timed_out = isinstance(error, TimeoutError)
+            self._turned_away(peer, f"silent for {STRANGER_S} s" if timed_out else str(error))
+            await peer.close()
+        finally:
+            self._strangers.pop(me, None)
+
+    def _turned_away(self, peer: Peer, why: str) -> None:
+        self.refused += 1
+        if len(self.refusals) < _REFUSALS_MAX:
+            self.refusals.append(f"{peer.name}: {why}")
+
+
+async def _accepted(sock: socket.socket) -> Peer:
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    try:
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock)
+    except BaseException:
+        sock.close()
+        raise
+    return Peer(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
