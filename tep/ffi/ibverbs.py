@@ -11,21 +11,23 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import platform
 from collections.abc import Callable
 from functools import cache
 from typing import Final, NoReturn, TypeVar, cast
 
 from tep.ffi.check import check
 from tep.ffi.ibverbs_device import Context, Device
+from tep.ffi.ibverbs_structs import VerbsContext
 from tep.ffi.load import Step, env_step, find, system_step
 
-__all__ = ["DataPath", "Library", "Ref", "fail", "load", "ref"]
+__all__ = ["ABI_COMPAT_OFFSETS", "CreateQp", "DataPath", "Library", "Ref", "fail", "load", "ref"]
 
 T = TypeVar("T")
 
 _SONAME: Final = "libibverbs.so.1"
 _VARIABLE: Final = "TEP_LIBIBVERBS"
-_CURE: Final = "install rdma-core (Debian: apt install libibverbs1 ibverbs-providers)"
+_CURE: Final = "install rdma-core 33 or later (Debian: apt install libibverbs1 ibverbs-providers)"
 
 _P, _INT, _UINT, _U8, _U32, _U64 = (
     ctypes.c_void_p,
@@ -59,6 +61,9 @@ _PROTOTYPES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     #                              struct ibv_gid_entry *entries, size_t max_entries,
     #                              uint32_t flags, size_t entry_size);
     "_ibv_query_gid_table": (ctypes.c_ssize_t, (_P, _P, _SIZE, _U32, _SIZE)),
+    # int ibv_query_pkey(struct ibv_context *context, uint8_t port_num,
+    #                int index, __be16 *pkey);
+    "ibv_query_pkey": (_INT, (_P, _U8, _INT, _P)),
     # struct ibv_pd *ibv_alloc_pd(struct ibv_context *context);
     "ibv_alloc_pd": (_P, (_P,)),
     # int ibv_dealloc_pd(struct ibv_pd *pd);
@@ -178,6 +183,24 @@ class Library:
         """Make a call that returns nothing."""
         getattr(self._lib, name)(*arguments)
 
+    def extended_create(self, context: int) -> CreateQp | None:
+        """create_qp_ex of an open device, as the inline ibv_create_qp_ex finds it; None: not there.
+
+        It takes a pointer to QpInitAttrEx, and returns a pointer to the queue pair or 0 and errno.
+        """
+        after_mutex = ABI_COMPAT_OFFSETS.get(platform.machine())
+        if after_mutex is None:
+            return None
+        if ctypes.c_void_p.from_address(context + after_mutex).value != _ABI_IS_EXTENDED:
+            return None
+        whole = VerbsContext.from_address(context - VerbsContext.context.offset)
+        call = whole.create_qp_ex
+        # `sz` counts the context too, to the end of abi_compat, beyond the mirror's end.
+        if not call or whole.sz < VerbsContext.context.offset + after_mutex + 8:
+            return None
+        create = ctypes.CFUNCTYPE(_P, _P, _P, use_errno=True)(call)
+        return lambda attr: create(context, attr) or 0
+
     def status_str(self, status: int) -> str:
         """Name a completion's status as the library does."""
         return bytes(self._lib.ibv_wc_status_str(status)).decode()
@@ -221,6 +244,13 @@ class Library:
         finally:
             self._lib.ibv_free_device_list(listed)
 
+
+CreateQp = Callable[[int], int]
+
+_ABI_IS_EXTENDED: Final = 2**64 - 1  # __VERBS_ABI_IS_EXTENDED
+
+ABI_COMPAT_OFFSETS: Final = {"x86_64": 320, "aarch64": 328}
+"""Where `abi_compat` stands in struct ibv_context, behind a mutex of 40 bytes, or 48 on aarch64."""
 
 Post = Callable[[int, int, int], int]
 Ref = object
@@ -312,8 +342,8 @@ def load(path: str | None = None) -> Library:
 
 
 def _accept(lib: ctypes.CDLL) -> str:
-    for name in _PROTOTYPES:
-        getattr(lib, name)
+    if missing := [name for name in _PROTOTYPES if not hasattr(lib, name)]:
+        raise LookupError(f"it has no {', '.join(missing)}; rdma-core 33 and later have all calls")
     return "with dma-buf" if hasattr(lib, "ibv_reg_dmabuf_mr") else "without dma-buf"
 
 

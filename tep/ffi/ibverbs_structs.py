@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-from tep.ffi.ibverbs_device import Gid
+from tep.ffi.ibverbs_device import Context, Gid
 
 __all__ = [
     "QUEUE_STRUCTS",
@@ -22,17 +22,15 @@ __all__ = [
     "QpAttr",
     "QpCap",
     "QpInitAttr",
+    "QpInitAttrEx",
+    "RxHashConf",
     "SrqAttr",
     "SrqInitAttr",
+    "VerbsContext",
 ]
 
-_U8, _U16, _U32, _INT, _PTR = (
-    ctypes.c_uint8,
-    ctypes.c_uint16,
-    ctypes.c_uint32,
-    ctypes.c_int,
-    ctypes.c_void_p,
-)
+_U8, _U16, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
+_INT, _PTR = ctypes.c_int, ctypes.c_void_p
 
 
 # struct ibv_mr {
@@ -129,6 +127,81 @@ class QpInitAttr(ctypes.Structure):
         ("cap", QpCap),
         ("qp_type", _INT),
         ("sq_sig_all", _INT),
+    )
+
+
+# struct ibv_rx_hash_conf {
+#     /* enum ibv_rx_hash_function_flags */
+#     uint8_t rx_hash_function;
+#     uint8_t rx_hash_key_len;
+#     uint8_t *rx_hash_key;
+#     /* enum ibv_rx_hash_fields */
+#     uint64_t rx_hash_fields_mask;
+# };
+class RxHashConf(ctypes.Structure):
+    """A part of QpInitAttrEx that stays zero here."""
+
+    _fields_ = (
+        ("rx_hash_function", _U8),
+        ("rx_hash_key_len", _U8),
+        ("rx_hash_key", _PTR),
+        ("rx_hash_fields_mask", _U64),
+    )
+
+
+# struct ibv_qp_init_attr_ex {
+#     void *qp_context;
+#     struct ibv_cq *send_cq;
+#     struct ibv_cq *recv_cq;
+#     struct ibv_srq *srq;
+#     struct ibv_qp_cap cap;
+#     enum ibv_qp_type qp_type;
+#     int sq_sig_all;
+#
+#     uint32_t comp_mask;
+#     struct ibv_pd *pd;
+#     struct ibv_xrcd *xrcd;
+#     uint32_t create_flags;
+#     uint16_t max_tso_header;
+#     struct ibv_rwq_ind_table *rwq_ind_tbl;
+#     struct ibv_rx_hash_conf rx_hash_conf;
+#     uint32_t source_qpn;
+#     /* See enum ibv_qp_create_send_ops_flags */
+#     uint64_t send_ops_flags;
+# };
+class QpInitAttrEx(ctypes.Structure):
+    """What create_qp_ex takes; it begins as QpInitAttr, so ibv_create_qp takes it too."""
+
+    _fields_ = (
+        *QpInitAttr._fields_,
+        ("comp_mask", _U32),
+        ("pd", _PTR),
+        ("xrcd", _PTR),
+        ("create_flags", _U32),
+        ("max_tso_header", _U16),
+        ("rwq_ind_tbl", _PTR),
+        ("rx_hash_conf", RxHashConf),
+        ("source_qpn", _U32),
+        ("send_ops_flags", _U64),
+    )
+
+
+class VerbsContext(ctypes.Structure):
+    """The end of struct verbs_context, which stands around an ibv_context and grows at its front.
+
+    Its members in the header, from the first one here: int (*create_qp_ex)(...), get_srq_num,
+    create_srq_ex, open_xrcd, close_xrcd, uint64_t _ABI_placeholder3, size_t sz, and the context.
+    """
+
+    _fields_ = (
+        ("create_qp_ex", _PTR),
+        ("get_srq_num", _PTR),
+        ("create_srq_ex", _PTR),
+        ("open_xrcd", _PTR),
+        ("close_xrcd", _PTR),
+        ("_ABI_placeholder3", _U64),
+        ("sz", ctypes.c_size_t),
+        ("context", Context),
     )
 
 
@@ -275,6 +348,9 @@ QUEUE_STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "ibv_srq_init_attr": SrqInitAttr,
     "ibv_qp_cap": QpCap,
     "ibv_qp_init_attr": QpInitAttr,
+    "ibv_rx_hash_conf": RxHashConf,
+    "ibv_qp_init_attr_ex": QpInitAttrEx,
+    "verbs_context": VerbsContext,
     "ibv_qp": Qp,
     "ibv_global_route": GlobalRoute,
     "ibv_ah_attr": AhAttr,

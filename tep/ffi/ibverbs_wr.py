@@ -168,6 +168,12 @@ ENUMS: Final[dict[str, int]] = {
     "IBV_WR_RDMA_WRITE_WITH_IMM": 1,
     "IBV_WR_SEND": 2,
     "IBV_SEND_SIGNALED": 1 << 1,
+    "IBV_SEND_INLINE": 1 << 3,
+    "IBV_QP_INIT_ATTR_PD": 1 << 0,
+    "IBV_QP_INIT_ATTR_SEND_OPS_FLAGS": 1 << 6,
+    "IBV_QP_EX_WITH_RDMA_WRITE": 1 << 0,
+    "IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM": 1 << 1,
+    "IBV_QP_EX_WITH_SEND": 1 << 2,
     "IBV_WC_SUCCESS": 0,
     "IBV_WC_LOC_LEN_ERR": 1,
     "IBV_WC_LOC_QP_OP_ERR": 2,
@@ -216,8 +222,10 @@ ENUMS: Final[dict[str, int]] = {
     "IBV_GID_TYPE_ROCE_V1": 1,
     "IBV_GID_TYPE_ROCE_V2": 2,
     "IBV_WC_RECV_RDMA_WITH_IMM": 129,
+    "IBV_EVENT_CQ_ERR": 0,
     "IBV_EVENT_QP_FATAL": 1,
     "IBV_EVENT_DEVICE_FATAL": 8,
+    "IBV_EVENT_SRQ_ERR": 14,
     "IBV_EVENT_QP_LAST_WQE_REACHED": 16,
 }
 """The enum values that tep uses, by their C names."""

@@ -7,6 +7,7 @@ made by this file's `main`) are compared everywhere, so that a mirror cannot dri
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 import shutil
 import subprocess
@@ -27,15 +28,21 @@ STRUCTS = {**DEVICE_STRUCTS, **QUEUE_STRUCTS}
 # Mirrored up to their mutex only, whose size differs between machines.
 PREFIXES = {"ibv_context", "ibv_qp"}
 
+# Mirrored from a member on, from which their offsets count.
+SUFFIXES = {"verbs_context": "create_qp_ex"}
+
 
 def mirrored(structs=STRUCTS):
     """What the mirrors say: name -> numbers."""
     found = {}
     for name, mirror in structs.items():
-        if name not in PREFIXES:
+        if name not in {*PREFIXES, *SUFFIXES}:
             found[f"size struct {name}"] = (ctypes.sizeof(mirror),)
         for field in mirror._fields_:
             place = getattr(mirror, field[0])
+            if (name, field[0]) == ("verbs_context", "context"):
+                found[f"field struct {name} {field[0]}"] = (place.offset, 0)  # see PREFIXES
+                continue
             found[f"field struct {name} {field[0]}"] = (place.offset, place.size)
     found["size union ibv_gid"] = (ctypes.sizeof(Gid),)
     for name, dtype in DTYPES.items():
@@ -60,9 +67,9 @@ def c_program():
         "int main(void) {",
     ]
     for name, mirror in STRUCTS.items():
-        if name not in PREFIXES:
+        if name not in {*PREFIXES, *SUFFIXES}:
             lines.append(f"S(struct, {name});")
-        lines += [f"F({name}, {field[0]}, {field[0]});" for field in mirror._fields_]
+        lines += [_field(name, field[0]) for field in mirror._fields_]
     lines.append("S(union, ibv_gid);")
     for name, dtype in DTYPES.items():
         lines.append(f"S(struct, {name});")
@@ -70,6 +77,16 @@ def c_program():
             lines.append(f"F({name}, {field}, {MEMBERS.get((name, field), field)});")
     lines += [f"E({name});" for name in ENUMS]
     return "\n".join([*lines, "return 0; }"])
+
+
+def _field(struct, field):
+    """The line that prints where a member is."""
+    first = SUFFIXES.get(struct)
+    if first is None:
+        return f"F({struct}, {field}, {field});"
+    nbytes = "0" if field == "context" else f"sizeof(((struct {struct} *)0)->{field})"
+    at = f"offsetof(struct {struct}, {field}) - offsetof(struct {struct}, {first})"
+    return f"P({struct}, {field}, {at}, {nbytes});"
 
 
 def parse(text):
@@ -90,10 +107,10 @@ def compiled(tmp_path_factory):
     return compiled_facts(tmp_path_factory.mktemp("abi"))
 
 
-def compiled_facts(folder):
-    """Compile and run the program."""
+def compiled_facts(folder, text=None):
+    """Compile and run the program, or another one."""
     source, program = folder / "abi.c", folder / "abi"
-    source.write_text(c_program())
+    source.write_text(text or c_program())
     subprocess.run([shutil.which("gcc"), "-o", program, source], check=True)
     return parse(subprocess.run([program], check=True, capture_output=True, text=True).stdout)
 
@@ -113,6 +130,24 @@ def test_mirrors_agree_with_the_compiler(compiled):
 def test_mirrors_agree_with_the_facts():
     """On machines without the header, what was true where there was one still holds."""
     assert [] == differences(parse(FACTS.read_text()), mirrored())
+
+
+def test_the_extended_calls_are_found_behind_the_mutex(tmp_path):
+    """The marker that they are there stands behind a mutex, whose size the machine decides."""
+    if shutil.which("gcc") is None or not HEADER.exists():
+        pytest.skip("no gcc or no <infiniband/verbs.h>; apt install gcc libibverbs-dev")
+    lines = [
+        "#include <stdio.h>",
+        "#include <stddef.h>",
+        "#include <infiniband/verbs.h>",
+        "int main(void) {",
+        'printf("field abi_compat %zu\\n", offsetof(struct ibv_context, abi_compat));',
+        "return (uintptr_t)__VERBS_ABI_IS_EXTENDED != UINT64_MAX; }",
+    ]
+    found = compiled_facts(tmp_path, "\n".join(lines))
+    machine = platform.machine()
+
+    assert {"field abi_compat": (ibverbs.ABI_COMPAT_OFFSETS[machine],)} == found
 
 
 def test_a_gid_taken_for_bytes_is_noticed(compiled):

@@ -395,7 +395,7 @@ def test_receives_are_put_back_as_they_are_used(stub, rig):
         while rig.poll(rig.b):
             pass
 
-    stub.inject_imms(conn.ids[1][0], rig.b.device.settings.imm_recvs, 1)
+    stub.inject_imms(conn.ids[1][0], rig.b.depths.imms, 1)
 
 
 def test_close_gives_everything_back(stub):
@@ -425,7 +425,7 @@ def test_options_that_cannot_be_are_refused_with_their_values(stub):
     """A typo must not open a NIC with defaults."""
     with pytest.raises(UsageError, match=r"no option sq_dept; there are: nics, .*sq_depth"):
         open_domains(["stub0"], library=stub.path, sq_dept=5)
-    with pytest.raises(UsageError, match=r"sq_depth=0; 1 to 16384"):
+    with pytest.raises(UsageError, match=r"sq_depth=0; 1 to 32752"):
         open_domains(["stub0"], library=stub.path, sq_depth=0)
     with pytest.raises(UsageError, match=r"gid_index=3 is empty on stub0; there are: GID 2"):
         open_domains(["stub0"], library=stub.path, gid_index=3)

@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import random
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from tep.backends.verbs.depths import SPARE_WRS
 from tep.backends.verbs.handshake import Hello, QpId
 from tep.backends.verbs.tags import MARKER, tag
 from tep.errors import FabricError
@@ -23,12 +25,9 @@ from tep.ffi.ibverbs_wr import ENUMS
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device
     from tep.backends.verbs.peer import Peer
-    from tep.backends.verbs.writes import Run, Writer
+    from tep.backends.verbs.writes import Run
 
-__all__ = ["SPARE_WRS", "Conn", "Queues", "create_ud", "qp_number"]
-
-SPARE_WRS: Final = 16
-"""Requests a queue pair can hold beyond the rows: markers and tails."""
+__all__ = ["Conn", "Queues", "create_ud", "qp_number"]
 
 _LAST_S: Final = 0.1
 """When a failed queue pair receives no more although the device has not said so, seconds. A device
@@ -36,7 +35,6 @@ has to say it (InfiniBand specification 1.4, section 11.6.3.4, "last WQE reached
 Soft-RoCE of Linux 6.1 does not (measured); what that was taking in as it failed is through within
 microseconds (guessed)."""
 
-_RC: Final = ENUMS["IBV_QPT_RC"]
 _UD: Final = ENUMS["IBV_QPT_UD"]
 _INIT, _RTR = ENUMS["IBV_QPS_INIT"], ENUMS["IBV_QPS_RTR"]
 _RTS, _ERR = ENUMS["IBV_QPS_RTS"], ENUMS["IBV_QPS_ERR"]
@@ -147,16 +145,7 @@ class Conn:
         self._sprayed = settings.spray_seed is not None
 
     def _make(self, cq: int, srq: int, depth: int) -> int:
-        attr = QpInitAttr(send_cq=cq, recv_cq=cq, srq=srq, qp_type=_RC)
-        attr.cap.max_send_wr = depth + SPARE_WRS
-        attr.cap.max_send_sge = 1
-        qp = self._device.lib.make(
-            "ibv_create_qp",
-            self._device.pd,
-            ctypes.byref(attr),
-            device=self._device.name,
-            max_send_wr=depth + SPARE_WRS,
-        )
+        qp = self._device.make_rc(cq, srq, depth + SPARE_WRS)
         self._made.append(qp)
         return qp
 
@@ -230,10 +219,21 @@ class Conn:
             self._unmarked = [self.msg_qp, *self.qps]
             self._markers = len(self._unmarked)
 
-    def mark(self, writer: Writer) -> None:
-        """Post the markers that are still to be posted; a full queue pair takes them later."""
-        wr_id = tag(MARKER, self.number)
-        self._unmarked = [qp for qp in self._unmarked if not writer.post_marker(qp, wr_id)]
+    def mark(self, post: Callable[[int, int], bool], room: int) -> int:
+        """Post up to `room` of the markers that are still to be posted; return how many.
+
+        A full queue pair takes its own later.
+        """
+        wr_id, before = tag(MARKER, self.number), len(self._unmarked)
+        self._unmarked = [
+            qp for k, qp in enumerate(self._unmarked) if k >= room or not post(qp, wr_id)
+        ]
+        return before - len(self._unmarked)
+
+    @property
+    def markers_out(self) -> int:
+        """Markers that were posted and have not come back."""
+        return self._markers - len(self._unmarked)
 
     def take_marker(self) -> None:
         """A marker has come back."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import create_ud, qp_number
+from tep.backends.verbs.depths import DATAGRAMS_IN, DATAGRAMS_OUT
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX
 from tep.backends.verbs.tags import DATAGRAM_IN, DATAGRAM_OUT, NUMBER_SHIFT, tag
 from tep.errors import FabricError
@@ -20,12 +21,7 @@ from tep.ffi.ibverbs_wr import ENUMS, RECV_WR, SEND_WR, SGE
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device
 
-__all__ = ["IN_FLIGHT_MAX", "RECEIVES", "Datagrams"]
-
-RECEIVES: Final = 128
-"""Datagrams that may wait for a poll. Source: fabric-lib."""
-
-IN_FLIGHT_MAX: Final = 64
+__all__ = ["Datagrams"]
 
 _GRH_BYTES: Final = 40
 """What stands before each datagram's payload: the routing header, or as many unused bytes."""
@@ -45,15 +41,15 @@ class Datagrams:
 
     def __init__(self, device: Device, cq: int, qkey: int) -> None:
         self._device = device
-        self._memory = mmap.mmap(-1, (RECEIVES + IN_FLIGHT_MAX) * _SLOT_BYTES)
+        self._memory = mmap.mmap(-1, (DATAGRAMS_IN + DATAGRAMS_OUT) * _SLOT_BYTES)
         self._bytes = np.frombuffer(self._memory, np.uint8)
         self._base = int(self._bytes.ctypes.data)
         access = ENUMS["IBV_ACCESS_LOCAL_WRITE"]
         self._mr = device.reg_mr(self._base, len(self._memory), access)
-        self._qp = create_ud(device, cq, qkey, max(RECEIVES, IN_FLIGHT_MAX))
+        self._qp = create_ud(device, cq, qkey, max(DATAGRAMS_IN, DATAGRAMS_OUT))
         self.number = qp_number(self._qp)
         self._routes: dict[Address, int] = {}
-        self._free: deque[int] = deque(range(RECEIVES, RECEIVES + IN_FLIGHT_MAX))
+        self._free: deque[int] = deque(range(DATAGRAMS_IN, DATAGRAMS_IN + DATAGRAMS_OUT))
         self._sge = np.zeros(1, SGE)
         self._recv_wr = np.zeros(1, RECV_WR)
         self._send_wr = np.zeros(1, SEND_WR)
@@ -67,8 +63,8 @@ class Datagrams:
 
     def _post_all(self) -> None:
         """Post a receive into every slot, as one chain."""
-        slots = np.arange(RECEIVES, dtype=np.uint64)
-        sge, wr = np.zeros(RECEIVES, SGE), np.zeros(RECEIVES, RECV_WR)
+        slots = np.arange(DATAGRAMS_IN, dtype=np.uint64)
+        sge, wr = np.zeros(DATAGRAMS_IN, SGE), np.zeros(DATAGRAMS_IN, RECV_WR)
         sge["addr"] = slots * np.uint64(_SLOT_BYTES) + np.uint64(self._base)
         sge["length"], sge["lkey"] = _SLOT_BYTES, self._mr.lkey
         wr["wr_id"] = (slots << np.uint64(NUMBER_SHIFT)) + np.uint64(tag(DATAGRAM_IN))
@@ -78,7 +74,7 @@ class Datagrams:
         wr["next"][:-1] = slots[1:] * np.uint64(RECV_WR.itemsize) + np.uint64(first)
         rc = self._device.data.post_recv(self._qp, first, ctypes.addressof(self._bad))
         if rc:
-            fail("ibv_post_recv UD", rc, device=self._device.name, receives=RECEIVES)
+            fail("ibv_post_recv UD", rc, device=self._device.name, receives=DATAGRAMS_IN)
 
     def send(self, to: Address, payload: bytes) -> None:
         """Send one datagram, or lose it where the queue is full: who waits repeats it."""
@@ -107,7 +103,7 @@ class Datagrams:
     @property
     def in_flight(self) -> int:
         """Datagrams that have not left yet."""
-        return IN_FLIGHT_MAX - len(self._free)
+        return DATAGRAMS_OUT - len(self._free)
 
     def payload(self, slot: int, nbytes: int) -> bytes:
         """What arrived in a slot; `nbytes` counts the routing header, as the completion does."""

@@ -7,6 +7,7 @@ from poller.py; memory is in regions.py. Here are capabilities, waking, and the 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import time
@@ -22,11 +23,12 @@ import numpy.typing as npt
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.backends.checks import check_memory
 from tep.backends.verbs.address import Address, identity_of
-from tep.backends.verbs.conns import SPARE_WRS, Conn, Queues
-from tep.backends.verbs.datagrams import IN_FLIGHT_MAX, RECEIVES, Datagrams
+from tep.backends.verbs.conns import Conn, Queues
+from tep.backends.verbs.datagrams import Datagrams
+from tep.backends.verbs.depths import MESSAGES_OUT, plan_depths
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.limits import RKEY_MAX, Limits
-from tep.backends.verbs.messages import OUT_MAX, Messages
+from tep.backends.verbs.messages import Messages
 from tep.backends.verbs.peers import Peers
 from tep.backends.verbs.poller import POLL_MAX, Poller
 from tep.backends.verbs.receives import ImmReceives
@@ -34,7 +36,7 @@ from tep.backends.verbs.regions import DmabufExport, Regions
 from tep.backends.verbs.status import STATUS_TEXT
 from tep.backends.verbs.wakeup import Wakeup
 from tep.backends.verbs.writes import Writer
-from tep.errors import ClosedError, UsageError
+from tep.errors import ClosedError
 from tep.ffi.ibverbs_wr import ENUMS
 
 if TYPE_CHECKING:
@@ -43,11 +45,16 @@ if TYPE_CHECKING:
 __all__ = ["VerbsDomain"]
 
 Array = npt.NDArray[np.unsignedinteger]
-_EVENTS_EVERY: Final = 4096  # empty polls between two looks at the device's own events
+_LOG: Final = logging.getLogger("tep.verbs")
+_EVENTS_EVERY: Final = 4096  # polls between two looks at the device's own events
 _GOODBYE_S: Final = 0.02
 
 _WRITE, _DOWN = int(Kind.WRITE), int(Kind.DOWN)
 _FATAL: Final = ENUMS["IBV_EVENT_DEVICE_FATAL"]
+_BROKEN: Final = {
+    ENUMS["IBV_EVENT_CQ_ERR"]: "its completion queue failed (IBV_EVENT_CQ_ERR, most often overrun)",
+    ENUMS["IBV_EVENT_SRQ_ERR"]: "a shared receive queue failed (IBV_EVENT_SRQ_ERR)",
+}
 _LAST_WQE: Final = ENUMS["IBV_EVENT_QP_LAST_WQE_REACHED"]
 _QP_EVENTS: Final = range(ENUMS["IBV_EVENT_QP_FATAL"], 4)  # QP_FATAL, QP_REQ_ERR, QP_ACCESS_ERR
 
@@ -72,6 +79,7 @@ class VerbsDomain:
 
     Attributes:
         spares: devices of the engine's other NICs.
+        depths: of its queues.
     """
 
     def __init__(
@@ -91,7 +99,7 @@ class VerbsDomain:
         self._regions = Regions(device, export)
         self._ready: deque[Entry] = deque()
         self._waker: Callable[[], None] = _wake_nobody
-        self._idle_polls = 0
+        self._polls = 0
         qkey = random.SystemRandom().getrandbits(31)  # the top bit is for the kernel's own
         # What was made is freed in the reverse order, now if the rest fails, or else at close.
         with contextlib.ExitStack() as undo:
@@ -118,47 +126,39 @@ class VerbsDomain:
         _OPEN.add(self)
 
     def _make_queues(self, undo: contextlib.ExitStack, qkey: int) -> int:
-        """Make what all peers share; return how many rows may be out.
-
-        Raises:
-            UsageError: the device's completion queue is too short for the settings.
-        """
+        """Make what all peers share; return how many rows may be out."""
         device, lib = self.device, self.device.lib
-        settings, attr = device.settings, device.attr
-        depth = min(settings.sq_depth, int(attr.max_qp_wr) - SPARE_WRS)
-        msg_recvs = min(settings.msg_recvs_max, int(attr.max_srq_wr))
-        # Every request and receive that can be open has its place: the queue cannot overflow.
-        rest = depth + msg_recvs + OUT_MAX + RECEIVES + IN_FLIGHT_MAX + 4 * SPARE_WRS
-        imm_recvs = min(settings.imm_recvs, int(attr.max_srq_wr), int(attr.max_cqe) - rest)
-        if imm_recvs < 1:
-            raise UsageError(
-                f"verbs: sq_depth={depth} msg_recvs_max={msg_recvs} need more than the "
-                f"{attr.max_cqe} completions that a queue of {device.name} holds"
-            )
+        self.depths = depths = plan_depths(device)
         self._wakeup = Wakeup(device)
         undo.callback(self._wakeup.close)
-        self._depth = rest + imm_recvs
         self._cq = lib.make(
-            "ibv_create_cq", device.context, self._depth, None, self._wakeup.channel, 0
+            "ibv_create_cq", device.context, depths.cq, None, self._wakeup.channel, 0
         )
         undo.callback(device.free, "ibv_destroy_cq", self._cq)
         undo.callback(self._wakeup.clear, self._cq)  # events that nobody took keep it busy
-        self._imms = ImmReceives(device, imm_recvs)
+        self._imms = ImmReceives(device, depths.imms)
         undo.callback(device.free, "ibv_destroy_srq", self._imms.srq)
-        self._messages = Messages(device, msg_recvs, self._ready)
+        self._messages = Messages(device, depths.messages_in, self._ready)
         undo.callback(self._messages.close)
         undo.callback(device.free, "ibv_destroy_srq", self._messages.srq)
         self._datagrams = Datagrams(device, self._cq, qkey)
         undo.callback(self._datagrams.close)
-        return depth
+        return depths.rows
 
     def _make_paths(self, own: Address, depth: int) -> None:
         """Join the rooms: rows, peers, completions."""
         device, ready = self.device, self._ready
-        self._writer = Writer(device, depth, device.settings.signal_rows, ready)
+        self._writer = Writer(device, depth, self._regions.on_devices, ready)
         self._peers = Peers(
             device,
-            Queues(self._cq, self._depth, self._imms.srq, self._messages.srq, depth, OUT_MAX),
+            Queues(
+                self._cq,
+                self.depths.cq,
+                self._imms.srq,
+                self._messages.srq,
+                depth,
+                MESSAGES_OUT,
+            ),
             self._writer,
             self._messages,
             self._datagrams,
@@ -177,6 +177,7 @@ class VerbsDomain:
             datagrams=self._datagrams,
             peers=self._peers,
             ready=ready,
+            failed=self._queues_failed,
         )
 
     # --- memory and peers
@@ -322,10 +323,9 @@ class VerbsDomain:
                 n = self._poller.read(room)
                 if n:
                     filled = self._poller.take(n, out, filled)
-                else:
-                    self._idle_polls += 1
-                    if self._idle_polls % _EVENTS_EVERY == 0:
-                        self._look_at_events()
+                self._polls += 1
+                if self._polls % _EVENTS_EVERY == 0:
+                    self._look_at_events()
             if self._peers.busy:
                 self._progress(time.monotonic(), n, whole=n < min(room, POLL_MAX))
             if self._ready and filled < len(out):
@@ -393,7 +393,9 @@ class VerbsDomain:
         for kind, element in self._wakeup.device_events():
             if kind == _FATAL:
                 self.device.dead = True
-                self.fail_device()
+                self.fail_device("the device reported a fatal error (IBV_EVENT_DEVICE_FATAL)")
+            elif kind in _BROKEN:
+                self._queues_failed(_BROKEN[kind])
             elif kind == _LAST_WQE:
                 self._peers.draining.take_last(element)
             elif kind in _QP_EVENTS:
@@ -410,13 +412,20 @@ class VerbsDomain:
         if self._state is _State.OPEN and not self.device.has_link():
             others = [device for device in self.spares if device.has_link()]
             if others:
-                self.fail_device()
+                self.fail_device("its port stayed down while another NIC's was up")
         return self._state is not _State.OPEN
 
-    def fail_device(self) -> None:
+    def _queues_failed(self, why: str) -> None:
+        """Completions were lost: this NIC can be used no more, nor can it say what had landed."""
+        self._peers.blur(why)
+        self.fail_device(why)
+
+    def fail_device(self, why: str = "it was given up") -> None:
         """The device died: NIC_DOWN for all that is open, and Kind.DOWN after what had come."""
         if self._state is not _State.OPEN:
             return
+        self._poller.said[int(Status.NIC_DOWN)] = why
+        _LOG.warning("verbs: %s is down: %s", self.device.name, why)
         self._state = _State.DYING
         self._peers.sink(Status.NIC_DOWN)
         if not self._peers.draining.conns:
@@ -440,7 +449,13 @@ class VerbsDomain:
     def describe(self) -> str:
         """Say which device, port and address are in use, and with how many peers."""
         up = sum(conn is not None for conn in self._peers.up)
-        return f"{self.device.describe()}; {up} of {len(self._peers.table)} peers connected"
+        return (
+            f"{self.device.describe()}; {self.depths.rows} rows, {self.depths.imms} immediates and "
+            f"{self.depths.messages_in} messages at a time; a peer takes "
+            f"{self.device.peer_bytes(self.depths.rows) // 1024} KiB of send queues "
+            f"({self.device.wqe_bytes} bytes a request); {up} of {len(self._peers.table)} peers "
+            "connected"
+        )
 
     # --- the end
 

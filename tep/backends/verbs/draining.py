@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Entry, Kind, Status
+from tep.backends.verbs.depths import MARKERS_MAX
 
 if TYPE_CHECKING:
     from tep.backends.verbs.conns import Conn
@@ -52,18 +53,24 @@ class Draining:
         self._left = depth
         self._due: dict[int, int] = {}  # the round in which a connection may go
         self._fences: list[tuple[Peer, int]] = []
+        self._markers_left = MARKERS_MAX  # the completion queue has room for so many
 
     def add(self, conn: Conn, now_s: float) -> None:
         """Let a connection fail."""
         conn.fail(now_s)
         self.conns[conn.number] = conn
-        conn.mark(self._writer)
+        self._mark(conn)
+
+    def _mark(self, conn: Conn) -> None:
+        if self._markers_left:
+            self._markers_left -= conn.mark(self._writer.post_marker, self._markers_left)
 
     def take_marker(self, number: int) -> None:
         """A failed queue pair has returned all that was posted on it."""
         conn = self.conns.get(number)
         if conn is not None:
             conn.take_marker()
+            self._markers_left += 1
 
     def take_last(self, qp: int) -> None:
         """The device says that a failed queue pair has used its last receive."""
@@ -91,13 +98,14 @@ class Draining:
             self._rounds += 1
             self._left = self._depth
         for conn in list(self.conns.values()):
-            conn.mark(self._writer)
+            self._mark(conn)
             drained = conn.is_drained(now_s)
             if not drained and now_s < conn.deadline_s:
                 continue
             # This round may have begun before the last completion came: read another.
             if self._rounds >= self._due.setdefault(conn.number, self._rounds + 2):
                 del self.conns[conn.number], self._due[conn.number]
+                self._markers_left += conn.markers_out
                 self._retire(conn, drained)
         if self._fences:
             self._say_fenced()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 from tep.backends.base import Entry, Kind, Status
+from tep.backends.verbs.depths import MESSAGES_OUT
 from tep.backends.verbs.receives import create_srq
 from tep.backends.verbs.tags import MESSAGE_IN, MESSAGE_OUT, tag
 from tep.ffi.ibverbs_structs import Mr
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
     from tep.backends.verbs.conns import Conn
     from tep.backends.verbs.device import Device
 
-__all__ = ["OUT_MAX", "Messages"]
-
-OUT_MAX: Final = 64
-"""Messages on their way out at a time."""
+__all__ = ["Messages"]
 
 _SLOT_BYTES: Final = 4096
 """Longer messages are registered one by one; that costs tens of microseconds (guessed)."""
@@ -83,7 +81,7 @@ class Messages:
         self._posted = 0
         self._lengths: dict[int, int] = {}
         self._out: dict[int, _Out] = {}
-        self._free: deque[int] = deque(range(OUT_MAX))
+        self._free: deque[int] = deque(range(MESSAGES_OUT))
         self._slots: _Region | None = None
         self._sge = np.zeros(1, SGE)
         self._recv_wr = np.zeros(1, RECV_WR)
@@ -103,7 +101,7 @@ class Messages:
         if not self._free:
             return None
         if self._slots is None:
-            self._slots = self._region(OUT_MAX * _SLOT_BYTES)
+            self._slots = self._region(MESSAGES_OUT * _SLOT_BYTES)
         slot = self._free.popleft()
         out = self._out[slot] = _Out(ctx, len(payload))
         if len(payload) > _SLOT_BYTES:

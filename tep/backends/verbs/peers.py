@@ -377,6 +377,12 @@ class Peers:
         """What is told of rows and messages to which there was no answer."""
         return Status.NIC_DOWN if self.link_lost() else Status.UNREACHABLE
 
+    def blur(self, why: str) -> None:
+        """Completions were lost: of no peer it is known what has landed here."""
+        for peer in self.table:
+            peer.blurred = True
+        self.trouble = f"completions were lost, what has landed is not known: {why}"
+
     def sink(self, status: Status) -> None:
         """The NIC dies: let all connections drain; what is open or waits fails."""
         for peer in self.table:

@@ -11,6 +11,7 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -60,6 +61,9 @@ def _imms_of(source: int) -> npt.NDArray[np.void]:
 class Poller:
     """The completion queue of one NIC.
 
+    Args:
+        failed: is called with the reason where the queue cannot be read.
+
     Attributes:
         said: by the seam's status, what the provider said when it last met it.
     """
@@ -75,7 +79,9 @@ class Poller:
         datagrams: Datagrams,
         peers: Peers,
         ready: deque[Entry],
+        failed: Callable[[str], None],
     ) -> None:
+        self._failed = failed
         self.said: dict[int, str] = {}
         self._device = device
         self._cq = cq
@@ -100,7 +106,9 @@ class Poller:
     def read(self, room: int) -> int:
         """Read completions off the queue, `room` at the most; return how many."""
         n = self._poll_cq(self._cq, min(room, POLL_MAX), self._wc_ptr)
-        assert n >= 0, f"{self._device.name}: ibv_poll_cq says {n}"
+        if n < 0:
+            self._failed(f"its completion queue cannot be read (ibv_poll_cq returns {n})")
+            return 0
         return n
 
     def take_all(self) -> int:

@@ -26,11 +26,15 @@ class Regions:
     Args:
         device: where.
         export: exports CUDA memory as a dma-buf; None = CUDA memory goes by peer memory, if at all.
+
+    Attributes:
+        on_devices: local keys of memory that the CPU cannot read.
     """
 
     def __init__(self, device: Device, export: DmabufExport | None) -> None:
         self._device = device
         self._export = export
+        self.on_devices: set[int] = set()
         self._mrs: dict[int, tuple[Mr, Memory]] = {}
 
     def add(self, memory: Memory, access: Access) -> DomainKey:
@@ -56,11 +60,14 @@ class Regions:
         # The memory stays mapped as long as the NIC knows it: a late write would else land in what
         # the allocator put there next.
         self._mrs[int(mr.lkey)] = (mr, memory)
+        if memory.kind != "cpu":
+            self.on_devices.add(int(mr.lkey))
         return DomainKey(lkey=int(mr.lkey), rkey=int(mr.rkey), base=memory.ptr)
 
     def remove(self, key: DomainKey, *, closed: bool) -> None:
         """Withdraw a region; one that is not there is none."""
         found = self._mrs.pop(key.lkey, None)
+        self.on_devices.discard(key.lkey)
         if found is not None and not closed:
             self._device.dereg_mr(found[0])
 

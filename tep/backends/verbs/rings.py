@@ -194,7 +194,7 @@ class LooseRing(_Ring):
             self._lengths = lengths
         np.add(self._iota[:n], np.uint64(wr_id), out=self._wr_id[:n])
 
-    def write(self, slot: int, row: Row, wr_id: int) -> None:
+    def write(self, slot: int, row: Row, wr_id: int, flags: int = _SIGNALED) -> None:
         """Write one row into one request."""
         self._keys = self._lengths = ()
         _, src, lkey, dst, rkey, nbytes, imm = row
@@ -206,7 +206,7 @@ class LooseRing(_Ring):
             self._sge_ptrs[slot],
             1 if nbytes else 0,
             _WRITE if imm is None else _WRITE_IMM,
-            _SIGNALED,
+            flags,
             0 if imm is None else htonl(imm),
             dst,
             rkey,

@@ -24,12 +24,20 @@ class Settings:
     Attributes:
         port: of the device, from 1.
         gid_index: entry of the port's address table; None = the best of the ranking.
-        sq_depth: rows outstanding on this NIC, whatever peer they go to. Every queue pair can take
-            as many, and the completion queue holds them all, so that neither can overflow.
+        sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 2,032, or what the
+            device can do. Every queue pair can take as many, and the completion queue holds them
+            all, so that neither can overflow. A peer costs a send queue of so many requests and 16
+            more, 64 bytes each, rounded up to a power of two: 128 KiB (256 bytes each, 512 KiB,
+            where the provider has no ibv_create_qp_ex).
         signal_rows: every so many rows of a chain one asks for a completion.
-        imm_recvs: receives without buffers that wait for immediates. fabric-lib has 128 and adds
-            one for each it uses; a Python poller comes by less often.
-        msg_recvs_max: message buffers posted at a time; more of them wait their turn.
+        imm_recvs: receives without buffers that wait for immediates; None = what the device can
+            do, up to 32,767: at 11 million a second that is 3 ms in which nobody polls. Then
+            senders wait (RNR).
+        msg_recvs_max: message buffers posted at a time; more of them wait their turn; None = 512,
+            or what the device can do.
+        inline_bytes: a row up to this length is copied into its request when it is posted singly,
+            which saves the NIC a read; 28 is what a request of 64 bytes has room for on ConnectX
+            (mlx5_calc_send_wqe of rdma-core 44; quoted). 0 = never.
         max_msg_bytes: longest message.
         qps_per_peer: queue pairs for writes; more than one spreads rows over them, which undoes the
             order that a reliable connection keeps.
@@ -51,10 +59,11 @@ class Settings:
 
     port: int = 1
     gid_index: int | None = None
-    sq_depth: int = 2048
+    sq_depth: int | None = None
     signal_rows: int = 256
-    imm_recvs: int = 2048
-    msg_recvs_max: int = 512
+    imm_recvs: int | None = None
+    msg_recvs_max: int | None = None
+    inline_bytes: int = 28
     max_msg_bytes: int = 1 << 20
     qps_per_peer: int = 1
     spray_seed: int | None = None
@@ -72,7 +81,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
-            if not low <= value <= high:
+            if value is not None and not low <= value <= high:
                 raise UsageError(f"verbs: {name}={value}; {low} to {high} is possible")
         if self.spray_seed is not None and self.qps_per_peer == 1:
             raise UsageError(f"verbs: spray_seed={self.spray_seed} needs qps_per_peer > 1")
@@ -94,10 +103,11 @@ class Settings:
 
 _RANGES: Final = {
     "port": (1, 255),
-    "sq_depth": (1, 16384),
+    "sq_depth": (1, 32752),
     "signal_rows": (1, 16384),
     "imm_recvs": (1, 32767),
     "msg_recvs_max": (1, 32767),
+    "inline_bytes": (0, 512),
     "max_msg_bytes": (1, 1 << 30),
     "qps_per_peer": (1, 16),
     "timeout": (1, 31),

@@ -13,7 +13,7 @@ import ctypes
 import errno
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from itertools import repeat, starmap
 from operator import length_hint
 from typing import TYPE_CHECKING, Final
@@ -22,7 +22,7 @@ from tep.backends.base import Entry, Kind, Row, Status, WriteBatch
 from tep.backends.verbs.rings import FanRing, LooseRing, RunRing
 from tep.backends.verbs.tags import LOOSE, NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, TAIL, tag
 from tep.ffi.ibverbs import Ref, ref
-from tep.ffi.ibverbs_wr import SEND_WR
+from tep.ffi.ibverbs_wr import ENUMS, SEND_WR
 
 if TYPE_CHECKING:
     from tep.backends.verbs.conns import Conn
@@ -39,6 +39,8 @@ LOOSE_MAX: Final = 256
 
 _RUN_MAX: Final = 1024
 _SETS_MASK: Final = 2**32 - 1  # a set is not out for as many posts
+_SIGNALED: Final = ENUMS["IBV_SEND_SIGNALED"]
+_INLINE: Final = _SIGNALED | ENUMS["IBV_SEND_INLINE"]
 _WRITE: Final = int(Kind.WRITE)
 _OK: Final = int(Status.OK)
 _PROVIDER: Final = int(Status.PROVIDER)
@@ -95,19 +97,30 @@ class Fan:
 class Writer:
     """The rows of one NIC.
 
+    Args:
+        device: where.
+        depth: rows that may be out.
+        not_inline: local keys of memory that the CPU cannot read, so that the provider cannot copy
+            short rows out of it.
+        ready: where entries for poll() go.
+
     Attributes:
         tails: connections whose last run was taken in part, and waits for its tail.
         refusal: what the last refused post was told.
         ready: entries for poll(), made here and elsewhere in the NIC.
     """
 
-    def __init__(self, device: Device, depth: int, signal_rows: int, ready: deque[Entry]) -> None:
+    def __init__(
+        self, device: Device, depth: int, not_inline: Container[int], ready: deque[Entry]
+    ) -> None:
+        self._inline_max = device.inline_max
+        self._not_inline = not_inline
         self.ready = ready
         self.refusal = ""
         self.tails: dict[Conn, int] = {}
         self._post_send = device.data.post_send
         self._post_refs = device.data.post_send_refs
-        self._run = RunRing(min(depth, _RUN_MAX), signal_rows)
+        self._run = RunRing(min(depth, _RUN_MAX), device.settings.signal_rows)
         self._loose = LooseRing(min(depth, LOOSE_MAX))
         self._few = LooseRing(ROWS_FEW)  # of its own, so that it does not disturb what a set holds
         self._bad = ctypes.c_void_p()
@@ -162,10 +175,16 @@ class Writer:
         ring = self._few
         n = stop - start
         if n == 1:
-            ring.write(0, _row(batch, start), wr_id)
+            row = _row(batch, start)
+            flags = _INLINE if 0 < row.nbytes <= self._inline_max else _SIGNALED
+            if flags == _INLINE and batch.lkey in self._not_inline:
+                flags = _SIGNALED
+            ring.write(0, row, wr_id, flags)
         else:
+            inline_max = 0 if batch.lkey in self._not_inline else self._inline_max
             for k, row in enumerate(batch.rows(start, stop)):
-                ring.write(k, row, wr_id + k)
+                flags = _INLINE if 0 < row.nbytes <= inline_max else _SIGNALED
+                ring.write(k, row, wr_id + k, flags)
         taken = 0
         for at in ring.ptrs[:n]:
             rc = self._post_send(conn.pick(), at, self._bad_ptr)

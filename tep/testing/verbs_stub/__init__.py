@@ -19,6 +19,8 @@ from typing import Final
 
 __all__ = ["Knob", "Stub", "build"]
 
+_INT = ctypes.c_int
+_COUNTS: Final = ("overruns", "datagrams", "datagrams_lost", "commands", "sq_bytes")
 _SOURCE: Final = Path(__file__).with_name("stub.c")
 
 
@@ -32,6 +34,11 @@ class Knob:
     FAIL_AFTER = 4  # how many requests are taken before
     CUT_LINK = 5  # the device, from 1, whose port is down
     LOSE_ACK = 6  # which row or message from now on arrives, and is said not to
+    ON_OVERRUN = 7  # 0: an overrun of a completion queue ends the process; 1: it is an event
+    POLL_ERROR = 8  # the device, from 1, whose completion queues cannot be read
+    PLAIN_QPS = 9  # devices opened from now on have no ibv_create_qp_ex
+
+    COUNT = 10
 
 
 class Seen(ctypes.Structure):
@@ -54,8 +61,9 @@ class Stub:
         self.lib = ctypes.CDLL(path)
         self.lib.stub_set.argtypes = (ctypes.c_int, ctypes.c_long)
         self.lib.stub_set.restype = ctypes.c_long
-        for name in ("stub_posts", "stub_rows", "stub_nseen"):
-            getattr(self.lib, name).restype = ctypes.c_uint64
+        for name in ("posts", "rows", "nseen", *_COUNTS):
+            getattr(self.lib, f"stub_{name}").restype = ctypes.c_uint64
+        self.lib.stub_device.argtypes = (_INT, _INT, ctypes.c_uint64, ctypes.c_char_p)
         self.lib.stub_seen.argtypes = (ctypes.c_uint64,)
         self.lib.stub_seen.restype = ctypes.POINTER(Seen)
 
@@ -64,9 +72,26 @@ class Stub:
         self.lib.stub_set(knob, value)
 
     def reset(self) -> None:
-        """Turn all knobs to 0."""
-        for knob in range(7):
+        """Turn all knobs to 0, and make all devices Ethernet ones again."""
+        for knob in range(Knob.COUNT):
             self.set(knob, 0)
+        self.lib.stub_reset_devices()
+
+    def device(self, number: int, link: int, subnet: int = 0, folder: str = "") -> None:
+        """Make stub<number> a device of another link layer, InfiniBand subnet and sysfs folder."""
+        self.lib.stub_device(number, link, subnet, folder.encode())
+
+    def pkeys(self, number: int, *pkeys: int) -> None:
+        """Set the partition keys of stub<number>, up to four."""
+        for index, pkey in enumerate(pkeys):
+            self.lib.stub_pkey(number, index, pkey)
+
+    def count(self, name: str) -> int:
+        """So far: "overruns", "datagrams", "datagrams_lost", "commands" about queue pairs; and
+        "sq_bytes", what the send queues that exist take.
+        """
+        assert name in _COUNTS, name
+        return int(getattr(self.lib, f"stub_{name}")())
 
     def posts(self) -> int:
         """Calls of post_send so far."""
