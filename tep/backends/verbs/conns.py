@@ -12,7 +12,7 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tep.backends.verbs.depths import SPARE_WRS
 from tep.backends.verbs.handshake import Hello, QpId
@@ -53,7 +53,7 @@ _RTS_UD: Final = _mask("STATE SQ_PSN")
 _ACCESS: Final = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
 
 
-class Queues:
+class Queues(NamedTuple):
     """What the queue pairs of one NIC share.
 
     Attributes:
@@ -63,17 +63,12 @@ class Queues:
         row_depth, msg_depth: requests a queue pair for writes, or for messages, can hold.
     """
 
-    __slots__ = ("cq", "depth", "imm_srq", "msg_depth", "msg_srq", "row_depth")
-
-    def __init__(
-        self, cq: int, depth: int, imm_srq: int, msg_srq: int, row_depth: int, msg_depth: int
-    ) -> None:
-        self.cq = cq
-        self.depth = depth
-        self.imm_srq = imm_srq
-        self.msg_srq = msg_srq
-        self.row_depth = row_depth
-        self.msg_depth = msg_depth
+    cq: int
+    depth: int
+    imm_srq: int
+    msg_srq: int
+    row_depth: int
+    msg_depth: int
 
 
 class Conn:

@@ -1,15 +1,14 @@
 """VerbsDomain: one NIC behind the seam; every call of the engine enters here.
 
 Rows go to writes.py, messages to messages.py, peers and handshakes to peers.py; completions come
-from poller.py; memory is in regions.py. Here are capabilities, waking, and the end.
+from poller.py; memory is in regions.py; parts.py makes them all. Here are the way in, waking,
+and the end.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import random
 import time
 import weakref
 from collections import deque
@@ -22,20 +21,13 @@ import numpy.typing as npt
 
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.backends.checks import check_memory
-from tep.backends.verbs.address import Address, identity_of
-from tep.backends.verbs.conns import Conn, Queues
-from tep.backends.verbs.datagrams import Datagrams
-from tep.backends.verbs.depths import MESSAGES_OUT, plan_depths
+from tep.backends.verbs.conns import Conn
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.limits import RKEY_MAX, Limits
-from tep.backends.verbs.messages import Messages
-from tep.backends.verbs.peers import Peers
-from tep.backends.verbs.poller import POLL_MAX, Poller
-from tep.backends.verbs.receives import ImmReceives
-from tep.backends.verbs.regions import DmabufExport, Regions
+from tep.backends.verbs.parts import Parts
+from tep.backends.verbs.poller import POLL_MAX
+from tep.backends.verbs.regions import DmabufExport
 from tep.backends.verbs.status import STATUS_TEXT
-from tep.backends.verbs.wakeup import Wakeup
-from tep.backends.verbs.writes import Writer
 from tep.errors import ClosedError
 from tep.ffi.ibverbs_wr import ENUMS
 
@@ -96,89 +88,31 @@ class VerbsDomain:
         self.spares: tuple[Device, ...] = ()
         self._state = _State.OPEN
         self._reads = True  # whether completions may come: it is open, or dying
-        self._regions = Regions(device, export)
         self._ready: deque[Entry] = deque()
         self._waker: Callable[[], None] = _wake_nobody
         self._polls = 0
-        qkey = random.SystemRandom().getrandbits(31)  # the top bit is for the kernel's own
-        # What was made is freed in the reverse order, now if the rest fails, or else at close.
-        with contextlib.ExitStack() as undo:
-            undo.callback(device.close)
-            undo.callback(self._regions.close)
-            depth = self._make_queues(undo, qkey)
-            self._undo = undo.pop_all()
-        self._credits = depth
-        own = Address(
-            link=int(device.port.link_layer),
-            lid=int(device.port.lid),
-            gid=device.gid.seen.gid,
-            gid_type=device.gid.seen.gid_type,
-            ud_qpn=self._datagrams.number,
-            qkey=qkey,
+        parts = Parts(
+            device,
+            name=name,
+            nic=nic,
             epoch=epoch,
-            identity=identity_of(name, nic),
-        )
-        self.address = own.encode()
-        self.caps = device.caps(depth, ("cpu", "cuda") if cuda else ("cpu",))
-        self._write_bytes_max = self.caps.max_write_bytes
-        self._limits = Limits(self._write_bytes_max)
-        self._make_paths(own, depth)
-        _OPEN.add(self)
-
-    def _make_queues(self, undo: contextlib.ExitStack, qkey: int) -> int:
-        """Make what all peers share; return how many rows may be out."""
-        device, lib = self.device, self.device.lib
-        self.depths = depths = plan_depths(device)
-        self._wakeup = Wakeup(device)
-        undo.callback(self._wakeup.close)
-        self._cq = lib.make(
-            "ibv_create_cq", device.context, depths.cq, None, self._wakeup.channel, 0
-        )
-        undo.callback(device.free, "ibv_destroy_cq", self._cq)
-        undo.callback(self._wakeup.clear, self._cq)  # events that nobody took keep it busy
-        self._imms = ImmReceives(device, depths.imms)
-        undo.callback(device.free, "ibv_destroy_srq", self._imms.srq)
-        self._messages = Messages(device, depths.messages_in, self._ready)
-        undo.callback(self._messages.close)
-        undo.callback(device.free, "ibv_destroy_srq", self._messages.srq)
-        self._datagrams = Datagrams(device, self._cq, qkey)
-        undo.callback(self._datagrams.close)
-        return depths.rows
-
-    def _make_paths(self, own: Address, depth: int) -> None:
-        """Join the rooms: rows, peers, completions."""
-        device, ready = self.device, self._ready
-        self._writer = Writer(device, depth, self._regions.on_devices, ready)
-        self._peers = Peers(
-            device,
-            Queues(
-                self._cq,
-                self.depths.cq,
-                self._imms.srq,
-                self._messages.srq,
-                depth,
-                MESSAGES_OUT,
-            ),
-            self._writer,
-            self._messages,
-            self._datagrams,
-            own,
-            ready,
-            time.monotonic,
-            self._link_lost,
-        )
-        self._up = self._peers.up
-        self._poller = Poller(
-            device,
-            self._cq,
-            imms=self._imms,
-            writer=self._writer,
-            messages=self._messages,
-            datagrams=self._datagrams,
-            peers=self._peers,
-            ready=ready,
+            export=export,
+            ready=self._ready,
+            link_lost=self._link_lost,
             failed=self._queues_failed,
         )
+        self._free = parts.close
+        self.depths = parts.depths
+        self._credits = parts.depths.rows
+        self.address = parts.own.encode()
+        self.caps = device.caps(parts.depths.rows, ("cpu", "cuda") if cuda else ("cpu",))
+        self._write_bytes_max = self.caps.max_write_bytes
+        self._limits = Limits(self._write_bytes_max)
+        self._cq, self._wakeup, self._regions = parts.cq, parts.wakeup, parts.regions
+        self._messages, self._datagrams = parts.messages, parts.datagrams
+        self._writer, self._poller, self._peers = parts.writer, parts.poller, parts.peers
+        self._up = self._peers.up
+        _OPEN.add(self)
 
     # --- memory and peers
 
@@ -467,13 +401,13 @@ class VerbsDomain:
         self._state, self._reads = _State.CLOSED, False
         self._peers.close(Status.FLUSHED)
         self._messages.fail_all(int(Status.FLUSHED))
-        self._undo.close()
+        self._free()
 
     def die(self) -> None:
         """Vanish as a killed process does: peers are told nothing, no completion is handed out."""
         self._state, self._reads = _State.CLOSED, False
         self._peers.close(Status.FLUSHED)
-        self._undo.close()
+        self._free()
         self._ready.clear()
 
     def _say_goodbye(self) -> None:
