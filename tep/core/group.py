@@ -223,6 +223,8 @@ class DomainGroup:
         batch = pending.batch
         self._ctx = batch.ctx = ctx = self._ctx + 1
         self.batches[ctx] = pending
+        transfer = pending.transfer
+        pending.older, transfer.queued = transfer.queued, pending
         self._queues[pending.domain].append(pending)
         self.backlog += batch.n
 
@@ -254,9 +256,14 @@ class DomainGroup:
         before = self.outstanding[domain]
         refused = 0  # batches in a row of which nothing was taken
         for _ in range(_TURNS_MAX):
-            if refused == len(queue):
+            if refused >= len(queue):
                 break
             pending = queue[0]
+            if pending.at == pending.stop:  # cut off while it stood here
+                _drop_ended(queue)
+                if not queue:
+                    break
+                pending = queue[0]
             if self._shares and pending.batch.n > SHARED_ROWS and is_long(pending):
                 if not cut_piece(self, pending, domain, queue):
                     refused += 1
@@ -391,17 +398,27 @@ class DomainGroup:
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Take a transfer's rows that no NIC has out of the queues; return how many."""
-        mine = [p for queue in self._queues for p in queue if p.transfer is transfer]
+        mine = []
+        pending, transfer.queued = transfer.queued, None
+        while pending is not None:
+            if pending.at < pending.stop:
+                mine.append(pending)
+            pending = pending.older
         dropped = sum(pending.stop - pending.at for pending in mine)
         transfer.dropped += dropped  # first: what a rescue does next depends on it
-        for pending in mine:
-            self._queues[pending.domain].remove(pending)
+        for pending in reversed(mine):
             self._cut(pending)
         transfer.left -= dropped
+        if not self.backlog:  # whatever stands there has ended
+            for queue in self._queues:
+                queue.clear()
         return dropped
 
     def _cut(self, pending: Pending) -> int:
-        """End a batch at what is posted of it; return the rows cut off."""
+        """End a batch at what is posted of it; return the rows cut off.
+
+        It leaves its queue when it is the first there.
+        """
         rest = pending.stop - pending.at
         pending.stop = pending.at
         self.backlog -= rest
@@ -448,12 +465,11 @@ class DomainGroup:
         return FabricError(f"no NIC of this engine is alive ({names})", code="NIC_DOWN")
 
     def _reroute(self, wanted: Callable[[Pending], bool]) -> None:
-        moving = [pending for queue in self._queues for pending in queue if wanted(pending)]
-        for pending in moving:
+        queued = [p for queue in self._queues for p in queue if p.at < p.stop]
+        for pending in filter(wanted, queued):
             start, stop = pending.at, pending.stop
             if start == stop:
                 continue  # dropped with a row of the same transfer that could not move
-            self._queues[pending.domain].remove(pending)
             rescue, pending.rescue = pending.rescue, None
             self._cut(pending)
             try:
@@ -498,3 +514,9 @@ class DomainGroup:
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
         routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])
+
+
+def _drop_ended(queue: deque[Pending]) -> None:
+    """Take batches of which nothing is left to post out of the front of a queue."""
+    while queue and queue[0].at == queue[0].stop:
+        queue.popleft()

@@ -35,6 +35,9 @@ _PAGES_MAX: Final = 64
 
 _LINES_FEW: Final = 64
 
+_GONE_MAX: Final = 64
+"""Expectations that left, beyond as many as stand, before the lines are cleared of them."""
+
 
 class Want(Protocol):
     """An expectation, as far as the table is concerned."""
@@ -164,7 +167,7 @@ class ImmTable(Generic[W]):
         total: immediates ever counted.
     """
 
-    __slots__ = ("_claims", "_lines", "counts", "loose", "reached", "total")
+    __slots__ = ("_behind", "_claims", "_gone", "_lines", "counts", "loose", "reached", "total")
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -172,6 +175,10 @@ class ImmTable(Generic[W]):
         self.loose: list[tuple[Claim, int, int]] = []
         self.total = 0
         self._lines: dict[int, deque[W]] = {}
+        # Who stands behind another. One that left stays in its line, and not here, until the line
+        # gets there: to search lines would make many cancels quadratic. The first never has left.
+        self._behind: set[W] = set()
+        self._gone = 0
         self._claims: list[tuple[range, Claim]] = []
 
     def expect(self, want: W) -> None:
@@ -184,6 +191,8 @@ class ImmTable(Generic[W]):
         line = self._lines.get(want.imm)
         if line is None:
             line = self._lines[want.imm] = deque()
+        else:
+            self._behind.add(want)
         line.append(want)
         have = self.counts.get(want.imm)
         if have >= line[0].count:
@@ -198,24 +207,48 @@ class ImmTable(Generic[W]):
     def cancel(self, want: W) -> bool:
         """Leave the line. What arrived stays counted. False: it was reached or cancelled before."""
         line = self._lines.get(want.imm)
-        if line is None or want not in line:
+        if line is not None and line[0] is want:
+            line.popleft()
+            self._find_first(line)
+            # The next in line may need fewer than the one that left.
+            self._fire(want.imm, line, self.counts.get(want.imm))
+            return True
+        if want not in self._behind:
             return False
-        line.remove(want)
-        # The next in line may need fewer than the one that left.
-        self._fire(want.imm, line, self.counts.get(want.imm))
+        self._behind.remove(want)
+        self._gone += 1
+        if self._gone > len(self._lines) + len(self._behind) + _GONE_MAX:
+            for some in self._lines.values():
+                alive = [some[0], *(each for each in some if each in self._behind)]
+                some.clear()
+                some.extend(alive)
+            self._gone = 0
         return True
+
+    def _find_first(self, line: deque[W]) -> None:
+        """The first of a line has gone: the next one that has not left is the first."""
+        behind = self._behind
+        while line:
+            if line[0] in behind:
+                behind.remove(line[0])
+                break
+            line.popleft()
+            self._gone -= 1
 
     def give_up(self) -> list[W]:
         """Send everybody home: empty all lines and return who stood in them. Counts stay."""
-        wants = [want for line in self._lines.values() for want in line]
+        behind = self._behind
+        lines = self._lines.values()
+        wants = [w for line in lines for k, w in enumerate(line) if k == 0 or w in behind]
         self._lines.clear()
+        behind.clear()
+        self._gone = 0
         return wants
 
     @property
     def waiting(self) -> int:
         """How many expectations are not reached; may be asked from any thread."""
-        # list() of a dict's values is one operation; a comprehension could meet a change.
-        return sum(map(len, list(self._lines.values())))
+        return len(self._lines) + len(self._behind)
 
     def add(self, imm: int, count: int) -> None:
         """Count `count` arrivals of one immediate."""
@@ -307,6 +340,8 @@ class ImmTable(Generic[W]):
             want = line.popleft()
             have -= want.count
             self.reached.append(want)
+            if line:
+                self._find_first(line)
         if not line:
             del self._lines[imm]
         self.counts.put(imm, have)

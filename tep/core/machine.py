@@ -215,7 +215,7 @@ class EngineMachine:
         """Count rows in, unless too many wait already, with those whose command is not taken."""
         worker = self._worker
         with self.driver.lock:
-            waiting = self._rows_asked - worker.taken + worker.group.backlog + len(worker.sends)
+            waiting = self._rows_asked - worker.taken + worker.group.backlog + worker.outbox.waiting
             if waiting + rows <= self._backlog_max:
                 self._rows_asked += rows
                 return

@@ -57,7 +57,7 @@ class Pending:
     `nbytes` is the sum over the whole batch where somebody knew it, else -1. `lost` names the rows
     that came back with an error; `rescue` is what a row that is written again belongs to.
     `is_piece` says that it is one of those in which a long batch is posted, `tries` on how many
-    lanes its row was lost before.
+    lanes its row was lost before, `older` the batch of the same transfer that was queued before.
     """
 
     __slots__ = (
@@ -69,6 +69,7 @@ class Pending:
         "lost",
         "nbytes",
         "nics",
+        "older",
         "remotes",
         "rescue",
         "stop",
@@ -97,6 +98,7 @@ class Pending:
         self.rescue: Rescue | None = None
         self.is_piece = False
         self.tries = 0
+        self.older: Pending | None = None
 
     def lose(self, row: int) -> None:
         """Take note of a row that came back with an error."""

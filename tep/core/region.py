@@ -35,6 +35,7 @@ __all__ = [
     "Targets",
     "Template",
     "check_source",
+    "deregistered",
     "register",
 ]
 
@@ -105,7 +106,12 @@ def check_source(mr: object, engine: object, what: str) -> None:
         )
     if mr.engine is not engine:
         raise BadRequest(f"{what}: the source {mr!r} is registered with another engine")
-    raise ClosedError(f"{what}: the source region {mr.desc.region} was deregistered")
+    raise deregistered(mr, what)
+
+
+def deregistered(mr: MrHandle, what: str) -> ClosedError:
+    """What a request gets whose source region was given back."""
+    return ClosedError(f"{what}: the source region {mr.desc.region} was deregistered")
 
 
 def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple[DomainKey, ...]:

@@ -106,6 +106,12 @@ class Job:
         self.split = kind == "single" or (kind == "scatter" and routing.scatter_by == "bytes")
         self.lengths = lengths
 
+    def forget(self) -> None:
+        """Let no later request find this one, whose memory was given back."""
+        remote = self.remotes
+        if isinstance(remote, Remote) and remote.steady is not None and remote.steady[1] is self:
+            remote.steady = None
+
 
 def as_int(value: SupportsIndex, what: str) -> int:
     """Return a plain int: numpy's integers would count in 64 bits, and floats would be cut.

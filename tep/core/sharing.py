@@ -9,6 +9,7 @@ is the shape's alone. A single write is no batch of rows, and keeps its equal sh
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
@@ -53,6 +54,12 @@ LONG_BYTES: Final = 32 << 20
 """
 
 
+_LOOKED_AT: Final = 64
+"""Batches of a queue that are looked at for rows to give away: a look must not take longer the more
+there are.
+"""
+
+
 class Pace:
     """How NICs get on with one long transfer.
 
@@ -60,14 +67,16 @@ class Pace:
         out: pieces that each NIC has.
         through: rows of pieces that each NIC has given back.
         part: each takes one part in so many of its share of what is left as its next piece.
+        last: the piece that each was given last.
     """
 
-    __slots__ = ("out", "part", "through")
+    __slots__ = ("last", "out", "part", "through")
 
     def __init__(self, nics: int) -> None:
         self.out = [0] * nics
         self.through = [0] * nics
         self.part = [_PIECES] * nics
+        self.last: list[Pending | None] = [None] * nics
 
     def end(self, nic: int, rows: int) -> None:
         """A NIC has given a piece back, of which it had been given `rows`."""
@@ -101,7 +110,8 @@ def is_long(pending: Pending) -> bool:
 def share_backlog(group: DomainGroup) -> bool:
     """Give a NIC that has nothing to post half of what waits longest at another."""
     idle = [d for d, queue in enumerate(group._queues) if not queue and group.alive[d]]
-    found = max((p for queue in group._queues for p in queue), key=waiting)
+    first = (p for queue in group._queues for p in itertools.islice(queue, _LOOKED_AT))
+    found = max(first, key=waiting)
     rows = (found.stop - found.at) // 2
     if not idle or rows == 0 or waiting(found) <= PIECE_BYTES:
         return False
@@ -131,7 +141,8 @@ def cut_piece(group: DomainGroup, pending: Pending, domain: int, queue: deque[Pe
     assert isinstance(nbytes, int)
     transfer = pending.transfer
     pace = _pace(group, transfer)
-    if pace.is_full(domain) or any(p.is_piece and p.transfer is transfer for p in queue):
+    last = pace.last[domain]
+    if pace.is_full(domain) or (last is not None and last.at < last.stop):  # it is queued still
         return False
     # Ever smaller ones: the mistake that can be made with the last piece is small, and so is the
     # number of pieces. The last one is a batch of its own as well: a NIC may wait for its end.
@@ -140,6 +151,8 @@ def cut_piece(group: DomainGroup, pending: Pending, domain: int, queue: deque[Pe
     rows = min(part, pending.stop - pending.at)
     piece = on_lanes(pending, pending.stop - rows, pending.stop, domain, [pending.target(0)[1]])
     piece.is_piece = True
+    piece.older, transfer.queued = transfer.queued, piece
+    pace.last[domain] = piece
     pace.out[domain] += 1
     pending.stop -= rows
     group._ctx = piece.batch.ctx = group._ctx + 1

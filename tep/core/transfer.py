@@ -16,6 +16,7 @@ from tep.errors import BadRequest, InDoubt
 
 if TYPE_CHECKING:
     from tep.core.imm import ImmTable
+    from tep.core.pending import Pending
     from tep.core.region import Link
     from tep.core.requests import Job
     from tep.core.sharing import Pace
@@ -42,6 +43,8 @@ class Transfer(Handle):
         held: rows whose NIC or peer's NIC died, until it is known what became of them.
         extra: rows that were added to make such rows good over another NIC.
         pace: how NICs get on with it, if it is posted in pieces; else None.
+        queued: the last of its batches that was queued, which knows the one before it; what is in
+            the queues is among them. None: nothing is.
         settled_s: when its last row came back, or None.
     """
 
@@ -57,6 +60,7 @@ class Transfer(Handle):
         "job",
         "left",
         "pace",
+        "queued",
         "rows",
         "settled_s",
     )
@@ -69,6 +73,7 @@ class Transfer(Handle):
         self.failure: TepError | None = None
         self.dropped = self.held = self.extra = 0
         self.pace: Pace | None = None
+        self.queued: Pending | None = None
         self._nic_rows = [0] * nics
         self._nic_bytes = [0] * nics
         self.settled_s: float | None = None

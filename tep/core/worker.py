@@ -34,8 +34,9 @@ from tep.control.recovery import Recovery, why_unable
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
 from tep.core.imm import ImmTable
-from tep.core.pending import message_error
+from tep.core.outbox import Outbox
 from tep.core.quarantine import failure_of
+from tep.core.region import deregistered
 from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.errors import ClosedError, TepError
 from tep.watch import WatchPage
@@ -67,7 +68,7 @@ class Worker:
         watch: the watched words.
         mail, recovery, audit: notes to other engines; both halves of a failover.
         notices: of immediates that will not come.
-        sends: messages that no NIC has.
+        outbox: messages that have not ended.
         steps: how often it was turned.
         submitted: transfers and messages taken.
         leases, holds: both ends of leases.
@@ -107,9 +108,7 @@ class Worker:
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
         self._received: list[tuple[int, int]] = []
-        self.sends: deque[Message] = deque()
-        self._messages: dict[int, Message] = {}
-        self._message_id = 0
+        self.outbox = Outbox(self.group, self._end)
         self._out: Completions = new_completions(options.poll_rows)
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
         # Kind, status and count of an entry as one number: the first 8 of its 32 bytes.
@@ -125,8 +124,8 @@ class Worker:
             work = self._take_commands()
         if group.backlog:
             work |= group.post()
-        if self.sends:
-            work |= self._post_sends()
+        if self.outbox.turns:
+            work |= self.outbox.post()
         if self.recovery.paths:
             work |= self.recovery.step()
         if self.leases.granted:
@@ -203,8 +202,8 @@ class Worker:
             group.batches
             or group.backlog
             or self.commands
-            or self.sends
-            or self._messages
+            or self.outbox.waiting
+            or self.outbox.posted
             or (self.mail.busy and self.mail.queued)
         )
 
@@ -241,6 +240,9 @@ class Worker:
             self._end(transfer, State.FAILED, closed_error())
             return
         try:
+            if mr is not None and mr.closed:  # between the check at submit and this command
+                transfer.job.forget()
+                raise deregistered(mr, transfer.job.kind)
             if self.holds.held:
                 self.holds.start(transfer)
             self.group.start(transfer)
@@ -257,7 +259,7 @@ class Worker:
         if self.closed:
             self._end(message, State.FAILED, closed_error())
         else:
-            self.sends.append(message)
+            self.outbox.add(message)
 
     def expect(self, expectation: Expectation) -> None:
         """Command: stand in line for an immediate. One that was claimed meanwhile fails it."""
@@ -296,8 +298,7 @@ class Worker:
             if self.imms.cancel(handle):
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Message):
-            if handle in self.sends:
-                self.sends.remove(handle)
+            if self.outbox.cancel(handle):
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Notice | Removal):
             pass  # it is on its way, and cannot be taken back
@@ -382,38 +383,10 @@ class Worker:
         elif kind == _FENCED:
             self.audit.fenced(ctx, status)
         elif kind == _SENT:
-            message = self._messages.pop(ctx)
-            if status == _OK:
-                self._end(message, State.DONE)
-            else:
-                error = message_error(message, self.group.domains[domain], domain, status)
-                if status == Status.UNREACHABLE:  # the next one goes to another NIC
-                    self.group.shun(message.link, message.nic)
-                self._end(message, State.FAILED, error)
+            self.outbox.sent(domain, ctx, status)
         else:
             assert kind == _RECV, f"NIC {domain} reports a completion of unknown kind {kind}"
             self._received.append((domain, ctx))
-
-    def _post_sends(self) -> bool:
-        """Offer messages to the first lane that lives, in order; a full NIC lets the rest wait."""
-        group, work = self.group, False
-        while self.sends:
-            message = self.sends[0]
-            try:
-                ours = group.first_alive()
-                domain, message.nic = message.link.route(group.alive, ours, 0)
-                peer = message.link.peer(domain, message.nic)
-            except TepError as error:
-                self.sends.popleft()
-                self._end(message, State.FAILED, error)
-                work = True
-                continue
-            if not group.domains[domain].post_send(peer, message.payload, self._message_id + 1):
-                break
-            self._message_id += 1
-            self._messages[self._message_id] = self.sends.popleft()
-            message.posted = work = True
-        return work
 
     # ------------------------------------------------------------------ settling
 
@@ -438,6 +411,7 @@ class Worker:
             mr = handle.job.mr
             if mr is not None:
                 mr.inflight -= 1
+            handle.queued = None
             if self.holds.held:
                 self.holds.ended(handle)
         if handle.counted:
@@ -462,9 +436,8 @@ class Worker:
                     handle.failure = handle.failure or closed_error()
                     if handle.left == 0:
                         self.group.ended.append(handle)
-            elif isinstance(handle, Message) and not handle.posted:
+            elif isinstance(handle, Message) and self.outbox.cancel(handle):
                 self._end(handle, State.FAILED, closed_error())
-        self.sends.clear()
         self.recovery.close(closed_error())
         self.mail.close()
         for index, domain in enumerate(self.group.domains):

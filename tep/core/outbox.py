@@ -1,0 +1,168 @@
+"""Users' messages on their way out: a line for each peer, so that no peer holds up another.
+
+A NIC has room for a limited number of messages, and a peer without a free receive buffer keeps
+those that it was sent. Hence each peer may have a few messages at the NICs at a time, more of them
+once it has shown that it takes messages.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Final
+
+from tep.backends.base import Status
+from tep.core.group import DomainGroup
+from tep.core.handle import State
+from tep.core.pending import message_error
+from tep.core.region import Link
+from tep.core.transfer import Message
+from tep.errors import TepError
+
+__all__ = ["WINDOW", "WINDOW_MAX", "Outbox"]
+
+WINDOW: Final = 8
+"""Messages that a peer may have at our NICs before it has taken the first."""
+
+WINDOW_MAX: Final = 32
+"""The same for a peer that takes them; half of what the smallest known queue of a NIC holds."""
+
+_DONE: Final = State.DONE
+_FAILED: Final = State.FAILED
+_OK: Final = int(Status.OK)
+
+
+class _Line:
+    """The messages to one peer.
+
+    Attributes:
+        link: the peer.
+        waiting: messages that no NIC has, in order.
+        out: how many NICs have.
+        window: how many NICs may have.
+        in_turn: whether it stands among the turns; without one, the end of a message gives it one.
+    """
+
+    __slots__ = ("in_turn", "link", "out", "waiting", "window")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        # Not a dict: taking the first entry out of one again and again takes quadratic time.
+        self.waiting: OrderedDict[Message, None] = OrderedDict()
+        self.out = 0
+        self.window = WINDOW
+        self.in_turn = False
+
+
+class Outbox:
+    """All messages of one engine that have not ended.
+
+    Args:
+        group: the NICs.
+        end: settles a message.
+
+    Attributes:
+        waiting: how many messages no NIC has.
+        posted: those that a NIC has, by ctx.
+        turns: peers that have a message to post and may post it, in the order of their turns.
+    """
+
+    def __init__(
+        self, group: DomainGroup, end: Callable[[Message, State, TepError | None], None]
+    ) -> None:
+        self.waiting = 0
+        self.posted: dict[int, Message] = {}
+        self.turns: deque[_Line] = deque()
+        self._lines: dict[Link, _Line] = {}
+        self._ctx = 0
+        self._group = group
+        self._end = end
+
+    def add(self, message: Message) -> None:
+        """Queue a message behind the others to its peer."""
+        line = self._lines.get(message.link)
+        if line is None:
+            line = self._lines[message.link] = _Line(message.link)
+        line.waiting[message] = None
+        self.waiting += 1
+        self._give_turn(line)
+
+    def cancel(self, message: Message) -> bool:
+        """Take a message back; False: a NIC has it."""
+        if message.posted:
+            return False
+        line = self._lines[message.link]
+        del line.waiting[message]
+        self.waiting -= 1
+        return True
+
+    def post(self) -> bool:
+        """Offer the NICs one message a peer in turns; True if one was taken, or failed."""
+        work = False
+        turns, refused = self.turns, []
+        while turns:
+            line = turns.popleft()
+            line.in_turn = False
+            if line.waiting and line.out < line.window:
+                if self._offer(line):
+                    work = True
+                else:  # full for this peer: the others are asked all the same
+                    refused.append(line)
+                    continue
+            self._give_turn(line)
+        for line in refused:
+            self._give_turn(line)
+        return work
+
+    def _give_turn(self, line: _Line) -> None:
+        """Let a line stand among the turns if it may post; forget one of which nothing is left."""
+        if line.in_turn:
+            return
+        if line.waiting and line.out < line.window:
+            line.in_turn = True
+            self.turns.append(line)
+        elif not (line.waiting or line.out):
+            del self._lines[line.link]
+
+    def _offer(self, line: _Line) -> bool:
+        """Offer the first message of a line to the first NIC that lives; False: it is full.
+
+        A peer that cannot be reached fails it.
+        """
+        group, link = self._group, line.link
+        message = next(iter(line.waiting))
+        try:
+            domain, message.nic = link.route(group.alive, group.first_alive(), 0)
+            peer = link.peer(domain, message.nic)
+        except TepError as error:
+            self._take_first(line)
+            self._end(message, _FAILED, error)
+            return True
+        if not group.domains[domain].post_send(peer, message.payload, self._ctx + 1):
+            return False
+        self._take_first(line)
+        self._ctx += 1
+        self.posted[self._ctx] = message
+        message.posted = True
+        line.out += 1
+        return True
+
+    def _take_first(self, line: _Line) -> None:
+        line.waiting.popitem(last=False)
+        self.waiting -= 1
+
+    def sent(self, domain: int, ctx: int, status: int) -> None:
+        """A NIC says how a message fared."""
+        message = self.posted.pop(ctx)
+        line = self._lines[message.link]
+        line.out -= 1
+        if status == _OK and line.window < WINDOW_MAX:
+            line.window += 1
+        self._give_turn(line)
+        if status == _OK:
+            self._end(message, _DONE, None)
+            return
+        error = message_error(message, self._group.domains[domain], domain, status)
+        if status == Status.UNREACHABLE:  # the next one goes to another NIC
+            self._group.shun(message.link, message.nic)
+        self._end(message, _FAILED, error)

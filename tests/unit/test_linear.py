@@ -1,0 +1,100 @@
+"""What ends many things costs as much for each of them as for one: counted, not timed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import numpy as np
+import pytest
+
+import tep
+from tep.core.handle import Handle
+from tests.support.pairs import Pair, pair
+
+
+class Opcodes:
+    """Bytecodes run while it is entered; a search in C counts by its comparisons."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        for kind in (tep.Transfer, tep.Message, tep.Expectation):
+            monkeypatch.setattr(kind, "__eq__", lambda self, other: self is other)
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., object]:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        self.count += event == "opcode"
+        return self._trace
+
+    def __enter__(self) -> Opcodes:
+        self._before = sys.gettrace()
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+
+def writes(p: Pair, n: int) -> list[Handle]:
+    return [p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), imm=1) for _ in range(n)]
+
+
+def messages(p: Pair, n: int) -> list[Handle]:
+    return [p.a.submit_send(p.b.main_address, b"x") for _ in range(n)]
+
+
+def expectations(p: Pair, n: int) -> list[Handle]:
+    return [p.a.expect_imm_count(7, 1) for _ in range(n)]
+
+
+def in_order(handles: list[Handle]) -> Iterator[Handle]:
+    return iter(handles)
+
+
+def backwards(handles: list[Handle]) -> Iterator[Handle]:
+    return reversed(handles)
+
+
+def at_random(handles: list[Handle]) -> Iterator[Handle]:
+    return (handles[k] for k in np.random.default_rng(0).permutation(len(handles)))
+
+
+def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -> int:
+    """Bytecodes of ending n handles, of which at most a few dozen have got anywhere."""
+    with pair(sq_depth=1) as p:
+        handles = make(p, n)
+        for _ in range(n // 100):  # the commands are taken, the NIC is full
+            p.a.step()
+        with monkeypatch.context() as moment, Opcodes(moment) as opcodes:
+            end(p, handles)
+        p.a.close()
+        assert all(handle.settled for handle in handles)
+        assert sum(handle.cancelled or handle.error is not None for handle in handles) > n - 100
+    return opcodes.count
+
+
+@pytest.mark.parametrize("make", [writes, messages, expectations])
+def test_closing_is_linear_in_what_is_open(monkeypatch, make) -> None:
+    """A server with 10^4 open transfers that shuts down must not take minutes for it."""
+    half, whole = (cost(monkeypatch, n, make, lambda p, _: p.a.close()) for n in (5_000, 10_000))
+
+    assert whole < 2.2 * half
+
+
+@pytest.mark.parametrize("order", [in_order, backwards, at_random])
+@pytest.mark.parametrize("make", [writes, messages, expectations])
+def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:
+    """A request that timed out cancels what it had queued, while others queue behind it."""
+
+    def cancel(p: Pair, handles: list[Handle]) -> None:
+        for handle in order(handles):
+            handle.cancel()
+        for _ in range(len(handles) // 100):
+            p.a.step()
+            p.a.deliver()
+        assert sum(handle.cancelled for handle in handles) > len(handles) - 100
+
+    half, whole = (cost(monkeypatch, n, make, cancel) for n in (1_500, 3_000))
+
+    assert whole < 2.3 * half
