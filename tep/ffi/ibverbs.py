@@ -209,9 +209,11 @@ class Library:
         """Name an asynchronous event as the library does."""
         return bytes(self._lib.ibv_event_type_str(event_type)).decode()
 
-    def device_names(self) -> list[str]:
-        """List the RDMA devices; empty where the kernel has no RDMA at all."""
-        return self._with_devices(lambda found: [device.name.decode() for _, device in found])
+    def devices(self) -> list[tuple[str, str]]:
+        """List the RDMA devices: (name, folder in sysfs); empty where the kernel has no RDMA."""
+        return self._with_devices(
+            lambda found: [(one.name.decode(), one.ibdev_path.decode()) for _, one in found]
+        )
 
     def open_device(self, name: str) -> tuple[int, str]:
         """Open a device by name; return the context and the device's folder in sysfs.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tep.backends.verbs.device import survey
+from tep.backends.verbs.selection import survey
 from tep.backends.verbs.settings import Settings
 from tep.ffi.ibverbs import load
 

@@ -209,6 +209,17 @@ def test_packets_out_of_order_are_the_nics_business(soft_devices):
     assert (source == target).all()
 
 
+def test_queue_pairs_are_made_with_the_operations_they_are_for(devices):
+    """The extended call is found in the real library's context, and short rows go inline."""
+    with pair(devices[:1], devices[1:2]) as (a, b):
+        (mr, _), (_, desc) = a.reg_mr(noise(PAGE)), b.reg_mr(buffer(PAGE))
+        a.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
+        device = a._domains[0].device
+
+    assert 64 == device.wqe_bytes
+    assert 28 == device.inline_max
+
+
 def test_dma_buf_registration_says_what_is_missing(devices):
     """Soft-RoCE has none; the call must be there and its refusal readable."""
     opened = open_domains(devices[:1], name="d", **FAST)

@@ -21,14 +21,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from tep.backends.base import Opened
-from tep.backends.verbs.device import Device, choose, survey
+from tep.backends.verbs.device import Device
 from tep.backends.verbs.domain import VerbsDomain
 from tep.backends.verbs.regions import DmabufExport
+from tep.backends.verbs.selection import choose, choose_count, gpu_paths, survey
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, UsageError
-from tep.ffi.ibverbs import load
+from tep.ffi.ibverbs import Library, load
 
-__all__ = ["Settings", "open_domains", "probe"]
+__all__ = ["Settings", "facts", "open_domains", "probe"]
 
 _NAMES: Final = itertools.count(1)
 _NICS_MAX: Final = 64
@@ -47,8 +48,9 @@ def open_domains(
     """Open the NICs of one engine.
 
     Args:
-        nics: device names, e.g. ["mlx5_0", "mlx5_1"]; a number = as many of the fastest; None = all
-            that are as fast as the fastest. The same name may stand there more than once.
+        nics: device names, e.g. ["mlx5_0", "mlx5_1"]; None = all that belong together by the rules
+            of selection.py (`tep info` says which are not taken, and why); a number = as many of
+            these. The same name may stand there more than once.
         name: for reports, and the identity of a restart: peers drop the former incarnation of the
             same name once they hear of the new one.
         epoch: of this incarnation; None = the time in nanoseconds, so that later ones are larger.
@@ -69,14 +71,7 @@ def open_domains(
         )
     chosen = Settings(**settings)
     lib = load(library)
-    if nics is None or isinstance(nics, int):
-        if nics is not None and not 1 <= nics <= _NICS_MAX:
-            raise UsageError(f"verbs: nics={nics}; 1 to {_NICS_MAX} are possible")
-        names = choose(survey(lib, chosen), nics)
-    else:
-        names = [nics] if isinstance(nics, str) else list(nics)
-        if not 1 <= len(names) <= _NICS_MAX:
-            raise UsageError(f"verbs: nics={names}; 1 to {_NICS_MAX} are possible")
+    names = _names(lib, nics, chosen)
     host = socket.gethostname()
     name = name if name is not None else f"{host}-{os.getpid()}-{next(_NAMES)}"
     epoch = time.time_ns() if epoch is None else epoch
@@ -90,14 +85,33 @@ def open_domains(
             )
             undo.callback(domain.close)
             domains.append(domain)
+        if len({domain.device.is_ib for domain in domains}) > 1:
+            layers = ", ".join(domain.device.describe() for domain in domains)
+            raise UsageError(
+                f"verbs: nics={names} are of two link layers, which never reach each other: "
+                f"{layers}; open an engine for each"
+            )
         undo.pop_all()
     for domain in domains:
         domain.spares = tuple(other.device for other in domains if other is not domain)
     return Opened(tuple(domains), epoch, name)
 
 
+def _names(lib: Library, nics: int | str | Sequence[str] | None, settings: Settings) -> list[str]:
+    """The devices that are meant."""
+    wanted = 1 if nics is None else nics
+    if not isinstance(wanted, int):
+        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        wanted = len(names)
+    if not 1 <= wanted <= _NICS_MAX:
+        raise UsageError(f"verbs: nics={nics}; 1 to {_NICS_MAX} are possible")
+    if nics is None or isinstance(nics, int):
+        names = choose_count(survey(lib, settings), gpu_paths(), nics)
+    return names
+
+
 def probe() -> str:
-    """Say which devices are here, fastest first, and which address of each would be used.
+    """Say which devices would be taken, and which address of each would be used.
 
     Raises:
         BackendUnavailable: no library, or no usable device; says why for each.
@@ -110,4 +124,14 @@ def probe() -> str:
             tuple((seen.name, seen.text) for seen in found)
             or (("list devices", "the kernel knows none"),),
         )
-    return "; ".join(seen.text for seen in found)
+    return "; ".join(seen.text for seen in choose(found, gpu_paths()).taken)
+
+
+def facts() -> dict[str, object]:
+    """Say which devices would not be taken, and why; and what a peer costs."""
+    found = choose(survey(load(), Settings()), gpu_paths())
+    return {
+        "nics": [seen.name for seen in found.taken],
+        "peer_bytes_a_nic": max((seen.peer_bytes for seen in found.taken), default=0),
+        "tried": found.left,
+    }

@@ -107,7 +107,13 @@ class Address:
         if self.link != peer.link:
             return "one end is InfiniBand, the other Ethernet"
         if self.is_ib:
-            return ""
+            if self.gid[:8] == peer.gid[:8]:
+                return ""
+            return (
+                f"one end is in InfiniBand subnet {self.gid[:8].hex()}, the other in "
+                f"{peer.gid[:8].hex()}; where each rail is a subnet, name the NICs of all engines "
+                "in the same order (nics=[...])"
+            )
         if self.gid_type != peer.gid_type:
             return (
                 f"one end speaks {_GID_TYPES[self.gid_type]}, the other {_GID_TYPES[peer.gid_type]}"

@@ -17,6 +17,7 @@ __all__ = [
     "DATAGRAMS_OUT",
     "MARKERS_MAX",
     "MESSAGES_OUT",
+    "ROWS",
     "SPARE_WRS",
     "Depths",
     "plan_depths",
@@ -37,7 +38,9 @@ DATAGRAMS_IN: Final = 1024
 
 DATAGRAMS_OUT: Final = 256
 
-_ROWS: Final = 2048 - SPARE_WRS
+ROWS: Final = 2048 - SPARE_WRS
+"""Rows outstanding, where the user names no number: the queue is as long as a power of two."""
+
 _MESSAGES_IN: Final = 512
 _IMMS_MAX: Final = 32767
 
@@ -97,7 +100,7 @@ def _find_rows(device: Device) -> int:
     """Try how many rows a queue pair takes: limits in bytes are not among what a device reports."""
     named = device.settings.sq_depth
     most = int(device.attr.max_qp_wr) - SPARE_WRS
-    rows = min(_ROWS if named is None else named, most)
+    rows = min(ROWS if named is None else named, most)
     refusal = ""
     while named is None or rows == named:
         try:

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import os
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from tep.backends.base import DomainCaps
 from tep.backends.verbs.depths import MESSAGES_OUT, SPARE_WRS, queue_bytes
@@ -24,7 +24,7 @@ from tep.ffi.ibverbs_device import Context, DeviceAttr, Gid, GidEntry, PortAttr
 from tep.ffi.ibverbs_structs import AhAttr, Mr, QpInitAttrEx
 from tep.ffi.ibverbs_wr import ENUMS
 
-__all__ = ["Device", "Found", "choose", "survey"]
+__all__ = ["Device"]
 
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 _ACTIVE: Final = ENUMS["IBV_PORT_ACTIVE"]
@@ -42,15 +42,6 @@ _EX_MASK: Final = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OP
 _WQE_BYTES, _WQE_BYTES_PLAIN = 64, 256
 _RC: Final = ENUMS["IBV_QPT_RC"]
 _NO_EX: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-
-
-class Found(NamedTuple):
-    """What a look at a device brought: its rate, or why it cannot be used."""
-
-    name: str
-    link_bps: int
-    text: str
-    usable: bool
 
 
 class Device:
@@ -79,7 +70,7 @@ class Device:
         try:
             self.context, self._sysfs = lib.open_device(name)
         except LookupError:
-            there = ", ".join(lib.device_names()) or "none"
+            there = ", ".join(name for name, _ in lib.devices()) or "none"
             raise BackendUnavailable(f"no RDMA device {name!r}; there are: {there}") from None
         with contextlib.ExitStack() as undo:
             undo.callback(lib.ask, "ibv_close_device", self.context)
@@ -319,38 +310,3 @@ class Device:
             f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
             f"{128 << self.port.active_mtu}, {self.gid}"
         )
-
-
-def survey(lib: Library, settings: Settings) -> list[Found]:
-    """Look at every device, fastest first; unusable ones last, with the reason."""
-    found = []
-    for name in lib.device_names():
-        try:
-            device = Device(lib, name, settings)
-        except (BackendUnavailable, FabricError, UsageError) as error:
-            found.append(Found(name, 0, f"{name}: {error}", usable=False))
-            continue
-        others = "".join(f"; then {choice}" for choice in device.gids if choice != device.gid)
-        found.append(Found(name, device.link_bps, device.describe() + others, usable=True))
-        device.close()
-    return sorted(found, key=lambda seen: (not seen.usable, -seen.link_bps, seen.name))
-
-
-def choose(found: list[Found], count: int | None) -> list[str]:
-    """Pick devices: the fastest `count`, or all that are as fast as the fastest.
-
-    Slower ones beside them are most often for management.
-
-    Raises:
-        BackendUnavailable: there are not so many; says what is there and why it is not usable.
-    """
-    usable = [seen for seen in found if seen.usable]
-    if not usable or (count is not None and len(usable) < count):
-        raise BackendUnavailable(
-            f"{len(usable)} usable RDMA devices, {count or 'at least 1'} wanted; on a machine "
-            "without an RDMA NIC, scripts/rxe runs a command beside software ones",
-            tuple((seen.name, seen.text) for seen in found) or (("list devices", "there is none"),),
-        )
-    if count is None:
-        count = sum(seen.link_bps == usable[0].link_bps for seen in usable)
-    return [seen.name for seen in usable[:count]]

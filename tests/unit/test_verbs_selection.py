@@ -1,0 +1,191 @@
+"""Which NICs are taken when none are named: captured machines, and the stub with such devices."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tep.backends.verbs import facts, open_domains, probe
+from tep.backends.verbs.selection import Found, choose, gpu_paths, survey
+from tep.backends.verbs.settings import Settings
+from tep.errors import BackendUnavailable, UsageError
+from tep.ffi.ibverbs import load
+from tep.ffi.ibverbs_wr import ENUMS
+
+IB = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
+A, B = "fec0000000000001", "fec0000000000002"
+GBPS = 10**9
+
+
+def nic(number, gbps=400, *, ib=True, subnet=A, path="", usable=True):
+    name = f"mlx5_{number}"
+    text = f"{name} is here"
+    return Found(name, text, usable, gbps * GBPS, ib, subnet if ib else "", path)
+
+
+def switched(bus, function=0):
+    """A PCI device behind a switch of its own root complex."""
+    return (
+        f"/sys/devices/pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0/"
+        f"0000:{bus + 2:02x}:00.0/0000:{bus + 3:02x}:00.{function}"
+    )
+
+
+COMPUTE = [0, 3, 4, 5, 6, 9, 10, 11]
+BUSES = [0x15, 0x37, 0x48, 0x59, 0x97, 0xB7, 0xC7, 0xD7]
+GPUS = [switched(bus).replace(":00.0/0000", ":00.0/0001") for bus in BUSES]
+
+
+def dgx_h100(storage_ib=(1, 2, 7, 8), subnet=A):
+    """Eight NICs for computing, each beside a GPU, and the four ports of two cards for storage."""
+    compute = zip(COMPUTE, BUSES, strict=True)
+    found = [nic(number, path=switched(bus)) for number, bus in compute]
+    for number, (bus, port) in zip((1, 2, 7, 8), ((0x25, 0), (0x25, 1), (0xA5, 0), (0xA5, 1))):
+        path = f"/sys/devices/pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.{port}"
+        found.append(nic(number, ib=number in storage_ib, subnet=subnet, path=path))
+    return sorted(found, key=lambda seen: seen.name)
+
+
+def names(choice):
+    return sorted(int(seen.name.removeprefix("mlx5_")) for seen in choice.taken)
+
+
+@pytest.mark.parametrize("gpus", [GPUS, []])
+@pytest.mark.parametrize("storage_ib", [(), (1, 7), (1, 2, 7, 8)])
+def test_a_dgx_h100_computes_on_its_eight_and_not_on_the_storage_ports(gpus, storage_ib):
+    """Storage ports are as fast: by the rate alone they join, and InfiniBand meets Ethernet."""
+    choice = choose(dgx_h100(storage_ib), gpus)
+    why = dict(choice.left)
+
+    assert COMPUTE == names(choice)
+    assert {"mlx5_1", "mlx5_2", "mlx5_7", "mlx5_8"} == set(why)
+    for number in (1, 2, 7, 8):
+        said = why[f"mlx5_{number}"]
+        if number not in storage_ib:
+            assert "not InfiniBand" in said
+        else:
+            assert ("PCIe switch" if gpus else "its card has 2 ports") in said
+
+
+def test_storage_in_a_subnet_of_its_own_is_left_out_and_rails_are_not():
+    """Eight rails are eight subnets, and all of them are the fabric."""
+    two = [nic(k) for k in range(8)] + [nic(8, subnet=B), nic(9, subnet=B)]
+    rails = [nic(k, subnet=f"fec00000000000{k:02x}") for k in range(8)]
+
+    assert list(range(8)) == names(choose(two, []))
+    assert f"in InfiniBand subnet {B}, and most are in {A}" == dict(choose(two, []).left)["mlx5_9"]
+    assert list(range(8)) == names(choose(rails, []))
+
+
+def test_slower_ones_and_what_cannot_be_used_are_left_out_with_the_reason():
+    """Who asks why a NIC is not used must get an answer."""
+    choice = choose([nic(0), nic(1, 100), nic(2, usable=False), nic(3, 400, ib=False)], [])
+
+    assert [0] == names(choice)
+    assert {
+        "mlx5_1": "100 Gb/s, and others have 400",
+        "mlx5_2": "mlx5_2 is here",
+        "mlx5_3": "not InfiniBand, as those with most of the bandwidth are",
+    } == dict(choice.left)
+    assert ([], []) == choose([], [])
+
+
+PATHS = st.sampled_from(["", *map(switched, BUSES), *(switched(bus, 1) for bus in BUSES)])
+NICS = st.builds(
+    nic,
+    st.integers(0, 99),
+    st.sampled_from([0, 100, 400]),
+    ib=st.booleans(),
+    subnet=st.sampled_from([A, B]),
+    path=PATHS,
+    usable=st.booleans(),
+)
+
+
+@given(st.lists(NICS, max_size=12, unique_by=lambda seen: seen.name), st.lists(PATHS, max_size=3))
+def test_every_nic_is_taken_or_left_with_a_reason_and_none_for_nothing(found, gpus):
+    """No rule may leave an engine without a NIC, mix two link layers, or forget a NIC."""
+    choice = choose(found, gpus)
+    left = [name for name, why in choice.left if why]
+
+    assert sorted(seen.name for seen in found) == sorted([*left, *(s.name for s in choice.taken)])
+    assert bool(choice.taken) == any(seen.usable for seen in found)
+    assert 1 >= len({(seen.is_ib, seen.link_bps) for seen in choice.taken})
+    assert all(seen.usable for seen in choice.taken)
+
+
+def test_gpus_are_found_by_class_and_vendor(tmp_path):
+    """The BMC's display is no GPU."""
+    kinds = [("0x030200", "0x10de"), ("0x030000", "0x1a03"), ("0x020000", "0x15b3")]
+    for k, (kind, vendor) in enumerate(kinds):
+        folder = tmp_path / f"0000:0{k}:00.0"
+        folder.mkdir()
+        (folder / "class").write_text(f"{kind}\n")
+        (folder / "vendor").write_text(f"{vendor}\n")
+    (tmp_path / "0000:09:00.0").mkdir()
+
+    assert [str(tmp_path / "0000:00:00.0")] == gpu_paths(tmp_path)
+
+
+@pytest.fixture
+def machine(stub, tmp_path, monkeypatch):
+    """The stub as a machine of devices that are (link layer, subnet, Gb/s)."""
+
+    def make(*devices):
+        for number, (link, subnet, gbps) in enumerate(devices):
+            folder = tmp_path / str(number)
+            (folder / "ports" / "1").mkdir(parents=True)
+            (folder / "ports" / "1" / "rate").write_text(f"{gbps} Gb/sec (4X NDR)\n")
+            stub.device(number, link, subnet, str(folder))
+        monkeypatch.setenv("TEP_LIBIBVERBS", stub.path)
+        monkeypatch.setattr("tep.backends.verbs.gpu_paths", list)
+
+    return make
+
+
+def test_devices_are_seen_as_they_are_and_the_rest_is_told(stub, machine):
+    """From the library's answers to what an engine opens, and to what `tep info` shows."""
+    a, b = int(A, 16), int(B, 16)
+    machine(*[(IB, a, 400)] * 4, (IB, b, 400), (IB, a, 200), (0, 0, 400), (0, 0, 400))
+    taken = [f"stub{k}" for k in range(4)]
+    domains = open_domains(name="x").domains
+    opened = [domain.caps.nic for domain in domains]
+    for domain in domains:
+        domain.close()
+    seen = {one.name: one for one in survey(load(stub.path), Settings())}
+    told = facts()
+
+    assert taken == opened == told["nics"]
+    assert (True, B, 400 * GBPS) == (
+        seen["stub4"].is_ib,
+        seen["stub4"].subnet,
+        seen["stub4"].link_bps,
+    )
+    assert {"stub4", "stub5", "stub6", "stub7"} == {name for name, _ in told["tried"]}
+    assert 136 * 1024 == told["peer_bytes_a_nic"]
+    assert 4 == len(re.findall("InfiniBand, 400 Gb/s", probe()))
+
+
+def test_more_than_belong_together_are_refused_and_two_layers_never_opened(stub, machine):
+    """A transfer over both would end in a time-out, or in an error far from its cause."""
+    machine(*[(IB, 1, 400)] * 2, *[(0, 0, 400)] * 6)
+    with pytest.raises(BackendUnavailable, match="6 usable RDMA devices that belong together, 7"):
+        open_domains(7)
+    with pytest.raises(UsageError, match=r"two link layers.*stub1 port 1: InfiniBand.*Ethernet"):
+        open_domains(["stub1", "stub2"])
+    opened = open_domains(["stub0", "stub1"]).domains
+    for domain in opened:
+        domain.close()
+
+
+def test_ends_in_two_infiniband_subnets_are_told_so_at_once(stub, machine):
+    """No packet passes: the handshake would wait for its time-out, and name no cause."""
+    machine((IB, int(A, 16), 400), (IB, int(B, 16), 400))
+    one, other = (open_domains([f"stub{k}"]).domains[0] for k in range(2))
+    with pytest.raises(UsageError, match=f"subnet {A}, the other in {B}; where each rail"):
+        one.connect(other.address)
+    one.close()
+    other.close()
