@@ -42,7 +42,9 @@ class BadRequest(UsageError):
 
 
 class BadDescriptor(UsageError):
-    """Bytes that were to be an address or a descriptor are not one that this version reads."""
+    """Bytes that were to be an address, a descriptor or a control message are none that this
+    version reads.
+    """
 
 
 class StaleEpoch(BadDescriptor):

@@ -334,6 +334,13 @@ class Noting(Domain, Protocol):
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         """Return a note that has arrived, and the address of the NIC that sent it. Once a slot."""
 
+    def engine_of(self, address: bytes) -> bytes:
+        """What the addresses of all NICs of one engine's incarnation share, and no other's has.
+
+        Any bytes may be asked about: a peer may have made them up. Those that are no address of
+        this backend are returned as they are.
+        """
+
     def source(self, number: int) -> bytes:
         """The address of the NIC behind the `ctx` of an immediate."""
 

@@ -26,7 +26,14 @@ from tep.backends.base import (
 )
 from tep.backends.checks import check_memory
 from tep.backends.hostcopy import HostRegion, Rows, offsets_within, pick, row_at, spell
-from tep.backends.loopback_port import NAME_BYTES_MAX, NICS_MAX, Hub, Port, check_address
+from tep.backends.loopback_port import (
+    NAME_BYTES_MAX,
+    NICS_MAX,
+    Hub,
+    Port,
+    check_address,
+    engine_of,
+)
 from tep.backends.shuffle import Disorder, Entry, Message
 from tep.errors import ClosedError, UsageError
 from tep.memory import Memory
@@ -268,6 +275,8 @@ class LoopbackDomain:
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         return self.port.note(slot)
+
+    engine_of = staticmethod(engine_of)
 
     def source(self, number: int) -> bytes:
         return self.port.source(number)

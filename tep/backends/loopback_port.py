@@ -25,7 +25,7 @@ from tep.backends.shuffle import Entry
 from tep.backends.unread import Unread
 from tep.errors import BadDescriptor
 
-__all__ = ["NAME_BYTES_MAX", "NICS_MAX", "Hub", "Port", "check_address"]
+__all__ = ["NAME_BYTES_MAX", "NICS_MAX", "Hub", "Port", "check_address", "engine_of"]
 
 NICS_MAX: Final = 64
 NAME_BYTES_MAX: Final = 200
@@ -300,6 +300,12 @@ class Hub:
 
 def wake_nobody() -> None:
     """Wake nobody: the waker until one is set."""
+
+
+def engine_of(address: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: all of it but the NIC's number."""
+    nic_at, nic_end = _ADDRESS.size - 2, _ADDRESS.size
+    return address if len(address) < nic_end else address[:nic_at] + address[nic_end:]
 
 
 def check_address(address: bytes) -> None:

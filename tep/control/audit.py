@@ -15,14 +15,21 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Domain, Noting, Status
-from tep.control.mailroom import Mailroom
-from tep.control.notes import Asked, Reopen, Told
+from tep.control.mailroom import Drop, Mailroom
+from tep.control.notes import NICS_MAX, WHY_MAX, Asked, Reopen, Told
 from tep.control.tally import Tally
 from tep.errors import FabricError, TepError
 
 __all__ = ["Arrivals", "Audit"]
 
 _SOURCE_BITS: Final = 32
+
+_ASKING_MAX: Final = 64
+"""Questions about one path that wait for its fence; those beyond are put again."""
+
+_PATHS_MAX: Final = 1 << 14
+"""Paths that are remembered. Beyond them those of the engine that was met first are forgotten: at
+worst a late copy of a question fences or opens a path once more, and its rows are made good."""
 
 _OTHER: Final[dict[type[Asked | Reopen], type[Asked | Reopen]]] = {Asked: Reopen, Reopen: Asked}
 
@@ -113,6 +120,8 @@ class Audit:
             Asked: {},
             Reopen: {},
         }
+        self._paths: dict[bytes, set[tuple[bytes, int]]] = {}  # asked about, by engine
+        self._npaths = 0
         self._ctxs = itertools.count()
         mail.hear(Asked, self._asked)
 
@@ -125,17 +134,49 @@ class Audit:
         mine[key] = max(note.number, mine.get(key, 0))
         return False
 
-    def _asked(self, nic: int, address: bytes, note: Asked) -> None:
-        if self.is_outdated(note):
-            return
+    def admit(self, nic: int, address: bytes, note: Asked | Reopen) -> bool:
+        """Whether a question is about a path that can be, and there is room to remember it."""
         if note.nic >= len(self._nics):
             why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
             self._mail.answer(nic, address, Told(note.number, why, ()))
+            return False
+        engine, key = self._mail.engine_of(nic, address), (note.source, note.nic)
+        mine = self._paths.setdefault(engine, set())
+        if key in mine:
+            return True
+        if len(mine) >= NICS_MAX * len(self._nics):
+            self._mail.drop(Drop.FULL, address, f"{len(mine)} paths of this engine are known")
+            return False
+        mine.add(key)
+        self._npaths += 1
+        while self._npaths > _PATHS_MAX and len(self._paths) > 1:
+            self._forget_paths(self._paths.pop(next(iter(self._paths))))
+        return True
+
+    def _forget_paths(self, keys: Collection[tuple[bytes, int]]) -> None:
+        self._npaths -= len(keys)
+        for key in keys:
+            if key in self._fences and self._fences[key].status >= 0:
+                del self._fences[key]
+            for known in self._numbers.values():
+                known.pop(key, None)
+
+    def _asked(self, nic: int, address: bytes, note: Asked) -> None:
+        if not self.admit(nic, address, note) or self.is_outdated(note):
             return
+        fence = self._fences.get((note.source, note.nic))
+        if fence is not None and len(fence.asking) >= _ASKING_MAX:
+            self._mail.drop(Drop.FULL, address, "too many questions about one path")
+            return
+
+        def tell(status: int) -> None:
+            self._mail.guard(address, self._tell, nic, address, note, status)
+
         try:
-            self.fence(note.source, note.nic, lambda status: self._tell(nic, address, note, status))
+            self.fence(note.source, note.nic, tell)
         except TepError as error:
-            self._mail.answer(nic, address, Told(note.number, f"no fence: {error}"[:200], ()))
+            why = f"no fence: {error}"[:WHY_MAX]
+            self._mail.answer(nic, address, Told(note.number, why, ()))
 
     def fence(self, source: bytes, nic: int, then: Callable[[int], object]) -> None:
         """Fence the NIC at an address off at our NIC `nic`; then(status), at once if it was before.
@@ -199,6 +240,12 @@ class Audit:
         for known in self._numbers.values():
             for key in [key for key in known if key[0] in addresses]:
                 del known[key]
+        for engine, keys in tuple(self._paths.items()):
+            gone = {key for key in keys if key[0] in addresses}
+            keys.difference_update(gone)
+            self._npaths -= len(gone)
+            if not keys:
+                del self._paths[engine]
         for nic, arrivals in zip(self._nics, self._arrivals, strict=False):
             arrivals.forget(nic, addresses)
 
@@ -215,4 +262,4 @@ class Audit:
                 why = "it has removed this peer, and forgotten what came from it"
             else:
                 counts = self._arrivals[note.nic].sums(there, note.source, note.imms)
-        self._mail.answer(nic, address, Told(note.number, why, counts))
+        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], counts))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from tep.control.mailroom import Mailroom
+from tep.control.mailroom import Drop, Mailroom
 from tep.control.notes import NICS_MAX, Ended, Renewed, Told
 from tep.core.group import DomainGroup
 from tep.core.region import Link, Remote
@@ -25,7 +25,14 @@ MARGIN: Final = 1 / 8
 """Share of a lease's time that its holder leaves unused: for clocks that differ, and the way."""
 
 _HELD_MAX: Final = 4096
-"""Leases that are over and are remembered; what is older is refused unseen."""
+"""Leases of one owner that are over and are remembered; what is older is refused unseen."""
+
+_OWNERS_MAX: Final = 4096
+"""Owners that ended leases which were never used here. Those of another one get no answer, and it
+fences this engine off."""
+
+_ASKING_MAX: Final = 64
+"""Questions about one lease that are answered together; older ones were given up by their owner."""
 
 _PATHS_MAX: Final = 100
 """Paths that fit into an answer of 512 bytes, 3 bytes each."""
@@ -74,7 +81,7 @@ class Holds:
 
     def __init__(self, group: DomainGroup, mail: Mailroom, now_s: Callable[[], float]) -> None:
         self.held: dict[Key, Hold] = {}
-        self._over: deque[Hold] = deque()
+        self._over: dict[bytes, deque[Hold]] = {}  # by owner
         self._forgotten: dict[bytes, int] = {}
         self._own = group.domains[0].address
         self._group, self._mail, self._now_s = group, mail, now_s
@@ -137,12 +144,18 @@ class Holds:
 
     def _ended(self, nic: int, address: bytes, note: Ended) -> None:
         """The owner wants its memory back: what is queued is dropped, what is posted awaited."""
+        known = (note.owner, note.lease) in self.held or note.owner in self._over
+        if not known and len(self._over) >= _OWNERS_MAX:
+            self._mail.drop(Drop.FULL, address, f"leases of {_OWNERS_MAX} owners are remembered")
+            return
         hold = self._find(note.owner, note.lease)
         if hold is None:  # it was over, and what was left of it is forgotten
             self._mail.answer(nic, address, Told(note.number, "it was too long ago", ()))
             return
         self._end(hold)
         hold.asking[nic, address, note.number] = None
+        if len(hold.asking) > _ASKING_MAX:
+            del hold.asking[next(iter(hold.asking))]
         error = LeaseError(f"lease {note.lease} was asked back by its owner before this was posted")
         for transfer in list(hold.open):
             if self._group.drop_queued(transfer):
@@ -161,7 +174,8 @@ class Holds:
             self._mail.answer(nic, address, Told(number, why, paths))
 
     def _renewed(self, nic: int, address: bytes, note: Renewed) -> None:
-        hold = self._find(note.owner, note.lease)
+        # Of one that was never used here nothing is kept: its time begins with its first use.
+        hold = self.held.get((note.owner, note.lease))
         if hold is not None and note.round > hold.round:
             hold.round = note.round
             hold.until_s = self._now_s() + note.for_ns * 1e-9 * (1 - MARGIN)
@@ -186,11 +200,12 @@ class Holds:
         if hold.over:
             return
         hold.over = True
-        self._over.append(hold)
-        if len(self._over) > _HELD_MAX and not self._over[0].open:
-            old = self._over.popleft()
-            owner, number = old.key
-            self._forgotten[owner] = max(number, self._forgotten.get(owner, 0))
+        owner = hold.key[0]
+        over = self._over.setdefault(owner, deque())
+        over.append(hold)
+        if len(over) > _HELD_MAX and not over[0].open:
+            old = over.popleft()
+            self._forgotten[owner] = max(old.key[1], self._forgotten.get(owner, 0))
             self.held.pop(old.key, None)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from tep.control.known import NS_PER_S, Nic, Peer, PeerChange, PeerEvent, PeerState, PeerWatch
+from tep.control.mailroom import Drop
 from tep.control.notes import Ping, Pong
 from tep.control.reopening import Reopening
 from tep.core.handle import Handle, State, closed_error
@@ -199,7 +200,7 @@ class Lifecycle:
         """A peer's NIC answers a question that was put to it by our NIC at `note.number`."""
         found, now_ns, asked_ns = self._nics.get(address), self._now_ns(), note.number
         if found is None or asked_ns > now_ns:
-            self._mail.odd += 1
+            self._mail.drop(Drop.UNASKED, address, f"Pong {asked_ns}")
             return
         peer, number = found
         peer.round_trip_s = (now_ns - asked_ns) / NS_PER_S

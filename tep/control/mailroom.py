@@ -1,22 +1,28 @@
 """Notes between engines, over any pair of NICs that lives: said once, or asked until answered.
 
-What is said is `notes`'s matter, what to do about it that of those who registered here. Rule: a
-question ends exactly once, in an answer or in a reason why there is none.
+What is said is `notes`'s matter, what to do about it that of those who registered here. Rule 1: a
+question ends exactly once, in an answer or in a reason why there is none. Rule 2: no note of a peer
+ends this engine: one that is malformed, speaks for another engine, finds no room, or whose handler
+raises is dropped, counted and logged.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Final, TypeVar, cast
 
 from tep.backends.base import Domain, Noting, Status
 from tep.control.notes import Answer, Note, decode, encode
 from tep.core.region import Link
-from tep.errors import TepError
+from tep.errors import BadDescriptor, TepError
 
-__all__ = ["NOTE_CTX", "Mailroom", "sooner"]
+__all__ = ["NOTE_CTX", "Drop", "Mailroom", "sooner"]
+
+_log = logging.getLogger("tep")
 
 NOTE_CTX: Final = 1 << 62
 """The ctx of the first note: users' messages have smaller ones."""
@@ -27,7 +33,23 @@ ROUNDS_MAX: Final = 5
 DEAF_MAX: Final = 3
 """The same, where every NIC of the peer was asked each time and none was there."""
 
+ANSWERS_MAX: Final = 1024
+"""Answers to one engine that wait for a NIC; it asks again for those beyond."""
+
+QUEUE_MAX: Final = 16 * ANSWERS_MAX
+"""Notes of any kind that wait for a NIC: beyond them no answer is added."""
+
 N = TypeVar("N", bound=Note)
+
+
+class Drop(Enum):
+    """Why a control message of a peer was dropped."""
+
+    MALFORMED = "malformed"
+    FOREIGN = "it speaks for another engine"
+    UNASKED = "an answer that nobody waits for"
+    FULL = "no room for what it asks"
+    FAILED = "its handler raised"
 
 
 def sooner(one_s: float | None, other_s: float | None) -> float | None:
@@ -101,7 +123,7 @@ class Mailroom:
     Attributes:
         able: whether its NICs have notes at all.
         busy: whether a note is on its way or a question open; else nothing here wants a turn.
-        odd: notes that were none, or that nobody had asked for.
+        dropped: control messages of peers that were dropped, by reason.
         stale: is told of each note that met a later incarnation of its peer.
         unheard: (our NIC, PeerId) where the last note did not get there: where an error flushes,
             rows on the same path end with it.
@@ -112,7 +134,7 @@ class Mailroom:
     ) -> None:
         self.able = all(domain.caps.note_bytes for domain in domains)
         self.busy = False
-        self.odd = 0
+        self.dropped: Counter[Drop] = Counter()
         self.stale: Callable[[Link], object] = lambda _: None
         self.unheard: set[tuple[int, int]] = set()
         self._nics = [cast("Noting", domain) for domain in domains]
@@ -125,6 +147,7 @@ class Mailroom:
         self._out: dict[int, _Letter] = {}
         self._questions: dict[int, _Question] = {}
         self._hears: dict[type, Callable[[int, bytes, Note], object]] = {}
+        self._answers: Counter[bytes] = Counter()  # that wait for a NIC, by engine
 
     @property
     def note_bytes(self) -> int:
@@ -163,6 +186,11 @@ class Mailroom:
 
     def answer(self, nic: int, address: bytes, note: Note) -> None:
         """Answer from where a question came in; if that fails it will be asked again."""
+        engine = self.engine_of(nic, address)
+        if self._answers[engine] >= ANSWERS_MAX or len(self._queue) >= QUEUE_MAX:
+            self.drop(Drop.FULL, address, "too many answers wait for a NIC")
+            return
+        self._answers[engine] += 1
         self._send(_Letter(note, None, (nic, address)))
 
     def _send(self, letter: _Letter) -> None:
@@ -203,7 +231,10 @@ class Mailroom:
         """Post what waits, put late questions again; True if a NIC took one or one was lost."""
         work = False
         for _ in range(len(self._queue)):
-            work |= self._post(self._queue.popleft())
+            letter = self._queue.popleft()
+            work |= self._post(letter)
+            if letter.back is not None and (not self._queue or self._queue[-1] is not letter):
+                self._gone(letter.back)
         if self._questions:
             now_s = self._now_s()
             late = [q for q in self._questions.values() if q.due_s is not None and q.due_s <= now_s]
@@ -212,6 +243,13 @@ class Mailroom:
                 self._again(question)
         self.busy = bool(self._queue or self._out or self._questions)
         return work
+
+    def _gone(self, back: tuple[int, bytes]) -> None:
+        """An answer waits no more."""
+        engine = self.engine_of(*back)
+        self._answers[engine] -= 1
+        if not self._answers[engine]:
+            del self._answers[engine]
 
     def due_s(self) -> float | None:
         """When step() is wanted although nothing has happened; None: then never."""
@@ -301,25 +339,62 @@ class Mailroom:
         else:
             self._failed(letter, Status(status).name, deaf=status == Status.UNREACHABLE)
 
+    def engine_of(self, nic: int, address: bytes) -> bytes:
+        """What names the engine of the NIC at an address, as our NIC `nic` understands it."""
+        return self._nics[nic].engine_of(address)
+
     def take(self, nic: int, slot: int) -> None:
         """A note has come in."""
         payload, address = self._nics[nic].take_note(slot)
-        note = decode(payload)
-        if isinstance(note, Answer):
-            question = self._questions.get(note.number)
-            link = None if question is None else question.letter.link
-            if question is not None and link is not None and address in link.addr.domains:
-                del self._questions[note.number]
-                question.told(note)
-                return
-        elif note is not None and type(note) in self._hears:
-            self._hears[type(note)](nic, address, note)
+        try:
+            note = decode(payload)
+        except BadDescriptor as error:
+            self.drop(Drop.MALFORMED, address, str(error))
             return
-        self.odd += 1
+        self.guard(address, self._take, nic, address, note)
+
+    def _take(self, nic: int, address: bytes, note: Note) -> None:
+        claimed = note.claimed
+        if claimed and self.engine_of(nic, claimed) != self.engine_of(nic, address):
+            self.drop(Drop.FOREIGN, address, f"{type(note).__name__} for {claimed!r}")
+        elif isinstance(note, Answer):
+            self._take_answer(address, note)
+        else:
+            self._hears[type(note)](nic, address, note)
+
+    def _take_answer(self, address: bytes, note: Answer) -> None:
+        question = self._questions.get(note.number)
+        link = None if question is None else question.letter.link
+        if question is None or link is None or address not in link.addr.domains:
+            self.drop(Drop.UNASKED, address, f"answer {note.number}")
+            return
+        del self._questions[note.number]
+        try:
+            question.told(note)
+        except Exception as error:
+            question.lost(f"its answer could not be used: {error!r}")
+            raise
+
+    def guard(self, address: bytes, handler: Callable[..., object], *args: object) -> None:
+        """Call what deals with a note of the NIC at an address; drop the note if that raises."""
+        try:
+            handler(*args)
+        except Exception as error:  # noqa: BLE001  # its message alone is dropped
+            self.drop(Drop.FAILED, address, repr(error), error)
+
+    def drop(self, reason: Drop, address: bytes, what: str, error: Exception | None = None) -> None:
+        """Count a note that is dropped. The log is told of the 1st, 2nd, 4th, 8th ... of a kind."""
+        self.dropped[reason] += 1
+        times = self.dropped[reason]
+        if times & (times - 1) == 0:
+            level = logging.DEBUG if reason is Drop.UNASKED else logging.WARNING
+            text = "control message from %r dropped (%s, %d so far): %s"
+            _log.log(level, text, address, reason.value, times, what, exc_info=error)
 
     def close(self) -> None:
         """End every question; notes on their way are forgotten."""
         self.able = False
         self._queue.clear()
+        self._answers.clear()
         for question in list(self._questions.values()):
             self._lose(question, "the engine was closed")

@@ -1,7 +1,9 @@
-"""What engines say to each other, as bytes. Rule: bytes from a peer are hostile until decoded.
+"""Control messages: what engines say to each other, as bytes.
 
 A note is the MessagePack array of one class below, its fields in order after the tag. Nothing here
-sends.
+sends. Rule 1: bytes from a peer are hostile until `decode` has returned. Rule 2: whatever can be
+wrong with a note by itself is declared at its fields, and checked there. Rule 3: a note that names
+a NIC as its sender's says which field that is (`claimed`), and who takes it in compares.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from tep.errors import FabricError
+from tep.errors import BadDescriptor, FabricError
 
 __all__ = [
     "NICS_MAX",
     "REASON_MAX",
+    "WHY_MAX",
     "Answer",
     "Asked",
     "Ended",
@@ -32,15 +35,25 @@ __all__ = [
     "values_max",
 ]
 
-Unsigned = Annotated[int, Meta(ge=0)]
-Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
-Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
-
 REASON_MAX: Final = 60
 """Characters of a reason, so that it fits into the shortest note that a NIC may have."""
 
 NICS_MAX: Final = 64
 """NICs of an engine, as `wire` has it."""
+
+WHY_MAX: Final = 200
+"""Characters of the reason in an answer."""
+
+VALUES_MAX: Final = 1 << 14
+"""Values in one list: more than any NIC's longest note has room for."""
+
+_U63: Final = 2**63 - 1
+Number = Annotated[int, Meta(ge=0, le=_U63)]
+Count = Annotated[int, Meta(ge=0, le=_U63)]
+NicNumber = Annotated[int, Meta(ge=0, lt=NICS_MAX)]
+Nanoseconds = Annotated[int, Meta(ge=1, le=10**18)]
+Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
 
 _HEAD_BYTES: Final = 320
 """Room for all of a note but its list: an address of 256 bytes and some numbers."""
@@ -49,22 +62,32 @@ _HEAD_BYTES: Final = 320
 class _Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A note; `number` is the sender's, and the answer has the same."""
 
-    number: Unsigned
+    number: Number
+
+    @property
+    def claimed(self) -> bytes:
+        """The address that the note gives as one of its sender's NICs; b"" = it gives none."""
+        return b""
 
 
 class Asked(_Note, frozen=True, array_like=True, tag=1):
     """Fence off my NIC `source` at your NIC `nic`. How often did these immediates come from it?"""
 
     source: Address
-    nic: Unsigned
-    imms: tuple[Imm, ...]
+    nic: NicNumber
+    imms: Annotated[tuple[Imm, ...], Meta(max_length=VALUES_MAX)]
+
+    @property
+    def claimed(self) -> bytes:
+        """The path's sender."""
+        return self.source
 
 
 class Told(_Note, frozen=True, array_like=True, tag=2):
     """It is fenced, and these are the sums, since the beginning; or why they cannot be said."""
 
-    why: str
-    counts: tuple[int, ...]
+    why: Annotated[str, Meta(max_length=WHY_MAX)]
+    counts: Annotated[tuple[Count, ...], Meta(max_length=VALUES_MAX)]
 
 
 class Failed(_Note, frozen=True, array_like=True, tag=3):
@@ -90,23 +113,38 @@ class Ended(_Note, frozen=True, array_like=True, tag=8):
     """
 
     owner: Address
-    lease: Unsigned
+    lease: Number
+
+    @property
+    def claimed(self) -> bytes:
+        """The owner."""
+        return self.owner
 
 
 class Renewed(_Note, frozen=True, array_like=True, tag=9):
     """My lease lasts so long from now on; of two renewals the one with the larger round holds."""
 
     owner: Address
-    lease: Unsigned
-    round: Unsigned
-    for_ns: Unsigned
+    lease: Number
+    round: Number
+    for_ns: Nanoseconds
+
+    @property
+    def claimed(self) -> bytes:
+        """The owner."""
+        return self.owner
 
 
 class Reopen(_Note, frozen=True, array_like=True, tag=10):
     """Take rows of my NIC `source` at your NIC `nic` again; those that I sent have ended."""
 
     source: Address
-    nic: Unsigned
+    nic: NicNumber
+
+    @property
+    def claimed(self) -> bytes:
+        """The path's sender."""
+        return self.source
 
 
 Answer = Told
@@ -120,12 +158,13 @@ def encode(note: Note) -> bytes:
     return msgspec.msgpack.encode(note)
 
 
-def decode(data: bytes) -> Note | None:
-    """The note in these bytes, or None where they are none."""
+def decode(data: bytes) -> Note:
+    """The note in these bytes. Raises BadDescriptor, whatever is wrong with them."""
     try:
         return _DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        text = f"{bytes(data[:16])!r}... ({len(data)} bytes) is no control message: {error}"
+        raise BadDescriptor(text) from error
 
 
 def given_up(note: Failed, more: str) -> FabricError:

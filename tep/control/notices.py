@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tep.control.mailroom import Mailroom
+from tep.control.mailroom import Drop, Mailroom
 from tep.control.notes import Answer, Failed, Told, given_up
 from tep.core.handle import Handle, State
 from tep.core.imm import ImmTable
@@ -18,8 +18,15 @@ from tep.errors import FabricError, TepError
 
 __all__ = ["Notices"]
 
-_HEARD_MAX: Final = 4096
-"""Words of peers that are remembered, so that one that comes twice counts once."""
+_HEARD_MAX: Final = 256
+"""Words of one engine that are remembered, so that one that comes twice counts once."""
+
+_ENGINES_MAX: Final = 4096
+"""Engines whose words are remembered; beyond them those of the one that was heard first go."""
+
+_BROKEN_MAX: Final = 4096
+"""Immediates given up that nobody expected yet; word of one more is not answered, and the peer
+learns that this engine could not be told."""
 
 
 class Notices:
@@ -45,7 +52,7 @@ class Notices:
         settle: Callable[[Handle, State, TepError | None], None],
     ) -> None:
         self.broken: dict[int, FabricError] = {}
-        self._heard: dict[tuple[str, int], None] = {}
+        self._heard: dict[bytes, dict[int, None]] = {}  # numbers, by engine
         self._name = name
         self._imms, self._mail = imms, mail
         self._opened, self._settle = opened, settle
@@ -87,16 +94,29 @@ class Notices:
         return found
 
     def _hear(self, nic: int, address: bytes, note: Failed) -> None:
-        """A peer gives an immediate up: whoever waits for it, or will next, gets an error."""
+        """A peer gives an immediate up: whoever waits for it, or will next, gets an error.
+
+        An expectation that names its sender is failed by no other.
+        """
+        engine = self._mail.engine_of(nic, address)
+        heard = self._heard.get(engine, {})
+        if note.number not in heard:  # else it asks again because our answer was late
+
+            def meant(handle: Expectation) -> bool:
+                sender = handle.sender
+                from_it = sender is None or address in sender.addr.domains
+                return handle.imm == note.imm and from_it
+
+            if not self.fail(meant, lambda _, came: given_up(note, f"; {came}")):
+                if len(self.broken) >= _BROKEN_MAX:
+                    text = f"{_BROKEN_MAX} immediates were given up that nobody expects"
+                    self._mail.drop(Drop.FULL, address, text)
+                    return
+                self.broken[note.imm] = given_up(note, "")
+            heard[note.number] = None
+            if len(heard) > _HEARD_MAX:
+                del heard[next(iter(heard))]
+            self._heard[engine] = heard
+            if len(self._heard) > _ENGINES_MAX:
+                del self._heard[next(iter(self._heard))]
         self._mail.answer(nic, address, Told(note.number, "", ()))
-        key = note.who, note.number
-        if key in self._heard:
-            return  # it asked again because our answer was late
-        self._heard[key] = None
-        while len(self._heard) > _HEARD_MAX:
-            del self._heard[next(iter(self._heard))]
-        found = self.fail(
-            lambda handle: handle.imm == note.imm, lambda _, came: given_up(note, f"; {came}")
-        )
-        if not found and len(self.broken) < _HEARD_MAX:
-            self.broken[note.imm] = given_up(note, "")

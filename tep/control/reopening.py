@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tep.control.notes import Answer, Asked, Reopen, Told
+from tep.control.notes import WHY_MAX, Answer, Asked, Reopen, Told
 from tep.core.region import Link
 
 if TYPE_CHECKING:
@@ -116,15 +116,14 @@ class Reopening:
     # ------------------------------------------------------------------ the receiver's half
 
     def _asked(self, nic: int, address: bytes, note: Reopen) -> None:
-        if self._audit.is_outdated(note):
+        if not self._audit.admit(nic, address, note) or self._audit.is_outdated(note):
             return
         why = self._why_not(note) or self._audit.lift(note.source, note.nic)
-        self._mail.answer(nic, address, Told(note.number, why[:200], ()))
+        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))
 
     def _why_not(self, note: Reopen) -> str:
-        alive = self._group.alive
-        if note.nic >= len(alive) or not alive[note.nic]:
-            return f"its NIC {note.nic} is down" if note.nic < len(alive) else "it has no such NIC"
+        if not self._group.alive[note.nic]:
+            return f"its NIC {note.nic} is down"
         found = self._find(note.source)
         if found is not None:
             link, number = found

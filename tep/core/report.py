@@ -60,7 +60,13 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
         leases=len(worker.leases.granted),
         transfers_in_doubt=group.in_doubt,
         bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
+        control_dropped=_drops(worker),
     )
+
+
+def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
+    """How many control messages were dropped, by reason."""
+    return tuple((reason.value, times) for reason, times in list(worker.mail.dropped.items()))
 
 
 def _not_taken(worker: Worker) -> int:
@@ -163,6 +169,7 @@ def stall_report(engine: EngineMachine) -> str:
         lines.append(
             f"  NIC {k} ({domain.caps.nic}, {state}): {group.outstanding[k]} rows outstanding"
         )
+    lines += [f"  {n} control messages dropped: {d}" for d, n in _drops(worker)]
     lines.append(f"  {group.backlog} rows wait for a NIC; {worker.imms.total} immediates counted")
     extra = [f"{imm:#x} x {n}" for imm, n in list(worker.imms.counts.items())[:_LISTED_MAX]]
     if extra:

@@ -77,6 +77,7 @@ class EngineStats:
         leases: granted and not over.
         transfers_in_doubt: settled with bytes that may still land at a peer.
         bytes_quarantined: here, that a NIC may touch although nothing is open.
+        control_dropped: control messages of peers that were dropped, by reason; see the log.
     """
 
     steps: int
@@ -96,3 +97,4 @@ class EngineStats:
     leases: int = 0
     transfers_in_doubt: int = 0
     bytes_quarantined: int = 0
+    control_dropped: tuple[tuple[str, int], ...] = ()

@@ -225,6 +225,11 @@ class ChaosReceiver(ChaosPort):
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         return self._notes.pop(slot)
 
+    def engine_of(self, address: bytes) -> bytes:
+        """An address is sim:name/nic#epoch."""
+        name, _, rest = address.rpartition(b"/")
+        return name + b"#" + rest.rpartition(b"#")[2]
+
     def source(self, number: int) -> bytes:
         return list(self._sources)[number]
 

@@ -264,6 +264,11 @@ class TimingNic:
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         return self._inlet.take_note(slot)
 
+    def engine_of(self, address: bytes) -> bytes:
+        """An address is name/nic#epoch."""
+        name, _, rest = address.rpartition(b"/")
+        return name + b"#" + rest.rpartition(b"#")[2]
+
     def _send(self, peer: int, payload: bytes, ctx: int, *, is_note: bool) -> bool:
         self._check_open()
         if self.open_rows >= self.caps.sq_depth:

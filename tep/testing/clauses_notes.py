@@ -61,6 +61,15 @@ def _unfence(a: Side, b: Side) -> None:
     _nic(a).unfence(b.domains[0].address)
 
 
+def _engine_of_each(a: Side, b: Side) -> tuple[set[bytes], set[bytes]]:
+    """What each NIC of a says of all NICs of both."""
+    mine, theirs = (
+        {_nic(a, k).engine_of(other.address) for k in range(2) for other in side.domains}
+        for side in (a, b)
+    )
+    return mine, theirs
+
+
 def _ways(a: Side, b: Side) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
     return (a, b), (b, a)
 
@@ -114,6 +123,15 @@ class NotesContract:
         assert expected == sorted(b.notes)
         assert [] == a.errors()
         assert [] == b.messages(), "a note is no message of the user's"
+
+    def test_c24_addresses_say_which_engine_they_are_of(self, world: World) -> None:
+        """Else one engine could ask in another's name, and fence it off."""
+        _, a, b = _noting(world, nics=2)
+        mine, theirs = _engine_of_each(a, b)
+        assert (1, 1) == (len(mine), len(theirs)), "the NICs of one engine share it"
+        assert mine != theirs, "two engines do not"
+        for junk in (b"", b"?", b"x" * 40, a.domains[0].address[:-1]):
+            assert isinstance(_nic(a).engine_of(junk), bytes)
 
     def test_c24_notes_need_no_buffer_of_the_users(self, world: World) -> None:
         """Notes say that a NIC died; they must not wait for a reader of messages."""

@@ -29,6 +29,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
+from tep.control.mailroom import Drop
+from tep.core.stats import EngineStats
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.trace import Trace
@@ -176,7 +178,7 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
     open_waits = sum(w.host is host and not w.settled and not w.claimed for w in stage.waits)
     left = {imm: n - host.used[imm] for imm, n in ledger.imms.items() if n != host.used[imm]}
     stats = engine.stats()
-    facts = (
+    facts: tuple[tuple[str, object, object], ...] = (
         ("transfers done", ended["done"], stats.transfers_done),
         ("transfers cancelled", ended["cancelled"], stats.transfers_cancelled),
         ("transfers failed", ended["failed"], stats.transfers_failed),
@@ -187,12 +189,18 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
         ("expectations open", open_waits, stats.expectations),
         ("rows outstanding", 0, sum(stats.rows_outstanding)),
         ("rows in the backlog", 0, stats.rows_backlog),
+        ("control messages dropped", {}, _dropped(stats)),
         ("busy", False, engine.busy()),
     )
     for what, true, told in facts:
         if true != told:
             stage.fail(f"engine {host.name}: {what}: it says {told}, but that is {true}")
     engine.deregister(host.mr)  # raises if a transfer is still thought to read from it
+
+
+def _dropped(stats: EngineStats) -> dict[str, int]:
+    """Control messages that no peer should have sent; answers that come late are no fault."""
+    return {why: n for why, n in stats.control_dropped if why != Drop.UNASKED.value}
 
 
 def _judge_memory(stage: Stage, host: Host) -> None:

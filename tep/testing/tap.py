@@ -112,6 +112,7 @@ class Tap:
         self.recv_done = nic.recv_done
         self.post_note = nic.post_note
         self.take_note = nic.take_note
+        self.engine_of = nic.engine_of
         self.source = nic.source
         self.status_text = nic.status_text
         self.set_waker = nic.set_waker

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
+from tep.control.mailroom import Drop
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
 
@@ -122,6 +123,9 @@ class Nic:
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         return self.notes.pop(slot)
 
+    def engine_of(self, address: bytes) -> bytes:
+        return address.partition(b"/")[0]
+
     def source(self, number: int) -> bytes:
         return self.fabric.nics[number].address
 
@@ -215,6 +219,9 @@ class Fabric:
         while events := self._events():
             events[self.chooser.of(len(events))]()
             self._rest()
+        for engine in self.engines:
+            dropped = engine._worker.mail.dropped.keys() - {Drop.UNASKED}
+            assert not dropped, f"{engine.name} dropped messages of its peer: {dropped}"
 
     def _rest(self) -> None:
         for _ in range(1000):

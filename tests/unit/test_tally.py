@@ -10,6 +10,7 @@ import pytest
 from tep.control.audit import Arrivals
 from tep.control.notes import Asked, Told, decode, encode, values_max
 from tep.control.tally import Tally
+from tep.errors import BadDescriptor
 
 
 def test_columns_and_single_keys_make_one_sum() -> None:
@@ -85,8 +86,10 @@ def test_notes_come_back_as_they_were_and_junk_is_none() -> None:
     notes = (Asked(3, b"x" * 256, 63, (0, 2**32 - 1)), Told(2**40, "why", (2**63 - 1, 0)))
     assert notes == tuple(decode(encode(note)) for note in notes)
     for junk in (b"", b"\xc1", b"\x00", encode(notes[0])[:-1], encode(notes[1]) + b"x"):
-        assert decode(junk) is None
-    assert decode(b"\x95\x01\x03\xc4\x00\x00\x90") is None, "an address of no bytes"
+        with pytest.raises(BadDescriptor, match="is no control message"):
+            decode(junk)
+    with pytest.raises(BadDescriptor, match="length >= 1"):
+        decode(b"\x95\x01\x03\xc4\x00\x00\x90")  # an address of no bytes
 
 
 def test_a_question_and_its_answer_fit_into_a_note() -> None:

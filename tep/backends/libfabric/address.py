@@ -28,7 +28,7 @@ from typing import Final
 
 from tep.errors import BadDescriptor
 
-__all__ = ["NicAddress", "parse", "shm_name", "shm_pid"]
+__all__ = ["NicAddress", "engine_of", "parse", "shm_name", "shm_pid"]
 
 _HEAD: Final = struct.Struct("<4sQBBB")
 _MAGIC: Final = b"OFI1"
@@ -96,6 +96,11 @@ def parse(data: bytes, provider: str) -> NicAddress:
         raise BadDescriptor(f"libfabric address of {nic!r}: {complaint}: {raw.hex() or 'empty'}")
     # One copy of a NIC's name: peers that come and go a thousand times are all kept.
     return NicAddress(provider, epoch, sys.intern(nic), raw)
+
+
+def engine_of(data: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: the epoch, a time in ns."""
+    return data[4:12] if len(data) >= _HEAD.size else data
 
 
 def shm_name(raw: bytes) -> str:

@@ -1,8 +1,7 @@
 """One NIC of libfabric behind the seam: rows out, completions in, and who looks after what.
 
 The parts: objects (libfabric's), rows, slots (rows in flight), regions, peers (greetings), mailbox
-(frames), messages. Here they are put together, frames and errors are given to whom they concern,
-and deadlines are kept.
+(frames), messages. Here they are joined, errors go to whom they concern, deadlines are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tep.backends.base import (
 )
 from tep.backends.checks import check_memory
 from tep.backends.libfabric import frames, neighbours
-from tep.backends.libfabric.address import NicAddress, shm_name
+from tep.backends.libfabric.address import NicAddress, engine_of, shm_name
 from tep.backends.libfabric.completions import Queue
 from tep.backends.libfabric.efa import STATUSES, check_device
 from tep.backends.libfabric.mailbox import Mailbox
@@ -45,8 +44,7 @@ from tep.memory import Memory
 
 __all__ = ["FabricDomain"]
 
-_LOOK_S: Final = 0.05
-"""How often deadlines are looked at while something is outstanding."""
+_LOOK_S: Final = 0.05  # between two looks at deadlines, while something is outstanding
 
 _LATE_S: Final = 0.2
 """A look that comes so late finds this process itself was held up, and excuses its peers once."""
@@ -185,6 +183,8 @@ class FabricDomain:
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         return self._unread.take(slot)
+
+    engine_of = staticmethod(engine_of)
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()

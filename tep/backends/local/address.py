@@ -28,7 +28,7 @@ from typing import Final, NamedTuple, Self
 
 from tep.errors import BadDescriptor
 
-__all__ = ["Address", "host_digest", "process_start"]
+__all__ = ["Address", "engine_of", "host_digest", "process_start"]
 
 _LAYOUT: Final = struct.Struct("<4sBxHI4xQQ8s16s")
 _MAGIC: Final = b"TLOC"
@@ -87,6 +87,11 @@ class Address(NamedTuple):
 
     def __str__(self) -> str:
         return f"process {self.pid} NIC {self.nic}, epoch {self.epoch}"
+
+
+def engine_of(data: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: process, epoch and host."""
+    return data[8:40] if len(data) == _LAYOUT.size + 4 else data
 
 
 def host_digest() -> bytes:

@@ -31,7 +31,7 @@ from tep.backends.base import (
 )
 from tep.backends.checks import check_memory
 from tep.backends.hostcopy import HostRegion
-from tep.backends.local.address import Address
+from tep.backends.local.address import Address, engine_of
 from tep.backends.local.port import ASLEEP, Inbound, Port, Watches
 from tep.backends.local.rings import EVENTS, LaneReader, new_fence
 from tep.backends.local.sender import HELPING_BYTES, Sender
@@ -150,6 +150,8 @@ class LocalDomain:
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         return self._sender.notes.unread.take(slot)
+
+    engine_of = staticmethod(engine_of)
 
     def _refuse(self) -> None:
         self._refused = True

@@ -28,7 +28,15 @@ from typing import Final
 from tep.errors import BadDescriptor
 from tep.ffi.ibverbs_wr import ENUMS
 
-__all__ = ["ADDRESS_BYTES", "Address", "gid_text", "identity_of", "is_link_local", "is_mapped"]
+__all__ = [
+    "ADDRESS_BYTES",
+    "Address",
+    "engine_of",
+    "gid_text",
+    "identity_of",
+    "is_link_local",
+    "is_mapped",
+]
 
 _LAYOUT: Final = struct.Struct("<4sBBH16sIIQQ")
 _MAGIC: Final = b"VERB"
@@ -127,6 +135,11 @@ class Address:
     def __str__(self) -> str:
         where = f"LID {self.lid}" if self.is_ib else gid_text(self.gid)
         return f"{where} ({_GID_TYPES[self.gid_type]}), UD QP {self.ud_qpn}"
+
+
+def engine_of(address: bytes) -> bytes:
+    """Return what the addresses of all NICs of one engine share: the epoch, a time in ns."""
+    return address[32:40] if len(address) == ADDRESS_BYTES else address
 
 
 def identity_of(name: str, nic: int) -> int:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.backends.checks import check_memory
+from tep.backends.verbs.address import engine_of
 from tep.backends.verbs.conns import Conn
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.limits import RKEY_MAX, Limits
@@ -40,7 +41,6 @@ Array = npt.NDArray[np.unsignedinteger]
 _LOG: Final = logging.getLogger("tep.verbs")
 _EVENTS_EVERY: Final = 4096  # polls between two looks at the device's own events
 _GOODBYE_S: Final = 0.02
-
 _WRITE, _DOWN = int(Kind.WRITE), int(Kind.DOWN)
 _FATAL: Final = ENUMS["IBV_EVENT_DEVICE_FATAL"]
 _BROKEN: Final = {
@@ -230,6 +230,8 @@ class VerbsDomain:
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
         return self._peers.notes.unread.take(slot)
+
+    engine_of = staticmethod(engine_of)
 
     def source(self, number: int) -> bytes:
         return self._peers.table[number].where.encode()
