@@ -11,8 +11,9 @@ from tep.backends import libfabric
 from tep.errors import BackendUnavailable
 from tep.ffi.libfabric import Libfabric, load
 from tep.testing.verbs_stub import Stub, build
+from tests.support import fake_efa
 
-__all__ = ["need_libfabric", "need_stub", "require"]
+__all__ = ["need_fake_efa", "need_libfabric", "need_stub", "require"]
 
 
 def need_libfabric() -> Libfabric:
@@ -38,4 +39,13 @@ def need_stub() -> Stub:
     try:
         return build()
     except LookupError as error:
+        pytest.skip(f"not here: {error}")
+
+
+def need_fake_efa() -> None:
+    """Skip where the fake EFA device cannot be built, or no wheel has a provider for it."""
+    need_libfabric()
+    try:
+        fake_efa.build()
+    except fake_efa.NoCompiler as error:
         pytest.skip(f"not here: {error}")

@@ -1,0 +1,76 @@
+"""libfabric's own EFA provider on the fake device: the script for instances, and two processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tep.units import KiB, MiB
+from tests.support.children import Child, transfer
+from tests.support.fake_efa import fabric
+from tests.support.here import need_fake_efa
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+RECEIVES = pytest.mark.xfail(strict=True, reason="efa-direct: receives are not posted again")
+PROVIDERS = ["efa", "efa-direct"]
+
+
+@pytest.fixture
+def run():
+    """Two NICs a host, in an order of their own."""
+    need_fake_efa()
+    with fabric({"nics": 2, "seed": 1, "log": 1}) as run:
+        yield run
+
+
+@pytest.mark.parametrize("provider", ["efa", pytest.param("efa-direct", marks=RECEIVES)])
+def test_verify_efa_holds(run, provider):
+    """Who comes to an instance starts with this script: each of its checks has to hold."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/verify_efa.py", provider],
+        env=os.environ | run.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60 if provider == "efa" else 8,
+        check=False,
+    )
+
+    assert 0 == done.returncode, done.stdout + done.stderr
+    assert "all checks held" in done.stdout
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_two_processes_move_every_byte(run, provider, hosts):
+    """Rows of two processes over two NICs each: bytes, counts, and whom they went through."""
+    npages = 96 if provider == "efa-direct" else 1024  # what it can before receives are reposted
+    children = [Child(run.environment(host)) for host in hosts]
+    try:
+        a, b = children
+        for child, name in ((a, "a"), (b, "b")):
+            child.address = child.do("open", provider=provider, nics=2, name=name)
+        a.do("reg", nbytes=4 * MiB, seed=5)
+        desc = b.do("reg", nbytes=4 * MiB)
+        ends = transfer(a, b, desc, page_bytes=4 * KiB, npages=npages, seed=5, imm=7)
+
+        assert ("done", "done") == ends
+        assert b.do("check", page_bytes=4 * KiB, npages=npages, seed=5)
+        assert 0 == b.do("count", imm=7), "more immediates than pages"
+    finally:
+        for child in children:
+            child.end()
+    rows = [call for call in run.calls() if call.get("op") == "write_imm"]
+    total = run.total()
+
+    assert {"4096"} == {call["len"] for call in rows}
+    assert [npages // 2] * 2 == [
+        sum(call["to"] == str(32 * hosts[1] + nic) for call in rows) for nic in range(2)
+    ]
+    assert npages == total["imms_landed"]
+    assert 0 == total["overruns"]
