@@ -10,72 +10,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import math
 import os
 import select
-import signal
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
-from tep.errors import ClosedError, UsageError
+from tep.errors import ClosedError, UsageError, WaitTimeout
+from tep.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
 
 __all__ = [
     "Driver",
     "InlineDriver",
-    "Interrupts",
     "Machine",
-    "Process",
     "Settles",
     "ThreadDriver",
     "Timed",
-    "left_s",
-    "thread_id",
 ]
 
 T = TypeVar("T")
-
-# What `signal` wraps in order to make enums of the numbers: 0.5 us a call instead of 5 (measured).
-_plain = importlib.import_module("_signal")
-_signal: Final[Callable[[int, object], object]] = _plain.signal
-_getsignal: Final[Callable[[int], object]] = _plain.getsignal
-_SIGINT: Final = int(signal.SIGINT)
-
-_INTERRUPT: Final = signal.default_int_handler
 
 _LOOK_S: Final = 0.2
 """How often a blocked caller looks whether the worker still lives, seconds."""
 
 _NICE_MAX: Final = 19
+_DROP_LOOKS: Final = 10
+_EXIT_S: Final = 1.0  # how long the end of the process waits for each worker
+_write: Final = os.eventfd_write
 
-thread_id: Final = threading.get_ident
-"""Who runs this, as a number other than 0."""
-
-
-class Process:
-    """What drivers remember of this process, since each look at it costs a system call.
-
-    Attributes:
-        forks: how often it, or those it descends from, forked; a driver belongs to one of them.
-        main: its main thread.
-    """
-
-    forks = 0
-    main = threading.main_thread().ident
-
-    @classmethod
-    def note_fork(cls) -> None:
-        """In the child: this is another process."""
-        cls.forks += 1
-        cls.main = threading.main_thread().ident
-
-
-os.register_at_fork(after_in_child=Process.note_fork)
+_WORKERS: Final[dict[int, ThreadDriver]] = {}
+"""The worker threads of this process, by thread, with the driver of each."""
 
 
 class Settles(Protocol):
@@ -186,6 +156,7 @@ class InlineDriver:
     def start(self, machine: Machine) -> None:
         self._machine = machine
         self.ring.append(machine)
+        Interrupts.forget()
 
     def kick(self) -> None:
         """Nothing to do: the caller turns."""
@@ -197,13 +168,24 @@ class InlineDriver:
         """Step every machine of the ring once; True if any had work."""
         if self._turning:
             self._refuse()
-        self._turning, work = True, False
-        try:
-            for machine in tuple(self.ring):
+        with Interrupts():
+            self._turning = True
+            try:
+                work = self._turn_all()
+            finally:
+                self._turning = False
+        raise_escaped()
+        return work
+
+    def _turn_all(self) -> bool:
+        work = False
+        for machine in tuple(self.ring):
+            try:
                 work |= machine.step()
                 machine.deliver()
-        finally:
-            self._turning = False
+            except BaseException as error:
+                machine.crash(error)  # what it ends learns of it, and so does who turns
+                raise
         return work
 
     def _refuse(self) -> None:
@@ -213,24 +195,26 @@ class InlineDriver:
         )
 
     def call(self, function: Callable[[], T]) -> T:
-        return function()
+        with Interrupts():
+            return function()
 
     def wait(self, handle: Settles, timeout_s: float) -> bool:
-        now_s, ring = time.monotonic, self.ring
+        now_s = time.monotonic
         deadline = now_s() + timeout_s
         if self._turning:
             self._refuse()
-        self._turning = True
-        try:
-            while not handle.settled:  # as turn() does, once a loop instead of once a call
-                for machine in tuple(ring):
-                    machine.step()
-                    machine.deliver()
-                if now_s() >= deadline:
-                    return handle.settled
-        finally:
-            self._turning = False
-        return True
+        with Interrupts() as interrupts:
+            self._turning = True
+            try:
+                while not (handle.settled or interrupts.came or escaped):
+                    self._turn_all()
+                    if now_s() >= deadline:
+                        break
+            finally:
+                self._turning = False
+        if interrupts.came and not handle.settled and not escaped and now_s() < deadline:
+            return self.wait(handle, deadline - now_s())  # the handler did not raise
+        return handle.settled
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
         raise UsageError(
@@ -245,6 +229,47 @@ class InlineDriver:
             self.ring.remove(self._machine)
 
 
+class _Call:
+    """A function on its way to a worker, and back.
+
+    Attributes:
+        begun, done: how far it is.
+        result, error: what became of it.
+    """
+
+    __slots__ = ("_function", "_tell", "begun", "done", "error", "result")
+
+    def __init__(self, function: Callable[[], object], tell: Callable[[], object]) -> None:
+        self._function = function
+        self._tell = tell
+        self.begun = self.done = False
+        self.result: object = None
+        self.error: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        """The verb that asked."""
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        return ".".join(name.split(".<locals>")[0].split(".")[-2:])
+
+    def run(self) -> None:
+        """Worker: run it, whatever it raises."""
+        self.begun = True
+        try:
+            self.result = self._function()
+        except BaseException as error:  # noqa: BLE001  # handed to the caller, who asked for it
+            self.error = error
+        finally:
+            self.done = True
+            self._tell()
+
+
+def _gate() -> threading.Event:
+    """What this thread blocks on: a worker on its inbox, so that it takes calls meanwhile."""
+    mine = _WORKERS.get(thread_id())
+    return threading.Event() if mine is None else mine._inbox
+
+
 class ThreadDriver:
     """One worker thread an engine: spins while rows are outstanding, else sleeps until woken.
 
@@ -253,6 +278,7 @@ class ThreadDriver:
         cpu: pin the worker to this CPU, or None.
         spin_s: how long to go on polling after the last work before sleeping, seconds.
         watch_s: how often watched words are read while there is nothing else to do, seconds.
+        call_timeout_s: how long a verb waits for the worker, e.g. while a callback blocks it.
         nice: how much the worker gives way to other threads where CPUs are scarce, 0 to 19 above
             the process's own niceness. Beside a busy engine on two CPUs, one call in a hundred of
             the user's own thread is held up for 1.2 ms or more with 0, and for 0.4 ms with 5.
@@ -269,6 +295,7 @@ class ThreadDriver:
         spin_s: float = 0.0005,
         watch_s: float = 0.0005,
         nice: int = 5,
+        call_timeout_s: float = 60.0,
     ) -> None:
         allowed = os.sched_getaffinity(0)
         if cpu is not None and cpu not in allowed:
@@ -281,65 +308,116 @@ class ThreadDriver:
         self._spin_s = spin_s
         self._watch_s = watch_s
         self._kicked = False
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[_Call] = deque()
+        self._inbox = threading.Event()  # the worker waits for another one: a call came, or ended
+        self._call_timeout_s = call_timeout_s
         self._thread: threading.Thread | None = None
-        self._timed: Timed | None = None
-        self._closing = False
+        self._is_timed = False
+        self._closing = self._left = False  # _left: the process ends
         self._bell = -1
         self.lock: AbstractContextManager[object] = threading.Lock()
 
     def start(self, machine: Machine) -> None:
         assert self._thread is None, "a driver turns one machine"
-        self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
+        self._is_timed = isinstance(machine, Timed)  # asked here once: it is slow
+        # Weak, here and in the worker while it sleeps: an engine that nobody holds is collected.
+        # Its NICs are held: the end of a machine that is collected must find them whole.
+        self._machine_ref = weakref.ref(machine)
+        self._held = getattr(machine, "_domains", ())
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with this object and not in close(): another thread may be about to ring, and by
         # then the number could belong to somebody else's file.
-        weakref.finalize(self, os.close, self._bell)
-        self._thread = threading.Thread(
-            target=self._run, args=(machine,), name=f"{self._name}-worker", daemon=True
-        )
+        weakref.finalize(self, os.close, self._bell).atexit = False  # its worker may read it yet
+        self._thread = threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True)
+        # What was made last ends first: the worker before what it turns.
+        weakref.finalize(self, _leave, weakref.ref(self))
         self._thread.start()
 
     def kick(self) -> None:
         # The flag saves the system call while the worker is awake: it clears the flag before its
-        # last look.
+        # last look. No signal handler runs between the flag and the system call.
         if not self._kicked:
-            self._kicked = True
-            self._ring()
+            try:
+                self._kicked = True
+                _write(self._bell, 1)
+            except (OSError, ValueError):  # rung 2**64 times, or not started yet
+                pass
 
     def nudge(self) -> None:
         """Nothing to do: whoever polls has the NICs armed, or the worker on its way."""
 
     def _ring(self) -> None:
-        with contextlib.suppress(OSError):  # not started yet, or rung 2**64 times
-            os.eventfd_write(self._bell, 1)
+        with contextlib.suppress(OSError, ValueError):
+            _write(self._bell, 1)
 
     def call(self, function: Callable[[], T]) -> T:
         thread = self._thread
-        if thread is None or thread is threading.current_thread() or not thread.is_alive():
-            return function()
-        done = threading.Event()
-        box: list[T] = []
-        raised: list[BaseException] = []
+        if thread is None or thread.ident == thread_id() or not thread.is_alive():
+            with Interrupts(self._bell):
+                return function()
+        gate = _gate()
+        call = _Call(function, gate.set)
+        try:
+            self._calls.append(call)
+            self.kick()
+            self._inbox.set()
+            deadline = time.monotonic() + self._call_timeout_s
+            if not self._block(gate, lambda: call.done, deadline):
+                raise WaitTimeout(self._lateness(call))
+        except BaseException:
+            with contextlib.suppress(ValueError):  # else it has begun
+                self._calls.remove(call)
+            raise
+        if call.error is not None:
+            raise call.error
+        return cast("T", call.result)
 
-        def run() -> None:
-            try:
-                box.append(function())
-            except BaseException as error:  # noqa: BLE001  # handed to the caller, who asked for it
-                raised.append(error)
-            finally:
-                done.set()
+    def _block(self, gate: threading.Event, ended: Callable[[], bool], deadline: float) -> bool:
+        """Block until something has ended; False: time is up, or the main thread has to raise.
 
-        self._calls.append(run)
-        self.kick()
-        while not done.wait(_LOOK_S):
-            if not thread.is_alive() and not done.is_set():
-                raise ClosedError(
-                    "the engine's worker ended before it took this call; the engine is closed"
-                )
-        if raised:
-            raise raised[0]
-        return box[0]
+        A worker that waits for another one goes on taking calls: so engines whose callbacks call
+        each other, in a ring even, do not wait for each other for ever.
+
+        Raises:
+            ClosedError: the worker ended, so nothing will.
+        """
+        mine = _WORKERS.get(thread_id())
+        while True:
+            if mine is not None:
+                gate.clear()
+                mine._serve()
+            if ended():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if gate.wait(system_s(min(left, _LOOK_S))):
+                continue
+            if escaped and thread_id() == Process.main:
+                return ended()
+            self._check_alive(ended)
+
+    def _lateness(self, call: _Call) -> str:
+        """Say what a call waited for."""
+        thread = self._thread
+        assert thread is not None
+        frame = sys._current_frames().get(thread.ident or 0)
+        where = "nowhere"
+        if frame is not None:
+            code = frame.f_code
+            where = f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})"
+        state = "has begun and goes on" if call.begun else "was not begun and is withdrawn"
+        return (
+            f"{call.name} waited {self._call_timeout_s:g} s for the worker {thread.name!r}, which "
+            f"is {where}; it {state}. A callback must not block; ThreadDriver(call_timeout_s=...) "
+            "sets the limit"
+        )
+
+    def _serve(self) -> None:
+        """Worker: run the calls that wait."""
+        while self._calls:
+            self._kicked = True  # so that another step follows
+            self._calls.popleft().run()
 
     def wait(self, handle: Settles, timeout_s: float) -> bool:
         if threading.current_thread() is self._thread:
@@ -349,21 +427,22 @@ class ThreadDriver:
             )
         if handle.settled:
             return True
-        done = threading.Event()
+        gate = _gate()
+        told = False
 
         def wake(_: Settles) -> None:
-            done.set()
+            nonlocal told
+            told = True
+            gate.set()
 
-        handle.add_done_callback(wake)
-        deadline = time.monotonic() + timeout_s
         try:
-            while not done.wait(max(0.0, min(deadline - time.monotonic(), _LOOK_S))):
-                if time.monotonic() >= deadline:
-                    return handle.settled
-                self._check_alive(handle)
+            handle.add_done_callback(wake)
+            return (
+                self._block(gate, lambda: told or handle.settled, time.monotonic() + timeout_s)
+                or handle.settled
+            )
         finally:
             handle.remove_done_callback(wake)  # a wait that is repeated must not pile them up
-        return True
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         """Any real event loop will do: the worker turns the engine."""
@@ -372,26 +451,76 @@ class ThreadDriver:
 
     def close(self) -> None:
         thread = self._thread
-        if thread is None or self._closing:
+        if thread is None:
             return
         self._closing = True
-        self.kick()
-        if thread is not threading.current_thread():
-            thread.join()
+        self._ring()
+        if thread_id() in _WORKERS:  # of this engine, or of one that this one may wait for
+            return
+        thread.join(self._call_timeout_s)
+        if thread.is_alive():
+            raise WaitTimeout(self._lateness(_Call(self.close, self._inbox.set)))
 
-    def _check_alive(self, handle: Settles) -> None:
+    def drop(self, end: Callable[[], object]) -> None:
+        """Nobody holds the machine any more: have its worker end it, and wait for nothing."""
+        if self._thread is None:
+            return
+        self._calls.append(_Call(end, self._inbox.set))
+        self._closing = True
+        self._ring()
+
+    def _check_alive(self, ended: Callable[[], bool]) -> None:
         thread = self._thread
-        if thread is not None and not thread.is_alive() and not handle.settled:
+        if thread is not None and not thread.is_alive() and not ended():
+            if self._left and thread_id() != Process.main:
+                return  # a daemon thread, about to vanish without a word
             raise ClosedError(
-                "the engine's worker has ended and nothing can settle this any more; it was "
+                "the engine's worker has ended and nothing can end this any more; the engine was "
                 "closed, or it failed: then its traceback is on stderr"
             )
 
-    def _run(self, machine: Machine) -> None:
-        self._settle_in()
-        while self._turn_until_idle(machine):
+    def _work(self) -> None:
+        """The worker thread."""
+        _WORKERS[thread_id()] = self
+        try:
+            self._settle_in()
+            self._run()
+            self._serve()
+        except BaseException as error:
+            machine = self._machine_ref()
+            if machine is not None:
+                machine.crash(error)
+            raise
+        finally:
+            del _WORKERS[thread_id()]
+
+    def _run(self) -> None:
+        """Worker: turn and sleep until closed. No machine is held in a sleep."""
+        while (machine := self._machine_ref()) is not None:
+            if not self._turn_until_idle(machine):
+                return
             if not self._kicked and machine.arm():
-                self._sleep(machine)
+                poller = select.poll()
+                poller.register(self._bell, select.POLLIN)
+                for fd in machine.wakeup_fds():
+                    poller.register(fd, select.POLLIN)
+                left_s = self._sleep_until_s(machine) - time.monotonic()
+                del machine
+                poller.poll(system_s(left_s) * 1000)
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+        self._await_drop()
+
+    def _await_drop(self) -> None:
+        """Worker: the machine is being collected; its end is on the way."""
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        for _ in range(_DROP_LOOKS):
+            if self._closing:
+                break
+            poller.poll(_LOOK_S * 1000)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
 
     def _settle_in(self) -> None:
         """Worker: go where it was told to, and give way to others. Linux does both by thread."""
@@ -407,13 +536,9 @@ class ThreadDriver:
         while True:
             self._kicked = False
             while self._calls:
-                self._calls.popleft()()
-            try:
-                work = machine.step()
-                machine.deliver()
-            except BaseException as error:
-                machine.crash(error)
-                raise
+                self._calls.popleft().run()
+            work = machine.step()
+            machine.deliver()
             if work or self._calls:
                 spin_until = 0.0
                 continue
@@ -425,67 +550,25 @@ class ThreadDriver:
                 return True
             time.sleep(0)  # lets the user's own thread have the interpreter
 
-    def _sleep(self, machine: Machine) -> None:
-        """Block until a kick, a NIC's descriptor, or the next look at the watched words."""
-        poller = select.poll()
-        poller.register(self._bell, select.POLLIN)
-        for fd in machine.wakeup_fds():
-            poller.register(fd, select.POLLIN)
-        wait_s = left_s(self._sleep_until_s(machine))
-        poller.poll(None if wait_s is None else wait_s * 1000)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-
     def _sleep_until_s(self, machine: Machine) -> float:
         """Until when to sleep at the most; infinite: until there is news."""
         if machine.watching() or machine.must_poll():
-            return min(time.monotonic() + self._watch_s, self._due_s())
-        return self._due_s()
+            return min(time.monotonic() + self._watch_s, self._due_s(machine))
+        return self._due_s(machine)
 
-    def _due_s(self) -> float:
+    def _due_s(self, machine: Machine) -> float:
         """When a turn is due although nothing happens; infinite: only when there is news."""
-        due_s = None if self._timed is None else self._timed.due_s()
+        due_s = cast("Timed", machine).due_s() if self._is_timed else None
         return math.inf if due_s is None else due_s + 0.001  # not a little too early
 
 
-def left_s(until_s: float) -> float | None:
-    """Seconds until then, as a poll wants them."""
-    return None if until_s == math.inf else max(0.0, until_s - time.monotonic())
+def _leave(ref: weakref.ref[ThreadDriver]) -> None:
+    """The process ends: stop a worker, since one that goes on would trip over what is gone."""
+    driver = ref()
+    if driver is not None and driver._thread is not None and thread_id() not in _WORKERS:
+        driver._closing = driver._left = True
+        driver._ring()
+        driver._thread.join(_EXIT_S)
 
 
-class Interrupts:
-    """While the main thread turns an engine, Ctrl-C waits until the step is over.
-
-    A KeyboardInterrupt in the middle of a step would leave the engine in two minds about what is
-    posted. Other handlers than Python's own are left alone.
-
-    Args:
-        bell: an eventfd that wakes whoever turns from its sleep.
-
-    Attributes:
-        came: Ctrl-C was pressed; raised at the end.
-    """
-
-    __slots__ = ("_bell", "_mine", "came")
-
-    def __init__(self, bell: int) -> None:
-        self.came = False
-        self._bell = bell
-        self._mine = False
-
-    def __enter__(self) -> Interrupts:
-        if thread_id() == Process.main and _getsignal(_SIGINT) is _INTERRUPT:
-            self._mine = True
-            _signal(_SIGINT, self._note)
-        return self
-
-    def _note(self, *_: object) -> None:
-        self.came = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
-
-    def __exit__(self, *_: object) -> None:
-        if self._mine:
-            _signal(_SIGINT, _INTERRUPT)
-            if self.came:
-                raise KeyboardInterrupt
+os.register_at_fork(after_in_child=_WORKERS.clear)

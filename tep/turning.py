@@ -13,17 +13,9 @@ from threading import Lock
 from typing import Final, cast
 
 from tep.backends.base import CallersTurn, Opened
-from tep.drivers import (
-    Driver,
-    Interrupts,
-    Machine,
-    Process,
-    Settles,
-    ThreadDriver,
-    left_s,
-    thread_id,
-)
+from tep.drivers import _WORKERS, Driver, Machine, Settles, ThreadDriver
 from tep.errors import ClosedError
+from tep.waiting import Interrupts, Process, escaped, system_s, thread_id
 
 __all__ = ["TurnDriver", "driver_for"]
 
@@ -59,6 +51,7 @@ class TurnDriver(ThreadDriver):
         spin_s: how long a wait() polls before it sleeps, seconds; 0 = not at all; 60 = spin, a
             core for as long as somebody waits; None = up to 100 us, while that pays.
         watch_s: how often watched words are read while there is nothing else to do, seconds.
+        call_timeout_s: how long a verb waits for the worker, e.g. while a callback blocks it.
     """
 
     def __init__(
@@ -68,8 +61,9 @@ class TurnDriver(ThreadDriver):
         cpu: int | None = None,
         spin_s: float | None = None,
         watch_s: float = 0.0005,
+        call_timeout_s: float = 60.0,
     ) -> None:
-        super().__init__(name, cpu=cpu, watch_s=watch_s)
+        super().__init__(name, cpu=cpu, watch_s=watch_s, call_timeout_s=call_timeout_s)
         self._polls_s = _POLLS_S if spin_s is None else spin_s
         self._adapts = spin_s is None
         self._rests = self._rested = 0  # waits that sleep at once, since polling has not paid
@@ -86,7 +80,7 @@ class TurnDriver(ThreadDriver):
 
     def start(self, machine: Machine) -> None:
         self._forks = Process.forks
-        self._machine = machine
+        Interrupts.forget()
         # A caller that holds the turn sleeps on the first set, the worker without it on the second,
         # which is muted meanwhile.
         self._nics, self._listening = select.epoll(), select.epoll()
@@ -103,30 +97,36 @@ class TurnDriver(ThreadDriver):
         if self._due or self._forks != Process.forks:
             return
         if not (self._calls or self._closing):
+            machine = self._machine_ref()
+            if self._turner or machine is None:  # rule 3: whoever it is sees the kick
+                if self._asleep:
+                    self._ring()
+                return
             with Interrupts(self._bell):
                 if self._take_turn():
-                    self._put_down(work=self._step())
+                    self._put_down(machine, work=self._step(machine))
                 elif self._asleep:
                     self._ring()
             return
         self._ring()
 
     def wait(self, handle: Settles, timeout_s: float) -> bool:
-        if self._turner == thread_id():
-            return super().wait(handle, timeout_s)  # refuses
+        if thread_id() in _WORKERS:  # refused if it is ours; another one has calls to take
+            return super().wait(handle, timeout_s)
         if self._forks != Process.forks:
             raise ClosedError(
                 "this engine belongs to the process that forked this one; open one in the child"
             )
+        machine = self._machine_ref()
         deadline = time.monotonic() + timeout_s
         while not handle.settled:
             turned = False
-            if not (self._due or self._closing):
+            if machine is not None and not (self._due or self._closing):
                 with Interrupts(self._bell) as interrupts:
                     turned = self._take_turn()
                     if turned:
-                        self._turn_until(handle, deadline, interrupts)
-            if time.monotonic() >= deadline:
+                        self._turn_until(machine, handle, deadline, interrupts)
+            if time.monotonic() >= deadline or (escaped and thread_id() == Process.main):
                 break
             if not turned:
                 self._wait_in_line(handle, deadline)
@@ -148,9 +148,8 @@ class TurnDriver(ThreadDriver):
                     self._ring()
         return free
 
-    def _put_down(self, *, work: bool) -> bool:
+    def _put_down(self, machine: Machine, *, work: bool) -> bool:
         """Let go of the turn; False = to the worker, who has something to do."""
-        machine = self._machine
         news = self._kicked or self._owing or self._wanted()
         # A kick from within the step is a NIC's: its completions were polled since, or arm() tells.
         # What else it may announce is room, which concerns only who has rows left.
@@ -160,7 +159,7 @@ class TurnDriver(ThreadDriver):
         if self._muted:
             self._muted = False
             self._listening.modify(self._nics.fileno(), select.EPOLLIN)
-        overslept = self._due_s() < self._until_s
+        overslept = self._due_s(machine) < self._until_s
         self._due = not quiet
         self._turner = 0
         self._turn.release()
@@ -175,10 +174,9 @@ class TurnDriver(ThreadDriver):
         """Whether only the worker can go on."""
         return bool(self._calls) or self._closing or self._failed is not None
 
-    def _step(self) -> bool:
+    def _step(self, machine: Machine) -> bool:
         """Caller: turn once, running no function of a user's."""
         self._kicked = self._kicked_here = False
-        machine = self._machine
         try:
             work = machine.step()
             self._owing = machine.owing()
@@ -190,12 +188,24 @@ class TurnDriver(ThreadDriver):
             return False
         return work
 
-    def _turn_until(self, handle: Settles, deadline: float, interrupts: Interrupts) -> None:
+    def _turn_until(
+        self, machine: Machine, handle: Settles, deadline: float, interrupts: Interrupts
+    ) -> None:
         """Caller, with the turn: turn until the handle is settled, or the worker is wanted."""
+        work = True
+        try:
+            work = self._turn_while(machine, handle, deadline, interrupts)
+        finally:
+            self._asleep = False
+            self._put_down(machine, work=work)
+
+    def _turn_while(
+        self, machine: Machine, handle: Settles, deadline: float, interrupts: Interrupts
+    ) -> bool:
+        """Caller, with the turn: as _turn_until(); return whether the last step had work."""
         polls_s, poll_until, turns, work = self._polls_now(), 0.0, 0, False
-        machine = self._machine
         while not interrupts.came:
-            work = self._step()
+            work = self._step(machine)
             if handle.settled or self._owing or self._wanted():
                 if poll_until:
                     self._rests = 0
@@ -222,10 +232,11 @@ class TurnDriver(ThreadDriver):
                     if polls_s:
                         self._rests = min(2 * self._rests + 1, _RESTS_MAX)
                     look_s = self._watch_s if machine.must_poll() else _LOOK_S
-                    self._nics.poll(max(0.0, min(deadline, now + look_s, self._due_s()) - now))
+                    until_s = min(deadline, now + look_s, self._due_s(machine))
+                    self._nics.poll(system_s(until_s - now))
             self._asleep = False
             poll_until = polls_s = 0.0  # what comes after a sleep is not polled for
-        self._put_down(work=work)
+        return work
 
     def _polls_now(self) -> float:
         """How long this wait polls."""
@@ -249,20 +260,20 @@ class TurnDriver(ThreadDriver):
         def wake(_: Settles) -> None:
             _release(gate)
 
-        handle.add_done_callback(wake)
-        self._line.append(gate)
         try:
+            handle.add_done_callback(wake)
+            self._line.append(gate)
             if not self._is_free():
-                gate.acquire(timeout=max(0.0, min(deadline - time.monotonic(), _LOOK_S)))
-                self._check_alive(handle)
+                gate.acquire(timeout=system_s(min(deadline - time.monotonic(), _LOOK_S)))
+                self._check_alive(lambda: handle.settled)
         finally:
-            self._line.remove(gate)
+            if gate in self._line:
+                self._line.remove(gate)
             handle.remove_done_callback(wake)
 
-    def _run(self, machine: Machine) -> None:
-        self._settle_in()
+    def _run(self) -> None:
         self._nics.register(self._bell, select.EPOLLIN | select.EPOLLET)  # never read
-        while True:
+        while (machine := self._machine_ref()) is not None:
             self._turn.acquire()
             self._turner = thread_id()
             self._due = self._kicked_here = False
@@ -273,8 +284,11 @@ class TurnDriver(ThreadDriver):
                 return
             self._owing = False
             self._until_s = self._sleep_until_s(machine)
-            if self._put_down(work=False):
-                self._listening.poll(left_s(self._until_s))
+            quiet = self._put_down(machine, work=False)
+            del machine
+            if quiet:
+                self._listening.poll(system_s(self._until_s - time.monotonic()))
+        self._await_drop()
 
 
 def _release(gate: Lock) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["Lifecycle"]
 
 _QUEUED_MAX: Final = 256
+_LONG_S: Final = 1e9  # what is longer, infinite say, counts as this: 31 years
 """Notes that no NIC takes: with more of them no heartbeat is added, as it would be late anyway."""
 
 
@@ -105,7 +106,7 @@ class Lifecycle:
 
     @staticmethod
     def _ns(seconds: float) -> int:
-        return max(1, int(seconds * NS_PER_S))
+        return max(1, int(min(seconds, _LONG_S) * NS_PER_S))
 
     def _book(self) -> None:
         """Note when something is due next."""

@@ -7,11 +7,14 @@ worker's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Callable, Generator
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self, cast
 
 from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
+from tep.waiting import escaped, raise_escaped, seconds, wake_main
 
 if TYPE_CHECKING:
     from tep.drivers import Driver
@@ -49,7 +52,7 @@ class Owner(Protocol):
     def stall_report(self) -> str:
         """Say what everything outstanding is waiting for."""
 
-    def report_callback_error(self, handle: Handle, callback: object, error: Exception) -> None:
+    def report_callback_error(self, handle: Handle, callback: object, error: BaseException) -> None:
         """Take note of a user's callback that raised."""
 
 
@@ -118,44 +121,76 @@ class Handle:
     def wait(self, timeout: float | None = None) -> None:
         """Block until settled; then as `result()`.
 
+        On the main thread it raises, once, what a callback raised for that thread, e.g. SystemExit.
+
         Args:
             timeout: seconds of the driver's clock (simulated seconds in a simulation); None = the
-                engine's `wait_timeout_s`. The handle stays valid after a timeout.
+                engine's `wait_timeout_s`; math.inf = for ever; less than 0 = 0. The handle stays
+                valid after a timeout.
 
         Raises:
+            BadRequest: not a number of seconds.
             WaitTimeout: with a report of what is outstanding.
             StallError: in a simulation, when nothing that is still to happen can settle it.
         """
         owner = self._owner
-        timeout_s = owner.wait_timeout_s if timeout is None else timeout
+        timeout_s = owner.wait_timeout_s if timeout is None else seconds(timeout, "wait: timeout")
+        if escaped:
+            raise_escaped()
         if self._state is _PENDING and not owner.driver.wait(self, timeout_s):
-            raise WaitTimeout(f"{self.describe()} after {timeout_s} s\n{owner.stall_report()}")
+            raise_escaped()
+            raise self._late(timeout_s)
         if self._state is not _DONE:
+            self.result()
+
+    def _late(self, timeout_s: float) -> WaitTimeout:
+        return WaitTimeout(f"{self.describe()} after {timeout_s} s\n{self._owner.stall_report()}")
+
+    async def wait_async(self, timeout_s: float | None = None) -> None:
+        """`wait()` for coroutines: the same timeout, errors and report, and no thread is blocked.
+
+        `await handle` alone has no timeout of its own, as is usual in asyncio.
+        """
+        owner = self._owner
+        if timeout_s is None:
+            timeout_s = owner.wait_timeout_s
+        timeout_s = seconds(timeout_s, "wait_async: timeout_s")
+        limit = asyncio.timeout(None if timeout_s == math.inf else max(0.0, timeout_s))
+        try:
+            async with limit:
+                await self
+        except TimeoutError:
+            if self._state is _PENDING and limit.expired():
+                raise self._late(timeout_s) from None
+            if not limit.expired():
+                raise
             self.result()
 
     def __await__(self) -> Generator[object, None, None]:
         """Wait without blocking the event loop; then as `result()`.
 
-        Cancelling the task cancels only the wait.
+        Cancelling the task, e.g. by asyncio.timeout(), cancels only the wait; a note at the
+        CancelledError says what it waited for.
         """
         loop = asyncio.get_running_loop()
-        if self._state is _PENDING:
+        if escaped:
+            raise_escaped()
+        while self._state is _PENDING:
             self._owner.driver.check_await(loop)
             future: asyncio.Future[None] = loop.create_future()
-
-            def settle() -> None:
-                if not future.done():
-                    future.set_result(None)
-
-            def wake(_: Handle) -> None:
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(settle)
-
-            self.add_done_callback(wake)
+            wake = _waker(loop, future)
             try:
+                wake_main[future] = wake
+                self.add_done_callback(wake)
                 yield from future
+            except asyncio.CancelledError as error:
+                error.add_note(f"it waited for {self.describe()}")
+                raise
             finally:
+                wake_main.pop(future, None)
                 self.remove_done_callback(wake)  # a wait that was cancelled leaves nothing behind
+            if escaped:
+                raise_escaped()
         self.result()
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
@@ -163,7 +198,8 @@ class Handle:
 
         At once, and on this thread, if it has settled and been delivered before. Else on the
         thread that turns the engine: callbacks must not block. One that raises is logged and kept
-        in `engine.callback_errors`; it disturbs nothing else.
+        in `engine.callback_errors`; it disturbs nothing else. KeyboardInterrupt, SystemExit and the
+        like are raised again by the main thread's next wait(), or the one that goes on.
         """
         mine = cast("Callable[[Handle], object]", callback)  # it is called with this handle only
         with self._owner.driver.lock:
@@ -217,8 +253,22 @@ class Handle:
     def _call(self, callback: Callable[[Handle], object]) -> None:
         try:
             callback(self)
-        except Exception as error:  # noqa: BLE001  # a user's fault, reported
+        except BaseException as error:  # noqa: BLE001  # a user's fault, reported
             self._owner.report_callback_error(self, callback, error)
+
+
+def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[..., None]:
+    """What wakes a coroutine from any thread."""
+
+    def settle() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    def wake(_: object = None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(settle)
+
+    return wake
 
 
 def closed_error() -> ClosedError:

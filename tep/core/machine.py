@@ -6,6 +6,8 @@ Nothing here knows of peers or requests, and of regions only that it holds them:
 from __future__ import annotations
 
 import logging
+import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -19,6 +21,7 @@ from tep.core.quarantine import doubt_all
 from tep.core.transfer import Expectation
 from tep.core.worker import Worker
 from tep.errors import BusyError, CallbackError, ClosedError, UsageError
+from tep.waiting import note_escape, raise_escaped
 from tep.wire import NetAddr
 
 if TYPE_CHECKING:
@@ -72,7 +75,8 @@ class EngineMachine:
         )
         self._backlog_max = options.backlog_rows_max
         self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken
-        self._closed = self._crashed = False
+        self._closed = self._crashed = self._ended = False
+        self._stopped_by: BaseException | None = None
         # With the epoch, since a restarted engine counts its notes from the beginning.
         self._worker = Worker(self._domains, options, driver.now_s, f"{name} (epoch {epoch})"[:200])
         self._worker.report = self._report_error
@@ -84,16 +88,29 @@ class EngineMachine:
 
     def close(self) -> None:
         """End everything: every open handle settles, NICs and memory are let go. Idempotent."""
-        if self._closed:
-            if self._crashed:
-                self.driver.close()  # its worker may still be on its way out
-            return
         self._closed = True
         try:
-            self.driver.call(self._end)
-        finally:
-            self.driver.close()
+            if not (self._ended or self._crashed):
+                self.driver.call(self._end)
+        finally:  # also where that is interrupted: then another close() ends what is left
+            if self._ended or self._crashed:
+                self.driver.close()
         self._let_go()
+        raise_escaped()
+
+    def __del__(self) -> None:
+        """Nobody holds the engine any more; its worker ends it."""
+        if getattr(self, "_closed", True) or sys.is_finalizing():
+            return
+        drop = getattr(self.driver, "drop", None)
+        if drop is not None:
+            self._closed = True
+            drop(self._end)
+            warnings.warn(
+                f"engine {self.name!r} was not closed: call close(), or use it by `with`",
+                ResourceWarning,
+                stacklevel=1,
+            )
 
     def _let_go(self) -> None:
         """Drop what was held for the NICs' sake: they are closed."""
@@ -101,11 +118,14 @@ class EngineMachine:
         self._kept.clear()
 
     def _end(self) -> None:
-        self._worker.deliver()  # what arrived before is handed over
-        self._life.close()
-        self._worker.close()
-        self._worker.deliver()
-        self._life.deliver()
+        try:
+            self._worker.deliver()  # what arrived before is handed over
+            self._life.close()
+            self._worker.close()
+            self._worker.deliver()
+            self._life.deliver()
+        finally:
+            self._ended = True
 
     def __enter__(self) -> Self:
         return self
@@ -156,15 +176,18 @@ class EngineMachine:
         return len(self._worker.watch) > 0
 
     def crash(self, error: BaseException) -> None:
-        """Driver: a step raised; nothing will be turned any more."""
+        """Driver: a step raised; nothing will be turned any more. Idempotent."""
+        if self._crashed:
+            return
         self._closed = self._crashed = True
+        _log.critical("%s: stopped by a bug", self.name, exc_info=error)
         doubt_all(self._worker.group)
-        self._worker.abandon(
-            ClosedError(
-                f"engine {self.name!r} was stopped by a bug in tep or in its backend: "
-                f"{type(error).__name__}: {error}; what NICs hold is unknown, keep memory mapped"
-            )
+        stopped = ClosedError(
+            f"engine {self.name!r} was stopped by a bug in tep or in its backend: "
+            f"{type(error).__name__}: {error}; what NICs hold is unknown, keep memory mapped"
         )
+        stopped.__cause__ = self._stopped_by = error
+        self._worker.abandon(stopped)
 
     def must_poll(self) -> bool:
         """Driver: whether a NIC gives no sign of news."""
@@ -183,26 +206,31 @@ class EngineMachine:
 
     def cancel_handle(self, handle: Handle) -> None:
         """Handle: queue a cancel."""
-        self._worker.commands.append((self._worker.cancel, handle))
-        self.driver.kick()
+        try:
+            self._worker.commands.append((self._worker.cancel, handle))
+        finally:
+            self.driver.kick()
 
-    def report_callback_error(self, handle: Handle, callback: object, error: Exception) -> None:
+    def report_callback_error(self, handle: Handle, callback: object, error: BaseException) -> None:
         """Handle: a callback raised."""
         self._report_error(callback, error, f" of {handle.describe()}")
 
     # ------------------------------------------------------------------ inside
 
-    def _report_error(self, callback: object, error: Exception, what: str = "") -> None:
+    def _report_error(self, callback: object, error: BaseException, what: str = "") -> None:
         name = getattr(callback, "__qualname__", repr(callback))
         found = CallbackError(f"callback {name}{what} raised {type(error).__name__}: {error}")
         found.__cause__ = error
         self._errors += 1
         self.callback_errors.append(found)
         _log.error("%s: %s", self.name, found, exc_info=error)
+        note_escape(error)
 
     def _check_open(self, what: str) -> None:
         if self._closed:
-            raise ClosedError(f"{what}: engine {self.name!r} is closed")
+            cause = self._stopped_by
+            why = "" if cause is None else f", stopped by {type(cause).__name__}: {cause}"
+            raise ClosedError(f"{what}: engine {self.name!r} is closed{why}") from cause
 
     def _check_notes(self, what: str, instead: str) -> None:
         if not self._worker.mail.able:
@@ -215,7 +243,14 @@ class EngineMachine:
         """Count rows in, unless too many wait already, with those whose command is not taken."""
         worker = self._worker
         with self.driver.lock:
-            waiting = self._rows_asked - worker.taken + worker.group.backlog + worker.outbox.waiting
+            others = worker.group.backlog + worker.outbox.waiting
+            waiting = self._rows_asked - worker.taken + others
+            if waiting + rows > self._backlog_max:
+                # Counted anew: a submit that a signal handler interrupted counted rows in vain.
+                asked = [handle for _, handle in tuple(worker.commands)]
+                rows_asked = sum(getattr(handle, "rows", 1) for handle in asked if handle.counted)
+                self._rows_asked = worker.taken + rows_asked
+                waiting = rows_asked + others
             if waiting + rows <= self._backlog_max:
                 self._rows_asked += rows
                 return
@@ -229,15 +264,20 @@ class EngineMachine:
     ) -> None:
         if on_done is not None:
             handle.add_done_callback(on_done)
-        self._worker.commands.append((command, handle))
-        # Looked at once it is queued: whoever counts its immediates after this look had work, so
-        # turns again, and takes commands first.
-        if isinstance(handle, Expectation) and self._worker.is_early(handle):
-            self.driver.nudge()
-        else:
-            self.driver.kick()
+        driver = self.driver
+        try:
+            self._worker.commands.append((command, handle))
+            # Looked at once it is queued: whoever counts its immediates after this look had work,
+            # so turns again, and takes commands first.
+            if isinstance(handle, Expectation) and self._worker.is_early(handle):
+                driver.nudge()
+            else:
+                driver.kick()
+        except BaseException:  # a signal handler's, on the way
+            driver.kick()
+            raise
         if self._closed:  # while we were on the way: nobody else would end this handle
-            self.driver.call(self._end)
+            driver.call(self._end)
 
     def _after_commands(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, after all that was submitted before it."""
@@ -246,6 +286,7 @@ class EngineMachine:
             self._worker.take_all_commands()
             return function()
 
-        found = self.driver.call(run)
-        self.driver.kick()  # the commands may have settled something
-        return found
+        try:
+            return self.driver.call(run)
+        finally:
+            self.driver.kick()  # the commands may have settled something

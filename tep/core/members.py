@@ -107,8 +107,8 @@ class EngineMembers(EngineMachine):
     def _replaced(self, link: Link) -> None:
         """A later incarnation of a peer is known: the former is let go of.
 
-        Called with the driver's lock held: whoever met the peer kicks.
+        It kicks itself, since the call that met the peer may raise before it has work to do.
         """
         why = "a later incarnation of it is known"
         removal = Removal(self, link, self.driver.now_s(), why)
-        self._worker.commands.append((self._life.leave, removal))
+        self._enqueue(self._life.leave, removal, None)

@@ -85,7 +85,7 @@ class PeerBook:
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
         generation: grows whenever a peer is replaced by a later incarnation, or removed.
-        replaced: is told of each link that a later incarnation replaced; it must not block.
+        replaced: is told of each link that a later incarnation replaced, without the lock.
         holds: what is known of leases.
     """
 
@@ -121,9 +121,13 @@ class PeerBook:
         if known is not None and known.addr == addr and known.current:
             return known
         with self._lock:
-            return self._meet(addr, what)
+            former, link = self._meet(addr, what)
+        if former is not None:
+            self.replaced(former)
+        return link
 
-    def _meet(self, addr: NetAddr, what: str) -> Link:
+    def _meet(self, addr: NetAddr, what: str) -> tuple[Link | None, Link]:
+        """The link that this one replaces, or None, and this one."""
         if addr.backend != self.own.backend:
             raise BadDescriptor(
                 f"{what}: {addr} is on {addr.backend!r}, this engine on {self.own.backend!r}"
@@ -140,7 +144,7 @@ class PeerBook:
         if known is not None:
             if known.addr == addr:
                 if known.current:
-                    return known
+                    return None, known
                 raise ClosedError(
                     f"{what}: {addr.name} is being removed (remove_peer); wait for that to settle, "
                     "then it can be met anew"
@@ -153,13 +157,12 @@ class PeerBook:
             known.current = False
             self.generation += 1
             self.holds.orphan(known)
-            self.replaced(known)
         link = Link(addr, self._domains)
         if left == addr.epoch:
             link.again, link.shut = True, shut
         self._left.pop(who, None)
         self.links[who] = link
-        return link
+        return known, link
 
     def leave(self, addr: NetAddr) -> Link | None:
         """Refuse a peer from now on, until drop(); None: it is not known."""

@@ -94,7 +94,7 @@ class Worker:
         self.tally = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
         self.receive: Receive | None = None
-        self.report: Callable[[object, Exception], None] = _raise
+        self.report: Callable[[object, BaseException], None] = _raise
         self.mail = Mailroom(domains, self.group.alive, now_s)
         why = why_unable(domains) if options.failover else ""
         able = options.failover and not why
@@ -192,7 +192,7 @@ class Worker:
     def _run(self, callback: Callable[..., object], *args: object) -> None:
         try:
             callback(*args)
-        except Exception as error:  # noqa: BLE001  # a user's fault, reported
+        except BaseException as error:  # noqa: BLE001  # a user's fault, reported
             self.report(callback, error)
 
     def busy(self) -> bool:
@@ -468,5 +468,5 @@ class Worker:
             command(handle)
 
 
-def _raise(_: object, error: Exception) -> None:
+def _raise(_: object, error: BaseException) -> None:
     raise error

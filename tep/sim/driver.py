@@ -19,10 +19,14 @@ from tep.errors import StallError, UsageError
 from tep.sim.clock import FOREVER_PS, FabricEnv, Turned
 from tep.sim.loop import SimLoop
 from tep.units import PS_PER_NS, PS_PER_S, PS_PER_US
+from tep.waiting import Interrupts, escaped
 
 __all__ = ["WATCH_PS", "SimDriver", "SimNode"]
 
 T = TypeVar("T")
+
+_LONG_S: Final = 1e9
+"""What is due later than this, or never, is not booked; seconds."""
 
 WATCH_PS: Final = 500 * PS_PER_NS
 """How often watched words are read while nothing else steps the engine; a guess, as a poll on an
@@ -77,6 +81,7 @@ class SimDriver:
     def start(self, machine: Machine) -> None:
         assert self._machine is None, "a driver turns one machine"
         self._machine = machine
+        Interrupts.forget()
         self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
         report = getattr(machine, "stall_report", None)
         if report is not None:
@@ -88,15 +93,24 @@ class SimDriver:
             return
         self._booked = True
         env = self.env
-        due = env.now + self.node.step_delay_ps()
-        env.call_at(max(due, self.node.busy_until_ps), self._run)
+        try:
+            due = env.now + self.node.step_delay_ps()
+            env.call_at(max(due, self.node.busy_until_ps), self._run)
+        except BaseException:  # a signal handler's: a step too many does no harm
+            self._booked = False
+            raise
 
     def nudge(self) -> None:
         """As kick(): a worker of its own takes what is queued at once, and time goes by with it."""
         self.kick()
 
     def call(self, function: Callable[[], T]) -> T:
-        return function()
+        with Interrupts():
+            try:
+                return function()
+            except BaseException:  # what it did before that wants a step
+                self.kick()
+                raise
 
     def wait(self, handle: Settles, timeout_s: float) -> bool:
         """Run the simulation until the handle is settled; False after timeout_s simulated seconds.
@@ -109,17 +123,23 @@ class SimDriver:
         if handle.settled:
             return True
         deadline_ps = FOREVER_PS
-        if not math.isinf(timeout_s):
-            deadline_ps = env.now + round(timeout_s * PS_PER_S)
+        if timeout_s < _LONG_S:
+            deadline_ps = env.now + round(max(0.0, timeout_s) * PS_PER_S)
         if self._machine is not None and self._machine.watching():
             self.kick()  # a word may have been changed since the last look
-        turned = env.run_until(lambda: handle.settled, deadline_ps)
+        while True:
+            with Interrupts() as interrupts:
+                turned = env.run_until(
+                    lambda: handle.settled or interrupts.came or bool(escaped), deadline_ps
+                )
+            if not interrupts.came or handle.settled or escaped:
+                break  # else a signal handler ran and did not raise
         if turned is Turned.EMPTY:
             raise StallError(
                 f"nothing can happen any more at {env.now / PS_PER_US:.3f} us of simulated time, "
                 f"but {self.node.name} waits.\n{env.stall_report()}"
             )
-        return turned is Turned.SETTLED
+        return handle.settled
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         if isinstance(loop, SimLoop) and loop.env is self.env:
@@ -159,7 +179,7 @@ class SimDriver:
 
     def _set_alarm(self, due_s: float | None) -> None:
         """Have the machine turned at a time, unless that is booked already."""
-        if due_s is not None:
+        if due_s is not None and due_s < _LONG_S:
             due_ps = math.ceil(due_s * PS_PER_S) + 1  # so that the time has come then
             if due_ps < self._due_ps:
                 self._due_ps = due_ps

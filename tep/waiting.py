@@ -1,0 +1,198 @@
+"""What every wait needs: a bounded time, signals that wait for a step to end, what callbacks raise.
+
+No thread is started here and no engine is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import math
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from tep.errors import BadRequest
+
+__all__ = [
+    "Interrupts",
+    "Process",
+    "escaped",
+    "note_escape",
+    "raise_escaped",
+    "seconds",
+    "system_s",
+    "thread_id",
+    "wake_main",
+]
+
+SYSTEM_S: Final = 86400.0
+"""The longest time that is given to a system call, seconds; poll() overflows at 24.8 days."""
+
+# What `signal` wraps in order to make enums of the numbers: 0.5 us a call instead of 5 (measured).
+_plain = importlib.import_module("_signal")
+_signal: Final[Callable[[int, object], object]] = _plain.signal
+_getsignal: Final[Callable[[int], object]] = _plain.getsignal
+
+_ALL: Final = tuple(sorted(int(number) for number in signal.valid_signals()))
+_SIGINT, _SIGALRM, _SIGTERM = int(signal.SIGINT), int(signal.SIGALRM), int(signal.SIGTERM)
+
+thread_id: Final = threading.get_ident
+"""Who runs this, as a number other than 0."""
+
+escaped: Final[deque[BaseException]] = deque()
+"""What callbacks raised that the main thread must get, oldest first."""
+
+wake_main: Final[dict[object, Callable[[], object]]] = {}
+"""How to wake each `await` of the main thread, so that it looks at `escaped`."""
+
+
+def system_s(left_s: float) -> float:
+    """A time as every poll, select and lock takes it: nan and less than 0 are 0, long ones a day.
+
+    Whoever sleeps looks at the clock afterwards and sleeps again.
+    """
+    return min(left_s, SYSTEM_S) if left_s > 0 else 0.0
+
+
+def seconds(value: object, what: str) -> float:
+    """A user's number of seconds; infinite and negative ones are fine.
+
+    Raises:
+        BadRequest: it is not a number, or nan.
+    """
+    try:
+        if isinstance(value, str | bytes):
+            raise TypeError("text")
+        found = float(value)  # type: ignore[arg-type]  # whatever can be a float, numpy's too
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"{what}={value!r} is not a number of seconds: {error}") from error
+    if math.isnan(found):
+        raise BadRequest(f"{what}={value!r} is not a number of seconds")
+    return found
+
+
+def note_escape(error: BaseException) -> None:
+    """A callback raised: keep what must reach the main thread, e.g. SystemExit, for its next wait.
+
+    An Exception is reported by its engine; GeneratorExit and CancelledError mean the callback only.
+    """
+    if isinstance(error, Exception | GeneratorExit | asyncio.CancelledError):
+        return
+    escaped.append(error)
+    for wake in tuple(wake_main.values()):
+        wake()
+
+
+def raise_escaped() -> None:
+    """Main thread: raise the oldest of what callbacks raised for it, if there is any."""
+    if escaped and thread_id() == Process.main:
+        raise escaped.popleft()
+
+
+class Process:
+    """What drivers remember of this process, since each look at it costs a system call.
+
+    Attributes:
+        forks: how often it, or those it descends from, forked; a driver belongs to one of them.
+        main: its main thread.
+    """
+
+    forks = 0
+    main = threading.main_thread().ident
+
+    @classmethod
+    def note_fork(cls) -> None:
+        """In the child: this is another process."""
+        cls.forks += 1
+        cls.main = threading.main_thread().ident
+        escaped.clear()
+
+
+os.register_at_fork(after_in_child=Process.note_fork)
+
+
+class Interrupts:
+    """While the main thread turns an engine, signal handlers wait until the step is over.
+
+    A handler that raises in the middle of a step (Ctrl-C, an alarm) would leave the engine in two
+    minds about what is posted. So each handler written in Python is replaced meanwhile by one that
+    takes note; at the end they are back, and the signals that came are raised again.
+
+    SIGINT, SIGALRM and SIGTERM are looked at each time, the others when a handler of these changes
+    and when an engine is opened, since each look takes 0.05 us.
+
+    Args:
+        bell: an eventfd that wakes whoever turns from its sleep; less than 0: none.
+
+    Attributes:
+        came: a signal came.
+    """
+
+    __slots__ = ("_bell", "_noted", "_swapped", "came")
+    _known: tuple[object, ...] = ()
+    _caught: tuple[tuple[int, object], ...] = ()
+    _inside = False  # one in another does nothing
+
+    def __init__(self, bell: int = -1) -> None:
+        self.came = self._swapped = False
+        self._bell = bell
+
+    @classmethod
+    def forget(cls) -> None:
+        """Look at every signal again."""
+        cls._known = ()
+
+    def __enter__(self) -> Interrupts:
+        cls = Interrupts
+        if cls._inside or thread_id() != Process.main:
+            return self
+        known = _getsignal(_SIGINT), _getsignal(_SIGALRM), _getsignal(_SIGTERM)
+        if known != cls._known:
+            handlers = [(number, _getsignal(number)) for number in _ALL]
+            cls._caught = tuple(pair for pair in handlers if callable(pair[1]))
+            cls._known = known
+        if caught := cls._caught:
+            note = self._note
+            try:
+                self._swapped = cls._inside = True
+                for number, _ in caught:
+                    _signal(number, note)
+            except BaseException:  # by a handler that is not replaced yet
+                self.__exit__()
+                raise
+        return self
+
+    def _note(self, number: int, _: object) -> None:
+        self._noted: list[int] = [*self._noted, number] if self.came else [number]
+        self.came = True
+        if self._bell >= 0:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._bell, 1)
+
+    def __exit__(self, *_: object) -> None:
+        if self._swapped:
+            try:  # what is put back twice does no harm
+                for number, handler in Interrupts._caught:
+                    _signal(number, handler)
+                Interrupts._inside = self._swapped = False
+            finally:  # a handler raises as soon as it is back
+                if self._swapped:
+                    self.__exit__()
+                elif self.came:
+                    self._raise_again()
+
+    def _raise_again(self) -> None:
+        noted = self._noted
+        try:
+            while noted:
+                number = noted.pop()
+                if number not in noted:  # once each, as the kernel does
+                    signal.raise_signal(number)
+        finally:
+            if noted:
+                self._raise_again()
