@@ -272,6 +272,12 @@ class Domain(Protocol):
         Raises BadDescriptor for bytes that cannot be an address of this backend.
         """
 
+    def forget(self, peer: int) -> None:
+        """Give back what a peer costs: sockets, mappings. The engine has no more to say to it.
+
+        Its PeerId stays its own, and what is posted to it later reaches it as at first (C28).
+        """
+
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Take rows start.. of a batch, up to stop; return how many, a prefix. 0 = full, ask again.
 

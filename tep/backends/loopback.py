@@ -346,6 +346,9 @@ class LoopbackDomain:
     def status_text(self, status: int) -> str:
         return _STATUS_TEXT.get(status, "")
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         self.port.waker = waker
 

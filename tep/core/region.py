@@ -215,7 +215,9 @@ class Link:
         return [(domain, peer) for domain, row in ids for peer in row if peer != _UNKNOWN]
 
     def forget(self) -> None:
-        """Drop the sums of its lanes."""
+        """Drop the sums of its lanes; NICs give back what it costs them."""
+        for domain, peer in self.paths():
+            self._domains[domain].forget(peer)
         self._lanes.clear()
         self.again = self.left = True
 

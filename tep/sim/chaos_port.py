@@ -120,6 +120,9 @@ class ChaosPort:
             self._peers.append(Peer(name, nic, epoch))
         return known
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._cq.waker = waker
 

@@ -383,6 +383,9 @@ class FlowNic:
     def status_text(self, status: int) -> str:  # noqa: ARG002  # the seam's signature
         return ""
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
 

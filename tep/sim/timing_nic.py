@@ -400,6 +400,9 @@ class TimingNic:
 
     # ------------------------------------------------------------------ wakes
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         self.waker = waker
 

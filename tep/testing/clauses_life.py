@@ -1,4 +1,4 @@
-"""C12 to C15, C18 to C20: addresses, ends, forks, capabilities, and the same seed again."""
+"""C12 to C15, C18 to C20, C28: addresses, ends, forks, capabilities, the same seed again."""
 
 from __future__ import annotations
 
@@ -56,6 +56,23 @@ class LifeContract:
         net.settle()
 
         assert ({2: 150}, {1: 150}) == (a.imms(), b.imms())
+
+    def test_c28_a_forgotten_peer_is_met_anew(self, world: World) -> None:
+        """An engine that removes a peer meets it again; one that lives is not cut off by it."""
+        net = Net(world)
+        a, b = net.pair()
+        for imm in (1, 2, 3):
+            net.write(a.batch(b, imm=imm), a)
+            net.write(b.batch(a, imm=imm), b)
+            (domain,) = a.domains
+            domain.forget(a.peer(b))
+            domain.forget(a.peer(b))
+            net.write(b.batch(a, imm=10 * imm), b)
+            assert domain.connect(b.domains[0].address) == a.peer(b)
+
+        assert {1: 1, 2: 1, 3: 1} == b.imms()
+        assert {1: 1, 2: 1, 3: 1, 10: 1, 20: 1, 30: 1} == a.imms()
+        assert [] == a.errors() == b.errors()
 
     def test_c13_addresses_are_bytes_and_unique(self, world: World) -> None:
         """An address travels inside NetAddr, which takes 1 to 256 bytes a NIC."""

@@ -121,6 +121,9 @@ class NullDomain:
     def status_text(self, status: int) -> str:
         return ""
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         pass
 

@@ -34,6 +34,7 @@ __all__ = [
     "DiesInSilence",
     "DrawsFromElsewhere",
     "FlushesAgainOnEveryClose",
+    "ForgetsForGood",
     "ImmediatesEatMessageBuffers",
     "LosesOpenMessagesOnClose",
     "LosesOpenRowsOnClose",
@@ -339,6 +340,15 @@ class ImmediatesEatMessageBuffers(ByRow):
             entry for entry in self._ready if not isinstance(entry, tuple) or entry[0] != Kind.RECV
         )
         return n
+
+
+@breaks(28)
+class ForgetsForGood(ByRow):
+    """Does not know a peer any more that was forgotten."""
+
+    def forget(self, peer: int) -> None:
+        self._peers[peer] = Status.UNREACHABLE
+        self._peer_addresses[peer] = self.address
 
 
 @breaks(22)

@@ -134,6 +134,9 @@ class Tap:
         self._ledger.seen["path opened again"] += 1
         self.nic.unfence(source)
 
+    def forget(self, peer: int) -> None:
+        self.nic.forget(peer)
+
     def connect(self, peer: bytes) -> int:
         found = self.nic.connect(peer)
         self._addresses[found] = peer

@@ -167,7 +167,7 @@ def test_a_process_that_was_held_up_does_not_bury_its_peers(provider, turns, mon
 
 
 @pytest.mark.xfail(strict=True, reason="libfabric does not stop a row that is being received")
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize("provider", ["tcp"])  # shm copies a row in one call, where CMA is allowed
 def test_c16_nothing_of_a_long_row_is_written_after_deregister(provider):
     """Memory that went back to its owner in the middle of a row changes under it."""
     require(provider)

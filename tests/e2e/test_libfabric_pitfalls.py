@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +17,13 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Access
+from tep.backends.libfabric import seats
 from tep.backends.libfabric.process import sweep_shm
 from tep.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
 from tep.ffi import libfabric as fi
 from tep.memory import adapt
+from tests.support.children import wait_until
+from tests.support.descriptors import open_descriptors
 from tests.support.here import need_libfabric
 
 OPEN = """
@@ -183,8 +185,7 @@ def test_unmapped_memory_is_refused_at_once():
 
 def test_shared_memory_meets_no_more_peers_than_its_table_holds(monkeypatch):
     """The provider gives a place in its table again without clearing it: the 257th peer crashed."""
-    rules = {"shm": replace(libfabric.RULES["shm"], peers_max=2)}
-    monkeypatch.setattr(libfabric, "RULES", rules)
+    monkeypatch.setattr(seats, "SEATS", 4)  # of peers of this process, which take two each
     source = np.zeros(64, np.uint8)
     with tep.TransferEngine.open("libfabric", provider="shm", name="lasting") as here:
         mr, _ = here.reg_mr(source)
@@ -200,8 +201,110 @@ def test_shared_memory_meets_no_more_peers_than_its_table_holds(monkeypatch):
                     text = str(error)
 
     assert ["done", "done", "UNREACHABLE"] == codes
-    assert "this NIC has met 2 peers" in text
-    assert "open the engine anew" in text
+    assert "has no more places" in text
+    assert "open that engine anew" in text
+
+
+def test_a_place_in_a_table_belongs_to_one_name():
+    """All who want a seat must agree on who has one; who asks twice must not take two."""
+    name = f"{os.getpid()}:{os.geteuid()}:4711"
+    assert seats.take_seat(name, "a"), "there is no list: nothing is known of that endpoint"
+    seats.open_seats(name)
+    try:
+        taken = [seats.take_seat(name, f"peer{k // 2}") for k in range(2 * seats.SEATS + 4)]
+        assert [True] * 2 * seats.SEATS + [False] * 4 == taken
+        assert seats.take_seat(name, "peer0")
+        seats.open_seats(name)
+        assert seats.take_seat(name, "another"), "a new endpoint of the same name has a new table"
+    finally:
+        seats.close_seats(name)
+    assert [] == shm_files(os.getpid())
+
+
+@pytest.mark.parametrize("nbytes", [64, 500, 5000, 100_000])
+def test_two_engines_of_a_process_write_both_ways_by_shared_memory(nbytes):
+    """The second direction was a segmentation fault in libfabric 2.5."""
+    done = run(
+        f"""
+import numpy as np, tep
+opened.domains[0].close()
+a, b = (tep.TransferEngine.open("libfabric", provider="shm", name=x) for x in "ab")
+source, target = np.full({nbytes}, 7, np.uint8), np.zeros({nbytes}, np.uint8)
+for here, there, imm in ((a, b, 1), (b, a, 2), (a, b, 3), (a, a, 4)):
+    target[:] = 0
+    mr, _ = here.reg_mr(source)
+    _, desc = there.reg_mr(target)
+    here.submit_single_write({nbytes}, (mr, 0), (desc, 0), imm).wait(20)
+    there.expect_imm_count(imm, 1).wait(20)
+    assert (target == 7).all(), (here, there)
+a.close()
+b.close()
+print("done")
+"""
+    )
+
+    assert (0, "done") == (done.returncode, done.stdout.strip()), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_NOFILE"])
+def test_limits_of_the_process_are_an_error_and_not_a_segmentation_fault(limit):
+    """The provider does not look whether it could make its file in /dev/shm."""
+    done = run(
+        f"""
+import os, resource
+from tep.errors import TepError
+small = {{"RLIMIT_FSIZE": 65536, "RLIMIT_NOFILE": len(os.listdir("/proc/self/fd"))}}
+_, hard = resource.getrlimit(resource.{limit})
+resource.setrlimit(resource.{limit}, (small["{limit}"], hard))
+try:
+    libfabric.open_domains(provider="shm")
+except TepError as error:
+    print(error)
+"""
+    )
+
+    assert 0 == done.returncode, done.stderr[-2000:]
+    assert "ulimit" in done.stdout or "Too many open files" in done.stdout, done.stdout
+
+
+PASSING = """
+import os, sys
+import numpy as np, tep
+engine = tep.TransferEngine.open("libfabric", provider=sys.argv[1], name="passing" + sys.argv[3])
+mr, mine = engine.reg_mr(np.ones(64, np.uint8))
+theirs = tep.MrDesc.from_bytes(bytes.fromhex(sys.argv[2]))
+engine.submit_single_write(64, (mr, 0), (theirs, 0), 7).wait(20)
+print(mine.to_bytes().hex(), flush=True)
+engine.expect_imm_count(8, 1).wait(20)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("provider", ["shm", "tcp"])
+def test_killed_peers_leave_nothing_behind(provider):
+    """A server outlives thousands of clients: a socket, or 13 MiB, of each would end it."""
+
+    def meet(number):
+        with subprocess.Popen(
+            [sys.executable, "-c", PASSING, provider, desc.to_bytes().hex(), str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as child:
+            theirs = tep.MrDesc.from_bytes(bytes.fromhex(child.stdout.readline().strip()))
+            engine.submit_single_write(64, (mr, 0), (theirs, 0), 8).wait(20)
+        engine.remove_peer(theirs.addr).wait(20)
+
+    def held():
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8")
+        return open_descriptors(), maps.count("/dev/shm/")  # noqa: S108  # POSIX's own
+
+    with tep.TransferEngine.open("libfabric", provider=provider, name="lasting") as engine:
+        mr, desc = engine.reg_mr(np.zeros(64, np.uint8))
+        before = held()
+        for number in range(3):
+            meet(number)
+        wait_until(lambda: held() <= before, f"{before} again")
+    sweep_shm()
 
 
 def test_rows_that_shared_memory_loses_are_an_error_in_time():

@@ -149,6 +149,9 @@ class Nic:
     def status_text(self, status: int) -> str:
         return ""
 
+    def forget(self, peer) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker) -> None:
         pass
 

@@ -176,6 +176,9 @@ class ScriptNic:
     def status_text(self, status: int) -> str:
         return "as scripted" if status == Status.REMOTE_KEY else ""
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         self.waker = waker
 

@@ -15,6 +15,8 @@ LONGER: dict[str, str] = {
     # "path" or "path::function": the reason why it may be longer
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
+    "tep/backends/libfabric/domain.py": "one NIC, until EFA has a room of its own",
+    "tep/backends/libfabric/peers.py": "a peer's states and what changes them: one thought",
 }
 
 

@@ -28,7 +28,7 @@ from typing import Final
 
 from tep.errors import BadDescriptor
 
-__all__ = ["NicAddress", "engine_of", "parse", "shm_name", "shm_pid"]
+__all__ = ["NicAddress", "engine_of", "parse", "shm_alias", "shm_name", "shm_pid"]
 
 _HEAD: Final = struct.Struct("<4sQBBB")
 _MAGIC: Final = b"OFI1"
@@ -106,6 +106,16 @@ def engine_of(data: bytes) -> bytes:
 def shm_name(raw: bytes) -> str:
     """Read the file's name in /dev/shm that a shared-memory address stands for."""
     return raw.removeprefix(b"fi_shm://").rstrip(b"\0").decode()
+
+
+def shm_alias(raw: bytes) -> bytes:
+    """Spell a shared-memory address so that libfabric does not see it is of this process.
+
+    From 2.5 on, shm does not map an endpoint of its own process a second time, and then forgets to
+    write down where it is: the second direction of two such endpoints reads from address 0
+    (smr_map_to_region, smr_av.c). The slash makes the name another one, and the file the same.
+    """
+    return raw.replace(b"://", b":///", 1)
 
 
 def shm_pid(raw: bytes) -> int:

@@ -28,12 +28,13 @@ from tep.backends.libfabric.completions import Queue
 from tep.backends.libfabric.efa import STATUSES, check_device
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.messages import Inbox, Outgoing
-from tep.backends.libfabric.objects import CqError, Nic
+from tep.backends.libfabric.objects import CqError, Endpoint, Nic
 from tep.backends.libfabric.peers import Peer, Peers, State
-from tep.backends.libfabric.process import reserve_shm
+from tep.backends.libfabric.process import rehearse_shm, reserve_shm
 from tep.backends.libfabric.regions import Export, Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules
+from tep.backends.libfabric.seats import close_seats, open_seats
 from tep.backends.libfabric.slots import Slots
 from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.backends.libfabric.waiting import Sleeper
@@ -48,6 +49,9 @@ _LOOK_S: Final = 0.05  # between two looks at deadlines, while something is outs
 
 _LATE_S: Final = 0.2
 """A look that comes so late finds this process itself was held up, and excuses its peers once."""
+
+_CENSUS_S: Final = 1.0
+"""How often peers' processes are asked whether they live while nothing is outstanding."""
 
 _RETRY_S: Final = 0.001
 """How often what libfabric would not take yet is offered again while the engine sleeps."""
@@ -86,14 +90,7 @@ class FabricDomain:
         self._about = about
         self._nic = nic
         self._rules = rules
-        self._main = nic.open_endpoint(options)
-        if rules.hardware:
-            check_device(self._main, caps.nic)
-        nic.release_port()
-        self._raw = self._main.name()
-        if rules.by_pid:
-            reserve_shm(shm_name(self._raw))
-            neighbours.arrive(self._raw)
+        self._main, self._raw = _open_main(nic, rules, options)
         me = NicAddress(rules.provider, epoch, caps.nic, self._raw)
         self.address = me.to_bytes()
         self._done: deque[Entry] = deque()
@@ -125,7 +122,7 @@ class FabricDomain:
             self._stir,
         )
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
-        self._next_look_s = 0.0
+        self._next_look_s = self._next_census_s = 0.0
         self._excused = False
         self._closed = self._lost = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
@@ -156,6 +153,13 @@ class FabricDomain:
             self._peers.greet(found, time.monotonic())
             self._stir(found)
         return found.index
+
+    def forget(self, peer: int) -> None:
+        found = self._peers.all[peer]
+        if self._closed or self._nic.closed or not self._rules.endpoint_per_peer:
+            return  # of others, what a dead process leaves is found by itself
+        found.forget_s = time.monotonic() + self._timeout_s
+        self._stir(found)
 
     # --- writes
 
@@ -244,6 +248,11 @@ class FabricDomain:
                     self._look_at_deadlines(now_s)
         else:
             self._next_look_s, self._excused = 0.0, False  # nothing to be late for
+            if self._rules.by_pid:
+                now_s = time.monotonic()
+                if now_s >= self._next_census_s:
+                    self._next_census_s = now_s + _CENSUS_S
+                    self._peers.bury_the_dead()
         if self._regions.dying:
             self._regions.bury()
         return filled
@@ -380,6 +389,8 @@ class FabricDomain:
                 self._rows.go_on(peer)
             elif peer.state is State.LEAVING:
                 self._peers.see_off(peer, now_s)
+            if peer.forget_s:
+                self._peers.let_go(peer, now_s)
             if not peer.unsettled:
                 self._restless.discard(peer)
 
@@ -465,6 +476,8 @@ class FabricDomain:
 
     def _shut(self) -> None:
         """Read the queue out, then close all; tcp 2.5.1 may crash if it is read in between."""
+        if self._rules.by_pid:
+            close_seats(shm_name(self._raw))
         if not self._rules.by_pid:
             self._drain()
         self._main.close()
@@ -498,3 +511,21 @@ class FabricDomain:
             self._rows.end(peer, status, gone=gone)
         self._outgoing.close(status)
         self._restless.clear()
+
+
+def _open_main(
+    nic: Nic, rules: Rules, options: tuple[tuple[int, bool], ...]
+) -> tuple[Endpoint, bytes]:
+    """Open the endpoint that peers write to; return it and its name."""
+    if rules.by_pid:
+        rehearse_shm()
+    main = nic.open_endpoint(options)
+    if rules.hardware:
+        check_device(main, nic.name)
+    nic.release_port()
+    raw = main.name()
+    if rules.by_pid:
+        reserve_shm(shm_name(raw))
+        open_seats(shm_name(raw))
+        neighbours.arrive(raw)
+    return main, raw

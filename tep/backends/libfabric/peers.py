@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tep.backends.base import Status, WriteBatch
 from tep.backends.libfabric import frames, neighbours
-from tep.backends.libfabric.address import NicAddress, parse, shm_pid
+from tep.backends.libfabric.address import NicAddress, parse, shm_alias, shm_name, shm_pid
 from tep.backends.libfabric.process import Process
+from tep.backends.libfabric.seats import SEATS, take_seat
 from tep.errors import BadDescriptor, FabricError
 from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
@@ -92,6 +93,7 @@ class Peer:
         outbox: frames to send.
         sends: frames in libfabric's hands.
         stuck_s: since when libfabric has not taken the next frame; 0 = it does.
+        forget_s: when what it costs us is given back at the latest, once it is quiet; 0 = keep it.
         neighbour: it is of this process, and shares memory with us.
         process: its process, where that is one of this host.
     """
@@ -101,6 +103,7 @@ class Peer:
         "appetite",
         "data",
         "endpoint",
+        "forget_s",
         "full_at",
         "heard",
         "held",
@@ -139,7 +142,7 @@ class Peer:
         self.leases: dict[int, tuple[int, int] | None] = {}
         self.outbox: deque[bytes] = deque()
         self.sends = 0
-        self.stuck_s = 0.0
+        self.stuck_s = self.forget_s = 0.0
         self.neighbour = False
         self.process: Process | None = None
 
@@ -152,7 +155,7 @@ class Peer:
     def unsettled(self) -> bool:
         """Whether it needs looking after at each poll."""
         waits = self.state is State.CONNECTING or self.state is State.LEAVING
-        return bool(waits or self.outbox or self.held or self.lost)
+        return bool(waits or self.outbox or self.held or self.lost or self.forget_s)
 
 
 class Peers:
@@ -167,7 +170,7 @@ class Peers:
 
     Attributes:
         all: by PeerId.
-        complaint: why no more peers can be met; "" = they can.
+        complaint: why the last peer that was refused could not be met; "" = none was.
         refusal: why the last endpoint could not be opened; "" = it was.
     """
 
@@ -196,7 +199,6 @@ class Peers:
         self._on_over = on_over
         self._by_data: dict[bytes, Peer] = {}
         self._latest: dict[bytes, Peer] = {}  # by raw address
-        self._met = 0
         self._closed = False
 
     # --- finding
@@ -218,21 +220,37 @@ class Peers:
                 found.neighbour = True
                 if not neighbours.meet(self._raw, address.raw):
                     found.state = State.GONE
-            if self._met >= self._rules.peers_max:
-                found.state = State.GONE
-                self.complaint = (
-                    f"this NIC has met {self._met} peers, and {self._rules.provider} would crash "
-                    "on the next one: open the engine anew"
-                )
             if self._nic.failure:
                 found.state, found.status = State.GONE, Status.NIC_DOWN
             if found.state is not State.GONE:
-                found.number = self._nic.insert(address.raw)
-                self._met += 1
+                self._insert(found)
             self.all.append(found)
             self._by_data[data] = found
             self._supersede(found)
         return found
+
+    def _insert(self, peer: Peer) -> None:
+        """Make a peer known to libfabric."""
+        raw = peer.address.raw
+        if self._rules.by_pid:
+            me, it = self._raw, raw
+            if peer.neighbour:
+                raw = shm_alias(raw)
+            # Within one process each is known to the other by two names, see shm_alias().
+            names = {me: {it, raw}, it: {me, shm_alias(me) if peer.neighbour else me}}
+            full = [
+                shm_name(one)
+                for one, others in names.items()
+                if not all(take_seat(shm_name(one), shm_name(other)) for other in others)
+            ]
+            if full:
+                peer.state = State.GONE
+                self.complaint = (
+                    f"shm: {' and '.join(full)} met {SEATS} peers, those of its own process "
+                    "counted twice, and has no more places: open that engine anew"
+                )
+                return
+        peer.number = self._nic.insert(raw)
 
     def _supersede(self, peer: Peer) -> None:
         """Of two incarnations at one address the earlier is gone."""
@@ -360,6 +378,23 @@ class Peers:
             gone = peer.process is not None and peer.process.ended()
         if gone:
             self._end(peer, State.GONE, Status.UNREACHABLE)
+
+    def let_go(self, peer: Peer, now_s: float) -> None:
+        """Close the endpoint of a peer that is to be forgotten, once nothing goes through it."""
+        if peer.held:
+            peer.forget_s = 0.0  # the engine has met it anew
+        elif not (peer.open or peer.outbox or peer.sends or peer.lost) or now_s > peer.forget_s:
+            peer.forget_s = 0.0
+            self._end(peer, State.SILENT, Status.UNREACHABLE, now_s - _SILENCE_S)
+
+    def bury_the_dead(self) -> None:
+        """End the peers whose processes have ended, also those to whom nothing was outstanding.
+
+        Else a descriptor and a mapping of 13 MiB would stay for each until this NIC is closed.
+        """
+        for peer in self.all:
+            if peer.state is not State.GONE and peer.process is not None and peer.process.ended():
+                self._end(peer, State.GONE, Status.UNREACHABLE)
 
     def flush(self, peer: Peer, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import mmap
 import os
 import re
+import resource
 import select
 import signal
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from tep.errors import FabricError
 __all__ = [
     "Process",
     "keep_signals",
+    "rehearse_shm",
     "reserve_shm",
     "shm_free",
     "sweep_shm",
@@ -38,8 +41,9 @@ _SIGNALS: Final = (
     signal.SIGILL,
     signal.SIGABRT,
 )
+_ENDPOINT_BYTES_MAX: Final = 32 << 20  # 12.8 MiB with 2.5, 16 with 1.17
 _SHM: Final = Path("/dev/shm")  # noqa: S108  # where POSIX shared memory is
-_SHM_NAME: Final = re.compile(r"(\d+):(\d+):\d+")
+_SHM_NAME: Final = re.compile(r"(\d+):(\d+):\d+(\.seats)?")
 
 
 @contextmanager
@@ -130,6 +134,34 @@ def sweep_shm() -> list[str]:
                     Path(entry.path).unlink()
                     swept.append(entry.name)
     return swept
+
+
+def rehearse_shm() -> None:
+    """Make and map a file as large as an endpoint's.
+
+    The provider does not look whether it could make its own, and would end the process with a
+    segmentation fault (2.5.1, smr_ep_ctrl).
+
+    Raises:
+        FabricError: it cannot be made: descriptors, the size of files, or of the address space.
+    """
+    try:
+        fd = os.open(_SHM, os.O_RDWR | os.O_TMPFILE, 0o600)
+        try:
+            os.ftruncate(fd, _ENDPOINT_BYTES_MAX)
+            mmap.mmap(fd, _ENDPOINT_BYTES_MAX).close()
+        finally:
+            os.close(fd)
+    except OSError as error:
+        fsize, nofile = (
+            resource.getrlimit(what)[0] for what in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+        )
+        raise FabricError(
+            f"shm: no file of {_ENDPOINT_BYTES_MAX >> 20} MiB can be made in {_SHM} for an "
+            f"endpoint: {error.strerror}; limits of this process: files of {fsize} bytes (ulimit "
+            f"-f), {nofile} descriptors (ulimit -n); -1 is none",
+            code="PROVIDER",
+        ) from error
 
 
 def reserve_shm(name: str) -> None:

@@ -36,9 +36,6 @@ class Rules:
         by_pid: addresses name processes of this host, which can be asked whether they live.
         asks_first: a peer's process is asked before each post whether it lives: releases of shm
             before 2.0 say OK on rows that they leave in the queue of one that is gone.
-        peers_max: peers that a NIC may meet in its life. The shm provider keeps a table of 256,
-            gives a place again, and does not clear in its own memory what the former peer left
-            there: with 2.5.1 the first frame to the 257th is a segmentation fault.
         copies_from: rows of this many bytes are copied inside the post.
         releases_from: rows of this many bytes take long enough to post to drop the interpreter's
             lock meanwhile, so that the user's own thread can have it. It costs 0.03 us a row.
@@ -63,7 +60,6 @@ class Rules:
     leases: bool = True
     by_pid: bool = False
     asks_first: bool = False
-    peers_max: int = 1 << 62
     copies_from: int = 32 * KiB
     releases_from: int = 32 * KiB
     turn_rows: int = 1 << 30
@@ -115,7 +111,7 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
                 by_ip=True,
                 delivery_complete=True,
             ),
-            Rules(provider="shm", names=("shm",), by_pid=True, peers_max=256),
+            Rules(provider="shm", names=("shm",), by_pid=True),
             _EFA,
             replace(
                 _EFA,

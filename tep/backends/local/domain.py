@@ -286,6 +286,9 @@ class LocalDomain:
 
     # --- sleeping
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
 

@@ -295,6 +295,9 @@ class VerbsDomain:
 
     # --- waking
 
+    def forget(self, peer: int) -> None:
+        """Nothing is kept of a peer that could be given back."""
+
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
 
