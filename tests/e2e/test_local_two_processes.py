@@ -33,7 +33,7 @@ CHILD = """
 import json, os, sys
 import numpy as np
 import tep
-from tep import MrDesc, NetAddr, alloc_shared
+from tep import MrDesc, NetAddr, TransferEngine, alloc_shared  # all of it, before setuid()
 
 def engine(nics=1, **options):
     return tep.TransferEngine.open("local", nics=nics, **options)

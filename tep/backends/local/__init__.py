@@ -3,8 +3,16 @@
 Bytes move by process_vm_writev, or by plain copies into memory of alloc_shared(); immediates and
 messages through rings in shared memory; a sleeping peer is woken by an eventfd. The rooms:
 `address`, `channel` (the socket), `memory` and `rings` (what is shared, and in which order it is
-written), `copying`, `outbound` and `sender`, `noting`, `port`, `domain`. Here a backend's two
-functions.
+written), `copying`, `outbound` and `sender`, `noting`, `port`, `watches`, `domain`. Here a
+backend's two functions.
+
+Whom a NIC trusts. Any user of the host can connect: without the address's token it is one of at
+most 64 callers, each for a second. Who has the token can write to what is registered, if the kernel
+lets it touch this process; memory of alloc_shared() is handed out by the same rule (the same user,
+or root). A process id that is used again gets no byte: each copy by process id begins at an address
+that only the right process has mapped (`memory.Witness`); what remains is the chance, below one in
+a billion, that another process has mapped that address. A peer with the token can spoil its own
+words and the port's: that ends its connection, or the others', and never the engine.
 
 Nothing of it has a name in the file system: what a killed process held, the kernel frees. Several
 NICs of one engine are parallel lanes and no faster: one thread at a time copies for all of them.
@@ -13,7 +21,9 @@ NICs of one engine are parallel lanes and no faster: one thread at a time copies
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
+import logging
 import os
 import socket
 import sys
@@ -41,6 +51,14 @@ _SQ_DEPTH: Final = 4096
 _PEER_TIMEOUT_S: Final = 2.0
 """The kernel tells of a death at once; this is room for a poll that comes late."""
 
+_CHILDREN_ONLY: Final = 1  # of kernel.yama.ptrace_scope
+_OPENED_TO_TRACERS: Final = (
+    "opening an engine lets every process of this user read and write this process's memory until "
+    "it exits (PR_SET_PTRACER_ANY); open with allow_tracer=False to keep Yama's limit: peers then "
+    "reach tep.alloc_shared() memory only"
+)
+
+_log = logging.getLogger("tep")
 _OPENED: Final = itertools.count(1)
 _last_epoch = 0
 
@@ -61,7 +79,7 @@ def open_domains(
         sq_depth: rows outstanding on one NIC.
         allow_tracer: where Yama restricts writes into other processes to children (Ubuntu's
             default), name "any process of this user" as an exception, for the rest of this
-            process's life. False: peers then reach alloc_shared() memory only.
+            process's life; it is logged once. False: peers then reach alloc_shared() memory only.
         spin_s: how long a wait() polls before it sleeps on the NICs' descriptors, seconds; 60 =
             spin: a core for as long as somebody waits, for the least latency. None = up to 100 us,
             while that pays; 0 = sleep at once. See `tep.turning`.
@@ -78,8 +96,8 @@ def open_domains(
     if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
         raise UsageError(f"local: name={name!r}; 1 to {_NAME_BYTES_MAX} bytes of UTF-8")
     _check_system()
-    if allow_tracer and _yama_scope() == 1:
-        allow_any_tracer()
+    if allow_tracer and _yama_scope() == _CHILDREN_ONLY:
+        _open_to_tracers()
     epoch = _next_epoch()
     domains: list[LocalDomain] = []
     try:
@@ -137,6 +155,12 @@ def _yama_scope() -> int:
         return 0
 
 
+@functools.cache  # once is enough: it holds for the process
+def _open_to_tracers() -> None:
+    if allow_any_tracer():
+        _log.warning("local: %s", _OPENED_TO_TRACERS)
+
+
 def probe() -> str:
     """Say what is here: whether the kernel lets processes write into each other.
 
@@ -158,4 +182,5 @@ def probe() -> str:
         return f"alloc_shared() memory only: process_vm_readv says {why(code)}"
     if scope > 1:
         return f"alloc_shared() memory only, unless as root: kernel.yama.ptrace_scope is {scope}"
-    return f"process_vm_writev and shared memory; kernel.yama.ptrace_scope {scope}"
+    tracers = f": {_OPENED_TO_TRACERS}" if scope == _CHILDREN_ONLY else ""
+    return f"process_vm_writev and shared memory; kernel.yama.ptrace_scope {scope}{tracers}"

@@ -19,6 +19,7 @@ leads nowhere. The token keeps strangers out: such names have no owner and no pe
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import struct
@@ -26,7 +27,8 @@ import zlib
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from tep.errors import BadDescriptor
+from tep.backends.local.libc import SHORT, why
+from tep.errors import BackendUnavailable, BadDescriptor
 
 __all__ = ["Address", "engine_of", "host_digest", "process_start"]
 
@@ -94,11 +96,19 @@ def engine_of(data: bytes) -> bytes:
     return data[8:40] if len(data) == _LAYOUT.size + 4 else data
 
 
+@functools.cache
 def host_digest() -> bytes:
-    """8 bytes that are the same in all processes, and containers, of this boot of this machine."""
+    """8 bytes that are the same in all processes, and containers, of this boot of this machine.
+
+    Raises:
+        BackendUnavailable: no descriptor is left to find out.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-    except OSError:
+    except OSError as error:
+        if error.errno in SHORT:
+            tried = (("this host's boot id", why(error.errno or 0)),)
+            raise BackendUnavailable("the local backend cannot start", tried) from error
         boot = os.uname().nodename.encode()
     return hashlib.sha256(b"tep local" + boot).digest()[:8]
 

@@ -11,13 +11,17 @@ sender's engine has its notes carried to the receiver's.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
 from collections import deque
-from typing import Final
+from pathlib import Path
+from typing import Annotated, Final
 
 import msgspec
+
+from tep.backends.local.libc import SHORT
 
 __all__ = [
     "Channel",
@@ -29,11 +33,19 @@ __all__ = [
     "Unshare",
     "Welcome",
     "close_all",
+    "decode",
+    "is_bell",
 ]
 
 _BYTES_MAX: Final = 4096
 _FDS_MAX: Final = 4
+_HEARD_MAX: Final = 1 << 16
+_LATER: Final = SHORT | {errno.EAGAIN}
+_EVENTFD: Final = "anon_inode:[eventfd]"
 _UCRED: Final = struct.Struct("=iII")  # struct ucred { pid_t pid; uid_t uid; gid_t gid; };
+
+
+Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -53,11 +65,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     Attributes:
         slot: where on the port's board the sender publishes its tails.
-        port_at: address of the port's mapping in the receiver, for a trial of access.
+        witness: address of its page in the receiver, see `memory.Witness`; 0 = none.
     """
 
-    slot: int
-    port_at: int
+    slot: Unsigned
+    witness: Unsigned
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -75,15 +87,15 @@ class Share(msgspec.Struct, frozen=True, array_like=True, tag=4):
         nbytes: length.
     """
 
-    number: int
-    address: int
-    nbytes: int
+    number: Unsigned
+    address: Unsigned
+    nbytes: Unsigned
 
 
 class Unshare(msgspec.Struct, frozen=True, array_like=True, tag=5):
     """The last target in an arena is gone: unmap it, so that its memory can be freed."""
 
-    number: int
+    number: Unsigned
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -100,7 +112,15 @@ class Note(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 Said = Hello | Welcome | Refused | Share | Unshare | Note
 _encode = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(Said).decode
+_DECODER: Final[msgspec.msgpack.Decoder[Said]] = msgspec.msgpack.Decoder(Said, strict=True)
+
+
+def decode(data: bytes) -> Said | None:
+    """What was said in these bytes, or None where nothing was."""
+    try:
+        return _DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class Channel:
@@ -115,18 +135,30 @@ class Channel:
         self._socket = sock
         self.fd = sock.fileno()
         self.open = True
-        self._waiting: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._waiting: deque[tuple[bytes, tuple[int, ...], object]] = deque()
 
     @property
     def peer_pid(self) -> int:
         """The process at the other end, as this process names it; 0 = it cannot be named here."""
-        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-        pid: int = _UCRED.unpack(raw)[0]
-        return pid
+        return self._credentials()[0]
 
-    def say(self, what: Said, *fds: int) -> None:
-        """Send now, or when the socket has room: flush() goes on. Descriptors are duplicated."""
-        self._waiting.append((_encode(what), tuple(map(os.dup, fds))))
+    @property
+    def may_write(self) -> bool:
+        """Whether the user at the other end may write here by the kernel's rule: ours, or root."""
+        return self._credentials()[1] in {0, os.geteuid()}
+
+    def _credentials(self) -> tuple[int, int]:
+        """pid and uid of the process that made the other end."""
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        pid, uid, _ = _UCRED.unpack(raw)
+        return pid, uid
+
+    def say(self, what: Said, *fds: int, owner: object = None) -> None:
+        """Send now, or when the socket has room: flush() goes on.
+
+        The descriptors stay open until then: they are the NIC's own, or `owner` keeps them open.
+        """
+        self._waiting.append((_encode(what), fds, owner))
         self.flush()
 
     def try_say(self, what: Said) -> bool:
@@ -146,44 +178,54 @@ class Channel:
     def flush(self) -> None:
         """Send what waits, as far as it goes."""
         while self.open and self._waiting:
-            data, fds = self._waiting[0]
+            data, fds, _ = self._waiting[0]
             try:
                 socket.send_fds(self._socket, [data], fds)
-            except BlockingIOError:
-                return
-            except OSError:
+            except OSError as error:
+                if error.errno in _LATER:
+                    return
                 self.open = False
             self._waiting.popleft()
-            close_all(fds)
 
-    def hear(self) -> list[tuple[Said, list[int]]]:
-        """What has come, with its descriptors, which are the caller's now."""
+    def hear(self, most: int = _HEARD_MAX) -> list[tuple[Said, list[int]]]:
+        """What has come, `most` at the most, with its descriptors, which are the caller's now.
+
+        Of descriptors for which this process has no room, none arrives.
+        """
         found: list[tuple[Said, list[int]]] = []
-        while self.open:
+        while self.open and len(found) < most:
             try:
                 data, fds, flags, _ = socket.recv_fds(
                     self._socket, _BYTES_MAX, _FDS_MAX, socket.MSG_CMSG_CLOEXEC
                 )
-            except BlockingIOError:
-                break
-            except OSError:
+            except OSError as error:
+                if error.errno in _LATER:
+                    break
                 data, fds, flags = b"", [], 0
-            try:
-                if not data or flags & socket.MSG_CTRUNC:  # the end, or no descriptors left here
-                    raise msgspec.DecodeError
-                found.append((_decode(data), fds))
-            except msgspec.MsgspecError:
+            if flags & socket.MSG_CTRUNC:
+                close_all(fds)
+                fds = []
+            said = decode(data)  # no bytes: the end
+            if said is None:
                 close_all(fds)
                 self.open = False
+            else:
+                found.append((said, fds))
         return found
 
     def close(self) -> None:
         """Hang up. Idempotent."""
         self.open = False
         self._socket.close()
-        for _, fds in self._waiting:
-            close_all(fds)
         self._waiting.clear()
+
+
+def is_bell(fd: int) -> bool:
+    """Whether a descriptor from a peer is an eventfd that does not block: writing to it is safe."""
+    try:
+        return not os.get_blocking(fd) and str(Path(f"/proc/self/fd/{fd}").readlink()) == _EVENTFD
+    except OSError:
+        return False
 
 
 def close_all(fds: list[int] | tuple[int, ...]) -> None:

@@ -21,10 +21,13 @@ from tep.backends.base import Column
 from tep.backends.hostcopy import HostRegion, copy_rows
 from tep.backends.local.libc import IOV_MAX, errno_of, read_remote, row_writer, write_remote
 
-__all__ = ["Failures", "Mover", "Target", "can_reach"]
+__all__ = ["ROWS_MAX", "Failures", "Mover", "Target", "can_reach", "extent", "inside"]
 
 Failures = list[tuple[int, int]]
 """(row, errno) of the rows that did not arrive; after a row with ESRCH or EPERM none did."""
+
+ROWS_MAX: Final = IOV_MAX - 1
+"""Rows that one call moves; the first entry is the witness's, see `memory.Witness`."""
 
 _FATAL: Final = frozenset({errno.ESRCH, errno.EPERM, errno.ENOSYS})
 _memmove: Final = ctypes.memmove
@@ -40,23 +43,34 @@ class Target:
         nbytes: length.
         mapped: the same bytes mapped here, or None.
         shift: what makes an address of the peer's one of ours, if mapped.
+        witness: address of our byte in the peer's witness, see `memory.Witness`.
     """
 
-    __slots__ = ("base", "key", "mapped", "nbytes", "shift", "word")
+    __slots__ = ("base", "key", "mapped", "nbytes", "shift", "witness", "word")
 
     def __init__(
-        self, key: int, word: int, base: int, nbytes: int, mapped: HostRegion | None
+        self,
+        key: int,
+        word: int,
+        base: int,
+        nbytes: int,
+        mapped: HostRegion | None,
+        witness: int,
     ) -> None:
         self.key = key
         self.word = word
         self.base = base
         self.nbytes = nbytes
         self.mapped = mapped
+        self.witness = witness
         self.shift = 0 if mapped is None else mapped.origin - base
 
 
 class Mover:
-    """The call's arguments, filled anew for each; one for each NIC, used by one thread."""
+    """The call's arguments, filled anew for each; one for each NIC, used by one thread.
+
+    The entry before the first row is a byte for the witness: a call reaches the peer, or nobody.
+    """
 
     def __init__(self) -> None:
         self._here = np.zeros((IOV_MAX, 2), np.uint64)  # struct iovec { void *; size_t; }[]
@@ -65,28 +79,33 @@ class Mover:
         self._there_at: int = self._there.ctypes.data
         self._here_words = memoryview(self._here.data).cast("B").cast("Q")
         self._there_words = memoryview(self._there.data).cast("B").cast("Q")
-        self._write_row = row_writer(self._here_at, self._there_at)
+        self._byte = ctypes.create_string_buffer(1)
+        self._byte_at = ctypes.addressof(self._byte)
+        self._row = memoryview(bytearray(64)).cast("Q")  # the same for one row: here, then there
+        self._row[0], self._row[1], self._row[5] = self._byte_at, 1, 1
+        row_at = np.frombuffer(self._row, np.uint8).ctypes.data
+        self._write_row = row_writer(row_at, row_at + 32)
 
     def move_row(self, pid: int, target: Target, src: int, dst: int, nbytes: int) -> int:
         """Copy one row; return 0, or errno."""
         if target.mapped is not None:
             _memmove(dst + target.shift, src, nbytes)
             return 0
-        here, there = self._here_words, self._there_words
-        here[0], there[0] = src, dst
-        here[1] = there[1] = nbytes
+        row = self._row
+        row[4], row[2], row[6] = target.witness, src, dst
+        row[3] = row[7] = nbytes
         moved = self._write_row(pid)
-        if moved == nbytes:
+        if moved == nbytes + 1:
             return 0
-        return errno_of() if moved < 0 else errno.EFAULT
+        return _errno_of_call() if moved < 0 else errno.EFAULT
 
     def move_rows(
         self, pid: int, target: Target, source: HostRegion, src: Column, dst: Column, nbytes: Column
     ) -> Failures:
-        """Copy rows between two regions; at least one column is an array, at most IOV_MAX long."""
+        """Copy rows between two regions; at least one column is an array, at most ROWS_MAX long."""
         n = next(len(column) for column in (src, dst, nbytes) if not isinstance(column, int))
         if target.mapped is None:
-            return self._write(pid, src, dst, nbytes, n)
+            return self._write(pid, target.witness, src, dst, nbytes, n)
         if isinstance(nbytes, int):
             copy_rows(
                 source,
@@ -101,42 +120,51 @@ class Mover:
                 _memmove(there + target.shift, here, size)
         return []
 
-    def _write(self, pid: int, src: Column, dst: Column, nbytes: Column, n: int) -> Failures:
-        here, there = self._here, self._there
-        here[:n, 0] = src
-        there[:n, 0] = dst
-        here[:n, 1] = nbytes
-        there[:n, 1] = nbytes
+    def _write(
+        self, pid: int, witness: int, src: Column, dst: Column, nbytes: Column, n: int
+    ) -> Failures:
+        here, there = self._here[1 : n + 1], self._there[1 : n + 1]
+        here[:, 0] = src
+        there[:, 0] = dst
+        here[:, 1] = nbytes
+        there[:, 1] = nbytes
         total = nbytes * n if isinstance(nbytes, int) else int(nbytes.sum())
-        moved = write_remote(pid, self._here_at, n, self._there_at, n, 0) if total else 0
-        return [] if moved == total else self._resume(pid, n, moved)
+        if not total:
+            return []
+        moved = self._call(pid, witness, 0, n)
+        return [] if moved == total else self._resume(pid, witness, n, moved)
 
-    def _resume(self, pid: int, n: int, moved: int) -> Failures:
+    def _call(self, pid: int, witness: int, at: int, n: int) -> int:
+        """Move rows `at` to n; return how many bytes of rows have moved, or -errno."""
+        here, there, k = self._here_words, self._there_words, 2 * at
+        here[k], there[k] = self._byte_at, witness  # over the row before, which is done
+        here[k + 1] = there[k + 1] = 1
+        skip, rows = 16 * at, n - at + 1
+        moved = write_remote(pid, self._here_at + skip, rows, self._there_at + skip, rows, 0)
+        return moved - 1 if moved > 0 else -_errno_of_call()
+
+    def _resume(self, pid: int, witness: int, n: int, moved: int) -> Failures:
         """After a call that stopped early: find the row that failed, and go on behind it."""
-        code = errno_of() if moved < 0 else 0
-        sizes = self._here[:n, 1].astype(np.int64)
+        sizes = self._here[1 : n + 1, 1].astype(np.int64)
         failures: Failures = []
         at = 0
         while at < n:
-            if moved < 0:
-                failures.append((at, code))
-                if code in _FATAL:
-                    failures += [(row, code) for row in range(at + 1, n)]
-                    break
+            if -moved in _FATAL:
+                return failures + [(row, -moved) for row in range(at, n)]
+            done = int(np.searchsorted(np.cumsum(sizes[at:]), moved, "right")) if moved > 0 else 0
+            at += done
+            if at < n and not done:  # the first row did not come, or came in part
+                failures.append((at, errno.EFAULT if moved >= 0 else -moved))
                 at += 1
-            else:
-                done = int(np.searchsorted(np.cumsum(sizes[at:]), moved, "right"))
-                at += done
-                if at < n and not done:  # the first row came in part
-                    failures.append((at, errno.EFAULT))
-                    at += 1
             if at < n:
-                rest, skip = n - at, 16 * at
-                moved = write_remote(
-                    pid, self._here_at + skip, rest, self._there_at + skip, rest, 0
-                )
-                code = errno_of() if moved < 0 else 0
+                moved = self._call(pid, witness, at, n)
         return failures
+
+
+def _errno_of_call() -> int:
+    """Why nothing has moved, not even the witness's byte: EFAULT = it is not the peer's process."""
+    code = errno_of()
+    return errno.ESRCH if code == errno.EFAULT else code
 
 
 def _offsets(column: Column, origin: int) -> int | npt.NDArray[np.intp]:
@@ -147,6 +175,26 @@ def _offsets(column: Column, origin: int) -> int | npt.NDArray[np.intp]:
 
 def _ints(column: Column, n: int) -> list[int]:
     return [column] * n if isinstance(column, int) else column.tolist()
+
+
+def extent(nbytes: Column, n: int) -> tuple[int, int]:
+    """The longest row, and all of them together."""
+    if isinstance(nbytes, int):
+        return nbytes, nbytes * n
+    return int(nbytes.max()), int(nbytes.sum())
+
+
+def inside(at: Column, nbytes: Column, origin: int, region_bytes: int) -> bool:
+    """Whether every row lies in a region. Compared as Python ints, which do not wrap."""
+    if isinstance(nbytes, int):
+        low = at if isinstance(at, int) else int(at.min())
+        high = at if isinstance(at, int) else int(at.max())
+        return origin <= low and high + nbytes <= origin + region_bytes
+    if isinstance(at, int):
+        return origin <= at and at + int(nbytes.max()) <= origin + region_bytes
+    if not (origin <= int(at.min()) and int(at.max()) <= origin + region_bytes):
+        return False
+    return int((at + nbytes).max()) <= origin + region_bytes
 
 
 def can_reach(pid: int, address: int, expected: bytes) -> int:

@@ -32,9 +32,11 @@ from tep.backends.base import (
 from tep.backends.checks import check_memory
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address, engine_of
-from tep.backends.local.port import ASLEEP, Inbound, Port, Watches
-from tep.backends.local.rings import EVENTS, LaneReader, new_fence
+from tep.backends.local.libc import why
+from tep.backends.local.port import ASLEEP, Inbound, Port
+from tep.backends.local.rings import EVENTS, NONSENSE, LaneReader, new_fence
 from tep.backends.local.sender import HELPING_BYTES, Sender
+from tep.backends.local.watches import Watches
 from tep.errors import BackendUnavailable, ClosedError
 from tep.memory import Memory
 
@@ -74,19 +76,16 @@ class LocalDomain:
         self.caps = caps
         self.address = address.to_bytes()
         self._state = _OPEN
-        try:
-            self._watches = Watches()
-            self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError as error:
-            raise BackendUnavailable(
-                "the local backend cannot start", (("an eventfd and an epoll set", str(error)),)
-            ) from error
-        self._watches.add_bell(self._bell)
+        self._watches, self._bell = _new_watches()
         self._fence = new_fence()
         self._sources: dict[int, HostRegion] = {}
         shared = self._watches, self._bell, self._fence
         self._sender = Sender(self.address, caps, self._sources, *shared)
-        self._port = Port(address, *shared, self._sender.notes.unread.add)
+        try:
+            self._port = Port(address, *shared, self._sender.notes.unread.add)
+        except BackendUnavailable:
+            self._let_go()
+            raise
         self._words = self._port.words
         self._asleep = self._rung = False
         self._refused = False
@@ -202,6 +201,8 @@ class LocalDomain:
                 self._watches.look()  # what woke us was a socket, or nothing did
             elif self._polls % _LOOKS == 0 or (sender.active and sender.asking):
                 self._watches.look()
+                if port.callers:
+                    port.hang_up_on_silent()
         elif self._sender.done:
             at = self._hand_out(out)
         if at and self._refused:
@@ -260,7 +261,7 @@ class LocalDomain:
         lane = inbound.lane
         assert lane is not None
         room = len(out)
-        while at < room and (nbytes := lane.next_message()) is not None:
+        while at < room and (nbytes := self._next_message(inbound, lane)) is not None:
             slot = next((k for k in self._free if len(self._buffers[k]) >= nbytes), None)
             if slot is not None:
                 self._free.remove(slot)
@@ -277,6 +278,14 @@ class LocalDomain:
                     self._port.starved[inbound] = None
                 break
         return at
+
+    def _next_message(self, inbound: Inbound, lane: LaneReader) -> int | None:
+        nbytes = lane.next_message()
+        if nbytes == NONSENSE:
+            lane.mhead = lane.mtail
+            self._port.part(inbound)
+            return None
+        return nbytes
 
     def status_text(self, status: int) -> str:
         text = _STATUS_TEXT.get(status, "")
@@ -349,7 +358,7 @@ class LocalDomain:
 
     def _let_go(self) -> None:
         self._sources.clear()
-        self._watches.epoll.close()
+        self._watches.close()
         os.close(self._bell)
 
     def _check_open(self) -> None:
@@ -379,8 +388,26 @@ _STATUS_TEXT: Final = {
 }
 
 
+def _new_watches() -> tuple[Watches, int]:
+    """An epoll set with a bell in it."""
+    with contextlib.ExitStack() as undo:
+        try:
+            watches = Watches()
+            undo.callback(watches.close)
+            bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.callback(os.close, bell)
+            watches.add_bell(bell)
+        except OSError as error:
+            what = "an eventfd, a timer and an epoll set"
+            raise BackendUnavailable(
+                "the local backend cannot start", ((what, why(error.errno or 0)),)
+            ) from error
+        undo.pop_all()
+    return watches, bell
+
+
 def _ring(bell: int) -> None:
-    with contextlib.suppress(BlockingIOError):  # rung 2**64 times: it is ringing still
+    with contextlib.suppress(OSError):  # rung 2**64 times: it is ringing still
         os.eventfd_write(bell, 1)
 
 
@@ -392,7 +419,7 @@ def _let_go(nic: str, sender: Sender, port: Port, watches: Watches, bell: int) -
     """The net under close(); what is given here holds no reference to the NIC."""
     sender.abandon()
     port.abandon()
-    watches.epoll.close()
+    watches.close()
     os.close(bell)
     warnings.warn(f"{nic} was dropped without close()", ResourceWarning, stacklevel=2)
 

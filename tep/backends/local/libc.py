@@ -1,29 +1,44 @@
-"""The three calls of libc that Python does not offer, by ctypes; nothing else of C lives here.
-
-Each raises OSError with errno's own words, or returns what its page says.
-"""
+"""The calls of libc that Python does not offer, by ctypes; nothing else of C lives here."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import mmap
 import os
+import time
 from collections.abc import Callable
 from typing import Final
 
 __all__ = [
     "IOV_MAX",
+    "SHORT",
+    "Timer",
     "allow_any_tracer",
     "errno_of",
+    "map_page",
     "read_remote",
     "row_writer",
+    "unmap_page",
     "why",
     "write_remote",
 ]
 
 IOV_MAX: Final = 1024
 """Entries that one call takes: UIO_MAXIOV of <linux/uio.h>, quoted."""
+
+SHORT: Final = frozenset(
+    {
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOBUFS,
+        errno.ENOSPC,  # of epoll: fs.epoll.max_user_watches
+        errno.ETOOMANYREFS,  # descriptors in flight: RLIMIT_NOFILE
+    }
+)
+"""Errors that may pass: a resource of this process or of the system is used up now."""
 
 _PR_SET_PTRACER: Final = 0x59616D61  # <linux/prctl.h>
 _PR_SET_PTRACER_ANY: Final = 2**64 - 1  # (unsigned long) -1
@@ -56,7 +71,7 @@ errno_of: Final = ctypes.get_errno
 
 
 def row_writer(here: int, there: int) -> Callable[[int], int]:
-    """Make write_remote for one row: of a pid, from and to the iovecs at these addresses.
+    """Make write_remote for a witness and one row: of a pid, with the iovecs at these addresses.
 
     The argtypes of a function are applied anew in each call, 0.6 us of 2.2 (measured).
     Here each argument brings its type along, made once; a plain int is a C int, which pid_t is.
@@ -67,7 +82,7 @@ def row_writer(here: int, there: int) -> Callable[[int], int]:
         return _absent
     function.restype = ctypes.c_ssize_t
     number, pointer = ctypes.c_ulong.from_param, ctypes.c_void_p.from_param
-    typed = pointer(here), number(1), pointer(there), number(1), number(0)
+    typed = pointer(here), number(2), pointer(there), number(2), number(0)
     return lambda pid: function(pid, *typed)
 
 
@@ -86,6 +101,71 @@ def allow_any_tracer() -> bool:
     return False
 
 
+def map_page(hint: int) -> int:
+    """Map a private page of zeros, at `hint` if that is free, which forked children do not get.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    # void *mmap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
+    # int madvise(void *addr, size_t length, int advice);                    <sys/mman.h>
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.restype = ctypes.c_void_p
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    found: int = libc.mmap(hint, page, access, kind, -1, 0)
+    if found == ctypes.c_void_p(-1).value:
+        raise OSError(errno_of(), why(errno_of()))
+    if libc.madvise(found, page, mmap.MADV_DONTFORK):
+        code = errno_of()
+        unmap_page(found)
+        raise OSError(code, why(code))
+    return found
+
+
+def unmap_page(address: int) -> None:
+    """Undo map_page()."""
+    # int munmap(void *addr, size_t length);                                 <sys/mman.h>
+    munmap = ctypes.CDLL(None).munmap
+    munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    munmap(address, mmap.PAGESIZE)
+
+
+class Timer:
+    """A timerfd; os.timerfd_create() is of Python 3.13.
+
+    Attributes:
+        fd: readable once the time has come, until clear(); the caller closes it.
+
+    Raises:
+        OSError: no descriptor left.
+    """
+
+    def __init__(self) -> None:
+        # int timerfd_create(int clockid, int flags);
+        # int timerfd_settime(int fd, int flags, const struct itimerspec *new_value,
+        #                     struct itimerspec *old_value);             <sys/timerfd.h>
+        # struct itimerspec { struct timespec it_interval, it_value; };
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._set = libc.timerfd_settime
+        self._set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
+        self.fd = int(libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self.fd < 0:
+            raise OSError(errno_of(), why(errno_of()))
+
+    def set(self, delay_s: float) -> None:
+        """Become readable after `delay_s`, more than 0."""
+        whole, rest_ns = divmod(max(1, int(delay_s * 1e9)), 10**9)
+        self._set(self.fd, 0, (ctypes.c_long * 4)(0, 0, whole, rest_ns), None)
+
+    def clear(self) -> None:
+        """Be readable no more."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 8)
+
+
 def why(code: int) -> str:
-    """An errno in words."""
-    return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}"
+    """An errno in words, with the cure where there is one."""
+    cure = "; raise the limit of descriptors (ulimit -n)" if code == errno.EMFILE else ""
+    return f"{errno.errorcode.get(code, code)}: {os.strerror(code)}{cure}"

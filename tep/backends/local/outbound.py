@@ -1,7 +1,8 @@
 """One peer as rows and messages go to it: the way there, its regions, and how the way ends.
 
-A peer is met without waiting: what is posted before it has answered stands in line. Nothing here
-looks at a row.
+A peer is met without waiting: what is posted before it has answered stands in line. A peer that has
+no room for us, or for which there is no room here, is called again for as long as C17 allows.
+Nothing here looks at a row.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import errno
 import os
 import select
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
@@ -29,10 +31,11 @@ from tep.backends.local.channel import (
     Unshare,
     Welcome,
     close_all,
+    is_bell,
 )
 from tep.backends.local.copying import Target, can_reach
-from tep.backends.local.libc import why
-from tep.backends.local.memory import SharedMap
+from tep.backends.local.libc import SHORT, why
+from tep.backends.local.memory import SharedMap, Witness
 from tep.backends.local.port import (
     ASLEEP,
     BOARD,
@@ -40,15 +43,17 @@ from tep.backends.local.port import (
     PORT_BYTES,
     PROOF,
     REGIONS,
+    SLOTS,
     TABLE,
-    Watches,
 )
 from tep.backends.local.rings import STRONG, LaneWriter
+from tep.backends.local.watches import Watches
 from tep.memory import Memory
 
 __all__ = ["Outbound", "Segment", "Way"]
 
 _NEWS: Final = select.EPOLLIN | select.EPOLLRDHUP
+_AGAIN_S: Final = 0.02
 _TARGETS_MAX: Final = 4096  # regions of one peer that are remembered
 
 
@@ -79,8 +84,6 @@ class Outbound:
         way: how far it is.
         why: in words, once it is gone or restricted.
         pid: of the peer's process, or 0 where the kernel does not let us write there.
-        lane: what it reads from us; there once it is UP.
-        words: of its port.
         targets: the peer's regions that were used before, by key; see target().
         line: rows that wait, in order.
         letters: messages that wait for room in the lane: payload, ctx.
@@ -88,7 +91,9 @@ class Outbound:
         notes: those that wait for room in the socket, with their ctx.
 
     Args:
-        lost: called once when the way has ended, except by release().
+        patience_s: how long to call a peer that cannot answer, or for which there is no room here.
+        lost: called when the way has ended, except by release(); or when nobody has let us in for
+            so long: then what stands in line has to fail, and what comes later is tried anew.
     """
 
     def __init__(
@@ -98,14 +103,15 @@ class Outbound:
         watches: Watches,
         bell: int,
         fence: Callable[[], None],
+        patience_s: float,
         lost: Callable[[Outbound], None],
     ) -> None:
         self.address = address
         self.way = Way.ASKING
         self.why = ""
         self.pid = 0
-        self.lane = LaneWriter(fence)
-        self.words: memoryview = self.lane.words  # the port's, once it is UP
+        self.lane: LaneWriter  # what it reads from us; there once we have called
+        self.words: memoryview  # of its port, once it is UP
         self.line: deque[Segment] = deque()
         self.letters: deque[tuple[bytes, int]] = deque()
         self.open: deque[int] = deque()
@@ -114,45 +120,83 @@ class Outbound:
         self._watches = watches
         self._bell = bell
         self._fence = fence
+        self._patience_s = patience_s
         self._lost = lost
         self._channel: Channel | None = None
         self._port: SharedMap | None = None
         self._peer_bell = -1
         self._pidfd = -1
+        self._called = False  # there is a lane
+        self._again_s = 0.0  # when to call again
+        self._until_s = 0.0  # when to stop calling; 0: not tried yet
+        self._witness = 0
         self._waits = False  # something could not be said
         self._board = 0
         self.targets: dict[int, Target] = {}
         self._shares: dict[int, tuple[Share, SharedMap]] = {}
-        self.ask()
 
     # --- the way there
 
     def ask(self) -> None:
-        """Knock at the peer's socket, unless that is done already."""
+        """Knock at the peer's socket, unless that is done already, or was just now in vain."""
         if self._channel is not None or self.way is not Way.ASKING:
             return
+        now_s = time.monotonic()
+        if now_s < self._again_s:
+            return
+        if not self._until_s:
+            self._until_s = now_s + self._patience_s
+        try:
+            self._knock()
+        except OSError as error:
+            if error.errno in SHORT or error.errno == errno.EAGAIN:  # its queue of callers is full
+                self._call_again(f"it cannot be called: {why(error.errno or 0)}")
+            else:
+                self.end(f"nobody listens there ({why(error.errno or 0)})")
+
+    def _knock(self) -> None:
+        if not self._called:
+            self.lane = LaneWriter(self._fence)
+            self._called = True
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             sock.connect(self.address.socket)
-        except BlockingIOError:  # its queue of callers is full: again at the next poll
+            self._watches.add(sock.fileno(), self._hear, _NEWS)
+        except OSError:
             sock.close()
-            return
-        except OSError as error:
-            sock.close()
-            self.end(f"nobody listens there ({why(error.errno or 0)})")
-            return
+            raise
         self._channel = Channel(sock)
-        self._watches.add(self._channel.fd, self._hear, _NEWS)
         self._channel.say(Hello(self.address.token, self._name), self.lane.fd, self._bell)
+
+    def _call_again(self, reason: str) -> None:
+        """It did not work this time: hang up, and try again soon, or give up what is in line."""
+        if self._channel is not None:
+            self._watches.drop(self._channel.fd)
+            self._channel.close()
+            self._channel = None
+        now_s = time.monotonic()
+        if now_s < self._until_s:
+            self._again_s = now_s + _AGAIN_S
+            self._watches.wake_in(_AGAIN_S)
+        else:
+            self.why = f"for {self._patience_s} s: {reason}"
+            self._again_s = self._until_s = 0.0
+            self._lost(self)
 
     def _hear(self) -> None:
         channel = self._channel
-        assert channel is not None
+        if channel is None:
+            return
         channel.flush()
         for said, fds in channel.hear():
+            if channel is not self._channel:  # hung up on account of what came before
+                close_all(fds)
+                continue
             match said:
                 case Welcome() if self.way is Way.ASKING and len(fds) == 2:
-                    self._enter(said, fds)
+                    self._enter(channel, said, fds)
+                case Welcome() if self.way is Way.ASKING and not fds:
+                    self._call_again(f"its answer had no room here: {why(errno.EMFILE)}")
                 case Share() if len(fds) == 1:
                     self._share(said, fds[0])
                 case Unshare():
@@ -161,35 +205,42 @@ class Outbound:
                     self.end(f"it refused: {said.why}")
                 case _:
                     close_all(fds)
-        if not channel.open and self.way is not Way.GONE:
+        if channel.open or channel is not self._channel:
+            return
+        if self.way is Way.UP:
             self.end("its process ended, or closed its engine")
+        elif self.way is Way.ASKING:  # it ended, which the next call tells; or had no room for us
+            self._call_again("it hangs up; it may have no descriptors left (ulimit -n)")
 
-    def _enter(self, welcome: Welcome, fds: list[int]) -> None:
-        assert self._channel is not None
-        port_fd, self._peer_bell = fds
+    def _enter(self, channel: Channel, welcome: Welcome, fds: list[int]) -> None:
+        port_fd, bell = fds
         try:
-            self._port = SharedMap(port_fd, PORT_BYTES)
-            words = self._port.words
-            if words[0] != MAGIC:
-                raise OSError(errno.EPROTO, "a port of another version of tep")
-            pid = self._channel.peer_pid
-            proof = bytes(words[PROOF : PROOF + 2])
+            if welcome.slot >= SLOTS or not is_bell(bell):
+                raise OSError(errno.EPROTO, "its answer makes no sense")
+            port = SharedMap(port_fd, PORT_BYTES)
         except OSError as error:
-            self.end(f"its memory cannot be mapped: {error}")
+            os.close(bell)
+            if error.errno in SHORT:
+                self._call_again(f"its memory cannot be mapped: {why(error.errno or 0)}")
+            else:
+                self.end(f"its memory cannot be mapped: {error}")
             return
         finally:
             os.close(port_fd)
-        self.words = words
+        self._port, self._peer_bell, self.words = port, bell, port.words
+        if self.words[0] != MAGIC:
+            self.end("its port is of another version of tep; run the same release in both")
+            return
+        close_all([self.lane.fd])  # it has it now
+        self.lane.fd = -1
+        pid, proof = channel.peer_pid, bytes(self.words[PROOF : PROOF + 2])
         self._board = BOARD + 2 * welcome.slot
-        code = can_reach(pid, welcome.port_at, proof) if pid else errno.ESRCH
+        self._witness = Witness.byte(welcome.witness, welcome.slot)
+        code = can_reach(pid, welcome.witness, proof) if pid else errno.ESRCH
         self.pid = 0 if code else pid
         if code:
             self.why = f"process_vm_writev to process {pid or self.address.pid}: {why(code)}"
-        try:
-            self._pidfd = os.pidfd_open(pid)
-            self._watches.add(self._pidfd, lambda: self.end("its process ended"))
-        except (OSError, AttributeError):  # not named here: its socket will have to tell
-            pass
+        self._pidfd = self._watches.add_process(pid, lambda: self.end("its process ended"))
         self.way = Way.UP
 
     def end(self, reason: str) -> None:
@@ -211,8 +262,8 @@ class Outbound:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        close_all([fd for fd in (self._peer_bell, self._pidfd, self.lane.fd) if fd >= 0])
-        self._peer_bell = self._pidfd = self.lane.fd = -1
+        close_all([fd for fd in (self._peer_bell, self._pidfd) if fd >= 0])
+        self._peer_bell = self._pidfd = -1
         self.targets.clear()
         for _, found in self._shares.values():
             found.close()
@@ -220,7 +271,11 @@ class Outbound:
         if self._port is not None:
             self._port.close()
             self._port = None
-        self.lane.close()
+        if self._called:
+            if self.lane.fd >= 0:
+                os.close(self.lane.fd)
+                self.lane.fd = -1
+            self.lane.close()
 
     def try_say(self, what: Said) -> bool:
         """Say something at once; False = it has to wait, and room in the socket wakes us."""
@@ -250,14 +305,14 @@ class Outbound:
             return None
         self._fence()
         base, nbytes, share = self.words[word + 1 : word + 4].tolist()
-        if self.words[word] != key:
+        if self.words[word] != key or base + nbytes > 2**64:
             return None
         mapped = self._mapped(share, base, nbytes) if share else None
         if self.way is not Way.UP:
             return None
         if len(self.targets) >= _TARGETS_MAX:
             self.targets.clear()
-        found = Target(key, word, base, nbytes, mapped)
+        found = Target(key, word, base, nbytes, mapped, self._witness)
         if not share or mapped is not None:  # else it may still come
             self.targets[key] = found
         return found
@@ -274,15 +329,18 @@ class Outbound:
             return None
         share, mapping = found
         offset = base - share.address
-        assert 0 <= offset <= mapping.nbytes - nbytes, (offset, nbytes, mapping.nbytes)
+        if not 0 <= offset <= mapping.nbytes - nbytes:
+            self.end(f"{nbytes} bytes at {offset} of a shared memory of {mapping.nbytes}")
+            return None
         return HostRegion(
             Memory(mapping.address + offset, nbytes, "cpu", False, mapping), base, writable=True
         )
 
     def _share(self, share: Share, fd: int) -> None:
         try:
-            self._shares[share.number] = share, SharedMap(fd, share.nbytes, populate=True)
-        except OSError:
+            if share.number not in self._shares:
+                self._shares[share.number] = share, SharedMap(fd, share.nbytes, populate=True)
+        except (OSError, ValueError, OverflowError):
             pass  # not mapped: it is written through the kernel
         finally:
             os.close(fd)
@@ -305,5 +363,5 @@ class Outbound:
         self._fence()
         if words[ASLEEP]:
             words[ASLEEP] = 0
-            with contextlib.suppress(BlockingIOError):  # rung 2**64 times: it is ringing still
+            with contextlib.suppress(OSError):  # rung 2**64 times: it is ringing still
                 os.eventfd_write(self._peer_bell, 1)

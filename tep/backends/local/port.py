@@ -5,10 +5,13 @@ The port's memory is made by its owner and mapped by every sender:
     word    field     written by   content
     0       magic     owner        MAGIC
     8       asleep    both         1: ring my bell after publishing a tail; whoever rings clears it
-    16      proof     owner        u64[2], random: a sender that reads the same through the kernel
-                                   knows that it reaches the right process
+    16      proof     owner        u64[2], random: a sender that reads the same in the witness
+                                   (see `memory`) knows that it reaches the right process
     64      board     senders      u64[1024][2]: tail and mtail of the sender in that slot
     4096    table     owner        u64[65536][4]: key or 0, address, length, arena or 0
+
+Whoever has connected and not said Hello yet is a *caller*: it needs no token, so callers are few,
+have little time, and give their descriptors back first. A peer that is hung up on calls again.
 
 Rule 1: a table entry's key is written last and withdrawn first. Rule 2: after a key is withdrawn,
 nobody writes under it: `withdraw` waits until no sender is in the middle of a copy that may have
@@ -17,7 +20,10 @@ begun before. Nothing here is posted or completed at a sender.
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import os
+import resource
 import select
 import socket
 import time
@@ -38,9 +44,12 @@ from tep.backends.local.channel import (
     Unshare,
     Welcome,
     close_all,
+    is_bell,
 )
-from tep.backends.local.memory import Arena, SharedMap, arena_of, new_memfd
-from tep.backends.local.rings import LaneReader
+from tep.backends.local.libc import SHORT, why
+from tep.backends.local.memory import Arena, SharedMap, Witness, arena_of, new_memfd
+from tep.backends.local.rings import EVENTS, MESSAGES_BYTES, LaneReader
+from tep.backends.local.watches import Watches
 from tep.errors import BackendUnavailable, FabricError
 
 __all__ = [
@@ -50,13 +59,13 @@ __all__ = [
     "PORT_BYTES",
     "PROOF",
     "REGIONS",
+    "SLOTS",
     "TABLE",
     "Inbound",
     "Port",
-    "Watches",
 ]
 
-MAGIC: Final = 0x9047_5445_5001
+MAGIC: Final = 0x9047_5445_5002
 ASLEEP: Final = 8
 PROOF: Final = 16
 BOARD: Final = 64
@@ -66,39 +75,10 @@ REGIONS: Final = 65536
 PORT_BYTES: Final = 8 * (TABLE + 4 * REGIONS)
 
 _BACKLOG: Final = 1024
+_CALLERS_MAX: Final = 64
+_CALLER_S: Final = 1.0
+_HEARD_MAX: Final = 64  # of one sender, in one go
 _PAUSE_S: Final = 20e-6
-
-
-class Watches:
-    """The descriptors of one NIC, in one epoll set, and who is told of their events."""
-
-    def __init__(self) -> None:
-        self.epoll = select.epoll()
-        self._poll = self.epoll.poll
-        self._told: dict[int, Callable[[], None]] = {}
-
-    def add(self, fd: int, told: Callable[[], None], events: int = select.EPOLLIN) -> None:
-        """Watch a descriptor."""
-        self.epoll.register(fd, events)
-        self._told[fd] = told
-
-    def add_bell(self, fd: int) -> None:
-        """Watch an eventfd that nobody reads: each ring is one edge, and taken back by look()."""
-        self.epoll.register(fd, select.EPOLLIN | select.EPOLLET)
-
-    def drop(self, fd: int) -> None:
-        """Watch it no more; before it is closed."""
-        if self._told.pop(fd, None) is not None:
-            self.epoll.unregister(fd)
-
-    def look(self) -> bool:
-        """Tell everybody whose descriptor has news; whether there was any."""
-        found = self._poll(0)
-        for fd, _ in found:
-            told = self._told.get(fd)  # None: a bell, or dropped on account of another just now
-            if told is not None:
-                told()
-        return bool(found)
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +89,9 @@ class Inbound:
         channel: to it.
         slot: on the board.
         tails: its two words there.
-        lane: its memory; None until it has said Hello.
+        lane: its memory; None once it is dropped.
         bell: its eventfd.
+        may_map: whether the kernel would let its user write here, and so do we with alloc_shared().
         pidfd: readable once its process is dead, even if a forked child holds its socket; or -1.
         gone: it will write no more; what it wrote is still taken.
     """
@@ -118,8 +99,9 @@ class Inbound:
     channel: Channel
     slot: int
     tails: memoryview
-    lane: LaneReader | None = None
-    bell: int = -1
+    lane: LaneReader | None
+    bell: int
+    may_map: bool
     pidfd: int = -1
     gone: bool = False
 
@@ -130,6 +112,7 @@ class Port:
     Attributes:
         words: of the port's memory.
         ready: senders with something to take.
+        callers: who has not said Hello, and until when it may be silent; the oldest first.
         pool: receive buffers.
 
     Args:
@@ -152,24 +135,36 @@ class Port:
         self._watches = watches
         self._bell = bell
         self._fence = fence
-        try:
-            self._fd = new_memfd("tep-port", PORT_BYTES)
-            self._map = SharedMap(self._fd, PORT_BYTES)
-            self._listener = socket.socket(
-                socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
-            )
-            self._listener.bind(address.socket)
-            self._listener.listen(_BACKLOG)
-        except OSError as error:
-            what = f"shared memory and a UNIX socket for {address}"
-            raise BackendUnavailable("the local backend cannot start", ((what, str(error)),)) from (
-                error
-            )
+        proof = os.urandom(16)
+        with contextlib.ExitStack() as undo:
+            try:
+                self._fd = new_memfd("tep-port", PORT_BYTES)
+                undo.callback(os.close, self._fd)
+                self._map = SharedMap(self._fd, PORT_BYTES)
+                undo.callback(self._map.close)
+                self._witness = Witness(proof)
+                undo.callback(self._witness.close)
+                self._spare = os.dup(bell)
+                undo.callback(os.close, self._spare)
+                self._listener = socket.socket(
+                    socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK
+                )
+                undo.callback(self._listener.close)
+                self._listener.bind(address.socket)
+                self._listener.listen(_BACKLOG)
+                watches.add(self._listener.fileno(), self._accept)
+            except OSError as error:
+                what = f"shared memory and a UNIX socket for {address}"
+                raise BackendUnavailable(
+                    "the local backend cannot start", ((what, why(error.errno or 0)),)
+                ) from error
+            undo.pop_all()
         self.words = self._map.words
-        self.words[PROOF] = int.from_bytes(os.urandom(8), "little")
-        self.words[PROOF + 1] = int.from_bytes(os.urandom(8), "little")
+        self.words[PROOF : PROOF + 2] = memoryview(proof).cast("Q")
         self.words[0] = MAGIC
-        self._proof_at = self._map.address + 8 * PROOF
+        self.callers: dict[Channel, float] = {}
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._callers_max = max(1, min(_CALLERS_MAX, limit // 16))
         self.ready: dict[Inbound, None] = {}
         self.starved: dict[Inbound, None] = {}
         self._inbounds: dict[int, Inbound] = {}  # by slot
@@ -181,7 +176,6 @@ class Port:
         self._regions_used = 0
         self._serial = int.from_bytes(os.urandom(5), "little") << 6
         self._shared: dict[Arena, int] = {}
-        watches.add(self._listener.fileno(), self._accept)
 
     # --- regions
 
@@ -256,78 +250,144 @@ class Port:
                 self._watches.look()  # or it died
 
     def _share(self, inbound: Inbound, arena: Arena) -> None:
-        inbound.channel.say(Share(arena.number, arena.address, arena.nbytes), arena.fd)
+        if inbound.may_map:
+            share = Share(arena.number, arena.address, arena.nbytes)
+            inbound.channel.say(share, arena.fd, owner=arena)
 
     # --- senders
 
     def _accept(self) -> None:
-        while self._free_slots:
+        for _ in range(_BACKLOG):
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # nobody more, or no descriptor left: they wait
+            except BlockingIOError:  # nobody more
                 return
+            except OSError as error:
+                if error.errno not in SHORT:  # it has hung up already
+                    continue
+                if not self.callers:
+                    self._turn_away_next()
+                    return
+                self._turn_away(next(iter(self.callers)))
+                continue
             sock.setblocking(False)
-            slot = self._free_slots.pop()
-            at = BOARD + 2 * slot
-            inbound = Inbound(Channel(sock), slot, self.words[at : at + 2])
-            self._inbounds[inbound.slot] = inbound
-            self._watches.add(
-                inbound.channel.fd,
-                lambda inbound=inbound: self._hear(inbound),  # type: ignore[misc]  # bound now
-                select.EPOLLIN | select.EPOLLRDHUP,
-            )
-            self._hear(inbound)
+            if len(self.callers) >= self._callers_max:
+                self._turn_away(next(iter(self.callers)))
+            self._take_call(Channel(sock))
+
+    def _take_call(self, channel: Channel) -> None:
+        def news() -> None:
+            self._meet(channel)
+
+        try:
+            self._watches.add(channel.fd, news, select.EPOLLIN | select.EPOLLRDHUP)
+        except OSError:
+            channel.close()
+            return
+        self.callers[channel] = time.monotonic() + _CALLER_S
+        self._meet(channel)
+        if channel in self.callers:
+            self._watches.wake_in(_CALLER_S)
+
+    def _turn_away(self, channel: Channel) -> None:
+        del self.callers[channel]
+        self._watches.drop(channel.fd)
+        channel.close()
+
+    def _turn_away_next(self) -> None:
+        """All descriptors are in use by others: hang up on who waits, or we are woken for ever."""
+        os.close(self._spare)
+        with contextlib.suppress(OSError):
+            self._listener.accept()[0].close()
+        try:
+            self._spare = os.dup(self._bell)
+        except OSError:  # another thread was quicker
+            self._spare = -1
+
+    def hang_up_on_silent(self) -> None:
+        """Turn away callers whose time is over."""
+        now_s = time.monotonic()
+        for channel, until_s in list(self.callers.items()):
+            if now_s < until_s:
+                self._watches.wake_in(until_s - now_s)
+                return
+            self._turn_away(channel)
+
+    def _meet(self, channel: Channel) -> None:
+        """A caller has said something, or has hung up."""
+        for said, fds in channel.hear(1):
+            if not isinstance(said, Hello) or len(fds) != 2:
+                close_all(fds)
+            elif self._welcome(channel, said, fds):
+                return
+            channel.open = False
+        if not channel.open:
+            self._turn_away(channel)
+
+    def _welcome(self, channel: Channel, hello: Hello, fds: list[int]) -> bool:
+        """Take a caller for a sender; False = not, and its descriptors are closed."""
+        lane_fd, bell = fds
+        refusal, lane = "", None
+        if not hmac.compare_digest(hello.token, self._address.token):
+            refusal = "the address is of another NIC or another incarnation"
+        elif not is_bell(bell):
+            refusal = "its bell is no eventfd that does not block"
+        elif self._free_slots:  # if there is none, it calls again
+            try:
+                lane = LaneReader(lane_fd, self._fence)
+            except OSError as error:
+                refusal = "" if error.errno in SHORT else str(error)
+        os.close(lane_fd)
+        if lane is None:
+            os.close(bell)
+            if refusal:
+                channel.say(Refused(refusal))
+            return False
+        self._take_in(channel, lane, bell)
+        return True
+
+    def _take_in(self, channel: Channel, lane: LaneReader, bell: int) -> None:
+        del self.callers[channel]
+        slot = self._free_slots.pop()
+        at = BOARD + 2 * slot
+        inbound = Inbound(channel, slot, self.words[at : at + 2], lane, bell, channel.may_write)
+        self._inbounds[slot] = inbound
+        inbound.tails[0] = inbound.tails[1] = 0
+        self._seen = b""  # else the slot's last sender and this one could publish the same tail
+        if 2 * slot >= len(self._board):
+            self._board = self.words[BOARD : BOARD + 2 * slot + 2]
+        self._watches.tell(channel.fd, lambda: self._hear(inbound))
+        inbound.pidfd = self._watches.add_process(channel.peer_pid, lambda: self._lose(inbound))
+        for arena in self._shared:  # before the answer: rows may come as soon as that is read
+            self._share(inbound, arena)
+        channel.say(Welcome(slot, self._witness.address), self._fd, self._bell)
+        self._hear(inbound)
 
     def _hear(self, inbound: Inbound) -> None:
+        if inbound.gone:
+            return
         inbound.channel.flush()
-        for said, fds in inbound.channel.hear():
-            if isinstance(said, Hello) and inbound.lane is None and len(fds) == 2:
-                self._welcome(inbound, said, fds)
-            elif isinstance(said, Note) and inbound.lane is not None and not fds:
+        for said, fds in inbound.channel.hear(_HEARD_MAX):
+            if isinstance(said, Note) and not fds:
                 self._note(said.payload, said.sender)
             else:
                 close_all(fds)
         if not inbound.channel.open:
             self._lose(inbound)
 
-    def _welcome(self, inbound: Inbound, hello: Hello, fds: list[int]) -> None:
-        channel = inbound.channel
-        lane_fd, inbound.bell = fds
-        try:
-            if hello.token != self._address.token:
-                raise OSError("the address is of another NIC or another incarnation")
-            inbound.lane = LaneReader(lane_fd, self._fence)
-        except OSError as error:
-            channel.say(Refused(str(error)))
-            channel.open = False
-            return
-        finally:
-            os.close(lane_fd)
-        inbound.tails[0] = inbound.tails[1] = 0
-        self._seen = b""  # else the slot's last sender and this one could publish the same tail
-        if 2 * inbound.slot >= len(self._board):
-            self._board = self.words[BOARD : BOARD + 2 * inbound.slot + 2]
-        self._watch_process(inbound)
-        channel.say(Welcome(inbound.slot, self._proof_at), self._fd, self._bell)
-        for arena in self._shared:
-            self._share(inbound, arena)
-
-    def _watch_process(self, inbound: Inbound) -> None:
-        try:
-            inbound.pidfd = os.pidfd_open(inbound.channel.peer_pid)
-        except (OSError, AttributeError):  # cannot be named here: its socket will have to tell
-            return
-        self._watches.add(inbound.pidfd, lambda: self._lose(inbound))
-
     def _lose(self, inbound: Inbound) -> None:
-        """A sender is gone: stop watching it; its slot is free once what it wrote is taken."""
+        """A sender is gone; what it wrote is still taken."""
+        self.scan()
+        self.part(inbound)
+
+    def part(self, inbound: Inbound) -> None:
+        """Take nothing more of a sender: its slot is free once what was seen of it is taken."""
         if inbound.gone:
             return
         inbound.gone = True
         self._watches.drop(inbound.channel.fd)
         if inbound.pidfd >= 0:
             self._watches.drop(inbound.pidfd)
-        self.scan()
         self.ready[inbound] = None  # the last look; then drop() is called
 
     def drop(self, inbound: Inbound) -> None:
@@ -339,7 +399,6 @@ class Port:
         inbound.tails[0] = inbound.tails[1] = 0
         self._release(inbound)
         self._free_slots.append(inbound.slot)
-        self._accept()  # somebody may have waited for the slot
 
     def _release(self, inbound: Inbound) -> None:
         inbound.channel.close()
@@ -357,11 +416,18 @@ class Port:
             self._seen = now
             for inbound in self._inbounds.values():
                 lane = inbound.lane
-                if lane is not None:
+                if lane is not None and not inbound.gone:
                     tail, mtail = inbound.tails.tolist()
-                    if tail != lane.tail or mtail != lane.mtail:
+                    if tail == lane.tail and mtail == lane.mtail:
+                        continue
+                    if (
+                        0 <= tail - lane.head <= EVENTS
+                        and 0 <= mtail - lane.mhead <= MESSAGES_BYTES
+                    ):
                         lane.tail, lane.mtail = tail, mtail
                         self.ready[inbound] = None
+                    else:  # only a peer that is broken, or hostile, writes this
+                        self.part(inbound)
         return self.ready
 
     def unseen(self) -> bool:
@@ -385,9 +451,13 @@ class Port:
         self.ready.clear()
         self.starved.clear()
         self._listener.close()
+        for channel in self.callers:
+            channel.close()
+        self.callers.clear()
         for inbound in self._inbounds.values():
             self._release(inbound)
         self._inbounds.clear()
         self._board.release()
         self._map.close()
-        close_all([self._fd])
+        self._witness.close()
+        close_all([fd for fd in (self._fd, self._spare) if fd >= 0])

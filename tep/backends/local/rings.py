@@ -35,6 +35,7 @@ burst. membarrier(2) would be dearer: it interrupts the other CPU.
 
 from __future__ import annotations
 
+import os
 import platform
 import struct
 import threading
@@ -44,6 +45,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from tep.backends.base import Status
 from tep.backends.local.memory import SharedMap, new_memfd
 
 __all__ = [
@@ -51,7 +53,9 @@ __all__ = [
     "COPYING",
     "EVENTS",
     "LANE_BYTES",
+    "MESSAGES_BYTES",
     "MESSAGE_BYTES_MAX",
+    "NONSENSE",
     "STRONG",
     "LaneReader",
     "LaneWriter",
@@ -65,12 +69,16 @@ ACKS: Final = 64
 """Messages of one lane that may be on their way."""
 
 MESSAGE_BYTES_MAX: Final = 1 << 18
-_MESSAGES: Final = 1 << 20  # bytes of records
+MESSAGES_BYTES: Final = 1 << 20
+"""Bytes of records that a lane holds."""
+
+_MESSAGES: Final = MESSAGES_BYTES
 COPYING: Final = 8
 _HEAD, _MHEAD, _WANT, _ACKED, _ACK0 = 16, 24, 32, 40, 64
 _EVENT0: Final = 512
 _MESSAGE0: Final = 8 * (_EVENT0 + EVENTS)
 LANE_BYTES: Final = _MESSAGE0 + _MESSAGES
+NONSENSE: Final = -1
 _WRAP: Final = 2**64 - 1
 _LENGTH: Final = struct.Struct("=Q")
 _MASK: Final = EVENTS - 1
@@ -121,7 +129,11 @@ class LaneWriter:
 
     def __init__(self, fence: Callable[[], None]) -> None:
         self.fd = new_memfd("tep-lane", LANE_BYTES)
-        self._map = SharedMap(self.fd, LANE_BYTES)
+        try:
+            self._map = SharedMap(self.fd, LANE_BYTES)
+        except OSError:
+            os.close(self.fd)
+            raise
         self.words = self._map.words
         self.words[0] = MAGIC
         self.tail = self.mtail = self.sent = self.acked = 0
@@ -183,16 +195,18 @@ class LaneWriter:
     def take_acks(self) -> list[int]:
         """The statuses of messages acknowledged since the last call, in order of sending."""
         acked = self.words[_ACKED]
-        if acked == self.acked:
+        if acked <= self.acked:
             return []
         self._order()
-        found = [self.words[_ACK0 + k % ACKS] for k in range(self.acked, acked)]
+        acked = min(acked, self.sent)  # whatever the other side has written there
+        status_max = int(Status.PROVIDER)
+        found = [min(self.words[_ACK0 + k % ACKS], status_max) for k in range(self.acked, acked)]
         self.acked = acked
         return found
 
     def news(self) -> bool:
         """Whether acknowledgements wait."""
-        return self.words[_ACKED] != self.acked
+        return self.words[_ACKED] > self.acked
 
     def want(self) -> None:
         """Ask for the bell at the next progress; a fence and a look have to follow (rule 2)."""
@@ -265,7 +279,7 @@ class LaneReader:
         return word
 
     def next_message(self) -> int | None:
-        """The length of the next message, or None."""
+        """The length of the next message, or None; NONSENSE: what stands there is no message."""
         if self.mhead == self.mtail:
             return None
         self._order()
@@ -274,7 +288,13 @@ class LaneReader:
         if nbytes == _WRAP:
             self.mhead += _MESSAGES - at
             nbytes = _LENGTH.unpack_from(self._map.map, _MESSAGE0)[0]
-        assert nbytes <= MESSAGE_BYTES_MAX, nbytes
+        need = _record(nbytes)
+        if (
+            nbytes > MESSAGE_BYTES_MAX
+            or self.mhead + need > self.mtail
+            or self.mhead % _MESSAGES + need > _MESSAGES
+        ):
+            return NONSENSE
         return nbytes
 
     def take_message(self, nbytes: int, into: bytearray | None, status: int) -> None:

@@ -21,21 +21,22 @@ import numpy as np
 from tep.backends.base import Column, DomainCaps, Entry, Kind, Status, WriteBatch
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
-from tep.backends.local.copying import Mover, Target
-from tep.backends.local.libc import IOV_MAX, why
+from tep.backends.local.copying import ROWS_MAX, Mover, Target, extent, inside
+from tep.backends.local.libc import why
 from tep.backends.local.noting import Notes
 from tep.backends.local.outbound import Outbound, Segment, Way
-from tep.backends.local.port import Watches
 from tep.backends.local.rings import ACKS, COPYING, EVENTS
+from tep.backends.local.watches import Watches
 
 __all__ = ["HELPING_BYTES", "Sender"]
 
 HELPING_BYTES: Final = 4 << 20
 """What one post or poll moves at the most: half a millisecond's worth, since a submit posts too.
 
-It is 1,024 pages of 4 KiB, what one call of the kernel takes.
+It is 1,024 pages of 4 KiB, one more than one call of the kernel takes.
 """
 
+_GONE_MAX: Final = 1024  # addresses of peers that are gone, and still known
 _SCALAR_MAX: Final = 3  # rows up to which a loop is cheaper than columns
 _UP: Final = Way.UP  # looking it up in its class takes 0.1 us
 _WRITE: Final = int(Kind.WRITE)
@@ -82,6 +83,10 @@ class Sender:
         self._ids: dict[bytes, int] = {}
         self.active: dict[Outbound, None] = {}
         self._lost: list[Outbound] = []
+        self._numbers: dict[Outbound, tuple[int, bytes]] = {}  # of all that are not gone
+        self._gone_addresses: deque[bytes] = deque()
+        self._gone = self._new(Address.from_bytes(me))  # stands for every peer that is gone
+        self._gone.release()
         self.helping = HELPING_BYTES
 
     # --- peers
@@ -92,17 +97,26 @@ class Sender:
         if found is None:
             parsed = Address.from_bytes(address)
             found = self._ids[address] = len(self._outs)
-            self._outs.append(
-                Outbound(
-                    parsed,
-                    self._caps.nic,
-                    self._watches,
-                    self._bell,
-                    self._fence,
-                    self._lost.append,
-                )
-            )
+            out = self._new(parsed)
+            self._outs.append(out)
+            self._numbers[out] = found, address
+            out.ask()
         return found
+
+    def _new(self, address: Address) -> Outbound:
+        caps, shared = self._caps, (self._watches, self._bell, self._fence)
+        return Outbound(address, caps.nic, *shared, caps.peer_timeout_s, self._lost.append)
+
+    def _forget(self, out: Outbound) -> None:
+        """Keep of a peer that is gone its number, and for a while its address.
+
+        Whoever asks for an older address gets a new number, and calls in vain.
+        """
+        number, address = self._numbers.pop(out)
+        self._outs[number] = self._gone
+        self._gone_addresses.append(address)
+        if len(self._gone_addresses) > _GONE_MAX:
+            del self._ids[self._gone_addresses.popleft()]
 
     def _clear_lost(self) -> None:
         """Fail what stands in line for peers that are gone."""
@@ -115,6 +129,8 @@ class Sender:
             self._end_letters(out, Status.UNREACHABLE)
             self.notes.end(out, Status.UNREACHABLE)
             self.active.pop(out, None)
+            if out.way is Way.GONE and out in self._numbers:
+                self._forget(out)
 
     @property
     def asking(self) -> bool:
@@ -209,7 +225,7 @@ class Sender:
     def _fitting(self, out: Outbound, segment: Segment) -> int:
         """How many rows go next; 0 = there is no room in the lane."""
         batch, at = segment.batch, segment.at
-        n = min(segment.stop - at, IOV_MAX)
+        n = min(segment.stop - at, ROWS_MAX)
         if batch.imm is not None:
             n = min(n, out.lane.room())
         nbytes = batch.nbytes
@@ -233,11 +249,11 @@ class Sender:
         source, target = self._sources.get(batch.lkey), out.target(rkey)
         if source is None or target is None or (target.mapped is None and not out.pid):
             return False
-        longest, total = _extent(nbytes, n)
+        longest, total = extent(nbytes, n)
         if (
             longest > self._caps.max_write_bytes
-            or not _inside(src, nbytes, source.origin, source.nbytes)
-            or not _inside(dst, nbytes, target.base, target.nbytes)
+            or not inside(src, nbytes, source.origin, source.nbytes)
+            or not inside(dst, nbytes, target.base, target.nbytes)
             or not self._begin_copy(out, target)
         ):
             return False
@@ -478,23 +494,3 @@ def _at(column: Column, row: int) -> int:
 
 def _cut(column: Column, part: slice) -> Column:
     return column if isinstance(column, int) else column[part]
-
-
-def _extent(nbytes: Column, n: int) -> tuple[int, int]:
-    """The longest row, and all of them together."""
-    if isinstance(nbytes, int):
-        return nbytes, nbytes * n
-    return int(nbytes.max()), int(nbytes.sum())
-
-
-def _inside(at: Column, nbytes: Column, origin: int, region_bytes: int) -> bool:
-    """Whether every row lies in a region. Compared as Python ints, which do not wrap."""
-    if isinstance(nbytes, int):
-        low = at if isinstance(at, int) else int(at.min())
-        high = at if isinstance(at, int) else int(at.max())
-        return origin <= low and high + nbytes <= origin + region_bytes
-    if isinstance(at, int):
-        return origin <= at and at + int(nbytes.max()) <= origin + region_bytes
-    if not (origin <= int(at.min()) and int(at.max()) <= origin + region_bytes):
-        return False
-    return int((at + nbytes).max()) <= origin + region_bytes

@@ -1,0 +1,448 @@
+"""The local backend among strangers, hostile peers and spent limits: what they cost it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tep.backends import local as local_room
+from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.local import LocalDomain, alloc_shared, open_domains, rings
+from tep.backends.local import channel as channel_room
+from tep.backends.local import sender as sender_room
+from tep.backends.local.address import Address
+from tep.backends.local.channel import Channel, Hello, is_bell
+from tep.backends.local.memory import new_memfd
+from tep.backends.local.port import TABLE
+from tep.memory import adapt
+from tests.support.descriptors import open_descriptors
+
+PATIENCE_S = 20.0
+U64 = st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 70_000), st.just(2**64 - 1))
+
+
+OPENED: list[LocalDomain] = []
+
+
+@pytest.fixture(autouse=True)
+def close_all() -> Iterator[None]:
+    """Close what a test has opened, also one that fails."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def nic() -> LocalDomain:
+    domain = open_domains().domains[0]
+    assert isinstance(domain, LocalDomain)
+    OPENED.append(domain)
+    return domain
+
+
+class Writer:
+    """A NIC that writes 8 bytes and an immediate to one other, again and again."""
+
+    def __init__(self, to: LocalDomain, target: np.ndarray | None = None) -> None:
+        self.me, self.to = nic(), to
+        self.target = np.zeros(8, np.uint8) if target is None else target
+        self.source = np.zeros(8, np.uint8)
+        self.lkey = self.me.register(adapt(self.source), Access.SOURCE).lkey
+        self.rkey = to.register(adapt(self.target), Access.SOURCE_AND_TARGET).rkey
+        self.peer = self.me.connect(to.address)
+        self.out = new_completions(64)
+        self.imms = 0
+
+    def post(self) -> None:
+        src, dst = adapt(self.source).ptr, adapt(self.target).ptr
+        row = WriteBatch(1, self.peer, src, self.lkey, dst, self.rkey, 8, 7, 1)
+        assert self.me.post(row, 0, 1) == 1
+
+    def turn(self) -> list[int]:
+        """Poll both; return the statuses of rows that ended."""
+        found = [int(entry["status"]) for entry in self.out[: self.me.poll(self.out)]]
+        for entry in self.out[: self.to.poll(self.out)]:
+            self.imms += int(entry["count"]) if entry["kind"] == Kind.IMM else 0
+        return found
+
+    def write(self) -> int:
+        """Write once; return its status."""
+        self.source += 1
+        self.post()
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (found := self.turn()):
+            assert time.monotonic() < deadline_s, "the row does not end"
+        self.turn()
+        return found[0]
+
+    def close(self) -> None:
+        self.me.close()
+
+
+@pytest.fixture
+def victim() -> LocalDomain:
+    return nic()
+
+
+def call(victim: LocalDomain) -> socket.socket:
+    """A stranger's connection."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    sock.connect(Address.from_bytes(victim.address).socket)
+    return sock
+
+
+def serve(victim: LocalDomain, turns: int = 40) -> None:
+    out = new_completions(4)
+    for _ in range(turns):
+        victim.poll(out)
+
+
+NOT_UTF8 = b"\x93\x01\xc4\x03abc\xa2\xff\xfe"
+NESTED = b"\x93\x01\xc4\x00" + b"\x91" * 4000
+
+
+@pytest.mark.parametrize("datagram", [NOT_UTF8, NESTED, b"\xc1", b"x" * 5000])
+def test_a_strangers_datagram_ends_its_connection_and_nothing_else(victim, datagram) -> None:
+    """Any user of the host could end an engine with ten bytes that are not UTF-8."""
+    with call(victim) as stranger:
+        stranger.send(datagram)
+        serve(victim)
+        assert b"" == stranger.recv(100)
+    writer = Writer(victim)
+    assert Status.OK == writer.write()
+    writer.close()
+
+
+def test_what_strangers_send_along_is_closed() -> None:
+    """Descriptors in a datagram are ours to close; a stranger could use up all that we may have."""
+    victim = nic()
+    token = Address.from_bytes(victim.address).token
+    before = open_descriptors()
+    for number in (1, 2, 3, 4, 5):
+        for said in (Hello(bytes(16), "x"), Hello(token, "x"), channel_room.Note(b"s", b"p")):
+            with call(victim) as stranger, Path(os.devnull).open() as null:
+                socket.send_fds(stranger, [msgspec.msgpack.encode(said)], [null.fileno()] * number)
+                serve(victim)
+    assert before == open_descriptors()
+    victim.close()
+
+
+def test_silent_strangers_are_few_and_lock_nobody_out(victim) -> None:
+    """A thousand connections that say nothing took every slot: new peers' rows waited for ever."""
+    before = open_descriptors()
+    crowd = []
+    for _ in range(300):
+        crowd.append(call(victim))
+        serve(victim, 20)
+    held = open_descriptors() - before - len(crowd)
+    writer = Writer(victim)
+    assert Status.OK == writer.write()
+    writer.close()
+    for sock in crowd:
+        sock.close()
+
+    assert held <= 64
+
+
+def test_a_silent_stranger_is_hung_up_on_in_time(victim, monkeypatch) -> None:
+    """A connection without a word held a descriptor until the engine's end; nobody has to poll."""
+    monkeypatch.setattr("tep.backends.local.port._CALLER_S", 0.02)
+    with call(victim) as stranger:
+        stranger.settimeout(PATIENCE_S)
+        serve(victim)
+        deadline_s = time.monotonic() + PATIENCE_S
+        stranger.setblocking(False)
+        while True:
+            assert time.monotonic() < deadline_s
+            if victim.arm():  # asleep: only the timer can wake it
+                assert select.select([victim.wakeup_fd()], [], [], PATIENCE_S)[0]
+            serve(victim, 20)
+            try:
+                assert b"" == stranger.recv(1)
+                break
+            except BlockingIOError:
+                continue
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run some lines in a process of their own."""
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+LIMITED = """
+import os, resource, sys, time
+import numpy as np, tep
+e = tep.TransferEngine.open("local", name="limited")
+old, new = (tep.MrDesc.from_bytes(bytes.fromhex(text)) for text in sys.argv[1:])
+mr, _ = e.reg_mr(np.ones(64, np.uint8))
+write = lambda desc: e.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
+write(old)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+used = len(os.listdir("/proc/self/fd")) - 1
+for free in range(8):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
+    try:
+        write(new)
+        print("reached with", free)
+        break
+    except tep.FabricError as error:
+        assert error.code == "UNREACHABLE" and "ulimit -n" in str(error), str(error)
+    write(old)
+else:
+    raise SystemExit("never reached")
+e.close()
+"""
+
+
+@pytest.mark.slow
+def test_without_descriptors_a_new_peer_fails_in_time_and_nothing_else() -> None:
+    """The limit of descriptors was a raw OSError in the step: it ended transfers to old peers too.
+
+    A peer that is out of reach for want of descriptors is reached once there are some.
+    """
+    import tep
+
+    with tep.TransferEngine.open("local") as old, tep.TransferEngine.open("local") as new:
+        memory = np.zeros(64, np.uint8)
+        descs = [engine.reg_mr(memory)[1].to_bytes().hex() for engine in (old, new)]
+        code = LIMITED
+        ended = subprocess.run(
+            [sys.executable, "-c", code, *descs],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    assert 0 == ended.returncode, ended.stderr
+    assert "reached with" in ended.stdout
+
+
+def test_a_bell_is_an_eventfd_that_does_not_block() -> None:
+    """A peer could hand over a full pipe as its bell: the first ring would block for ever."""
+    reader, writer = os.pipe()
+    kinds = {
+        os.eventfd(0, os.EFD_NONBLOCK): True,
+        os.eventfd(0): False,
+        new_memfd("no bell", 8): False,
+        reader: False,
+        writer: False,
+    }
+    found = {fd: is_bell(fd) for fd in kinds}
+    for fd in kinds:
+        os.close(fd)
+
+    assert kinds == found
+
+
+def test_another_user_gets_no_mapping_of_shared_memory(victim, monkeypatch) -> None:
+    """The kernel keeps other users out of plain memory; alloc_shared() let them in by token."""
+    shared = alloc_shared(8)
+    monkeypatch.setattr(Channel, "may_write", False)
+    other = Writer(victim, shared)
+    monkeypatch.setattr(other.me._sender._outs[other.peer], "pid", 0)
+    for _ in range(50):
+        other.turn()
+    assert not other.me._sender._outs[other.peer]._shares
+    other.close()
+    monkeypatch.undo()
+    same = Writer(victim, shared)
+    for _ in range(50):
+        same.turn()
+    assert same.me._sender._outs[same.peer]._shares
+    same.close()
+
+
+def test_words_of_a_peer_that_make_no_sense_end_its_connection_only(victim) -> None:
+    """A tail that jumps ran through the ring as thousands of immediates, or raised in the step."""
+    good = Writer(victim)
+    for tail, mtail in ((2**63, 0), (-1 & 2**64 - 1, 0), (0, 2**40), (0, 4), (8193, 0)):
+        bad = Writer(victim)
+        assert Status.OK == bad.write()
+        lane, out = bad.me._sender._outs[bad.peer].lane, bad.me._sender._outs[bad.peer]
+        out.words[out._board] = lane.tail + tail & 2**64 - 1
+        out.words[out._board + 1] = lane.mtail + mtail & 2**64 - 1
+        for _ in range(40):
+            bad.turn()
+        assert 1 == bad.imms
+        assert Status.UNREACHABLE == bad.write(), "it was hung up on"
+        assert Status.OK == good.write()
+        bad.close()
+    good.close()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    port=st.lists(st.tuples(st.integers(8, TABLE + 40), U64), max_size=8),
+    lane=st.lists(st.tuples(st.sampled_from([8, 16, 24, 32, 40, 64, 512, 8704]), U64), max_size=6),
+    message=st.booleans(),
+)
+def test_whatever_peers_write_into_shared_words_no_poll_raises(port, lane, message) -> None:
+    """Both ends of a connection share memory: each reads there what the other, broken, wrote."""
+    victim = nic()
+    victim.post_recvs(64, 4)
+    writer = Writer(victim)
+    assert Status.OK == writer.write()
+    out = writer.me._sender._outs[writer.peer]
+    if message:
+        writer.me.post_send(writer.peer, b"hello", 5)
+    for at, word in lane:
+        out.lane.words[at] = word
+    for at, word in port:
+        out.words[at] = word
+    writer.post()
+    for _ in range(20):
+        writer.turn()
+        if message:
+            writer.me.post_send(writer.peer, b"again", 6)
+        writer.post()
+    writer.close()
+    victim.close()
+
+
+def test_a_table_that_makes_no_sense_is_no_target(victim) -> None:
+    """The lengths in a port's table are the peer's words: a sum beyond 2^64 raised in the step."""
+    for base, nbytes, share in ((2**64 - 8, 2**64 - 1, 0), (0, 2**64 - 1, 1), (1, 8, 1)):
+        target = alloc_shared(8)
+        writer = Writer(victim, target)
+        at = TABLE + 4 * (writer.rkey & 0xFFFF)
+        number = victim._port.words[at + 3]
+        words = (base, nbytes, number if share else 0)
+        for k, word in enumerate(words):
+            victim._port.words[at + 1 + k] = word
+        assert Status.OK != writer.write()
+        writer.close()
+
+
+def test_acknowledgements_that_nobody_sent_are_not_believed() -> None:
+    """A counter that jumps to 2^63 had the sender build a list of so many statuses."""
+    writer = rings.LaneWriter(rings.new_fence())
+    assert writer.put_message(b"one")
+    words = writer.words
+    words[40], words[64] = 2**63, 2**64 - 1
+    assert [Status.PROVIDER] == writer.take_acks()
+    assert [] == writer.take_acks()
+    words[40] = 0
+    assert [] == writer.take_acks()
+    os.close(writer.fd)
+    writer.close()
+
+
+RECYCLED = """
+import os, sys
+import numpy as np
+from tests.unit.test_local_strangers import Writer, nic
+victim = nic()
+target = np.zeros(8, np.uint8)
+to_child, from_child = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    os.read(to_child[0], 1)
+    os.write(from_child[1], bytes(target))
+    os._exit(0)
+for rows in (1, 20):
+    writer = Writer(victim, target)
+    assert writer.write() == 0
+    target[:] = 0
+    writer.me._sender._outs[writer.peer].pid = child  # as if the peer's number were used again
+    for found in writer.me._sender._outs[writer.peer].targets.values():
+        assert found.mapped is None
+    status = writer.write()
+    assert status == 7, status
+    assert writer.imms == 1
+    writer.close()
+os.write(to_child[1], b"x")
+print("child has", os.read(from_child[0], 8))
+os.waitpid(child, 0)
+victim.close()
+"""
+
+
+def test_a_process_that_has_the_peers_number_now_gets_no_byte() -> None:
+    """process_vm_writev finds its target by number, and numbers are used again.
+
+    Here the number is that of a forked child of the peer: the same addresses, the same user.
+    """
+    ended = run(RECYCLED)
+    assert 0 == ended.returncode, ended.stderr
+    assert f"child has {bytes(8)!r}" in ended.stdout
+
+
+def test_a_lone_row_shows_only_after_its_bytes_have_moved(victim, monkeypatch) -> None:
+    """An immediate before its bytes releases a reader of old data: C6."""
+    writer = Writer(victim)
+    assert Status.OK == writer.write()
+    mover, move = writer.me._sender._mover, type(writer.me._sender._mover).move_row
+    out = writer.me._sender._outs[writer.peer]
+    seen = []
+
+    def watched(self, pid, target, src, dst, nbytes):
+        before = out.words[out._board]
+        code = move(self, pid, target, src, dst, nbytes)
+        seen.append((before, out.words[out._board], int(writer.target[0])))
+        return code
+
+    monkeypatch.setattr(type(mover), "move_row", watched)
+    assert Status.OK == writer.write()
+    assert [(1, 1, 2)] == seen, "tail before and after the copy, and the byte after it"
+    assert 2 == out.words[out._board]
+    writer.close()
+
+
+def test_peers_that_are_gone_leave_next_to_nothing(victim, monkeypatch) -> None:
+    """A service whose peers come and go for months kept 5 KiB of each."""
+    monkeypatch.setattr(sender_room, "_GONE_MAX", 8)
+    lkey = victim.register(adapt(np.zeros(8, np.uint8)), Access.SOURCE).lkey
+    numbers, addresses, out = [], [], new_completions(4)
+    for _ in range(20):
+        peer = nic()
+        addresses.append(peer.address)
+        numbers.append(victim.connect(peer.address))
+        peer.close()
+        assert victim.post(WriteBatch(1, numbers[-1], 0, lkey, 0, 1, 0, 1, 1), 0, 1) == 1
+        while not victim.poll(out):
+            pass
+    sender = victim._sender
+    assert 20 == len(set(numbers))
+    assert len({id(sender._outs[number]) for number in numbers}) == 1
+    assert len(sender._ids) == 8
+    assert not sender._numbers
+    assert numbers[-1] == victim.connect(addresses[-1])
+    again = victim.connect(addresses[0])
+    assert victim.post(WriteBatch(1, again, 0, lkey, 0, 1, 0, 1, 1), 0, 1) == 1
+    while not (n := victim.poll(out)):
+        pass
+    assert [Status.UNREACHABLE] == [entry["status"] for entry in out[:n]]
+
+
+def test_letting_every_process_trace_this_one_is_said_once(monkeypatch, caplog) -> None:
+    """A process that can be written to by all of its user's others has to know that."""
+    monkeypatch.setattr(local_room, "_yama_scope", lambda: 1)
+    monkeypatch.setattr(local_room, "allow_any_tracer", lambda: True)
+    local_room._open_to_tracers.cache_clear()
+    with caplog.at_level(logging.WARNING, "tep"):
+        for _ in range(2):
+            open_domains().domains[0].close()
+        open_domains(allow_tracer=False).domains[0].close()
+    local_room._open_to_tracers.cache_clear()
+
+    assert 1 == sum("every process of this user" in text for text in caplog.messages)
+    assert "allow_tracer=False" in local_room.probe()
