@@ -14,6 +14,7 @@ from tep.backends.verbs.depths import (
     DATAGRAMS_OUT,
     MARKERS_MAX,
     MESSAGES_OUT,
+    peer_bytes,
     queue_bytes,
 )
 from tep.errors import UsageError
@@ -200,7 +201,7 @@ def test_a_peer_costs_what_is_said(stub, plain):
     before = stub.count("sq_bytes")
     pair = Pair(stub)
     took = stub.count("sq_bytes") - before
-    told = [nic.device.peer_bytes(nic.depths.rows) for nic in pair.nics.values()]
+    told = [peer_bytes(nic.device, nic.depths.rows) for nic in pair.nics.values()]
     text, wqe = pair.a.describe(), pair.a.device.wqe_bytes
     datagrams = 2 * queue_bytes(max(DATAGRAMS_IN, DATAGRAMS_OUT), 256)
     pair.close()

@@ -24,10 +24,8 @@ from tep.ffi.ibverbs_wr import ENUMS
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device
-    from tep.backends.verbs.peer import Peer
-    from tep.backends.verbs.writes import Run
 
-__all__ = ["Conn", "Queues", "create_ud", "qp_number"]
+__all__ = ["Conn", "Queues", "Run", "create_ud", "qp_number"]
 
 _LAST_S: Final = 0.1
 """When a failed queue pair receives no more although the device has not said so, seconds. A device
@@ -71,6 +69,18 @@ class Queues(NamedTuple):
     msg_depth: int
 
 
+class Run:
+    """Rows of one batch, posted as one chain on one queue pair; they come back first to last."""
+
+    __slots__ = ("back", "ctx", "n", "start")
+
+    def __init__(self, ctx: int, start: int, n: int) -> None:
+        self.ctx = ctx
+        self.start = start
+        self.n = n
+        self.back = 0
+
+
 class Conn:
     """The queue pairs of one attempt with one peer: one for messages, one or more for writes.
 
@@ -78,6 +88,7 @@ class Conn:
     posted: on one queue pair an immediate would eat a message's buffer.
 
     Args:
+        peer: PeerId of who it is with.
         number: of this connection on its NIC; markers carry it.
         rows: False = for messages only.
         rng: draws packet sequence numbers, and the queue pair of each row if rows are sprayed.
@@ -93,7 +104,7 @@ class Conn:
         self,
         device: Device,
         queues: Queues,
-        peer: Peer,
+        peer: int,
         number: int,
         rng: random.Random,
         *,

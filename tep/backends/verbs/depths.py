@@ -20,6 +20,7 @@ __all__ = [
     "ROWS",
     "SPARE_WRS",
     "Depths",
+    "peer_bytes",
     "plan_depths",
     "queue_bytes",
 ]
@@ -133,6 +134,12 @@ def _most_rows(device: Device, most: int) -> int:
         else:
             low = middle
     return low
+
+
+def peer_bytes(device: Device, rows: int) -> int:
+    """What the send queues for one peer take on ConnectX, at `rows` outstanding."""
+    row_queues = device.settings.qps_per_peer * queue_bytes(rows + SPARE_WRS, device.wqe_bytes)
+    return row_queues + queue_bytes(MESSAGES_OUT + SPARE_WRS, device.wqe_bytes)
 
 
 def queue_bytes(requests: int, request_bytes: int) -> int:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final
 
 from tep.backends.base import DomainCaps
-from tep.backends.verbs.depths import MESSAGES_OUT, SPARE_WRS, queue_bytes
 from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
 from tep.backends.verbs.handshake import note_bytes
 from tep.backends.verbs.settings import Settings
@@ -211,11 +210,6 @@ class Device:
             self.free("ibv_destroy_qp", self.make_rc(cq, 0, requests))
         finally:
             self.free("ibv_destroy_cq", cq)
-
-    def peer_bytes(self, rows: int) -> int:
-        """What the send queues for one peer take on ConnectX, at `rows` outstanding."""
-        row_queues = self.settings.qps_per_peer * queue_bytes(rows + SPARE_WRS, self.wqe_bytes)
-        return row_queues + queue_bytes(MESSAGES_OUT + SPARE_WRS, self.wqe_bytes)
 
     def reg_mr(self, ptr: int, nbytes: int, access: int) -> Mr:
         """Register memory; the caller keeps it mapped until dereg_mr."""

@@ -23,6 +23,7 @@ from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Statu
 from tep.backends.checks import check_memory
 from tep.backends.verbs.address import engine_of
 from tep.backends.verbs.conns import Conn
+from tep.backends.verbs.depths import peer_bytes
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.limits import RKEY_MAX, Limits
 from tep.backends.verbs.parts import Parts
@@ -111,7 +112,7 @@ class VerbsDomain:
         self._cq, self._wakeup, self._regions = parts.cq, parts.wakeup, parts.regions
         self._messages, self._datagrams = parts.messages, parts.datagrams
         self._writer, self._poller, self._peers = parts.writer, parts.poller, parts.peers
-        self._up = self._peers.up
+        self._posting, self._up = self._peers.posting, self._peers.up
         _OPEN.add(self)
 
     # --- memory and peers
@@ -126,7 +127,7 @@ class VerbsDomain:
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
-        return self._peers.connect(peer, time.monotonic())
+        return self._peers.connect(peer)
 
     # --- writes
 
@@ -140,7 +141,7 @@ class VerbsDomain:
                 return 0
         peer, nbytes, rkey = batch.peer, batch.nbytes, batch.rkey
         if not isinstance(peer, int):
-            whole = self._peers.scatter(batch, start, stop, self._limits)
+            whole = self._posting.scatter(batch, start, stop, self._limits)
             taken = stop - start if whole else self._post_slowly(batch, start, stop)
         elif (
             isinstance(nbytes, int)
@@ -149,7 +150,7 @@ class VerbsDomain:
             and nbytes <= self._write_bytes_max
             and rkey <= RKEY_MAX
         ):
-            taken = self._peers.post_up(conn, batch, start, stop)
+            taken = self._posting.post_up(conn, batch, start, stop)
         else:
             taken = self._post_slowly(batch, start, stop)
         self._credits = room - taken
@@ -169,23 +170,23 @@ class VerbsDomain:
             return self._scatter(batch, start, stop)
         conn = self._up[peer]
         if conn is not None:
-            return self._peers.post_up(conn, batch, start, stop)
+            return self._posting.post_up(conn, batch, start, stop)
         found = self._peers.table[peer]
-        self._peers.hold(found, batch, start, stop, time.monotonic())
+        self._peers.hold(found, batch, start, stop)
         return stop - start
 
     def _scatter(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Post rows to a peer each, not all connected; all are taken, some to be kept a while."""
-        if self._peers.scatter(batch, start, stop, self._limits):
+        if self._posting.scatter(batch, start, stop, self._limits):
             return stop - start
         assert not isinstance(batch.peer, int)
         for row, peer in enumerate(batch.peer[start:stop].tolist(), start):
             conn = self._up[peer]
             if conn is not None:
-                self._peers.post_loose([conn], batch, row)
+                self._posting.post_loose([conn], batch, row)
             else:
                 found = self._peers.table[peer]
-                self._peers.hold(found, batch, row, row + 1, time.monotonic())
+                self._peers.hold(found, batch, row, row + 1)
         return stop - start
 
     def _fail(self, batch: WriteBatch, start: int, stop: int, status: Status) -> int:
@@ -208,7 +209,7 @@ class VerbsDomain:
             return False
         to = self._peers.table[peer]
         if to.live is None or not self._messages.post(slot, to.live):
-            self._peers.hold_message(to, slot, time.monotonic())
+            self._peers.hold_message(to, slot)
         return True
 
     def post_recvs(self, nbytes: int, count: int) -> None:
@@ -322,7 +323,7 @@ class VerbsDomain:
         now_s = time.monotonic()
         if self._peers.busy:
             self._progress(now_s, n, whole=n < POLL_MAX)
-        if n > 0 or self._ready or not self._reads:
+        if n > 0 or self._ready or not self._reads or self._peers.has_steps:
             return False
         next_s = self._peers.next_s(now_s)
         self._wakeup.set_timer(None if next_s is None else next_s - now_s)
@@ -340,7 +341,7 @@ class VerbsDomain:
             elif kind in _QP_EVENTS:
                 for conn in set(self._peers.conns.values()):
                     if conn.holds(element):
-                        self._peers.fail(conn, int(Status.PROVIDER), time.monotonic())
+                        self._peers.fail(conn, int(Status.PROVIDER))
 
     def _link_lost(self) -> bool:
         """Whether it is our own port that is down, beside another NIC's that is up.
@@ -391,7 +392,7 @@ class VerbsDomain:
         return (
             f"{self.device.describe()}; {self.depths.rows} rows, {self.depths.imms} immediates and "
             f"{self.depths.messages_in} messages at a time; a peer takes "
-            f"{self.device.peer_bytes(self.depths.rows) // 1024} KiB of send queues "
+            f"{peer_bytes(self.device, self.depths.rows) // 1024} KiB of send queues "
             f"({self.device.wqe_bytes} bytes a request); {up} of {len(self._peers.table)} peers "
             "connected"
         )

@@ -114,7 +114,7 @@ class Draining:
         open_ = {conn.peer for conn in self.conns.values()}
         fences, self._fences = self._fences, []
         for peer, ctx in fences:
-            if peer in open_:
+            if peer.number in open_:
                 self._fences.append((peer, ctx))
             else:
                 status = int(Status.PROVIDER if peer.blurred else Status.OK)

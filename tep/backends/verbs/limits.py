@@ -8,9 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, Status, WriteBatch
-from tep.backends.verbs.writes import LOOSE_MAX
 
-__all__ = ["RKEY_MAX", "Limits"]
+__all__ = ["LOOSE_MAX", "RKEY_MAX", "Limits"]
+
+LOOSE_MAX: Final = 256
+"""Rows posted loose in one go."""
 
 RKEY_MAX: Final = 2**32 - 1
 

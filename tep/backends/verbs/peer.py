@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final, Protocol
 
+from tep.backends.base import Entry, Status, WriteBatch
 from tep.backends.base import Kind as Completed
-from tep.backends.base import Status, WriteBatch
 from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
 
 if TYPE_CHECKING:
     from tep.backends.verbs.address import Address
     from tep.backends.verbs.conns import Conn
-    from tep.backends.verbs.peers import Peers
+    from tep.backends.verbs.datagrams import Datagrams
+    from tep.backends.verbs.device import Device
+    from tep.backends.verbs.messages import Messages
+    from tep.backends.verbs.posting import Posting
 
-__all__ = ["Peer"]
+__all__ = ["Owner", "Peer"]
 
 _WRITE_KIND: Final = int(Completed.WRITE)
+
+
+class Owner(Protocol):
+    """What a peer needs of its NIC."""
+
+    device: Device
+    own: Address
+    attempts: Iterator[int]
+    ready: deque[Entry]
+    posting: Posting
+    messages: Messages
+    datagrams: Datagrams
+
+    def new_conn(self, peer: Peer) -> Conn:
+        """Make queue pairs for a peer."""
+
+    def drop(self, conn: Conn) -> None:
+        """Take a connection out of use; its rows come back flushed."""
+
+    def pause(self, peer: Peer) -> None:
+        """Post nothing more on a peer's connection; what comes for it is kept."""
+
+    def why_silent(self) -> Status:
+        """What is told of rows and messages to which there was no answer."""
 
 
 class Peer:
@@ -33,7 +61,7 @@ class Peer:
         blurred: a connection did not drain, and what had landed on it is not known.
     """
 
-    def __init__(self, peers: Peers, number: int, where: Address) -> None:
+    def __init__(self, owner: Owner, number: int, where: Address) -> None:
         self.number = number
         self.where = where
         self.conn: Conn | None = None
@@ -45,18 +73,18 @@ class Peer:
         self.rows: deque[tuple[WriteBatch, int, int]] = deque()
         self.messages: deque[int] = deque()
         self._asked = 0  # so many of the rows have waited since before the last check()
-        self._peers = peers
-        settings = peers.device.settings
+        self._owner = owner
+        settings = owner.device.settings
         self.negotiation = Negotiation(
-            self, peers.attempts, patience_s=settings.handshake_s, resend_s=settings.resend_s
+            self, owner.attempts, patience_s=settings.handshake_s, resend_s=settings.resend_s
         )
 
     # --- what the negotiation asks for
 
     def begin(self) -> None:
         if self.conn is not None:
-            self._peers.drop(self.conn)
-        self.conn = self._peers.new_conn(self)
+            self._owner.drop(self.conn)
+        self.conn = self._owner.new_conn(self)
         self._asked = 0
 
     def ready(self, hello: Hello) -> None:
@@ -69,30 +97,30 @@ class Peer:
         self.conn.to_rts()
         self.live = self.conn
         if self.conn.qps:
-            self._peers.up[self.number] = self.conn
+            self._owner.posting.up[self.number] = self.conn
         else:
             self.fail_rows(Status.UNREACHABLE, self._asked)
         self.flush()
 
     def say(self, kind: Kind, attempt: int, echo: int, note: bytes = b"") -> None:
-        peers = self._peers
+        owner = self._owner
         ids = self.conn.ids if self.conn is not None and kind in {Kind.REQ, Kind.REP} else ()
         hello = Hello(
             kind=kind,
-            sender=peers.own,
+            sender=owner.own,
             target=self.where.epoch,
             attempt=attempt,
             echo=echo,
-            mtu=peers.device.port.active_mtu,
+            mtu=owner.device.port.active_mtu,
             qps=ids,
             note=note,
         )
-        peers.datagrams.send(self.where, hello.encode())
+        owner.datagrams.send(self.where, hello.encode())
 
     def give_up(self) -> None:
         if self.negotiation.phase is Phase.IDLE and self.conn is not None:
-            self._peers.drop(self.conn)
-        self.fail_waiting(self._peers.why_silent())
+            self._owner.drop(self.conn)
+        self.fail_waiting(self._owner.why_silent())
 
     # --- what waits
 
@@ -120,7 +148,7 @@ class Peer:
         those end that have waited since before the question. It may have let us in since.
         """
         self._asked = len(self.rows)
-        self._peers.pause(self)
+        self._owner.pause(self)
         self.negotiation.check(now_s)
 
     def flush(self) -> None:
@@ -131,11 +159,11 @@ class Peer:
         rows, messages = self.rows, self.messages
         while rows and conn.qps:
             batch, start, stop = rows.popleft()
-            start += self._peers.post_up(conn, batch, start, stop)
+            start += self._owner.posting.post_up(conn, batch, start, stop)
             if start < stop:
                 rows.appendleft((batch, start, stop))
                 break
-        while messages and self._peers.messages.post(messages[0], conn):
+        while messages and self._owner.messages.post(messages[0], conn):
             messages.popleft()
 
     def fail_rows(self, status: Status, nparts: int | None = None) -> None:
@@ -144,10 +172,10 @@ class Peer:
         for _ in range(len(self.rows) if nparts is None else nparts):
             batch, start, stop = self.rows.popleft()
             for row in range(start, stop):
-                self._peers.ready.append((_WRITE_KIND, int(status), 1, 0, row, batch.ctx, 0))
+                self._owner.ready.append((_WRITE_KIND, int(status), 1, 0, row, batch.ctx, 0))
 
     def fail_waiting(self, status: Status) -> None:
         """End what waits."""
         self.fail_rows(status)
         while self.messages:
-            self._peers.messages.sent(self.messages.popleft(), int(status))
+            self._owner.messages.sent(self.messages.popleft(), int(status))

@@ -2,18 +2,18 @@
 
 Rule 1: rows and messages for a peer that is not connected are kept here, never posted on queue
 pairs that are not ready. Rule 2: what is kept ends, well or not: the handshake has a deadline.
+Rule 3: a call from the engine takes a few steps of handshakes and no more, however many peers
+connect: datagrams are taken off the NIC at once, and wait here in line.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Entry, Status, WriteBatch
 from tep.backends.verbs.address import Address
@@ -22,20 +22,23 @@ from tep.backends.verbs.draining import Draining
 from tep.backends.verbs.handshake import Hello, Kind, Phase
 from tep.backends.verbs.notes import Notes
 from tep.backends.verbs.peer import Peer
+from tep.backends.verbs.posting import Posting
 from tep.backends.verbs.sources import Sources
-from tep.backends.verbs.writes import LOOSE_MAX, ROWS_FEW, Fan, Writer
 from tep.errors import BadDescriptor, FabricError, UsageError
 
 if TYPE_CHECKING:
     from tep.backends.verbs.datagrams import Datagrams
     from tep.backends.verbs.device import Device
-    from tep.backends.verbs.limits import Limits
     from tep.backends.verbs.messages import Messages
+    from tep.backends.verbs.writes import Writer
 
-__all__ = ["Peers"]
+__all__ = ["STEPS_MAX", "Peers"]
 
-Array = npt.NDArray[np.unsignedinteger]
-_SETS_MAX: Final = 64
+STEPS_MAX: Final = 8
+"""Steps of handshakes that are taken before the engine gets on with its rows. Each costs four to
+six commands of the device, of about 0.1 ms (guessed)."""
+
+_HEARD_MAX: Final = 4096
 
 
 class Peers:
@@ -71,9 +74,10 @@ class Peers:
         self.own = own
         self.ready = ready
         self.clock_s = clock_s
-        self.attempts = itertools.count(1)
+        self.attempts: Iterator[int] = itertools.count(1)
         self.table: list[Peer] = []
-        self.up: list[Conn | None] = []
+        self.posting = Posting(writer, self._keep, one_qp=device.settings.qps_per_peer == 1)
+        self.up = self.posting.up
         self.conns: dict[int, Conn] = {}
         self.sources = Sources()
         self.notes = Notes(device.settings, ready)
@@ -85,18 +89,16 @@ class Peers:
         self._latest: dict[int, Peer] = {}  # by identity
         self._unsettled: dict[Peer, None] = {}
         self._lifting: dict[Peer, None] = {}  # to be let in again, once their fence has ended
-        # Scatters go to the same peers again and again: who they are is kept after the first, a
-        # fan is made for the second; both until some peer loses its connection.
-        self._sets: dict[bytes, list[Conn]] = {}
-        self._fans: dict[bytes, Fan] = {}
         self._numbers = itertools.count(1)
-        self._one_qp = device.settings.qps_per_peer == 1
+        self._heard: dict[tuple[Address, Kind], Hello] = {}  # datagrams that cost commands
+        self._asking: dict[Peer, None] = {}  # who wants to be asked for a connection
+        self._tend_s = 0.0  # when the next of the unsettled is due
         seed = device.settings.spray_seed
         self._rng = random.SystemRandom() if seed is None else random.Random(seed)
 
     # --- peers
 
-    def connect(self, raw: bytes, now_s: float) -> int:
+    def connect(self, raw: bytes) -> int:
         """Number a peer by its address, and begin to connect to it.
 
         Raises:
@@ -109,7 +111,7 @@ class Peers:
             raise UsageError(f"{self.device.name} at {self.own} cannot reach {where}: {why}")
         peer = self._peer(where)
         if peer.gone is None:
-            self.attend(peer, now_s)
+            self.attend(peer)
         return peer.number
 
     def _peer(self, where: Address) -> Peer:
@@ -140,16 +142,26 @@ class Peers:
         peer.fail_waiting(status)
         self.notes.fail(peer, status)
         self._unsettled.pop(peer, None)
+        self._asking.pop(peer, None)
         self.datagrams.forget(peer.where)
 
-    def attend(self, peer: Peer, now_s: float) -> None:
-        """Begin or go on to connect to a peer; what fails here fails what waits for it."""
+    def attend(self, peer: Peer) -> None:
+        """Begin or go on to connect to a peer, in a later turn: see `progress`."""
+        self._asking[peer] = None
+
+    def _unsettle(self, peer: Peer) -> None:
+        """Look after a peer, from the next turn on."""
+        self._unsettled[peer] = None
+        self._tend_s = 0.0
+
+    def _ask(self, peer: Peer, now_s: float) -> None:
+        """Ask a peer; what fails here fails what waits for it."""
         try:
             peer.ask(now_s)
         except FabricError as error:
             self._abandon(peer, error)
         else:
-            self._unsettled[peer] = None
+            self._unsettle(peer)
 
     def _abandon(self, peer: Peer, error: FabricError) -> None:
         self.trouble = str(error)
@@ -181,12 +193,24 @@ class Peers:
         elif hello.kind in {Kind.NOTE, Kind.NOTED}:
             self.notes.hear(peer, hello, now_s)
         else:
-            try:
-                peer.negotiation.hear(hello, now_s)
-            except FabricError as error:
-                self._abandon(peer, error)
-            else:
-                self._unsettled[peer] = None
+            key = hello.sender, hello.kind
+            before = self._heard.get(key)
+            if before is None and len(self._heard) >= _HEARD_MAX:
+                return  # as good as lost: who waits repeats it
+            if before is None or before.attempt <= hello.attempt:
+                self._heard[key] = hello
+
+    def _answer(self, hello: Hello, now_s: float) -> None:
+        """Take a datagram of a handshake."""
+        peer = self._peer(hello.sender)
+        if peer.gone is not None:
+            return
+        try:
+            peer.negotiation.hear(hello, now_s)
+        except FabricError as error:
+            self._abandon(peer, error)
+        else:
+            self._unsettle(peer)
 
     def _disown(self, hello: Hello) -> None:
         """Tell a sender that it means an incarnation that is no more."""
@@ -199,98 +223,37 @@ class Peers:
         )
         self.datagrams.send(hello.sender, answer.encode())
 
-    # --- posting
+    # --- what waits
 
-    def post_up(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
-        """Post rows to one connected peer; return how many were taken, a prefix."""
-        if stop - start <= ROWS_FEW:
-            return self.writer.post_few(conn, batch, start, stop)
-        if len(conn.qps) == 1:
-            return self.writer.post_run(conn, batch, start, stop)
-        self.post_loose([conn] * (stop - start), batch, start)
-        return stop - start
+    def _keep(self, number: int, batch: WriteBatch, row: int) -> None:
+        """Keep a row that found no room on its queue pair."""
+        peer = self.table[number]
+        peer.rows.append((batch, row, row + 1))
+        self._unsettle(peer)
 
-    def scatter(self, batch: WriteBatch, start: int, stop: int, limits: Limits) -> bool:
-        """Post each row to a peer of its own.
-
-        False = not all are connected, or a row is impossible; nothing is done.
-        """
-        peers = batch.peer
-        assert not isinstance(peers, int)
-        key = (peers if stop - start == batch.n else peers[start:stop]).tobytes()
-        fan = self._fans.get(key)
-        if fan is None:
-            conns = self._sets.get(key)
-            if conns is None or len(conns) > LOOSE_MAX or not self._one_qp:
-                return self._first_scatter(key, batch, start, stop, limits)
-            fan = self._fans[key] = self.writer.new_fan(conns, limits)
-        later = self.writer.post_fan(fan, batch, start)
-        if later:
-            self._keep(later, fan.conns, batch, start)
-        return later is not None
-
-    def _first_scatter(
-        self, key: bytes, batch: WriteBatch, start: int, stop: int, limits: Limits
-    ) -> bool:
-        assert not isinstance(batch.peer, int)
-        conns = self._sets.get(key)
-        if conns is None:
-            found = [self.up[peer] for peer in batch.peer[start:stop].tolist()]
-            conns = [conn for conn in found if conn is not None]
-            if len(conns) < len(found):
-                return False
-            if len(self._sets) >= _SETS_MAX:
-                self._forget_sets()
-            self._sets[key] = conns
-        if limits.possible_until(batch, start, stop) < stop:
-            return False
-        self.post_loose(conns, batch, start)
-        return True
-
-    def _forget_sets(self) -> None:
-        self._sets.clear()
-        self._fans.clear()
-
-    def post_loose(self, conns: Sequence[Conn], batch: WriteBatch, start: int) -> None:
-        """Post row `start + k` to conns[k]; what finds no room is kept, and follows."""
-        for first in range(0, len(conns), LOOSE_MAX):
-            part = conns[first : first + LOOSE_MAX] if len(conns) > LOOSE_MAX else conns
-            qps = [conn.qp for conn in part] if self._one_qp else [conn.pick() for conn in part]
-            later = self.writer.post_loose(part, qps, batch, start + first)
-            self._keep(later, conns, batch, start)
-
-    def _keep(
-        self, rows: Sequence[int], conns: Sequence[Conn], batch: WriteBatch, start: int
-    ) -> None:
-        """Keep rows that found no room on their queue pairs."""
-        for row in rows:
-            peer = conns[row - start].peer
-            peer.rows.append((batch, row, row + 1))
-            self._unsettled[peer] = None
-
-    def hold(self, peer: Peer, batch: WriteBatch, start: int, stop: int, now_s: float) -> None:
+    def hold(self, peer: Peer, batch: WriteBatch, start: int, stop: int) -> None:
         """Keep rows until their peer is connected."""
         peer.rows.append((batch, start, stop))
-        self.attend(peer, now_s)
+        self.attend(peer)
 
-    def hold_message(self, peer: Peer, slot: int, now_s: float) -> None:
+    def hold_message(self, peer: Peer, slot: int) -> None:
         """Keep a message until its peer is connected."""
         peer.messages.append(slot)
-        self.attend(peer, now_s)
+        self.attend(peer)
 
     # --- connections
 
     def new_conn(self, peer: Peer) -> Conn:
         """Make queue pairs for a peer."""
         number = next(self._numbers)
-        conn = Conn(self.device, self._queues, peer, number, self._rng, rows=not peer.shut)
+        conn = Conn(self.device, self._queues, peer.number, number, self._rng, rows=not peer.shut)
         self.conns.update((number, conn) for number, _ in conn.ids)
         self.sources.add((number for number, _ in conn.ids), peer.number)
         return conn
 
     def drop(self, conn: Conn) -> None:
         """Take a connection out of use; its rows come back flushed."""
-        peer = conn.peer
+        peer = self.table[conn.peer]
         if peer.conn is conn:
             peer.conn = None
             self.pause(peer)
@@ -301,18 +264,18 @@ class Peers:
         """Post nothing more on a peer's connection; what comes for it is kept."""
         peer.live = None
         self.up[peer.number] = None
-        self._forget_sets()
+        self.posting.forget_sets()
 
-    def fail(self, conn: Conn, status: int, now_s: float) -> None:
+    def fail(self, conn: Conn, status: int) -> None:
         """A completion says that a connection is broken."""
         if conn.lost:
             return
-        peer = conn.peer
+        peer = self.table[conn.peer]
         peer.negotiation.lose()
         self.drop(conn)
         # A peer that is alive learns in this way that its half is broken too.
         if peer.gone is None and (status != Status.UNREACHABLE or peer.rows or peer.messages):
-            self.attend(peer, now_s)
+            self.attend(peer)
 
     def _retire(self, conn: Conn, drained: bool) -> None:
         numbers = [number for number, _ in conn.ids]
@@ -322,8 +285,9 @@ class Peers:
         if drained:
             self.sources.remove(numbers)
         else:  # what comes of it all the same still has a source, until its number is used again
-            conn.peer.blurred |= bool(conn.qps) and not self.device.dead
-            self.trouble = f"the queue pairs with {conn.peer.where} did not return what they held"
+            peer = self.table[conn.peer]
+            peer.blurred |= bool(conn.qps) and not self.device.dead
+            self.trouble = f"the queue pairs with {peer.where} did not return what they held"
             self.writer.fail_all(self.lost_status(conn), [conn])
             self.messages.fail_all(self.lost_status(conn), conn)
 
@@ -364,14 +328,15 @@ class Peers:
                 continue
             lifted, peer.shut = peer.shut, False
             try:
-                if lifted:
+                # An answer to what we had asked before may be from behind the fence: ask anew.
+                if lifted or peer.negotiation.phase is Phase.ASKING:
                     peer.negotiation.start(now_s)
                 elif peer.negotiation.connected:
                     peer.check(now_s)
             except FabricError as error:
                 self._abandon(peer, error)
             else:
-                self._unsettled[peer] = None
+                self._unsettle(peer)
 
     def why_silent(self) -> Status:
         """What is told of rows and messages to which there was no answer."""
@@ -392,15 +357,31 @@ class Peers:
                 self.drop(peer.conn)
             peer.fail_waiting(peer.gone)
             self.notes.fail(peer, peer.gone)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
         self._unsettled.clear()
+        self._heard.clear()
+        self._asking.clear()
 
     # --- time
 
     @property
+    def has_steps(self) -> bool:
+        """Whether progress() has more to do at once."""
+        return bool(self._heard or self._asking)
+
+    @property
     def busy(self) -> bool:
         """Whether progress() has to be called."""
-        draining = self.draining
-        return bool(self._unsettled or draining.busy or self.writer.tails or self.notes.open)
+        return bool(
+            self._unsettled
+            or self._heard
+            or self._asking
+            or self.draining.busy
+            or self.writer.tails
+            or self.notes.open
+        )
 
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
         """Repeat and give up what is due, post what waits, end what does not drain.
@@ -410,18 +391,11 @@ class Peers:
             n: completions that were read since the last call.
             whole: whether these were all there were.
         """
-        for peer in list(self._unsettled):
-            try:
-                peer.negotiation.tick(now_s)
-                peer.flush()
-            except FabricError as error:
-                self._abandon(peer, error)
-            if peer.negotiation.next_s is None and not (peer.rows or peer.messages):
-                self._unsettled.pop(peer, None)
-            elif peer.negotiation.next_s is None and (
-                peer.refused or peer.negotiation.phase is not Phase.UP
-            ):
-                self.attend(peer, now_s)
+        self._take_steps(now_s)
+        if now_s >= self._tend_s:
+            self._tend_s = math.inf
+            for peer in list(self._unsettled):
+                self._tend(peer, now_s)
         if self.notes.open:
             self.notes.progress(now_s)
         if self.draining.busy:
@@ -431,18 +405,50 @@ class Peers:
         if self.writer.tails:
             self.writer.post_tails()
 
+    def _take_steps(self, now_s: float) -> None:
+        """Answer, then ask, but only so many peers: each costs commands that wait for the device.
+
+        Answers first: who was asked by its peer does not have to ask.
+        """
+        left = STEPS_MAX
+        while self._heard and left:
+            left -= 1
+            self._answer(self._heard.pop(next(iter(self._heard))), now_s)
+        while self._asking and left:
+            left -= 1
+            peer = next(iter(self._asking))
+            del self._asking[peer]
+            self._ask(peer, now_s)
+
+    def _tend(self, peer: Peer, now_s: float) -> None:
+        """Repeat or give up what is due, and post what waits for a peer."""
+        negotiation = peer.negotiation
+        try:
+            negotiation.tick(now_s)
+            peer.flush()
+        except FabricError as error:
+            self._abandon(peer, error)
+        if negotiation.next_s is not None:
+            self._tend_s = min(self._tend_s, negotiation.next_s)
+        elif not peer.rows and not peer.messages:
+            self._unsettled.pop(peer, None)
+        else:
+            self._tend_s = now_s
+            if peer.refused or negotiation.phase is not Phase.UP:
+                self.attend(peer)
+
     def next_s(self, now_s: float) -> float | None:
         """When progress() has something to do though nothing came, or None."""
         times = [p.negotiation.next_s for p in self._unsettled if p.negotiation.next_s is not None]
         times += self.notes.next_s() + self.draining.next_s(now_s)
         return min(times, default=None)
 
-    @staticmethod
-    def lost_status(conn: Conn) -> int:
+    def lost_status(self, conn: Conn) -> int:
         """What a flushed row of a connection is told: why the peer is gone, if it is."""
-        if conn.peer.gone is None:
-            return int(Status.UNREACHABLE if conn.peer.fenced else Status.FLUSHED)
-        return int(conn.peer.gone)
+        peer = self.table[conn.peer]
+        if peer.gone is None:
+            return int(Status.UNREACHABLE if peer.fenced else Status.FLUSHED)
+        return int(peer.gone)
 
     # --- the end
 
@@ -460,13 +466,13 @@ class Peers:
         self.writer.fail_all(int(status), conns)
         self.conns.clear()
         self.draining.conns.clear()
-        self._unsettled.clear()
+        self._forget_steps()
         for peer in self.table:
             peer.conn = peer.live = None
             peer.gone = peer.gone or status
             peer.fail_waiting(status)
             self.notes.fail(peer, status)
-        self._forget_sets()
+        self.posting.forget_sets()
         self.up[:] = [None] * len(self.table)
 
 

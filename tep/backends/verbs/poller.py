@@ -205,7 +205,7 @@ class Poller:
         else:
             self._writer.complete_run(conn, wr_id, found)
         if status:
-            self._peers.fail(conn, found, time.monotonic())
+            self._peers.fail(conn, found)
 
     def _take_other(self, wr_id: int, status: int, nbytes: int, qpn: int, vendor: int) -> None:
         kind, number = wr_id >> tags.KIND_SHIFT, tags.number_of(wr_id)
@@ -227,7 +227,7 @@ class Poller:
             self._messages.returned(number)
             conn = self._peers.conns.get(qpn)
             if conn is not None:  # most often a message longer than its buffer
-                self._peers.fail(conn, int(send_status(status)), time.monotonic())
+                self._peers.fail(conn, int(send_status(status)))
 
     def _end_message(self, slot: int, status: int, qpn: int, vendor: int) -> None:
         conn = self._peers.conns.get(qpn)
@@ -242,10 +242,11 @@ class Poller:
                 found = int(self._peers.why_silent())
         self._messages.sent(slot, found)
         if found != _OK:
-            self._peers.fail(conn, found, time.monotonic())
+            self._peers.fail(conn, found)
 
     def _note(self, found: int, status: int, vendor: int, conn: Conn) -> None:
         text = self._device.lib.status_str(status)
         self.said[found] = (
-            f"{text} (status {status}, vendor error {vendor:#x}) towards {conn.peer.where}"
+            f"{text} (status {status}, vendor error {vendor:#x}) towards "
+            f"{self._peers.table[conn.peer].where}"
         )

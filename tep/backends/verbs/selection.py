@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from tep.backends.verbs.depths import ROWS
+from tep.backends.verbs.depths import ROWS, peer_bytes
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, FabricError, UsageError
@@ -85,7 +85,7 @@ def survey(lib: Library, settings: Settings) -> list[Found]:
                 is_ib=device.is_ib,
                 subnet=device.gid.seen.gid[:8].hex() if device.is_ib else "",
                 path=path,
-                peer_bytes=device.peer_bytes(settings.sq_depth or ROWS),
+                peer_bytes=peer_bytes(device, settings.sq_depth or ROWS),
             )
         )
         device.close()

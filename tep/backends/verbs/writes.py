@@ -19,23 +19,20 @@ from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Entry, Kind, Row, Status, WriteBatch
+from tep.backends.verbs.conns import Conn, Run
+from tep.backends.verbs.limits import LOOSE_MAX, Limits
 from tep.backends.verbs.rings import FanRing, LooseRing, RunRing
 from tep.backends.verbs.tags import LOOSE, NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, TAIL, tag
 from tep.ffi.ibverbs import Ref, ref
 from tep.ffi.ibverbs_wr import ENUMS, SEND_WR
 
 if TYPE_CHECKING:
-    from tep.backends.verbs.conns import Conn
     from tep.backends.verbs.device import Device
-    from tep.backends.verbs.limits import Limits
 
-__all__ = ["LOOSE_MAX", "ROWS_FEW", "Fan", "Run", "Writer"]
+__all__ = ["ROWS_FEW", "Fan", "Writer"]
 
 ROWS_FEW: Final = 6
 """Up to here rows are packed and posted one by one; from there on columns cost less."""
-
-LOOSE_MAX: Final = 256
-"""Rows posted loose in one go."""
 
 _RUN_MAX: Final = 1024
 _SETS_MASK: Final = 2**32 - 1  # a set is not out for as many posts
@@ -45,18 +42,6 @@ _WRITE: Final = int(Kind.WRITE)
 _OK: Final = int(Status.OK)
 _PROVIDER: Final = int(Status.PROVIDER)
 _LATER: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
-
-
-class Run:
-    """Rows of one batch, posted as one chain on one queue pair; they come back first to last."""
-
-    __slots__ = ("back", "ctx", "n", "start")
-
-    def __init__(self, ctx: int, start: int, n: int) -> None:
-        self.ctx = ctx
-        self.start = start
-        self.n = n
-        self.back = 0
 
 
 class _Loose:
