@@ -106,7 +106,7 @@ class Peers:
             UsageError: there is no way from here to there.
         """
         where = Address.decode(raw)
-        why = self.own.why_unreachable(where)
+        why = "" if where in self._by_address else self.own.why_unreachable(where)
         if why:
             raise UsageError(f"{self.device.name} at {self.own} cannot reach {where}: {why}")
         peer = self._peer(where)
@@ -161,7 +161,8 @@ class Peers:
         except FabricError as error:
             self._abandon(peer, error)
         else:
-            self._unsettle(peer)
+            self._unsettled[peer] = None
+            self._tend(peer, now_s)
 
     def _abandon(self, peer: Peer, error: FabricError) -> None:
         self.trouble = str(error)
@@ -176,7 +177,7 @@ class Peers:
             hello = Hello.decode(payload)
         except BadDescriptor:
             return
-        if self.own.why_unreachable(hello.sender):
+        if hello.sender not in self._by_address and self.own.why_unreachable(hello.sender):
             return
         if hello.target != self.own.epoch:
             if hello.kind is not Kind.STALE:
@@ -210,7 +211,8 @@ class Peers:
         except FabricError as error:
             self._abandon(peer, error)
         else:
-            self._unsettle(peer)
+            self._unsettled[peer] = None
+            self._tend(peer, now_s)
 
     def _disown(self, hello: Hello) -> None:
         """Tell a sender that it means an incarnation that is no more."""

@@ -43,13 +43,19 @@ class Settings:
             order that a reliable connection keeps.
         spray_seed: choose each row's queue pair at random from this seed; None = in turn. Only with
             more than one queue pair.
-        timeout: local ACK timeout exponent; 14 is 67 ms. Source: fabric-lib.
+        timeout: local ACK timeout exponent: 4.096 us times 2 to its power; 14 is 67 ms. Source:
+            fabric-lib. With retry_cnt it says how long packets may fail to pass before rows end as
+            UNREACHABLE and failover begins: `ack_timeout_s`, 1.9 s by default. The subnet manager
+            of a large InfiniBand fabric may take longer to find a way around a dead link; where
+            there is no second NIC to fail over to, 18 (30 s) rides that out.
         retry_cnt: tries after a timeout. 7 is for ever on Soft-RoCE (measured), hence 6.
         rnr_retry: tries while the peer has no receive posted; 7 is for ever: a peer that is slow to
             poll is not dead.
         min_rnr_timer: what to wait before such a try; 12 is 0.64 ms. Source: fabric-lib.
         handshake_s: give a peer up that does not answer for so long, seconds. Its engine answers
-            when it is turned, so this is also how long a busy one may take.
+            when it is turned, so this is also how long a busy one may take. A connection costs a
+            NIC eight commands, 1 ms together (guessed): raise this where more than a thousand peers
+            connect at the same time.
         resend_s: first pause before a handshake datagram is sent again, seconds; it doubles.
         drain_s: how long a failed queue pair may take to return what it holds, seconds.
         relaxed_ordering: let PCIe writes to a region pass each other. Without it fabric-lib stays
