@@ -60,7 +60,7 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         """
         try:
             found = msgspec.msgpack.decode(_payload(cls, bytes(data)), type=cls, strict=True)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:  # msgspec lets the second out
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadDescriptor(
                 f"{cls.__name__}: payload does not hold its fields: {error}"
             ) from error

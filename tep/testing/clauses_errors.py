@@ -132,6 +132,31 @@ class ErrorsContract:
             assert np.array_equal(a.source.data[at_row], b.target.data[at_row])
         assert b.untouched(64 * bad, 64 * bad + 64)
 
+    def test_c11_a_row_partly_outside_is_found_among_many(self, world: World) -> None:
+        """A check of starts only, or of one row's length, lets a page run over its neighbour."""
+        net = Net(world)
+        a, b = net.pair()
+        size, base, rows, bad = len(b.target.data), b.target.keys[0].base, 12, 5
+        at = [64 * k for k in range(rows)]
+        others = [40 + 2 * k for k in range(rows)]  # no two alike; the last is the longest
+        cases: list[tuple[int, int | list[int]]] = [(size - 32, 64), (size - 32, others)]
+        cases.append((size - 64, [*others[:bad], 65, *others[bad + 1 :]]))
+        if base:
+            cases += [(-32, 64), (-32, others)]
+        for where, nbytes in cases:
+            dst = [*at[:bad], where, *at[bad + 1 :]]
+            batch = a.batch(b, src=at, dst=dst, nbytes=nbytes, imm=9)
+            net.write(batch, a)
+            blamed = [e for e in a.errors() if e.ctx == batch.ctx and e.status != Status.FLUSHED]
+
+            assert rows == a.rows_ended(batch.ctx).total()
+            assert [(bad, 1)] == [(e.row, e.count) for e in blamed], (where, nbytes)
+            assert b.target.guards_hold()
+            assert b.untouched(size - 64), "a part of the bad row has landed"
+            again = a.batch(b, src=at, dst=at, imm=3)
+            net.write(again, a)
+            assert {Status.OK: rows} == a.rows_ended(again.ctx)
+
     def test_c16_nothing_is_written_after_deregister(self, world: World) -> None:
         """The memory goes back to its owner when deregister() returns, whatever was in flight."""
         net = Net(world)

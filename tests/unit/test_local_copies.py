@@ -120,6 +120,23 @@ def test_rows_land_where_they_should_and_nowhere_else(pair, way, same_length, ro
     assert len(rows) == pair.imms
 
 
+COLUMNS = st.one_of(
+    st.integers(0, 140),
+    st.lists(st.integers(0, 140), min_size=6, max_size=6).map(lambda v: np.array(v, np.uint64)),
+)
+
+
+@settings(max_examples=400)
+@given(at=COLUMNS, nbytes=COLUMNS, origin=st.integers(0, 60), size=st.integers(0, 100))
+def test_rows_lie_inside_only_if_each_of_them_does(at, nbytes, origin, size) -> None:
+    """A check of the first start, or the last length, writes over what lies beside a region."""
+    columns = np.broadcast_arrays(np.array(at, np.int64), np.array(nbytes, np.int64))
+    rows = list(zip(*(np.atleast_1d(column).tolist() for column in columns), strict=True))
+    expected = all(origin <= start and start + n <= origin + size for start, n in rows)
+
+    assert expected == copying_room.inside(at, nbytes, origin, size)
+
+
 def test_shared_memory_is_mapped_once_and_let_go_with_its_last_region(pair) -> None:
     """A peer's mapping keeps memory alive: after deregister() it has to be freed."""
 

@@ -149,5 +149,5 @@ def decode(payload: bytes | memoryview) -> Message:
     """
     try:
         return _DECODER.decode(payload)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadDescriptor(f"{len(payload)} bytes are no KV cache message: {error}") from error

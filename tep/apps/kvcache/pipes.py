@@ -101,6 +101,18 @@ Line = Ready | Generate | Done | WantLease | Leased | LeaseOver | Fenced | Stop
 _DECODER: msgspec.msgpack.Decoder[Line] = msgspec.msgpack.Decoder(Line, strict=True)
 
 
+def decode(payload: bytes) -> Line:
+    """Read a line.
+
+    Raises:
+        BadDescriptor: the bytes are none.
+    """
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadDescriptor(f"{len(payload)} bytes are no line: {error}") from error
+
+
 class Pipe:
     """Both directions of one process's pipes."""
 
@@ -128,7 +140,4 @@ class Pipe:
             payload = await self._reader.readexactly(nbytes)
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        try:
-            return _DECODER.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise BadDescriptor(f"{nbytes} bytes are no line: {error}") from error
+        return decode(payload)

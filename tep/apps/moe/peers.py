@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep import MrDesc, UsageError
+from tep import BadDescriptor, MrDesc, UsageError
 from tep.apps.moe.config import MoeConfig
 
 __all__ = ["Peers", "pack_hello", "unpack_hellos"]
@@ -31,9 +31,12 @@ def unpack_hellos(
 
     Raises:
         UsageError: a rank has another configuration.
+        BadDescriptor: what a rank sent is no hello.
     """
     mark, descs, links = zlib.crc32(repr(config).encode()), [], {}
     for other, hello in enumerate(hellos):
+        if len(hello) < _HELLO.size:
+            raise BadDescriptor(f"rank {other}: {len(hello)} bytes are no hello")
         theirs, ndesc, nlink = _HELLO.unpack_from(hello)
         if theirs != mark:
             raise UsageError(f"rank {other} has another configuration than rank {rank}: {config}")

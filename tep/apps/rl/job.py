@@ -65,7 +65,7 @@ class Job:
         """
         try:
             return msgspec.json.decode(Path(path).read_bytes(), type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UsageError(f"{path}: {error}") from error
 
     def write(self, path: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
-from tep import FabricError, TepError, UsageError
+from tep import BadDescriptor, FabricError, TepError, UsageError
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.ports import LoadReport, RolloutState, TrainReport
 
@@ -69,6 +69,13 @@ def _write(writer: asyncio.StreamWriter, message: object) -> None:
 # ---------------------------------------------------------------------- the worker's side
 
 
+def _decode(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadDescriptor(f"{len(data)} bytes are no {kind.__name__}: {error}") from error
+
+
 async def answer(worker: _Worker, host: str, port: int, hello: Hello) -> None:
     """Connect to a controller and answer its calls until it hangs up."""
     reader, writer = await asyncio.open_connection(host, port)
@@ -80,7 +87,7 @@ async def answer(worker: _Worker, host: str, port: int, hello: Hello) -> None:
                 data = await _read(reader, _FRAME_MAX)
             except (asyncio.IncompleteReadError, ConnectionError):
                 return
-            call = msgspec.msgpack.decode(data, type=_Call)
+            call = _decode(data, _Call)
             task = asyncio.get_running_loop().create_task(_serve(worker, call, writer))
             running[task] = None
             task.add_done_callback(lambda done: running.pop(done, None))
@@ -96,7 +103,7 @@ async def _serve(worker: _Worker, call: _Call, writer: asyncio.StreamWriter) -> 
         method = _method(worker, call.method)
         args = _typed(method, call.args)
         reply = _Answer(call.number, "", await method(*args))
-    except (TepError, OSError, msgspec.MsgspecError) as error:
+    except (TepError, OSError, msgspec.ValidationError) as error:
         reply = _Answer(call.number, f"{type(error).__name__}: {error}")
     _write(writer, reply)
     await writer.drain()
@@ -158,7 +165,7 @@ class Caller:
         try:
             while True:
                 data = await _read(self._reader, _FRAME_MAX)
-                reply = msgspec.msgpack.decode(data, type=_Answer)
+                reply = _decode(data, _Answer)
                 future = self._open.get(reply.number)
                 if future is None or future.done():
                     continue
@@ -168,7 +175,7 @@ class Caller:
                     future.set_result(reply.value)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except (TepError, msgspec.MsgspecError) as error:
+        except TepError as error:
             why = f"sent what is no answer: {error}"
         finally:
             self._gone = f"{self.hello.name} {why}; its process has ended, or the network is down"
@@ -220,8 +227,8 @@ class Listener:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             data = await asyncio.wait_for(_read(reader, _HELLO_MAX), _HELLO_S)
-            hello = msgspec.msgpack.decode(data, type=Hello)
-        except (OSError, EOFError, TepError, TimeoutError, msgspec.MsgspecError):
+            hello = _decode(data, Hello)
+        except (OSError, EOFError, TepError, TimeoutError):
             writer.close()  # a stranger
             return
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):

@@ -217,7 +217,7 @@ class Schedule:
         """
         try:
             wire = msgspec.msgpack.decode(data, type=_Wire)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadDescriptor(f"Schedule: {error}") from error
         if wire.version != _VERSION or len(wire.rows) % ROW.itemsize:
             raise BadDescriptor(

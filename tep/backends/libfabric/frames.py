@@ -131,6 +131,6 @@ def decode(data: memoryview) -> Frame | None:
     """Read a frame; None if it is not one."""
     try:
         frame: Frame = _DECODER.decode(data)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return frame
