@@ -1,15 +1,18 @@
 """What a user may register, brought to one form: pointer, length, device, owner of the bytes.
 
 Adapters for the buffer protocol (numpy, mmap, bytearray, memoryview, array), DLPack,
-`__cuda_array_interface__` and raw (pointer, length, device). Nothing here knows a NIC; no CUDA
-library is loaded.
+`__cuda_array_interface__` and raw (pointer, length, device); and how device memory comes as a
+dma-buf. Nothing here knows a NIC; no CUDA library is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import os
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +22,7 @@ import numpy.typing as npt
 from tep.dlpack import KDL_CPU, KDL_CUDA, Exporter, is_dense, read_dlpack
 from tep.errors import BadRequest
 
-__all__ = ["Buffer", "Memory", "adapt"]
+__all__ = ["Buffer", "DmabufExport", "Memory", "adapt", "exported"]
 
 
 Buffer = object
@@ -58,6 +61,45 @@ class Memory:
         # The array's base is `raw`, and through it the owner: the memory stays mapped with it.
         raw._tep_owner = self.owner  # type: ignore[attr-defined]  # our own mark
         return np.frombuffer(memoryview(raw), np.uint8)
+
+
+DmabufExport = Callable[[Memory], tuple[int, int]]
+"""Exports device memory as a dma-buf: -> (file descriptor, offset of the first byte in it).
+
+Each call returns a descriptor of its own (one for each NIC), which belongs to the backend from then
+on: it registers the memory and closes the descriptor. Who exports a whole allocation, as
+cuMemGetHandleForAddressRange does, returns where in it the memory begins.
+"""
+
+
+@contextlib.contextmanager
+def exported(export: DmabufExport, memory: Memory) -> Iterator[tuple[int, int]]:
+    """(descriptor, offset) of device memory while it is registered; closed after that, always.
+
+    Raises:
+        BadRequest: what the exporter returned is no such pair, or the memory is not within the
+            dma-buf.
+    """
+    found = export(memory)
+    match found:
+        case (int(fd), int(offset)) if fd >= 0 and offset >= 0:
+            pass
+        case _:
+            raise BadRequest(
+                f"dma-buf export of {memory.nbytes} bytes at {memory.ptr:#x} returned {found!r}; "
+                "it has to be (file descriptor, offset), both 0 or more"
+            )
+    try:
+        with contextlib.suppress(OSError):  # not every exporter's file can say how long it is
+            length = os.lseek(fd, 0, os.SEEK_END)
+            if offset + memory.nbytes > length:
+                raise BadRequest(
+                    f"dma-buf export of {memory.nbytes} bytes at {memory.ptr:#x}: offset {offset} "
+                    f"leaves the {length} bytes of the dma-buf"
+                )
+        yield fd, offset
+    finally:
+        os.close(fd)
 
 
 def adapt(buffer: Buffer) -> Memory:

@@ -23,11 +23,11 @@ from typing import Any, Final
 from tep.backends.base import Opened
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.domain import VerbsDomain
-from tep.backends.verbs.regions import DmabufExport
 from tep.backends.verbs.selection import choose, choose_count, gpu_paths, survey
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs import Library, load
+from tep.memory import DmabufExport
 
 __all__ = ["Settings", "facts", "open_domains", "probe"]
 
@@ -55,8 +55,8 @@ def open_domains(
             same name once they hear of the new one.
         epoch: of this incarnation; None = the time in nanoseconds, so that later ones are larger.
         library: path of libibverbs; None = TEP_LIBIBVERBS, or where the linker finds it.
-        dmabuf_export: exports CUDA memory as a dma-buf, (memory) -> (fd, offset); without it CUDA
-            memory can be registered only where the kernel module nvidia_peermem is loaded.
+        dmabuf_export: exports CUDA memory as a dma-buf, see `tep.memory.DmabufExport`; without it
+            CUDA memory can be registered only where the kernel module nvidia_peermem is loaded.
         **settings: fields of Settings.
 
     Raises:

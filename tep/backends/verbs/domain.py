@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +28,10 @@ from tep.backends.verbs.device import Device
 from tep.backends.verbs.limits import RKEY_MAX, Limits
 from tep.backends.verbs.parts import Parts
 from tep.backends.verbs.poller import POLL_MAX
-from tep.backends.verbs.regions import DmabufExport
 from tep.backends.verbs.status import STATUS_TEXT
 from tep.errors import ClosedError
 from tep.ffi.ibverbs_wr import ENUMS
-
-if TYPE_CHECKING:
-    from tep.memory import Memory
+from tep.memory import DmabufExport, Memory
 
 __all__ = ["VerbsDomain"]
 

@@ -18,9 +18,10 @@ from tep.backends.verbs.messages import Messages
 from tep.backends.verbs.peers import Peers
 from tep.backends.verbs.poller import Poller
 from tep.backends.verbs.receives import ImmReceives
-from tep.backends.verbs.regions import DmabufExport, Regions
+from tep.backends.verbs.regions import Regions
 from tep.backends.verbs.wakeup import Wakeup
 from tep.backends.verbs.writes import Writer
+from tep.memory import DmabufExport
 
 __all__ = ["Parts"]
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tep.backends.base import Access, DomainKey
 from tep.ffi.ibverbs_wr import ENUMS
+from tep.memory import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device
     from tep.ffi.ibverbs_structs import Mr
-    from tep.memory import Memory
 
-__all__ = ["DmabufExport", "Regions"]
-
-DmabufExport = Callable[["Memory"], tuple[int, int]]
-"""Exports device memory: -> (file descriptor, offset in it)."""
+__all__ = ["Regions"]
 
 
 class Regions:
@@ -50,11 +45,8 @@ class Regions:
         if device.settings.relaxed_ordering:
             flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
         if memory.kind == "cuda" and self._export is not None:
-            fd, offset = self._export(memory)
-            try:
+            with exported(self._export, memory) as (fd, offset):
                 mr = device.reg_dmabuf_mr(fd, offset, memory.ptr, memory.nbytes, flags)
-            finally:
-                os.close(fd)  # the registration holds the buffer by itself
         else:
             mr = device.reg_mr(memory.ptr, memory.nbytes, flags)
         # The memory stays mapped as long as the NIC knows it: a late write would else land in what
