@@ -5,6 +5,7 @@ Values only: nothing here posts, waits, or knows an engine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -12,6 +13,14 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from tep.checks import (
+    INT64_MAX,
+    check_flag,
+    check_int,
+    check_kind,
+    check_seconds,
+    shown,
+)
 from tep.errors import BadRequest
 from tep.wire import Target
 
@@ -27,6 +36,11 @@ __all__ = [
     "Single",
 ]
 
+
+SHAPE_BYTES_MAX: Final = 2**50
+"""The longest write that is planned: its rows of 1 GiB are listed one by one."""
+
+_POLL_ROWS_MAX: Final = 2**20
 
 _DENSE: Final = 16
 """Pages are marked in a bitmap where the largest index is below this many times their count."""
@@ -57,9 +71,9 @@ class Pages:
     ) -> None:
         try:
             found = np.asarray(indices)
-        except ValueError as error:
+        except Exception as error:  # whatever a foreign sequence raises
             raise BadRequest(
-                f"Pages: indices are no one-dimensional list of integers: {error}"
+                f"Pages: indices={shown(indices)} are no one-dimensional list of integers: {error}"
             ) from error
         if found.ndim != 1 or found.size == 0:
             raise BadRequest(
@@ -67,8 +81,9 @@ class Pages:
             )
         if found.dtype.kind not in "iu":
             raise BadRequest(f"Pages: indices are {found.dtype}, not integers")
-        if offset < 0 or (stride is not None and stride < 0):
-            raise BadRequest(f"Pages: offset={offset} stride={stride}; neither may be negative")
+        if stride is not None:
+            stride = check_int("Pages: stride", stride, 0, INT64_MAX)
+        offset = check_int("Pages: offset", offset, 0, INT64_MAX)
         self.indices: npt.NDArray[np.uint64] = found.astype(np.uint64)
         self.indices.flags.writeable = False
         self.stride = stride
@@ -126,6 +141,11 @@ class Pages:
         return column
 
 
+def _put(record: object, name: str, value: object) -> None:
+    """Set a field of a frozen record while it is made: to the plain form of what was given."""
+    object.__setattr__(record, name, value)
+
+
 class ScatterDst(NamedTuple):
     """One slice for one peer.
 
@@ -159,6 +179,16 @@ class Routing:
     domain: int | None = None
     scatter_by: Literal["peers", "bytes"] = "peers"
 
+    def __post_init__(self) -> None:
+        for name in ("num_shards", "domain"):
+            value = getattr(self, name)
+            if value is not None:
+                _put(self, name, check_int(f"routing.{name}", value))
+        if not (isinstance(self.scatter_by, str) and self.scatter_by in {"peers", "bytes"}):
+            raise BadRequest(
+                f"routing.scatter_by={shown(self.scatter_by)} is neither 'peers' nor 'bytes'"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Single:
@@ -167,12 +197,18 @@ class Single:
     nbytes: int
     routing: Routing = Routing()
 
+    def __post_init__(self) -> None:
+        _check_shape(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """The shape of one paged write of `npages` pages."""
+    """The shape of one paged write of `npages` pages, 1 or more."""
 
     npages: int
+
+    def __post_init__(self) -> None:
+        _put(self, "npages", check_int("Paged: npages", self.npages, 1, INT64_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +218,19 @@ class Scatter:
     nbytes: int
     routing: Routing = Routing()
 
+    def __post_init__(self) -> None:
+        _check_shape(self)
+
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
     """The shape of a barrier."""
+
+
+def _check_shape(shape: Single | Scatter) -> None:
+    name = type(shape).__name__
+    _put(shape, "nbytes", check_int(f"{name}: nbytes", shape.nbytes, 0, SHAPE_BYTES_MAX))
+    check_kind(f"{name}: routing", shape.routing, Routing)
 
 
 Shape = Single | Paged | Scatter | Barrier
@@ -197,17 +242,18 @@ class EngineOptions:
     """Limits and defaults of one engine.
 
     Attributes:
-        wait_timeout_s: what wait() uses when no timeout is given, seconds.
-        post_rows_max: rows one transfer may post in a row before others get their turn.
-        backlog_rows_max: rows that may wait behind full queues; beyond it a submit raises
-            BusyError.
-        poll_rows: completions read from one NIC in one go.
-        commands_max: commands taken in one step.
+        wait_timeout_s: what wait() uses when no timeout is given, seconds; infinite: wait for ever.
+        post_rows_max: rows one transfer may post in a row before others get their turn, 1 or more.
+        backlog_rows_max: rows that may wait behind full queues, 1 or more; beyond it a submit
+            raises BusyError.
+        poll_rows: completions read from one NIC in one go, 1 to 2**20.
+        commands_max: commands taken in one step, 1 or more.
         failover: remember which immediates came from where, so that a request survives a NIC that
             dies in the middle of it. Without it such a request fails.
         probe_first_s: a peer's NIC that did not answer is asked after so many seconds whether it is
             back, then after twice as long, and so on.
-        probe_max_s: the longest wait between two such questions; well above the time in which a NIC
+        probe_max_s: the longest wait between two such questions, `probe_first_s` or more, infinite:
+            the wait doubles without end; well above the time in which a NIC
             says that nobody is there, or that word alone is a reason to ask again.
     """
 
@@ -219,3 +265,25 @@ class EngineOptions:
     failover: bool = True
     probe_first_s: float = 1.0
     probe_max_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "post_rows_max": INT64_MAX,
+            "backlog_rows_max": INT64_MAX,
+            "poll_rows": _POLL_ROWS_MAX,
+            "commands_max": INT64_MAX,
+        }
+        for name, high in limits.items():
+            value = check_int(f"EngineOptions: {name}", getattr(self, name), 1, high)
+            _put(self, name, value)
+        wait_s = check_seconds("EngineOptions: wait_timeout_s", self.wait_timeout_s, 0.0, math.inf)
+        _put(self, "wait_timeout_s", wait_s)
+        for name in ("probe_first_s", "probe_max_s"):
+            what, never = f"EngineOptions: {name}", name == "probe_max_s"
+            _put(self, name, check_seconds(what, getattr(self, name), 1e-9, never=never))
+        if self.probe_max_s < self.probe_first_s:
+            raise BadRequest(
+                f"EngineOptions: probe_max_s={self.probe_max_s} is below "
+                f"probe_first_s={self.probe_first_s}"
+            )
+        _put(self, "failover", check_flag("EngineOptions: failover", self.failover))

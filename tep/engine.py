@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
 from tep.backends import open_backend
 from tep.backends.base import Access, Domain
+from tep.checks import INT64_MAX, U64_MAX, check_flag, check_int, check_kind, check_text, shown
 from tep.control.leases import Grant, grant_lease
 from tep.control.notes import REASON_MAX
 from tep.core.imm import check_imm
@@ -25,7 +26,6 @@ from tep.core.requests import (
     DEFAULT,
     ImmArg,
     Job,
-    as_int,
     barrier_job,
     longest_row,
     paged_job,
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from tep.drivers import Driver
 
 __all__ = ["ImmCounter", "PeerGroup", "TransferEngine"]
+
+
+POOL_BUFFERS_MAX: Final = 2**20
+POOL_BYTES_MAX: Final = 2**34
+"""Of one submit_recvs on one NIC; each buffer costs memory and a call of the NIC's."""
 
 
 class TransferEngine(EngineMembers):
@@ -76,6 +81,9 @@ class TransferEngine(EngineMembers):
         epoch: int,
         options: EngineOptions = EngineOptions(),
     ) -> None:
+        check_kind("TransferEngine: options", options, EngineOptions)
+        name = check_text("TransferEngine: name", name)
+        epoch = check_int("TransferEngine: epoch", epoch, 0, U64_MAX)
         super().__init__(domains, driver=driver, name=name, epoch=epoch, options=options)
         self._peers.holds, self._worker.leases.book = self._worker.holds, self._peers
         self._region_ids = itertools.count(1)
@@ -136,6 +144,7 @@ class TransferEngine(EngineMembers):
             FabricError: a NIC refused.
         """
         self._check_open("reg_mr")
+        check_kind("reg_mr: access", access, Access)
         memory = adapt(buffer)
         if memory.readonly and access is not Access.SOURCE:
             raise BadRequest(
@@ -214,8 +223,10 @@ class TransferEngine(EngineMembers):
         self._check_notes("lease", "register a region that you deregister to end all writing")
         check_source(mr, self, "lease")
         link = self._peers.link(peer, "lease")
-        start = as_int(offset, "lease: offset")
-        nbytes = mr.memory.nbytes - start if nbytes == -1 else as_int(nbytes, "lease: nbytes")
+        start = check_int("lease: offset", offset, 0, mr.memory.nbytes)
+        nbytes = check_int("lease: nbytes", nbytes)
+        nbytes = mr.memory.nbytes - start if nbytes == -1 else nbytes
+        fence = check_flag("lease: fence", fence)
         return grant_lease(self, mr, link, for_s, (start, nbytes), fence=fence)
 
     # ------------------------------------------------------------------ writes
@@ -236,9 +247,14 @@ class TransferEngine(EngineMembers):
         The receiver counts `tep.count_imms(tep.Single(nbytes, routing), nlocal, nremote)`
         immediates.
         """
-        check_source(src[0], self, "submit_single_write")
-        remote = self._peers.resolve(dst[0], "submit_single_write")
-        job = single_job(nbytes, src, remote, dst[1], imm, routing, len(self._domains))
+        try:
+            mr, _ = src
+            target, offset = dst
+        except (TypeError, ValueError):
+            raise _no_pair("submit_single_write", src, dst, "offset") from None
+        check_source(mr, self, "submit_single_write")
+        remote = self._peers.resolve(target, "submit_single_write")
+        job = single_job(nbytes, src, remote, offset, imm, routing, len(self._domains))
         return self._submit(job, on_done)
 
     def submit_paged_writes(
@@ -264,9 +280,14 @@ class TransferEngine(EngineMembers):
         Returns:
             A transfer. The receiver counts one immediate a page.
         """
-        check_source(src[0], self, "submit_paged_writes")
-        remote = self._peers.resolve(dst[0], "submit_paged_writes")
-        job = paged_job(page_bytes, src, (remote, dst[1]), imm, routing, len(self._domains))
+        try:
+            mr, _ = src
+            target, pages = dst
+        except (TypeError, ValueError):
+            raise _no_pair("submit_paged_writes", src, dst, "pages") from None
+        check_source(mr, self, "submit_paged_writes")
+        remote = self._peers.resolve(target, "submit_paged_writes")
+        job = paged_job(page_bytes, src, (remote, pages), imm, routing, len(self._domains))
         return self._submit(job, on_done)
 
     def add_peer_group(self, peers: Sequence[NetAddr]) -> PeerGroup:
@@ -354,12 +375,16 @@ class TransferEngine(EngineMembers):
 
         A buffer leaves the pool while the callback runs, and goes back then: copy what must stay.
         Without a free buffer a sender waits; a message longer than `nbytes` fails there: LENGTH.
+        One call opens at most 2**20 buffers and 16 GiB a NIC.
         """
         self._check_open("submit_recvs")
-        nbytes = as_int(nbytes, "submit_recvs: nbytes")
-        count = as_int(count, "submit_recvs: count")
-        if nbytes < 1 or count < 1:
-            raise BadRequest(f"submit_recvs: nbytes={nbytes} count={count}; both must be 1 or more")
+        nbytes = check_int("submit_recvs: nbytes", nbytes, 1, POOL_BYTES_MAX)
+        count = check_int("submit_recvs: count", count, 1, POOL_BUFFERS_MAX)
+        if nbytes * count > POOL_BYTES_MAX:
+            raise BadRequest(
+                f"submit_recvs: nbytes={nbytes} count={count} are {nbytes * count} bytes a NIC, "
+                f"more than {POOL_BYTES_MAX}; open a smaller pool"
+            )
 
         def post() -> None:
             self._worker.receive = callback
@@ -389,9 +414,7 @@ class TransferEngine(EngineMembers):
         """
         self._check_open("expect_imm_count")
         imm = check_imm(imm)
-        count = as_int(count, "expect_imm_count: count")
-        if not 0 <= count < 2**63:
-            raise BadRequest(f"expect_imm_count: count={count} is outside 0 .. 2**63 - 1")
+        count = check_int("expect_imm_count: count", count, 0, INT64_MAX)
         table = self._worker.imms
         table.refuse_claimed(imm)
         link = None if sender is None else self._peers.link(sender, "expect_imm_count")
@@ -419,8 +442,7 @@ class TransferEngine(EngineMembers):
         """
         self._check_open("fail")
         self._check_notes("fail", "send a message of your own (submit_send)")
-        if not isinstance(reason, str) or len(reason.encode()) > REASON_MAX:
-            raise BadRequest(f"fail: reason={reason!r}; text of {REASON_MAX} bytes at the most")
+        reason = check_text("fail: reason", reason, REASON_MAX)
         link = self._peers.link(peer, "fail")
         notice = Notice(self, check_imm(imm), reason, link, self.driver.now_s())
         self._enqueue(self._worker.tell, notice, on_done)
@@ -474,7 +496,10 @@ class TransferEngine(EngineMembers):
 
     def explain(self, peer: NetAddr | MrDesc | None = None) -> str:
         """Say which NICs, paths and shards are in use here, or towards one peer."""
-        return explain(self, peer.addr if isinstance(peer, MrDesc) else peer)
+        addr = peer.addr if isinstance(peer, MrDesc) else peer
+        if addr is not None:
+            check_kind("explain: peer", addr, NetAddr)
+        return explain(self, addr)
 
     # ------------------------------------------------------------------ inside
 
@@ -490,3 +515,11 @@ class TransferEngine(EngineMembers):
         transfer = Transfer(self, job, job.n, len(self._domains), self.driver.now_s())
         self._enqueue(self._worker.start, transfer, on_done)
         return transfer
+
+
+def _no_pair(verb: str, src: object, dst: object, second: str) -> BadRequest:
+    """What is said where source or target is not two things."""
+    return BadRequest(
+        f"{verb}: src={shown(src)} dst={shown(dst)}; src is (MrHandle, {second}), dst is "
+        f"(MrDesc or Lease, {second})"
+    )

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from tep.checks import U64_MAX, check_int, shown
 from tep.dlpack import KDL_CPU, KDL_CUDA, Exporter, is_dense, read_dlpack
 from tep.errors import BadRequest
 
@@ -27,6 +28,9 @@ __all__ = ["Buffer", "DmabufExport", "Memory", "adapt", "exported"]
 
 Buffer = object
 """Anything `adapt` takes: a buffer, a DLPack or CUDA array, or (pointer, nbytes, device)."""
+
+_FIELD_NAME: Final = re.compile(r":[^:]*:")
+"""A name in a format of the buffer protocol, as in `T{l:a:O:b:}`."""
 
 _DEVICE: Final = re.compile(r"cpu|cuda:[0-9]+")
 
@@ -126,6 +130,8 @@ def adapt(buffer: Buffer) -> Memory:
         if isinstance(buffer, np.ndarray):
             return _from_array(buffer)
         raise BadRequest(f"reg_mr: {type(buffer).__name__}: {error}") from error
+    if "O" in _FIELD_NAME.sub("", view.format):
+        raise _no_bytes(buffer)
     if not view.c_contiguous:
         raise BadRequest(
             f"reg_mr: shape {view.shape} with strides {view.strides} is not contiguous; "
@@ -137,7 +143,17 @@ def adapt(buffer: Buffer) -> Memory:
     return Memory(int(flat.ctypes.data), view.nbytes, "cpu", view.readonly, (buffer, view))
 
 
+def _no_bytes(buffer: object) -> BadRequest:
+    """What is said of memory that holds references: a peer that writes there ends the process."""
+    return BadRequest(
+        f"reg_mr: a {type(buffer).__name__} of Python objects holds pointers and no data; register "
+        "the objects' own bytes, or an array of numbers"
+    )
+
+
 def _from_array(array: npt.NDArray[Any]) -> Memory:
+    if array.dtype.hasobject:
+        raise _no_bytes(array)
     if not array.flags.c_contiguous:
         raise BadRequest(
             f"reg_mr: shape {array.shape} with strides {array.strides} is not contiguous"
@@ -149,18 +165,19 @@ def _from_array(array: npt.NDArray[Any]) -> Memory:
 
 def _from_raw(raw: tuple[object, ...]) -> Memory:
     match raw:
-        case (int(ptr), int(nbytes), str(device)):
-            pass
+        case (pointer, length, str(device)):
+            ptr = check_int("reg_mr: pointer", pointer)
+            nbytes = check_int("reg_mr: nbytes", length)
         case _:
             raise BadRequest(
                 "reg_mr: a tuple must be (pointer, nbytes, device), e.g. (ptr, 4096, 'cuda:0'), "
-                f"not {raw!r}"
+                f"not {shown(raw)}"
             )
     if not _DEVICE.fullmatch(device):
         raise BadRequest(f"reg_mr: device {device!r} is not 'cpu' or 'cuda:N'")
-    if ptr <= 0 or nbytes <= 0 or ptr + nbytes > 2**64:
+    if ptr <= 0 or nbytes <= 0 or ptr + nbytes - 1 > U64_MAX:
         raise BadRequest(
-            f"reg_mr: pointer {ptr:#x} with {nbytes} bytes is not a range of addresses"
+            f"reg_mr: pointer {shown(ptr)} with {shown(nbytes)} bytes is not a range of addresses"
         )
     return Memory(ptr, nbytes, device, False, None)
 
@@ -184,7 +201,7 @@ def _from_dlpack(exporter: Exporter) -> Memory:
     name = type(exporter).__name__
     try:
         tensor = read_dlpack(exporter)
-    except BufferError as error:
+    except Exception as error:  # whatever a foreign exporter raises
         raise BadRequest(f"reg_mr: the {name} cannot be exported: {error}") from error
     kind, index = tensor.device
     if kind not in (*KDL_CPU, *KDL_CUDA):
@@ -202,9 +219,16 @@ def _from_dlpack(exporter: Exporter) -> Memory:
 
 
 def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
-    ptr, readonly = face["data"]
-    shape, strides = tuple(face["shape"]), face.get("strides")
-    itemsize = np.dtype(face["typestr"]).itemsize
+    try:
+        ptr, readonly = face["data"]
+        shape, strides = tuple(map(int, face["shape"])), face.get("strides")
+        itemsize = np.dtype(face["typestr"]).itemsize
+        ptr = int(ptr)
+    except Exception as error:  # whatever a foreign record raises
+        raise BadRequest(
+            f"reg_mr: the __cuda_array_interface__ of a {type(buffer).__name__} cannot be read: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if strides is not None and not is_dense(shape, tuple(strides), itemsize):
         raise BadRequest(
             f"reg_mr: CUDA array of shape {shape} with strides {strides} is not contiguous"
@@ -214,4 +238,4 @@ def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
         raise BadRequest("reg_mr: the CUDA array has 0 bytes")
     device = getattr(buffer, "device", None)
     index = getattr(device, "index", getattr(device, "id", 0))
-    return Memory(int(ptr), nbytes, f"cuda:{index or 0}", bool(readonly), buffer)
+    return Memory(ptr, nbytes, f"cuda:{index or 0}", bool(readonly), buffer)

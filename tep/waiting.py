@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import math
 import os
 import signal
 import threading
@@ -16,15 +15,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from tep.errors import BadRequest
-
 __all__ = [
     "Interrupts",
     "Process",
     "escaped",
     "note_escape",
     "raise_escaped",
-    "seconds",
     "system_s",
     "thread_id",
     "wake_main",
@@ -57,23 +53,6 @@ def system_s(left_s: float) -> float:
     Whoever sleeps looks at the clock afterwards and sleeps again.
     """
     return min(left_s, SYSTEM_S) if left_s > 0 else 0.0
-
-
-def seconds(value: object, what: str) -> float:
-    """A user's number of seconds; infinite and negative ones are fine.
-
-    Raises:
-        BadRequest: it is not a number, or nan.
-    """
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError("text")
-        found = float(value)  # type: ignore[arg-type]  # whatever can be a float, numpy's too
-    except (TypeError, ValueError, OverflowError) as error:
-        raise BadRequest(f"{what}={value!r} is not a number of seconds: {error}") from error
-    if math.isnan(found):
-        raise BadRequest(f"{what}={value!r} is not a number of seconds")
-    return found
 
 
 def note_escape(error: BaseException) -> None:

@@ -12,7 +12,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.errors import BusyError, ClosedError, UsageError
+from tep.checks import U64_MAX, check_int
+from tep.errors import BusyError, ClosedError
 
 __all__ = ["WatchPage", "Watcher"]
 
@@ -92,9 +93,7 @@ class Watcher:
     def store(self, value: int) -> None:
         """Write the word, 0 <= value < 2**64, and have the engine look at it."""
         page = self._open()
-        if not 0 <= value < 2**64:
-            raise UsageError(f"watcher: value={value} does not fit in 64 bits")
-        page.words[self._index] = value
+        page.words[self._index] = check_int("Watcher.store: value", value, 0, U64_MAX)
         self._kick()
 
     def close(self) -> None:

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Annotated, ClassVar, Final, Self
+from functools import lru_cache
+from typing import Annotated, ClassVar, Final, Self, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+from tep.checks import shown
 from tep.errors import BadDescriptor
 
 __all__ = ["VERSION", "Lease", "MrDesc", "NetAddr", "Target"]
@@ -42,6 +44,16 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """An object with an envelope."""
 
     KIND: ClassVar[bytes]
+
+    def __post_init__(self) -> None:
+        for name, hint in _hints(type(self)).items():
+            value = getattr(self, name)
+            try:
+                sound = msgspec.convert(value, hint, strict=True)
+                msgspec.msgpack.encode(sound)  # integers beyond 64 bits, text that is not UTF-8
+            except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError, TypeError) as error:
+                what = f"{type(self).__name__}: {name}={shown(value)}"
+                raise BadDescriptor(f"{what} cannot be: {error}") from None
 
     def to_bytes(self) -> bytes:
         """Encode as envelope + payload; `from_bytes` of the same class is the inverse."""
@@ -69,6 +81,13 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     def check(self) -> None:
         """Raise BadDescriptor where fields contradict each other."""
+
+
+@lru_cache(maxsize=8)
+def _hints(cls: type[_Wire]) -> dict[str, object]:
+    """The types of a class's fields, with their bounds."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: hints[name] for name in cls.__struct_fields__}
 
 
 def _payload(cls: type[_Wire], data: bytes) -> bytes:

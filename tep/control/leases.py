@@ -16,12 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Access, Status
+from tep.checks import check_seconds
 from tep.control.audit import Audit
 from tep.control.mailroom import Mailroom
 from tep.control.notes import NICS_MAX, Answer, Ended, Renewed
 from tep.core.handle import Handle, State
 from tep.core.quarantine import Quarantine
-from tep.core.region import Link, MrHandle
+from tep.core.region import Link, MrHandle, deregistered
 from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError
 from tep.wire import Lease, MrDesc
 
@@ -34,7 +35,6 @@ __all__ = ["Grant", "Leases", "Revocation", "grant_lease"]
 Settle = Callable[[Handle, State, TepError | None], None]
 
 _S_PER_NS: Final = 1e-9
-_FOR_S_MAX: Final = 1e9
 
 
 class Revocation(Handle):
@@ -184,6 +184,8 @@ class Leases:
 
     def grant(self, grant: Grant) -> None:
         """Let a lease begin. Raises BusyError where some of its bytes are in quarantine."""
+        if grant.mr.closed:  # another thread was here after the check
+            raise deregistered(grant.mr, "lease")
         for found in self.quarantines(grant.mr):
             if found.start < grant.stop and grant.start < found.stop:
                 text = f"lease: bytes {found.start} .. {found.stop} are not free: {found.why}"
@@ -413,9 +415,7 @@ def grant_lease(
 
 
 def _for_ns(for_s: float, what: str) -> int:
-    if not 1e-9 <= for_s <= _FOR_S_MAX:
-        raise BadRequest(f"{what}: for_s={for_s} is no time, or more than {_FOR_S_MAX:g} s")
-    return round(for_s / _S_PER_NS)
+    return round(check_seconds(f"{what}: for_s", for_s, 1e-9) / _S_PER_NS)
 
 
 def _owner(grant: Grant) -> bytes:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Generator
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self, cast
 
+from tep.checks import check_seconds
 from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
-from tep.waiting import escaped, raise_escaped, seconds, wake_main
+from tep.waiting import escaped, raise_escaped, wake_main
 
 if TYPE_CHECKING:
     from tep.drivers import Driver
@@ -134,7 +135,9 @@ class Handle:
             StallError: in a simulation, when nothing that is still to happen can settle it.
         """
         owner = self._owner
-        timeout_s = owner.wait_timeout_s if timeout is None else seconds(timeout, "wait: timeout")
+        timeout_s = owner.wait_timeout_s
+        if timeout is not None:
+            timeout_s = check_seconds("wait: timeout", timeout, -math.inf, math.inf)
         if escaped:
             raise_escaped()
         if self._state is _PENDING and not owner.driver.wait(self, timeout_s):
@@ -154,7 +157,7 @@ class Handle:
         owner = self._owner
         if timeout_s is None:
             timeout_s = owner.wait_timeout_s
-        timeout_s = seconds(timeout_s, "wait_async: timeout_s")
+        timeout_s = check_seconds("wait_async: timeout_s", timeout_s, -math.inf, math.inf)
         limit = asyncio.timeout(None if timeout_s == math.inf else max(0.0, timeout_s))
         try:
             async with limit:

@@ -9,7 +9,6 @@ one, else the dict.
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Final, Generic, Protocol, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from tep.checks import check_int, shown
 from tep.errors import BadRequest, BusyError
 from tep.units import IMM_MAX
 
@@ -56,16 +56,13 @@ def check_imm(imm: SupportsIndex) -> int:
     Raises:
         BadRequest: it is not.
     """
-    if type(imm) is int:
-        found = imm
-    else:
-        try:
-            found = operator.index(imm)
-        except TypeError:
-            found = -1
-    if not 0 <= found <= IMM_MAX:
-        raise BadRequest(f"imm={imm!r} is not an integer of 32 bits (0 .. {IMM_MAX})")
-    return found
+    if type(imm) is int and 0 <= imm <= IMM_MAX:
+        return imm
+    try:
+        return check_int("imm", imm, 0, IMM_MAX)
+    except BadRequest:
+        text = f"imm={shown(imm)} is not an integer of 32 bits (0 .. {IMM_MAX})"
+        raise BadRequest(text) from None
 
 
 class Counts(Mapping[int, int]):
@@ -298,9 +295,11 @@ class ImmTable(Generic[W]):
             BadRequest: not a range of immediates with step 1, or it overlaps another claim, or
                 somebody expects one of them, or some arrived already and are counted.
         """
-        sound = isinstance(imms, range) and imms.step == 1 and len(imms) > 0
-        if not sound or imms.start < 0 or imms.stop - 1 > IMM_MAX:
-            raise BadRequest(f"on_imm: {imms!r} is not a range of 32-bit immediates with step 1")
+        sound = isinstance(imms, range) and imms.step == 1 and 0 <= imms.start < imms.stop
+        if not sound or imms.stop - 1 > IMM_MAX:
+            raise BadRequest(
+                f"on_imm: imms={shown(imms)} is not a range of 32-bit immediates with step 1"
+            )
         for other, _ in self._claims:
             if imms.start < other.stop and other.start < imms.stop:
                 raise BadRequest(f"on_imm: {imms} overlaps {other}, which is claimed already")

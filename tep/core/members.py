@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tep.api import EngineOptions
 from tep.backends.base import Domain
+from tep.checks import check_seconds
 from tep.control.known import PeerEvent, PeerWatch
 from tep.core.machine import EngineMachine
 from tep.core.peers import PeerBook
@@ -52,7 +53,8 @@ class EngineMembers(EngineMachine):
         Args:
             peer: its address.
             every_s: between two questions.
-            lost_after_s: without an answer for so long it is lost; twice `every_s` or more.
+            lost_after_s: without an answer for so long it is lost; twice `every_s` or more;
+                infinite: it never is, which leaves `round_trip_s`.
 
         Raises:
             UsageError: this backend has no notes between engines.
@@ -65,7 +67,9 @@ class EngineMembers(EngineMachine):
             "ask the peer by messages of your own (submit_send), rely on what transfers reveal "
             "(on_peer)",
         )
-        if not (every_s > 0 and lost_after_s >= 2 * every_s):
+        every_s = check_seconds("watch_peer: every_s", every_s, 1e-9)
+        lost_after_s = check_seconds("watch_peer: lost_after_s", lost_after_s, never=True)
+        if lost_after_s < 2 * every_s:
             raise BadRequest(
                 f"watch_peer: every_s={every_s} lost_after_s={lost_after_s}; a peer must be asked "
                 "twice, at the least, before it is lost"

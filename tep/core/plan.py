@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Final, NamedTuple, assert_never
+from typing import Final, NamedTuple
 
 from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
+from tep.checks import check_int, shown
 from tep.errors import BadRequest
 
 __all__ = [
@@ -243,6 +244,8 @@ def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
     Raises:
         BadRequest: as for the request itself.
     """
+    nlocal = check_int("count_imms: nlocal", nlocal, 1, _NICS_MAX)
+    nremote = check_int("count_imms: nremote", nremote, 1, _NICS_MAX)
     match shape:
         case Paged(npages):
             return npages
@@ -257,4 +260,6 @@ def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
         case Barrier():
             return 1
         case _:
-            assert_never(shape)
+            raise BadRequest(
+                f"count_imms: shape={shown(shape)} is no Single, Paged, Scatter or Barrier"
+            )

@@ -250,6 +250,10 @@ class Remote:
         self.nics = len(desc.rkeys)
         self.steady: tuple[object, Job] | None = None
 
+    def memory(self) -> object:
+        """Names the memory that `bases` count from: two regions of one peer may be parts of it."""
+        return self.link, self.rkeys[0]
+
 
 class Template:
     """What the rows of one local NIC have in common in every request to the same targets.
@@ -334,7 +338,9 @@ class Targets:
         routes_version: of the group's routes that the templates follow.
     """
 
-    __slots__ = ("cycle", "limit_min", "nics", "places", "remotes", "routes_version", "templates")
+    __slots__ = (
+        "_shared", "cycle", "limit_min", "nics", "places", "remotes", "routes_version", "templates",
+    )  # fmt: skip
 
     def __init__(self, remotes: Sequence[Remote]) -> None:
         self.remotes = remotes
@@ -344,3 +350,12 @@ class Targets:
         self.routes_version = 0
         self.places = Places(b"", np.zeros(0, np.uint64), 0)
         self.templates: dict[tuple[int, int | None], list[Template]] = {}
+        self._shared: bool | None = None
+
+    def are_shared(self) -> bool:
+        """Whether two of them are in the same memory, so that slices may overlap."""
+        if self._shared is None:
+            n = len(self.remotes)
+            some = len({remote.link for remote in self.remotes}) < n  # the cheaper question first
+            self._shared = some and len({remote.memory() for remote in self.remotes}) < n
+        return self._shared

@@ -5,17 +5,18 @@ Nothing here queues or posts. What comes out is a Job, which the group deals out
 
 from __future__ import annotations
 
-import operator
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple, SupportsIndex
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
+from tep.checks import check_int, check_kind, shown
 from tep.core.imm import check_imm
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.region import MrHandle, Places, Remote, Targets
@@ -27,7 +28,6 @@ __all__ = [
     "ImmArg",
     "Job",
     "Slices",
-    "as_int",
     "barrier_job",
     "longest_row",
     "paged_job",
@@ -113,20 +113,6 @@ class Job:
             remote.steady = None
 
 
-def as_int(value: SupportsIndex, what: str) -> int:
-    """Return a plain int: numpy's integers would count in 64 bits, and floats would be cut.
-
-    Raises:
-        BadRequest: it is no integer.
-    """
-    if type(value) is int:
-        return value
-    try:
-        return int(operator.index(value))
-    except TypeError:
-        raise BadRequest(f"{what}={value!r} is not an integer") from None
-
-
 def single_job(
     nbytes: int,
     src: tuple[MrHandle, int],
@@ -143,15 +129,16 @@ def single_job(
             lanes.
     """
     mr, src_offset = src
-    asked, steady = (nbytes, src, dst_offset, imm, routing), remote.steady
+    asked, steady = (nbytes, mr, src_offset, dst_offset, imm, routing), remote.steady
     plain = type(nbytes) is type(src_offset) is type(dst_offset) is int
+    plain = plain and (routing is DEFAULT or type(routing) is Routing)
     if plain and steady is not None and type(imm) is int and steady[0] == asked:
         return steady[1]
     verb = "submit_single_write"
     if not plain:
-        nbytes = as_int(nbytes, f"{verb}: nbytes")
-        src_offset = as_int(src_offset, f"{verb}: source offset")
-        dst_offset = as_int(dst_offset, f"{verb}: target offset")
+        nbytes = check_int(f"{verb}: nbytes", nbytes)
+        src_offset = check_int(f"{verb}: source offset", src_offset)
+        dst_offset = check_int(f"{verb}: target offset", dst_offset)
     memory = mr.memory
     if nbytes < 0 or not 0 <= src_offset <= memory.nbytes - nbytes:
         _check_range(verb, "source", src_offset, nbytes, memory.nbytes, mr)
@@ -198,10 +185,10 @@ def paged_job(
             f"{verb}: {npages} source pages but {len(dst_pages)} target pages; one each"
         )
     if type(page_bytes) is not int:
-        page_bytes = as_int(page_bytes, f"{verb}: page_bytes")
+        page_bytes = check_int(f"{verb}: page_bytes", page_bytes)
     if not 0 <= page_bytes <= ROW_BYTES_MAX:
         raise BadRequest(
-            f"{verb}: page_bytes={page_bytes} is outside 0 .. {ROW_BYTES_MAX}; cut the pages"
+            f"{verb}: page_bytes={shown(page_bytes)} is outside 0 .. {ROW_BYTES_MAX}; cut the pages"
         )
     if routing is not DEFAULT:
         _check_routing(verb, routing, nlocal)
@@ -239,11 +226,31 @@ class Slices(NamedTuple):
 
 
 def slices_of(dsts: Sequence[ScatterDst]) -> Slices:
-    """Turn a list of slices into columns."""
-    if not dsts:
-        return Slices((), (), (), ())
-    lengths, sources, places = zip(*dsts, strict=True)
-    return Slices(lengths, sources, *zip(*places, strict=True))
+    """Turn a list of slices into columns.
+
+    Raises:
+        BadRequest: something in it is no slice.
+    """
+    try:
+        if not dsts:
+            return Slices((), (), (), ())
+        lengths, sources, places = zip(*dsts, strict=True)
+        return Slices(lengths, sources, *zip(*places, strict=True))
+    except (TypeError, ValueError):
+        raise _no_slices(dsts) from None
+
+
+def _no_slices(dsts: object) -> BadRequest:
+    """Which of the slices is none."""
+    form = "a slice is tep.ScatterDst(nbytes, src, (descriptor, offset))"
+    if not isinstance(dsts, list | tuple):
+        return BadRequest(f"submit_scatter: dsts={shown(dsts)} is no list of slices; {form}")
+    for k, dst in enumerate(dsts):
+        try:
+            _, _, (_, _) = dst
+        except (TypeError, ValueError):
+            return BadRequest(f"submit_scatter: slice {k} is {shown(dst)}; {form}")
+    return BadRequest(f"submit_scatter: dsts={shown(dsts)} is no list of slices; {form}")
 
 
 def scatter_job(
@@ -273,9 +280,9 @@ def scatter_job(
         # Packing takes nothing but integers of 64 bits, and is four times as fast as np.array.
         nbytes, src = pack(*lengths), pack(*sources)
         places = _places(targets, pack(*offsets), offsets)
-    except struct.error:
+    except (struct.error, TypeError, ValueError, OverflowError):
         _check_slices(verb, mr, targets, (lengths, sources, offsets))
-        raise
+        return scatter_job(mr, _as_ints(slices), targets, imm, routing, nlocal)
     total = sum(lengths)
     if type(total) is not int:  # numpy's integers: the sum may have wrapped
         lengths = tuple(map(int, lengths))
@@ -288,6 +295,8 @@ def scatter_job(
         and places.offset_max + longest <= targets.limit_min
     ):
         _check_slices(verb, mr, targets, (lengths, sources, offsets))
+    if targets.are_shared():
+        _refuse_shared(verb, targets, lengths, places.column)
     split = routing.scatter_by == "bytes"
     rows = _count_rows(lengths, targets, routing, nlocal) if split else len(lengths)
     src_column = np.frombuffer(src, np.uint64) + mr.ptr
@@ -357,17 +366,11 @@ def _addresses(pages: Pages, stride: int, start: int) -> Column:
 
 
 def _check_routing(verb: str, routing: Routing, nlocal: int) -> None:
-    if routing.num_shards is not None:
-        as_int(routing.num_shards, f"{verb}: routing.num_shards")
-    if routing.domain is not None:
-        pinned = as_int(routing.domain, f"{verb}: routing.domain")
-        if not 0 <= pinned < nlocal:
-            raise BadRequest(
-                f"{verb}: routing.domain={pinned}, but this engine has NICs 0 to {nlocal - 1}"
-            )
-    if routing.scatter_by not in {"peers", "bytes"}:
+    check_kind(f"{verb}: routing", routing, Routing, cure="leave it out for the usual one")
+    pinned = routing.domain
+    if pinned is not None and not 0 <= pinned < nlocal:
         raise BadRequest(
-            f"{verb}: routing.scatter_by={routing.scatter_by!r} is neither 'peers' nor 'bytes'"
+            f"{verb}: routing.domain={pinned}, but this engine has NICs 0 to {nlocal - 1}"
         )
 
 
@@ -380,11 +383,13 @@ def _check_range(
     verb: str, side: str, offset: int, nbytes: int, limit: int, region: object
 ) -> None:
     if offset < 0 or nbytes < 0:
-        raise BadRequest(f"{verb}: {side} offset={offset} nbytes={nbytes}; neither may be negative")
+        raise BadRequest(
+            f"{verb}: {side} offset={shown(offset)} nbytes={shown(nbytes)}; neither may be negative"
+        )
     if offset + nbytes > limit:
         raise BadRequest(
-            f"{verb}: {side} bytes {offset} .. {offset + nbytes} are outside the {limit} bytes of "
-            f"{region}"
+            f"{verb}: {side} bytes {shown(offset)} .. {shown(offset + nbytes)} are outside the "
+            f"{limit} bytes of {region} (nbytes={shown(nbytes)})"
         )
 
 
@@ -395,7 +400,7 @@ def _check_slices(
         remote, what = targets.remotes[k], f"{verb}: slice {k}"
         names = ("nbytes", "src", "target offset")
         nbytes, source, offset = (
-            as_int(n, f"{what}: {name}") for n, name in zip(row, names, strict=True)
+            check_int(f"{what}: {name}", n) for n, name in zip(row, names, strict=True)
         )
         _check_range(what, "source", source, nbytes, mr.memory.nbytes, mr)
         _check_range(what, "target", offset, nbytes, remote.nbytes, remote.desc)
@@ -410,12 +415,8 @@ def _check_pages(
 ) -> tuple[int, int]:
     """Return offset and stride of pages that are all inside their region."""
     offset, stride = pages.offset, pages.stride
-    if type(offset) is not int:
-        offset = as_int(offset, f"{verb}: {side} offset")
     if stride is None:
         stride = page_bytes
-    elif type(stride) is not int:
-        stride = as_int(stride, f"{verb}: {side} stride")
     end = offset + pages.index_max * stride + page_bytes
     if end > limit:
         raise BadRequest(
@@ -444,10 +445,44 @@ def _refuse_overlap(verb: str, pages: Pages, page_bytes: int, stride: int) -> No
         )
 
 
+def _as_ints(slices: Slices) -> Slices:
+    """The same with plain ints, which can be packed."""
+    lengths, sources, descs, offsets = slices
+    return Slices(
+        tuple(map(int, lengths)), tuple(map(int, sources)), descs, tuple(map(int, offsets))
+    )
+
+
+def _refuse_shared(
+    verb: str, targets: Targets, lengths: Sequence[int], offsets: npt.NDArray[np.uint64]
+) -> None:
+    """Refuse slices that share bytes of a target: which would win is undefined on every fabric."""
+    spans: dict[object, list[tuple[int, int, int]]] = {}
+    for k, (remote, nbytes, offset) in enumerate(
+        zip(targets.remotes, lengths, offsets.tolist(), strict=True)
+    ):
+        if nbytes:
+            start = remote.bases[0] + offset
+            spans.setdefault(remote.memory(), []).append((start, start + nbytes, k))
+    for mine in spans.values():
+        mine.sort()
+        for (_, stop, k), (start, _, other) in itertools.pairwise(mine):
+            if start < stop:
+                one, two = sorted((k, other))
+                raise BadRequest(
+                    f"{verb}: slices {one} and {two} overlap: both write to bytes from "
+                    f"{start - targets.remotes[other].bases[0]} on of "
+                    f"{targets.remotes[other].desc}"
+                )
+
+
 def _imm_column(verb: str, imm: ImmArg, npages: int) -> Column | None:
     if imm is None or type(imm) is int:
         return imm if imm is None else check_imm(imm)
-    found = np.asarray(imm)
+    try:
+        found = np.asarray(imm)
+    except Exception as error:  # whatever a foreign sequence raises
+        raise BadRequest(f"{verb}: imm={shown(imm)} is no integer, and no list of them") from error
     if found.shape == ():
         return check_imm(found.item())
     if found.shape != (npages,) or found.dtype.kind not in "iu":

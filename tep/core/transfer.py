@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from tep.checks import INT64_MAX, check_int
 from tep.core.handle import Handle, Owner
 from tep.core.quarantine import doubts_text
 from tep.core.region import Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import BadRequest, InDoubt
+from tep.errors import InDoubt
 
 if TYPE_CHECKING:
     from tep.core.imm import ImmTable
@@ -287,6 +288,4 @@ class ImmCounter:
         Raises:
             BadRequest: the count is no integer, or negative.
         """
-        if not (isinstance(count, int) and count >= 0):
-            raise BadRequest(f"take: count={count!r} is not an integer, 0 or more")
-        return self._take(self.imm, count)
+        return self._take(self.imm, check_int("take: count", count, 0, INT64_MAX))

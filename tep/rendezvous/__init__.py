@@ -16,6 +16,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Self, TypeVar
 
+from tep.checks import check_seconds
 from tep.errors import UsageError
 from tep.rendezvous.place import Place
 from tep.rendezvous.ranks import AsyncGroup
@@ -60,6 +61,7 @@ async def join_async(
         WaitTimeout: not all came in time; says who is missing.
         RendezvousError: what answers at host and port is not rank 0 of this job.
     """
+    timeout_s = check_seconds("rendezvous: timeout_s", timeout_s, never=True)
     place = Place.from_env() if place is None else place
     group = AsyncGroup(place)
     try:

@@ -14,6 +14,7 @@ import socket
 from collections.abc import Collection
 from typing import Final, Self
 
+from tep.checks import check_seconds
 from tep.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.door import Door
 from tep.rendezvous.place import Place
@@ -243,6 +244,7 @@ class AsyncGroup:
             raise UsageError(f"rendezvous: {what} after close, or after a call that failed")
         if self._calling:
             raise UsageError(f"rendezvous: {what} while another call is under way; await it first")
+        timeout_s = check_seconds("rendezvous: timeout_s", timeout_s, never=True)
         self._turn += 1
         if self.size == 1:
             return [data]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from tep.api import EngineOptions
+from tep.checks import U64_MAX, check_int, check_kind
 from tep.engine import TransferEngine
 from tep.errors import UsageError
 from tep.sim.chaos import ChaosFabric
@@ -29,6 +30,8 @@ __all__ = ["Cluster"]
 T = TypeVar("T")
 
 _NICS: int = 2
+_NICS_MAX: int = 64
+_NODES_MAX: int = 2**16
 
 
 class _Fabric(Protocol):
@@ -100,6 +103,9 @@ class Cluster:
         trace: bool = False,
         move_bytes: bool = True,
     ) -> None:
+        nodes = check_int("Cluster: nodes", nodes, 1, _NODES_MAX)
+        seed = check_int("Cluster: seed", seed, 0, U64_MAX)
+        check_kind("Cluster: options", options, EngineOptions)
         self._call = f"nodes={nodes}, nics={nics!r}, profile={profile!r}, seed={seed}"
         self._call += f", chaos={chaos!r}, names={names!r}, options={options!r}"
         self._call += f", move_bytes={move_bytes}"
@@ -251,8 +257,6 @@ class Cluster:
 
 
 def _names(nodes: int, names: Sequence[str] | None) -> list[str]:
-    if nodes < 1:
-        raise UsageError(f"Cluster(nodes={nodes}): one node at the least")
     if names is None:
         return [chr(ord("a") + k) if k < 26 else f"n{k}" for k in range(nodes)]
     if len(names) != nodes:
@@ -261,8 +265,13 @@ def _names(nodes: int, names: Sequence[str] | None) -> list[str]:
 
 
 def _counts(nodes: int, nics: int | Sequence[int] | None) -> list[int]:
-    if nics is None or isinstance(nics, int):
-        return [_NICS if nics is None else nics] * nodes
+    if nics is None:
+        return [_NICS] * nodes
+    if not isinstance(nics, list | tuple):
+        return [check_int("Cluster: nics", nics, 1, _NICS_MAX)] * nodes
+    nics = [check_int("Cluster: nics", n, 1, _NICS_MAX) for n in nics]
     if len(nics) != nodes:
-        raise UsageError(f"Cluster: NIC counts of {len(nics)} nodes, but nodes={nodes}")
+        raise UsageError(
+            f"Cluster: nics={nics} are the counts of {len(nics)} nodes, but nodes={nodes}"
+        )
     return list(nics)

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from tep.errors import UsageError
+from tep.checks import U64_MAX, check_flag, check_int, shown
+from tep.errors import BadRequest, UsageError
 from tep.hashing import below, draw, stream_key
 from tep.sim.faults_at import (
     Clog,
@@ -53,6 +54,24 @@ FRAGMENTS_MAX: Final = 5
 """Most pieces one row is cut into: four cuts of 16 bits are what one draw gives."""
 
 _NS: Final = PS_PER_NS
+
+
+_PS_MAX: Final = 2**62 - 1
+
+_BOUNDS: Final = {
+    "seed": (0, U64_MAX),
+    "fragments": (1, FRAGMENTS_MAX),
+    "reorder_ps": (0, 2**32 - 2),
+    "rnr_retries": (-1, _PS_MAX),
+    "message_loss": (0, 16),
+    "datagram_loss": (0, 16),
+    "datagram_dup": (0, 16),
+    "late_land": (0, 2),
+    **dict.fromkeys(
+        ("sq_depth", "imm_credits", "cqe_limit", "poll_delay_ps", "dead_after_ps"), (1, _PS_MAX)
+    ),
+}
+"""The least and the most of each knob that is a number; of others 0 and 2**62 - 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +147,17 @@ class Chaos:
     late_land: int = 0
 
     def __post_init__(self) -> None:
-        assert 1 <= self.fragments <= FRAGMENTS_MAX, self.fragments
-        assert 0 <= self.reorder_ps < 2**32 - 1, self.reorder_ps
-        for name in ("sq_depth", "imm_credits", "cqe_limit", "poll_delay_ps", "dead_after_ps"):
-            assert getattr(self, name) >= 1, f"{name}={getattr(self, name)}"
-        assert self.skew_ps, "skew_ps: one NIC at the least"
+        for knob in fields(self):
+            what, value = f"Chaos: {knob.name}", getattr(self, knob.name)
+            if knob.name == "skew_ps":
+                if not (isinstance(value, tuple | list) and value):
+                    raise BadRequest(f"{what}={shown(value)} is no tuple of times, one a NIC")
+                sound: object = tuple(check_int(what, ps, 0, _PS_MAX) for ps in value)
+            elif isinstance(knob.default, bool):
+                sound = check_flag(what, value)
+            else:
+                sound = check_int(what, value, *_BOUNDS.get(knob.name, (0, _PS_MAX)))
+            object.__setattr__(self, knob.name, sound)
 
     @classmethod
     def draw(cls, seed: int, *, harm: bool = False, **fixed: Any) -> Chaos:

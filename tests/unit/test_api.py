@@ -72,15 +72,15 @@ def test_pages_describe_themselves_shortly() -> None:
         ([], {}, r"Pages: indices of shape \(0,\); one dimension and one page at the least"),
         (5, {}, r"Pages: indices of shape \(\)"),
         ([[1, 2]], {}, r"Pages: indices of shape \(1, 2\)"),
-        ([[1], [2, 3]], {}, "Pages: indices are no one-dimensional list of integers"),
+        ([[1], [2, 3]], {}, "are no one-dimensional list of integers"),
         ([1.0, 2.0], {}, "Pages: indices are float64, not integers"),
         ([True, False], {}, "Pages: indices are bool, not integers"),
         (["1"], {}, "not integers"),
         ([2**64], {}, "not integers"),
         ([3, -1], {}, "Pages: index -1 is negative"),
         (np.array([-(2**63)]), {}, "is negative"),
-        ([1], {"offset": -1}, "Pages: offset=-1 stride=None; neither may be negative"),
-        ([1], {"stride": -4}, "Pages: offset=0 stride=-4; neither may be negative"),
+        ([1], {"offset": -1}, "Pages: offset=-1 is outside 0 .. "),
+        ([1], {"stride": -4}, "Pages: stride=-4 is outside 0 .. "),
     ],
 )
 def test_pages_refuse_by_message(indices: object, options: dict, message: str) -> None:

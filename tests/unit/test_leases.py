@@ -341,10 +341,10 @@ def test_leases_that_cannot_be(pair: Pair) -> None:
     peer = pair.b.main_address
     private, _ = pair.a.reg_mr(bytes(64), access=tep.Access.SOURCE)
     for kw in ({"offset": -1}, {"nbytes": 0}, {"offset": 1, "nbytes": BYTES}):
-        with pytest.raises(BadRequest, match="are outside .* or none"):
+        with pytest.raises(BadRequest, match="are outside .* or none|offset=-1 is outside"):
             lease(pair.mr, peer, for_s=1, **kw)
     for for_s in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(BadRequest, match="is no time"):
+        with pytest.raises(BadRequest, match="for_s=.* is "):
             lease(pair.mr, peer, for_s=for_s)
     with pytest.raises(BadRequest, match="peers may not write"):
         lease(private, peer, for_s=1)

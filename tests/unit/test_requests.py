@@ -13,7 +13,6 @@ from tep.core.region import MrHandle, Remote, Targets
 from tep.core.requests import (
     DEFAULT,
     Job,
-    as_int,
     barrier_job,
     longest_row,
     paged_job,
@@ -22,7 +21,7 @@ from tep.core.requests import (
     slices_of,
 )
 from tep.errors import BadRequest
-from tep.units import GiB, KiB
+from tep.units import GiB, KiB, MiB
 from tests.support.script import memory, scripted
 
 PTR = 1 << 20
@@ -61,13 +60,6 @@ def test_numpy_integers_become_plain_ones() -> None:
     job = paged_job(np.int64(8), (mr, Pages([1, 2])), (remote, Pages([3, 4])), 1, DEFAULT, 1)
     assert 8 == job.nbytes
     assert type(job.nbytes) is int
-
-
-def test_as_int_names_what_is_no_integer() -> None:
-    """Half a byte is a slip of `/` for `//`, and would be cut in silence."""
-    with pytest.raises(BadRequest, match="where=1.5 is not an integer"):
-        as_int(1.5, "where")
-    assert 3 == as_int(np.int8(3), "where")
 
 
 def test_pages_become_addresses_and_offsets() -> None:
@@ -158,12 +150,29 @@ def test_scatter_by_bytes_counts_the_rows_of_every_slice() -> None:
     mr, remote = ends(GiB, 2, 3)
     routing = Routing(scatter_by="bytes")
     sizes = (0, 100, 16 * KiB, 6 * 8192)
-    dsts = [ScatterDst(n, 0, (remote.desc, 0)) for n in sizes]
+    dsts = [ScatterDst(n, 0, (remote.desc, MiB * k)) for k, n in enumerate(sizes)]
     job = scatter_job(mr, slices_of(dsts), Targets([remote] * 4), 1, routing, 2)
 
     assert 1 + 1 + 2 + 6 == job.n
     assert 8192 == longest_row(job, 2)
     assert sum(sizes) == job.total
+
+
+def test_slices_that_share_bytes_of_a_target_are_refused() -> None:
+    """Which of them would win is undefined on every fabric; paged writes refuse it too."""
+    mr, remote = ends(GiB)
+    twin = Remote(remote.desc, remote.link)  # the same region, decoded twice
+
+    def scatter(*slices: tuple[int, int]) -> None:
+        dsts = [ScatterDst(n, 0, (remote.desc, at)) for n, at in slices]
+        targets = Targets([remote, twin, remote][: len(dsts)])
+        scatter_job(mr, slices_of(dsts), targets, None, DEFAULT, 1)
+
+    scatter((8, 0), (8, 8), (8, 16))
+    scatter((8, 16), (0, 17), (8, 0))  # an empty one shares nothing
+    for slices in [((8, 0), (8, 0)), ((8, 7), (8, 0)), ((9, 0), (8, 100), (1, 8))]:
+        with pytest.raises(BadRequest, match=r"slices 0 and . overlap: both write to bytes from"):
+            scatter(*slices)
 
 
 def test_scatter_slices_are_checked_one_by_one_where_targets_differ() -> None:

@@ -207,11 +207,11 @@ def test_revoked_memory_fails_the_transfer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"nodes": 0}, "one node at the least"),
+        ({"nodes": 0}, "nodes=0 is outside 1"),
         ({"nodes": 3, "names": ["x"]}, "1 names for 3 nodes"),
-        ({"nodes": 3, "nics": [1, 2]}, "NIC counts of 2 nodes, but nodes=3"),
+        ({"nodes": 3, "nics": [1, 2]}, "counts of 2 nodes, but nodes=3"),
         ({"names": ["x", "x"]}, "is there already"),
-        ({"nics": 65}, "1 to 64"),
+        ({"nics": 65}, "nics=65 is outside 1 .. 64"),
         ({"profile": "efa_2x200", "nics": 2}, "a profile has its own NICs"),
         ({"profile": "efa_2x200", "chaos": Chaos()}, "no chaos"),
         ({"profile": "efa_3x17"}, "efa_3x17"),

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 import threading
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.errors import BadRequest
 from tep.waiting import (
     SYSTEM_S,
     Interrupts,
     escaped,
     note_escape,
     raise_escaped,
-    seconds,
     system_s,
 )
 
@@ -52,20 +48,6 @@ def test_every_float_is_a_time_that_a_system_call_takes(left_s: float) -> None:
     assert 0 <= found <= SYSTEM_S
     assert found * 1000 < 2**31
     assert found == left_s or not 0 <= left_s <= SYSTEM_S
-
-
-@given(st.one_of(st.floats(allow_nan=False), st.integers(-(10**9), 10**9), st.booleans()))
-def test_numbers_of_any_kind_are_seconds(value: float) -> None:
-    """A numpy scalar as a timeout stopped an engine; whatever is a number must do."""
-    assert seconds(value, "t") == float(value)
-    assert seconds(np.float64(value), "t") == float(value)
-
-
-@pytest.mark.parametrize("value", [math.nan, "1", b"1", None, [], 10**400, 1j, np.zeros(2)])
-def test_what_is_no_time_is_refused_by_name(value: object) -> None:
-    """wait(nan) never ended."""
-    with pytest.raises(BadRequest, match="timeout="):
-        seconds(value, "timeout")
 
 
 def test_a_signal_waits_for_the_end_of_the_section(alarms: list[int]) -> None:

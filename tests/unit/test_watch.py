@@ -128,5 +128,5 @@ def test_all_words_of_the_page_can_be_used_and_no_more() -> None:
 def test_values_beyond_64_bits_are_refused(value) -> None:
     """Cut to 64 bits it would be another value."""
     word = scripted().engine.alloc_uvm_watcher(print)
-    with pytest.raises(UsageError, match=f"watcher: value={value} does not fit in 64 bits"):
+    with pytest.raises(UsageError, match=rf"store: value={value} is outside 0 .. 2\*\*64 - 1"):
         word.store(value)
