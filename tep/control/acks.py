@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from tep.core.pending import Pending
-from tep.core.region import Remote
+from tep.core.region import Link, Remote
 
 __all__ = ["Acks"]
 
@@ -39,11 +39,15 @@ class Acks:
 
     A scatter or barrier in a steady group goes over the same lanes each time: such are counted by
     (its lanes, immediate) and taken apart only when somebody asks, or when they are too many.
+
+    Attributes:
+        large: lanes (peer, our NIC, its NIC) with so many values that they should be pruned.
     """
 
-    __slots__ = ("_wide",)
+    __slots__ = ("_wide", "large")
 
     def __init__(self) -> None:
+        self.large: dict[tuple[Link, int, int], None] = {}
         self._wide: dict[tuple[int, int], _Wide] = {}
 
     def add(self, pending: Pending) -> None:
@@ -59,12 +63,14 @@ class Acks:
                 sent.add_many(np.delete(rows, list(pending.lost)) if pending.lost else rows)
             elif n > len(pending.lost):
                 sent.add(imm, n - len(pending.lost))
+            if sent.large:
+                self.large[remotes.link, pending.domain, pending.nics] = None
         elif pending.lost or n < pending.batch.n or not isinstance(imm, int):
             for row in range(n):
                 one = pending.imm(row)
                 if row not in pending.lost and one is not None:
                     remote, nic = pending.target(row)
-                    remote.link.lane(pending.domain, nic).sent.add(one, 1)
+                    self._add(remote.link, pending.domain, nic, one, 1)
         else:
             # The list of NICs stands for the lanes: one template has one, and it is kept alive.
             key = id(pending.nics), imm
@@ -89,4 +95,10 @@ class Acks:
         wide, self._wide = self._wide, {}
         for each in wide.values():
             for remote, nic in zip(each.remotes, each.nics, strict=True):
-                remote.link.lane(each.domain, nic).sent.add(each.imm, each.count)
+                self._add(remote.link, each.domain, nic, each.imm, each.count)
+
+    def _add(self, link: Link, domain: int, nic: int, imm: int, count: int) -> None:
+        sent = link.lane(domain, nic).sent
+        sent.add(imm, count)
+        if sent.large:
+            self.large[link, domain, nic] = None

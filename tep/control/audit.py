@@ -8,6 +8,7 @@ could come.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, cast
 
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 from tep.backends.base import Domain, Noting, Status
 from tep.control.mailroom import Drop, Mailroom
-from tep.control.notes import NICS_MAX, WHY_MAX, Asked, Reopen, Told
-from tep.control.tally import Tally
+from tep.control.notes import NICS_MAX, WHY_MAX, Asked, Prune, Reopen, Told
+from tep.control.tally import Tally, expand
 from tep.errors import FabricError, TepError
 
 __all__ = ["Arrivals", "Audit"]
@@ -35,16 +36,20 @@ _OTHER: Final[dict[type[Asked | Reopen], type[Asked | Reopen]]] = {Asked: Reopen
 
 
 class Arrivals:
-    """The immediates that came in on one NIC, by where they came from."""
+    """The immediates that came in on one NIC, by where they came from, less what was pruned."""
 
-    __slots__ = ("_forgotten", "tally")
+    __slots__ = ("_columns", "_forgotten", "_pruned", "_sources", "tally")
 
     def __init__(self) -> None:
-        self.tally = Tally()
-        self._forgotten: set[int] = set()
+        self.tally = Tally(full=self._drop_largest)
+        self._forgotten: dict[int, str] = {}  # and why
+        self._pruned: dict[bytes, int] = {}  # the last generation, by address
+        self._sources: set[int] = set()  # that were met, but for those in mixed columns
+        self._columns = False  # whether there were such since
 
     def add(self, source: int, imm: int, count: int) -> None:
         """Note `count` equal ones."""
+        self._sources.add(source)
         self.tally.add(source << _SOURCE_BITS | imm, count)
 
     def add_columns(self, sources: npt.NDArray[np.uint64], imms: npt.NDArray[np.uint32]) -> bool:
@@ -53,35 +58,70 @@ class Arrivals:
         # Compared as bytes: a quarter of comparing as columns.
         raw, ends = imms.tobytes(), sources.tobytes()
         if ends == ends[:8] * n:
-            self.tally.add_lows(int(sources[0]), raw)
+            source = int(sources[0])
+            self._sources.add(source)
+            self.tally.add_lows(source, raw)
         else:
+            self._columns = True
             self.tally.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
         return raw == raw[:4] * n
 
+    def _of(self, nic: Noting, addresses: Collection[bytes]) -> list[int]:
+        """The numbers of the NICs at these addresses."""
+        if self._columns:
+            self._columns = False
+            self._sources |= {key >> _SOURCE_BITS for key, _ in self.tally.items()}
+        return [source for source in self._sources if nic.source(source) in addresses]
+
     def sums(self, nic: Noting, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
-        """How many of each came from the NIC at an address, since the beginning."""
-        mine: dict[int, bool] = {}
-        wanted = dict.fromkeys(imms, 0)
-        for key, count in self.tally.items():
-            source, imm = key >> _SOURCE_BITS, key & 0xFFFFFFFF
-            if imm not in wanted:
-                continue
-            if source not in mine:
-                mine[source] = nic.source(source) == address
-            if mine[source]:
-                wanted[imm] += count
-        return tuple(wanted[imm] for imm in imms)
+        """How many of each came from the NIC at an address, less what was pruned."""
+        sources = [source << _SOURCE_BITS for source in self._of(nic, (address,))]
+        return tuple(sum(self.tally.sum(at | imm) for at in sources) for imm in imms)
+
+    def pruned(self, address: bytes) -> int:
+        """The last generation that was pruned of what came from the NIC at an address."""
+        return self._pruned.get(address, 0)
+
+    def prune(self, nic: Noting, note: Prune) -> str:
+        """Subtract what a sender says, once; return why not, or ""."""
+        address, last = note.source, self.pruned(note.source)
+        if note.generation == last:
+            return ""
+        if why := self.forgot(nic, address):
+            return why
+        if note.generation != last + 1:
+            return f"generation {last} was pruned last, {note.generation} cannot follow"
+        for source in self._of(nic, (address,)):
+            if self.tally.take(expand(note.runs, source)):
+                self._pruned[address] = note.generation
+                return ""
+        return "not all of these have been counted"
 
     def forget(self, nic: Noting, addresses: Collection[bytes]) -> None:
         """Drop the sums of a peer's NICs; `forgot` knows of it, since more may come."""
-        sources = {key >> _SOURCE_BITS for key, _ in self.tally.items()}
-        gone = {source for source in sources if nic.source(source) in addresses}
-        self.tally.drop(lambda key: key >> _SOURCE_BITS in gone)
-        self._forgotten |= gone
+        self._drop(self._of(nic, addresses), "it has removed this peer, and forgotten what came")
 
-    def forgot(self, nic: Noting, address: bytes) -> bool:
-        """Whether the sums of the NIC at an address are not since the beginning."""
-        return any(nic.source(source) == address for source in self._forgotten)
+    def _drop(self, gone: Collection[int], why: str) -> None:
+        gone = set(gone)
+        self.tally.drop(lambda key: key >> _SOURCE_BITS in gone)
+        self._forgotten |= dict.fromkeys(gone, why)
+
+    def _drop_largest(self) -> None:
+        """Too many values: forget those of the sender that has the most, and of nobody else."""
+        values = Counter(key >> _SOURCE_BITS for key, _ in self.tally.items())
+        ((source, n),) = values.most_common(1)
+        why = f"it has forgotten what came: {n} different immediates, which were not pruned"
+        self._drop([source], why)
+
+    def forgot(self, nic: Noting, address: bytes) -> str:
+        """Why the sums of the NIC at an address are not complete; "" = they are."""
+        found = (why for source, why in self._forgotten.items() if nic.source(source) == address)
+        return next(found, "")
+
+    @property
+    def forgotten(self) -> tuple[str, ...]:
+        """Why sums of senders are not complete, one each."""
+        return tuple(self._forgotten.values())
 
 
 class _Fence:
@@ -103,6 +143,7 @@ class Audit:
         mail: where questions come in and answers go out.
 
     Attributes:
+        arrivals: as above.
         guarded: says whether a lease keeps the paths of the NIC at an address shut.
     """
 
@@ -110,7 +151,7 @@ class Audit:
         self, domains: Sequence[Domain], arrivals: Sequence[Arrivals], mail: Mailroom
     ) -> None:
         self._nics = [cast("Noting", domain) for domain in domains]
-        self._arrivals = arrivals
+        self.arrivals = arrivals
         self._mail = mail
         self._fences: dict[tuple[bytes, int], _Fence] = {}
         self._begun: dict[int, _Fence] = {}
@@ -124,6 +165,7 @@ class Audit:
         self._npaths = 0
         self._ctxs = itertools.count()
         mail.hear(Asked, self._asked)
+        mail.hear(Prune, self._prune)
 
     def is_outdated(self, note: Asked | Reopen) -> bool:
         """Whether a question is a late copy: its path was shut, or opened, after it was put."""
@@ -246,20 +288,28 @@ class Audit:
             self._npaths -= len(gone)
             if not keys:
                 del self._paths[engine]
-        for nic, arrivals in zip(self._nics, self._arrivals, strict=False):
+        for nic, arrivals in zip(self._nics, self.arrivals, strict=False):
             arrivals.forget(nic, addresses)
 
     def _tell(self, nic: int, address: bytes, note: Asked, status: int) -> None:
         counts: tuple[int, ...] = ()
+        pruned = 0
         there = self._nics[note.nic]
         why = self.why_not(note.nic, status)
         if note.imms and not why:
-            if not self._arrivals:
+            if not self.arrivals:
                 why = "it does not note where immediates come from"
-            elif self._arrivals[note.nic].tally.forgot:
-                why = "too many different immediates came since, it has forgotten where from"
-            elif self._arrivals[note.nic].forgot(there, note.source):
-                why = "it has removed this peer, and forgotten what came from it"
-            else:
-                counts = self._arrivals[note.nic].sums(there, note.source, note.imms)
-        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], counts))
+            elif not (why := self.arrivals[note.nic].forgot(there, note.source)):
+                counts = self.arrivals[note.nic].sums(there, note.source, note.imms)
+                pruned = self.arrivals[note.nic].pruned(note.source)
+        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], counts, pruned))
+
+    def _prune(self, nic: int, address: bytes, note: Prune) -> None:
+        # What is told of a fenced path must not change while its sender compares.
+        if note.nic >= len(self.arrivals):
+            why = f"it notes no immediates at a NIC {note.nic}"
+        elif (note.source, note.nic) in self._fences:
+            why = "this path is fenced off"
+        else:
+            why = self.arrivals[note.nic].prune(self._nics[note.nic], note)
+        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))

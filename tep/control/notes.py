@@ -17,7 +17,9 @@ from tep.errors import BadDescriptor, FabricError
 
 __all__ = [
     "NICS_MAX",
+    "PRUNED_MAX",
     "REASON_MAX",
+    "RUN_BYTES",
     "WHY_MAX",
     "Answer",
     "Asked",
@@ -26,12 +28,15 @@ __all__ = [
     "Note",
     "Ping",
     "Pong",
+    "Prune",
     "Renewed",
     "Reopen",
+    "Run",
     "Told",
     "decode",
     "encode",
     "given_up",
+    "runs_max",
     "values_max",
 ]
 
@@ -54,6 +59,15 @@ NicNumber = Annotated[int, Meta(ge=0, lt=NICS_MAX)]
 Nanoseconds = Annotated[int, Meta(ge=1, le=10**18)]
 Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
+
+PRUNED_MAX: Final = 1 << 14
+"""Immediates that one message prunes."""
+
+Run = tuple[Imm, Annotated[int, Meta(ge=1, le=PRUNED_MAX)], Annotated[int, Meta(ge=1, le=_U63)]]
+"""Immediates in a row with the same count: the first, how many, the count."""
+
+RUN_BYTES: Final = 18
+"""The longest that a run may be as bytes."""
 
 _HEAD_BYTES: Final = 320
 """Room for all of a note but its list: an address of 256 bytes and some numbers."""
@@ -84,10 +98,14 @@ class Asked(_Note, frozen=True, array_like=True, tag=1):
 
 
 class Told(_Note, frozen=True, array_like=True, tag=2):
-    """It is fenced, and these are the sums, since the beginning; or why they cannot be said."""
+    """It is fenced, and these are the sums; or why they cannot be said.
+
+    The sums are those since the beginning, less what was pruned up to generation `pruned`.
+    """
 
     why: Annotated[str, Meta(max_length=WHY_MAX)]
     counts: Annotated[tuple[Count, ...], Meta(max_length=VALUES_MAX)]
+    pruned: Number = 0
 
 
 class Failed(_Note, frozen=True, array_like=True, tag=3):
@@ -147,8 +165,35 @@ class Reopen(_Note, frozen=True, array_like=True, tag=10):
         return self.source
 
 
+class Prune(_Note, frozen=True, array_like=True, tag=11):
+    """Subtract these counts from what came from my NIC `source` at your NIC `nic`, as I do.
+
+    Each run is (first immediate, how many immediates in a row, count of each). Of one path the
+    generations are 1, 2, 3 ...; one that was applied before is answered, and not applied again.
+    """
+
+    source: Address
+    nic: NicNumber
+    generation: Annotated[int, Meta(ge=1, le=_U63)]
+    runs: Annotated[tuple[Run, ...], Meta(min_length=1, max_length=VALUES_MAX)]
+
+    @property
+    def claimed(self) -> bytes:
+        """The path's sender."""
+        return self.source
+
+    def __post_init__(self) -> None:
+        end = total = 0
+        for first, n, _ in self.runs:
+            if first < end:
+                raise ValueError(f"run at {first} begins before the end of the last, {end}")
+            end, total = first + n, total + n
+        if end > 1 << 32 or total > PRUNED_MAX:
+            raise ValueError(f"runs of {total} immediates up to {end - 1}")
+
+
 Answer = Told
-Note = Asked | Told | Failed | Ping | Pong | Ended | Renewed | Reopen
+Note = Asked | Told | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune
 
 _DECODER: Final[msgspec.msgpack.Decoder[Note]] = msgspec.msgpack.Decoder(Note, strict=True)
 
@@ -176,3 +221,8 @@ def given_up(note: Failed, more: str) -> FabricError:
 def values_max(note_bytes: int) -> int:
     """How many immediates one question may name: its answer, 9 bytes each, must fit as well."""
     return max(1, (note_bytes - _HEAD_BYTES) // 9)
+
+
+def runs_max(note_bytes: int) -> int:
+    """How many runs fit into one message."""
+    return max(1, (note_bytes - _HEAD_BYTES) // RUN_BYTES)

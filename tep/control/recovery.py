@@ -54,10 +54,11 @@ class _Path:
         rows: lost there.
         asked: whether the receiver was asked; no row joins after that.
         counts: what it told, by immediate.
+        pruned: the generation that these counts stand at; None: none was told.
         left: answers that are missing.
     """
 
-    __slots__ = ("asked", "counts", "domain", "left", "link", "nic", "rows")
+    __slots__ = ("asked", "counts", "domain", "left", "link", "nic", "pruned", "rows")
 
     def __init__(self, domain: int, link: Link, nic: int) -> None:
         self.domain = domain
@@ -66,6 +67,7 @@ class _Path:
         self.rows: list[_Lost] = []
         self.asked = False
         self.counts: dict[int, int] = {}
+        self.pruned: int | None = None
         self.left = 0
 
     def holds(self, pending: Pending, row: int) -> bool:
@@ -98,6 +100,7 @@ class Recovery:
         paths: that died and whose rows are not settled.
         able: False where nothing can be made good, and lost rows fail at once.
         rows: made good so far, in any way.
+        why: why the NICs cannot; "" = they can, or it is not wanted.
     """
 
     def __init__(self, group: DomainGroup, mail: Mailroom, *, able: bool, why: str = "") -> None:
@@ -106,7 +109,7 @@ class Recovery:
         self.rows = 0
         self._group = group
         self._mail = mail
-        self._why = why
+        self.why = why
         self._closed: TepError | None = None
         group.hold = self._hold
         group.rescued = self._rescued
@@ -116,7 +119,7 @@ class Recovery:
         """Keep a row whose end is unknown, or say with which error it fails."""
         transfer = pending.transfer
         if not self.able or transfer.failure is not None:
-            return _with_reason(error, self._why) if self._why else error
+            return _with_reason(error, self.why) if self.why else error
         remote, nic = pending.target(row)
         if pending.tries >= len(self._group.domains) * len(remote.link.alive):
             return _with_reason(error, f"it was lost on {pending.tries} paths before")
@@ -166,7 +169,7 @@ class Recovery:
         source = self._group.domains[path.domain].address
         room = values_max(self._mail.note_bytes)
         parts = [tuple(imms[k : k + room]) for k in range(0, len(imms), room)] or [()]
-        path.left = len(parts)
+        path.left, path.pruned = len(parts), None
         for part in parts:
             self._ask_about(path, source, part)
 
@@ -185,6 +188,11 @@ class Recovery:
         if told.why or len(told.counts) != len(imms):
             self._give_up(path, f"{path.link.addr.name} says: {told.why or 'no such sums'}")
             return
+        if imms and path.pruned not in (None, told.pruned):
+            self._give_up(path, f"{path.link.addr.name} has pruned its sums meanwhile")
+            return
+        if imms:
+            path.pruned = told.pruned
         path.link.fence(path.domain, path.nic)
         path.counts.update(zip(imms, told.counts, strict=True))
         path.left -= 1
@@ -197,6 +205,11 @@ class Recovery:
     # ------------------------------------------------------------------ judging
 
     def _judge(self, path: _Path) -> None:
+        lane = path.link.lane(path.domain, path.nic)
+        if path.pruned is not None and not lane.sent.forgot and not lane.prune(path.pruned):
+            text = f"it has pruned its sums {path.pruned} times, this engine {lane.pruned} times"
+            self._give_up(path, f"{path.link.addr.name} says that {text}")
+            return
         self.paths.remove(path)
         by_imm: dict[int, list[_Lost]] = {}
         for lost in path.rows:
@@ -236,8 +249,7 @@ class Recovery:
         name = path.link.addr.name
         why = ""
         if lane.sent.forgot:
-            why = "too many different immediates went there, or it was removed meanwhile: their "
-            why += "sums are forgotten"
+            why = lane.why_forgot()
         elif not 0 <= landed <= total:
             why = f"{name} counted {landed} of {total} rows of imm {imm:#x}, which cannot be"
         elif doubt and 0 < landed < total:

@@ -1,22 +1,26 @@
 """What both ends of a path remember of its immediates, to judge where an acknowledgement is lost.
 
-Sums only, since the beginning: the sender's of what was acknowledged, the receiver's of what came.
-Pure. Who compares them, and when, is `recovery` and `audit`.
+Sums only: the sender's of what was acknowledged, the receiver's of what came, since the beginning,
+less what both ends have pruned. Pure. Who compares them, and when, is `recovery` and `audit`; who
+prunes them is `pruning`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["KEYS_MAX", "Lane", "Tally"]
+__all__ = ["KEYS_MAX", "PRUNE_AT", "Lane", "Run", "Tally", "expand", "runs_of"]
 
 KEYS_MAX: Final = 1 << 18
-"""Values that one tally remembers, about 30 MB; beyond it forgets everything, and says so."""
+"""Values that one tally remembers, about 30 MB; beyond it forgets, and says so."""
+
+PRUNE_AT: Final = 1 << 12
+"""Values of one lane from which on its sender prunes them; most lanes never have so many."""
 
 _ROWS_MAX: Final = 1 << 14
 """Rows of columns that wait to be summed up: folding many at once costs a tenth of one by one."""
@@ -33,15 +37,31 @@ Found = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]
 class Tally:
     """How often each key came; a key is a number of 64 bits.
 
+    Args:
+        limit: keys that it holds.
+        large_at: keys from which on it says that it is large.
+        full: what to do with more keys than that; None: forget all.
+
     Attributes:
         forgot: whether it held too many keys once, so that its sums mean nothing any more.
+        large: whether there were more than `large_at` keys since calm().
     """
 
-    __slots__ = ("_chunks", "_limit", "_lows", "_rows", "_sums", "forgot")
+    __slots__ = (
+        "_chunks", "_full", "_large_at", "_limit", "_lows", "_mark", "_rows", "_sums", "forgot",
+        "large",
+    )  # fmt: skip
 
-    def __init__(self, limit: int = KEYS_MAX) -> None:
-        self.forgot = False
+    def __init__(
+        self,
+        limit: int = KEYS_MAX,
+        large_at: int | None = None,
+        full: Callable[[], object] | None = None,
+    ) -> None:
+        self.forgot = self.large = False
         self._limit = limit
+        self._large_at = self._mark = limit if large_at is None else large_at
+        self._full = self._forget if full is None else full
         self._sums: dict[int, int] = {}
         self._chunks: list[U64] = []
         self._lows: dict[int, list[bytes]] = {}
@@ -51,8 +71,8 @@ class Tally:
         """Add `count`, which may be negative, to one key."""
         sums = self._sums
         sums[key] = sums.get(key, 0) + count
-        if len(sums) > self._limit:
-            self._forget()
+        if len(sums) > self._mark:
+            self._grown()
 
     def add_many(self, keys: U64) -> None:
         """Add 1 to each key of a column; the column stays as it is from now on."""
@@ -78,6 +98,24 @@ class Tally:
         self._fold()
         return [(key, count) for key, count in self._sums.items() if count]
 
+    def take(self, wanted: Iterable[tuple[int, int]]) -> bool:
+        """Subtract (key, count) each, if every sum is that large; else nothing. Keys at 0 go."""
+        self._fold()
+        sums = self._sums
+        left = [(key, sums.get(key, 0) - count) for key, count in wanted]
+        if any(count < 0 for _, count in left):
+            return False
+        for key, count in left:
+            if count:
+                sums[key] = count
+            else:
+                del sums[key]
+        return True
+
+    def calm(self) -> None:
+        """Begin anew to look whether there are many keys."""
+        self.large, self._mark = False, self._large_at
+
     def drop(self, wanted: Callable[[int], bool]) -> None:
         """Forget the keys for which wanted(key) says so."""
         self._fold()
@@ -97,8 +135,8 @@ class Tally:
         self._chunks.clear()
         self._lows.clear()
         self._rows = 0
-        if len(self._sums) > self._limit:
-            self._forget()
+        if len(self._sums) > self._mark:
+            self._grown()
 
     def _add(self, base: int, found: Found) -> None:
         values, counts = found
@@ -107,9 +145,15 @@ class Tally:
             key = base + value
             sums[key] = sums.get(key, 0) + count
 
+    def _grown(self) -> None:
+        self.large = True
+        self._mark = self._limit
+        if len(self._sums) > self._limit:
+            self._full()
+
     def _forget(self) -> None:
         self._sums.clear()
-        self.forgot = True
+        self.forgot, self.large = True, False
 
 
 def _count(column: npt.NDArray[np.unsignedinteger]) -> Found:
@@ -148,12 +192,64 @@ class Lane:
     """What a sender remembers of one lane: immediates acknowledged there, and those in doubt.
 
     Attributes:
-        sent: acknowledged, by value.
+        sent: acknowledged, by value, less what was pruned.
         doubt: rows whose end will never be known, by value: of transfers that failed.
+        pruned: the last generation that the receiver is known to have pruned.
+        waiting: runs of the next generations, in order. Those of the first may have been asked for:
+            they stay what they are until the receiver is known to have pruned them.
+        asking: whether they are asked for now.
+        retry_s: when to ask again.
+        why: what kept the receiver from pruning them the last time; "" = nothing.
     """
 
-    __slots__ = ("doubt", "sent")
+    __slots__ = ("asking", "doubt", "pruned", "retry_s", "sent", "waiting", "why")
 
     def __init__(self) -> None:
-        self.sent = Tally()
+        self.sent = Tally(large_at=PRUNE_AT)
         self.doubt: Counter[int] = Counter()
+        self.pruned = 0
+        self.waiting: deque[tuple[Run, ...]] = deque()
+        self.asking = False
+        self.retry_s = 0.0
+        self.why = ""
+
+    def why_forgot(self) -> str:
+        """Why the sums mean nothing."""
+        text = "it was removed meanwhile, or too many different immediates went there"
+        pruned = f", and it did not prune them ({self.why})" if self.why else ""
+        return f"{text}{pruned}: their sums are forgotten"
+
+    def prune(self, generation: int) -> bool:
+        """The receiver has pruned up to a generation: do the same. False: that cannot be."""
+        if generation == self.pruned:
+            return True
+        if generation != self.pruned + 1 or not self.waiting:
+            return False
+        if not self.sent.take(expand(self.waiting.popleft())):
+            return False
+        self.pruned = generation
+        return True
+
+
+Run = tuple[int, int, int]
+"""Values in a row with the same count: the first, how many, the count."""
+
+
+def expand(runs: Iterable[Run], high: int = 0) -> Iterable[tuple[int, int]]:
+    """(key, count) of every value of these runs; `high` is the upper half of the keys."""
+    base = high << _LOW_BITS
+    return ((base + v, count) for first, n, count in runs for v in range(first, first + n))
+
+
+def runs_of(sums: Iterable[tuple[int, int]], longest: int) -> Iterable[Run]:
+    """Runs of all these values, none longer than `longest`, in order."""
+    first = n = count = 0
+    for value, times in sorted(sums):
+        if n and value == first + n and times == count and n < longest:
+            n += 1
+            continue
+        if n:
+            yield first, n, count
+        first, n, count = value, 1, times
+    if n:
+        yield first, n, count

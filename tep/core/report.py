@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from tep.core.handle import State
 from tep.core.plan import lanes, plan_paged, plan_single
-from tep.core.stats import EngineStats, NicBytes
+from tep.core.stats import EngineStats, Failover, NicBytes
 from tep.core.transfer import Expectation
 from tep.errors import UsageError
 from tep.units import MiB
@@ -61,7 +61,34 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
         transfers_in_doubt=group.in_doubt,
         bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
         control_dropped=_drops(worker),
+        failover=_failover(engine)[0],
     )
+
+
+def _failover(engine: TransferEngine) -> tuple[Failover, list[str]]:
+    """Whether failover is available, and why not."""
+    worker = engine._worker
+    if worker.group.acks is None:
+        if why := worker.recovery.why:
+            return Failover.UNABLE, [why]
+        return Failover.OFF, ["EngineOptions(failover=False)"]
+    why_not = [
+        f"to {link.addr.name} over NIC {i} to its NIC {j}: {lane.why_forgot()}"
+        for link in list(engine._peers.links.values())
+        for (i, j), lane in list(link._lanes.items())
+        if lane.sent.forgot
+    ]
+    for arrivals in worker.audit.arrivals:
+        why_not += [f"from a sender: {why}" for why in arrivals.forgotten]
+    return (Failover.PARTIAL if why_not else Failover.AVAILABLE), why_not
+
+
+def _failover_lines(engine: TransferEngine) -> list[str]:
+    found, why_not = _failover(engine)
+    if found is Failover.AVAILABLE:
+        return ["  failover: available"]
+    rest = [f"  ... and {len(why_not) - _LISTED_MAX} more"] if len(why_not) > _LISTED_MAX else []
+    return [*(f"  failover: no, because {why}" for why in why_not[:_LISTED_MAX]), *rest]
 
 
 def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
@@ -117,6 +144,7 @@ def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
             lines.append(f"    {domain.describe()}")
     grants = list(engine._worker.leases.granted.values())
     lines += [f"  {grant.over.describe()}" for grant in grants[:_LISTED_MAX]]
+    lines += _failover_lines(engine)
     lines += _quarantine_lines(engine)
     if peer is None:
         lines += [f"  peer: {link.addr}" for link in list(engine._peers.links.values())]

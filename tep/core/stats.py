@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["EngineStats", "NicBytes", "TransferStats"]
+__all__ = ["EngineStats", "Failover", "NicBytes", "TransferStats"]
+
+
+class Failover(Enum):
+    """Whether rows of a NIC that dies are made good; `explain()` says why not."""
+
+    AVAILABLE = "available"
+    OFF = "off"  # by EngineOptions(failover=False)
+    UNABLE = "unable"  # the backend cannot fence a path off, or say where immediates came from
+    PARTIAL = "partial"  # not on some paths, whose sums are forgotten
 
 
 class NicBytes(NamedTuple):
@@ -77,6 +87,7 @@ class EngineStats:
         leases: granted and not over.
         transfers_in_doubt: settled with bytes that may still land at a peer.
         bytes_quarantined: here, that a NIC may touch although nothing is open.
+        failover: whether rows of a NIC that dies are made good.
         control_dropped: control messages of peers that were dropped, by reason; see the log.
     """
 
@@ -98,3 +109,4 @@ class EngineStats:
     transfers_in_doubt: int = 0
     bytes_quarantined: int = 0
     control_dropped: tuple[tuple[str, int], ...] = ()
+    failover: Failover = Failover.AVAILABLE

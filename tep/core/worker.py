@@ -30,6 +30,7 @@ from tep.control.holds import Holds
 from tep.control.leases import Leases
 from tep.control.mailroom import NOTE_CTX, Mailroom, sooner
 from tep.control.notices import Notices
+from tep.control.pruning import Pruning
 from tep.control.recovery import Recovery, why_unable
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
@@ -67,6 +68,7 @@ class Worker:
         open: every handle that was taken and has not settled, in order of submission.
         watch: the watched words.
         mail, recovery, audit: notes to other engines; both halves of a failover.
+        pruning: keeps the sums that a failover compares short.
         notices: of immediates that will not come.
         outbox: messages that have not ended.
         steps: how often it was turned.
@@ -99,6 +101,7 @@ class Worker:
         why = why_unable(domains) if options.failover else ""
         able = options.failover and not why
         self.recovery = Recovery(self.group, self.mail, able=able, why=why)
+        self.pruning = Pruning(self.group, self.mail, now_s)
         self._arrivals = [Arrivals() for _ in domains] if able else []
         self.audit = Audit(domains, self._arrivals, self.mail)
         self.holds = Holds(self.group, self.mail, now_s)
@@ -128,6 +131,8 @@ class Worker:
             work |= self.outbox.post()
         if self.recovery.paths:
             work |= self.recovery.step()
+        if group.acks is not None and group.acks.large:
+            work |= self.pruning.step()
         if self.leases.granted:
             work |= self.leases.step()
         if self.mail.busy:

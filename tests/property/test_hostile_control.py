@@ -53,18 +53,17 @@ def messages(addresses: list[bytes]) -> st.SearchStrategy[bytes]:
         info = inspect.type_info(kind)
         assert isinstance(info, inspect.StructType)
         values = [drawn_from(field.type, addresses) for field in info.fields]
-        return st.tuples(*values).map(lambda v: _well_formed(encode(kind(*v))))
+        return st.tuples(*values).map(lambda v: _well_formed(kind, v))
 
     return st.one_of([of(kind) for kind in KINDS]).filter(bool)
 
 
-def _well_formed(data: bytes) -> bytes:
-    """The bytes, or none where the fields contradict each other."""
+def _well_formed(kind: type, values: tuple) -> bytes:
+    """The message as bytes, or none where its fields contradict each other."""
     try:
-        decode(data)
-    except tep.BadDescriptor:
+        return encode(decode(encode(kind(*values))))
+    except ValueError:
         return b""
-    return data
 
 
 class World:

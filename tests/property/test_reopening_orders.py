@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.orders import every
-from tests.support.reopening import Play, swarm
+from tests.support.reopening import Play, pruning_swarm, swarm
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,14 @@ def test_a_path_is_taken_into_use_again_in_every_order(rows: int, least: int) ->
 def test_drawn_cases() -> None:
     """Late copies of questions, second cuts, probes in the middle of a failover."""
     good, failed = swarm(range(400))
+
+    assert good > 100, "hardly anything was ever lost"
+    assert failed < 100, "hardly anything was made good"
+
+
+def test_drawn_cases_with_pruned_sums() -> None:
+    """Both ends subtract the same, whatever comes late, twice or not at all."""
+    good, failed = pruning_swarm(range(400))
 
     assert good > 100, "hardly anything was ever lost"
     assert failed < 100, "hardly anything was made good"

@@ -7,15 +7,19 @@ bytes, no row lands where its reader was released, and in the end every path car
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import numpy as np
 
 from tep.api import Pages, ScatterDst
+from tep.backends.base import Kind, Status
+from tep.control import tally
 from tep.core.region import Link
 from tep.core.transfer import Expectation, Transfer
-from tests.support.orders import Chooser, Fabric
+from tests.support.orders import Chooser, Fabric, Nic
 
 PAGE = 8
 IMM = 7
@@ -46,6 +50,8 @@ class Play:
         strays: how often time passes, so that probes and questions go out, at any moment; besides,
             it passes when nothing else is left to do.
         scatter: whether it is scatters and not paged writes.
+        values: how many immediates are used in turn; 0: each transfer has its own.
+        copies: how often a message comes a second time, at any later moment.
 
     Attributes:
         made_good: rows that a path took with it.
@@ -63,6 +69,8 @@ class Play:
         cuts: int = 1,
         strays: int = 0,
         scatter: bool = False,
+        values: int = 0,
+        copies: int = 0,
     ) -> None:
         self.fabric = fabric = Fabric(chooser, nics, ())
         self.engines = fabric.engines
@@ -72,6 +80,9 @@ class Play:
         self.rows, self.rounds, self.scatter = rows, rounds, scatter
         self.ways = 2 if both else 1
         self.cuts, self.strays = cuts, strays
+        self.values, self.copies = values, copies
+        self.imms: list[int] = []
+        self.kept: list[tuple[Nic, bytes, bytes]] = []
         self.fired: list[int] = []
         self.sent: list[Transfer] = []
         self.targets: list[np.ndarray] = []
@@ -87,7 +98,10 @@ class Play:
             mr, _ = a.reg_mr(np.full(self.rows * PAGE, number + 1, np.uint8))
             self.targets.append(np.zeros(self.rows * PAGE, np.uint8))
             _, desc = b.reg_mr(self.targets[-1])
-            imm, pages = IMM + number, Pages(range(self.rows))
+            # What a failed transfer has left of its immediates would count for the next one.
+            lost = sum(not sent.done for sent in self.sent)
+            self.imms.append(IMM + (1000 * lost + number % self.values if self.values else number))
+            imm, pages = self.imms[-1], Pages(range(self.rows))
             b.expect_imm_count(imm, self.rows, on_done=partial(self._reached, number))
             places = [(k * PAGE, (desc, k * PAGE)) for k in range(self.rows)]
             if self.scatter:
@@ -119,6 +133,9 @@ class Play:
             found.append(fabric.cuts.clear)
         if self.strays and shut:
             found.append(self._stray)
+        if self.copies and fabric.letters:
+            found.append(self._copy)
+        found += [self._late] * bool(self.kept)
         if not (found or fabric.letters or fabric.fences or out):
             if fabric.cuts:
                 found.append(fabric.cuts.clear)
@@ -132,6 +149,19 @@ class Play:
     def _cut(self, lane: tuple) -> None:
         self.cuts -= 1
         self.fabric.cuts.add(lane)
+
+    def _copy(self) -> None:
+        """Keep a copy of a message that is on its way."""
+        self.copies -= 1
+        _, there, payload, _ = self.fabric.letters[-1]
+        self.kept.append((there, payload, self.fabric.letters[-1][0].address))
+
+    def _late(self) -> None:
+        """The oldest copy comes."""
+        there, payload, address = self.kept.pop(0)
+        slot = self.fabric.slots = self.fabric.slots + 1
+        there.notes[slot] = (payload, address)
+        there.cq.append((Kind.NOTE, Status.OK, 1, 0, 0, slot, len(payload)))
 
     def _stray(self) -> None:
         self.strays -= 1
@@ -149,6 +179,8 @@ class Play:
             assert 0 == sent.stats().rows_again, "a path was used that is still shut"
         done = [k for k, sent in enumerate(self.sent) if sent.done]
         self.failed = len(self.sent) - len(done)
+        wrong = [str(s.error) for s in self.sent if re.search("cannot be|has pruned", str(s.error))]
+        assert not wrong, f"the sums of both ends do not belong together: {wrong}"
         assert set(done) <= set(self.fired), "a count was never reached"
         assert len(set(self.fired)) == len(self.fired), "a count was reached twice"
         for number in self.fired:
@@ -159,12 +191,13 @@ class Play:
         self.made_good = 0
         for engine in self.engines:
             for imm, _ in engine.stats().imms_unexpected:
-                assert imm - IMM not in done, "an immediate came twice"
+                failed = [self.imms[k] for k, sent in enumerate(self.sent) if not sent.done]
+                assert imm in failed, "an immediate came twice"
             self.made_good += engine._worker.recovery.rows
             engine.close()
 
 
-def swarm(seeds: range) -> tuple[int, int]:
+def swarm(seeds: range, **more: int) -> tuple[int, int]:
     """Play drawn cases; return how often rows were made good, and how many transfers failed."""
     good = failed = 0
     for seed in seeds:
@@ -172,6 +205,7 @@ def swarm(seeds: range) -> tuple[int, int]:
         nics = dice.random.choice([(1, 2), (2, 2), (2, 3)])
         drawn = {name: dice.random.randint(1, 4) for name in ("cuts", "strays", "rounds", "rows")}
         drawn |= {name: dice.random.random() < 0.4 for name in ("both", "scatter")}
+        drawn |= more
         try:
             play = Play(dice, nics, **drawn)
         except AssertionError as error:
@@ -182,4 +216,10 @@ def swarm(seeds: range) -> tuple[int, int]:
     return good, failed
 
 
-__all__ = ["Play", "swarm"]
+def pruning_swarm(seeds: range) -> tuple[int, int]:
+    """The same where sums are pruned from the first value on, and values come again."""
+    with mock.patch.object(tally, "PRUNE_AT", 0):
+        return swarm(seeds, values=2, copies=3)
+
+
+__all__ = ["Play", "pruning_swarm", "swarm"]

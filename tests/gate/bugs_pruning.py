@@ -1,0 +1,99 @@
+"""Planted bugs: the sums of both ends are pruned, and not alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tep.control.audit import Arrivals
+from tep.control.notes import Told
+from tep.control.pruning import Pruning
+from tep.control.recovery import Recovery
+from tep.control.tally import Lane, expand
+from tests.gate.registry import Bug, Change
+
+PRUNING: dict[str, Bug] = {}
+
+BUDGET = 600
+
+
+def pruning(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    """Register a bug, to be looked for by `tests.support.reopening.pruning_swarm`."""
+    PRUNING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
+    return plant
+
+
+@pruning
+def subtracted_before_the_answer() -> list[Change]:
+    """The sender subtracts when it asks; the receiver may never have heard of it."""
+    ask = Pruning._ask
+
+    def early(self, key, lane):
+        ask(self, key, lane)
+        if lane.asking:
+            lane.sent.take(expand(lane.waiting[0]))
+
+    def late(self, generation):
+        if generation > self.pruned:
+            self.waiting.popleft()
+            self.pruned = generation
+        return True
+
+    return [(Pruning, "_ask", early), (Lane, "prune", late)]
+
+
+@pruning
+def applied_twice() -> list[Change]:
+    """The receiver subtracts each copy of a message."""
+
+    def again(self, nic, note):
+        for source in self._of(nic, (note.source,)):
+            self.tally.take(expand(note.runs, source))
+        self._pruned[note.source] = max(note.generation, self.pruned(note.source))
+        return ""
+
+    return [(Arrivals, "prune", again)]
+
+
+@pruning
+def generation_ignored_by_the_judge() -> list[Change]:
+    """The sender compares its sums with those of another generation."""
+    told = Recovery._told
+
+    def blind(self, path, imms, answer):
+        lane = path.link.lane(path.domain, path.nic)
+        told(self, path, imms, Told(answer.number, answer.why, answer.counts, lane.pruned))
+
+    return [(Recovery, "_told", blind)]
+
+
+@pruning
+def generation_not_told() -> list[Change]:
+    """The receiver does not say which generation its sums stand at."""
+    return [(Arrivals, "pruned", lambda *_: 0)]
+
+
+@pruning
+def answered_and_not_subtracted() -> list[Change]:
+    """The receiver agrees, and keeps its sums."""
+
+    def lazy(self, nic, note):
+        self._pruned[note.source] = note.generation
+        return ""
+
+    return [(Arrivals, "prune", lazy)]
+
+
+@pruning
+def subtracted_by_the_receiver_alone() -> list[Change]:
+    """The sender counts generations, and keeps its sums."""
+
+    def idle(self, generation):
+        if generation > self.pruned:
+            self.waiting.popleft()
+            self.pruned = generation
+        return True
+
+    return [(Lane, "prune", idle)]
+
+
+__all__ = ["PRUNING"]
