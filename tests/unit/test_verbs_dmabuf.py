@@ -45,9 +45,9 @@ def gpu():
     os.close(found.file)
 
 
-def open_nics(stub, gpu):
+def open_nic(stub, gpu, number=0):
     options = {"library": stub.path, "handshake_s": 1.0, "dmabuf_export": gpu.export}
-    return [open_domains([f"stub{k}"], name=f"n{k}", **options).domains[0] for k in range(2)]
+    return open_domains([f"stub{number}"], name=f"n{number}", **options).domains[0]
 
 
 def write(source, target, here, there, nbytes):
@@ -75,7 +75,7 @@ def test_bytes_land_where_the_tensor_is_in_its_allocation(stub, source, target):
     for gpu in gpus:
         os.pwrite(gpu.file, np.random.default_rng(1).bytes(ALLOCATED), 0)
     (offset, nbytes), (at, room) = source, target
-    a, b = (open_nics(stub, gpu)[0] for gpu in gpus)
+    a, b = (open_nic(stub, gpu, number) for number, gpu in enumerate(gpus))
     before, sent = gpus[1].bytes(), gpus[0].bytes()[offset : offset + nbytes]
     here = a.register(gpus[0].tensor(offset, nbytes), Access.SOURCE)
     there = b.register(gpus[1].tensor(at, room), Access.SOURCE_AND_TARGET)
@@ -89,14 +89,13 @@ def test_bytes_land_where_the_tensor_is_in_its_allocation(stub, source, target):
     assert [Status.OK] == ended
     assert GPU + at == there.base
     assert (sent == after[at : at + nbytes]).all()
-    assert (
-        np.delete(before, np.s_[at : at + nbytes]) == np.delete(after, np.s_[at : at + nbytes])
-    ).all()
+    rest = np.s_[at : at + nbytes]
+    assert (np.delete(before, rest) == np.delete(after, rest)).all()
 
 
 def test_the_descriptor_is_the_backends_and_is_closed_once(stub, gpu):
     """One that stays open keeps GPU memory for good; one closed twice is somebody else's."""
-    nics = open_nics(stub, gpu)
+    nics = [open_nic(stub, gpu, number) for number in range(2)]
     for nic in nics:
         key = nic.register(gpu.tensor(4096, 100), Access.SOURCE)
         nic.deregister(key)
@@ -115,8 +114,7 @@ def test_the_descriptor_is_the_backends_and_is_closed_once(stub, gpu):
 def test_what_an_exporter_returns_is_checked(stub, gpu, returned):
     """The error has to name the exporter, not the call that fails because of it."""
     gpu.export = lambda memory: returned
-    nics = open_nics(stub, gpu)
+    nic = open_nic(stub, gpu)
     with pytest.raises(BadRequest, match=r"dma-buf export of 100 bytes .* returned"):
-        nics[0].register(gpu.tensor(0, 100), Access.SOURCE)
-    for nic in nics:
-        nic.close()
+        nic.register(gpu.tensor(0, 100), Access.SOURCE)
+    nic.close()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tep.backends.base import Access, Status, WriteBatch, new_completions
 from tep.backends.verbs import facts, open_domains, probe
 from tep.backends.verbs.selection import Found, choose, gpu_paths, survey
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs import load
 from tep.ffi.ibverbs_wr import ENUMS
+from tep.memory import adapt
 
 IB = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 A, B = "fec0000000000001", "fec0000000000002"
@@ -189,3 +192,55 @@ def test_ends_in_two_infiniband_subnets_are_told_so_at_once(stub, machine):
         one.connect(other.address)
     one.close()
     other.close()
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "expected"),
+    [
+        ((), {}, (0, 0xFFFF)),
+        ((0x7FFF, 0x8042), {}, (1, 0x8042)),
+        ((0x7FFF,), {}, (0, 0x7FFF)),
+        ((0xFFFF, 0x8001, 0x8002), {"pkey": 0x8002}, (2, 0x8002)),
+        ((0xFFFF, 0x8001), {"pkey": 1}, (1, 0x8001)),
+    ],
+)
+def test_the_partition_is_chosen_by_its_key_and_not_by_its_place(stub, table, options, expected):
+    """On Azure the first entry is a limited member of the default partition: nothing passes."""
+    stub.pkeys(0, *table)
+    domain = open_domains(["stub0"], library=stub.path, **options).domains[0]
+    found, told = (domain.device.pkey_index, domain.device.pkey), domain.describe()
+    domain.close()
+
+    assert expected == found
+    assert (expected[1] == 0xFFFF) == ("P_Key" not in told)
+
+
+def test_a_library_that_is_too_old_says_which_would_do():
+    """An undefined symbol tells nobody what to install."""
+    with pytest.raises(BackendUnavailable, match=r"has no ibv_fork_init, .*rdma-core 33 and later"):
+        load("libc.so.6")
+
+
+def test_a_partition_that_is_not_there_is_refused_and_ends_in_two_never_meet(stub):
+    """A wrong key is silence on the wire: the handshake's error has to come from somewhere."""
+    options = {"library": stub.path, "handshake_s": 0.1, "resend_s": 0.005}
+    stub.pkeys(0, 0xFFFF, 0x8001)
+    stub.pkeys(1, 0x8001, 0x8002)
+    with pytest.raises(UsageError, match=r"pkey=0x8003 is not in stub0's table: 0xffff, 0x8001"):
+        open_domains(["stub0"], pkey=0x8003, **options)
+    out = new_completions(16)
+    for pkey, reached in ((None, False), (0x8001, True)):
+        one, other = (open_domains([f"stub{k}"], pkey=pkey, **options).domains[0] for k in range(2))
+        key = one.register(adapt(bytearray(8)), Access.SOURCE_AND_TARGET)
+        peer = one.connect(other.address)
+        row = WriteBatch(1, peer, key.base, key.lkey, key.base, key.rkey, 0, 1, 1)
+        one.post(row, 0, 1)
+        ended, end_s = [], time.monotonic() + 5
+        while not ended:
+            other.poll(out)
+            ended = out["status"][: one.poll(out)].tolist()
+            assert time.monotonic() < end_s, "the row does not come back"
+        one.close()
+        other.close()
+
+        assert [Status.OK if reached else Status.UNREACHABLE] == ended

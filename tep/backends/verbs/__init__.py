@@ -2,10 +2,14 @@
 
 `open_domains` and `probe` are what the registry asks for; the rest of the room is private.
 
+It needs rdma-core 33 or later, and 34 for dma-bufs. A peer takes 136 KiB of send queues on each NIC
+of ConnectX (settings.py says how to have less), which `describe()` and `tep info --json` say too.
+
 Tested on Soft-RoCE with the real library (contract, loss, disorder, killed peers, two processes,
-pulled cables) and on a stub provider. Not tested, for want of the hardware: mlx5's doorbells and
-rates, its fatal errors and its "last WQE reached", InfiniBand's link layer, GPU memory and dma-buf,
-the effect of relaxed ordering, PFC and ECN.
+pulled cables) and on a stub provider (queues that fail, partitions, InfiniBand subnets, depths,
+dma-bufs, many peers at once). Not tested, for want of the hardware: mlx5's doorbells and rates, its
+fatal errors and its "last WQE reached", InfiniBand's link layer, GPU memory, the effect of relaxed
+ordering, PFC and ECN.
 """
 
 from __future__ import annotations

@@ -139,6 +139,7 @@ class Conn:
                     _INIT_RC,
                     "RESET->INIT",
                     qp_state=_INIT,
+                    pkey_index=device.pkey_index,
                     port_num=settings.port,
                     qp_access_flags=_ACCESS,
                 )
@@ -281,7 +282,12 @@ def create_ud(device: Device, cq: int, qkey: int, depth: int) -> int:
         (
             "UD RESET->INIT",
             _INIT_UD,
-            QpAttr(qp_state=_INIT, port_num=device.settings.port, qkey=qkey),
+            QpAttr(
+                qp_state=_INIT,
+                pkey_index=device.pkey_index,
+                port_num=device.settings.port,
+                qkey=qkey,
+            ),
         ),
         ("UD INIT->RTR", _STATE, QpAttr(qp_state=_RTR)),
         ("UD RTR->RTS", _RTS_UD, QpAttr(qp_state=_RTS)),

@@ -11,6 +11,7 @@ import ctypes
 import errno
 import os
 from pathlib import Path
+from socket import ntohs
 from typing import Final
 
 from tep.backends.base import DomainCaps
@@ -40,6 +41,8 @@ _SEND_OPS: Final = (
 _EX_MASK: Final = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
 _WQE_BYTES, _WQE_BYTES_PLAIN = 64, 256
 _RC: Final = ENUMS["IBV_QPT_RC"]
+_FULL_MEMBER: Final = 0x8000
+_DEFAULT_PKEY: Final = 0xFFFF
 _NO_EX: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 
 
@@ -102,6 +105,7 @@ class Device:
             )
         self.gids = self._rank()
         self.gid = self._pick()
+        self.pkey_index, self.pkey = self._pick_pkey()
 
     def _rank(self) -> list[GidChoice]:
         room = int(self.port.gid_tbl_len) * max(1, int(self.attr.phys_port_cnt))
@@ -139,6 +143,34 @@ class Device:
                 return choice
         there = "; ".join(map(str, self.gids))
         raise UsageError(f"verbs: gid_index={wanted} is empty on {self.name}; there are: {there}")
+
+    def _pick_pkey(self) -> tuple[int, int]:
+        """(index, key) of the partition that is wanted."""
+        found, key = {}, ctypes.c_uint16()
+        for index in range(int(self.port.pkey_tbl_len)):
+            port = self.settings.port
+            if self.lib.ask("ibv_query_pkey", self.context, port, index, ctypes.byref(key)):
+                break
+            if key.value:  # 0 marks an entry that is not in use
+                found[index] = ntohs(key.value)
+        wanted = self.settings.pkey
+        full = [index for index, seen in found.items() if seen & _FULL_MEMBER]
+        # The top bit only tells full members from limited ones: 0x0001 names 0x8001 as well.
+        named = (
+            []
+            if wanted is None
+            else [
+                index
+                for mask in (0, _FULL_MEMBER)
+                for index, seen in found.items()
+                if seen ^ wanted == mask
+            ]
+        )
+        if wanted is not None and not named:
+            there = ", ".join(f"{seen:#06x}" for seen in found.values()) or "none"
+            raise UsageError(f"verbs: pkey={wanted:#06x} is not in {self.name}'s table: {there}")
+        index = next(iter([*named, *full, *found]), 0)
+        return index, found.get(index, _DEFAULT_PKEY)
 
     @property
     def is_ib(self) -> bool:
@@ -300,7 +332,8 @@ class Device:
         """Say in a line what this is and how it is addressed."""
         rate = f"{self.link_bps / 1e9:g} Gb/s" if self.link_bps else "rate unknown"
         layer = "InfiniBand" if self.is_ib else "Ethernet"
+        partition = "" if self.pkey == _DEFAULT_PKEY else f", P_Key {self.pkey:#06x}"
         return (
             f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
-            f"{128 << self.port.active_mtu}, {self.gid}"
+            f"{128 << self.port.active_mtu}, {self.gid}{partition}"
         )

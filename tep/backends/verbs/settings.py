@@ -23,6 +23,9 @@ class Settings:
 
     Attributes:
         port: of the device, from 1.
+        pkey: partition key that packets carry, e.g. 0x8001; None = the first of the port's table
+            with full membership, or else the first. Both ends have to be in the same partition; on
+            Azure the first full one is that of an availability set (quoted).
         gid_index: entry of the port's address table; None = the best of the ranking.
         sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 2,032, or what the
             device can do. Every queue pair can take as many, and the completion queue holds them
@@ -64,6 +67,7 @@ class Settings:
     """
 
     port: int = 1
+    pkey: int | None = None
     gid_index: int | None = None
     sq_depth: int | None = None
     signal_rows: int = 256
@@ -109,6 +113,7 @@ class Settings:
 
 _RANGES: Final = {
     "port": (1, 255),
+    "pkey": (1, 0xFFFF),
     "sq_depth": (1, 32752),
     "signal_rows": (1, 16384),
     "imm_recvs": (1, 32767),
