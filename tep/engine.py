@@ -35,7 +35,7 @@ from tep.core.requests import (
 )
 from tep.core.stats import EngineStats
 from tep.core.transfer import Expectation, ImmCounter, Message, Notice, Transfer
-from tep.errors import BadRequest, BusyError
+from tep.errors import BackendUnavailable, BadRequest, BusyError
 from tep.memory import Buffer, adapt
 from tep.turning import driver_for
 from tep.watch import Watcher
@@ -112,10 +112,17 @@ class TransferEngine(EngineMembers):
             BackendUnavailable: it cannot run here; says what was tried, and what would bring it.
         """
         opened = open_backend(backend, **backend_options)
-        chosen = driver or driver_for(opened)
-        return cls(
-            opened.domains, driver=chosen, name=opened.name, epoch=opened.epoch, options=options
-        )
+        name, epoch = opened.name, opened.epoch
+        try:
+            chosen = driver or driver_for(opened)
+            return cls(opened.domains, driver=chosen, name=name, epoch=epoch, options=options)
+        except OSError as error:
+            for domain in opened.domains:
+                domain.close()
+            raise BackendUnavailable(
+                f"{name}: the NICs are open, and what turns the engine cannot start",
+                (("a thread and its descriptors (limits: ulimit -n, -u)", str(error)),),
+            ) from error
 
     # ------------------------------------------------------------------ identity and memory
 

@@ -371,6 +371,28 @@ plain, shared = np.zeros(64, np.uint8), alloc_shared(64)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
+def test_another_user_who_has_the_descriptor_writes_nothing(remotes) -> None:
+    """A descriptor that got out let every user of the host write to alloc_shared() memory."""
+    target = remotes("e = engine(); plain, shared = np.zeros(64, np.uint8), alloc_shared(64)")
+    descs = target("_ = [e.reg_mr(m)[1].to_bytes().hex() for m in (plain, shared)]")
+    sender = remotes(
+        "os.setgid(65534); os.setuid(65534)\n"
+        "e = engine(); mr, _ = e.reg_mr(np.ones(64, np.uint8)); _ = None"
+    )
+    for desc in descs:
+        refused = sender(
+            f"desc = MrDesc.from_bytes(bytes.fromhex('{desc}'))\n"
+            "t = e.submit_single_write(64, (mr, 0), (desc, 0), imm=1)\n"
+            "try: t.wait(60)\n"
+            "except tep.FabricError as error: _ = str(error)"
+        )
+        assert "PROVIDER: process_vm_writev to process" in refused
+        assert "as one user" in refused
+    assert [0, 0, 0] == target("_ = [int(plain.sum()), int(shared.sum()), e.imm_counter(1).value]")
+
+
+@pytest.mark.slow
 def test_nothing_of_it_has_a_name_that_could_be_left_behind(remotes) -> None:
     """What stands in /dev/shm outlives a killed process, and fills the machine's memory."""
     remote = remotes()

@@ -236,6 +236,38 @@ def test_without_descriptors_a_new_peer_fails_in_time_and_nothing_else() -> None
     assert "reached with" in ended.stdout
 
 
+OPENINGS = """
+import gc, os, resource
+import tep
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+tep.TransferEngine.open("local", nics=2).close()
+gc.collect()
+used = len(os.listdir("/proc/self/fd")) - 1
+for free in range(60):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
+    try:
+        tep.TransferEngine.open("local", nics=2).close()
+        print("opened with", free)
+        break
+    except tep.BackendUnavailable as error:
+        assert "Too many open files" in str(error), str(error)
+        assert "ulimit -n" in str(error), str(error)
+    gc.collect()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 60, hard))
+    assert used == len(os.listdir("/proc/self/fd")) - 1, (free, used, os.listdir("/proc/self/fd"))
+else:
+    raise SystemExit("never opened")
+"""
+
+
+def test_an_engine_that_cannot_be_opened_says_why_and_leaves_nothing() -> None:
+    """At each number of descriptors: a typed error with the cure, and all of them given back."""
+    ended = run(OPENINGS)
+
+    assert 0 == ended.returncode, ended.stderr
+    assert "opened with" in ended.stdout
+
+
 def test_a_bell_is_an_eventfd_that_does_not_block() -> None:
     """A peer could hand over a full pipe as its bell: the first ring would block for ever."""
     reader, writer = os.pipe()

@@ -384,7 +384,7 @@ _STATUS_TEXT: Final = {
     int(Status.PROVIDER): "the kernel does not let this process write into the peer's memory: run "
     "both as one user, in one pid namespace, with kernel.yama.ptrace_scope 0, or 1 and "
     "allow_tracer left on at the peer (containers: --cap-add=SYS_PTRACE); or register memory of "
-    "tep.alloc_shared(), which needs no permission",
+    "tep.alloc_shared(), which needs no more than the same user, or root",
 }
 
 

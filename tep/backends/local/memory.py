@@ -160,8 +160,9 @@ def alloc_shared(nbytes: int) -> npt.NDArray[np.uint8]:
 
     Registered with an engine of the local backend, whole or in part, it is written by plain copies
     into a mapping, which is faster than a system call for small pages and needs no permission to
-    touch another process. To every other backend it is memory like any other. It is freed when the
-    last array over it is gone and no engine has it registered. A forked child shares it.
+    touch another process: it is handed to engines of this process's user, and of root. To every
+    other backend it is memory like any other. It is freed when the last array over it is gone
+    and no engine has it registered. A forked child shares it.
 
     Args:
         nbytes: length, 1 or more.
