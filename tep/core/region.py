@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.control.tally import Lane
 from tep.core.quarantine import Quarantine, quarantines
-from tep.errors import BadRequest, ClosedError
+from tep.errors import BadRequest, ClosedError, FabricError
 from tep.memory import Memory
 from tep.wire import MrDesc, NetAddr
 
@@ -225,9 +225,15 @@ class Link:
         """The PeerId of its NIC `remote` on our NIC `domain`; connects on first use."""
         found = self._ids[domain][remote]
         if found == _UNKNOWN:
-            found = self._ids[domain][remote] = self._domains[domain].connect(
-                self.addr.domains[remote]
-            )
+            try:
+                found = self._domains[domain].connect(self.addr.domains[remote])
+            except OSError as error:  # descriptors or memory are used up: what goes there fails
+                raise FabricError(
+                    f"{self._domains[domain].caps.nic}: no connection to {self.addr.name}, whose "
+                    f"NIC {remote} is meant: {error}",
+                    code="UNREACHABLE",
+                ) from error
+            self._ids[domain][remote] = found
         return found
 
 

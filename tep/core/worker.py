@@ -7,6 +7,8 @@ Rule: other threads only append to `commands`; all else here belongs to the thre
 
 from __future__ import annotations
 
+import errno
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -43,6 +45,8 @@ from tep.errors import ClosedError, TepError
 from tep.watch import WatchPage
 
 __all__ = ["Worker"]
+
+_log = logging.getLogger("tep")
 
 _SCALAR_MAX: Final = 24
 """Completions up to which a Python loop beats columns.
@@ -139,7 +143,10 @@ class Worker:
             work |= self.mail.step()
         out = self._out
         for index, domain in enumerate(group.domains):
-            n = domain.poll(out)
+            try:
+                n = domain.poll(out)
+            except OSError as error:
+                n = self._give_up(index, error)
             if n:
                 work = True
                 if n == 1:
@@ -153,6 +160,17 @@ class Worker:
         if self.imms.reached:
             self._settle_reached()
         return work or self._settled != []
+
+    def _give_up(self, index: int, error: OSError) -> int:
+        """A NIC's poll() raised, e.g. for want of descriptors: it is down, and the engine lives.
+
+        It is polled on, for the rows that it has. Return how many entries are in the buffer: none.
+        """
+        if error.errno != errno.EINTR and self.group.alive[index]:
+            nic = self.group.domains[index].caps.nic
+            _log.error("NIC %s is down: %s", nic, error, exc_info=error)
+            self.group.nic_down(index)
+        return 0
 
     def deliver(self) -> None:
         """Run users' callbacks for what the steps before brought.

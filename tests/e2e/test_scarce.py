@@ -1,0 +1,180 @@
+"""Engines whose process runs short, that nobody closes, or that end with it."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tep
+from tep.errors import FabricError, TepError, WaitTimeout
+from tests.support.descriptors import open_descriptors
+from tests.support.pairs import pair
+
+WAIT_S = 60.0
+
+SHORT = [errno.EMFILE, errno.ENOMEM, errno.EINTR]
+
+
+@pytest.mark.parametrize("code", SHORT)
+@pytest.mark.parametrize("nics", [1, 2])
+def test_a_nic_whose_backend_raises_is_given_up_and_the_engine_lives(
+    code: int, nics: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EMFILE in a step ended all transfers of an engine, to every peer, as a bug in tep."""
+    with pair(nics, nics, threads=True) as p:
+        nic = p.a._domains[0]
+        poll = type(nic).poll
+        left = [1]
+
+        def short(self: object, out: object) -> int:
+            if self is nic and left:
+                left.pop()
+                raise OSError(code, "scarce")
+            return int(poll(nic if self is nic else self, out))
+
+        p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(WAIT_S)
+        monkeypatch.setattr(type(nic), "poll", short)
+        sent = [p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 2) for _ in range(20)]
+        ends = []
+        for transfer in sent:
+            try:
+                transfer.wait(WAIT_S)
+                ends.append("done")
+            except WaitTimeout:
+                raise
+            except TepError:
+                ends.append("failed")
+        while left:  # the rows may have gone over the other NIC
+            p.a.driver.call(lambda: None)
+        if nics == 2 or code == errno.EINTR:
+            p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 3).wait(WAIT_S)
+            p.b.expect_imm_count(3, 1).wait(WAIT_S)
+        else:
+            with pytest.raises(FabricError, match="no NIC"):
+                p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 3).wait(WAIT_S)
+        p.b.expect_imm_count(2, ends.count("done")).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("code", SHORT)
+def test_a_connection_that_cannot_be_made_fails_what_goes_there(
+    code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the limit of descriptors one new peer ended an engine."""
+    with pair(threads=True) as p:
+        other = p.more("other", 1)
+        _, there = other.reg_mr(np.zeros(8, np.uint8))
+        p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(WAIT_S)
+        kind = type(p.a._domains[0])
+        connect = kind.connect
+
+        def short(self: object, address: bytes) -> int:
+            raise OSError(code, "scarce")
+
+        monkeypatch.setattr(kind, "connect", short)
+        with pytest.raises(FabricError, match="scarce"):
+            p.a.submit_single_write(8, (p.mr, 0), (there, 0)).wait(WAIT_S)
+        p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(WAIT_S)
+        monkeypatch.setattr(kind, "connect", connect)
+        p.a.submit_single_write(8, (p.mr, 0), (there, 0)).wait(WAIT_S)
+        p.b.expect_imm_count(1, 2).wait(WAIT_S)
+
+
+@pytest.mark.parametrize("backend", ["loopback", "local"])
+def test_engines_that_are_dropped_leave_no_thread_and_no_descriptor(backend: str) -> None:
+    """Thirty dropped pairs were sixty threads and up to 1,320 descriptors."""
+
+    def drop() -> list[weakref.ref[tep.TransferEngine]]:
+        a, b = (tep.TransferEngine.open(backend, name=name) for name in "ab")
+        mr, _ = a.reg_mr(np.zeros(64, np.uint8))
+        _, desc = b.reg_mr(np.zeros(64, np.uint8))
+        a.submit_single_write(8, (mr, 0), (desc, 0), 1).wait(WAIT_S)
+        b.expect_imm_count(1, 1).wait(WAIT_S)
+        return [weakref.ref(a), weakref.ref(b)]
+
+    def look(refs: list[weakref.ref[tep.TransferEngine]], mine: set[threading.Thread]) -> int:
+        for _ in range(100):
+            gc.collect()
+            for thread in mine:
+                thread.join(0.05)
+            left = sum(ref() is not None for ref in refs)
+            left += sum(thread.is_alive() for thread in mine)
+            if not left:
+                break
+        return left
+
+    def collected() -> None:
+        workers = {t for t in threading.enumerate() if t.name.endswith("-worker")} - before
+        refs = drop()
+        mine = {t for t in threading.enumerate() if t.name.endswith("-worker")} - before - workers
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            assert look(refs, mine) == 0, "an engine or a worker is left that nobody holds"
+
+    before = set(threading.enumerate())
+    collected()
+    gc.collect()
+    fds = open_descriptors()
+    for _ in range(5):
+        collected()
+    gc.collect()
+    assert open_descriptors() <= fds + 2
+
+
+EXITS = {
+    "with work": "for _ in range(100): a.submit_single_write(64, (mr, 0), (d, 0), 1)",
+    "waiting": (
+        "threading.Thread(target=lambda: b.expect_imm_count(9, 1).wait(99), daemon=True).start();"
+        "time.sleep(0.05)"
+    ),
+    "atexit": (
+        "import atexit; atexit.register("
+        "lambda: a.submit_single_write(8, (mr, 0), (d, 0), 1).wait(20))"
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", ["loopback", "local"])
+@pytest.mark.parametrize("case", EXITS)
+def test_a_process_ends_with_an_open_engine_in_silence(backend: str, case: str) -> None:
+    """The worker tripped over NICs that the interpreter had taken down, and said so at length."""
+    program = (
+        "import threading, time, numpy as np, tep\n"
+        f"a, b = (tep.TransferEngine.open({backend!r}, name=n) for n in 'ab')\n"
+        "mr, _ = a.reg_mr(np.zeros(64, np.uint8)); _, d = b.reg_mr(np.zeros(64, np.uint8))\n"
+        "a.submit_single_write(8, (mr, 0), (d, 0), 1).wait(20)\n"
+        f"{EXITS[case]}\nprint('leaving')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("leaving\n", "", 0)
+
+
+def test_a_crash_tells_its_cause_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users saw WaitTimeout only, and the engine took submits that nobody would turn."""
+    with pair() as p:
+        pending = p.b.expect_imm_count(1, 1)
+
+        def bug(*_: object) -> bool:
+            raise RuntimeError("a bug of ours")
+
+        monkeypatch.setattr(p.b._worker, "step", bug)
+        with pytest.raises(RuntimeError):
+            pending.wait(WAIT_S)
+        with pytest.raises(TepError, match="a bug of ours") as found:
+            pending.wait(WAIT_S)
+        assert isinstance(found.value.__cause__, RuntimeError)
+        with pytest.raises(TepError, match="a bug of ours"):
+            p.b.expect_imm_count(2, 1)
