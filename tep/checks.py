@@ -102,7 +102,9 @@ def check_seconds(
         BadRequest: it is no number, not a number (nan), or out of bounds.
     """
     found = math.nan
-    if isinstance(value, Real):
+    if type(value) is float:  # without a `try` that could take a signal handler's exception
+        found = value
+    elif isinstance(value, Real):
         try:
             found = float(value)
         except OverflowError:
