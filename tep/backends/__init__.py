@@ -6,12 +6,14 @@ A name maps to a module and to what would bring it; nothing else in tep's core n
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, cast
 
 from tep.backends.base import Opened
+from tep.checks import check_int, check_text
 from tep.errors import BackendUnavailable, UsageError
 
 __all__ = ["BACKENDS", "BackendModule", "BackendSpec", "load_backend", "open_backend"]
@@ -104,5 +106,28 @@ def load_backend(name: str) -> BackendModule:
 
 
 def open_backend(backend: str, /, **options: object) -> Opened:
-    """Open the NICs of a backend; options are the backend's own keywords."""
-    return load_backend(backend).open_domains(**options)
+    """Open the NICs of a backend; options are the backend's own keywords.
+
+    Raises:
+        UsageError: an option that it does not have, or a value of another kind.
+        BackendUnavailable: it cannot run here.
+    """
+    open_domains = load_backend(backend).open_domains
+    known = inspect.signature(open_domains).parameters
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    for name, value in options.items():
+        if name in known:
+            options[name] = _plain(f"{backend}: {name}", value, str(known[name].annotation))
+        elif not takes_all:
+            raise UsageError(f"{backend}: no option {name!r}; there are: {', '.join(known)}")
+    return open_domains(**options)
+
+
+def _plain(what: str, value: object, annotation: str) -> object:
+    """An option as a plain int or text, where it is declared as one; the range is the backend's."""
+    kinds = set(annotation.split(" | "))
+    if value is None and "None" in kinds:
+        return value
+    if kinds - {"None"} == {"int"}:
+        return check_int(what, value)
+    return check_text(what, value) if kinds - {"None"} == {"str"} else value

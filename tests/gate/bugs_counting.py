@@ -55,6 +55,8 @@ def fires(reached: Callable[[int, int], bool], left: Callable[[int, int], int]) 
             want = line.popleft()
             have = left(have, want.count)
             self.reached.append(want)
+            if line:
+                self._find_first(line)
         if not line:
             del self._lines[imm]
         self.counts.put(imm, have)
@@ -119,6 +121,7 @@ def newest_expectation_first() -> list[Change]:
 
     def expect(self, want):
         line = self._lines.setdefault(want.imm, deque())
+        self._behind.update(line)
         line.appendleft(want)
         self._fire(want.imm, line, self.counts.get(want.imm))
 

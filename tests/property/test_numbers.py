@@ -403,3 +403,16 @@ def test_timeouts_of_the_rendezvous(call: str) -> None:
             check(lambda v: tep.rendezvous.exchange(b"", place, timeout_s=v), "timeout_s", value)
         else:
             check(lambda v: tep.rendezvous.join(place, timeout_s=v).close(), "timeout_s", value)
+
+
+@pytest.mark.parametrize("backend", ["loopback", "local"])
+def test_options_of_a_backend_are_of_their_kind(backend: str) -> None:
+    """A misspelt option was a raw TypeError, and a text as a number of NICs another."""
+    for name, value in [("nics", v) for v in (1.5, "x", b"1", math.nan, 1j, [], object())]:
+        with pytest.raises(tep.UsageError, match=f"{backend}: nics="):
+            tep.TransferEngine.open(backend, **{name: value})
+    for name in (5, b"x", "\ud800"):
+        with pytest.raises(tep.UsageError, match=f"{backend}: name="):
+            tep.TransferEngine.open(backend, name=name)
+    with pytest.raises(tep.UsageError, match=f"{backend}: no option 'nisc'; there are: nics,"):
+        tep.TransferEngine.open(backend, nisc=1)
