@@ -104,6 +104,10 @@ _PROTOTYPES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     # int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr,
     #               int attr_mask);
     "ibv_modify_qp": (_INT, (_P, _P, _INT)),
+    # int ibv_query_ece(struct ibv_qp *qp, struct ibv_ece *ece);
+    "ibv_query_ece": (_INT, (_P, _P)),
+    # int ibv_set_ece(struct ibv_qp *qp, struct ibv_ece *ece);
+    "ibv_set_ece": (_INT, (_P, _P)),
     # struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
     "ibv_create_ah": (_P, (_P, _P)),
     # int ibv_destroy_ah(struct ibv_ah *ah);

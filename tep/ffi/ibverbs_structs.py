@@ -16,6 +16,7 @@ __all__ = [
     "QUEUE_STRUCTS",
     "AhAttr",
     "CompChannel",
+    "Ece",
     "GlobalRoute",
     "Mr",
     "Qp",
@@ -186,6 +187,26 @@ class QpInitAttrEx(ctypes.Structure):
     )
 
 
+# struct ibv_ece {
+#     /*
+#      * Unique identifier of the provider vendor on the network.
+#      * The providers will set IEEE OUI here to distinguish
+#      * itself in non-homogenius network.
+#      */
+#     uint32_t vendor_id;
+#     /*
+#      * Provider specific attributes which are supported or
+#      * needed to be enabled by ECE users.
+#      */
+#     uint32_t options;
+#     uint32_t comp_mask;
+# };
+class Ece(ctypes.Structure):
+    """What two NICs of one vendor can do with each other beyond the standard."""
+
+    _fields_ = (("vendor_id", _U32), ("options", _U32), ("comp_mask", _U32))
+
+
 class VerbsContext(ctypes.Structure):
     """The end of struct verbs_context, which stands around an ibv_context and grows at its front.
 
@@ -350,6 +371,7 @@ QUEUE_STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
     "ibv_qp_init_attr": QpInitAttr,
     "ibv_rx_hash_conf": RxHashConf,
     "ibv_qp_init_attr_ex": QpInitAttrEx,
+    "ibv_ece": Ece,
     "verbs_context": VerbsContext,
     "ibv_qp": Qp,
     "ibv_global_route": GlobalRoute,

@@ -282,6 +282,6 @@ def test_a_short_patience_too_has_tries_enough():
 @given(st.binary(max_size=200))
 def test_garbage_is_refused_and_nothing_else(data):
     """Anybody can send a datagram: decoding raises one kind of error, or returns a Hello."""
-    for raw in (data, b"VHSK\x01\x01\x01\x02" + data):
+    for raw in (data, b"VHSK\x02\x01\x01\x02" + data):
         with contextlib.suppress(BadDescriptor):
             assert Hello.decode(raw).encode() == raw

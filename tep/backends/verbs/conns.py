@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from tep.backends.verbs.depths import SPARE_WRS
-from tep.backends.verbs.handshake import Hello, QpId
+from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
 from tep.backends.verbs.tags import MARKER, tag
 from tep.errors import FabricError
 from tep.ffi.ibverbs import ref
+from tep.ffi.ibverbs_structs import Ece as EceMirror
 from tep.ffi.ibverbs_structs import Qp, QpAttr, QpInitAttr
 from tep.ffi.ibverbs_wr import ENUMS
 
@@ -96,6 +97,7 @@ class Conn:
     Attributes:
         qp, qps: those for writes; `qp` is the first, and `ref` is it, ready for a call.
         msg_qp: the one for messages.
+        ece: what its queue pairs can do beyond the standard; once they receive, what is in use.
         runs: chains on `qp` that have not come back, oldest first.
         lost: nothing more can be posted.
     """
@@ -149,6 +151,7 @@ class Conn:
         self.ids: tuple[QpId, ...] = tuple(
             (qp_number(qp), rng.getrandbits(24)) for qp in self._made
         )
+        self.ece = self._query_ece()
         self._sprayed = settings.spray_seed is not None
 
     def _make(self, cq: int, srq: int, depth: int) -> int:
@@ -161,6 +164,25 @@ class Conn:
         self._device.lib.ok(
             "ibv_modify_qp", qp, ctypes.byref(attr), mask, what=what, qpn=qp_number(qp)
         )
+
+    def _query_ece(self) -> Ece:
+        """What the device says of the queue pairs, which are all alike."""
+        found = EceMirror()
+        if not self._device.settings.ece or self._device.lib.ask(
+            "ibv_query_ece", self.msg_qp, ctypes.byref(found)
+        ):
+            return NO_ECE  # this provider has none
+        return int(found.vendor_id), int(found.options), int(found.comp_mask)
+
+    def _accept_ece(self, offered: Ece) -> None:
+        """Use of the peer's what ours can do, if they are of one vendor."""
+        vendor, options, _ = self.ece
+        if options and offered[1] and vendor == offered[0]:
+            for qp in self._made:
+                ece = EceMirror(*offered)
+                # A refusal leaves the queue pair as the standard has it, at both ends: what is
+                # answered is what is in use.
+                self._device.lib.ask("ibv_set_ece", qp, ctypes.byref(ece))
 
     def pick(self) -> int:
         """The queue pair for the next row."""
@@ -176,6 +198,7 @@ class Conn:
         """Let all receive from the peer's queue pairs."""
         device = self._device
         route = device.route(hello.sender.gid, hello.sender.lid)
+        self._accept_ece(hello.ece)
         del self.qps[len(hello.qps) - 1 :]  # the peer has fewer for writes, or none: use as many
         for qp, (number, psn) in zip(self._made, hello.qps, strict=False):
             self._modify(
@@ -190,6 +213,7 @@ class Conn:
                 max_dest_rd_atomic=1,
                 min_rnr_timer=device.settings.min_rnr_timer,
             )
+        self.ece = self._query_ece()
 
     def to_rts(self) -> None:
         """Let all send. Idempotent."""

@@ -19,7 +19,7 @@ A datagram (integers little-endian):
 
     offset  size  field     content
     0       4     magic     b"VHSK"
-    4       1     version   1
+    4       1     version   2
     5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = NOTE, 7 = NOTED,
                             8 = CHECK, 9 = CHECKED
     6       1     mtu       the port's, as the library numbers them
@@ -29,6 +29,8 @@ A datagram (integers little-endian):
     16      8     target    epoch of the incarnation that is meant
     24      48    sender    its address
     72      8 n   (number, first packet sequence number) of each queue pair: messages, then writes;
+                  REQ and REP end with what these can do beyond the standard (ECE): vendor, options
+                  and mask, of 4 bytes each, all 0 for nothing;
                   NOTE: what it says; CHECK, CHECKED: 4 bytes that are the question's own
 """
 
@@ -45,7 +47,9 @@ from tep.errors import BadDescriptor
 
 __all__ = [
     "DATAGRAM_BYTES_MAX",
+    "NO_ECE",
     "Actions",
+    "Ece",
     "Hello",
     "Kind",
     "Negotiation",
@@ -56,8 +60,9 @@ __all__ = [
 
 _HEAD: Final = struct.Struct("<4sBBBBIIQ")
 _QP: Final = struct.Struct("<II")
+_ECE: Final = struct.Struct("<III")
 _MAGIC: Final = b"VHSK"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _QPS_MAX: Final = 17
 _MTU_MAX: Final = 5
 _PAUSES: Final = 16  # the longest pause is such a part of the patience, or the first one
@@ -70,10 +75,15 @@ _NOTE_BYTES_MAX: Final = 912
 _NOTE_BYTES_MIN: Final = 512
 """Who takes notes takes as much. Source: C24."""
 
-DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_NOTE_BYTES_MAX, _QPS_MAX * _QP.size)
+DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_NOTE_BYTES_MAX, _QPS_MAX * _QP.size + _ECE.size)
 
 QpId = tuple[int, int]
 """Number and first packet sequence number of a queue pair, 24 bits each."""
+
+Ece = tuple[int, int, int]
+"""Vendor, options and mask, as struct ibv_ece has them."""
+
+NO_ECE: Final = (0, 0, 0)
 
 
 def note_bytes(mtu: int) -> int:
@@ -107,6 +117,7 @@ class Hello:
     echo: int = 0
     mtu: int = 1
     qps: tuple[QpId, ...] = ()
+    ece: Ece = NO_ECE
     note: bytes = b""
 
     def encode(self) -> bytes:
@@ -121,7 +132,9 @@ class Hello:
             self.echo,
             self.target,
         )
-        return head + self.sender.encode() + b"".join(_QP.pack(*qp) for qp in self.qps) + self.note
+        qps = b"".join(_QP.pack(*qp) for qp in self.qps)
+        ece = _ECE.pack(*self.ece) if self.kind in _CONNECTING else b""
+        return head + self.sender.encode() + qps + ece + self.note
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -136,7 +149,11 @@ class Hello:
         if version != _VERSION or kind not in Kind.__members__.values():
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
         sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
-        note = b""
+        note, ece = b"", NO_ECE
+        if kind in _CONNECTING and len(rest) >= _ECE.size:
+            ece, rest = _ECE.unpack(rest[-_ECE.size :]), rest[: -_ECE.size]
+        elif kind in _CONNECTING:
+            raise BadDescriptor(f"handshake: {len(data)} bytes are too few for its kind")
         if kind in _NOTING:
             note, rest = rest, b""
         if count > _QPS_MAX or len(rest) != count * _QP.size or not 1 <= mtu <= _MTU_MAX:
@@ -144,7 +161,7 @@ class Hello:
         qps = tuple(_QP.iter_unpack(rest))
         if any(number >> 24 or psn >> 24 for number, psn in qps):
             raise BadDescriptor(f"handshake: queue pairs {qps}; numbers have 24 bits")
-        if kind in {Kind.REQ, Kind.REP} and not qps:
+        if kind in _CONNECTING and not qps:
             raise BadDescriptor("handshake: no queue pairs; one at the least")
         return cls(
             kind=Kind(kind),
@@ -154,10 +171,12 @@ class Hello:
             echo=echo,
             mtu=mtu,
             qps=qps,
+            ece=ece,
             note=note,
         )
 
 
+_CONNECTING: Final = frozenset({Kind.REQ, Kind.REP})
 _NOTING: Final = frozenset({Kind.NOTE, Kind.CHECK, Kind.CHECKED})
 
 

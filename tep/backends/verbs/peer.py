@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from tep.backends.base import Entry, Status, WriteBatch
 from tep.backends.base import Kind as Completed
-from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
+from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, Kind, Negotiation, Phase, QpId
 
 if TYPE_CHECKING:
     from tep.backends.verbs.address import Address
@@ -104,7 +104,10 @@ class Peer:
 
     def say(self, kind: Kind, attempt: int, echo: int, note: bytes = b"") -> None:
         owner = self._owner
-        ids = self.conn.ids if self.conn is not None and kind in {Kind.REQ, Kind.REP} else ()
+        ids: tuple[QpId, ...] = ()
+        ece: Ece = NO_ECE
+        if self.conn is not None and kind in {Kind.REQ, Kind.REP}:
+            ids, ece = self.conn.ids, self.conn.ece
         hello = Hello(
             kind=kind,
             sender=owner.own,
@@ -113,6 +116,7 @@ class Peer:
             echo=echo,
             mtu=owner.device.port.active_mtu,
             qps=ids,
+            ece=ece,
             note=note,
         )
         owner.datagrams.send(self.where, hello.encode())

@@ -63,6 +63,8 @@ class Settings:
         drain_s: how long a failed queue pair may take to return what it holds, seconds.
         relaxed_ordering: let PCIe writes to a region pass each other. Without it fabric-lib stays
             below 200 Gb/s on ConnectX-7 (quoted).
+        ece: let two NICs of one vendor agree on what they can do beyond the standard (enhanced
+            connection establishment), where the provider has it.
         traffic_class, service_level: of all packets; what they mean is the network's business.
     """
 
@@ -85,6 +87,7 @@ class Settings:
     resend_s: float = 0.02
     drain_s: float = 1.0
     relaxed_ordering: bool = True
+    ece: bool = True
     traffic_class: int = 0
     service_level: int = 0
 
