@@ -80,7 +80,7 @@ FI_GETWAIT: Final = 5
 FI_ENABLE: Final = 6
 FI_OPT_ENDPOINT: Final = 0
 FI_OPT_CUDA_API_PERMITTED: Final = 10  # since 1.18
-FI_OPT_SHARED_MEMORY_PERMITTED: Final = 11  # since 1.18
+FI_OPT_SHARED_MEMORY_PERMITTED: Final = 11  # since 1.18; EFA knows it from 1.21 on
 FI_HMEM_SYSTEM: Final = 0
 FI_HMEM_CUDA: Final = 1
 FI_SOCKADDR: Final = 1
@@ -89,6 +89,7 @@ FI_SOCKADDR_IN6: Final = 3
 FI_EAGAIN: Final = 11
 FI_EAVAIL: Final = 259
 FI_ENODATA: Final = 61
+FI_ENOPROTOOPT: Final = 92
 FI_ENOSYS: Final = 38
 
 # <rdma/fi_ext.h>, 2.x; Debian's 1.17 header has the first one only.
@@ -96,6 +97,7 @@ FI_OPT_EFA_RNR_RETRY: Final = -(0xEFA << 16)
 FI_OPT_EFA_EMULATED_WRITE: Final = FI_OPT_EFA_RNR_RETRY + 2
 FI_OPT_EFA_USE_DEVICE_RDMA: Final = FI_OPT_EFA_RNR_RETRY + 4
 FI_OPT_EFA_HOMOGENEOUS_PEERS: Final = FI_OPT_EFA_RNR_RETRY + 7
+FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV: Final = FI_OPT_EFA_RNR_RETRY + 8
 
 FI_ADDR_UNSPEC: Final = 2**64 - 1
 
@@ -110,6 +112,7 @@ PROTOTYPES: Final = MappingProxyType(
         "fi_ops.bind": (c_int, (_VP, _VP, c_uint64)),
         "fi_ops.control": (c_int, (_VP, c_int, _VP)),
         "fi_ops_fabric.domain": (c_int, (_VP, _VP, _VP, _VP)),
+        "fi_ops_fabric.eq_open": (c_int, (_VP, _VP, _VP, _VP)),
         "fi_ops_fabric.trywait": (c_int, (_VP, _VP, c_int)),
         "fi_ops_domain.av_open": (c_int, (_VP, _VP, _VP, _VP)),
         "fi_ops_domain.cq_open": (c_int, (_VP, _VP, _VP, _VP)),
@@ -125,6 +128,8 @@ PROTOTYPES: Final = MappingProxyType(
         "fi_ops_cq.strerror": (c_char_p, (_VP, c_int, _VP, _VP, c_size_t)),
         "fi_ops_rma.writemsg": (c_ssize_t, (_VP, _VP, _VP)),
         "fi_ops_msg.recv": (c_ssize_t, (_VP, _VP, _VP, _VP, _VP, _VP)),
+        "fi_ops_eq.readerr": (c_ssize_t, (_VP, _VP, c_uint64)),
+        "fi_ops_msg.recvmsg": (c_ssize_t, (_VP, _VP, _VP)),
         "fi_ops_msg.send": (c_ssize_t, (_VP, _VP, _VP, _VP, _VP, _VP)),
     }
 )
@@ -312,6 +317,9 @@ def load() -> Libfabric:
         # Debian's build carries PSM, whose constructors take over six signals unless told not to.
         for variable in ("IPATH_NO_BACKTRACE", "HFI_NO_BACKTRACE"):
             os.environ.setdefault(variable, "1")
+        # EFA's provider reads this when it is loaded, from 1.22 on. Immediates that take no receive
+        # are acknowledged even when the target's completion queue is full, and are lost then.
+        os.environ.setdefault("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0")
         cure = "pip install 'tep[libfabric]', or name one: TEP_LIBFABRIC=/path/to/libfabric.so.1"
         _LOADED["it"] = Libfabric(find("libfabric", steps(), _accept, cure))
     return _LOADED["it"]

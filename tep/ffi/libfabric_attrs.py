@@ -31,6 +31,7 @@ __all__ = [
     "fi_device_attr",
     "fi_domain_attr",
     "fi_ep_attr",
+    "fi_eq_attr",
     "fi_fabric_attr",
     "fi_info",
     "fi_link_attr",
@@ -404,7 +405,28 @@ class fi_cq_attr(Structure):
     )
 
 
+# <rdma/fi_eq.h>, 1.17:
+#   struct fi_eq_attr {
+#       size_t size;
+#       uint64_t flags;
+#       enum fi_wait_obj wait_obj;
+#       int signaling_vector;
+#       struct fid_wait *wait_set;
+#   };
+class fi_eq_attr(Structure):
+    """How to open an event queue."""
+
+    _fields_ = (
+        ("size", c_size_t),
+        ("flags", c_uint64),
+        ("wait_obj", c_int),
+        ("signaling_vector", c_int),
+        ("wait_set", c_void_p),
+    )
+
+
 MIRRORED: Final[tuple[type[Structure], ...]] = (
+    fi_eq_attr,
     fi_tx_attr,
     fi_rx_attr,
     fi_ep_attr,

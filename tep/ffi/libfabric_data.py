@@ -20,6 +20,7 @@ __all__ = [
     "RMA_IOV",
     "fi_cq_data_entry",
     "fi_cq_err_entry",
+    "fi_eq_err_entry",
     "fi_mr_attr",
     "fi_mr_dmabuf",
     "fi_msg_rma",
@@ -82,6 +83,31 @@ class fi_cq_err_entry(Structure):
         ("err_data", c_void_p),
         ("err_data_size", c_size_t),
         ("src_addr", c_uint64),
+    )
+
+
+# <rdma/fi_eq.h>, 1.17:
+#   struct fi_eq_err_entry {
+#       fid_t fid;
+#       void *context;
+#       uint64_t data;
+#       int err;
+#       int prov_errno;
+#       /* err_data is available until the next time the EQ is read */
+#       void *err_data;
+#       size_t err_data_size;
+#   };
+class fi_eq_err_entry(Structure):
+    """What went wrong on an endpoint and belongs to no operation."""
+
+    _fields_ = (
+        ("fid", c_void_p),
+        ("context", c_void_p),
+        ("data", c_uint64),
+        ("err", c_int),
+        ("prov_errno", c_int),
+        ("err_data", c_void_p),
+        ("err_data_size", c_size_t),
     )
 
 
@@ -213,6 +239,7 @@ class fi_mr_attr(Structure):
 MIRRORED: Final[tuple[type[Structure], ...]] = (
     fi_cq_data_entry,
     fi_cq_err_entry,
+    fi_eq_err_entry,
     fi_rma_iov,
     fi_msg_rma,
     iovec,

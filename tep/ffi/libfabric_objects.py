@@ -19,6 +19,7 @@ __all__ = [
     "fi_ops_cq",
     "fi_ops_domain",
     "fi_ops_ep",
+    "fi_ops_eq",
     "fi_ops_fabric",
     "fi_ops_mr",
     "fi_ops_msg",
@@ -28,6 +29,7 @@ __all__ = [
     "fid_cq",
     "fid_domain",
     "fid_ep",
+    "fid_eq",
     "fid_fabric",
     "fid_mr",
 ]
@@ -303,6 +305,26 @@ fi_ops_cq = _table(
 )
 
 
+# <rdma/fi_eq.h>, 1.17:
+#   struct fi_ops_eq {
+#       size_t size;
+#       ssize_t (*read)(struct fid_eq *eq, uint32_t *event,
+#       void *buf, size_t len, uint64_t flags);
+#       ssize_t (*readerr)(struct fid_eq *eq, struct fi_eq_err_entry *buf,
+#       uint64_t flags);
+#       ssize_t (*write)(struct fid_eq *eq, uint32_t event,
+#       const void *buf, size_t len, uint64_t flags);
+#       ssize_t (*sread)(struct fid_eq *eq, uint32_t *event,
+#       void *buf, size_t len, int timeout, uint64_t flags);
+#       const char * (*strerror)(struct fid_eq *eq, int prov_errno,
+#       const void *err_data, char *buf, size_t len);
+#   };
+fi_ops_eq = _table(
+    "fi_ops_eq",
+    "read readerr write sread strerror",
+)
+
+
 # <rdma/fabric.h>, 1.17:
 #   struct fid_fabric {
 #       struct fid fid;
@@ -363,6 +385,20 @@ class fid_cq(Structure):
     )
 
 
+# <rdma/fi_eq.h>, 1.17:
+#   struct fid_eq {
+#       struct fid fid;
+#       struct fi_ops_eq *ops;
+#   };
+class fid_eq(Structure):
+    """An event queue."""
+
+    _fields_ = (
+        ("fid", fid),
+        ("ops", POINTER(fi_ops_eq)),
+    )
+
+
 # <rdma/fi_domain.h>, 1.17:
 #   struct fid_mr {
 #       struct fid fid;
@@ -417,6 +453,8 @@ MIRRORED: Final[tuple[type[Structure], ...]] = (
     fi_ops_msg,
     fi_ops_rma,
     fi_ops_cq,
+    fi_ops_eq,
+    fid_eq,
     fid_fabric,
     fid_domain,
     fid_av,

@@ -40,6 +40,7 @@ NEWER_CONSTANTS = {
     "FI_OPT_EFA_EMULATED_WRITE",
     "FI_OPT_EFA_USE_DEVICE_RDMA",
     "FI_OPT_EFA_HOMOGENEOUS_PEERS",
+    "FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV",
 }
 # What only the library allocates may be longer in later headers.
 LIBRARY_ALLOCATED = {"fi_domain_attr", "fi_ops_av", "fi_ops_domain", "fi_ops_fabric", "fi_ops"}

@@ -17,7 +17,6 @@ from tests.support.here import need_fake_efa
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-RECEIVES = pytest.mark.xfail(strict=True, reason="efa-direct: receives are not posted again")
 PROVIDERS = ["efa", "efa-direct"]
 
 
@@ -29,7 +28,7 @@ def run():
         yield run
 
 
-@pytest.mark.parametrize("provider", ["efa", pytest.param("efa-direct", marks=RECEIVES)])
+@pytest.mark.parametrize("provider", PROVIDERS)
 def test_verify_efa_holds(run, provider):
     """Who comes to an instance starts with this script: each of its checks has to hold."""
     done = subprocess.run(
@@ -37,7 +36,7 @@ def test_verify_efa_holds(run, provider):
         env=os.environ | run.environment(),
         capture_output=True,
         text=True,
-        timeout=60 if provider == "efa" else 8,
+        timeout=60,
         check=False,
     )
 
@@ -49,7 +48,7 @@ def test_verify_efa_holds(run, provider):
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_two_processes_move_every_byte(run, provider, hosts):
     """Rows of two processes over two NICs each: bytes, counts, and whom they went through."""
-    npages = 96 if provider == "efa-direct" else 1024  # what it can before receives are reposted
+    npages = 1024
     children = [Child(run.environment(host)) for host in hosts]
     try:
         a, b = children

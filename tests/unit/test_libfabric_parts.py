@@ -122,7 +122,7 @@ def test_frames_fit_their_head_room():
 
 class FakePeer:
     def __init__(self):
-        self.open = 0
+        self.open = self.adrift = 0
         self.heard = False
         self.number = 3
 
@@ -268,7 +268,8 @@ def test_host_and_device_memory_are_described_to_the_header():
     assert (fi.FI_HMEM_CUDA, 3) == (attr.iface, attr.device.cuda)
     assert fi.FI_MR_DMABUF == flags
     assert attr.access & fi.FI_REMOTE_WRITE
-    assert (42, 8192, 65536, 0x7000_0000_0000) == (
+    # Its first byte is called base_addr + offset by peers.
+    assert (42, 8192, 65536, 0x7000_0000_0000 - 8192) == (
         exported.fd, exported.offset, exported.len, exported.base_addr,
     )  # fmt: skip
     assert kept is not None
@@ -296,8 +297,11 @@ def test_a_device_without_rdma_write_is_refused():
 
 def test_efa_options_are_set_only_where_they_exist():
     """FI_OPT_CUDA_API_PERMITTED without CUDA is refused (-22), and the endpoint with it."""
-    assert ((11, False),) == efa.endpoint_options(cuda=False, same_host_shm=False)
-    assert ((11, True), (10, False)) == efa.endpoint_options(cuda=True, same_host_shm=True)
+    unsolicited = fi.FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, False, False
+    plain = efa.endpoint_options(cuda=False, same_host_shm=False)
+    assert ((11, False, True), unsolicited) == plain
+    full = efa.endpoint_options(cuda=True, same_host_shm=True)
+    assert ((11, True, True), unsolicited, (10, False, True)) == full
 
 
 def test_efa_errors_have_our_names():
@@ -305,6 +309,7 @@ def test_efa_errors_have_our_names():
     assert Status.REMOTE_KEY is efa.STATUSES[7]
     assert Status.UNREACHABLE is efa.STATUSES[13]
     assert Status.LOCAL_KEY is efa.STATUSES[5]
+    assert Status.UNREACHABLE is efa.STATUSES[4124] is efa.STATUSES[4126]
     assert 0 not in efa.STATUSES
 
 
@@ -366,8 +371,8 @@ def test_a_nic_that_carries_too_short_immediates_is_refused():
         with pytest.raises(BackendUnavailable, match="carry 2 bytes of immediate, tep needs 4"):
             efa.check_offer(info, "lo", RULES["tcp"], lib.version)
         info.contents.domain_attr.contents.cq_data_size = 4
-        with pytest.raises(BackendUnavailable, match=r"1\.17 may leave EFA's device RDMA off"):
-            efa.check_offer(info, "rdmap0s6", RULES["efa"], (1, 17))
+        with pytest.raises(BackendUnavailable, match=r"1\.20 is too old for EFA"):
+            efa.check_offer(info, "rdmap0s6", RULES["efa"], (1, 20))
     finally:
         lib.freeinfo(info)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import select
@@ -27,7 +26,6 @@ from tep.backends.local import sender as sender_room
 from tep.backends.local.address import Address
 from tep.backends.local.channel import Channel, Hello, is_bell
 from tep.backends.local.memory import new_memfd
-from tep.backends.local.outbound import Outbound
 from tep.backends.local.port import TABLE
 from tep.memory import adapt
 from tests.support.descriptors import open_descriptors
@@ -124,6 +122,7 @@ def test_a_strangers_datagram_ends_its_connection_and_nothing_else(victim, datag
         assert b"" == stranger.recv(100)
     writer = Writer(victim)
     assert Status.OK == writer.write()
+    writer.close()
 
 
 def test_what_strangers_send_along_is_closed() -> None:
@@ -267,25 +266,6 @@ def test_an_engine_that_cannot_be_opened_says_why_and_leaves_nothing() -> None:
 
     assert 0 == ended.returncode, ended.stderr
     assert "opened with" in ended.stdout
-
-
-def test_the_time_for_a_peer_runs_from_the_first_row_to_it(victim, monkeypatch) -> None:
-    """A peer that could not be called when it was met lost its first row at once, later on."""
-    knock, refused = Outbound._knock, [True]
-
-    def short_of_memory(out: Outbound) -> None:
-        if refused[0]:
-            raise OSError(errno.ENOMEM, "no memory")
-        knock(out)
-
-    monkeypatch.setattr(Outbound, "_knock", short_of_memory)
-    writer = Writer(victim)
-    clock = time.monotonic
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + 100)
-    writer.post()
-    assert [] == [status for _ in range(3) for status in writer.turn()]
-    refused[0] = False
-    assert Status.OK == writer.write()
 
 
 def test_a_bell_is_an_eventfd_that_does_not_block() -> None:
@@ -456,6 +436,7 @@ def test_a_lone_row_shows_only_after_its_bytes_have_moved(victim, monkeypatch) -
     assert Status.OK == writer.write()
     assert [(1, 1, 2)] == seen, "tail before and after the copy, and the byte after it"
     assert 2 == out.words[out._board]
+    writer.close()
 
 
 def test_peers_that_are_gone_leave_next_to_nothing(victim, monkeypatch) -> None:

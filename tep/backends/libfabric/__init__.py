@@ -20,11 +20,11 @@ from tep.backends.libfabric.efa import check_offer, endpoint_options, same_host_
 from tep.backends.libfabric.messages import NOTE_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
-from tep.backends.libfabric.regions import Export
 from tep.backends.libfabric.rules import RULES, Rules
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric import Libfabric, load
+from tep.memory import DmabufExport
 
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
 
@@ -38,7 +38,7 @@ class _How(NamedTuple):
     peer_timeout_s: float
     delivery_complete: bool
     cuda: bool
-    dmabuf: Export | None
+    dmabuf: DmabufExport | None
     same_host_shm: bool
 
 
@@ -53,7 +53,7 @@ def open_domains(
     window_rows: int | None = None,
     window_bytes: int | None = None,
     cuda: bool = False,
-    dmabuf: Export | None = None,
+    dmabuf: DmabufExport | None = None,
     same_host_shm: bool = False,
 ) -> Opened:
     """Open the NICs of one engine.
@@ -70,8 +70,8 @@ def open_domains(
         window_rows: rows in flight; None = the provider's usual.
         window_bytes: bytes in flight; None = the provider's usual.
         cuda: whether CUDA memory will be registered; on EFA only.
-        dmabuf: exports CUDA memory as a dma-buf: (descriptor, offset); None = libfabric, built with
-            CUDA, finds the pages itself.
+        dmabuf: exports CUDA memory as a dma-buf, see tep.memory; None = libfabric, built with CUDA,
+            finds the pages itself.
         same_host_shm: on EFA, let the provider reach peers of this host by shared memory and not by
             the NIC.
 
@@ -131,7 +131,10 @@ def _adjusted(rules: Rules, window_rows: int | None, window_bytes: int | None) -
             f"libfabric: window_rows={rows} window_bytes={nbytes}; rows are 1 to 65536, "
             "bytes 1 or more"
         )
-    return replace(rules, window_rows=rows, window_bytes=nbytes)
+    rules = replace(rules, window_rows=rows, window_bytes=nbytes)
+    if rules.more:  # its send queue holds the window, see Rules
+        rules = replace(rules, tx_entries=rows + rules.frames_out)
+    return rules
 
 
 def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
@@ -139,13 +142,21 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     if how.delivery_complete:
         info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
     imm_bits = 8 * int(info.domain_attr.contents.cq_data_size)
-    longest = int(info.ep_attr.contents.max_msg_size)
     try:
         check_offer(offer.info, offer.nic, rules, lib.version)
     except BackendUnavailable:
         lib.freeinfo(offer.info)
         raise
-    nic = Nic(lib, offer.info, offer.nic, cq_entries=8192, wait_fd=True)
+    # Room for all that can be in it: what a full queue of the device drops is lost.
+    queues = int(info.tx_attr.contents.size) + int(info.rx_attr.contents.size)
+    nic = Nic(
+        lib,
+        offer.info,
+        offer.nic,
+        cq_entries=queues if rules.hardware else 8192,
+        wait_fd=True,
+        event_queue=rules.hardware,
+    )
     try:
         caps = DomainCaps(
             backend="libfabric",
@@ -153,7 +164,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             link_bps=offer.link_bps,
             imm_bits=min(imm_bits, 32),
             sq_depth=2 * rules.window_rows,
-            max_write_bytes=min(longest, 1 << 62),
+            max_write_bytes=offer.row_bytes_max,
             max_msg_bytes=rules.msg_bytes_max,
             ordered=rules.ordered,
             imm_eats_recv=False,

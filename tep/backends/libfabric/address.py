@@ -28,7 +28,7 @@ from typing import Final
 
 from tep.errors import BadDescriptor
 
-__all__ = ["NicAddress", "engine_of", "parse", "shm_alias", "shm_name", "shm_pid"]
+__all__ = ["NicAddress", "efa_place", "engine_of", "parse", "shm_alias", "shm_name", "shm_pid"]
 
 _HEAD: Final = struct.Struct("<4sQBBB")
 _MAGIC: Final = b"OFI1"
@@ -106,6 +106,11 @@ def engine_of(data: bytes) -> bytes:
 def shm_name(raw: bytes) -> str:
     """Read the file's name in /dev/shm that a shared-memory address stands for."""
     return raw.removeprefix(b"fi_shm://").rstrip(b"\0").decode()
+
+
+def efa_place(raw: bytes) -> bytes:
+    """The GID and the number of the queue pair in an EFA address: endpoints get numbers again."""
+    return raw[:18]
 
 
 def shm_alias(raw: bytes) -> bytes:

@@ -49,6 +49,7 @@ class Queue:
 
     Args:
         nic, slots, mailbox: of one NIC.
+        imm_takes_receive: an immediate comes with the context of the receive that it took.
 
     Attributes:
         frames: what came in, copied; the caller takes them.
@@ -56,10 +57,14 @@ class Queue:
         full: whether the last read filled its buffer, so that there may be more.
     """
 
-    def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox) -> None:
+    def __init__(
+        self, nic: Nic, slots: Slots, mailbox: Mailbox, *, imm_takes_receive: bool = False
+    ) -> None:
+        self._spend = mailbox.spend if imm_takes_receive else None
         self._nic = nic
         self._slots = slots
         self._mailbox = mailbox
+        self._idle = mailbox.idle
         self._entries = np.zeros(_ENTRIES, CQ_DATA_ENTRY)
         self._at = self._entries.ctypes.data
         words = self._entries.view(np.uint64)
@@ -106,10 +111,14 @@ class Queue:
             self._streaming = True
             self.full = n == room
             if n == 1:
-                return self._take_one(out, filled)
-            if n > _SCALAR_MAX:
-                return self._take_columns(n, out, filled)
-            return self._take(n, out, filled)
+                filled = self._take_one(out, filled)
+            elif n > _SCALAR_MAX:
+                filled = self._take_columns(n, out, filled)
+            else:
+                filled = self._take(n, out, filled)
+            if self._idle:
+                self._mailbox.refill()
+            return filled
         self._streaming, self.full = False, True
         if n == -fi.FI_EAVAIL:
             # Once an error, then go on reading: the queue holds good entries behind it.
@@ -131,6 +140,8 @@ class Queue:
         flags, at = words[_FLAGS], filled * COMPLETION_BYTES
         if flags & _REMOTE:
             put_completion(out, at, _IMM, _OK, 1, words[_DATA] & _IMM_MASK, 0, 0, 0)
+            if self._spend is not None:
+                self._spend((words[_CONTEXT],))
             return filled + 1
         if flags & _LOCAL:
             ticket = self._slots.take_back(words[_CONTEXT])
@@ -146,16 +157,21 @@ class Queue:
         words = self._words[: n * _WORDS].tolist()
         rows: list[int] = []
         imms: dict[int, int] = {}
+        spent: list[int] = []
         for at in range(0, n * _WORDS, _WORDS):
             flags = words[at + 1]
             if flags & fi.FI_REMOTE_WRITE:
                 # Not every release sets FI_RMA here, and 1.17 reports no length.
                 imm = words[at + 4] & _IMM_MASK
                 imms[imm] = imms.get(imm, 0) + 1
+                if self._spend is not None:
+                    spent.append(words[at])
             elif flags & fi.FI_WRITE:
                 rows.append(words[at])
             else:
                 self._take_frame(words[at], words[at + 2])
+        if spent and self._spend is not None:
+            self._spend(spent)
         if rows:
             for ctx, count in self._slots.give_back(rows).items():
                 out[filled] = (_WRITE, _OK, count, 0, 0, ctx, 0)
@@ -169,6 +185,8 @@ class Queue:
         flags = self._flags[:n]
         remote = (flags & np.uint64(fi.FI_REMOTE_WRITE)) != 0
         count = int(np.count_nonzero(remote))
+        if count and self._spend is not None:
+            self._spend(self._contexts[:n][remote].tolist())
         if count == n:
             return self._take_imms(self._data[:n], out, filled)
         local = ~remote

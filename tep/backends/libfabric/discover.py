@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ctypes import string_at
 from typing import Final, NamedTuple
 
+from tep.backends.libfabric.efa import ROW_BYTES_MAX
 from tep.backends.libfabric.process import shm_free
 from tep.backends.libfabric.rules import Rules
 from tep.errors import BackendUnavailable, UsageError
@@ -28,11 +29,13 @@ class Offer(NamedTuple):
         info: its fi_info, owned by whoever holds this.
         nic: its name, for people.
         link_bps: nominal rate, or 0.
+        row_bytes_max: longest row.
     """
 
     info: fi.Info
     nic: str
     link_bps: int
+    row_bytes_max: int
 
 
 def find_offers(
@@ -78,9 +81,13 @@ def _devices(
 ) -> list[Offer]:
     """One NIC a device, by its own name."""
     found: dict[str, fi.Info] = {}
+    longest: dict[str, int] = {}
     for info in _ask(lib, rules, None, None, cuda=cuda):
         fabric = _text(info.contents.fabric_attr.contents.name)
         name = _text(info.contents.domain_attr.contents.name)
+        # Both fabrics of a device have its name; `efa` knows no limit, see ROW_BYTES_MAX.
+        size = int(info.contents.ep_attr.contents.max_msg_size)
+        longest[name] = min(size, longest.get(name, ROW_BYTES_MAX))
         # Releases give EFA's usual fabric several names; the other one has had one only.
         if (fabric == "efa-direct") != (rules.fabric == "efa-direct") or name in found:
             lib.freeinfo(info)
@@ -96,12 +103,19 @@ def _devices(
         if nics is None or isinstance(nics, int)
         else nics
     )
+    # libfabric adds what kind of endpoint it is to the device's own name: "rdmap79s0-rdm".
+    names = [name if name in found else f"{name}-rdm" for name in names]
     missing = [name for name in names if name not in found]
     if missing:
-        raise UsageError(f"libfabric: no NIC {missing[0]!r}; there are: {', '.join(found)}")
+        for info in found.values():
+            lib.freeinfo(info)
+        given = missing[0].removesuffix("-rdm")
+        raise UsageError(f"libfabric: no NIC {given!r}; there are: {', '.join(found)}")
+    if len(set(names)) < len(names):
+        raise UsageError(f"libfabric: nics={nics!r} names one NIC twice")
     for name in set(found) - set(names):
         lib.freeinfo(found[name])
-    return [_named(found[name], name) for name in names]
+    return [_named(found[name], name, longest[name]) for name in names]
 
 
 def _first(lib: fi.Libfabric, infos: list[fi.Info]) -> fi.Info:
@@ -111,12 +125,13 @@ def _first(lib: fi.Libfabric, infos: list[fi.Info]) -> fi.Info:
     return infos[0]
 
 
-def _named(info: fi.Info, name: str) -> Offer:
+def _named(info: fi.Info, name: str, row_bytes_max: int = 1 << 62) -> Offer:
     nic = info.contents.nic
     link_bps = 0
     if nic and nic.contents.link_attr:
         link_bps = int(nic.contents.link_attr.contents.speed)
-    return Offer(info, name, link_bps)
+    longest = min(int(info.contents.ep_attr.contents.max_msg_size), row_bytes_max)
+    return Offer(info, name, link_bps, longest)
 
 
 def _ask(
@@ -159,8 +174,9 @@ def fill(lib: fi.Libfabric, hints: fi.Info, rules: Rules, name: str, *, cuda: bo
     domain = hint.domain_attr.contents
     domain.mr_mode = rules.mr_mode | (fi.FI_MR_HMEM if cuda else 0)
     domain.threading = fi.FI_THREAD_DOMAIN  # one thread turns an engine and its NICs
-    if rules.queue_entries:
-        hint.tx_attr.contents.size = hint.rx_attr.contents.size = rules.queue_entries
+    if rules.tx_entries:
+        hint.tx_attr.contents.size = rules.tx_entries
+        hint.rx_attr.contents.size = rules.rx_entries
     hint.fabric_attr.contents.prov_name = lib.strdup(name)
 
 

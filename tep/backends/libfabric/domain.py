@@ -6,6 +6,7 @@ The parts: objects (libfabric's), rows, slots (rows in flight), regions, peers (
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,10 +29,10 @@ from tep.backends.libfabric.completions import Queue
 from tep.backends.libfabric.efa import STATUSES, check_device
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.messages import Inbox, Outgoing
-from tep.backends.libfabric.objects import CqError, Endpoint, Nic
+from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Option
 from tep.backends.libfabric.peers import Peer, Peers, State
 from tep.backends.libfabric.process import rehearse_shm, reserve_shm
-from tep.backends.libfabric.regions import Export, Regions
+from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.seats import close_seats, open_seats
@@ -41,9 +42,11 @@ from tep.backends.libfabric.waiting import Sleeper
 from tep.backends.unread import Unread
 from tep.errors import ClosedError
 from tep.ffi import libfabric as fi
-from tep.memory import Memory
+from tep.memory import DmabufExport, Memory
 
 __all__ = ["FabricDomain"]
+
+_LOG: Final = logging.getLogger("tep.libfabric")
 
 _LOOK_S: Final = 0.05  # between two looks at deadlines, while something is outstanding
 
@@ -81,9 +84,9 @@ class FabricDomain:
         caps: DomainCaps,
         *,
         epoch: int,
-        options: tuple[tuple[int, bool], ...] = (),
+        options: tuple[Option, ...] = (),
         delivery_complete: bool = False,
-        dmabuf: Export | None = None,
+        dmabuf: DmabufExport | None = None,
         about: str = "",
     ) -> None:
         self.caps = caps
@@ -97,9 +100,9 @@ class FabricDomain:
         self._texts: dict[int, str] = {}
         self._timeout_s = 0.8 * caps.peer_timeout_s  # the rest is for looking and telling
         flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if delivery_complete else 0)
-        self._slots = Slots(rules.window_rows, flags)
+        self._slots = Slots(rules.window_rows, flags, more=rules.more)
         self._regions = Regions(nic, dmabuf)
-        self._mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX)
+        self._mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
         self._mailbox.start(self._main)
         self._peers = Peers(
             nic, self._mailbox, rules, me, self._main, options, self._timeout_s, self._peer_over
@@ -107,7 +110,9 @@ class FabricDomain:
         self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
         self._inbox = Inbox(self.address, self._done)
         self._unread = Unread(self._done.append)
-        self._queue = Queue(nic, self._slots, self._mailbox)
+        self._queue = Queue(
+            nic, self._slots, self._mailbox, imm_takes_receive=rules.imm_takes_receive
+        )
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         self._rows = Rows(
             self.address,
@@ -255,6 +260,11 @@ class FabricDomain:
                     self._peers.bury_the_dead()
         if self._regions.dying:
             self._regions.bury()
+        if self._peers.departed:
+            self._peers.clear_departed()
+        if self._slots.unended is not None:  # any frame rings the doorbell that it waits for
+            peer, self._slots.unended = self._slots.unended, None
+            self._say(peer, frames.Welcome(self.address))
         return filled
 
     def _take_rest(self) -> None:
@@ -395,6 +405,8 @@ class FabricDomain:
                 self._restless.discard(peer)
 
     def _look_at_deadlines(self, now_s: float) -> None:
+        if self._rules.hardware:
+            self._read_events()
         due = self._slots.oldest_due()
         for peer in {*due, *self._restless}:
             self._rows.expire(peer, now_s)
@@ -402,6 +414,11 @@ class FabricDomain:
             if peer.unsettled:
                 self._restless.add(peer)
         self._outgoing.look(self._peers, now_s)
+
+    def _read_events(self) -> None:
+        """Read what went wrong with no operation of ours: an answer that found nobody, say."""
+        while event := self._nic.read_event():
+            _LOG.warning("%s: %s", self.caps.nic, event)
 
     def _peer_over(self, peer: Peer) -> None:
         """End all that was to go to a peer that is SILENT or GONE."""
@@ -513,9 +530,7 @@ class FabricDomain:
         self._restless.clear()
 
 
-def _open_main(
-    nic: Nic, rules: Rules, options: tuple[tuple[int, bool], ...]
-) -> tuple[Endpoint, bytes]:
+def _open_main(nic: Nic, rules: Rules, options: tuple[Option, ...]) -> tuple[Endpoint, bytes]:
     """Open the endpoint that peers write to; return it and its name."""
     if rules.by_pid:
         rehearse_shm()

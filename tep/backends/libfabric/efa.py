@@ -11,19 +11,33 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from tep.backends.base import Status
+from tep.backends.libfabric.objects import Option
 from tep.errors import BackendUnavailable
 from tep.ffi import libfabric as fi
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.rules import Rules
 
-__all__ = ["STATUSES", "check_device", "check_offer", "endpoint_options", "same_host_way"]
+__all__ = [
+    "ROW_BYTES_MAX",
+    "STATUSES",
+    "check_device",
+    "check_offer",
+    "endpoint_options",
+    "same_host_way",
+]
 
 _IMM_BYTES: Final = 4
-_VERSION_MIN: Final = (1, 18)  # before, device RDMA may stay off (its manual)
+_VERSION_MIN: Final = (1, 21)
+"""Before 1.18 device RDMA may stay off (its manual); before 1.21 no option of an endpoint keeps the
+provider from shared memory."""
+
+ROW_BYTES_MAX: Final = 1 << 30
+"""What EFA devices write in one go (quoted: AWS). The fabric `efa` takes longer ones, cuts them and
+gives the immediate to every part (2.5.1, efa_rdm_pke_write)."""
 
 # enum efa_io_comp_status, efa_io_defs.h of the EFA driver and of the provider; fi_cq_err_entry has
-# it as prov_errno.
+# it as prov_errno. From 4096 on they are the provider's own (efa_errno.h, 2.x).
 STATUSES: Final[Mapping[int, Status]] = MappingProxyType(
     {
         1: Status.FLUSHED,  # FLUSHED
@@ -36,6 +50,8 @@ STATUSES: Final[Mapping[int, Status]] = MappingProxyType(
         13: Status.UNREACHABLE,  # LOCAL_ERROR_UNRESP_REMOTE
         14: Status.UNREACHABLE,  # REMOTE_ERROR_UNKNOWN_PEER: it has not inserted our address
         15: Status.UNREACHABLE,  # LOCAL_ERROR_UNREACH_REMOTE
+        4124: Status.UNREACHABLE,  # FI_EFA_ERR_ESTABLISHED_RECV_UNRESP: 13, after the handshake
+        4126: Status.UNREACHABLE,  # FI_EFA_ERR_UNESTABLISHED_RECV_UNRESP: 13, before it
     }
 )
 
@@ -47,7 +63,7 @@ class HasOptions(Protocol):
         """A boolean option; None where the provider does not know it."""
 
 
-def endpoint_options(*, cuda: bool, same_host_shm: bool) -> tuple[tuple[int, bool], ...]:
+def endpoint_options(*, cuda: bool, same_host_shm: bool) -> tuple[Option, ...]:
     """Options to set before an endpoint is enabled.
 
     Args:
@@ -55,10 +71,18 @@ def endpoint_options(*, cuda: bool, same_host_shm: bool) -> tuple[tuple[int, boo
             CUDA's API alone: without CUDA that is refused (-22).
         same_host_shm: let the provider send to peers of this host by shared memory. By default all
             goes by the NIC, so that no row takes a way that nobody asked for.
+
+    Immediates take a receive each: a target that is slow is then met with "receiver not ready", and
+    the sender's device tries again. Those that take none are acknowledged even when the target's
+    completion queue is full, and are lost. Before 2.3.1 the environment alone says so, see
+    tep.ffi.libfabric.load().
     """
-    options = [(fi.FI_OPT_SHARED_MEMORY_PERMITTED, same_host_shm)]
+    options = [
+        Option(fi.FI_OPT_SHARED_MEMORY_PERMITTED, same_host_shm),
+        Option(fi.FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV, False, needed=False),
+    ]
     if cuda:
-        options.append((fi.FI_OPT_CUDA_API_PERMITTED, False))
+        options.append(Option(fi.FI_OPT_CUDA_API_PERMITTED, False))
     return tuple(options)
 
 
@@ -85,7 +109,8 @@ def check_offer(info: fi.Info, nic: str, rules: Rules, version: tuple[int, int])
         )
     if rules.hardware and version < _VERSION_MIN:
         raise BackendUnavailable(
-            f"{nic}: libfabric {version[0]}.{version[1]} may leave EFA's device RDMA off; 1.18 or "
+            f"{nic}: libfabric {version[0]}.{version[1]} is too old for EFA: it may leave device "
+            "RDMA off (before 1.18), and cannot be kept from shared memory (before 1.21); 1.21 or "
             "later is needed, best the one of AWS's EFA installer"
         )
 

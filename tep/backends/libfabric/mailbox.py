@@ -7,8 +7,12 @@ been looked at; whoever wants the bytes longer copies them.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from tep.backends.base import DomainKey
 from tep.backends.libfabric.objects import Endpoint, Nic
@@ -19,13 +23,28 @@ from tep.memory import adapt
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.peers import Peer
+    from tep.backends.libfabric.rules import Rules
 
 __all__ = ["Mailbox"]
 
-_IN: Final = 64
-_OUT: Final = 64
 _OUT_PER_PEER: Final = 8  # a peer that takes nothing must not hold all buffers
 _SLOT_BYTES: Final = 64
+
+# One receive, all words of 64 bits: iovec, the array of one memory descriptor, struct fi_msg.
+_RECORD: Final = np.dtype(
+    [
+        ("base", "<u8"),  # iovec.iov_base
+        ("len", "<u8"),  # iovec.iov_len
+        ("desc", "<u8"),
+        ("p_iov", "<u8"),  # fi_msg from here on: msg_iov
+        ("p_desc", "<u8"),
+        ("iov_count", "<u8"),
+        ("addr", "<u8"),
+        ("context", "<u8"),
+        ("data", "<u8"),
+    ]
+)
+_MSG_AT: Final = 24
 
 
 class Mailbox:
@@ -34,19 +53,23 @@ class Mailbox:
     Args:
         nic: whose.
         frame_bytes: of the longest frame.
+        rules: how many buffers there are.
 
     Attributes:
         region: the buffers, as what an empty row reads from.
+        idle: receive buffers that are not posted, by index; refill() posts them.
     """
 
-    def __init__(self, nic: Nic, frame_bytes: int) -> None:
+    def __init__(self, nic: Nic, frame_bytes: int, rules: Rules) -> None:
         self._nic = nic
         self._frame_bytes = -(-frame_bytes // 64) * 64
-        count = _IN + _OUT
+        self._receives = rules.frames_in
+        self._more = fi.FI_MORE if rules.more else 0
+        count = self._receives + rules.frames_out
         # An anonymous mapping: pages that no frame has touched cost nothing.
         self._bytes = mmap.mmap(-1, count * (self._frame_bytes + _SLOT_BYTES))
         memory = adapt(self._bytes)
-        attr, flags, kept = mr_attr(memory, target=False)
+        attr, flags, kept = mr_attr(memory, target=False, receives=True)
         attr.requested_key = (1 << 62) - 1  # no region's: those are random numbers with a counter
         handle = nic.register(attr, flags)
         del kept
@@ -57,36 +80,49 @@ class Mailbox:
         self._contexts = memory.ptr + count * self._frame_bytes
         self._end = self._contexts + count * _SLOT_BYTES
         self._owner: list[Peer | None] = [None] * count
-        self._free = list(range(_IN, count))
+        self._free = list(range(self._receives, count))
         self._main: Endpoint | None = None
-        self._idle: list[int] = list(range(_IN))  # receive buffers that are not posted
+        self.idle: list[int] = list(range(self._receives))
+        # One receive, spelled out once: it is posted again whenever an immediate has taken it.
+        records = self._records = np.zeros(self._receives, _RECORD)
+        at = records.ctypes.data + _RECORD.itemsize * np.arange(self._receives, dtype=np.uint64)
+        records["base"] = self._buffers + self._frame_bytes * np.arange(self._receives)
+        records["len"], records["desc"] = self._frame_bytes, self._desc
+        records["p_iov"], records["p_desc"] = at, at + np.uint64(16)
+        records["iov_count"], records["addr"] = 1, fi.FI_ADDR_UNSPEC
+        records["context"] = self._contexts + _SLOT_BYTES * np.arange(self._receives)
+        self._posts: list[int] = (at + np.uint64(_MSG_AT)).tolist()
 
     def start(self, endpoint: Endpoint) -> None:
         """Post the receive buffers; frames arrive at this endpoint from now on."""
         self._main = endpoint
         rc = self.refill()
-        check(rc, "fi_recv", describe=self._nic.lib.strerror, nic=self._nic.name)
+        check(rc, "fi_recvmsg", describe=self._nic.lib.strerror, nic=self._nic.name)
 
     def refill(self) -> int:
         """Post what receive buffers are not posted; return what libfabric said last."""
         main = self._main
         assert main is not None
-        while self._idle and main.address:  # 0 once it is closed
-            index = self._idle[-1]
-            rc = main.recv(
-                main.address,
-                self._buffers + index * self._frame_bytes,
-                self._frame_bytes,
-                self._desc,
-                fi.FI_ADDR_UNSPEC,
-                self._contexts + index * _SLOT_BYTES,
-            )
-            if rc:
-                if rc != -fi.FI_EAGAIN:
-                    self._nic.lose("fi_recv", rc)
-                return rc
-            self._idle.pop()
-        return 0
+        idle, rc = self.idle, 0
+        if not idle or not main.address:  # 0 once it is closed
+            return 0
+        posts = iter([self._posts[index] for index in idle])
+        last = len(idle) - 1
+        # In one go: the last one rings the doorbell.
+        flags = chain(repeat(self._more, last), repeat(0))
+        rc = next(filter(None, map(main.recvmsg, repeat(main.address), posts, flags)), 0)
+        if rc:
+            del idle[: last - operator.length_hint(posts)]
+            if rc != -fi.FI_EAGAIN:
+                self._nic.lose("fi_recvmsg", rc)
+        else:
+            idle.clear()
+        return rc
+
+    def spend(self, contexts: Iterable[int]) -> None:
+        """Immediates have taken these receives; refill() posts them again."""
+        first = self._contexts
+        self.idle += [(context - first) // _SLOT_BYTES for context in contexts]
 
     def owns(self, context: int) -> bool:
         """Whether a completion's context is one of ours."""
@@ -94,7 +130,7 @@ class Mailbox:
 
     def is_receive(self, context: int) -> bool:
         """Whether it is a receive's."""
-        return context < self._contexts + _IN * _SLOT_BYTES
+        return context < self._contexts + self._receives * _SLOT_BYTES
 
     def send(self, peer: Peer, endpoint: Endpoint, frame: bytes) -> bool:
         """Hand one frame to libfabric; False = not now.
@@ -144,12 +180,11 @@ class Mailbox:
         at = index * self._frame_bytes
         with self._view[at : at + nbytes] as view:
             take(view)
-        self._idle.append(index)
-        self.refill()
+        self.idle.append(index)
 
     def dropped(self, context: int) -> None:
         """Post a receive buffer again whose receive failed."""
-        self._idle.append((context - self._contexts) // _SLOT_BYTES)
+        self.idle.append((context - self._contexts) // _SLOT_BYTES)
         self.refill()
 
     def close(self) -> None:

@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 
 from tep.ffi import libfabric as fi
 from tep.ffi.check import check
-from tep.ffi.libfabric_attrs import fi_av_attr, fi_cq_attr
-from tep.ffi.libfabric_data import fi_cq_err_entry
+from tep.ffi.libfabric_attrs import fi_av_attr, fi_cq_attr, fi_eq_attr
+from tep.ffi.libfabric_data import fi_cq_err_entry, fi_eq_err_entry
 from tep.ffi.libfabric_objects import (
     fi_ops,
     fid,
@@ -27,11 +27,12 @@ from tep.ffi.libfabric_objects import (
     fid_cq,
     fid_domain,
     fid_ep,
+    fid_eq,
     fid_fabric,
     fid_mr,
 )
 
-__all__ = ["CqError", "Endpoint", "Nic"]
+__all__ = ["CqError", "Endpoint", "Nic", "Option"]
 
 _NAME_BYTES_MAX: Final = 512
 
@@ -52,6 +53,20 @@ class CqError(NamedTuple):
     err: int
     prov_errno: int
     text: str
+
+
+class Option(NamedTuple):
+    """A boolean option of an endpoint, set before it is enabled.
+
+    Attributes:
+        number: FI_OPT_...
+        value: what it is set to.
+        needed: a provider that does not know it is an error.
+    """
+
+    number: int
+    value: bool
+    needed: bool = True
 
 
 class _Handle:
@@ -99,7 +114,7 @@ class Endpoint:
         address: of the object, the first argument of the calls below.
         writemsg: holds the interpreter's lock; for writes that take about a microsecond.
         writemsg_long: drops it; for writes that make a system call, or are copied inside the call.
-        send, recv: messages; both drop it.
+        send, recvmsg: messages. send drops it, recvmsg holds it.
     """
 
     def __init__(self, nic: Nic, handle: _Handle) -> None:
@@ -112,7 +127,7 @@ class Endpoint:
         self.writemsg = fi.op(rma, "writemsg", hold_gil=True)
         self.writemsg_long = fi.op(rma, "writemsg")
         self.send = fi.op(msg, "send")
-        self.recv = fi.op(msg, "recv")
+        self.recvmsg = fi.op(msg, "recvmsg", hold_gil=True)
 
     def name(self) -> bytes:
         """The endpoint's address, in the provider's format."""
@@ -144,6 +159,7 @@ class Nic:
         name: for messages.
         cq_entries: size of the queue.
         wait_fd: whether to ask for a descriptor to sleep on.
+        event_queue: whether endpoints need a queue for errors that belong to no operation.
 
     Attributes:
         cq: address of the queue, the first argument of cq_read.
@@ -155,7 +171,14 @@ class Nic:
     """
 
     def __init__(
-        self, lib: fi.Libfabric, info: fi.Info, name: str, *, cq_entries: int, wait_fd: bool
+        self,
+        lib: fi.Libfabric,
+        info: fi.Info,
+        name: str,
+        *,
+        cq_entries: int,
+        wait_fd: bool,
+        event_queue: bool = False,
     ) -> None:
         self.lib = lib
         self.info = info
@@ -168,16 +191,24 @@ class Nic:
         self.failure = ""
         _ALIVE.add(self)
         try:
-            self._open_all(cq_entries, wait_fd)
+            self._open_all(cq_entries, wait_fd, event_queue=event_queue)
         except BaseException:
             self.close()
             raise
 
-    def _open_all(self, cq_entries: int, wait_fd: bool) -> None:
+    def _open_all(self, cq_entries: int, wait_fd: bool, *, event_queue: bool) -> None:
         out = c_void_p()
         self._check(self.lib.fabric(self.info, byref(out)), "fi_fabric")
         self._fabric = self._keep(out, fid_fabric, "fabric")
         fabric_ops = self._fabric.contents().ops.contents
+        self._eq: _Handle | None = None
+        if event_queue:
+            eq_attr = fi_eq_attr(wait_obj=fi.FI_WAIT_NONE)
+            eq_open = fi.op(fabric_ops, "eq_open")
+            rc = eq_open(self._fabric.address, byref(eq_attr), byref(out), None)
+            self._check(rc, "fi_eq_open")
+            self._eq = self._keep(out, fid_eq, "eq")
+            self._eq_readerr = fi.op(self._eq.contents().ops.contents, "readerr")
         rc = fi.op(fabric_ops, "domain")(self._fabric.address, self.info, byref(out), None)
         self._check(rc, "fi_domain")
         self._domain = self._keep(out, fid_domain, "domain")
@@ -203,7 +234,7 @@ class Nic:
             attr.wait_obj, wait_fd = fi.FI_WAIT_NONE, False
             rc = cq_open(self._domain.address, byref(attr), byref(out), None)
         self._check(rc, "fi_cq_open")
-        cq = self._keep(out, fid_cq, "cq")
+        self._cq_handle = cq = self._keep(out, fid_cq, "cq")
         self.cq = cq.address
         ops = cq.contents().ops.contents
         self.cq_read = fi.op(ops, "read")
@@ -231,13 +262,8 @@ class Nic:
 
     # --- endpoints and peers
 
-    def open_endpoint(self, options: tuple[tuple[int, bool], ...] = ()) -> Endpoint:
-        """Open an endpoint bound to this NIC's queue and address vector, and enable it.
-
-        Args:
-            options: (option, value) set before it is enabled; one that the provider does not know
-                is an error.
-        """
+    def open_endpoint(self, options: tuple[Option, ...] = ()) -> Endpoint:
+        """Open an endpoint bound to this NIC's queues and address vector, and enable it."""
         out = c_void_p()
         endpoint = fi.op(self._domain_ops, "endpoint")
         self._check(endpoint(self._domain.address, self.info, byref(out), None), "fi_endpoint")
@@ -245,14 +271,17 @@ class Nic:
         handle = _Handle(out.value, fid_ep, "ep")
         self._endpoints.append(handle)
         try:
-            handle.bind(self._open[2], fi.FI_TRANSMIT | fi.FI_RECV)
+            handle.bind(self._cq_handle, fi.FI_TRANSMIT | fi.FI_RECV)
             handle.bind(self._av, 0)
-            for option, value in options:
+            if self._eq is not None:
+                handle.bind(self._eq, 0)
+            for option, value, needed in options:
                 setopt = fi.op(handle.contents().ops.contents, "setopt")
                 rc = setopt(
                     handle.address, fi.FI_OPT_ENDPOINT, option, byref(ctypes.c_bool(value)), 1
                 )
-                self._check(rc, f"fi_setopt({option}, {value})")
+                if needed or rc != -fi.FI_ENOPROTOOPT:
+                    self._check(rc, f"fi_setopt({option}, {value})")
             self._check(handle.control(fi.FI_ENABLE, None), "fi_enable")
             return Endpoint(self, handle)
         except BaseException:
@@ -328,6 +357,15 @@ class Nic:
         context = entry.op_context or 0
         return CqError(context, entry.flags, entry.err, entry.prov_errno, text)
 
+    def read_event(self) -> str:
+        """Take one error off the event queue, in words; "" = there is none."""
+        if self._eq is None or self.closed:
+            return ""
+        entry = fi_eq_err_entry()
+        if self._eq_readerr(self._eq.address, byref(entry), 0) <= 0:
+            return ""
+        return f"{self.lib.strerror(entry.err)} (err={entry.err} prov_errno={entry.prov_errno})"
+
     # --- ends
 
     def lose(self, what: str, rc: int) -> None:
@@ -337,7 +375,7 @@ class Nic:
             handle.lost = True
 
     def close(self) -> None:
-        """Close regions, endpoints, address vector, queue, domain, fabric. Idempotent."""
+        """Close regions, endpoints, address vector, queues, domain, fabric. Idempotent."""
         _ALIVE.discard(self)
         self.closed = True
         for region in list(self._regions):

@@ -23,7 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tep.backends.base import Status, WriteBatch
 from tep.backends.libfabric import frames, neighbours
-from tep.backends.libfabric.address import NicAddress, parse, shm_alias, shm_name, shm_pid
+from tep.backends.libfabric.address import (
+    NicAddress,
+    efa_place,
+    parse,
+    shm_alias,
+    shm_name,
+    shm_pid,
+)
 from tep.backends.libfabric.process import Process
 from tep.backends.libfabric.seats import SEATS, take_seat
 from tep.errors import BadDescriptor, FabricError
@@ -31,7 +38,7 @@ from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.mailbox import Mailbox
-    from tep.backends.libfabric.objects import Endpoint, Nic
+    from tep.backends.libfabric.objects import Endpoint, Nic, Option
     from tep.backends.libfabric.rules import Rules
 
 __all__ = ["Peer", "Peers", "State"]
@@ -81,6 +88,7 @@ class Peer:
         state: see above.
         status: how rows to it end while it is SILENT or GONE.
         open: rows in flight to it.
+        adrift: rows to it that were given up, and that libfabric still has.
         full_at: rows in flight with which libfabric took no more; none is offered until one is
             back.
         appetite: rows that it took last time.
@@ -100,6 +108,7 @@ class Peer:
 
     __slots__ = (
         "address",
+        "adrift",
         "appetite",
         "data",
         "endpoint",
@@ -131,7 +140,7 @@ class Peer:
         self.endpoint: Endpoint | None = None
         self.state = State.SILENT
         self.status = Status.UNREACHABLE
-        self.open = 0
+        self.open = self.adrift = 0
         self.full_at = _NEVER_FULL
         self.appetite = 1
         self.heard = False
@@ -145,6 +154,11 @@ class Peer:
         self.stuck_s = self.forget_s = 0.0
         self.neighbour = False
         self.process: Process | None = None
+
+    @property
+    def out(self) -> int:
+        """Rows and frames that libfabric still has."""
+        return self.open + self.adrift + self.sends
 
     @property
     def over(self) -> bool:
@@ -170,6 +184,7 @@ class Peers:
 
     Attributes:
         all: by PeerId.
+        departed: who is gone, and waits to be removed from libfabric.
         complaint: why the last peer that was refused could not be met; "" = none was.
         refusal: why the last endpoint could not be opened; "" = it was.
     """
@@ -181,11 +196,12 @@ class Peers:
         rules: Rules,
         me: NicAddress,
         main: Endpoint,
-        options: tuple[tuple[int, bool], ...],
+        options: tuple[Option, ...],
         timeout_s: float,
         on_over: Callable[[Peer], None],
     ) -> None:
         self.all: list[Peer] = []
+        self.departed: list[Peer] = []
         self.complaint = self.refusal = ""
         self._nic = nic
         self._mailbox = mailbox
@@ -198,6 +214,7 @@ class Peers:
         self._timeout_s = timeout_s
         self._on_over = on_over
         self._by_data: dict[bytes, Peer] = {}
+        self._by_place: dict[bytes, dict[bytes, Peer]] = {}  # EFA: whom libfabric knows there
         self._latest: dict[bytes, Peer] = {}  # by raw address
         self._closed = False
 
@@ -251,6 +268,8 @@ class Peers:
                 )
                 return
         peer.number = self._nic.insert(raw)
+        if self._rules.hardware:
+            self._by_place.setdefault(efa_place(raw), {})[raw] = peer
 
     def _supersede(self, peer: Peer) -> None:
         """Of two incarnations at one address the earlier is gone."""
@@ -396,6 +415,20 @@ class Peers:
             if peer.state is not State.GONE and peer.process is not None and peer.process.ended():
                 self._end(peer, State.GONE, Status.UNREACHABLE)
 
+    def clear_departed(self) -> None:
+        """Remove peers that are gone from libfabric, once all that went to them is back.
+
+        EFA's provider drops the completions of a peer that is removed before: what they hold, slots
+        and regions, would stay taken. Of two addresses with one queue pair number it forgets the
+        wrong one, and crashes later (2.5.1, efa_av_reverse_av_remove): these stay.
+        """
+        for peer in self.departed:
+            known = self._by_place.get(efa_place(peer.address.raw), {})
+            if not peer.out and known == {peer.address.raw: peer}:
+                self._nic.remove(peer.number)
+                known.clear()
+        self.departed = [peer for peer in self.departed if peer.out]
+
     def flush(self, peer: Peer, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""
         moved = False
@@ -472,7 +505,10 @@ class Peers:
         peer.leases.clear()
         self.cut(peer)
         if state is State.GONE:
-            self._nic.remove(peer.number)
+            if self._rules.hardware:
+                self.departed.append(peer)
+            else:
+                self._nic.remove(peer.number)
             self._forget(peer)
             if peer.process is not None:
                 peer.process.close()

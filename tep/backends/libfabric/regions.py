@@ -6,11 +6,11 @@ key is never given twice, not even by a later incarnation at the same address.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import mmap
 import os
-from collections.abc import Callable
 from ctypes import addressof
 from typing import Any, Final
 
@@ -21,12 +21,9 @@ from tep.backends.libfabric.objects import Nic
 from tep.errors import FabricError
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric_data import fi_mr_attr, fi_mr_dmabuf, iovec
-from tep.memory import Memory
+from tep.memory import DmabufExport, Memory, exported
 
-__all__ = ["Export", "Region", "Regions", "bounds", "mr_attr"]
-
-Export = Callable[[Memory], tuple[int, int]]
-"""What makes a dma-buf of device memory: (file descriptor, offset in it)."""
+__all__ = ["Region", "Regions", "bounds", "mr_attr"]
 
 _COUNTER_BITS: Final = 24
 _LOCAL: Final = 1 << 62  # tells a region's local key from its remote one, so that a mix-up fails
@@ -72,15 +69,14 @@ class Regions:
 
     Args:
         nic: where they are registered.
-        dmabuf: makes a dma-buf of device memory: (descriptor, offset). The descriptor may be closed
-            once the region is registered. None = the provider finds the pages by CUDA itself.
+        dmabuf: makes a dma-buf of device memory; None = the provider finds the pages by CUDA.
 
     Attributes:
         by_lkey, by_rkey: the regions that rows, or peers, may use.
         dying: those that were given back while rows in flight read from them.
     """
 
-    def __init__(self, nic: Nic, dmabuf: Export | None = None) -> None:
+    def __init__(self, nic: Nic, dmabuf: DmabufExport | None = None) -> None:
         self._nic = nic
         self._dmabuf = dmabuf
         attr = nic.info.contents.domain_attr.contents
@@ -106,12 +102,15 @@ class Regions:
             _check_mapped(memory, self._nic.name)
         number = (self._salt << _COUNTER_BITS | next(self._numbers)) & ((1 << 63) - 1)
         target = access is Access.SOURCE_AND_TARGET
-        exported = self._dmabuf(memory) if self._dmabuf and memory.kind != "cpu" else None
-        attr, flags, kept = mr_attr(memory, target=target, dmabuf=exported)
-        if self._own_keys:
-            attr.requested_key = number & ((1 << self._key_bits) - 1)
-        handle = self._nic.register(attr, flags)
-        del kept
+        with contextlib.ExitStack() as stack:
+            dmabuf = None
+            if self._dmabuf is not None and memory.kind != "cpu":
+                dmabuf = stack.enter_context(exported(self._dmabuf, memory))
+            attr, flags, kept = mr_attr(memory, target=target, dmabuf=dmabuf)
+            if self._own_keys:
+                attr.requested_key = number & ((1 << self._key_bits) - 1)
+            handle = self._nic.register(attr, flags)
+            del kept
         mr = handle.contents()
         key = DomainKey(number ^ _LOCAL, int(mr.key), memory.ptr if self._virtual else 0)
         region = Region(handle, memory, key, int(mr.mem_desc or 0), target)
@@ -155,21 +154,30 @@ class Regions:
 
 
 def mr_attr(
-    memory: Memory, *, target: bool, dmabuf: tuple[int, int] | None = None
+    memory: Memory,
+    *,
+    target: bool,
+    receives: bool = False,
+    dmabuf: tuple[int, int] | None = None,
 ) -> tuple[fi_mr_attr, int, object]:
     """Describe memory for fi_mr_regattr.
 
     Args:
         memory: host memory, or "cuda:N".
         target: whether peers may write there.
-        dmabuf: (fd, offset) of device memory that is exported so; unproven on hardware.
+        receives: whether messages are received there.
+        dmabuf: (fd, offset) of memory that is exported so.
 
     Returns:
         The attributes, the flags, and what must live until the call has returned.
     """
-    access = fi.FI_SEND | fi.FI_RECV | fi.FI_READ | fi.FI_WRITE
+    # No more than is done: FI_RECV or FI_READ would ask the NIC for write access here, which memory
+    # that is mapped read-only refuses.
+    access = fi.FI_SEND | fi.FI_WRITE
     if target:
         access |= fi.FI_REMOTE_WRITE
+    if receives:
+        access |= fi.FI_RECV
     attr = fi_mr_attr(iov_count=1, access=access)
     kind, _, index = memory.device.partition(":")
     if kind == "cuda":
@@ -177,9 +185,10 @@ def mr_attr(
         attr.device.cuda = int(index)
     if dmabuf is not None:
         fd, offset = dmabuf
-        exported = fi_mr_dmabuf(fd, offset, memory.nbytes, memory.ptr)
-        attr.mr_iov = addressof(exported)  # since 1.20 this place is a union with `dmabuf`
-        return attr, fi.FI_MR_DMABUF, exported
+        # The address by which peers call the first byte is base_addr + offset (fi_mr(3)).
+        place = fi_mr_dmabuf(fd, offset, memory.nbytes, memory.ptr - offset)
+        attr.mr_iov = addressof(place)  # since 1.20 this place is a union with `dmabuf`
+        return attr, fi.FI_MR_DMABUF, place
     where = iovec(memory.ptr, memory.nbytes)
     attr.mr_iov = addressof(where)
     return attr, 0, where

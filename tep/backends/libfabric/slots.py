@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable
-from itertools import repeat
+from itertools import chain, repeat
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
@@ -113,20 +113,28 @@ class Slots:
     Args:
         rows_max: rows that may be in flight.
         flags: of every write, besides FI_REMOTE_CQ_DATA.
+        more: several rows go to the device by one doorbell (FI_MORE). The caller sees to it that
+            `rows_max` fit into its queue: of a chain that does not fit, libfabric may drop all.
 
     Attributes:
         tickets: what is in flight, oldest first.
         open: rows in flight.
         nbytes: bytes in flight.
+        adrift: rows that were given up, and have not come back.
+        unended: the peer of a chain that waits for its doorbell, since its last row was refused;
+            the next post of any kind rings it.
     """
 
-    def __init__(self, rows_max: int, flags: int) -> None:
+    def __init__(self, rows_max: int, flags: int, *, more: bool = False) -> None:
         count = _SPARE * rows_max
         self.tickets: dict[int, Ticket] = {}
         self.open = 0
         self.nbytes = 0
         self._rows_max = rows_max
         self._flags = flags
+        self._more = fi.FI_MORE if more else 0
+        self.adrift = 0
+        self.unended: Peer | None = None
         self._next = _FREE + 1
         self._given_up: dict[int, Ticket] = {}  # tickets with rows that libfabric still has
         # One spare slot, to align the pool to a slot's size.
@@ -162,7 +170,7 @@ class Slots:
     @property
     def room(self) -> int:
         """Rows that may still be posted."""
-        left = self._rows_max - self.open
+        left = self._rows_max - self.open - (self.adrift if self._more else 0)
         return left if left < self._top else self._top  # noqa: FURB136  # min() takes 0.1 us
 
     # --- posting
@@ -203,11 +211,17 @@ class Slots:
         contexts = self._free[self._top - n : self._top][::-1]
         context[:n] = contexts
         waiting = iter(self._pointers[:n])
-        rc = next(filter(None, map(call, repeat(endpoint), waiting, repeat(flags))), 0)
+        # All but the last say that there is more.
+        each = chain(repeat(flags | self._more, n - 1), repeat(flags))
+        rc = next(filter(None, map(call, repeat(endpoint), waiting, each)), 0)
         if rc:
             n -= operator.length_hint(waiting) + 1
+            if self._more and n:
+                self.unended = peer
             if rc != -fi.FI_EAGAIN and not n:
                 raise OSError(-rc, "fi_writemsg")
+        elif self.unended is not None:
+            self.unended = None
         if n:
             slots = (contexts[:n] - self._base) >> 6
             ticket.slots = slots
@@ -249,6 +263,8 @@ class Slots:
             if rc == -fi.FI_EAGAIN:
                 return 0
             raise OSError(-rc, "fi_writemsg")
+        if self.unended is not None:
+            self.unended = None
         slot = (context - self._base) >> 6
         ticket.slots = [slot]
         ticket.each = nbytes
@@ -354,6 +370,8 @@ class Slots:
         """Rows that were given up came back after all: nothing reads their source any more."""
         ticket = self._given_up[number]
         ticket.open -= count
+        ticket.peer.adrift -= count
+        self.adrift -= count
         if ticket.open == 0:
             del self._given_up[number]
             ticket.region.open -= 1
@@ -392,6 +410,8 @@ class Slots:
         elif rows:
             ticket.region.open += 1  # _count_off() gives back one
             self._given_up[number] = ticket
+            ticket.peer.adrift += len(rows)
+            self.adrift += len(rows)
         self._count_off(ticket, len(rows))
         if not gone:
             ticket.open = len(rows)

@@ -175,9 +175,7 @@ class Outbound:
             self._channel.close()
             self._channel = None
         now_s = time.monotonic()
-        if not (self.line or self.letters or self.notes):
-            self._until_s = 0.0  # nobody waits: the time runs from the first who does
-        elif now_s < self._until_s:
+        if now_s < self._until_s:
             self._again_s = now_s + _AGAIN_S
             self._watches.wake_in(_AGAIN_S)
         else:
