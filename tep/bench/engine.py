@@ -71,10 +71,10 @@ def _paged(npages: int, nics: int, rounds: int, *, distinct: bool, aim: float | 
             got = b.expect_imm_count(7, npages)
             sent = a.submit_paged_writes(PAGE_BYTES, *pages, imm=7)
         while not (sent.settled and got.settled):
-            a.step()
-            b.step()
-            a.deliver()
-            b.deliver()
+            a._machine.step()
+            b._machine.step()
+            a._machine.deliver()
+            b._machine.deliver()
         spent = time.thread_time_ns() - start
         assert counted == b.stats().imms_counted, "an immediate is missing or was counted twice"
         for imm, _ in b.stats().imms_unexpected:
@@ -107,14 +107,14 @@ def _single(nics: int, rounds: int) -> Iterator[Figure]:
 
     def one() -> int:
         got = b.expect_imm_count(7, 1)
-        b.step()
+        b._machine.step()
         start = time.thread_time_ns()
         sent = a.submit_single_write(PAGE_BYTES, (mr, 0), (desc, 0), imm=7)
-        a.step()
+        a._machine.step()
         posting.append(time.thread_time_ns() - start)
-        a.deliver()
-        b.step()
-        b.deliver()
+        a._machine.deliver()
+        b._machine.step()
+        b._machine.deliver()
         spent = time.thread_time_ns() - start
         assert sent.done
         assert got.done
@@ -167,11 +167,11 @@ def _scatter(nics: int, rounds: int, peers: int = 63) -> Figure:
     def one() -> int:
         start = time.thread_time_ns()
         sent = a.submit_scatter(mr, dsts, imm=3, group=group)
-        a.step()
+        a._machine.step()
         spent = last.last_ns - start
-        a.deliver()
+        a._machine.deliver()
         for other in others:
-            other.step()
+            other._machine.step()
         assert sent.done
         return spent
 

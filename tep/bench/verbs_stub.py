@@ -126,13 +126,13 @@ def _paged(stub: Stub, npages: int, aim: float, rounds: int, regions: int) -> Fi
         goal = stub.rows() + npages
         start = time.thread_time_ns()
         sent = here.submit_paged_writes(_PAGE_BYTES, *pages, imm=7)
-        here.step()
+        here._machine.step()
         while stub.rows() < goal:
-            here.step()
+            here._machine.step()
         spent = rig.last_ns - start
         while not sent.settled:
-            here.step()
-            here.deliver()
+            here._machine.step()
+            here._machine.deliver()
         return spent
 
     found = median_ns(one, rounds)
@@ -161,7 +161,7 @@ def _receive(stub: Stub, step: int, aim: float | None, how: str, rounds: int) ->
         counted = there._worker.imms.total + _BURST  # stats() would go through all of the table
         stub.inject_imms(qpn, _BURST, 1000, step)
         start = time.thread_time_ns()
-        there.step()
+        there._machine.step()
         spent = time.thread_time_ns() - start
         assert counted == there._worker.imms.total, "the burst was not counted in one step"
         return spent
@@ -233,9 +233,9 @@ def _timed(rig: _Rig, submit: Callable[[], object]) -> int:
     here = rig.here
     start = time.thread_time_ns()
     submit()
-    here.step()
+    here._machine.step()
     spent = rig.last_ns - start
     for _ in range(3):
-        here.step()
-        here.deliver()
+        here._machine.step()
+        here._machine.deliver()
     return spent

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tep.backends.base import Domain, Noting, Status
 from tep.control.mailroom import Drop, Mailroom
 from tep.control.notes import NICS_MAX, WHY_MAX, Asked, Prune, Reopen, Told
-from tep.control.tally import Tally, expand
+from tep.core.tally import Tally, expand
 from tep.errors import FabricError, TepError
 
 __all__ = ["Arrivals", "Audit"]

@@ -13,14 +13,14 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from tep.backends.base import Access, Status
+from tep.backends.base import Access, Domain, Status
 from tep.checks import check_seconds
 from tep.control.audit import Audit
 from tep.control.mailroom import Mailroom
 from tep.control.notes import NICS_MAX, Answer, Ended, Renewed
-from tep.core.handle import Handle, State
+from tep.core.handle import Handle, Owner, State
 from tep.core.quarantine import Quarantine
 from tep.core.region import Link, MrHandle, deregistered
 from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError
@@ -28,13 +28,22 @@ from tep.wire import Lease, MrDesc
 
 if TYPE_CHECKING:
     from tep.core.peers import PeerBook
-    from tep.engine import TransferEngine
 
 __all__ = ["Grant", "Leases", "Revocation", "grant_lease"]
 
+T = TypeVar("T")
 Settle = Callable[[Handle, State, TepError | None], None]
 
 _S_PER_NS: Final = 1e-9
+
+
+class LeaseOwner(Owner, Protocol):
+    """The engine, as far as leases are concerned."""
+
+    closed: bool
+
+    def run(self, function: Callable[[], T], /) -> T:
+        """Run a function between two steps."""
 
 
 class Revocation(Handle):
@@ -50,7 +59,7 @@ class Revocation(Handle):
     __slots__ = ("grant",)
 
     def __init__(self, grant: Grant, now_s: float) -> None:
-        super().__init__(grant.engine, now_s)
+        super().__init__(grant.owner, now_s)
         self.grant = grant
 
     def cancel(self) -> None:
@@ -81,13 +90,14 @@ class Grant:
     """
 
     __slots__ = (
-        "ending", "engine", "fence", "lease", "link", "mr", "over", "round", "start", "stop",
-        "until_s", "why",
+        "_leases", "ending", "fence", "lease", "link", "mr", "over", "owner", "round", "start",
+        "stop", "until_s", "why",
     )  # fmt: skip
 
     def __init__(
         self,
-        engine: TransferEngine,
+        owner: LeaseOwner,
+        leases: Leases,
         lease: Lease,
         link: Link,
         mr: MrHandle,
@@ -95,7 +105,7 @@ class Grant:
         *,
         fence: bool,
     ) -> None:
-        self.engine = engine
+        self.owner = owner
         self.lease = lease
         self.link = link
         self.mr = mr
@@ -105,7 +115,8 @@ class Grant:
         self.ending = False
         self.fence = fence
         self.why = ""
-        now_s = engine.driver.now_s()
+        self._leases = leases
+        now_s = leases.now_s()
         self.until_s = now_s + lease.for_ns * _S_PER_NS
         self.over = Revocation(self, now_s)
 
@@ -116,7 +127,7 @@ class Grant:
     @property
     def left_s(self) -> float:
         """Seconds until it runs out."""
-        return max(0.0, self.until_s - self.engine.driver.now_s())
+        return max(0.0, self.until_s - self._leases.now_s())
 
     def renew(self, for_s: float) -> None:
         """Let it last `for_s` seconds from now; the peer is told.
@@ -125,19 +136,15 @@ class Grant:
             LeaseError: it is over, or was asked back.
         """
         for_ns = _for_ns(for_s, "renew")
-        leases = self.engine._worker.leases
-        self.engine.driver.call(lambda: leases.renew(self, for_ns))
-        self.engine.driver.kick()
+        self.owner.run(lambda: self._leases.renew(self, for_ns))
 
     def revoke(self) -> Revocation:
         """Ask for the memory back now; return its end, which says when it is free.
 
         Idempotent. Where an earlier end was a quarantine, all is tried again.
         """
-        leases = self.engine._worker.leases
-        if not self.engine._closed:
-            self.engine.driver.call(lambda: leases.revoke(self))
-            self.engine.driver.kick()
+        if not self.owner.closed:
+            self.owner.run(lambda: self._leases.revoke(self))
         return self.over
 
 
@@ -149,8 +156,10 @@ class Leases:
         now_s: the clock.
         opened: where handles stand until they settle.
         settle: ends a handle.
+        domains: the NICs.
 
     Attributes:
+        now_s: the clock.
         granted: those that are not over, by number.
         held_back: those that ended in quarantine, and why.
         book: where later incarnations of peers show up.
@@ -163,7 +172,9 @@ class Leases:
         now_s: Callable[[], float],
         opened: dict[Handle, None],
         settle: Settle,
+        domains: Sequence[Domain],
     ) -> None:
+        self._domains = domains
         self.granted: dict[int, Grant] = {}
         self.held_back: dict[Grant, str] = {}
         self.book: PeerBook | None = None
@@ -172,7 +183,7 @@ class Leases:
         self._generation = 0
         # Leases that a holder who was silent may believe in, and whether it is being asked again.
         self._believed: dict[Grant, bool] = {}
-        self._mail, self._audit, self._now_s = mail, audit, now_s
+        self._mail, self._audit, self.now_s = mail, audit, now_s
         audit.guarded = self._guards
         self._opened, self._settle = opened, settle
 
@@ -201,7 +212,7 @@ class Leases:
         """Let a lease last so long from now on."""
         if grant.ending or grant.over.settled:
             raise LeaseError(f"renew: {grant} was asked back, or is over; grant a new one")
-        grant.until_s = self._now_s() + for_ns * _S_PER_NS
+        grant.until_s = self.now_s() + for_ns * _S_PER_NS
         grant.round += 1
         heapq.heappush(self._due, (grant.until_s, grant.lease.number))
         owner, number, turn = _owner(grant), grant.lease.number, grant.round
@@ -214,7 +225,7 @@ class Leases:
     def step(self) -> bool:
         """Ask back what has run out, or was granted to an incarnation that is gone."""
         work = False
-        now_s = self._now_s()
+        now_s = self.now_s()
         while self._due and self._due[0][0] <= now_s:
             grant = self.granted.get(heapq.heappop(self._due)[1])
             if grant is not None and grant.until_s <= now_s:
@@ -243,7 +254,7 @@ class Leases:
         if grant in self.held_back:
             del self.held_back[grant]
             grant.ending = False
-            grant.over = Revocation(grant, self._now_s())
+            grant.over = Revocation(grant, self.now_s())
             self._begin(grant)
         self.end(grant)
 
@@ -323,7 +334,7 @@ class Leases:
         why = f"{name} may still write there: {grant.why or 'a row of it is lost'}; {gaps[0]}"
         self.held_back[grant] = why
         cure = f"close the engine, or revoke() again once {name} is back"
-        if all(domain.caps.deregister_fences for domain in grant.engine._domains):
+        if all(domain.caps.deregister_fences for domain in self._domains):
             cure = f"deregister the region, {cure}"
         text = f"{grant} is in quarantine: {why}; {cure}"
         self._settle(grant.over, State.FAILED, FabricError(text, code="QUARANTINED", peer=name))
@@ -388,7 +399,8 @@ class _Fences:
 
 
 def grant_lease(
-    engine: TransferEngine,
+    owner: LeaseOwner,
+    leases: Leases,
     mr: MrHandle,
     link: Link,
     for_s: float,
@@ -405,12 +417,10 @@ def grant_lease(
         raise BadRequest(f"lease: bytes {start} .. {start + nbytes} are outside {mr!r}, or none")
     bases = tuple(base + start for base in whole.bases)
     desc = MrDesc(whole.addr, whole.region, nbytes, whole.device, True, whole.rkeys, bases)
-    leases = engine._worker.leases
     holder = link.addr.domains[0]
     lease = Lease(desc, leases.next_number(), holder, _for_ns(for_s, "lease"))
-    grant = Grant(engine, lease, link, mr, start, fence=fence)
-    engine.driver.call(lambda: leases.grant(grant))
-    engine.driver.kick()
+    grant = Grant(owner, leases, lease, link, mr, start, fence=fence)
+    owner.run(lambda: leases.grant(grant))
     return grant
 
 

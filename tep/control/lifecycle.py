@@ -22,7 +22,7 @@ from tep.errors import FabricError
 
 if TYPE_CHECKING:
     from tep.api import EngineOptions
-    from tep.core.worker import Worker
+    from tep.engine.worker import Worker
 
 __all__ = ["Lifecycle"]
 

@@ -18,9 +18,9 @@ from typing import Final
 
 from tep.control.mailroom import Mailroom
 from tep.control.notes import PRUNED_MAX, Answer, Prune, runs_max
-from tep.control.tally import Lane, Run, runs_of
 from tep.core.group import DomainGroup
 from tep.core.region import Link
+from tep.core.tally import Lane, Run, runs_of
 
 __all__ = ["Pruning"]
 

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tep.backends.base import Domain
-from tep.control.acks import Acks
 from tep.control.mailroom import Mailroom
 from tep.control.notes import Asked, Told, values_max
+from tep.core.acks import Acks
 from tep.core.group import DomainGroup
 from tep.core.pending import Pending, Rescue
 from tep.core.region import Link

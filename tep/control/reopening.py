@@ -15,7 +15,7 @@ from tep.control.notes import WHY_MAX, Answer, Asked, Reopen, Told
 from tep.core.region import Link
 
 if TYPE_CHECKING:
-    from tep.core.worker import Worker
+    from tep.engine.worker import Worker
 
 __all__ = ["Reopening"]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Set
 from typing import Final
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
-from tep.control.acks import Acks
+from tep.core.acks import Acks
 from tep.core.moving import on_lanes
 from tep.core.pending import (
     Pending,

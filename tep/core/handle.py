@@ -10,17 +10,15 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol, Self, cast
+from typing import ClassVar, Final, Protocol, Self, cast
 
 from tep.checks import check_seconds
 from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
 from tep.waiting import escaped, raise_escaped, wake_main
 
-if TYPE_CHECKING:
-    from tep.drivers import Driver
-
-__all__ = ["Handle", "Owner", "State", "closed_error"]
+__all__ = ["Handle", "Owner", "State", "Waits", "closed_error"]
 
 
 class State(Enum):
@@ -41,11 +39,29 @@ _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED
 
 
+class Waits(Protocol):
+    """What turns the engine, as far as its handles are concerned; see `tep.drivers.Driver`."""
+
+    lock: AbstractContextManager[object]
+
+    def wait(self, handle: Handle, timeout_s: float, /) -> bool:
+        """Block, or turn, until the handle is settled; False after `timeout_s`."""
+
+    def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None:
+        """Raise UsageError if awaiting under this event loop could never end."""
+
+    def now_s(self) -> float:
+        """The clock, seconds from an arbitrary start."""
+
+
 class Owner(Protocol):
     """The engine, as far as its handles are concerned."""
 
-    driver: Driver
-    wait_timeout_s: float
+    @property
+    def driver(self) -> Waits: ...
+
+    @property
+    def wait_timeout_s(self) -> float: ...
 
     def cancel_handle(self, handle: Handle) -> None:
         """Queue a cancel."""

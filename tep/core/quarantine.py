@@ -2,21 +2,20 @@
 
 A settled handle says that every posted row is back. Of some ends nobody can know more: what is in
 doubt at a peer is named by the transfer, what is in doubt here by the region. Nothing here waits,
-asks or fences; what does is `leases`. The table is in ARCHITECTURE.md.
+asks or fences; `leases` does. Which bytes of a region are held is in `tep.engine.regions`. The
+table is in ARCHITECTURE.md.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tep.backends.base import Access, Status
-from tep.errors import BusyError, FabricError, InDoubt, TepError
+from tep.backends.base import Status
+from tep.errors import FabricError, InDoubt, TepError
 
 if TYPE_CHECKING:
     from tep.core.group import DomainGroup
-    from tep.core.region import MrHandle
     from tep.core.transfer import Transfer
-    from tep.engine import TransferEngine
 
 __all__ = [
     "MAY_LAND",
@@ -24,8 +23,6 @@ __all__ = [
     "doubt_all",
     "doubts_text",
     "failure_of",
-    "keep_or_free",
-    "quarantines",
 ]
 
 MAY_LAND: Final = frozenset(Status) - {
@@ -67,49 +64,3 @@ def failure_of(transfer: Transfer) -> TepError | None:
     if not doubts or not isinstance(failure, FabricError):
         return failure
     return failure.saying(f"; {doubts_text(doubts)}", doubts)
-
-
-def quarantines(engine: TransferEngine, mr: MrHandle) -> tuple[Quarantine, ...]:
-    """What of a region is in quarantine now."""
-    whole = mr.memory.nbytes
-    if engine._crashed:
-        why = "the engine's worker was stopped by a bug, and what NICs hold is unknown"
-        return (Quarantine(0, whole, why),)
-    if engine._closed or (mr.closed and mr not in engine._kept):
-        return ()
-    found = [
-        Quarantine(0, whole, f"NIC {k} ({engine._domains[k].caps.nic}) is down, cannot be asked")
-        for k in _down(engine, mr)
-    ]
-    return (*found, *engine._worker.leases.quarantines(mr))
-
-
-def _down(engine: TransferEngine, mr: MrHandle) -> list[int]:
-    """NICs that are down and may touch a region: as a target, or reading what they had begun."""
-    target = mr.access is Access.SOURCE_AND_TARGET
-    alive = engine._worker.group.alive
-    return [k for k, up in enumerate(alive) if not up and (target or k in mr.readers)]
-
-
-def keep_or_free(engine: TransferEngine, mr: MrHandle) -> None:
-    """A region is about to be deregistered: keep its memory if a NIC may touch it all the same.
-
-    One that is down may; and where `deregister` is no fence, peers whose lease could not be ended.
-
-    Raises:
-        BusyError: it cannot hold what it does not own, or a lease of it is not over.
-    """
-    leases = engine._worker.leases
-    leases.refuse(mr)
-    why = [f"NIC {k} ({engine._domains[k].caps.nic}) is down" for k in _down(engine, mr)]
-    fences = all(domain.caps.deregister_fences for domain in engine._domains)
-    why += [] if fences else [found.why for found in leases.quarantines(mr)]
-    if why and mr.memory.owner is None:
-        raise BusyError(
-            f"deregister: {why[0]}: region {mr.desc.region} may still be touched, and the engine "
-            "cannot hold its memory for you: keep it mapped, and close() the engine first"
-        )
-    if why:
-        engine._kept[mr] = None
-    if fences:
-        leases.forget(mr)

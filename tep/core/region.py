@@ -10,14 +10,14 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Access, Column, Domain, DomainKey
-from tep.control.tally import Lane
-from tep.core.quarantine import Quarantine, quarantines
+from tep.core.quarantine import Quarantine
+from tep.core.tally import Lane
 from tep.errors import BadRequest, ClosedError, FabricError
 from tep.memory import Memory
 from tep.wire import MrDesc, NetAddr
@@ -25,7 +25,6 @@ from tep.wire import MrDesc, NetAddr
 if TYPE_CHECKING:
     from tep.control.holds import Hold
     from tep.core.requests import Job
-    from tep.engine import TransferEngine
 
 __all__ = [
     "Link",
@@ -42,6 +41,13 @@ __all__ = [
 U64 = npt.NDArray[np.uint64]
 
 _UNKNOWN: Final = -1
+
+
+class RegionOwner(Protocol):
+    """The engine, as far as its regions are concerned."""
+
+    def quarantines(self, mr: MrHandle, /) -> tuple[Quarantine, ...]:
+        """Which bytes of a region a NIC may touch although nothing is open, and why."""
 
 
 class MrHandle:
@@ -63,18 +69,18 @@ class MrHandle:
     """
 
     __slots__ = (
-        "access", "closed", "desc", "engine", "inflight", "keys", "memory", "ptr", "readers",
+        "access", "closed", "desc", "inflight", "keys", "memory", "owner", "ptr", "readers",
     )  # fmt: skip
 
     def __init__(
         self,
-        engine: object,
+        owner: RegionOwner,
         memory: Memory,
         access: Access,
         keys: tuple[DomainKey, ...],
         desc: MrDesc,
     ) -> None:
-        self.engine = engine
+        self.owner = owner
         self.memory = memory
         self.ptr: U64 = np.array(memory.ptr, np.uint64)
         self.access = access
@@ -87,7 +93,7 @@ class MrHandle:
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
         """The bytes that a NIC may touch although nothing is open here, and why; () = none."""
-        return quarantines(cast("TransferEngine", self.engine), self)
+        return self.owner.quarantines(self)
 
     def __repr__(self) -> str:
         state = "deregistered" if self.closed else f"{self.inflight} transfers in flight"
@@ -95,16 +101,16 @@ class MrHandle:
         return f"MrHandle({what}, {state})"
 
 
-def check_source(mr: object, engine: object, what: str) -> None:
-    """Raise unless this is a live region of `engine`."""
-    if isinstance(mr, MrHandle) and mr.engine is engine and not mr.closed:
+def check_source(mr: object, owner: RegionOwner, what: str) -> None:
+    """Raise unless this is a live region of the engine `owner`."""
+    if isinstance(mr, MrHandle) and mr.owner is owner and not mr.closed:
         return
     if not isinstance(mr, MrHandle):
         raise BadRequest(
             f"{what}: the source is a {type(mr).__name__}, not the MrHandle that reg_mr gave; "
             "are source and target swapped?"
         )
-    if mr.engine is not engine:
+    if mr.owner is not owner:
         raise BadRequest(f"{what}: the source {mr!r} is registered with another engine")
     raise deregistered(mr, what)
 

@@ -150,7 +150,7 @@ def verify(cluster: Cluster) -> None:
     for engine in cluster.engines:
         stats = engine.stats()
         ended = stats.transfers_done + stats.transfers_cancelled + stats.transfers_failed
-        if ended != stats.transfers_submitted or engine.busy():
+        if ended != stats.transfers_submitted or engine._machine.busy():
             wrong.append(
                 f"{engine.name}: {stats.transfers_submitted} transfers and messages were "
                 f"submitted, {ended} have ended.\n{engine.stall_report()}"

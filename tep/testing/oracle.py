@@ -190,7 +190,7 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
         ("rows outstanding", 0, sum(stats.rows_outstanding)),
         ("rows in the backlog", 0, stats.rows_backlog),
         ("control messages dropped", {}, _dropped(stats)),
-        ("busy", False, engine.busy()),
+        ("busy", False, engine._machine.busy()),
     )
     for what, true, told in facts:
         if true != told:

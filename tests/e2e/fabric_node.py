@@ -128,7 +128,9 @@ class Node:
 
     def beats(self, name):
         """Rounds of questions put to a peer, and seconds that the last answer took."""
-        known = [p for link, p in self.engine._life._peers.items() if link.addr.name == name]
+        known = [
+            p for link, p in self.engine._machine.life._peers.items() if link.addr.name == name
+        ]
         return known[-1].beats, known[-1].round_trip_s
 
     def meet(self, address):

@@ -349,7 +349,7 @@ def test_backlog_limit_holds_under_many_threads() -> None:
                 sent.wait(WAIT_S)
 
         run_all(user, user, user, user)
-        assert p.a._rows_asked == p.a._worker.taken
+        assert p.a._machine._rows_asked == p.a._worker.taken
         p.a.submit_paged_writes(8, (p.mr, pages), (p.desc, pages)).wait(WAIT_S)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tep.backends.base import Kind
 from tep.core.imm import ImmTable
-from tep.core.worker import Worker
+from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- counting
@@ -144,7 +144,7 @@ def cancelled_expectation_eats() -> list[Change]:
 
 # ---------------------------------------------------------------------- counting by columns
 
-BY_COLUMNS: Change = ("tep.core.worker", "_SCALAR_MAX", 0)
+BY_COLUMNS: Change = ("tep.engine.worker", "_SCALAR_MAX", 0)
 """Small runs would count row by row: with this the columns do it, however few the rows."""
 
 

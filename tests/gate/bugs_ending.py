@@ -8,7 +8,7 @@ from tep.backends.base import Status
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State
 from tep.core.transfer import Transfer
-from tep.core.worker import Worker
+from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- when a transfer is done

@@ -6,7 +6,7 @@ from collections import deque
 
 from tep.backends.base import Domain
 from tep.core.group import DomainGroup
-from tep.core.worker import Worker
+from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug
 
 

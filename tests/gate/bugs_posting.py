@@ -13,7 +13,7 @@ from tep.core.peers import PeerBook, PeerGroup
 from tep.core.plan import Plan
 from tep.core.region import Remote
 from tep.core.transfer import Transfer
-from tep.core.worker import Worker
+from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug
 
 # ---------------------------------------------------------------------- which rows carry immediates

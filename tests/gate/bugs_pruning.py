@@ -8,7 +8,7 @@ from tep.control.audit import Arrivals
 from tep.control.notes import Told
 from tep.control.pruning import Pruning
 from tep.control.recovery import Recovery
-from tep.control.tally import Lane, expand
+from tep.core.tally import Lane, expand
 from tests.gate.registry import Bug, Change
 
 PRUNING: dict[str, Bug] = {}

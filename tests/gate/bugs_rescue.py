@@ -9,17 +9,17 @@ from unittest import mock
 import numpy as np
 
 from tep.backends.base import Status
-from tep.control.acks import Acks
 from tep.control.audit import Arrivals, Audit
 from tep.control.mailroom import Mailroom
 from tep.control.notes import Told
 from tep.control.recovery import Recovery
-from tep.control.tally import Tally
+from tep.core.acks import Acks
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State
 from tep.core.imm import Counts
+from tep.core.tally import Tally
 from tep.core.transfer import Transfer
-from tep.core.worker import Worker
+from tep.engine.worker import Worker
 from tep.sim.faults import Clog, KillNic, Mute, Swizzle
 from tep.testing.scenario import Scenario
 from tests.gate.bugs_counting import BY_COLUMNS

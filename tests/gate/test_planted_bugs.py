@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from tep.core.group import DomainGroup, Pending
-from tep.core.worker import Worker
+from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Fault, Mute, Slow, Swizzle
 from tep.sim.trace import Trace
 from tep.testing.oracle import Violation, replay, run_scenario
@@ -232,7 +232,7 @@ def test_a_row_without_a_receive_may_fail_though_nics_live() -> None:
 def test_engine_is_clean_by_columns() -> None:
     """Completions are counted row by row or by columns; small runs would never try the columns."""
     with (
-        mock.patch("tep.core.worker._SCALAR_MAX", 0),
+        mock.patch("tep.engine.worker._SCALAR_MAX", 0),
         mock.patch("tep.core.imm._SCALAR_MAX", 0),
     ):
         assert first_found(range(100_000, 100_000 + SEEDS // 10)) is None

@@ -69,7 +69,7 @@ class Play:
             done_with = set() if kind == "barrier" else {0xEE}
             assert done_with == set(self.target[:nbytes].tolist()), "written to after its release"
         assert () == b.stats().imms_unexpected, "an immediate came twice"
-        assert (False, False) == (a.busy(), b.busy())
+        assert (False, False) == (a._machine.busy(), b._machine.busy())
         stats = transfer.stats()
         assert stats.rows_posted == stats.rows_back == stats.rows + stats.rows_again
         self.made_good = a._worker.recovery.rows

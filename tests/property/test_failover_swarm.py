@@ -110,7 +110,7 @@ def check(tale: Tale, sends, engines, memory, n: int) -> None:
         if sent.done and sent.stats().kind != "barrier":
             assert (source[part] == target[part]).all(), sent.describe()
         assert sent.settled, sent.describe()
-    assert (False, False) == (a.busy(), b.busy())
+    assert (False, False) == (a._machine.busy(), b._machine.busy())
     assert [] == a._worker.recovery.paths
     assert (0, 0) == (a.stats().rows_backlog, sum(a.stats().rows_outstanding))
 

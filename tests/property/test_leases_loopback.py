@@ -131,7 +131,7 @@ class World:
         old = self.writers.pop(self.dice.randrange(2))
         for domain in old._domains:
             domain.die()
-        self.ring.remove(old)
+        self.ring.remove(old._machine)
         self.writers.append(self.open(old.name))
         if self.dice.random() < 0.5:
             self.owner.add_peer_group([self.writers[-1].main_address])

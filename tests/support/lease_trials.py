@@ -251,11 +251,11 @@ class Trial:
             assert not len(where), f"{what}: byte {where[0]} of {len(where)} changed afterwards"
         for engine in {*self.cluster.engines, self.owner, *self.writers}:
             assert not engine.callback_errors, engine.callback_errors[0]
-            assert not engine.busy(), engine.stall_report()
+            assert not engine._machine.busy(), engine.stall_report()
             assert 0 == engine.stats().leases
         gaps = self.memory.reshape(LEASES, RANGE + GAP)[:, RANGE:]
         assert not gaps.any(), "bytes outside of the leases changed"
-        if not self.owner._closed:
+        if not self.owner._machine.closed:
             self.owner.deregister(self.mr)
 
 

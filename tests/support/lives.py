@@ -173,7 +173,7 @@ class _Run:
     def check(self) -> None:
         """Everything has ended, as it had to; one event a change; no false alarm, no late one."""
         assert all(sent.settled for sent in self.sends)
-        assert not self.a.busy()
+        assert not self.a._machine.busy()
         self._check_transfers()
         self._check_order()
         self._check_times()
@@ -254,7 +254,7 @@ class _Run:
         assert self.removal.done
         assert [] == self.early, "removed before its last transfer"
         assert [] == self.kept, "removed, and still known"
-        life, book = self.a._life, self.a._peers
+        life, book = self.a._machine.life, self.a._peers
         assert [] == life._leaving
         if not self.back_in:
             assert {} == book.links == book._remotes

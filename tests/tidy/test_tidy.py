@@ -14,7 +14,7 @@ LINE_MAX, FUNCTION_MAX, FILE_MAX = 100, 60, 500
 LONGER: dict[str, str] = {
     # "path" or "path::function": the reason why it may be longer
     "tests/property/test_numbers.py::verbs": "a table: one entry for each argument of each verb",
-    "tep/engine.py": "one thought: the verbs that users call, each with what it promises",
+    "tep/engine/verbs.py": "one thought: the verbs that users call, each with what it promises",
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
     "tep/backends/libfabric/domain.py": "one NIC, until EFA has a room of its own",

@@ -64,13 +64,13 @@ def test_callbacks_run_after_the_step_and_once() -> None:
     seen: list[object] = []
     sent = write(own, on_done=seen.append)
     sent.add_done_callback(seen.append)
-    own.engine.step()
+    own.engine._machine.step()
     own.nics[0].finish()
-    own.engine.step()
+    own.engine._machine.step()
     assert sent.done
     assert [] == seen
-    own.engine.deliver()
-    own.engine.deliver()
+    own.engine._machine.deliver()
+    own.engine._machine.deliver()
     assert [sent, sent] == seen
 
 
@@ -79,9 +79,9 @@ def test_a_callback_that_comes_while_its_handle_is_delivered_runs_once(when: str
     """Handles nobody asks for are delivered without the lock: a callback must not fall between."""
     own = scripted()
     sent = write(own)
-    own.engine.step()
+    own.engine._machine.step()
     own.nics[0].finish()
-    own.engine.step()
+    own.engine._machine.step()
     seen: list[object] = []
 
     class Meanwhile(contextlib.AbstractContextManager[None]):
@@ -90,15 +90,15 @@ def test_a_callback_that_comes_while_its_handle_is_delivered_runs_once(when: str
         def __enter__(self) -> None:
             if when == "before it is stored":
                 own.engine.driver.lock = contextlib.nullcontext()
-                own.engine.deliver()
+                own.engine._machine.deliver()
 
         def __exit__(self, *_: object) -> None:
             own.engine.driver.lock = contextlib.nullcontext()
-            own.engine.deliver()
+            own.engine._machine.deliver()
 
     own.engine.driver.lock = Meanwhile()
     sent.add_done_callback(seen.append)
-    own.engine.deliver()
+    own.engine._machine.deliver()
     assert [sent] == seen
 
 
@@ -109,10 +109,10 @@ def test_callback_added_after_the_end_runs_at_once() -> None:
     sent = write(own)
     own.turn()
     own.nics[0].finish()
-    own.engine.step()
+    own.engine._machine.step()
     sent.add_done_callback(seen.append)
     assert [] == seen, "settled, but not delivered yet: it waits for its turn"
-    own.engine.deliver()
+    own.engine._machine.deliver()
     sent.add_done_callback(seen.append)
     assert [sent, sent] == seen
 
@@ -217,7 +217,7 @@ def test_wait_that_times_out_reports_the_stall_and_leaves_the_handle() -> None:
 def test_default_timeout_is_the_engines() -> None:
     """A wait without a limit turns a lost packet into a hung job."""
     own = scripted()
-    own.engine.wait_timeout_s = 0.001
+    own.engine._machine.wait_timeout_s = 0.001
     with pytest.raises(WaitTimeout, match="after 0.001 s"):
         own.engine.expect_imm_count(1, 1).wait()
 

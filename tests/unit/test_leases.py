@@ -296,7 +296,7 @@ def test_deregistering_ends_no_quarantine_where_rows_go_on_landing(pair: Pair) -
     with pytest.raises(BusyError, match="b may still write there"):
         pair.a.deregister(bare)
     assert BYTES == pair.mr.quarantined[0].stop
-    assert {pair.mr: None} == pair.a._kept, "who holds the memory?"
+    assert {pair.mr: None} == pair.a._machine.kept, "who holds the memory?"
     pair.a.close()
     assert () == pair.mr.quarantined
 
@@ -413,12 +413,12 @@ def test_memory_that_a_dead_nic_knows_is_held_until_close(pair: Pair) -> None:
     pair.a.deregister(source)
     pair.a.deregister(pair.mr)
     assert pair.mr.quarantined
-    assert [pair.mr] == list(pair.a._kept)
+    assert [pair.mr] == list(pair.a._machine.kept)
     with pytest.raises(BusyError, match="the engine cannot hold its memory for you"):
         pair.a.deregister(raw)
     pair.a.close()
     assert () == pair.mr.quarantined
-    assert {} == pair.a._kept
+    assert {} == pair.a._machine.kept
 
 
 def test_a_source_on_a_dead_nic_is_held(pair: Pair) -> None:
@@ -447,11 +447,11 @@ def test_a_stopped_worker_leaves_everything_in_doubt() -> None:
     _, desc = b.reg_mr(target)
     sent = a.submit_single_write(64, (mr, 0), (desc, 0))
     for _ in range(100):
-        a.step()
+        a._machine.step()
         if sent.stats().rows_posted:
             break
     assert not sent.settled
-    a.crash(RuntimeError("scripted"))
+    a._machine.crash(RuntimeError("scripted"))
 
     assert "stopped by a bug" in mr.quarantined[0].why
     assert "UNKNOWN" == sent.in_doubt[0].code

@@ -65,7 +65,7 @@ def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -
     with pair(sq_depth=1) as p:
         handles = make(p, n)
         for _ in range(n // 100):  # the commands are taken, the NIC is full
-            p.a.step()
+            p.a._machine.step()
         with monkeypatch.context() as moment, Opcodes(moment) as opcodes:
             end(p, handles)
         p.a.close()
@@ -91,8 +91,8 @@ def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:
         for handle in order(handles):
             handle.cancel()
         for _ in range(len(handles) // 100):
-            p.a.step()
-            p.a.deliver()
+            p.a._machine.step()
+            p.a._machine.deliver()
         assert sum(handle.cancelled for handle in handles) > len(handles) - 100
 
     half, whole = (cost(monkeypatch, n, make, cancel) for n in (1_500, 3_000))

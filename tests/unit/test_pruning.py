@@ -10,11 +10,11 @@ import pytest
 import tep
 from tep.api import EngineOptions, Pages
 from tep.backends.loopback import Hub
-from tep.control import tally
 from tep.control.audit import Arrivals
 from tep.control.notes import Prune, decode, encode, runs_max
-from tep.control.tally import Tally, expand, runs_of
+from tep.core import tally
 from tep.core.stats import Failover
+from tep.core.tally import Tally, expand, runs_of
 
 PAGES = 512
 

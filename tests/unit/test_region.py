@@ -43,11 +43,11 @@ def test_handle_knows_its_engine_and_its_end() -> None:
     mr, _ = own.engine.reg_mr(memory(64))
     assert "MrHandle(region 1, 64 bytes, cpu, 0 transfers in flight)" == repr(mr)
     with pytest.raises(BadRequest, match="is registered with another engine"):
-        check_source(mr, other.engine, "test")
+        check_source(mr, other.engine._machine, "test")
     own.engine.deregister(mr)
     assert "MrHandle(region 1, 64 bytes, cpu, deregistered)" == repr(mr)
     with pytest.raises(ClosedError, match="test: the source region 1 was deregistered"):
-        check_source(mr, own.engine, "test")
+        check_source(mr, own.engine._machine, "test")
     assert [] == own.nics[0].keys
 
 

@@ -81,7 +81,7 @@ def test_what_was_removed_is_forgotten() -> None:
         del watch
         gc.collect()
         assert [] == [o for o in gc.get_objects() if type(o) is Link and o.addr.name == "b"]
-        life = a._life
+        life = a._machine.life
         assert ({}, {}, [], False) == (life._peers, life._nics, life._leaving, life.busy)
         assert [0, 0] == [len(arrivals.tally) for arrivals in a._worker._arrivals]
         assert {} == a._worker.group.acks._wide
@@ -100,7 +100,7 @@ def test_memory_is_flat_over_join_and_leave() -> None:
                 a.remove_peer(b.main_address).wait()
             b.close()
             pass_time(cluster, 10)
-            book, life = a._peers, a._life
+            book, life = a._peers, a._machine.life
             worker = a._worker
             held = (book.links, book._remotes, book._left, life._peers, life._nics)
             sums = [len(arrivals.tally) for arrivals in worker._arrivals]

@@ -9,7 +9,7 @@ import pytest
 
 from tep.control.audit import Arrivals
 from tep.control.notes import Asked, Told, decode, encode, values_max
-from tep.control.tally import Tally
+from tep.core.tally import Tally
 from tep.errors import BadDescriptor
 
 

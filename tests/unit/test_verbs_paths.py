@@ -173,6 +173,6 @@ def test_without_another_way_the_error_says_what_failed(stub, engines):
     engines.write(1).wait(5)
     for domain in engines.b._domains:
         domain.die()
-    engines.ring.remove(engines.b)
+    engines.ring.remove(engines.b._machine)
     with pytest.raises(FabricError, match="UNREACHABLE"):
         engines.write(2).wait(20)

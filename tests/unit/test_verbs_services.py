@@ -52,7 +52,7 @@ class Engines:
     def kill(self, engine):
         for domain in engine._domains:
             domain.die()
-        self.ring.remove(engine)
+        self.ring.remove(engine._machine)
 
 
 @pytest.fixture
@@ -72,10 +72,10 @@ def test_a_watched_peer_is_lost_back_and_restarted(engines):
     watch = a.watch_peer(b.main_address, every_s=EVERY_S, lost_after_s=LOST_S)
     engines.until(lambda: watch.round_trip_s is not None, "an answer")
     missed = a.expect_imm_count(5, 1, sender=b.main_address)
-    engines.ring.remove(b)  # it is stopped
+    engines.ring.remove(b._machine)  # it is stopped
     engines.until(lambda: missed.settled, "the loss")
     assert "PEER_LOST" == missed.error.code
-    engines.ring.append(b)
+    engines.ring.append(b._machine)
     engines.until(lambda: PeerChange.BACK in told, "its return")
     engines.kill(b)
     reborn = engines.open("b", 2)
@@ -95,7 +95,7 @@ def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
         sent = engines.write(a, desc)
         a.remove_peer(b.main_address).wait(10)
         assert sent.done
-        assert ({}, {}) == (a._peers.links, a._life._peers), turn
+        assert ({}, {}) == (a._peers.links, a._machine.life._peers), turn
 
 
 def test_a_lease_ends_free_by_its_writers_word_or_by_a_fence(engines):
@@ -109,11 +109,11 @@ def test_a_lease_ends_free_by_its_writers_word_or_by_a_fence(engines):
 
     grant = a.lease(engines.mr, b.main_address, for_s=60)
     engines.write(b, grant.lease).wait(10)
-    engines.ring.remove(b)  # it is stopped, with a write on its way
+    engines.ring.remove(b._machine)  # it is stopped, with a write on its way
     late = engines.write(b, grant.lease, imm=2)
     grant.revoke().wait(10)
     engines.memory[:] = 0
-    engines.ring.append(b)
+    engines.ring.append(b._machine)
     with pytest.raises((FabricError, LeaseError)):
         late.wait(10)
 

@@ -60,7 +60,7 @@ def test_closed_watcher_is_silent_and_its_word_is_used_anew_from_zero() -> None:
     word.close()
     own.turn()
     assert [] == seen
-    assert not own.engine.watching()
+    assert not own.engine._machine.watching()
     with pytest.raises(ClosedError, match="this watcher is closed"):
         word.store(1)
     with pytest.raises(ClosedError, match="this watcher is closed"):

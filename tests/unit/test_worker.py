@@ -32,7 +32,7 @@ def test_messages_wait_for_room_and_keep_their_order() -> None:
     own.nics[0].acknowledge()
     own.turn()
     assert all(message.done for message in sent)
-    assert not own.engine.busy()
+    assert not own.engine._machine.busy()
 
 
 def test_payload_is_copied_at_submit() -> None:
@@ -167,7 +167,7 @@ def test_unknown_kinds_of_completion_are_a_bug_not_a_message() -> None:
     own = scripted()
     own.nics[0]._events.append((99, 0, 1, 0, 0, 0, 0))
     with pytest.raises(AssertionError, match="unknown kind 99"):
-        own.engine.step()
+        own.engine._machine.step()
     assert 99 not in {int(kind) for kind in Kind}
 
 
@@ -246,7 +246,7 @@ def test_close_settles_everything_once_in_every_stage() -> None:
     with pytest.raises(FabricError, match="FLUSHED"):
         posted.result()
     assert all(nic.closed for nic in own.nics)
-    assert not own.engine.step()
+    assert not own.engine._machine.step()
     assert {} == own.engine._worker.open
 
 
@@ -266,13 +266,13 @@ def test_submit_that_crosses_with_close_is_ended() -> None:
     own = scripted()
     engine = own.engine
     mr, desc = engine.reg_mr(memory(64))
-    real = engine._check_open
-    engine._check_open = lambda what: None
+    real = engine._machine.check_open
+    engine._machine.check_open = lambda what: None
     engine.close()
     seen: list[object] = []
     sent = engine.submit_single_write(8, (mr, 0), (desc, 0), on_done=seen.append)
     got = engine.expect_imm_count(1, 1, on_done=seen.append)
-    engine._check_open = real
+    engine._machine.check_open = real
 
     assert [sent, got] == seen
     for handle in (sent, got):
@@ -335,7 +335,7 @@ def test_message_polled_before_the_close_is_still_handed_over() -> None:
     seen: list[bytes] = []
     own.engine.submit_recvs(8, 2, lambda view: seen.append(bytes(view)))
     own.nics[0].receive(b"one")
-    own.engine.step()
+    own.engine._machine.step()
     own.engine.close()
 
     assert [b"one"] == seen
@@ -381,8 +381,8 @@ def test_an_expectation_stated_while_its_immediate_is_counted_is_met(monkeypatch
 
     monkeypatch.setattr(nic, "poll", state_then_poll)
     nic.arrive(5)
-    assert own.engine.step(), "a driver would not turn again"
-    assert own.engine.busy()
+    assert own.engine._machine.step(), "a driver would not turn again"
+    assert own.engine._machine.busy()
     assert not stated[0].settled
-    own.engine.step()
+    own.engine._machine.step()
     assert stated[0].done

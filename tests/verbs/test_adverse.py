@@ -109,7 +109,7 @@ def test_no_receives_hold_the_sender_until_there_are_some(devices):
         sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
         alone_s = time.monotonic() + 0.3
         while time.monotonic() < alone_s:
-            a.step()
+            a._machine.step()
         held = not sent.settled
         got = b.expect_imm_count(2, 64)
         got.wait(20)
@@ -126,8 +126,8 @@ def test_no_receives_for_too_long_is_an_error_that_says_so(devices):
         sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
         end_s = time.monotonic() + 20
         while not sent.settled and time.monotonic() < end_s:
-            a.step()
-            a.deliver()
+            a._machine.step()
+            a._machine.deliver()
         with pytest.raises(FabricError, match="not being turned") as caught:
             sent.result()
 

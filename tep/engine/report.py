@@ -6,24 +6,38 @@ Reads, never changes; all of it works while the engine runs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import Final, Protocol, runtime_checkable
 
+from tep.backends.base import Domain
 from tep.core.handle import State
+from tep.core.peers import PeerBook
 from tep.core.plan import lanes, plan_paged, plan_single
+from tep.core.quarantine import Quarantine
+from tep.core.region import Link, MrHandle
 from tep.core.stats import EngineStats, Failover, NicBytes
 from tep.core.transfer import Expectation
+from tep.drivers import Driver
+from tep.engine.worker import Worker
 from tep.errors import UsageError
 from tep.units import MiB
+from tep.wire import NetAddr
 
-if TYPE_CHECKING:
-    from tep.core.machine import EngineMachine
-    from tep.core.quarantine import Quarantine
-    from tep.core.region import Link, MrHandle
-    from tep.core.worker import Worker
-    from tep.engine import TransferEngine
-    from tep.wire import NetAddr
+__all__ = ["Reported", "engine_stats", "explain", "stall_report"]
 
-__all__ = ["engine_stats", "explain", "stall_report"]
+
+class Reported(Protocol):
+    """The engine that reports speak of; see `Machine`."""
+
+    name: str
+    address: NetAddr
+    driver: Driver
+    domains: tuple[Domain, ...]
+    worker: Worker
+    peers: PeerBook
+    regions: dict[int, MrHandle]
+    kept: dict[MrHandle, None]
+    errors: int
+    crashed: bool
 
 
 @runtime_checkable
@@ -37,9 +51,9 @@ _LISTED_MAX: Final = 20
 _UNEXPECTED_MAX: Final = 1000
 
 
-def engine_stats(engine: TransferEngine) -> EngineStats:
+def engine_stats(engine: Reported) -> EngineStats:
     """Collect an engine's statistics."""
-    worker = engine._worker
+    worker = engine.worker
     group = worker.group
     unexpected = list(worker.imms.counts.items())[:_UNEXPECTED_MAX]
     return EngineStats(
@@ -54,9 +68,9 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
         imms_counted=worker.imms.total,
         imms_unexpected=tuple(unexpected),
         expectations=worker.imms.waiting + _not_taken(worker),
-        regions=len(engine._regions),
-        peers=len(engine._peers.links),
-        callback_errors=engine._errors,
+        regions=len(engine.regions),
+        peers=len(engine.peers.links),
+        callback_errors=engine.errors,
         leases=len(worker.leases.granted),
         transfers_in_doubt=group.in_doubt,
         bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
@@ -65,16 +79,16 @@ def engine_stats(engine: TransferEngine) -> EngineStats:
     )
 
 
-def _failover(engine: TransferEngine) -> tuple[Failover, list[str]]:
+def _failover(engine: Reported) -> tuple[Failover, list[str]]:
     """Whether failover is available, and why not."""
-    worker = engine._worker
+    worker = engine.worker
     if worker.group.acks is None:
         if why := worker.recovery.why:
             return Failover.UNABLE, [why]
         return Failover.OFF, ["EngineOptions(failover=False)"]
     why_not = [
         f"to {link.addr.name} over NIC {i} to its NIC {j}: {lane.why_forgot()}"
-        for link in list(engine._peers.links.values())
+        for link in list(engine.peers.links.values())
         for (i, j), lane in list(link._lanes.items())
         if lane.sent.forgot
     ]
@@ -83,7 +97,7 @@ def _failover(engine: TransferEngine) -> tuple[Failover, list[str]]:
     return (Failover.PARTIAL if why_not else Failover.AVAILABLE), why_not
 
 
-def _failover_lines(engine: TransferEngine) -> list[str]:
+def _failover_lines(engine: Reported) -> list[str]:
     found, why_not = _failover(engine)
     if found is Failover.AVAILABLE:
         return ["  failover: available"]
@@ -102,15 +116,15 @@ def _not_taken(worker: Worker) -> int:
     return sum(isinstance(handle, Expectation) and not handle.settled for handle in asked)
 
 
-def _quarantines(engine: EngineMachine) -> list[tuple[MrHandle, Quarantine]]:
-    worker = engine._worker
-    if all(worker.group.alive) and not worker.leases.held_back and not engine._crashed:
+def _quarantines(engine: Reported) -> list[tuple[MrHandle, Quarantine]]:
+    worker = engine.worker
+    if all(worker.group.alive) and not worker.leases.held_back and not engine.crashed:
         return []
-    regions = [*list(engine._regions.values()), *list(engine._kept)]
+    regions = [*list(engine.regions.values()), *list(engine.kept)]
     return [(mr, found) for mr in regions for found in mr.quarantined]
 
 
-def _quarantine_lines(engine: EngineMachine) -> list[str]:
+def _quarantine_lines(engine: Reported) -> list[str]:
     found = _quarantines(engine)
     lines = [
         f"  bytes {start} .. {stop} of region {mr.desc.region} are in quarantine: {why}"
@@ -118,21 +132,21 @@ def _quarantine_lines(engine: EngineMachine) -> list[str]:
     ]
     if len(found) > _LISTED_MAX:
         lines.append(f"  ... and {len(found) - _LISTED_MAX} more quarantines")
-    if engine._worker.group.in_doubt:
-        lines.append(f"  {engine._worker.group.in_doubt} transfers settled with bytes in doubt")
+    if engine.worker.group.in_doubt:
+        lines.append(f"  {engine.worker.group.in_doubt} transfers settled with bytes in doubt")
     return lines
 
 
-def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
+def explain(engine: Reported, peer: NetAddr | None) -> str:
     """Say which NICs an engine has and, for a peer, which NIC talks to which and how requests are
     cut.
 
     Raises:
         UsageError: the peer is not known to this engine.
     """
-    group = engine._worker.group
-    lines = [f"engine {engine.main_address}"]
-    for k, domain in enumerate(engine._domains):
+    group = engine.worker.group
+    lines = [f"engine {engine.address}"]
+    for k, domain in enumerate(engine.domains):
         caps = domain.caps
         order = "ordered" if caps.ordered else "unordered"
         state = "alive" if group.alive[k] else "DOWN"
@@ -142,14 +156,14 @@ def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
         )
         if isinstance(domain, _Describes):
             lines.append(f"    {domain.describe()}")
-    grants = list(engine._worker.leases.granted.values())
+    grants = list(engine.worker.leases.granted.values())
     lines += [f"  {grant.over.describe()}" for grant in grants[:_LISTED_MAX]]
     lines += _failover_lines(engine)
     lines += _quarantine_lines(engine)
     if peer is None:
-        lines += [f"  peer: {link.addr}" for link in list(engine._peers.links.values())]
+        lines += [f"  peer: {link.addr}" for link in list(engine.peers.links.values())]
         return "\n".join(lines)
-    link = engine._peers.links.get((peer.backend, peer.name))
+    link = engine.peers.links.get((peer.backend, peer.name))
     if link is None:
         raise UsageError(
             f"explain: nothing was ever submitted to {peer}; submit something, or add_peer_group"
@@ -157,8 +171,8 @@ def explain(engine: TransferEngine, peer: NetAddr | None) -> str:
     return "\n".join([*lines, *_explain_link(engine, link)])
 
 
-def _explain_link(engine: TransferEngine, link: Link) -> list[str]:
-    nlocal, nremote = len(engine._domains), len(link.addr.domains)
+def _explain_link(engine: Reported, link: Link) -> list[str]:
+    nlocal, nremote = len(engine.domains), len(link.addr.domains)
     pairs = [(k % nlocal, k % nremote) for k in range(lanes(nlocal, nremote))]
     single = plan_single(MiB, nlocal, nremote, 0)
     paged = plan_paged(256, nlocal, nremote, 0)
@@ -174,12 +188,12 @@ def _explain_link(engine: TransferEngine, link: Link) -> list[str]:
     ]
 
 
-def stall_report(engine: EngineMachine) -> str:
+def stall_report(engine: Reported) -> str:
     """List all that has not settled, oldest first, what it waits for and since when.
 
     Then each NIC, and the immediates that are here and that nobody waits for.
     """
-    worker = engine._worker
+    worker = engine.worker
     group = worker.group
     waiting = worker.unsettled()
     now_s = engine.driver.now_s()
@@ -192,7 +206,7 @@ def stall_report(engine: EngineMachine) -> str:
     ]
     if len(waiting) > _LISTED_MAX:
         lines.append(f"  ... and {len(waiting) - _LISTED_MAX} more")
-    for k, domain in enumerate(engine._domains):
+    for k, domain in enumerate(engine.domains):
         state = "alive" if group.alive[k] else "DOWN"
         lines.append(
             f"  NIC {k} ({domain.caps.nic}, {state}): {group.outstanding[k]} rows outstanding"

@@ -109,7 +109,7 @@ class Worker:
         self._arrivals = [Arrivals() for _ in domains] if able else []
         self.audit = Audit(domains, self._arrivals, self.mail)
         self.holds = Holds(self.group, self.mail, now_s)
-        self.leases = Leases(self.mail, self.audit, now_s, self.open, self._end)
+        self.leases = Leases(self.mail, self.audit, now_s, self.open, self._end, domains)
         self.notices = Notices(name, self.imms, self.mail, self.open, self._end)
         self._now_s = now_s
         self._commands_max = options.commands_max

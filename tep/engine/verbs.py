@@ -7,21 +7,29 @@ immediates. The worker does the rest; nothing here posts or polls.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Self
 
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
 from tep.backends import open_backend
 from tep.backends.base import Access, Domain
-from tep.checks import INT64_MAX, U64_MAX, check_flag, check_int, check_kind, check_text, shown
+from tep.checks import (
+    INT64_MAX,
+    U64_MAX,
+    check_flag,
+    check_int,
+    check_kind,
+    check_seconds,
+    check_text,
+    shown,
+)
+from tep.control.known import PeerEvent, PeerWatch
 from tep.control.leases import Grant, grant_lease
 from tep.control.notes import REASON_MAX
 from tep.core.imm import check_imm
-from tep.core.members import EngineMembers
 from tep.core.peers import PeerGroup
-from tep.core.quarantine import keep_or_free
-from tep.core.region import MrHandle, check_source, register
-from tep.core.report import engine_stats, explain
+from tep.core.region import Link, MrHandle, check_source, register
 from tep.core.requests import (
     DEFAULT,
     ImmArg,
@@ -34,17 +42,18 @@ from tep.core.requests import (
     slices_of,
 )
 from tep.core.stats import EngineStats
-from tep.core.transfer import Expectation, ImmCounter, Message, Notice, Transfer
-from tep.errors import BackendUnavailable, BadRequest, BusyError
+from tep.core.transfer import Expectation, ImmCounter, Message, Notice, Removal, Transfer
+from tep.drivers import Driver
+from tep.engine.machine import Machine
+from tep.engine.regions import keep_or_free
+from tep.engine.report import engine_stats, explain
+from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError
 from tep.memory import Buffer, adapt
 from tep.turning import driver_for
 from tep.watch import Watcher
 from tep.wire import MrDesc, NetAddr, Target
 
-if TYPE_CHECKING:
-    from tep.drivers import Driver
-
-__all__ = ["ImmCounter", "PeerGroup", "TransferEngine"]
+__all__ = ["TransferEngine"]
 
 
 POOL_BUFFERS_MAX: Final = 2**20
@@ -52,7 +61,7 @@ POOL_BYTES_MAX: Final = 2**34
 """Of one submit_recvs on one NIC; each buffer costs memory and a call of the NIC's."""
 
 
-class TransferEngine(EngineMembers):
+class TransferEngine:
     """One-sided writes with immediates over all NICs of one device.
 
     No order is promised between any two operations. Any thread may call any method, except that
@@ -66,10 +75,7 @@ class TransferEngine(EngineMembers):
         options: limits and defaults.
 
     Attributes:
-        name: how reports and peers call it.
         driver: what turns it.
-        wait_timeout_s: what wait() uses when no timeout is given.
-        callback_errors: the last 100 exceptions that users' callbacks raised.
     """
 
     def __init__(
@@ -84,11 +90,13 @@ class TransferEngine(EngineMembers):
         check_kind("TransferEngine: options", options, EngineOptions)
         name = check_text("TransferEngine: name", name)
         epoch = check_int("TransferEngine: epoch", epoch, 0, U64_MAX)
-        super().__init__(domains, driver=driver, name=name, epoch=epoch, options=options)
-        self._peers.holds, self._worker.leases.book = self._worker.holds, self._peers
-        self._region_ids = itertools.count(1)
+        machine = self._machine = Machine(domains, driver, name, epoch, options)
+        self.driver = driver
+        self._domains = machine.domains
+        self._worker = machine.worker
+        self._peers = machine.peers
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
-        driver.start(self)
+        driver.start(machine)
 
     @classmethod
     def open(
@@ -124,12 +132,41 @@ class TransferEngine(EngineMembers):
                 (("a thread and its descriptors (limits: ulimit -n, -u)", str(error)),),
             ) from error
 
+    def close(self) -> None:
+        """End everything: every open handle settles, NICs and memory are let go. Idempotent."""
+        self._machine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._machine.closed else ""
+        return f"{type(self).__name__}({self._machine.address}{closed})"
+
     # ------------------------------------------------------------------ identity and memory
+
+    @property
+    def name(self) -> str:
+        """How reports and peers call it."""
+        return self._machine.name
+
+    @property
+    def wait_timeout_s(self) -> float:
+        """What wait() uses when no timeout is given, seconds."""
+        return self._machine.wait_timeout_s
+
+    @property
+    def callback_errors(self) -> deque[CallbackError]:
+        """The last 100 exceptions that users' callbacks raised."""
+        return self._machine.callback_errors
 
     @property
     def main_address(self) -> NetAddr:
         """This engine's address, for its peers; it travels as bytes in anything."""
-        return self._address
+        return self._machine.address
 
     def reg_mr(
         self, buffer: Buffer, *, access: Access = Access.SOURCE_AND_TARGET
@@ -150,7 +187,7 @@ class TransferEngine(EngineMembers):
                 reach.
             FabricError: a NIC refused.
         """
-        self._check_open("reg_mr")
+        self._machine.check_open("reg_mr")
         check_kind("reg_mr: access", access, Access)
         memory = adapt(buffer)
         if memory.readonly and access is not Access.SOURCE:
@@ -159,9 +196,9 @@ class TransferEngine(EngineMembers):
                 "register with access=Access.SOURCE"
             )
         keys = self.driver.call(lambda: register(self._domains, memory, access))
-        number = next(self._region_ids)
+        number = self._machine.new_region_number()
         desc = MrDesc(
-            self._address,
+            self._machine.address,
             number,
             memory.nbytes,
             memory.device,
@@ -169,8 +206,8 @@ class TransferEngine(EngineMembers):
             tuple(key.rkey for key in keys),
             tuple(key.base for key in keys),
         )
-        handle = MrHandle(self, memory, access, keys, desc)
-        self._regions[number] = handle
+        handle = MrHandle(self._machine, memory, access, keys, desc)
+        self._machine.regions[number] = handle
         return handle, desc
 
     def deregister(self, mr: MrHandle) -> None:
@@ -184,22 +221,25 @@ class TransferEngine(EngineMembers):
                 have to hold memory that it was given as a bare pointer.
             ClosedError: it was given back before.
         """
-        self._check_open("deregister")
-        check_source(mr, self, "deregister")
+        machine = self._machine
+        machine.check_open("deregister")
+        check_source(mr, machine, "deregister")
 
         def forget() -> None:
             self._worker.take_all_commands()
-            check_source(mr, self, "deregister")  # again: another thread may have been here
+            check_source(
+                mr, self._machine, "deregister"
+            )  # again: another thread may have been here
             if mr.inflight:
                 raise BusyError(
                     f"deregister: region {mr.desc.region} is the source of {mr.inflight} transfers "
                     "in flight; wait for them, or cancel them"
                 )
-            keep_or_free(self, mr)
+            keep_or_free(machine, mr)
             mr.closed = True
             for domain, key in zip(self._domains, mr.keys, strict=True):
                 domain.deregister(key)
-            del self._regions[mr.desc.region]
+            del machine.regions[mr.desc.region]
             self._peers.forget_source(mr)
 
         self.driver.call(forget)
@@ -226,15 +266,19 @@ class TransferEngine(EngineMembers):
             BusyError: some of the bytes are in quarantine.
             UsageError: this backend has no notes.
         """
-        self._check_open("lease")
-        self._check_notes("lease", "register a region that you deregister to end all writing")
-        check_source(mr, self, "lease")
+        self._machine.check_open("lease")
+        self._machine.check_control(
+            "lease", "register a region that you deregister to end all writing"
+        )
+        check_source(mr, self._machine, "lease")
         link = self._peers.link(peer, "lease")
         start = check_int("lease: offset", offset, 0, mr.memory.nbytes)
         nbytes = check_int("lease: nbytes", nbytes)
         nbytes = mr.memory.nbytes - start if nbytes == -1 else nbytes
         fence = check_flag("lease: fence", fence)
-        return grant_lease(self, mr, link, for_s, (start, nbytes), fence=fence)
+        return grant_lease(
+            self._machine, self._worker.leases, mr, link, for_s, (start, nbytes), fence=fence
+        )
 
     # ------------------------------------------------------------------ writes
 
@@ -259,7 +303,7 @@ class TransferEngine(EngineMembers):
             target, offset = dst
         except (TypeError, ValueError):
             raise _no_pair("submit_single_write", src, dst, "offset") from None
-        check_source(mr, self, "submit_single_write")
+        check_source(mr, self._machine, "submit_single_write")
         remote = self._peers.resolve(target, "submit_single_write")
         job = single_job(nbytes, src, remote, offset, imm, routing, len(self._domains))
         return self._submit(job, on_done)
@@ -292,14 +336,14 @@ class TransferEngine(EngineMembers):
             target, pages = dst
         except (TypeError, ValueError):
             raise _no_pair("submit_paged_writes", src, dst, "pages") from None
-        check_source(mr, self, "submit_paged_writes")
+        check_source(mr, self._machine, "submit_paged_writes")
         remote = self._peers.resolve(target, "submit_paged_writes")
         job = paged_job(page_bytes, src, (remote, pages), imm, routing, len(self._domains))
         return self._submit(job, on_done)
 
     def add_peer_group(self, peers: Sequence[NetAddr]) -> PeerGroup:
         """Resolve and connect peers in advance, for submit_scatter and submit_barrier."""
-        self._check_open("add_peer_group")
+        self._machine.check_open("add_peer_group")
         links = tuple(self._peers.link(peer, "add_peer_group") for peer in peers)
 
         def connect() -> None:
@@ -308,8 +352,7 @@ class TransferEngine(EngineMembers):
                     for nic in range(len(link.addr.domains)):
                         link.peer(domain, nic)
 
-        self.driver.call(connect)
-        self.driver.kick()
+        self._machine.run(connect)
         return PeerGroup(self._peers, links)
 
     def submit_scatter(
@@ -327,7 +370,7 @@ class TransferEngine(EngineMembers):
         Each target counts `tep.count_imms(tep.Scatter(nbytes, routing), nlocal, nremote)`
         immediates.
         """
-        check_source(src, self, "submit_scatter")
+        check_source(src, self._machine, "submit_scatter")
         slices = slices_of(dsts)
         targets = self._peers.targets(slices.descs, group, "submit_scatter")
         job = scatter_job(src, slices, targets, imm, routing, len(self._domains))
@@ -359,7 +402,7 @@ class TransferEngine(EngineMembers):
             BadRequest: not bytes, or longer than the NIC's messages may be.
             BusyError: too many rows and messages wait already.
         """
-        self._check_open("submit_send")
+        self._machine.check_open("submit_send")
         link = self._peers.link(peer, "submit_send")
         try:
             copied = bytes(memoryview(payload))  # bytes() alone would make 5 zeros of the number 5
@@ -370,9 +413,9 @@ class TransferEngine(EngineMembers):
             raise BadRequest(
                 f"submit_send: {len(copied)} bytes, a message has {limit} at the most; use a write"
             )
-        self._reserve("submit_send", 1)
-        message = Message(self, copied, link, self.driver.now_s())
-        self._enqueue(self._worker.send, message, on_done)
+        self._machine.reserve("submit_send", 1)
+        message = Message(self._machine, copied, link, self.driver.now_s())
+        self._machine.enqueue(self._worker.send, message, on_done)
         return message
 
     def submit_recvs(
@@ -384,7 +427,7 @@ class TransferEngine(EngineMembers):
         Without a free buffer a sender waits; a message longer than `nbytes` fails there: LENGTH.
         One call opens at most 2**20 buffers and 16 GiB a NIC.
         """
-        self._check_open("submit_recvs")
+        self._machine.check_open("submit_recvs")
         nbytes = check_int("submit_recvs: nbytes", nbytes, 1, POOL_BYTES_MAX)
         count = check_int("submit_recvs: count", count, 1, POOL_BUFFERS_MAX)
         if nbytes * count > POOL_BYTES_MAX:
@@ -398,8 +441,7 @@ class TransferEngine(EngineMembers):
             for domain in itertools.compress(self._domains, self._worker.group.alive):
                 domain.post_recvs(nbytes, count)
 
-        self.driver.call(post)
-        self.driver.kick()
+        self._machine.run(post)
 
     # ------------------------------------------------------------------ immediates
 
@@ -419,15 +461,15 @@ class TransferEngine(EngineMembers):
         With a `sender` that is lost, restarted or removed it fails with PEER_LOST; counts stay.
         `watch_peer` it: who only receives learns of no death. Arrivals of others count as well.
         """
-        self._check_open("expect_imm_count")
+        self._machine.check_open("expect_imm_count")
         imm = check_imm(imm)
         count = check_int("expect_imm_count: count", count, 0, INT64_MAX)
         table = self._worker.imms
         table.refuse_claimed(imm)
         link = None if sender is None else self._peers.link(sender, "expect_imm_count")
-        expectation = Expectation(self, table, imm, count, link, self.driver.now_s())
-        command = self._worker.expect if link is None else self._life.expect
-        self._enqueue(command, expectation, on_done)
+        expectation = Expectation(self._machine, table, imm, count, link, self.driver.now_s())
+        command = self._worker.expect if link is None else self._machine.life.expect
+        self._machine.enqueue(command, expectation, on_done)
         return expectation
 
     def fail(
@@ -447,12 +489,12 @@ class TransferEngine(EngineMembers):
             BadRequest: not an immediate, or too long a reason.
             UsageError: this backend has no notes.
         """
-        self._check_open("fail")
-        self._check_notes("fail", "send a message of your own (submit_send)")
+        self._machine.check_open("fail")
+        self._machine.check_control("fail", "send a message of your own (submit_send)")
         reason = check_text("fail: reason", reason, REASON_MAX)
         link = self._peers.link(peer, "fail")
-        notice = Notice(self, check_imm(imm), reason, link, self.driver.now_s())
-        self._enqueue(self._worker.tell, notice, on_done)
+        notice = Notice(self._machine, check_imm(imm), reason, link, self.driver.now_s())
+        self._machine.enqueue(self._worker.tell, notice, on_done)
         return notice
 
     def imm_counter(self, imm: int) -> ImmCounter:
@@ -460,7 +502,7 @@ class TransferEngine(EngineMembers):
         take = self._worker.imms.take
         return ImmCounter(
             self._worker.imms,
-            lambda value, count: self._after_commands(lambda: take(value, count)),
+            lambda value, count: self._machine.after_commands(lambda: take(value, count)),
             check_imm(imm),
         )
 
@@ -470,8 +512,8 @@ class TransferEngine(EngineMembers):
         Raises:
             BadRequest: not a range with step 1, or one of them is claimed, expected or counted.
         """
-        self._check_open("on_imm")
-        self._after_commands(lambda: self._worker.imms.claim(imms, callback))
+        self._machine.check_open("on_imm")
+        self._machine.after_commands(lambda: self._worker.imms.claim(imms, callback))
 
     def remove_imm(self, imm: int) -> int:
         """Forget an immediate's count, or the claim that starts with it; return what was left.
@@ -479,48 +521,123 @@ class TransferEngine(EngineMembers):
         Raises:
             BusyError: an expectation waits for it.
         """
-        self._check_open("remove_imm")
+        self._machine.check_open("remove_imm")
         value = check_imm(imm)
         self._worker.notices.broken.pop(value, None)
-        return self._after_commands(lambda: self._worker.imms.remove(value))
+        return self._machine.after_commands(lambda: self._worker.imms.remove(value))
 
     def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> Watcher:
         """Allocate a 64-bit word; `callback(old, new)` after it changed.
 
         Values in between may be missed.
         """
-        self._check_open("alloc_uvm_watcher")
+        self._machine.check_open("alloc_uvm_watcher")
         page = self._worker.watch
         watcher = Watcher(page, self.driver.call(lambda: page.allocate(callback)), self.driver.kick)
         self.driver.kick()
         return watcher
 
+    # ------------------------------------------------------------------ peers that come and go
+
+    def watch_peer(
+        self, peer: NetAddr, *, every_s: float = 1.0, lost_after_s: float = 5.0
+    ) -> PeerWatch:
+        """Ask a peer's engine again and again whether it is there, over each of its NICs.
+
+        No application is involved over there. A peer that dies is known to be lost after
+        `lost_after_s` and at most one `every_s`; time in which this engine was held up itself does
+        not count. What is found is in the watch, is told to `on_peer`, and ends the expectations
+        that name it as their `sender`. That it has restarted shows where another incarnation
+        answers at its address (verbs, tcp on the same port), or when its new address is met here.
+
+        Args:
+            peer: its address.
+            every_s: between two questions.
+            lost_after_s: without an answer for so long it is lost; twice `every_s` or more;
+                infinite: it never is, which leaves `round_trip_s`.
+
+        Raises:
+            UsageError: this backend has no notes between engines.
+            BadRequest: times that contradict each other.
+            BusyError: this peer is watched already.
+        """
+        self._machine.check_open("watch_peer")
+        self._machine.check_control(
+            "watch_peer",
+            "ask the peer by messages of your own (submit_send), rely on what transfers reveal "
+            "(on_peer)",
+        )
+        every_s = check_seconds("watch_peer: every_s", every_s, 1e-9)
+        lost_after_s = check_seconds("watch_peer: lost_after_s", lost_after_s, never=True)
+        if lost_after_s < 2 * every_s:
+            raise BadRequest(
+                f"watch_peer: every_s={every_s} lost_after_s={lost_after_s}; a peer must be asked "
+                "twice, at the least, before it is lost"
+            )
+        link = self._peers.link(peer, "watch_peer")
+        found = self.driver.call(lambda: self._machine.life.watch(link, every_s, lost_after_s))
+        if found is None:
+            raise BusyError(f"watch_peer: {peer.name} is watched already; close that watch first")
+        self.driver.kick()
+        return found
+
+    def on_peer(self, callback: Callable[[PeerEvent], object]) -> None:
+        """Have callback(event) called for each change of a peer, once a change, from now on.
+
+        A peer is lost or back, or has restarted; one of its NICs is lost or back. Without a watch
+        this is what transfers reveal. Callbacks run like those of handles: outside the step, on
+        the thread that turns the engine.
+        """
+        self._machine.check_open("on_peer")
+        self._machine.life.callbacks = (*self._machine.life.callbacks, callback)
+
+    def remove_peer(self, peer: NetAddr) -> Removal:
+        """Let go of a peer, and of all that is remembered of it.
+
+        Requests to it are refused at once. Those that were submitted before end as they would
+        have; when the last has ended, the removal settles, and the peer can be met anew. It is for
+        peers that have left: of one that goes on writing to this engine, no failover can be judged
+        any more. An unknown peer is removed already. A request that another thread is submitting
+        at this very moment may still go out; it ends as it would have.
+        """
+        self._machine.check_open("remove_peer")
+        if not isinstance(peer, NetAddr):
+            raise BadRequest(f"remove_peer: {type(peer).__name__} is not a NetAddr")
+        link = self._peers.leave(peer) or Link(peer, self._domains)
+        removal = Removal(self._machine, link, self.driver.now_s())
+        self._machine.enqueue(self._machine.life.leave, removal, None)
+        return removal
+
     # ------------------------------------------------------------------ reports
+
+    def stall_report(self) -> str:
+        """Say what all that is open waits for: which peer, NIC, counter, how many, since when."""
+        return self._machine.stall_report()
 
     def stats(self) -> EngineStats:
         """What this engine has done; see EngineStats."""
-        return engine_stats(self)
+        return engine_stats(self._machine)
 
     def explain(self, peer: NetAddr | MrDesc | None = None) -> str:
         """Say which NICs, paths and shards are in use here, or towards one peer."""
         addr = peer.addr if isinstance(peer, MrDesc) else peer
         if addr is not None:
             check_kind("explain: peer", addr, NetAddr)
-        return explain(self, addr)
+        return explain(self._machine, addr)
 
     # ------------------------------------------------------------------ inside
 
     def _submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        if self._closed:
-            self._check_open(f"submit ({job.kind})")
+        if self._machine.closed:
+            self._machine.check_open(f"submit ({job.kind})")
         limit = self._row_bytes_max
         if job.longest > limit and (longest := longest_row(job, len(self._domains))) > limit:
             raise BadRequest(
                 f"{job.kind}: rows of {longest} bytes, but a NIC here takes {limit} at the most"
             )
-        self._reserve(job.kind, job.n)
-        transfer = Transfer(self, job, job.n, len(self._domains), self.driver.now_s())
-        self._enqueue(self._worker.start, transfer, on_done)
+        self._machine.reserve(job.kind, job.n)
+        transfer = Transfer(self._machine, job, job.n, len(self._domains), self.driver.now_s())
+        self._machine.enqueue(self._worker.start, transfer, on_done)
         return transfer
 
 

@@ -1,0 +1,10 @@
+"""The engine as its users see it. `verbs` is the face, `machine` what a driver turns.
+
+Names only.
+"""
+
+from tep.core.peers import PeerGroup
+from tep.core.transfer import ImmCounter
+from tep.engine.verbs import TransferEngine
+
+__all__ = ["ImmCounter", "PeerGroup", "TransferEngine"]

@@ -1,0 +1,72 @@
+"""Regions as an engine holds them: which bytes a NIC may still touch, and what is kept for that.
+
+The rules are in ARCHITECTURE.md, the statuses in `tep.core.quarantine`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tep.backends.base import Access, Domain
+from tep.core.quarantine import Quarantine
+from tep.core.region import MrHandle
+from tep.engine.worker import Worker
+from tep.errors import BusyError
+
+__all__ = ["Keeper", "keep_or_free", "quarantines"]
+
+
+class Keeper(Protocol):
+    """The engine, as far as its regions are concerned; see `Machine`."""
+
+    domains: tuple[Domain, ...]
+    worker: Worker
+    kept: dict[MrHandle, None]
+    closed: bool
+    crashed: bool
+
+
+def quarantines(engine: Keeper, mr: MrHandle) -> tuple[Quarantine, ...]:
+    """What of a region is in quarantine now."""
+    whole = mr.memory.nbytes
+    if engine.crashed:
+        why = "the engine's worker was stopped by a bug, and what NICs hold is unknown"
+        return (Quarantine(0, whole, why),)
+    if engine.closed or (mr.closed and mr not in engine.kept):
+        return ()
+    found = [
+        Quarantine(0, whole, f"NIC {k} ({engine.domains[k].caps.nic}) is down, cannot be asked")
+        for k in _down(engine, mr)
+    ]
+    return (*found, *engine.worker.leases.quarantines(mr))
+
+
+def _down(engine: Keeper, mr: MrHandle) -> list[int]:
+    """NICs that are down and may touch a region: as a target, or reading what they had begun."""
+    target = mr.access is Access.SOURCE_AND_TARGET
+    alive = engine.worker.group.alive
+    return [k for k, up in enumerate(alive) if not up and (target or k in mr.readers)]
+
+
+def keep_or_free(engine: Keeper, mr: MrHandle) -> None:
+    """A region is about to be deregistered: keep its memory if a NIC may touch it all the same.
+
+    One that is down may; and where `deregister` is no fence, peers whose lease could not be ended.
+
+    Raises:
+        BusyError: it cannot hold what it does not own, or a lease of it is not over.
+    """
+    leases = engine.worker.leases
+    leases.refuse(mr)
+    why = [f"NIC {k} ({engine.domains[k].caps.nic}) is down" for k in _down(engine, mr)]
+    fences = all(domain.caps.deregister_fences for domain in engine.domains)
+    why += [] if fences else [found.why for found in leases.quarantines(mr)]
+    if why and mr.memory.owner is None:
+        raise BusyError(
+            f"deregister: {why[0]}: region {mr.desc.region} may still be touched, and the engine "
+            "cannot hold its memory for you: keep it mapped, and close() the engine first"
+        )
+    if why:
+        engine.kept[mr] = None
+    if fences:
+        leases.forget(mr)
