@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tep.cli import bench, demo, info, kvcache, moe, rl, sim
+from tep.cli import bench, demo, info, kvcache, moe, reproduce, rl, sim
 from tep.errors import TepError
 
 __all__ = ["app", "main"]
@@ -25,11 +25,12 @@ app = typer.Typer(
 )
 app.command("info")(info.info)
 app.command("demo")(demo.demo)
-app.command("sim")(sim.sim)
 app.command("moe")(moe.moe)
+app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
 app.add_typer(kvcache.app, name="kvcache")
 app.add_typer(rl.app, name="rl")
+app.add_typer(sim.app, name="sim")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,8 +25,8 @@ from tep.cli.demo_moved import LeftOut, Moved, count_overtakes, print_pairs, pri
 from tep.cli.demo_pair import PAIRS, move_between, page_places
 from tep.cli.show import Json, Seed, emit_json, progress
 from tep.errors import UsageError
+from tep.reproduce.tables import paged_gbps
 from tep.sim import Cluster
-from tep.sim.published import paged_gbps
 
 __all__ = ["demo", "largest_library_file", "move_file", "read_file"]
 

@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tep.cli.show import Json, emit_json, progress
+from tep.cli.show import Json, emit_json, print_table, progress
 
 if TYPE_CHECKING:
     from tep.testing.case import Case
     from tep.testing.hunting import Protocol
 
-__all__ = ["sim"]
+__all__ = ["app"]
 
+app = typer.Typer(
+    help="Simulate: a seed of the swarm, a protocol of yours, a machine of yours.",
+    invoke_without_command=True,
+)
 
 Seed = Annotated[int, typer.Option("--seed", help="The run: all in it is drawn from this number.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Run this many seeds, from --seed on.")]
@@ -36,7 +40,9 @@ Heal = Annotated[float, typer.Option("--heal-us", help="With --protocol: when tr
 Literal = Annotated[str, typer.Option("--case", help="With --protocol: a literal, not a seed.")]
 
 
+@app.callback()
 def sim(
+    context: typer.Context,
     seed: Seed = 0,
     runs: Runs = 1,
     trace: TraceFile = None,
@@ -51,6 +57,8 @@ def sim(
     """Run a drawn scenario on the chaos fabric against the oracle, or, with --protocol, an async
     function of yours in a drawn case; exit 1 on the first violation.
     """
+    if context.invoked_subcommand is not None:
+        return
     if protocol:
         from tep.testing.case import Case
 
@@ -68,6 +76,59 @@ def sim(
         _hunt(protocol, cases, trace=trace, json=json)
     else:
         _swarm(seed, runs, trace=trace, json=json)
+
+
+@app.command("fit")
+def fit(
+    results: Annotated[Path, typer.Argument(help="JSON: points of kind, bytes and gbps.")],
+    base: Annotated[
+        str, typer.Option(help="The machine's kind: a profile's name or path.")
+    ] = "cx7_400",
+    out: Annotated[Path | None, typer.Option("--out", help="Write the profile here.")] = None,
+    name: Annotated[str, typer.Option(help="Of the new profile.")] = "fitted",
+    json: Json = False,
+) -> None:
+    """Fit a profile to throughput that you measured; say how well it fits, and what each point
+    would be by a fit to the others.
+    """
+    from dataclasses import replace
+
+    from tep.sim.fit import fit as fitted
+    from tep.sim.fit import left_out, read_results
+    from tep.sim.profile import load_profile, write_profile
+
+    points, machine = read_results(results), load_profile(base)
+    found = fitted(points, machine, source=results.name)
+    without = left_out(points, machine) if len(points) > 1 else [point.gbps for point in points]
+    profile = replace(found.profile, name=name, summary=f"{machine.name}, fitted to {results.name}")
+    if out is not None:
+        write_profile(profile, out)
+    rows = [
+        {
+            "point": f"{point.kind} {point.nbytes}",
+            "Gb/s": point.gbps,
+            "residual": f"{residual:+.1%}",
+            "left out": f"{other / point.gbps - 1:+.1%}",
+        }
+        for point, residual, other in zip(points, found.residuals, without, strict=True)
+    ]
+    numbers = [
+        {
+            "number": field,
+            "value": f"{profile.numbers[field].value:g} {profile.numbers[field].unit}",
+            "error": "no point left over" if error is None else f"{error:.1%}",
+        }
+        for field, error in found.errors.items()
+    ]
+    if json:
+        emit_json({"points": rows, "numbers": numbers, "guessed": found.kept})
+        return
+    print_table(f"{results.name} on {machine.name}", list(rows[0]), rows)
+    print_table("fitted", ["number", "value", "error"], numbers)
+    for field in found.kept:
+        typer.echo(f"{field}: the points do not determine it; a guess stands there")
+    if out is not None:
+        typer.echo(str(out))
 
 
 def _swarm(seed: int, runs: int, *, trace: Path | None, json: bool) -> None:

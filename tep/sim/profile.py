@@ -6,10 +6,13 @@ they mean and where the model is wrong. No model lives here, and no number eithe
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import cache
 from importlib.resources import files
@@ -21,7 +24,17 @@ from tep.backends.base import DomainCaps
 from tep.errors import UsageError
 from tep.units import PS_PER_S
 
-__all__ = ["Confidence", "Number", "Profile", "load_profile", "profile_names", "read_profile"]
+__all__ = [
+    "FIELDS",
+    "Confidence",
+    "Field",
+    "Number",
+    "Profile",
+    "load_profile",
+    "profile_names",
+    "read_profile",
+    "write_profile",
+]
 
 Confidence = Literal["measured", "quoted", "fitted", "guessed"]
 """measured: by us. quoted: from the source. fitted: to the figures named. guessed: by judgement."""
@@ -35,7 +48,7 @@ _FACTORS: Final[Mapping[str, Mapping[str, int]]] = {
 """Unit of a field -> units a file may use for it -> factor."""
 
 
-class _Field(NamedTuple):
+class Field(NamedTuple):
     """Where a field stands in the file, its unit, and the least value that makes sense."""
 
     path: str
@@ -43,26 +56,26 @@ class _Field(NamedTuple):
     least: int
 
 
-_FIELDS: Final[Mapping[str, _Field]] = {
-    "nics": _Field("node.nics", "count", 1),
-    "step_delay_ps": _Field("cpu.step_delay", "ps", 0),
-    "post_first_ps": _Field("cpu.post_first", "ps", 0),
-    "post_next_ps": _Field("cpu.post_next", "ps", 0),
-    "turn_rows": _Field("cpu.turn_rows", "count", 1),
-    "link_bps": _Field("nic.link", "bps", 1),
-    "wire_bps": _Field("nic.wire", "bps", 1),
-    "op_ps": _Field("nic.op", "ps", 0),
-    "dma_bps": _Field("nic.dma", "bps", 1),
-    "fill_bytes": _Field("nic.fill", "bytes", 0),
-    "quantum_bytes": _Field("nic.quantum", "bytes", 1),
-    "sq_depth": _Field("nic.sq_depth", "count", 1),
-    "max_write_bytes": _Field("nic.max_write", "bytes", 1),
-    "max_msg_bytes": _Field("nic.max_msg", "bytes", 1),
-    "latency_ps": _Field("wire.latency", "ps", 1),
-    "receive_ps": _Field("wire.receive", "ps", 0),
-    "ack_ps": _Field("wire.ack", "ps", 0),
-    "jitter_ps": _Field("wire.jitter", "ps", 0),
-    "peer_timeout_ps": _Field("wire.peer_timeout", "ps", 1),
+FIELDS: Final[Mapping[str, Field]] = {
+    "nics": Field("node.nics", "count", 1),
+    "step_delay_ps": Field("cpu.step_delay", "ps", 0),
+    "post_first_ps": Field("cpu.post_first", "ps", 0),
+    "post_next_ps": Field("cpu.post_next", "ps", 0),
+    "turn_rows": Field("cpu.turn_rows", "count", 1),
+    "link_bps": Field("nic.link", "bps", 1),
+    "wire_bps": Field("nic.wire", "bps", 1),
+    "op_ps": Field("nic.op", "ps", 0),
+    "dma_bps": Field("nic.dma", "bps", 1),
+    "fill_bytes": Field("nic.fill", "bytes", 0),
+    "quantum_bytes": Field("nic.quantum", "bytes", 1),
+    "sq_depth": Field("nic.sq_depth", "count", 1),
+    "max_write_bytes": Field("nic.max_write", "bytes", 1),
+    "max_msg_bytes": Field("nic.max_msg", "bytes", 1),
+    "latency_ps": Field("wire.latency", "ps", 1),
+    "receive_ps": Field("wire.receive", "ps", 0),
+    "ack_ps": Field("wire.ack", "ps", 0),
+    "jitter_ps": Field("wire.jitter", "ps", 0),
+    "peer_timeout_ps": Field("wire.peer_timeout", "ps", 1),
 }
 _FLAGS: Final = ("ordered", "imm_eats_recv")
 _HEAD: Final = ("name", "summary", *_FLAGS)
@@ -178,18 +191,24 @@ def profile_names() -> list[str]:
     return sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml"))
 
 
-@cache
-def load_profile(name: str) -> Profile:
-    """Load a profile that comes with tep.
+def load_profile(name: str | PathLike[str]) -> Profile:
+    """Load a profile that comes with tep, or the file of a path: what ends in .toml or has a "/".
 
     Raises:
-        UsageError: there is none of this name; the message lists those there are.
+        UsageError: there is none of this name; the message lists those there are. Or the file is
+            not a profile.
     """
+    text = os.fspath(name)
+    return read_profile(text) if text.endswith(".toml") or "/" in text else _shipped(text)
+
+
+@cache
+def _shipped(name: str) -> Profile:
     names = profile_names()
     if name not in names:
         raise UsageError(
             f"profile {name!r} is unknown; there are: {', '.join(names)}; "
-            "read_profile(path) reads a file of your own"
+            "a path to a .toml file is possible, too"
         )
     text = files("tep.sim").joinpath("profiles", f"{name}.toml").read_text(encoding="utf-8")
     return _parse(text, f"{name}.toml")
@@ -208,6 +227,37 @@ def read_profile(path: str | PathLike[str]) -> Profile:
     return _parse(text, str(path))
 
 
+def write_profile(profile: Profile, path: str | PathLike[str]) -> None:
+    """Write a profile as a file that read_profile() reads; numbers as their `numbers` say."""
+    lines = [
+        f"name = {_quoted(profile.name)}",
+        f"summary = {_quoted(profile.summary)}",
+        *(f"{flag} = {str(getattr(profile, flag)).lower()}" for flag in _FLAGS),
+    ]
+    for field, spec in FIELDS.items():
+        number = profile.numbers[field]
+        exact = Fraction(getattr(profile, field), _FACTORS[spec.unit][number.unit])
+        lines += [
+            f"\n[{spec.path}]",
+            f"value = {_decimal(exact)}",
+            f"unit = {_quoted(number.unit)}",
+            f"source = {_quoted(number.source)}",
+            f"confidence = {_quoted(number.confidence)}",
+        ]
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _decimal(value: Fraction) -> str:
+    """All digits of a number: units are powers of two and ten, so that they end."""
+    with localcontext(prec=60):
+        found = Decimal(value.numerator) / Decimal(value.denominator)
+    return format(found, "f")
+
+
 def _parse(text: str, where: str) -> Profile:
     try:
         document = tomllib.loads(text)
@@ -219,7 +269,7 @@ def _parse(text: str, where: str) -> Profile:
         if not isinstance(content, dict):
             raise UsageError(f"profile {where}: unknown key {section!r}; known: {', '.join(_HEAD)}")
         given |= {f"{section}.{key}": table for key, table in content.items()}
-    paths = {field.path for field in _FIELDS.values()}
+    paths = {field.path for field in FIELDS.values()}
     missing = [key for key, value in tables.items() if value is None]
     _check_keys(where, {*given, *(_HEAD)} - {*missing}, {*paths, *_HEAD})
     for key, value in tables.items():
@@ -228,11 +278,11 @@ def _parse(text: str, where: str) -> Profile:
             raise UsageError(f"profile {where}: {key} = {value!r} is not a {kind.__name__}")
     numbers = {
         field: _number(f"{where}: [{spec.path}]", given[spec.path], spec.unit)
-        for field, spec in _FIELDS.items()
+        for field, spec in FIELDS.items()
     }
     values = {
         field: _scaled(f"{where}: [{spec.path}]", numbers[field], spec)
-        for field, spec in _FIELDS.items()
+        for field, spec in FIELDS.items()
     }
     return Profile(**tables, **values, numbers=numbers)  # type: ignore[arg-type]  # checked above
 
@@ -268,9 +318,9 @@ def _number(where: str, table: object, unit: str) -> Number:
     return Number(value, written, source, cast("Confidence", confidence))
 
 
-def _scaled(where: str, number: Number, spec: _Field) -> int:
+def _scaled(where: str, number: Number, spec: Field) -> int:
     """Bring a number to its field's unit, exactly as its decimal digits say."""
-    value = Fraction(str(number.value)) * _FACTORS[spec.unit][number.unit]
+    value = Fraction(repr(number.value)) * _FACTORS[spec.unit][number.unit]
     if value.denominator != 1 or value < spec.least:
         raise UsageError(
             f"profile {where}: {number.value} {number.unit} is {float(value)} {spec.unit}; "

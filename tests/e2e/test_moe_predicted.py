@@ -1,4 +1,6 @@
-"""Predicted latencies against the published ones: what was fitted, what was not, what it costs."""
+"""Predicted latencies beside the published points, which tests/e2e/test_reproduce.py holds: their
+shape between the points, what was fitted, what it costs.
+"""
 
 from __future__ import annotations
 
@@ -14,81 +16,7 @@ from tep.apps.moe.trial import dense
 from tep.cli import app
 from tep.sim.clock import FabricEnv
 
-# arXiv 2510.27656 v2, Figures 9 (decode) and 10 (prefill): EFA, CX7; p50 microseconds.
-DECODE = {
-    ("dispatch", 64): (266.7, 187.5),
-    ("dispatch", 16): (214.8, 110.2),
-    ("dispatch", 8): (49.7, 50.5),
-    ("combine", 64): (391.2, 309.1),
-    ("combine", 16): (241.5, 185.5),
-    ("combine", 8): (64.2, 65.3),
-}
-PREFILL = {
-    ("dispatch", 64): (5334, 4665),
-    ("dispatch", 16): (3197, 2735),
-    ("dispatch", 8): (1052, 1062),
-    ("combine", 64): (9779, 8771),
-    ("combine", 16): (5379, 5071),
-    ("combine", 8): (1397, 1405),
-}
-# Figure 11: slow-down of dispatch in percent against one burst: (private tokens, EP) -> EFA, CX7.
-PRIVATE = {
-    (32, 64): (0, 0),
-    (24, 64): (7.6, 0.4),
-    (8, 64): (65.8, 0.8),
-    (2, 64): (None, 15.4),
-    (24, 8): (2.5, 2.8),
-    (8, 8): (6.6, 7.1),
-}
-NIC = {"efa": (0, 0.15), "cx7": (1, 0.10)}  # column, tolerance
-
-
-def check(published, workload) -> None:
-    column, tolerance = NIC[workload.nic]
-    found = predict(workload)
-    for half, us in (("dispatch", found.dispatch_us), ("combine", found.combine_us)):
-        assert published[half, workload.ep][column] == pytest.approx(us, rel=tolerance), half
-
-
 LONG = pytest.mark.long
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nic", NIC)
-@pytest.mark.parametrize("ep", [8, 16, pytest.param(64, marks=LONG)])
-def test_decode(ep, nic) -> None:
-    """Every plan for a cluster begins with these twelve numbers."""
-    check(DECODE, Workload(ep=ep, nic=nic))
-
-
-@pytest.mark.slow
-def test_decode_of_64_ranks() -> None:
-    """One turn, so that every run has looked at the largest published size."""
-    check(DECODE, Workload(ep=64, nic="efa", turns=1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nic", NIC)
-@pytest.mark.parametrize("ep", [8, 16, pytest.param(64, marks=LONG)])
-def test_prefill(ep, nic) -> None:
-    """The same machine with 32 times the tokens: what was tuned to latency would fail here."""
-    check(PREFILL, Workload.prefill(ep=ep, nic=nic))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("nic", NIC)
-@pytest.mark.parametrize("ep", [8, pytest.param(64, marks=LONG)])
-def test_private_buffers(ep, nic) -> None:
-    """How small private buffers may be is what their memory costs: it grows with the ranks."""
-    column, tolerance = NIC[nic]
-    base_us = predict(Workload(ep=ep, nic=nic, private_tokens=32)).dispatch_us
-    for (private, ranks), percents in PRIVATE.items():
-        if ranks == ep and percents[column] is not None:
-            found = predict(Workload(ep=ep, nic=nic, private_tokens=private))
-            expected = DECODE["dispatch", ep][column] * (1 + percents[column] / 100)
-            assert expected == pytest.approx(found.dispatch_us, rel=tolerance), private
-            slower = 100 * (found.dispatch_us / base_us - 1)
-            assert percents[column] == pytest.approx(slower, abs=10), private
 
 
 @pytest.mark.long

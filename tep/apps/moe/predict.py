@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -17,7 +17,7 @@ import numpy as np
 from tep import sim
 from tep.apps.moe.alltoall import AllToAll
 from tep.apps.moe.group import local_groups
-from tep.apps.moe.kernels import load_gpu
+from tep.apps.moe.kernels import Gpu, load_gpu
 from tep.apps.moe.nvlink import Nvlink, NvlinkTimes
 from tep.apps.moe.routing import Ints
 from tep.sim import Profile, load_profile
@@ -150,22 +150,29 @@ def draw_indices(workload: Workload) -> Indices:
     return draw
 
 
-def predict(workload: Workload, indices: Indices | None = None) -> Prediction:
+def predict(
+    workload: Workload,
+    indices: Indices | None = None,
+    *,
+    gpu: Gpu | None = None,
+    machine: Profile | None = None,
+) -> Prediction:
     """Run the step on all ranks.
 
     Args:
         workload: what.
         indices: the routing; None: drawn from the workload.
+        gpu: other numbers of kernels and proxy than those of the workload's NIC.
+        machine: the same of the NIC's own.
 
     Raises:
         UsageError: an unknown NIC, or numbers that contradict each other.
     """
-    profile = profile_of(workload)
-    gpu = load_gpu(family_of(workload))
+    profile = machine or profile_of(workload)
+    gpu = gpu or load_gpu(family_of(workload))
     node = min(workload.gpus, workload.ep)
-    link = Nvlink(
-        NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s), carries_bytes=False
-    )
+    times = NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
+    link = Nvlink(times, carries_bytes=False)
     groups = local_groups(workload.ep, node_size=node, links=link.port)
     draw = indices or draw_indices(workload)
     seen = _Seen()
@@ -198,16 +205,21 @@ def predict(workload: Workload, indices: Indices | None = None) -> Prediction:
                     seen.marks["combine"].append(alltoall.marks_s)
         seen.barriers.append(alltoall.barrier_s)
 
-    async def main() -> None:
-        await asyncio.gather(*(rank(cluster, number) for number in range(workload.ep)))
-
-    cluster = sim.Cluster(workload.ep, profile=profile, seed=workload.seed, move_bytes=False)
-    with cluster:
-        if workload.slow_nic != 1:
-            assert not isinstance(cluster.fabric, sim.ChaosFabric), "there is a profile"
-            cluster.fabric.timing.slow_down(cluster.engines[0].name, 0, workload.slow_nic)
-        cluster.run(main())
+    with _cluster(workload, profile) as cluster:
+        cluster.run(_all(rank(cluster, number) for number in range(workload.ep)))
     return _summary(workload, profile, seen)
+
+
+async def _all(ranks: Iterable[Coroutine[Any, Any, None]]) -> None:
+    await asyncio.gather(*ranks)
+
+
+def _cluster(workload: Workload, profile: Profile) -> sim.Cluster:
+    cluster = sim.Cluster(workload.ep, profile=profile, seed=workload.seed, move_bytes=False)
+    if workload.slow_nic != 1:
+        assert not isinstance(cluster.fabric, sim.ChaosFabric), "there is a profile"
+        cluster.fabric.timing.slow_down(cluster.engines[0].name, 0, workload.slow_nic)
+    return cluster
 
 
 def family_of(workload: Workload) -> str:

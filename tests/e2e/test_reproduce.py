@@ -1,0 +1,125 @@
+"""Every published point that is modelled, simulated, within the tolerance that stands beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from typer.testing import CliRunner
+
+from tep.apps.moe.kernels import numbers_of
+from tep.cli import app
+from tep.errors import UsageError
+from tep.reproduce import load_table, report, residue, runs, table_names
+from tep.sim.profile import FIELDS, load_profile
+
+SLOW = {"moe-decode", "moe-prefill", "moe-private", "rl"}
+
+
+def cases() -> Iterator[object]:
+    for table in table_names():
+        for ep in sorted({point.keys.get("ep", "") for point in load_table(table).points}):
+            marks = [pytest.mark.slow] if table in SLOW else []
+            if table == "rl" or (table in SLOW and ep == "64"):
+                marks.append(pytest.mark.long)
+            yield pytest.param(table, ep, marks=marks, id=f"{table}-{ep}".rstrip("-"))
+
+
+@pytest.mark.parametrize(("name", "ep"), list(cases()))
+def test_published_points_are_met(name, ep) -> None:
+    """Every plan made with the simulator stands on these numbers."""
+    table = load_table(name)
+    mine = [p for p in table.points if p.keys.get("ep", "") == ep and p.tolerance is not None]
+    outcomes = [runs.Outcome(table, p, runs.reproduce_at(name, **p.keys)) for p in mine]
+
+    assert [] == [(one.point.name, one.error) for one in outcomes if not one.holds]
+
+
+def test_every_point_is_here_once() -> None:
+    """A point lost from a table would be a point that nothing checks."""
+    sizes = {name: len(load_table(name).points) for name in table_names()}
+    names = [(name, point.name) for name in table_names() for point in load_table(name).points]
+
+    assert {
+        "kvcache": 24,
+        "moe-decode": 18,
+        "moe-kernels": 12,
+        "moe-prefill": 18,
+        "moe-private": 11,
+        "p2p": 12,
+        "rl": 13,
+        "scatter": 36,
+        "uvm": 14,
+    } == sizes
+    assert len(names) == len(set(names))
+
+
+def test_what_profiles_call_fitted_is_what_points_were_fitted_by() -> None:
+    """A number fitted in silence would make a fitted point look predicted."""
+    said = {
+        number
+        for name in table_names()
+        for point in load_table(name).points
+        if point.kind == "fitted" and not point.of.startswith(("input", "TtftModel", "the base"))
+        for number in point.of.split()
+    }
+    numbers = {
+        FIELDS[field].path
+        for profile in ("cx7_400", "efa_2x200")
+        for field, number in load_profile(profile).numbers.items()
+        if number.confidence == "fitted"
+    }
+    numbers |= {
+        f"{section}.{key}"
+        for section, table in numbers_of("hopper").items()
+        for key, number in table.items()
+        if number["confidence"] == "fitted"
+    }
+
+    assert numbers == said
+
+
+def test_an_unknown_table_is_named_with_those_there_are() -> None:
+    """A misspelt name must not print an empty report."""
+    with pytest.raises(UsageError, match="'p3p' is unknown; there are: kvcache, "):
+        load_table("p3p")
+
+
+def test_left_out_points_are_worse_than_fitted_ones() -> None:
+    """A fit that were as good without a point would not have been a fit to it."""
+    outcomes = residue.leave_one_out([*runs.reproduce("p2p"), *runs.reproduce("kvcache")])
+    pairs = [
+        (abs(one.error), abs(one.table.error(one.point, one.left_out)))
+        for one in outcomes
+        if one.left_out is not None
+    ]
+
+    assert 28 == len(pairs)
+    assert sum(with_it for with_it, _ in pairs) < sum(without for _, without in pairs)
+    assert max(without for _, without in pairs) < 45  # EFA 64 KiB: then two numbers share a point
+
+
+def test_a_report_shows_every_point(tmp_path) -> None:
+    """The page that the docs show is made of this."""
+    outcomes = list(runs.reproduce("p2p"))
+    paths = report.write_report(outcomes, tmp_path)
+    text = paths[0].read_text()
+
+    assert ["report.md", "p2p.png"] == [path.name for path in paths]
+    assert b"\x89PNG" == paths[1].read_bytes()[:4]
+    assert all(f"| {one.point.name} |" in text for one in outcomes)
+    assert "- fitted: 12" in text
+
+
+def test_the_command_prints_points_and_fails_beyond_a_tolerance(monkeypatch) -> None:
+    """CI reads its exit status; a miss that exits 0 is a miss that nobody sees."""
+    found = CliRunner().invoke(app, ["reproduce", "p2p", "uvm", "--json"])
+    document = json.loads(found.stdout)
+
+    assert 0 == found.exit_code
+    assert 26 == len(document["points"])
+    assert {"fitted": 13, "predicted": 0, "not modelled": 13}.items() <= document["summary"].items()
+
+    monkeypatch.setattr(runs, "single_us", lambda *_: 1.0)
+    assert 1 == CliRunner().invoke(app, ["reproduce", "p2p", "--json"]).exit_code

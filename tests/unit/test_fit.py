@@ -1,0 +1,152 @@
+"""The fit of profiles: it makes the shipped ones, finds a simulated machine again, and says what it
+cannot know.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tep.cli import app
+from tep.errors import UsageError
+from tep.reproduce.runs import paged_us, single_us
+from tep.reproduce.tables import NIC_PROFILES, load_table
+from tep.sim.fit import RUN_PAGES, Measured, fit, fitted_fields, model_gbps
+from tep.sim.profile import load_profile, write_profile
+
+SIZES = [1 << k for k in range(12, 26)]
+PAGES = [1 << k for k in range(10, 17)]
+
+
+def published(nic: str) -> list[Measured]:
+    points = [point for point in load_table("p2p").points if point.keys["nic"] == nic]
+    return [Measured(p.keys["kind"], int(p.keys["bytes"]), p.published) for p in points]
+
+
+def simulated(profile, point: Measured) -> float:
+    """The measurement, by whole engines."""
+    if point.kind == "single":
+        return point.nbytes * 8 / single_us(profile, point.nbytes) / 1000
+    return RUN_PAGES * point.nbytes * 8 / paged_us(profile, point.nbytes) / 1000
+
+
+@pytest.mark.parametrize("nic", NIC_PROFILES)
+def test_shipped_profiles_are_what_the_program_fits(nic) -> None:
+    """A shipped number that nobody can make again is a number without a source."""
+    shipped = load_profile(NIC_PROFILES[nic])
+    found = fit(published(nic), shipped)
+
+    assert () == found.kept
+    for field in fitted_fields(shipped):
+        assert getattr(shipped, field) == pytest.approx(getattr(found.profile, field), rel=0.04)
+    assert max(map(abs, found.residuals)) < 0.02
+
+
+@pytest.mark.parametrize("nic", NIC_PROFILES)
+def test_the_closed_form_is_what_engines_do(nic) -> None:
+    """The fit solves the closed form; if engines did something else it would fit something else."""
+    profile = replace(load_profile(NIC_PROFILES[nic]), jitter_ps=0)
+    points = [Measured("single", n, 1.0) for n in SIZES]
+    points += [Measured("paged", n, 1.0) for n in PAGES]
+    for point in points:
+        assert model_gbps(profile, point) == pytest.approx(simulated(profile, point), rel=1e-3)
+
+
+@given(
+    wire=st.integers(100, 390),
+    small=st.integers(30, 800),
+    fill=st.integers(32, 512),
+    ack=st.integers(2, 40),
+    base=st.sampled_from(["cx7_400", "efa_2x200"]),
+)
+@settings(max_examples=15)
+def test_a_fit_finds_the_numbers_of_a_simulated_machine(wire, small, fill, ack, base) -> None:
+    """Who measures a machine that is as the model must get that machine back."""
+    start = load_profile(base)
+    fields = fitted_fields(start)
+    values = (wire * 10**9 // start.nics, small * 1000, fill * 1024, ack * 10**6)
+    machine = replace(start, **dict(zip(fields, values, strict=True)), jitter_ps=0)
+    points = [Measured("single", n, 0.0) for n in SIZES] + [
+        Measured("paged", n, 0.0) for n in PAGES
+    ]
+    points = [point._replace(gbps=model_gbps(machine, point)) for point in points]
+    found = fit(points, replace(start, jitter_ps=0))
+
+    for field in set(fields) - set(found.kept):
+        assert getattr(machine, field) == pytest.approx(getattr(found.profile, field), rel=0.03)
+    assert max(map(abs, found.residuals)) < 1e-3
+
+
+def test_whole_engines_measured_give_their_profile_back() -> None:
+    """The same through engines, once: from a machine, to results, to a profile."""
+    base = load_profile("cx7_400")
+    machine = replace(
+        base, wire_bps=300 * 10**9, op_ps=120_000, fill_bytes=98_304, ack_ps=9 * 10**6
+    )
+    points = [Measured("single", n, 0.0) for n in SIZES[::3]]
+    points += [Measured("paged", n, 0.0) for n in PAGES[::2]]
+    points = [point._replace(gbps=simulated(machine, point)) for point in points]
+    found = fit(points, base).profile
+
+    for field in fitted_fields(base):
+        assert getattr(machine, field) == pytest.approx(getattr(found, field), rel=0.01)
+
+
+def test_numbers_without_points_are_guesses_and_said_to_be() -> None:
+    """Pages alone say nothing of the fill: a number made up for it would look measured."""
+    points = [point for point in published("CX7") if point.kind == "paged"]
+    found = fit(points, load_profile("cx7_400"))
+
+    assert {"fill_bytes", "ack_ps"} == set(found.kept)
+    assert "fitted" == found.profile.numbers["wire_bps"].confidence
+    assert found.profile.fill_bytes != load_profile("cx7_400").fill_bytes
+
+
+def test_a_written_profile_is_read_back_as_it_was(tmp_path) -> None:
+    """A profile that changes by a rounding is another machine."""
+    found = fit(published("EFA"), load_profile("efa_2x200")).profile
+    write_profile(found, tmp_path / "mine.toml")
+    read = load_profile(str(tmp_path / "mine.toml"))
+
+    assert replace(found, numbers={}) == replace(read, numbers={})
+    assert found.numbers["wire_bps"].source == read.numbers["wire_bps"].source
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", 'no "points"'),
+        ('{"points": 3}', 'no "points"'),
+        ('[{"kind": "single", "bytes": 4096}]', r"points\[0\]"),
+        ("[null]", r"points\[0\]"),
+        ('[{"kind": "double", "bytes": 4096, "gbps": 3}]', "is no measurement"),
+        ('[{"kind": "single", "bytes": 4096, "gbps": 0}]', "is no measurement"),
+    ],
+)
+def test_results_that_are_none_are_refused(tmp_path, text, said) -> None:
+    """A file of another program must not become a machine."""
+    path = tmp_path / "results.json"
+    path.write_text(text)
+    found = CliRunner().invoke(app, ["sim", "fit", str(path)])
+
+    assert isinstance(found.exception, UsageError)
+    with pytest.raises(UsageError, match=said):
+        raise found.exception
+
+
+def test_the_command_writes_a_profile_that_clusters_take(tmp_path) -> None:
+    """From measured results to a simulated cluster of that machine, without a line of Python."""
+    results, profile = tmp_path / "results.json", tmp_path / "mine.toml"
+    points = [{"kind": p.kind, "bytes": p.nbytes, "gbps": p.gbps} for p in published("CX7")]
+    results.write_text(json.dumps({"points": points}))
+    found = CliRunner().invoke(app, ["sim", "fit", str(results), "--out", str(profile), "--json"])
+
+    assert 0 == found.exit_code, found.output
+    assert 6 == len(json.loads(found.stdout)["points"])
+    assert 370 == pytest.approx(simulated(str(profile), Measured("paged", 65_536, 0.0)), rel=0.03)
