@@ -23,7 +23,7 @@ from tep.control.mailroom import Mailroom
 from tep.control.notes import Asked, Told, values_max
 from tep.core.acks import Acks
 from tep.core.group import DomainGroup
-from tep.core.pending import Pending, Rescue
+from tep.core.pending import Pending, Rescue, varies
 from tep.core.region import Link
 from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
@@ -56,9 +56,10 @@ class _Path:
         counts: what it told, by immediate.
         pruned: the generation that these counts stand at; None: none was told.
         left: answers that are missing.
+        seen: a batch with rows out there, as far as is known.
     """
 
-    __slots__ = ("asked", "counts", "domain", "left", "link", "nic", "pruned", "rows")
+    __slots__ = ("asked", "counts", "domain", "left", "link", "nic", "pruned", "rows", "seen")
 
     def __init__(self, domain: int, link: Link, nic: int) -> None:
         self.domain = domain
@@ -69,6 +70,14 @@ class _Path:
         self.counts: dict[int, int] = {}
         self.pruned: int | None = None
         self.left = 0
+        self.seen: Pending | None = None
+
+    def is_used_by(self, pending: Pending) -> bool:
+        """Whether rows of a batch are out on this lane."""
+        if pending.at == pending.back or pending.domain != self.domain:
+            return False
+        rows = pending.posted_rows() if varies(pending) else (0,)
+        return any(self.holds(pending, row) for row in rows)
 
     def holds(self, pending: Pending, row: int) -> bool:
         """Whether a row goes over this lane."""
@@ -157,12 +166,14 @@ class Recovery:
         return not held and self._is_quiet(_Path(domain, link, nic))
 
     def _is_quiet(self, path: _Path) -> bool:
-        return not any(
-            pending.at > pending.back
-            and pending.domain == path.domain
-            and any(path.holds(pending, row) for row in pending.posted_rows())
-            for pending in self._group.batches.values()
-        )
+        """Whether no row is out on a lane. Until the batch that was seen last is back, it is not:
+        so all batches are looked through once for each that ends, and not in every step.
+        """
+        seen = path.seen
+        if seen is not None and seen.at > seen.back:
+            return False
+        path.seen = next(filter(path.is_used_by, self._group.batches.values()), None)
+        return path.seen is None
 
     def _ask(self, path: _Path) -> None:
         imms = sorted({imm for lost in path.rows if (imm := lost.imm) is not None})

@@ -11,6 +11,7 @@ import pytest
 from tep.api import EngineOptions, Pages
 from tep.backends.base import Status
 from tep.control.audit import Arrivals
+from tep.core.pending import Pending
 from tep.core.transfer import Transfer
 from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster
@@ -187,3 +188,33 @@ def test_a_nic_that_is_deaf_is_not_tried_for_ever(nics: tuple[int, int]) -> None
             with pytest.raises(FabricError, match="on 2 paths before|UNREACHABLE"):
                 sent.wait(0.02)
         watch.close()
+
+
+def test_a_path_with_rows_out_is_looked_at_in_constant_time() -> None:
+    """While rows of a dead path are awaited each step would scan every posted row: milliseconds."""
+    rows, steps = 4096, 50
+    fabric = Fabric(Chooser(), (1, 2), ())
+    a, b = fabric.engines
+    mr, _ = a.reg_mr(np.ones(rows, np.uint8))
+    _, desc = b.reg_mr(np.zeros(rows, np.uint8))
+    pages = Pages(range(rows))
+    for imm in range(3):
+        a.submit_paged_writes(1, (mr, pages), (desc, pages), imm)
+    fabric._rest()
+    lost = next(flight for flight in fabric.flights if flight.there is fabric.nics[2])
+    fabric._die(lost.there)
+    fabric._rest()
+    fabric._fail(lost)
+    fabric._rest()
+    assert a._worker.recovery.paths, "no row was lost"
+    looks: list[int] = []
+    target = Pending.target
+
+    def counted(self: Pending, row: int) -> tuple:
+        looks.append(row)
+        return target(self, row)
+
+    with mock.patch.object(Pending, "target", counted):
+        for _ in range(steps):
+            a.driver.turn()
+    assert len(looks) < steps, f"{len(looks)} looks at rows in {steps} steps"
