@@ -37,11 +37,13 @@ from tep.drivers import Machine
 from tep.ffi.libfabric import load
 from tep.units import KiB, MiB
 
-__all__ = ["FIGURES", "libfabric_figures", "serve"]
+__all__ = ["EFA_FIGURES", "FIGURES", "efa_figures", "libfabric_figures", "serve"]
 
 SOURCE: Final = Path(tep.__file__).parents[1] / "tests" / "bench" / "libfabric" / "yardstick.c"
 FIGURES: Final = 14
 """How many figures libfabric_figures() yields."""
+
+EFA_FIGURES: Final = 4
 
 _RUNS: Final = 3  # of each pair of processes
 _PINGS: Final = 500  # of a run; on a crowded machine each may cost two turns of the scheduler
@@ -94,7 +96,30 @@ def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
             yield from _delays(program, provider, rounds)
 
 
+def efa_figures(rounds: int = 15) -> Iterator[Figure]:
+    """EFA's two fabrics beside the C loop: CPU time of a write, both ends, device included.
+
+    Raises:
+        LookupError: no C compiler, no headers of libfabric, or no yardstick.
+        BackendUnavailable: no libfabric, or no EFA device.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program = _build(Path(folder, "yardstick"))
+        for provider, window in (("efa", 512), ("efa-direct", 1024)):
+            for size in (64, 8 * KiB):
+                yield _compare(
+                    f"{provider} {_spell(size)}: CPU a write, both ends",
+                    partial(_Pair, provider, size, 4096),
+                    partial(_C, program, "cpu", provider, size, 4096, window),
+                    aim=partial(operator.mul, 2.0),
+                    pairs=max(1, rounds // _RUNS),
+                    source=_what_c_is(program),
+                )
+
+
 def _spell(nbytes: int) -> str:
+    if nbytes < KiB:
+        return f"{nbytes} B"
     return f"{nbytes // MiB} MiB" if nbytes >= MiB else f"{nbytes // KiB} KiB"
 
 
@@ -193,7 +218,7 @@ class _C:
     """The C program; a line on its input makes one run."""
 
     def __init__(self, program: Path, *arguments: object) -> None:
-        complete = int(arguments[1] != "shm")  # whether rows wait for the target, as tep's do
+        complete = int(arguments[1] == "tcp")  # whether rows wait for the target, as tep's do
         self._process = subprocess.Popen(  # noqa: S603  # what _build() made, no shell
             [str(program), *map(str, arguments), str(complete)],
             stdin=subprocess.PIPE,

@@ -73,6 +73,23 @@ def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
         ) from error
 
 
+@app.command("efa")
+def efa(rounds: Rounds = 15, json: Json = False) -> None:
+    """The whole engine over EFA's two fabrics, beside a C loop on the same NIC and settings.
+
+    Needs an EFA device, or a fake one: scripts/fake_efa tep bench efa, in a checkout of tep.
+    """
+    from tep.bench.libfabric import EFA_FIGURES, efa_figures
+
+    try:
+        _show("tep bench efa", efa_figures(rounds), EFA_FIGURES, json=json, decimals=2)
+    except LookupError as error:
+        raise BackendUnavailable(
+            "the C yardstick cannot be built; apt install gcc libfabric-dev, in a checkout of tep",
+            (("cc", str(error)),),
+        ) from error
+
+
 def _show(
     title: str, figures: Iterable[Figure], total: int, *, json: bool, decimals: int = 1
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -276,3 +277,26 @@ except tep.FabricError as error:
 """,
         )
     assert "UNREACHABLE" == out
+
+
+def test_the_bench_compares_both_fabrics_with_c():
+    """A figure without its reference, or of another device, says nothing."""
+    need_fake_efa()
+    command = "import sys; from tep.cli import main; sys.exit(main())"
+    with fabric({"nics": 1}) as fake:
+        done = subprocess.run(
+            [sys.executable, "-c", command, "bench", "efa", "--rounds", "3", "--json"],
+            env=os.environ | fake.environment(),
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+    if "cannot be built" in done.stderr:
+        pytest.skip("no headers of libfabric (Debian: libfabric-dev)")
+    assert 0 == done.returncode, done.stderr[-2000:]
+    figures = json.loads(done.stdout)["figures"]
+
+    assert ["efa", "efa", "efa-direct", "efa-direct"] == [x["what"].split()[0] for x in figures]
+    assert all(0 < figure["value"] for figure in figures)
+    assert all(0 < figure["reference"] for figure in figures)

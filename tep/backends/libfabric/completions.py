@@ -60,7 +60,8 @@ class Queue:
     def __init__(
         self, nic: Nic, slots: Slots, mailbox: Mailbox, *, imm_takes_receive: bool = False
     ) -> None:
-        self._spend = mailbox.spend if imm_takes_receive else None
+        self._takes_receive = imm_takes_receive
+        self._post_at = mailbox.post_at
         self._nic = nic
         self._slots = slots
         self._mailbox = mailbox
@@ -140,8 +141,8 @@ class Queue:
         flags, at = words[_FLAGS], filled * COMPLETION_BYTES
         if flags & _REMOTE:
             put_completion(out, at, _IMM, _OK, 1, words[_DATA] & _IMM_MASK, 0, 0, 0)
-            if self._spend is not None:
-                self._spend((words[_CONTEXT],))
+            if self._takes_receive:
+                self._idle.append(words[_CONTEXT] + self._post_at)
             return filled + 1
         if flags & _LOCAL:
             ticket = self._slots.take_back(words[_CONTEXT])
@@ -157,21 +158,19 @@ class Queue:
         words = self._words[: n * _WORDS].tolist()
         rows: list[int] = []
         imms: dict[int, int] = {}
-        spent: list[int] = []
+        takes, idle, post_at = self._takes_receive, self._idle, self._post_at
         for at in range(0, n * _WORDS, _WORDS):
             flags = words[at + 1]
             if flags & fi.FI_REMOTE_WRITE:
                 # Not every release sets FI_RMA here, and 1.17 reports no length.
                 imm = words[at + 4] & _IMM_MASK
                 imms[imm] = imms.get(imm, 0) + 1
-                if self._spend is not None:
-                    spent.append(words[at])
+                if takes:
+                    idle.append(words[at] + post_at)
             elif flags & fi.FI_WRITE:
                 rows.append(words[at])
             else:
                 self._take_frame(words[at], words[at + 2])
-        if spent and self._spend is not None:
-            self._spend(spent)
         if rows:
             for ctx, count in self._slots.give_back(rows).items():
                 out[filled] = (_WRITE, _OK, count, 0, 0, ctx, 0)
@@ -185,8 +184,8 @@ class Queue:
         flags = self._flags[:n]
         remote = (flags & np.uint64(fi.FI_REMOTE_WRITE)) != 0
         count = int(np.count_nonzero(remote))
-        if count and self._spend is not None:
-            self._spend(self._contexts[:n][remote].tolist())
+        if count and self._takes_receive:
+            self._idle += (self._contexts[:n][remote] + self._post_at).tolist()
         if count == n:
             return self._take_imms(self._data[:n], out, filled)
         local = ~remote

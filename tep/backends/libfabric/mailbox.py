@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Final
 
@@ -30,12 +30,12 @@ __all__ = ["Mailbox"]
 _OUT_PER_PEER: Final = 8  # a peer that takes nothing must not hold all buffers
 _SLOT_BYTES: Final = 64
 
-# One receive, all words of 64 bits: iovec, the array of one memory descriptor, struct fi_msg.
+# One receive, all words of 64 bits: iovec, struct fi_msg. It is as long as a context, so that the
+# address of one is that of the other and a constant.
 _RECORD: Final = np.dtype(
     [
         ("base", "<u8"),  # iovec.iov_base
         ("len", "<u8"),  # iovec.iov_len
-        ("desc", "<u8"),
         ("p_iov", "<u8"),  # fi_msg from here on: msg_iov
         ("p_desc", "<u8"),
         ("iov_count", "<u8"),
@@ -44,7 +44,8 @@ _RECORD: Final = np.dtype(
         ("data", "<u8"),
     ]
 )
-_MSG_AT: Final = 24
+_MSG_AT: Final = 16
+assert _RECORD.itemsize == _SLOT_BYTES
 
 
 class Mailbox:
@@ -57,7 +58,8 @@ class Mailbox:
 
     Attributes:
         region: the buffers, as what an empty row reads from.
-        idle: receive buffers that are not posted, by index; refill() posts them.
+        idle: receives that are not posted, by the address of their fi_msg; refill() posts them.
+        post_at: what to add to the context of a receive to get there.
     """
 
     def __init__(self, nic: Nic, frame_bytes: int, rules: Rules) -> None:
@@ -82,16 +84,17 @@ class Mailbox:
         self._owner: list[Peer | None] = [None] * count
         self._free = list(range(self._receives, count))
         self._main: Endpoint | None = None
-        self.idle: list[int] = list(range(self._receives))
         # One receive, spelled out once: it is posted again whenever an immediate has taken it.
         records = self._records = np.zeros(self._receives, _RECORD)
         at = records.ctypes.data + _RECORD.itemsize * np.arange(self._receives, dtype=np.uint64)
         records["base"] = self._buffers + self._frame_bytes * np.arange(self._receives)
-        records["len"], records["desc"] = self._frame_bytes, self._desc
-        records["p_iov"], records["p_desc"] = at, at + np.uint64(16)
+        self._descs = np.array([self._desc], np.uint64)  # fi_msg.desc: an array of one
+        records["len"], records["p_desc"] = self._frame_bytes, self._descs.ctypes.data
+        records["p_iov"] = at
         records["iov_count"], records["addr"] = 1, fi.FI_ADDR_UNSPEC
         records["context"] = self._contexts + _SLOT_BYTES * np.arange(self._receives)
-        self._posts: list[int] = (at + np.uint64(_MSG_AT)).tolist()
+        self.post_at = records.ctypes.data + _MSG_AT - self._contexts
+        self.idle: list[int] = (at + np.uint64(_MSG_AT)).tolist()
 
     def start(self, endpoint: Endpoint) -> None:
         """Post the receive buffers; frames arrive at this endpoint from now on."""
@@ -106,7 +109,7 @@ class Mailbox:
         idle, rc = self.idle, 0
         if not idle or not main.address:  # 0 once it is closed
             return 0
-        posts = iter([self._posts[index] for index in idle])
+        posts = iter(idle)
         last = len(idle) - 1
         # In one go: the last one rings the doorbell.
         flags = chain(repeat(self._more, last), repeat(0))
@@ -118,11 +121,6 @@ class Mailbox:
         else:
             idle.clear()
         return rc
-
-    def spend(self, contexts: Iterable[int]) -> None:
-        """Immediates have taken these receives; refill() posts them again."""
-        first = self._contexts
-        self.idle += [(context - first) // _SLOT_BYTES for context in contexts]
 
     def owns(self, context: int) -> bool:
         """Whether a completion's context is one of ours."""
@@ -180,11 +178,11 @@ class Mailbox:
         at = index * self._frame_bytes
         with self._view[at : at + nbytes] as view:
             take(view)
-        self.idle.append(index)
+        self.idle.append(context + self.post_at)
 
     def dropped(self, context: int) -> None:
         """Post a receive buffer again whose receive failed."""
-        self.idle.append((context - self._contexts) // _SLOT_BYTES)
+        self.idle.append(context + self.post_at)
         self.refill()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@
  *   yardstick rate PROVIDER SIZE ROWS WINDOW DC   two processes; wall time of all rows
  *   yardstick lat  PROVIDER SIZE ROWS WINDOW DC   two processes; half round trips
  *
- * DC is 1 for FI_DELIVERY_COMPLETE. One line on standard input makes one run and one line of output,
+ * PROVIDER is tcp, shm, efa or efa-direct. DC is 1 for FI_DELIVERY_COMPLETE. One line on standard input makes one run and one line of output,
  * in microseconds (cpu: a write; rate: all; lat: the median); so a caller can interleave runs. */
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -14,6 +14,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,7 +51,13 @@ struct end {
 	struct card mine, theirs;
 	fi_addr_t peer;
 	size_t written, arrived; /* local completions, immediates */
+	struct fi_context2 *contexts; /* efa-direct: one a row, then one a receive */
+	char *frames;
+	struct fid_mr *frames_mr;
 };
+
+enum { RECEIVES = 2048, FRAME = 64, SHARED_MEMORY_PERMITTED = 11 /* 1.17 has no name for it */ };
+static int efa, direct; /* direct: each immediate takes a receive; FI_MORE shares a doorbell */
 
 static uint64_t flags = FI_REMOTE_CQ_DATA | FI_COMPLETION;
 static size_t size, rows, window, stride, slots, bufsize;
@@ -74,9 +81,20 @@ static void open_end(struct end *e, const char *provider, int dc)
 	hints->ep_attr->type = FI_EP_RDM;
 	hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
 	hints->domain_attr->threading = FI_THREAD_DOMAIN;
-	hints->fabric_attr->prov_name = strdup(provider);
-	must(fi_getinfo(fi_version(), strcmp(provider, "shm") ? "127.0.0.1" : NULL, NULL,
-			strcmp(provider, "shm") ? FI_SOURCE : 0, hints, &info), "fi_getinfo");
+	hints->fabric_attr->prov_name = strdup(efa ? "efa" : provider);
+	if (efa) { /* as tep asks: see RULES */
+		hints->caps |= FI_LOCAL_COMM | FI_REMOTE_COMM;
+		hints->tx_attr->size = direct ? 1024 + 64 : 512;
+		hints->rx_attr->size = direct ? RECEIVES : 1024;
+	}
+	const char *node = !efa && strcmp(provider, "shm") ? "127.0.0.1" : NULL;
+	must(fi_getinfo(fi_version(), node, NULL, node ? FI_SOURCE : 0, hints, &info), "fi_getinfo");
+	while (efa && info && direct != !strcmp(info->fabric_attr->name, "efa-direct"))
+		info = info->next;
+	if (!info)
+		must(-FI_ENODATA, provider);
+	if (efa)
+		cq.size = info->tx_attr->size + info->rx_attr->size;
 	if (dc)
 		info->tx_attr->op_flags |= FI_DELIVERY_COMPLETE;
 	must(fi_fabric(info->fabric_attr, &e->fabric, NULL), "fi_fabric");
@@ -86,6 +104,10 @@ static void open_end(struct end *e, const char *provider, int dc)
 	must(fi_endpoint(e->domain, info, &e->ep, NULL), "fi_endpoint");
 	must(fi_ep_bind(e->ep, &e->cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
 	must(fi_ep_bind(e->ep, &e->av->fid, 0), "fi_ep_bind");
+	bool no = false;
+	if (efa) /* peers of this host by the NIC too */
+		must(fi_setopt(&e->ep->fid, FI_OPT_ENDPOINT, SHARED_MEMORY_PERMITTED, &no, sizeof no),
+		     "fi_setopt");
 	must(fi_enable(e->ep), "fi_enable");
 	e->buf = mmap(NULL, bufsize, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	memset(e->buf, 1, bufsize);
@@ -97,10 +119,25 @@ static void open_end(struct end *e, const char *provider, int dc)
 	e->mine.key = fi_mr_key(e->mr);
 }
 
+static void receive(struct end *e, struct fi_context2 *context)
+{
+	char *at = e->frames + (context - e->contexts - rows) * FRAME;
+
+	must(fi_recv(e->ep, at, FRAME, fi_mr_desc(e->frames_mr), FI_ADDR_UNSPEC, context), "fi_recv");
+}
+
 static void meet(struct end *e)
 {
 	if (fi_av_insert(e->av, e->theirs.name, 1, &e->peer, 0, NULL) != 1)
 		exit(1);
+	if (!direct)
+		return;
+	e->contexts = calloc(rows + RECEIVES, sizeof *e->contexts);
+	e->frames = calloc(RECEIVES, FRAME);
+	must(fi_mr_reg(e->domain, e->frames, RECEIVES * FRAME, FI_RECV, 0, 2, 0, &e->frames_mr, NULL),
+	     "fi_mr_reg");
+	for (int i = 0; i < RECEIVES; i++)
+		receive(e, &e->contexts[rows + i]);
 }
 
 static void poll_cq(struct end *e)
@@ -109,22 +146,28 @@ static void poll_cq(struct end *e)
 	ssize_t n = fi_cq_read(e->cq, entry, 256);
 
 	for (ssize_t i = 0; i < n; i++)
-		if (entry[i].flags & FI_REMOTE_WRITE)
+		if (entry[i].flags & FI_REMOTE_WRITE) {
 			e->arrived++;
-		else
+			if (direct)
+				receive(e, entry[i].op_context);
+		} else {
 			e->written++;
+		}
 	if (n < 0 && n != -FI_EAGAIN)
 		must(n, "fi_cq_read");
 }
 
 /* 1 = posted, 0 = full */
-static int put(struct end *e, size_t i, size_t nbytes)
+static int put(struct end *e, size_t i, size_t nbytes, uint64_t more)
 {
 	size_t at = i % slots * stride;
 	struct iovec iov = {e->buf + at, nbytes};
 	struct fi_rma_iov rma = {e->theirs.base + at, nbytes, e->theirs.key};
 	struct fi_msg_rma msg = {&iov, &e->desc, 1, e->peer, &rma, 1, (void *)i, (uint32_t)i};
-	ssize_t rc = fi_writemsg(e->ep, &msg, flags);
+
+	if (direct)
+		msg.context = &e->contexts[i];
+	ssize_t rc = fi_writemsg(e->ep, &msg, flags | more);
 
 	if (rc == -FI_EAGAIN)
 		return 0;
@@ -134,7 +177,7 @@ static int put(struct end *e, size_t i, size_t nbytes)
 
 static void put_now(struct end *e, size_t i, size_t nbytes)
 {
-	while (!put(e, i, nbytes))
+	while (!put(e, i, nbytes, 0))
 		poll_cq(e);
 }
 
@@ -146,7 +189,8 @@ static double run_cpu(struct end *a, struct end *b)
 	a->written = b->arrived = 0;
 	start = clock_us(CLOCK_PROCESS_CPUTIME_ID);
 	while (b->arrived < rows || a->written < rows) {
-		while (i < rows && i - a->written < window && put(a, i, size))
+		size_t room = window - (i - a->written), left = rows - i;
+		for (size_t n = room < left ? room : left; n && put(a, i, size, direct && n > 1 ? FI_MORE : 0); n--)
 			i++;
 		poll_cq(a);
 		poll_cq(b);
@@ -185,7 +229,7 @@ static double run_rate(struct end *e)
 
 	e->written = e->arrived = 0;
 	while (!e->arrived || e->written < rows) {
-		while (i < rows && i - e->written < window && put(e, i, size))
+		while (i < rows && i - e->written < window && put(e, i, size, 0))
 			i++;
 		poll_cq(e);
 	}
@@ -254,6 +298,8 @@ int main(int argc, char **argv)
 	rows = strtoull(argv[4], NULL, 0);
 	window = strtoull(argv[5], NULL, 0);
 	dc = atoi(argv[6]);
+	efa = !strncmp(argv[2], "efa", 3);
+	direct = !strcmp(argv[2], "efa-direct");
 	stride = size < 4096 ? 4096 : size;
 	bufsize = rows * stride;
 	slots = bufsize / stride;
