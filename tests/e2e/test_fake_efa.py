@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,29 @@ def test_verify_efa_holds(run, provider):
 
     assert 0 == done.returncode, done.stdout + done.stderr
     assert "all checks held" in done.stdout
+
+
+def test_the_contract_on_efa_and_efa_direct():
+    """All clauses on the provider that instances have; what they are is in tests/efa."""
+    need_fake_efa()
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--color=no", "--tb=short"]
+    # A hang inside a provider call lets no alarm through: a worker that hangs is ended.
+    command += ["--timeout=30", "--timeout-method=thread", "-o", "faulthandler_timeout=0"]
+    with fabric({"nics": 8, "seed": 3}) as run:
+        done = subprocess.run(
+            [*command, "-p", "no:randomly", "tests/efa/test_contract.py"],
+            cwd=ROOT,
+            env=os.environ | run.environment(),
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+    passed = re.search(r"(\d+) passed", done.stdout)
+
+    assert 0 == done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
+    assert passed is not None, done.stdout[-500:]
+    assert int(passed[1]) >= 160, done.stdout[-500:]
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])

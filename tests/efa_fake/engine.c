@@ -20,6 +20,7 @@ static uint32_t self = UINT32_MAX, host;
 static _Atomic uint64_t turns, under_way;
 static FILE *notes;
 void (*engine_gone)(uint32_t port);
+void (*engine_forked)(void);
 
 void engine_lock(void) { pthread_mutex_lock(&lock); }
 void engine_unlock(void) { pthread_mutex_unlock(&lock); }
@@ -86,23 +87,30 @@ static void *go_on(void *unused)
 	return NULL;
 }
 
+/* A child has no thread of the device and no queue pairs. What it opens anew is its own; what it
+ * inherited it must not touch (verbs.c). */
 static void forked(void)
 {
-	/* A child has no threads of the device and no queue pairs: it may look, not post. */
+	pthread_mutex_unlock(&lock);
 	self = UINT32_MAX;
 	all_sqs = NULL;
+	under_way = 0;
+	notes = NULL;
+	proc_detach();
+	if (engine_forked)
+		engine_forked();
 }
 
 int engine_attach(void)
 {
-	static bool done;
+	static bool hooked;
 	const char *which = getenv("TEP_FAKE_EFA_HOST");
 	char path[300];
 	pthread_t thread;
 	sigset_t all, old;
 	int err = fabric_open();
 
-	if (err || done)
+	if (err || self != UINT32_MAX)
 		return err;
 	host = which ? atoi(which) : 0;
 	if (host >= HOSTS_MAX) {
@@ -125,8 +133,9 @@ int engine_attach(void)
 	if (fabric->set.thread && pthread_create(&thread, NULL, go_on, NULL))
 		err = EAGAIN;
 	pthread_sigmask(SIG_SETMASK, &old, NULL);
-	pthread_atfork(NULL, NULL, forked);
-	done = !err;
+	if (!hooked) /* nobody forks in the middle of a turn */
+		pthread_atfork(engine_lock, engine_unlock, forked);
+	hooked = true;
 	return err;
 }
 

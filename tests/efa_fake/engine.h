@@ -55,6 +55,7 @@ void engine_unlock(void);
 void engine_note(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Told once for each port of this process that disappears; set by the front. */
 extern void (*engine_gone)(uint32_t port);
+extern void (*engine_forked)(void); /* in the child of a fork */
 
 /* Where a registration keeps [addr, addr + len), or NULL; any of the access bits that miss: NULL. */
 const struct mr *mr_find(uint32_t key, uint32_t port, uint32_t pd, uint64_t addr, uint64_t len,

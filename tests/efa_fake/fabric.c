@@ -189,6 +189,11 @@ uint32_t proc_attach(uint32_t host)
 	return UINT32_MAX;
 }
 
+void proc_detach(void)
+{
+	self = UINT32_MAX;
+}
+
 bool proc_is_alive(uint32_t index)
 {
 	struct proc *proc = &fabric->procs[index];

@@ -223,6 +223,7 @@ uint64_t now_ns(void);
 void fabric_lock(void);
 void fabric_unlock(void);
 uint32_t proc_attach(uint32_t host); /* fabric locked; this process's index */
+void proc_detach(void); /* in the child of a fork: it has no index */
 bool proc_is_alive(uint32_t proc);
 void reap(void); /* fabric locked; take back what dead processes held */
 int32_t qp_find(uint32_t port, uint32_t qpn);

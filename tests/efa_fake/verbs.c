@@ -63,6 +63,13 @@ static void tell_gone(uint32_t port)
 			engine_note("gone port=%u untold\n", port);
 }
 
+/* In the child of a fork: what the parent opened stays the parent's. */
+static void forget_all(void)
+{
+	memset(vqps, 0, sizeof vqps);
+	memset(vcqs, 0, sizeof vcqs);
+}
+
 struct ibv_device **ibv_get_device_list(int *n)
 {
 	struct ibv_device **list;
@@ -71,6 +78,7 @@ struct ibv_device **ibv_get_device_list(int *n)
 	if (errno)
 		return NULL;
 	engine_gone = tell_gone;
+	engine_forked = forget_all;
 	list = calloc(fabric->set.nics + 1, sizeof *list);
 	for (int i = 0; i < fabric->set.nics; i++) {
 		struct ibv_device *dev = &devices[i];
@@ -227,6 +235,9 @@ struct ibv_pd *ibv_alloc_pd(struct ibv_context *ctx)
 {
 	struct vpd *pd = NULL;
 
+	errno = engine_attach(); /* in the child of a fork, for the first time */
+	if (errno)
+		return NULL;
 	fabric_lock();
 	reap();
 	for (uint32_t i = 0; i < PDS_MAX && !pd; i++)
@@ -407,6 +418,8 @@ int ibv_dereg_mr(struct ibv_mr *ibv)
 	struct vmr *vmr = (struct vmr *)ibv;
 	uint32_t index = ibv->lkey & KEY_INDEX;
 
+	if (fabric->mrs[index].lkey != ibv->lkey || fabric->mrs[index].proc != engine_proc())
+		return EINVAL;
 	engine_lock(); /* this process's own device stands still meanwhile */
 	fabric->mrs[index].live = 2;
 	wait_for_hazards(0, index + 1);
@@ -531,7 +544,7 @@ static int next_poll(struct ibv_cq_ex *ex)
 {
 	struct vcq *cq = (struct vcq *)ex;
 
-	while (cq_pop(cq->index, &cq->wc)) {
+	while (vcqs[cq->index] == cq && cq_pop(cq->index, &cq->wc)) {
 		int32_t index = qp_find(cq->port, cq->wc.qpn);
 		struct vqp *qp = index < 0 ? NULL : vqps[index];
 
@@ -682,6 +695,8 @@ int ibv_destroy_cq(struct ibv_cq *ibv)
 {
 	struct vcq *cq = (struct vcq *)ibv;
 
+	if (vcqs[cq->index] != cq)
+		return EINVAL;
 	for (uint32_t i = 0; i < QPS_MAX; i++)
 		if (vqps[i] && (vqps[i]->ex.qp_base.send_cq == ibv || vqps[i]->ex.qp_base.recv_cq == ibv))
 			return EBUSY;
@@ -1043,6 +1058,8 @@ int ibv_destroy_qp(struct ibv_qp *ibv)
 {
 	struct vqp *qp = (struct vqp *)ibv;
 
+	if (vqps[qp->index] != qp)
+		return EINVAL; /* another process's: this one was forked off it */
 	engine_lock();
 	fabric->qps[qp->index].state = IBV_QPS_ERR;
 	wait_for_hazards(qp->index + 1, 0);

@@ -77,6 +77,7 @@ def _compile(compiler: str, out: Path) -> None:
     shared(verbs, "ibverbs.map", "verbs.c", *device)
     shared(efa, "efa.map", "efadv.c", verbs)
     run(out / "control", "control.c", "fabric.c", "faults.c", "-lpthread")
+    run(out / "driver", "driver.c", verbs, efa, "-Wl,-rpath,$ORIGIN")
 
 
 class Fabric:
@@ -85,6 +86,11 @@ class Fabric:
     def __init__(self, folder: Path, libraries: Path) -> None:
         self.folder = folder
         self._libraries = libraries
+
+    @property
+    def driver(self) -> Path:
+        """The program that calls the device's verbs (tests/efa_fake/driver.c)."""
+        return self._libraries / "driver"
 
     def environment(self, host: int = 0) -> dict[str, str]:
         """What a program needs to see the NICs of one host, on top of os.environ."""
