@@ -51,7 +51,13 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             try:
                 sound = msgspec.convert(value, hint, strict=True)
                 msgspec.msgpack.encode(sound)  # integers beyond 64 bits, text that is not UTF-8
-            except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError, TypeError) as error:
+            except (
+                msgspec.MsgspecError,
+                OverflowError,
+                UnicodeEncodeError,
+                TypeError,
+                RecursionError,
+            ) as error:
                 what = f"{type(self).__name__}: {name}={shown(value)}"
                 raise BadDescriptor(f"{what} cannot be: {error}") from None
 

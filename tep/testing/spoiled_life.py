@@ -1,4 +1,4 @@
-"""Loopbacks that break one of C11 to C23 each: errors, ends, promises, messages.
+"""Loopbacks that break one of C11 to C23 or C28 each: errors, ends, promises, messages.
 
 Every class is a plausible slip of a backend's author, beside the clause that must catch it.
 """

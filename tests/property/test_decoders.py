@@ -67,6 +67,8 @@ def a_value(kind: Any) -> Any:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return a_value(inner[0])
+    if origin is tuple and inner[-1:] != (...,):  # one value for each place
+        return tuple(a_value(arg) for arg in inner)
     if origin in {list, tuple, set, frozenset}:
         return origin(a_value(arg) for arg in inner[:1])
     if origin is dict:
