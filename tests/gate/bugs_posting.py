@@ -112,7 +112,7 @@ def imm_once_per_lane() -> list[Change]:
     """The last row of each lane carries the immediate: order is assumed within a NIC."""
 
     def change(transfer, pendings):
-        remote, group = transfer.job.remotes, transfer.job.mr.engine._worker.group
+        remote, group = transfer.job.remotes, transfer.job.mr.owner.worker.group
         wanted = min(transfer.rows, plans.lanes(len(group.domains), remote.nics))
         # Each lane's last row; where a lane is not used, as when pinned, another row for it.
         rows = [(k, row) for k, p in enumerate(pendings) for row in range(p.batch.n)]
