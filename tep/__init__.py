@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     )
     from tep.backends.base import Access
     from tep.backends.local.memory import alloc_shared
-    from tep.control.known import PeerChange, PeerEvent, PeerState, PeerWatch
     from tep.control.leases import Grant
+    from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
     from tep.core.plan import count_imms
     from tep.core.region import MrHandle
     from tep.core.stats import EngineStats, TransferStats
@@ -138,7 +138,7 @@ _ROOMS = {
         "WaitTimeout",
     ),
     "tep.control.leases": ("Grant",),
-    "tep.control.known": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
+    "tep.control.membership": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
     "tep.core.plan": ("count_imms",),
     "tep.backends.base": ("Access",),
     "tep.backends.local.memory": ("alloc_shared",),

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tep.backends.base import Access, Domain, Status
 from tep.checks import check_seconds
-from tep.control.audit import Audit
-from tep.control.mailroom import Mailroom
-from tep.control.notes import NICS_MAX, Answer, Ended, Renewed
+from tep.control.channel import Channel
+from tep.control.fencing import Fencing
+from tep.control.messages import NICS_MAX, Answer, Ended, Renewed
 from tep.core.handle import Handle, Owner, State
 from tep.core.quarantine import Quarantine
 from tep.core.region import Link, MrHandle, deregistered
@@ -167,8 +167,8 @@ class Leases:
 
     def __init__(
         self,
-        mail: Mailroom,
-        audit: Audit,
+        mail: Channel,
+        audit: Fencing,
         now_s: Callable[[], float],
         opened: dict[Handle, None],
         settle: Settle,
@@ -183,7 +183,7 @@ class Leases:
         self._generation = 0
         # Leases that a holder who was silent may believe in, and whether it is being asked again.
         self._believed: dict[Grant, bool] = {}
-        self._mail, self._audit, self.now_s = mail, audit, now_s
+        self._channel, self._fencing, self.now_s = mail, audit, now_s
         audit.guarded = self._guards
         self._opened, self._settle = opened, settle
 
@@ -216,7 +216,7 @@ class Leases:
         grant.round += 1
         heapq.heappush(self._due, (grant.until_s, grant.lease.number))
         owner, number, turn = _owner(grant), grant.lease.number, grant.round
-        self._mail.ask(
+        self._channel.ask(
             grant.link, lambda n: Renewed(n, owner, number, turn, for_ns), _nothing, _nothing
         )
 
@@ -273,7 +273,7 @@ class Leases:
     ) -> None:
         owner, number = _owner(grant), grant.lease.number
         ends = partial(told, grant), partial(lost, grant)
-        self._mail.ask(grant.link, lambda n: Ended(n, owner, number), *ends)
+        self._channel.ask(grant.link, lambda n: Ended(n, owner, number), *ends)
 
     def _stopped(self, grant: Grant, answer: Answer) -> None:
         """The writer has stopped: what is left are the paths over which bytes may still come."""
@@ -312,7 +312,7 @@ class Leases:
 
     def _fence(self, grant: Grant, paths: Iterable[tuple[int, int]]) -> None:
         """Fence paths off; over = every one of them was. Paths are (its NIC, ours)."""
-        if not self._mail.able:
+        if not self._channel.able:
             return  # the engine is being closed, which ends all leases
         paths = list(paths)
         if paths and grant.link.current and not grant.fence:
@@ -320,8 +320,8 @@ class Leases:
             return
         fences = _Fences(partial(self._fenced, grant))
         for i, j in paths:
-            fences.begin(self._audit, grant.link.addr.domains[i], j)
-        fences.end(self._audit, -1, Status.OK)
+            fences.begin(self._fencing, grant.link.addr.domains[i], j)
+        fences.end(self._fencing, -1, Status.OK)
 
     def _fenced(self, grant: Grant, gaps: Sequence[str]) -> None:
         if grant.over.settled:
@@ -380,7 +380,7 @@ class _Fences:
         self._left = 1  # our own, so that it cannot be over before it has begun
         self._then = then
 
-    def begin(self, audit: Audit, source: bytes, nic: int) -> None:
+    def begin(self, audit: Fencing, source: bytes, nic: int) -> None:
         """Fence one path."""
         self._left += 1
         try:
@@ -389,7 +389,7 @@ class _Fences:
             self.gaps.append(str(error))
             self.end(audit, nic, Status.OK)
 
-    def end(self, audit: Audit, nic: int, status: int) -> None:
+    def end(self, audit: Fencing, nic: int, status: int) -> None:
         """One of them has ended."""
         if status != Status.OK:
             self.gaps.append(audit.why_not(nic, status))

@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
-from tep.control.mailroom import Mailroom
-from tep.control.notes import PRUNED_MAX, Answer, Prune, runs_max
+from tep.control.channel import Channel
+from tep.control.messages import PRUNED_MAX, Answer, Prune, runs_max
 from tep.core.group import DomainGroup
 from tep.core.region import Link
-from tep.core.tally import Lane, Run, runs_of
+from tep.core.sums import Lane, Run, runs_of
 
 __all__ = ["Pruning"]
 
@@ -37,8 +37,8 @@ class Pruning:
         now_s: the clock.
     """
 
-    def __init__(self, group: DomainGroup, mail: Mailroom, now_s: Callable[[], float]) -> None:
-        self._group, self._mail, self._now_s = group, mail, now_s
+    def __init__(self, group: DomainGroup, mail: Channel, now_s: Callable[[], float]) -> None:
+        self._group, self._channel, self._now_s = group, mail, now_s
         self._large: dict[tuple[Link, int, int], None] = {}
 
     def step(self) -> bool:
@@ -49,7 +49,7 @@ class Pruning:
         for key in tuple(self._large):
             link, domain, nic = key
             lane = link.lane(domain, nic)
-            if not link.current or lane.sent.forgot or not self._mail.able:
+            if not link.current or lane.sent.forgot or not self._channel.able:
                 del self._large[key]
             elif not lane.asking and lane.retry_s <= now_s:
                 work = True
@@ -60,7 +60,7 @@ class Pruning:
         link, domain, nic = key
         if not lane.waiting:
             runs = runs_of(lane.sent.items(), PRUNED_MAX)
-            lane.waiting.extend(_lists(runs, runs_max(self._mail.note_bytes)))
+            lane.waiting.extend(_lists(runs, runs_max(self._channel.note_bytes)))
             if not lane.waiting:  # all of it was pruned meanwhile
                 self._rest(key, lane)
                 return
@@ -81,7 +81,7 @@ class Pruning:
             lane.retry_s = self._now_s() + _RETRY_S
 
         lane.asking = True
-        self._mail.ask(link, lambda n: Prune(n, source, nic, generation, runs_now), told, lost)
+        self._channel.ask(link, lambda n: Prune(n, source, nic, generation, runs_now), told, lost)
 
     def _rest(self, key: tuple[Link, int, int], lane: Lane) -> None:
         """Wait until there are many values again, once all lists are through."""

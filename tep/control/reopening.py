@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tep.control.notes import WHY_MAX, Answer, Asked, Reopen, Told
+from tep.control.messages import WHY_MAX, Answer, Asked, Reopen, Told
 from tep.core.region import Link
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ class Reopening:
         opened: Callable[[Link, int], object],
     ) -> None:
         self._group = worker.group
-        self._mail = worker.mail
+        self._channel = worker.channel
         self._recovery = worker.recovery
-        self._audit = worker.audit
+        self._fencing = worker.fencing
         self._find = find
         self._opened = opened
         self._asking: set[Lane] = set()
-        self._mail.hear(Reopen, self._asked)
+        self._channel.hear(Reopen, self._asked)
 
     # ------------------------------------------------------------------ the sender's half
 
@@ -81,7 +81,7 @@ class Reopening:
     ) -> None:
         link, domain, _ = lane
         own = self._group.domains[domain].address
-        self._mail.ask(
+        self._channel.ask(
             link,
             lambda number: note(number, own),
             lambda answer: self._told(lane, answer, told),
@@ -109,17 +109,17 @@ class Reopening:
         if not self._is_clear(lane):
             return
         link, domain, nic = lane
-        self._audit.lift(link.addr.domains[nic], domain)  # the way back, if it is ours to open
+        self._fencing.lift(link.addr.domains[nic], domain)  # the way back, if it is ours to open
         self._group.reopen(link, domain, nic)
         self._opened(link, nic)
 
     # ------------------------------------------------------------------ the receiver's half
 
     def _asked(self, nic: int, address: bytes, note: Reopen) -> None:
-        if not self._audit.admit(nic, address, note) or self._audit.is_outdated(note):
+        if not self._fencing.admit(nic, address, note) or self._fencing.is_outdated(note):
             return
-        why = self._why_not(note) or self._audit.lift(note.source, note.nic)
-        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))
+        why = self._why_not(note) or self._fencing.lift(note.source, note.nic)
+        self._channel.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))
 
     def _why_not(self, note: Reopen) -> str:
         if not self._group.alive[note.nic]:

@@ -9,19 +9,20 @@ is posted or held. Rule 5: a peer always has a NIC that counts as alive.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Set
 from typing import Final
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
-from tep.core.acks import Acks
-from tep.core.moving import on_lanes
 from tep.core.pending import (
+    Acks,
     Pending,
     Rescue,
     goes_to,
     ints,
+    on_lanes,
     pick,
     row_error,
     shifted,
@@ -32,11 +33,10 @@ from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
 from tep.core.region import Link, Remote, Targets, Template
 from tep.core.requests import DEFAULT, Job, shares_of
-from tep.core.sharing import SHARED_ROWS, cut_piece, is_long, share_backlog
 from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
 
-__all__ = ["DomainGroup"]
+__all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "Pace"]
 
 _TURNS_MAX: Final = 64
 """Batches tried on one NIC in one step: a bound, so that posting cannot starve polling."""
@@ -44,10 +44,69 @@ _TURNS_MAX: Final = 64
 _TEMPLATES_MAX: Final = 256
 """Cursors that one set of targets remembers its columns for; odd mixes of NIC counts have more."""
 
+_PIECES: Final = 12
+"""A NIC that is slow, or not known yet, takes this part of its share of what is left at a time: a
+link at an eighth of its speed is through with two of them before the others are with the rest.
+"""
+
+_AHEAD: Final = 2
+"""So many pieces a NIC has: the wire takes one while the end of the other is on its way."""
+
+_SHARED_ROWS: Final = 4
+"""Fewer rows are not worth a look whether another NIC could take some."""
+
+PIECE_BYTES: Final = 2 << 20
+"""No piece of a long batch is smaller: 40 us of a link of 400 Gb/s."""
+
+_PIECES_MAX: Final = 64
+"""Nor is it a smaller part of its transfer: each piece costs some time of the CPU."""
+
+LONG_BYTES: Final = 32 << 20
+"""A batch with more than this is posted in pieces, which leaves time to think again between them:
+0.7 ms of such a link.
+"""
+
+
+_LOOKED_AT: Final = 64
+"""Batches of a queue that are looked at for rows to give away: a look must not take longer the more
+there are.
+"""
+
 _OK: Final = int(Status.OK)
 
 _NEVER_LANDED: Final = {Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH}
 """Of such a row it is known that it made no immediate (C11)."""
+
+
+class Pace:
+    """How NICs get on with one long transfer.
+
+    Attributes:
+        out: pieces that each NIC has.
+        through: rows of pieces that each NIC has given back.
+        part: each takes one part in so many of its share of what is left as its next piece.
+        last: the piece that each was given last.
+    """
+
+    __slots__ = ("last", "out", "part", "through")
+
+    def __init__(self, nics: int) -> None:
+        self.out = [0] * nics
+        self.through = [0] * nics
+        self.part = [_PIECES] * nics
+        self.last: list[Pending | None] = [None] * nics
+
+    def end(self, nic: int, rows: int) -> None:
+        """A NIC has given a piece back, of which it had been given `rows`."""
+        self.out[nic] -= 1
+        self.through[nic] += rows
+        keeps_up = 4 * self.through[nic] >= 3 * max(self.through)
+        self.part[nic] = max(2, self.part[nic] // 3) if keeps_up else _PIECES
+
+    def is_full(self, nic: int) -> bool:
+        """Whether a NIC has enough to do. One that fell behind gets nothing ahead."""
+        slow = self.part[nic] == _PIECES and self.through[nic] > 0
+        return self.out[nic] >= (1 if slow else _AHEAD)
 
 
 class DomainGroup:
@@ -247,8 +306,8 @@ class DomainGroup:
             if queue:
                 work |= self._post_on(domain, queue)
         # Somebody is full. Where another has nothing left to do, the links are not equally fast.
-        if self.backlog >= SHARED_ROWS and not all(self._queues):
-            work |= share_backlog(self)
+        if self.backlog >= _SHARED_ROWS and not all(self._queues):
+            work |= self._share_backlog()
         return work
 
     def _post_on(self, domain: int, queue: deque[Pending]) -> bool:
@@ -264,8 +323,8 @@ class DomainGroup:
                 if not queue:
                     break
                 pending = queue[0]
-            if self._shares and pending.batch.n > SHARED_ROWS and is_long(pending):
-                if not cut_piece(self, pending, domain, queue):
+            if self._shares and pending.batch.n > _SHARED_ROWS and _is_long(pending):
+                if not self._cut_piece(pending, domain, queue):
                     refused += 1
                     queue.rotate(-1)
                     continue
@@ -296,6 +355,77 @@ class DomainGroup:
             else:
                 queue.rotate(-1)
         return self.outstanding[domain] != before
+
+    # ------------------------------------------------------------------ sharing long batches
+    #
+    # What is posted cannot move any more, what is queued can: a long batch is posted in pieces,
+    # and a NIC that has nothing left takes half of what is queued at another. Pieces grow while
+    # NICs keep up with each other; one that falls behind gets small ones. No time is measured,
+    # and nothing is remembered beyond a transfer: a link that recovers has its full share at
+    # once. Rows stay whole, so that the number of immediates depends on the shape alone. A single
+    # write is no batch of rows, and keeps its equal shards.
+
+    def _share_backlog(self) -> bool:
+        """Give a NIC that has nothing to post half of what waits longest at another."""
+        idle = [d for d, queue in enumerate(self._queues) if not queue and self.alive[d]]
+        first = (p for queue in self._queues for p in itertools.islice(queue, _LOOKED_AT))
+        found = max(first, key=_waiting)
+        rows = (found.stop - found.at) // 2
+        if not idle or rows == 0 or _waiting(found) <= PIECE_BYTES:
+            return False
+        remote, _ = found.target(0)
+        domain = idle[0]
+        here, nic = remote.link.route(self.alive, domain, domain % remote.nics)
+        if here != domain:
+            return False  # it has no path to this peer
+        try:
+            moved = on_lanes(found, found.stop - rows, found.stop, domain, [nic])
+        except TepError:  # it cannot connect; the rows wait where they are
+            return False
+        self._pace(found.transfer)
+        found.stop -= rows
+        self.backlog -= rows
+        self._push(moved)
+        return True
+
+    def _cut_piece(self, pending: Pending, domain: int, queue: deque[Pending]) -> bool:
+        """Put a piece of a long batch in front of the queue, and what is left of it at the end.
+
+        Returns:
+            False: the NIC has enough for now, and will say when a piece is through.
+        """
+        nbytes = pending.batch.nbytes
+        assert isinstance(nbytes, int)
+        transfer = pending.transfer
+        pace = self._pace(transfer)
+        last = pace.last[domain]
+        if pace.is_full(domain) or (last is not None and last.at < last.stop):  # it is queued still
+            return False
+        # Ever smaller pieces: a wrong choice of the last one costs little, and so does the
+        # number of pieces. The last one is a batch of its own as well: a NIC may wait for its end.
+        part = self.offered // (pace.part[domain] * len(self.domains))
+        part = max(1, PIECE_BYTES // nbytes, transfer.rows // _PIECES_MAX, part)
+        rows = min(part, pending.stop - pending.at)
+        piece = on_lanes(pending, pending.stop - rows, pending.stop, domain, [pending.target(0)[1]])
+        piece.is_piece = True
+        piece.older, transfer.queued = transfer.queued, piece
+        pace.last[domain] = piece
+        pace.out[domain] += 1
+        pending.stop -= rows
+        self._ctx = piece.batch.ctx = self._ctx + 1
+        self.batches[self._ctx] = piece
+        if pending.stop > pending.at:
+            queue.rotate(-1)
+        else:
+            queue.popleft()
+            self._cut(pending)
+        queue.appendleft(piece)
+        return True
+
+    def _pace(self, transfer: Transfer) -> Pace:
+        if transfer.pace is None:
+            transfer.pace = Pace(len(self.domains))
+        return transfer.pace
 
     # ------------------------------------------------------------------ completing
 
@@ -520,3 +650,19 @@ def _drop_ended(queue: deque[Pending]) -> None:
     """Take batches of which nothing is left to post out of the front of a queue."""
     while queue and queue[0].at == queue[0].stop:
         queue.popleft()
+
+
+def _waiting(pending: Pending) -> int:
+    """Bytes that could be posted on another NIC as well; 0 where that is not worth while."""
+    nbytes = pending.batch.nbytes
+    if not isinstance(nbytes, int) or pending.transfer.job.routing.domain is not None:
+        return 0
+    return 0 if varies(pending) else nbytes * (pending.stop - pending.at)
+
+
+def _is_long(pending: Pending) -> bool:
+    """Whether it is posted in pieces: because of its length, or because it is the rest of such."""
+    if pending.is_piece:
+        return False
+    nbytes = _waiting(pending)
+    return nbytes > LONG_BYTES or (nbytes > 0 and pending.transfer.pace is not None)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
-from tep.control.holds import Holds
+from tep.control.holding import Holding
 from tep.core.region import Link, MrHandle, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
 from tep.wire import Lease, MrDesc, NetAddr, Target
@@ -89,7 +89,7 @@ class PeerBook:
         holds: what is known of leases.
     """
 
-    holds: Holds
+    holds: Holding
 
     def __init__(
         self, own: NetAddr, domains: tuple[Domain, ...], lock: AbstractContextManager[object]

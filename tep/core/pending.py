@@ -17,6 +17,7 @@ from tep.core.transfer import Message, Transfer
 from tep.errors import FabricError
 
 __all__ = [
+    "Acks",
     "Pending",
     "Rescue",
     "as_slice",
@@ -24,6 +25,7 @@ __all__ = [
     "goes_to",
     "ints",
     "message_error",
+    "on_lanes",
     "pick",
     "row_error",
     "shifted",
@@ -31,6 +33,9 @@ __all__ = [
     "varies",
 ]
 
+
+_WIDE_MAX: Final = 1024
+"""Kinds of scatters that are counted as a whole before they are, target by target."""
 
 _NO_ROWS: Final[set[int]] = set()
 """Stands in every batch that has lost none, and is never added to."""
@@ -218,3 +223,128 @@ def template_of(targets: Targets, domain: int, mine: Sequence[tuple[int, int]]) 
     peer, rkey, base = (np.array(column, np.uint64) for column in columns)
     rows = None if whole else as_slice([k for k, _ in mine])
     return Template(domain, remotes, nics, (peer, rkey, base), rows)
+
+
+def on_lanes(old: Pending, start: int, stop: int, domain: int, nics: Sequence[int]) -> Pending:
+    """Rows start..stop of a batch on our NIC `domain`; the old batch stays as it is.
+
+    Args:
+        old: the batch.
+        start: the first of the rows.
+        stop: one behind the last.
+        domain: our NIC.
+        nics: the peers' NICs: of each row where the rows go to different regions, else one for all.
+    """
+    batch, mr = old.batch, old.transfer.job.mr
+    lkey = 0 if mr is None else mr.keys[domain].lkey
+    src, nbytes, imm = (cut_column(c, start, stop) for c in (batch.src, batch.nbytes, batch.imm))
+    assert src is not None
+    assert nbytes is not None
+    n = stop - start
+    if isinstance(old.remotes, Remote):
+        assert isinstance(old.nics, int)
+        remote, nic = old.remotes, nics[0]
+        dst = cut_column(batch.dst, start, stop)
+        dst = shifted(dst, remote.bases[nic] - remote.bases[old.nics])
+        peer = remote.link.peer(domain, nic)
+        fresh = WriteBatch(n, peer, src, lkey, dst, remote.rkeys[nic], nbytes, imm, 0)
+        return Pending(old.transfer, domain, fresh, remote, nic)
+    targets = [old.target(row) for row in range(start, stop)]
+    dsts = ints(batch.dst, batch.n)[start:stop]
+    moved = [
+        at - remote.bases[was] + remote.bases[now]
+        for at, (remote, was), now in zip(dsts, targets, nics, strict=True)
+    ]
+    lanes = [(remote, nic) for (remote, _), nic in zip(targets, nics, strict=True)]
+    peers = [remote.link.peer(domain, nic) for remote, nic in lanes]
+    rkeys = [remote.rkeys[nic] for remote, nic in lanes]
+    peer_column, dst_column, rkey_column = (
+        np.array(column, np.uint64) for column in (peers, moved, rkeys)
+    )
+    fresh = WriteBatch(n, peer_column, src, lkey, dst_column, rkey_column, nbytes, imm, 0)
+    return Pending(old.transfer, domain, fresh, [remote for remote, _ in lanes], list(nics))
+
+
+class _Wide:
+    """Scatters or barriers over the same lanes with the same immediate."""
+
+    __slots__ = ("count", "domain", "imm", "nics", "remotes")
+
+    def __init__(
+        self, domain: int, remotes: Sequence[Remote], nics: Sequence[int], imm: int
+    ) -> None:
+        self.domain = domain
+        self.remotes = remotes
+        self.nics = nics
+        self.imm = imm
+        self.count = 1
+
+
+class Acks:
+    """What one engine's peers have acknowledged.
+
+    A scatter or barrier in a steady group goes over the same lanes each time: such are counted by
+    (its lanes, immediate) and taken apart only when somebody asks, or when they are too many.
+
+    Attributes:
+        large: lanes (peer, our NIC, its NIC) with so many values that they should be pruned.
+    """
+
+    __slots__ = ("_wide", "large")
+
+    def __init__(self) -> None:
+        self.large: dict[tuple[Link, int, int], None] = {}
+        self._wide: dict[tuple[int, int], _Wide] = {}
+
+    def add(self, pending: Pending) -> None:
+        """Count a batch, whose rows have all come back, except those that were lost."""
+        imm, n, remotes = pending.batch.imm, pending.stop, pending.remotes
+        if n == 0 or imm is None:
+            return
+        if isinstance(remotes, Remote):
+            assert isinstance(pending.nics, int)
+            sent = remotes.link.lane(pending.domain, pending.nics).sent
+            if not isinstance(imm, int):
+                rows = imm[:n].astype(np.uint64)
+                sent.add_many(np.delete(rows, list(pending.lost)) if pending.lost else rows)
+            elif n > len(pending.lost):
+                sent.add(imm, n - len(pending.lost))
+            if sent.large:
+                self.large[remotes.link, pending.domain, pending.nics] = None
+        elif pending.lost or n < pending.batch.n or not isinstance(imm, int):
+            for row in range(n):
+                one = pending.imm(row)
+                if row not in pending.lost and one is not None:
+                    remote, nic = pending.target(row)
+                    self._add(remote.link, pending.domain, nic, one, 1)
+        else:
+            # The list of NICs stands for the lanes: one template has one, and it is kept alive.
+            key = id(pending.nics), imm
+            known = self._wide.get(key)
+            if known is not None:
+                known.count += 1
+                return
+            assert not isinstance(pending.nics, int)
+            self._wide[key] = _Wide(pending.domain, remotes, pending.nics, imm)
+            if len(self._wide) > _WIDE_MAX:
+                self.fold()
+
+    def doubt(self, pending: Pending, row: int) -> None:
+        """Count a row of which nobody will ever know whether it landed."""
+        imm = pending.imm(row)
+        if imm is not None:
+            remote, nic = pending.target(row)
+            remote.link.lane(pending.domain, nic).doubt[imm] += 1
+
+    def fold(self) -> None:
+        """Take all that is counted as a whole apart, into the lanes."""
+        wide, self._wide = self._wide, {}
+        for each in wide.values():
+            for remote, nic in zip(each.remotes, each.nics, strict=True):
+                self._add(remote.link, each.domain, nic, each.imm, each.count)
+
+    def _add(self, link: Link, domain: int, nic: int, imm: int, count: int) -> None:
+        sent = link.lane(domain, nic).sent
+        sent.add(imm, count)
+        if sent.large:
+            self.large[link, domain, nic] = None

@@ -17,13 +17,13 @@ import numpy.typing as npt
 
 from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.core.quarantine import Quarantine
-from tep.core.tally import Lane
+from tep.core.sums import Lane
 from tep.errors import BadRequest, ClosedError, FabricError
 from tep.memory import Memory
 from tep.wire import MrDesc, NetAddr
 
 if TYPE_CHECKING:
-    from tep.control.holds import Hold
+    from tep.control.holding import Hold
     from tep.core.requests import Job
 
 __all__ = [

@@ -16,11 +16,11 @@ from tep.core.stats import NicBytes, TransferStats
 from tep.errors import InDoubt
 
 if TYPE_CHECKING:
+    from tep.core.group import Pace
     from tep.core.imm import ImmTable
     from tep.core.pending import Pending
     from tep.core.region import Link
     from tep.core.requests import Job
-    from tep.core.sharing import Pace
     from tep.errors import TepError
 
 __all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Removal", "Transfer"]

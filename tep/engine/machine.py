@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from tep.api import EngineOptions
 from tep.backends.base import Domain
-from tep.control.lifecycle import Lifecycle
-from tep.control.mailroom import sooner
+from tep.control.channel import sooner
+from tep.control.membership import Membership
 from tep.core.handle import Handle
 from tep.core.peers import PeerBook
 from tep.core.quarantine import Quarantine, doubt_all
@@ -90,11 +90,11 @@ class Machine:
         # With the epoch, since a restarted engine counts its notes from the beginning.
         self.worker = Worker(self.domains, options, driver.now_s, f"{name} (epoch {epoch})"[:200])
         self.worker.report = self._report_error
-        self.life = Lifecycle(self.worker, options, driver.now_s)
+        self.life = Membership(self.worker, options, driver.now_s)
         self.peers = PeerBook(self.address, self.domains, driver.lock)
         self.peers.replaced = self._replaced
         self.life.drop = self.peers.drop
-        self.peers.holds, self.worker.leases.book = self.worker.holds, self.peers
+        self.peers.holds, self.worker.leases.book = self.worker.holding, self.peers
         for domain in domains:
             domain.set_waker(driver.kick)
 
@@ -169,7 +169,7 @@ class Machine:
     def due_s(self) -> float | None:
         """Driver: when to turn at the latest, on its own clock; None: when there is news."""
         worker, life = self.worker, self.life
-        if not (life.busy or worker.mail.busy or worker.leases.granted):
+        if not (life.busy or worker.channel.busy or worker.leases.granted):
             return None
         return sooner(worker.due_s(), life.due_s())
 
@@ -260,7 +260,7 @@ class Machine:
 
     def check_control(self, what: str, instead: str) -> None:
         """Raise UsageError where engines cannot send each other control messages."""
-        if not self.worker.mail.able:
+        if not self.worker.channel.able:
             raise UsageError(
                 f"{what}: the backend {self.address.backend!r} has no notes between engines; "
                 f"{instead}, or take a backend with notes, like loopback or sim"

@@ -59,9 +59,9 @@ def engine_stats(engine: Reported) -> EngineStats:
     return EngineStats(
         steps=worker.steps,
         transfers_submitted=worker.submitted,
-        transfers_done=worker.tally[State.DONE],
-        transfers_failed=worker.tally[State.FAILED],
-        transfers_cancelled=worker.tally[State.CANCELLED],
+        transfers_done=worker.settled[State.DONE],
+        transfers_failed=worker.settled[State.FAILED],
+        transfers_cancelled=worker.settled[State.CANCELLED],
         rows_backlog=group.backlog,
         rows_outstanding=tuple(group.outstanding),
         nics=tuple(map(NicBytes, group.rows, group.nbytes)),
@@ -92,7 +92,7 @@ def _failover(engine: Reported) -> tuple[Failover, list[str]]:
         for (i, j), lane in list(link._lanes.items())
         if lane.sent.forgot
     ]
-    for arrivals in worker.audit.arrivals:
+    for arrivals in worker.fencing.arrivals:
         why_not += [f"from a sender: {why}" for why in arrivals.forgotten]
     return (Failover.PARTIAL if why_not else Failover.AVAILABLE), why_not
 
@@ -107,7 +107,7 @@ def _failover_lines(engine: Reported) -> list[str]:
 
 def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
     """How many control messages were dropped, by reason."""
-    return tuple((reason.value, times) for reason, times in list(worker.mail.dropped.items()))
+    return tuple((reason.value, times) for reason, times in list(worker.channel.dropped.items()))
 
 
 def _not_taken(worker: Worker) -> int:

@@ -24,9 +24,9 @@ from tep.checks import (
     check_text,
     shown,
 )
-from tep.control.known import PeerEvent, PeerWatch
 from tep.control.leases import Grant, grant_lease
-from tep.control.notes import REASON_MAX
+from tep.control.membership import PeerEvent, PeerWatch
+from tep.control.messages import REASON_MAX
 from tep.core.imm import check_imm
 from tep.core.peers import PeerGroup
 from tep.core.region import Link, MrHandle, check_source, register
@@ -523,7 +523,7 @@ class TransferEngine:
         """
         self._machine.check_open("remove_imm")
         value = check_imm(imm)
-        self._worker.notices.broken.pop(value, None)
+        self._worker.failures.broken.pop(value, None)
         return self._machine.after_commands(lambda: self._worker.imms.remove(value))
 
     def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> Watcher:

@@ -27,19 +27,20 @@ from tep.backends.base import (
     new_completions,
     take_completion,
 )
-from tep.control.audit import Arrivals, Audit
-from tep.control.holds import Holds
+from tep.control.channel import NOTE_CTX, Channel, sooner
+from tep.control.failover import Recovery, why_unable
+from tep.control.failures import Failures
+from tep.control.fencing import Fencing
+from tep.control.holding import Holding
 from tep.control.leases import Leases
-from tep.control.mailroom import NOTE_CTX, Mailroom, sooner
-from tep.control.notices import Notices
 from tep.control.pruning import Pruning
-from tep.control.recovery import Recovery, why_unable
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
 from tep.core.imm import ImmTable
 from tep.core.outbox import Outbox
 from tep.core.quarantine import failure_of
 from tep.core.region import deregistered
+from tep.core.sums import Arrivals
 from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.errors import ClosedError, TepError
 from tep.watch import WatchPage
@@ -78,7 +79,7 @@ class Worker:
         steps: how often it was turned.
         submitted: transfers and messages taken.
         leases, holds: both ends of leases.
-        tally: how many transfers and messages settled, by state.
+        settled: how many transfers and messages settled, by state.
         closed: everything is ended; what is still asked for fails.
     """
 
@@ -97,20 +98,20 @@ class Worker:
         self.submitted = 0
         self.taken = 0
         self.closed = False
-        self.tally = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
+        self.settled = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
         self.receive: Receive | None = None
         self.report: Callable[[object, BaseException], None] = _raise
-        self.mail = Mailroom(domains, self.group.alive, now_s)
+        self.channel = Channel(domains, self.group.alive, now_s)
         why = why_unable(domains) if options.failover else ""
         able = options.failover and not why
-        self.recovery = Recovery(self.group, self.mail, able=able, why=why)
-        self.pruning = Pruning(self.group, self.mail, now_s)
+        self.recovery = Recovery(self.group, self.channel, able=able, why=why)
+        self.pruning = Pruning(self.group, self.channel, now_s)
         self._arrivals = [Arrivals() for _ in domains] if able else []
-        self.audit = Audit(domains, self._arrivals, self.mail)
-        self.holds = Holds(self.group, self.mail, now_s)
-        self.leases = Leases(self.mail, self.audit, now_s, self.open, self._end, domains)
-        self.notices = Notices(name, self.imms, self.mail, self.open, self._end)
+        self.fencing = Fencing(domains, self._arrivals, self.channel)
+        self.holding = Holding(self.group, self.channel, now_s)
+        self.leases = Leases(self.channel, self.fencing, now_s, self.open, self._end, domains)
+        self.failures = Failures(name, self.imms, self.channel, self.open, self._end)
         self._now_s = now_s
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
@@ -139,8 +140,8 @@ class Worker:
             work |= self.pruning.step()
         if self.leases.granted:
             work |= self.leases.step()
-        if self.mail.busy:
-            work |= self.mail.step()
+        if self.channel.busy:
+            work |= self.channel.step()
         out = self._out
         for index, domain in enumerate(group.domains):
             try:
@@ -227,12 +228,12 @@ class Worker:
             or self.commands
             or self.outbox.waiting
             or self.outbox.posted
-            or (self.mail.busy and self.mail.queued)
+            or (self.channel.busy and self.channel.queued)
         )
 
     def due_s(self) -> float | None:
         """When a turn is wanted although no NIC has news; seconds of the driver's clock."""
-        return sooner(self.mail.due_s() if self.mail.busy else None, self.leases.due_s())
+        return sooner(self.channel.due_s() if self.channel.busy else None, self.leases.due_s())
 
     def unsettled(self) -> list[Handle]:
         """Every handle that has not settled, taken or not; may be asked from any thread."""
@@ -266,8 +267,8 @@ class Worker:
             if mr is not None and mr.closed:  # between the check at submit and this command
                 transfer.job.forget()
                 raise deregistered(mr, transfer.job.kind)
-            if self.holds.held:
-                self.holds.start(transfer)
+            if self.holding.held:
+                self.holding.start(transfer)
             self.group.start(transfer)
         except TepError as error:
             self.group.drop_queued(transfer)
@@ -290,7 +291,7 @@ class Worker:
         if self.closed:
             self._end(expectation, State.FAILED, closed_error())
             return
-        broken = self.notices.broken
+        broken = self.failures.broken
         if broken and (error := broken.pop(expectation.imm, None)) is not None:
             self._end(expectation, State.FAILED, error)
             return
@@ -302,7 +303,7 @@ class Worker:
     def is_early(self, expectation: Expectation) -> bool:
         """Whether nothing would come of its command now; may be asked from any thread."""
         here = self.imms.counts.get(expectation.imm)
-        return here < expectation.count and expectation.sender is None and not self.notices.broken
+        return here < expectation.count and expectation.sender is None and not self.failures.broken
 
     def tell(self, notice: Notice) -> None:
         """Command: have a peer's expectation of an immediate end in an error."""
@@ -311,7 +312,7 @@ class Worker:
         if self.closed:
             self._end(notice, State.FAILED, closed_error())
         else:
-            self.notices.tell(notice)
+            self.failures.tell(notice)
 
     def cancel(self, handle: Handle) -> None:
         """Command: end a handle early, once nothing of it is posted."""
@@ -400,11 +401,11 @@ class Worker:
         if kind == _DOWN:
             self.group.nic_down(domain)
         elif kind == _SENT and ctx >= NOTE_CTX:
-            self.mail.sent(ctx, status)
+            self.channel.sent(ctx, status)
         elif kind == _NOTE:
-            self.mail.take(domain, ctx)
+            self.channel.take(domain, ctx)
         elif kind == _FENCED:
-            self.audit.fenced(ctx, status)
+            self.fencing.fenced(ctx, status)
         elif kind == _SENT:
             self.outbox.sent(domain, ctx, status)
         else:
@@ -435,10 +436,10 @@ class Worker:
             if mr is not None:
                 mr.inflight -= 1
             handle.queued = None
-            if self.holds.held:
-                self.holds.ended(handle)
+            if self.holding.held:
+                self.holding.ended(handle)
         if handle.counted:
-            self.tally[state] += 1
+            self.settled[state] += 1
         handle._settle(state, error)
         del self.open[handle]
         self._settled.append(handle)
@@ -462,7 +463,7 @@ class Worker:
             elif isinstance(handle, Message) and self.outbox.cancel(handle):
                 self._end(handle, State.FAILED, closed_error())
         self.recovery.close(closed_error())
-        self.mail.close()
+        self.channel.close()
         for index, domain in enumerate(self.group.domains):
             domain.close()
             while n := domain.poll(self._out):

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from tep.control.mailroom import Drop
+from tep.control.channel import Drop
 from tep.core.stats import EngineStats
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tep.backends.base import Completions, Kind, Status, WriteBatch
-from tep.control.known import PeerChange, PeerEvent
+from tep.control.membership import PeerChange, PeerEvent
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import NicState
 from tep.testing.turns import Turns

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.backends.base import Status
-from tep.control.holds import Holds
+from tep.control.failover import Recovery
+from tep.control.holding import Holding
 from tep.control.leases import Leases
-from tep.control.notes import NICS_MAX, Answer, Told
-from tep.control.recovery import Recovery
+from tep.control.messages import NICS_MAX, Answer, Told
 from tep.core import group as groups
 from tep.core.quarantine import MAY_LAND
 from tests.gate.registry import Bug, Change
@@ -120,7 +120,7 @@ def never_runs_out() -> list[Change]:
 @bug(budget=50)
 def answered_at_once() -> list[Change]:
     """The writer says that it has stopped while rows of it are posted."""
-    ended, answer = Holds._ended, Holds._answer
+    ended, answer = Holding._ended, Holding._answer
 
     def hasty(self, nic, address, note):
         hold = self._find(note.owner, note.lease)
@@ -128,13 +128,13 @@ def answered_at_once() -> list[Change]:
         answer(self, hold)
         ended(self, nic, address, note)
 
-    return [(Holds, "_ended", hasty)]
+    return [(Holding, "_ended", hasty)]
 
 
 @bug(budget=50)
 def written_after_the_end() -> list[Change]:
     """The writer forgets that the lease was asked back."""
-    check = Holds._check
+    check = Holding._check
 
     def forgiving(self, hold, what):
         over, hold.over = hold.over, False
@@ -143,33 +143,33 @@ def written_after_the_end() -> list[Change]:
         finally:
             hold.over = over
 
-    return [(Holds, "_check", forgiving)]
+    return [(Holding, "_check", forgiving)]
 
 
 @bug(budget=100)
 def end_not_remembered() -> list[Change]:
     """The writer hears of the end of a lease before it meets the lease, and forgets it."""
-    ended = Holds._ended
+    ended = Holding._ended
 
     def forgetful(self, nic, address, note):
         if (note.owner, note.lease) in self.held:
             ended(self, nic, address, note)
         else:
-            self._mail.answer(nic, address, Told(note.number, "", ()))
+            self._channel.answer(nic, address, Told(note.number, "", ()))
 
-    return [(Holds, "_ended", forgetful)]
+    return [(Holding, "_ended", forgetful)]
 
 
 @bug(budget=1200)
 def doubts_kept_back() -> list[Change]:
     """The writer does not say over which paths bytes may still come."""
-    answer = Holds._answer
+    answer = Holding._answer
 
     def silent(self, hold):
         hold.paths.clear()
         answer(self, hold)
 
-    return [(Holds, "_answer", silent)]
+    return [(Holding, "_answer", silent)]
 
 
 @bug(budget=400)

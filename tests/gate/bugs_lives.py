@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.known import PeerChange, PeerState
-from tep.control.lifecycle import Lifecycle
+from tep.control.membership import Membership, PeerChange, PeerState
 from tep.core.group import DomainGroup
 from tep.core.peers import PeerBook
 from tests.gate.registry import Bug, Change
@@ -35,50 +34,50 @@ def life(
 @life()
 def own_pause_is_silence() -> list[Change]:
     """An engine that was held up takes the time for silence of its peers."""
-    beat = Lifecycle._beat
+    beat = Membership._beat
 
     def hasty(self, peer, watch, now_ns):
         watch._due_ns = now_ns
         beat(self, peer, watch, now_ns)
 
-    return [(Lifecycle, "_beat", hasty)]
+    return [(Membership, "_beat", hasty)]
 
 
 @life()
 def lost_at_every_beat() -> list[Change]:
     """A peer is told to be lost for as long as it is."""
-    beat = Lifecycle._beat
+    beat = Membership._beat
 
     def again(self, peer, watch, now_ns):
         if peer.state is PeerState.LOST:
             self._lose(peer, "still no answer")
         beat(self, peer, watch, now_ns)
 
-    return [(Lifecycle, "_beat", again)]
+    return [(Membership, "_beat", again)]
 
 
 @life("flap")
 def only_the_first_nic_is_asked() -> list[Change]:
     """A peer whose first NIC is cut off is lost, though its others would answer."""
-    ping = Lifecycle._ping
+    ping = Membership._ping
 
     def first(self, peer, number, now_ns):
         if number == 0:
             ping(self, peer, number, now_ns)
 
-    return [(Lifecycle, "_ping", first)]
+    return [(Membership, "_ping", first)]
 
 
 @life()
 def a_question_is_an_answer() -> list[Change]:
     """A heart that was asked counts as one that beats."""
-    ping = Lifecycle._ping
+    ping = Membership._ping
 
     def heard(self, peer, number, now_ns):
         ping(self, peer, number, now_ns)
         peer.heard_ns = now_ns
 
-    return [(Lifecycle, "_ping", heard)]
+    return [(Membership, "_ping", heard)]
 
 
 # ---------------------------------------------------------------------- events
@@ -86,13 +85,13 @@ def a_question_is_an_answer() -> list[Change]:
 
 def tells(wanted: Callable[[PeerChange], bool]) -> list[Change]:
     """Tell only those changes for which wanted(kind) says so."""
-    emit = Lifecycle._emit
+    emit = Membership._emit
 
     def some(self, peer, kind, reason, nic=None):
         if wanted(kind):
             emit(self, peer, kind, reason, nic)
 
-    return [(Lifecycle, "_emit", some)]
+    return [(Membership, "_emit", some)]
 
 
 @life()
@@ -104,7 +103,7 @@ def nobody_hears_of_a_return() -> list[Change]:
 @life()
 def restart_is_a_loss() -> list[Change]:
     """A later incarnation answers, and the peer is taken for lost."""
-    return [(Lifecycle, "_met_later", lambda *_: None)]
+    return [(Membership, "_met_later", lambda *_: None)]
 
 
 # ---------------------------------------------------------------------- NICs
@@ -128,19 +127,19 @@ def back_over_a_fenced_path() -> list[Change]:
         here = next(i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)])
         return here, next(j for k in range(len(there)) if there[j := (nic + k) % len(there)])
 
-    return [(Lifecycle, "_lanes", every), (DomainGroup, "route", route)]
+    return [(Membership, "_lanes", every), (DomainGroup, "route", route)]
 
 
 @life("flap", ordered=True, flush_on_error=True, dead_after_ps=300_000)
 def notes_take_rows_along() -> list[Change]:
     """A heartbeat fails and flushes the rows on its path, which fail for no reason of their own."""
-    init = Lifecycle.__init__
+    init = Membership.__init__
 
     def deaf(self, *args):
         init(self, *args)
         self._group.unheard = frozenset()
 
-    return [(Lifecycle, "__init__", deaf)]
+    return [(Membership, "__init__", deaf)]
 
 
 # ---------------------------------------------------------------------- leaving
@@ -149,19 +148,19 @@ def notes_take_rows_along() -> list[Change]:
 @life("none", "flap")
 def removed_at_once() -> list[Change]:
     """A removal does not wait for the transfers that refer to the peer."""
-    return [("tep.control.lifecycle", "_refers", lambda *_: False)]
+    return [("tep.control.membership", "_refers", lambda *_: False)]
 
 
 @life("none", "flap")
 def removed_after_the_first() -> list[Change]:
     """A removal waits for one transfer of many."""
-    leave = Lifecycle.leave
+    leave = Membership.leave
 
     def short(self, removal):
         leave(self, removal)
         del removal.waits[1:]
 
-    return [(Lifecycle, "leave", short)]
+    return [(Membership, "leave", short)]
 
 
 @life()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.audit import Arrivals
-from tep.control.notes import Told
+from tep.control.failover import Recovery
+from tep.control.messages import Told
 from tep.control.pruning import Pruning
-from tep.control.recovery import Recovery
-from tep.core.tally import Lane, expand
+from tep.core.sums import Arrivals, Lane, expand
 from tests.gate.registry import Bug, Change
 
 PRUNING: dict[str, Bug] = {}
@@ -45,10 +44,10 @@ def subtracted_before_the_answer() -> list[Change]:
 def applied_twice() -> list[Change]:
     """The receiver subtracts each copy of a message."""
 
-    def again(self, nic, note):
-        for source in self._of(nic, (note.source,)):
-            self.tally.take(expand(note.runs, source))
-        self._pruned[note.source] = max(note.generation, self.pruned(note.source))
+    def again(self, nic, address, generation, runs):
+        for source in self._of(nic, (address,)):
+            self.counted.take(expand(runs, source))
+        self._pruned[address] = max(generation, self.pruned(address))
         return ""
 
     return [(Arrivals, "prune", again)]
@@ -76,8 +75,8 @@ def generation_not_told() -> list[Change]:
 def answered_and_not_subtracted() -> list[Change]:
     """The receiver agrees, and keeps its sums."""
 
-    def lazy(self, nic, note):
-        self._pruned[note.source] = note.generation
+    def lazy(self, nic, address, generation, runs):
+        self._pruned[address] = generation
         return ""
 
     return [(Arrivals, "prune", lazy)]

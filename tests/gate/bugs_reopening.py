@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.audit import Audit
-from tep.control.recovery import Recovery
+from tep.control.failover import Recovery
+from tep.control.fencing import Fencing
 from tep.control.reopening import Reopening
 from tep.core.region import Link
 from tests.gate.registry import Bug, Change
@@ -46,7 +46,7 @@ def lifted_but_remembered_as_shut() -> list[Change]:
         self._nics[nic].unfence(source)
         return ""
 
-    return [(Audit, "lift", lift)]
+    return [(Fencing, "lift", lift)]
 
 
 @reopening
@@ -58,7 +58,7 @@ def asked_back_while_rows_are_held() -> list[Change]:
 @reopening
 def late_copies_count() -> list[Change]:
     """A question of before, whose copy comes late, shuts a path that its sender has in use."""
-    return [(Audit, "is_outdated", lambda *_: False)]
+    return [(Fencing, "is_outdated", lambda *_: False)]
 
 
 @reopening

@@ -9,15 +9,15 @@ from unittest import mock
 import numpy as np
 
 from tep.backends.base import Status
-from tep.control.audit import Arrivals, Audit
-from tep.control.mailroom import Mailroom
-from tep.control.notes import Told
-from tep.control.recovery import Recovery
-from tep.core.acks import Acks
+from tep.control.channel import Channel
+from tep.control.failover import Recovery
+from tep.control.fencing import Fencing
+from tep.control.messages import Told
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State
 from tep.core.imm import Counts
-from tep.core.tally import Tally
+from tep.core.pending import Acks
+from tep.core.sums import Arrivals, Sums
 from tep.core.transfer import Transfer
 from tep.engine.worker import Worker
 from tep.sim.faults import Clog, KillNic, Mute, Swizzle
@@ -82,7 +82,7 @@ def sums_over_all_senders() -> list[Change]:
 
     def everybody(self, nic, address, imms):
         found = dict.fromkeys(imms, 0)
-        for key, count in self.tally.items():
+        for key, count in self.counted.items():
             if key & 0xFFFFFFFF in found:
                 found[key & 0xFFFFFFFF] += count
         return tuple(found.values())
@@ -93,18 +93,18 @@ def sums_over_all_senders() -> list[Change]:
 @bug(budget=LATE)
 def sums_over_all_nics() -> list[Change]:
     """The receiver tells how often an immediate came from that NIC, at whichever of its own."""
-    tell = Audit._tell
+    tell = Fencing._tell
 
     def everywhere(self, nic, address, note, status):
         def sums(arrivals, there, source, imms):
-            each = [own(mine, its, source, imms) for mine, its in zip(self._arrivals, self._nics)]
+            each = [own(mine, its, source, imms) for mine, its in zip(self.arrivals, self._nics)]
             return tuple(map(sum, zip(*each)))
 
         own = Arrivals.sums
         with mock.patch.object(Arrivals, "sums", sums):
             tell(self, nic, address, note, status)
 
-    return [(Audit, "_tell", everywhere)]
+    return [(Fencing, "_tell", everywhere)]
 
 
 @bug(budget=2 * LATE)
@@ -144,7 +144,7 @@ def tally_keeps_first() -> list[Change]:
     def put(self, key, count):
         self._sums.setdefault(key, count)
 
-    return [(Tally, "add", put)]
+    return [(Sums, "add", put)]
 
 
 # ---------------------------------------------------------------------- fencing
@@ -157,19 +157,19 @@ def path_not_fenced() -> list[Change]:
     def at_once(self, nic, address, note):
         self._tell(nic, address, note, Status.OK)
 
-    return [(Audit, "_asked", at_once)]
+    return [(Fencing, "_asked", at_once)]
 
 
 @bug(budget=LATE)
 def sums_taken_before_the_fence() -> list[Change]:
     """The sums are those of the moment of the question; the fence comes after."""
-    asked, tell = Audit._asked, Audit._tell
+    asked, tell = Fencing._asked, Fencing._tell
 
     def note_first(self, nic, address, note):
         early = self.__dict__.setdefault("_early", {})
-        if note.nic < len(self._arrivals):
+        if note.nic < len(self.arrivals):
             there = self._nics[note.nic]
-            sums = self._arrivals[note.nic].sums(there, note.source, note.imms)
+            sums = self.arrivals[note.nic].sums(there, note.source, note.imms)
             early[address, note.number] = sums
         asked(self, nic, address, note)
 
@@ -178,22 +178,22 @@ def sums_taken_before_the_fence() -> list[Change]:
         if counts is None or status != Status.OK:
             tell(self, nic, address, note, status)
         else:
-            self._mail.answer(nic, address, Told(note.number, "", counts))
+            self._channel.answer(nic, address, Told(note.number, "", counts))
 
-    return [(Audit, "_asked", note_first), (Audit, "_tell", tell_early)]
+    return [(Fencing, "_asked", note_first), (Fencing, "_tell", tell_early)]
 
 
 @bug(budget=LATE)
 def first_nic_fenced() -> list[Change]:
     """The receiver fences at its first NIC, whichever the path went to."""
-    asked = Audit._asked
+    asked = Fencing._asked
 
     def wrong(self, nic, address, note):
         mine, self._nics = self._nics, [self._nics[0]] * len(self._nics)
         asked(self, nic, address, note)
         self._nics = mine
 
-    return [(Audit, "_asked", wrong)]
+    return [(Fencing, "_asked", wrong)]
 
 
 @bug(budget=2 * LATE)
@@ -336,25 +336,25 @@ def cancel_ends_held_rows() -> list[Change]:
 @bug(budget=LATE)
 def lost_question_not_repeated() -> list[Change]:
     """A question that got lost is waited for."""
-    return [(Mailroom, "_again", lambda *_: None)]
+    return [(Channel, "_again", lambda *_: None)]
 
 
 @bug(budget=LATE)
 def given_up_at_the_first_lane() -> list[Change]:
     """A question that fails on one lane is not tried on the next."""
-    return [(Mailroom, "_failed", lambda self, letter, why: self._lose(letter, why))]
+    return [(Channel, "_failed", lambda self, letter, why: self._lose(letter, why))]
 
 
 @bug(budget=LATE)
 def questions_share_a_number() -> list[Change]:
     """All questions have one number: an answer ends the wrong one."""
-    ask = Mailroom.ask
+    ask = Channel.ask
 
     def same(self, link, note, told, lost):
         self._numbers = itertools.repeat(1)
         ask(self, link, note, told, lost)
 
-    return [(Mailroom, "ask", same)]
+    return [(Channel, "ask", same)]
 
 
 # ---------------------------------------------------------------------- callbacks, and columns

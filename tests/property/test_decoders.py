@@ -177,7 +177,7 @@ CASES: dict[str, list[Case]] = {
     "tep/backends/verbs/handshake.py::Hello.decode": [
         Case(verbs_handshake.Hello.decode, GREETINGS)
     ],
-    "tep/control/notes.py::decode": [Case(notes.decode, structs(notes))],
+    "tep/control/messages.py::decode": [Case(notes.decode, structs(notes))],
     "tep/rendezvous/wire.py::decode": [Case(rendezvous_wire.decode, structs(rendezvous_wire))],
     "tep/sim/chaos.py::ChaosFabric.parse": [
         Case(lambda data: ChaosFabric.parse(None, data), [b"sim:a/0#1", b"sim:\xff/0#1"])

@@ -19,7 +19,7 @@ from msgspec import inspect
 import tep
 from tep.api import Pages
 from tep.backends.loopback import Hub
-from tep.control.notes import Note, Renewed, decode, encode
+from tep.control.messages import Note, Renewed, decode, encode
 
 KINDS = typing.get_args(Note)
 PAGE, PAGES, IMM = 8, 64, 7
@@ -193,8 +193,8 @@ def test_a_handler_that_raises_drops_its_message_alone(name: str, monkeypatch) -
     def broken(*_: object) -> None:
         raise IndexError("of a peer's number")
 
-    for kind in list(victim._worker.mail._hears):
-        victim._worker.mail._hears[kind] = broken
+    for kind in list(victim._worker.channel._hears):
+        victim._worker.channel._hears[kind] = broken
     world.say(encode(Renewed(1, world.c.main_address.domains[0], 1, 1, 1)))
     world.turn()
     assert 2 == dict(victim.stats().control_dropped)["its handler raised"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tep.api import EngineOptions, Pages
-from tep.control.known import PeerChange, PeerEvent, PeerState
+from tep.control.membership import PeerChange, PeerEvent, PeerState
 from tep.errors import ClosedError, TepError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos

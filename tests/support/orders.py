@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 
 from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
-from tep.control.mailroom import Drop
+from tep.control.channel import Drop
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
 
@@ -223,7 +223,7 @@ class Fabric:
             events[self.chooser.of(len(events))]()
             self._rest()
         for engine in self.engines:
-            dropped = engine._worker.mail.dropped.keys() - {Drop.UNASKED}
+            dropped = engine._worker.channel.dropped.keys() - {Drop.UNASKED}
             assert not dropped, f"{engine.name} dropped messages of its peer: {dropped}"
 
     def _rest(self) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from tep.api import Pages, ScatterDst
 from tep.backends.base import Kind, Status
-from tep.control import tally
+from tep.core import sums
 from tep.core.region import Link
 from tep.core.transfer import Expectation, Transfer
 from tests.support.orders import Chooser, Fabric, Nic
@@ -218,7 +218,7 @@ def swarm(seeds: range, **more: int) -> tuple[int, int]:
 
 def pruning_swarm(seeds: range) -> tuple[int, int]:
     """The same where sums are pruned from the first value on, and values come again."""
-    with mock.patch.object(tally, "PRUNE_AT", 0):
+    with mock.patch.object(sums, "PRUNE_AT", 0):
         return swarm(seeds, values=2, copies=3)
 
 

@@ -240,7 +240,7 @@ READS_PEERS = [
     "tep/backends/local/port.py",
     "tep/backends/local/rings.py",
     "tep/backends/libfabric/frames.py",
-    "tep/control/notes.py",
+    "tep/control/messages.py",
     "tep/rendezvous/wire.py",
     "tep/wire.py",
 ]

@@ -11,8 +11,8 @@ import pytest
 import tep
 from tep.backends.base import Kind, Status
 from tep.backends.loopback import Hub
-from tep.control import holds
-from tep.control.notes import Ended, Renewed
+from tep.control import holding
+from tep.control.messages import Ended, Renewed
 from tep.drivers import InlineDriver
 from tep.errors import (
     BadDescriptor,
@@ -151,9 +151,9 @@ def test_an_old_renewal_changes_nothing(pair: Pair) -> None:
     grant, lease = pair.lease(for_s=0.8)
     hold = pair.b._peers.resolve(lease, "test").hold
     address = pair.a.main_address.domains[0]
-    pair.b._worker.holds._renewed(0, address, Renewed(1, *hold.key, 2, 10**9))
+    pair.b._worker.holding._renewed(0, address, Renewed(1, *hold.key, 2, 10**9))
     until_s = hold.until_s
-    pair.b._worker.holds._renewed(0, address, Renewed(2, *hold.key, 1, 10**12))
+    pair.b._worker.holding._renewed(0, address, Renewed(2, *hold.key, 1, 10**12))
 
     assert until_s == hold.until_s
     grant.revoke().wait(1)
@@ -316,7 +316,7 @@ def test_closing_ends_all_leases(pair: Pair) -> None:
 
 def test_old_leases_are_over_by_their_number(pair: Pair) -> None:
     """What is remembered of leases is bounded; what is forgotten must not come to life again."""
-    with mock.patch.object(holds, "_HELD_MAX", 2):
+    with mock.patch.object(holding, "_HELD_MAX", 2):
         leases = []
         for _ in range(5):
             grant, lease = pair.lease()
@@ -325,13 +325,13 @@ def test_old_leases_are_over_by_their_number(pair: Pair) -> None:
         grant, lease = pair.lease()
         pair.write(lease).wait(1)
 
-        assert 3 == len(pair.b._worker.holds.held)
+        assert 3 == len(pair.b._worker.holding.held)
         for old in leases:
             with pytest.raises(LeaseError, match="asked back|too old"):
                 pair.write(old)
         address = pair.a.main_address.domains[0]
-        pair.b._worker.holds._ended(0, address, Ended(77, address, 1))
-        assert "too long ago" in pair.b._worker.mail._queue[-1].note.why
+        pair.b._worker.holding._ended(0, address, Ended(77, address, 1))
+        assert "too long ago" in pair.b._worker.channel._queue[-1].note.why
         grant.revoke().wait(1)
 
 
@@ -350,7 +350,7 @@ def test_leases_that_cannot_be(pair: Pair) -> None:
         lease(private, peer, for_s=1)
     with pytest.raises(BadDescriptor):
         Lease.from_bytes(pair.desc.to_bytes())
-    pair.a._worker.mail.able = False
+    pair.a._worker.channel.able = False
     with pytest.raises(UsageError, match="has no notes"):
         lease(pair.mr, peer, for_s=1)
     pair.a.close()

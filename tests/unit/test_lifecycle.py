@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from tep.control.known import PeerChange, PeerState
+from tep.control.membership import PeerChange, PeerState
 from tep.drivers import ThreadDriver
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, BusyError, StaleEpoch, UsageError
@@ -173,7 +173,7 @@ def flap(cluster, regions, us: float) -> None:
 def rows_to(cluster, name: str, nic: int) -> int:
     """Immediates that came in on a NIC."""
     worker = next(e for e in cluster.engines if e.name == name)._worker
-    return sum(count for _, count in worker._arrivals[nic].tally.items())
+    return sum(count for _, count in worker._arrivals[nic].counted.items())
 
 
 def test_a_nic_that_flapped_is_used_again() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tep.control.known import PeerState
+from tep.control.membership import PeerState
 from tep.errors import BadDescriptor, FabricError, StaleEpoch
 from tep.sim.faults_at import clog
 from tests.support.couple import BEAT, LOST, kinds, pair, pass_time, regions_of, write

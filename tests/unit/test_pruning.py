@@ -10,11 +10,10 @@ import pytest
 import tep
 from tep.api import EngineOptions, Pages
 from tep.backends.loopback import Hub
-from tep.control.audit import Arrivals
-from tep.control.notes import Prune, decode, encode, runs_max
-from tep.core import tally
+from tep.control.messages import Prune, decode, encode, runs_max
+from tep.core import sums
 from tep.core.stats import Failover
-from tep.core.tally import Tally, expand, runs_of
+from tep.core.sums import Arrivals, Sums, expand, runs_of
 
 PAGES = 512
 
@@ -60,7 +59,7 @@ class Lanes:
         lanes = [
             lane.sent for link in self.a._peers.links.values() for lane in link._lanes.values()
         ]
-        ends = [arrivals.tally for arrivals in self.b._worker._arrivals]
+        ends = [arrivals.counted for arrivals in self.b._worker._arrivals]
         return sum(len(end.items()) for end in (*lanes, *ends))
 
     def fail_over(self) -> None:
@@ -80,8 +79,8 @@ class Lanes:
 def test_sums_stay_short_and_failover_exact(limit: int) -> None:
     """A server takes a new immediate for each request: it would run out of failover in a day."""
     with (
-        mock.patch.object(tally, "PRUNE_AT", limit),
-        mock.patch.object(tally, "_ROWS_MAX", 64),
+        mock.patch.object(sums, "PRUNE_AT", limit),
+        mock.patch.object(sums, "_ROWS_MAX", 64),
     ):
         lanes = Lanes()
         for _ in range(4):
@@ -97,7 +96,7 @@ def test_few_values_cost_no_message() -> None:
     lanes = Lanes()
     lanes.go_on(4 * PAGES)
     assert lanes.sums() == 8 * PAGES
-    assert not lanes.a._worker.mail.busy
+    assert not lanes.a._worker.channel.busy
 
 
 def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
@@ -108,7 +107,7 @@ def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
         link = next(iter(lanes.a._peers.links.values()))
         for lane in link._lanes.values():
             lane.sent._mark, lane.sent._limit = 1, 2 * PAGES
-        with mock.patch.object(tally, "_ROWS_MAX", 64):
+        with mock.patch.object(sums, "_ROWS_MAX", 64):
             lanes.go_on(20 * PAGES)
     assert lanes.a.stats().failover is Failover.PARTIAL
     assert "did not prune them (not today)" in lanes.a.explain()
@@ -126,7 +125,7 @@ def test_why_there_is_none_at_all() -> None:
 def test_one_sender_uses_up_nobody_elses_room() -> None:
     """A peer that sends ever new values loses its own failover, and no other's."""
     arrivals = Arrivals()
-    arrivals.tally._limit = arrivals.tally._mark = 100
+    arrivals.counted._limit = arrivals.counted._mark = 100
     arrivals.add(1, 7, 3)
     for value in range(1000):
         arrivals.add(2, value, 1)
@@ -148,7 +147,7 @@ def test_runs_say_what_the_sums_are_and_fit_into_a_message() -> None:
     assert max(n for _, n, _ in runs) == 16
     worst = ((2**32 - 2, 1, 2**62),) * runs_max(512)
     assert len(encode(Prune(2**62, b"x" * 256, 63, 2**62, worst[:1]))) < 512
-    whole = Tally()
+    whole = Sums()
     for value, n in sums.items():
         whole.add(value, n)
     assert not whole.take([(100, 6)])

@@ -10,8 +10,8 @@ import pytest
 
 from tep.api import EngineOptions, Pages
 from tep.backends.base import Status
-from tep.control.audit import Arrivals
 from tep.core.pending import Pending
+from tep.core.sums import Arrivals
 from tep.core.transfer import Transfer
 from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tep.api import ScatterDst
-from tep.control.known import PeerChange
+from tep.control.membership import PeerChange
 from tep.core.region import Link
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, ClosedError
@@ -83,7 +83,7 @@ def test_what_was_removed_is_forgotten() -> None:
         assert [] == [o for o in gc.get_objects() if type(o) is Link and o.addr.name == "b"]
         life = a._machine.life
         assert ({}, {}, [], False) == (life._peers, life._nics, life._leaving, life.busy)
-        assert [0, 0] == [len(arrivals.tally) for arrivals in a._worker._arrivals]
+        assert [0, 0] == [len(arrivals.counted) for arrivals in a._worker._arrivals]
         assert {} == a._worker.group.acks._wide
 
 
@@ -103,7 +103,7 @@ def test_memory_is_flat_over_join_and_leave() -> None:
             book, life = a._peers, a._machine.life
             worker = a._worker
             held = (book.links, book._remotes, book._left, life._peers, life._nics)
-            sums = [len(arrivals.tally) for arrivals in worker._arrivals]
+            sums = [len(arrivals.counted) for arrivals in worker._arrivals]
             sizes.append((*map(len, held), *sums, len(worker.open)))
         assert sizes[2:4] * 11 == sizes[2:]
         assert 12 <= kinds(told).count(PeerChange.RESTARTED) <= 24

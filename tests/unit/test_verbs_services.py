@@ -9,7 +9,7 @@ import pytest
 
 from tep.api import Pages
 from tep.backends.verbs import open_domains
-from tep.control.known import PeerChange
+from tep.control.membership import PeerChange
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
 from tep.errors import FabricError, LeaseError

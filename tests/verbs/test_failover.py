@@ -37,7 +37,7 @@ def halfway(devices, before=128):
         yield a, b
         sent.wait(30)
         got.wait(30)
-        turn_until(a, lambda: not a._worker.mail.busy)
+        turn_until(a, lambda: not a._worker.channel.busy)
 
         assert (source == target).all()
         assert () == b.stats().imms_unexpected
@@ -76,12 +76,12 @@ def test_a_path_that_lost_rows_is_used_again(soft_devices):
         turn_until(a, lambda: link.fences and not link.shut)
         source, target = noise(16 * PAGE, 3), buffer(16 * PAGE)
         (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
-        before = [sum(count for _, count in each.tally.items()) for each in b._worker._arrivals]
+        before = [sum(count for _, count in each.counted.items()) for each in b._worker._arrivals]
         got = b.expect_imm_count(3, 16)
         again = a.submit_paged_writes(PAGE, (mr, pages(16)), (desc, pages(16)), imm=3)
         again.wait(20)
         got.wait(20)
-        after = [sum(count for _, count in each.tally.items()) for each in b._worker._arrivals]
+        after = [sum(count for _, count in each.counted.items()) for each in b._worker._arrivals]
 
         assert (source == target).all()
         assert 0 == again.stats().rows_again

@@ -7,54 +7,53 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tep.control.audit import Arrivals
-from tep.control.notes import Asked, Told, decode, encode, values_max
-from tep.core.tally import Tally
+from tep.control.messages import Asked, Told, decode, encode, values_max
+from tep.core.sums import Arrivals, Sums
 from tep.errors import BadDescriptor
 
 
 def test_columns_and_single_keys_make_one_sum() -> None:
     """A burst that is summed up apart from the rest would be missing in the answer."""
-    tally = Tally()
-    tally.add(7, 2)
-    tally.add_many(np.array([7, 8, 7], np.uint64))
-    tally.add(7, -1)
-    assert (3, 1, 0) == (tally.sum(7), tally.sum(8), tally.sum(9))
-    assert [(7, 3), (8, 1)] == sorted(tally.items())
+    found = Sums()
+    found.add(7, 2)
+    found.add_many(np.array([7, 8, 7], np.uint64))
+    found.add(7, -1)
+    assert (3, 1, 0) == (found.sum(7), found.sum(8), found.sum(9))
+    assert [(7, 3), (8, 1)] == sorted(found.items())
 
 
 def test_many_columns_are_folded_before_they_are_asked_for() -> None:
     """Columns that only pile up would be a leak."""
-    tally = Tally()
+    found = Sums()
     for _ in range(40):
-        tally.add_many(np.arange(4096, dtype=np.uint64))
-    assert 40 == tally.sum(4095)
-    assert 4096 == len(tally)
+        found.add_many(np.arange(4096, dtype=np.uint64))
+    assert 40 == found.sum(4095)
+    assert 4096 == len(found)
 
 
 @pytest.mark.parametrize("spread", [1, 1 << 20])
 def test_bursts_of_one_upper_half_are_summed_with_the_rest(spread) -> None:
     """Near keys are counted in cells, far ones sorted: a key in the wrong cell is a wrong sum."""
-    tally = Tally()
+    found = Sums()
     lows = np.arange(300, dtype=np.uint32) % 7 * np.uint32(spread) + np.uint32(5)
     for high in (0, 3, 9):
-        tally.add_lows(high, lows.tobytes())
-    tally.add_many(np.array([3 << 32 | 5, (1 << 64) - 1], np.uint64)[: 1 + (spread > 1)])
+        found.add_lows(high, lows.tobytes())
+    found.add_many(np.array([3 << 32 | 5, (1 << 64) - 1], np.uint64)[: 1 + (spread > 1)])
     expected = Counter(high << 32 | low for high in (0, 3, 9) for low in lows.tolist())
     expected[3 << 32 | 5] += 1
     if spread > 1:
         expected[(1 << 64) - 1] += 1
-    assert expected == Counter(dict(tally.items()))
+    assert expected == Counter(dict(found.items()))
 
 
 def test_too_many_keys_are_forgotten_and_that_is_remembered() -> None:
     """A sum that began in the middle looks like a sum from the beginning."""
-    tally = Tally(limit=3)
+    found = Sums(limit=3)
     for key in range(4):
-        tally.add(key, 1)
-    assert tally.forgot
-    assert 0 == tally.sum(0)
-    columns = Tally(limit=3)
+        found.add(key, 1)
+    assert found.forgot
+    assert 0 == found.sum(0)
+    columns = Sums(limit=3)
     columns.add_many(np.arange(70_000, dtype=np.uint64))
     assert columns.forgot
 

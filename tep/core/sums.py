@@ -8,13 +8,15 @@ prunes them is `pruning`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["KEYS_MAX", "PRUNE_AT", "Lane", "Run", "Tally", "expand", "runs_of"]
+from tep.backends.base import Noting
+
+__all__ = ["KEYS_MAX", "PRUNE_AT", "Arrivals", "Lane", "Run", "Sums", "expand", "runs_of"]
 
 KEYS_MAX: Final = 1 << 18
 """Values that one tally remembers, about 30 MB; beyond it forgets, and says so."""
@@ -27,6 +29,8 @@ _ROWS_MAX: Final = 1 << 14
 
 _LOW_BITS: Final = 32
 
+_SOURCE_BITS: Final = 32
+
 _CELLS_MAX: Final = 1 << 20
 
 U64 = npt.NDArray[np.uint64]
@@ -34,7 +38,7 @@ Found = tuple[npt.NDArray[np.integer], npt.NDArray[np.integer]]
 """Values that occur, and how often each does."""
 
 
-class Tally:
+class Sums:
     """How often each key came; a key is a number of 64 bits.
 
     Args:
@@ -205,7 +209,7 @@ class Lane:
     __slots__ = ("asking", "doubt", "pruned", "retry_s", "sent", "waiting", "why")
 
     def __init__(self) -> None:
-        self.sent = Tally(large_at=PRUNE_AT)
+        self.sent = Sums(large_at=PRUNE_AT)
         self.doubt: Counter[int] = Counter()
         self.pruned = 0
         self.waiting: deque[tuple[Run, ...]] = deque()
@@ -253,3 +257,92 @@ def runs_of(sums: Iterable[tuple[int, int]], longest: int) -> Iterable[Run]:
         first, n, count = value, 1, times
     if n:
         yield first, n, count
+
+
+class Arrivals:
+    """The immediates that came in on one NIC, by where they came from, less what was pruned."""
+
+    __slots__ = ("_columns", "_forgotten", "_pruned", "_sources", "counted")
+
+    def __init__(self) -> None:
+        self.counted = Sums(full=self._drop_largest)
+        self._forgotten: dict[int, str] = {}  # and why
+        self._pruned: dict[bytes, int] = {}  # the last generation, by address
+        self._sources: set[int] = set()  # that were met, but for those in mixed columns
+        self._columns = False  # whether there were such since
+
+    def add(self, source: int, imm: int, count: int) -> None:
+        """Note `count` equal ones."""
+        self._sources.add(source)
+        self.counted.add(source << _SOURCE_BITS | imm, count)
+
+    def add_columns(self, sources: npt.NDArray[np.uint64], imms: npt.NDArray[np.uint32]) -> bool:
+        """Note a burst, one an entry; the columns are copied. True: all immediates are equal."""
+        n = len(imms)
+        # Compared as bytes: a quarter of comparing as columns.
+        raw, ends = imms.tobytes(), sources.tobytes()
+        if ends == ends[:8] * n:
+            source = int(sources[0])
+            self._sources.add(source)
+            self.counted.add_lows(source, raw)
+        else:
+            self._columns = True
+            self.counted.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
+        return raw == raw[:4] * n
+
+    def _of(self, nic: Noting, addresses: Collection[bytes]) -> list[int]:
+        """The numbers of the NICs at these addresses."""
+        if self._columns:
+            self._columns = False
+            self._sources |= {key >> _SOURCE_BITS for key, _ in self.counted.items()}
+        return [source for source in self._sources if nic.source(source) in addresses]
+
+    def sums(self, nic: Noting, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
+        """How many of each came from the NIC at an address, less what was pruned."""
+        sources = [source << _SOURCE_BITS for source in self._of(nic, (address,))]
+        return tuple(sum(self.counted.sum(at | imm) for at in sources) for imm in imms)
+
+    def pruned(self, address: bytes) -> int:
+        """The last generation that was pruned of what came from the NIC at an address."""
+        return self._pruned.get(address, 0)
+
+    def prune(self, nic: Noting, address: bytes, generation: int, runs: tuple[Run, ...]) -> str:
+        """Subtract what a sender says, once; return why not, or ""."""
+        last = self.pruned(address)
+        if generation == last:
+            return ""
+        if why := self.forgot(nic, address):
+            return why
+        if generation != last + 1:
+            return f"generation {last} was pruned last, {generation} cannot follow"
+        for source in self._of(nic, (address,)):
+            if self.counted.take(expand(runs, source)):
+                self._pruned[address] = generation
+                return ""
+        return "not all of these have been counted"
+
+    def forget(self, nic: Noting, addresses: Collection[bytes]) -> None:
+        """Drop the sums of a peer's NICs; `forgot` knows of it, since more may come."""
+        self._drop(self._of(nic, addresses), "it has removed this peer, and forgotten what came")
+
+    def _drop(self, gone: Collection[int], why: str) -> None:
+        gone = set(gone)
+        self.counted.drop(lambda key: key >> _SOURCE_BITS in gone)
+        self._forgotten |= dict.fromkeys(gone, why)
+
+    def _drop_largest(self) -> None:
+        """Too many values: forget those of the sender that has the most, and of nobody else."""
+        values = Counter(key >> _SOURCE_BITS for key, _ in self.counted.items())
+        ((source, n),) = values.most_common(1)
+        why = f"it has forgotten what came: {n} different immediates, which were not pruned"
+        self._drop([source], why)
+
+    def forgot(self, nic: Noting, address: bytes) -> str:
+        """Why the sums of the NIC at an address are not complete; "" = they are."""
+        found = (why for source, why in self._forgotten.items() if nic.source(source) == address)
+        return next(found, "")
+
+    @property
+    def forgotten(self) -> tuple[str, ...]:
+        """Why sums of senders are not complete, one each."""
+        return tuple(self._forgotten.values())

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from tep.control.mailroom import Drop, Mailroom
-from tep.control.notes import Answer, Failed, Told, given_up
+from tep.control.channel import Channel, Drop
+from tep.control.messages import Answer, Failed, Told, given_up
 from tep.core.handle import Handle, State
 from tep.core.imm import ImmTable
 from tep.core.transfer import Expectation, Notice
 from tep.errors import FabricError, TepError
 
-__all__ = ["Notices"]
+__all__ = ["Failures"]
 
 _HEARD_MAX: Final = 256
 """Words of one engine that are remembered, so that one that comes twice counts once."""
@@ -29,7 +29,7 @@ _BROKEN_MAX: Final = 4096
 learns that this engine could not be told."""
 
 
-class Notices:
+class Failures:
     """The words of one engine and its peers that immediates fail.
 
     Args:
@@ -47,14 +47,14 @@ class Notices:
         self,
         name: str,
         imms: ImmTable[Expectation],
-        mail: Mailroom,
+        mail: Channel,
         opened: dict[Handle, None],
         settle: Callable[[Handle, State, TepError | None], None],
     ) -> None:
         self.broken: dict[int, FabricError] = {}
         self._heard: dict[bytes, dict[int, None]] = {}  # numbers, by engine
         self._name = name
-        self._imms, self._mail = imms, mail
+        self._imms, self._channel = imms, mail
         self._opened, self._settle = opened, settle
         mail.hear(Failed, self._hear)
 
@@ -70,7 +70,7 @@ class Notices:
             error = FabricError(text, code="UNREACHABLE", peer=name)
             self._settle(notice, State.FAILED, error)
 
-        self._mail.ask(
+        self._channel.ask(
             notice.link, lambda n: Failed(n, self._name, notice.imm, notice.reason), told, lost
         )
 
@@ -98,7 +98,7 @@ class Notices:
 
         An expectation that names its sender is failed by no other.
         """
-        engine = self._mail.engine_of(nic, address)
+        engine = self._channel.engine_of(nic, address)
         heard = self._heard.get(engine, {})
         if note.number not in heard:  # else it asks again because our answer was late
 
@@ -110,7 +110,7 @@ class Notices:
             if not self.fail(meant, lambda _, came: given_up(note, f"; {came}")):
                 if len(self.broken) >= _BROKEN_MAX:
                     text = f"{_BROKEN_MAX} immediates were given up that nobody expects"
-                    self._mail.drop(Drop.FULL, address, text)
+                    self._channel.drop(Drop.FULL, address, text)
                     return
                 self.broken[note.imm] = given_up(note, "")
             heard[note.number] = None
@@ -119,4 +119,4 @@ class Notices:
             self._heard[engine] = heard
             if len(self._heard) > _ENGINES_MAX:
                 del self._heard[next(iter(self._heard))]
-        self._mail.answer(nic, address, Told(note.number, "", ()))
+        self._channel.answer(nic, address, Told(note.number, "", ()))

@@ -9,11 +9,12 @@ ends it. Rule 3: nothing of a peer is dropped before the last transfer that refe
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from tep.control.known import NS_PER_S, Nic, Peer, PeerChange, PeerEvent, PeerState, PeerWatch
-from tep.control.mailroom import Drop
-from tep.control.notes import Ping, Pong
+from tep.control.channel import Drop
+from tep.control.messages import Ping, Pong
 from tep.control.reopening import Reopening
 from tep.core.handle import Handle, State, closed_error
 from tep.core.region import Link, Remote
@@ -23,15 +24,148 @@ from tep.errors import FabricError
 if TYPE_CHECKING:
     from tep.api import EngineOptions
     from tep.engine.worker import Worker
+    from tep.wire import NetAddr
 
-__all__ = ["Lifecycle"]
+__all__ = ["Membership", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
+
+NS_PER_S: Final = 1_000_000_000
 
 _QUEUED_MAX: Final = 256
 _LONG_S: Final = 1e9  # what is longer, infinite say, counts as this: 31 years
 """Notes that no NIC takes: with more of them no heartbeat is added, as it would be late anyway."""
 
 
-class Lifecycle:
+class PeerState(Enum):
+    """What is known of a peer."""
+
+    ALIVE = "alive"
+    LOST = "lost"
+    RESTARTED = "restarted"  # this incarnation is gone for good
+
+
+class PeerChange(Enum):
+    """What a PeerEvent tells."""
+
+    LOST = "lost"
+    BACK = "back"
+    RESTARTED = "restarted"
+    NIC_LOST = "NIC lost"
+    NIC_BACK = "NIC back"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerEvent:
+    """One change of one peer.
+
+    Attributes:
+        peer: its name.
+        epoch: its incarnation.
+        kind: what happened.
+        reason: why, in words.
+        nic: index of its NIC where one is concerned, else None.
+    """
+
+    peer: str
+    epoch: int
+    kind: PeerChange
+    reason: str
+    nic: int | None = None
+
+
+class Nic:
+    """One NIC of a peer.
+
+    Attributes:
+        down: whether rows to it failed, and it has not answered since.
+        since_ns: when that began, or ended.
+        wait_ns: from its failure to the first question, then from one question to the next.
+        valid_ns: an answer counts if its question was put then or later.
+        due_ns: when to ask next; None: not at all.
+    """
+
+    __slots__ = ("down", "due_ns", "since_ns", "valid_ns", "wait_ns")
+
+    def __init__(self) -> None:
+        self.down = False
+        self.since_ns = self.wait_ns = self.valid_ns = 0
+        self.due_ns: int | None = None
+
+
+class Peer:
+    """What is known of one incarnation of a peer.
+
+    Attributes:
+        since_ns: when its state began.
+        heard_ns: when the last question was put that it answered, later by what kept us busy.
+        round_trip_s: of the last answer.
+        watch: who wants its heart to beat.
+        beats: rounds of questions put to it.
+    """
+
+    __slots__ = ("beats", "heard_ns", "link", "nics", "round_trip_s", "since_ns", "state", "watch")
+
+    def __init__(self, link: Link, now_ns: int) -> None:
+        self.link = link
+        self.nics = [Nic() for _ in link.addr.domains]
+        self.state = PeerState.ALIVE
+        self.since_ns = self.heard_ns = now_ns
+        self.round_trip_s: float | None = None
+        self.watch: PeerWatch | None = None
+        self.beats = 0
+
+    def is_down(self) -> bool:
+        """Whether none of its NICs takes rows."""
+        return all(nic.down for nic in self.nics)
+
+
+class PeerWatch:
+    """A peer that is asked again and again whether it is there.
+
+    Attributes:
+        every_s: between two questions.
+        lost_after_s: without an answer for so long it counts as lost.
+        closed: close() was called, or the peer was removed.
+    """
+
+    __slots__ = ("_due_ns", "_peer", "closed", "every_s", "lost_after_s")
+
+    def __init__(self, peer: Peer, every_s: float, lost_after_s: float, due_ns: int) -> None:
+        self.every_s = every_s
+        self.lost_after_s = lost_after_s
+        self.closed = False
+        self._peer = peer
+        self._due_ns = due_ns
+
+    @property
+    def peer(self) -> NetAddr:
+        """The peer's address."""
+        return self._peer.link.addr
+
+    @property
+    def state(self) -> PeerState:
+        """alive, lost or restarted."""
+        return self._peer.state
+
+    @property
+    def since_s(self) -> float:
+        """Since when, in seconds of the driver's clock."""
+        return self._peer.since_ns / NS_PER_S
+
+    @property
+    def round_trip_s(self) -> float | None:
+        """From the last question that was answered to its answer; None: none was yet."""
+        return self._peer.round_trip_s
+
+    def close(self) -> None:
+        """Ask no more. Idempotent; the state stays what transfers reveal."""
+        self.closed = True
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self.closed else ""
+        return f"PeerWatch({self.peer}: {self.state.value} since {self.since_s:.6f} s{closed})"
+
+
+class Membership:
     """What one engine knows of its peers' lives.
 
     Args:
@@ -52,7 +186,7 @@ class Lifecycle:
         self.callbacks: tuple[Callable[[PeerEvent], object], ...] = ()
         self.drop: Callable[[Link], object] = lambda _: None
         self._worker = worker
-        self._mail = worker.mail
+        self._channel = worker.channel
         self._group = worker.group
         self._options = options
         self._now_s = now_s
@@ -63,13 +197,13 @@ class Lifecycle:
         self._alarm_ns: int | None = None
         self._closed = False
         self._group.shunned = self._nic_lost
-        self._group.unheard = self._mail.unheard
-        self._group.stale = self._mail.stale = self._met_later
+        self._group.unheard = self._channel.unheard
+        self._group.stale = self._channel.stale = self._met_later
         self._reopening = Reopening(worker, self._find, self._opened)
-        self._mail.hear(
-            Ping, lambda nic, address, n: self._mail.answer(nic, address, Pong(n.number))
+        self._channel.hear(
+            Ping, lambda nic, address, n: self._channel.answer(nic, address, Pong(n.number))
         )
-        self._mail.hear(Pong, self._heard)
+        self._channel.hear(Pong, self._heard)
 
     # ------------------------------------------------------------------ turning
 
@@ -187,8 +321,8 @@ class Lifecycle:
             self._say(peer, now_ns, lanes[(number + peer.beats) % len(lanes)])
 
     def _say(self, peer: Peer, now_ns: int, lane: tuple[int, int]) -> None:
-        if self._mail.queued < _QUEUED_MAX:
-            self._mail.say(peer.link, Ping(now_ns), lane)
+        if self._channel.queued < _QUEUED_MAX:
+            self._channel.say(peer.link, Ping(now_ns), lane)
 
     def _lanes(self, link: Link, number: int) -> list[tuple[int, int]]:
         """The lanes to a NIC of a peer that rows may take."""
@@ -201,7 +335,7 @@ class Lifecycle:
         """A peer's NIC answers a question that was put to it by our NIC at `note.number`."""
         found, now_ns, asked_ns = self._nics.get(address), self._now_ns(), note.number
         if found is None or asked_ns > now_ns:
-            self._mail.drop(Drop.UNASKED, address, f"Pong {asked_ns}")
+            self._channel.drop(Drop.UNASKED, address, f"Pong {asked_ns}")
             return
         peer, number = found
         peer.round_trip_s = (now_ns - asked_ns) / NS_PER_S
@@ -245,7 +379,7 @@ class Lifecycle:
             nic.wait_ns = self._ns(self._options.probe_first_s)
         nic.down, nic.since_ns = True, now_ns
         nic.valid_ns = now_ns + nic.wait_ns
-        nic.due_ns = nic.valid_ns if self._mail.able else None
+        nic.due_ns = nic.valid_ns if self._channel.able else None
         self._emit(peer, PeerChange.NIC_LOST, "rows to it came back UNREACHABLE", number)
         if peer.is_down() and peer.state is PeerState.ALIVE:
             self._lose(peer, "none of its NICs can be reached")
@@ -295,7 +429,7 @@ class Lifecycle:
             text = f"imm {handle.imm:#x}: its sender {name} {what}; {came}"
             return FabricError(text, code="PEER_LOST", peer=name)
 
-        self._worker.notices.fail(lambda handle: handle.sender is link, error)
+        self._worker.failures.fail(lambda handle: handle.sender is link, error)
 
     # ------------------------------------------------------------------ leaving
 
@@ -328,9 +462,9 @@ class Lifecycle:
             self._nics = {at: known for at, known in self._nics.items() if known[0] is not peer}
         if self._group.acks is not None:
             self._group.acks.fold()  # what is counted as a whole holds its targets
-        self._mail.unheard.difference_update(link.paths())
+        self._channel.unheard.difference_update(link.paths())
         link.forget()
-        self._worker.audit.forget(link.addr.domains)
+        self._worker.fencing.forget(link.addr.domains)
         self.drop(link)
         self._worker._end(removal, State.DONE)
         return True

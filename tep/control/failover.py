@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tep.backends.base import Domain
-from tep.control.mailroom import Mailroom
-from tep.control.notes import Asked, Told, values_max
-from tep.core.acks import Acks
+from tep.control.channel import Channel
+from tep.control.messages import Asked, Told, values_max
 from tep.core.group import DomainGroup
-from tep.core.pending import Pending, Rescue, varies
+from tep.core.pending import Acks, Pending, Rescue, varies
 from tep.core.region import Link
 from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
@@ -112,12 +111,12 @@ class Recovery:
         why: why the NICs cannot; "" = they can, or it is not wanted.
     """
 
-    def __init__(self, group: DomainGroup, mail: Mailroom, *, able: bool, why: str = "") -> None:
+    def __init__(self, group: DomainGroup, mail: Channel, *, able: bool, why: str = "") -> None:
         self.paths: list[_Path] = []
         self.able = able
         self.rows = 0
         self._group = group
-        self._mail = mail
+        self._channel = mail
         self.why = why
         self._closed: TepError | None = None
         group.hold = self._hold
@@ -178,14 +177,14 @@ class Recovery:
     def _ask(self, path: _Path) -> None:
         imms = sorted({imm for lost in path.rows if (imm := lost.imm) is not None})
         source = self._group.domains[path.domain].address
-        room = values_max(self._mail.note_bytes)
+        room = values_max(self._channel.note_bytes)
         parts = [tuple(imms[k : k + room]) for k in range(0, len(imms), room)] or [()]
         path.left, path.pruned = len(parts), None
         for part in parts:
             self._ask_about(path, source, part)
 
     def _ask_about(self, path: _Path, source: bytes, imms: tuple[int, ...]) -> None:
-        self._mail.ask(
+        self._channel.ask(
             path.link,
             lambda number: Asked(number, source, path.nic, imms),
             lambda told: self._told(path, imms, told),

@@ -16,11 +16,11 @@ from enum import Enum
 from typing import Final, TypeVar, cast
 
 from tep.backends.base import Domain, Noting, Status
-from tep.control.notes import Answer, Note, decode, encode
+from tep.control.messages import Answer, Note, decode, encode
 from tep.core.region import Link
 from tep.errors import BadDescriptor, TepError
 
-__all__ = ["NOTE_CTX", "Drop", "Mailroom", "sooner"]
+__all__ = ["NOTE_CTX", "Channel", "Drop", "sooner"]
 
 _log = logging.getLogger("tep")
 
@@ -117,7 +117,7 @@ class _Question:
         self.deaf = True
 
 
-class Mailroom:
+class Channel:
     """The notes of one engine.
 
     Attributes:

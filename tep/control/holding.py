@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from tep.control.mailroom import Drop, Mailroom
-from tep.control.notes import NICS_MAX, Ended, Renewed, Told
+from tep.control.channel import Channel, Drop
+from tep.control.messages import NICS_MAX, Ended, Renewed, Told
 from tep.core.group import DomainGroup
 from tep.core.region import Link, Remote
 from tep.core.requests import Job
@@ -19,7 +19,7 @@ from tep.core.transfer import Transfer
 from tep.errors import LeaseError
 from tep.wire import Lease
 
-__all__ = ["MARGIN", "Hold", "Holds"]
+__all__ = ["MARGIN", "Hold", "Holding"]
 
 MARGIN: Final = 1 / 8
 """Share of a lease's time that its holder leaves unused: for clocks that differ, and the way."""
@@ -67,7 +67,7 @@ class Hold:
         self.round = 0
 
 
-class Holds:
+class Holding:
     """All leases that one engine holds. Users' threads come to `resolve`, all else is its worker's.
 
     Args:
@@ -79,12 +79,12 @@ class Holds:
         held: every lease that was met, by owner and number; empty where leases are not used.
     """
 
-    def __init__(self, group: DomainGroup, mail: Mailroom, now_s: Callable[[], float]) -> None:
+    def __init__(self, group: DomainGroup, mail: Channel, now_s: Callable[[], float]) -> None:
         self.held: dict[Key, Hold] = {}
         self._over: dict[bytes, deque[Hold]] = {}  # by owner
         self._forgotten: dict[bytes, int] = {}
         self._own = group.domains[0].address
-        self._group, self._mail, self._now_s = group, mail, now_s
+        self._group, self._channel, self._now_s = group, mail, now_s
         mail.hear(Ended, self._ended)
         mail.hear(Renewed, self._renewed)
 
@@ -146,11 +146,11 @@ class Holds:
         """The owner wants its memory back: what is queued is dropped, what is posted awaited."""
         known = (note.owner, note.lease) in self.held or note.owner in self._over
         if not known and len(self._over) >= _OWNERS_MAX:
-            self._mail.drop(Drop.FULL, address, f"leases of {_OWNERS_MAX} owners are remembered")
+            self._channel.drop(Drop.FULL, address, f"leases of {_OWNERS_MAX} owners are remembered")
             return
         hold = self._find(note.owner, note.lease)
         if hold is None:  # it was over, and what was left of it is forgotten
-            self._mail.answer(nic, address, Told(note.number, "it was too long ago", ()))
+            self._channel.answer(nic, address, Told(note.number, "it was too long ago", ()))
             return
         self._end(hold)
         hold.asking[nic, address, note.number] = None
@@ -171,7 +171,7 @@ class Holds:
         if len(paths) > _PATHS_MAX:
             why, paths = f"rows on {len(paths)} paths are lost", ()
         for nic, address, number in asking:
-            self._mail.answer(nic, address, Told(number, why, paths))
+            self._channel.answer(nic, address, Told(number, why, paths))
 
     def _renewed(self, nic: int, address: bytes, note: Renewed) -> None:
         # Of one that was never used here nothing is kept: its time begins with its first use.
@@ -179,7 +179,7 @@ class Holds:
         if hold is not None and note.round > hold.round:
             hold.round = note.round
             hold.until_s = self._now_s() + note.for_ns * 1e-9 * (1 - MARGIN)
-        self._mail.answer(nic, address, Told(note.number, "", ()))
+        self._channel.answer(nic, address, Told(note.number, "", ()))
 
     def _find(self, owner: bytes, number: int) -> Hold | None:
         """The hold of a lease, a new one where it was never met; None: it was forgotten."""

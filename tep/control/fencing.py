@@ -8,22 +8,16 @@ could come.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, cast
 
-import numpy as np
-import numpy.typing as npt
-
 from tep.backends.base import Domain, Noting, Status
-from tep.control.mailroom import Drop, Mailroom
-from tep.control.notes import NICS_MAX, WHY_MAX, Asked, Prune, Reopen, Told
-from tep.core.tally import Tally, expand
+from tep.control.channel import Channel, Drop
+from tep.control.messages import NICS_MAX, WHY_MAX, Asked, Prune, Reopen, Told
+from tep.core.sums import Arrivals
 from tep.errors import FabricError, TepError
 
-__all__ = ["Arrivals", "Audit"]
-
-_SOURCE_BITS: Final = 32
+__all__ = ["Fencing"]
 
 _ASKING_MAX: Final = 64
 """Questions about one path that wait for its fence; those beyond are put again."""
@@ -33,95 +27,6 @@ _PATHS_MAX: Final = 1 << 14
 worst a late copy of a question fences or opens a path once more, and its rows are made good."""
 
 _OTHER: Final[dict[type[Asked | Reopen], type[Asked | Reopen]]] = {Asked: Reopen, Reopen: Asked}
-
-
-class Arrivals:
-    """The immediates that came in on one NIC, by where they came from, less what was pruned."""
-
-    __slots__ = ("_columns", "_forgotten", "_pruned", "_sources", "tally")
-
-    def __init__(self) -> None:
-        self.tally = Tally(full=self._drop_largest)
-        self._forgotten: dict[int, str] = {}  # and why
-        self._pruned: dict[bytes, int] = {}  # the last generation, by address
-        self._sources: set[int] = set()  # that were met, but for those in mixed columns
-        self._columns = False  # whether there were such since
-
-    def add(self, source: int, imm: int, count: int) -> None:
-        """Note `count` equal ones."""
-        self._sources.add(source)
-        self.tally.add(source << _SOURCE_BITS | imm, count)
-
-    def add_columns(self, sources: npt.NDArray[np.uint64], imms: npt.NDArray[np.uint32]) -> bool:
-        """Note a burst, one an entry; the columns are copied. True: all immediates are equal."""
-        n = len(imms)
-        # Compared as bytes: a quarter of comparing as columns.
-        raw, ends = imms.tobytes(), sources.tobytes()
-        if ends == ends[:8] * n:
-            source = int(sources[0])
-            self._sources.add(source)
-            self.tally.add_lows(source, raw)
-        else:
-            self._columns = True
-            self.tally.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
-        return raw == raw[:4] * n
-
-    def _of(self, nic: Noting, addresses: Collection[bytes]) -> list[int]:
-        """The numbers of the NICs at these addresses."""
-        if self._columns:
-            self._columns = False
-            self._sources |= {key >> _SOURCE_BITS for key, _ in self.tally.items()}
-        return [source for source in self._sources if nic.source(source) in addresses]
-
-    def sums(self, nic: Noting, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
-        """How many of each came from the NIC at an address, less what was pruned."""
-        sources = [source << _SOURCE_BITS for source in self._of(nic, (address,))]
-        return tuple(sum(self.tally.sum(at | imm) for at in sources) for imm in imms)
-
-    def pruned(self, address: bytes) -> int:
-        """The last generation that was pruned of what came from the NIC at an address."""
-        return self._pruned.get(address, 0)
-
-    def prune(self, nic: Noting, note: Prune) -> str:
-        """Subtract what a sender says, once; return why not, or ""."""
-        address, last = note.source, self.pruned(note.source)
-        if note.generation == last:
-            return ""
-        if why := self.forgot(nic, address):
-            return why
-        if note.generation != last + 1:
-            return f"generation {last} was pruned last, {note.generation} cannot follow"
-        for source in self._of(nic, (address,)):
-            if self.tally.take(expand(note.runs, source)):
-                self._pruned[address] = note.generation
-                return ""
-        return "not all of these have been counted"
-
-    def forget(self, nic: Noting, addresses: Collection[bytes]) -> None:
-        """Drop the sums of a peer's NICs; `forgot` knows of it, since more may come."""
-        self._drop(self._of(nic, addresses), "it has removed this peer, and forgotten what came")
-
-    def _drop(self, gone: Collection[int], why: str) -> None:
-        gone = set(gone)
-        self.tally.drop(lambda key: key >> _SOURCE_BITS in gone)
-        self._forgotten |= dict.fromkeys(gone, why)
-
-    def _drop_largest(self) -> None:
-        """Too many values: forget those of the sender that has the most, and of nobody else."""
-        values = Counter(key >> _SOURCE_BITS for key, _ in self.tally.items())
-        ((source, n),) = values.most_common(1)
-        why = f"it has forgotten what came: {n} different immediates, which were not pruned"
-        self._drop([source], why)
-
-    def forgot(self, nic: Noting, address: bytes) -> str:
-        """Why the sums of the NIC at an address are not complete; "" = they are."""
-        found = (why for source, why in self._forgotten.items() if nic.source(source) == address)
-        return next(found, "")
-
-    @property
-    def forgotten(self) -> tuple[str, ...]:
-        """Why sums of senders are not complete, one each."""
-        return tuple(self._forgotten.values())
 
 
 class _Fence:
@@ -134,7 +39,7 @@ class _Fence:
         self.status = -1
 
 
-class Audit:
+class Fencing:
     """All fences of one engine.
 
     Args:
@@ -148,11 +53,11 @@ class Audit:
     """
 
     def __init__(
-        self, domains: Sequence[Domain], arrivals: Sequence[Arrivals], mail: Mailroom
+        self, domains: Sequence[Domain], arrivals: Sequence[Arrivals], mail: Channel
     ) -> None:
         self._nics = [cast("Noting", domain) for domain in domains]
         self.arrivals = arrivals
-        self._mail = mail
+        self._channel = mail
         self._fences: dict[tuple[bytes, int], _Fence] = {}
         self._begun: dict[int, _Fence] = {}
         self.guarded: Callable[[bytes], bool] = lambda _: False
@@ -180,14 +85,14 @@ class Audit:
         """Whether a question is about a path that can be, and there is room to remember it."""
         if note.nic >= len(self._nics):
             why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
-            self._mail.answer(nic, address, Told(note.number, why, ()))
+            self._channel.answer(nic, address, Told(note.number, why, ()))
             return False
-        engine, key = self._mail.engine_of(nic, address), (note.source, note.nic)
+        engine, key = self._channel.engine_of(nic, address), (note.source, note.nic)
         mine = self._paths.setdefault(engine, set())
         if key in mine:
             return True
         if len(mine) >= NICS_MAX * len(self._nics):
-            self._mail.drop(Drop.FULL, address, f"{len(mine)} paths of this engine are known")
+            self._channel.drop(Drop.FULL, address, f"{len(mine)} paths of this engine are known")
             return False
         mine.add(key)
         self._npaths += 1
@@ -208,17 +113,17 @@ class Audit:
             return
         fence = self._fences.get((note.source, note.nic))
         if fence is not None and len(fence.asking) >= _ASKING_MAX:
-            self._mail.drop(Drop.FULL, address, "too many questions about one path")
+            self._channel.drop(Drop.FULL, address, "too many questions about one path")
             return
 
         def tell(status: int) -> None:
-            self._mail.guard(address, self._tell, nic, address, note, status)
+            self._channel.guard(address, self._tell, nic, address, note, status)
 
         try:
             self.fence(note.source, note.nic, tell)
         except TepError as error:
             why = f"no fence: {error}"[:WHY_MAX]
-            self._mail.answer(nic, address, Told(note.number, why, ()))
+            self._channel.answer(nic, address, Told(note.number, why, ()))
 
     def fence(self, source: bytes, nic: int, then: Callable[[int], object]) -> None:
         """Fence the NIC at an address off at our NIC `nic`; then(status), at once if it was before.
@@ -302,7 +207,7 @@ class Audit:
             elif not (why := self.arrivals[note.nic].forgot(there, note.source)):
                 counts = self.arrivals[note.nic].sums(there, note.source, note.imms)
                 pruned = self.arrivals[note.nic].pruned(note.source)
-        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], counts, pruned))
+        self._channel.answer(nic, address, Told(note.number, why[:WHY_MAX], counts, pruned))
 
     def _prune(self, nic: int, address: bytes, note: Prune) -> None:
         # What is told of a fenced path must not change while its sender compares.
@@ -311,5 +216,7 @@ class Audit:
         elif (note.source, note.nic) in self._fences:
             why = "this path is fenced off"
         else:
-            why = self.arrivals[note.nic].prune(self._nics[note.nic], note)
-        self._mail.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))
+            why = self.arrivals[note.nic].prune(
+                self._nics[note.nic], note.source, note.generation, note.runs
+            )
+        self._channel.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))
