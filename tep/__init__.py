@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tep.core.plan import count_imms
     from tep.core.region import MrHandle
     from tep.core.stats import EngineStats, TransferStats
+    from tep.core.together import as_completed, gather
     from tep.core.transfer import Expectation, Message, Removal, Transfer
     from tep.drivers import InlineDriver, ThreadDriver
     from tep.engine import ImmCounter, PeerGroup, TransferEngine
@@ -102,7 +103,9 @@ __all__ = [
     "Watcher",
     "__version__",
     "alloc_shared",
+    "as_completed",
     "count_imms",
+    "gather",
     "rendezvous",
     "sim",
 ]
@@ -149,6 +152,7 @@ _ROOMS = {
         "Removal",
         "Transfer",
     ),
+    "tep.core.together": ("as_completed", "gather"),
     "tep.engine": (
         "ImmCounter",
         "PeerGroup",

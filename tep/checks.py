@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
-from typing import Final
+from typing import Final, NoReturn
 
 from tep.errors import BadRequest, UsageError
 
@@ -25,6 +25,7 @@ __all__ = [
     "check_text",
     "is_bytes",
     "shown",
+    "unpicklable",
 ]
 
 INT64_MAX: Final = 2**63 - 1
@@ -157,3 +158,12 @@ def check_kind(
 def is_bytes(values: object) -> bool:
     """Whether this is a tuple of byte strings."""
     return isinstance(values, Iterable) and all(isinstance(value, bytes) for value in values)
+
+
+def unpicklable(instead: str) -> Callable[[object], NoReturn]:
+    """A `__reduce__` for what lives in one process only; the error says what can be sent."""
+
+    def refuse(self: object) -> NoReturn:
+        raise UsageError(f"a {type(self).__name__} cannot be pickled or copied: {instead}")
+
+    return refuse

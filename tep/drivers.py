@@ -49,14 +49,14 @@ _WORKERS: Final[dict[int, ThreadDriver]] = {}
 
 
 class Settles(Protocol):
-    """What can be waited for: a transfer or an expectation."""
+    """What can be waited for: a transfer, an expectation, or several together."""
 
     @property
-    def settled(self) -> bool: ...
+    def finished(self) -> bool: ...
 
-    def add_done_callback(self, callback: Callable[[Settles], object], /) -> None: ...
+    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
 
-    def remove_done_callback(self, callback: Callable[[Settles], object], /) -> None: ...
+    def remove_done_callback(self, callback: Callable[..., object], /) -> None: ...
 
 
 class Machine(Protocol):
@@ -206,15 +206,15 @@ class InlineDriver:
         with Interrupts() as interrupts:
             self._turning = True
             try:
-                while not (handle.settled or interrupts.came or escaped):
+                while not (handle.finished or interrupts.came or escaped):
                     self._turn_all()
                     if now_s() >= deadline:
                         break
             finally:
                 self._turning = False
-        if interrupts.came and not handle.settled and not escaped and now_s() < deadline:
+        if interrupts.came and not handle.finished and not escaped and now_s() < deadline:
             return self.wait(handle, deadline - now_s())  # the handler did not raise
-        return handle.settled
+        return handle.finished
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
         raise UsageError(
@@ -425,7 +425,7 @@ class ThreadDriver:
                 "wait() inside a callback would wait for the thread it runs on; "
                 "use callbacks or await"
             )
-        if handle.settled:
+        if handle.finished:
             return True
         gate = _gate()
         told = False
@@ -438,8 +438,8 @@ class ThreadDriver:
         try:
             handle.add_done_callback(wake)
             return (
-                self._block(gate, lambda: told or handle.settled, time.monotonic() + timeout_s)
-                or handle.settled
+                self._block(gate, lambda: told or handle.finished, time.monotonic() + timeout_s)
+                or handle.finished
             )
         finally:
             handle.remove_done_callback(wake)  # a wait that is repeated must not pile them up

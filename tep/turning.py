@@ -119,7 +119,7 @@ class TurnDriver(ThreadDriver):
             )
         machine = self._machine_ref()
         deadline = time.monotonic() + timeout_s
-        while not handle.settled:
+        while not handle.finished:
             turned = False
             if machine is not None and not (self._due or self._closing):
                 with Interrupts(self._bell) as interrupts:
@@ -130,7 +130,7 @@ class TurnDriver(ThreadDriver):
                 break
             if not turned:
                 self._wait_in_line(handle, deadline)
-        return handle.settled
+        return handle.finished
 
     def _take_turn(self) -> bool:
         if not self._turn.acquire(False):
@@ -206,7 +206,7 @@ class TurnDriver(ThreadDriver):
         polls_s, poll_until, turns, work = self._polls_now(), 0.0, 0, False
         while not interrupts.came:
             work = self._step(machine)
-            if handle.settled or self._owing or self._wanted():
+            if handle.finished or self._owing or self._wanted():
                 if poll_until:
                     self._rests = 0
                 break
@@ -265,7 +265,7 @@ class TurnDriver(ThreadDriver):
             self._line.append(gate)
             if not self._is_free():
                 gate.acquire(timeout=system_s(min(deadline - time.monotonic(), _LOOK_S)))
-                self._check_alive(lambda: handle.settled)
+                self._check_alive(lambda: handle.finished)
         finally:
             if gate in self._line:
                 self._line.remove(gate)

@@ -130,7 +130,7 @@ def _paged(stub: Stub, npages: int, aim: float, rounds: int, regions: int) -> Fi
         while stub.rows() < goal:
             here._machine.step()
         spent = rig.last_ns - start
-        while not sent.settled:
+        while not sent.finished:
             here._machine.step()
             here._machine.deliver()
         return spent

@@ -69,8 +69,8 @@ class Revocation(Handle):
     def describe(self) -> str:
         """One line for reports."""
         grant = self.grant
-        if self.settled:
-            return f"{grant}: {'free' if self.done else 'in quarantine'}"
+        if self.finished:
+            return f"{grant}: {'free' if self.ok else 'in quarantine'}"
         if not grant.ending:
             return f"{grant}: granted, for another {grant.left_s:.3f} s"
         return f"{grant}: asked back; {grant.why or 'its holder has not answered yet'}"
@@ -210,7 +210,7 @@ class Leases:
 
     def renew(self, grant: Grant, for_ns: int) -> None:
         """Let a lease last so long from now on."""
-        if grant.ending or grant.over.settled:
+        if grant.ending or grant.over.finished:
             raise LeaseError(f"renew: {grant} was asked back, or is over; grant a new one")
         grant.until_s = self.now_s() + for_ns * _S_PER_NS
         grant.round += 1
@@ -260,7 +260,7 @@ class Leases:
 
     def end(self, grant: Grant) -> None:
         """Ask for the memory back; once."""
-        if grant.ending or grant.over.settled:
+        if grant.ending or grant.over.finished:
             return
         grant.ending, grant.why = True, ""
         self._ask(grant, self._stopped, self._silent)
@@ -324,7 +324,7 @@ class Leases:
         fences.end(self._fencing, -1, Status.OK)
 
     def _fenced(self, grant: Grant, gaps: Sequence[str]) -> None:
-        if grant.over.settled:
+        if grant.over.finished:
             return
         del self.granted[grant.lease.number]
         if not gaps:

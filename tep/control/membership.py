@@ -450,7 +450,7 @@ class Membership:
     def _let_go(self, removal: Removal) -> bool:
         """Drop a peer if the last transfer that refers to it has ended; True if so."""
         waits, link = removal.waits, removal.link
-        while waits and waits[-1].settled:
+        while waits and waits[-1].finished:
             waits.pop()
         if waits:
             return False

@@ -1,4 +1,4 @@
-"""Handles: what a submit or an expectation returns. One settles once: done, cancelled or failed.
+"""Handles: what a submit or an expectation returns. One finishes once: ok, cancelled or failed.
 
 State and callbacks only. A handle never turns anything: waiting is the driver's work, settling the
 worker's.
@@ -14,11 +14,13 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from typing import ClassVar, Final, Protocol, Self, cast
 
-from tep.checks import check_seconds
+from tep.checks import check_seconds, unpicklable
 from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
 from tep.waiting import escaped, raise_escaped, wake_main
 
-__all__ = ["Handle", "Owner", "State", "Waits", "closed_error"]
+__all__ = [
+    "Awaited", "Handle", "Owner", "State", "Waits", "closed_error", "until_finished", "wait_for",
+]  # fmt: skip
 
 
 class State(Enum):
@@ -44,8 +46,8 @@ class Waits(Protocol):
 
     lock: AbstractContextManager[object]
 
-    def wait(self, handle: Handle, timeout_s: float, /) -> bool:
-        """Block, or turn, until the handle is settled; False after `timeout_s`."""
+    def wait(self, handle: Awaited, timeout_s: float, /) -> bool:
+        """Block, or turn, until the handle is finished; False after `timeout_s`."""
 
     def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None:
         """Raise UsageError if awaiting under this event loop could never end."""
@@ -98,14 +100,19 @@ class Handle:
         return self._state
 
     @property
-    def settled(self) -> bool:
-        """Whether it has ended, in whatever way."""
+    def finished(self) -> bool:
+        """Whether it has ended, in whatever way; asyncio's `done()`."""
         return self._state is not _PENDING
 
     @property
-    def done(self) -> bool:
-        """Whether it ended well."""
+    def ok(self) -> bool:
+        """Whether it ended well; False while it is pending."""
         return self._state is _DONE
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error; False after cancel()."""
+        return self._state is State.FAILED
 
     @property
     def cancelled(self) -> bool:
@@ -121,8 +128,14 @@ class Handle:
         """Say in one line what this is and how far it is; used in stall reports."""
         return f"{type(self).__name__}: {self._state.value}"
 
-    def result(self) -> None:
-        """Return if done.
+    def __repr__(self) -> str:
+        why = f"; {type(self._error).__name__}: {self._error}" if self.failed else ""
+        return f"{type(self).__name__}({self.describe()}{why.splitlines()[0] if why else ''})"
+
+    __reduce__ = unpicklable("it is open in this process; send what it tells, e.g. `stats()`")
+
+    def result(self) -> Self:
+        """Return the handle itself if it is ok.
 
         Raises:
             Cancelled: it was cancelled.
@@ -134,14 +147,15 @@ class Handle:
             raise self._error.with_traceback(None)
         if self._state is _PENDING:
             raise WaitTimeout(f"not settled yet: {self.describe()}")
+        return self
 
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until settled; then as `result()`.
+    def wait(self, timeout_s: float | None = None) -> Self:
+        """Block until it is finished; then as `result()`, which returns the handle itself.
 
         On the main thread it raises, once, what a callback raised for that thread, e.g. SystemExit.
 
         Args:
-            timeout: seconds of the driver's clock (simulated seconds in a simulation); None = the
+            timeout_s: seconds of the driver's clock (simulated seconds in a simulation); None = the
                 engine's `wait_timeout_s`; math.inf = for ever; less than 0 = 0. The handle stays
                 valid after a timeout.
 
@@ -151,66 +165,46 @@ class Handle:
             StallError: in a simulation, when nothing that is still to happen can settle it.
         """
         owner = self._owner
-        timeout_s = owner.wait_timeout_s
-        if timeout is not None:
-            timeout_s = check_seconds("wait: timeout", timeout, -math.inf, math.inf)
+        if timeout_s is None:
+            timeout_s = owner.wait_timeout_s
+        else:
+            timeout_s = check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf)
         if escaped:
             raise_escaped()
         if self._state is _PENDING and not owner.driver.wait(self, timeout_s):
             raise_escaped()
-            raise self._late(timeout_s)
-        if self._state is not _DONE:
-            self.result()
+            raise self.late(timeout_s)
+        return self if self._state is _DONE else self.result()
 
-    def _late(self, timeout_s: float) -> WaitTimeout:
+    @property
+    def wait_timeout_s(self) -> float:
+        """What wait() uses when no timeout is given: the engine's, seconds."""
+        return self._owner.wait_timeout_s
+
+    def late(self, timeout_s: float) -> WaitTimeout:
+        """The error of a wait that ran out of time: what was waited for, and a stall report."""
         return WaitTimeout(f"{self.describe()} after {timeout_s} s\n{self._owner.stall_report()}")
 
-    async def wait_async(self, timeout_s: float | None = None) -> None:
+    async def wait_async(self, timeout_s: float | None = None) -> Self:
         """`wait()` for coroutines: the same timeout, errors and report, and no thread is blocked.
 
         `await handle` alone has no timeout of its own, as is usual in asyncio.
         """
-        owner = self._owner
-        if timeout_s is None:
-            timeout_s = owner.wait_timeout_s
-        timeout_s = check_seconds("wait_async: timeout_s", timeout_s, -math.inf, math.inf)
-        limit = asyncio.timeout(None if timeout_s == math.inf else max(0.0, timeout_s))
-        try:
-            async with limit:
-                await self
-        except TimeoutError:
-            if self._state is _PENDING and limit.expired():
-                raise self._late(timeout_s) from None
-            if not limit.expired():
-                raise
-            self.result()
+        await wait_for(self, timeout_s)
+        return self.result()
 
-    def __await__(self) -> Generator[object, None, None]:
+    def __await__(self) -> Generator[object, None, Self]:
         """Wait without blocking the event loop; then as `result()`.
 
         Cancelling the task, e.g. by asyncio.timeout(), cancels only the wait; a note at the
         CancelledError says what it waited for.
         """
-        loop = asyncio.get_running_loop()
-        if escaped:
-            raise_escaped()
-        while self._state is _PENDING:
-            self._owner.driver.check_await(loop)
-            future: asyncio.Future[None] = loop.create_future()
-            wake = _waker(loop, future)
-            try:
-                wake_main[future] = wake
-                self.add_done_callback(wake)
-                yield from future
-            except asyncio.CancelledError as error:
-                error.add_note(f"it waited for {self.describe()}")
-                raise
-            finally:
-                wake_main.pop(future, None)
-                self.remove_done_callback(wake)  # a wait that was cancelled leaves nothing behind
-            if escaped:
-                raise_escaped()
-        self.result()
+        yield from until_finished(self)
+        return self.result()
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise UsageError if awaiting it under this event loop could never end."""
+        self._owner.driver.check_await(loop)
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call back with this handle once it has settled, outside the engine's step.
@@ -274,6 +268,75 @@ class Handle:
             callback(self)
         except BaseException as error:  # noqa: BLE001  # a user's fault, reported
             self._owner.report_callback_error(self, callback, error)
+
+
+class Awaited(Protocol):
+    """What a coroutine can wait for: one handle, or several together."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    @property
+    def wait_timeout_s(self) -> float: ...
+
+    def describe(self) -> str: ...
+    def late(self, timeout_s: float, /) -> WaitTimeout: ...
+    def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None: ...
+    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
+    def remove_done_callback(self, callback: Callable[..., object], /) -> None: ...
+
+
+def until_finished(waited: Awaited) -> Generator[object, None, None]:
+    """Wait without blocking the event loop; the body of `__await__`."""
+    loop = asyncio.get_running_loop()
+    if escaped:
+        raise_escaped()
+    while not waited.finished:
+        waited.check_await(loop)
+        future: asyncio.Future[None] = loop.create_future()
+        wake = _waker(loop, future)
+        try:
+            wake_main[future] = wake
+            waited.add_done_callback(wake)
+            yield from future
+        except asyncio.CancelledError as error:
+            error.add_note(f"it waited for {waited.describe()}")
+            raise
+        finally:
+            wake_main.pop(future, None)
+            waited.remove_done_callback(wake)  # a wait that was cancelled leaves nothing behind
+        if escaped:
+            raise_escaped()
+
+
+class _Finish:
+    """Something to `await`, until what is waited for is finished."""
+
+    def __init__(self, waited: Awaited) -> None:
+        self._waited = waited
+
+    def __await__(self) -> Generator[object, None, None]:
+        return until_finished(self._waited)
+
+
+async def wait_for(waited: Awaited, timeout_s: float | None) -> None:
+    """Wait with a timeout: None = the engine's.
+
+    Raises:
+        WaitTimeout: with a report of what is outstanding.
+    """
+    if timeout_s is None:
+        timeout_s = waited.wait_timeout_s
+    timeout_s = check_seconds("wait_async: timeout_s", timeout_s, -math.inf, math.inf)
+    limit = asyncio.timeout(None if timeout_s == math.inf else max(0.0, timeout_s))
+    try:
+        async with limit:
+            await _Finish(waited)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        if not waited.finished:
+            raise waited.late(timeout_s) from None
 
 
 def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[..., None]:

@@ -31,7 +31,7 @@ _NAMES_MAX: Final = 4  # peers that a report names
 class Transfer(Handle):
     """One submitted request on its way.
 
-    `done` means that the source buffer may be reused, and nothing else.
+    `ok` means that the source buffer may be reused, and nothing else.
 
     Attributes:
         job: what was asked for.
@@ -151,7 +151,7 @@ def _names(remotes: Remote | Targets) -> str:
 
 
 class Message(Handle):
-    """One message of submit_send on its way. `done` means that the peer's engine has it.
+    """One message of submit_send on its way. `ok` means that the peer's engine has it.
 
     Attributes:
         payload: its bytes, copied at submission.
@@ -177,7 +177,7 @@ class Message(Handle):
 
 
 class Notice(Handle):
-    """The word to a peer that an immediate will not come. `done` means that its engine knows.
+    """The word to a peer that an immediate will not come. `ok` means that its engine knows.
 
     Attributes:
         imm: the immediate.
@@ -200,7 +200,7 @@ class Notice(Handle):
 
 
 class Removal(Handle):
-    """A peer on its way out. `done` means that nothing refers to it any more.
+    """A peer on its way out. `ok` means that nothing refers to it any more.
 
     Attributes:
         link: the peer.
@@ -219,7 +219,7 @@ class Removal(Handle):
 
     def describe(self) -> str:
         """One line for reports."""
-        left = sum(not handle.settled for handle in self.waits)
+        left = sum(not handle.finished for handle in self.waits)
         what = f"removal of {self.link.addr.name} (epoch {self.link.addr.epoch})"
         return f"{what}: {self._state.value}, {left} transfers to it have not ended"
 
@@ -254,7 +254,7 @@ class Expectation(Handle):
     @property
     def arrived(self) -> int:
         """How many are here; `count` once it is done."""
-        return self.count if self.done else min(self.count, self._table.counts.get(self.imm, 0))
+        return self.count if self.ok else min(self.count, self._table.counts.get(self.imm, 0))
 
     def describe(self) -> str:
         """One line for reports."""

@@ -113,7 +113,7 @@ def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
 def _not_taken(worker: Worker) -> int:
     """Expectations that are stated, and that no step has taken yet."""
     asked = {handle for _, handle in tuple(worker.commands)} - worker.open.keys()
-    return sum(isinstance(handle, Expectation) and not handle.settled for handle in asked)
+    return sum(isinstance(handle, Expectation) and not handle.finished for handle in asked)
 
 
 def _quarantines(engine: Reported) -> list[tuple[MrHandle, Quarantine]]:

@@ -23,6 +23,7 @@ from tep.checks import (
     check_seconds,
     check_text,
     shown,
+    unpicklable,
 )
 from tep.control.leases import Grant, grant_lease
 from tep.control.membership import PeerEvent, PeerWatch
@@ -142,9 +143,21 @@ class TransferEngine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    __reduce__ = unpicklable(
+        "it has NICs of this process; open another there, and send main_address.to_bytes()"
+    )
+
     def __repr__(self) -> str:
-        closed = ", closed" if self._machine.closed else ""
-        return f"{type(self).__name__}({self._machine.address}{closed})"
+        machine = self._machine
+        regions, peers = len(machine.regions), len(machine.peers.links)
+        state = "closed" if machine.closed else f"{regions} regions, {peers} peers"
+        return f"{type(self).__name__}({machine.address}; {state})"
 
     # ------------------------------------------------------------------ identity and memory
 

@@ -316,7 +316,7 @@ class Worker:
 
     def cancel(self, handle: Handle) -> None:
         """Command: end a handle early, once nothing of it is posted."""
-        if handle.settled:
+        if handle.finished:
             return
         if isinstance(handle, Expectation):
             if self.imms.cancel(handle):
@@ -480,7 +480,7 @@ class Worker:
     def abandon(self, error: ClosedError) -> None:
         """Fail whatever has not settled, and tell its users: the accounts cannot be trusted."""
         for handle in self.unsettled():
-            if not handle.settled:
+            if not handle.finished:
                 handle._settle(State.FAILED, error)
                 self._settled.append(handle)
         self.deliver()

@@ -120,7 +120,7 @@ class SimDriver:
             UsageError: called while the simulation runs; use await there.
         """
         env = self.env
-        if handle.settled:
+        if handle.finished:
             return True
         deadline_ps = FOREVER_PS
         if timeout_s < _LONG_S:
@@ -130,16 +130,16 @@ class SimDriver:
         while True:
             with Interrupts() as interrupts:
                 turned = env.run_until(
-                    lambda: handle.settled or interrupts.came or bool(escaped), deadline_ps
+                    lambda: handle.finished or interrupts.came or bool(escaped), deadline_ps
                 )
-            if not interrupts.came or handle.settled or escaped:
+            if not interrupts.came or handle.finished or escaped:
                 break  # else a signal handler ran and did not raise
         if turned is Turned.EMPTY:
             raise StallError(
                 f"nothing can happen any more at {env.now / PS_PER_US:.3f} us of simulated time, "
                 f"but {self.node.name} waits.\n{env.stall_report()}"
             )
-        return handle.settled
+        return handle.finished
 
     def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         if isinstance(loop, SimLoop) and loop.env is self.env:

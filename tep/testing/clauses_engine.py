@@ -241,8 +241,8 @@ class EngineContract:
         handles.append(a.submit_send(b.main_address, b"no receive is posted"))
         a.close()
 
-        assert all(handle.settled for handle in handles)
-        assert not handles[-2].done
+        assert all(handle.finished for handle in handles)
+        assert not handles[-2].ok
         a.close()
         assert isinstance(_raised(TepError, handles[-2].result), ClosedError)
 
@@ -277,7 +277,7 @@ class EngineContract:
         sent = a.submit_paged_writes(256, (source.mr, pages), (target.desc, pages), 4)
         refused = _raised(BusyError, lambda: a.deregister(source.mr)) is not None
         if not refused:  # it had ended already, then; either way the source is free only now
-            assert sent.settled
+            assert sent.finished
         sent.wait(engines.timeout_s)
         if refused:
             a.deregister(source.mr)

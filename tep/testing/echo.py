@@ -71,13 +71,13 @@ class Echo:
         stage = self._stage
         may_fail = stage.harmed
         handles = [handle for answers in self._all for handle in answers.handles]
-        done = sum(handle.done for handle in handles)
+        done = sum(handle.ok for handle in handles)
         heard = stage.sender.ledger.imms[ECHO_IMM]
         if stage.sender.live and not done <= heard <= len(handles):
             stage.blame(f"{heard} answers arrived, of {len(handles)}, {done} of which are done")
         for answers in self._all:
             for handle in answers.handles if answers.host.live else ():
-                if not handle.settled:
+                if not handle.finished:
                     stage.blame(f"an answer of {answers.host.name} never ended")
                 if handle.state is State.FAILED and not may_fail:
                     stage.blame(f"an answer failed without a cause: {handle.error}")

@@ -53,10 +53,10 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
         )
         got = host.engine.expect_imm_count(imm + number, handle.rows)
         _rest(stage)
-        if not handle.settled:
+        if not handle.finished:
             stage.fail(f"after healing a write to {host.name} never ended: {handle.describe()}")
-        if handle.done:
-            if not got.done or target != _BYTES:
+        if handle.ok:
+            if not got.ok or target != _BYTES:
                 stage.fail(f"after healing a write to {host.name} is done, but nobody has it")
             return
         if not reachable and handle.state is State.FAILED:

@@ -74,7 +74,7 @@ class Mail:
         stage = self._stage
         may_fail = stage.harmed
         for number, handle in self.handles.items():
-            got, sure = self._got[number], handle.done and self._to[number].live
+            got, sure = self._got[number], handle.ok and self._to[number].live
             if not self._settled[number]:
                 stage.blame(f"message {number} never ended")
             if not sure <= got <= 1:

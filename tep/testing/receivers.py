@@ -83,7 +83,7 @@ class Receivers:
             self.stage.blame(f"an expectation of imm {wait.imm:#x} settled twice")
         if handle.cancelled and wait.recalled:
             return
-        if not handle.done:
+        if not handle.ok:
             if not wait.host.live:
                 return  # its engine was closed
             self.stage.blame(f"an expectation of imm {wait.imm:#x} ended {handle.state.value}")

@@ -89,7 +89,7 @@ class Sender:
         except BusyError:
             stage.seen["deregister refused"] += 1
             return
-        if run.handle is None or not run.handle.settled:  # it failed at once: no path is open
+        if run.handle is None or not run.handle.finished:  # it failed at once: no path is open
             stage.fail(f"the source was deregistered right after {run} was submitted")
         sender.mr, _ = sender.engine.reg_mr(sender.memory, access=Access.SOURCE)
 
@@ -164,7 +164,7 @@ class Sender:
             if _DEAD_PATHS.isdisjoint(status for status, _ in run.faults):
                 run.take_snapshot()
         stage.sender.memory[area.start : area.stop] = REUSED * (area.stop - area.start)
-        if handle.done and run.number + 1 < run.spec.rounds:
+        if handle.ok and run.number + 1 < run.spec.rounds:
             env = stage.lab.env
             env.call_at(env.now + 1, self._begin, (run.place, run.number + 1))
 

@@ -67,7 +67,7 @@ class Run(Mover):
     used: list[tuple[Host, int, int]] = field(default_factory=list)
 
     def may_post(self) -> str:
-        if self.settled or (self.handle is not None and self.handle.settled):
+        if self.settled or (self.handle is not None and self.handle.finished):
             return f"{self} has settled"
         if self.cancelled and not self.failed:  # what a dead NIC had may be written again
             return f"{self} was cancelled"

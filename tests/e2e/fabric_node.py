@@ -204,8 +204,8 @@ class Node:
             )
 
         def go_on(sent):
-            self.rounds_done += sent.done
-            if sent.done and self.streaming:
+            self.rounds_done += sent.ok
+            if sent.ok and self.streaming:
                 submit()
             else:
                 self.waiting["stream"] = sent
@@ -224,7 +224,7 @@ class Node:
         return self.wait("stream"), self.rounds_done
 
     def settled(self, tag):
-        return self.waiting[tag].settled
+        return self.waiting[tag].finished
 
     def check(self, page_bytes, npages, seed):
         """Whether the pages of a source with this seed are all in their places."""

@@ -194,7 +194,7 @@ def test_an_interrupted_close_can_be_repeated(world: str) -> None:
             pending = b.expect_imm_count(1, 1)
             Injector(k).run(b.close)
             b.close()
-            assert pending.settled
+            assert pending.finished
             assert isinstance(pending.error, ClosedError)
             with pytest.raises(ClosedError):
                 b.reg_mr(np.zeros(8, np.uint8))

@@ -160,8 +160,8 @@ def test_close_while_others_submit_leaves_no_handle_open() -> None:
                 p.a.close()
 
             run_all(user, user, close)
-            assert [] == [handle.describe() for handle in handles if not handle.settled]
-            assert all(handle.done or isinstance(handle.error, TepError) for handle in handles)
+            assert [] == [handle.describe() for handle in handles if not handle.finished]
+            assert all(handle.ok or isinstance(handle.error, TepError) for handle in handles)
 
 
 def test_counts_are_exact_when_expectations_race_with_arrivals() -> None:
@@ -198,16 +198,16 @@ def test_await_gather_timeout_and_task_cancel() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
                 await never
-        assert not never.settled
+        assert not never.finished
         task = asyncio.ensure_future(_wait(never))
         await asyncio.sleep(0)  # the task has begun to wait
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not never.settled
+        assert not never.finished
         p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 99)
         await asyncio.wait_for(_wait(never), WAIT_S)
-        assert never.done
+        assert never.ok
         await never
         lost = p.b.expect_imm_count(98, 1)
         lost.cancel()

@@ -31,7 +31,7 @@ class Shelf:
         waits = [asyncio.ensure_future(_settled(one)) for one in tries]
         patience_s = PATIENCE_S * TRIES
         await asyncio.wait(waits, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        found = bytes(self.memory) if any(one.done for one in tries) else None
+        found = bytes(self.memory) if any(one.ok for one in tries) else None
         for one in tries:
             one.cancel()
         return found

@@ -19,7 +19,7 @@ def settles_when(early: Callable[[Transfer, DomainGroup], bool]) -> list[Change]
     finish, post = DomainGroup.finish_rows, DomainGroup.post
 
     def end_early(group: DomainGroup, transfer: Transfer) -> None:
-        if not transfer.settled and transfer not in group.ended and early(transfer, group):
+        if not transfer.finished and transfer not in group.ended and early(transfer, group):
             group.ended.append(transfer)
 
     def finish_rows(self, domain, ctx, count, status, row):
@@ -27,7 +27,7 @@ def settles_when(early: Callable[[Transfer, DomainGroup], bool]) -> list[Change]
         ended, self.ended = self.ended, []
         finish(self, domain, ctx, count, status, row)
         again, self.ended = self.ended, ended
-        self.ended += [t for t in again if not t.settled and t not in ended]
+        self.ended += [t for t in again if not t.finished and t not in ended]
         end_early(self, transfer)
 
     def post_all(self):
@@ -121,7 +121,7 @@ def cancels(how: Callable[[Worker, Transfer], None]) -> list[Change]:
     cancel = Worker.cancel
 
     def other(self, handle):
-        if handle.settled or not isinstance(handle, Transfer):
+        if handle.finished or not isinstance(handle, Transfer):
             cancel(self, handle)
         else:
             how(self, handle)

@@ -322,7 +322,7 @@ def cancel_ends_held_rows() -> list[Change]:
     cancel = Worker.cancel
 
     def eager(self, handle):
-        if isinstance(handle, Transfer) and not handle.settled and handle.held:
+        if isinstance(handle, Transfer) and not handle.finished and handle.held:
             self._end(handle, State.CANCELLED)
         else:
             cancel(self, handle)

@@ -66,7 +66,7 @@ def check_single(p: Pair, nbytes: int, src: int, dst: int, routing: Routing) -> 
     got = p.b.expect_imm_count(IMM, expected)
     p.settle(sent, got)
 
-    assert sent.done
+    assert sent.ok
     assert expected == sent.rows == plan_single(nbytes, nlocal, nremote, 0, routing).imms
     assert (p.src.data[src : src + nbytes] == p.dst.data[dst : dst + nbytes]).all()
     assert p.untouched_but([(dst, dst + nbytes)])
@@ -136,7 +136,7 @@ def check_paged(p: Pair, page: int, src: Pages, dst: Pages, imm, routing: Routin
     p.settle(sent)
     p.quiet()
 
-    assert sent.done
+    assert sent.ok
     assert len(src) == sent.rows == count_imms(Paged(len(src)))
     assert (expected == p.dst.data).all()
     assert p.dst.guards_hold()
@@ -210,7 +210,7 @@ def test_scatter_gives_each_peer_its_slice(nlocal, targets, by, seed, grouped) -
             ]
             p.settle(sent, *waits)
             p.quiet()
-            assert sent.done
+            assert sent.ok
             for dst, (engine, buffer, _) in zip(dsts, peers, strict=True):
                 expected = np.full(1 << 16, BLANK, np.uint8)
                 to = dst.dst[1]
@@ -230,7 +230,7 @@ def test_barrier_reaches_each_peer_once_and_moves_nothing() -> None:
             p.settle(sent)
         p.quiet()
 
-        assert sent.done
+        assert sent.ok
         assert [((5, 4),)] * 5 == [engine.stats().imms_unexpected for engine, _, _ in peers]
         assert all((buffer.data == BLANK).all() for _, buffer, _ in peers)
 

@@ -61,7 +61,7 @@ class Play:
         transfer.add_done_callback(lambda _: self.source.fill(0xDD))  # it is free, and used
         fabric.run()
 
-        assert transfer.done, transfer.error
+        assert transfer.ok, transfer.error
         if kind == "silent":
             assert list(self.sent) == list(self.target)
         else:

@@ -107,9 +107,9 @@ def check(tale: Tale, sends, engines, memory, n: int) -> None:
         assert tale.failed or counted[imm] == due, f"imm {imm}: {counted[imm]} of {due}"
     for sent, _, k in sends:
         part = slice(k * n * PAGE, (k + 1) * n * PAGE)
-        if sent.done and sent.stats().kind != "barrier":
+        if sent.ok and sent.stats().kind != "barrier":
             assert (source[part] == target[part]).all(), sent.describe()
-        assert sent.settled, sent.describe()
+        assert sent.finished, sent.describe()
     assert (False, False) == (a._machine.busy(), b._machine.busy())
     assert [] == a._worker.recovery.paths
     assert (0, 0) == (a.stats().rows_backlog, sum(a.stats().rows_outstanding))

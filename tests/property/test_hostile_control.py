@@ -118,8 +118,8 @@ class World:
         sent = self.a.submit_paged_writes(PAGE, (self.mr, pages), (self.desc, pages), IMM)
         for _ in range(50):
             self.turn()
-        assert sent.done, sent.error or sent.describe()
-        assert got.done, got.error or got.describe()
+        assert sent.ok, sent.error or sent.describe()
+        assert got.ok, got.error or got.describe()
         assert (self.source == self.target).all()
         assert () == self.b.stats().imms_unexpected
 
@@ -146,7 +146,7 @@ def test_hostile_messages_change_nothing_between_others(data: st.DataObject) -> 
     world.transfer()
     sent = world.a.submit_single_write(PAGE, (world.mr, 0), (grant.lease, 0))
     world.turn()
-    assert sent.done, "the lease of b to a was ended by c"
+    assert sent.ok, "the lease of b to a was ended by c"
     assert world.a.stats().callback_errors == world.b.stats().callback_errors == 0
     assert "its handler raised" not in dict(world.b.stats().control_dropped)
     assert "its handler raised" not in dict(world.a.stats().control_dropped)

@@ -45,8 +45,8 @@ def play(chooser: Chooser, rows: int, nics: tuple[int, int], failover: bool) -> 
         if not (flight.landed or flight.there.dead or fenced):
             fabric._land(flight)
 
-    assert sent.settled, sent.describe()
-    assert grant.over.done, grant.over.describe()
+    assert sent.finished, sent.describe()
+    assert grant.over.ok, grant.over.describe()
     assert {FREE} == set(target.tolist()), "written to after it was free"
     for engine in fabric.engines:
         engine.close()

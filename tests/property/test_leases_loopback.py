@@ -95,10 +95,10 @@ class World:
         self.current[k], self.free[k] = found, False
 
         def over(_: object) -> None:
-            self.seen["fenced" if found.why else "free"] += found.over.done
+            self.seen["fenced" if found.why else "free"] += found.over.ok
             del self.current[k]
             self.memory[k * RANGE : (k + 1) * RANGE] = FREE
-            self.free[k] = found.over.done
+            self.free[k] = found.over.ok
 
         found.over.add_done_callback(over)
         self.holders.append((who, Lease.from_bytes(found.lease.to_bytes())))

@@ -301,8 +301,8 @@ def lives(p: Pair) -> None:
     got = p.b.expect_imm_count(4242, 1)
     sent = p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 4242)
     p.settle(sent, got)
-    assert sent.done
-    assert got.done
+    assert sent.ok
+    assert got.ok
 
 
 # ---------------------------------------------------------------------- records

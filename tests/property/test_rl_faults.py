@@ -160,7 +160,7 @@ def _serves_while_rows_move(monkeypatch):
         return await begin(self, *args)
 
     def serving(self):
-        whole = bool(self._waiting) and all(waiting.done for waiting in self._waiting)
+        whole = bool(self._waiting) and all(waiting.ok for waiting in self._waiting)
         return self._version if whole else getattr(self, "before", None)
 
     monkeypatch.setattr(RolloutWorker, "begin", keeps)

@@ -192,7 +192,7 @@ class Trial:
         def settled(sent: Transfer) -> None:
             if not sent.in_doubt:
                 self.still.append((f"plain write {k} ({sent.describe()})", area, area.copy()))
-                self.seen["ended for certain"] += not sent.done
+                self.seen["ended for certain"] += not sent.ok
             else:
                 self.seen["in doubt"] += 1
                 if isinstance(sent.error, FabricError) and not sent.error.in_doubt:
@@ -211,7 +211,7 @@ class Trial:
 
     def probe(self) -> None:
         """Try to give the leased region back: only right if no lease is open."""
-        open_ones = [grant for grant in self.grants if not grant.over.settled]
+        open_ones = [grant for grant in self.grants if not grant.over.finished]
         if not open_ones:
             return
         try:
@@ -225,7 +225,7 @@ class Trial:
 
     def over(self, grant: Grant, end: Revocation) -> None:
         """A lease is over: if its range is free, nothing may change there any more."""
-        if end.done:
+        if end.ok:
             self.seen["fenced" if grant.why else "free"] += 1
             mine = self.memory[grant.start : grant.stop]
             mine[:] = FREE
@@ -243,9 +243,9 @@ class Trial:
         """Everything has ended; what was said to be over stayed as it was."""
         assert not self.wrong, self.wrong[0]
         for grant in self.grants:
-            assert grant.over.settled, f"never over: {grant.over.describe()}"
+            assert grant.over.finished, f"never over: {grant.over.describe()}"
         for sent in self.sent:
-            assert sent.settled, f"never ended: {sent.describe()}"
+            assert sent.finished, f"never ended: {sent.describe()}"
         for what, area, before in self.still:
             where = np.flatnonzero(area != before)
             assert not len(where), f"{what}: byte {where[0]} of {len(where)} changed afterwards"

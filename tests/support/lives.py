@@ -143,18 +143,18 @@ class _Run:
         quiet = self.life.fate in {"short cut", "crash", "cut"}
         if quiet and self.at_us - 130 < self.cluster.now_us < self.at_us + 700:
             return
-        if sum(not sent.settled for sent in self.sends[-4:]) > 1:
+        if sum(not sent.finished for sent in self.sends[-4:]) > 1:
             return
         pages = Pages(range(PAGES))
         try:
             sent = self.a.submit_paged_writes(PAGE, (self.mr, pages), (self.desc, pages), 7)
         except ClosedError:
             assert self.removal is not None
-            assert not self.removal.settled
+            assert not self.removal.finished
             self.refused += 1
             return
         if self.removal is not None:
-            assert self.removal.settled, "a request was let in"
+            assert self.removal.finished, "a request was let in"
             self.back_in = True
         self.sends.append(sent)
 
@@ -164,7 +164,7 @@ class _Run:
         self.removal.add_done_callback(self._removed)
 
     def _removed(self, _: object) -> None:
-        self.early = [sent.describe() for sent in self.before if not sent.settled]
+        self.early = [sent.describe() for sent in self.before if not sent.finished]
         self.kept = list(self.a._peers._remotes.values())
         self.life.events.clear()  # from now on it is a stranger
 
@@ -172,7 +172,7 @@ class _Run:
 
     def check(self) -> None:
         """Everything has ended, as it had to; one event a change; no false alarm, no late one."""
-        assert all(sent.settled for sent in self.sends)
+        assert all(sent.finished for sent in self.sends)
         assert not self.a._machine.busy()
         self._check_transfers()
         self._check_order()
@@ -187,7 +187,7 @@ class _Run:
 
     def _check_transfers(self) -> None:
         whole = self.life.fate in {"none", "hold up", "silent", "short cut"}
-        failed = [sent.error for sent in self.sends if not sent.done]
+        failed = [sent.error for sent in self.sends if not sent.ok]
         whole = whole or (self.life.fate == "flap" and self.removal is None)
         assert not whole or failed == [], failed
         came = dict(self.cluster.engines[1].stats().imms_unexpected).get(7, 0)
@@ -251,7 +251,7 @@ class _Run:
                 assert alive is (self.life.kinds(nic)[-1] is PeerChange.NIC_BACK)
 
     def _check_removal(self) -> None:
-        assert self.removal.done
+        assert self.removal.ok
         assert [] == self.early, "removed before its last transfer"
         assert [] == self.kept, "removed, and still known"
         life, book = self.a._machine.life, self.a._peers

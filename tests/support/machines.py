@@ -12,13 +12,13 @@ class Handle:
     """Something to wait for, settled by the test: at once, or in two steps as an engine does."""
 
     def __init__(self) -> None:
-        self.settled = False
+        self.finished = False
         self.callbacks: list[Callable[[Handle], object]] = []
 
     def add_done_callback(self, callback: Callable[[Handle], object]) -> None:
         # In this order, since another thread may settle it meanwhile: told twice, but not never.
         self.callbacks.append(callback)
-        if self.settled:
+        if self.finished:
             callback(self)
 
     def remove_done_callback(self, callback: Callable[[Handle], object]) -> None:
@@ -26,7 +26,7 @@ class Handle:
             self.callbacks.remove(callback)
 
     def settle(self) -> None:
-        self.settled = True
+        self.finished = True
         self.call_back()
 
     def call_back(self) -> None:

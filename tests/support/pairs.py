@@ -73,7 +73,7 @@ class Pair:
 
     def settle(self, *handles: Handle) -> None:
         """Turn both engines until these have settled."""
-        self.turn_until(lambda: all(handle.settled for handle in handles))
+        self.turn_until(lambda: all(handle.finished for handle in handles))
 
     def quiet(self, turns: int = 60) -> None:
         """Turn until what has not come by now never will."""

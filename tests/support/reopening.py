@@ -99,7 +99,7 @@ class Play:
             self.targets.append(np.zeros(self.rows * PAGE, np.uint8))
             _, desc = b.reg_mr(self.targets[-1])
             # What a failed transfer has left of its immediates would count for the next one.
-            lost = sum(not sent.done for sent in self.sent)
+            lost = sum(not sent.ok for sent in self.sent)
             self.imms.append(IMM + (1000 * lost + number % self.values if self.values else number))
             imm, pages = self.imms[-1], Pages(range(self.rows))
             b.expect_imm_count(imm, self.rows, on_done=partial(self._reached, number))
@@ -111,7 +111,7 @@ class Play:
             self.sent.append(sent)
 
     def _reached(self, number: int, got: Expectation) -> None:
-        if not got.done:
+        if not got.ok:
             return  # the engine is being closed
         target = self.targets[number]
         assert {number + 1} == set(target.tolist()), "fired before its bytes came"
@@ -172,12 +172,12 @@ class Play:
         assert self.fabric.now_s < 200, "a path was never taken into use again"
 
     def _check(self) -> None:
-        assert all(sent.settled for sent in self.sent), self.sent
+        assert all(sent.finished for sent in self.sent), self.sent
         assert (self.rounds + 1) * self.ways == len(self.sent)
         for sent in self.sent[-self.ways :]:
-            assert sent.done, f"nothing was wrong any more: {sent.error}"
+            assert sent.ok, f"nothing was wrong any more: {sent.error}"
             assert 0 == sent.stats().rows_again, "a path was used that is still shut"
-        done = [k for k, sent in enumerate(self.sent) if sent.done]
+        done = [k for k, sent in enumerate(self.sent) if sent.ok]
         self.failed = len(self.sent) - len(done)
         wrong = [str(s.error) for s in self.sent if re.search("cannot be|has pruned", str(s.error))]
         assert not wrong, f"the sums of both ends do not belong together: {wrong}"
@@ -191,7 +191,7 @@ class Play:
         self.made_good = 0
         for engine in self.engines:
             for imm, _ in engine.stats().imms_unexpected:
-                failed = [self.imms[k] for k, sent in enumerate(self.sent) if not sent.done]
+                failed = [self.imms[k] for k, sent in enumerate(self.sent) if not sent.ok]
                 assert imm in failed, "an immediate came twice"
             self.made_good += engine._worker.recovery.rows
             engine.close()

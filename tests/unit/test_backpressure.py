@@ -33,11 +33,11 @@ def test_a_silent_peer_holds_up_no_other(start: Callable[[str], TransferEngine])
         stuck = [a.submit_send(silent.main_address, b"x") for _ in range(200)]
         for k in range(20):
             a.submit_send(b.main_address, b"%d" % k).wait(20)
-        assert not any(message.settled for message in stuck)
+        assert not any(message.finished for message in stuck)
         silent.submit_recvs(64, 8, lambda view: None)
         for message in stuck:  # and what waited for it is not lost
             message.wait(20)
-            assert message.done
+            assert message.ok
 
     assert sorted([b"first", *(b"%d" % k for k in range(20))]) == sorted(got)
 
@@ -53,7 +53,7 @@ def test_a_silent_peer_holds_up_nobody_on_the_chaos_fabric(seed: int) -> None:
         stuck = [a.submit_send(silent.main_address, b"x") for _ in range(100)]
         for k in range(40):
             a.submit_send(b.main_address, b"%d" % k).wait()
-        assert not any(message.settled for message in stuck)
+        assert not any(message.finished for message in stuck)
 
     assert sorted(b"%d" % k for k in range(40)) == sorted(got)
 
@@ -74,9 +74,9 @@ def test_a_peer_that_takes_messages_may_have_more_at_a_nic() -> None:
         if before == WINDOW_MAX:
             break
     assert WINDOW_MAX == len(nic.sent)
-    assert not all(message.settled for message in sent)
+    assert not all(message.finished for message in sent)
     own.engine.close()
-    assert all(message.settled for message in sent)
+    assert all(message.finished for message in sent)
 
 
 def test_peers_get_equal_turns_where_a_nic_has_little_room() -> None:
@@ -160,4 +160,4 @@ def test_threads_that_submit_while_another_deregisters() -> None:
                 break
             thread.join(60)
             for transfer in sent:
-                assert transfer.done or isinstance(transfer.error, tep.ClosedError)
+                assert transfer.ok or isinstance(transfer.error, tep.ClosedError)

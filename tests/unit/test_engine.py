@@ -107,7 +107,7 @@ def test_messages_rotate_through_a_pool_smaller_than_their_number() -> None:
         p.settle(*sent)
         p.quiet()
         assert sorted(expected) == sorted(seen)
-        assert all(message.done for message in sent)
+        assert all(message.ok for message in sent)
 
 
 def test_messages_wait_for_a_pool_and_raising_readers_give_buffers_back() -> None:
@@ -115,7 +115,7 @@ def test_messages_wait_for_a_pool_and_raising_readers_give_buffers_back() -> Non
     with pair(seed=None) as p:
         sent = [p.a.submit_send(p.b.main_address, b"x") for _ in range(8)]
         p.quiet()
-        assert not any(message.settled for message in sent)
+        assert not any(message.finished for message in sent)
 
         def read(_: memoryview) -> None:
             raise ValueError("no such request")
@@ -233,7 +233,7 @@ def test_restarted_peer_is_reached_by_its_new_descriptors_only() -> None:
         assert "STALE_PEER" == stale.error.code
         sent = p.a.submit_single_write(40_000, (p.mr, 0), (desc, 0), 1)
         p.settle(sent)
-        assert sent.done
+        assert sent.ok
         assert (p.src.data[:40_000] == target[:40_000]).all()
         assert (target[40_000:] == BLANK).all()
 
@@ -245,6 +245,6 @@ def test_with_block_closes_and_closing_twice_is_once() -> None:
             sent = p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0))
             got = p.a.expect_imm_count(1, 1)
         p.a.close()
-        assert sent.settled
+        assert sent.finished
         assert isinstance(got.error, ClosedError)
         assert [] == [m for m in p.b.driver.ring if m is p.a]

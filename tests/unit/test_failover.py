@@ -21,13 +21,13 @@ def test_dead_nic_hands_its_waiting_rows_to_the_living() -> None:
     e.own.turn(2)
     finish_all(e.own)
 
-    assert sent.done
+    assert sent.ok
     assert [(k * KiB, k * KiB) for k in range(12)] == e.places()
     assert [] == e.nics[0].posted
     later = e.pages(12)
     e.own.turn()
     finish_all(e.own)
-    assert later.done
+    assert later.ok
     assert [] == e.nics[0].posted, "posted on a NIC known dead"
     assert 24 == later.rows * 2
 
@@ -46,7 +46,7 @@ def test_rows_posted_on_a_dead_nic_fail_and_are_not_replayed() -> None:
 
     with pytest.raises(FabricError, match="NIC_DOWN"):
         sent.result()
-    assert other.done
+    assert other.ok
     places = e.places()
     assert before + 1 == len(places), "only the other transfer's waiting row may be posted"
 
@@ -64,7 +64,7 @@ def test_row_that_says_nic_down_is_as_good_as_the_nics_own_word() -> None:
     second = e.pages(4)
     e.own.turn()
     finish_all(e.own)
-    assert second.done
+    assert second.ok
     assert 1 == len(e.nics[0].posted)
 
 
@@ -115,7 +115,7 @@ def test_unreachable_remote_nic_leaves_its_rows_to_the_others() -> None:
     finish_all(e.own)
 
     assert first.error.code == "UNREACHABLE"
-    assert waiting.done
+    assert waiting.ok
     late = {e.meant(0, row)[1] for row in e.nics[0].posted[4:]}
     assert bad not in late
     assert {0, 1, 2} - {bad} == late
@@ -137,7 +137,7 @@ def test_peer_all_of_whose_nics_failed_is_tried_again() -> None:
     e.own.turn()
     assert {0, 1} == {e.meant(0, row)[1] for row in e.nics[0].posted[2:]}
     finish_all(e.own)
-    assert [True, True] == [transfer.done for transfer in again]
+    assert [True, True] == [transfer.ok for transfer in again]
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -151,7 +151,7 @@ def test_scatter_rows_are_rerouted_each_with_its_own_peer_keys(grouped) -> None:
     warm = e.scatter(group=group)
     e.own.turn()
     finish_all(e.own)
-    assert warm.done
+    assert warm.ok
     for nic in e.nics:
         nic.posted.clear()
     e.nics[1].room = 0
@@ -160,13 +160,13 @@ def test_scatter_rows_are_rerouted_each_with_its_own_peer_keys(grouped) -> None:
     e.nics[1].go_down()
     e.own.turn(2)
     finish_all(e.own)
-    assert sent.done
+    assert sent.ok
     assert expected == e.places()
     e.nics[0].posted.clear()
     after = e.scatter(group=group)
     e.own.turn()
     finish_all(e.own)
-    assert after.done
+    assert after.ok
     assert expected == e.places(), "templates of dead routes"
 
 
@@ -190,7 +190,7 @@ def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_) -> None:
     e.nics[0].room = 9
     finish_all(e.own)
 
-    assert sent.done
+    assert sent.ok
     assert ["UNREACHABLE"] == [probe.error.code for probe in probes if probe.error]
     late = [e.meant(0, row) for row in e.nics[0].posted[before:]]
     assert [(1, 1 - dead, KiB, 7), (2, late[1][1], 2 * KiB, 14)] == late
@@ -255,7 +255,7 @@ def test_peer_that_cannot_be_connected_fails_its_transfer_only() -> None:
     finish_all(e.own)
 
     assert error is sent.error
-    assert fine.done
+    assert fine.ok
     assert (0, 8) == (sent.stats().rows_posted, sent.stats().rows_dropped)
     assert 0 == e.mr.inflight
 
@@ -275,7 +275,7 @@ def test_a_nic_that_is_through_takes_over_what_waits_at_another() -> None:
     finish_all(e.own)
 
     assert 96 - mine == len(e.nics[1].posted)
-    assert sent.done
+    assert sent.ok
     assert 96 == sent.rows == sent.stats().rows_posted
     assert [(k << 20, k << 20) for k in range(96)] == e.places()
 

@@ -127,7 +127,7 @@ def test_messages_wait_for_buffers_and_arrive_whole() -> None:
     got: list[bytes] = []
     first = a.submit_send(b.main_address, b"early")
     env.run(env.now + 10**9)
-    assert not first.settled
+    assert not first.finished
     b.submit_recvs(16, 2, lambda view: got.append(bytes(view)))
     sent = [a.submit_send(b.main_address, bytes([k]) * k) for k in range(5)]
     for one in (first, *sent):

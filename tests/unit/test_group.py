@@ -25,9 +25,9 @@ def test_full_queue_keeps_the_rest_and_order_of_rows() -> None:
         e.nics[0].room = 1
         e.own.turn()
     assert [(k * KiB, k * KiB) for k in range(8)] == e.places()
-    assert not sent.settled
+    assert not sent.finished
     finish_all(e.own)
-    assert sent.done
+    assert sent.ok
     assert (0,) == e.engine.stats().rows_outstanding
 
 
@@ -39,10 +39,10 @@ def test_done_needs_the_last_row_of_every_nic() -> None:
     e.nics[0].finish()
     e.nics[1].finish(1)
     e.own.turn()
-    assert not sent.settled
+    assert not sent.finished
     e.nics[1].finish()
     e.own.turn()
-    assert sent.done
+    assert sent.ok
 
 
 def test_small_transfer_overtakes_a_huge_one_in_bounded_time() -> None:
@@ -73,8 +73,8 @@ def test_wide_queue_takes_large_transfers_in_turns_while_others_wait() -> None:
     assert [320, 320] == [transfer.stats().rows_posted for transfer in (first, second)]
     e.own.turn(2)
     finish_all(e.own)
-    assert alone.done
-    assert second.done
+    assert alone.ok
+    assert second.ok
 
 
 def test_many_transfers_share_a_narrow_queue_evenly() -> None:
@@ -104,10 +104,10 @@ def test_a_peer_that_holds_its_rows_up_holds_up_no_other() -> None:
 
     assert [1, 0, 0, 1, 1] == [t.stats().rows_posted for t in (stuck, *late, *others)]
     finish_all(e.own)
-    assert all(transfer.done for transfer in (stuck, *others))
+    assert all(transfer.ok for transfer in (stuck, *others))
     e.nics[0].refuse_peers.clear()
     finish_all(e.own)
-    assert all(transfer.done for transfer in late)
+    assert all(transfer.ok for transfer in late)
 
 
 def test_a_full_nic_is_not_asked_again_for_every_transfer() -> None:
@@ -121,7 +121,7 @@ def test_a_full_nic_is_not_asked_again_for_every_transfer() -> None:
     assert [2, 2, 2] == e.nics[0].calls
     e.nics[0].room = 100
     finish_all(e.own)
-    assert all(transfer.done for transfer in sent)
+    assert all(transfer.ok for transfer in sent)
 
 
 def test_error_waits_for_every_posted_row_and_drops_the_rest() -> None:
@@ -132,13 +132,13 @@ def test_error_waits_for_every_posted_row_and_drops_the_rest() -> None:
     e.own.turn()
     e.nics[0].finish(1, Status.REMOTE_KEY)
     e.own.turn()
-    assert not sent.settled
+    assert not sent.finished
     e.nics[0].room = e.nics[1].room = 100
     e.own.turn(3)
     assert 5 == len(e.own.posted), "posted a row of a transfer that has failed"
     e.nics[0].finish()
     e.own.turn()
-    assert not sent.settled
+    assert not sent.finished
     e.nics[1].finish()
     e.own.turn()
     assert sent.error is not None
@@ -199,7 +199,7 @@ def test_cancel_half_way_waits_for_what_is_posted() -> None:
     sent.cancel()
     e.nics[0].room = 100
     e.own.turn(2)
-    assert not sent.settled
+    assert not sent.finished
     assert 3 == len(e.own.posted), "a cancelled row was posted"
     finish_all(e.own)
     assert sent.cancelled
@@ -216,12 +216,12 @@ def test_cancel_after_the_last_row_is_posted_changes_nothing() -> None:
     e.own.turn()
     sent.cancel()
     e.own.turn()
-    assert not sent.settled
+    assert not sent.finished
     finish_all(e.own)
-    assert sent.done
+    assert sent.ok
     sent.cancel()
     e.own.turn()
-    assert sent.done
+    assert sent.ok
 
 
 def test_error_after_cancel_is_an_error() -> None:

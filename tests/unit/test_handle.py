@@ -30,24 +30,25 @@ def test_states_run_from_pending_to_one_end() -> None:
     """A handle that says done and cancelled is read differently by every caller."""
     own = scripted()
     sent = write(own)
-    assert (State.PENDING, False, False, False) == (
+    assert (State.PENDING, False, False, False, False) == (
         sent.state,
-        sent.settled,
-        sent.done,
+        sent.finished,
+        sent.ok,
+        sent.failed,
         sent.cancelled,
     )
+    assert "Transfer(single of 1 rows, 64 bytes to a: pending; 0 posted" in repr(sent)
     with pytest.raises(WaitTimeout, match="not settled yet: single of 1 rows, 64 bytes to a: pend"):
         sent.result()
     finish(own)
     assert (State.DONE, True, True, False, None) == (
         sent.state,
-        sent.settled,
-        sent.done,
+        sent.finished,
+        sent.ok,
         sent.cancelled,
         sent.error,
     )
-    sent.result()
-    sent.wait(0)
+    assert sent is sent.result() is sent.wait(0)
 
 
 def test_settling_twice_is_a_bug_that_shows() -> None:
@@ -67,7 +68,7 @@ def test_callbacks_run_after_the_step_and_once() -> None:
     own.engine._machine.step()
     own.nics[0].finish()
     own.engine._machine.step()
-    assert sent.done
+    assert sent.ok
     assert [] == seen
     own.engine._machine.deliver()
     own.engine._machine.deliver()
@@ -132,7 +133,7 @@ def test_raising_callbacks_are_reported_and_disturb_nothing(caplog) -> None:
         second.add_done_callback(bad)
 
     assert [first, second] == seen
-    assert first.done
+    assert first.ok
     assert 2 == own.engine.stats().callback_errors
     errors = own.engine.callback_errors
     assert [CallbackError] * 2 == [type(error) for error in errors]
@@ -188,7 +189,7 @@ def test_callbacks_may_submit() -> None:
     again(None)
     for _ in range(6):
         finish(own)
-    assert [True] * 5 == [handle.done for handle in made]
+    assert [True] * 5 == [handle.ok for handle in made]
 
 
 def test_wait_that_times_out_reports_the_stall_and_leaves_the_handle() -> None:

@@ -100,7 +100,7 @@ def test_a_revoked_lease_is_refused_before_anything_is_posted(pair: Pair) -> Non
         pair.b.submit_scatter(pair.src, slices, group=group)
     assert posted == pair.b.stats().nics
     assert grant.revoke() is grant.over
-    assert grant.over.done
+    assert grant.over.ok
 
 
 def test_a_submit_that_met_the_end_on_its_way_fails(pair: Pair) -> None:
@@ -126,9 +126,9 @@ def test_a_lease_runs_out_by_its_holders_clock_less_a_margin(pair: Pair) -> None
 
     with pytest.raises(LeaseError, match=r"ran out 0\.05.* s ago"):
         pair.write(lease)
-    assert not grant.over.settled
+    assert not grant.over.finished
     grant.over.wait(1)
-    assert grant.over.done
+    assert grant.over.ok
 
 
 def test_a_renewed_lease_lasts(pair: Pair) -> None:
@@ -169,7 +169,7 @@ def test_posted_rows_are_awaited_and_queued_ones_dropped() -> None:
     over = grant.revoke()
     over.wait(1)
 
-    assert over.done
+    assert over.ok
     with pytest.raises(LeaseError, match="asked back by its owner before this was posted"):
         sent.result()
     assert 0 < np.count_nonzero(pair.memory) < 64 * 8
@@ -200,7 +200,7 @@ def test_a_lease_is_for_one_incarnation_of_one_engine(pair: Pair) -> None:
         pair.write(lease)
     pair.a.add_peer_group([pair.b.main_address])  # now the owner knows
     grant.over.wait(1)
-    assert grant.over.done
+    assert grant.over.ok
 
 
 def test_a_silent_writer_is_fenced_off(pair: Pair) -> None:
@@ -211,7 +211,7 @@ def test_a_silent_writer_is_fenced_off(pair: Pair) -> None:
     pair.b.driver.node.pause(10**12)
     late = pair.write(lease)
     pair.a.driver.wait(grant.over, 0.9)
-    assert grant.over.done
+    assert grant.over.ok
     assert "did not say that it had stopped" in grant.why
     pair.memory[:] = 9
 
@@ -244,7 +244,7 @@ def test_what_cannot_be_known_is_quarantined_and_lifted(pair: Pair) -> None:
         grant.revoke().wait(1)  # the writer is back, and answers
 
     assert () == pair.mr.quarantined
-    assert grant.over.done
+    assert grant.over.ok
 
 
 def test_paths_that_are_not_to_be_fenced_stay_usable() -> None:
@@ -308,7 +308,7 @@ def test_closing_ends_all_leases(pair: Pair) -> None:
     other.revoke()
     pair.a.close()
 
-    assert (True, True) == (grant.over.done, other.over.done)
+    assert (True, True) == (grant.over.ok, other.over.ok)
     assert grant.revoke() is grant.over
     with pytest.raises(tep.TepError):
         pair.write(lease).wait(1)
@@ -450,7 +450,7 @@ def test_a_stopped_worker_leaves_everything_in_doubt() -> None:
         a._machine.step()
         if sent.stats().rows_posted:
             break
-    assert not sent.settled
+    assert not sent.finished
     a._machine.crash(RuntimeError("scripted"))
 
     assert "stopped by a bug" in mr.quarantined[0].why

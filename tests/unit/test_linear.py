@@ -69,7 +69,7 @@ def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -
         with monkeypatch.context() as moment, Opcodes(moment) as opcodes:
             end(p, handles)
         p.a.close()
-        assert all(handle.settled for handle in handles)
+        assert all(handle.finished for handle in handles)
         assert sum(handle.cancelled or handle.error is not None for handle in handles) > n - 100
     return opcodes.count
 

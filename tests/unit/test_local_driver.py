@@ -31,7 +31,7 @@ class Machine(FakeMachine):
         """Submit: settle this handle in the next step."""
 
         def act() -> None:
-            handle.settled = True
+            handle.finished = True
             self.ended.append(handle)
 
         self.todo.append(act)
@@ -91,7 +91,7 @@ def test_a_submit_is_carried_out_by_its_own_thread(driver: TurnDriver, machine: 
     machine.settle(handle)
     driver.kick()
 
-    assert handle.settled
+    assert handle.finished
     assert {threading.get_ident()} == set(machine.turned_by)
 
 

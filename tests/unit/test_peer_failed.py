@@ -28,7 +28,7 @@ def test_expectations_that_wait_end_in_the_senders_words(loss: int) -> None:
                 waits.wait()
             assert f"2 of {count} came" in str(caught.value)
             assert "PEER_FAILED" == caught.value.code
-        assert not other.settled
+        assert not other.finished
         assert 2 == b.imm_counter(7).value, "what came stays counted"
         again = b.expect_imm_count(7, 2)
         again.wait()
@@ -52,7 +52,7 @@ def test_an_expectation_that_comes_later_fails_once(fabric) -> None:
         b.remove_imm(7)
         later = b.expect_imm_count(7, 1)
         cluster.env.run()
-        assert not later.settled
+        assert not later.finished
 
 
 @FABRICS
@@ -71,8 +71,8 @@ def test_closing_ends_a_word_on_its_way() -> None:
         a, b = cluster.engines
         notice = a.fail(b.main_address, 7, "no")
         a.close()
-        assert notice.settled
-        assert not notice.done
+        assert notice.finished
+        assert not notice.ok
 
 
 def test_bad_words_are_refused() -> None:

@@ -46,10 +46,10 @@ class Lanes:
         """Use so many further immediates, and take their counts."""
         for first in range(self.at, self.at + values, PAGES):
             sent = self.send(np.arange(first, first + PAGES, dtype=np.uint32))
-            while not sent.settled:
+            while not sent.finished:
                 self.turn(1)
             self.turn(1)
-            assert sent.done
+            assert sent.ok
             for imm in range(first, first + PAGES):
                 self.b._worker.imms.counts.pop(imm)
         self.at += values
@@ -69,7 +69,7 @@ class Lanes:
         self.b._domains[0].fail()
         for _ in range(400):
             self.turn(1)
-        assert sent.done, sent.error or sent.describe()
+        assert sent.ok, sent.error or sent.describe()
         assert sent.stats().rows_again > 0, "no row was lost: this shows nothing"
         left = dict(self.b.stats().imms_unexpected)
         assert left == {v: int((again == v).sum()) for v in range(7)}

@@ -124,7 +124,7 @@ def test_closing_meanwhile_ends_it() -> None:
         assert "a NIC died" in sent.describe()
         assert "a NIC died" in world.a.stall_report()
         world.a.close()
-        assert sent.settled
+        assert sent.finished
         assert isinstance(sent.error, ClosedError | FabricError)
 
 
@@ -160,8 +160,8 @@ def test_cancel_meanwhile_is_confirmed_once_the_path_is_fenced() -> None:
         world.until_asked()
         sent.cancel()
         world.env.run()
-        assert sent.settled
-        assert sent.cancelled or sent.done
+        assert sent.finished
+        assert sent.cancelled or sent.ok
         assert [] == world.a._worker.recovery.paths
         assert 0 == world.mr.inflight
 

@@ -84,7 +84,7 @@ def test_every_end_of_a_transfer_gives_its_source_back(end) -> None:
     own.turn(3)
     if end == "close":
         own.engine.close()
-    assert sent.settled
+    assert sent.finished
     assert 0 == mr.inflight
 
 
@@ -124,7 +124,7 @@ def test_dropping_every_reference_in_mid_flight_changes_no_byte() -> None:
         pages = Pages(np.random.default_rng(1).permutation(64))
         sent = p.a.submit_paged_writes(1024, (mr, pages), (p.desc, pages), 9)
         p.a.driver.turn()
-        assert not sent.settled
+        assert not sent.finished
         del sent, mr, pages
         gc.collect()
         junk = [np.full(1 << 16, 0xEE, np.uint8) for _ in range(8)]

@@ -52,11 +52,11 @@ def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() ->
         again = a.remove_peer(b.main_address)
         pass_time(cluster, 1)
         assert "removal of b (epoch 1): pending" in removal.describe()
-        assert not removal.settled
+        assert not removal.finished
         b.submit_recvs(64, 1, lambda _: None)
         removal.wait()
         again.wait()
-        assert all(handle.done for handle in (*sent, message))
+        assert all(handle.ok for handle in (*sent, message))
         assert {} == a._peers.links == a._peers._remotes
         with pytest.raises(BadRequest, match="was removed meanwhile"):
             a.submit_barrier([regions[1]], 7, group=group)
@@ -176,7 +176,7 @@ def test_one_of_two_targets_leaves_under_load() -> None:
         both = [ScatterDst(64, 0, (desc, 0)) for desc in descs]
         sent = [a.submit_scatter(mr, both, 7) for _ in range(20)]
         a.remove_peer(b.main_address).wait()
-        assert all(transfer.done for transfer in sent)
+        assert all(transfer.ok for transfer in sent)
         a.submit_scatter(mr, both[1:], 7).wait()
         cluster.env.run()
         counts = [dict(engine.stats().imms_unexpected)[7] for engine in (b, c)]

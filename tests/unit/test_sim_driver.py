@@ -102,7 +102,7 @@ def test_a_deadline_counts_simulated_seconds() -> None:
         hopeless = cluster.engines[1].expect_imm_count(42, 1)
         cluster.at(50, lambda: None)
         with pytest.raises(WaitTimeout):
-            hopeless.wait(timeout=0.00002)
+            hopeless.wait(timeout_s=0.00002)
         assert 20 == cluster.now_us
 
 

@@ -73,7 +73,7 @@ def test_a_watched_peer_is_lost_back_and_restarted(engines):
     engines.until(lambda: watch.round_trip_s is not None, "an answer")
     missed = a.expect_imm_count(5, 1, sender=b.main_address)
     engines.ring.remove(b._machine)  # it is stopped
-    engines.until(lambda: missed.settled, "the loss")
+    engines.until(lambda: missed.finished, "the loss")
     assert "PEER_LOST" == missed.error.code
     engines.ring.append(b._machine)
     engines.until(lambda: PeerChange.BACK in told, "its return")
@@ -94,7 +94,7 @@ def test_a_removed_peer_leaves_nothing_and_can_be_met_again(engines):
     for turn in range(3):
         sent = engines.write(a, desc)
         a.remove_peer(b.main_address).wait(10)
-        assert sent.done
+        assert sent.ok
         assert ({}, {}) == (a._peers.links, a._machine.life._peers), turn
 
 

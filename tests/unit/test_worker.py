@@ -31,7 +31,7 @@ def test_messages_wait_for_room_and_keep_their_order() -> None:
     assert len({ctx for _, _, ctx in own.nics[0].sent}) == 5
     own.nics[0].acknowledge()
     own.turn()
-    assert all(message.done for message in sent)
+    assert all(message.ok for message in sent)
     assert not own.engine._machine.busy()
 
 
@@ -70,7 +70,7 @@ def test_message_can_be_cancelled_until_a_nic_has_it() -> None:
     first.cancel()
     second.cancel()
     own.turn()
-    assert (False, True) == (first.settled, second.cancelled)
+    assert (False, True) == (first.finished, second.cancelled)
     with pytest.raises(
         Cancelled, match="cancelled: message of 1 bytes to a: .* waiting for the NIC"
     ):
@@ -78,7 +78,7 @@ def test_message_can_be_cancelled_until_a_nic_has_it() -> None:
     own.nics[0].acknowledge()
     own.nics[0].send_room = 5
     own.turn()
-    assert first.done
+    assert first.ok
     assert 1 == len(own.nics[0].sent)
 
 
@@ -103,7 +103,7 @@ def test_cancelled_expectation_leaves_its_arrivals() -> None:
     first.cancel()
     own.turn()
 
-    assert (True, True) == (first.cancelled, second.done)
+    assert (True, True) == (first.cancelled, second.ok)
     with pytest.raises(Cancelled, match="cancelled: imm 0x7: . of 5 arrived"):
         first.result()
 
@@ -125,9 +125,9 @@ def test_burst_of_every_kind_in_one_poll_is_sorted_out() -> None:
     nic.acknowledge()
     own.turn()
 
-    assert [True, True] == [want.done for want in got]
-    assert sent.done
-    assert message.done
+    assert [True, True] == [want.ok for want in got]
+    assert sent.ok
+    assert message.ok
     assert 80 == own.engine.stats().imms_counted
     assert () == own.engine.stats().imms_unexpected
 
@@ -141,7 +141,7 @@ def test_burst_larger_than_one_poll_is_not_cut() -> None:
     turns = 0
     while own.driver.turn():
         turns += 1
-    assert got.done
+    assert got.ok
     assert turns >= 100 // 8
 
 
@@ -195,7 +195,7 @@ def test_claim_after_an_expectation_was_submitted_is_refused() -> None:
     assert not own.engine.imm_counter(12).take(0)
     own.nics[0].arrive(12)
     own.turn()
-    assert got.done
+    assert got.ok
 
 
 def test_expectation_that_loses_a_race_with_a_claim_fails(monkeypatch) -> None:
@@ -237,9 +237,9 @@ def test_close_settles_everything_once_in_every_stage() -> None:
     own.engine.close()
     own.engine.close()
 
-    assert all(handle.settled for handle in everything)
+    assert all(handle.finished for handle in everything)
     assert sorted(map(id, everything)) == sorted(map(id, calls))
-    assert (True, True) == (done.done, reached.done)
+    assert (True, True) == (done.ok, reached.ok)
     for handle in (half, queued, *line, *fresh):
         with pytest.raises(ClosedError, match="the engine was closed before this ended"):
             handle.result()
@@ -289,8 +289,8 @@ def test_engine_closed_by_its_own_callback() -> None:
     own.nics[0].finish(4)
     own.turn(3)
 
-    assert sent[0].done
-    assert all(transfer.settled for transfer in sent)
+    assert sent[0].ok
+    assert all(transfer.finished for transfer in sent)
     assert 0 == len(own.engine.callback_errors)
 
 
@@ -361,11 +361,11 @@ def test_an_early_expectation_needs_no_turn(monkeypatch) -> None:
     own.nics[0].arrive(5, 2)
     own.nics[0].arrive(6)
     own.turn()
-    assert early.done
+    assert early.ok
     due = own.engine.expect_imm_count(6, 1)
     assert kicks
     own.turn()
-    assert due.done
+    assert due.ok
 
 
 def test_an_expectation_stated_while_its_immediate_is_counted_is_met(monkeypatch) -> None:
@@ -383,6 +383,6 @@ def test_an_expectation_stated_while_its_immediate_is_counted_is_met(monkeypatch
     nic.arrive(5)
     assert own.engine._machine.step(), "a driver would not turn again"
     assert own.engine._machine.busy()
-    assert not stated[0].settled
+    assert not stated[0].finished
     own.engine._machine.step()
-    assert stated[0].done
+    assert stated[0].ok

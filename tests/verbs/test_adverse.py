@@ -110,7 +110,7 @@ def test_no_receives_hold_the_sender_until_there_are_some(devices):
         alone_s = time.monotonic() + 0.3
         while time.monotonic() < alone_s:
             a._machine.step()
-        held = not sent.settled
+        held = not sent.finished
         got = b.expect_imm_count(2, 64)
         got.wait(20)
         sent.wait(20)
@@ -125,7 +125,7 @@ def test_no_receives_for_too_long_is_an_error_that_says_so(devices):
         a.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
         sent = a.submit_paged_writes(PAGE, (mr, pages(64)), (desc, pages(64)), imm=2)
         end_s = time.monotonic() + 20
-        while not sent.settled and time.monotonic() < end_s:
+        while not sent.finished and time.monotonic() < end_s:
             a._machine.step()
             a._machine.deliver()
         with pytest.raises(FabricError, match="not being turned") as caught:

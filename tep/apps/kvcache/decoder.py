@@ -344,7 +344,7 @@ class Decoder:
         )
 
     def _rank_done(self, attempt: Attempt, expectation: Expectation) -> None:
-        if not expectation.done:
+        if not expectation.ok:
             attempt.fail(f"the count ended early: {expectation.error}")
             return
         attempt.ranks_left -= 1
@@ -398,7 +398,7 @@ class Decoder:
         for index, expectation in enumerate(attempt.expectations):
             with contextlib.suppress(TepError):
                 await expectation
-            if expectation.done and landed is not None:  # it has used these up
+            if expectation.ok and landed is not None:  # it has used these up
                 used = attempt.counts[index]
                 landed = (*landed[:index], landed[index] - used, *landed[index + 1 :])
         self.imms.end_unclean(attempt.imm, landed)

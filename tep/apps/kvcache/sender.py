@@ -271,7 +271,7 @@ class Lane:
             self._under_way -= 1
             self._trouble(f"{type(error).__name__}: {error}")
             return
-        if not transfer.settled:
+        if not transfer.finished:
             self._open.add(transfer)
 
     def _settle(self, dst_rank: int, transfer: Transfer) -> None:

@@ -99,7 +99,7 @@ class Guard:
         loop = asyncio.get_running_loop()
 
         def look(settled: Expectation) -> None:
-            if settled.done:
+            if settled.ok:
                 error = FabricError(f"{self._name}: another rank calls for recovery", code="CALLED")
                 with contextlib.suppress(RuntimeError):  # as above
                     loop.call_soon_threadsafe(self.alarm, error)

@@ -152,7 +152,7 @@ class Recovery:
         )
 
     def _next_incident(self) -> None:
-        if self._called is not None and not self._called.settled:
+        if self._called is not None and not self._called.finished:
             self._called.cancel()
         self._incident += 1
         self._listen()

@@ -316,7 +316,7 @@ class Attempt:
         try:
             await transfer
         finally:
-            if transfer.settled:
+            if transfer.finished:
                 self._open.pop(transfer, None)
 
     def _now(self) -> float:

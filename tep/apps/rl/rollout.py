@@ -74,7 +74,7 @@ class RolloutWorker:
         Two counts make a version: all of its rows are here, and every training rank has said that
         all of them are through.
         """
-        whole = bool(self._waiting) and all(waiting.done for waiting in self._waiting)
+        whole = bool(self._waiting) and all(waiting.ok for waiting in self._waiting)
         return self._version if whole else None
 
     @contextlib.contextmanager
@@ -105,7 +105,7 @@ class RolloutWorker:
         return self._meta
 
     async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
-        if any(not waiting.settled for waiting in self._waiting):
+        if any(not waiting.finished for waiting in self._waiting):
             await self.abort()  # of an update that the controller has given up
         self._updating = True
         aborts = self._aborts
