@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
-from tep import engine
 from tep.backends.base import WriteBatch
 from tep.core import plan as plans
 from tep.core.group import DomainGroup, Pending
@@ -13,6 +12,7 @@ from tep.core.peers import PeerBook, PeerGroup
 from tep.core.plan import Plan
 from tep.core.region import Remote
 from tep.core.transfer import Transfer
+from tep.engine import verbs
 from tep.engine.worker import Worker
 from tests.gate.registry import Change, bug
 
@@ -162,12 +162,12 @@ def zero_bytes_skipped() -> list[Change]:
 @bug()
 def page_index_swapped() -> list[Change]:
     """Source and target page lists are mistaken for each other."""
-    paged_job = engine.paged_job
+    paged_job = verbs.paged_job
 
     def swapped(page_bytes, src, dst, *rest):
         return paged_job(page_bytes, (src[0], dst[1]), (dst[0], src[1]), *rest)
 
-    return [(engine, "paged_job", swapped)]
+    return [(verbs, "paged_job", swapped)]
 
 
 @bug()
