@@ -15,7 +15,7 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Kind, Status, new_completions
-from tep.backends.libfabric.process import sweep_shm
+from tep.backends.libfabric.shm.process import sweep_shm
 from tep.errors import FabricError
 from tep.ffi.libfabric import FI_EAVAIL
 from tep.testing.contract import Ability, DomainContract, World
@@ -68,7 +68,7 @@ class FabricWorld(World):
         """Open again at the very same IP addresses and ports."""
         names = []
         for domain in node.domains:
-            port = int.from_bytes(domain._raw[2:4], "big")
+            port = int.from_bytes(domain._book.raw[2:4], "big")
             names.append(f"{domain.caps.nic}:{port}")
         return self._open(names, node.name)
 

@@ -93,10 +93,12 @@ class Node:
 
     def ports(self):
         """The addresses of the NICs, with their ports, as `open` takes them."""
-        return [f"{d.caps.nic}:{int.from_bytes(d._raw[2:4], 'big')}" for d in self.engine._domains]
+        return [
+            f"{d.caps.nic}:{int.from_bytes(d._book.raw[2:4], 'big')}" for d in self.engine._domains
+        ]
 
     def nics(self):
-        return [[d.caps.nic, d._raw.hex()] for d in self.engine._domains]
+        return [[d.caps.nic, d._book.raw.hex()] for d in self.engine._domains]
 
     def reg(self, nbytes, seed=None):
         self.memory = np.zeros(nbytes, np.uint8) if seed is None else noise(nbytes, seed)

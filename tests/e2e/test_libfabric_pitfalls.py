@@ -17,8 +17,8 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Access
-from tep.backends.libfabric import seats
-from tep.backends.libfabric.process import sweep_shm
+from tep.backends.libfabric.shm import seats
+from tep.backends.libfabric.shm.process import sweep_shm
 from tep.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
 from tep.ffi import libfabric as fi
 from tep.memory import adapt
@@ -345,7 +345,7 @@ def test_a_failed_insert_is_an_error_and_never_an_address():
         for answer in (0, -22, -12):  # it returns how many it took, or an error
             domain._nic._insert = lambda *_, answer=answer: answer
             with pytest.raises(FabricError, match=r"fi_av_insert"):
-                domain._nic.insert(domain._raw)
+                domain._nic.insert(domain._book.raw)
     finally:
         domain.close()
 
@@ -354,7 +354,7 @@ def test_a_nic_is_bound_to_the_address_that_names_it():
     """Without a node libfabric binds to the first interface, and all NICs are one."""
     opened = libfabric.open_domains(nics=["127.0.0.3", "127.0.0.2"])
     try:
-        assert [b"\x7f\0\0\3", b"\x7f\0\0\2"] == [d._raw[4:8] for d in opened.domains]
+        assert [b"\x7f\0\0\3", b"\x7f\0\0\2"] == [d._book.raw[4:8] for d in opened.domains]
         assert ["127.0.0.3", "127.0.0.2"] == [d.caps.nic for d in opened.domains]
     finally:
         for domain in opened.domains:

@@ -17,8 +17,7 @@ LONGER: dict[str, str] = {
     "tep/engine/verbs.py": "one thought: the verbs that users call, each with what it promises",
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
-    "tep/backends/libfabric/domain.py": "one NIC, until EFA has a room of its own",
-    "tep/backends/libfabric/peers.py": "a peer's states and what changes them: one thought",
+    "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }
 
 

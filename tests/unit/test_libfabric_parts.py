@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
-from tep.backends.libfabric import discover, efa, frames, neighbours
+from tep.backends.libfabric import discover, frames
 from tep.backends.libfabric.address import NicAddress, parse
-from tep.backends.libfabric.process import Process
+from tep.backends.libfabric.efa import device as efa
 from tep.backends.libfabric.regions import bounds, mr_attr
 from tep.backends.libfabric.rules import RULES
+from tep.backends.libfabric.shm import neighbours
+from tep.backends.libfabric.shm.process import Process
 from tep.backends.libfabric.slots import Slots, Ticket
 from tep.errors import BackendUnavailable, BadDescriptor
 from tep.ffi import libfabric as fi

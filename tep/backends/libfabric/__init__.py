@@ -16,11 +16,11 @@ from typing import NamedTuple
 from tep.backends.base import DomainCaps, Opened
 from tep.backends.libfabric.discover import Offer, find_offers, list_providers
 from tep.backends.libfabric.domain import FabricDomain
-from tep.backends.libfabric.efa import check_offer, endpoint_options, same_host_way
+from tep.backends.libfabric.efa.device import check_offer, endpoint_options, same_host_way
 from tep.backends.libfabric.messages import NOTE_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
-from tep.backends.libfabric.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
 from tep.backends.libfabric.rules import RULES, Rules
+from tep.backends.libfabric.shm.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric import Libfabric, load

@@ -23,6 +23,7 @@ from tep.backends.base import (
 )
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import CqError, Nic
+from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.slots import Slots
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric_data import CQ_DATA_ENTRY
@@ -48,8 +49,7 @@ class Queue:
     """One NIC's completion queue.
 
     Args:
-        nic, slots, mailbox: of one NIC.
-        imm_takes_receive: an immediate comes with the context of the receive that it took.
+        nic, slots, mailbox, rules: of one NIC.
 
     Attributes:
         frames: what came in, copied; the caller takes them.
@@ -57,10 +57,8 @@ class Queue:
         full: whether the last read filled its buffer, so that there may be more.
     """
 
-    def __init__(
-        self, nic: Nic, slots: Slots, mailbox: Mailbox, *, imm_takes_receive: bool = False
-    ) -> None:
-        self._takes_receive = imm_takes_receive
+    def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox, rules: Rules) -> None:
+        self._takes_receive = rules.imm_takes_receive
         self._post_at = mailbox.post_at
         self._nic = nic
         self._slots = slots

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from ctypes import string_at
 from typing import Final, NamedTuple
 
-from tep.backends.libfabric.efa import ROW_BYTES_MAX
-from tep.backends.libfabric.process import shm_free
+from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
 from tep.backends.libfabric.rules import Rules
+from tep.backends.libfabric.shm.process import shm_free
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi import libfabric as fi
 

@@ -23,22 +23,27 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
-from tep.backends.libfabric import frames, neighbours
+from tep.backends.libfabric import frames
 from tep.backends.libfabric.address import NicAddress, engine_of, shm_name
+from tep.backends.libfabric.book import Book
 from tep.backends.libfabric.completions import Queue
-from tep.backends.libfabric.efa import STATUSES, check_device
+from tep.backends.libfabric.efa.book import EfaBook
+from tep.backends.libfabric.efa.device import STATUSES, check_device
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.messages import Inbox, Outgoing
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Option
-from tep.backends.libfabric.peers import Peer, Peers, State
-from tep.backends.libfabric.process import rehearse_shm, reserve_shm
+from tep.backends.libfabric.peer import Peer, State
+from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules
-from tep.backends.libfabric.seats import close_seats, open_seats
+from tep.backends.libfabric.shm import neighbours
+from tep.backends.libfabric.shm.book import ShmBook
+from tep.backends.libfabric.shm.process import rehearse_shm
+from tep.backends.libfabric.shm.seats import close_seats
 from tep.backends.libfabric.slots import Slots
 from tep.backends.libfabric.texts import STATUS_TEXT
-from tep.backends.libfabric.waiting import Sleeper
+from tep.backends.sleeper import Sleeper
 from tep.backends.unread import Unread
 from tep.errors import ClosedError
 from tep.ffi import libfabric as fi
@@ -93,8 +98,8 @@ class FabricDomain:
         self._about = about
         self._nic = nic
         self._rules = rules
-        self._main, self._raw = _open_main(nic, rules, options)
-        me = NicAddress(rules.provider, epoch, caps.nic, self._raw)
+        self._main, self._book = _open_main(nic, rules, options)
+        me = NicAddress(rules.provider, epoch, caps.nic, self._book.raw)
         self.address = me.to_bytes()
         self._done: deque[Entry] = deque()
         self._texts: dict[int, str] = {}
@@ -105,14 +110,20 @@ class FabricDomain:
         self._mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
         self._mailbox.start(self._main)
         self._peers = Peers(
-            nic, self._mailbox, rules, me, self._main, options, self._timeout_s, self._peer_over
+            nic,
+            self._mailbox,
+            rules,
+            me,
+            self._book,
+            self._main,
+            options,
+            self._timeout_s,
+            self._peer_over,
         )
         self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
         self._inbox = Inbox(self.address, self._done)
         self._unread = Unread(self._done.append)
-        self._queue = Queue(
-            nic, self._slots, self._mailbox, imm_takes_receive=rules.imm_takes_receive
-        )
+        self._queue = Queue(nic, self._slots, self._mailbox, rules)
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         self._rows = Rows(
             self.address,
@@ -128,8 +139,7 @@ class FabricDomain:
         )
         self._restless: set[Peer] = set()  # peers that need looking after at each poll
         self._next_look_s = self._next_census_s = 0.0
-        self._excused = False
-        self._closed = self._lost = False
+        self._excused = self._closed = self._lost = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
     def describe(self) -> str:
@@ -260,8 +270,7 @@ class FabricDomain:
                     self._peers.bury_the_dead()
         if self._regions.dying:
             self._regions.bury()
-        if self._peers.departed:
-            self._peers.clear_departed()
+        self._book.settle()
         if self._slots.unended is not None:  # any frame rings the doorbell that it waits for
             peer, self._slots.unended = self._slots.unended, None
             self._say(peer, frames.Welcome(self.address))
@@ -485,8 +494,8 @@ class FabricDomain:
         self._say_bye()
         self._peers.close()
         if self._rules.by_pid:
-            neighbours.leave(self._raw)
-            neighbours.retire(self._raw, self._shut)
+            neighbours.leave(self._book.raw)
+            neighbours.retire(self._book.raw, self._shut)
         else:
             self._shut()
         self._end_all(Status.FLUSHED)
@@ -494,7 +503,7 @@ class FabricDomain:
     def _shut(self) -> None:
         """Read the queue out, then close all; tcp 2.5.1 may crash if it is read in between."""
         if self._rules.by_pid:
-            close_seats(shm_name(self._raw))
+            close_seats(shm_name(self._book.raw))
         if not self._rules.by_pid:
             self._drain()
         self._main.close()
@@ -530,17 +539,13 @@ class FabricDomain:
         self._restless.clear()
 
 
-def _open_main(nic: Nic, rules: Rules, options: tuple[Option, ...]) -> tuple[Endpoint, bytes]:
-    """Open the endpoint that peers write to; return it and its name."""
+def _open_main(nic: Nic, rules: Rules, options: tuple[Option, ...]) -> tuple[Endpoint, Book]:
+    """Open the endpoint that peers write to, and the book of whom it knows."""
     if rules.by_pid:
         rehearse_shm()
     main = nic.open_endpoint(options)
     if rules.hardware:
         check_device(main, nic.name)
     nic.release_port()
-    raw = main.name()
-    if rules.by_pid:
-        reserve_shm(shm_name(raw))
-        open_seats(shm_name(raw))
-        neighbours.arrive(raw)
-    return main, raw
+    kind = EfaBook if rules.hardware else ShmBook if rules.by_pid else Book
+    return main, kind(nic, main.name())

@@ -22,7 +22,7 @@ from tep.ffi.check import check
 from tep.memory import adapt
 
 if TYPE_CHECKING:
-    from tep.backends.libfabric.peers import Peer
+    from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.rules import Rules
 
 __all__ = ["Mailbox"]

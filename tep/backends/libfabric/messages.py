@@ -15,7 +15,8 @@ from tep.backends.base import Entry, Kind, Status
 from tep.backends.libfabric import frames
 
 if TYPE_CHECKING:
-    from tep.backends.libfabric.peers import Peer, Peers
+    from tep.backends.libfabric.peer import Peer
+    from tep.backends.libfabric.peers import Peers
 
 __all__ = ["NOTE_BYTES_MAX", "Inbox", "Outgoing"]
 

@@ -15,33 +15,21 @@ Rule: this file decides a peer's state, and nobody else.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable
-from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from tep.backends.base import Status, WriteBatch
-from tep.backends.libfabric import frames, neighbours
-from tep.backends.libfabric.address import (
-    NicAddress,
-    efa_place,
-    parse,
-    shm_alias,
-    shm_name,
-    shm_pid,
-)
-from tep.backends.libfabric.process import Process
-from tep.backends.libfabric.seats import SEATS, take_seat
+from tep.backends.base import Status
+from tep.backends.libfabric import frames
+from tep.backends.libfabric.address import NicAddress, parse
+from tep.backends.libfabric.book import Book
+from tep.backends.libfabric.mailbox import Mailbox
+from tep.backends.libfabric.objects import Endpoint, Nic, Option
+from tep.backends.libfabric.peer import Peer, Probe, State
+from tep.backends.libfabric.rules import Rules
 from tep.errors import BadDescriptor, FabricError
-from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
-if TYPE_CHECKING:
-    from tep.backends.libfabric.mailbox import Mailbox
-    from tep.backends.libfabric.objects import Endpoint, Nic, Option
-    from tep.backends.libfabric.rules import Rules
-
-__all__ = ["Peer", "Peers", "State"]
+__all__ = ["Peers"]
 
 _SILENCE_S: Final = 1.0
 """For how long a peer that did not answer is not asked again for the sake of messages and notes,
@@ -52,124 +40,9 @@ _GRACE_S: Final = 0.1
 
 _EMPTY: Final[deque[Any]] = deque(maxlen=0)
 _OUTBOX_MAX: Final = 1024
-_NEVER_FULL: Final = 1 << 62
 
 
-class State(Enum):
-    """How a peer is."""
-
-    CONNECTING = auto()
-    READY = auto()
-    SILENT = auto()  # did not answer; may be asked again
-    LEAVING = auto()  # said goodbye; answers to rows in flight may still be on their way
-    GONE = auto()  # said goodbye, or was replaced, or our NIC is lost; for ever
-
-
-class Probe(Enum):
-    """Whether a peer that returns no rows has been asked if it polls, and has answered."""
-
-    NONE = auto()
-    ASKED = auto()
-    ANSWERED = auto()
-
-
-_ALIVE: Final = frozenset({State.CONNECTING, State.READY})
 _SETTLED: Final = frozenset({State.CONNECTING, State.LEAVING, State.GONE})
-
-
-class Peer:
-    """One NIC of a peer, in one incarnation.
-
-    Attributes:
-        index: its PeerId.
-        data: its address as bytes.
-        number: its fi_addr_t; FI_ADDR_UNSPEC = libfabric was never told of it.
-        endpoint: what rows and frames to it go through, once there was something to send.
-        state: see above.
-        status: how rows to it end while it is SILENT or GONE.
-        open: rows in flight to it.
-        adrift: rows to it that were given up, and that libfabric still has.
-        full_at: rows in flight with which libfabric took no more; none is offered until one is
-            back.
-        appetite: rows that it took last time.
-        heard: something completed since the last look at deadlines.
-        since_s: when it entered its state, or was last heard.
-        probe: how far we are in asking whether a peer that returns no rows polls at all.
-        held: (batch, row, due_s) accepted and not posted, oldest first.
-        lost: (ctx, row, rkey) that came back failed, waiting for the verdict: is the peer alive?
-        leases: (base, nbytes) of its keys; None = asked.
-        outbox: frames to send.
-        sends: frames in libfabric's hands.
-        stuck_s: since when libfabric has not taken the next frame; 0 = it does.
-        forget_s: when what it costs us is given back at the latest, once it is quiet; 0 = keep it.
-        neighbour: it is of this process, and shares memory with us.
-        process: its process, where that is one of this host.
-    """
-
-    __slots__ = (
-        "address",
-        "adrift",
-        "appetite",
-        "data",
-        "endpoint",
-        "forget_s",
-        "full_at",
-        "heard",
-        "held",
-        "index",
-        "leases",
-        "lost",
-        "neighbour",
-        "number",
-        "open",
-        "outbox",
-        "probe",
-        "process",
-        "sends",
-        "since_s",
-        "state",
-        "status",
-        "stuck_s",
-    )
-
-    def __init__(self, index: int, data: bytes, address: NicAddress) -> None:
-        self.index = index
-        self.data = data
-        self.address = address
-        self.number = FI_ADDR_UNSPEC
-        self.endpoint: Endpoint | None = None
-        self.state = State.SILENT
-        self.status = Status.UNREACHABLE
-        self.open = self.adrift = 0
-        self.full_at = _NEVER_FULL
-        self.appetite = 1
-        self.heard = False
-        self.since_s = 0.0
-        self.probe = Probe.NONE
-        self.held: deque[tuple[WriteBatch, int, float]] = deque()
-        self.lost: deque[tuple[int, int, int]] = deque()
-        self.leases: dict[int, tuple[int, int] | None] = {}
-        self.outbox: deque[bytes] = deque()
-        self.sends = 0
-        self.stuck_s = self.forget_s = 0.0
-        self.neighbour = False
-        self.process: Process | None = None
-
-    @property
-    def out(self) -> int:
-        """Rows and frames that libfabric still has."""
-        return self.open + self.adrift + self.sends
-
-    @property
-    def over(self) -> bool:
-        """Whether rows to it fail at once."""
-        return self.state not in _ALIVE
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether it needs looking after at each poll."""
-        waits = self.state is State.CONNECTING or self.state is State.LEAVING
-        return bool(waits or self.outbox or self.held or self.lost or self.forget_s)
 
 
 class Peers:
@@ -178,14 +51,14 @@ class Peers:
     Args:
         nic, mailbox, rules: of this NIC.
         me: its own address.
+        book: whom libfabric knows.
         options: of endpoints.
         timeout_s: how long a peer may stay silent.
         on_over: called with a peer that has become SILENT or GONE, after its endpoint is closed.
 
     Attributes:
         all: by PeerId.
-        departed: who is gone, and waits to be removed from libfabric.
-        complaint: why the last peer that was refused could not be met; "" = none was.
+        complaint: why the last new peer could not be met; "" = it was.
         refusal: why the last endpoint could not be opened; "" = it was.
     """
 
@@ -195,26 +68,25 @@ class Peers:
         mailbox: Mailbox,
         rules: Rules,
         me: NicAddress,
+        book: Book,
         main: Endpoint,
         options: tuple[Option, ...],
         timeout_s: float,
         on_over: Callable[[Peer], None],
     ) -> None:
         self.all: list[Peer] = []
-        self.departed: list[Peer] = []
         self.complaint = self.refusal = ""
         self._nic = nic
         self._mailbox = mailbox
         self._rules = rules
         self._epoch = me.epoch
         self._me = me.to_bytes()
-        self._raw = me.raw
+        self._book = book
         self._main = main
         self._options = options
         self._timeout_s = timeout_s
         self._on_over = on_over
         self._by_data: dict[bytes, Peer] = {}
-        self._by_place: dict[bytes, dict[bytes, Peer]] = {}  # EFA: whom libfabric knows there
         self._latest: dict[bytes, Peer] = {}  # by raw address
         self._closed = False
 
@@ -230,46 +102,16 @@ class Peers:
         if found is None:
             address = parse(data, self._rules.provider)
             found = Peer(len(self.all), data, address)
-            pid = shm_pid(address.raw) if self._rules.by_pid else 0
-            if pid and pid != os.getpid():
-                found.process = Process(pid)
-            elif pid:
-                found.neighbour = True
-                if not neighbours.meet(self._raw, address.raw):
-                    found.state = State.GONE
             if self._nic.failure:
                 found.state, found.status = State.GONE, Status.NIC_DOWN
-            if found.state is not State.GONE:
-                self._insert(found)
+            else:
+                self.complaint = self._book.meet(found)
+                if self.complaint:
+                    found.state = State.GONE
             self.all.append(found)
             self._by_data[data] = found
             self._supersede(found)
         return found
-
-    def _insert(self, peer: Peer) -> None:
-        """Make a peer known to libfabric."""
-        raw = peer.address.raw
-        if self._rules.by_pid:
-            me, it = self._raw, raw
-            if peer.neighbour:
-                raw = shm_alias(raw)
-            # Within one process each is known to the other by two names, see shm_alias().
-            names = {me: {it, raw}, it: {me, shm_alias(me) if peer.neighbour else me}}
-            full = [
-                shm_name(one)
-                for one, others in names.items()
-                if not all(take_seat(shm_name(one), shm_name(other)) for other in others)
-            ]
-            if full:
-                peer.state = State.GONE
-                self.complaint = (
-                    f"shm: {' and '.join(full)} met {SEATS} peers, those of its own process "
-                    "counted twice, and has no more places: open that engine anew"
-                )
-                return
-        peer.number = self._nic.insert(raw)
-        if self._rules.hardware:
-            self._by_place.setdefault(efa_place(raw), {})[raw] = peer
 
     def _supersede(self, peer: Peer) -> None:
         """Of two incarnations at one address the earlier is gone."""
@@ -371,7 +213,9 @@ class Peers:
             peer.state, peer.status, peer.since_s = State.LEAVING, Status.UNREACHABLE, now_s
         elif peer is not None:
             self._end(peer, State.GONE, Status.UNREACHABLE)
-            self._forget(peer)  # also one that had closed before we met: this was its last frame
+            self._book.let_go(
+                peer
+            )  # also one that had closed before we met: this was its last frame
 
         return peer
 
@@ -391,11 +235,7 @@ class Peers:
 
         For before a post, to a neighbour or where `rules.asks_first`; else look() finds out.
         """
-        if peer.neighbour:
-            gone = not neighbours.is_open(peer.address.raw)
-        else:
-            gone = peer.process is not None and peer.process.ended()
-        if gone:
+        if self._book.has_left(peer):
             self._end(peer, State.GONE, Status.UNREACHABLE)
 
     def let_go(self, peer: Peer, now_s: float) -> None:
@@ -414,20 +254,6 @@ class Peers:
         for peer in self.all:
             if peer.state is not State.GONE and peer.process is not None and peer.process.ended():
                 self._end(peer, State.GONE, Status.UNREACHABLE)
-
-    def clear_departed(self) -> None:
-        """Remove peers that are gone from libfabric, once all that went to them is back.
-
-        EFA's provider drops the completions of a peer that is removed before: what they hold, slots
-        and regions, would stay taken. Of two addresses with one queue pair number it forgets the
-        wrong one, and crashes later (2.5.1, efa_av_reverse_av_remove): these stay.
-        """
-        for peer in self.departed:
-            known = self._by_place.get(efa_place(peer.address.raw), {})
-            if not peer.out and known == {peer.address.raw: peer}:
-                self._nic.remove(peer.number)
-                known.clear()
-        self.departed = [peer for peer in self.departed if peer.out]
 
     def flush(self, peer: Peer, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""
@@ -505,13 +331,7 @@ class Peers:
         peer.leases.clear()
         self.cut(peer)
         if state is State.GONE:
-            if self._rules.hardware:
-                self.departed.append(peer)
-            else:
-                self._nic.remove(peer.number)
-            self._forget(peer)
-            if peer.process is not None:
-                peer.process.close()
+            self._book.part(peer)
         if not was_over or peer.held or peer.lost or peer.open:
             self._on_over(peer)
         if state is State.GONE:
@@ -520,12 +340,6 @@ class Peers:
             peer.leases = {}
         elif peer.held and peer.over:  # what came later has its own time to be answered
             self.greet(peer, now_s)
-
-    def _forget(self, peer: Peer) -> None:
-        """Nothing of ours goes there any more, so a neighbour may be unmapped."""
-        if peer.neighbour:
-            peer.neighbour = False
-            neighbours.forget(peer.address.raw, self._raw)
 
     def cut(self, peer: Peer) -> None:
         """Close a peer's own endpoint, which makes libfabric let go of all that goes to it."""
@@ -544,11 +358,7 @@ class Peers:
         self._closed = True
         for peer in self.all:
             self.cut(peer)
-            if peer.neighbour and peer.number != FI_ADDR_UNSPEC:
-                self._nic.remove(peer.number)
-            self._forget(peer)
-            if peer.process is not None:
-                peer.process.close()
+            self._book.close(peer)
 
     def farewell(self) -> list[Peer]:
         """Queue a Bye to everybody who listens; return them."""

@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Column, DomainCaps, Entry, Kind, Row, Status, WriteBatch
+from tep.backends.base import DomainCaps, Entry, Kind, Row, Status, WriteBatch
+from tep.backends.columns import at
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.peers import Peer, Peers, State
+from tep.backends.libfabric.peer import Peer, State
+from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions, bounds
 from tep.backends.libfabric.slots import CHUNK_ROWS, Slots, Ticket
 from tep.units import MiB
@@ -219,11 +221,11 @@ class Rows:
                         call,
                         endpoint.address,
                         ticket,
-                        _at(batch.src, row),
-                        _at(batch.dst, row),
+                        at(batch.src, row),
+                        at(batch.dst, row),
                         batch.rkey,  # type: ignore[arg-type]  # an int: see post()
-                        _at(nbytes, row),
-                        None if batch.imm is None else _at(batch.imm, row),
+                        at(nbytes, row),
+                        None if batch.imm is None else at(batch.imm, row),
                     ):
                         break
                     taken += 1
@@ -421,7 +423,3 @@ def _note_appetite(peer: Peer, offered: int, taken: int) -> None:
         # Some providers take one long row at a time: do not spell out 64 for it.
         peer.appetite = max(1, 2 * taken)
         peer.full_at = max(1, peer.open)
-
-
-def _at(column: Column, row: int) -> int:
-    return column if isinstance(column, int) else int(column[row])

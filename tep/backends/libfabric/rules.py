@@ -45,7 +45,8 @@ class Rules:
         window_rows, window_bytes: rows and bytes in flight; small, to keep them in the cache.
         tx_entries, rx_entries: of each endpoint's queues; 0 = the provider's own choice.
         frames_in, frames_out: buffers for messages that come in, and that go out.
-        imm_takes_receive: an immediate takes one of `frames_in`, which is posted again.
+        imm_takes_receive: an immediate takes one of `frames_in`, comes with the context of that
+            receive, and it is posted again.
         more: the provider gathers writes that say FI_MORE, and rings its doorbell once.
         hardware: it is a NIC of its own, which says by itself what was wrong with a row.
         ordered: rows to one peer land in posting order.

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column, WriteBatch
+from tep.backends.base import WriteBatch
+from tep.backends.columns import part
 from tep.ffi import libfabric as fi
 
 if TYPE_CHECKING:
-    from tep.backends.libfabric.peers import Peer
+    from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.regions import Region
 
 __all__ = ["CHUNK_ROWS", "Slots", "Ticket"]
@@ -201,11 +202,11 @@ class Slots:
         if same is None or same != self._same:
             addr[:], rkey[:], desc[:] = peer.number, batch.rkey, ticket.region.desc
             self._same = same
-        src[:n] = _part(batch.src, start, stop)
-        dst[:n] = _part(batch.dst, start, stop)
+        src[:n] = part(batch.src, start, stop)
+        dst[:n] = part(batch.dst, start, stop)
         flags = self._flags
         if batch.imm is not None:
-            data[:n] = _part(batch.imm, start, stop)
+            data[:n] = part(batch.imm, start, stop)
             flags |= fi.FI_REMOTE_CQ_DATA
         # The first row takes the top of the stack, so that rows not taken leave it as it was.
         contexts = self._free[self._top - n : self._top][::-1]
@@ -416,10 +417,6 @@ class Slots:
         if not gone:
             ticket.open = len(rows)
         return rows
-
-
-def _part(column: Column, start: int, stop: int) -> Column:
-    return column if isinstance(column, int) else column[start:stop]
 
 
 def _where(slots: I64, slot: int) -> int:

@@ -1,0 +1,43 @@
+"""EFA's address vector: peers are removed once all that went to them is back, and where it is safe.
+
+The provider drops the completions of a peer that is removed before: what they hold, slots and
+regions, would stay taken. And of two addresses with one queue pair number it forgets the wrong one,
+and crashes later (2.5.1, efa_av_reverse_av_remove): such addresses stay.
+"""
+
+from __future__ import annotations
+
+from tep.backends.libfabric.address import efa_place
+from tep.backends.libfabric.book import Book
+from tep.backends.libfabric.objects import Nic
+from tep.backends.libfabric.peer import Peer
+
+__all__ = ["EfaBook"]
+
+
+class EfaBook(Book):
+    """The address vector of one EFA device."""
+
+    def __init__(self, nic: Nic, raw: bytes) -> None:
+        super().__init__(nic, raw)
+        self._at: dict[bytes, dict[bytes, Peer]] = {}  # whom libfabric knows, by queue pair
+        self._departed: list[Peer] = []
+
+    def meet(self, peer: Peer) -> str:
+        super().meet(peer)
+        raw = peer.address.raw
+        self._at.setdefault(efa_place(raw), {})[raw] = peer
+        return ""
+
+    def part(self, peer: Peer) -> None:
+        self._departed.append(peer)
+
+    def settle(self) -> None:
+        if not self._departed:
+            return
+        for peer in self._departed:
+            known = self._at.get(efa_place(peer.address.raw), {})
+            if not peer.out and known == {peer.address.raw: peer}:
+                self._nic.remove(peer.number)
+                known.clear()
+        self._departed = [peer for peer in self._departed if peer.out]
