@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
@@ -275,7 +275,7 @@ class ThreadDriver:
 
     Args:
         name: of the thread, for debuggers.
-        cpu: pin the worker to this CPU, or None.
+        cpu: pin the worker to this CPU, or to any of these; None = leave it where it is.
         spin_s: how long to go on polling after the last work before sleeping, seconds.
         watch_s: how often watched words are read while there is nothing else to do, seconds.
         call_timeout_s: how long a verb waits for the worker, e.g. while a callback blocks it.
@@ -291,19 +291,20 @@ class ThreadDriver:
         self,
         name: str = "tep",
         *,
-        cpu: int | None = None,
+        cpu: int | Collection[int] | None = None,
         spin_s: float = 0.0005,
         watch_s: float = 0.0005,
         nice: int = 5,
         call_timeout_s: float = 60.0,
     ) -> None:
         allowed = os.sched_getaffinity(0)
-        if cpu is not None and cpu not in allowed:
+        cpus = frozenset((cpu,) if isinstance(cpu, int) else cpu or ())
+        if (cpu is not None and not cpus) or not cpus <= allowed:
             raise UsageError(f"cpu={cpu} is not among the CPUs of this process: {sorted(allowed)}")
         if not 0 <= nice <= _NICE_MAX:
             raise UsageError(f"nice={nice} is outside 0 .. {_NICE_MAX}")
         self._name = name
-        self._cpu = cpu
+        self._cpus = cpus
         self._nice = nice
         self._spin_s = spin_s
         self._watch_s = watch_s
@@ -524,8 +525,8 @@ class ThreadDriver:
 
     def _settle_in(self) -> None:
         """Worker: go where it was told to, and give way to others. Linux does both by thread."""
-        if self._cpu is not None:
-            os.sched_setaffinity(0, {self._cpu})
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)
         with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
             nice = os.getpriority(os.PRIO_PROCESS, 0) + self._nice
             os.setpriority(os.PRIO_PROCESS, 0, min(nice, _NICE_MAX))

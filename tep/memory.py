@@ -45,6 +45,7 @@ class Memory:
         device: "cpu" or "cuda:N".
         readonly: True if nobody may write there.
         owner: the object whose life keeps the bytes mapped; held as long as this record.
+        stands_for: what these bytes are a copy of, in words; "" = nothing. `explain` tells it.
     """
 
     ptr: int
@@ -52,6 +53,7 @@ class Memory:
     device: str
     readonly: bool
     owner: object
+    stands_for: str = ""
 
     @property
     def kind(self) -> str:

@@ -9,6 +9,7 @@ import contextlib
 import math
 import select
 import time
+from collections.abc import Collection
 from threading import Lock
 from typing import Final, cast
 
@@ -47,7 +48,7 @@ class TurnDriver(ThreadDriver):
 
     Args:
         name: of the thread, for debuggers.
-        cpu: pin the worker to this CPU, or None. Callers stay where they are.
+        cpu: pin the worker to this CPU, or to any of these. Callers stay where they are.
         spin_s: how long a wait() polls before it sleeps, seconds; 0 = not at all; 60 = spin, a
             core for as long as somebody waits; None = up to 100 us, while that pays.
         watch_s: how often watched words are read while there is nothing else to do, seconds.
@@ -58,7 +59,7 @@ class TurnDriver(ThreadDriver):
         self,
         name: str = "tep",
         *,
-        cpu: int | None = None,
+        cpu: int | Collection[int] | None = None,
         spin_s: float | None = None,
         watch_s: float = 0.0005,
         call_timeout_s: float = 60.0,
@@ -301,8 +302,8 @@ def driver_for(opened: Opened) -> Driver:
     """What turns an engine over these NICs, where its user has not chosen a driver."""
     match opened.driver:
         case None:
-            return ThreadDriver(opened.name)
+            return ThreadDriver(opened.name, cpu=opened.cpus or None)
         case CallersTurn(spin_s):
-            return TurnDriver(opened.name, spin_s=spin_s)
+            return TurnDriver(opened.name, cpu=opened.cpus or None, spin_s=spin_s)
         case own:
             return cast("Driver", own)

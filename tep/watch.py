@@ -1,4 +1,4 @@
-"""Watched words: 64-bit cells that the host writes (a GPU later) and the engine looks at.
+"""Watched words: 64-bit cells that the host or a GPU writes and the engine looks at.
 
 The reader sees the latest value only; values in between may be missed, hence callbacks get old and
 new.
@@ -13,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.checks import U64_MAX, check_int
-from tep.errors import BusyError, ClosedError
+from tep.errors import BackendUnavailable, BusyError, ClosedError, TepError
+from tep.memory import Memory
 
 __all__ = ["WatchPage", "Watcher"]
 
 WORDS: Final = 512
 """Words of one page: 4,096 bytes. Source: fabric-lib allocates its watchers in one such page."""
+
+_PAGE_BYTES: Final = 8 * WORDS
 
 Callback = Callable[[int, int], object]
 
@@ -29,10 +32,17 @@ class WatchPage:
     Attributes:
         words: all of them, watched or not.
         callbacks: of those that are watched, by index.
+        pin: maps the page for a GPU; None = there is none, and only the host writes words.
+        device_ptr: where kernels find the page, once it is pinned; else None.
     """
 
     def __init__(self) -> None:
-        self.words: npt.NDArray[np.uint64] = np.zeros(WORDS, np.uint64)
+        raw = np.zeros(2 * WORDS, np.uint64)  # room for one whole page at a page's start
+        skip = -raw.ctypes.data % _PAGE_BYTES // 8
+        self.words: npt.NDArray[np.uint64] = raw[skip : skip + WORDS]
+        self.pin: Callable[[Memory], int] | None = None
+        self.device_ptr: int | None = None
+        self._why_not = "the engine was opened without device='cuda:N'"
         self._seen = np.zeros(WORDS, np.uint64)
         self.callbacks: dict[int, Callback] = {}
 
@@ -44,9 +54,36 @@ class WatchPage:
         index = next((k for k in range(WORDS) if k not in self.callbacks), None)
         if index is None:
             raise BusyError(f"alloc_uvm_watcher: all {WORDS} words are in use; close some watchers")
+        if self.pin is not None:
+            self._pin(self.pin)
         self.words[index] = self._seen[index] = 0
         self.callbacks[index] = callback
         return index
+
+    def _pin(self, pin: Callable[[Memory], int]) -> None:
+        """Have the page mapped for the GPU, once; a failure is told by whoever asks for it."""
+        self.pin = None
+        start = int(self.words.ctypes.data)
+        try:
+            self.device_ptr = pin(Memory(start, _PAGE_BYTES, "cpu", False, self.words.base))
+        except TepError as error:
+            self._why_not = f"pinning failed: {error}"
+
+    def device_address(self) -> int:
+        """Where kernels find the page.
+
+        Raises:
+            BackendUnavailable: it is pageable memory, which no kernel can write; says why.
+        """
+        if self.device_ptr is None:
+            raise BackendUnavailable(f"watched words are in pageable memory: {self._why_not}")
+        return self.device_ptr
+
+    def describe(self) -> str:
+        """Who can write the words, for `explain`."""
+        if self.device_ptr is None:
+            return f"{len(self)} in pageable memory, written by the host only: {self._why_not}"
+        return f"{len(self)} in pinned memory; kernels write them at {self.device_ptr:#x}"
 
     def free(self, index: int) -> None:
         """Stop watching a word."""
@@ -80,6 +117,17 @@ class Watcher:
         self._index = index
         self._kick = kick
         self.ptr = int(page.words.ctypes.data) + 8 * index
+
+    @property
+    def device_ptr(self) -> int:
+        """The word's address for kernels of the engine's GPU.
+
+        A kernel that has written it needs __threadfence_system(), or a store of system scope.
+
+        Raises:
+            BackendUnavailable: no kernel can write it; says why.
+        """
+        return self._open().device_address() + 8 * self._index
 
     @property
     def word(self) -> npt.NDArray[np.uint64]:

@@ -16,7 +16,14 @@ from tep.backends.base import Opened
 from tep.checks import check_int, check_text
 from tep.errors import BackendUnavailable, UsageError
 
-__all__ = ["BACKENDS", "BackendModule", "BackendSpec", "load_backend", "open_backend"]
+__all__ = [
+    "BACKENDS",
+    "BackendModule",
+    "BackendSpec",
+    "load_backend",
+    "open_backend",
+    "open_device",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +128,21 @@ def open_backend(backend: str, /, **options: object) -> Opened:
         elif not takes_all:
             raise UsageError(f"{backend}: no option {name!r}; there are: {', '.join(known)}")
     return open_domains(**options)
+
+
+def open_device(backend: str, device: str | None, options: dict[str, object]) -> Opened:
+    """Open the NICs beside a device, "cuda:N" or "cpu"; None: those that the options name.
+
+    Raises:
+        UsageError: as open_backend, or not such a device.
+        BackendUnavailable: as open_backend, or no such device, or no NIC for it.
+    """
+    if device is None:
+        return open_backend(backend, **options)
+    placing = importlib.import_module("tep.backends.placing")  # it imports backends
+    opened = placing.open_at(backend, check_text("device", device), options)
+    assert isinstance(opened, Opened)
+    return opened
 
 
 def _plain(what: str, value: object, annotation: str) -> object:

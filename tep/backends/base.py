@@ -386,9 +386,16 @@ class Opened(NamedTuple):
         driver: None = a worker thread turns the engine. A backend that needs another driver says
             so: CallersTurn, or a driver of its own (`tep.drivers.Driver`, which the seam does not
             know).
+        cpus: where the engine's worker belongs; () = anywhere.
+        about: why these NICs and CPUs were chosen, for `explain`; "" = nothing to say.
+        pin: maps host memory into the address space of the engine's GPU, so that kernels can write
+            it, and returns the address that they use; None = no GPU was named.
     """
 
     domains: tuple[Domain, ...]
     epoch: int
     name: str
     driver: object = None
+    cpus: tuple[int, ...] = ()
+    about: str = ""
+    pin: Callable[[Memory], int] | None = None

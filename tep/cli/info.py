@@ -7,14 +7,18 @@ are (what, why not) of what was looked at and not taken.
 from __future__ import annotations
 
 import platform
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Annotated, Protocol, runtime_checkable
 
+import typer
 from rich.markup import escape
 
 from tep import __version__
 from tep.backends import BACKENDS, load_backend
 from tep.cli.show import Json, emit_json, print_table
 from tep.errors import BackendUnavailable
+from tep.hostfiles import open_files
+from tep.topology import detect
 
 __all__ = ["backend_states", "info"]
 
@@ -58,8 +62,21 @@ def backend_states() -> list[dict[str, object]]:
     return states
 
 
-def info(json: Json = False) -> None:
+def info(
+    json: Json = False,
+    topology: Annotated[
+        bool, typer.Option("--topology", help="Show which GPU is beside which NICs and cores.")
+    ] = False,
+    machine_file: Annotated[
+        Path | None,
+        typer.Option("--machine", help="Of scripts/capture_topology: show that machine instead."),
+    ] = None,
+) -> None:
     """Say which backends can run here; for the others, why not and what would bring them."""
+    if topology or machine_file is not None:
+        seen = detect(open_files(machine_file))
+        emit_json(seen.to_json()) if json else typer.echo(seen.picture())
+        return
     states = backend_states()
     machine = {
         "tep": __version__,

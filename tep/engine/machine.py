@@ -51,6 +51,7 @@ class Machine:
         peers: who they are.
         regions: registered memory, by number.
         kept: regions that were given back, but that a NIC may still touch.
+        about: why it has these NICs and CPUs; "" = they were named, or there is no choice.
         wait_timeout_s: what wait() uses when no timeout is given.
         callback_errors: the last 100 exceptions that users' callbacks raised.
         errors: how many there were.
@@ -82,6 +83,7 @@ class Machine:
             tuple(domain.address for domain in domains),
             tuple(domain.caps.link_bps for domain in domains),
         )
+        self.about = ""
         self.closed = self.crashed = self.ended = False
         self._backlog_max = options.backlog_rows_max
         self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken

@@ -36,6 +36,7 @@ class Reported(Protocol):
     peers: PeerBook
     regions: dict[int, MrHandle]
     kept: dict[MrHandle, None]
+    about: str
     errors: int
     crashed: bool
 
@@ -146,6 +147,7 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
     """
     group = engine.worker.group
     lines = [f"engine {engine.address}"]
+    lines += [f"  {engine.about}"] if engine.about else []
     for k, domain in enumerate(engine.domains):
         caps = domain.caps
         order = "ordered" if caps.ordered else "unordered"
@@ -160,6 +162,9 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
     lines += [f"  {grant.over.describe()}" for grant in grants[:_LISTED_MAX]]
     lines += _failover_lines(engine)
     lines += _quarantine_lines(engine)
+    lines += [f"  watched words: {engine.worker.watch.describe()}"] if engine.worker.watch else []
+    copied = [mr for mr in list(engine.regions.values()) if mr.memory.stands_for]
+    lines += [f"  region {mr.desc.region}: {mr.memory.stands_for}" for mr in copied[:_LISTED_MAX]]
     if peer is None:
         lines += [f"  peer: {link.addr}" for link in list(engine.peers.links.values())]
         return "\n".join(lines)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Self
 
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
-from tep.backends import open_backend
+from tep.backends import open_device
 from tep.backends.base import Access, Domain
 from tep.checks import (
     INT64_MAX,
@@ -50,6 +50,7 @@ from tep.engine.regions import keep_or_free
 from tep.engine.report import engine_stats, explain
 from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError
 from tep.memory import Buffer, adapt
+from tep.topology import Topology, detect
 from tep.turning import driver_for
 from tep.watch import Watcher
 from tep.wire import MrDesc, NetAddr, Target
@@ -104,6 +105,7 @@ class TransferEngine:
         cls,
         backend: str,
         *,
+        device: str | None = None,
         driver: Driver | None = None,
         options: EngineOptions = EngineOptions(),
         **backend_options: object,
@@ -111,7 +113,9 @@ class TransferEngine:
         """Open the NICs of a backend and an engine over them.
 
         Args:
-            backend: a name of `tep info`, e.g. "loopback".
+            backend: a name of `tep info`, e.g. "loopback" or "auto".
+            device: "cuda:N" takes the NICs and the cores beside that GPU, as `detect_topology`
+                finds them, and registers its memory by dma-buf; None = what the backend takes.
             driver: None = what the backend asks for, else one worker thread.
             options: limits and defaults.
             **backend_options: the backend's own, e.g. nics=2.
@@ -120,11 +124,14 @@ class TransferEngine:
             UsageError: unknown backend or option.
             BackendUnavailable: it cannot run here; says what was tried, and what would bring it.
         """
-        opened = open_backend(backend, **backend_options)
+        opened = open_device(backend, device, backend_options)
         name, epoch = opened.name, opened.epoch
         try:
             chosen = driver or driver_for(opened)
-            return cls(opened.domains, driver=chosen, name=name, epoch=epoch, options=options)
+            engine = cls(opened.domains, driver=chosen, name=name, epoch=epoch, options=options)
+            engine._machine.about = opened.about
+            engine._worker.watch.pin = opened.pin
+            return engine
         except OSError as error:
             for domain in opened.domains:
                 domain.close()
@@ -132,6 +139,11 @@ class TransferEngine:
                 f"{name}: the NICs are open, and what turns the engine cannot start",
                 (("a thread and its descriptors (limits: ulimit -n, -u)", str(error)),),
             ) from error
+
+    @staticmethod
+    def detect_topology() -> Topology:
+        """Which GPU of this machine is beside which NICs and cores; see `tep info --topology`."""
+        return detect()
 
     def close(self) -> None:
         """End everything: every open handle settles, NICs and memory are let go. Idempotent."""
@@ -542,7 +554,8 @@ class TransferEngine:
     def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> Watcher:
         """Allocate a 64-bit word; `callback(old, new)` after it changed.
 
-        Values in between may be missed.
+        Values in between may be missed. Where the engine was opened with device="cuda:N", kernels
+        write it at `watcher.device_ptr`.
         """
         self._machine.check_open("alloc_uvm_watcher")
         page = self._worker.watch

@@ -39,7 +39,7 @@ def test_the_core_is_where_this_test_looks() -> None:
 
 def test_core_imports_no_backend_and_nothing_foreign() -> None:
     """The code that is tested against a hostile fabric must be the code that drives hardware."""
-    registry = {"tep.backends", "tep.backends.open_backend", "tep.backends.load_backend"}
+    registry = {"tep.backends", "tep.backends.open_device", "tep.backends.load_backend"}
     found = [
         f"{path}:{line} {name}"
         for path in CORE

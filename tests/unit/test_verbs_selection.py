@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from tep.backends.base import Access, Status, WriteBatch, new_completions
 from tep.backends.verbs import facts, open_domains, probe
-from tep.backends.verbs.selection import Found, choose, gpu_paths, survey
+from tep.backends.verbs.selection import survey
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs import load
 from tep.ffi.ibverbs_wr import ENUMS
+from tep.hostfiles import LiveFiles
 from tep.memory import adapt
+from tep.nics import Found, choose, gpu_paths
 
 IB = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 A, B = "fec0000000000001", "fec0000000000002"
@@ -123,14 +125,15 @@ def test_every_nic_is_taken_or_left_with_a_reason_and_none_for_nothing(found, gp
 def test_gpus_are_found_by_class_and_vendor(tmp_path):
     """The BMC's display is no GPU."""
     kinds = [("0x030200", "0x10de"), ("0x030000", "0x1a03"), ("0x020000", "0x15b3")]
+    pci = "sys/bus/pci/devices"
     for k, (kind, vendor) in enumerate(kinds):
-        folder = tmp_path / f"0000:0{k}:00.0"
-        folder.mkdir()
+        folder = tmp_path / pci / f"0000:0{k}:00.0"
+        folder.mkdir(parents=True)
         (folder / "class").write_text(f"{kind}\n")
         (folder / "vendor").write_text(f"{vendor}\n")
-    (tmp_path / "0000:09:00.0").mkdir()
+    (tmp_path / pci / "0000:09:00.0").mkdir()
 
-    assert [str(tmp_path / "0000:00:00.0")] == gpu_paths(tmp_path)
+    assert [f"/{pci}/0000:00:00.0"] == gpu_paths(LiveFiles(tmp_path))
 
 
 @pytest.fixture

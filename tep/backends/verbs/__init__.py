@@ -27,11 +27,12 @@ from typing import Any, Final
 from tep.backends.base import Opened
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.domain import VerbsDomain
-from tep.backends.verbs.selection import choose, choose_count, gpu_paths, survey
+from tep.backends.verbs.selection import choose_count, survey
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs import Library, load
 from tep.memory import DmabufExport
+from tep.nics import choose, gpu_paths
 
 __all__ = ["Settings", "facts", "open_domains", "probe"]
 
@@ -53,7 +54,7 @@ def open_domains(
 
     Args:
         nics: device names, e.g. ["mlx5_0", "mlx5_1"]; None = all that belong together by the rules
-            of selection.py (`tep info` says which are not taken, and why); a number = as many of
+            of tep.nics (`tep info` says which are not taken, and why); a number = as many of
             these. The same name may stand there more than once.
         name: for reports, and the identity of a restart: peers drop the former incarnation of the
             same name once they hear of the new one.

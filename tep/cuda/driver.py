@@ -1,0 +1,127 @@
+"""The CUDA driver by cuda-python: the one place that imports it, and turns its codes into errors.
+
+Every call goes through `Driver.call`. Contexts are the devices' primary ones, which torch and cupy
+use as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Final
+
+from tep.errors import BackendUnavailable, FabricError
+from tep.hostfiles import CudaDevice
+
+__all__ = ["CURE", "Driver", "driver", "list_devices"]
+
+CURE: Final = "pip install 'tep[cuda]', and NVIDIA's driver (libcuda.so.1) with a GPU"
+
+
+class Driver:
+    """The calls that tep makes, each checked.
+
+    Args:
+        module: cuda.bindings.driver, or a fake of it.
+
+    Raises:
+        BackendUnavailable: the driver cannot be started, e.g. since there is no GPU.
+    """
+
+    def __init__(self, module: ModuleType | Any) -> None:
+        self.m = module
+        self._contexts: dict[int, Any] = {}
+        try:
+            self.call("cuInit", 0)
+        except (FabricError, RuntimeError) as error:  # RuntimeError: no libcuda.so.1
+            raise BackendUnavailable(
+                f"the CUDA driver cannot be started; {CURE}", (("cuInit", str(error)),)
+            ) from error
+
+    def call(self, name: str, *args: object) -> Any:
+        """Make one call; return what it returns beside its code: None, one value or a tuple.
+
+        Raises:
+            FabricError: any other code than CUDA_SUCCESS; names the call and the code.
+        """
+        code, *values = getattr(self.m, name)(*args)
+        if int(code) != 0:
+            shown = ", ".join(hex(arg) if type(arg) is int else str(arg) for arg in args)
+            raise FabricError(f"{name}({shown}): {getattr(code, 'name', code)}", code="PROVIDER")
+        return None if not values else values[0] if len(values) == 1 else tuple(values)
+
+    def count(self) -> int:
+        """How many GPUs the driver shows."""
+        return int(self.call("cuDeviceGetCount"))
+
+    def attribute(self, index: int, name: str) -> int:
+        """One CU_DEVICE_ATTRIBUTE_... of a GPU, named without that prefix."""
+        enum = getattr(self.m.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call("cuDeviceGetAttribute", enum, self.device(index)))
+
+    def device(self, index: int) -> Any:
+        """The driver's handle of a GPU.
+
+        Raises:
+            BackendUnavailable: there is no such GPU.
+        """
+        if not 0 <= index < self.count():
+            raise BackendUnavailable(
+                f"cuda:{index}: the CUDA driver shows {self.count()} GPUs here",
+                (("CUDA_VISIBLE_DEVICES hides others, or the container was not given them", ""),),
+            )
+        return self.call("cuDeviceGet", index)
+
+    @contextlib.contextmanager
+    def on(self, index: int) -> Iterator[None]:
+        """Have a GPU's primary context current in this thread meanwhile."""
+        context = self._contexts.get(index)
+        if context is None:
+            context = self.call("cuDevicePrimaryCtxRetain", self.device(index))
+            self._contexts[index] = context  # kept for the life of the process, as runtimes do
+        self.call("cuCtxPushCurrent", context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent")
+
+
+@functools.cache
+def driver() -> Driver:
+    """The driver of this process, loaded at the first call.
+
+    Raises:
+        BackendUnavailable: no cuda-python, no driver or no GPU; says which.
+    """
+    tried = []
+    for name in ("cuda.bindings.driver", "cuda.cuda"):  # the second: cuda-python before 12.6
+        try:
+            return Driver(importlib.import_module(name))
+        except ImportError as error:
+            tried.append((f"import {name}", str(error)))
+    raise BackendUnavailable(f"cuda-python is not installed; {CURE}", tuple(tried))
+
+
+def list_devices() -> list[CudaDevice]:
+    """Every GPU that the driver shows, in its order.
+
+    Raises:
+        BackendUnavailable: as `driver`.
+    """
+    found = []
+    cuda = driver()
+    for index in range(cuda.count()):
+        device = cuda.device(index)
+        raw = cuda.call("cuDeviceGetPCIBusId", 32, device)
+        name = cuda.call("cuDeviceGetName", 128, device)
+        found.append(CudaDevice(index, _text(raw).lower(), _text(name)))
+    return found
+
+
+def _text(raw: bytes | str) -> str:
+    """A C string as text."""
+    plain = raw if isinstance(raw, str) else raw.decode("ascii", "replace")
+    return plain.split("\0")[0].strip()

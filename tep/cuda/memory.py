@@ -1,0 +1,195 @@
+"""What a pointer is to CUDA, and how a NIC gets at it: dma-bufs, SYNC_MEMOPS, flushes.
+
+Facts are from the documents of the driver API and of GPUDirect RDMA:
+
+- A dma-buf can be made of memory of cuMemAlloc, and of reserved addresses mapped by cuMemMap.
+  Start and length must be multiples of the host's page.
+- Memory of a stream-ordered pool (cuMemAllocAsync) and managed memory are not among them.
+- Mapped memory reaches a NIC only if it was made with gpuDirectRDMACapable.
+
+So torch's default allocator exports, and so does expandable_segments where it makes capable
+memory; `backend:cudaMallocAsync` does not. cupy's default pool exports; `MemoryAsyncPool` does not.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Final, NamedTuple
+
+from tep.cuda.driver import Driver, driver
+from tep.errors import BackendUnavailable, BadRequest, FabricError
+from tep.memory import Memory
+
+__all__ = ["Pointer", "export_dmabuf", "flush", "inspect", "needs_flush", "set_sync_memops"]
+
+_DEVICE, _HOST = 2, 1  # CUmemorytype
+_ORDERED_FOR_OWNER: Final = 100  # CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+_FLUSH_BY_HOST: Final = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
+_NO_DMABUF: Final = (
+    "0: it needs the open kernel modules of NVIDIA's driver 515 or later, Linux 5.12, and a GPU "
+    "since Turing"
+)
+_CAPABLE: Final = "IS_GPU_DIRECT_RDMA_CAPABLE"
+
+
+class Pointer(NamedTuple):
+    """What the driver says of an address.
+
+    Attributes:
+        kind: "device", "pinned", "managed", or "pageable" for memory that CUDA does not know.
+        device: number of the GPU that it belongs to; -1 for pageable memory.
+        start, nbytes: the allocation that it is in, or the mapped part of it; 0: none.
+        is_pooled: whether it comes from a stream-ordered pool.
+        is_capable: whether the driver lets NICs at it.
+    """
+
+    kind: str
+    device: int
+    start: int
+    nbytes: int
+    is_pooled: bool
+    is_capable: bool
+
+
+def inspect(ptr: int, cuda: Driver | None = None) -> Pointer:
+    """Ask the driver what an address is.
+
+    Raises:
+        BackendUnavailable: no driver.
+    """
+    cuda = cuda or driver()
+    names = ("MEMORY_TYPE", "DEVICE_ORDINAL", "IS_MANAGED", "MEMPOOL_HANDLE", _CAPABLE)
+    enum = cuda.m.CUpointer_attribute
+    wanted = [getattr(enum, f"CU_POINTER_ATTRIBUTE_{name}") for name in names]
+    with cuda.on(0):
+        # This call answers for any address; what CUDA does not know has zeros.
+        kind, device, managed, pool, capable = cuda.call(
+            "cuPointerGetAttributes", len(wanted), wanted, ptr
+        )
+    kind = int(kind)
+    if kind not in {_DEVICE, _HOST}:
+        return Pointer("pageable", -1, 0, 0, is_pooled=False, is_capable=False)
+    start = nbytes = 0
+    if kind == _DEVICE and not managed:
+        with cuda.on(int(device)):
+            base, size = cuda.call("cuMemGetAddressRange", ptr)
+        start, nbytes = int(base), int(size)
+    text = "managed" if managed else "device" if kind == _DEVICE else "pinned"
+    return Pointer(text, int(device), start, nbytes, bool(int(pool)), bool(capable))
+
+
+def export_dmabuf(memory: Memory, cuda: Driver | None = None) -> tuple[int, int]:
+    """Export GPU memory as a dma-buf of its own, and have synchronous copies there complete.
+
+    Returns:
+        The descriptor, which belongs to the caller, and where in it the memory begins: only whole
+        pages can be exported, so it is the distance to the start of a page.
+
+    Raises:
+        BadRequest: not memory of that GPU, or not all of it.
+        FabricError: the driver refused; says which setting of the allocator helps.
+        BackendUnavailable: no driver, or this GPU makes no dma-bufs.
+    """
+    cuda = cuda or driver()
+    what = f"dma-buf of {memory.nbytes} bytes at {memory.ptr:#x}"
+    found = _check_exportable(what, memory, cuda)
+    page = mmap.PAGESIZE
+    start = memory.ptr // page * page
+    end = -(-(memory.ptr + memory.nbytes) // page) * page
+    kind = cuda.m.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+    with cuda.on(found.device):
+        set_sync_memops(memory, cuda)
+        try:
+            fd = cuda.call("cuMemGetHandleForAddressRange", start, end - start, kind, 0)
+        except FabricError as error:
+            raise FabricError(f"{what}: {error}{_cure(found)}", code="LOCAL_KEY") from error
+    return int(fd), memory.ptr - start
+
+
+def _check_exportable(what: str, memory: Memory, cuda: Driver) -> Pointer:
+    """What the driver says of memory that is to be exported; raises where it cannot be."""
+    found = inspect(memory.ptr, cuda)
+    if found.kind != "device":
+        raise BadRequest(
+            f"{what}: this is {found.kind} memory; only device memory of cuMemAlloc (cudaMalloc) "
+            "or cuMemMap can be exported"
+        )
+    if memory.device != f"cuda:{found.device}":
+        raise BadRequest(f"{what}: it is on cuda:{found.device}, not on {memory.device}")
+    last = inspect(memory.ptr + memory.nbytes - 1, cuda)
+    if (last.kind, last.device) != (found.kind, found.device):
+        raise BadRequest(f"{what}: its allocation ends at {found.start + found.nbytes:#x}")
+    if not cuda.attribute(found.device, "DMA_BUF_SUPPORTED"):
+        raise BackendUnavailable(
+            f"cuda:{found.device} makes no dma-bufs here",
+            (
+                ("CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED", _NO_DMABUF),
+                ("otherwise", "modprobe nvidia_peermem, and open verbs without dmabuf_export"),
+            ),
+        )
+    return found
+
+
+def _cure(found: Pointer) -> str:
+    """What may help where the driver refuses to export."""
+    if found.is_pooled:
+        return (
+            "; it comes from a stream-ordered pool (cudaMallocAsync); torch: "
+            "PYTORCH_CUDA_ALLOC_CONF=backend:native; cupy: "
+            "cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc)"
+        )
+    if not found.is_capable:
+        return (
+            "; the driver says that NICs cannot reach it: gpuDirectRDMACapable was not set when it "
+            "was made; torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+        )
+    return ""
+
+
+def set_sync_memops(memory: Memory, cuda: Driver | None = None) -> None:
+    """Have synchronous CUDA calls on an allocation return only when they are over.
+
+    cudaMemcpy and cudaMemset may return before they are; a NIC that reads then sends old bytes.
+    """
+    cuda = cuda or driver()
+    attribute = cuda.m.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+    cuda.call("cuPointerSetAttribute", 1, attribute, memory.ptr)
+
+
+def needs_flush(device: int, cuda: Driver | None = None) -> bool:
+    """Whether bytes that a NIC has written need `flush` before a kernel of this GPU reads them.
+
+    Raises:
+        BackendUnavailable: no driver, or no such GPU.
+    """
+    cuda = cuda or driver()
+    return cuda.attribute(device, "GPU_DIRECT_RDMA_WRITES_ORDERING") < _ORDERED_FOR_OWNER
+
+
+def flush(device: int, cuda: Driver | None = None) -> bool:
+    """Have all that NICs have written to a GPU be seen by its kernels; False: nothing was needed.
+
+    To be called after the immediates are counted, before the kernel is started or told.
+
+    Raises:
+        FabricError: it is needed, and this GPU cannot do it for the host.
+        BackendUnavailable: no driver, or no such GPU.
+    """
+    cuda = cuda or driver()
+    if not needs_flush(device, cuda):
+        return False
+    if not cuda.attribute(device, "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _FLUSH_BY_HOST:
+        raise FabricError(
+            f"cuda:{device} does not order what NICs write, and cannot flush it for the host; "
+            "receive in host memory, and copy (tep.cuda.Staged)",
+            code="PROVIDER",
+        )
+    target = cuda.m.CUflushGPUDirectRDMAWritesTarget
+    scope = cuda.m.CUflushGPUDirectRDMAWritesScope
+    with cuda.on(device):
+        cuda.call(
+            "cuFlushGPUDirectRDMAWrites",
+            target.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,
+            scope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER,
+        )
+    return True

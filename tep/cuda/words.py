@@ -1,0 +1,135 @@
+"""Words between host and GPU: host memory that kernels can write, and flags in GPU memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from tep.checks import U64_MAX, check_int
+from tep.cuda.driver import Driver, driver
+from tep.cuda.memory import flush, needs_flush
+from tep.errors import BadRequest, ClosedError, FabricError
+from tep.memory import Memory
+
+if TYPE_CHECKING:
+    from tep.core.transfer import Expectation
+    from tep.engine import TransferEngine
+
+__all__ = ["GpuFlag", "device_number", "pinner"]
+
+_PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
+_FLAG_BYTES = 8
+
+
+def device_number(device: str) -> int:
+    """N of "cuda:N".
+
+    Raises:
+        BadRequest: not such a name.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number.isdigit():
+        raise BadRequest(f"device {device!r} is not 'cuda:N'")
+    return int(number)
+
+
+def pinner(device: str, cuda: Driver | None = None) -> Callable[[Memory], int]:
+    """What maps host memory for a GPU's kernels, and unmaps it when its owner goes.
+
+    The result raises FabricError or BackendUnavailable where that cannot be done.
+    """
+    index = device_number(device)
+
+    def pin(memory: Memory) -> int:
+        chosen = cuda or driver()
+        with chosen.on(index):
+            chosen.call("cuMemHostRegister", memory.ptr, memory.nbytes, _PORTABLE | _MAPPED)
+            weakref.finalize(memory.owner, _unpin, chosen, index, memory.ptr).atexit = False
+            return int(chosen.call("cuMemHostGetDevicePointer", memory.ptr, 0))
+
+    return pin
+
+
+def _unpin(cuda: Driver, index: int, ptr: int) -> None:
+    with cuda.on(index):
+        cuda.call("cuMemHostUnregister", ptr)
+
+
+class GpuFlag:
+    """A 64-bit word in GPU memory that the host sets and kernels spin on.
+
+    What NICs wrote before is flushed before it is set, so a kernel that sees the flag (a load with
+    acquire order, of system scope) sees these bytes as well. It is set on a stream of its own: a
+    kernel that spins does not hold it up.
+
+    Args:
+        device: "cuda:N".
+
+    Attributes:
+        ptr: its address, for kernels.
+
+    Raises:
+        BackendUnavailable: no driver, or no such GPU.
+        FabricError: this GPU has no 64-bit writes in streams.
+    """
+
+    def __init__(self, device: str, cuda: Driver | None = None) -> None:
+        self._cuda = cuda = cuda or driver()
+        self._index = device_number(device)
+        self._closed = True
+        if not cuda.attribute(self._index, "CAN_USE_64_BIT_STREAM_MEM_OPS"):
+            raise FabricError(f"{device} has no 64-bit writes in streams", code="PROVIDER")
+        with cuda.on(self._index):
+            self.ptr = int(cuda.call("cuMemAlloc", _FLAG_BYTES))
+            cuda.call("cuMemsetD8", self.ptr, 0, _FLAG_BYTES)
+            non_blocking = cuda.m.CUstream_flags.CU_STREAM_NON_BLOCKING
+            self._stream = cuda.call("cuStreamCreate", int(non_blocking))
+        self._needs_flush = needs_flush(self._index, cuda)
+        self._closed = False
+
+    def set(self, value: int) -> None:
+        """Make what NICs have written visible, then write the word, 0 <= value < 2**64."""
+        if self._closed:
+            raise ClosedError("this flag is closed")
+        value = check_int("GpuFlag.set: value", value, 0, U64_MAX)
+        if self._needs_flush:
+            flush(self._index, self._cuda)
+        with self._cuda.on(self._index):
+            # The default flags put a memory barrier of system scope before the write.
+            self._cuda.call("cuStreamWriteValue64", self._stream, self.ptr, value, 0)
+
+    def set_on_count(
+        self, engine: TransferEngine, imm: int, count: int, value: int = 1
+    ) -> Expectation:
+        """Set it when `count` immediates `imm` have arrived; the expectation is also a handle.
+
+        If it fails, the flag is not set: kernels that spin without end need another way out.
+        """
+
+        def done(handle: Expectation) -> None:
+            if handle.ok:
+                self.set(value)
+
+        return engine.expect_imm_count(imm, count, on_done=done)
+
+    def close(self) -> None:
+        """Free it. No kernel may look at it any more. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            with self._cuda.on(self._index):
+                self._cuda.call("cuStreamSynchronize", self._stream)
+                self._cuda.call("cuStreamDestroy", self._stream)
+                self._cuda.call("cuMemFree", self.ptr)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
