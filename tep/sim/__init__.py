@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tep.sim.faults_at import clog, kill_nic, mute, pause, restart, revoke, slow, swizzle
     from tep.sim.flow import FlowFabric
     from tep.sim.loop import current_env, run
+    from tep.sim.paths import Network
     from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
     from tep.sim.timing import TimingFabric
@@ -46,6 +47,7 @@ __all__ = [
     "FlowFabric",
     "KillNic",
     "Mute",
+    "Network",
     "Pause",
     "Profile",
     "Restart",
@@ -81,6 +83,7 @@ _ROOMS = {
     "FlowFabric": "flow",
     "KillNic": "faults_at",
     "Mute": "faults_at",
+    "Network": "paths",
     "Pause": "faults_at",
     "Profile": "profile",
     "Restart": "faults_at",

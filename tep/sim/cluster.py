@@ -23,6 +23,7 @@ from tep.sim.trace import Trace
 from tep.units import PS_PER_US
 
 if TYPE_CHECKING:
+    from tep.sim.paths import Network
     from tep.sim.profile import Profile
 
 __all__ = ["Cluster"]
@@ -47,14 +48,17 @@ class _ProfileFabric:
         self,
         env: FabricEnv,
         profile: Profile | str,
-        *,
         seed: int,
         trace: Trace,
+        *,
         move_bytes: bool,
+        network: Network | None,
     ) -> None:
         from tep.sim.timing import TimingFabric  # numpy models: only where a profile is asked for
 
-        self.timing = TimingFabric(env, profile, seed=seed, trace=trace, move_bytes=move_bytes)
+        self.timing = TimingFabric(
+            env, profile, seed=seed, trace=trace, move_bytes=move_bytes, network=network
+        )
 
     def node(self, name: str, nics: int) -> SimNode:  # noqa: ARG002  # see the class
         return self.timing.node(name)
@@ -78,6 +82,7 @@ class Cluster:
         options: of every engine.
         trace: record what happens, for `trace`.
         move_bytes: False, with a profile only: keep time and count, and copy nothing.
+        network: with a profile only: what stands between the NICs; None: one perfect switch.
 
     Attributes:
         engines: one a node, in order; restart() replaces one.
@@ -102,13 +107,14 @@ class Cluster:
         options: EngineOptions = EngineOptions(),
         trace: bool = False,
         move_bytes: bool = True,
+        network: Network | None = None,
     ) -> None:
         nodes = check_int("Cluster: nodes", nodes, 1, _NODES_MAX)
         seed = check_int("Cluster: seed", seed, 0, U64_MAX)
         check_kind("Cluster: options", options, EngineOptions)
         self._call = f"nodes={nodes}, nics={nics!r}, profile={profile!r}, seed={seed}"
         self._call += f", chaos={chaos!r}, names={names!r}, options={options!r}"
-        self._call += f", move_bytes={move_bytes}"
+        self._call += f", move_bytes={move_bytes}, network={network!r}"
         if faults is not None:
             self._call += f", faults={faults!r}"
             if chaos is not None:
@@ -121,6 +127,8 @@ class Cluster:
                 f"Cluster(profile={profile!r}): a profile has its own NICs and no chaos; "
                 "leave out nics and chaos, or the profile"
             )
+        if profile is None and network is not None:
+            raise UsageError("Cluster(network=...): the chaos fabric has none; name a profile")
         if profile is None and not move_bytes:
             raise UsageError("Cluster(move_bytes=False): the chaos fabric always moves bytes")
         self._options = options
@@ -137,7 +145,7 @@ class Cluster:
         else:
             assert profile is not None
             self.fabric = _ProfileFabric(
-                self.env, profile, seed=seed, trace=self.trace, move_bytes=move_bytes
+                self.env, profile, seed, self.trace, move_bytes=move_bytes, network=network
             )
         nodes_made = [self.fabric.node(*pair) for pair in zip(self._names, counts, strict=True)]
         self.engines = [self._open(node) for node in nodes_made]

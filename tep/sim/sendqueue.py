@@ -25,6 +25,7 @@ class Units(NamedTuple):
         ready: when it may leave, ps.
         service: how long it holds the wire, ps.
         last: whether the row ends with it.
+        nbytes: of it.
     """
 
     number: Ints
@@ -32,11 +33,14 @@ class Units(NamedTuple):
     ready: Ints
     service: Ints
     last: npt.NDArray[np.bool_]
+    nbytes: Ints
 
     def pick(self, which: slice | Ints) -> Units:
         """Select some."""
-        number, target, ready, service, last = self
-        return Units(number[which], target[which], ready[which], service[which], last[which])
+        number, target, ready, service, last, nbytes = self
+        return Units(
+            number[which], target[which], ready[which], service[which], last[which], nbytes[which]
+        )
 
     @staticmethod
     def join(parts: list[Units]) -> Units:
@@ -49,11 +53,12 @@ class Units(NamedTuple):
             np.concatenate([part.ready for part in parts]),
             np.concatenate([part.service for part in parts]),
             np.concatenate([part.last for part in parts]),
+            np.concatenate([part.nbytes for part in parts]),
         )
 
 
 _NO_INTS = np.empty(0, np.int64)
-_NOTHING = Units(_NO_INTS, _NO_INTS, _NO_INTS, _NO_INTS, np.empty(0, np.bool_))
+_NOTHING = Units(_NO_INTS, _NO_INTS, _NO_INTS, _NO_INTS, np.empty(0, np.bool_), _NO_INTS)
 
 
 class SendQueue:

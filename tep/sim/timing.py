@@ -26,6 +26,7 @@ from tep.errors import UsageError
 from tep.hashing import below_array, draw_array, stream_key
 from tep.sim.clock import FabricEnv
 from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
+from tep.sim.paths import LAST, NUMBER, Network, Paths, flights, no_flights
 from tep.sim.profile import Profile, load_profile
 from tep.sim.queues import Ints, Rate, fifo_grouped
 from tep.sim.sendqueue import Units
@@ -137,6 +138,7 @@ class TimingFabric:
         seed: of the jitter of unordered profiles.
         trace: where to record what happens; None: nowhere.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
+        network: what stands between the NICs; None: one perfect switch.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class TimingFabric:
         seed: int = 0,
         trace: Trace | None = None,
         move_bytes: bool = True,
+        network: Network | None = None,
     ) -> None:
         self.env = env
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
@@ -167,6 +170,9 @@ class TimingFabric:
         self._nics: list[Nic | None] = []
         self._due_ps = NEVER_PS
         self._window = _WINDOW_MIN
+        self.paths: Paths | None = None
+        if network is not None:
+            self.paths = Paths(network, self.profile.latency_ps, self._receiving)
         # Of each NIC by its number: when its receiving side is free; from when on news, and
         # completions, may wake its owner though no must; whether it is gone; bytes landed here.
         self._free = np.zeros(_NICS_MIN, np.int64)
@@ -199,6 +205,8 @@ class TimingFabric:
         assert self._nics[number] is None, nic.address
         self._nics[number] = nic
         self.gone[number] = False
+        if self.paths is not None:
+            self.paths.place(number, nic.node.name, nic.index)
         return number
 
     def number_of(self, address: bytes) -> int:
@@ -269,7 +277,9 @@ class TimingFabric:
         limit_ps = min(self._next_event_ps(), self._window_ps(nics))
         taken = [(nic, nic.queue.before(limit_ps)) for nic in nics]
         taken = [(nic, stop) for nic, stop in taken if stop > nic.queue.at]
-        if taken:
+        if self.paths is not None:
+            self._settle_paths(self.paths, taken, limit_ps)
+        elif taken:
             self._settle(taken)
         firsts: list[int] = []
         for nic in nics:
@@ -278,8 +288,12 @@ class TimingFabric:
                 firsts.append(int(queue.starts[queue.at]))
             else:
                 del self.active[nic.number]
-        if firsts:
-            self._arm(min(firsts) + self.profile.latency_ps)
+        due = [min(firsts) + self.profile.latency_ps] if firsts else []
+        flying_ps = None if self.paths is None else self.paths.due_ps()
+        if flying_ps is not None:
+            due.append(flying_ps)
+        if due:
+            self._arm(min(due))
 
     def _next_event_ps(self) -> int:
         """The earliest time at which anybody may post again: Rule 1."""
@@ -305,7 +319,9 @@ class TimingFabric:
         units = Units.join([nic.queue.units.pick(span) for (nic, _), span in zip(taken, spans)])
         starts = np.concatenate([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
         arrive = starts + self.profile.latency_ps
-        done = fifo_grouped(arrive, self._receiving(units), units.target, self._free)
+        source = self.ledger.source[units.number - self.ledger.base]
+        receiving = self._receiving(source, units.target, units.service)
+        done = fifo_grouped(arrive, receiving, units.target, self._free)
         ends = units.last.nonzero()[0]
         here = done if not self.slow else np.maximum(done, arrive + units.service)
         landed = here[ends] + self.ledger.extra_ps[units.number[ends] - self.ledger.base]
@@ -326,17 +342,48 @@ class TimingFabric:
         if len(ends):
             self._land(units.number[ends], landed)
 
-    def _receiving(self, units: Units) -> Ints:
+    def _settle_paths(self, paths: Paths, taken: list[tuple[Nic, int]], limit_ps: int) -> None:
+        """The same where the way has servers of its own, in a pass that may have to be shortened.
+
+        A pass says which rows land if nothing new starts before the limit. If the first wake that
+        they cause comes before, it is made again with that as its limit.
+        """
+        while True:
+            parts = [self._flights(nic, stop) for nic, stop in taken]
+            new = np.concatenate(parts) if parts else no_flights()
+            passing = paths.advance(new, limit_ps, self._free)
+            ends = passing.flights[:, LAST] != 0
+            numbers = passing.flights[ends, NUMBER]
+            landed = passing.done[ends] + self.ledger.extra_ps[numbers - self.ledger.base]
+            wake_ps = self._first_wake_ps(numbers, landed)
+            if wake_ps >= limit_ps:
+                break
+            limit_ps = wake_ps
+            taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
+        paths.keep(passing)
+        self._free = passing.receivers
+        for nic, stop in taken:
+            nic.queue.at = stop
+        if len(numbers):
+            self._land(numbers, landed)
+
+    @staticmethod
+    def _flights(nic: Nic, stop: int) -> Ints:
+        span = slice(nic.queue.at, stop)
+        units, starts = nic.queue.units.pick(span), nic.queue.starts[span]
+        columns = (units.number, units.last, units.target, units.service)
+        return flights(columns, starts, nic.number, units.nbytes)
+
+    def _receiving(self, source: Ints, target: Ints, service: Ints) -> Ints:
         """How long each quantum holds its receiver: as long as its sender, but for slow NICs.
 
         A slow sender leaves gaps, in which others are received; a slow receiver takes longer.
         """
         if not self.slow:
-            return units.service
+            return service
         percent = np.full(len(self._free), 100)
         percent[list(self.slow)] = list(self.slow.values())
-        source = self.ledger.source[units.number - self.ledger.base]
-        found: Ints = units.service * percent[units.target] // percent[source]
+        found: Ints = service * percent[target] // percent[source]
         return found
 
     def jitter(self, numbers: Ints) -> Ints | int:

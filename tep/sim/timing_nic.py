@@ -206,7 +206,7 @@ class TimingNic:
         nbytes, target = ledger.nbytes[rows], ledger.target[rows]
         ready = ready + fabric.dma.ps(np.minimum(nbytes, profile.fill_bytes))
         if int(nbytes.max()) <= profile.quantum_bytes:
-            last = np.ones(len(numbers), np.bool_)
+            last, sizes = np.ones(len(numbers), np.bool_), nbytes
             service = np.maximum(fabric.wire.ps(nbytes), profile.op_ps + fabric.dma.ps(nbytes))
         else:
             row, sizes, last = cut_quanta(nbytes, profile.quantum_bytes)
@@ -217,7 +217,7 @@ class TimingNic:
             numbers, target, ready = numbers[row], target[row], ready[row]
         if self.number in fabric.slow:
             service = service * fabric.slow[self.number] // 100
-        self.queue.add(Units(numbers, target, ready, service, last), fabric.env.now)
+        self.queue.add(Units(numbers, target, ready, service, last, sizes), fabric.env.now)
         fabric.sending(self)
 
     def _flaws(self, rows: Ints) -> npt.NDArray[np.bool_] | None:

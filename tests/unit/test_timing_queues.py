@@ -100,7 +100,7 @@ def test_planning_again_changes_nothing_but_what_is_new(items, gaps) -> None:
     queue = SendQueue()
     for index, (posted, ready, work, flow) in enumerate(posts):
         row = [np.array([value]) for value in (index, flow, ready, work)]
-        queue.add(Units(*row, np.array([True])), posted)
+        queue.add(Units(*row, np.array([True]), row[3]), posted)
         queue.at = queue.before(posted)  # the receivers have taken over what started
 
     order, starts = loop_turns([(ready, work, flow) for _, ready, work, flow in posts], 0, {})

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from tep.backends.base import Access, Kind, WriteBatch, new_completions
 from tep.memory import adapt
 from tep.sim.clock import FabricEnv
 from tep.sim.ledger import Agenda
+from tep.sim.paths import Network
 from tep.sim.profile import Profile, load_profile
 from tep.sim.timing import TimingFabric
 from tep.sim.trace import Trace
@@ -97,11 +99,17 @@ class Seam:
         trace: bool = False,
         move_bytes: bool = False,
         nbytes: int = 1 << 34,
+        network: Network | None = None,
     ) -> None:
         self.env = FabricEnv()
         self.trace = Trace(on=trace)
         self.fabric = TimingFabric(
-            self.env, profile, seed=seed, trace=self.trace, move_bytes=move_bytes
+            self.env,
+            profile,
+            seed=seed,
+            trace=self.trace,
+            move_bytes=move_bytes,
+            network=network,
         )
         self.owners = [Owner(self.fabric, f"n{k}", nbytes) for k in range(nodes)]
 
@@ -134,7 +142,9 @@ Posted = tuple[int, int, list[int], list[int]]
 """When, by which node, to which nodes, and how many bytes each row has."""
 
 
-def slow_model(profile: Profile, posts: Iterable[Posted]) -> list[int]:
+def slow_model(
+    profile: Profile, posts: Iterable[Posted], network: Network | None = None
+) -> list[int]:
     """When each row lands, one quantum after the other, with all posts known beforehand."""
     cpu: dict[int, int] = {}
     rows: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -152,8 +162,11 @@ def slow_model(profile: Profile, posts: Iterable[Posted]) -> list[int]:
         arrival for source in sorted(rows) for arrival in _send(profile, source, rows[source])
     ]
     landed = [0] * number
+    if network is not None:
+        _pass(network, profile, arrivals, landed)
+        return landed
     free_at: dict[int, int] = {}
-    for arrive, _, _, target, work, row, last in sorted(arrivals):
+    for arrive, _, _, target, work, row, last, _ in sorted(arrivals):
         free_at[target] = max(arrive, free_at.get(target, 0)) + work
         if last:
             landed[row] = free_at[target]
@@ -166,9 +179,9 @@ def _ps(nbytes: int, bps: int) -> int:
 
 def _send(
     profile: Profile, source: int, rows: list[tuple[int, int, int, int]]
-) -> list[tuple[int, int, int, int, int, int, bool]]:
+) -> list[tuple[int, int, int, int, int, int, bool, int]]:
     """Quanta of one NIC in the order they leave; the same active list as a NIC's arbiter has."""
-    waiting: dict[int, list[tuple[int, int, int, bool]]] = {}
+    waiting: dict[int, list[tuple[int, int, int, bool, int]]] = {}
     order: dict[int, int] = {}
     for place, (ready, target, nbytes, number) in enumerate(rows):
         left, first = nbytes, True
@@ -177,7 +190,7 @@ def _send(
             left -= size
             work = _ps(size, profile.dma_bps) + (profile.op_ps if first else 0)
             work = max(work, _ps(size, profile.wire_bps))
-            waiting.setdefault(target, []).append((ready, work, number, left == 0))
+            waiting.setdefault(target, []).append((ready, work, number, left == 0, size))
             order.setdefault(target, place)
             first = False
             if left == 0:
@@ -189,12 +202,75 @@ def _send(
             for target, queue in waiting.items()
         }
         target = min(waiting, key=lambda t: (*joins[t], order[t], t))
-        _, work, number, last = waiting[target].pop(0)
+        _, work, number, last, size = waiting[target].pop(0)
         start = max(free, joins[target][0])
         free = ended[target] = start + work
         turn += 1
         order[target] = turn
-        found.append((start + profile.latency_ps, source, turn, target, work, number, last))
+        arrive = start + profile.latency_ps
+        found.append((arrive, source, turn, target, work, number, last, size))
         if not waiting[target]:
             del waiting[target]
     return found
+
+
+def _pass(network: Network, profile: Profile, arrivals, landed: list[int]) -> None:
+    """Let quanta pass the servers of a network, an event for each arrival at a server."""
+    latency, leaves = profile.latency_ps, network.leaf_nodes or 1 << 30
+    free: dict[tuple[str, int, int], int] = {}
+    heap = []
+    for arrive, source, turn, target, work, row, last, size in arrivals:
+        start = arrive - latency
+        heap.append((start, source, turn, "leave", target, work, row, last, size, start + work))
+    heapify(heap)
+
+    def serve(server, at: int, work: int, tail: int) -> tuple[int, int]:
+        begin = max(at, free.get(server, 0))
+        free[server] = begin + work
+        return begin, max(tail, begin + work)
+
+    while heap:
+        at, source, turn, stage, target, work, row, last, size, tail = heappop(heap)
+        leaf, other = source // leaves, target // leaves
+        link = _ps(size, network.uplink_bps) if network.uplink_bps else 0
+        way = latency + network.extra_ps.get((f"n{source}", f"n{target}"), 0)
+        if stage == "near":
+            _, tail = serve(("nic", target, 0), at, work, tail)
+            if last:
+                landed[row] = tail
+            continue
+        if leaf == other or stage == "below":
+            if leaf != other and network.uplink_bps:
+                at, tail = serve(("down", other, 0), at, link, tail)
+            at, tail, stage = at + way, tail + way, "near"
+        elif network.circuit_up_ps:
+            at, end = _circuit(network, free, leaf, other, at, link)
+            at, tail = at + network.spine_ps, max(tail, end) + network.spine_ps
+            at, tail, stage = at + way, tail + way, "near"
+        else:
+            if network.uplink_bps:
+                at, tail = serve(("up", leaf, 0), at, link, tail)
+            at, tail, stage = at + network.spine_ps, tail + network.spine_ps, "below"
+        heappush(heap, (at, source, turn, stage, target, work, row, last, size, tail))
+
+
+def _circuit(network: Network, free, leaf: int, other: int, at: int, work: int) -> tuple[int, int]:
+    """Serve on an optical circuit, slot by slot: when the service begins, and when it ends."""
+    slot = network.circuit_up_ps + network.circuit_down_ps
+    turn = (other - leaf) % network.leaves - 1
+    at = max(at, free.get(("circuit", leaf, other), 0))
+    begin = None
+    while True:
+        cycle = at // (slot * (network.leaves - 1)) * slot * (network.leaves - 1)
+        opens = cycle + turn * slot + network.circuit_down_ps
+        closes = opens + network.circuit_up_ps
+        if at >= closes:
+            at = cycle + slot * (network.leaves - 1)
+            continue
+        at = max(at, opens)
+        begin = at if begin is None else begin
+        if at + work <= closes:
+            free["circuit", leaf, other] = at + work
+            return begin, at + work
+        work -= closes - at
+        at = closes

@@ -1,0 +1,271 @@
+"""The way between two NICs when it is not one perfect switch: leaves, uplinks, circuits, distances.
+
+A quantum passes its servers one behind the other: the uplink of its sender's leaf and the downlink
+of its receiver's (or the optical circuit between the two), then the receiving NIC. Each serves in
+order of arrival of first bytes. Bytes flow through: the next server begins a latency after this one
+began, and a quantum has landed when its last byte is through the slowest.
+
+Rule (lookahead): what is not known yet starts at the limit or later, so it cannot arrive at a
+server before the limit plus the shortest way there. What arrives later than that waits in a pool.
+The answers are those of an event for each arrival; tests/unit/test_timing_paths.py holds them
+against a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.errors import UsageError
+from tep.sim.queues import Ints, Rate, fifo_grouped
+
+__all__ = ["LAST", "NUMBER", "Network", "Passing", "Paths", "flights", "no_flights"]
+
+NUMBER: Final = 0
+LAST: Final = 1
+TARGET, SERVICE, NBYTES, SOURCE, START, FIRST, TAIL = range(2, 9)
+_COLUMNS: Final = 9
+_NONE: Final = np.empty((0, _COLUMNS), np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What stands between the NICs; as it is by default, nothing does.
+
+    Attributes:
+        leaf_nodes: nodes below one leaf switch, in the order they are started; 0: all of them.
+        rails: leaves are rails instead: NIC k of every node is on rail k.
+        uplink_bps: of each leaf to the spine, and from the spine to it; 0: as much as is wanted.
+        spine_ps: what the spine adds to the latency.
+        circuit_up_ps, circuit_down_ps: an optical spine: leaf i has a circuit of uplink_bps to leaf
+            i + 1, then i + 2, ... in turn, each for circuit_up_ps after a reconfiguration of
+            circuit_down_ps. 0: packets are switched.
+        leaves: how many there are; needed for circuits.
+        extra_ps: (node, node) -> what the way from one to the other adds to the latency.
+    """
+
+    leaf_nodes: int = 0
+    rails: bool = False
+    uplink_bps: int = 0
+    spine_ps: int = 0
+    circuit_up_ps: int = 0
+    circuit_down_ps: int = 0
+    leaves: int = 0
+    extra_ps: Mapping[tuple[str, str], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        numbers = (self.leaf_nodes, self.uplink_bps, self.spine_ps, self.leaves)
+        if min(*numbers, self.circuit_up_ps, self.circuit_down_ps, *self.extra_ps.values()) < 0:
+            raise UsageError(f"{self}: a number below 0")
+        if self.rails and self.leaf_nodes:
+            raise UsageError(f"{self}: rails, or leaves of so many nodes, not both")
+        if self.circuit_up_ps and (self.leaves < 2 or not self.uplink_bps):
+            raise UsageError(
+                f"{self}: circuits need two leaves or more, and uplink_bps, their rate"
+            )
+
+
+@dataclass(slots=True)
+class Passing:
+    """What one pass would do; `Paths.keep` makes it so.
+
+    Attributes:
+        flights: quanta whose landing is known, a row each.
+        done: when each has landed.
+        receivers: when each receiver is free afterwards.
+    """
+
+    flights: Ints
+    done: Ints
+    receivers: Ints
+    _ups: Ints
+    _downs: Ints
+    _below: Ints
+    _near: Ints
+
+
+def no_flights() -> Ints:
+    """No quanta."""
+    return _NONE
+
+
+def flights(
+    columns: Sequence[npt.NDArray[np.generic]], starts: Ints, source: int, nbytes: Ints
+) -> Ints:
+    """Put quanta into rows.
+
+    Args:
+        columns: number, whether it is the last of its row, target, service.
+        starts: when each leaves.
+        source: the NIC that they leave.
+        nbytes: of each.
+    """
+    rows = np.empty((len(starts), _COLUMNS), np.int64)
+    for k, column in zip((NUMBER, LAST, TARGET, SERVICE), columns, strict=True):
+        rows[:, k] = column
+    rows[:, NBYTES], rows[:, SOURCE], rows[:, START] = nbytes, source, starts
+    rows[:, FIRST], rows[:, TAIL] = starts, starts + rows[:, SERVICE]
+    return rows
+
+
+class Paths:
+    """The servers of one network, and the quanta between them.
+
+    Args:
+        network: what it is.
+        latency_ps: of every way, without what the network adds.
+        receiving: (sources, targets, services) -> how long each holds its receiver.
+    """
+
+    def __init__(
+        self, network: Network, latency_ps: int, receiving: Callable[[Ints, Ints, Ints], Ints]
+    ) -> None:
+        self.network = network
+        self._latency_ps = latency_ps
+        self._receiving = receiving
+        self._rate = Rate(network.uplink_bps) if network.uplink_bps else None
+        self._nodes: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._leaf = np.zeros(16, np.int64)
+        self._ups = np.zeros(16, np.int64)
+        self._downs = np.zeros(16, np.int64)
+        self._below = _NONE  # on their way to a downlink
+        self._near = _NONE  # on their way to a receiver
+
+    def place(self, number: int, node: str, index: int) -> None:
+        """Say where a NIC stands: which node, and which of its NICs.
+
+        Raises:
+            UsageError: more leaves than the network has.
+        """
+        turn = self._nodes.setdefault(node, len(self._nodes))
+        self._names[number] = node
+        network = self.network
+        leaf = index if network.rails else turn // network.leaf_nodes if network.leaf_nodes else 0
+        if network.leaves and leaf >= network.leaves:
+            raise UsageError(f"node {node!r}, NIC {index} is below leaf {leaf} of {network.leaves}")
+        self._leaf = _longer(self._leaf, number)
+        self._leaf[number] = leaf
+        if network.circuit_up_ps:
+            leaf = network.leaves**2
+        self._ups, self._downs = _longer(self._ups, leaf), _longer(self._downs, leaf)
+
+    def due_ps(self) -> int | None:
+        """When the first quantum in a pool can land; None: there is none."""
+        times = [int(self._near[:, FIRST].min())] if len(self._near) else []
+        if len(self._below):
+            times.append(int(self._below[:, FIRST].min()) + self._latency_ps)
+        return min(times, default=None)
+
+    def advance(self, new: Ints, limit_ps: int, receivers: Ints) -> Passing:
+        """Say what lands, if nothing unknown starts before the limit.
+
+        Args:
+            new: quanta that start before the limit, as `flights` makes them.
+            limit_ps: see the rule above.
+            receivers: when each receiving NIC is free; not changed.
+        """
+        ups, downs, below = self._ups.copy(), self._downs.copy(), self._below
+        far = self._leaf[new[:, SOURCE]] != self._leaf[new[:, TARGET]]
+        near = [self._near, self._leave(new[~far])]
+        if self.network.circuit_up_ps:
+            near.append(self._leave(self._switch(new[far], ups)))
+        else:
+            crossing = self._serve(new[far], self._leaf[new[far][:, SOURCE]], ups)
+            crossing[:, [FIRST, TAIL]] += self.network.spine_ps
+            below = np.concatenate((below, crossing))
+            known = below[:, FIRST] < limit_ps + self.network.spine_ps
+            coming, below = below[known], below[~known]
+            near.append(self._leave(self._serve(coming, self._leaf[coming[:, TARGET]], downs)))
+        rows = np.concatenate(near)
+        known = rows[:, FIRST] < limit_ps + self._latency_ps
+        rows, waiting = _in_order(rows[known]), rows[~known]
+        done, free = rows[:, TAIL], receivers
+        if len(rows):
+            service = self._receiving(rows[:, SOURCE], rows[:, TARGET], rows[:, SERVICE])
+            served = fifo_grouped(rows[:, FIRST], service, rows[:, TARGET], receivers)
+            free = receivers.copy()
+            np.maximum.at(free, rows[:, TARGET], served)
+            done = np.maximum(done, served)
+        return Passing(rows, done, free, ups, downs, below, waiting)
+
+    def keep(self, passing: Passing) -> None:
+        """Let a pass have happened."""
+        self._ups, self._downs = passing._ups, passing._downs
+        self._below, self._near = passing._below, passing._near
+
+    def _serve(self, rows: Ints, server: Ints, free: Ints) -> Ints:
+        """Pass uplinks or downlinks; `free` is brought forward."""
+        if self._rate is None or not len(rows):
+            return rows.copy()
+        order = _order(rows)
+        rows, server = rows[order], server[order]
+        service = self._rate.ps(rows[:, NBYTES])
+        done = fifo_grouped(rows[:, FIRST], service, server, free)
+        np.maximum.at(free, server, done)
+        rows[:, FIRST] = done - service
+        rows[:, TAIL] = np.maximum(rows[:, TAIL], done)
+        return rows
+
+    def _switch(self, rows: Ints, free: Ints) -> Ints:
+        """Pass optical circuits, which count time only while they are up."""
+        if not len(rows):
+            return rows
+        assert self._rate is not None, "checked by Network"
+        rows = _in_order(rows)
+        network, leaves = self.network, self.network.leaves
+        source, target = self._leaf[rows[:, SOURCE]], self._leaf[rows[:, TARGET]]
+        up_ps = network.circuit_up_ps
+        slot_ps = up_ps + network.circuit_down_ps
+        cycle_ps = (leaves - 1) * slot_ps
+        opens = ((target - source) % leaves - 1) * slot_ps + network.circuit_down_ps
+        server = source * leaves + target
+        # Of each circuit: how long it has been up, at a time; and back.
+        cycles, within = rows[:, FIRST] // cycle_ps, rows[:, FIRST] % cycle_ps
+        was_up = cycles * up_ps + np.clip(within - opens, 0, up_ps)
+        service = self._rate.ps(rows[:, NBYTES])
+        done = fifo_grouped(was_up, service, server, free)
+        np.maximum.at(free, server, done)
+        begin = done - service
+        rows[:, FIRST] = begin // up_ps * cycle_ps + opens + begin % up_ps
+        last = np.maximum(done - 1, begin)  # the last moment of service, not the next opening
+        ends = last // up_ps * cycle_ps + opens + last % up_ps + (done - last)
+        rows[:, TAIL] = np.maximum(rows[:, TAIL], ends)
+        rows[:, [FIRST, TAIL]] += network.spine_ps
+        return rows
+
+    def _leave(self, rows: Ints) -> Ints:
+        """On the way to the receiver: the latency of the pair."""
+        rows = rows.copy()
+        way: Ints | int = self._latency_ps
+        if self.network.extra_ps and len(rows):
+            pairs = zip(rows[:, SOURCE].tolist(), rows[:, TARGET].tolist(), strict=True)
+            more = [self._extra_ps(*pair) for pair in pairs]
+            way = self._latency_ps + np.array(more, np.int64)[:, None]
+        rows[:, [FIRST, TAIL]] += way
+        return rows
+
+    def _extra_ps(self, source: int, target: int) -> int:
+        pair = self._names.get(source, ""), self._names.get(target, "")
+        return self.network.extra_ps.get(pair, 0)
+
+
+def _longer(column: Ints, index: int) -> Ints:
+    if index < len(column):
+        return column
+    return np.concatenate((column, np.zeros(index + 1, np.int64)))
+
+
+def _order(rows: Ints) -> Ints:
+    """In order of arrival; of those that arrive together by sender, then as they left it."""
+    return np.lexsort((rows[:, START], rows[:, SOURCE], rows[:, FIRST]))
+
+
+def _in_order(rows: Ints) -> Ints:
+    found: Ints = rows[_order(rows)]
+    return found

@@ -1,0 +1,153 @@
+"""Networks that are no perfect switch: held against an event for each arrival, and closed forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tep.errors import UsageError
+from tep.sim.cluster import Cluster
+from tep.sim.paths import Network
+from tep.units import PS_PER_US
+from tests.unit.test_timing import POSTS, scatter
+from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
+
+MiB = 1 << 20
+PAIRS = st.tuples(st.sampled_from(["n0", "n1", "n2", "n3"]), st.sampled_from(["n0", "n1", "n3"]))
+SPINES = st.fixed_dictionaries(
+    {
+        "leaf_nodes": st.integers(1, 3),
+        "uplink_bps": st.sampled_from([0, 50 * 10**9, 377_400_000_000, 10**12]),
+        "spine_ps": st.sampled_from([0, 1, 700_000]),
+        "extra_ps": st.dictionaries(PAIRS, st.integers(0, 20 * US), max_size=4),
+    }
+)
+CIRCUITS = st.fixed_dictionaries(
+    {
+        "leaf_nodes": st.just(1),
+        "leaves": st.just(4),
+        "uplink_bps": st.sampled_from([50 * 10**9, 377_400_000_000]),
+        "circuit_up_ps": st.sampled_from([900_000, 5 * US]),
+        "circuit_down_ps": st.sampled_from([0, 300_000, 10 * US]),
+    }
+)
+
+
+def landings(network: Network | None, posts, profile=PLAIN) -> dict[int, int]:
+    seam = Seam(profile, 4, network=network)
+    landed = watch_landings(seam.owners)
+    for post in sorted(posts):
+        seam.env.call_at(post[0], lambda post: scatter(seam, post), post)
+    seam.run()
+    return landed
+
+
+@given(POSTS, st.one_of(SPINES, CIRCUITS))
+def test_lands_when_the_slow_model_says(posts, knobs) -> None:
+    """Pools, passes made again and closed forms must be exact: each row, to the picosecond."""
+    network = Network(**knobs)
+    columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
+    expected = slow_model(PLAIN, sorted(columns), network)
+
+    assert dict(enumerate(expected)) == landings(network, posts)
+
+
+@given(POSTS)
+def test_a_network_without_limits_is_the_perfect_switch(posts) -> None:
+    """Two ways to compute the same thing: what they disagree about one of them has wrong."""
+    network = Network(leaf_nodes=2)
+
+    assert landings(None, posts) == landings(network, posts)
+
+
+def test_an_uplink_shared_by_four_flows_takes_four_times_as_long() -> None:
+    """Oversubscription: what a leaf sends passes its uplink, whoever sends it."""
+    network = Network(leaf_nodes=2, uplink_bps=PLAIN.wire_bps // 2)
+    posts = [(0, 0, [(2, 8 * MiB)]), (1, 1, [(3, 8 * MiB)])]
+    both = max(landings(network, posts).values())
+    lone = max(landings(None, posts).values())
+    wire_ps = 8 * MiB * 8e12 / PLAIN.wire_bps
+
+    assert 4 * wire_ps == pytest.approx(both - lone + wire_ps, rel=0.02)
+
+
+def test_a_far_pair_is_late_by_its_distance_and_no_other_is() -> None:
+    """Per-pair latency: the shortest way is the lookahead, and the others are longer."""
+    posts = [(0, 0, [(1, 4096)]), (0, 2, [(1, 4096)])]
+    posts = [(k, who, rows) for k, (_, who, rows) in enumerate(posts)]
+    near = landings(Network(), posts)
+    far = landings(Network(extra_ps={("n0", "n1"): 40 * US}), posts)
+
+    assert 40 * US == pytest.approx(far[0] - near[0], abs=200_000)
+    assert far[1] == pytest.approx(near[1], abs=200_000)
+
+
+def test_rails_keep_a_nics_traffic_apart() -> None:
+    """NIC k talks to NIC k without the spine: rails that do not cross cost nothing."""
+    profile = replace(PLAIN, nics=2)
+    seams = [Seam(profile, 2, network=n) for n in (None, Network(rails=True, uplink_bps=10**9))]
+    times = []
+    for seam in seams:
+        landed = watch_landings(seam.owners)
+        seam.owners[0].post([seam.owners[1]], [MiB])
+        seam.run()
+        times.append(landed[0])
+
+    assert times[0] == times[1]
+
+
+def test_an_optical_spine_costs_its_duty_cycle() -> None:
+    """Of a cycle a circuit is up one slot less its reconfiguration: a long flow gets that share."""
+    network = Network(
+        leaf_nodes=1,
+        leaves=4,
+        uplink_bps=PLAIN.wire_bps,
+        circuit_up_ps=90 * PS_PER_US,
+        circuit_down_ps=10 * PS_PER_US,
+    )
+    nbytes = 256 * MiB
+    landed = landings(network, [(0, 0, [(1, nbytes)])])[0]
+    wire_ps = nbytes * 8e12 / PLAIN.wire_bps
+
+    assert wire_ps * 300 / 90 == pytest.approx(landed, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"leaf_nodes": -1},
+        {"rails": True, "leaf_nodes": 2},
+        {"circuit_up_ps": 5, "leaves": 1, "uplink_bps": 5},
+        {"circuit_up_ps": 5, "leaves": 4},
+    ],
+)
+def test_networks_that_contradict_themselves_are_refused(knobs) -> None:
+    """A typing mistake must not become a network."""
+    with pytest.raises(UsageError, match="Network"):
+        Network(**knobs)
+
+
+def test_a_cluster_has_the_network_it_is_given() -> None:
+    """Engines two leaves apart wait for the spine; the chaos fabric has no network to give."""
+    times = []
+    for network in (None, Network(leaf_nodes=1, spine_ps=7 * US)):
+        with Cluster(profile="cx7_400", network=network) as cluster:
+            a, b = cluster.engines
+            mr, _ = a.reg_mr(bytearray(64))
+            _, desc = b.reg_mr(bytearray(64))
+            a.submit_single_write(64, (mr, 0), (desc, 0)).wait()
+            times.append(cluster.now_us)
+
+    assert 7 == pytest.approx(times[1] - times[0], abs=0.01)
+    with pytest.raises(UsageError, match="the chaos fabric has none"):
+        Cluster(network=Network())
+
+
+def test_more_leaves_than_circuits_are_refused() -> None:
+    """A leaf that no circuit leads to would wait for ever."""
+    network = Network(leaf_nodes=1, leaves=3, uplink_bps=10**9, circuit_up_ps=5)
+    with pytest.raises(UsageError, match="below leaf 3 of 3"):
+        Seam(PLAIN, 4, network=network)
