@@ -131,6 +131,62 @@ def fit(
         typer.echo(str(out))
 
 
+@app.command("whatif")
+def whatif(
+    numbers: Annotated[
+        list[str] | None, typer.Argument(help='Changes, e.g. "nic.wire=800 Gb/s" "node.nics=2".')
+    ] = None,
+    profile: Annotated[str, typer.Option(help="The machine: a name or a path.")] = "cx7_400",
+    to: Annotated[str, typer.Option(help="Another machine in its place.")] = "",
+    system: Annotated[list[str] | None, typer.Option(help="moe, kvcache, rl; all.")] = None,
+    slow_nic: Annotated[float, typer.Option(help="One NIC takes so many times as long.")] = 1.0,
+    leaf_gpus: Annotated[int, typer.Option(min=0, help="GPUs below one leaf switch.")] = 0,
+    rails: Annotated[bool, typer.Option("--rails", help="A rail for each NIC of a GPU.")] = False,
+    oversubscription: Annotated[float, typer.Option(help="NICs of a leaf : its uplink.")] = 0.0,
+    spine_us: Annotated[float, typer.Option(help="What the spine adds to the latency.")] = 0.0,
+    optical: Annotated[
+        str, typer.Option(help="UP:DOWN us: circuits in turn, up, and being set up.")
+    ] = "",
+    json: Json = False,
+) -> None:
+    """Change the machine (NICs, links, topology, a NIC that is slow) and say what it does to MoE,
+    KvCache and RL.
+    """
+    from tep.errors import UsageError
+    from tep.reproduce.whatif import Machine, change, effects
+    from tep.sim.profile import load_profile
+
+    try:
+        up, _, down = optical.partition(":")
+        times = (float(up), float(down)) if optical else None
+    except ValueError:
+        raise UsageError(f"--optical {optical!r}: UP:DOWN, microseconds") from None
+    base = Machine(profile=load_profile(profile))
+    changed = change(
+        Machine(profile=load_profile(to or profile)),
+        numbers=numbers or (),
+        slow_nic=slow_nic,
+        leaf_gpus=leaf_gpus,
+        rails=rails,
+        oversubscription=oversubscription,
+        spine_us=spine_us,
+        optical_us=times,
+    )
+    rows = [
+        {
+            "figure": f"{one.system}: {one.figure}",
+            "before": f"{one.before:.1f} {one.unit}",
+            "after": f"{one.after:.1f} {one.unit}",
+            "times": f"{one.factor:.3f}",
+        }
+        for one in effects(base, changed, system or ())
+    ]
+    if json:
+        emit_json(rows)
+    else:
+        print_table(f"{profile}, changed", list(rows[0]), rows)
+
+
 def _swarm(seed: int, runs: int, *, trace: Path | None, json: bool) -> None:
     """Run the engine's own scenarios, up to the first finding."""
     from tep.sim import Trace  # numpy is loaded when something runs

@@ -26,7 +26,7 @@ from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.ttft import PUBLISHED, TtftModel
 from tep.apps.kvcache.words import told_word
 from tep.apps.kvcache.world import World
-from tep.sim import FabricEnv, FlowFabric, Profile, TimingFabric
+from tep.sim import FabricEnv, FlowFabric, Network, Profile, TimingFabric
 from tep.units import PS_PER_S
 
 __all__ = ["Load", "Plant", "Report", "TimedModel", "simulate"]
@@ -43,6 +43,8 @@ class Plant:
         prefill_tp, decode_tp: ranks of each; each rank is an engine.
         profile: the machine: a name of tep.sim.profiles(), or a Profile.
         fabric: "flow" or "timing".
+        network: what stands between the NICs of the timing fabric.
+        slow_nic: there, the first prefiller's first NIC takes so many times as long for every byte.
         model: gives the layout, the chunk and compute times.
         token_s: between two generated tokens; the decoder's time.
         npages: pages of each cache; 256 hold a prompt of 32,768 tokens.
@@ -56,6 +58,8 @@ class Plant:
     decode_tp: int = 4
     profile: Profile | str = "efa_2x200"
     fabric: Literal["flow", "timing"] = "flow"
+    network: Network | None = None
+    slow_nic: float = 1.0
     model: TtftModel = PUBLISHED
     token_s: float = 0.02
     npages: int = 4096
@@ -174,7 +178,8 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
             env, plant.profile, ack_gather_s=plant.ack_gather_s
         )
     elif plant.fabric == "timing":
-        fabric = TimingFabric(env, plant.profile, seed=load.seed, move_bytes=False)
+        network = plant.network
+        fabric = TimingFabric(env, plant.profile, seed=load.seed, move_bytes=False, network=network)
     else:
         raise UsageError(f"Plant.fabric={plant.fabric!r} is neither 'flow' nor 'timing'")
     side = SideOptions(
@@ -250,6 +255,8 @@ async def _play(
         world.add_prefiller(f"p{index}", plant.prefill_tp)
     for index in range(plant.decoders):
         world.add_decoder(f"d{index}", plant.decode_tp)
+    if plant.slow_nic != 1 and isinstance(world.fabric, TimingFabric):
+        world.fabric.slow_down("p0.0", 0, plant.slow_nic)
     tasks = [asyncio.create_task(_at(at_s, event, world)) for at_s, event in events]
     now_s = 0.0
     for at_s, request in arrivals:

@@ -156,24 +156,25 @@ def predict(
     *,
     gpu: Gpu | None = None,
     machine: Profile | None = None,
+    network: sim.Network | None = None,
 ) -> Prediction:
     """Run the step on all ranks.
 
     Args:
         workload: what.
-        indices: the routing; None: drawn from the workload.
-        gpu: other numbers of kernels and proxy than those of the workload's NIC.
-        machine: the same of the NIC's own.
+        indices: the routing; None: drawn.
+        gpu: other kernels and proxy than those of the workload's NIC.
+        machine: other NICs.
+        network: as of sim.Cluster.
 
     Raises:
         UsageError: an unknown NIC, or numbers that contradict each other.
     """
     profile = machine or profile_of(workload)
     gpu = gpu or load_gpu(family_of(workload))
-    node = min(workload.gpus, workload.ep)
-    times = NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
-    link = Nvlink(times, carries_bytes=False)
-    groups = local_groups(workload.ep, node_size=node, links=link.port)
+    speed = NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
+    nvlink = Nvlink(speed, carries_bytes=False)
+    groups = local_groups(workload.ep, node_size=min(workload.gpus, workload.ep), links=nvlink.port)
     draw = indices or draw_indices(workload)
     seen = _Seen()
 
@@ -205,7 +206,7 @@ def predict(
                     seen.marks["combine"].append(alltoall.marks_s)
         seen.barriers.append(alltoall.barrier_s)
 
-    with _cluster(workload, profile) as cluster:
+    with _cluster(workload, profile, network) as cluster:
         cluster.run(_all(rank(cluster, number) for number in range(workload.ep)))
     return _summary(workload, profile, seen)
 
@@ -214,8 +215,10 @@ async def _all(ranks: Iterable[Coroutine[Any, Any, None]]) -> None:
     await asyncio.gather(*ranks)
 
 
-def _cluster(workload: Workload, profile: Profile) -> sim.Cluster:
-    cluster = sim.Cluster(workload.ep, profile=profile, seed=workload.seed, move_bytes=False)
+def _cluster(workload: Workload, profile: Profile, network: sim.Network | None) -> sim.Cluster:
+    cluster = sim.Cluster(
+        workload.ep, profile=profile, seed=workload.seed, move_bytes=False, network=network
+    )
     if workload.slow_nic != 1:
         assert not isinstance(cluster.fabric, sim.ChaosFabric), "there is a profile"
         cluster.fabric.timing.slow_down(cluster.engines[0].name, 0, workload.slow_nic)

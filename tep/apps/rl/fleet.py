@@ -30,6 +30,7 @@ class Fleet:
         profile: of the machines.
         seed: of the fabric's jitter.
         region_bytes: of every region.
+        network: as of sim.Cluster.
 
     Attributes:
         cluster: underneath.
@@ -42,13 +43,15 @@ class Fleet:
         self,
         trains: int,
         rollouts: int,
-        profile: str,
+        profile: str | tep.sim.Profile,
         *,
         seed: int = 0,
         region_bytes: int,
         quantum_bytes: int = QUANTUM_BYTES,
+        network: tep.sim.Network | None = None,
     ) -> None:
-        machine = dataclasses.replace(load_profile(profile), quantum_bytes=quantum_bytes)
+        machine = load_profile(profile) if isinstance(profile, str) else profile
+        machine = dataclasses.replace(machine, quantum_bytes=quantum_bytes)
         self.machine = machine
         self.cluster = tep.sim.Cluster(
             nodes=trains + rollouts,
@@ -59,6 +62,7 @@ class Fleet:
                 *(f"rollout{k}" for k in range(rollouts)),
             ],
             move_bytes=False,
+            network=network,
             options=tep.EngineOptions(wait_timeout_s=3600.0),
         )
         engines = self.cluster.engines

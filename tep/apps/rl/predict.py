@@ -20,6 +20,7 @@ from tep.apps.rl.fleet import QUANTUM_BYTES, Fleet
 from tep.apps.rl.immediates import ROUTING, Kind, count_rows, make_imm
 from tep.apps.rl.published import StageTimes
 from tep.apps.rl.routes import Schedule, Task
+from tep.sim import Network, Profile
 from tep.units import MiB
 
 __all__ = ["Busy", "MeshSpan", "Prediction", "SlowNic", "predict"]
@@ -117,12 +118,13 @@ def predict(
     schedule: Schedule,
     times: StageTimes,
     *,
-    profile: str = "cx7_400",
+    profile: str | Profile = "cx7_400",
     seed: int = 0,
     slow: SlowNic | None = None,
     spans: bool = False,
     gpus_per_node: int | None = GPUS_PER_NODE,
     quantum_bytes: int = QUANTUM_BYTES,
+    network: Network | None = None,
 ) -> Prediction:
     """Simulate one update.
 
@@ -137,6 +139,7 @@ def predict(
             of the gathered bytes (n-1)/n cross from node to node, over all NICs of a node. Its time
             is an input; that it takes bandwidth from the writes is simulated. None: leave it out.
         quantum_bytes: see QUANTUM_BYTES.
+        network: as of sim.Cluster.
     """
     began_s = time.process_time()
     ends = schedule.rows["dst"] + schedule.rows["nbytes"]
@@ -148,6 +151,7 @@ def predict(
         seed=seed,
         region_bytes=region,
         quantum_bytes=quantum_bytes,
+        network=network,
     ) as fleet:
         if slow is not None:
             fleet.slow_down(*slow)
