@@ -45,27 +45,70 @@ def test_verify_efa_holds(run, provider):
     assert "all checks held" in done.stdout
 
 
-def test_the_contract_on_efa_and_efa_direct():
-    """All clauses on the provider that instances have; what they are is in tests/efa."""
+@pytest.mark.parametrize(("name", "tests"), [("contract", 160), ("processes", 11)])
+def test_tests_on_fake_nics(name, tests):
+    """The contract, and processes that are killed, stopped, or run an application: tests/efa."""
     need_fake_efa()
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--color=no", "--tb=short"]
+    command += [] if os.environ.get("TEP_LONG") else ["-m", "not long"]
     # A hang inside a provider call lets no alarm through: a worker that hangs is ended.
-    command += ["--timeout=30", "--timeout-method=thread", "-o", "faulthandler_timeout=0"]
+    command += ["--timeout=50", "--timeout-method=thread", "-o", "faulthandler_timeout=0"]
     with fabric({"nics": 8, "seed": 3}) as run:
         done = subprocess.run(
-            [*command, "-p", "no:randomly", "tests/efa/test_contract.py"],
+            [*command, "-p", "no:randomly", f"tests/efa/test_{name}.py"],
             cwd=ROOT,
             env=os.environ | run.environment(),
             capture_output=True,
             text=True,
-            timeout=150,
+            timeout=200,
             check=False,
         )
     passed = re.search(r"(\d+) passed", done.stdout)
 
     assert 0 == done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
     assert passed is not None, done.stdout[-500:]
-    assert int(passed[1]) >= 160, done.stdout[-500:]
+    assert int(passed[1]) >= tests, done.stdout[-500:]
+
+
+SPOILED = {
+    "nothing": ([], {}),
+    "receives are missing": (["rnr p=0.05"], {}),
+    "a slow NIC": (["slow us=20 p=0.1"], {}),
+    "short queues": ([], {"rq": 4096, "sq": 2048}),
+}
+IMMS = 1_000_000 if os.environ.get("TEP_LONG") else 20_000
+
+
+@pytest.mark.parametrize("fault", SPOILED)
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_no_immediate_is_lost(provider, fault):
+    """10^6 immediates through one NIC (20,000 in a normal run): exactly as many, whatever slows."""
+    need_fake_efa()
+    faults, settings = SPOILED[fault]
+    with fabric({"nics": 1, "seed": 7, **settings}, faults) as run:
+        a, b = children = [Child(run.environment(host)) for host in (0, 1)]
+        try:
+            for child, name in ((a, "a"), (b, "b")):
+                child.do("open", provider=provider, nics=1, name=name, timeout_s=30)
+            a.do("reg", nbytes=8 * IMMS, seed=5)
+            desc = b.do("reg", nbytes=8 * IMMS)
+            how = {"page_bytes": 8, "npages": IMMS, "seed": 5}
+            b.do("expect", imm=7, count=IMMS)
+            a.do("write", tag="w", desc=desc, imm=7, **how)
+            ends = a.do("wait", tag="w", timeout_s=250), b.do("wait", tag="imm7", timeout_s=250)
+
+            assert ("done", "done") == ends
+            assert b.do("check", **how)
+            assert 0 == b.do("count", imm=7)
+        finally:
+            for child in children:
+                child.end()
+        total = run.total()
+
+    assert IMMS == total["imms_landed"]
+    assert 0 == total["overruns"]
+    if fault == "receives are missing":
+        assert total["rnrs"] > IMMS // 100
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])

@@ -88,7 +88,7 @@ class Deaf:
 class Scenario:
     """Six processes, two versions of the weights, and what each rollout worker must hold then."""
 
-    def __init__(self, config, mb, folder):
+    def __init__(self, config, mb, folder, provider="tcp"):
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         model = load_model(folder / "config.json")
         self.files, self.wanted = {}, {}
@@ -103,7 +103,7 @@ class Scenario:
             train=TRAIN,
             infer=INFER,
             backend="libfabric",
-            options={"provider": "tcp", "nics": 1},
+            options={"provider": provider, "nics": 1},
             load=True,
         )
         self.fleet = LocalJob(job, folder)

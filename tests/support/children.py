@@ -21,6 +21,8 @@ NICS = {
     "tcp;ofi_rxm": ["127.0.0.1", "127.0.0.2"],
     "shm": 2,
     "local": 2,
+    "efa": 2,
+    "efa-direct": 2,
 }
 
 
