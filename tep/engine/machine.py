@@ -243,13 +243,11 @@ class Machine:
         return regions.quarantines(self, mr)
 
     def _replaced(self, link: Link) -> None:
-        """A later incarnation of a peer is known: the former is let go of.
-
-        Called with the driver's lock held: whoever met the peer kicks.
-        """
+        """A later incarnation of a peer is known: the former is let go of."""
         why = "a later incarnation of it is known"
         removal = Removal(self, link, self.driver.now_s(), why)
         self.worker.commands.append((self.life.leave, removal))
+        self.driver.kick()  # the verb that met the peer may raise, and then nobody else does
 
     # ------------------------------------------------------------------ for the verbs
 
