@@ -324,7 +324,7 @@ class ThreadDriver:
         # Weak, here and in the worker while it sleeps: an engine that nobody holds is collected.
         # Its NICs are held: the end of a machine that is collected must find them whole.
         self._machine_ref = weakref.ref(machine)
-        self._held = getattr(machine, "_domains", ())
+        self._held = getattr(machine, "domains", ())
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Closed with this object and not in close(): another thread may be about to ring, and by
         # then the number could belong to somebody else's file.

@@ -268,7 +268,7 @@ class Channel:
                 peer = letter.link.peer(nic, remote)
             ctx = next(self._ctxs)
             taken = self._alive[nic] and self._nics[nic].post_note(peer, encode(letter.note), ctx)
-        except TepError as error:  # this NIC cannot connect, or was closed: perhaps another can
+        except (TepError, OSError, MemoryError) as error:  # perhaps another NIC can
             self._failed(letter, str(error))
             return True
         if taken:
@@ -338,6 +338,12 @@ class Channel:
                 self.stale(letter.link)
         else:
             self._failed(letter, Status(status).name, deaf=status == Status.UNREACHABLE)
+
+    def lost(self, nic: int) -> None:
+        """A NIC will never say how its notes fared."""
+        for ctx, letter in tuple(self._out.items()):
+            if letter.path[0] == nic:
+                self.sent(ctx, Status.NIC_DOWN)
 
     def engine_of(self, nic: int, address: bytes) -> bytes:
         """What names the engine of the NIC at an address, as our NIC `nic` understands it."""

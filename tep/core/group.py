@@ -9,7 +9,9 @@ is posted or held. Rule 5: a peer always has a NIC that counts as alive.
 
 from __future__ import annotations
 
+import errno
 import itertools
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Set
@@ -37,6 +39,8 @@ from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
 
 __all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "Pace"]
+
+_log = logging.getLogger("tep")
 
 _TURNS_MAX: Final = 64
 """Batches tried on one NIC in one step: a bound, so that posting cannot starve polling."""
@@ -333,7 +337,10 @@ class DomainGroup:
             stop = pending.stop
             if len(queue) > 1 and stop - start > self._rows_max:
                 stop = start + self._rows_max
-            taken = nic.post(pending.batch, start, stop)
+            try:
+                taken = nic.post(pending.batch, start, stop)
+            except (OSError, MemoryError) as error:
+                return self.give_up(domain, error)
             assert 0 <= taken <= stop - start, (taken, start, stop)
             if taken == 0:
                 if self.outstanding[domain] >= nic.caps.sq_depth:
@@ -583,6 +590,25 @@ class DomainGroup:
             self.alive[domain] = False
             self._routes_version += 1
             self._reroute(lambda pending: pending.domain == domain)
+
+    def give_up(self, domain: int, error: OSError | MemoryError) -> bool:
+        """A NIC's post() or poll() raised, e.g. for want of descriptors: it is down.
+
+        Returns False if a signal interrupted it, and it is to be called again.
+        """
+        if isinstance(error, OSError) and error.errno == errno.EINTR:
+            return False
+        if self.alive[domain]:
+            _log.error("NIC %s is down: %s", self.domains[domain].caps.nic, error, exc_info=error)
+            self.nic_down(domain)
+        return True
+
+    def lost(self, domain: int) -> None:
+        """A NIC will never say how its rows fared."""
+        for ctx, pending in tuple(self.batches.items()):
+            out = pending.at - pending.back
+            if pending.domain == domain and out:
+                self.finish_rows(domain, ctx, out, Status.NIC_DOWN, pending.back)
 
     def first_alive(self) -> int:
         """The first NIC that can be posted on. Raises FabricError if there is none."""

@@ -138,18 +138,29 @@ class Outbox:
             self._take_first(line)
             self._end(message, _FAILED, error)
             return True
-        if not group.domains[domain].post_send(peer, message.payload, self._ctx + 1):
+        try:
+            taken = group.domains[domain].post_send(peer, message.payload, self._ctx + 1)
+        except (OSError, MemoryError) as error:
+            return group.give_up(domain, error)  # over another NIC then
+        if not taken:
             return False
         self._take_first(line)
         self._ctx += 1
         self.posted[self._ctx] = message
         message.posted = True
+        message.over = domain
         line.out += 1
         return True
 
     def _take_first(self, line: _Line) -> None:
         line.waiting.popitem(last=False)
         self.waiting -= 1
+
+    def lost(self, domain: int) -> None:
+        """A NIC will never say how its messages fared."""
+        for ctx, message in tuple(self.posted.items()):
+            if message.over == domain:
+                self.sent(domain, ctx, Status.NIC_DOWN)
 
     def sent(self, domain: int, ctx: int, status: int) -> None:
         """A NIC says how a message fared."""

@@ -233,7 +233,10 @@ class Link:
         if found == _UNKNOWN:
             try:
                 found = self._domains[domain].connect(self.addr.domains[remote])
-            except OSError as error:  # descriptors or memory are used up: what goes there fails
+            except (
+                OSError,
+                MemoryError,
+            ) as error:  # what goes there fails
                 raise FabricError(
                     f"{self._domains[domain].caps.nic}: no connection to {self.addr.name}, whose "
                     f"NIC {remote} is meant: {error}",

@@ -157,17 +157,17 @@ class Message(Handle):
         payload: its bytes, copied at submission.
         link: the peer.
         posted: whether a NIC has it.
-        nic: the peer's NIC that it goes to, once posted.
+        nic, over: the peer's NIC that it goes to, and ours, once posted.
     """
 
-    __slots__ = ("link", "nic", "payload", "posted")
+    __slots__ = ("link", "nic", "over", "payload", "posted")
 
     def __init__(self, owner: Owner, payload: bytes, link: Link, submitted_s: float) -> None:
         super().__init__(owner, submitted_s)
         self.payload = payload
         self.link = link
         self.posted = False
-        self.nic = 0
+        self.nic = self.over = 0
 
     def describe(self) -> str:
         """One line for reports."""

@@ -7,7 +7,6 @@ Rule: other threads only append to `commands`; all else here belongs to the thre
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -54,6 +53,9 @@ _SCALAR_MAX: Final = 24
 
 Measured: one poll of numpy work costs about 10 us.
 """
+
+_RAISES_MAX: Final = 16
+"""How often poll() of a NIC that is down may raise before what it had is ended."""
 
 _WRITE, _IMM, _SENT, _RECV, _DOWN, _NOTE, _FENCED = map(int, Kind)
 _OK: Final = int(Status.OK)
@@ -117,6 +119,8 @@ class Worker:
         self._settled: list[Handle] = []
         self._received: list[tuple[int, int]] = []
         self.outbox = Outbox(self.group, self._end)
+        self._raised = [0 for _ in domains]  # by poll() of each NIC
+        self._gone: set[int] = set()  # NICs that were given up: nothing that they say counts
         self._out: Completions = new_completions(options.poll_rows)
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
         # Kind, status and count of an entry as one number: the first 8 of its 32 bytes.
@@ -146,9 +150,10 @@ class Worker:
         for index, domain in enumerate(group.domains):
             try:
                 n = domain.poll(out)
-            except OSError as error:
-                n = self._give_up(index, error)
-            if n:
+            except (OSError, MemoryError) as error:
+                n = 0
+                work |= self._give_up(index, error)
+            if n and index not in self._gone:
                 work = True
                 if n == 1:
                     self._take_rows(index, (take_completion(out, 0),))
@@ -162,16 +167,31 @@ class Worker:
             self._settle_reached()
         return work or self._settled != []
 
-    def _give_up(self, index: int, error: OSError) -> int:
-        """A NIC's poll() raised, e.g. for want of descriptors: it is down, and the engine lives.
+    def _give_up(self, index: int, error: OSError | MemoryError) -> bool:
+        """A NIC's poll() raised: it is down. For a while it is polled on, for the rows that it has.
 
-        It is polled on, for the rows that it has. Return how many entries are in the buffer: none.
+        Returns whether another turn is wanted.
         """
-        if error.errno != errno.EINTR and self.group.alive[index]:
-            nic = self.group.domains[index].caps.nic
-            _log.error("NIC %s is down: %s", nic, error, exc_info=error)
-            self.group.nic_down(index)
-        return 0
+        if not self.group.give_up(index, error):
+            return True
+        if index in self._gone:
+            return False
+        self._raised[index] += 1
+        if self._raised[index] == _RAISES_MAX:
+            self._lose(index)
+        return True
+
+    def _lose(self, index: int) -> None:
+        """A NIC cannot be polled: close it, end what it had, and hear no more from it."""
+        self._gone.add(index)
+        domain = self.group.domains[index]
+        try:
+            domain.close()
+        except (OSError, MemoryError) as error:
+            _log.error("NIC %s cannot be closed: %s", domain.caps.nic, error, exc_info=error)
+        self.group.lost(index)
+        self.outbox.lost(index)
+        self.channel.lost(index)
 
     def deliver(self) -> None:
         """Run users' callbacks for what the steps before brought.
@@ -465,9 +485,15 @@ class Worker:
         self.recovery.close(closed_error())
         self.channel.close()
         for index, domain in enumerate(self.group.domains):
-            domain.close()
-            while n := domain.poll(self._out):
-                self._take_rows(index, self._out[:n].tolist())
+            if index in self._gone:
+                continue
+            try:
+                domain.close()
+                while n := domain.poll(self._out):
+                    self._take_rows(index, self._out[:n].tolist())
+            except (OSError, MemoryError) as error:
+                self.group.give_up(index, error)
+                self._lose(index)
         self._settle_ended()
         self._settle_reached()
         self.leases.closed()

@@ -63,6 +63,87 @@ def test_a_nic_whose_backend_raises_is_given_up_and_the_engine_lives(
         p.b.expect_imm_count(2, ends.count("done")).wait(WAIT_S)
 
 
+SCARCE = [OSError(errno.EMFILE, "scarce"), OSError(errno.EINTR, "scarce"), MemoryError("scarce")]
+
+
+@pytest.mark.parametrize("error", SCARCE, ids=repr)
+@pytest.mark.parametrize("verb", ["post", "post_send", "post_note", "connect"])
+@pytest.mark.parametrize("nics", [1, 2])
+def test_what_a_nic_raises_ends_no_engine(
+    error: BaseException, verb: str, nics: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MemoryError, or an OSError of post(), ended every transfer to every peer."""
+    with pair(nics, nics) as p:
+        p.b.submit_recvs(64, 8, lambda _: None)
+        p.settle(p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1))
+        other = p.more("other", 1)
+        _, there = other.reg_mr(np.zeros(8, np.uint8))
+        nic, left = p.a._domains[0], [2]
+        healthy = getattr(type(nic), verb)
+
+        def scarce(self: object, *args: object) -> object:
+            if self is nic and left[0]:
+                left[0] -= 1
+                raise error
+            return healthy(self, *args)
+
+        monkeypatch.setattr(type(nic), verb, scarce)
+        sent = [
+            p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 2),
+            p.a.submit_send(p.b.main_address, b"x"),
+            p.a.fail(p.b.main_address, 77, "never mind"),
+            p.a.submit_single_write(8, (p.mr, 0), (there, 0), 2),
+        ]
+        p.settle(*sent)
+
+        assert left[0] < 2, "nothing was raised"
+        if nics == 2 or getattr(error, "errno", 0) == errno.EINTR:
+            p.settle(last := p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 3))
+            assert last.ok, last.error
+        p.settle(p.b.submit_single_write(8, (p.dst_mr, 0), (there, 0), 4))
+        p.a.close()
+        assert p.a.stats().callback_errors == 0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError("broken")], ids=repr)
+@pytest.mark.parametrize("ends", ["by itself", "by close"])
+@pytest.mark.parametrize("nics", [1, 2])
+def test_a_nic_that_can_be_polled_no_more_keeps_nobody_waiting(
+    error: BaseException, ends: str, nics: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had never came back: its transfers, and close(), would have waited for ever."""
+    with pair(nics, nics) as p:
+        nic = p.a._domains[0]
+        kind, closed = type(nic), []
+        poll, close = kind.poll, kind.close
+
+        def broken(self: object, out: object) -> int:
+            if self is nic:
+                raise error
+            return int(poll(self, out))
+
+        def noted(self: object) -> None:
+            closed.append(self)
+            close(self)
+
+        monkeypatch.setattr(kind, "poll", broken)
+        monkeypatch.setattr(kind, "close", noted)
+        sent = [p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 5) for _ in range(3)]
+        sent.append(p.a.submit_send(p.b.main_address, b"x"))
+        if ends == "by itself":
+            p.settle(*sent)
+            assert nic in closed
+        p.a.close()
+        assert all(each.finished for each in sent)
+        assert nic in closed
+        if nics == 1:
+            assert not any(each.ok for each in sent)
+        p.quiet()
+        came = dict(p.b.stats().imms_unexpected).get(5, 0)
+        assert came >= sum(each.ok for each in sent[:3])
+        assert came <= 3
+
+
 @pytest.mark.parametrize("code", SHORT)
 def test_a_connection_that_cannot_be_made_fails_what_goes_there(
     code: int, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,7 @@ LONGER: dict[str, str] = {
     "tests/property/test_numbers.py::verbs": "a table: one entry for each argument of each verb",
     "tep/engine/verbs.py": "one thought: the verbs that users call, each with what it promises",
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",
+    "tep/engine/worker.py": "one thought: a step, and what each completion of a NIC means",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
     "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }
