@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeout,
     )
+    from tep.opening import open_libfabric, open_local, open_loopback, open_verbs
     from tep.watch import Watcher
     from tep.wire import Lease, MrDesc, NetAddr
 
@@ -106,6 +107,10 @@ __all__ = [
     "as_completed",
     "count_imms",
     "gather",
+    "open_libfabric",
+    "open_local",
+    "open_loopback",
+    "open_verbs",
     "rendezvous",
     "sim",
 ]
@@ -158,6 +163,7 @@ _ROOMS = {
         "PeerGroup",
         "TransferEngine",
     ),
+    "tep.opening": ("open_libfabric", "open_local", "open_loopback", "open_verbs"),
     "tep.watch": ("Watcher",),
     "tep.core.stats": (
         "EngineStats",

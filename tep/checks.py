@@ -6,6 +6,7 @@ looks at `type(value) is int` first, and calls here for all else only.
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ __all__ = [
     "check_seconds",
     "check_text",
     "is_bytes",
+    "nearest",
     "shown",
     "unpicklable",
 ]
@@ -158,6 +160,12 @@ def check_kind(
 def is_bytes(values: object) -> bool:
     """Whether this is a tuple of byte strings."""
     return isinstance(values, Iterable) and all(isinstance(value, bytes) for value in values)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What a misspelt name may have meant, for the end of a message; "" if nothing is near."""
+    found = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def unpicklable(instead: str) -> Callable[[object], NoReturn]:

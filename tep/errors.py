@@ -1,8 +1,22 @@
 """Every exception tep raises, sorted by whose fault it is; no other room defines one.
 
-`UsageError` is yours and is raised before anything is posted. `FabricError` is the wire's or the
-peer's. `BackendUnavailable` says what was tried and why each try failed. A bug in tep is an
-`assert`.
+    TepError
+      UsageError, a ValueError   yours: raised before anything is posted; the call has to change
+        BadRequest                 arguments that contradict each other, or their regions
+        BadDescriptor              bytes or objects that are no address, descriptor or lease
+          StaleEpoch                 of a peer that has restarted: ask it for fresh ones
+        ClosedError                the engine, region or handle is closed
+        LeaseError                 the lease is over, or somebody else's
+      BusyError                  not now: the same call may succeed later
+      FabricError                the wire's, the NIC's or the peer's: `code` says which
+      RendezvousError            processes that were to meet did not
+      BackendUnavailable         a backend cannot run here: `tried` says why
+      Cancelled                  a handle's end after cancel()
+      WaitTimeout, a TimeoutError   a wait ran out of time; the handle is valid, wait again
+      StallError                 nothing can end this wait (simulation)
+      CallbackError              a callback raised; see `engine.callback_errors`
+
+A bug in tep is an `assert`.
 """
 
 from __future__ import annotations
@@ -55,8 +69,8 @@ class ClosedError(UsageError):
     """The engine, region or handle was closed or freed before this call."""
 
 
-class BusyError(UsageError):
-    """The memory is still in use by transfers in flight, or leased to a peer."""
+class BusyError(TepError):
+    """Not now: memory is in use or leased, or queues are full. The same call may succeed later."""
 
 
 class LeaseError(UsageError):

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.checks import U64_MAX, check_int
+from tep.checks import U64_MAX, check_int, unpicklable
 from tep.errors import BackendUnavailable, BusyError, ClosedError, TepError
 from tep.memory import Memory
 
@@ -117,6 +117,13 @@ class Watcher:
         self._index = index
         self._kick = kick
         self.ptr = int(page.words.ctypes.data) + 8 * index
+
+    __reduce__ = unpicklable("it is memory of this process; send its `ptr` to who shares it")
+
+    def __repr__(self) -> str:
+        page = self._page
+        state = "closed" if page is None else f"value {int(page.words[self._index])}"
+        return f"Watcher(word {self._index} at {self.ptr:#x}: {state})"
 
     @property
     def device_ptr(self) -> int:

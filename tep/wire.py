@@ -61,6 +61,9 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
                 what = f"{type(self).__name__}: {name}={shown(value)}"
                 raise BadDescriptor(f"{what} cannot be: {error}") from None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self})"
+
     def to_bytes(self) -> bytes:
         """Encode as envelope + payload; `from_bytes` of the same class is the inverse."""
         payload = msgspec.msgpack.encode(self)

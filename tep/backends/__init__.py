@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from tep.backends.base import Opened
-from tep.checks import check_int, check_text
+from tep.checks import check_int, check_text, nearest
 from tep.errors import BackendUnavailable, UsageError
 
 __all__ = [
@@ -102,7 +102,8 @@ def load_backend(name: str) -> BackendModule:
     """
     spec = BACKENDS.get(name)
     if spec is None:
-        raise UsageError(f"backend {name!r} is unknown; there are: {', '.join(sorted(BACKENDS))}")
+        known = f"there are: {', '.join(sorted(BACKENDS))}"
+        raise UsageError(f"backend {name!r} is unknown; {known}{nearest(name, BACKENDS)}")
     try:
         return cast("BackendModule", importlib.import_module(spec.module))
     except ImportError as error:
@@ -126,7 +127,8 @@ def open_backend(backend: str, /, **options: object) -> Opened:
         if name in known:
             options[name] = _plain(f"{backend}: {name}", value, str(known[name].annotation))
         elif not takes_all:
-            raise UsageError(f"{backend}: no option {name!r}; there are: {', '.join(known)}")
+            near = nearest(name, known)
+            raise UsageError(f"{backend}: no option {name!r}; there are: {', '.join(known)}{near}")
     return open_domains(**options)
 
 

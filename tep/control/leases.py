@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from tep.backends.base import Access, Domain, Status
-from tep.checks import check_seconds
+from tep.checks import check_seconds, unpicklable
 from tep.control.channel import Channel
 from tep.control.fencing import Fencing
 from tep.control.messages import NICS_MAX, Answer, Ended, Renewed
@@ -123,6 +123,11 @@ class Grant:
     def __str__(self) -> str:
         where = f"bytes {self.start} .. {self.stop} of region {self.mr.desc.region}"
         return f"lease {self.lease.number} of {where} to {self.link.addr.name}"
+
+    __reduce__ = unpicklable("it is the owner's end; send `grant.lease.to_bytes()` to the writer")
+
+    def __repr__(self) -> str:
+        return f"Grant({self.over.describe()})"
 
     @property
     def left_s(self) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
+from tep.checks import unpicklable
 from tep.control.channel import Drop
 from tep.control.messages import Ping, Pong
 from tep.control.reopening import Reopening
@@ -159,6 +160,8 @@ class PeerWatch:
     def close(self) -> None:
         """Ask no more. Idempotent; the state stays what transfers reveal."""
         self.closed = True
+
+    __reduce__ = unpicklable("it is asked from this process; send `watch.peer`")
 
     def __repr__(self) -> str:
         closed = ", closed" if self.closed else ""

@@ -173,7 +173,7 @@ class Handle:
             raise_escaped()
         if self._state is _PENDING and not owner.driver.wait(self, timeout_s):
             raise_escaped()
-            raise self.late(timeout_s)
+            raise self._late(timeout_s)
         return self if self._state is _DONE else self.result()
 
     @property
@@ -181,7 +181,7 @@ class Handle:
         """What wait() uses when no timeout is given: the engine's, seconds."""
         return self._owner.wait_timeout_s
 
-    def late(self, timeout_s: float) -> WaitTimeout:
+    def _late(self, timeout_s: float) -> WaitTimeout:
         """The error of a wait that ran out of time: what was waited for, and a stall report."""
         return WaitTimeout(f"{self.describe()} after {timeout_s} s\n{self._owner.stall_report()}")
 
@@ -202,7 +202,7 @@ class Handle:
         yield from until_finished(self)
         return self.result()
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         """Raise UsageError if awaiting it under this event loop could never end."""
         self._owner.driver.check_await(loop)
 
@@ -280,8 +280,8 @@ class Awaited(Protocol):
     def wait_timeout_s(self) -> float: ...
 
     def describe(self) -> str: ...
-    def late(self, timeout_s: float, /) -> WaitTimeout: ...
-    def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None: ...
+    def _late(self, timeout_s: float, /) -> WaitTimeout: ...
+    def _check_await(self, loop: asyncio.AbstractEventLoop, /) -> None: ...
     def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
     def remove_done_callback(self, callback: Callable[..., object], /) -> None: ...
 
@@ -292,7 +292,7 @@ def until_finished(waited: Awaited) -> Generator[object, None, None]:
     if escaped:
         raise_escaped()
     while not waited.finished:
-        waited.check_await(loop)
+        waited._check_await(loop)
         future: asyncio.Future[None] = loop.create_future()
         wake = _waker(loop, future)
         try:
@@ -336,7 +336,7 @@ async def wait_for(waited: Awaited, timeout_s: float | None) -> None:
         if not limit.expired():
             raise
         if not waited.finished:
-            raise waited.late(timeout_s) from None
+            raise waited._late(timeout_s) from None
 
 
 def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[..., None]:

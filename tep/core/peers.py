@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
+from tep.checks import unpicklable
 from tep.control.holding import Holding
 from tep.core.region import Link, MrHandle, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
@@ -41,6 +42,15 @@ class PeerGroup:
         # One record, replaced as a whole: another thread never sees one request's descriptors with
         # another's targets.
         self._steady: _Steady | None = None
+
+    __reduce__ = unpicklable("its peers are connected in this process; send their addresses")
+
+    def __repr__(self) -> str:
+        gone = [link.addr.name for link in self.links if not link.current]
+        names = ", ".join(link.addr.name for link in self.links[:8])
+        more = f" and {len(self.links) - 8} more" if len(self.links) > 8 else ""
+        old = f"; replaced or removed: {', '.join(gone)}" if gone else ""
+        return f"PeerGroup({len(self.links)} peers: {names}{more}{old})"
 
     def targets(self, descs: Sequence[Target], what: str) -> Targets:
         """Resolve descriptors of the group's peers, or find them resolved.

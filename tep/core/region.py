@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Access, Column, Domain, DomainKey
+from tep.checks import unpicklable
 from tep.core.quarantine import Quarantine
 from tep.core.sums import Lane
 from tep.errors import BadRequest, ClosedError, FabricError
@@ -89,6 +90,8 @@ class MrHandle:
         self.inflight = 0
         self.readers: frozenset[int] = frozenset()
         self.closed = False
+
+    __reduce__ = unpicklable("it is memory of this process; send `mr.desc.to_bytes()` to peers")
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:

@@ -85,7 +85,7 @@ class _Together(Generic[H]):
         """What is used when no timeout is given: the largest of their engines', seconds."""
         return max((handle.wait_timeout_s for handle in self.handles), default=0.0)
 
-    def late(self, timeout_s: float) -> WaitTimeout:
+    def _late(self, timeout_s: float) -> WaitTimeout:
         """The error of a wait that ran out of time: what is open, and their engines' reports."""
         still = [handle for handle in self.handles if not handle.finished]
         lines = [f"{self.describe()} after {timeout_s} s"]
@@ -126,7 +126,7 @@ class _Together(Generic[H]):
                     return False
         return self.finished
 
-    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _check_await(self, loop: asyncio.AbstractEventLoop) -> None:
         """Raise UsageError if awaiting it under this event loop could never end."""
         for owner in self._owners():
             owner.driver.check_await(loop)
@@ -211,7 +211,7 @@ class Gathered(_Together[H]):
             timeout_s = self.wait_timeout_s
         timeout_s = check_seconds("gather: timeout_s", timeout_s, -math.inf, math.inf)
         if not self._wait_until(timeout_s):
-            raise self.late(timeout_s)
+            raise self._late(timeout_s)
         return self.result()
 
     async def wait_async(self, timeout_s: float | None = None) -> list[H | TepError]:
@@ -252,7 +252,7 @@ class Completed(_Together[H]):
 
     def __next__(self) -> H:
         if not self._wait_until(self._left_s()):
-            raise self.late(self._timeout_s)
+            raise self._late(self._timeout_s)
         if not self._ready:
             raise StopIteration
         return self._ready.popleft()
@@ -264,7 +264,7 @@ class Completed(_Together[H]):
         try:
             await wait_for(self, self._left_s())
         except WaitTimeout:
-            raise self.late(self._timeout_s) from None
+            raise self._late(self._timeout_s) from None
         if not self._ready:
             raise StopAsyncIteration
         return self._ready.popleft()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from tep.checks import INT64_MAX, check_int
+from tep.checks import INT64_MAX, check_int, unpicklable
 from tep.core.handle import Handle, Owner
 from tep.core.quarantine import doubts_text
 from tep.core.region import Remote, Targets
@@ -276,6 +276,11 @@ class ImmCounter:
         self._counts = table.counts
         self._take = take
         self.imm = imm
+
+    __reduce__ = unpicklable("it counts in this process; send its `value`")
+
+    def __repr__(self) -> str:
+        return f"ImmCounter(imm {self.imm:#x}: {self.value} not used)"
 
     @property
     def value(self) -> int:

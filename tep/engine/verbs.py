@@ -450,7 +450,11 @@ class TransferEngine:
 
         A buffer leaves the pool while the callback runs, and goes back then: copy what must stay.
         Without a free buffer a sender waits; a message longer than `nbytes` fails there: LENGTH.
-        One call opens at most 2**20 buffers and 16 GiB a NIC.
+        One call opens at most 2**20 buffers and 16 GiB a NIC. Another call with the same callback
+        adds buffers; an engine has one callback.
+
+        Raises:
+            BadRequest: impossible numbers, or the engine has another callback.
         """
         self._machine.check_open("submit_recvs")
         nbytes = check_int("submit_recvs: nbytes", nbytes, 1, POOL_BYTES_MAX)
@@ -462,6 +466,12 @@ class TransferEngine:
             )
 
         def post() -> None:
+            former = self._worker.receive
+            if former is not None and former != callback:
+                raise BadRequest(
+                    f"submit_recvs: messages go to {shown(former)} already; have one callback tell "
+                    "them apart, or open another engine"
+                )
             self._worker.receive = callback
             for domain in itertools.compress(self._domains, self._worker.group.alive):
                 domain.post_recvs(nbytes, count)

@@ -84,7 +84,7 @@ def verbs(p: Pair) -> dict[str, Rules]:
     scatter = partial(e.submit_scatter, p.mr)
     grant = p.b.lease(p.dst_mr, p.a.main_address, for_s=1e6)
     watcher = e.alloc_uvm_watcher(lambda *_: None)
-    e.submit_recvs(8, 1, lambda _: None)
+    e.submit_recvs(8, 1, repr)
 
     def watch(**given: float) -> None:
         e.watch_peer(peer, **given).close()
@@ -99,9 +99,9 @@ def verbs(p: Pair) -> dict[str, Rules]:
         sound = all(isinstance(n, int | np.integer) for n in (nbytes, count))
         if sound and not (0 < nbytes * count < 2**20 or nbytes < 1 or count < 1):
             with pytest.raises(tep.BadRequest):  # else so much memory would be taken
-                e.submit_recvs(min(nbytes, 2**40), 2**40, print)
+                e.submit_recvs(min(nbytes, 2**40), 2**40, repr)
             return
-        e.submit_recvs(nbytes, count, lambda _: None)
+        e.submit_recvs(nbytes, count, repr)
 
     one = {"routing": lambda v: single(8, routing=v), "imm": lambda v: single(8, imm=v)}
     return {
@@ -162,13 +162,13 @@ def verbs(p: Pair) -> dict[str, Rules]:
         "ImmCounter.take": numbers(e.imm_counter(9).take, "count"),
         "Grant.renew": numbers(grant.renew, "for_s"),
         "Watcher.store": numbers(watcher.store, "value"),
-        "Expectation.wait": {"timeout": partial(wait, p)},
+        "Expectation.wait": {"timeout_s": partial(wait, p)},
         "Expectation.wait_async": {"timeout_s": partial(wait_async, p)},
-        "Transfer.wait": {"timeout": partial(wait, p)},
+        "Transfer.wait": {"timeout_s": partial(wait, p)},
         "Transfer.wait_async": {"timeout_s": partial(wait_async, p)},
-        "Message.wait": {"timeout": partial(wait, p)},
+        "Message.wait": {"timeout_s": partial(wait, p)},
         "Message.wait_async": {"timeout_s": partial(wait_async, p)},
-        "Removal.wait": {"timeout": partial(wait, p)},
+        "Removal.wait": {"timeout_s": partial(wait, p)},
         "Removal.wait_async": {"timeout_s": partial(wait_async, p)},
         "raw memory: ptr": {"pointer": lambda v: adapt((v, 1 << 12, "cuda:0"))},
         "raw memory: nbytes": {"bytes": lambda v: adapt((1 << 12, v, "cuda:0"))},

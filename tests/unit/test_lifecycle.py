@@ -241,7 +241,7 @@ def test_a_path_that_was_given_up_is_fenced_and_used_again() -> None:
             pass_time(cluster, 50)
         assert set() == link.shut
         assert (0, 0) not in {doubt.path for doubt in lost.in_doubt}, "it was fenced meanwhile"
-        assert write(a, regions).wait() is None
+        assert write(a, regions).wait().ok
 
 
 @pytest.mark.slow

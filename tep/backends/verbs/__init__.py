@@ -29,6 +29,7 @@ from tep.backends.verbs.device import Device
 from tep.backends.verbs.domain import VerbsDomain
 from tep.backends.verbs.selection import choose_count, survey
 from tep.backends.verbs.settings import Settings
+from tep.checks import nearest
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs import Library, load
 from tep.memory import DmabufExport
@@ -70,9 +71,10 @@ def open_domains(
     """
     known = {field.name for field in fields(Settings)}
     if unknown := sorted(set(settings) - known):
+        names = ["nics", "name", "epoch", "library", "dmabuf_export", *sorted(known)]
         raise UsageError(
-            f"verbs: no option {', '.join(unknown)}; there are: nics, name, epoch, library, "
-            f"dmabuf_export, {', '.join(sorted(known))}"
+            f"verbs: no option {', '.join(unknown)}; there are: {', '.join(names)}"
+            f"{nearest(unknown[0], names)}"
         )
     chosen = Settings(**settings)
     lib = load(library)

@@ -1,0 +1,88 @@
+"""What public objects say of themselves, and what pickle is told of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+import tep
+from tests.support.pairs import pair
+
+
+def objects(p) -> dict[str, tuple[object, str]]:
+    """One of each, with words that its repr must hold."""
+    sent = p.a.submit_single_write(64, (p.mr, 0), (p.desc, 0), 7)
+    p.settle(sent)
+    group = p.a.add_peer_group([p.b.main_address])
+    grant = p.b.lease(p.dst_mr, p.a.main_address, for_s=30.0, offset=128, nbytes=64)
+    removal = p.b.remove_peer(p.more("c", 1).main_address)
+    return {
+        "Transfer": (sent, "single of 1 rows, 64 bytes to b: done"),
+        "Expectation": (p.b.expect_imm_count(9, 3), "imm 0x9: 0 of 3 arrived; pending"),
+        "Message": (
+            p.a.submit_send(p.b.main_address, b"hello"),
+            "message of 5 bytes to b: pending",
+        ),
+        "Notice": (p.a.fail(p.b.main_address, 12, "no more"), "word to b that imm 0xc fails"),
+        "Removal": (removal, "removal of c (epoch "),
+        "ImmCounter": (p.b.imm_counter(7), "imm 0x7: 1 not used"),
+        "Grant": (grant, "bytes 128 .. 192 of region 1 to a: granted, for another "),
+        "PeerGroup": (group, "1 peers: b"),
+        "PeerWatch": (p.a.watch_peer(p.b.main_address), "alive since"),
+        "Watcher": (p.b.alloc_uvm_watcher(print), "word 0 at 0x"),
+        "MrHandle": (p.mr, "region 1, 65536 bytes, cpu, 0 transfers in flight"),
+        "TransferEngine": (p.a, "a@loopback/1 NICs, epoch"),
+        "Gathered": (tep.gather(sent), "gather of 1 handles: 1 ok"),
+        "Completed": (tep.as_completed([sent]), "as_completed of 1 handles: 1 ok"),
+    }
+
+
+@pytest.mark.parametrize("name", list(dict.fromkeys([
+    "Transfer", "Expectation", "Message", "Notice", "Removal", "ImmCounter", "Grant", "PeerGroup",
+    "PeerWatch", "Watcher", "MrHandle", "TransferEngine", "Gathered", "Completed",
+])))  # fmt: skip
+def test_what_lives_in_this_process_says_what_it_is_and_is_not_pickled(name) -> None:
+    """`<Transfer object at 0x7f...>` says nothing, and pickle's own error not what to send."""
+    with pair() as p:
+        found, words = objects(p)[name]
+        assert repr(found).startswith(f"{name}(")
+        assert words in repr(found)
+        assert len(repr(found)) < 400
+        for refused in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(tep.UsageError, match=f"a {name} cannot be pickled or copied: .+"):
+                refused(found)
+
+
+def test_what_travels_may_be_pickled() -> None:
+    """Addresses, descriptors and leases are values: who has a pipe for objects may use it."""
+    with pair() as p:
+        grant = p.b.lease(p.dst_mr, p.a.main_address, for_s=30.0)
+        for value in (p.a.main_address, p.desc, grant.lease):
+            assert value == pickle.loads(pickle.dumps(value))  # noqa: S301  # our own bytes
+            assert repr(value) == f"{type(value).__name__}({value})"
+        grant.revoke()
+
+
+def test_a_second_callback_for_messages_is_refused() -> None:
+    """The first would be told of no message any more, and nobody would know why."""
+    with pair() as p:
+        seen: list[bytes] = []
+
+        def take(view: memoryview) -> None:
+            seen.append(bytes(view))
+
+        p.b.submit_recvs(64, 2, take)
+        p.b.submit_recvs(64, 2, take)
+        with pytest.raises(tep.BadRequest, match=r"messages go to .*take.* already; have one"):
+            p.b.submit_recvs(64, 2, lambda view: None)
+        p.settle(p.a.submit_send(p.b.main_address, b"hello"))
+        p.quiet(3)
+        assert [b"hello"] == seen
+
+
+def test_what_can_be_tried_again_is_no_value_error() -> None:
+    """`except ValueError` around a submit must not swallow a full queue."""
+    assert not issubclass(tep.BusyError, ValueError)
+    assert issubclass(tep.BadRequest, ValueError)
