@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tep.core.stats import EngineStats, TransferStats
     from tep.core.together import as_completed, gather
     from tep.core.transfer import Expectation, Message, Removal, Transfer
+    from tep.cuda.arena import Arena, alloc
     from tep.drivers import InlineDriver, ThreadDriver
     from tep.engine import ImmCounter, PeerGroup, TransferEngine
     from tep.errors import (
@@ -57,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Access",
+    "Arena",
     "BackendUnavailable",
     "BadDescriptor",
     "BadRequest",
@@ -103,6 +105,7 @@ __all__ = [
     "WaitTimeout",
     "Watcher",
     "__version__",
+    "alloc",
     "alloc_shared",
     "as_completed",
     "count_imms",
@@ -149,6 +152,7 @@ _ROOMS = {
     "tep.control.membership": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
     "tep.core.plan": ("count_imms",),
     "tep.backends.base": ("Access",),
+    "tep.cuda.arena": ("Arena", "alloc"),
     "tep.backends.local.memory": ("alloc_shared",),
     "tep.core.region": ("MrHandle",),
     "tep.core.transfer": (

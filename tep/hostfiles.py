@@ -55,6 +55,8 @@ class HostFiles(Protocol):
 class LiveFiles:
     """The files below a root directory: this machine's, or a copy of another's.
 
+    On this machine SYSFS_PATH replaces /sys where RDMA devices are listed, as for rdma-core.
+
     Args:
         root: of the tree. Only "/" is this machine: elsewhere the environment and the CUDA driver
             are not asked.
@@ -65,6 +67,8 @@ class LiveFiles:
         self._here = os.path.realpath(root) == "/"
 
     def _at(self, path: str) -> Path:
+        if self._here and path.startswith("/sys/class/infiniband"):
+            return Path(os.environ.get("SYSFS_PATH", "/sys"), path.removeprefix("/sys/"))
         return self._root / path.lstrip("/")
 
     def read(self, path: str) -> str | None:

@@ -112,9 +112,9 @@ def adapt(buffer: Buffer) -> Memory:
     """Bring anything with bytes to a Memory.
 
     Args:
-        buffer: an object with the buffer protocol, DLPack or `__cuda_array_interface__`,
-            contiguous; or a tuple (pointer, nbytes, device) for memory that the caller keeps mapped
-            until deregister().
+        buffer: an arena of `tep.alloc`, an object with the buffer protocol, DLPack or
+            `__cuda_array_interface__`, contiguous; or a tuple (pointer, nbytes, device) for memory
+            that the caller keeps mapped until deregister().
 
     Raises:
         BadRequest: not such an object, not contiguous, empty, or on a device that tep does not
@@ -122,6 +122,11 @@ def adapt(buffer: Buffer) -> Memory:
     """
     if isinstance(buffer, Memory):
         return buffer
+    own = getattr(buffer, "__tep_memory__", None)  # an arena of tep.alloc
+    if own is not None:
+        found = own()
+        assert isinstance(found, Memory)
+        return found
     if isinstance(buffer, tuple):
         return _from_raw(buffer)
     try:

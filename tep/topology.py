@@ -16,7 +16,7 @@ from tep.errors import BackendUnavailable, UsageError
 from tep.hostfiles import CudaDevice, HostFiles, LiveFiles
 from tep.nics import Found, choose, gpu_paths, natural
 
-__all__ = ["Gpu", "Place", "Topology", "cpus_in", "detect"]
+__all__ = ["Gpu", "Place", "Topology", "cpus_in", "detect", "number"]
 
 _NICS: Final = "/sys/class/infiniband"
 _VERBS: Final = "/sys/class/infiniband_verbs"
@@ -224,7 +224,7 @@ def detect(files: HostFiles | None = None) -> Topology:
         tuple(choice.taken),
         tuple(choice.left),
         _cores(files),
-        {nic.name: _number(files.read(f"{nic.path}/numa_node")) for nic in found},
+        {nic.name: number(files.read(f"{nic.path}/numa_node")) for nic in found},
     )
 
 
@@ -259,7 +259,7 @@ def _nic(files: HostFiles, name: str) -> Found:
     ports = [f"{folder}/ports/{port}" for port in files.names(f"{folder}/ports")]
     port = next((port for port in ports if "ACTIVE" in (files.read(f"{port}/state") or "")), "")
     rate = (files.read(f"{port or ports[0]}/rate") or "") if ports else ""
-    gbps = re.match(r"([0-9.]+) Gb/sec", rate)
+    gbps = re.match(r"([0-9]+(?:\.[0-9]+)?) Gb/sec", rate)
     layer = (files.read(f"{port}/link_layer") or "") if port else ""
     gid = (files.read(f"{port}/gids/0") or "") if port else ""
     is_ib = layer == "InfiniBand"
@@ -297,7 +297,7 @@ def _gpus(files: HostFiles) -> Iterable[Gpu]:
     numbers = {device.pci: device for device in cuda}
     for pci in sorted(paths.keys() | numbers.keys(), key=lambda pci: (_rank(numbers, pci), pci)):
         device, path = numbers.get(pci), paths.get(pci, "")
-        numa = _number(files.read(f"{path}/numa_node")) if path else _UNKNOWN
+        numa = number(files.read(f"{path}/numa_node")) if path else _UNKNOWN
         index, name = (device.ordinal, device.name) if device else (None, "")
         yield Gpu(index, pci, name or _model(files, pci), path, numa)
 
@@ -334,7 +334,7 @@ def _cores(files: HostFiles) -> dict[int, tuple[int, ...]]:
     allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
     may = set(cpus_in(allowed[1])) if allowed else None
     nodes = {
-        _number(name.removeprefix("node")): files.read(f"{_NODES}/{name}/cpulist") or ""
+        number(name.removeprefix("node")): files.read(f"{_NODES}/{name}/cpulist") or ""
         for name in files.names(_NODES)
         if re.fullmatch("node[0-9]+", name)
     } or {_UNKNOWN: files.read("/sys/devices/system/cpu/online") or ""}
@@ -355,8 +355,7 @@ def _cores(files: HostFiles) -> dict[int, tuple[int, ...]]:
 def cpus_in(text: str) -> list[int]:
     """The CPUs of a list as the kernel writes it: "0-3,8"."""
     found: list[int] = []
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
+    for first, last in re.findall(r"([0-9]{1,5})(?:-([0-9]{1,5}))?(?:,|$)", text.strip()):
         found += range(int(first), int(last or first) + 1)
     return found
 
@@ -373,7 +372,8 @@ def _ranges(cpus: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-def _number(text: str | None) -> int:
+def number(text: str | None) -> int:
+    """A number of sysfs; -1 where there is none."""
     try:
         return int(text or _UNKNOWN)
     except ValueError:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import typer
 
-from tep.cli import bench, demo, info, kvcache, moe, reproduce, rl, sim
+from tep.cli import bench, demo, doctor, info, kvcache, moe, reproduce, rl, sim
 from tep.errors import TepError
 
 __all__ = ["app", "main"]
@@ -24,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("info")(info.info)
+app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("moe")(moe.moe)
 app.command("reproduce")(reproduce.reproduce)

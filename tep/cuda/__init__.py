@@ -2,3 +2,29 @@
 
 No torch is needed. None of it has run on a GPU yet; scripts/gpu_check runs it on one.
 """
+
+from tep.cuda.arena import Arena, Staged, alloc
+from tep.cuda.driver import list_devices
+from tep.cuda.memory import (
+    Pointer,
+    export_dmabuf,
+    flush,
+    inspect,
+    needs_flush,
+    set_sync_memops,
+)
+from tep.cuda.words import GpuFlag
+
+__all__ = [
+    "Arena",
+    "GpuFlag",
+    "Pointer",
+    "Staged",
+    "alloc",
+    "export_dmabuf",
+    "flush",
+    "inspect",
+    "list_devices",
+    "needs_flush",
+    "set_sync_memops",
+]

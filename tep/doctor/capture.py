@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import sys
 
+from tep.doctor.report import capture
 from tep.hostfiles import LiveFiles, Recorder
-from tep.topology import detect
 
-__all__ = ["capture", "main"]
-
-
-def capture(recorder: Recorder) -> dict[str, object]:
-    """Ask all that topology and doctor ask, and return the answers."""
-    detect(recorder)
-    return recorder.capture.to_json()
+__all__ = ["main"]
 
 
 def main() -> int:
     """Print this machine as JSON."""
-    json.dump(capture(Recorder(LiveFiles())), sys.stdout, indent=1)
+    recorder = Recorder(LiveFiles())
+    capture(recorder)
+    json.dump(recorder.capture.to_json(), sys.stdout, indent=1)
     sys.stdout.write("\n")
     return 0
 

@@ -182,6 +182,11 @@ def _sysfs(top: Path, nics: int) -> None:
         device = top / f"devices/0000:{79 + k:02x}:00.0"
         nic.mkdir(parents=True)
         device.mkdir(parents=True)
+        port = nic / "ports/1"
+        port.mkdir(parents=True)
+        (port / "state").write_text("4: ACTIVE\n")
+        (port / "rate").write_text("100 Gb/sec (4X EDR)\n")
+        (port / "link_layer").write_text("Unspecified\n")
         (device / "numa_node").write_text(f"{2 * k // nics}\n")
         (device / "driver").symlink_to(top / "drivers/efa")
         (nic / "device").symlink_to(device)

@@ -1,0 +1,62 @@
+"""`tep doctor`: what of this machine works for transfers, what does not, and what mends it."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from rich.markup import escape
+
+from tep.cli.show import Json, emit_json, print_table
+from tep.doctor.finding import Finding, Level
+from tep.doctor.report import bundle, examine, passed
+from tep.hostfiles import Recorder, open_files
+
+__all__ = ["doctor"]
+
+_COLOURS: Final = {Level.GOOD: "green", Level.NOTE: "cyan", Level.WARN: "yellow", Level.BAD: "red"}
+
+
+def doctor(
+    json: Json = False,
+    machine: Annotated[
+        Path | None,
+        typer.Option(help="Look at a captured file or a copied root directory, and try nothing."),
+    ] = None,
+    try_backends: Annotated[
+        bool, typer.Option("--try/--no-try", help="Move bytes over each backend that opens.")
+    ] = True,
+    bundle_file: Annotated[
+        Path | None, typer.Option("--bundle", help="Write all of it here, for a bug report.")
+    ] = None,
+) -> None:
+    """Say what works for transfers, what does not, and what mends it; status 1: some is bad."""
+    recorder = Recorder(open_files(machine))
+    found = list(examine(recorder, try_backends=try_backends and machine is None))
+    if bundle_file is not None:
+        text = jsonlib.dumps(bundle(recorder, found), indent=1)
+        bundle_file.write_text(text + "\n", encoding="utf-8")
+    if json:
+        emit_json({"passed": passed(found), "findings": [one.to_json() for one in found]})
+    else:
+        _print(found)
+    if not passed(found):
+        raise typer.Exit(1)
+
+
+def _print(found: list[Finding]) -> None:
+    order = sorted(found, key=lambda one: -list(Level).index(one.level))
+    rows = [
+        {
+            "": f"[{_COLOURS[one.level]}]{one.level.value}[/]",
+            "what": escape(one.area),
+            "found": escape(one.text),
+            "what mends it": escape(one.remedy),
+        }
+        for one in order
+    ]
+    print_table("tep doctor", ("", "what", "found", "what mends it"), rows)
+    count = {level: sum(one.level is level for one in found) for level in Level}
+    typer.echo(", ".join(f"{number} {level.value}" for level, number in count.items()))

@@ -1,0 +1,215 @@
+"""Memory for transfers on the host or on a GPU; and copies where NICs cannot reach the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from typing import TYPE_CHECKING, Any, Self
+
+from tep.checks import check_int
+from tep.cuda.driver import Driver, driver
+from tep.cuda.words import device_number
+from tep.errors import BadRequest, ClosedError
+from tep.memory import Buffer, Memory, adapt
+
+if TYPE_CHECKING:
+    from tep.backends.base import Access
+    from tep.core.region import MrHandle
+    from tep.engine import TransferEngine
+    from tep.wire import MrDesc
+
+__all__ = ["Arena", "Staged", "alloc"]
+
+_BYTES_MAX = 1 << 46
+
+
+class Arena:
+    """Bytes on one device, from `alloc`; what reg_mr takes on any of them.
+
+    Attributes:
+        ptr: address of the first byte, at the start of a page.
+        nbytes: length.
+        device: "cpu" or "cuda:N".
+    """
+
+    def __init__(
+        self, ptr: int, nbytes: int, device: str, kept: object, cuda: Driver | None
+    ) -> None:
+        self.ptr, self.nbytes, self.device = ptr, nbytes, device
+        self._kept = kept
+        self._cuda = cuda
+        self._closed = False
+
+    def __tep_memory__(self) -> Memory:
+        """What reg_mr registers; it keeps the bytes."""
+        self._check(0, 0)
+        return Memory(self.ptr, self.nbytes, self.device, readonly=False, owner=self._kept)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """So that torch, cupy and numba see it without a copy; host memory has none."""
+        if self.device == "cpu":
+            raise AttributeError("host memory: use view()")
+        where = (self.__tep_memory__().ptr, False)
+        return {"shape": (self.nbytes,), "typestr": "|u1", "data": where, "version": 3}
+
+    def write(self, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
+        """Copy bytes there."""
+        raw = bytes(data)
+        self._check(offset, len(raw))
+        if not raw:
+            return
+        if self._cuda is None:
+            ctypes.memmove(self.ptr + offset, raw, len(raw))
+            return
+        with self._cuda.on(device_number(self.device)):
+            where = ctypes.create_string_buffer(raw, len(raw))
+            self._cuda.call("cuMemcpyHtoD", self.ptr + offset, ctypes.addressof(where), len(raw))
+
+    def read(self, offset: int = 0, nbytes: int = -1) -> bytes:
+        """Copy bytes from there; -1: to its end."""
+        nbytes = self.nbytes - offset if nbytes == -1 else nbytes
+        self._check(offset, nbytes)
+        if self._cuda is None:
+            return ctypes.string_at(self.ptr + offset, nbytes)
+        out = ctypes.create_string_buffer(max(1, nbytes))
+        with self._cuda.on(device_number(self.device)):
+            if nbytes:
+                self._cuda.call("cuMemcpyDtoH", ctypes.addressof(out), self.ptr + offset, nbytes)
+        return out.raw[:nbytes]
+
+    def _check(self, offset: int, nbytes: int) -> None:
+        if self._closed:
+            raise ClosedError("this arena is closed")
+        check_int("Arena: nbytes", nbytes, 0, self.nbytes)
+        check_int("Arena: offset", offset, 0, self.nbytes - nbytes)
+
+    def close(self) -> None:
+        """Let go of it; it is freed when no engine holds it any more. Idempotent."""
+        self._closed = True
+        self._kept = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Device:
+    """An allocation on a GPU, freed with the last who holds it."""
+
+    def __init__(self, cuda: Driver, index: int, nbytes: int) -> None:
+        with cuda.on(index):
+            self.ptr = int(cuda.call("cuMemAlloc", nbytes))
+        weakref.finalize(self, _free, cuda, index, self.ptr).atexit = False
+
+
+def _free(cuda: Driver, index: int, ptr: int) -> None:
+    with cuda.on(index):
+        cuda.call("cuMemFree", ptr)
+
+
+def alloc(nbytes: int, device: str = "cpu") -> Arena:
+    """Allocate zeroed bytes for transfers on "cpu" or "cuda:N", in whole pages of their own.
+
+    Raises:
+        BadRequest: no such length or device.
+        BackendUnavailable: no CUDA driver, or no such GPU.
+    """
+    nbytes = check_int("alloc: nbytes", nbytes, 1, _BYTES_MAX)
+    if device == "cpu":
+        pages = mmap.mmap(-1, nbytes)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        return Arena(start, nbytes, device, pages, None)
+    index, cuda = device_number(device), driver()
+    cuda.device(index)
+    # Whole pages, so that a dma-buf of it shows a NIC nothing of a neighbour.
+    whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    kept = _Device(cuda, index, whole)
+    with cuda.on(index):
+        cuda.call("cuMemsetD8", kept.ptr, 0, whole)
+    return Arena(kept.ptr, nbytes, device, kept, cuda)
+
+
+class Staged:
+    """GPU memory with a registered copy in pinned host memory, for NICs that cannot reach the GPU.
+
+    Nothing is copied unasked: `push` before bytes are sent, `pull` after they were counted. Both
+    cost PCIe's bandwidth and the host's memory once more. `explain` names every such region.
+
+    Args:
+        engine: where the copy is registered.
+        buffer: what reg_mr takes, on a GPU.
+        access: as for reg_mr; None = peers may write.
+
+    Attributes:
+        mr, desc: of the copy, for submits here and for the peers.
+    """
+
+    def __init__(
+        self, engine: TransferEngine, buffer: Buffer, access: Access | None = None
+    ) -> None:
+        self._there = adapt(buffer)
+        if self._there.kind != "cuda":
+            raise BadRequest(f"Staged: the buffer is on {self._there.device}: register it as it is")
+        self._cuda = driver()
+        self._index = device_number(self._there.device)
+        self._engine: TransferEngine | None = engine
+        with self._cuda.on(self._index):
+            self._host = int(self._cuda.call("cuMemHostAlloc", self._there.nbytes, 1))  # PORTABLE
+        owner = _Pinned(self._cuda, self._index, self._host)
+        text = f"a copy of {self._there.nbytes} bytes on {self._there.device}, by push() and pull()"
+        here = Memory(self._host, self._there.nbytes, "cpu", False, owner, text)
+        options = {} if access is None else {"access": access}
+        self.mr: MrHandle
+        self.desc: MrDesc
+        self.mr, self.desc = engine.reg_mr(here, **options)
+
+    def push(self, offset: int = 0, nbytes: int = -1) -> None:
+        """Copy bytes from the GPU, so that the next submit sends them; returns when it is done."""
+        offset, nbytes = self._range(offset, nbytes)
+        with self._cuda.on(self._index):
+            self._cuda.call("cuMemcpyDtoH", self._host + offset, self._there.ptr + offset, nbytes)
+
+    def pull(self, offset: int = 0, nbytes: int = -1) -> None:
+        """Copy bytes that have arrived to the GPU; kernels that start afterwards see them."""
+        offset, nbytes = self._range(offset, nbytes)
+        with self._cuda.on(self._index):
+            self._cuda.call("cuMemcpyHtoD", self._there.ptr + offset, self._host + offset, nbytes)
+
+    def _range(self, offset: int, nbytes: int) -> tuple[int, int]:
+        if self._engine is None:
+            raise ClosedError("this staged region is closed")
+        offset = check_int("Staged: offset", offset, 0, self._there.nbytes)
+        nbytes = self._there.nbytes - offset if nbytes == -1 else nbytes
+        return offset, check_int("Staged: nbytes", nbytes, 0, self._there.nbytes - offset)
+
+    def close(self) -> None:
+        """Deregister and free the copy. Idempotent.
+
+        Raises:
+            BusyError: transfers still read from it; nothing has happened then.
+        """
+        if self._engine is not None:
+            self._engine.deregister(self.mr)
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Pinned:
+    """Page-locked host memory, freed with the last who holds it."""
+
+    def __init__(self, cuda: Driver, index: int, ptr: int) -> None:
+        weakref.finalize(self, _free_host, cuda, index, ptr).atexit = False
+
+
+def _free_host(cuda: Driver, index: int, ptr: int) -> None:
+    with cuda.on(index):
+        cuda.call("cuMemFreeHost", ptr)

@@ -1,0 +1,176 @@
+"""What files say of the RDMA NICs: ports, addresses, slots, counters, and the GPUs beside them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from tep.backends.verbs.gids import GidSeen, rank_gids
+from tep.doctor.finding import Finding, Level, bad, good, note, warn
+from tep.ffi.ibverbs_wr import ENUMS
+from tep.hostfiles import HostFiles
+from tep.topology import Topology, detect, number
+
+__all__ = ["check_nics", "read_counters"]
+
+_TOP: Final = "/sys/class/infiniband"
+_VERSIONS: Final = ("efa", "mlx5_core", "ib_core", "bnxt_re", "irdma")
+_JUMBO: Final = 4096
+_GIDS_MAX: Final = 256
+
+
+def check_nics(files: HostFiles) -> Iterator[Finding]:
+    """Look at every NIC, and at where the GPUs are."""
+    names = files.names(_TOP)
+    if not names:
+        yield note(
+            "NICs",
+            "no RDMA NIC is here: transfers stay on this host (local) or go over tcp",
+            "cloud instances: attach EFA interfaces; own machines: modprobe mlx5_ib, or rdma link",
+        )
+        return
+    versions = [
+        f"{name} {version}"
+        for name in _VERSIONS
+        if (version := files.read(f"/sys/module/{name}/version"))
+    ]
+    yield good("NIC drivers", ", ".join(versions) or "part of the kernel")
+    seen = detect(files)
+    left = dict(seen.left)
+    for name in names:
+        why_not = left.get(name, "")
+        for found in _nic(files, name):
+            # What is wrong with a NIC that is not meant for this is of no great matter.
+            minor = why_not and "ACTIVE" not in why_not and found.level is not Level.GOOD
+            yield found._replace(level=Level.NOTE) if minor else found
+        if why_not and "ACTIVE" not in why_not:
+            cure = "name it in nics=[...] to take it all the same"
+            if "not given" in why_not:
+                cure = "docker: --device=/dev/infiniband; kubernetes: the device plugin of the NIC"
+            yield note(name, f"not taken by default: {why_not}", cure)
+    yield from _distances(seen)
+
+
+def _nic(files: HostFiles, name: str) -> Iterator[Finding]:
+    ports = files.names(f"{_TOP}/{name}/ports")
+    for port in ports:
+        yield from _port(files, name, port)
+    path = files.real(f"{_TOP}/{name}/device")
+    yield from _slot(files, name, path)
+    net = files.names(f"{path}/net")
+    for device in net:
+        mtu = number(files.read(f"{path}/net/{device}/mtu"))
+        if 0 < mtu < _JUMBO:
+            yield warn(
+                name,
+                f"MTU {mtu} of {device}: more packets for the same bytes",
+                f"ip link set {device} mtu 9000, on all hosts and switches",
+            )
+        elif mtu > 0:
+            yield good(name, f"MTU {mtu} of {device}")
+
+
+def _port(files: HostFiles, name: str, port: str) -> Iterator[Finding]:
+    top = f"{_TOP}/{name}/ports/{port}"
+    state = files.read(f"{top}/state") or "unknown"
+    rate, layer = files.read(f"{top}/rate") or "rate unknown", files.read(f"{top}/link_layer") or ""
+    if "ACTIVE" in state:
+        yield good(name, f"port {port}: {state}, {rate}, {layer}")
+    else:
+        physical = files.read(f"{top}/phys_state") or "unknown"
+        cure = "check the cable and the switch's port"
+        if layer == "InfiniBand" and "LinkUp" in physical:
+            cure = "the link is up: a subnet manager has to run (opensm, or on the switch)"
+        yield bad(name, f"port {port}: {state}, physically {physical}", cure)
+        return
+    if layer == "Ethernet":
+        yield from _gids(files, name, top)
+
+
+def _gids(files: HostFiles, name: str, top: str) -> Iterator[Finding]:
+    table = []
+    for entry in range(_GIDS_MAX):
+        text = files.read(f"{top}/gids/{entry}")
+        if text is None:
+            break
+        digits = text.replace(":", "")
+        raw = bytes.fromhex(digits) if re.fullmatch("[0-9a-fA-F]{32}", digits) else b""
+        if not any(raw):
+            continue
+        kind = files.read(f"{top}/gid_attrs/types/{entry}") or ""
+        v2 = ENUMS["IBV_GID_TYPE_ROCE_V2"] if kind == "RoCE v2" else ENUMS["IBV_GID_TYPE_ROCE_V1"]
+        table.append(GidSeen(entry, raw, v2))
+    ranked = rank_gids(table)
+    if not ranked:
+        yield bad(name, "the port has no address (GID)", "give its network interface an IP address")
+    elif ranked[0].rank >= 2:
+        rest = f"the best address is {ranked[0]}"
+        cure = "give its network interface a routable IP address, and use RoCE v2"
+        yield warn(name, rest, cure)
+    else:
+        rest = "".join(f"; then {choice}" for choice in ranked[1:4])
+        yield good(name, f"address {ranked[0]}{rest}")
+
+
+def _slot(files: HostFiles, name: str, path: str) -> Iterator[Finding]:
+    now, most = (
+        (
+            files.read(f"{path}/{which}_link_speed") or "",
+            files.read(f"{path}/{which}_link_width") or "",
+        )
+        for which in ("current", "max")
+    )
+    if not path or not all((*now, *most)) or "Unknown" in now[0]:
+        return
+    here, could = (_gt(speed) * number(width) for speed, width in (now, most))
+    if here < could:
+        yield warn(
+            name,
+            f"PCIe {now[0]} x{now[1]}, and the NIC can {most[0]} x{most[1]}",
+            "put it into a wider slot, or look for a bad riser: lspci -vv shows LnkSta",
+        )
+    else:
+        yield good(name, f"PCIe {now[0]} x{now[1]}")
+
+
+def _gt(speed: str) -> float:
+    found = re.match(r"([0-9]+(?:\.[0-9]+)?)", speed)
+    return float(found[1]) if found else 0.0
+
+
+def _distances(seen: Topology) -> Iterator[Finding]:
+    shares = seen.shares()
+    for gpu in seen.gpus:
+        if gpu.index is None or not shares[gpu.pci]:
+            continue
+        nics = shares[gpu.pci]
+        how = seen.relation(gpu, nics[0])
+        names = ", ".join(nic.name for nic in nics)
+        area = f"cuda:{gpu.index}"
+        if "switch" in how:
+            yield good(area, f"NICs {names}, {how}")
+        else:
+            yield warn(
+                area,
+                f"NICs {names} are nearest, only {how}: bytes cross the CPU",
+                "move the NIC into a slot beside the GPU; in a virtual machine, ask for the real "
+                "PCIe tree",
+            )
+
+
+def read_counters(files: HostFiles) -> dict[tuple[str, str], int]:
+    """Every hardware counter of every NIC, by (NIC, counter): what its driver counts."""
+    found = {}
+    for name in files.names(_TOP):
+        folders = [f"{_TOP}/{name}/hw_counters"]
+        for port in files.names(f"{_TOP}/{name}/ports"):
+            folders += [
+                f"{_TOP}/{name}/ports/{port}/{kind}" for kind in ("hw_counters", "counters")
+            ]
+        for folder in folders:
+            for counter in files.names(folder):
+                text = files.read(f"{folder}/{counter}") or ""
+                if (value := number(text)) >= 0:
+                    found[name, counter] = value
+    return found

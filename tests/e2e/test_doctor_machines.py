@@ -1,0 +1,63 @@
+"""The doctor on the fake EFA device and beside Soft-RoCE: what it says of real drivers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tep.testing.vm.guest import Options, run_in_guest
+from tep.testing.vm.kernel import GuestError, cache_folder, fetch, missing_tools
+from tests.support.fake_efa import fabric
+from tests.support.here import need_fake_efa
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DOCTOR = "import sys; from tep.cli import main; sys.exit(main(['doctor', '--json']))"
+
+
+def by_area(text):
+    return {one["area"]: one for one in json.loads(text)["findings"]}
+
+
+def test_the_doctor_on_fake_efa_nics():
+    """On an instance this is the first command; it must see the NICs and use them."""
+    need_fake_efa()
+    with fabric({"nics": 2, "seed": 3}) as run:
+        done = subprocess.run(
+            [sys.executable, "-c", DOCTOR],
+            env=os.environ | run.environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        landed = run.total()["imms_landed"]
+    found = by_area(done.stdout)
+
+    for fabric_name in ("efa", "efa-direct"):
+        mine = found[f"backend libfabric {fabric_name}"]
+        assert "ok" == mine["level"] or "no hw_counters" in mine["text"], mine
+    assert landed >= 2 * 64, "the NICs were not used"
+    assert "4: ACTIVE, 100 Gb/sec" in found["rdmap79s0"]["text"]
+
+
+def test_the_doctor_beside_soft_roce():
+    """Real libibverbs, and counters of a driver that say that the NIC was used."""
+    try:
+        if missing := missing_tools():
+            pytest.skip(f"not installed: {', '.join(missing)}; scripts/rxe --install gets them")
+        fetch(cache_folder() / "kernel")
+    except GuestError as error:
+        pytest.skip(str(error))
+    ran = run_in_guest([sys.executable, "-c", DOCTOR], Options(nics=2, timeout_s=200))
+    text = ran.output[ran.output.index("{") :]
+    found = json.loads(text[: text.rindex("}") + 1])["findings"]
+    verbs = [one["text"] for one in found if one["area"] == "backend verbs"]
+
+    assert any("write to count" in one for one in verbs), verbs
+    assert any("bytes went through the NICs" in one and "sent_pkts" in one for one in verbs), verbs
+    assert any(one["area"] == "rxe0" and "RoCE v2" in one["text"] for one in found)
