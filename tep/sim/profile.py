@@ -45,6 +45,7 @@ _FACTORS: Final[Mapping[str, Mapping[str, int]]] = {
     "bps": {"b/s": 1, "Gb/s": 10**9},
     "bytes": {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30},
     "count": {"1": 1},
+    "ppm": {"ppm": 1, "%": 10**4},
 }
 """Unit of a field -> units a file may use for it -> factor."""
 
@@ -77,7 +78,14 @@ FIELDS: Final[Mapping[str, Field]] = {
     "ack_ps": Field("wire.ack", "ps", 0),
     "jitter_ps": Field("wire.jitter", "ps", 0),
     "peer_timeout_ps": Field("wire.peer_timeout", "ps", 1),
+    "tail_ppm": Field("wire.tail_share", "ppm", 0),
+    "tail_ps": Field("wire.tail", "ps", 0),
+    "loss_ppm": Field("wire.loss", "ppm", 0),
+    "retry_ps": Field("wire.retry", "ps", 0),
 }
+_OPTIONAL: Final = ("tail_ppm", "tail_ps", "loss_ppm", "retry_ps")
+"""Fields that a file may leave out; they are 0 then."""
+
 _FLAGS: Final = ("ordered", "imm_eats_recv")
 _HEAD: Final = ("name", "summary", *_FLAGS)
 _KEYS: Final = ("value", "unit", "source", "confidence")
@@ -128,6 +136,10 @@ class Profile:
         ack_ps: last byte in to completion visible at the sender; at least receive_ps.
         jitter_ps: extra delay of a row, even between 0 and this, where rows are unordered.
         peer_timeout_ps: until a row to a dead peer fails.
+        tail_ppm, tail_ps: where rows are unordered: of a million so many are late, by an
+            exponential time of this mean: a slow path among those that are sprayed over.
+        loss_ppm, retry_ps: where rows are ordered: of a million packets so many are lost, and how
+            long until one is missed; the rest of its row is sent again, and those behind it wait.
         numbers: field -> what the file says of it.
     """
 
@@ -155,6 +167,10 @@ class Profile:
     jitter_ps: int
     peer_timeout_ps: int
     numbers: Mapping[str, Number]
+    tail_ppm: int = 0
+    tail_ps: int = 0
+    loss_ppm: int = 0
+    retry_ps: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself: UsageError with both values."""
@@ -163,9 +179,15 @@ class Profile:
                 f"profile {self.name}: ack_ps={self.ack_ps} < receive_ps={self.receive_ps}; "
                 "a sender would learn of a row before its bytes can be seen"
             )
-        if self.ordered and self.jitter_ps:
+        if self.ordered and (self.jitter_ps or self.tail_ppm):
             raise UsageError(
-                f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} would reorder rows"
+                f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} or "
+                f"tail_ppm={self.tail_ppm} would reorder rows"
+            )
+        if self.loss_ppm and not self.ordered:
+            raise UsageError(
+                f"profile {self.name}: loss_ppm={self.loss_ppm} is modelled for ordered rows; "
+                "where paths are sprayed over, a loss is a tail"
             )
 
     def caps(self, nic: str, *, moves_bytes: bool, note_bytes: int) -> DomainCaps:
@@ -257,8 +279,8 @@ def write_profile(profile: Profile, path: str | PathLike[str]) -> None:
         f"summary = {_quoted(profile.summary)}",
         *(f"{flag} = {str(getattr(profile, flag)).lower()}" for flag in _FLAGS),
     ]
-    for field, spec in FIELDS.items():
-        number = profile.numbers[field]
+    for field, number in profile.numbers.items():
+        spec = FIELDS[field]
         exact = Fraction(getattr(profile, field), _FACTORS[spec.unit][number.unit])
         lines += [
             f"\n[{spec.path}]",
@@ -294,7 +316,8 @@ def _parse(text: str, where: str) -> Profile:
         given |= {f"{section}.{key}": table for key, table in content.items()}
     paths = {field.path for field in FIELDS.values()}
     missing = [key for key, value in tables.items() if value is None]
-    _check_keys(where, {*given, *(_HEAD)} - {*missing}, {*paths, *_HEAD})
+    left_out = {FIELDS[name].path for name in _OPTIONAL} - set(given)
+    _check_keys(where, {*given, *(_HEAD)} - {*missing}, {*paths, *_HEAD} - left_out)
     for key, value in tables.items():
         kind = bool if key in _FLAGS else str
         if not isinstance(value, kind):
@@ -302,10 +325,11 @@ def _parse(text: str, where: str) -> Profile:
     numbers = {
         field: _number(f"{where}: [{spec.path}]", given[spec.path], spec.unit)
         for field, spec in FIELDS.items()
+        if spec.path not in left_out
     }
     values = {
-        field: _scaled(f"{where}: [{spec.path}]", numbers[field], spec)
-        for field, spec in FIELDS.items()
+        field: _scaled(f"{where}: [{FIELDS[field].path}]", number, FIELDS[field])
+        for field, number in numbers.items()
     }
     return Profile(**tables, **values, numbers=numbers)  # type: ignore[arg-type]  # checked above
 

@@ -23,14 +23,13 @@ import numpy.typing as npt
 
 from tep.backends.base import Status
 from tep.errors import UsageError
-from tep.hashing import below_array, draw_array, stream_key
 from tep.sim.clock import FabricEnv
+from tep.sim.late import Late
 from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
 from tep.sim.paths import LAST, NUMBER, Network, Paths, flights, no_flights
 from tep.sim.profile import Profile, load_profile
 from tep.sim.queues import Ints, Rate, fifo_grouped
 from tep.sim.sendqueue import Units
-from tep.sim.streams import Stream
 from tep.sim.timing_faces import Nic
 from tep.sim.timing_nic import TimingNic, address_of
 from tep.sim.trace import Trace
@@ -164,7 +163,7 @@ class TimingFabric:
         self.slow: dict[int, int] = {}
         self.active: dict[int, Nic] = {}
         self.refused: dict[int, Nic] = {}
-        self._jitter_key = stream_key(seed, Stream.TIMING)
+        self.late = Late(self.profile, seed)
         self._epochs: dict[str, int] = {}
         self._numbers: dict[bytes, int] = {}
         self._nics: list[Nic | None] = []
@@ -324,7 +323,7 @@ class TimingFabric:
         done = fifo_grouped(arrive, receiving, units.target, self._free)
         ends = units.last.nonzero()[0]
         here = done if not self.slow else np.maximum(done, arrive + units.service)
-        landed = here[ends] + self.ledger.extra_ps[units.number[ends] - self.ledger.base]
+        landed = self._late(units.number[ends], here[ends])
         # The wakes that these rows cause are events as well; what leaves after the first of them
         # may meet rows that are posted then, and has to wait. What leaves before is not affected.
         limit_ps = self._first_wake_ps(units.number[ends], landed)
@@ -354,7 +353,7 @@ class TimingFabric:
             passing = paths.advance(new, limit_ps, self._free)
             ends = passing.flights[:, LAST] != 0
             numbers = passing.flights[ends, NUMBER]
-            landed = passing.done[ends] + self.ledger.extra_ps[numbers - self.ledger.base]
+            landed = self._late(numbers, passing.done[ends])
             wake_ps = self._first_wake_ps(numbers, landed)
             if wake_ps >= limit_ps:
                 break
@@ -386,13 +385,15 @@ class TimingFabric:
         found: Ints = service * percent[target] // percent[source]
         return found
 
-    def jitter(self, numbers: Ints) -> Ints | int:
-        """Extra delay of rows on an unordered wire."""
-        jitter_ps = self.profile.jitter_ps
-        if not jitter_ps:
-            return 0
-        bits = draw_array(self._jitter_key, 0, numbers.astype(np.uint64))
-        return below_array(bits, jitter_ps)
+    def _late(self, numbers: Ints, done: Ints) -> Ints:
+        """When rows land whose last bytes are in."""
+        rows = numbers - self.ledger.base
+        landed: Ints = done + self.ledger.extra_ps[rows]
+        if not self.late.keeps_order or not len(rows):
+            return landed
+        return self.late.in_order(
+            self.ledger.source[rows], self.ledger.target[rows], numbers, landed
+        )
 
     def _first_wake_ps(self, numbers: Ints, landed: Ints) -> int:
         """A time before which these rows, landing then, wake nobody."""
@@ -423,6 +424,8 @@ class TimingFabric:
         profile, ledger, batches = self.profile, self.ledger, self.batches
         rows = numbers - ledger.base
         source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
+        if self.late.keeps_order:
+            self.late.keep(source, target, landed)
         counts = np.bincount(batch, minlength=len(batches.left))
         batches.left -= counts
         np.maximum.at(batches.landed_ps, batch, landed)

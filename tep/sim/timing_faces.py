@@ -16,6 +16,7 @@ from tep.backends.base import DomainCaps
 from tep.backends.hostcopy import HostRegion
 from tep.memory import Memory
 from tep.sim.clock import FabricEnv
+from tep.sim.late import Late
 from tep.sim.ledger import Agenda, Batches, Ledger
 from tep.sim.profile import Profile
 from tep.sim.queues import Ints, Rate
@@ -121,6 +122,7 @@ class Fabric(Protocol):
     dma: Rate
     ledger: Ledger
     batches: Batches
+    late: Late
     payloads: dict[int, bytes]
     notes: set[int]
     slow: dict[int, int]
@@ -137,7 +139,5 @@ class Fabric(Protocol):
     def nic(self, number: int) -> Nic: ...
 
     def name_of(self, number: int) -> str: ...
-
-    def jitter(self, numbers: Ints) -> Ints | int: ...
 
     def sending(self, nic: Nic) -> None: ...

@@ -202,8 +202,8 @@ class TimingNic:
             numbers, ready, rows = numbers[~bad], ready[~bad], rows[~bad]
             if not len(rows):
                 return
-        ledger.extra_ps[rows] = fabric.jitter(numbers)
         nbytes, target = ledger.nbytes[rows], ledger.target[rows]
+        ledger.extra_ps[rows] = fabric.late.extra_ps(numbers, nbytes)
         ready = ready + fabric.dma.ps(np.minimum(nbytes, profile.fill_bytes))
         if int(nbytes.max()) <= profile.quantum_bytes:
             last, sizes = np.ones(len(numbers), np.bool_), nbytes

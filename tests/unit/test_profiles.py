@@ -10,7 +10,15 @@ import pytest
 from tep.errors import UsageError
 from tep.sim.profile import load_profile, profile_names, read_profile
 
-NAMES = ["cx7_400", "efa_2x200", "efa_4x100"]
+NAMES = [
+    "cx7_400",
+    "cx7_400_lossy",
+    "cx8_800",
+    "efa_1x400",
+    "efa_2x200",
+    "efa_2x200_congested",
+    "efa_4x100",
+]
 
 
 def text_of(name: str) -> str:
@@ -24,9 +32,9 @@ def read(tmp_path, text: str):
 
 
 def test_the_published_machines_are_there() -> None:
-    """The issue, the demo and the Cluster name these three."""
+    """The demo, the apps and the Cluster name them."""
     assert NAMES == profile_names()
-    assert [(1, 400), (2, 200), (4, 100)] == [
+    assert [(1, 400), (1, 400), (1, 800), (1, 400), (2, 200), (2, 200), (4, 100)] == [
         (profile.nics, profile.link_bps // 10**9) for profile in map(load_profile, NAMES)
     ]
 
@@ -71,7 +79,7 @@ def test_a_profile_is_a_value() -> None:
 def test_unknown_profile_lists_the_known() -> None:
     """A misspelt name should cost one look, not a search."""
     with pytest.raises(
-        UsageError, match="'cx7' is unknown; there are: cx7_400, efa_2x200, efa_4x100"
+        UsageError, match="'cx7' is unknown; there are: cx7_400, cx7_400_lossy, cx8_800, "
     ):
         load_profile("cx7")
 
