@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
+from tep.checks import check_int, check_seconds
 from tep.errors import ClosedError, UsageError, WaitTimeout
 from tep.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
 
@@ -298,20 +299,23 @@ class ThreadDriver:
         call_timeout_s: float = 60.0,
     ) -> None:
         allowed = os.sched_getaffinity(0)
-        cpus = frozenset((cpu,) if isinstance(cpu, int) else cpu or ())
+        several: Collection[object] = () if cpu is None else (cpu,)
+        if isinstance(cpu, Collection) and getattr(cpu, "shape", None) != ():
+            several = cpu
+        cpus = frozenset(check_int("cpu", one, error=UsageError) for one in several)
         if (cpu is not None and not cpus) or not cpus <= allowed:
             raise UsageError(f"cpu={cpu} is not among the CPUs of this process: {sorted(allowed)}")
-        if not 0 <= nice <= _NICE_MAX:
-            raise UsageError(f"nice={nice} is outside 0 .. {_NICE_MAX}")
         self._name = name
         self._cpus = cpus
-        self._nice = nice
-        self._spin_s = spin_s
-        self._watch_s = watch_s
+        self._nice = check_int("nice", nice, 0, _NICE_MAX, UsageError)
+        self._spin_s = check_seconds("spin_s", spin_s, never=True, error=UsageError)
+        self._watch_s = check_seconds("watch_s", watch_s, never=True, error=UsageError)
         self._kicked = False
         self._calls: deque[_Call] = deque()
         self._inbox = threading.Event()  # the worker waits for another one: a call came, or ended
-        self._call_timeout_s = call_timeout_s
+        self._call_timeout_s = check_seconds(
+            "call_timeout_s", call_timeout_s, never=True, error=UsageError
+        )
         self._thread: threading.Thread | None = None
         self._is_timed = False
         self._closing = self._left = False  # _left: the process ends

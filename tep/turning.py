@@ -14,8 +14,9 @@ from threading import Lock
 from typing import Final, cast
 
 from tep.backends.base import CallersTurn, Opened
+from tep.checks import check_seconds
 from tep.drivers import _WORKERS, Driver, Machine, Settles, ThreadDriver
-from tep.errors import ClosedError
+from tep.errors import ClosedError, UsageError
 from tep.waiting import Interrupts, Process, escaped, system_s, thread_id
 
 __all__ = ["TurnDriver", "driver_for"]
@@ -65,7 +66,9 @@ class TurnDriver(ThreadDriver):
         call_timeout_s: float = 60.0,
     ) -> None:
         super().__init__(name, cpu=cpu, watch_s=watch_s, call_timeout_s=call_timeout_s)
-        self._polls_s = _POLLS_S if spin_s is None else spin_s
+        self._polls_s = (
+            _POLLS_S if spin_s is None else check_seconds("spin_s", spin_s, error=UsageError)
+        )
         self._adapts = spin_s is None
         self._rests = self._rested = 0  # waits that sleep at once, since polling has not paid
         self._turn = Lock()

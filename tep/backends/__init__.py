@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, cast
 
 from tep.backends.base import Opened
-from tep.checks import check_int, check_text, nearest
+from tep.checks import check_int, check_seconds, check_text, nearest
 from tep.errors import BackendUnavailable, UsageError
 
 __all__ = [
@@ -148,10 +149,17 @@ def open_device(backend: str, device: str | None, options: dict[str, object]) ->
 
 
 def _plain(what: str, value: object, annotation: str) -> object:
-    """An option as a plain int or text, where it is declared as one; the range is the backend's."""
+    """An option as a plain number, text or list of texts, where it is declared as one.
+
+    The range is the backend's to check.
+    """
     kinds = set(annotation.split(" | "))
     if value is None and "None" in kinds:
         return value
-    if kinds - {"None"} == {"int"}:
+    if kinds - {"None"} == {"float"}:
+        return check_seconds(what, value, -math.inf, math.inf)
+    if "Sequence[str]" in kinds and isinstance(value, list | tuple):
+        return [check_text(what, one) for one in value]
+    if kinds - {"None"} == {"int"} or ("Sequence[str]" in kinds and not isinstance(value, str)):
         return check_int(what, value)
     return check_text(what, value) if kinds - {"None"} == {"str"} else value

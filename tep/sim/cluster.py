@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from tep.api import EngineOptions
-from tep.checks import U64_MAX, check_int, check_kind
+from tep.checks import U64_MAX, check_int, check_kind, check_seconds
 from tep.engine import TransferEngine
 from tep.errors import UsageError
 from tep.sim.chaos import ChaosFabric
@@ -171,6 +171,7 @@ class Cluster:
 
     def at(self, us: float, event: Fault | Callable[[], object]) -> None:
         """Have a fault, or a call, happen `us` simulated microseconds after the clock began."""
+        us = check_seconds("at: us", us)  # of any unit: a time from 0 on
         t_ps = round(us * PS_PER_US)
         if t_ps < self.env.now:
             raise UsageError(f"at({us}): the clock stands at {self.now_us} us already")
@@ -184,11 +185,14 @@ class Cluster:
 
     def kill_nic(self, node: int | str, nic: int) -> None:
         """Kill one NIC for good: rows on it end NIC_DOWN, rows towards it UNREACHABLE."""
-        self._chaos("kill_nic()").kill_nic(self._name(node), nic)
+        name = self._name(node)
+        self._chaos("kill_nic()").kill_nic(name, self._nic(name, nic))
 
     def revoke(self, node: int | str, nic: int | None = None) -> None:
         """Lose the registrations of one NIC, or of all NICs, of a node."""
-        self._chaos("revoke()").revoke(self._name(node), nic)
+        name = self._name(node)
+        number = None if nic is None else self._nic(name, nic)
+        self._chaos("revoke()").revoke(name, number)
 
     def restart(self, node: int | str) -> TransferEngine:
         """Crash a node and start it again; return the engine of its new incarnation.
@@ -243,6 +247,11 @@ class Cluster:
         if isinstance(node, int) and 0 <= node < len(self._names):
             return self._names[node]
         raise UsageError(f"no node {node!r}; there are: {', '.join(self._names)}")
+
+    def _nic(self, name: str, nic: int) -> int:
+        engine = self.engines[self._names.index(name)]
+        count = len(engine.main_address.domains)
+        return check_int(f"node {name!r}: nic", nic, 0, count - 1, UsageError)
 
     # ------------------------------------------------------------------ end
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeVar, get_args
 
+from tep.checks import check_int
 from tep.hashing import below, draw, stream_key
 from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Revoke, Slow, Swizzle
 from tep.sim.streams import Stream
@@ -164,6 +165,7 @@ class Scenario:
         Args:
             seed: 0 or more; also the seed of the fabric's own draws.
         """
+        seed = check_int("Scenario: seed", seed, 0, 2**63 - 1)
         dice = _Dice(stream_key(seed, Stream.SCENARIO))
         theme = dice.pick(0, 1, _THEMES)
         # What a restart or a dead NIC changes shows in the transfers after it.

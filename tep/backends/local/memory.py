@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.local.libc import map_page, unmap_page
-from tep.errors import UsageError
+from tep.checks import check_int
 
 __all__ = ["Arena", "SharedMap", "Witness", "alloc_shared", "arena_of", "new_memfd"]
 
@@ -171,8 +171,7 @@ def alloc_shared(nbytes: int) -> npt.NDArray[np.uint8]:
         UsageError: not a positive length.
         MemoryError: the kernel refuses.
     """
-    if not isinstance(nbytes, int) or nbytes < 1:
-        raise UsageError(f"alloc_shared: nbytes={nbytes!r}; 1 or more are possible")
+    nbytes = check_int("alloc_shared: nbytes", nbytes, 1)
     whole = -(-nbytes // _PAGE) * _PAGE
     try:
         arena = _new_arena(whole)
