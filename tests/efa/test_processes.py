@@ -19,18 +19,13 @@ from tests.support.children import Child, transfer
 PROVIDERS = ["efa", "efa-direct"]
 
 
-endless = pytest.mark.xfail(
-    run=False, reason="poll() does not return: frames to the gone, anew (test_contract.py)"
-)
-
-
 @pytest.mark.parametrize(
     "test",
     [
-        pytest.param(killed.test_a_killed_receiver, marks=endless),  # sometimes
+        killed.test_a_killed_receiver,
         killed.test_a_killed_sender,
         killed.test_a_stopped_receiver_and_then_a_stopped_sender,
-        pytest.param(killed.test_the_word_that_it_failed, marks=endless),
+        killed.test_the_word_that_it_failed,
     ],
     ids=["killed receiver", "killed sender", "stopped", "the word that it failed"],
 )
@@ -45,7 +40,6 @@ def test_killed_and_stopped(provider, test):
         three.end()
 
 
-@endless
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_watched(provider):
     """Heartbeats tell who was lost, is back or was started again, at the address of the dead."""

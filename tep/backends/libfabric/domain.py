@@ -64,6 +64,7 @@ _CENSUS_S: Final = 1.0
 _RETRY_S: Final = 0.001
 """How often what libfabric would not take yet is offered again while the engine sleeps."""
 
+_READS_MAX: Final = 64  # of the queue in one poll()
 _LINGER_S: Final = 0.25
 _QUIET_S: Final = 0.003
 
@@ -245,7 +246,10 @@ class FabricDomain:
         if rows.budget != self._rules.turn_rows:  # some of it was used
             rows.new_turn()
         filled = queue.read(out, filled)
-        while queue.frames or queue.errors or queue.full:
+        # Bounded, since an answer may bring the next frame, or the next error, at once (C2).
+        for _ in range(_READS_MAX):
+            if not (queue.frames or queue.errors or queue.full):
+                break
             self._take_rest()
             filled = queue.read(out, filled)
             if filled >= len(out):
@@ -380,7 +384,8 @@ class FabricDomain:
                 self._outgoing.interrupt(to)
                 self._peers.frame_failed(to, now_s)
                 self._rows.recheck()
-                self._stir(to)
+                to.pause_until_s = now_s + _RETRY_S
+                self._restless.add(to)
 
     def _go_down(self) -> None:
         """libfabric has lost this NIC: hand out what had come, end the rest, say so.
@@ -403,7 +408,8 @@ class FabricDomain:
         """Offer libfabric what it would not take, and settle what waited for an answer."""
         now_s = time.monotonic()
         for peer in list(self._restless):
-            self._peers.flush(peer, now_s)
+            if now_s >= peer.pause_until_s:
+                self._peers.flush(peer, now_s)
             if peer.state is State.READY:
                 self._rows.go_on(peer)
             elif peer.state is State.LEAVING:
@@ -463,6 +469,8 @@ class FabricDomain:
     def arm(self) -> bool:
         if self._done or self._nic.closed or self._lost:
             return not self._done
+        if self._queue.frames or self._queue.errors:
+            return False
         if self._sleeper is None:
             return True
         if any(peer.outbox or (peer.held and peer.state is State.READY) for peer in self._restless):

@@ -72,6 +72,7 @@ class Peer:
         outbox: frames to send.
         sends: frames in libfabric's hands.
         stuck_s: since when libfabric has not taken the next frame; 0 = it does.
+        pause_until_s: no frame is sent before: one failed just now, and the next may fail at once.
         forget_s: when what it costs us is given back at the latest, once it is quiet; 0 = keep it.
         neighbour: it is of this process, and shares memory with us.
         process: its process, where that is one of this host.
@@ -94,6 +95,7 @@ class Peer:
         "number",
         "open",
         "outbox",
+        "pause_until_s",
         "probe",
         "process",
         "sends",
@@ -122,7 +124,7 @@ class Peer:
         self.leases: dict[int, tuple[int, int] | None] = {}
         self.outbox: deque[bytes] = deque()
         self.sends = 0
-        self.stuck_s = self.forget_s = 0.0
+        self.stuck_s = self.forget_s = self.pause_until_s = 0.0
         self.neighbour = False
         self.process: Watched | None = None
 
