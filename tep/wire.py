@@ -24,7 +24,7 @@ from typing import Annotated, ClassVar, Final, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from tep.checks import shown
+from tep.checks import check_slice, shown
 from tep.errors import BadDescriptor
 
 __all__ = ["VERSION", "Lease", "MrDesc", "NetAddr", "Target"]
@@ -195,6 +195,19 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
             raise BadDescriptor(
                 f"MrDesc: {nics} NICs, {len(self.rkeys)} keys and {len(self.bases)} bases"
             )
+
+    __iter__ = None
+
+    def __getitem__(self, part: slice) -> MrDesc:
+        """A descriptor of some of the bytes, by numpy's rules for slices; offset 0 is its first.
+
+        It is a descriptor like any other, and may travel. Keep one that is used again: each new one
+        is resolved anew.
+        """
+        start, stop = check_slice("desc", part, self.nbytes)
+        bases = tuple(base + start for base in self.bases)
+        addr, region, device, writable = self.addr, self.region, self.device, self.writable
+        return MrDesc(addr, region, stop - start, device, writable, self.rkeys, bases)
 
     def __str__(self) -> str:
         return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"

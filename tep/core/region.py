@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Access, Column, Domain, DomainKey
-from tep.checks import unpicklable
+from tep.checks import check_slice, unpicklable
 from tep.core.quarantine import Quarantine
 from tep.core.sums import Lane
 from tep.errors import BadRequest, ClosedError, FabricError
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Link",
     "MrHandle",
+    "MrView",
     "Places",
     "Remote",
     "Targets",
@@ -92,6 +93,26 @@ class MrHandle:
         self.closed = False
 
     __reduce__ = unpicklable("it is memory of this process; send `mr.desc.to_bytes()` to peers")
+    __iter__ = None
+
+    @property
+    def root(self) -> MrHandle:
+        """The region; of a view, the region that it is of."""
+        return self
+
+    @property
+    def start(self) -> int:
+        """Where in the region it begins: 0, unless it is a view."""
+        return 0
+
+    def __getitem__(self, part: slice) -> MrView:
+        """A view of some of the bytes, by numpy's rules for slices.
+
+        It stands wherever a region does as a source, in `lease`, and its `desc` is that of these
+        bytes. It counts bytes, whatever was registered: descriptors of peers know of no shapes.
+        """
+        start, stop = check_slice("mr", part, self.memory.nbytes)
+        return MrView(self.root, self.start + start, self.start + stop)
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
@@ -102,6 +123,57 @@ class MrHandle:
         state = "deregistered" if self.closed else f"{self.inflight} transfers in flight"
         what = f"region {self.desc.region}, {self.memory.nbytes} bytes, {self.memory.device}"
         return f"MrHandle({what}, {state})"
+
+
+class MrView(MrHandle):
+    """Some bytes of a region: `mr[a:b]`. It lives as long as the region is registered.
+
+    Attributes:
+        root: the region.
+        start: where in it the view begins.
+    """
+
+    __slots__ = ("root", "start")
+
+    def __init__(self, root: MrHandle, start: int, stop: int) -> None:
+        whole = root.memory
+        self.root = root  # type: ignore[misc]  # a slot here, a property there
+        self.start = start  # type: ignore[misc]  # a slot here, a property there
+        self.owner, self.access, self.keys = root.owner, root.access, root.keys
+        self.memory = Memory(
+            whole.ptr + start, stop - start, whole.device, whole.readonly, whole.owner
+        )
+        self.ptr = np.array(self.memory.ptr, np.uint64)
+        self.desc = root.desc[start:stop]
+
+    @property
+    def closed(self) -> bool:  # type: ignore[override]  # the region's
+        """Whether the region was given back."""
+        return self.root.closed
+
+    @property
+    def inflight(self) -> int:  # type: ignore[override]  # the region has it
+        """Transfers that read from the region now."""
+        return self.root.inflight
+
+    @property
+    def readers(self) -> frozenset[int]:  # type: ignore[override]  # the region has it
+        """As of the region."""
+        return self.root.readers
+
+    @property
+    def quarantined(self) -> tuple[Quarantine, ...]:
+        """As of the region, as far as these bytes are concerned; offsets are the view's."""
+        start, stop = self.start, self.start + self.memory.nbytes
+        return tuple(
+            Quarantine(max(found.start, start) - start, min(found.stop, stop) - start, found.why)
+            for found in self.root.quarantined
+            if found.start < stop and start < found.stop
+        )
+
+    def __repr__(self) -> str:
+        where = f"bytes {self.start} .. {self.start + self.memory.nbytes}"
+        return f"MrView({where} of {self.root!r})"
 
 
 def check_source(mr: object, owner: RegionOwner, what: str) -> None:

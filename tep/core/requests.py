@@ -153,7 +153,7 @@ def single_job(
     else:
         rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
     columns = (memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
-    job = Job("single", mr, remote, columns, imm, rows, nbytes, nbytes, routing)
+    job = Job("single", mr.root, remote, columns, imm, rows, nbytes, nbytes, routing)
     if plain and remote.hold is None:  # a lease is looked at every time
         remote.steady = asked, job
     return job
@@ -205,7 +205,7 @@ def paged_job(
     targets = _addresses(dst_pages, dst_stride, remote.bases[0] + dst_offset)
     return Job(
         "paged",
-        mr,
+        mr.root,
         remote,
         (sources, targets, page_bytes),
         _imm_column(verb, imm, npages),
@@ -301,7 +301,7 @@ def scatter_job(
     rows = _count_rows(lengths, targets, routing, nlocal) if split else len(lengths)
     src_column = np.frombuffer(src, np.uint64) + mr.ptr
     columns = (src_column, places.column, np.frombuffer(nbytes, np.uint64))
-    return Job("scatter", mr, targets, columns, imm, rows, total, longest, routing, lengths)
+    return Job("scatter", mr.root, targets, columns, imm, rows, total, longest, routing, lengths)
 
 
 @lru_cache(maxsize=256)

@@ -249,6 +249,8 @@ class TransferEngine:
         machine = self._machine
         machine.check_open("deregister")
         check_source(mr, machine, "deregister")
+        if mr.root is not mr:
+            raise BadRequest(f"deregister: {mr!r} is a view; give the region itself")
 
         def forget() -> None:
             self._worker.take_all_commands()
@@ -300,6 +302,10 @@ class TransferEngine:
         start = check_int("lease: offset", offset, 0, mr.memory.nbytes)
         nbytes = check_int("lease: nbytes", nbytes)
         nbytes = mr.memory.nbytes - start if nbytes == -1 else nbytes
+        if nbytes < 1 or start + nbytes > mr.memory.nbytes:
+            text = f"lease: bytes {start} .. {start + nbytes} are outside {mr!r}, or none"
+            raise BadRequest(text)
+        mr, start = mr.root, mr.start + start
         fence = check_flag("lease: fence", fence)
         return grant_lease(
             self._machine, self._worker.leases, mr, link, for_s, (start, nbytes), fence=fence
