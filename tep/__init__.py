@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tep.control.leases import Grant
     from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
     from tep.core.plan import count_imms
+    from tep.core.progress import Progress
     from tep.core.region import MrHandle
     from tep.core.stats import EngineStats, TransferStats
     from tep.core.together import as_completed, gather
@@ -88,6 +89,7 @@ __all__ = [
     "PeerGroup",
     "PeerState",
     "PeerWatch",
+    "Progress",
     "Removal",
     "RendezvousError",
     "Routing",
@@ -154,6 +156,7 @@ _ROOMS = {
     "tep.backends.base": ("Access",),
     "tep.cuda.arena": ("Arena", "alloc"),
     "tep.backends.local.memory": ("alloc_shared",),
+    "tep.core.progress": ("Progress",),
     "tep.core.region": ("MrHandle",),
     "tep.core.transfer": (
         "Expectation",

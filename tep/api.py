@@ -21,6 +21,7 @@ from tep.checks import (
     check_seconds,
     shown,
 )
+from tep.dlpack import as_array
 from tep.errors import BadRequest
 from tep.wire import Target
 
@@ -70,7 +71,7 @@ class Pages:
         offset: int = 0,
     ) -> None:
         try:
-            found = np.asarray(indices)
+            found = as_array(indices)
         except Exception as error:  # whatever a foreign sequence raises
             raise BadRequest(
                 f"Pages: indices={shown(indices)} are no one-dimensional list of integers: {error}"

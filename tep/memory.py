@@ -150,6 +150,28 @@ def adapt(buffer: Buffer) -> Memory:
     return Memory(int(flat.ctypes.data), view.nbytes, "cpu", view.readonly, (buffer, view))
 
 
+def copied(what: str, payload: Buffer) -> bytes:
+    """A copy of the bytes of a buffer, an array or a tensor in CPU memory.
+
+    Raises:
+        BadRequest: it has no bytes, or they are on a GPU.
+    """
+    try:
+        return bytes(memoryview(payload))  # type: ignore[arg-type]  # TypeError is the answer
+    except TypeError as error:
+        if isinstance(payload, tuple) or not (
+            isinstance(payload, Exporter) or hasattr(payload, "__cuda_array_interface__")
+        ):
+            raise BadRequest(f"{what}: the payload is no bytes: {error}") from error
+    memory = _from_foreign(payload)
+    if memory.kind != "cpu":
+        raise BadRequest(
+            f"{what}: the payload is on {memory.device}; copy it to the host first, or write it "
+            "from registered memory"
+        )
+    return memory.bytes_view().tobytes()
+
+
 def _no_bytes(buffer: object) -> BadRequest:
     """What is said of memory that holds references: a peer that writes there ends the process."""
     return BadRequest(

@@ -20,6 +20,7 @@ from tep.checks import check_int, check_kind, shown
 from tep.core.imm import check_imm
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.region import MrHandle, Places, Remote, Targets
+from tep.dlpack import as_array
 from tep.errors import BadRequest
 from tep.wire import Target
 
@@ -480,7 +481,7 @@ def _imm_column(verb: str, imm: ImmArg, npages: int) -> Column | None:
     if imm is None or type(imm) is int:
         return imm if imm is None else check_imm(imm)
     try:
-        found = np.asarray(imm)
+        found = as_array(imm)
     except Exception as error:  # whatever a foreign sequence raises
         raise BadRequest(f"{verb}: imm={shown(imm)} is no integer, and no list of them") from error
     if found.shape == ():

@@ -5,15 +5,18 @@ The accounts are kept by the worker; users read them through `stats()` and `desc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
-from tep.checks import INT64_MAX, check_int, unpicklable
-from tep.core.handle import Handle, Owner
+from tep.checks import INT64_MAX, check_int, check_seconds, unpicklable
+from tep.core.handle import Handle, Owner, wait_for
+from tep.core.progress import Meter, Progress
 from tep.core.quarantine import doubts_text
 from tep.core.region import Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import InDoubt
+from tep.errors import InDoubt, WaitTimeout
+from tep.waiting import escaped, raise_escaped
 
 if TYPE_CHECKING:
     from tep.core.group import Pace
@@ -102,6 +105,68 @@ class Transfer(Handle):
         self._doubts = self._doubts or {}
         self._doubts[remote, domain, nic] = code, remote.link.fences[domain, nic]
         return first
+
+    def wait(
+        self,
+        timeout_s: float | None = None,
+        *,
+        on_progress: Callable[[Progress], object] | None = None,
+        every_s: float = 1.0,
+    ) -> Self:
+        """Block until it is finished; then as `result()`, which returns the transfer itself.
+
+        Args:
+            timeout_s: as of `Expectation.wait`.
+            on_progress: called on this thread every `every_s` seconds of the driver's clock, and at
+                the end, with a `tep.Progress`. It may block, and what it raises ends the wait.
+            every_s: seconds.
+
+        Raises:
+            WaitTimeout: with a report of what is outstanding.
+        """
+        if on_progress is None:
+            return Handle.wait(self, timeout_s)
+        left_s, every_s = self._limits(timeout_s, every_s)
+        meter, driver = Meter(self), self._owner.driver
+        end_s = driver.now_s() + left_s
+        while not self.finished:
+            left_s = end_s - driver.now_s()
+            if not driver.wait(self, max(0.0, min(every_s, left_s))) and left_s <= every_s:
+                raise_escaped()
+                raise self._late(timeout_s if timeout_s is not None else self._owner.wait_timeout_s)
+            if escaped:
+                raise_escaped()
+            on_progress(meter.read())
+        return self.result()
+
+    async def wait_async(
+        self,
+        timeout_s: float | None = None,
+        *,
+        on_progress: Callable[[Progress], object] | None = None,
+        every_s: float = 1.0,
+    ) -> Self:
+        """`wait()` for coroutines, with its timeout, report and progress; no thread is blocked."""
+        if on_progress is None:
+            return await Handle.wait_async(self, timeout_s)
+        left_s, every_s = self._limits(timeout_s, every_s)
+        meter, driver = Meter(self), self._owner.driver
+        end_s = driver.now_s() + left_s
+        while not self.finished:
+            left_s = end_s - driver.now_s()
+            try:
+                await wait_for(self, max(0.0, min(every_s, left_s)))
+            except WaitTimeout:
+                if left_s <= every_s:
+                    raise
+            on_progress(meter.read())
+        return self.result()
+
+    def _limits(self, timeout_s: float | None, every_s: float) -> tuple[float, float]:
+        every_s = check_seconds("wait: every_s", every_s, 1e-6)
+        if timeout_s is None:
+            timeout_s = self._owner.wait_timeout_s
+        return check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf), every_s
 
     def is_ending(self) -> bool:
         """Whether it will not end as done, so that nothing more of it need be posted."""

@@ -49,7 +49,7 @@ from tep.engine.machine import Machine
 from tep.engine.regions import keep_or_free
 from tep.engine.report import engine_stats, explain
 from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError
-from tep.memory import Buffer, adapt
+from tep.memory import Buffer, adapt, copied
 from tep.topology import Topology, detect
 from tep.turning import driver_for
 from tep.watch import Watcher
@@ -423,11 +423,11 @@ class TransferEngine:
     # ------------------------------------------------------------------ messages
 
     def submit_send(
-        self, peer: NetAddr, payload: bytes, *, on_done: Callable[[Message], object] | None = None
+        self, peer: NetAddr, payload: Buffer, *, on_done: Callable[[Message], object] | None = None
     ) -> Message:
         """Send a small message to a peer's receive pool.
 
-        The payload is copied: the buffer is free at once.
+        The payload, a buffer, array or tensor in CPU memory, is copied: it is free at once.
 
         Raises:
             BadRequest: not bytes, or longer than the NIC's messages may be.
@@ -435,17 +435,14 @@ class TransferEngine:
         """
         self._machine.check_open("submit_send")
         link = self._peers.link(peer, "submit_send")
-        try:
-            copied = bytes(memoryview(payload))  # bytes() alone would make 5 zeros of the number 5
-        except TypeError as error:
-            raise BadRequest(f"submit_send: the payload is no bytes: {error}") from error
+        content = copied("submit_send", payload)
         limit = self._domains[0].caps.max_msg_bytes
-        if len(copied) > limit:
+        if len(content) > limit:
             raise BadRequest(
-                f"submit_send: {len(copied)} bytes, a message has {limit} at the most; use a write"
+                f"submit_send: {len(content)} bytes, a message has {limit} at the most; use a write"
             )
         self._machine.reserve("submit_send", 1)
-        message = Message(self._machine, copied, link, self.driver.now_s())
+        message = Message(self._machine, content, link, self.driver.now_s())
         self._machine.enqueue(self._worker.send, message, on_done)
         return message
 

@@ -12,8 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import tep
 from tep.errors import BadRequest
 from tep.memory import Memory, adapt
+from tests.support.pairs import pair
 
 
 def test_bytearray_is_writable_and_shared() -> None:
@@ -400,3 +402,45 @@ def test_a_released_memoryview_is_refused() -> None:
 
     with pytest.raises(BadRequest, match="memoryview: operation forbidden on released"):
         adapt(view)
+
+
+class Lists:
+    """A list of integers that has DLPack and nothing else, as a tensor of a foreign library."""
+
+    def __init__(self, values: list[int]) -> None:
+        self.data = np.array(values, np.int64)
+
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None) -> object:
+        return self.data.__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.data.__dlpack_device__()
+
+
+def test_page_lists_immediates_and_messages_may_be_tensors() -> None:
+    """Block tables live in tensors; to list them costs more than the request."""
+    seen: list[bytes] = []
+    with pair() as p:
+        p.b.submit_recvs(64, 2, lambda view: seen.append(bytes(view)))
+        pages = tep.Pages(Lists([1, 0]))
+        assert [1, 0] == pages.indices.tolist()
+        sent = p.a.submit_paged_writes(64, (p.mr, pages), (p.desc, pages), Lists([5, 6]))
+        message = p.a.submit_send(p.b.main_address, Lists([1, 2]))
+        p.settle(sent, message)
+        p.quiet(3)
+        assert [1, 1] == [p.b.imm_counter(imm).value for imm in (5, 6)]
+        assert [np.array([1, 2], np.int64).tobytes()] == seen
+        with pytest.raises(BadRequest, match="submit_send: the payload is no bytes: .*'int'"):
+            p.a.submit_send(p.b.main_address, 5)
+
+
+def test_a_message_on_a_gpu_is_refused_by_name() -> None:
+    """Its address means nothing to the CPU that copies messages."""
+
+    class Gpu:
+        @property
+        def __cuda_array_interface__(self) -> dict[str, object]:
+            return {"data": (4096, False), "shape": (4,), "typestr": "|u1"}
+
+    with pair() as p, pytest.raises(BadRequest, match="payload is on cuda:0; copy it to the host"):
+        p.a.submit_send(p.b.main_address, Gpu())

@@ -1,0 +1,39 @@
+"""COMING_FROM.md: its examples run, and every name of ours on it exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tep
+
+PAGE = Path(__file__).resolve().parents[2] / "COMING_FROM.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+EXAMPLES = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+HOLDERS = {
+    "engine": tep.TransferEngine,
+    "transfer": tep.Transfer,
+    "watcher": tep.Watcher,
+    "tep": tep,
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=["NIXL", "Mooncake", "fabric-lib"])
+def test_the_examples_run(example) -> None:
+    """A page for newcomers whose first program fails is their last."""
+    exec(compile(example, str(PAGE), "exec"), {})
+
+
+def test_every_name_of_ours_exists() -> None:
+    """A table of calls that were renamed sends people to look for them."""
+    names = set(re.findall(r"\b(engine|transfer|watcher|tep)\.([A-Za-z]\w*)", TEXT))
+    assert len(names) > 25
+    arguments = {"ptr"}
+    gone = [
+        f"{holder}.{name}"
+        for holder, name in names
+        if name not in arguments and not hasattr(HOLDERS[holder], name)
+    ]
+    assert [] == gone
