@@ -80,6 +80,11 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
             summary="libfabric: AWS EFA; tcp and shared memory on any Linux machine",
             cure="pip install 'tep[libfabric]', or TEP_LIBFABRIC=/path/to/libfabric.so.1",
         ),
+        "efa": BackendSpec(
+            module="tep.backends.efa",
+            summary="AWS EFA through libibverbs and libefa, without libfabric",
+            cure="the EFA installer, on an instance with EFA; TEP_LIBEFA=/path/to/libefa.so.1",
+        ),
         "verbs": BackendSpec(
             module="tep.backends.verbs",
             summary="RDMA NICs through libibverbs: ConnectX (RC), and Soft-RoCE",

@@ -21,7 +21,18 @@ from tep.ffi.ibverbs_device import Context, Device
 from tep.ffi.ibverbs_structs import VerbsContext
 from tep.ffi.load import Step, env_step, find, system_step
 
-__all__ = ["ABI_COMPAT_OFFSETS", "CreateQp", "DataPath", "Library", "Ref", "fail", "load", "ref"]
+__all__ = [
+    "ABI_COMPAT_OFFSETS",
+    "OPTIONAL",
+    "PROTOTYPES",
+    "CreateQp",
+    "DataPath",
+    "Library",
+    "Ref",
+    "fail",
+    "load",
+    "ref",
+]
 
 T = TypeVar("T")
 
@@ -39,7 +50,7 @@ _P, _INT, _UINT, _U8, _U32, _U64 = (
 )
 _SIZE = ctypes.c_size_t
 
-_PROTOTYPES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
+PROTOTYPES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     # int ibv_fork_init(void);
     "ibv_fork_init": (_INT, ()),
     # struct ibv_device **ibv_get_device_list(int *num_devices);
@@ -123,7 +134,7 @@ _PROTOTYPES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     "ibv_event_type_str": (ctypes.c_char_p, (_INT,)),
 }
 
-_OPTIONAL: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
+OPTIONAL: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     # From rdma-core 34 on (IBVERBS_1.12), so it may be absent.
     # struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length,
     #                              uint64_t iova, int fd, int access);
@@ -142,11 +153,11 @@ class Library:
     def __init__(self, lib: ctypes.CDLL, path: str) -> None:
         self.path = path
         self._lib = lib
-        for name, (result, arguments) in _PROTOTYPES.items():
+        for name, (result, arguments) in PROTOTYPES.items():
             call = getattr(lib, name)
             call.restype, call.argtypes = result, arguments
         self.has_dmabuf = True
-        for name, (result, arguments) in _OPTIONAL.items():
+        for name, (result, arguments) in OPTIONAL.items():
             call = getattr(lib, name, None)
             if call is None:
                 self.has_dmabuf = False
@@ -348,7 +359,7 @@ def load(path: str | None = None) -> Library:
 
 
 def _accept(lib: ctypes.CDLL) -> str:
-    if missing := [name for name in _PROTOTYPES if not hasattr(lib, name)]:
+    if missing := [name for name in PROTOTYPES if not hasattr(lib, name)]:
         raise LookupError(f"it has no {', '.join(missing)}; rdma-core 33 and later have all calls")
     return "with dma-buf" if hasattr(lib, "ibv_reg_dmabuf_mr") else "without dma-buf"
 

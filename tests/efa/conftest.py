@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-ON_FAKE = ["test_contract.py", "test_processes.py"]
+ON_FAKE = ["test_contract.py", "test_processes.py", "test_direct.py"]
 
 collect_ignore_glob = [] if "TEP_FAKE_EFA" in os.environ else ON_FAKE
 

@@ -166,6 +166,7 @@ _CHECKS: Final[Mapping[str, Callable[[bytes], str]]] = MappingProxyType(
         "shm": _check_shm,
         "efa": _check_efa,
         "efa-direct": _check_efa,
+        "srd": _check_efa,  # of the backend `efa`
     }
 )
 

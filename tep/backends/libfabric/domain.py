@@ -105,10 +105,9 @@ class FabricDomain:
         self._done: deque[Entry] = deque()
         self._texts: dict[int, str] = {}
         self._timeout_s = 0.8 * caps.peer_timeout_s  # the rest is for looking and telling
-        flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if delivery_complete else 0)
-        self._slots = Slots(rules.window_rows, flags, more=rules.more)
-        self._regions = Regions(nic, dmabuf)
-        self._mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
+        self._slots, self._regions, self._mailbox, self._queue = self._parts(
+            nic, rules, dmabuf, delivery_complete=delivery_complete
+        )
         self._mailbox.start(self._main)
         self._peers = Peers(
             nic,
@@ -124,7 +123,6 @@ class FabricDomain:
         self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
         self._inbox = Inbox(self.address, self._done)
         self._unread = Unread(self._done.append)
-        self._queue = Queue(nic, self._slots, self._mailbox, rules)
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
         self._rows = Rows(
             self.address,
@@ -142,6 +140,16 @@ class FabricDomain:
         self._next_look_s = self._next_census_s = 0.0
         self._excused = self._closed = self._lost = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
+
+    def _parts(
+        self, nic: Nic, rules: Rules, dmabuf: DmabufExport | None, *, delivery_complete: bool
+    ) -> tuple[Slots, Regions, Mailbox, Queue]:
+        """What touches the NIC; a backend that drives it without libfabric has its own."""
+        flags = fi.FI_COMPLETION | (fi.FI_DELIVERY_COMPLETE if delivery_complete else 0)
+        slots = Slots(rules.window_rows, flags, more=rules.more)
+        mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
+        queue = Queue(nic, slots, mailbox, rules)
+        return slots, Regions(nic, dmabuf), mailbox, queue
 
     def describe(self) -> str:
         """Say what drives this NIC, and which way its rows go; `explain` asks."""

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.rules import Rules
 
-__all__ = ["Mailbox"]
+__all__ = ["OUT_PER_PEER", "Mailbox"]
 
-_OUT_PER_PEER: Final = 8  # a peer that takes nothing must not hold all buffers
+OUT_PER_PEER: Final = 8  # a peer that takes nothing must not hold all buffers
 _SLOT_BYTES: Final = 64
 
 # One receive, all words of 64 bits: iovec, struct fi_msg. It is as long as a context, so that the
@@ -136,7 +136,7 @@ class Mailbox:
         Raises:
             OSError: refused for another reason than a full queue; errno is libfabric's.
         """
-        if not self._free or peer.sends >= _OUT_PER_PEER:
+        if not self._free or peer.sends >= OUT_PER_PEER:
             return False
         assert len(frame) <= self._frame_bytes, (len(frame), self._frame_bytes)
         index = self._free[-1]

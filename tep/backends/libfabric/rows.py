@@ -183,12 +183,12 @@ class Rows:
     ) -> int | None:
         """Post as many rows as the window holds; None = the peer takes nothing, hold them."""
         slots, nbytes = self._slots, batch.nbytes
-        wanted = min(stop - start, CHUNK_ROWS)
+        wanted = min(stop - start, slots.chunk_rows)
         if isinstance(nbytes, int):
             longest = nbytes
         else:
             longest = int(nbytes[start : start + wanted].max())
-        window = min(self._window_rows, self._window_bytes // longest if longest else CHUNK_ROWS)
+        window = min(self._window_rows, self._window_bytes // longest if longest else wanted)
         if peer.open >= peer.full_at:
             return 0
         n = min(wanted, slots.room)

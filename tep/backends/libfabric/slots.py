@@ -118,6 +118,7 @@ class Slots:
             `rows_max` fit into its queue: of a chain that does not fit, libfabric may drop all.
 
     Attributes:
+        chunk_rows: rows that post() takes at the most.
         tickets: what is in flight, oldest first.
         open: rows in flight.
         nbytes: bytes in flight.
@@ -125,6 +126,8 @@ class Slots:
         unended: the peer of a chain that waits for its doorbell, since its last row was refused;
             the next post of any kind rings it.
     """
+
+    chunk_rows = CHUNK_ROWS
 
     def __init__(self, rows_max: int, flags: int, *, more: bool = False) -> None:
         count = _SPARE * rows_max
@@ -183,7 +186,7 @@ class Slots:
             call: fi_writemsg.
             endpoint: its first argument.
             ticket: issued for the rows that were taken.
-            n: 1 to CHUNK_ROWS, and no more than there is room.
+            n: 1 to `chunk_rows`, and no more than there is room.
 
         Raises:
             OSError: the first row was refused, not for a full queue; errno is libfabric's.

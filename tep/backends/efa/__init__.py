@@ -1,0 +1,182 @@
+"""The efa backend: AWS EFA's SRD through libibverbs and libefa, without libfabric; opened here.
+
+README.md in this folder says how it posts, and what nobody has verified yet on a device.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from tep.backends.base import DomainCaps, Opened
+from tep.backends.efa.device import Nic, efa_devices
+from tep.backends.efa.domain import EfaDomain, choose_way
+from tep.backends.efa.pairs import Sizes
+from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
+from tep.backends.libfabric.messages import NOTE_BYTES_MAX
+from tep.backends.libfabric.rules import RULES
+from tep.errors import BackendUnavailable, FabricError, UsageError
+from tep.ffi.efa import Efa, load
+from tep.memory import DmabufExport
+
+__all__ = ["EfaDomain", "facts", "open_domains", "probe"]
+
+_NUMBERS = itertools.count(1)
+_WAYS: Final = ("auto", "columns", "rows")
+
+_RULES: Final = replace(RULES["efa-direct"], provider="srd", frames_in=2048, frames_out=64)
+_SEND: Final = 4096
+"""Requests that the send queue holds where the device has so many; request ids have 16 bits, and a
+row that was given up keeps its id, so that there are eight times as many ids as rows."""
+
+
+class _How(NamedTuple):
+    """How the NICs of one engine are opened."""
+
+    post: str
+    peer_timeout_s: float
+    dmabuf: DmabufExport | None
+    window_rows: int | None
+
+
+def open_domains(
+    *,
+    nics: Sequence[str] | int | None = None,
+    name: str | None = None,
+    epoch: int | None = None,
+    peer_timeout_s: float = 5.0,
+    post: str = "auto",
+    window_rows: int | None = None,
+    dmabuf: DmabufExport | None = None,
+) -> Opened:
+    """Open the NICs of one engine.
+
+    Args:
+        nics: devices' names, or how many. None: all EFA devices.
+        name: for reports, and the identity of a restart; None = host, pid and a number.
+        epoch: this incarnation's number; None = the time in nanoseconds.
+        peer_timeout_s: how long a peer may be silent before rows to it fail.
+        post: "rows": by libibverbs' calls, row by row. "columns": written into the mapped queues.
+            "auto": by columns where the library and the device allow it, else by rows.
+        window_rows: rows in flight; None = as many as the device's queue holds.
+        dmabuf: exports CUDA memory as a dma-buf, see tep.memory; None = host memory only.
+
+    Raises:
+        UsageError: impossible names or numbers.
+        BackendUnavailable: no library or no device; or post="columns" where that cannot be.
+    """
+    if post not in _WAYS:
+        raise UsageError(f"efa: post={post!r}; there are {', '.join(_WAYS)}")
+    if peer_timeout_s <= 0:
+        raise UsageError(f"efa: peer_timeout_s={peer_timeout_s}; it must be more than 0")
+    most = _SEND - _RULES.frames_out
+    if window_rows is not None and not 1 <= window_rows <= most:
+        raise UsageError(f"efa: window_rows={window_rows}; rows are 1 to {most}")
+    epoch = time.time_ns() if epoch is None else epoch
+    name = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}" if name is None else name
+    lib = load()
+    domains: list[EfaDomain] = []
+    try:
+        how = _How(post, peer_timeout_s, dmabuf, window_rows)
+        domains.extend(_open(lib, nic, epoch, how) for nic in _names(lib, nics))
+    except BaseException:
+        for domain in domains:
+            domain.close()
+        raise
+    return Opened(tuple(domains), epoch, name)
+
+
+def _names(lib: Efa, nics: Sequence[str] | int | None) -> list[str]:
+    found = efa_devices(lib)
+    if not found:
+        raise BackendUnavailable(
+            "efa: no EFA device here", ((lib.path, "ibv_get_device_list has none of EFA's"),)
+        )
+    if nics is None:
+        return found
+    if isinstance(nics, int):
+        if not 1 <= nics <= len(found):
+            raise UsageError(f"efa: nics={nics}; there are {len(found)}: {', '.join(found)}")
+        return found[:nics]
+    wanted = list(nics)
+    if not wanted or len(set(wanted)) != len(wanted) or not set(wanted) <= set(found):
+        raise UsageError(f"efa: nics={wanted}; there are {', '.join(found)}, each once")
+    return wanted
+
+
+def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
+    rules = _RULES
+    wished = Sizes(_SEND, rules.frames_in, 2 * _SEND)
+    try:
+        nic = Nic(lib, name, wished)
+    except FabricError as error:
+        raise BackendUnavailable(
+            f"efa: NIC {name!r} cannot be opened", ((name, str(error)),)
+        ) from error
+    try:
+        way, words = choose_way(nic, how.post)
+        window = how.window_rows or nic.sizes.send - rules.frames_out
+        rules = replace(
+            rules,
+            window_rows=min(window, nic.sizes.send - rules.frames_out),
+            frames_in=nic.sizes.receive,
+        )
+        caps = DomainCaps(
+            backend="efa",
+            nic=name,
+            link_bps=nic.link_bps,
+            sq_depth=2 * rules.window_rows,
+            max_write_bytes=min(ROW_BYTES_MAX, nic.attr.max_rdma_size or ROW_BYTES_MAX),
+            max_msg_bytes=rules.msg_bytes_max,
+            ordered=False,
+            imm_eats_recv=False,
+            memory_kinds=("cpu", "cuda") if how.dmabuf is not None else ("cpu",),
+            peer_timeout_s=how.peer_timeout_s,
+            wakes=nic.wait_fd is not None,
+            note_bytes=NOTE_BYTES_MAX,
+            deregister_fences=False,
+        )
+        about = f"SRD through libibverbs and libefa; entries {words}; all peers by the NIC"
+        return EfaDomain(nic, way, rules, caps, epoch=epoch, dmabuf=how.dmabuf, about=about)
+    except FabricError as error:
+        nic.close()
+        raise BackendUnavailable(f"efa: {name} by columns", ((name, str(error)),)) from error
+    except BaseException:
+        nic.close()
+        raise
+
+
+def facts() -> dict[str, object]:
+    """What there is to know of libraries and devices, by name; for `tep info`.
+
+    Raises:
+        BackendUnavailable: a library is missing.
+    """
+    lib = load()
+    queries = "efadv_query_qp_wqs and efadv_query_cq"
+    devices = efa_devices(lib)
+    return {
+        "libibverbs": lib.path,
+        "libefa": lib.efa_path,
+        "devices": devices,
+        "posts": f"by columns if the device fits ({queries} are there)"
+        if lib.has_queries
+        else f"row by row: libefa has no {queries}",
+    }
+
+
+def probe() -> str:
+    """Say which libraries and devices are here.
+
+    Raises:
+        BackendUnavailable: a library or a device is missing.
+    """
+    lib = load()
+    devices = _names(lib, None)
+    way = "by columns" if lib.has_queries else "row by row"
+    return f"{lib.path}, {lib.efa_path}; {', '.join(devices)}; entries {way}"

@@ -1,0 +1,340 @@
+"""Way (b): entries written by columns into the queues as the device maps them; completions read so.
+
+Requests of a batch are a few numpy assignments in a staging array, one copy into the mapped queue,
+a store fence and one doorbell for each `max_batch` entries. `RowWise` has the same methods.
+
+Rule 1: every store of an entry comes before the fence, the fence before the doorbell. Rule 2: no
+more requests are out than the queues hold, and the completion queue holds all of both: the device
+looks at none of this. Rule 3: an entry's phase bit is looked at before the rest of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable
+from functools import partial
+from struct import Struct
+from typing import Final
+
+import numpy as np
+
+from tep.backends.base import Column
+from tep.backends.efa import entries
+from tep.backends.efa.device import Nic, Place
+from tep.backends.efa.entries import ALWAYS_1, ALWAYS_2, HAS_IMM, OP_SEND, OP_WRITE
+from tep.backends.efa.rowwise import Entries, Numbers, Span
+from tep.errors import BackendUnavailable
+
+__all__ = ["Columns", "fences"]
+
+_ONE: Final = Struct("<HBBHHIHHI12xIIQIIQ")
+_PHASE: Final = 1
+_READ_MAX: Final = 2048
+_SEQ_CST: Final = 5  # stdatomic.h, memory_order_seq_cst
+
+_TAKEN = ctypes.c_int()
+"""A lock that nobody waits for."""
+
+Fence = Callable[[], object]
+
+
+def fences(nic: Nic) -> tuple[Fence, Fence, str]:
+    """What separates entries from the doorbell, what a phase bit from its entry, and their names.
+
+    x86-64. The send queue is mapped write-combining: its stores wait in buffers of the core. A
+    locked instruction empties these before it is done (Intel SDM 3A 12.3.1, AMD APM 2 7.4.2), as
+    the `sfence` of rdma-core does. pthread_spin_trylock of libc is one `lock cmpxchg`, on a lock of
+    ours that is always taken. Loads are never reordered with loads, so that reading needs none.
+
+    aarch64. Every call of libc and libatomic that is a fence is `dmb ish`, which orders nothing for
+    a device outside of the inner shareable domain. rdma-core uses `dsb st`, and executes it at the
+    start of each posting session: ibv_wr_start and ibv_wr_abort, a session without requests, is
+    that fence, and changes nothing. Between loads `dmb ish`, by libatomic's atomic_thread_fence,
+    suffices: completions are in ordinary memory of this host. Not verified, for want of a machine.
+
+    Raises:
+        BackendUnavailable: neither of the two, or no libatomic on aarch64.
+    """
+    machine = platform.machine()
+    if machine == "x86_64":
+        libc = ctypes.CDLL(None)
+        # int pthread_spin_trylock(pthread_spinlock_t *lock);
+        trylock = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(
+            ctypes.cast(libc.pthread_spin_trylock, ctypes.c_void_p).value or 0
+        )
+        at = ctypes.addressof(_TAKEN)
+        trylock(at)  # taken from now on
+        return partial(trylock, at), _nothing, "pthread_spin_trylock"
+    if machine == "aarch64":
+        try:
+            thread_fence = ctypes.CDLL("libatomic.so.1").atomic_thread_fence
+        except (OSError, AttributeError) as error:
+            raise BackendUnavailable(
+                f"libatomic has no atomic_thread_fence here: {error}"
+            ) from error
+        start, abort = nic.call("wr_start"), nic.call("wr_abort")
+
+        def session() -> object:
+            start(nic.qp)
+            return abort(nic.qp)
+
+        def between_loads() -> object:
+            return thread_fence(_SEQ_CST)
+
+        return session, between_loads, "an empty posting session"
+    raise BackendUnavailable(f"no store fence is known for {machine}")
+
+
+def _nothing() -> None:
+    """x86-64 keeps loads in order by itself."""
+
+
+class Columns:
+    """The mapped queues of one NIC.
+
+    Args:
+        nic: whose.
+
+    Raises:
+        BackendUnavailable: the library or the device does not offer what is needed.
+    """
+
+    def __init__(self, nic: Nic) -> None:
+        if not nic.lib.has_queries:
+            raise BackendUnavailable(
+                "libefa has no efadv_query_qp_wqs and efadv_query_cq (rdma-core 60 has)"
+            )
+        send, receive = nic.work_queues()
+        done = nic.completion_queue()
+        _check(send.entry_size, (64, 128), "entries of the send queue", "bytes")
+        _check(receive.entry_size, (16,), "entries of the receive queue", "bytes")
+        _check(done.entry_size, (16, 32), "completions", "bytes")
+        for name, one in (("send", send), ("receive", receive), ("completion", done)):
+            if not one.buffer or one.num_entries & (one.num_entries - 1) or not one.num_entries:
+                raise BackendUnavailable(
+                    f"the {name} queue has {one.num_entries} entries at {one.buffer}"
+                )
+        if done.num_entries < send.num_entries + receive.num_entries:
+            raise BackendUnavailable(
+                f"{done.num_entries} completions cannot hold those of {send.num_entries} and "
+                f"{receive.num_entries} requests"
+            )
+        self._nic = nic
+        self._fence, self._load_fence, fence = fences(nic)
+        self.batch_max = max(1, min(send.max_batch or send.num_entries, send.num_entries))
+        self.name = (
+            f"by columns, written into the mapped queue; at most {self.batch_max} entries a "
+            f"doorbell, fence {fence}"
+        )
+        self._map_send(send.buffer, send.entry_size, send.num_entries, send.doorbell)
+        self._map_receive(receive.buffer, receive.num_entries, receive.doorbell)
+        self._map_completions(done.buffer, done.entry_size, done.num_entries, done.doorbell)
+
+    def _map_send(self, buffer: int, width: int, size: int, bell: int) -> None:
+        self._width, self._mask = width, size - 1
+        self._ring = _mapped(buffer, width * size)
+        self._bell = ctypes.c_uint32.from_address(bell)
+        self._pc = 0
+        stage = np.zeros(size * width, np.uint8)
+        self._stage = memoryview(stage)  # type: ignore[arg-type]  # numpy has the buffer protocol
+        rows = np.ndarray(size, entries.TX_ENTRY, stage.data, strides=(width,))
+        rows["length"] = 1
+        self._rows = rows
+        names = ("req_id", "local_addr", "remote_addr", "imm", "ctrl2")
+        self._ids, self._src, self._dst, self._imms, self._ctrl2 = (rows[name] for name in names)
+        self._lengths = rows["local_length"], rows["remote_length"]
+        self._same: tuple[object, ...] = ()
+        self._same_rows = 0
+        self._phased = (-1, 0)  # the phase that the first rows of the stage have
+        self._lone = bytearray(width)
+
+    def _map_receive(self, buffer: int, size: int, bell: int) -> None:
+        ring = _mapped(buffer, size * entries.RX_ENTRY.itemsize)
+        self._rx = np.frombuffer(ring, entries.RX_ENTRY)
+        self._rx_size = size
+        self._rx_bell = ctypes.c_uint32.from_address(bell)
+        self._rx_pc = 0
+
+    def _map_completions(self, buffer: int, width: int, size: int, bell: int | None) -> None:
+        ring = _mapped(buffer, width * size)
+        self._cq = np.ndarray(size, entries.COMPLETION_ENTRY, ring, strides=(width,))
+        self._cq_flags = self._cq["flags"]
+        self._cq_bytes = ring
+        self._cq_width, self._cq_size = width, size
+        self._cc = 0
+        self._cq_bell = ctypes.c_uint32.from_address(bell) if bell else None
+        if self._cq_bell is not None:
+            self._nic.ask_wake = self._ask_wake
+        else:
+            self._nic.wait_fd = None  # nobody would tell the device what was read
+
+    def lay_out(self, span: Span) -> None:
+        """Say where messages are received; buffer i has the request id i."""
+        rows = self._receives = np.zeros(span.buffers, entries.RX_ENTRY)
+        rows["addr"] = span.address + span.buffer_bytes * np.arange(span.buffers)
+        rows["req_id"] = np.arange(span.buffers)
+        rows["length"] = span.buffer_bytes
+        rows["lkey_ctrl"] = entries.RX_ALWAYS | (span.lkey & entries.LKEY_MASK)
+
+    # --- posting; the methods are those of RowWise
+
+    def write(
+        self,
+        n: int,
+        ids: Numbers,
+        place: Place,
+        src: Column,
+        dst: Column,
+        nbytes: Column,
+        lkey: int,
+        rkey: int,
+        imm: Column | None,
+    ) -> None:
+        """Post n writes to one peer, one key; columns are ints or have n rows."""
+        each = nbytes if type(nbytes) is int else None
+        one_imm = imm if type(imm) is int else imm is None
+        same = (place, lkey, rkey, each, one_imm)
+        if same != self._same or n > self._same_rows:
+            self._fill(n, place, lkey, rkey, nbytes, imm)
+            self._same, self._same_rows = same, n
+        elif each is None:
+            for column in self._lengths:
+                column[:n] = nbytes
+        self._ids[:n] = ids
+        self._src[:n] = src
+        self._dst[:n] = dst
+        if imm is not None and type(imm) is not int:
+            self._imms[:n] = imm
+        self._copy(n)
+
+    def _fill(
+        self, n: int, place: Place, lkey: int, rkey: int, nbytes: Column, imm: Column | None
+    ) -> None:
+        """The columns that stay as they are from one batch to the next."""
+        rows = self._rows
+        rows["ctrl1"][:n] = ALWAYS_1 | OP_WRITE | (0 if imm is None else HAS_IMM)
+        rows["dest_qp"][:n], rows["ah"][:n], rows["qkey"][:n] = place.qpn, place.ahn, place.qkey
+        rows["lkey"][:n], rows["rkey"][:n] = lkey & entries.LKEY_MASK, rkey
+        rows["imm"][:n] = 0 if imm is None else imm
+        for column in self._lengths:
+            column[:n] = nbytes
+
+    def _copy(self, n: int) -> None:
+        """Copy the first n staged entries into the queue, doorbell by doorbell."""
+        width, size, ring, stage = self._width, self._mask + 1, self._ring, self._stage
+        fence, bell, most = self._fence, self._bell, self.batch_max
+        pc = self._pc
+        at = pc & self._mask
+        split = size - at  # entries up to the end of the ring
+        phase = pc >> self._mask.bit_length() & _PHASE
+        if split >= n:
+            known, upto = self._phased
+            if known != phase or upto < n:
+                self._ctrl2[:n] = ALWAYS_2 | phase
+                self._phased = phase, n
+        else:
+            self._ctrl2[:split] = ALWAYS_2 | phase
+            self._ctrl2[split:n] = ALWAYS_2 | (phase ^ _PHASE)
+            self._phased = -1, 0
+        done = 0
+        while done < n:
+            k = min(n - done, most)
+            first, room = done * width, (size - at) * width
+            nbytes = k * width
+            if nbytes > room:
+                ring[at * width :] = stage[first : first + room]
+                ring[: nbytes - room] = stage[first + room : first + nbytes]
+            else:
+                start = at * width
+                ring[start : start + nbytes] = stage[first : first + nbytes]
+            done += k
+            at = at + k & self._mask
+            fence()
+            bell.value = pc + done & 0xFFFF
+        self._pc = pc + n
+
+    def write_one(
+        self,
+        number: int,
+        place: Place,
+        src: int,
+        dst: int,
+        nbytes: int,
+        lkey: int,
+        rkey: int,
+        imm: int | None,
+    ) -> None:
+        """Post one write."""
+        ctrl1 = ALWAYS_1 | OP_WRITE | (0 if imm is None else HAS_IMM)
+        key = lkey & entries.LKEY_MASK
+        self._put(number, ctrl1, place, imm or 0, nbytes, rkey, dst, nbytes, key, src)
+
+    def send(self, number: int, place: Place, address: int, nbytes: int, lkey: int) -> None:
+        """Post one message."""
+        key = lkey & entries.LKEY_MASK
+        self._put(number, ALWAYS_1 | OP_SEND, place, 0, nbytes, key, address, 0, 0, 0)
+
+    def _put(self, number: int, ctrl1: int, place: Place, imm: int, *buffers: int) -> None:
+        pc, width = self._pc, self._width
+        ctrl2 = ALWAYS_2 | pc >> self._mask.bit_length() & _PHASE
+        _, ahn, qpn, qkey = place
+        _ONE.pack_into(self._lone, 0, number, ctrl1, ctrl2, qpn, 1, imm, ahn, 0, qkey, *buffers)
+        at = (pc & self._mask) * width
+        self._ring[at : at + width] = self._lone
+        self._pc = pc = pc + 1
+        self._fence()
+        self._bell.value = pc & 0xFFFF
+
+    def receive(self, indices: Numbers) -> None:
+        """Post receive buffers."""
+        n, size = len(indices), self._rx_size
+        rows = self._receives[indices]
+        at = self._rx_pc & (size - 1)
+        split = min(n, size - at)
+        self._rx[at : at + split] = rows[:split]
+        if split < n:
+            self._rx[: n - split] = rows[split:]
+        self._rx_pc += n
+        self._fence()
+        self._rx_bell.value = self._rx_pc & 0xFFFF
+
+    # --- polling
+
+    def poll(self, room: int) -> Entries:
+        """What has completed, as it lies in the queue; looked at before anything is posted."""
+        size, cc = self._cq_size, self._cc
+        at = cc & (size - 1)
+        phase = ~(cc >> (size.bit_length() - 1)) & _PHASE  # 1 in the first turn
+        if self._cq_bytes[at * self._cq_width + 3] & _PHASE != phase:
+            return self._cq[:0]
+        n = min(room, size - at, _READ_MAX)
+        if n > 1:
+            second = at + 1
+            if self._cq_bytes[second * self._cq_width + 3] & _PHASE != phase:
+                n = 1
+            else:
+                ready = (self._cq_flags[at : at + n] & np.uint8(_PHASE)) == phase
+                first_old = int(ready.argmin())
+                n = n if ready[first_old] else first_old
+        self._load_fence()
+        self._cc = cc + n
+        return self._cq[at : at + n]
+
+    def _ask_wake(self) -> None:
+        """Tell the device how far the queue was read, and to wake us at the next completion."""
+        assert self._cq_bell is not None
+        number = self._nic.events & 3
+        self._cq_bell.value = entries.ARM | number << 29 | (self._cc & 0xFFFF)
+
+    def close(self) -> None:
+        """Let go of the mappings, which the library takes away."""
+
+
+def _check(found: int, known: tuple[int, ...], what: str, unit: str) -> None:
+    if found not in known:
+        raise BackendUnavailable(f"{what} have {found} {unit}; known are {known}")
+
+
+def _mapped(address: int, nbytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")

@@ -1,0 +1,433 @@
+"""The objects of one EFA NIC: context, protection domain, queues, address handles, registrations.
+
+Each call that may fail passes through the library's checker, with the NIC's name. Nothing here
+knows a row, a peer's state or a message.
+
+Rule 1: close order is queue pair, registrations, address handles, completion queue, channel,
+domain, context. Rule 2: after a fork the child calls nothing of what it inherited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import os
+import select
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+from tep.backends.efa.pairs import Sizes, link_bps, make_pair, make_queue
+from tep.errors import BackendUnavailable, FabricError
+from tep.ffi.efa import (
+    CALLS,
+    AhAttrDv,
+    CqAttr,
+    CqEx,
+    DeviceAttrDv,
+    Efa,
+    QpEx,
+    WqAttr,
+)
+from tep.ffi.ibverbs_device import AsyncEvent, Context
+from tep.ffi.ibverbs_structs import AhAttr, CompChannel, Mr, Qp
+from tep.ffi.ibverbs_wr import ENUMS
+
+__all__ = ["CAP_WRITE", "Endpoint", "Handle", "Nic", "Place", "Sizes", "efa_devices"]
+
+CAP_WRITE: Final = 1 << 3  # efadv.h, EFADV_DEVICE_ATTR_CAPS_*
+
+_FATAL: Final = {
+    ENUMS["IBV_EVENT_CQ_ERR"]: "its completion queue overran or failed",
+    ENUMS["IBV_EVENT_QP_FATAL"]: "its queue pair failed",
+    ENUMS["IBV_EVENT_DEVICE_FATAL"]: "the device is gone",
+}
+
+
+class Place(NamedTuple):
+    """Where a peer's queue pair is.
+
+    Attributes:
+        ah: our address handle to its NIC, a pointer.
+        ahn: the number by which entries name that handle.
+        qpn, qkey: its queue pair.
+    """
+
+    ah: int
+    ahn: int
+    qpn: int
+    qkey: int
+
+
+class Handle:
+    """One registration."""
+
+    __slots__ = ("__weakref__", "_nic", "lkey", "pointer", "rkey")
+
+    def __init__(self, nic: Nic, pointer: int) -> None:
+        mr = Mr.from_address(pointer)
+        self._nic = nic
+        self.pointer = pointer
+        self.lkey, self.rkey = int(mr.lkey), int(mr.rkey)
+
+    def close(self) -> None:
+        """Deregister once; what a lost NIC says to it does not matter."""
+        pointer, self.pointer = self.pointer, 0
+        if pointer:
+            self._nic.end("ibv_dereg_mr", pointer)
+
+
+def efa_devices(lib: Efa) -> list[str]:
+    """Names of the EFA devices here."""
+    found = []
+    for name, _ in lib.devices():
+        with contextlib.suppress(FabricError, LookupError):
+            context, _ = lib.open_device(name)
+            if lib.is_efa(context) is not None:
+                found.append(name)
+            lib.ok("ibv_close_device", context)
+    return found
+
+
+class Endpoint:
+    """The queue pair of a NIC under the name that the shared parts know it by.
+
+    Attributes:
+        address: the queue pair, a pointer.
+        writemsg, writemsg_long: not called: rows go by the NIC's way.
+    """
+
+    writemsg = writemsg_long = None
+
+    def __init__(self, nic: Nic) -> None:
+        self._nic = nic
+        self.address = nic.qp
+
+    def name(self) -> bytes:
+        """Its address."""
+        return self._nic.raw()
+
+    def option(self, option: int) -> bool | None:
+        """None: it has no options of libfabric."""
+
+    def close(self) -> None:
+        """Destroy it."""
+        self.address = 0
+        self._nic.close_pair()
+
+
+class Nic:
+    """One NIC with one SRD queue pair, ready to post.
+
+    Args:
+        lib: both libraries.
+        name: of the device.
+        sizes: what is wished; the device may have less.
+
+    Attributes:
+        attr: what the device can do.
+        sizes: what it got.
+        gid, qpn, qkey: its address.
+        qp, cq: the extended objects, as pointers.
+        link_bps: nominal rate.
+        closed: whether it was closed, or belongs to the parent of this process.
+        failure: why it is lost; "" = it lives.
+        armed: a wake-up has been asked for, and nothing was found since.
+        ask_wake: how to ask for one; whoever reads the completion queue itself has an own way.
+        events: wake-ups taken.
+        wait_fd: becomes readable once armed when there may be news.
+    """
+
+    def __init__(self, lib: Efa, name: str, sizes: Sizes) -> None:
+        self.lib = lib
+        self.name = name
+        self.closed = False
+        self.failure = ""
+        self.qp = self.cq = 0
+        self._context = self._pd = self._channel = 0
+        self._epoll: select.epoll | None = None
+        self._regions: weakref.WeakSet[Handle] = weakref.WeakSet()
+        self._handles: dict[bytes, list[int]] = {}  # GID: handle, its number, peers there
+        self._places: dict[int, tuple[bytes, Place]] = {}  # by a peer's number
+        self._numbers = itertools.count(1)
+        self.wait_fd: int | None = None
+        self.events = 0
+        self.armed = False
+        self.ask_wake: Callable[[], None] = self.req_notify
+        _ALIVE.add(self)
+        try:
+            self._open(sizes)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, sizes: Sizes) -> None:
+        lib = self.lib
+        self._context, _ = lib.open_device(self.name)
+        attr = lib.is_efa(self._context)
+        if attr is None:
+            raise BackendUnavailable(f"{self.name} is not an EFA device", ())
+        self.attr: DeviceAttrDv = attr
+        if not attr.device_caps & CAP_WRITE:
+            raise BackendUnavailable(
+                f"{self.name}: this EFA device has no RDMA write (p4d has none; p5, p5en, p6 and "
+                "trn2 do)",
+                (),
+            )
+        self.sizes = Sizes(
+            min(sizes.send, attr.max_sq_wr), min(sizes.receive, attr.max_rq_wr), sizes.completions
+        )
+        self.gid = lib.query_gid(self._context)
+        self.qkey = int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF
+        self.link_bps = link_bps(lib, self._context)
+        self._pd = lib.make("ibv_alloc_pd", self._context, nic=self.name)
+        self._channel = lib.make("ibv_create_comp_channel", self._context, nic=self.name)
+        self.cq = make_queue(lib, self._context, self._channel, self.sizes.completions)
+        self.qp = make_pair(lib, self._context, self._pd, self.cq, self.sizes, attr, self.qkey)
+        self.qpn = int(Qp.from_address(self.qp).qp_num)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Join the descriptors of completions and of events that are nobody's completion."""
+        self._channel_fd = int(CompChannel.from_address(self._channel).fd)
+        self._async_fd = int(Context.from_address(self._context).async_fd)
+        self._epoll = select.epoll()
+        for fd in (self._channel_fd, self._async_fd):
+            os.set_blocking(fd, False)
+            self._epoll.register(fd, select.EPOLLIN)
+        self.wait_fd = self._epoll.fileno()
+        req_notify = Context.from_address(self._context).ops.req_notify_cq
+        self._req_notify = ctypes.PYFUNCTYPE(_INT, _PTR, _INT)(req_notify)
+
+    def call(self, name: str, *, of_cq: bool = False) -> Any:
+        """A member of the queue pair's or the completion queue's table of calls."""
+        table = CqEx.from_address(self.cq) if of_cq else QpEx.from_address(self.qp)
+        result, arguments = CALLS[name]
+        pointer = getattr(table, name)
+        if not pointer:
+            raise BackendUnavailable(f"{self.name}: libefa offers no {name}", ())
+        made = ctypes.PYFUNCTYPE(result, *arguments)  # type: ignore[arg-type]  # types of C
+        return made(pointer)
+
+    def post_recv(self) -> Callable[[int, int, int], int]:
+        """What the inline ibv_post_recv calls."""
+        pointer = Context.from_address(self._context).ops.post_recv
+        return ctypes.PYFUNCTYPE(_INT, _PTR, _PTR, _PTR)(pointer)
+
+    # --- what `FabricDomain` asks of a NIC
+
+    def open_endpoint(self, _options: tuple[object, ...] = ()) -> Endpoint:
+        """The queue pair, as what rows and frames go through; there is one."""
+        return Endpoint(self)
+
+    def release_port(self) -> None:
+        """There are no ports here."""
+
+    def read_event(self) -> str:
+        """Look whether the device has gone; a completion's wake-up is kept for the next trywait."""
+        if self.take_events():
+            self.armed = False
+        return ""
+
+    # --- where queues are mapped
+
+    def work_queues(self) -> tuple[WqAttr, WqAttr]:
+        """The send queue and the receive queue."""
+        send, receive = WqAttr(), WqAttr()
+        self.lib.ok(
+            "efadv_query_qp_wqs",
+            self.qp,
+            ctypes.byref(send),
+            ctypes.byref(receive),
+            ctypes.sizeof(send),
+            nic=self.name,
+        )
+        return send, receive
+
+    def completion_queue(self) -> CqAttr:
+        """The completion queue."""
+        attr = CqAttr()
+        self.lib.ok(
+            "efadv_query_cq", self.cq, ctypes.byref(attr), ctypes.sizeof(attr), nic=self.name
+        )
+        return attr
+
+    # --- peers
+
+    def raw(self) -> bytes:
+        """This queue pair's address: GID, number, 2 bytes, Q_Key, 8 bytes."""
+        number = self.qpn.to_bytes(4, "little") + self.qkey.to_bytes(4, "little")
+        return self.gid + number + bytes(8)
+
+    def insert(self, raw: bytes) -> int:
+        """Make a peer known: its NIC gets an address handle if it has none. Return its number.
+
+        The device takes no write from a NIC for which it has no handle.
+
+        Raises:
+            FabricError: no handle is left.
+        """
+        gid = raw[:16]
+        if gid not in self._handles:
+            self._handles[gid] = [*self._make_handle(gid), 0]
+        ah, ahn, _ = self._handles[gid]
+        self._handles[gid][2] += 1
+        qpn, qkey = int.from_bytes(raw[16:18], "little"), int.from_bytes(raw[20:24], "little")
+        number = next(self._numbers)
+        self._places[number] = gid, Place(ah, ahn, qpn, qkey)
+        return number
+
+    def place(self, number: int) -> Place:
+        """Where a peer is."""
+        return self._places[number][1]
+
+    def remove(self, number: int) -> None:
+        """Forget a peer; the last one at a NIC takes the handle along."""
+        gid, _ = self._places.pop(number)
+        handle = self._handles[gid]
+        handle[2] -= 1
+        if not handle[2]:
+            del self._handles[gid]
+            self.end("ibv_destroy_ah", handle[0])
+
+    def _make_handle(self, gid: bytes) -> tuple[int, int]:
+        attr = AhAttr(is_global=1, port_num=1)
+        attr.grh.dgid.raw[:] = gid
+        ah = self.lib.make("ibv_create_ah", self._pd, ctypes.byref(attr), nic=self.name)
+        found = AhAttrDv()
+        self.lib.ok("efadv_query_ah", ah, ctypes.byref(found), ctypes.sizeof(found))
+        return ah, int(found.ahn)
+
+    # --- memory
+
+    def register(self, ptr: int, nbytes: int, access: int) -> Handle:
+        """Register host memory."""
+        pointer = self.lib.make(
+            "ibv_reg_mr_iova2", self._pd, ptr, nbytes, ptr, access, nic=self.name, nbytes=nbytes
+        )
+        return self._kept(pointer)
+
+    def register_dmabuf(self, fd: int, offset: int, ptr: int, nbytes: int, access: int) -> Handle:
+        """Register a part of a dma-buf; peers call its first byte `ptr`."""
+        if not self.lib.has_dmabuf:
+            raise FabricError(
+                "dma-buf needs ibv_reg_dmabuf_mr of rdma-core 34 or later", code="LOCAL_KEY"
+            )
+        pointer = self.lib.make(
+            "ibv_reg_dmabuf_mr", self._pd, offset, nbytes, ptr, fd, access, nic=self.name
+        )
+        return self._kept(pointer)
+
+    def _kept(self, pointer: int) -> Handle:
+        handle = Handle(self, pointer)
+        self._regions.add(handle)
+        return handle
+
+    # --- events
+
+    def req_notify(self) -> None:
+        """Ask the library for a wake-up."""
+        self._req_notify(self.cq, 0)
+
+    def trywait(self) -> bool:
+        """Whether it is safe to sleep on wait_fd; False = poll first, then ask again.
+
+        What came before a wake-up was asked for is not told: one more look has to find nothing.
+        """
+        if self.take_events():
+            self.armed = False
+        if self.armed or self.failure:
+            return not self.failure
+        self.armed = True
+        self.ask_wake()
+        return False
+
+    def take_events(self) -> bool:
+        """Take what woke us off both descriptors; True if a completion did."""
+        assert self._epoll is not None
+        woken = False
+        for fd, _ in self._epoll.poll(0):
+            if fd == self._channel_fd:
+                cq, context = ctypes.c_void_p(), ctypes.c_void_p()
+                pointers = (ctypes.byref(cq), ctypes.byref(context))
+                if not self.lib.ask("ibv_get_cq_event", self._channel, *pointers):
+                    self.events += 1
+                    woken = True
+            elif fd == self._async_fd:
+                self._take_async()
+        return woken
+
+    def _take_async(self) -> None:
+        event = AsyncEvent()
+        if self.lib.ask("ibv_get_async_event", self._context, ctypes.byref(event)):
+            return
+        kind = int(event.event_type)
+        self.lib.do("ibv_ack_async_event", ctypes.byref(event))
+        if kind in _FATAL:
+            self.lose(f"event {kind}: {_FATAL[kind]}")
+
+    # --- ends
+
+    def lose(self, why: str) -> None:
+        """The NIC is lost."""
+        self.failure = self.failure or why
+
+    def end(self, name: str, *arguments: object) -> None:
+        """Make a call that destroys something; a NIC that is lost may refuse it."""
+        rc = self.lib.ask(name, *arguments)
+        if rc and not self.failure:
+            self.lib.ok(name, *arguments, nic=self.name)
+
+    def close_pair(self) -> None:
+        """Destroy the queue pair: nothing more is carried out, or taken in, through it."""
+        qp, self.qp = self.qp, 0
+        if qp:
+            self.end("ibv_destroy_qp", qp)
+
+    def close(self) -> None:
+        """Close everything, in order. Idempotent."""
+        _ALIVE.discard(self)
+        if self.closed:
+            return
+        self.closed = True
+        self.close_pair()
+        for region in list(self._regions):
+            region.close()
+        for ah, _, _ in self._handles.values():
+            self.end("ibv_destroy_ah", ah)
+        if self._epoll is not None:
+            self._epoll.close()
+        if self.cq:
+            if self.events:
+                self.lib.do("ibv_ack_cq_events", self.cq, self.events)
+            self.end("ibv_destroy_cq", self.cq)
+        for name, pointer in (
+            ("ibv_destroy_comp_channel", self._channel),
+            ("ibv_dealloc_pd", self._pd),
+            ("ibv_close_device", self._context),
+        ):
+            if pointer:
+                self.end(name, pointer)
+
+    def orphan(self) -> None:
+        """In a forked child: forget everything, call nothing."""
+        self.closed = True
+        self.qp = self.cq = 0
+        for region in self._regions:
+            region.pointer = 0
+        if self._epoll is not None:
+            self._epoll.close()
+
+
+_INT, _PTR = ctypes.c_int, ctypes.c_void_p
+_ALIVE: weakref.WeakSet[Nic] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for nic in list(_ALIVE):
+        nic.orphan()
+    _ALIVE.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

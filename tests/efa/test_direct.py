@@ -1,0 +1,61 @@
+"""The contract on the backend `efa`, which drives the fake device itself, by both of its ways."""
+
+from __future__ import annotations
+
+import pytest
+
+import tep
+from tep.backends import efa
+from tep.testing.contract import DomainContract
+from tep.testing.contract_engine import EngineContract, OpenEngines
+from tests.conformance.test_libfabric import TIMEOUT_S
+from tests.efa.test_contract import EfaWorld
+
+WAYS = ["rows", "columns"]
+
+
+class DirectWorld(EfaWorld):
+    """Nodes of one process; a NIC sends to itself."""
+
+    def __init__(self, way):
+        super().__init__(way)
+
+    def _open(self, nics, name):
+        found = efa.open_domains(nics=nics, name=name, post=self.provider, peer_timeout_s=TIMEOUT_S)
+        self.nodes.append(found)
+        return found
+
+    def fail_nic(self, node, nic):
+        """The device says that it is gone, once what is there has been read."""
+        node.domains[nic]._drain()
+        node.domains[nic]._device.lose("the test says so")
+
+
+class TestRows(DomainContract):
+    @pytest.fixture
+    def world(self):
+        with DirectWorld("rows") as world:
+            yield world
+
+
+class TestColumns(DomainContract):
+    @pytest.fixture
+    def world(self):
+        with DirectWorld("columns") as world:
+            yield world
+
+
+class TestEngines(EngineContract):
+    @pytest.fixture(params=WAYS)
+    def engines(self, request):
+        def opened(name=None):
+            found = efa.open_domains(
+                nics=2, name=name, post=request.param, peer_timeout_s=TIMEOUT_S
+            )
+            driver = tep.ThreadDriver(found.name)
+            return tep.TransferEngine(
+                found.domains, driver=driver, name=found.name, epoch=found.epoch
+            )
+
+        with OpenEngines(opened, opened) as engines:
+            yield engines
