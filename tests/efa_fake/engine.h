@@ -55,13 +55,15 @@ void engine_unlock(void);
 void engine_note(const char *format, ...) __attribute__((format(printf, 1, 2)));
 /* Told once for each port of this process that disappears; set by the front. */
 extern void (*engine_gone)(uint32_t port);
+/* Told before and after the device moves, with the engine's lock held; set by mapped queues. */
+extern void (*engine_direct)(void);
 extern void (*engine_forked)(void); /* in the child of a fork */
 
 /* Where a registration keeps [addr, addr + len), or NULL; any of the access bits that miss: NULL. */
 const struct mr *mr_find(uint32_t key, uint32_t port, uint32_t pd, uint64_t addr, uint64_t len,
 			 uint32_t access, bool remote);
 /* Keys: the index of the registration, and a bit that tells remote from local, so that one is never
- * taken for the other. Guessed: the real device's keys have an order of their own. */
-enum { KEY_LOCAL = 0x01000000, KEY_REMOTE = 0x02000000, KEY_INDEX = 0xffff, KEY_TURN = 0xf0000 };
+ * taken for the other; 24 bits, since an entry has no more for a local one. Guessed: the real device's keys have an order of their own. */
+enum { KEY_LOCAL = 0x100000, KEY_REMOTE = 0x200000, KEY_INDEX = 0xffff, KEY_TURN = 0xf0000 };
 
 #endif

@@ -322,7 +322,7 @@ static uint64_t word(uint64_t at, uint32_t pid, int state)
 }
 
 /* A byte of news for a sleeper: the index of the queue, into the channel's pipe. */
-static void notify(uint32_t index)
+void cq_notify(uint32_t index)
 {
 	static struct { uint32_t pid, channel; int fd; } open_pipes[CQS_MAX];
 	struct cq *cq = &fabric->cqs[index];
@@ -369,7 +369,7 @@ bool cq_push(uint32_t index, const struct wc *wc)
 			slot->wc = *wc;
 			slot->word = word(seen >> 24, pid, SLOT_READY);
 			COUNT(cq->port, cqes, 1);
-			notify(index);
+			cq_notify(index);
 			return true;
 		}
 		if (seen >> 24 == at) /* taken by one who has not moved the tail on yet */

@@ -86,6 +86,11 @@ enum status {
 	X(part, 0xefa2)       /* PCI device: 0xefa2 is p5's, 0xefa3 p5en's */ \
 	X(gbps, 200)          /* 100 or 200 */ \
 	X(fresh_qpn, 0)       /* 1: numbers of closed queue pairs are not used again soon */ \
+	X(queries, 1)         /* 0: a libefa that cannot say where queues are mapped */ \
+	X(entry, 64)          /* bytes of a work queue entry: 64 or 128 */ \
+	X(cq_entry, 16)       /* bytes of a completion: 16 or 32 */ \
+	X(max_batch, 64)      /* entries between two doorbells; 0: no limit. Guessed */ \
+	X(cq_bell, 1)         /* 0: completion queues without a doorbell */ \
 	X(qkey_silent, 1)     /* wrong Q_Key: 1 silence, as InfiniBand says; 0 BAD_DEST_QPN. Guessed */ \
 	X(timeout_us, 300000) /* how long the device tries before UNRESP or UNREACH; real: seconds */ \
 	X(rnr_us, 200)        /* pause before a row is tried again after RNR; guessed */
@@ -101,7 +106,7 @@ struct settings {
 	X(doorbells) X(wqes) X(batch_max) X(writes) X(write_imms) X(reads) X(sends) \
 	X(inline_sends) X(recvs) X(bytes) X(segments) X(imms_landed) X(cqes) X(overruns) \
 	X(rnrs) X(retries_spent) X(acks_lost) X(timeouts) X(mrs) X(mr_bytes) X(mr_refused) \
-	X(dmabufs) X(ahs) X(qps) X(cqs) X(events)
+	X(dmabufs) X(ahs) X(qps) X(cqs) X(events) X(malformed)
 
 struct counters {
 #define X(name) _Atomic uint64_t name;
@@ -235,6 +240,7 @@ void pd_free(uint32_t index);
 void wait_for_hazards(uint32_t qp_plus_1, uint32_t mr_plus_1);
 bool cq_push(uint32_t cq, const struct wc *wc); /* false: overrun, it is lost */
 bool cq_pop(uint32_t cq, struct wc *wc);
+void cq_notify(uint32_t cq); /* wake its sleeper, if it is armed */
 bool rq_pop(uint32_t qp, struct recv_entry *out);
 bool rq_push(uint32_t qp, const struct recv_entry *in);
 #define COUNT(port, name, n) \

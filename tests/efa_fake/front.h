@@ -109,6 +109,17 @@ static inline enum ibv_wc_status to_ibv_status(uint32_t status)
 	return status < sizeof table ? table[status] : IBV_WC_GENERAL_ERR;
 }
 
+/* direct.c */
+struct efa_wq_attr;
+struct efa_cq_attr;
+void direct_turn(void);
+void direct_forget(void);
+void direct_drop(const struct vqp *, const struct vcq *);
+int fake_efa_query_wqs(struct ibv_qp *, struct efa_wq_attr *, struct efa_wq_attr *, uint32_t);
+int fake_efa_query_cq(struct ibv_cq *, struct efa_cq_attr *, uint32_t);
+void fake_efa_run(uint32_t turns);
+void note_batch(struct vqp *qp); /* verbs.c: count and log what a doorbell brought */
+
 int fake_efa_query_device(struct ibv_context *, struct efa_device_attr *, uint32_t);
 int fake_efa_query_ah(struct ibv_ah *, struct efa_ah_attr *, uint32_t);
 struct ibv_cq_ex *fake_efa_create_cq(struct ibv_context *, struct ibv_cq_init_attr_ex *,

@@ -68,6 +68,7 @@ static void forget_all(void)
 {
 	memset(vqps, 0, sizeof vqps);
 	memset(vcqs, 0, sizeof vcqs);
+	direct_forget();
 }
 
 struct ibv_device **ibv_get_device_list(int *n)
@@ -704,6 +705,9 @@ int ibv_destroy_cq(struct ibv_cq *ibv)
 		fprintf(stderr, "fake EFA: a completion queue of %u on NIC %u lost %lu completions\n",
 			fabric->cqs[cq->index].depth, cq->port % NICS_MAX,
 			(unsigned long)fabric->cqs[cq->index].overruns);
+	engine_lock();
+	direct_drop(NULL, cq);
+	engine_unlock();
 	vcqs[cq->index] = NULL;
 	fabric_lock();
 	cq_free(cq->index);
@@ -844,7 +848,7 @@ static void set_inline(struct ibv_qp_ex *ex, void *addr, size_t len)
 	set_inline_list(ex, 1, &buf);
 }
 
-static void note_batch(struct vqp *qp)
+void note_batch(struct vqp *qp)
 {
 	static const char *const names[] = {"send", "write", "write_imm", "read"};
 	struct counters *count = counters(qp->ex.qp_base.context);
@@ -1063,6 +1067,7 @@ int ibv_destroy_qp(struct ibv_qp *ibv)
 	engine_lock();
 	fabric->qps[qp->index].state = IBV_QPS_ERR;
 	wait_for_hazards(qp->index + 1, 0);
+	direct_drop(qp, NULL);
 	sq_close(qp->sq);
 	vqps[qp->index] = NULL;
 	fabric_lock();

@@ -74,7 +74,7 @@ def _compile(compiler: str, out: Path) -> None:
         linker = f"-Wl,-soname,{target.name},--version-script,{version_script}"
         run(target, "-shared", linker, *args, "-lpthread")
 
-    shared(verbs, "ibverbs.map", "verbs.c", *device)
+    shared(verbs, "ibverbs.map", "verbs.c", "direct.c", *device)
     shared(efa, "efa.map", "efadv.c", verbs)
     run(out / "control", "control.c", "fabric.c", "faults.c", "-lpthread")
     run(out / "driver", "driver.c", verbs, efa, "-Wl,-rpath,$ORIGIN")

@@ -1,0 +1,261 @@
+"""Both ways of the backend `efa` side by side: what the fake device saw has to be the same.
+
+The device logs each entry as it read it from its ring, or was told by a call. With thread=0 it
+moves only when it is called, so that batches lie in the ring until then. Each test runs a program
+of its own under the fake libraries: this file, with a name of `_PROGRAMS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.fake_efa import fabric
+from tests.support.here import need_fake_efa
+
+ROOT = Path(__file__).parents[2]
+SAME = ("op", "to", "qpn_to", "len", "nsge", "raddr", "imm", "inline")
+
+pytestmark = pytest.mark.slow  # a compiler, processes
+
+
+class _End:
+    """One NIC and its way, without an engine; it sends to itself."""
+
+    def __init__(self, post, *, send=64, receive=64):
+        import ctypes
+
+        from tep.backends.efa.device import Nic
+        from tep.backends.efa.domain import choose_way
+        from tep.backends.efa.pairs import Sizes
+        from tep.backends.efa.rowwise import Span
+        from tep.ffi.efa import load
+
+        lib = load()
+        self.nic = Nic(lib, lib.devices()[0][0], Sizes(send, receive, 4 * max(send, receive)))
+        self.way, self.words = choose_way(self.nic, post)
+        self.memory = np.zeros(1 << 16, np.uint8)
+        self.at = self.memory.ctypes.data
+        self.mr = self.nic.register(self.at, self.memory.nbytes, 3)
+        self.place = self.nic.place(self.nic.insert(self.nic.raw()))
+        self.way.lay_out(Span(self.at, 64, receive, self.mr.lkey))
+        self._run = ctypes.CDLL("libibverbs.so.1").fake_efa_run
+        self.seen = []
+
+    def turn(self, turns=1):
+        self._run(turns)
+
+    def write(self, n, ids, dst, imm, nbytes):
+        self.way.write(
+            n,
+            ids,
+            self.place,
+            self.at + dst,
+            self.at + dst,
+            nbytes,
+            self.mr.lkey,
+            self.mr.rkey,
+            imm,
+        )
+
+    def poll(self, room=1 << 16):
+        found = self.way.poll(room)
+        entries = [tuple(entry) for entry in found.tolist()]
+        self.seen += entries
+        return entries
+
+
+def batches(post, seed, count, send):
+    """Random batches; ids come back before they are given again. What came back, sorted."""
+    rng = np.random.default_rng(seed)
+    end = _End(post, send=send)
+    free, spare = list(range(send)), 64
+    end.way.receive(np.arange(64))
+    kinds = {"rows": 0, "imms": 0, "messages": 0}
+    for _ in range(count):
+        n, with_imm = int(rng.integers(1, send + 1)), rng.random() < 0.5
+        while len(free) < n or (with_imm and spare < n):  # what is posted never depends on timing
+            end.turn(8)
+            free, spare = _settle(end, free, spare, kinds)
+        ids = np.array([free.pop() for _ in range(n)])
+        dst = rng.integers(0, 1 << 15, n).astype(np.uint64)
+        lengths = rng.integers(0, 200, n).astype(np.uint32) if rng.random() < 0.5 else 48
+        imm = None
+        if with_imm:
+            spare -= n
+            imm = rng.integers(0, 1 << 32, n, np.uint64) if rng.random() < 0.7 else 0x01020304
+        if n == 1 and rng.random() < 0.7:
+            one = [int(v if isinstance(v, int) else v[0]) for v in (dst, lengths)]
+            value = imm if imm is None or isinstance(imm, int) else int(imm[0])
+            end.way.write_one(
+                int(ids[0]),
+                end.place,
+                end.at + one[0],
+                end.at + one[0],
+                one[1],
+                end.mr.lkey,
+                end.mr.rkey,
+                value,
+            )
+        else:
+            end.write(n, ids, dst, imm, lengths)
+        if rng.random() < 0.3:
+            while not (free and spare):
+                end.turn(8)
+                free, spare = _settle(end, free, spare, kinds)
+            spare -= 1
+            end.way.send(free.pop(), end.place, end.at, 32, end.mr.lkey)
+    while len(free) < send:
+        end.turn(64)
+        free, spare = _settle(end, free, spare, kinds)
+    return {"kinds": kinds, "statuses": sorted({entry[1] for entry in end.seen})}
+
+
+def _settle(end, free, spare, kinds):
+    back = []
+    for number, status, flags, _, _, _, _, _ in end.poll():
+        assert status == 0, (number, status)
+        if flags & 2:
+            assert number not in free
+            free.append(number)
+            kinds["rows"] += 1
+        else:
+            back.append(number)
+            kinds["imms" if flags & 0x20 else "messages"] += 1
+            assert flags & 0x20 == 0 or flags & 8
+    if back:
+        end.way.receive(np.array(back))
+        spare += len(back)
+    return free, spare
+
+
+def many(post, seed, count, send):
+    """`count` writes as fast as they come back: turns of the ring, flips of the phase."""
+    end = _End(post, send=send)
+    free = np.arange(send)
+    dst = np.random.default_rng(seed).integers(0, 1 << 15, send).astype(np.uint64)
+    posted = back = 0
+    while back < count:
+        n = min(len(free), count - posted)
+        if n:
+            end.write(n, free[:n], dst[:n], None, 8)
+            free, posted = free[n:], posted + n
+        end.turn(1)
+        found = end.way.poll(1 << 16)
+        assert not found["status"].any()
+        free = np.concatenate([free, found["req_id"]])
+        back += len(found)
+    assert len(set(free.tolist())) == send
+    return {"rows": back}
+
+
+def bells(post, seed, count, send):
+    """How many entries each doorbell told of."""
+    end = _End(post, send=send)
+    told = [0]
+
+    class Bell:
+        def __setattr__(self, _name, value):
+            told.append(value)
+            true.value = value
+
+    true, end.way._bell = end.way._bell, Bell()
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        n = int(rng.integers(1, send + 1))
+        end.write(n, np.arange(n), np.zeros(n, np.uint64), None, 8)
+        left = n
+        while left:
+            end.turn(8)
+            left -= len(end.poll())
+    steps = [(b - a) & 0xFFFF for a, b in itertools.pairwise(told)]
+    return {"most": max(steps), "least": min(steps), "batch_max": end.way.batch_max}
+
+
+_PROGRAMS = {"batches": batches, "many": many, "bells": bells}
+
+
+def run(name, post, seed, count, send=64, **settings):
+    """Run a program on a fake device that stands still between calls."""
+    need_fake_efa()
+    with fabric({"nics": 1, "thread": 0, "seed": seed, **settings}) as fake:
+        done = subprocess.run(
+            [sys.executable, __file__, name, post, *map(str, (seed, count, send))],
+            env=os.environ | fake.environment() | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=100 if not os.environ.get("TEP_LONG") else 1000,
+            check=False,
+        )
+        assert 0 == done.returncode, done.stderr[-3000:]
+        return json.loads(done.stdout), fake.calls(), fake.total()
+
+
+@pytest.mark.parametrize("settings", [{}, {"entry": 128, "cq_entry": 32}, {"max_batch": 7}])
+@pytest.mark.parametrize("seed", range(20 if os.environ.get("TEP_LONG") else 1))
+def test_the_device_sees_the_same_entries_by_both_ways(seed, settings):
+    """An entry that differs in one bit is another request, carried out all the same.
+
+    60 batches of up to 64 rows in a ring of 64: they cross its end, fill it, and turn it over.
+    """
+    saw = {}
+    for post in ("rows", "columns"):
+        said, calls, counters = run("batches", post, seed, 60, log=1, **settings)
+        base = next(int(call["addr"]) for call in calls if call["call"] == "reg")
+        entries = [call for call in calls if call["call"] == "wr"]
+        for entry in entries:
+            entry["raddr"] = int(entry["raddr"]) - base if int(entry["rkey"]) else 0
+        saw[post] = said, [[entry[name] for name in SAME] for entry in entries]
+        assert 0 == counters["malformed"] + counters["overruns"]
+        assert 500 < counters["wqes"]
+
+    assert saw["rows"][1] == saw["columns"][1]
+    assert saw["rows"][0] == saw["columns"][0]
+
+
+def test_no_doorbell_tells_of_more_than_a_batch():
+    """A device drops, or stops at, what goes beyond its largest batch."""
+    said, _, _ = run("bells", "columns", 1, 50, send=256, max_batch=16)
+
+    assert {"most": 16, "least": 1, "batch_max": 16} == said
+
+
+@pytest.mark.parametrize("send", [64, 4096])
+def test_many_rows_turn_the_rings_over(send):
+    """16-bit counters wrap, phases flip: 200,000 rows, or ten million in `scripts/test --long`."""
+    count = 10_000_000 if os.environ.get("TEP_LONG") else 200_000
+    said, _, counters = run("many", "columns", 2, count, send=send, segments=0)
+
+    assert {"rows": count} == said
+    assert 0 == counters["malformed"] + counters["overruns"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"), [({"queries": 0}, "efadv_query"), ({"entry": 96}, "96 bytes")]
+)
+def test_where_queues_cannot_be_mapped_rows_go_one_by_one_and_that_is_said(settings, why):
+    """A way that is taken in silence cannot be explained later."""
+    said, _, _ = run("words", "auto", 0, 0, **settings)
+
+    assert said["words"].startswith("row by row")
+    assert why in said["words"]
+
+
+def words(post, _seed, _count, _send):
+    """The way that was chosen, in words."""
+    return {"words": _End(post).words}
+
+
+_PROGRAMS["words"] = words
+
+
+if __name__ == "__main__":
+    name, post, *numbers = sys.argv[1:]
+    sys.stdout.write(json.dumps(_PROGRAMS[name](post, *map(int, numbers))))
