@@ -47,7 +47,7 @@ class LeaseOwner(Owner, Protocol):
 
 
 class Revocation(Handle):
-    """The end of a lease: done = nobody can write to its bytes any more; failed = quarantine.
+    """The end of a lease: ok = nobody can write to its bytes any more; failed = quarantine.
 
     It is pending as long as the lease lasts, however it comes to end. `cancel()` revokes.
 

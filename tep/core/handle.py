@@ -96,7 +96,7 @@ class Handle:
 
     @property
     def state(self) -> State:
-        """pending, done, cancelled or failed."""
+        """pending, done (which is `ok`), cancelled or failed."""
         return self._state
 
     @property

@@ -36,7 +36,7 @@ class TransferStats:
 
     Attributes:
         kind: "single", "paged", "scatter", "barrier" or "send".
-        state: "pending", "done", "cancelled" or "failed".
+        state: "pending", "done" (the handle is `ok`), "cancelled" or "failed".
         rows: writes it makes in all.
         nbytes: bytes it moves in all.
         rows_posted: taken by NICs so far.

@@ -169,7 +169,7 @@ class Transfer(Handle):
         return check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf), every_s
 
     def is_ending(self) -> bool:
-        """Whether it will not end as done, so that nothing more of it need be posted."""
+        """Whether it will not end as ok, so that nothing more of it need be posted."""
         return self.failure is not None or self.dropped > 0
 
     def note_posted(self, domain: int, rows: int, nbytes: int) -> None:
@@ -294,7 +294,7 @@ class Expectation(Handle):
 
     Attributes:
         imm: the immediate.
-        count: how many arrivals make it done.
+        count: how many arrivals make it ok.
         sender: whose they are, if it was said.
     """
 
@@ -318,7 +318,7 @@ class Expectation(Handle):
 
     @property
     def arrived(self) -> int:
-        """How many are here; `count` once it is done."""
+        """How many are here; `count` once it is ok."""
         return self.count if self.ok else min(self.count, self._table.counts.get(self.imm, 0))
 
     def describe(self) -> str:

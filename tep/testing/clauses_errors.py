@@ -193,7 +193,7 @@ class ErrorsContract:
         late = a.batch(b, src=at, dst=at)
         taken_late = a.try_post(late, 0, late.n)
         limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.rows_open == 0, "rows to a dead peer to fail", within_s=limit_s)
+        net.until(lambda: a.rows_open == 0, "rows to a dead peer to fail", timeout_s=limit_s)
 
         assert taken == a.rows_ended(early.ctx).total()
         assert set(a.rows_ended(early.ctx)) <= _GIVEN_UP | {Status.OK}
@@ -213,8 +213,8 @@ class ErrorsContract:
         limit_s = a.domains[0].caps.peer_timeout_s
         for _ in range(3):
             batch = a.batch(b, imm=2)
-            net.until(functools.partial(_offer, a, batch), "room", within_s=limit_s)
-            net.until(lambda: a.rows_open == 0, "a row to nobody to fail", within_s=limit_s)
+            net.until(functools.partial(_offer, a, batch), "room", timeout_s=limit_s)
+            net.until(lambda: a.rows_open == 0, "a row to nobody to fail", timeout_s=limit_s)
             assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
             assert 1 == a.rows_ended(batch.ctx).total()
 
@@ -227,9 +227,9 @@ class ErrorsContract:
         net.forget(b)
         world.kill(b.node)
         limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: a.messages_open == 0, "the message to end", within_s=limit_s)
+        net.until(lambda: a.messages_open == 0, "the message to end", timeout_s=limit_s)
         ctx = a.send(b, b"nor this")
-        net.until(lambda: a.messages_open == 0, "the message to end", within_s=limit_s)
+        net.until(lambda: a.messages_open == 0, "the message to end", timeout_s=limit_s)
 
         assert 1 == a.acknowledged[ctx]
         assert ctx in {seen.ctx for seen in a.errors() if seen.kind == Kind.SENT}
@@ -244,8 +244,8 @@ class ErrorsContract:
             domain.close()
         batch = a.batch(b, imm=2)
         limit_s = a.domains[0].caps.peer_timeout_s
-        net.until(functools.partial(_offer, a, batch), "room", within_s=limit_s)
-        net.until(lambda: a.rows_open == 0, "a row to a closed peer to fail", within_s=limit_s)
+        net.until(functools.partial(_offer, a, batch), "room", timeout_s=limit_s)
+        net.until(lambda: a.rows_open == 0, "a row to a closed peer to fail", timeout_s=limit_s)
 
         assert set(a.rows_ended(batch.ctx)) <= _GIVEN_UP
 
@@ -273,7 +273,7 @@ class ErrorsContract:
                 _offer(a, late[-1])
             return False
 
-        net.until(reached, "a row to get there", within_s=2 * limit_s)
+        net.until(reached, "a row to get there", timeout_s=2 * limit_s)
         net.settle()
 
         assert set(a.rows_ended(early.ctx)) <= _GIVEN_UP | {Status.OK}

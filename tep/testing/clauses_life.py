@@ -114,7 +114,7 @@ class LifeContract:
             start += a.try_post(stale, start, stale.n) if start < stale.n else 0
             return start == stale.n and a.rows_open == 0
 
-        net.until(offer, "stale rows to fail", within_s=limit_s * stale.n)
+        net.until(offer, "stale rows to fail", timeout_s=limit_s * stale.n)
         net.quiet()
 
         assert reborn.domains[0].address != b.domains[0].address

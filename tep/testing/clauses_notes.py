@@ -152,8 +152,8 @@ class NotesContract:
         net.settle()
         world.fail_nic(b.node, 0)
         ctx = a.note(b, b"after")
-        within_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: not a.messages_open, "the note to end", within_s)
+        timeout_s = a.domains[0].caps.peer_timeout_s
+        net.until(lambda: not a.messages_open, "the note to end", timeout_s)
         ended = [seen.status for seen in a.seen if seen.kind == Kind.SENT and seen.ctx == ctx]
         assert 1 == len(ended)
         assert Status.OK != ended[0]

@@ -335,18 +335,18 @@ class Net:
         for side in self.sides[:: 1 if self._turns % 2 else -1]:
             side.poll()
 
-    def until(self, done: Callable[[], bool], what: str, within_s: float | None = None) -> None:
+    def until(self, done: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
         """Turn until done() holds.
 
         Args:
             done: asked before each turn.
             what: the thing waited for, in words.
-            within_s: seconds of the world's clock, less those in which this process was held up;
+            timeout_s: seconds of the world's clock, less those in which this process was held up;
                 None = the world's turns_max turns.
         """
         world = self.world
         # After the last second, time to poll what came in it.
-        turns_left = world.turns_max if within_s is None else world.quiet_turns
+        turns_left = world.turns_max if timeout_s is None else world.quiet_turns
         spent_s, last_s = 0.0, world.now_s()
         for turns in itertools.count():
             if done():
@@ -354,7 +354,7 @@ class Net:
             now_s = world.now_s()
             spent_s += min(now_s - last_s, _TURN_S_MAX)
             last_s = now_s
-            if within_s is not None and spent_s <= within_s:
+            if timeout_s is not None and spent_s <= timeout_s:
                 world.doze()
             else:
                 turns_left -= 1
