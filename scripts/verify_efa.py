@@ -1,4 +1,4 @@
-"""What scripts/verify_efa runs on an instance: claims about EFA that no other machine can test.
+"""What scripts/verify_efa and scripts/cx7_smoke run: claims about NICs that no other machine tests.
 
 Each check prints a line; the last line is the verdict. It runs on any provider, so that the script
 itself is tested where there is no EFA.
@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from tep import FabricError, MrDesc, Pages, TepError, ThreadDriver, TransferEngine
+from tep.backends import verbs
 from tep.backends.libfabric import open_domains, probe
 from tep.units import KiB, MiB
 
@@ -29,9 +30,18 @@ class _Site:
         self.b = self._engine("verify-b")
 
     def _engine(self, name: str) -> TransferEngine:
-        opened = open_domains(provider=self.provider, name=name)
+        if self.provider == "verbs":
+            opened = verbs.open_domains(nics=self._nics(), name=name)
+        else:
+            opened = open_domains(provider=self.provider, name=name)
         driver = ThreadDriver(name)
         return TransferEngine(opened.domains, driver=driver, name=name, epoch=opened.epoch)
+
+    def _nics(self) -> int:
+        """How many RDMA NICs belong together here."""
+        found = verbs.facts()["nics"]
+        assert isinstance(found, list)
+        return len(found)
 
     def nics(self) -> str:
         """NICs, rates, limits."""
@@ -128,7 +138,7 @@ def main(argv: list[str]) -> int:
             failed.append(name)
             _say(f"FAILED  {name}: {type(error).__name__}: {error}")
 
-    check("library", probe)
+    check("library", verbs.probe if provider == "verbs" else probe)
     try:
         site = _Site(provider)
     except TepError as error:

@@ -18,12 +18,14 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tests.support import fake_cuda  # noqa: E402  # the path comes first
 
 
-def facts(real: object) -> dict[str, dict[str, int]]:
-    """Arguments of each call, and value of each constant, that the fake has."""
+def facts(real: object, nvrtc: object) -> dict[str, dict[str, int]]:
+    """Arguments of each call, and value of each constant, that the fakes have."""
     found: dict[str, dict[str, int]] = {"calls": {}, "constants": {}}
-    for name in sorted(vars(fake_cuda.FakeCuda)):
-        if name.startswith("cu"):
-            signature = getattr(real, name).__doc__.splitlines()[0]
+    fakes = (fake_cuda.FakeKernels, fake_cuda.FakeCuda, fake_cuda.FakeNvrtc)
+    for name in sorted({name for fake in fakes for name in vars(fake)}):
+        if name.startswith(("cu", "nvrtc")):
+            package = nvrtc if name.startswith("nvrtc") else real
+            signature = getattr(package, name).__doc__.splitlines()[0]
             inside = signature.partition("(")[2].rpartition(")")[0]
             found["calls"][name] = len([part for part in inside.split(", ") if part.strip()])
     for name, enum in vars(fake_cuda).items():
@@ -35,5 +37,8 @@ def facts(real: object) -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     version = importlib.import_module("cuda.bindings").__version__
-    seen = {"cuda-bindings": version, **facts(importlib.import_module("cuda.bindings.driver"))}
+    driver, nvrtc = (
+        importlib.import_module(f"cuda.bindings.{name}") for name in ("driver", "nvrtc")
+    )
+    seen = {"cuda-bindings": version, **facts(driver, nvrtc)}
     (HERE / "cuda_python.json").write_text(json.dumps(seen, indent=1) + "\n")

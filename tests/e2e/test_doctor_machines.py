@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.support.here import need_fake_efa
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+ROOT = Path(__file__).parents[2]
 DOCTOR = "import sys; from tep.cli import main; sys.exit(main(['doctor', '--json']))"
 
 
@@ -45,16 +48,26 @@ def test_the_doctor_on_fake_efa_nics():
     assert "4: ACTIVE, 100 Gb/sec" in found["rdmap79s0"]["text"]
 
 
-def test_the_doctor_beside_soft_roce():
-    """Real libibverbs, and counters of a driver that say that the NIC was used."""
+def test_the_commands_for_connectx_beside_soft_roce():
+    """Doctor, smoke test and benchmark over real libibverbs; counters that say the NIC was used."""
     try:
         if missing := missing_tools():
             pytest.skip(f"not installed: {', '.join(missing)}; scripts/rxe --install gets them")
         fetch(cache_folder() / "kernel")
     except GuestError as error:
         pytest.skip(str(error))
-    ran = run_in_guest([sys.executable, "-c", DOCTOR], Options(nics=2, timeout_s=200))
-    text = ran.output[ran.output.index("{") :]
+    python = shlex.quote(sys.executable)
+    bench = "scripts/bench_two_nodes.py --short --launch local --backend verbs --option nics=2"
+    commands = [
+        f"cd {shlex.quote(str(ROOT))}",
+        f"{python} scripts/verify_efa.py verbs",
+        f"{python} {bench}",
+        f"{python} -c {shlex.quote(DOCTOR)}",
+    ]
+    ran = run_in_guest(["sh", "-c", " && ".join(commands)], Options(nics=2, timeout_s=250))
+    assert "verbs: all checks held" in ran.output, ran.output[-3000:]
+    assert "bidirectional 1048576" in ran.output, ran.output[-3000:]
+    text = ran.output[ran.output.index('{\n  "passed"') :]
     found = json.loads(text[: text.rindex("}") + 1])["findings"]
     verbs = [one["text"] for one in found if one["area"] == "backend verbs"]
 

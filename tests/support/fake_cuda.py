@@ -12,9 +12,10 @@ import mmap
 import os
 from dataclasses import dataclass, field
 from enum import IntEnum
+from threading import Thread
 from types import SimpleNamespace
 
-__all__ = ["Allocation", "CUresult", "FakeCuda"]
+__all__ = ["Allocation", "CUresult", "FakeCuda", "FakeKernels", "FakeNvrtc"]
 
 
 class CUresult(IntEnum):
@@ -42,6 +43,10 @@ class CUpointer_attribute(IntEnum):
 
 
 class CUdevice_attribute(IntEnum):
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED = 110
+    CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED = 116
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS = 117
     CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING = 118
     CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS = 122
@@ -58,6 +63,10 @@ class CUflushGPUDirectRDMAWritesTarget(IntEnum):
 
 class CUflushGPUDirectRDMAWritesScope(IntEnum):
     CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER = 100
+
+
+class CUstreamCaptureMode(IntEnum):
+    CU_STREAM_CAPTURE_MODE_THREAD_LOCAL = 1
 
 
 class CUstream_flags(IntEnum):
@@ -143,6 +152,10 @@ class FakeCuda:
     def cuDeviceGetAttribute(self, attrib, dev):
         name = attrib.name.removeprefix("CU_DEVICE_ATTRIBUTE_")
         return OK, {
+            "COMPUTE_CAPABILITY_MAJOR": 9,
+            "COMPUTE_CAPABILITY_MINOR": 0,
+            "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 1,
+            "GPU_DIRECT_RDMA_SUPPORTED": 1,
             "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS": self.flush_options,
             "GPU_DIRECT_RDMA_WRITES_ORDERING": self.ordering,
             "CAN_USE_64_BIT_STREAM_MEM_OPS": self.memops,
@@ -279,3 +292,77 @@ class FakeCuda:
             ctypes.c_uint64.from_address(addr).value = value
 
         return self._copy("cuStreamWriteValue64", addr, write, 8)
+
+
+class FakeKernels(FakeCuda):
+    """Also runs the two kernels of scripts/gpu_check, as Python functions."""
+
+    CUstreamCaptureMode = CUstreamCaptureMode
+    spinning: Thread | None = None
+    captured: tuple | None = None
+    capturing = False
+
+    def cuModuleLoadData(self, image):
+        return (OK, "module") if image == b"cubin" else (BAD, None)
+
+    def cuModuleGetFunction(self, hmod, name):
+        return OK, {b"advance": self._advance, b"wait_for": self._wait_for}[name]
+
+    def cuStreamBeginCapture(self, stream, mode):
+        self.capturing = True
+        return (OK,)
+
+    def cuStreamEndCapture(self, stream):
+        self.capturing = False
+        return OK, self.captured
+
+    def cuGraphInstantiate(self, graph, flags):
+        return OK, graph
+
+    def cuGraphLaunch(self, ready, stream):
+        function, values = ready
+        function(*values)
+        return (OK,)
+
+    def cuLaunchKernel(self, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra):
+        values, kinds = params
+        assert len(values) == len(kinds)
+        if self.capturing:
+            self.captured = f, values
+        else:
+            self.spinning = Thread(target=f, args=values)
+            self.spinning.start()
+        return (OK,)
+
+    def cuStreamSynchronize(self, stream):
+        if self.spinning is not None:
+            self.spinning.join(20)
+            self.spinning = None
+        return (OK,)
+
+    def _advance(self, word):
+        ctypes.c_uint64.from_address(word).value += 1
+
+    def _wait_for(self, flag, value, source, out, nbytes, spins):
+        word = ctypes.c_uint64.from_address(flag)
+        while word.value != value and spins:
+            spins -= 1
+        ctypes.memmove(out, source, nbytes)
+        ctypes.c_ubyte.from_address(out + nbytes).value = spins != 0
+
+
+class FakeNvrtc:
+    """Compiles nothing."""
+
+    def nvrtcCreateProgram(self, src, name, count, headers, names):
+        return OK, src
+
+    def nvrtcCompileProgram(self, prog, count, options):
+        return ((OK if options == [b"--gpu-architecture=sm_90"] else BAD),)
+
+    def nvrtcGetCUBINSize(self, prog):
+        return OK, 5
+
+    def nvrtcGetCUBIN(self, prog, cubin):
+        ctypes.memmove(cubin, b"cubin", 5)
+        return (OK,)

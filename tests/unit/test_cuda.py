@@ -34,7 +34,7 @@ from tep.cuda import Arena, GpuFlag, Staged, export_dmabuf, flush, inspect, word
 from tep.cuda.driver import Driver, list_devices
 from tep.hostfiles import CudaDevice, LiveFiles
 from tep.memory import Memory, adapt, exported
-from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_cuda import CUresult, FakeCuda, FakeKernels, FakeNvrtc
 
 PAGE = mmap.PAGESIZE
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,9 @@ def test_the_fake_has_the_real_packages_calls_and_constants():
     """A fake that drifts from the package tests nothing."""
     mine = {
         name: len(python.signature(call).parameters) - 1
-        for name, call in vars(FakeCuda).items()
-        if name.startswith("cu")
+        for fake in (FakeCuda, FakeKernels, FakeNvrtc)
+        for name, call in vars(fake).items()
+        if name.startswith(("cu", "nvrtc"))
     }
 
     assert RECORDED["calls"] == mine
@@ -77,9 +78,10 @@ def test_the_fake_has_the_real_packages_calls_and_constants():
 def test_every_call_that_tep_makes_is_recorded_with_its_number_of_arguments():
     """A misspelt call would be found by the first GPU only."""
     made = {}
-    for path in sorted((ROOT / "tep/cuda").glob("*.py")):
+    for path in sorted([*(ROOT / "tep/cuda").glob("*.py"), ROOT / "scripts/gpu_check.py"]):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "call":
+            name = getattr(node, "func", None)
+            if getattr(name, "attr", getattr(name, "id", "")) == "call":
                 first = node.args[0]
                 if isinstance(first, ast.Constant):
                     made[first.value] = len(node.args) - 1
@@ -93,7 +95,8 @@ def test_the_record_is_that_of_the_installed_package():
     if importlib.util.find_spec("cuda") is None:
         pytest.skip("cuda-python is not installed")
     maker = importlib.import_module("tests.abi.make_cuda_python")
-    real = maker.facts(importlib.import_module("cuda.bindings.driver"))
+    names = ("cuda.bindings.driver", "cuda.bindings.nvrtc")
+    real = maker.facts(*map(importlib.import_module, names))
 
     assert {name: RECORDED[name] for name in ("calls", "constants")} == real
 
@@ -393,3 +396,57 @@ def test_staged_memory_moves_by_push_and_pull_only_and_is_told(fake):
             out.push()
         with pytest.raises(BadRequest, match="register it as it is"):
             Staged(a, bytearray(8))
+
+
+# --- the script for a GPU
+
+
+def gpu_check(monkeypatch, fake, *args):
+    """Run scripts/gpu_check.py on a fake; its status."""
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts/gpu_check.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    cuda = Driver(fake)
+    for module in ("driver", "memory", "arena", "words"):
+        monkeypatch.setattr(f"tep.cuda.{module}.driver", lambda: cuda)
+    monkeypatch.setattr(script, "import_module", lambda name: FakeNvrtc())
+    monkeypatch.setattr(script, "_LAUNCHES", 20)
+    return script.main(list(args))
+
+
+def test_the_script_for_a_gpu_runs_on_the_fake(monkeypatch, capsys, tmp_path):
+    """It is run first where a GPU is lent by the hour: its own mistakes must be gone by then."""
+    path = tmp_path / "gpu.json"
+    status = gpu_check(monkeypatch, FakeKernels(), "cuda:1", "--json", str(path))
+    out = capsys.readouterr().out
+
+    assert 0 == status, out
+    assert "cuda:1: 0 checks failed, 8 held" in out
+    assert "flag: seen by a spinning kernel" in out
+    assert {"avg", "min", "p50"} <= json.loads(path.read_text())["figures"][
+        "launch to callback, us"
+    ].keys()
+
+
+def test_the_script_for_a_gpu_finds_what_is_wrong(monkeypatch, capsys):
+    """A check that cannot fail checks nothing."""
+
+    class Broken(FakeKernels):
+        def cuMemcpyDtoH(self, dst, src, nbytes):
+            return (CUresult.CUDA_SUCCESS,)
+
+        def cuMemGetHandleForAddressRange(self, dptr, size, handle_type, flags):
+            return CUresult.CUDA_SUCCESS, os.memfd_create("empty")
+
+    status = gpu_check(monkeypatch, Broken(), "--no-kernels")
+    out = capsys.readouterr().out
+
+    assert 1 == status
+    assert "FAILED  copies: AssertionError: bytes differ" in out
+    assert "FAILED  dmabufs: BadRequest" in out
+
+
+def test_the_script_for_a_gpu_says_that_there_is_none(monkeypatch, capsys):
+    """Its status differs from a failure's: CI may pass over it, and says why."""
+    assert 2 == gpu_check(monkeypatch, FakeKernels(), "cuda:7")
+    assert "no GPU: cuda:7" in capsys.readouterr().out

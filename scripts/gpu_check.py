@@ -1,0 +1,288 @@
+"""What scripts/gpu_check runs on a GPU; each check prints a line, the last line is the verdict.
+
+Kernels are compiled by NVRTC through cuda-python. Where there is no GPU it says so and ends with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tep import BackendUnavailable, TepError, TransferEngine, alloc
+from tep.cuda import GpuFlag, Staged, export_dmabuf, flush, inspect, needs_flush
+from tep.cuda import driver as cuda_driver
+from tep.cuda.driver import Driver
+from tep.cuda.words import device_number
+from tep.memory import adapt, exported
+from tep.topology import detect
+from tep.units import KiB, MiB
+
+__all__ = ["KERNELS", "Check", "main"]
+
+KERNELS = r"""
+extern "C" __global__ void advance(volatile unsigned long long *word) {
+    *word = *word + 1;
+    __threadfence_system();
+}
+extern "C" __global__ void wait_for(volatile unsigned long long *flag, unsigned long long value,
+                                    const unsigned char *bytes, unsigned char *out,
+                                    unsigned long long n, unsigned long long spins) {
+    while (*flag != value && spins) spins--;
+    __threadfence_system();
+    for (unsigned long long k = 0; k < n; k++) out[k] = bytes[k];
+    out[n] = spins != 0;
+}
+"""
+"""`wait_for` gives up after some spins: a flag that is never set must not hang the GPU."""
+
+_SPINS = 1 << 28
+_LAUNCHES = 2_000
+_WAIT_S = 20.0
+_PUBLISHED = {"avg": 9.8, "min": 6.1, "p50": 9.3, "p90": 11.1, "p99": 20.4, "p999": 41.7}
+"""Microseconds from a GPU's store to a Python callback: arXiv 2510.27656, Table 4."""
+
+
+class Check:
+    """One GPU, and the checks on it.
+
+    Args:
+        device: "cuda:N".
+        cuda: the driver.
+        nvrtc: cuda.bindings.nvrtc; None = only what needs no kernel.
+    """
+
+    def __init__(self, device: str, cuda: Driver, nvrtc: Any | None) -> None:
+        self.device = device
+        self.index = device_number(device)
+        self.cuda = cuda
+        self.nvrtc = nvrtc
+        self.figures: dict[str, object] = {}
+
+    def facts(self) -> str:
+        """What the GPU says of itself."""
+        names = (
+            "COMPUTE_CAPABILITY_MAJOR", "DMA_BUF_SUPPORTED", "GPU_DIRECT_RDMA_SUPPORTED",
+            "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED", "GPU_DIRECT_RDMA_WRITES_ORDERING",
+            "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS", "CAN_USE_64_BIT_STREAM_MEM_OPS",
+        )  # fmt: skip
+        found = {name: self.cuda.attribute(self.index, name) for name in names}
+        self.figures["attributes"] = found
+        return ", ".join(f"{name} {value}" for name, value in found.items())
+
+    def pointers(self) -> str:
+        """Each kind of memory is told from the others."""
+        host = bytearray(4096)
+        with alloc(3 * 4096, self.device) as arena:
+            found = inspect(arena.ptr + 5000, self.cuda)
+            assert (found.kind, found.device, found.start) == ("device", self.index, arena.ptr), (
+                found
+            )
+        pageable = inspect(adapt(host).ptr, self.cuda)
+        assert pageable.kind == "pageable", pageable
+        with self.cuda.on(self.index):
+            pinned = int(self.cuda.call("cuMemHostAlloc", 4096, 3))
+            assert inspect(pinned, self.cuda).kind == "pinned"
+            self.cuda.call("cuMemFreeHost", pinned)
+        return "device, pinned and pageable"
+
+    def dmabufs(self) -> str:
+        """dma-bufs of memory at, and not at, the start of an allocation and of a page."""
+        sizes = []
+        with alloc(4 * MiB, self.device) as arena:
+            for start, nbytes in ((0, 4 * MiB), (64 * KiB, MiB), (5000, 100), (4095, 4098)):
+                memory = adapt((arena.ptr + start, nbytes, self.device))
+                with exported(export_dmabuf, memory) as (fd, offset):
+                    assert offset == (arena.ptr + start) % 4096, offset
+                    sizes.append(os.lseek(fd, 0, os.SEEK_END))
+        return f"4 exported, {sizes} bytes long"
+
+    def flushed(self) -> str:
+        """Whether a flush is needed, and that it can be made."""
+        needed = needs_flush(self.index, self.cuda)
+        assert flush(self.index, self.cuda) is needed
+        return "needed before kernels read" if needed else "not needed: the GPU orders NICs' writes"
+
+    def copies(self) -> str:
+        """GPU to GPU memory over `local`, by staged copies; bytes compared."""
+        with (
+            TransferEngine.open("local") as a,
+            TransferEngine.open("local") as b,
+            alloc(4 * MiB, self.device) as source,
+            alloc(4 * MiB, self.device) as target,
+            Staged(a, source) as out,
+            Staged(b, target) as into,
+        ):
+            raw = os.urandom(4 * MiB)
+            source.write(raw)
+            out.push()
+            got = b.expect_imm_count(1, 1)
+            a.submit_single_write(4 * MiB, (out.mr, 0), (into.desc, 0), 1).wait(_WAIT_S)
+            got.wait(_WAIT_S)
+            into.pull()
+            assert target.read() == raw, "bytes differ"
+        return "4 MiB, bytes equal"
+
+    def nics(self) -> str:
+        """GPU to GPU memory over the NICs beside the GPU, by dma-bufs; bytes compared."""
+        place = detect().place(self.device)
+        if not place.nics:
+            return "no NIC here: not tried"
+        how: dict[str, Any] = {"provider": "efa"} if place.is_efa else {}
+        backend = "libfabric" if place.is_efa else "verbs"
+        with (
+            TransferEngine.open(backend, device=self.device, **how) as a,
+            TransferEngine.open(backend, device=self.device, **how) as b,
+            alloc(4 * MiB, self.device) as source,
+            alloc(4 * MiB, self.device) as target,
+        ):
+            raw = os.urandom(4 * MiB)
+            source.write(raw)
+            mr, _ = a.reg_mr(source)
+            _, desc = b.reg_mr(target)
+            got = b.expect_imm_count(1, 1)
+            # One shard to one NIC, from a place that is no page's start.
+            a.submit_single_write(MiB - 24, (mr, 24), (desc, 4104), 1).wait(_WAIT_S)
+            got.wait(_WAIT_S)
+            flush(self.index, self.cuda)
+            assert target.read(4104, MiB - 24) == raw[24:MiB], "bytes differ"
+        return f"1 MiB over {', '.join(place.nics)} ({backend}), bytes equal"
+
+    def _module(self) -> Any:
+        """The kernels, compiled for this GPU."""
+        nvrtc = self.nvrtc
+        assert nvrtc is not None
+        numbers = (
+            self.cuda.attribute(self.index, f"COMPUTE_CAPABILITY_{part}")
+            for part in ("MAJOR", "MINOR")
+        )
+        arch = "--gpu-architecture=sm_{}{}".format(*numbers).encode()
+
+        def call(name: str, *args: object) -> Any:
+            code, *values = getattr(nvrtc, name)(*args)
+            assert int(code) == 0, f"{name}: {code}"
+            return values[0] if values else None
+
+        program = call("nvrtcCreateProgram", KERNELS.encode(), b"gpu_check.cu", 0, [], [])
+        call("nvrtcCompileProgram", program, 1, [arch])
+        image = b" " * call("nvrtcGetCUBINSize", program)
+        call("nvrtcGetCUBIN", program, image)
+        return self.cuda.call("cuModuleLoadData", image)
+
+    def _launch(self, function: Any, stream: Any, *values: int) -> None:
+        """One thread of a kernel; all its arguments have 64 bits."""
+        kinds = (ctypes.c_uint64,) * len(values)
+        self.cuda.call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, stream, (values, kinds), 0)
+
+    def watched(self) -> str:
+        """A kernel in a CUDA graph advances a watched word; times from launch to callback."""
+        seen = threading.Event()
+        with TransferEngine.open("local", device=self.device) as engine, self.cuda.on(self.index):
+            word = engine.alloc_uvm_watcher(lambda _old, _new: seen.set())
+            module = self._module()
+            function = self.cuda.call("cuModuleGetFunction", module, b"advance")
+            stream = self.cuda.call("cuStreamCreate", 1)
+            mode = self.cuda.m.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+            self.cuda.call("cuStreamBeginCapture", stream, mode)
+            self._launch(function, stream, word.device_ptr)
+            graph = self.cuda.call("cuStreamEndCapture", stream)
+            ready = self.cuda.call("cuGraphInstantiate", graph, 0)
+            times_us = []
+            for _ in range(_LAUNCHES):
+                seen.clear()
+                started = time.perf_counter()
+                self.cuda.call("cuGraphLaunch", ready, stream)
+                assert seen.wait(_WAIT_S), "the callback was not called"
+                times_us.append(1e6 * (time.perf_counter() - started))
+            assert int(word.word[0]) == _LAUNCHES, word.word
+            self.cuda.call("cuStreamSynchronize", stream)
+        times_us.sort()
+        found = {
+            "avg": statistics.fmean(times_us),
+            "min": times_us[0],
+            **{
+                name: times_us[int(part * (len(times_us) - 1))] for name, part in _QUANTILES.items()
+            },
+        }
+        self.figures["launch to callback, us"] = found
+        pairs = (f"{name} {value:.1f} ({_PUBLISHED[name]})" for name, value in found.items())
+        return f"us, launch included; published from the store on: {', '.join(pairs)}"
+
+    def flag(self) -> str:
+        """A kernel spins on a flag in GPU memory, then reads what has arrived."""
+        with (
+            TransferEngine.open("local", device=self.device) as a,
+            TransferEngine.open("local", device=self.device) as b,
+            alloc(64, self.device) as target,
+            alloc(65, self.device) as out,
+            Staged(b, target) as into,
+            GpuFlag(self.device) as flag,
+            self.cuda.on(self.index),
+        ):
+            mr, _ = a.reg_mr(bytearray(range(64)))
+            module = self._module()
+            function = self.cuda.call("cuModuleGetFunction", module, b"wait_for")
+            stream = self.cuda.call("cuStreamCreate", 1)
+            self._launch(function, stream, flag.ptr, 7, target.ptr, out.ptr, 64, _SPINS)
+            got = b.expect_imm_count(1, 1)
+            a.submit_single_write(64, (mr, 0), (into.desc, 0), 1).wait(_WAIT_S)
+            got.wait(_WAIT_S)
+            into.pull()
+            flag.set(7)
+            self.cuda.call("cuStreamSynchronize", stream)
+            seen = out.read()
+        assert seen[64] == 1, "the kernel gave up: it did not see the flag"
+        assert seen[:64] == bytes(range(64)), "the kernel saw the flag before the bytes"
+        return "seen by a spinning kernel, and the bytes with it"
+
+
+_QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run all checks; 0 if every one held, 1 if not, 2 if there is no GPU."""
+    parser = argparse.ArgumentParser(prog="scripts/gpu_check", description=__doc__)
+    parser.add_argument("device", nargs="?", default="cuda:0")
+    parser.add_argument("--json", type=Path, help="write lines and figures here")
+    parser.add_argument("--no-kernels", action="store_true", help="leave out what NVRTC compiles")
+    given = parser.parse_args(argv)
+    try:
+        cuda = cuda_driver.driver()
+        cuda.device(device_number(given.device))
+        nvrtc = None if given.no_kernels else import_module("cuda.bindings.nvrtc")
+    except (BackendUnavailable, ImportError) as error:
+        sys.stdout.write(f"no GPU: {error}\nNothing was checked.\n")
+        return 2
+    check = Check(given.device, cuda, nvrtc)
+    runs: list[Callable[[], str]] = [
+        check.facts, check.pointers, check.dmabufs, check.flushed, check.copies, check.nics,
+    ]  # fmt: skip
+    runs += [] if given.no_kernels else [check.watched, check.flag]
+    lines, failed = [], 0
+    for run in runs:
+        try:
+            line = f"ok      {run.__name__}: {run()}"
+        except (TepError, AssertionError) as error:
+            failed += 1
+            line = f"FAILED  {run.__name__}: {type(error).__name__}: {error}"
+        lines.append(line)
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+    sys.stdout.write(f"{given.device}: {failed} checks failed, {len(runs) - failed} held\n")
+    if given.json:
+        text = json.dumps({"lines": lines, "figures": check.figures}, indent=1)
+        given.json.write_text(text + "\n", encoding="utf-8")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,428 @@
+"""What scripts/bench_two_nodes measures between two engines, and the format of its results.
+
+Two processes run this alike, one of them writes; on the simulator and on loopback both engines are
+in one process. The source times its transfers, from submit to the last acknowledgement.
+
+Results are one JSON document, which `tep sim fit` reads:
+
+    format   "tep-two-nodes-1"
+    points   [{"kind": "single" | "paged", "bytes", "gbps", "nics"}]  What a profile is fitted to:
+             single: bytes of the write, one outstanding at a time; paged: bytes of a page, many
+             pages in random order; gbps: Gb/s over all NICs; of the largest number of NICs only
+    others   [{"kind", "bytes", "value", "unit", "nics"}]  everything else, fewer NICs as well
+    run      backend, options, memory, NICs, versions, date
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import platform
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tep import __version__
+from tep.api import EngineOptions, Pages, Scatter, ScatterDst, Single
+from tep.core.plan import count_imms
+from tep.cuda.arena import Arena, alloc
+from tep.engine import TransferEngine
+from tep.errors import FabricError, UsageError
+from tep.units import GiB, KiB, MiB
+from tep.wire import MrDesc
+
+__all__ = ["FORMAT", "Meeting", "Plan", "Point", "Result", "document", "measure", "open_engine"]
+
+FORMAT: Final = "tep-two-nodes-1"
+_SINGLES: Final = (64 * KiB, 256 * KiB, MiB, 32 * MiB)
+_PAGES: Final = (KiB, 8 * KiB, 16 * KiB, 64 * KiB)
+"""Of the paper's Table 2, both NICs (tep/reproduce/data/p2p.csv)."""
+
+_SLICES: Final = 16
+_WAIT_S: Final = 120.0
+
+
+class Meeting(Protocol):
+    """The two sides meet: `tep.rendezvous.Group`, or nobody where both are here."""
+
+    rank: int
+
+    def all_gather(self, data: bytes, *, timeout_s: float = 60.0) -> list[bytes]: ...
+
+    def barrier(self, *, timeout_s: float = 60.0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured; both sides must have the same.
+
+    Attributes:
+        singles, pages: sizes in bytes.
+        pages_each: pages of one paged run.
+        bytes_each: of single writes of one size, at the least 4 writes.
+        rounds: of latencies.
+        buffer_bytes: of the region on each side.
+    """
+
+    singles: tuple[int, ...] = _SINGLES
+    pages: tuple[int, ...] = _PAGES
+    pages_each: int = 16_384
+    bytes_each: int = 4 * GiB
+    rounds: int = 1_000
+    buffer_bytes: int = 256 * MiB
+
+    @classmethod
+    def short(cls) -> Plan:
+        """Seconds everywhere: every kind, small numbers. Its figures mean nothing."""
+        return cls(
+            singles=(64 * KiB, MiB),
+            pages=(KiB, 8 * KiB, 64 * KiB),
+            pages_each=256,
+            bytes_each=4 * MiB,
+            rounds=20,
+            buffer_bytes=16 * MiB,
+        )
+
+
+class Point(NamedTuple):
+    """One figure: `value` in `unit`, of writes or pages of `nbytes`, over so many NICs."""
+
+    kind: str
+    nbytes: int
+    value: float
+    unit: str
+    nics: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was measured over one engine.
+
+    Attributes:
+        points: in order.
+        nics: their names.
+    """
+
+    points: tuple[Point, ...]
+    nics: tuple[str, ...]
+
+
+class _Side:
+    """One engine with its buffer; the source or the target, in this process."""
+
+    def __init__(self, engine: TransferEngine, arena: Arena, *, source: bool, seed: int) -> None:
+        self.engine = engine
+        self.arena = arena
+        self.mr, self.desc = engine.reg_mr(arena)
+        if source:
+            arena.write(_pattern(arena.nbytes, seed).tobytes())
+
+    @property
+    def nics(self) -> int:
+        """How many it has."""
+        return len(self.engine.main_address.domains)
+
+
+def _pattern(nbytes: int, seed: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+class _Match:
+    """The two sides of a run: here, or one of them elsewhere.
+
+    Attributes:
+        source, target: those of this process.
+        there: descriptors of both buffers, the source's first.
+    """
+
+    def __init__(self, sides: Sequence[_Side], meeting: Meeting | None) -> None:
+        self.meeting = meeting
+        if meeting is None:
+            self.source, self.target = sides[0], sides[1]
+            descs = [side.desc for side in sides]
+        else:
+            mine = sides[0]
+            self.source, self.target = (mine, None) if meeting.rank == 0 else (None, mine)
+            descs = [MrDesc.from_bytes(raw) for raw in meeting.all_gather(mine.desc.to_bytes())]
+        self.there = descs
+        self._imm = 0
+
+    source: _Side | None
+    target: _Side | None
+
+    @property
+    def nics(self) -> tuple[int, int]:
+        """Of the source and of the target."""
+        ours, theirs = (len(desc.addr.domains) for desc in self.there)
+        return ours, theirs
+
+    def next_imm(self) -> int:
+        """One that neither side has used."""
+        self._imm += 1
+        return self._imm
+
+    def together(self) -> None:
+        """Both sides are here."""
+        if self.meeting is not None:
+            self.meeting.barrier(timeout_s=_WAIT_S)
+
+    def run(self, imm: int, count: int, write: Callable[[_Side], None]) -> float:
+        """Have the source write while the target counts; its seconds, 0.0 at the target."""
+        got = self.target.engine.expect_imm_count(imm, count) if self.target else None
+        self.together()
+        took_s = 0.0
+        if self.source:
+            now_s = self.source.engine.driver.now_s
+            started = now_s()
+            write(self.source)
+            took_s = now_s() - started
+        if got is not None:
+            got.wait(_WAIT_S)
+        self.together()
+        return took_s
+
+
+def measure(
+    engines: Sequence[TransferEngine],
+    plan: Plan,
+    *,
+    meeting: Meeting | None = None,
+    memory: str = "cpu",
+    progress: Callable[[str], None] = lambda _: None,
+    seed: int = 1,
+) -> Result:
+    """Measure between two engines; the points are the source's, none at a lone target.
+
+    Args:
+        engines: both, where no meeting is given; else this process's.
+        plan: what.
+        meeting: where the other process is met; rank 0 is the source.
+        memory: "cpu" or "cuda:N", of the buffers.
+        progress: told what is measured next.
+        seed: of contents and of the order of pages.
+
+    Raises:
+        FabricError: bytes have arrived wrong, or a write failed.
+    """
+    roles = [True, False] if meeting is None else [meeting.rank == 0]
+    with contextlib.ExitStack() as stack:
+        sides = []
+        for engine, source in zip(engines, roles, strict=True):
+            arena = stack.enter_context(alloc(plan.buffer_bytes, memory))
+            sides.append(_Side(engine, arena, source=source, seed=seed))
+        match = _Match(sides, meeting)
+        points: list[Point] = []
+        for kind, nbytes, unit, run in _steps(match, plan, seed):
+            progress(f"{kind} {nbytes}")
+            value = run()
+            points.append(Point(kind, nbytes, value, unit, match.nics[0]))
+        names = tuple(domain.caps.nic for domain in engines[0]._domains)
+        for side in sides:
+            side.engine.deregister(side.mr)
+    return Result(tuple(points) if match.source else (), names)
+
+
+def _steps(
+    match: _Match, plan: Plan, seed: int
+) -> Iterator[tuple[str, int, str, Callable[[], float]]]:
+    """(kind, bytes, unit, what to run), the same on both sides."""
+    size = plan.buffer_bytes
+    yield "verified", size, "Gb/s", lambda: _verified(match, size, seed)
+    for nbytes in plan.singles:
+        if nbytes <= size:
+            count = min(1000, max(4, plan.bytes_each // nbytes))
+            yield "single", nbytes, "Gb/s", _single(match, nbytes, count)
+    for nbytes in plan.pages:
+        yield "paged", nbytes, "Gb/s", _paged(match, nbytes, plan, seed)
+    yield "scatter", 4 * KiB, "us", _scatter(match, 4 * KiB, plan.rounds // 10)
+    yield "barrier", 0, "us", lambda: _ping(match, plan.rounds, 0)
+    yield "latency", 8, "us", lambda: _ping(match, plan.rounds, 8)
+    yield "bidirectional", MiB, "Gb/s", lambda: _both_ways(match, MiB, min(64, size // MiB))
+
+
+def _verified(match: _Match, nbytes: int, seed: int) -> float:
+    """One write of the whole buffer, which also warms up; every byte is compared."""
+    imm, (ours, theirs) = match.next_imm(), match.nics
+
+    def write(side: _Side) -> None:
+        dst = match.there[1]
+        side.engine.submit_single_write(nbytes, (side.mr, 0), (dst, 0), imm).wait(_WAIT_S)
+
+    took_s = match.run(imm, count_imms(Single(nbytes), ours, theirs), write)
+    wrong = -1
+    if match.target and match.target.engine._domains[0].caps.moves_bytes:
+        found = np.frombuffer(match.target.arena.read(), np.uint8)
+        differs = np.flatnonzero(found != _pattern(nbytes, seed))
+        wrong = int(differs[0]) if len(differs) else -1
+    if wrong >= 0:
+        raise FabricError(f"bench_two_nodes: byte {wrong} of {nbytes} differs", code="PROVIDER")
+    return 8 * nbytes / took_s / 1e9 if took_s else 0.0
+
+
+def _single(match: _Match, nbytes: int, count: int) -> Callable[[], float]:
+    def run() -> float:
+        imm, (ours, theirs) = match.next_imm(), match.nics
+        each = count_imms(Single(nbytes), ours, theirs)
+
+        def write(side: _Side) -> None:
+            engine, dst = side.engine, match.there[1]
+            for _ in range(count):
+                engine.submit_single_write(nbytes, (side.mr, 0), (dst, 0), imm).wait(_WAIT_S)
+
+        took_s = match.run(imm, count * each, write)
+        return 8 * nbytes * count / took_s / 1e9 if took_s else 0.0
+
+    return run
+
+
+def _paged(match: _Match, nbytes: int, plan: Plan, seed: int) -> Callable[[], float]:
+    def run() -> float:
+        npages = min(plan.pages_each, plan.buffer_bytes // nbytes)
+        times = max(1, plan.pages_each // npages)
+        rng = np.random.default_rng(seed)
+        orders = [Pages(rng.permutation(npages)) for _ in range(2)]
+        warm = match.next_imm()
+
+        def write(side: _Side, imm: int, times: int) -> None:
+            pair = (side.mr, orders[0]), (match.there[1], orders[1])
+            sent = [side.engine.submit_paged_writes(nbytes, *pair, imm) for _ in range(times)]
+            for transfer in sent:
+                transfer.wait(_WAIT_S)
+
+        match.run(warm, npages, lambda side: write(side, warm, 1))
+        imm = match.next_imm()
+        took_s = match.run(imm, npages * times, lambda side: write(side, imm, times))
+        return 8 * nbytes * npages * times / took_s / 1e9 if took_s else 0.0
+
+    return run
+
+
+def _scatter(match: _Match, nbytes: int, rounds: int) -> Callable[[], float]:
+    """Sixteen slices to the one peer, from submit to acknowledged; median, us."""
+
+    def run() -> float:
+        imm, (ours, theirs) = match.next_imm(), match.nics
+        slices = [
+            ScatterDst(nbytes, k * nbytes, (match.there[1], k * nbytes)) for k in range(_SLICES)
+        ]
+        each = _SLICES * count_imms(Scatter(nbytes), ours, theirs)
+        times_s: list[float] = []
+
+        def write(side: _Side) -> None:
+            now_s = side.engine.driver.now_s
+            for _ in range(rounds):
+                started = now_s()
+                side.engine.submit_scatter(side.mr, slices, imm).wait(_WAIT_S)
+                times_s.append(now_s() - started)
+
+        match.run(imm, each * rounds, write)
+        return 1e6 * statistics.median(times_s) if times_s else 0.0
+
+    return run
+
+
+def _ping(match: _Match, rounds: int, nbytes: int) -> float:
+    """Half a round trip, median, us: a write of 8 bytes, or a barrier, and one in answer."""
+    there, back = match.next_imm(), match.next_imm()
+    ours, theirs = match.nics
+    times_s = []
+
+    def send(side: _Side, dst: MrDesc, imm: int) -> None:
+        if nbytes:
+            side.engine.submit_single_write(nbytes, (side.mr, 0), (dst, 0), imm)
+        else:
+            side.engine.submit_barrier([dst], imm)
+
+    shape = Single(nbytes) if nbytes else Scatter(0)
+    match.together()
+    for _ in range(rounds):
+        started = match.source.engine.driver.now_s() if match.source else 0.0
+        if match.source:
+            send(match.source, match.there[1], there)
+        if match.target:
+            count = count_imms(shape, ours, theirs)
+            match.target.engine.expect_imm_count(there, count).wait(_WAIT_S)
+            send(match.target, match.there[0], back)
+        if match.source:
+            count = count_imms(shape, theirs, ours)
+            match.source.engine.expect_imm_count(back, count).wait(_WAIT_S)
+            times_s.append((match.source.engine.driver.now_s() - started) / 2)
+    match.together()
+    return 1e6 * statistics.median(times_s) if times_s else 0.0
+
+
+def _both_ways(match: _Match, nbytes: int, count: int) -> float:
+    """Writes both ways at once; Gb/s of both, by the source's clock."""
+    imm, (ours, theirs) = match.next_imm(), match.nics
+    sides = [side for side in (match.source, match.target) if side]
+    each = [count_imms(Single(nbytes), theirs, ours), count_imms(Single(nbytes), ours, theirs)]
+    got = [side.engine.expect_imm_count(imm, count * each[side is match.target]) for side in sides]
+    match.together()
+    started = sides[0].engine.driver.now_s()
+    sent = []
+    for k in range(count):
+        for side in sides:
+            dst = match.there[0 if side is match.target else 1]
+            at = k * nbytes
+            sent.append(side.engine.submit_single_write(nbytes, (side.mr, at), (dst, at), imm))
+    for handle in (*sent, *got):
+        handle.wait(_WAIT_S)
+    took_s = sides[0].engine.driver.now_s() - started
+    match.together()
+    return 2 * 8 * nbytes * count / took_s / 1e9
+
+
+def open_engine(backend: str, options: dict[str, object], device: str | None) -> TransferEngine:
+    """One engine with a backend's options as given on a command line.
+
+    Raises:
+        UsageError, BackendUnavailable: as TransferEngine.open.
+    """
+    defaults = EngineOptions()
+    return TransferEngine.open(backend, device=device, driver=None, options=defaults, **options)
+
+
+def document(
+    results: Sequence[Result], backend: str, options: dict[str, object], memory: str
+) -> dict[str, object]:
+    """The results as the JSON that this module describes; the last one is fitted to.
+
+    Raises:
+        UsageError: there are none.
+    """
+    if not results or not results[-1].points:
+        raise UsageError("bench_two_nodes: nothing was measured here; rank 0 has the results")
+    fitted = [point for point in results[-1].points if point.kind in {"single", "paged"}]
+    others = [point for result in results for point in result.points if point not in fitted]
+    return {
+        "format": FORMAT,
+        "points": [
+            {"kind": one.kind, "bytes": one.nbytes, "gbps": one.value, "nics": one.nics}
+            for one in fitted
+        ],
+        "others": [
+            {
+                "kind": one.kind,
+                "bytes": one.nbytes,
+                "value": one.value,
+                "unit": one.unit,
+                "nics": one.nics,
+            }
+            for one in others
+        ],
+        "run": {
+            "backend": backend,
+            "options": json.loads(json.dumps(options, default=str)),
+            "memory": memory,
+            "nics": list(results[-1].nics),
+            "tep": __version__,
+            "python": platform.python_version(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "date": datetime.now(UTC).date().isoformat(),
+        },
+    }
