@@ -269,6 +269,12 @@ _ABI_IS_EXTENDED: Final = 2**64 - 1  # __VERBS_ABI_IS_EXTENDED
 ABI_COMPAT_OFFSETS: Final = {"x86_64": 320, "aarch64": 328}
 """Where `abi_compat` stands in struct ibv_context, behind a mutex of 40 bytes, or 48 on aarch64."""
 
+# One type for all devices: each PYFUNCTYPE is a new class, garbage once its device is closed.
+_POST: Final = ctypes.PYFUNCTYPE(_INT, _P, _P, _P)
+_POST_REFS: Final = ctypes.PYFUNCTYPE(_INT)
+_POLL: Final = ctypes.PYFUNCTYPE(_INT, _P, _INT, _P)
+_NOTIFY: Final = ctypes.PYFUNCTYPE(_INT, _P, _INT)
+
 Post = Callable[[int, int, int], int]
 Ref = object
 """A pointer that was made ready for a call, by `ref`."""
@@ -297,26 +303,21 @@ class DataPath:
 
     def __init__(self, context: int) -> None:
         ops = Context.from_address(context).ops
-        post = ctypes.PYFUNCTYPE(_INT, _P, _P, _P)
         # int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr, struct ibv_send_wr **bad_wr);
-        self.post_send = cast("Post", post(ops.post_send))
+        self.post_send = cast("Post", _POST(ops.post_send))
         # The same, for pointers that were made ready by ref(). Without argtypes ctypes hands such
         # on as they are; converting three ints costs 100 of 250 ns a call (measured, CPython 3.11).
         # Anything but refs would be cut to 32 bits here.
-        self.post_send_refs = cast(
-            "Callable[[Ref, Ref, Ref], int]", ctypes.PYFUNCTYPE(_INT)(ops.post_send)
-        )
+        self.post_send_refs = cast("Callable[[Ref, Ref, Ref], int]", _POST_REFS(ops.post_send))
         # int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr **bad_wr);
-        self.post_recv = cast("Post", post(ops.post_recv))
+        self.post_recv = cast("Post", _POST(ops.post_recv))
         # int (*post_srq_recv)(struct ibv_srq *srq, struct ibv_recv_wr *recv_wr,
         #                      struct ibv_recv_wr **bad_recv_wr);
-        self.post_srq_recv = cast("Post", post(ops.post_srq_recv))
+        self.post_srq_recv = cast("Post", _POST(ops.post_srq_recv))
         # int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
-        self.poll_cq = cast("Post", ctypes.PYFUNCTYPE(_INT, _P, _INT, _P)(ops.poll_cq))
+        self.poll_cq = cast("Post", _POLL(ops.poll_cq))
         # int (*req_notify_cq)(struct ibv_cq *cq, int solicited_only);
-        self.req_notify_cq = cast(
-            "Callable[[int, int], int]", ctypes.PYFUNCTYPE(_INT, _P, _INT)(ops.req_notify_cq)
-        )
+        self.req_notify_cq = cast("Callable[[int, int], int]", _NOTIFY(ops.req_notify_cq))
 
 
 def fail(what: str, code: int, **context: object) -> NoReturn:

@@ -11,6 +11,7 @@ the headers are bound once an object, by `bind`, and never looked up on a hot pa
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from tep.errors import BackendUnavailable
+from tep.ffi.libc import libc
 from tep.ffi.libfabric_attrs import fi_info
 from tep.ffi.load import Found, Step, env_step, find, path_step, system_step, wheel_step
 
@@ -127,7 +129,6 @@ PROTOTYPES: Final = MappingProxyType(
         "fi_ops_cq.readerr": (c_ssize_t, (_VP, _VP, c_uint64)),
         "fi_ops_cq.strerror": (c_char_p, (_VP, c_int, _VP, _VP, c_size_t)),
         "fi_ops_rma.writemsg": (c_ssize_t, (_VP, _VP, _VP)),
-        "fi_ops_msg.recv": (c_ssize_t, (_VP, _VP, _VP, _VP, _VP, _VP)),
         "fi_ops_eq.readerr": (c_ssize_t, (_VP, _VP, c_uint64)),
         "fi_ops_msg.recvmsg": (c_ssize_t, (_VP, _VP, _VP)),
         "fi_ops_msg.send": (c_ssize_t, (_VP, _VP, _VP, _VP, _VP, _VP)),
@@ -149,9 +150,14 @@ def bind(address: int, name: str, *, hold_gil: bool = False) -> Call:
         hold_gil: keep the interpreter's lock during the call; only for calls of about 1 us.
     """
     assert address, name
+    return cast("Call", _prototype(name, hold_gil=hold_gil)(address))
+
+
+@functools.cache
+def _prototype(name: str, *, hold_gil: bool) -> Callable[[int], Any]:
+    """The type of a function pointer, made once: each PYFUNCTYPE is another class."""
     restype, argtypes = PROTOTYPES[name]
-    factory = PYFUNCTYPE if hold_gil else CFUNCTYPE
-    return cast("Call", factory(restype, *argtypes)(address))
+    return (PYFUNCTYPE if hold_gil else CFUNCTYPE)(restype, *argtypes)
 
 
 def has_op(table: Structure, member: str) -> bool:
@@ -199,9 +205,8 @@ class Libfabric:
         self._dupinfo = lib.fi_dupinfo
         self._fabric = lib.fi_fabric
         self._strerror = lib.fi_strerror
-        libc = ctypes.CDLL(None)
         # char *strdup(const char *s);
-        self._strdup = libc.strdup
+        self._strdup = libc().strdup
         self._strdup.argtypes, self._strdup.restype = (c_char_p,), c_void_p
 
     def describe(self) -> str:

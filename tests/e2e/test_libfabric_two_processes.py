@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
+import statistics
 import time
 
 import pytest
@@ -197,6 +199,11 @@ def test_an_early_end_of_the_receiver_fails_no_good_write(children):
     assert "done" == a.do("wait", tag="w")
 
 
+def usual_gain(values):
+    """By how much values grow from one to the next, as the median."""
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(values))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "provider", ["tcp", pytest.param("shm", marks=pytest.mark.long)], indirect=True
@@ -216,16 +223,16 @@ def test_joining_and_leaving_costs_nothing(children, provider):
             assert ("done", "done") == ends, cycle
             a.do("remove", address=address)
             b.do("close")
-            if cycle in {60, 80, 100, 199}:
+            if cycle >= 60 and cycle % 20 == 19:
                 marks.append((a.do("use"), b.do("use")))
-        *early, last = marks
         for who in (0, 1):
-            blocks, heap, fds = (max(mark[who][k] for mark in early) for k in range(3))
+            blocks, heap, fds = zip(*(mark[who] for mark in marks), strict=True)
             # What is resident says little: arenas fill and empty. What is left is the NIC's record
-            # of each peer that was ever met: some objects, and half a KiB in libfabric.
-            assert last[who][0] - blocks < 4_000, "blocks of Python, gained in the second hundred"
-            assert last[who][1] - heap < 200, "KiB of C, gained in the second hundred"
-            assert last[who][2] <= fds + 2, "descriptors"
+            # of each peer that was ever met: some objects, and half a KiB in libfabric. Most spans
+            # of 20 are asked, not all: a table of CPython's doubles now and then, by half a MiB.
+            assert usual_gain(blocks) < 800, f"blocks of Python gained in 20 cycles: {blocks}"
+            assert usual_gain(heap) < 40, f"KiB of C gained in 20 cycles: {heap}"
+            assert fds[-1] <= max(fds[:4]) + 2, f"descriptors: {fds}"
     finally:
         b.end()
 

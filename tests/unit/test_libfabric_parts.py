@@ -315,6 +315,16 @@ def test_efa_errors_have_our_names():
     assert 0 not in efa.STATUSES
 
 
+@pytest.mark.parametrize("hold_gil", [False, True])
+def test_binding_a_call_makes_no_new_class(hold_gil):
+    """A class for each endpoint is garbage in a circle, which only the collector takes away."""
+    name, call = "fi_ops_rma.writemsg", ctypes.CFUNCTYPE(ctypes.c_ssize_t)(lambda: 0)
+    address = ctypes.cast(call, ctypes.c_void_p).value
+    bound = [fi.bind(address, name, hold_gil=hold_gil) for _ in range(2)]
+
+    assert type(bound[0]) is type(bound[1])
+
+
 @pytest.mark.parametrize(
     ("same_host_shm", "way"),
     [(True, "peers of this host by shared memory, past the NIC"), (False, "all peers by the NIC")],

@@ -109,7 +109,7 @@ def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> list[F
             offer = offers.pop(0)
             try:
                 domains.append(_open(lib, offer, epoch, how))
-            except FabricError as error:
+            except (FabricError, OSError) as error:  # OSError: no descriptor for a timer
                 raise BackendUnavailable(
                     f"libfabric: NIC {offer.nic!r} of provider {rules.provider!r} cannot be opened",
                     ((offer.nic, str(error)),),

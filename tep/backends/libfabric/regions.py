@@ -20,6 +20,7 @@ from tep.backends.base import Access, Column, DomainKey, Status
 from tep.backends.libfabric.objects import Nic
 from tep.errors import FabricError
 from tep.ffi import libfabric as fi
+from tep.ffi.libc import libc
 from tep.ffi.libfabric_data import fi_mr_attr, fi_mr_dmabuf, iovec
 from tep.memory import DmabufExport, Memory, exported
 
@@ -208,9 +209,8 @@ def bounds(column: Column, nbytes: Column) -> tuple[int, int]:
 
 def _check_mapped(memory: Memory, nic: str) -> None:
     """Raise FabricError unless every page of a raw range is mapped in this process."""
-    libc = ctypes.CDLL(None, use_errno=True)
     # int mincore(void *addr, size_t length, unsigned char *vec);
-    mincore = libc.mincore
+    mincore = libc().mincore
     mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     page = mmap.PAGESIZE
     step = 1 << 30

@@ -7,14 +7,14 @@ import ctypes
 import errno
 import mmap
 import os
-import time
 from collections.abc import Callable
 from typing import Final
+
+from tep.ffi.libc import libc
 
 __all__ = [
     "IOV_MAX",
     "SHORT",
-    "Timer",
     "allow_any_tracer",
     "errno_of",
     "map_page",
@@ -51,7 +51,7 @@ def _absent(*_: int) -> int:
 
 def _load(name: str) -> Callable[..., int]:
     try:
-        function = getattr(ctypes.CDLL(None, use_errno=True), name)
+        function = getattr(libc(), name)
     except (AttributeError, OSError):  # another libc or system: news at use, not at import
         return _absent
     # ssize_t process_vm_writev(pid_t pid,
@@ -77,7 +77,7 @@ def row_writer(here: int, there: int) -> Callable[[int], int]:
     Here each argument brings its type along, made once; a plain int is a C int, which pid_t is.
     """
     try:
-        function = ctypes.CDLL(None, use_errno=True)["process_vm_writev"]
+        function = libc()["process_vm_writev"]
     except (AttributeError, OSError):
         return _absent
     function.restype = ctypes.c_ssize_t
@@ -94,7 +94,7 @@ def allow_any_tracer() -> bool:
     """
     # int prctl(int option, ... /* unsigned long arg2, arg3, arg4, arg5 */);      <sys/prctl.h>
     with contextlib.suppress(AttributeError, OSError):
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl = libc().prctl
         prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
         prctl.restype = ctypes.c_int
         return bool(prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0) == 0)
@@ -109,15 +109,15 @@ def map_page(hint: int) -> int:
     """
     # void *mmap(void *addr, size_t length, int prot, int flags, int fd, off_t offset);
     # int madvise(void *addr, size_t length, int advice);                    <sys/mman.h>
-    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-    libc.mmap.restype = ctypes.c_void_p
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    lib, page = libc(), mmap.PAGESIZE
+    lib.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    lib.mmap.restype = ctypes.c_void_p
+    lib.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     access, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    found: int = libc.mmap(hint, page, access, kind, -1, 0)
+    found: int = lib.mmap(hint, page, access, kind, -1, 0)
     if found == ctypes.c_void_p(-1).value:
         raise OSError(errno_of(), why(errno_of()))
-    if libc.madvise(found, page, mmap.MADV_DONTFORK):
+    if lib.madvise(found, page, mmap.MADV_DONTFORK):
         code = errno_of()
         unmap_page(found)
         raise OSError(code, why(code))
@@ -127,42 +127,9 @@ def map_page(hint: int) -> int:
 def unmap_page(address: int) -> None:
     """Undo map_page()."""
     # int munmap(void *addr, size_t length);                                 <sys/mman.h>
-    munmap = ctypes.CDLL(None).munmap
+    munmap = libc().munmap
     munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     munmap(address, mmap.PAGESIZE)
-
-
-class Timer:
-    """A timerfd; os.timerfd_create() is of Python 3.13.
-
-    Attributes:
-        fd: readable once the time has come, until clear(); the caller closes it.
-
-    Raises:
-        OSError: no descriptor left.
-    """
-
-    def __init__(self) -> None:
-        # int timerfd_create(int clockid, int flags);
-        # int timerfd_settime(int fd, int flags, const struct itimerspec *new_value,
-        #                     struct itimerspec *old_value);             <sys/timerfd.h>
-        # struct itimerspec { struct timespec it_interval, it_value; };
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._set = libc.timerfd_settime
-        self._set.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
-        self.fd = int(libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
-        if self.fd < 0:
-            raise OSError(errno_of(), why(errno_of()))
-
-    def set(self, delay_s: float) -> None:
-        """Become readable after `delay_s`, more than 0."""
-        whole, rest_ns = divmod(max(1, int(delay_s * 1e9)), 10**9)
-        self._set(self.fd, 0, (ctypes.c_long * 4)(0, 0, whole, rest_ns), None)
-
-    def clear(self) -> None:
-        """Be readable no more."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 8)
 
 
 def why(code: int) -> str:

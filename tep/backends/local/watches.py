@@ -8,7 +8,7 @@ import select
 import time
 from collections.abc import Callable
 
-from tep.backends.local.libc import Timer
+from tep.ffi.libc import Timer
 
 __all__ = ["Watches"]
 
@@ -21,7 +21,7 @@ class Watches:
         try:
             self.epoll = select.epoll()
         except OSError:
-            os.close(self._timer.fd)
+            self._timer.close()
             raise
         self._poll = self.epoll.poll
         self._told: dict[int, Callable[[], None]] = {}
@@ -67,7 +67,7 @@ class Watches:
     def close(self) -> None:
         """Close the set, not what it watches."""
         self.epoll.close()
-        os.close(self._timer.fd)
+        self._timer.close()
 
     def add_bell(self, fd: int) -> None:
         """Watch an eventfd that nobody reads: each ring is one edge, and taken back by look()."""

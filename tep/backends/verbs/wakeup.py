@@ -8,29 +8,16 @@ from __future__ import annotations
 import ctypes
 import os
 import select
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from tep.ffi.ibverbs_device import AsyncEvent
 from tep.ffi.ibverbs_structs import CompChannel
+from tep.ffi.libc import Timer
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device
 
 __all__ = ["Wakeup"]
-
-_CLOCK_MONOTONIC: Final = 1  # <time.h> of Linux
-_TFD_NONBLOCK: Final = os.O_NONBLOCK  # <sys/timerfd.h> of Linux
-_TFD_CLOEXEC: Final = os.O_CLOEXEC
-
-
-# struct timespec { __time_t tv_sec; __syscall_slong_t tv_nsec; };
-# struct itimerspec { struct timespec it_interval; struct timespec it_value; };
-class _Itimerspec(ctypes.Structure):
-    """<bits/types/struct_itimerspec.h>, flattened; both are longs on every 64-bit Linux."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_long) for name in ("interval_s", "interval_ns", "value_s", "value_ns")
-    )
 
 
 class Wakeup:
@@ -49,28 +36,15 @@ class Wakeup:
         self.channel = device.lib.make("ibv_create_comp_channel", device.context)
         self._channel_fd = int(CompChannel.from_address(self.channel).fd)
         os.set_blocking(self._channel_fd, False)
-        libc = ctypes.CDLL(None, use_errno=True)
-        # int timerfd_create(int clockid, int flags);
-        # int timerfd_settime(int fd, int flags, const struct itimerspec *new_value,
-        #                     struct itimerspec *old_value);
-        libc.timerfd_create.argtypes = (ctypes.c_int, ctypes.c_int)
-        self._settime = libc.timerfd_settime
-        self._settime.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-        self._timer = int(libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC))
-        if self._timer < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create")
+        self._timer = Timer()
         self._epoll = select.epoll()
-        for fd in (self._channel_fd, device.async_fd, self._timer):
+        for fd in (self._channel_fd, device.async_fd, self._timer.fd):
             self._epoll.register(fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
 
     def set_timer(self, pause_s: float | None) -> None:
         """Become readable after `pause_s` seconds too; None = never."""
-        spec = _Itimerspec()
-        if pause_s is not None:
-            pause_ns = max(1, int(pause_s * 1e9))
-            spec.value_s, spec.value_ns = divmod(pause_ns, 1_000_000_000)
-        self._settime(self._timer, 0, ctypes.byref(spec), None)
+        self._timer.set(pause_s)
 
     def clear(self, cq: int) -> None:
         """Take the completion events that are there off the channel."""
@@ -98,5 +72,5 @@ class Wakeup:
     def close(self) -> None:
         """Let go; the completion queue must be gone."""
         self._epoll.close()
-        os.close(self._timer)
+        self._timer.close()
         self._device.free("ibv_destroy_comp_channel", self.channel)

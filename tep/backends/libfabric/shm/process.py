@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from tep.errors import FabricError
+from tep.ffi.libc import libc
 
 __all__ = [
     "Process",
@@ -53,9 +54,8 @@ def keep_signals() -> Iterator[None]:
     By sigaction() and not by the signal module: that works in the main thread only, and does not
     see handlers that C code installed, such as faulthandler's.
     """
-    libc = ctypes.CDLL(None)
     # int sigaction(int sig, const struct sigaction *act, struct sigaction *oact);
-    sigaction = libc.sigaction
+    sigaction = libc().sigaction
     sigaction.argtypes, sigaction.restype = (
         (ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
         ctypes.c_int,
