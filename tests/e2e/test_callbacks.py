@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from tep.backends.loopback import Hub, open_domains
 from tep.core.handle import State
 from tep.drivers import Driver, InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
-from tep.errors import TepError, WaitTimeout
+from tep.errors import BusyError, TepError, WaitTimeout
 from tep.turning import TurnDriver
 from tep.waiting import escaped
 
@@ -153,11 +153,23 @@ VERBS: dict[str, Callable[[TransferEngine, dict[str, object]], object]] = {
     "add_peer_group": lambda e, w: e.add_peer_group([w["desc"].addr]),
     "on_imm": lambda e, _: (e.on_imm(range(500, 501), print), e.remove_imm(500)),
     "watcher": lambda e, _: e.alloc_uvm_watcher(lambda _old, _new: None).close(),
-    "recvs": lambda e, _: e.submit_recvs(64, 1, lambda _: None),
+    "recvs": lambda e, _: e.submit_recvs(64, 1, print),
     "remove_peer": lambda e, w: e.remove_peer(w["stranger"]),
     "stats": lambda e, _: (e.stats(), e.explain(), e.stall_report()),
     "on_peer": lambda e, _: e.on_peer(lambda _: None),
+    "deregister": lambda e, _: e.deregister(e.reg_mr(np.zeros(8, np.uint8))[0]),
+    "lease": lambda e, w: e.lease(w[e.name], w["desc"].addr, for_s=9.0).revoke(),
+    "fail": lambda e, w: e.fail(w["desc"].addr, 77, "never mind"),
+    "watch_peer": lambda e, w: _watched(e, w["desc"].addr),
+    "scatter": lambda e, w: e.submit_scatter(w[e.name], [tep.ScatterDst(8, 0, (w["desc"], 8))]),
+    "barrier": lambda e, w: e.submit_barrier([w["desc"]], 78),
 }
+
+
+def _watched(engine: TransferEngine, peer: tep.NetAddr) -> None:
+    """One watch a peer: callbacks of others may have one."""
+    with suppress(BusyError):
+        engine.watch_peer(peer, every_s=1.0, lost_after_s=9.0).close()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

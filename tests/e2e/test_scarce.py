@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 
 import tep
-from tep.errors import FabricError, TepError, WaitTimeout
+from tep.backends.loopback import open_domains
+from tep.drivers import ThreadDriver
+from tep.engine import TransferEngine
+from tep.errors import ClosedError, FabricError, TepError, WaitTimeout
+from tep.turning import TurnDriver
 from tests.support.descriptors import open_descriptors
 from tests.support.pairs import pair
 
@@ -259,3 +263,25 @@ def test_a_crash_tells_its_cause_to_everybody(monkeypatch: pytest.MonkeyPatch) -
         assert isinstance(found.value.__cause__, RuntimeError)
         with pytest.raises(TepError, match="a bug of ours"):
             p.b.expect_imm_count(2, 1)
+
+
+# The worker's traceback, as a bug in tep leaves it.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("driver", [ThreadDriver, TurnDriver])
+def test_a_crash_on_a_worker_tells_its_cause(
+    driver: type[ThreadDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a worker the cause is on another thread: without it nobody knows what to look for."""
+    opened = open_domains(1, seed=None, name="a")
+    with TransferEngine(opened.domains, driver=driver("a"), name="a", epoch=1) as engine:
+        pending = engine.expect_imm_count(1, 1)
+
+        def bug(*_: object) -> bool:
+            raise RuntimeError("a bug of ours")
+
+        monkeypatch.setattr(engine._worker, "step", bug)
+        engine.driver.kick()
+        for call in (lambda: pending.wait(WAIT_S), lambda: engine.expect_imm_count(2, 1)):
+            with pytest.raises(ClosedError, match="a bug of ours") as found:
+                call()
+            assert isinstance(found.value.__cause__, RuntimeError)

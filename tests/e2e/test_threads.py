@@ -227,6 +227,33 @@ def _tasks(*handles) -> list:
     return [_wait(handle) for handle in handles]
 
 
+def test_an_await_that_ends_early_says_what_it_waited_for() -> None:
+    """A coroutine that gives up after a minute must learn as much as a thread that waits."""
+
+    async def main(p: Pair) -> None:
+        never = p.b.expect_imm_count(99, 1)
+        with pytest.raises(WaitTimeout) as late:
+            await never.wait_async(0.01)
+        assert "0x63" in str(late.value)
+        assert p.b.stall_report().splitlines()[0].split()[0] in str(late.value)
+        assert len(str(late.value).splitlines()) > 1
+        assert not never.finished
+        for ended in (never.wait_async(WAIT_S), _wait(never)):
+            task = asyncio.ensure_future(ended)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError) as cancelled:
+                await task
+            assert any("it waited for" in note for note in cancelled.value.__notes__)
+            assert any("0x63" in note for note in cancelled.value.__notes__)
+        p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 99)
+        await never.wait_async(WAIT_S)
+
+    with pair(threads=True) as p:
+        asyncio.run(main(p))
+
+
 def test_event_loop_that_ended_before_the_transfer_is_no_error() -> None:
     """A timed-out program leaves; the engine goes on, and reports nothing it cannot help."""
     with pair(threads=True) as p:

@@ -1,0 +1,233 @@
+"""The gate of what may end an engine, or make it wait for ever: each planted bug is found.
+
+A bug here is looked for by the test that must find it, or by a trial of the same kind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from tep.control.channel import Channel
+from tep.control.fencing import Fencing
+from tep.control.messages import Asked, Ended, encode
+from tep.core.handle import Handle
+from tep.core.outbox import Outbox
+from tep.core.region import MrHandle
+from tep.drivers import ThreadDriver
+from tep.engine.machine import Machine
+from tests.e2e import test_callbacks, test_wakeups
+from tests.gate.registry import Change, changed
+from tests.property.test_hostile_control import (
+    World,
+    test_a_handler_that_raises_drops_its_message_alone,
+)
+from tests.support.pairs import pair
+from tests.unit import test_backpressure
+
+
+class Found(NamedTuple):
+    """A bug, and what finds it."""
+
+    plant: Callable[[], list[Change]]
+    trial: Callable[[], object]
+
+
+BUGS: dict[str, Found] = {}
+
+
+def found_by(
+    trial: Callable[[], object],
+) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
+    """Register a bug with what must find it."""
+
+    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+        BUGS[plant.__name__] = Found(plant, trial)
+        return plant
+
+    return register
+
+
+# ---------------------------------------------------------------------- control messages
+
+
+def speaks_for_another() -> None:
+    """Engine c has the path of a at b fenced off."""
+    world = World()
+    world.transfer()
+    world.say(encode(Asked(1, world.a.main_address.domains[0], 0, (1,))))
+    world.turn()
+    assert not any(fence.status >= 0 for fence in world.b._worker.fencing._fences.values())
+    assert dict(world.b.stats().control_dropped)["it speaks for another engine"]
+    world.transfer()
+
+
+def asks_about_no_nic() -> None:
+    """Engine c asks about a NIC that b has not."""
+    world = World()
+    world.say(encode(Asked(1, world.c.main_address.domains[0], 63, (1,))))
+    world.turn()
+    assert "its handler raised" not in dict(world.b.stats().control_dropped)
+    world.transfer()
+
+
+def names_many_leases() -> None:
+    """Engine c asks back leases that nobody granted."""
+    world = World()
+    own = world.c.main_address.domains[0]
+    for k in range(9000):
+        world.say(encode(Ended(k, own, k + 1)))
+        if k % 16 == 0:
+            world.turn()
+    assert len(world.b._worker.holding.held) <= 4200
+
+
+def a_handler_raises() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_a_handler_that_raises_drops_its_message_alone("b", patch)
+
+
+@found_by(speaks_for_another)
+def nobody_looks_who_speaks() -> list[Change]:
+    """A control message counts as that of the engine that it names."""
+    return [(Channel, "engine_of", lambda *_: b"")]
+
+
+@found_by(a_handler_raises)
+def no_guard() -> list[Change]:
+    """What the handler of a message raises leaves the step."""
+    return [(Channel, "guard", lambda _self, _address, handler, *args: handler(*args))]
+
+
+@found_by(asks_about_no_nic)
+def no_bounds_of_nics() -> list[Change]:
+    """The number of a NIC in a message is an index at once."""
+    return [(Fencing, "admit", lambda *_: True)]
+
+
+@found_by(names_many_leases)
+def no_bounds_of_tables() -> list[Change]:
+    """What peers name is remembered, however much it is."""
+    return [
+        ("tep.control.holding", "_HELD_MAX", 10**9),
+        ("tep.control.holding", "_OWNERS_MAX", 10**9),
+    ]
+
+
+# ---------------------------------------------------------------------- lines and memory
+
+
+@found_by(lambda: test_backpressure.test_a_silent_peer_holds_up_nobody_on_the_chaos_fabric(0))
+def one_line_for_all_peers() -> list[Change]:
+    """A message that a NIC does not take keeps all NICs from those behind it."""
+
+    def post(self) -> bool:
+        while self.turns:
+            line = self.turns[0]
+            line.window = 1 << 30
+            if not line.waiting:
+                self.turns.popleft()
+                line.in_turn = False
+            elif not self._offer(line):
+                return False
+        return True
+
+    return [(Outbox, "post", post)]
+
+
+@found_by(test_backpressure.test_a_write_that_races_with_deregister_is_refused)
+def deregister_races_with_submit() -> list[Change]:
+    """A region counts as there because it was when the verb looked."""
+    return [(MrHandle, "closed", property(lambda _: False, lambda *_: None))]
+
+
+# ---------------------------------------------------------------------- waits and callbacks
+
+
+def a_verb_raises() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(test_wakeups, "WAIT_S", 1.0)
+        for _ in range(30):  # a worker that is just awake looks anyway
+            test_wakeups.test_a_verb_that_raises_leaves_nothing_asleep(
+                "add_peer_group", ThreadDriver
+            )
+
+
+@found_by(a_verb_raises)
+def nobody_kicks_for_the_replaced() -> list[Change]:
+    """A later incarnation is met by a verb that then raises, and the engine sleeps on."""
+    real = Machine._replaced
+
+    def asleep(self, link) -> None:
+        driver, self.driver = self.driver, _Deaf(self.driver)
+        try:
+            real(self, link)
+        finally:
+            self.driver = driver
+
+    return [(Machine, "_replaced", asleep)]
+
+
+class _Deaf:
+    """A driver whose kick does nothing."""
+
+    def __init__(self, driver: Any) -> None:
+        self.now_s = driver.now_s
+
+    def kick(self) -> None:
+        pass
+
+
+@found_by(
+    lambda: test_callbacks.test_whatever_a_callback_raises_ends_that_callback_only(
+        "inline", SystemExit
+    )
+)
+def callbacks_raise_exceptions_only() -> list[Change]:
+    """A callback that calls sys.exit() is a bug in tep."""
+
+    def call(self, callback) -> None:
+        try:
+            callback(self)
+        except Exception as error:  # noqa: BLE001  # the planted mistake itself
+            self._owner.report_callback_error(self, callback, error)
+
+    return [(Handle, "_call", call)]
+
+
+def waits_for_a_month() -> None:
+    """A worker sleeps until a heartbeat that is due in five weeks."""
+    with pair(threads=True) as p:
+        p.a.watch_peer(p.b.main_address, every_s=3e6, lost_after_s=math.inf)
+        for _ in range(3):
+            p.a.driver.call(lambda: None)
+            p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(5)
+            assert p.a.driver._thread.join(0.05) is None
+            assert p.a.driver._thread.is_alive()
+
+
+# The worker's traceback, as a bug in tep leaves it.
+@found_by(waits_for_a_month)
+def any_time_for_the_system() -> list[Change]:
+    """poll() overflows at 24.8 days."""
+    return [("tep.drivers", "system_s", lambda left_s: max(left_s, 0.0))]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found(name: str) -> None:
+    """A bug that survives could be in the product, and nobody would know."""
+    bug = BUGS[name]
+    assert bug.plant.__doc__
+    with changed(bug.plant()), pytest.raises(BaseException) as found:  # in any way
+        bug.trial()
+    assert not isinstance(found.value, pytest.skip.Exception)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_the_engine_as_it_is_passes(name: str) -> None:
+    """A trial that fails by itself finds everything, and shows nothing."""
+    BUGS[name].trial()
