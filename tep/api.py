@@ -27,6 +27,7 @@ from tep.wire import Target
 
 __all__ = [
     "Barrier",
+    "CudaDevice",
     "EngineOptions",
     "Paged",
     "Pages",
@@ -288,3 +289,17 @@ class EngineOptions:
                 f"probe_first_s={self.probe_first_s}"
             )
         _put(self, "failover", check_flag("EngineOptions: failover", self.failover))
+
+
+class CudaDevice(NamedTuple):
+    """One GPU as the CUDA driver numbers it.
+
+    Attributes:
+        ordinal: N of "cuda:N".
+        pci: its address, e.g. "0000:53:00.0".
+        name: of the model.
+    """
+
+    ordinal: int
+    pci: str
+    name: str

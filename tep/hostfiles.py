@@ -9,28 +9,15 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
+from tep.api import CudaDevice
 from tep.errors import BackendUnavailable, UsageError
 
 __all__ = ["Capture", "CudaDevice", "HostFiles", "LiveFiles", "Recorder", "open_files"]
 
 FORMAT: Final = "tep-machine-1"
 _TEXT_MAX: Final = 1 << 20  # no file that is asked for is as long
-
-
-class CudaDevice(NamedTuple):
-    """One GPU as the CUDA driver numbers it.
-
-    Attributes:
-        ordinal: N of "cuda:N".
-        pci: its address, e.g. "0000:53:00.0".
-        name: of the model.
-    """
-
-    ordinal: int
-    pci: str
-    name: str
 
 
 class HostFiles(Protocol):

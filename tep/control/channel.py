@@ -1,6 +1,6 @@
-"""Notes between engines, over any pair of NICs that lives: said once, or asked until answered.
+"""Control messages between engines, over any pair of NICs that lives: once, or until answered.
 
-What is said is `notes`'s matter, what to do about it that of those who registered here. Rule 1: a
+The messages are in `messages`; who handles a type registers here with `hear`. Rule 1: a
 question ends exactly once, in an answer or in a reason why there is none. Rule 2: no note of a peer
 ends this engine: one that is malformed, speaks for another engine, finds no room, or whose handler
 raises is dropped, counted and logged.
@@ -11,13 +11,15 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Final, TypeVar, cast
 
-from tep.backends.base import Domain, Noting, Status
+from tep.backends.base import Noting, Status
 from tep.control.messages import Answer, Note, decode, encode
-from tep.core.region import Link
+from tep.core.events import PeerRestarted
+from tep.core.group import DomainGroup
+from tep.core.path import Link
 from tep.errors import BadDescriptor, TepError
 
 __all__ = ["NOTE_CTX", "Channel", "Drop", "sooner"]
@@ -65,10 +67,10 @@ class _Letter:
     Attributes:
         lanes: to try, one after the other.
         question, round: that it puts, and for which time.
-        path: (our NIC, PeerId) that it went over.
+        way: (our NIC, address) that it went over.
     """
 
-    __slots__ = ("back", "lanes", "link", "note", "path", "question", "round")
+    __slots__ = ("back", "lanes", "link", "note", "question", "round", "way")
 
     def __init__(self, note: Note, link: Link | None, back: tuple[int, bytes] | None) -> None:
         self.note = note
@@ -77,7 +79,7 @@ class _Letter:
         self.lanes: list[tuple[int, int]] = []
         self.question: _Question | None = None
         self.round = 0
-        self.path = (0, 0)
+        self.way = (0, b"")
 
 
 class _Question:
@@ -118,27 +120,26 @@ class _Question:
 
 
 class Channel:
-    """The notes of one engine.
+    """The control messages of one engine.
+
+    Args:
+        group: its NICs.
+        now_s: the clock.
 
     Attributes:
         able: whether its NICs have notes at all.
         busy: whether a note is on its way or a question open; else nothing here wants a turn.
         dropped: control messages of peers that were dropped, by reason.
-        stale: is told of each note that met a later incarnation of its peer.
-        unheard: (our NIC, PeerId) where the last note did not get there: where an error flushes,
-            rows on the same path end with it.
     """
 
-    def __init__(
-        self, domains: Sequence[Domain], alive: list[bool], now_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, group: DomainGroup, now_s: Callable[[], float]) -> None:
+        domains = group.domains
         self.able = all(domain.caps.note_bytes for domain in domains)
         self.busy = False
         self.dropped: Counter[Drop] = Counter()
-        self.stale: Callable[[Link], object] = lambda _: None
-        self.unheard: set[tuple[int, int]] = set()
         self._nics = [cast("Noting", domain) for domain in domains]
-        self._alive = alive
+        self._alive = group.alive
+        self._events, self._far_ends = group.events, group.far_ends
         self._now_s = now_s
         self._wait_s = max(domain.caps.peer_timeout_s for domain in domains)
         self._numbers = itertools.count(1)
@@ -265,6 +266,7 @@ class Channel:
             else:
                 nic, remote = letter.lanes[0]
                 assert letter.link is not None
+                address = letter.link.addr.domains[remote]
                 peer = letter.link.peer(nic, remote)
             ctx = next(self._ctxs)
             taken = self._alive[nic] and self._nics[nic].post_note(peer, encode(letter.note), ctx)
@@ -272,7 +274,7 @@ class Channel:
             self._failed(letter, str(error))
             return True
         if taken:
-            letter.path = nic, peer
+            letter.way = nic, address
             self._out[ctx] = letter
             return True
         if self._alive[nic]:
@@ -321,10 +323,7 @@ class Channel:
         """A NIC says how a note fared."""
         letter = self._out.pop(ctx)
         question = letter.question
-        if status == Status.UNREACHABLE:
-            self.unheard.add(letter.path)
-        else:
-            self.unheard.discard(letter.path)
+        self._far_ends.note_heard(*letter.way, heard=status != Status.UNREACHABLE)
         if status == Status.OK:
             if question is not None and letter.round == question.round:
                 question.out -= 1
@@ -335,14 +334,14 @@ class Channel:
             if question is not None:
                 self._lose(question, "it has restarted")
             if letter.link is not None:
-                self.stale(letter.link)
+                self._events.append(PeerRestarted(letter.link))
         else:
             self._failed(letter, Status(status).name, deaf=status == Status.UNREACHABLE)
 
     def lost(self, nic: int) -> None:
         """A NIC will never say how its notes fared."""
         for ctx, letter in tuple(self._out.items()):
-            if letter.path[0] == nic:
+            if letter.way[0] == nic:
                 self.sent(ctx, Status.NIC_DOWN)
 
     def engine_of(self, nic: int, address: bytes) -> bytes:

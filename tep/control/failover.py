@@ -1,10 +1,10 @@
 """The sender's half of a failover: rows that were posted on a path that died are made good.
 
-Whether such a row landed is unknown, so it is held here, and its transfer stays open. Once no row
-is out on the path any more, the receiver fences it off and says what had come (`audit`). What
-landed whole counts as done. Of the others the bytes are written again, without immediates, over
-lanes that live; and when all of these bytes are there, as many immediates as were missing follow,
-without bytes.
+Whether such a row landed is unknown, so the group keeps it, and its transfer stays open. Once no
+row is in flight on the path any more, the receiver (`fencing`) fences it off and says what had
+come. What landed whole counts as done. The bytes of the others are written again, without
+immediates, over paths that are up. When all of these bytes have arrived, as many immediates as were
+missing follow, without bytes.
 
 Rule 1: no row goes out again before its path is fenced. Rule 2: if every row of one immediate had
 landed, none of them is written again: the reader may have been released. Rule 3: an immediate
@@ -16,16 +16,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from tep.backends.base import Domain
 from tep.control.channel import Channel
 from tep.control.messages import Asked, Told, values_max
-from tep.core.group import DomainGroup
-from tep.core.pending import Acks, Pending, Rescue, varies
-from tep.core.region import Link
+from tep.core.group import DomainGroup, not_made_good
+from tep.core.path import Path, PathEvent
+from tep.core.pending import Loss, LostRow, Pending, Rescue, varies
 from tep.core.transfer import Transfer
-from tep.errors import FabricError, TepError
+from tep.errors import TepError
 
 __all__ = ["Recovery", "why_unable"]
 
@@ -33,251 +32,168 @@ _NO_IMM = -1
 """Stands for the immediate of rows that have none."""
 
 
-class _Lost(NamedTuple):
-    """A row of which nobody knows whether it landed, and the error it would fail with."""
-
-    pending: Pending
-    row: int
-    error: FabricError
-
-    @property
-    def imm(self) -> int | None:
-        return self.pending.imm(self.row)
-
-
-class _Path:
-    """One lane that died.
-
-    Attributes:
-        domain, link, nic: our NIC, the peer, its NIC.
-        rows: lost there.
-        asked: whether the receiver was asked; no row joins after that.
-        counts: what it told, by immediate.
-        pruned: the generation that these counts stand at; None: none was told.
-        left: answers that are missing.
-        seen: a batch with rows out there, as far as is known.
-    """
-
-    __slots__ = ("asked", "counts", "domain", "left", "link", "nic", "pruned", "rows", "seen")
-
-    def __init__(self, domain: int, link: Link, nic: int) -> None:
-        self.domain = domain
-        self.link = link
-        self.nic = nic
-        self.rows: list[_Lost] = []
-        self.asked = False
-        self.counts: dict[int, int] = {}
-        self.pruned: int | None = None
-        self.left = 0
-        self.seen: Pending | None = None
-
-    def is_used_by(self, pending: Pending) -> bool:
-        """Whether rows of a batch are out on this lane."""
-        if pending.at == pending.back or pending.domain != self.domain:
-            return False
-        rows = pending.posted_rows() if varies(pending) else (0,)
-        return any(self.holds(pending, row) for row in rows)
-
-    def holds(self, pending: Pending, row: int) -> bool:
-        """Whether a row goes over this lane."""
-        remote, nic = pending.target(row)
-        return remote.link is self.link and nic == self.nic
-
-
-def why_unable(domains: Sequence[Domain]) -> str:
-    """Why rows that these NICs lose cannot be made good; "" = they can."""
+def why_unable(domains: Sequence[Domain]) -> str | None:
+    """Why rows that these NICs lose cannot be made good; None: they can."""
     for domain in domains:
         if not domain.caps.imm_source:
             return (
                 f"the {domain.caps.backend} backend cannot fence a dead path off, nor say what had "
                 "come over it, so that nobody knows whether this row landed"
             )
-    return ""
+    return None
 
 
 class Recovery:
     """What is being made good on one engine.
 
     Args:
-        group: its NICs.
-        mail: to the peers' engines.
-        able: whether lost rows are made good at all.
-        why: the reason to give where they are not; "" = none.
+        group: its NICs, with the rows that it keeps.
+        channel: to the peers' engines.
 
     Attributes:
-        paths: that died and whose rows are not settled.
-        able: False where nothing can be made good, and lost rows fail at once.
         rows: made good so far, in any way.
-        why: why the NICs cannot; "" = they can, or it is not wanted.
     """
 
-    def __init__(self, group: DomainGroup, mail: Channel, *, able: bool, why: str = "") -> None:
-        self.paths: list[_Path] = []
-        self.able = able
+    def __init__(self, group: DomainGroup, channel: Channel) -> None:
         self.rows = 0
-        self._group = group
-        self._channel = mail
-        self.why = why
-        self._closed: TepError | None = None
-        group.hold = self._hold
-        group.rescued = self._rescued
-        group.acks = Acks() if able else None
-
-    def _hold(self, pending: Pending, row: int, error: FabricError) -> FabricError | None:
-        """Keep a row whose end is unknown, or say with which error it fails."""
-        transfer = pending.transfer
-        if not self.able or transfer.failure is not None:
-            return _with_reason(error, self.why) if self.why else error
-        remote, nic = pending.target(row)
-        if pending.tries >= len(self._group.domains) * len(remote.link.alive):
-            return _with_reason(error, f"it was lost on {pending.tries} paths before")
-        for path in self.paths:
-            if not path.asked and path.domain == pending.domain and path.holds(pending, row):
-                break
-        else:
-            path = _Path(pending.domain, remote.link, nic)
-            self.paths.append(path)
-            remote.link.shut.add((pending.domain, nic))  # as it will be, by the first question
-        path.rows.append(_Lost(pending, row, error))
-        transfer.held += 1
-        return None
+        self._group, self._channel = group, channel
 
     # ------------------------------------------------------------------ asking
 
     def step(self) -> bool:
-        """Ask about paths on which nothing is out any more; True if one was asked about."""
+        """Ask about paths on which nothing is in flight any more; True if one was asked about."""
         work = False
-        for path in tuple(self.paths):
-            if not path.asked and self._is_first(path) and self._is_quiet(path):
-                path.asked = work = True
-                self._ask(path)
+        for loss in tuple(self._group.losses):
+            # An older question about the same path comes first: its answer changes the sums.
+            if not loss.asked and loss.path.losses[0] is loss and self._is_quiet(loss.path):
+                loss.asked = work = True
+                self._ask(loss)
         return work
 
-    def _is_first(self, path: _Path) -> bool:
-        """Whether no older question about the same lane is open, of which the sums would change."""
-        key = path.domain, path.link, path.nic
-        return next(p for p in self.paths if (p.domain, p.link, p.nic) == key) is path
+    def is_clear(self, path: Path) -> bool:
+        """Whether no row is in flight on a path, and none that it lost waits to be made good."""
+        return not path.losses and self._is_quiet(path)
 
-    def is_clear(self, domain: int, link: Link, nic: int) -> bool:
-        """Whether no row is out on a lane, and none that it lost waits to be made good."""
-        lane = domain, link, nic
-        held = any((path.domain, path.link, path.nic) == lane for path in self.paths)
-        return not held and self._is_quiet(_Path(domain, link, nic))
-
-    def _is_quiet(self, path: _Path) -> bool:
-        """Whether no row is out on a lane. Until the batch that was seen last is back, it is not:
-        so all batches are looked through once for each that ends, and not in every step.
+    def _is_quiet(self, path: Path) -> bool:
+        """Whether no row is in flight on a path. Until the batch that was seen last is back, one
+        is: so all batches are looked through once for each that ends, and not in every step.
         """
         seen = path.seen
         if seen is not None and seen.at > seen.back:
             return False
-        path.seen = next(filter(path.is_used_by, self._group.batches.values()), None)
+        batches = self._group.batches.values()
+        path.seen = next((pending for pending in batches if _is_used(path, pending)), None)
         return path.seen is None
 
-    def _ask(self, path: _Path) -> None:
-        imms = sorted({imm for lost in path.rows if (imm := lost.imm) is not None})
-        source = self._group.domains[path.domain].address
+    def _ask(self, loss: Loss) -> None:
+        imms = sorted({imm for lost in loss.rows if (imm := lost.imm) is not None})
+        source = self._group.domains[loss.path.domain].address
         room = values_max(self._channel.note_bytes)
         parts = [tuple(imms[k : k + room]) for k in range(0, len(imms), room)] or [()]
-        path.left, path.pruned = len(parts), None
+        loss.left, loss.pruned = len(parts), None
+        loss.path.to(PathEvent.ASKED)
         for part in parts:
-            self._ask_about(path, source, part)
+            self._ask_about(loss, source, part)
 
-    def _ask_about(self, path: _Path, source: bytes, imms: tuple[int, ...]) -> None:
+    def _ask_about(self, loss: Loss, source: bytes, imms: tuple[int, ...]) -> None:
         self._channel.ask(
-            path.link,
-            lambda number: Asked(number, source, path.nic, imms),
-            lambda told: self._told(path, imms, told),
-            lambda why: self._give_up(path, why),
+            loss.path.link,
+            lambda number: Asked(number, source, loss.path.nic, imms),
+            lambda told: self._told(loss, imms, told),
+            lambda why: self._give_up(loss, why),
         )
 
-    def _told(self, path: _Path, imms: tuple[int, ...], told: object) -> None:
-        if path not in self.paths:
+    def _told(self, loss: Loss, imms: tuple[int, ...], told: object) -> None:
+        path = loss.path
+        if loss not in path.losses:
             return  # another part of the answer was missing
         assert isinstance(told, Told)
+        name = path.link.addr.name
         if told.why or len(told.counts) != len(imms):
-            self._give_up(path, f"{path.link.addr.name} says: {told.why or 'no such sums'}")
+            self._give_up(loss, f"{name} says: {told.why or 'no such sums'}")
             return
-        if imms and path.pruned not in (None, told.pruned):
-            self._give_up(path, f"{path.link.addr.name} has pruned its sums meanwhile")
+        if imms and loss.pruned not in (None, told.pruned):
+            self._give_up(loss, f"{name} has pruned its sums meanwhile")
             return
         if imms:
-            path.pruned = told.pruned
-        path.link.fence(path.domain, path.nic)
-        path.counts.update(zip(imms, told.counts, strict=True))
-        path.left -= 1
-        if path.left == 0:
+            loss.pruned = told.pruned
+        path.to(PathEvent.FENCED)
+        loss.counts.update(zip(imms, told.counts, strict=True))
+        loss.left -= 1
+        if loss.left == 0:
             if self._is_quiet(path):
-                self._judge(path)
-            else:  # the peer was thought dead as a whole, so that this lane was tried again
-                path.asked = False
+                self._judge(loss)
+            else:  # the peer was thought dead as a whole, so that this path was tried again
+                loss.asked = False
 
     # ------------------------------------------------------------------ judging
 
-    def _judge(self, path: _Path) -> None:
-        lane = path.link.lane(path.domain, path.nic)
-        if path.pruned is not None and not lane.sent.forgot and not lane.prune(path.pruned):
-            text = f"it has pruned its sums {path.pruned} times, this engine {lane.pruned} times"
-            self._give_up(path, f"{path.link.addr.name} says that {text}")
+    def _judge(self, loss: Loss) -> None:
+        sums, name = loss.path.sums, loss.path.link.addr.name
+        if loss.pruned is not None and not sums.sent.forgot and not sums.prune(loss.pruned):
+            text = f"it has pruned its sums {loss.pruned} times, this engine {sums.pruned} times"
+            self._give_up(loss, f"{name} says that {text}")
             return
-        self.paths.remove(path)
-        by_imm: dict[int, list[_Lost]] = {}
-        for lost in path.rows:
+        self._remove(loss)
+        by_imm: dict[int, list[LostRow]] = {}
+        for lost in loss.rows:
             imm = lost.imm
             by_imm.setdefault(_NO_IMM if imm is None else imm, []).append(lost)
-        known = self._acknowledged(path, by_imm)
+        known = self._acknowledged(loss.path, by_imm)
         for imm, rows in by_imm.items():
             if imm == _NO_IMM:
                 self.rows += len(rows)
                 self._write_again(rows, [])
             else:
-                self._judge_imm(path, imm, rows, path.counts[imm] - known[imm])
-        self._settle(path.rows)
+                self._judge_imm(loss, imm, rows, loss.counts[imm] - known[imm])
+        self._settle(loss.rows)
 
-    def _acknowledged(self, path: _Path, wanted: dict[int, list[_Lost]]) -> dict[int, int]:
-        """How many of these immediates were acknowledged on a lane since the beginning."""
+    def _remove(self, loss: Loss) -> None:
+        self._group.losses.remove(loss)
+        loss.path.losses.remove(loss)
+
+    def _acknowledged(self, path: Path, wanted: dict[int, list[LostRow]]) -> dict[int, int]:
+        """How many of these immediates were acknowledged on a path since the beginning."""
         group = self._group
         if group.acks is not None:
             group.acks.fold()
-        lane = path.link.lane(path.domain, path.nic)
-        known = {imm: lane.sent.sum(imm) for imm in wanted if imm != _NO_IMM}
+        known = {imm: path.sums.sent.sum(imm) for imm in wanted if imm != _NO_IMM}
         for pending in group.batches.values():  # and of those that are not through
             if pending.domain == path.domain and pending.batch.imm is not None:
                 for row in pending.posted_rows():
-                    if path.holds(pending, row) and row not in pending.lost:
+                    if _is_on(path, pending, row) and row not in pending.lost:
                         imm = pending.imm(row)
                         if imm in known:
                             known[imm] += 1
         return known
 
-    def _judge_imm(self, path: _Path, imm: int, rows: list[_Lost], landed: int) -> None:
+    def _judge_imm(self, loss: Loss, imm: int, rows: list[LostRow], landed: int) -> None:
         """Rows of one immediate, `landed` of which are known to have landed whole."""
-        lane = path.link.lane(path.domain, path.nic)
+        sums, name = loss.path.sums, loss.path.link.addr.name
         live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
-        doubt = len(rows) - len(live) + lane.doubt.pop(imm, 0)
+        doubt = len(rows) - len(live) + sums.doubt.pop(imm, 0)
         total = len(live) + doubt
-        name = path.link.addr.name
-        why = ""
-        if lane.sent.forgot:
-            why = lane.why_forgot()
+        why: str | None = None
+        if sums.sent.forgot:
+            why = sums.why_forgot()
         elif not 0 <= landed <= total:
             why = f"{name} counted {landed} of {total} rows of imm {imm:#x}, which cannot be"
         elif doubt and 0 < landed < total:
             why = (
                 f"{landed} of {total} immediates {imm:#x} came, {doubt} of them of failed requests"
             )
-        if why:
-            lane.doubt[imm] += total
+        if why is not None:
+            sums.doubt[imm] += total
             self._fail(live, why)
             return
-        lane.sent.add(imm, landed)
+        sums.sent.add(imm, landed)
         self.rows += len(live)
         if landed == 0:
             self._write_again(live, live)
         elif landed < total:
             self._write_again(live, live[: total - landed])
 
-    def _write_again(self, rows: list[_Lost], missing: list[_Lost]) -> None:
+    def _write_again(self, rows: list[LostRow], missing: list[LostRow]) -> None:
         """Write the bytes of all rows again, and then the immediates of those that are missing.
 
         Which of them are missing nobody can know, and nobody need: they are equal.
@@ -304,65 +220,61 @@ class Recovery:
                 self._group.repost(pending, row, mine, error)
         group.finish_rescue(rescue)
 
-    def _rescued(self, rescue: Rescue) -> None:
-        """All bytes are there: now the immediates may follow."""
-        after, rescue.after = rescue.after, []
-        for pending, row, error in after:
-            transfer = pending.transfer
-            transfer.failure = transfer.failure or self._closed
-            if transfer.is_ending():
-                transfer.left -= 1
-                transfer.dropped += 1
-                self._note_ended(transfer)
-            else:
-                self._group.repost(pending, row, None, error)
-
-    def _settle(self, rows: list[_Lost]) -> None:
+    def _settle(self, rows: list[LostRow]) -> None:
         """The rows themselves are over; what was made of them counts by itself."""
         for lost in rows:
             transfer = lost.pending.transfer
             transfer.left -= 1
             transfer.held -= 1
         for transfer in dict.fromkeys(lost.pending.transfer for lost in rows):
-            self._note_ended(transfer)
-
-    def _note_ended(self, transfer: Transfer) -> None:
-        if transfer.left == 0:
-            self._group.ended.append(transfer)
+            if transfer.left == 0:
+                self._group.ended.append(transfer)
 
     # ------------------------------------------------------------------ giving up
 
-    def _give_up(self, path: _Path, why: str) -> None:
-        if path not in self.paths:
+    def _give_up(self, loss: Loss, why: str) -> None:
+        if loss not in loss.path.losses:
             return
-        self.paths.remove(path)
-        lane = path.link.lane(path.domain, path.nic)
-        counts = Counter(imm for lost in path.rows if (imm := lost.imm) is not None)
-        lane.doubt.update(counts)
-        for lost in path.rows:
+        self._remove(loss)
+        if loss.asked:
+            loss.path.to(PathEvent.UNANSWERED)
+        counts = Counter(imm for lost in loss.rows if (imm := lost.imm) is not None)
+        loss.path.sums.doubt.update(counts)
+        for lost in loss.rows:
             self._group.doubt(lost.pending, lost.row, lost.error.code)
-        self._fail([lost for lost in path.rows if not lost.pending.transfer.is_ending()], why)
-        for lost in path.rows:
+        self._fail([lost for lost in loss.rows if not lost.pending.transfer.is_ending()], why)
+        for lost in loss.rows:
             if lost.pending.rescue is not None:
                 self._group.finish_rescue(lost.pending.rescue)
-        self._settle(path.rows)
+        self._settle(loss.rows)
 
-    def _fail(self, rows: list[_Lost], why: str) -> None:
+    def _fail(self, rows: list[LostRow], why: str) -> None:
         for lost in rows:
             transfer: Transfer = lost.pending.transfer
             transfer.failed_rows += 1
             if transfer.failure is None:
-                transfer.failure = _with_reason(lost.error, why)
+                transfer.failure = not_made_good(lost.error, why)
                 self._group.drop_queued(transfer)
 
     def close(self, error: TepError) -> None:
-        """The engine is about to close: what is held fails, and nothing is held any more."""
-        self.able, self._closed = False, error
-        for path in tuple(self.paths):
-            for lost in path.rows:
+        """The engine is about to close: rows that are kept fail, and no more are kept."""
+        group = self._group
+        group.failover, group.closing = False, error
+        for loss in tuple(group.losses):
+            for lost in loss.rows:
                 lost.pending.transfer.failure = lost.pending.transfer.failure or error
-            self._give_up(path, "the engine was closed")
+            self._give_up(loss, "the engine was closed")
 
 
-def _with_reason(error: FabricError, why: str) -> FabricError:
-    return error.saying(f". It could not be made good over another NIC: {why}")
+def _is_used(path: Path, pending: Pending) -> bool:
+    """Whether rows of a batch are in flight on a path."""
+    if pending.at == pending.back or pending.domain != path.domain:
+        return False
+    rows = pending.posted_rows() if varies(pending) else (0,)
+    return any(_is_on(path, pending, row) for row in rows)
+
+
+def _is_on(path: Path, pending: Pending, row: int) -> bool:
+    """Whether a row of a batch on our NIC goes over a path."""
+    remote, nic = pending.target(row)
+    return remote.link is path.link and nic == path.nic

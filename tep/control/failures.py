@@ -35,7 +35,7 @@ class Failures:
     Args:
         name: of the engine and its incarnation, as peers are told it.
         imms: the table in which expectations stand.
-        mail: to the peers.
+        channel: to the peers.
         opened: every handle that has not settled.
         settle: ends a handle.
 
@@ -47,16 +47,16 @@ class Failures:
         self,
         name: str,
         imms: ImmTable[Expectation],
-        mail: Channel,
+        channel: Channel,
         opened: dict[Handle, None],
         settle: Callable[[Handle, State, TepError | None], None],
     ) -> None:
         self.broken: dict[int, FabricError] = {}
         self._heard: dict[bytes, dict[int, None]] = {}  # numbers, by engine
         self._name = name
-        self._imms, self._channel = imms, mail
+        self._imms, self._channel = imms, channel
         self._opened, self._settle = opened, settle
-        mail.hear(Failed, self._hear)
+        channel.hear(Failed, self._hear)
 
     def tell(self, notice: Notice) -> None:
         """Have a peer's expectation of an immediate end in an error."""

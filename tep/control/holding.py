@@ -13,8 +13,8 @@ from typing import Final
 from tep.control.channel import Channel, Drop
 from tep.control.messages import NICS_MAX, Ended, Renewed, Told
 from tep.core.group import DomainGroup
-from tep.core.region import Link, Remote
-from tep.core.requests import Job
+from tep.core.path import Link
+from tep.core.region import Job, Remote
 from tep.core.transfer import Transfer
 from tep.errors import LeaseError
 from tep.wire import Lease
@@ -68,25 +68,26 @@ class Hold:
 
 
 class Holding:
-    """All leases that one engine holds. Users' threads come to `resolve`, all else is its worker's.
+    """All leases that one engine holds. Users' threads come to `resolve`
+    and `orphan`, all else is its worker's.
 
     Args:
         group: its NICs.
-        mail: from and to the owners.
+        channel: from and to the owners.
         now_s: the clock.
 
     Attributes:
         held: every lease that was met, by owner and number; empty where leases are not used.
     """
 
-    def __init__(self, group: DomainGroup, mail: Channel, now_s: Callable[[], float]) -> None:
+    def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
         self.held: dict[Key, Hold] = {}
         self._over: dict[bytes, deque[Hold]] = {}  # by owner
         self._forgotten: dict[bytes, int] = {}
         self._own = group.domains[0].address
-        self._group, self._channel, self._now_s = group, mail, now_s
-        mail.hear(Ended, self._ended)
-        mail.hear(Renewed, self._renewed)
+        self._group, self._channel, self._now_s = group, channel, now_s
+        channel.hear(Ended, self._ended)
+        channel.hear(Renewed, self._renewed)
 
     def resolve(self, lease: Lease, link: Link, what: str) -> Remote:
         """The bytes of a lease, ready for posting; its time begins when it is met first.
@@ -133,7 +134,7 @@ class Holding:
     def ended(self, transfer: Transfer) -> None:
         """A transfer has settled: no row of it is posted any more."""
         for remote, domain, nic in transfer.doubts():
-            if remote.hold is not None:
+            if isinstance(remote.hold, Hold):
                 remote.hold.paths.add((domain, nic))
         for hold in _holds(transfer.job):
             hold.open.pop(transfer, None)
@@ -211,4 +212,4 @@ class Holding:
 
 def _holds(job: Job) -> Iterable[Hold]:
     remotes = [job.remotes] if isinstance(job.remotes, Remote) else job.remotes.remotes
-    return dict.fromkeys(remote.hold for remote in remotes if remote.hold is not None)
+    return dict.fromkeys(remote.hold for remote in remotes if isinstance(remote.hold, Hold))

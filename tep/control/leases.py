@@ -1,6 +1,6 @@
 """The owner's end of leases: granted for a time, renewed, and over only when nobody can write.
 
-The writer's end is `holds`. Rule 1: time says when to ask for the memory back, never that it is
+The writer's end is `holding`. Rule 1: time says when to ask for the memory back, never that it is
 free. Rule 2: a lease ends as free only after its writer has said that no row of it is left, and the
 paths over which bytes may still come are fenced off; a writer that says nothing is fenced off on
 all paths, which are not opened again before it has said it. Rule 3: where that cannot be known, the
@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from tep.backends.base import Access, Domain, Status
 from tep.checks import check_seconds, unpicklable
@@ -21,13 +21,11 @@ from tep.control.channel import Channel
 from tep.control.fencing import Fencing
 from tep.control.messages import NICS_MAX, Answer, Ended, Renewed
 from tep.core.handle import Handle, Owner, State
+from tep.core.path import FarEnds, Link
 from tep.core.quarantine import Quarantine
-from tep.core.region import Link, MrHandle, deregistered
+from tep.core.region import MrHandle, deregistered
 from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError
 from tep.wire import Lease, MrDesc
-
-if TYPE_CHECKING:
-    from tep.core.peers import PeerBook
 
 __all__ = ["Grant", "Leases", "Revocation", "grant_lease"]
 
@@ -85,13 +83,14 @@ class Grant:
         link: the peer.
         until_s: when it runs out, on the engine's clock.
         ending: whether it was asked back.
+        asked_again: whether a holder that was silent is being asked once more.
         fence: whether living paths may be fenced off to end it.
         over: settles when it is over; see Revocation.
     """
 
     __slots__ = (
-        "_leases", "ending", "fence", "lease", "link", "mr", "over", "owner", "round", "start",
-        "stop", "until_s", "why",
+        "_leases", "asked_again", "ending", "fence", "lease", "link", "mr", "over", "owner",
+        "round", "start", "stop", "until_s", "why",
     )  # fmt: skip
 
     def __init__(
@@ -112,7 +111,7 @@ class Grant:
         self.start = start
         self.stop = start + lease.desc.nbytes
         self.round = 0
-        self.ending = False
+        self.ending = self.asked_again = False
         self.fence = fence
         self.why = ""
         self._leases = leases
@@ -157,7 +156,8 @@ class Leases:
     """All leases that one engine has granted; its worker's, but for what `Grant` asks of it.
 
     Args:
-        mail, audit: to tell writers, and to fence them off.
+        channel, fencing: to tell writers, and to fence them off.
+        far_ends: where paths are kept shut.
         now_s: the clock.
         opened: where handles stand until they settle.
         settle: ends a handle.
@@ -167,13 +167,13 @@ class Leases:
         now_s: the clock.
         granted: those that are not over, by number.
         held_back: those that ended in quarantine, and why.
-        book: where later incarnations of peers show up.
     """
 
     def __init__(
         self,
-        mail: Channel,
-        audit: Fencing,
+        channel: Channel,
+        fencing: Fencing,
+        far_ends: FarEnds,
         now_s: Callable[[], float],
         opened: dict[Handle, None],
         settle: Settle,
@@ -182,14 +182,10 @@ class Leases:
         self._domains = domains
         self.granted: dict[int, Grant] = {}
         self.held_back: dict[Grant, str] = {}
-        self.book: PeerBook | None = None
         self._numbers = itertools.count(1)
         self._due: list[tuple[float, int]] = []
-        self._generation = 0
-        # Leases that a holder who was silent may believe in, and whether it is being asked again.
-        self._believed: dict[Grant, bool] = {}
-        self._channel, self._fencing, self.now_s = mail, audit, now_s
-        audit.guarded = self._guards
+        self._channel, self._fencing, self.now_s = channel, fencing, now_s
+        self._far_ends = far_ends
         self._opened, self._settle = opened, settle
 
     # ------------------------------------------------------------------ granting
@@ -228,7 +224,7 @@ class Leases:
     # ------------------------------------------------------------------ ending
 
     def step(self) -> bool:
-        """Ask back what has run out, or was granted to an incarnation that is gone."""
+        """Ask back what has run out; True if there was any."""
         work = False
         now_s = self.now_s()
         while self._due and self._due[0][0] <= now_s:
@@ -236,16 +232,14 @@ class Leases:
             if grant is not None and grant.until_s <= now_s:
                 work = True
                 self.end(grant)
-        book = self.book
-        if book is not None and book.generation != self._generation:
-            self._generation = book.generation
-            for grant in list(self.granted.values()):
-                if not grant.link.current:
-                    work = True
-                    self.end(grant)
-            for grant in [grant for grant in self._believed if not grant.link.current]:
-                del self._believed[grant]
         return work
+
+    def lose(self, link: Link) -> None:
+        """A peer is replaced or removed: ask back what it was granted, open what it kept shut."""
+        for grant in list(self.granted.values()):
+            if grant.link is link:
+                self.end(grant)
+        self._far_ends.release(lambda kept: isinstance(kept, Grant) and not kept.link.current)
 
     def due_s(self) -> float | None:
         """When the next lease runs out, at the earliest."""
@@ -294,26 +288,32 @@ class Leases:
         """Nobody knows what the writer does: nothing of it may land any more."""
         grant.why = f"{grant.link.addr.name} did not say that it had stopped: {why}"
         there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
-        if grant.fence:
-            self._believed.setdefault(grant, False)
-        self._fence(grant, itertools.product(range(there), range(here)))
+        paths = list(itertools.product(range(there), range(here)))
+        if grant.fence:  # the holder may still believe in it
+            for i, j in paths:
+                self._far_ends.at(j, grant.link.addr.domains[i]).leases[grant] = None
+        self._fence(grant, paths)
 
-    def _guards(self, source: bytes) -> bool:
-        """Whether a lease keeps a NIC's paths shut. Its holder speaks again: it is asked again."""
-        grants = [grant for grant in self._believed if source in grant.link.addr.domains]
-        for grant in grants:
-            if not self._believed[grant]:
-                self._believed[grant] = True
+    def ask_again(self, nic: int, address: bytes) -> None:
+        """The holder of leases that keep a path shut speaks again: it is asked again."""
+        far = self._far_ends.get(nic, address)
+        for grant in () if far is None else tuple(far.leases):
+            assert isinstance(grant, Grant)
+            if not grant.asked_again:
+                grant.asked_again = True
                 self._ask(grant, self._let_go, self._still_silent)
-        return bool(grants)
 
     def _still_silent(self, grant: Grant, _: str) -> None:
-        if grant in self._believed:
-            self._believed[grant] = False
+        grant.asked_again = False
 
     def _let_go(self, grant: Grant, _: Answer) -> None:
         """Whatever a holder answers, it has let go, and all it sent under the lease has ended."""
-        self._believed.pop(grant, None)
+        grant.asked_again = False
+        for j in range(len(grant.lease.desc.rkeys)):
+            for address in grant.link.addr.domains:
+                far = self._far_ends.get(j, address)
+                if far is not None:
+                    far.leases.pop(grant, None)
 
     def _fence(self, grant: Grant, paths: Iterable[tuple[int, int]]) -> None:
         """Fence paths off; over = every one of them was. Paths are (its NIC, ours)."""
@@ -385,19 +385,19 @@ class _Fences:
         self._left = 1  # our own, so that it cannot be over before it has begun
         self._then = then
 
-    def begin(self, audit: Fencing, source: bytes, nic: int) -> None:
+    def begin(self, fencing: Fencing, source: bytes, nic: int) -> None:
         """Fence one path."""
         self._left += 1
         try:
-            audit.fence(source, nic, partial(self.end, audit, nic))
+            fencing.fence(source, nic, partial(self.end, fencing, nic))
         except TepError as error:
             self.gaps.append(str(error))
-            self.end(audit, nic, Status.OK)
+            self.end(fencing, nic, Status.OK)
 
-    def end(self, audit: Fencing, nic: int, status: int) -> None:
+    def end(self, fencing: Fencing, nic: int, status: int) -> None:
         """One of them has ended."""
         if status != Status.OK:
-            self.gaps.append(audit.why_not(nic, status))
+            self.gaps.append(fencing.why_not(nic, status) or "")
         self._left -= 1
         if self._left == 0:
             self._then(self.gaps)

@@ -11,29 +11,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from tep.api import EngineOptions
 from tep.checks import unpicklable
-from tep.control.channel import Drop
+from tep.control.channel import Channel, Drop
+from tep.control.failover import Recovery
+from tep.control.failures import Failures
+from tep.control.fencing import Fencing
+from tep.control.leases import Leases
 from tep.control.messages import Ping, Pong
 from tep.control.reopening import Reopening
+from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
-from tep.core.region import Link, Remote
+from tep.core.path import Link, Path
+from tep.core.region import Remote
 from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
-from tep.errors import FabricError
-
-if TYPE_CHECKING:
-    from tep.api import EngineOptions
-    from tep.engine.worker import Worker
-    from tep.wire import NetAddr
+from tep.errors import FabricError, TepError
+from tep.wire import NetAddr
 
 __all__ = ["Membership", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
 
 NS_PER_S: Final = 1_000_000_000
 
 _QUEUED_MAX: Final = 256
-_LONG_S: Final = 1e9  # what is longer, infinite say, counts as this: 31 years
-"""Notes that no NIC takes: with more of them no heartbeat is added, as it would be late anyway."""
+"""Control messages that no NIC has taken: with more of them no heartbeat is added."""
+
+_LONG_S: Final = 1e9
+"""What is longer, infinite say, counts as this: 31 years."""
 
 
 class PeerState(Enum):
@@ -172,7 +177,14 @@ class Membership:
     """What one engine knows of its peers' lives.
 
     Args:
-        worker: whose notes, rows and handles they are.
+        group: the engine's NICs.
+        channel: to the peers.
+        recovery, fencing: both halves of a failover.
+        failures: fails who waits for a peer that is gone.
+        leases: that peers were granted.
+        drop: lets go of a link for good.
+        opened: every handle that has not settled.
+        settle: ends a handle.
         options: how NICs that failed are asked.
         now_s: the driver's clock.
 
@@ -180,17 +192,28 @@ class Membership:
         busy: whether step() has something to do, now or later.
         events: that nobody was told of yet.
         callbacks: who is told.
-        drop: lets go of a link for good.
     """
 
-    def __init__(self, worker: Worker, options: EngineOptions, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        group: DomainGroup,
+        channel: Channel,
+        recovery: Recovery,
+        fencing: Fencing,
+        failures: Failures,
+        leases: Leases,
+        drop: Callable[[Link], object],
+        opened: dict[Handle, None],
+        settle: Callable[[Handle, State, TepError | None], None],
+        options: EngineOptions,
+        now_s: Callable[[], float],
+    ) -> None:
         self.busy = False
         self.events: list[PeerEvent] = []
         self.callbacks: tuple[Callable[[PeerEvent], object], ...] = ()
-        self.drop: Callable[[Link], object] = lambda _: None
-        self._worker = worker
-        self._channel = worker.channel
-        self._group = worker.group
+        self._group, self._channel, self._fencing = group, channel, fencing
+        self._failures, self._leases, self._drop = failures, leases, drop
+        self._opened, self._settle = opened, settle
         self._options = options
         self._now_s = now_s
         self._peers: dict[Link, Peer] = {}
@@ -199,14 +222,11 @@ class Membership:
         self._due_ns: int | None = None
         self._alarm_ns: int | None = None
         self._closed = False
-        self._group.shunned = self._nic_lost
-        self._group.unheard = self._channel.unheard
-        self._group.stale = self._channel.stale = self._met_later
-        self._reopening = Reopening(worker, self._find, self._opened)
-        self._channel.hear(
-            Ping, lambda nic, address, n: self._channel.answer(nic, address, Pong(n.number))
+        self._reopening = Reopening(
+            group, channel, recovery, fencing, self._find, self._path_opened
         )
-        self._channel.hear(Pong, self._heard)
+        channel.hear(Ping, lambda nic, address, n: channel.answer(nic, address, Pong(n.number)))
+        channel.hear(Pong, self._heard)
 
     # ------------------------------------------------------------------ turning
 
@@ -231,12 +251,10 @@ class Membership:
         """
         return None if self._alarm_ns is None else self._alarm_ns / NS_PER_S
 
-    def deliver(self) -> None:
-        """Run users' callbacks, outside the step."""
+    def take_events(self) -> list[tuple[Callable[[PeerEvent], object], PeerEvent]]:
+        """Which of the users' callbacks to call with what."""
         events, self.events = self.events, []
-        for event in events:
-            for callback in self.callbacks:
-                self._worker._run(callback, event)
+        return [(callback, event) for event in events for callback in self.callbacks]
 
     def _now_ns(self) -> int:
         return int(self._now_s() * NS_PER_S)
@@ -330,7 +348,7 @@ class Membership:
     def _lanes(self, link: Link, number: int) -> list[tuple[int, int]]:
         """The lanes to a NIC of a peer that rows may take."""
         lanes = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
-        return [lane for lane in lanes if lane not in link.shut]
+        return [lane for lane in lanes if link.is_up(*lane)]
 
     # ------------------------------------------------------------------ hearing
 
@@ -347,9 +365,9 @@ class Membership:
         if asked_ns >= nic.valid_ns:
             if nic.down and self._lanes(peer.link, number):
                 nic.down, nic.since_ns = False, now_ns
-                self._group.restore(peer.link, [not each.down for each in peer.nics])
+                self._group.mark_up(peer.link, [not each.down for each in peer.nics])
                 self._emit(peer, PeerChange.NIC_BACK, "it answers again", number)
-            self._reopening.begin(peer.link, here, number)
+            self._reopening.begin(peer.link.path(here, number))
             if not nic.down and not self._reopening.wanted(peer.link, number):
                 nic.due_ns = None
         if peer.state is PeerState.LOST and asked_ns >= peer.since_ns and not peer.is_down():
@@ -360,8 +378,9 @@ class Membership:
         found = self._nics.get(address)
         return None if found is None else (found[0].link, found[1])
 
-    def _opened(self, link: Link, number: int) -> None:
-        """A lane to a peer's NIC is in use again; if it was the only one, so is the NIC."""
+    def _path_opened(self, path: Path) -> None:
+        """A path to a peer's NIC is in use again; if it was the only one, so is the NIC."""
+        link, number = path.link, path.nic
         nic = self._peer(link).nics[number]
         if nic.down:
             nic.due_ns = self._now_ns()  # and it says so itself, over that lane
@@ -369,7 +388,7 @@ class Membership:
             nic.due_ns = None
         self._book()
 
-    def _nic_lost(self, link: Link, number: int) -> None:
+    def nic_down(self, link: Link, number: int) -> None:
         """Rows to a peer's NIC came back: it is there no more, or cannot be reached."""
         if link.left:
             return
@@ -393,7 +412,8 @@ class Membership:
         self._emit(peer, PeerChange.LOST, reason)
         self._miss(peer.link, f"was lost: {reason}")
 
-    def _met_later(self, link: Link) -> None:
+    def met_later(self, link: Link) -> None:
+        """A later incarnation of a peer answers: this one is gone for good."""
         self._restarted(link, "a later incarnation answers at its address")
 
     def _restarted(self, link: Link, reason: str) -> None:
@@ -413,11 +433,8 @@ class Membership:
 
     # ------------------------------------------------------------------ senders
 
-    def expect(self, expectation: Expectation) -> None:
-        """Command: stand in line for immediates of a sender; in vain, if it is gone already."""
-        self._worker.expect(expectation)
-        link = expectation.sender
-        assert link is not None
+    def check_sender(self, link: Link) -> None:
+        """Fail who stands in line for immediates of a peer that is gone already."""
         peer = self._peers.get(link)
         if not link.current:
             self._miss(link, "was removed, or replaced by a later incarnation")
@@ -432,21 +449,22 @@ class Membership:
             text = f"imm {handle.imm:#x}: its sender {name} {what}; {came}"
             return FabricError(text, code="PEER_LOST", peer=name)
 
-        self._worker.failures.fail(lambda handle: handle.sender is link, error)
+        self._failures.fail(lambda handle: handle.sender is link, error)
 
     # ------------------------------------------------------------------ leaving
 
     def leave(self, removal: Removal) -> None:
         """Command: let go of a peer as soon as nothing refers to it."""
-        worker, link = self._worker, removal.link
-        worker.open[removal] = None
+        link = removal.link
+        self._opened[removal] = None
         if self._closed:
-            worker._end(removal, State.FAILED, closed_error())
+            self._settle(removal, State.FAILED, closed_error())
             return
+        self._leases.lose(link)
         if removal.why:
             self._restarted(link, removal.why)
         self._miss(link, "was removed")
-        removal.waits = [handle for handle in worker.open if _refers(handle, link)]
+        removal.waits = [handle for handle in self._opened if _refers(handle, link)]
         self._leaving.append(removal)
         self.busy = True
 
@@ -465,18 +483,17 @@ class Membership:
             self._nics = {at: known for at, known in self._nics.items() if known[0] is not peer}
         if self._group.acks is not None:
             self._group.acks.fold()  # what is counted as a whole holds its targets
-        self._channel.unheard.difference_update(link.paths())
         link.forget()
-        self._worker.fencing.forget(link.addr.domains)
-        self.drop(link)
-        self._worker._end(removal, State.DONE)
+        self._fencing.forget(link.addr.domains)
+        self._drop(link)
+        self._settle(removal, State.DONE, None)
         return True
 
     def close(self) -> None:
         """The engine is about to close: whoever waits for a removal learns so."""
         self._closed = True
         for removal in self._leaving:
-            self._worker._end(removal, State.FAILED, closed_error())
+            self._settle(removal, State.FAILED, closed_error())
         self._leaving.clear()
 
 

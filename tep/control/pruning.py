@@ -1,8 +1,8 @@
-"""The sums of both ends of a lane stay short: what was acknowledged is subtracted from both.
+"""The sums of both ends of a path stay short: what was acknowledged is subtracted from both.
 
 A failover compares the sender's sums with the receiver's, so that only their difference matters,
 and subtracting the same from both changes nothing. The sender writes a list of (value, count), all
-of them acknowledged, and gives it the next generation of this lane. The receiver subtracts it if it
+of them acknowledged, and gives it the next generation of this sums. The receiver subtracts it if it
 is the generation after its last, and answers; only then the sender subtracts it too. An answer to a
 failover's question names the generation that its sums stand at.
 
@@ -19,8 +19,8 @@ from typing import Final
 from tep.control.channel import Channel
 from tep.control.messages import PRUNED_MAX, Answer, Prune, runs_max
 from tep.core.group import DomainGroup
-from tep.core.region import Link
-from tep.core.sums import Lane, Run, runs_of
+from tep.core.path import Path
+from tep.core.sums import PathSums, Run, runs_of
 
 __all__ = ["Pruning"]
 
@@ -29,65 +29,65 @@ _RETRY_S: Final = 0.01
 
 
 class Pruning:
-    """The sender's half, for one engine; the receiver's is `audit`.
+    """The sender's half, for one engine; the receiver's is `fencing`.
 
     Args:
         group: its NICs.
-        mail: to the peers' engines.
+        channel: to the peers' engines.
         now_s: the clock.
     """
 
-    def __init__(self, group: DomainGroup, mail: Channel, now_s: Callable[[], float]) -> None:
-        self._group, self._channel, self._now_s = group, mail, now_s
-        self._large: dict[tuple[Link, int, int], None] = {}
+    def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
+        self._group, self._channel, self._now_s = group, channel, now_s
+        self._large: dict[Path, None] = {}
 
     def step(self) -> bool:
-        """Ask for what is due on the lanes that hold many values; True if anything was."""
+        """Ask for what is due on the paths that hold many values; True if anything was."""
         assert self._group.acks is not None
         self._large = self._group.acks.large
         work, now_s = False, self._now_s()
-        for key in tuple(self._large):
-            link, domain, nic = key
-            lane = link.lane(domain, nic)
-            if not link.current or lane.sent.forgot or not self._channel.able:
-                del self._large[key]
-            elif not lane.asking and lane.retry_s <= now_s:
+        for path in tuple(self._large):
+            sums = path.sums
+            if not path.link.current or sums.sent.forgot or not self._channel.able:
+                del self._large[path]
+            elif not sums.asking and sums.retry_s <= now_s:
                 work = True
-                self._ask(key, lane)
+                self._ask(path, sums)
         return work
 
-    def _ask(self, key: tuple[Link, int, int], lane: Lane) -> None:
-        link, domain, nic = key
-        if not lane.waiting:
-            runs = runs_of(lane.sent.items(), PRUNED_MAX)
-            lane.waiting.extend(_lists(runs, runs_max(self._channel.note_bytes)))
-            if not lane.waiting:  # all of it was pruned meanwhile
-                self._rest(key, lane)
+    def _ask(self, path: Path, sums: PathSums) -> None:
+        if not sums.waiting:
+            runs = runs_of(sums.sent.items(), PRUNED_MAX)
+            sums.waiting.extend(_lists(runs, runs_max(self._channel.note_bytes)))
+            if not sums.waiting:  # all of it was pruned meanwhile
+                self._rest(path, sums)
                 return
-        generation, runs_now = lane.pruned + 1, lane.waiting[0]
-        source = self._group.domains[domain].address
+        generation, runs_now = sums.pruned + 1, sums.waiting[0]
+        source, nic = self._group.domains[path.domain].address, path.nic
 
         def told(answer: Answer) -> None:
-            lane.asking = False
-            lane.why = answer.why
+            sums.asking = False
+            sums.why = answer.why
             if answer.why:
-                lane.retry_s = self._now_s() + _RETRY_S
-            elif lane.pruned < generation:  # else a failover has heard of it earlier
-                lane.prune(generation)
-                self._rest(key, lane)
+                sums.retry_s = self._now_s() + _RETRY_S
+            elif sums.pruned < generation:  # else a failover has heard of it earlier
+                sums.prune(generation)
+                self._rest(path, sums)
 
         def lost(why: str) -> None:
-            lane.asking, lane.why = False, why
-            lane.retry_s = self._now_s() + _RETRY_S
+            sums.asking, sums.why = False, why
+            sums.retry_s = self._now_s() + _RETRY_S
 
-        lane.asking = True
-        self._channel.ask(link, lambda n: Prune(n, source, nic, generation, runs_now), told, lost)
+        sums.asking = True
+        self._channel.ask(
+            path.link, lambda n: Prune(n, source, nic, generation, runs_now), told, lost
+        )
 
-    def _rest(self, key: tuple[Link, int, int], lane: Lane) -> None:
+    def _rest(self, path: Path, sums: PathSums) -> None:
         """Wait until there are many values again, once all lists are through."""
-        if not lane.waiting:
-            lane.sent.calm()
-            self._large.pop(key, None)
+        if not sums.waiting:
+            sums.sent.calm()
+            self._large.pop(path, None)
 
 
 def _lists(runs: Iterable[Run], longest: int) -> Iterator[tuple[Run, ...]]:

@@ -1,133 +1,140 @@
 """Paths that were fenced off are taken into use again: the sender asks, the receiver agrees.
 
 A fence ends what was sent before it, for good (C26); with `unfence` a NIC takes what is sent later
-(C27). Rule 1: a sender asks only when none of its rows is out on the path or waits to be made good.
-Rule 2: a receiver agrees only when the same holds of its own rows on the way back, since NICs may
-have one connection for both. Rule 3: what a lease keeps shut stays shut.
+(C27). Rule 1: a sender asks only when none of its rows is in flight on the path or waits to be made
+good. Rule 2: a receiver agrees only when the same holds of its own rows on the way back, since NICs
+may have one connection for both. Rule 3: what a lease keeps shut stays shut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from tep.control.channel import Channel
+from tep.control.failover import Recovery
+from tep.control.fencing import Fencing
 from tep.control.messages import WHY_MAX, Answer, Asked, Reopen, Told
-from tep.core.region import Link
-
-if TYPE_CHECKING:
-    from tep.engine.worker import Worker
+from tep.core.group import DomainGroup
+from tep.core.path import Link, Path, PathEvent, PathState
 
 __all__ = ["Reopening"]
-
-Lane = tuple[Link, int, int]
-"""A peer, our NIC, its NIC."""
 
 
 class Reopening:
     """Both ends of it, for one engine.
 
     Args:
-        worker: whose paths they are.
+        group: its NICs.
+        channel: to the peers' engines.
+        recovery, fencing: both halves of a failover.
         find: the peer that a NIC's address belongs to, and the NIC's number; None: nothing is
             known of it.
-        opened: takes note of a lane, by peer and its NIC, that is in use again.
+        opened: is called with each path that is in use again.
     """
 
     def __init__(
         self,
-        worker: Worker,
+        group: DomainGroup,
+        channel: Channel,
+        recovery: Recovery,
+        fencing: Fencing,
         find: Callable[[bytes], tuple[Link, int] | None],
-        opened: Callable[[Link, int], object],
+        opened: Callable[[Path], object],
     ) -> None:
-        self._group = worker.group
-        self._channel = worker.channel
-        self._recovery = worker.recovery
-        self._fencing = worker.fencing
-        self._find = find
-        self._opened = opened
-        self._asking: set[Lane] = set()
-        self._channel.hear(Reopen, self._asked)
+        self._group, self._channel = group, channel
+        self._recovery, self._fencing = recovery, fencing
+        self._find, self._opened = find, opened
+        channel.hear(Reopen, self._asked)
 
     # ------------------------------------------------------------------ the sender's half
 
     def wanted(self, link: Link, nic: int) -> list[tuple[int, int]]:
-        """The lanes to a NIC of a peer that are shut, although our NIC lives."""
-        alive = self._group.alive
-        return [lane for lane in sorted(link.shut) if lane[1] == nic and alive[lane[0]]]
+        """The paths to a NIC of a peer that are not UP, although our NIC lives."""
+        alive = enumerate(self._group.alive)
+        return [(domain, nic) for domain, up in alive if up and not link.is_up(domain, nic)]
 
-    def begin(self, link: Link, domain: int, nic: int) -> None:
-        """A peer answers over a lane: ask for it back if it is shut.
+    def begin(self, path: Path) -> None:
+        """A peer answers over a path: ask for it back if it is shut.
 
         One that could not be fenced while the peer did not answer is fenced first.
         """
-        lane = link, domain, nic
-        if (domain, nic) in link.shut and lane not in self._asking and self._is_clear(lane):
-            self._asking.add(lane)
-            if (domain, nic) in link.fenced:
-                self._ask(lane)
-            else:
-                self._put(lane, lambda n, at: Asked(n, at, nic, ()), self._is_fenced)
+        if path.is_up or path.asking or not self._is_clear(path):
+            return
+        if path.state is PathState.FENCED:
+            self._ask(path)
+        elif path.state is PathState.SUSPECT:
+            path.to(PathEvent.ASKED)
+            self._put(path, lambda n, at: Asked(n, at, path.nic, ()), self._is_fenced)
 
-    def _is_clear(self, lane: Lane) -> bool:
-        link, domain, nic = lane
-        live = link.current and self._group.alive[domain]
-        return live and self._recovery.is_clear(domain, link, nic)
+    def _is_clear(self, path: Path) -> bool:
+        live = path.link.current and self._group.alive[path.domain]
+        return live and self._recovery.is_clear(path)
 
     def _put(
         self,
-        lane: Lane,
+        path: Path,
         note: Callable[[int, bytes], Asked | Reopen],
-        told: Callable[[Lane], object],
+        told: Callable[[Path], object],
     ) -> None:
-        link, domain, _ = lane
-        own = self._group.domains[domain].address
+        path.asking = True
+        own = self._group.domains[path.domain].address
         self._channel.ask(
-            link,
+            path.link,
             lambda number: note(number, own),
-            lambda answer: self._told(lane, answer, told),
-            lambda _: self._asking.discard(lane),
+            lambda answer: self._told(path, answer, told),
+            lambda _: self._refused(path),
         )
 
-    def _told(self, lane: Lane, answer: Answer, told: Callable[[Lane], object]) -> None:
-        # What was refused is asked for again when the peer answers the next time.
-        self._asking.discard(lane)
-        if not answer.why and lane[0].current:
-            told(lane)
+    def _told(self, path: Path, answer: Answer, told: Callable[[Path], object]) -> None:
+        if answer.why or not path.link.current:
+            self._refused(path)
+        else:
+            path.asking = False
+            told(path)
 
-    def _is_fenced(self, lane: Lane) -> None:
-        link, domain, nic = lane
-        link.fence(domain, nic)
-        if self._is_clear(lane):
-            self._asking.add(lane)
-            self._ask(lane)
+    def _refused(self, path: Path) -> None:
+        """The path stays as it is: asked for again when the peer answers the next time."""
+        path.asking = False
+        if path.state is PathState.FENCING:
+            path.to(PathEvent.UNANSWERED)
+        elif path.state is PathState.REOPENING:
+            path.to(PathEvent.REFUSED)
 
-    def _ask(self, lane: Lane) -> None:
-        nic = lane[2]
-        self._put(lane, lambda n, at: Reopen(n, at, nic), self._is_open)
+    def _is_fenced(self, path: Path) -> None:
+        path.to(PathEvent.FENCED)
+        if self._is_clear(path):
+            self._ask(path)
 
-    def _is_open(self, lane: Lane) -> None:
-        if not self._is_clear(lane):
+    def _ask(self, path: Path) -> None:
+        path.to(PathEvent.ASKED_BACK)
+        self._put(path, lambda n, at: Reopen(n, at, path.nic), self._is_open)
+
+    def _is_open(self, path: Path) -> None:
+        if path.state is not PathState.REOPENING:
+            return  # rows were lost there meanwhile
+        if not self._is_clear(path):
+            path.to(PathEvent.REFUSED)
             return
-        link, domain, nic = lane
-        self._fencing.lift(link.addr.domains[nic], domain)  # the way back, if it is ours to open
-        self._group.reopen(link, domain, nic)
-        self._opened(link, nic)
+        # The way back, if it is ours to open.
+        self._fencing.lift(path.link.addr.domains[path.nic], path.domain)
+        self._group.reopen(path)
+        self._opened(path)
 
     # ------------------------------------------------------------------ the receiver's half
 
     def _asked(self, nic: int, address: bytes, note: Reopen) -> None:
         if not self._fencing.admit(nic, address, note) or self._fencing.is_outdated(note):
             return
-        why = self._why_not(note) or self._fencing.lift(note.source, note.nic)
+        why = self._why_not(note) or self._fencing.lift(note.source, note.nic) or ""
         self._channel.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))
 
-    def _why_not(self, note: Reopen) -> str:
+    def _why_not(self, note: Reopen) -> str | None:
         if not self._group.alive[note.nic]:
             return f"its NIC {note.nic} is down"
         found = self._find(note.source)
         if found is not None:
             link, number = found
-            shut = (note.nic, number) in link.shut
-            if shut and not self._recovery.is_clear(note.nic, link, number):
+            shut = not link.is_up(note.nic, number)
+            if shut and not self._recovery.is_clear(link.path(note.nic, number)):
                 return "rows of its own wait to be made good there"
-        return ""
+        return None

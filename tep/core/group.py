@@ -1,10 +1,11 @@
 """The NICs of one device as one: deals jobs out to them, keeps their queues, joins completions.
 
 Rule 1: only this file posts rows. Rule 2: a row is posted on the NIC its local key is from, with
-the remote key of the NIC it goes to; the two are chosen together, in `_route`. Rule 3: a posted row
-is never posted again as it was; rows that never left may move to another NIC, and what becomes of
-posted ones whose NIC died is `recovery`'s to say. Rule 4: a transfer settles only when no row of it
-is posted or held. Rule 5: a peer always has a NIC that counts as alive.
+the remote key of the NIC it goes to; `route` chooses the two together. Rule 3: a posted row is
+never posted again as it was. Rows that never left may move to another NIC; posted rows whose NIC
+died are kept in `losses`, and `tep.control.failover` finds out what became of them. Rule 4: a
+transfer settles only when no row of it is posted or kept. Rule 5: a peer always has a NIC that
+counts as alive. Rule 6: the group calls nobody back; what others should know is in `events`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
+from tep.core.events import Event, PeerNicDown, PeerRestarted
+from tep.core.path import FarEnds, Link, Path, PathEvent
 from tep.core.pending import (
     Acks,
+    Loss,
+    LostRow,
     Pending,
     Rescue,
     goes_to,
@@ -33,12 +38,12 @@ from tep.core.pending import (
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
-from tep.core.region import Link, Remote, Targets, Template
-from tep.core.requests import DEFAULT, Job, shares_of
-from tep.core.transfer import Transfer
+from tep.core.region import Job, Remote, Targets, Template
+from tep.core.requests import DEFAULT, shares_of
+from tep.core.transfer import Pace, Transfer
 from tep.errors import FabricError, TepError
 
-__all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "Pace"]
+__all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "not_made_good"]
 
 _log = logging.getLogger("tep")
 
@@ -47,14 +52,6 @@ _TURNS_MAX: Final = 64
 
 _TEMPLATES_MAX: Final = 256
 """Cursors that one set of targets remembers its columns for; odd mixes of NIC counts have more."""
-
-_PIECES: Final = 12
-"""A NIC that is slow, or not known yet, takes this part of its share of what is left at a time: a
-link at an eighth of its speed is through with two of them before the others are with the rest.
-"""
-
-_AHEAD: Final = 2
-"""So many pieces a NIC has: the wire takes one while the end of the other is on its way."""
 
 _SHARED_ROWS: Final = 4
 """Fewer rows are not worth a look whether another NIC could take some."""
@@ -82,37 +79,6 @@ _NEVER_LANDED: Final = {Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE
 """Of such a row it is known that it made no immediate (C11)."""
 
 
-class Pace:
-    """How NICs get on with one long transfer.
-
-    Attributes:
-        out: pieces that each NIC has.
-        through: rows of pieces that each NIC has given back.
-        part: each takes one part in so many of its share of what is left as its next piece.
-        last: the piece that each was given last.
-    """
-
-    __slots__ = ("last", "out", "part", "through")
-
-    def __init__(self, nics: int) -> None:
-        self.out = [0] * nics
-        self.through = [0] * nics
-        self.part = [_PIECES] * nics
-        self.last: list[Pending | None] = [None] * nics
-
-    def end(self, nic: int, rows: int) -> None:
-        """A NIC has given a piece back, of which it had been given `rows`."""
-        self.out[nic] -= 1
-        self.through[nic] += rows
-        keeps_up = 4 * self.through[nic] >= 3 * max(self.through)
-        self.part[nic] = max(2, self.part[nic] // 3) if keeps_up else _PIECES
-
-    def is_full(self, nic: int) -> bool:
-        """Whether a NIC has enough to do. One that fell behind gets nothing ahead."""
-        slow = self.part[nic] == _PIECES and self.through[nic] > 0
-        return self.out[nic] >= (1 if slow else _AHEAD)
-
-
 class DomainGroup:
     """All NICs of one engine.
 
@@ -126,16 +92,24 @@ class DomainGroup:
         ended: transfers that no NIC holds a row of any more, since the caller last emptied this
             list; one may stand there twice.
         batches: what is on its way, by ctx.
-        hold: keeps a row whose end is unknown, to make it good; or returns its error.
-        rescued: takes note that the rows of a rescue are all there.
         in_doubt: transfers of which rows ended that may still land.
-        shunned: takes note that a peer's NIC does not answer.
-        stale: takes note that a row met a later incarnation of its peer.
-        unheard: (our NIC, PeerId) where the last note did not get there.
-        acks: sums up acknowledged immediates, lane by lane, for `hold`; None: nobody does.
+        failover: whether rows whose end is unknown are kept, to be written again elsewhere.
+        why_not: why the NICs cannot have that; None: they can, or it is not wanted.
+        closing: what rows written again fail with, since the engine is being closed.
+        losses: rows that are kept, path by path, in the order of their loss.
+        acks: sums up acknowledged immediates, path by path; None: there is no failover.
+        events: what peers were found to be, for whoever handles it.
+        far_ends: what is known of paths by address.
     """
 
-    def __init__(self, domains: tuple[Domain, ...], rows_max: int) -> None:
+    def __init__(
+        self,
+        domains: tuple[Domain, ...],
+        rows_max: int,
+        *,
+        failover: bool = False,
+        why_not: str | None = None,
+    ) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
         self.backlog = self.offered = 0
@@ -151,14 +125,13 @@ class DomainGroup:
         self._routes_version = 0
         self._ctx = 0
         self._cursor = 0
-        self.hold: Callable[[Pending, int, FabricError], FabricError | None] = (
-            lambda _pending, _row, error: error
-        )
-        self.rescued: Callable[[Rescue], object] = lambda _: None
-        self.acks: Acks | None = None
-        self.shunned: Callable[[Link, int], object] = lambda *_: None
-        self.stale: Callable[[Link], object] = lambda _: None
-        self.unheard: Set[tuple[int, int]] = frozenset()
+        self.failover = failover
+        self.why_not = why_not
+        self.closing: TepError | None = None
+        self.losses: list[Loss] = []
+        self.acks = Acks() if failover else None
+        self.events: list[Event] = []
+        self.far_ends = FarEnds()
 
     # ------------------------------------------------------------------ dealing out
 
@@ -271,7 +244,7 @@ class DomainGroup:
         domain, nic = lane
         link = remote.link
         usable = self.alive[domain] and link.alive[nic]
-        if not usable or (link.shut and lane in link.shut):
+        if not usable or (link.closed and not link.is_up(domain, nic)):
             domain, nic = self.route(domain, link, nic)
         src, dst, nbytes = columns
         if nic:
@@ -294,7 +267,7 @@ class DomainGroup:
     def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
         """Where a lane's rows go today; see Link.route. Raises FabricError if nothing lands."""
         found = link.route(self.alive, domain, nic)
-        if found in link.fenced:
+        if link.closed and link.is_fenced(*found):
             name = link.addr.name
             text = f"every path to {name} is fenced off; one is opened again when it answers"
             raise FabricError(text, code="UNREACHABLE", peer=name)
@@ -458,7 +431,7 @@ class DomainGroup:
             self.ended.append(transfer)
 
     def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> bool:
-        """Take note of rows that did not end well; True if they are held, to be made good."""
+        """Account for rows that did not end well; True: they are kept, to be written again."""
         transfer = pending.transfer
         row = min(row, pending.batch.n - 1)
         remote, nic = pending.target(row)
@@ -471,18 +444,18 @@ class DomainGroup:
             lost = any(self.alive)
         elif status == Status.UNREACHABLE:
             others = [i for i, up in enumerate(self.alive) if up and i != pending.domain]
-            lost = self.shun(remote.link, nic) or remote.link.has_way(others)
+            lost = self.mark_down(remote.link, nic) or remote.link.has_way(others)
         elif status == Status.STALE_PEER:
-            self.stale(remote.link)
+            self.events.append(PeerRestarted(remote.link))
         elif status == Status.FLUSHED:
-            peer = pending.batch.peer
-            if (pending.domain, peer if isinstance(peer, int) else int(peer[row])) in self.unheard:
-                self.shun(remote.link, nic)  # a note took the rows along
-            lost = (pending.domain, nic) in remote.link.shut
+            far = self.far_ends.get(pending.domain, remote.link.addr.domains[nic])
+            if far is not None and far.unheard:
+                self.mark_down(remote.link, nic)  # a control message took the rows along
+            lost = not remote.link.is_up(pending.domain, nic)
             lost = lost or not (self.alive[pending.domain] and remote.link.alive[nic])
         known = transfer.failure
         error = row_error(self.domains[pending.domain], pending, row, status)
-        final = self.hold(pending, row, error) if lost else error
+        final = self._keep(pending, row, error) if lost else error
         if final is None:
             return True
         if status in MAY_LAND:
@@ -497,13 +470,33 @@ class DomainGroup:
             transfer.failure = final
         return False
 
+    def _keep(self, pending: Pending, row: int, error: FabricError) -> FabricError | None:
+        """Keep a row whose end is unknown, or say with which error it fails."""
+        transfer = pending.transfer
+        if not self.failover or transfer.failure is not None:
+            return error if self.why_not is None else not_made_good(error, self.why_not)
+        remote, nic = pending.target(row)
+        if pending.tries >= len(self.domains) * len(remote.link.alive):
+            return not_made_good(error, f"it was lost on {pending.tries} paths before")
+        path = remote.link.path(pending.domain, nic)
+        loss = next((loss for loss in path.losses if not loss.asked), None)
+        if loss is None:
+            loss = Loss(path)
+            path.losses.append(loss)
+            self.losses.append(loss)
+            path.to(PathEvent.LOST)
+        assert isinstance(loss, Loss)
+        loss.rows.append(LostRow(pending, row, error))
+        transfer.held += 1
+        return None
+
     def doubt(self, pending: Pending, row: int, code: str) -> None:
-        """Take note of a row that ended, and whose bytes may land all the same."""
+        """Note a row that ended, and whose bytes may land all the same."""
         if pending.row_bytes(row):
             remote, nic = pending.target(row)
             self.in_doubt += pending.transfer.note_doubt(remote, pending.domain, nic, code)
 
-    def shun(self, link: Link, nic: int) -> bool:
+    def mark_down(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: what is queued for it and never left goes to its others.
 
         Returns:
@@ -519,18 +512,18 @@ class DomainGroup:
         else:
             # All its NICs failed once. It may be back: try as planned, the rows will tell.
             link.alive[:] = [True] * len(link.alive)
-        self.shunned(link, nic)
+        self.events.append(PeerNicDown(link, nic))
         return has_others
 
-    def restore(self, link: Link, alive: list[bool]) -> None:
-        """Use these NICs of a peer from now on: one that was shunned answers again."""
+    def mark_up(self, link: Link, alive: list[bool]) -> None:
+        """Use these NICs of a peer from now on: one that was marked down answers again."""
         assert any(alive), link.addr
         link.alive[:] = alive
         self._routes_version += 1
 
-    def reopen(self, link: Link, domain: int, nic: int) -> None:
-        """Use a lane again that was fenced off."""
-        link.reopen(domain, nic)
+    def reopen(self, path: Path) -> None:
+        """Use a path again: the peer has lifted its fence."""
+        path.to(PathEvent.OPENED)
         self._routes_version += 1
 
     def drop_queued(self, transfer: Transfer) -> int:
@@ -538,6 +531,7 @@ class DomainGroup:
         mine = []
         pending, transfer.queued = transfer.queued, None
         while pending is not None:
+            assert isinstance(pending, Pending)
             if pending.at < pending.stop:
                 mine.append(pending)
             pending = pending.older
@@ -572,6 +566,14 @@ class DomainGroup:
             self.acks.add(pending)
         if pending.is_piece and (pace := pending.transfer.pace) is not None:
             pace.end(pending.domain, pending.back)
+
+    def doubt_all(self) -> None:
+        """Nothing comes back any more: what is posted may land, or not."""
+        for pending in list(self.batches.values()):
+            if pending.at > pending.back:
+                one = isinstance(pending.nics, int)  # all rows go to one region
+                for row in (0,) if one else pending.posted_rows():
+                    self.doubt(pending, row, "UNKNOWN")
 
     def lose(self, transfer: Transfer, rows: int, error: TepError) -> None:
         """Fail rows that no NIC will ever take."""
@@ -660,10 +662,21 @@ class DomainGroup:
         self._push(fresh)
 
     def finish_rescue(self, rescue: Rescue) -> None:
-        """A row of a rescue is over."""
+        """A row of a rescue is over. After the last one the immediates follow."""
         rescue.left -= 1
-        if rescue.left == 0:
-            self.rescued(rescue)
+        if rescue.left:
+            return
+        after, rescue.after = rescue.after, []
+        for pending, row, error in after:
+            transfer = pending.transfer
+            transfer.failure = transfer.failure or self.closing
+            if not transfer.is_ending():
+                self.repost(pending, row, None, error)
+                continue
+            transfer.left -= 1
+            transfer.dropped += 1
+            if transfer.left == 0:
+                self.ended.append(transfer)
 
     def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> Pending:
         """The same rows, with the keys of the NICs they now go over; `turn` NICs on, both sides."""
@@ -692,3 +705,8 @@ def _is_long(pending: Pending) -> bool:
         return False
     nbytes = _waiting(pending)
     return nbytes > LONG_BYTES or (nbytes > 0 and pending.transfer.pace is not None)
+
+
+def not_made_good(error: FabricError, why: str) -> FabricError:
+    """The error of a row that could not be written again over another NIC, with the reason."""
+    return error.saying(f". It could not be made good over another NIC: {why}")

@@ -14,8 +14,8 @@ from typing import Final
 from tep.backends.base import Status
 from tep.core.group import DomainGroup
 from tep.core.handle import State
+from tep.core.path import Link
 from tep.core.pending import message_error
-from tep.core.region import Link
 from tep.core.transfer import Message
 from tep.errors import TepError
 
@@ -175,5 +175,5 @@ class Outbox:
             return
         error = message_error(message, self._group.domains[domain], domain, status)
         if status == Status.UNREACHABLE:  # the next one goes to another NIC
-            self._group.shun(message.link, message.nic)
+            self._group.mark_down(message.link, message.nic)
         self._end(message, _FAILED, error)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from tep.backends.base import Domain
 from tep.checks import unpicklable
-from tep.control.holding import Holding
-from tep.core.region import Link, MrHandle, Remote, Targets
+from tep.core.path import Link, PathEvent
+from tep.core.region import MrHandle, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
 from tep.wire import Lease, MrDesc, NetAddr, Target
 
@@ -84,6 +84,16 @@ class PeerGroup:
         return BadRequest(f"{what}: {addr.name!r} is not in the peer group")
 
 
+class Holder(Protocol):
+    """The leases that this engine holds; see `tep.control.holding`."""
+
+    def resolve(self, lease: Lease, link: Link, what: str, /) -> Remote:
+        """The bytes of a lease, ready for posting."""
+
+    def orphan(self, link: Link, /) -> None:
+        """A peer has restarted: what its earlier incarnation had leased is over."""
+
+
 class PeerBook:
     """All peers of one engine.
 
@@ -91,25 +101,28 @@ class PeerBook:
         own: the engine's own address.
         domains: its NICs.
         lock: guards the book against two threads that meet a peer at the same time.
+        holder: what is known of leases.
+        replaced: called with each link that a later incarnation replaced, without the lock.
 
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
         generation: grows whenever a peer is replaced by a later incarnation, or removed.
-        replaced: is told of each link that a later incarnation replaced, without the lock.
-        holds: what is known of leases.
     """
 
-    holds: Holding
-
     def __init__(
-        self, own: NetAddr, domains: tuple[Domain, ...], lock: AbstractContextManager[object]
+        self,
+        own: NetAddr,
+        domains: tuple[Domain, ...],
+        lock: AbstractContextManager[object],
+        holder: Holder,
+        replaced: Callable[[Link], object],
     ) -> None:
         self.own = own
         self.links: dict[tuple[str, str], Link] = {}
         self.generation = 0
-        self.replaced: Callable[[Link], object] = lambda _: None
-        # Of peers that were removed: epoch, and lanes that are shut for good.
-        self._left: dict[tuple[str, str], tuple[int, set[tuple[int, int]]]] = {}
+        # Of peers that were removed: epoch, and (our NIC, its NIC) of paths that were not UP.
+        self._left: dict[tuple[str, str], tuple[int, list[tuple[int, int]]]] = {}
+        self._holder, self._replaced = holder, replaced
         self._domains = domains
         self._lock = lock
         self._remotes: dict[int, Remote] = {}
@@ -133,7 +146,7 @@ class PeerBook:
         with self._lock:
             former, link = self._meet(addr, what)
         if former is not None:
-            self.replaced(former)
+            self._replaced(former)
         return link
 
     def _meet(self, addr: NetAddr, what: str) -> tuple[Link | None, Link]:
@@ -144,7 +157,7 @@ class PeerBook:
             )
         who = addr.backend, addr.name
         known = self.links.get(who)
-        left, shut = self._left.get(who, (-1, set()))
+        left, shut = self._left.get(who, (-1, []))
         old = left if known is None else known.addr.epoch
         if old > addr.epoch:
             raise StaleEpoch(
@@ -166,10 +179,12 @@ class PeerBook:
                 )
             known.current = False
             self.generation += 1
-            self.holds.orphan(known)
+            self._holder.orphan(known)
         link = Link(addr, self._domains)
         if left == addr.epoch:
-            link.again, link.shut = True, shut
+            link.again = True
+            for domain, nic in shut:
+                link.path(domain, nic).to(PathEvent.LOST)
         self._left.pop(who, None)
         self.links[who] = link
         return known, link
@@ -193,7 +208,7 @@ class PeerBook:
             who = link.addr.backend, link.addr.name
             if self.links.get(who) is link:
                 del self.links[who]
-                self._left[who] = link.addr.epoch, link.shut
+                self._left[who] = link.addr.epoch, link.shut()
 
     def resolve(self, desc: Target, what: str) -> Remote:
         """A descriptor, or lease, ready for posting.
@@ -210,7 +225,7 @@ class PeerBook:
         if isinstance(desc, Lease):
             link = self.link(desc.desc.addr, what)
             _check_end(desc.desc, what)
-            return self.holds.resolve(desc, link, what)
+            return self._holder.resolve(desc, link, what)
         if not isinstance(desc, MrDesc):
             raise BadDescriptor(
                 f"{what}: {type(desc).__name__} is not an MrDesc; "

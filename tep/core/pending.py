@@ -6,18 +6,21 @@ Values and arithmetic only; when they are posted, moved or ended is the group's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
-from tep.core.region import Link, Remote, Targets, Template
-from tep.core.transfer import Message, Transfer
+from tep.core.path import Link, Path
+from tep.core.region import Remote, Targets, Template
+from tep.core.transfer import Message, Queued, Transfer
 from tep.errors import FabricError
 
 __all__ = [
     "Acks",
+    "Loss",
+    "LostRow",
     "Pending",
     "Rescue",
     "as_slice",
@@ -42,7 +45,7 @@ _NO_ROWS: Final[set[int]] = set()
 
 
 class Rescue:
-    """Rows that are written again, and the immediates that may follow once all of them are there.
+    """Rows that are written again, and the immediates that follow once all of them have arrived.
 
     Attributes:
         left: rows that are not there yet.
@@ -54,6 +57,42 @@ class Rescue:
     def __init__(self) -> None:
         self.left = 0
         self.after: list[tuple[Pending, int, FabricError]] = []
+
+
+class LostRow(NamedTuple):
+    """A row of which nobody knows whether it landed, and the error it would fail with."""
+
+    pending: Pending
+    row: int
+    error: FabricError
+
+    @property
+    def imm(self) -> int | None:
+        """Its immediate."""
+        return self.pending.imm(self.row)
+
+
+class Loss:
+    """Rows that one path lost, until it is known what became of them.
+
+    Attributes:
+        path: the path.
+        rows: lost there.
+        asked: whether the receiver was asked about them; no row joins after that.
+        counts: what it told, by immediate.
+        pruned: the generation that these counts stand at; None: none was told.
+        left: answers that are missing.
+    """
+
+    __slots__ = ("asked", "counts", "left", "path", "pruned", "rows")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[LostRow] = []
+        self.asked = False
+        self.counts: dict[int, int] = {}
+        self.pruned: int | None = None
+        self.left = 0
 
 
 class Pending:
@@ -103,7 +142,7 @@ class Pending:
         self.rescue: Rescue | None = None
         self.is_piece = False
         self.tries = 0
-        self.older: Pending | None = None
+        self.older: Queued | None = None
 
     def lose(self, row: int) -> None:
         """Take note of a row that came back with an error."""
@@ -287,13 +326,13 @@ class Acks:
     (its lanes, immediate) and taken apart only when somebody asks, or when they are too many.
 
     Attributes:
-        large: lanes (peer, our NIC, its NIC) with so many values that they should be pruned.
+        large: paths with so many values that they should be pruned.
     """
 
     __slots__ = ("_wide", "large")
 
     def __init__(self) -> None:
-        self.large: dict[tuple[Link, int, int], None] = {}
+        self.large: dict[Path, None] = {}
         self._wide: dict[tuple[int, int], _Wide] = {}
 
     def add(self, pending: Pending) -> None:
@@ -303,14 +342,15 @@ class Acks:
             return
         if isinstance(remotes, Remote):
             assert isinstance(pending.nics, int)
-            sent = remotes.link.lane(pending.domain, pending.nics).sent
+            path = remotes.link.path(pending.domain, pending.nics)
+            sent = path.sums.sent
             if not isinstance(imm, int):
                 rows = imm[:n].astype(np.uint64)
                 sent.add_many(np.delete(rows, list(pending.lost)) if pending.lost else rows)
             elif n > len(pending.lost):
                 sent.add(imm, n - len(pending.lost))
             if sent.large:
-                self.large[remotes.link, pending.domain, pending.nics] = None
+                self.large[path] = None
         elif pending.lost or n < pending.batch.n or not isinstance(imm, int):
             for row in range(n):
                 one = pending.imm(row)
@@ -334,7 +374,7 @@ class Acks:
         imm = pending.imm(row)
         if imm is not None:
             remote, nic = pending.target(row)
-            remote.link.lane(pending.domain, nic).doubt[imm] += 1
+            remote.link.path(pending.domain, nic).sums.doubt[imm] += 1
 
     def fold(self) -> None:
         """Take all that is counted as a whole apart, into the lanes."""
@@ -344,7 +384,7 @@ class Acks:
                 self._add(remote.link, each.domain, nic, each.imm, each.count)
 
     def _add(self, link: Link, domain: int, nic: int, imm: int, count: int) -> None:
-        sent = link.lane(domain, nic).sent
-        sent.add(imm, count)
-        if sent.large:
-            self.large[link, domain, nic] = None
+        path = link.path(domain, nic)
+        path.sums.sent.add(imm, count)
+        if path.sums.sent.large:
+            self.large[path] = None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from tep.core.transfer import Transfer
+from tep.core.stats import TransferStats
 
 __all__ = ["Meter", "Progress"]
 
@@ -30,10 +29,17 @@ class Progress(NamedTuple):
     left_s: float
 
 
+class Metered(Protocol):
+    """A transfer."""
+
+    def stats(self) -> TransferStats:
+        """What it has done so far."""
+
+
 class Meter:
     """Reads a transfer now and then, and remembers what it read last."""
 
-    def __init__(self, transfer: Transfer) -> None:
+    def __init__(self, transfer: Metered) -> None:
         self._transfer = transfer
         self._last = 0, 0.0
 

@@ -8,21 +8,15 @@ table is in ARCHITECTURE.md.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from tep.backends.base import Status
-from tep.errors import FabricError, InDoubt, TepError
-
-if TYPE_CHECKING:
-    from tep.core.group import DomainGroup
-    from tep.core.transfer import Transfer
+from tep.errors import InDoubt
 
 __all__ = [
     "MAY_LAND",
     "Quarantine",
-    "doubt_all",
     "doubts_text",
-    "failure_of",
 ]
 
 MAY_LAND: Final = frozenset(Status) - {
@@ -47,20 +41,3 @@ def doubts_text(doubts: tuple[InDoubt, ...]) -> str:
     """Say where bytes may still land; "" = nowhere."""
     regions = dict.fromkeys(f"region {d.region} of {d.peer}" for d in doubts)
     return f"bytes may still land in {', '.join(regions)}" if regions else ""
-
-
-def doubt_all(group: DomainGroup) -> None:
-    """Nothing comes back any more: what is posted may land, or not."""
-    for pending in list(group.batches.values()):
-        if pending.at > pending.back:
-            one = isinstance(pending.nics, int)  # all rows go to one region
-            for row in (0,) if one else pending.posted_rows():
-                group.doubt(pending, row, "UNKNOWN")
-
-
-def failure_of(transfer: Transfer) -> TepError | None:
-    """What a transfer failed for, with what is in doubt because of it."""
-    failure, doubts = transfer.failure, transfer.in_doubt
-    if not doubts or not isinstance(failure, FabricError):
-        return failure
-    return failure.saying(f"; {doubts_text(doubts)}", doubts)

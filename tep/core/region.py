@@ -1,4 +1,4 @@
-"""Both ends of a write as the engine sees them: local regions, and peers' regions resolved.
+"""Both ends of a write as the engine sees them, and what is asked to go from one to the other.
 
 Records with checks; who may touch them when is the group's business.
 """
@@ -6,29 +6,25 @@ Records with checks; who may touch them when is the group's business.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tep.api import Routing
 from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.checks import check_slice, unpicklable
+from tep.core.path import Link
 from tep.core.quarantine import Quarantine
-from tep.core.sums import Lane
-from tep.errors import BadRequest, ClosedError, FabricError
+from tep.errors import BadRequest, ClosedError
 from tep.memory import Memory
-from tep.wire import MrDesc, NetAddr
-
-if TYPE_CHECKING:
-    from tep.control.holding import Hold
-    from tep.core.requests import Job
+from tep.wire import MrDesc
 
 __all__ = [
-    "Link",
+    "HeldLease",
+    "Job",
     "MrHandle",
     "MrView",
     "Places",
@@ -41,8 +37,6 @@ __all__ = [
 ]
 
 U64 = npt.NDArray[np.uint64]
-
-_UNKNOWN: Final = -1
 
 
 class RegionOwner(Protocol):
@@ -219,106 +213,10 @@ def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple
     return tuple(keys)
 
 
-class Link:
-    """One incarnation of a peer: its NICs' addresses, and the PeerIds that our NICs gave them.
+class HeldLease(Protocol):
+    """A lease that a peer granted; see `tep.control.holding`."""
 
-    Attributes:
-        addr: the peer.
-        alive: for each of its NICs, whether rows still get there.
-        shut: lanes (our NIC, its NIC) that are fenced off, or may be: no row goes there.
-        fenced: those of them of which the peer has said so: nothing of ours lands any more.
-        fences: how often it has said so of each lane; a path may be taken into use again.
-        current: False once a later incarnation of the peer is known, or it is being removed.
-        again: it was removed before, and the sums of its lanes with it.
-        left: it has been removed.
-    """
-
-    __slots__ = (
-        "_domains", "_ids", "_lanes", "addr", "again", "alive", "current", "fenced", "fences",
-        "left", "shut",
-    )  # fmt: skip
-
-    def __init__(self, addr: NetAddr, domains: tuple[Domain, ...]) -> None:
-        self.addr = addr
-        self.alive = [True] * len(addr.domains)
-        self.shut: set[tuple[int, int]] = set()
-        self.fenced: set[tuple[int, int]] = set()
-        self.fences: Counter[tuple[int, int]] = Counter()
-        self.current = True
-        self.again = False
-        self.left = False
-        self._domains = domains
-        self._ids = [[_UNKNOWN] * len(addr.domains) for _ in domains]
-        self._lanes: dict[tuple[int, int], Lane] = {}
-
-    def lane(self, domain: int, remote: int) -> Lane:
-        """What is remembered of the lane between two NICs."""
-        key = domain, remote
-        found = self._lanes.get(key)
-        if found is None:
-            found = self._lanes[key] = Lane()
-            found.sent.forgot = self.again  # the peer's sums are since the beginning, ours are not
-        return found
-
-    def route(self, here: Sequence[bool], domain: int, nic: int) -> tuple[int, int]:
-        """Where what is meant for a lane goes today; `here`: which of our NICs live.
-
-        Its own NICs if they live, else the next on each side; over a path that is shut only if
-        there is no other, and over one of which the peer has said so only if all are.
-        """
-        there = self.alive
-        ours = [i for k in range(len(here)) if here[i := (domain + k) % len(here)]]
-        theirs = [j for k in range(len(there)) if there[j := (nic + k) % len(there)]]
-        for closed in (self.shut, self.fenced):
-            for lane in itertools.product(ours, theirs):
-                if lane not in closed:
-                    return lane
-        return ours[0], theirs[0]
-
-    def has_way(self, ours: Iterable[int]) -> bool:
-        """Whether a lane from one of these NICs of ours is not shut."""
-        return any((i, j) not in self.shut for i in ours for j in range(len(self.alive)))
-
-    def fence(self, domain: int, remote: int) -> None:
-        """The peer says that nothing lands any more of what was sent on a lane."""
-        self.shut.add((domain, remote))
-        self.fenced.add((domain, remote))
-        self.fences[domain, remote] += 1
-
-    def reopen(self, domain: int, remote: int) -> None:
-        """The peer has lifted the fence of a lane: rows may go there again."""
-        self.shut.discard((domain, remote))
-        self.fenced.discard((domain, remote))
-
-    def paths(self) -> list[tuple[int, int]]:
-        """(our NIC, PeerId) of every lane that was ever connected."""
-        ids = enumerate(self._ids)
-        return [(domain, peer) for domain, row in ids for peer in row if peer != _UNKNOWN]
-
-    def forget(self) -> None:
-        """Drop the sums of its lanes; NICs give back what it costs them."""
-        for domain, peer in self.paths():
-            self._domains[domain].forget(peer)
-        self._lanes.clear()
-        self.again = self.left = True
-
-    def peer(self, domain: int, remote: int) -> int:
-        """The PeerId of its NIC `remote` on our NIC `domain`; connects on first use."""
-        found = self._ids[domain][remote]
-        if found == _UNKNOWN:
-            try:
-                found = self._domains[domain].connect(self.addr.domains[remote])
-            except (
-                OSError,
-                MemoryError,
-            ) as error:  # what goes there fails
-                raise FabricError(
-                    f"{self._domains[domain].caps.nic}: no connection to {self.addr.name}, whose "
-                    f"NIC {remote} is meant: {error}",
-                    code="UNREACHABLE",
-                ) from error
-            self._ids[domain][remote] = found
-        return found
+    over: bool
 
 
 class Remote:
@@ -330,7 +228,7 @@ class Remote:
 
     __slots__ = ("bases", "desc", "hold", "link", "nbytes", "nics", "rkeys", "steady")
 
-    def __init__(self, desc: MrDesc, link: Link, hold: Hold | None = None) -> None:
+    def __init__(self, desc: MrDesc, link: Link, hold: HeldLease | None = None) -> None:
         self.desc = desc
         self.link = link
         self.hold = hold
@@ -343,6 +241,74 @@ class Remote:
     def memory(self) -> object:
         """Names the memory that `bases` count from: two regions of one peer may be parts of it."""
         return self.link, self.rkeys[0]
+
+
+class Job:
+    """One request as columns, not yet dealt out to NICs.
+
+    Attributes:
+        kind: the verb, for reports.
+        remotes: the target, or one target a row (or, byte-sharded, one a slice).
+        src: address of each row's first byte; a column.
+        dst: of each row; a column. One target: address of its first byte, for the target's NIC 0.
+            Several targets: byte offset in the row's own region.
+        nbytes: of each row; a column.
+        lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper
+            so.
+        imm: u32 for all rows, one a row, or None.
+        n: rows that NICs will carry.
+        total: bytes of all rows.
+        longest: no row is longer; bytes. `longest_row` is exact.
+        routing: which NICs.
+        split: the columns are whole writes that NICs share; `shares_of` makes their rows.
+    """
+
+    __slots__ = (
+        "dst",
+        "imm",
+        "kind",
+        "lengths",
+        "longest",
+        "mr",
+        "n",
+        "nbytes",
+        "remotes",
+        "routing",
+        "split",
+        "src",
+        "total",
+    )
+
+    def __init__(
+        self,
+        kind: str,
+        mr: MrHandle | None,
+        remotes: Remote | Targets,
+        columns: tuple[Column, Column, Column],
+        imm: Column | None,
+        n: int,
+        total: int,
+        longest: int,
+        routing: Routing,
+        lengths: tuple[int, ...] = (),
+    ) -> None:
+        self.kind = kind
+        self.mr = mr
+        self.remotes = remotes
+        self.src, self.dst, self.nbytes = columns
+        self.imm = imm
+        self.n = n
+        self.total = total
+        self.longest = longest
+        self.routing = routing
+        self.split = kind == "single" or (kind == "scatter" and routing.scatter_by == "bytes")
+        self.lengths = lengths
+
+    def forget(self) -> None:
+        """Let no later request find this one, whose memory was given back."""
+        remote = self.remotes
+        if isinstance(remote, Remote) and remote.steady is not None and remote.steady[1] is self:
+            remote.steady = None
 
 
 class Template:

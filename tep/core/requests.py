@@ -19,7 +19,7 @@ from tep.backends.base import Column
 from tep.checks import check_int, check_kind, shown
 from tep.core.imm import check_imm
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
-from tep.core.region import MrHandle, Places, Remote, Targets
+from tep.core.region import Job, MrHandle, Places, Remote, Targets
 from tep.dlpack import as_array
 from tep.errors import BadRequest
 from tep.wire import Target
@@ -27,7 +27,6 @@ from tep.wire import Target
 __all__ = [
     "DEFAULT",
     "ImmArg",
-    "Job",
     "Slices",
     "barrier_job",
     "longest_row",
@@ -44,74 +43,6 @@ ImmArg = int | npt.NDArray[np.integer] | Sequence[int] | None
 
 DEFAULT: Final = Routing()
 """What a request without routing gets; known by identity, so that it needs no checking."""
-
-
-class Job:
-    """One request as columns, not yet dealt out to NICs.
-
-    Attributes:
-        kind: the verb, for reports.
-        remotes: the target, or one target a row (or, byte-sharded, one a slice).
-        src: address of each row's first byte; a column.
-        dst: of each row; a column. One target: address of its first byte, for the target's NIC 0.
-            Several targets: byte offset in the row's own region.
-        nbytes: of each row; a column.
-        lengths: the same as plain ints where the rows differ, else empty: sums of few are cheaper
-            so.
-        imm: u32 for all rows, one a row, or None.
-        n: rows that NICs will carry.
-        total: bytes of all rows.
-        longest: no row is longer; bytes. `longest_row` is exact.
-        routing: which NICs.
-        split: the columns are whole writes that NICs share; `shares_of` makes their rows.
-    """
-
-    __slots__ = (
-        "dst",
-        "imm",
-        "kind",
-        "lengths",
-        "longest",
-        "mr",
-        "n",
-        "nbytes",
-        "remotes",
-        "routing",
-        "split",
-        "src",
-        "total",
-    )
-
-    def __init__(
-        self,
-        kind: str,
-        mr: MrHandle | None,
-        remotes: Remote | Targets,
-        columns: tuple[Column, Column, Column],
-        imm: Column | None,
-        n: int,
-        total: int,
-        longest: int,
-        routing: Routing,
-        lengths: tuple[int, ...] = (),
-    ) -> None:
-        self.kind = kind
-        self.mr = mr
-        self.remotes = remotes
-        self.src, self.dst, self.nbytes = columns
-        self.imm = imm
-        self.n = n
-        self.total = total
-        self.longest = longest
-        self.routing = routing
-        self.split = kind == "single" or (kind == "scatter" and routing.scatter_by == "bytes")
-        self.lengths = lengths
-
-    def forget(self) -> None:
-        """Let no later request find this one, whose memory was given back."""
-        remote = self.remotes
-        if isinstance(remote, Remote) and remote.steady is not None and remote.steady[1] is self:
-            remote.steady = None
 
 
 def single_job(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Noting
 
-__all__ = ["KEYS_MAX", "PRUNE_AT", "Arrivals", "Lane", "Run", "Sums", "expand", "runs_of"]
+__all__ = ["KEYS_MAX", "PRUNE_AT", "Arrivals", "PathSums", "Run", "Sums", "expand", "runs_of"]
 
 KEYS_MAX: Final = 1 << 18
 """Values that one tally remembers, about 30 MB; beyond it forgets, and says so."""
@@ -192,8 +192,11 @@ def _count_pairs(keys: U64) -> Found:
     return (highs << np.uint64(_LOW_BITS)) + lows + base, counts
 
 
-class Lane:
-    """What a sender remembers of one lane: immediates acknowledged there, and those in doubt.
+class PathSums:
+    """What a sender remembers of one path: immediates acknowledged there, and those in doubt.
+
+    Args:
+        forgot: whether the sums of earlier rows are gone already.
 
     Attributes:
         sent: acknowledged, by value, less what was pruned.
@@ -208,8 +211,9 @@ class Lane:
 
     __slots__ = ("asking", "doubt", "pruned", "retry_s", "sent", "waiting", "why")
 
-    def __init__(self) -> None:
+    def __init__(self, *, forgot: bool = False) -> None:
         self.sent = Sums(large_at=PRUNE_AT)
+        self.sent.forgot = forgot
         self.doubt: Counter[int] = Counter()
         self.pruned = 0
         self.waiting: deque[tuple[Run, ...]] = deque()
@@ -306,11 +310,13 @@ class Arrivals:
         """The last generation that was pruned of what came from the NIC at an address."""
         return self._pruned.get(address, 0)
 
-    def prune(self, nic: Noting, address: bytes, generation: int, runs: tuple[Run, ...]) -> str:
-        """Subtract what a sender says, once; return why not, or ""."""
+    def prune(
+        self, nic: Noting, address: bytes, generation: int, runs: tuple[Run, ...]
+    ) -> str | None:
+        """Subtract what a sender says, once; return why not, or None."""
         last = self.pruned(address)
         if generation == last:
-            return ""
+            return None
         if why := self.forgot(nic, address):
             return why
         if generation != last + 1:
@@ -318,7 +324,7 @@ class Arrivals:
         for source in self._of(nic, (address,)):
             if self.counted.take(expand(runs, source)):
                 self._pruned[address] = generation
-                return ""
+                return None
         return "not all of these have been counted"
 
     def forget(self, nic: Noting, addresses: Collection[bytes]) -> None:
@@ -337,10 +343,10 @@ class Arrivals:
         why = f"it has forgotten what came: {n} different immediates, which were not pruned"
         self._drop([source], why)
 
-    def forgot(self, nic: Noting, address: bytes) -> str:
-        """Why the sums of the NIC at an address are not complete; "" = they are."""
+    def forgot(self, nic: Noting, address: bytes) -> str | None:
+        """Why the sums of the NIC at an address are not complete; None: they are."""
         found = (why for source, why in self._forgotten.items() if nic.source(source) == address)
-        return next(found, "")
+        return next(found, None)
 
     @property
     def forgotten(self) -> tuple[str, ...]:

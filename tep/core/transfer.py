@@ -7,28 +7,70 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final, Protocol, Self
 
 from tep.checks import INT64_MAX, check_int, check_seconds, unpicklable
 from tep.core.handle import Handle, Owner, wait_for
+from tep.core.imm import ImmTable
+from tep.core.path import Link
 from tep.core.progress import Meter, Progress
 from tep.core.quarantine import doubts_text
-from tep.core.region import Remote, Targets
+from tep.core.region import Job, Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import InDoubt, WaitTimeout
+from tep.errors import FabricError, InDoubt, TepError, WaitTimeout
 from tep.waiting import escaped, raise_escaped
 
-if TYPE_CHECKING:
-    from tep.core.group import Pace
-    from tep.core.imm import ImmTable
-    from tep.core.pending import Pending
-    from tep.core.region import Link
-    from tep.core.requests import Job
-    from tep.errors import TepError
-
-__all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Removal", "Transfer"]
+__all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Pace", "Removal", "Transfer"]
 
 _NAMES_MAX: Final = 4  # peers that a report names
+
+
+_PIECES: Final = 12
+"""A NIC that is slow, or not known yet, takes this part of its share of what is left at a time: a
+link at an eighth of its speed is through with two of them before the others are with the rest.
+"""
+
+_AHEAD: Final = 2
+"""So many pieces a NIC has: the wire takes one while the end of the other is on its way."""
+
+
+class Queued(Protocol):
+    """A batch of a transfer that was queued; see `tep.core.pending.Pending`."""
+
+    at: int
+    stop: int
+    older: Queued | None
+
+
+class Pace:
+    """How NICs get on with one long transfer.
+
+    Attributes:
+        out: pieces that each NIC has.
+        through: rows of pieces that each NIC has given back.
+        part: each takes one part in so many of its share of what is left as its next piece.
+        last: the piece that each was given last.
+    """
+
+    __slots__ = ("last", "out", "part", "through")
+
+    def __init__(self, nics: int) -> None:
+        self.out = [0] * nics
+        self.through = [0] * nics
+        self.part = [_PIECES] * nics
+        self.last: list[Queued | None] = [None] * nics
+
+    def end(self, nic: int, rows: int) -> None:
+        """A NIC has given a piece back, of which it had been given `rows`."""
+        self.out[nic] -= 1
+        self.through[nic] += rows
+        keeps_up = 4 * self.through[nic] >= 3 * max(self.through)
+        self.part[nic] = max(2, self.part[nic] // 3) if keeps_up else _PIECES
+
+    def is_full(self, nic: int) -> bool:
+        """Whether a NIC has enough to do. One that fell behind gets nothing ahead."""
+        slow = self.part[nic] == _PIECES and self.through[nic] > 0
+        return self.out[nic] >= (1 if slow else _AHEAD)
 
 
 class Transfer(Handle):
@@ -77,7 +119,7 @@ class Transfer(Handle):
         self.failure: TepError | None = None
         self.dropped = self.held = self.extra = 0
         self.pace: Pace | None = None
-        self.queued: Pending | None = None
+        self.queued: Queued | None = None
         self._nic_rows = [0] * nics
         self._nic_bytes = [0] * nics
         self.settled_s: float | None = None
@@ -92,7 +134,7 @@ class Transfer(Handle):
         return tuple(
             InDoubt(remote.link.addr.name, remote.desc.region, (domain, nic), code)
             for (remote, domain, nic), (code, fences) in list((self._doubts or {}).items())
-            if remote.link.current and remote.link.fences[domain, nic] == fences
+            if remote.link.current and remote.link.path(domain, nic).fences == fences
         )
 
     def doubts(self) -> list[tuple[Remote, int, int]]:
@@ -100,10 +142,10 @@ class Transfer(Handle):
         return list(self._doubts or ())
 
     def note_doubt(self, remote: Remote, domain: int, nic: int, code: str) -> bool:
-        """Take note of a row that ended, and may land all the same; True if it is the first."""
+        """Note a row that ended, and whose bytes may land; True if it is the first."""
         first = self._doubts is None
         self._doubts = self._doubts or {}
-        self._doubts[remote, domain, nic] = code, remote.link.fences[domain, nic]
+        self._doubts[remote, domain, nic] = code, remote.link.path(domain, nic).fences
         return first
 
     def wait(
@@ -167,6 +209,13 @@ class Transfer(Handle):
         if timeout_s is None:
             timeout_s = self._owner.wait_timeout_s
         return check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf), every_s
+
+    def failed_with(self) -> TepError | None:
+        """What it failed for, with what is in doubt because of it."""
+        failure, doubts = self.failure, self.in_doubt
+        if not doubts or not isinstance(failure, FabricError):
+            return failure
+        return failure.saying(f"; {doubts_text(doubts)}", doubts)
 
     def is_ending(self) -> bool:
         """Whether it will not end as ok, so that nothing more of it need be posted."""

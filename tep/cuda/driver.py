@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Final
 
+from tep.api import CudaDevice
 from tep.errors import BackendUnavailable, FabricError
-from tep.hostfiles import CudaDevice
 
 __all__ = ["CURE", "Driver", "driver", "list_devices"]
 

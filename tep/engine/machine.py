@@ -17,11 +17,10 @@ from typing import TypeVar
 from tep.api import EngineOptions
 from tep.backends.base import Domain
 from tep.control.channel import sooner
-from tep.control.membership import Membership
 from tep.core.handle import Handle
-from tep.core.peers import PeerBook
-from tep.core.quarantine import Quarantine, doubt_all
-from tep.core.region import Link, MrHandle
+from tep.core.path import Link
+from tep.core.quarantine import Quarantine
+from tep.core.region import MrHandle
 from tep.core.transfer import Expectation, Removal
 from tep.drivers import Driver
 from tep.engine import regions, report
@@ -89,14 +88,10 @@ class Machine:
         self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken
         self._stopped_by: BaseException | None = None
         self._region_numbers = itertools.count(1)
-        # With the epoch, since a restarted engine counts its notes from the beginning.
-        self.worker = Worker(self.domains, options, driver.now_s, f"{name} (epoch {epoch})"[:200])
-        self.worker.report = self._report_error
-        self.life = Membership(self.worker, options, driver.now_s)
-        self.peers = PeerBook(self.address, self.domains, driver.lock)
-        self.peers.replaced = self._replaced
-        self.life.drop = self.peers.drop
-        self.peers.holds, self.worker.leases.book = self.worker.holding, self.peers
+        self.worker = Worker(
+            self.address, self.domains, options, driver, self._replaced, self._report_error
+        )
+        self.life, self.peers = self.worker.members, self.worker.peers
         for domain in domains:
             domain.set_waker(driver.kick)
 
@@ -140,7 +135,6 @@ class Machine:
             self.life.close()
             self.worker.close()
             self.worker.deliver()
-            self.life.deliver()
         finally:
             self.ended = True
 
@@ -156,13 +150,11 @@ class Machine:
     def deliver(self) -> None:
         """Driver: run callbacks."""
         if not self.closed:
-            if self.life.events:  # first: an event comes before what follows from it
-                self.life.deliver()
             self.worker.deliver()
 
     def owing(self) -> bool:
         """Driver: whether deliver() would run a user's function now."""
-        return not self.closed and (self.worker.owing() or bool(self.life.events))
+        return not self.closed and self.worker.owing()
 
     def busy(self) -> bool:
         """Driver: whether NICs hold rows of ours, or rows wait for them."""
@@ -185,7 +177,7 @@ class Machine:
             return
         self.closed = self.crashed = True
         _log.critical("%s: stopped by a bug", self.name, exc_info=error)
-        doubt_all(self.worker.group)
+        self.worker.group.doubt_all()
         stopped = ClosedError(
             f"engine {self.name!r} was stopped by a bug in tep or in its backend: "
             f"{type(error).__name__}: {error}; what NICs hold is unknown, keep memory mapped"

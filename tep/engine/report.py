@@ -10,10 +10,11 @@ from typing import Final, Protocol, runtime_checkable
 
 from tep.backends.base import Domain
 from tep.core.handle import State
+from tep.core.path import Link
 from tep.core.peers import PeerBook
 from tep.core.plan import lanes, plan_paged, plan_single
 from tep.core.quarantine import Quarantine
-from tep.core.region import Link, MrHandle
+from tep.core.region import MrHandle
 from tep.core.stats import EngineStats, Failover, NicBytes
 from tep.core.transfer import Expectation
 from tep.drivers import Driver
@@ -84,14 +85,15 @@ def _failover(engine: Reported) -> tuple[Failover, list[str]]:
     """Whether failover is available, and why not."""
     worker = engine.worker
     if worker.group.acks is None:
-        if why := worker.recovery.why:
+        if (why := worker.group.why_not) is not None:
             return Failover.UNABLE, [why]
         return Failover.OFF, ["EngineOptions(failover=False)"]
     why_not = [
-        f"to {link.addr.name} over NIC {i} to its NIC {j}: {lane.why_forgot()}"
+        f"to {link.addr.name} over NIC {path.domain} to its NIC {path.nic}: "
+        + path.sums.why_forgot()
         for link in list(engine.peers.links.values())
-        for (i, j), lane in list(link._lanes.items())
-        if lane.sent.forgot
+        for path in link.paths()
+        if path.sums.sent.forgot
     ]
     for arrivals in worker.fencing.arrivals:
         why_not += [f"from a sender: {why}" for why in arrivals.forgotten]

@@ -29,12 +29,12 @@ from tep.control.leases import Grant, grant_lease
 from tep.control.membership import PeerEvent, PeerWatch
 from tep.control.messages import REASON_MAX
 from tep.core.imm import check_imm
+from tep.core.path import Link
 from tep.core.peers import PeerGroup
-from tep.core.region import Link, MrHandle, check_source, register
+from tep.core.region import Job, MrHandle, check_source, register
 from tep.core.requests import (
     DEFAULT,
     ImmArg,
-    Job,
     barrier_job,
     longest_row,
     paged_job,
@@ -506,7 +506,7 @@ class TransferEngine:
         table.refuse_claimed(imm)
         link = None if sender is None else self._peers.link(sender, "expect_imm_count")
         expectation = Expectation(self._machine, table, imm, count, link, self.driver.now_s())
-        command = self._worker.expect if link is None else self._machine.life.expect
+        command = self._worker.expect if link is None else self._worker.expect_from
         self._machine.enqueue(command, expectation, on_done)
         return expectation
 

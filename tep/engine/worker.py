@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -32,17 +33,21 @@ from tep.control.failures import Failures
 from tep.control.fencing import Fencing
 from tep.control.holding import Holding
 from tep.control.leases import Leases
+from tep.control.membership import Membership
 from tep.control.pruning import Pruning
+from tep.core.events import PathKeptShut, PeerNicDown, PeerRestarted
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
 from tep.core.imm import ImmTable
 from tep.core.outbox import Outbox
-from tep.core.quarantine import failure_of
+from tep.core.path import Link
+from tep.core.peers import PeerBook
 from tep.core.region import deregistered
 from tep.core.sums import Arrivals
 from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.errors import ClosedError, TepError
 from tep.watch import WatchPage
+from tep.wire import NetAddr
 
 __all__ = ["Worker"]
 
@@ -64,6 +69,15 @@ _CANCELLED: Final = State.CANCELLED
 Receive = Callable[[memoryview], object]
 
 
+class Clocked(Protocol):
+    """A driver, as far as its worker is concerned."""
+
+    lock: AbstractContextManager[object]
+
+    def now_s(self) -> float:
+        """The clock."""
+
+
 class Worker:
     """The machine: turned by `step()`, drained by `deliver()`.
 
@@ -74,46 +88,66 @@ class Worker:
         taken: rows and messages of the commands taken.
         open: every handle that was taken and has not settled, in order of submission.
         watch: the watched words.
-        mail, recovery, audit: notes to other engines; both halves of a failover.
+        channel, recovery, fencing: control messages; both halves of a failover.
         pruning: keeps the sums that a failover compares short.
-        notices: of immediates that will not come.
+        failures: immediates that will not come.
         outbox: messages that have not ended.
         steps: how often it was turned.
         submitted: transfers and messages taken.
-        leases, holds: both ends of leases.
+        leases, holding: both ends of leases.
+        peers, members: who the peers are; what is known of their lives.
         settled: how many transfers and messages settled, by state.
         closed: everything is ended; what is still asked for fails.
     """
 
     def __init__(
         self,
+        address: NetAddr,
         domains: tuple[Domain, ...],
         options: EngineOptions,
-        now_s: Callable[[], float],
-        name: str = "",
+        driver: Clocked,
+        replaced: Callable[[Link], object],
+        report: Callable[[object, BaseException], None],
     ) -> None:
-        self.group = DomainGroup(domains, options.post_rows_max)
+        now_s = driver.now_s
+        why = why_unable(domains) if options.failover else None
+        able = options.failover and why is None
+        self.group = group = DomainGroup(domains, options.post_rows_max, failover=able, why_not=why)
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}
         self.watch = WatchPage()
-        self.steps = 0
-        self.submitted = 0
-        self.taken = 0
+        self.steps = self.submitted = self.taken = 0
         self.closed = False
         self.settled = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
         self.receive: Receive | None = None
-        self.report: Callable[[object, BaseException], None] = _raise
-        self.channel = Channel(domains, self.group.alive, now_s)
-        why = why_unable(domains) if options.failover else ""
-        able = options.failover and not why
-        self.recovery = Recovery(self.group, self.channel, able=able, why=why)
-        self.pruning = Pruning(self.group, self.channel, now_s)
+        self.report = report
+        self.channel = channel = Channel(group, now_s)
+        self.recovery = Recovery(group, channel)
+        self.pruning = Pruning(group, channel, now_s)
         self._arrivals = [Arrivals() for _ in domains] if able else []
-        self.fencing = Fencing(domains, self._arrivals, self.channel)
-        self.holding = Holding(self.group, self.channel, now_s)
-        self.leases = Leases(self.channel, self.fencing, now_s, self.open, self._end, domains)
-        self.failures = Failures(name, self.imms, self.channel, self.open, self._end)
+        self.fencing = Fencing(group, self._arrivals, channel)
+        self.holding = Holding(group, channel, now_s)
+        self.leases = Leases(
+            channel, self.fencing, group.far_ends, now_s, self.open, self._end, domains
+        )
+        # With the epoch, since a restarted engine counts its messages from the beginning.
+        name = f"{address.name} (epoch {address.epoch})"[:200]
+        self.failures = Failures(name, self.imms, channel, self.open, self._end)
+        self.peers = PeerBook(address, domains, driver.lock, self.holding, replaced)
+        self.members = Membership(
+            group,
+            channel,
+            self.recovery,
+            self.fencing,
+            self.failures,
+            self.leases,
+            self.peers.drop,
+            self.open,
+            self._end,
+            options,
+            now_s,
+        )
         self._now_s = now_s
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
@@ -138,7 +172,7 @@ class Worker:
             work |= group.post()
         if self.outbox.turns:
             work |= self.outbox.post()
-        if self.recovery.paths:
+        if group.losses:
             work |= self.recovery.step()
         if group.acks is not None and group.acks.large:
             work |= self.pruning.step()
@@ -161,11 +195,30 @@ class Worker:
                     self._take_rows(index, first_completions(out, n))
                 else:
                     self._take_columns(index, n)
+        if group.events:
+            self._dispatch()
         if group.ended:
             self._settle_ended()
         if self.imms.reached:
             self._settle_reached()
         return work or self._settled != []
+
+    def _dispatch(self) -> None:
+        """Have those that an event concerns handle it, in the order of the events."""
+        events = self.group.events
+        while events:
+            found = events[:]
+            events.clear()
+            for event in found:
+                match event:
+                    case PeerNicDown(link, nic):
+                        self.members.nic_down(link, nic)
+                    case PeerRestarted(link):
+                        self.members.met_later(link)
+                    case PathKeptShut(nic, address):
+                        self.leases.ask_again(nic, address)
+                    case _:
+                        assert_never(event)
 
     def _give_up(self, index: int, error: OSError | MemoryError) -> bool:
         """A NIC's poll() raised: it is down. For a while it is polled on, for the rows that it has.
@@ -196,8 +249,12 @@ class Worker:
     def deliver(self) -> None:
         """Run users' callbacks for what the steps before brought.
 
-        One that raises is reported; none can stop this.
+        One that raises is reported; none can stop this. An event of a peer comes before what
+        follows from it.
         """
+        if self.members.events:
+            for told, event in self.members.take_events():
+                self._run(told, event)
         if self._settled:
             settled, self._settled = self._settled, []
             for handle in settled:
@@ -226,7 +283,7 @@ class Worker:
 
     def owing(self) -> bool:
         """Whether deliver() would run a user's function, or look at watched words."""
-        if self.imms.loose or self._received or self.watch.callbacks:
+        if self.imms.loose or self._received or self.watch.callbacks or self.members.events:
             return True
         for handle in self._settled:  # noqa: SIM110  # any() makes a generator, at thrice the price
             if handle._callbacks:
@@ -319,6 +376,12 @@ class Worker:
             self.imms.expect(expectation)
         except TepError as error:
             self._end(expectation, State.FAILED, error)
+
+    def expect_from(self, expectation: Expectation) -> None:
+        """Command: stand in line for immediates of a sender; in vain, if it is gone already."""
+        self.expect(expectation)
+        assert expectation.sender is not None
+        self.members.check_sender(expectation.sender)
 
     def is_early(self, expectation: Expectation) -> bool:
         """Whether nothing would come of its command now; may be asked from any thread."""
@@ -423,6 +486,8 @@ class Worker:
         elif kind == _SENT and ctx >= NOTE_CTX:
             self.channel.sent(ctx, status)
         elif kind == _NOTE:
+            if self.group.events:  # what happened before the message came
+                self._dispatch()
             self.channel.take(domain, ctx)
         elif kind == _FENCED:
             self.fencing.fenced(ctx, status)
@@ -438,7 +503,7 @@ class Worker:
         ended, self.group.ended = self.group.ended, []
         for transfer in ended if len(ended) == 1 else dict.fromkeys(ended):
             if transfer.failure is not None:
-                self._end(transfer, State.FAILED, failure_of(transfer))
+                self._end(transfer, State.FAILED, transfer.failed_with())
             else:
                 self._end(transfer, _CANCELLED if transfer.dropped else _DONE)
 
@@ -494,6 +559,7 @@ class Worker:
             except (OSError, MemoryError) as error:
                 self.group.give_up(index, error)
                 self._lose(index)
+        self._dispatch()
         self._settle_ended()
         self._settle_reached()
         self.leases.closed()
@@ -516,7 +582,3 @@ class Worker:
         while self.commands:
             command, handle = self.commands.popleft()
             command(handle)
-
-
-def _raise(_: object, error: BaseException) -> None:
-    raise error

@@ -38,13 +38,13 @@ def dead_nic_still_used() -> list[Change]:
 @bug()
 def dead_peer_nic_still_used() -> list[Change]:
     """A peer's NIC that does not answer is posted to as before."""
-    return [(DomainGroup, "shun", lambda *_: None)]
+    return [(DomainGroup, "mark_down", lambda *_: None)]
 
 
 @bug(budget=1500)
 def scatter_to_dead_nic() -> list[Change]:
     """The prepared columns of scatters are not made anew when a NIC has died."""
-    down, shun = DomainGroup.nic_down, DomainGroup.shun
+    down, shun = DomainGroup.nic_down, DomainGroup.mark_down
 
     def frozen(change):
         def changed(self, *args):
@@ -54,7 +54,7 @@ def scatter_to_dead_nic() -> list[Change]:
 
         return changed
 
-    return [(DomainGroup, "nic_down", frozen(down)), (DomainGroup, "shun", frozen(shun))]
+    return [(DomainGroup, "nic_down", frozen(down)), (DomainGroup, "mark_down", frozen(shun))]
 
 
 def moves_with(keep: Callable[[Pending, Pending, int], None]) -> list[Change]:

@@ -21,8 +21,8 @@ def with_queues(kind: type[deque]) -> list[Change]:
     """Let NICs have queues of this kind."""
     init = DomainGroup.__init__
 
-    def other(self, domains: tuple[Domain, ...], rows_max: int) -> None:
-        init(self, domains, rows_max)
+    def other(self, domains: tuple[Domain, ...], rows_max: int, **more: object) -> None:
+        init(self, domains, rows_max, **more)
         self._queues = [kind() for _ in domains]
 
     return [(DomainGroup, "__init__", other)]
@@ -39,8 +39,8 @@ def whole_batches_in_one_turn() -> list[Change]:
     """A turn lasts as long as the NIC takes rows, however many others wait."""
     init = DomainGroup.__init__
 
-    def endless(self, domains: tuple[Domain, ...], _: int) -> None:
-        init(self, domains, 1 << 30)
+    def endless(self, domains: tuple[Domain, ...], _: int, **more: object) -> None:
+        init(self, domains, 1 << 30, **more)
 
     return [(DomainGroup, "__init__", endless)]
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from tep.backends.base import Status
 from tep.control.failover import Recovery
+from tep.control.fencing import Fencing
 from tep.control.holding import Holding
 from tep.control.leases import Leases
 from tep.control.messages import NICS_MAX, Answer, Told
@@ -55,7 +56,13 @@ def silence_is_consent() -> list[Change]:
 @bug(budget=200)
 def silent_writer_is_let_in_again() -> list[Change]:
     """A writer that was cut off comes back, with a lease that it believes in."""
-    return [(Leases, "_guards", lambda *_: False)]
+    lift = Fencing.lift
+
+    def let_in(self, source, nic):
+        self._far_ends.at(nic, source).leases.clear()
+        return lift(self, source, nic)
+
+    return [(Fencing, "lift", let_in)]
 
 
 @bug(budget=200)
@@ -189,9 +196,9 @@ def given_up_and_forgotten() -> list[Change]:
     """Rows that failover could not make good are not in doubt."""
     give_up = Recovery._give_up
 
-    def careless(self, path, why):
+    def careless(self, loss, why):
         doubt, self._group.doubt = self._group.doubt, lambda *_: None
-        give_up(self, path, why)
+        give_up(self, loss, why)
         self._group.doubt = doubt
 
     return [(Recovery, "_give_up", careless)]

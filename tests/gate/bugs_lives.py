@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from tep.control.membership import Membership, PeerChange, PeerState
 from tep.core.group import DomainGroup
+from tep.core.path import FarEnds
 from tep.core.peers import PeerBook
 from tests.gate.registry import Bug, Change
 from tests.support.lives import FATES
@@ -103,7 +104,7 @@ def nobody_hears_of_a_return() -> list[Change]:
 @life()
 def restart_is_a_loss() -> list[Change]:
     """A later incarnation answers, and the peer is taken for lost."""
-    return [(Membership, "_met_later", lambda *_: None)]
+    return [(Membership, "met_later", lambda *_: None)]
 
 
 # ---------------------------------------------------------------------- NICs
@@ -112,7 +113,7 @@ def restart_is_a_loss() -> list[Change]:
 @life("flap")
 def shunned_for_good() -> list[Change]:
     """A NIC that is back is told of, and not used."""
-    return [(DomainGroup, "restore", lambda *_: None)]
+    return [(DomainGroup, "mark_up", lambda *_: None)]
 
 
 @life("flap")
@@ -133,13 +134,7 @@ def back_over_a_fenced_path() -> list[Change]:
 @life("flap", ordered=True, flush_on_error=True, dead_after_ps=300_000)
 def notes_take_rows_along() -> list[Change]:
     """A heartbeat fails and flushes the rows on its path, which fail for no reason of their own."""
-    init = Membership.__init__
-
-    def deaf(self, *args):
-        init(self, *args)
-        self._group.unheard = frozenset()
-
-    return [(Membership, "__init__", deaf)]
+    return [(FarEnds, "note_heard", lambda *_, **__: None)]
 
 
 # ---------------------------------------------------------------------- leaving

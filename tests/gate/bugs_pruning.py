@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tep.control.failover import Recovery
 from tep.control.messages import Told
 from tep.control.pruning import Pruning
-from tep.core.sums import Arrivals, Lane, expand
+from tep.core.sums import Arrivals, PathSums, expand
 from tests.gate.registry import Bug, Change
 
 PRUNING: dict[str, Bug] = {}
@@ -26,10 +26,10 @@ def subtracted_before_the_answer() -> list[Change]:
     """The sender subtracts when it asks; the receiver may never have heard of it."""
     ask = Pruning._ask
 
-    def early(self, key, lane):
-        ask(self, key, lane)
-        if lane.asking:
-            lane.sent.take(expand(lane.waiting[0]))
+    def early(self, path, sums):
+        ask(self, path, sums)
+        if sums.asking:
+            sums.sent.take(expand(sums.waiting[0]))
 
     def late(self, generation):
         if generation > self.pruned:
@@ -37,7 +37,7 @@ def subtracted_before_the_answer() -> list[Change]:
             self.pruned = generation
         return True
 
-    return [(Pruning, "_ask", early), (Lane, "prune", late)]
+    return [(Pruning, "_ask", early), (PathSums, "prune", late)]
 
 
 @pruning
@@ -48,7 +48,6 @@ def applied_twice() -> list[Change]:
         for source in self._of(nic, (address,)):
             self.counted.take(expand(runs, source))
         self._pruned[address] = max(generation, self.pruned(address))
-        return ""
 
     return [(Arrivals, "prune", again)]
 
@@ -58,9 +57,9 @@ def generation_ignored_by_the_judge() -> list[Change]:
     """The sender compares its sums with those of another generation."""
     told = Recovery._told
 
-    def blind(self, path, imms, answer):
-        lane = path.link.lane(path.domain, path.nic)
-        told(self, path, imms, Told(answer.number, answer.why, answer.counts, lane.pruned))
+    def blind(self, loss, imms, answer):
+        pruned = loss.path.sums.pruned
+        told(self, loss, imms, Told(answer.number, answer.why, answer.counts, pruned))
 
     return [(Recovery, "_told", blind)]
 
@@ -77,7 +76,6 @@ def answered_and_not_subtracted() -> list[Change]:
 
     def lazy(self, nic, address, generation, runs):
         self._pruned[address] = generation
-        return ""
 
     return [(Arrivals, "prune", lazy)]
 
@@ -92,7 +90,7 @@ def subtracted_by_the_receiver_alone() -> list[Change]:
             self.pruned = generation
         return True
 
-    return [(Lane, "prune", idle)]
+    return [(PathSums, "prune", idle)]
 
 
 __all__ = ["PRUNING"]

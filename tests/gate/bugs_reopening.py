@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tep.control.failover import Recovery
 from tep.control.fencing import Fencing
 from tep.control.reopening import Reopening
-from tep.core.region import Link
+from tep.core.group import DomainGroup
 from tests.gate.registry import Bug, Change
 from tests.support.orders import Nic
 
@@ -44,7 +44,6 @@ def lifted_but_remembered_as_shut() -> list[Change]:
 
     def lift(self, source, nic):
         self._nics[nic].unfence(source)
-        return ""
 
     return [(Fencing, "lift", lift)]
 
@@ -66,8 +65,8 @@ def taken_into_use_when_refused() -> list[Change]:
     """The sender goes on, whatever the receiver says."""
     told = Reopening._told
 
-    def deaf(self, lane, answer, then):
-        told(self, lane, type(answer)(answer.number, "", ()), then)
+    def deaf(self, path, answer, then):
+        told(self, path, type(answer)(answer.number, "", ()), then)
 
     def refuse(self, note):
         return "not now"
@@ -79,9 +78,9 @@ def taken_into_use_when_refused() -> list[Change]:
 def asked_once() -> list[Change]:
     """A path that was refused is never asked for again."""
 
-    def told(self, lane, answer, then):
+    def told(self, path, answer, then):
         if not answer.why:
-            then(lane)
+            then(path)
 
     return [(Reopening, "_told", told)]
 
@@ -91,14 +90,14 @@ def never_asked_without_a_fence() -> list[Change]:
     """A path whose fence was not confirmed stays shut for good."""
     begin = Reopening.begin
 
-    def only_fenced(self, link, domain, nic):
-        if (domain, nic) in link.fenced:
-            begin(self, link, domain, nic)
+    def only_fenced(self, path):
+        if path.is_fenced:
+            begin(self, path)
 
     return [(Reopening, "begin", only_fenced)]
 
 
 @reopening
 def open_in_name_only() -> list[Change]:
-    """The lane is told to be open, and stays shut."""
-    return [(Link, "reopen", lambda *_: None)]
+    """The path is told to be open, and stays shut."""
+    return [(DomainGroup, "reopen", lambda *_: None)]

@@ -42,8 +42,8 @@ def judges(landed_is: Callable[[int, int], int]) -> list[Change]:
     """Let the sender believe landed_is(landed, rows) in place of what the sums say."""
     judge = Recovery._judge_imm
 
-    def believe(self, path, imm, rows, landed):
-        judge(self, path, imm, rows, landed_is(landed, len(rows)))
+    def believe(self, loss, imm, rows, landed):
+        judge(self, loss, imm, rows, landed_is(landed, len(rows)))
 
     return [(Recovery, "_judge_imm", believe)]
 
@@ -247,9 +247,9 @@ def written_after_release() -> list[Change]:
     """Rows that had all landed are written again: the reader owns that memory by now."""
     judge = Recovery._judge_imm
 
-    def again(self, path, imm, rows, landed):
+    def again(self, loss, imm, rows, landed):
         live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
-        judge(self, path, imm, rows, landed)
+        judge(self, loss, imm, rows, landed)
         if landed == len(rows):
             self._write_again(live, [])
 
@@ -279,29 +279,29 @@ def ending_requests_written_again() -> list[Change]:
 @bug(budget=LATE)
 def done_while_rows_are_held() -> list[Change]:
     """A held row is taken off the account: the transfer is done before anybody knows."""
-    hold, settle = Recovery._hold, Recovery._settle
+    keep, settle = DomainGroup._keep, Recovery._settle
 
     def let_go(self, pending, row, error):
-        held = hold(self, pending, row, error)
-        pending.transfer.left -= held
-        return held
+        final = keep(self, pending, row, error)
+        pending.transfer.left -= final is None
+        return final
 
     def settle_only(self, rows):
         for lost in rows:
             lost.pending.transfer.left += 1
         settle(self, rows)
 
-    return [(Recovery, "_hold", let_go), (Recovery, "_settle", settle_only)]
+    return [(DomainGroup, "_keep", let_go), (Recovery, "_settle", settle_only)]
 
 
 def holds_only(wanted: Callable[[str], bool]) -> list[Change]:
     """Make rows good only if wanted(code of their error)."""
-    hold = Recovery._hold
+    keep = DomainGroup._keep
 
     def choosy(self, pending, row, error):
-        return wanted(error.code) and hold(self, pending, row, error)
+        return keep(self, pending, row, error) if wanted(error.code) else error
 
-    return [(Recovery, "_hold", choosy)]
+    return [(DomainGroup, "_keep", choosy)]
 
 
 @bug(budget=LATE)

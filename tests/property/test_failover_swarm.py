@@ -111,7 +111,7 @@ def check(tale: Tale, sends, engines, memory, n: int) -> None:
             assert (source[part] == target[part]).all(), sent.describe()
         assert sent.finished, sent.describe()
     assert (False, False) == (a._machine.busy(), b._machine.busy())
-    assert [] == a._worker.recovery.paths
+    assert [] == a._worker.group.losses
     assert (0, 0) == (a.stats().rows_backlog, sum(a.stats().rows_outstanding))
 
 

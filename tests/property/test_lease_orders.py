@@ -25,7 +25,7 @@ def play(chooser: Chooser, rows: int, nics: tuple[int, int], failover: bool) -> 
     """A write under a lease that is revoked, in one order; say how it and the lease ended."""
     fabric = Fabric(chooser, nics, doomed=tuple(range(sum(nics))))
     writer, owner = fabric.engines
-    writer._worker.recovery.able = failover
+    writer._worker.group.failover = failover
     target = np.zeros(rows * PAGE, np.uint8)
     mr, _ = owner.reg_mr(target)
     src, _ = writer.reg_mr(np.full(rows * PAGE, 7, np.uint8))

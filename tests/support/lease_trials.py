@@ -299,7 +299,8 @@ def play(seed: int, *, fences: bool = True) -> Trial:
 
 def _has_opened(engine: TransferEngine) -> bool:
     """Whether a path of an engine was fenced off, and is in use again."""
-    return any(link.fences.keys() - link.shut for link in engine._peers.links.values())
+    links = engine._peers.links.values()
+    return any(path.fences and path.is_up for link in links for path in link.paths())
 
 
 def _say_that_it_cannot(self: ChaosNic, source: bytes, ctx: int) -> None:

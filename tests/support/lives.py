@@ -235,7 +235,7 @@ class _Run:
         """The NICs of b that rows can reach, as far as fences go."""
         link = self.a._peers.links["sim", "b"]
         ours = range(len(self.a.main_address.domains))
-        return [j for j in range(self.nics) if any((i, j) not in link.shut for i in ours)]
+        return [j for j in range(self.nics) if any(link.is_up(i, j) for i in ours)]
 
     def _check_nics(self) -> None:
         """What can be used is used: each NIC that lives, and has a path that is not fenced."""
@@ -246,7 +246,7 @@ class _Run:
             if nic in self._paths() and not dead:
                 assert alive, f"NIC {nic} answers, and is not used"
             if self.life.fate != "kill nic":
-                assert not self.a._peers.links["sim", "b"].shut, "a path is not used again"
+                assert not self.a._peers.links["sim", "b"].closed, "a path is not used again"
             if self.life.kinds(nic) and PeerChange.LOST not in self.life.kinds():
                 assert alive is (self.life.kinds(nic)[-1] is PeerChange.NIC_BACK)
 

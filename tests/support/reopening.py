@@ -17,7 +17,7 @@ import numpy as np
 from tep.api import Pages, ScatterDst
 from tep.backends.base import Kind, Status
 from tep.core import sums
-from tep.core.region import Link
+from tep.core.path import Link
 from tep.core.transfer import Expectation, Transfer
 from tests.support.orders import Chooser, Fabric, Nic
 
@@ -126,7 +126,7 @@ class Play:
         fabric, links = self.fabric, self._links()
         found: list[Callable[[], None]] = []
         out = any(not flight.ended for flight in fabric.flights)
-        shut = any(link.shut for link in links)
+        shut = any(link.closed for link in links)
         if self.cuts and out and len(fabric.cuts) < 2:
             found += [partial(self._cut, lane) for lane in self.lanes]
         if fabric.cuts and shut:
@@ -186,7 +186,7 @@ class Play:
         for number in self.fired:
             assert {FREED} == set(self.targets[number].tolist()), "written to after its release"
         for link in self._links():
-            assert not link.shut, "a path is not used again"
+            assert not link.closed, "a path is not used again"
             assert all(link.alive), "a NIC is not used again"
         self.made_good = 0
         for engine in self.engines:

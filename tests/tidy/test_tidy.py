@@ -15,8 +15,9 @@ LONGER: dict[str, str] = {
     # "path" or "path::function": the reason why it may be longer
     "tests/property/test_numbers.py::verbs": "a table: one entry for each argument of each verb",
     "tep/engine/verbs.py": "one thought: the verbs that users call, each with what it promises",
+    "tep/control/membership.py": "what is known of a peer, and all that changes it: one thought",
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",
-    "tep/engine/worker.py": "one thought: a step, and what each completion of a NIC means",
+    "tep/engine/worker.py": "one thought: a step, what completions mean, and how the parts join",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
     "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tep.control.membership import PeerChange, PeerState
+from tep.core.path import PathState
 from tep.drivers import ThreadDriver
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, BusyError, StaleEpoch, UsageError
@@ -182,7 +183,7 @@ def test_a_nic_that_flapped_is_used_again() -> None:
     with cluster:
         regions = regions_of(*cluster.engines)
         a, _ = cluster.engines
-        a._worker.recovery.able = False  # nothing is fenced
+        a._worker.group.failover = False  # nothing is fenced
         cluster.at(cluster.now_us, clog("b", 1, 200))
         lost = write(a, regions)
         pass_time(cluster, 20)
@@ -210,7 +211,7 @@ def test_a_path_that_was_fenced_off_is_used_again(nics: tuple[int, int]) -> None
         changes = [(PeerChange.NIC_LOST, 1), (PeerChange.NIC_BACK, 1)]
         assert changes * 5 == [event[1:] for event in told]
         assert a._worker.recovery.rows > 5
-        assert set() == a._peers.links["sim", "b"].shut
+        assert not a._peers.links["sim", "b"].closed
         before = [rows_to(cluster, "b", nic) for nic in range(2)]
         sent = write(a, regions)
         sent.wait()
@@ -234,12 +235,13 @@ def test_a_path_that_was_given_up_is_fenced_and_used_again() -> None:
         assert lost.error is not None
         assert lost.in_doubt
         link = a._peers.links["sim", "b"]
-        assert link.shut - link.fenced, "nobody was there to fence it"
+        states = {path.state for path in link.paths()}
+        assert PathState.SUSPECT in states, "nobody was there to fence it"
         pass_time(cluster, 2_000)
         for _ in range(40):
             write(a, regions)
             pass_time(cluster, 50)
-        assert set() == link.shut
+        assert not link.closed
         assert (0, 0) not in {doubt.path for doubt in lost.in_doubt}, "it was fenced meanwhile"
         assert write(a, regions).wait().ok
 

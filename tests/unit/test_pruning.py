@@ -56,9 +56,7 @@ class Lanes:
 
     def sums(self) -> int:
         """Values that both ends hold."""
-        lanes = [
-            lane.sent for link in self.a._peers.links.values() for lane in link._lanes.values()
-        ]
+        lanes = [path.sums.sent for link in self.a._peers.links.values() for path in link.paths()]
         ends = [arrivals.counted for arrivals in self.b._worker._arrivals]
         return sum(len(end.items()) for end in (*lanes, *ends))
 
@@ -105,8 +103,8 @@ def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
     lanes.go_on(PAGES)
     with mock.patch.object(Arrivals, "prune", return_value="not today"):
         link = next(iter(lanes.a._peers.links.values()))
-        for lane in link._lanes.values():
-            lane.sent._mark, lane.sent._limit = 1, 2 * PAGES
+        for path in link.paths():
+            path.sums.sent._mark, path.sums.sent._limit = 1, 2 * PAGES
         with mock.patch.object(sums, "_ROWS_MAX", 64):
             lanes.go_on(20 * PAGES)
     assert lanes.a.stats().failover is Failover.PARTIAL
@@ -132,7 +130,7 @@ def test_one_sender_uses_up_nobody_elses_room() -> None:
     nic = mock.Mock()
     nic.source = lambda number: b"xy"[number - 1 : number]
     assert 1 == len(arrivals.forgotten)
-    assert "" == arrivals.forgot(nic, b"x")
+    assert arrivals.forgot(nic, b"x") is None
     assert "forgotten" in arrivals.forgot(nic, b"y")
     assert (3,) == arrivals.sums(nic, b"x", (7,))
 

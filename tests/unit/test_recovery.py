@@ -42,8 +42,8 @@ class Broken(Cluster):
 
     def until_asked(self) -> None:
         """Run until a dead path is known and its rows are held."""
-        self.env.run_until(lambda: bool(self.a._worker.recovery.paths), self.env.now + 10**8)
-        assert self.a._worker.recovery.paths, "no row was lost"
+        self.env.run_until(lambda: bool(self.a._worker.group.losses), self.env.now + 10**8)
+        assert self.a._worker.group.losses, "no row was lost"
 
 
 def test_it_is_made_good_where_nothing_is_in_the_way() -> None:
@@ -113,7 +113,7 @@ def test_a_receiver_that_restarts_meanwhile_ends_it() -> None:
         world.restart("b")
         with pytest.raises(FabricError, match=r"NIC_DOWN|STALE_PEER"):
             sent.wait()
-        assert [] == world.a._worker.recovery.paths
+        assert [] == world.a._worker.group.losses
 
 
 def test_closing_meanwhile_ends_it() -> None:
@@ -162,7 +162,7 @@ def test_cancel_meanwhile_is_confirmed_once_the_path_is_fenced() -> None:
         world.env.run()
         assert sent.finished
         assert sent.cancelled or sent.ok
-        assert [] == world.a._worker.recovery.paths
+        assert [] == world.a._worker.group.losses
         assert 0 == world.mr.inflight
 
 
@@ -206,7 +206,7 @@ def test_a_path_with_rows_out_is_looked_at_in_constant_time() -> None:
     fabric._rest()
     fabric._fail(lost)
     fabric._rest()
-    assert a._worker.recovery.paths, "no row was lost"
+    assert a._worker.group.losses, "no row was lost"
     looks: list[int] = []
     target = Pending.target
 

@@ -10,7 +10,7 @@ import pytest
 
 from tep.api import ScatterDst
 from tep.control.membership import PeerChange
-from tep.core.region import Link
+from tep.core.path import Link
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, ClosedError
 from tep.sim.cluster import Cluster

@@ -152,7 +152,7 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
         return sum(handle.stats().rows_again for handle in sent)
 
     def shut():
-        return [link.shut for engine in (a, b) for link in engine._peers.links.values()]
+        return [link.shut() for engine in (a, b) for link in engine._peers.links.values()]
 
     write_all(0)
     for imm in range(1, 7):
@@ -164,7 +164,9 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
             assert time.monotonic() < until_s, f"not opened again: {shut()}"
             engines.turn()
     assert 0 == write_all(7)
-    assert 6 <= sum(link.fences.total() for e in (a, b) for link in e._peers.links.values())
+    assert 6 <= sum(
+        path.fences for e in (a, b) for link in e._peers.links.values() for path in link.paths()
+    )
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def halfway(devices, before=128):
 def test_a_write_outlives_a_pulled_cable(soft_devices, nic):
     """A port that stays down is a dead NIC, at either end; the other NIC carries the rest."""
     with halfway(soft_devices) as (a, _), unplugged(nic):
-        turn_until(a, lambda: a._worker.recovery.paths or not all(a._worker.group.alive))
+        turn_until(a, lambda: a._worker.group.losses or not all(a._worker.group.alive))
 
 
 def test_rows_whose_acknowledgements_are_lost_count_once(soft_devices):
@@ -73,7 +73,7 @@ def test_a_path_that_lost_rows_is_used_again(soft_devices):
         with netem(["nic4"], "loss 100%"):
             turn_until(a, lambda: a._worker.recovery.rows)
         link = next(iter(a._peers.links.values()))
-        turn_until(a, lambda: link.fences and not link.shut)
+        turn_until(a, lambda: any(p.fences for p in link.paths()) and not link.closed)
         source, target = noise(16 * PAGE, 3), buffer(16 * PAGE)
         (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
         before = [sum(count for _, count in each.counted.items()) for each in b._worker._arrivals]

@@ -1,0 +1,138 @@
+"""The states of a path: one table, obeyed by every run, and no state without a way out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, Path, PathEvent, PathState
+from tep.wire import NetAddr
+from tests.support.reopening import swarm
+
+
+def link(nics: int = 2, ours: int = 2) -> Link:
+    """A peer that nobody talks to."""
+    addresses = tuple(bytes([nic]) for nic in range(nics))
+    return Link(NetAddr("loopback", "peer", 1, addresses, (1,) * nics), (None,) * ours)
+
+
+def test_what_is_not_in_the_table_is_a_bug() -> None:
+    """A transition that nobody thought of must stop a test, not open a path that is fenced."""
+    for state, event in product(PathState, PathEvent):
+        path = link().path(0, 1)
+        path.state = state
+        if (state, event) in TRANSITIONS:
+            path.to(event)
+            assert TRANSITIONS[state, event] is path.state
+        else:
+            with pytest.raises(AssertionError, match=f"{event.name} cannot happen there"):
+                path.to(event)
+            assert state is path.state
+
+
+def test_every_state_is_reached_and_left() -> None:
+    """A state without a way back to UP is a path that is lost for good."""
+    reach = {state: {state} for state in PathState}
+    for _ in PathState:
+        for (was, _event), now in TRANSITIONS.items():
+            reach[was] |= reach[now]
+
+    assert set(PathState) == reach[PathState.UP]
+    assert all(PathState.UP in found for found in reach.values())
+
+
+def test_a_path_opens_only_after_its_peer_has_fenced_it() -> None:
+    """Rows of before could land among those of after."""
+    into_up = [was for (was, _), now in TRANSITIONS.items() if now is PathState.UP]
+    into_reopening = [was for (was, _), now in TRANSITIONS.items() if now is PathState.REOPENING]
+
+    assert [PathState.REOPENING] == into_up
+    assert [PathState.FENCED] == into_reopening
+    assert PathState.REOPENING is not TRANSITIONS[PathState.REOPENING, PathEvent.LOST]
+
+
+Step = tuple[int, int, PathEvent]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2), st.sampled_from(PathEvent))),
+    st.lists(st.booleans(), min_size=2, max_size=2).filter(any),
+    st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
+)
+@settings(derandomize=True)
+def test_rows_go_where_the_states_say(
+    steps: list[Step], ours: list[bool], theirs: list[bool]
+) -> None:
+    """The count of closed paths is a short cut for the states; a wrong one posts on a dead path."""
+    peer = link(3, 2)
+    peer.alive[:] = theirs
+    for domain, nic, event in steps:
+        path = peer.path(domain, nic)
+        if (path.state, event) in TRANSITIONS:
+            path.to(event)
+    states = {(i, j): peer.path(i, j).state for i in range(2) for j in range(3)}
+    assert sum(state is not PathState.UP for state in states.values()) == peer.closed
+    assert sorted(peer.shut()) == sorted(at for at, s in states.items() if s is not PathState.UP)
+
+    usable = {at: s for at, s in states.items() if ours[at[0]] and theirs[at[1]]}
+    worth = {PathState.UP: 2, PathState.FENCED: 0, PathState.REOPENING: 0}
+    for domain, nic in states:
+        found = peer.route(ours, domain, nic)
+        best = max(worth.get(state, 1) for state in usable.values())
+        assert best == worth.get(usable[found], 1), (found, states)
+        if worth.get(usable.get((domain, nic), PathState.FENCED), 1) == best and best:
+            assert (domain, nic) == found, "a row left its own path for no reason"
+
+
+def test_runs_obey_the_table() -> None:
+    """A transition that is missing stops a run; one that no run makes is tested by none."""
+    seen: Counter[tuple[PathState, PathEvent]] = Counter()
+    to: Callable[[Path, PathEvent], None] = Path.to
+
+    def count(path: Path, event: PathEvent) -> None:
+        seen[path.state, event] += 1
+        to(path, event)
+
+    with mock.patch.object(Path, "to", count):
+        swarm(range(150))
+
+    assert set() == seen.keys() - TRANSITIONS.keys()
+    rare = {
+        (PathState.SUSPECT, PathEvent.LOST),
+        (PathState.SUSPECT, PathEvent.FENCED),
+        (PathState.SUSPECT, PathEvent.UNANSWERED),
+        (PathState.FENCING, PathEvent.ASKED),
+        (PathState.FENCED, PathEvent.UNANSWERED),
+        (PathState.FENCED, PathEvent.LOST),
+        (PathState.FENCED, PathEvent.ASKED),
+        (PathState.FENCED, PathEvent.FENCED),
+        (PathState.FENCING, PathEvent.LOST),
+        (PathState.FENCING, PathEvent.UNANSWERED),
+        (PathState.REOPENING, PathEvent.LOST),
+    }
+    assert set() == TRANSITIONS.keys() - seen.keys() - rare
+
+
+def test_far_ends_that_matter_are_not_forgotten() -> None:
+    """A fence in progress, or a path that a lease keeps shut, would be opened by a late copy."""
+    ends = FarEnds()
+    ends.at(0, b"a").fence = Fence()
+    ends.at(0, b"b").leases["lease"] = None
+    ends.at(0, b"c").asked = 7
+    ends.note_heard(0, b"d", heard=False)
+    for address in (b"a", b"b", b"c", b"d", b"e"):
+        ends.drop(0, address)
+    assert 3 == len(ends)
+    ends.note_heard(0, b"e", heard=True)
+    assert ends.get(0, b"e") is None, "what goes well needs no record"
+    ends.forget((b"a", b"b", b"d"))
+    assert ends.get(0, b"d") is None
+    ends.release(lambda lease: lease == "lease")
+    ends.drop(0, b"b")
+    assert 1 == len(ends)
