@@ -170,7 +170,8 @@ def published_deployment() -> Deployment:
     (le.qun.ch, 2025-09), quoted. Compute is spread by roofline: by bytes alone a dense parameter's
     unsharding would take 56 us and its copy 5 us, less than such calls take to launch. The
     watermark is not published; guessed: room for two of the largest tasks, one that is made while
-    the other is sent. Waiting hangs on it: 371 ms with 8 GiB, 289 with 16, 257 with 32.
+    the other is sent. Waiting hangs on it: 371 ms with 8 GiB, 289 with 16, 257 with 32. This rule
+    was chosen after these three had been seen, so the published waiting is no test of it.
     """
     known = KIMI_K2
     wide = Deployment(
