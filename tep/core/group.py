@@ -329,7 +329,7 @@ class DomainGroup:
             nbytes = pending.sum_bytes(start, pending.at)
             self.rows[domain] += taken
             self.nbytes[domain] += nbytes
-            pending.transfer.note_posted(domain, taken, nbytes)
+            pending.transfer.count_posted(domain, taken, nbytes)
             if pending.at == pending.stop:
                 queue.popleft()
             else:
@@ -494,7 +494,7 @@ class DomainGroup:
         """Note a row that ended, and whose bytes may land all the same."""
         if pending.row_bytes(row):
             remote, nic = pending.target(row)
-            self.in_doubt += pending.transfer.note_doubt(remote, pending.domain, nic, code)
+            self.in_doubt += pending.transfer.add_doubt(remote, pending.domain, nic, code)
 
     def mark_down(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: what is queued for it and never left goes to its others.

@@ -141,7 +141,7 @@ class Transfer(Handle):
         """(region, our NIC, its NIC) of rows that may still land, fenced or not."""
         return list(self._doubts or ())
 
-    def note_doubt(self, remote: Remote, domain: int, nic: int, code: str) -> bool:
+    def add_doubt(self, remote: Remote, domain: int, nic: int, code: str) -> bool:
         """Note a row that ended, and whose bytes may land; True if it is the first."""
         first = self._doubts is None
         self._doubts = self._doubts or {}
@@ -221,7 +221,7 @@ class Transfer(Handle):
         """Whether it will not end as ok, so that nothing more of it need be posted."""
         return self.failure is not None or self.dropped > 0
 
-    def note_posted(self, domain: int, rows: int, nbytes: int) -> None:
+    def count_posted(self, domain: int, rows: int, nbytes: int) -> None:
         """Account for rows that a NIC has taken."""
         self._nic_rows[domain] += rows
         self._nic_bytes[domain] += nbytes

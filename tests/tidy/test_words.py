@@ -1,0 +1,74 @@
+"""Public names against the dictionary in ARCHITECTURE.md: one word a thing, one thing a word."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import tep
+from tep.core.handle import Handle
+from tests.tidy.sources import text
+
+NOT_OURS = {
+    "lane": "path",
+    "letter": "control message",
+    "note": "control message",
+    "shun": "mark down",
+    "tally": "sums, or counter",
+    "mailroom": "channel",
+    "outstanding": "in flight",
+    "waiting": "queued",
+}
+"""Words that were used for a thing that has another, and the other."""
+
+KEPT = {"EngineStats.rows_outstanding": "a public field since the first release"}
+"""Names that keep such a word, and why."""
+
+
+def _words(name: str) -> set[str]:
+    return {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+
+
+def _public_names() -> set[str]:
+    """Every public name, and every public member of a public class or of a handle."""
+    found = set(tep.__all__)
+    values = [getattr(tep, name) for name in tep.__all__]
+    classes = [value for value in values if inspect.isclass(value)]
+    for owner in {*classes, *Handle.__subclasses__()}:
+        if issubclass(owner, BaseException):
+            continue
+        members = {*dir(owner), *getattr(owner, "__annotations__", {})}
+        found |= {f"{owner.__name__}.{name}" for name in members if name[0] != "_"}
+    return found
+
+
+def _dictionary() -> list[str]:
+    page = text(Path("ARCHITECTURE.md"))
+    table = page[page.index("## Words") : page.index("## Rooms")]
+    rows = re.findall(r"^\| ([^|]+) \|", table, re.MULTILINE)
+    return [word.strip() for row in rows[2:] for word in re.split(r"[,;:]", row)]
+
+
+def test_public_names_use_the_words_of_the_dictionary() -> None:
+    """A second word for a thing makes a reader look for a second thing."""
+    found = {
+        f"{name}: say {NOT_OURS[word]}"
+        for name in _public_names() - KEPT.keys()
+        for word in {word.removesuffix("s") for word in _words(name)} & NOT_OURS.keys()
+    }
+
+    assert set() == found
+
+
+def test_exceptions_are_still_there() -> None:
+    """An exception that outlives its name hides the next offender."""
+    assert set() == KEPT.keys() - _public_names()
+
+
+def test_a_word_has_one_entry() -> None:
+    """Two meanings of one word are two pages of confusion."""
+    words = _dictionary()
+
+    assert len(words) >= 40
+    assert sorted(set(words)) == sorted(words)
