@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from tep.api import CudaDevice
-from tep.errors import BackendUnavailable, UsageError
+from tep.errors import TepError, UsageError
 
 __all__ = ["Capture", "CudaDevice", "HostFiles", "LiveFiles", "Recorder", "open_files"]
 
@@ -89,7 +89,7 @@ class LiveFiles:
 
         try:
             return list_devices()
-        except BackendUnavailable:
+        except TepError:  # none is here, or it does not answer
             return None
 
 

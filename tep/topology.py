@@ -163,6 +163,7 @@ class Topology:
         """The machine as text: NUMA nodes, their GPUs with NICs and cores, and what is left out."""
         shares = self.shares()
         lines = []
+        idle = ", nearest to no GPU" if self.gpus else ""
         nodes = {gpu.numa for gpu in self.gpus} | set(self.numa_of.values()) | set(self.cores)
         shared = {nic.name for nics in shares.values() for nic in nics}
         for node in sorted(nodes):
@@ -180,7 +181,7 @@ class Topology:
                     for nic in shares[gpu.pci]
                 ]
             lines += [
-                f"  {nic.name}  {nic.link_bps / 1e9:g} Gb/s, nearest to no GPU"
+                f"  {nic.name}  {nic.link_bps / 1e9:g} Gb/s{idle}"
                 for nic in self.nics
                 if nic.name not in shared and self.numa_of[nic.name] == node
             ]

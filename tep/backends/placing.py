@@ -30,8 +30,7 @@ def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
     opened = open_backend(backend, **{**mine, **options})
     names = ", ".join(domain.caps.nic for domain in opened.domains)
     how = "named" if "nics" in options or "nics" not in mine else place.why
-    where = f"worker on CPUs {_few(place.cpus)}" if place.cpus else "worker on any CPU"
-    about = f"device {device}: NICs {names} ({how}), {where}"
+    about = f"device {device}: NICs {names} ({how})"
     pin = None
     if device != "cpu":
         from tep.cuda.words import pinner
@@ -70,7 +69,3 @@ def options_at(backend: str, place: Place, given: dict[str, object]) -> dict[str
         else:
             found["dmabuf_export"] = export_dmabuf
     return found
-
-
-def _few(cpus: tuple[int, ...]) -> str:
-    return ",".join(map(str, cpus[:8])) + (f" and {len(cpus) - 8} more" if len(cpus) > 8 else "")

@@ -130,6 +130,8 @@ class TransferEngine:
             chosen = driver or driver_for(opened)
             engine = cls(opened.domains, driver=chosen, name=name, epoch=epoch, options=options)
             engine._machine.about = opened.about
+            if opened.cpus and driver is None:
+                engine._machine.about += f"; worker on CPUs {', '.join(map(str, opened.cpus))}"
             engine._worker.watch.pin = opened.pin
             return engine
         except OSError as error:

@@ -246,8 +246,11 @@ def test_an_engine_for_a_device_says_where_it_is_and_runs_there(monkeypatch):
 
     monkeypatch.setattr(placing, "open_at", at)
     with TransferEngine.open("local", device="cuda:0") as engine:
-        assert "  device cuda:0: why" in engine.explain().splitlines()
+        said = f"  device cuda:0: why; worker on CPUs {here}"
+        assert said in engine.explain().splitlines()
         assert frozenset({here}) == engine.driver._cpus
+    with TransferEngine.open("local", device="cuda:0", driver=tep.ThreadDriver()) as engine:
+        assert "worker on" not in engine.explain()
 
 
 def test_a_device_that_is_not_here_is_an_error_at_open():
