@@ -38,7 +38,7 @@ from tep.ffi.libc import libc
 from tep.ffi.libfabric_attrs import fi_info
 from tep.ffi.load import Found, Step, env_step, find, path_step, system_step, wheel_step
 
-__all__ = ["Info", "Libfabric", "bind", "has_op", "load", "op", "steps"]
+__all__ = ["Info", "Libfabric", "Ready", "bind", "has_op", "load", "op", "ready", "steps"]
 
 VERSION_MIN: Final = (1, 17)
 VERSION_TESTED: Final = (2, 6)  # a newer library is asked for this API, which it has to honour
@@ -140,24 +140,33 @@ Info = Any
 
 Call = Callable[..., int]
 
+Ready = object
+"""An argument that was converted before the call, by `ready`."""
 
-def bind(address: int, name: str, *, hold_gil: bool = False) -> Call:
+ready: Final[Callable[[int], Ready]] = c_void_p.from_param
+"""Convert a pointer or a number of 64 bits for a call bound with `readied=True`. Nothing keeps
+alive what it points to."""
+
+
+def bind(address: int, name: str, *, hold_gil: bool = False, readied: bool = False) -> Call:
     """Make a callable of a function pointer.
 
     Args:
         address: the pointer, not NULL.
         name: which prototype, e.g. "fi_ops_rma.writemsg".
         hold_gil: keep the interpreter's lock during the call; only for calls of about 1 us.
+        readied: each argument will be one that `ready` made: a call with three costs 120 ns of
+            CPU and not 195 (measured, CPython 3.11). A plain int would be cut to 32 bits.
     """
     assert address, name
-    return cast("Call", _prototype(name, hold_gil=hold_gil)(address))
+    return cast("Call", _prototype(name, hold_gil=hold_gil, readied=readied)(address))
 
 
 @functools.cache
-def _prototype(name: str, *, hold_gil: bool) -> Callable[[int], Any]:
+def _prototype(name: str, *, hold_gil: bool, readied: bool) -> Callable[[int], Any]:
     """The type of a function pointer, made once: each PYFUNCTYPE is another class."""
     restype, argtypes = PROTOTYPES[name]
-    return (PYFUNCTYPE if hold_gil else CFUNCTYPE)(restype, *argtypes)
+    return (PYFUNCTYPE if hold_gil else CFUNCTYPE)(restype, *(() if readied else argtypes))
 
 
 def has_op(table: Structure, member: str) -> bool:
@@ -170,7 +179,7 @@ def has_op(table: Structure, member: str) -> bool:
     return size > offset and bool(getattr(table, member))
 
 
-def op(table: Structure, member: str, *, hold_gil: bool = False) -> Call:
+def op(table: Structure, member: str, *, hold_gil: bool = False, readied: bool = False) -> Call:
     """Bind a member of a table.
 
     Raises:
@@ -179,7 +188,7 @@ def op(table: Structure, member: str, *, hold_gil: bool = False) -> Call:
     name = f"{type(table).__name__}.{member}"
     if not has_op(table, member):
         raise LookupError(f"this provider has no {name}")
-    return bind(getattr(table, member), name, hold_gil=hold_gil)
+    return bind(getattr(table, member), name, hold_gil=hold_gil, readied=readied)
 
 
 class Libfabric:

@@ -367,7 +367,7 @@ def test_rows_on_tcp_wait_for_the_target():
         domain = libfabric.open_domains(**options).domains[0]
         info = domain._nic.info.contents.tx_attr.contents.op_flags
         try:
-            assert wanted == bool(domain._slots._flags & fi.FI_DELIVERY_COMPLETE)
+            assert wanted == bool(domain._slots.flags & fi.FI_DELIVERY_COMPLETE)
             assert wanted == bool(info & fi.FI_DELIVERY_COMPLETE)
         finally:
             domain.close()

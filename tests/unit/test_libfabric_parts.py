@@ -135,14 +135,22 @@ class FakeRegion:
         self.desc = 0
 
 
+ENDPOINT = fi.ready(1 << 40)
+
+
 class Card:
     """fi_writemsg as a NIC would see it: reads the descriptors behind the pointers."""
 
     def __init__(self, room):
         self.room = room
         self.rows = []
+        kind = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+        self._callback = kind(self.take)
+        address = ctypes.cast(self._callback, ctypes.c_void_p).value
+        self.writemsg = fi.bind(address, "fi_ops_rma.writemsg", hold_gil=True, readied=True)
 
-    def __call__(self, endpoint, pointer, flags):
+    def take(self, endpoint, pointer, flags):
+        assert endpoint == 1 << 40
         if len(self.rows) >= self.room:
             return -fi.FI_EAGAIN
         msg = (ctypes.c_uint64 * 8).from_address(pointer)
@@ -165,7 +173,7 @@ def test_descriptors_hold_their_rows_and_a_full_queue_takes_a_prefix(nbytes):
     """A wrong word in a descriptor is a write to a wrong place; a lost row a hang."""
     slots, card, peer, region = Slots(8, flags=1), Card(room=4), FakePeer(), FakeRegion()
     batch = a_batch(6, nbytes)
-    taken = slots.post(card, 1, Ticket(batch, 0, peer, region, 0.0), 6)
+    taken = slots.post(card.writemsg, ENDPOINT, Ticket(batch, 0, peer, region, 0.0), 6)
     lengths = [64] * 6 if nbytes == 64 else nbytes
 
     assert 4 == taken == slots.open == peer.open
@@ -180,7 +188,7 @@ def test_descriptors_hold_their_rows_and_a_full_queue_takes_a_prefix(nbytes):
 def test_rows_come_back_once_and_in_any_order():
     """EFA completes out of order; a slot given away twice would end somebody else's row."""
     slots, card, peer, region = Slots(64, flags=0), Card(room=100), FakePeer(), FakeRegion()
-    slots.post(card, 1, Ticket(a_batch(40), 0, peer, region, 0.0), 40)
+    slots.post(card.writemsg, ENDPOINT, Ticket(a_batch(40), 0, peer, region, 0.0), 40)
     contexts = [row[5] for row in card.rows]
     shuffled = [contexts[k] for k in np.random.default_rng(3).permutation(40)]
 
@@ -197,12 +205,12 @@ def test_rows_that_were_given_up_do_not_come_back_as_others():
     """A silent peer's row that completes after all must not be taken for a new one in its slot."""
     slots, card, peer, region = Slots(4, flags=0), Card(room=100), FakePeer(), FakeRegion()
     ticket = Ticket(a_batch(4), 0, peer, region, 0.0)
-    slots.post(card, 1, ticket, 4)
+    slots.post(card.writemsg, ENDPOINT, ticket, 4)
     contexts = [row[5] for row in card.rows]
     slots.give_back([contexts[1]])
     rows = slots.give_up(ticket, gone=False)
     again = Ticket(a_batch(4), 0, peer, region, 0.0)
-    slots.post(card, 1, again, 4)
+    slots.post(card.writemsg, ENDPOINT, again, 4)
 
     assert [0, 2, 3] == rows
     assert not set(contexts[2:]) & {row[5] for row in card.rows[4:]}
@@ -223,7 +231,7 @@ def test_slots_are_never_lost(moves):
         if posting and slots.room:
             n = min(count, slots.room)
             seen = len(card.rows)
-            slots.post(card, 1, Ticket(a_batch(n), 0, peer, region, 0.0), n)
+            slots.post(card.writemsg, ENDPOINT, Ticket(a_batch(n), 0, peer, region, 0.0), n)
             out += [row[5] for row in card.rows[seen:]]
         elif out:
             part, out = out[:count], out[count:]

@@ -94,7 +94,7 @@ class Endpoint:
     """The queue pair of a NIC under the name that the shared parts know it by.
 
     Attributes:
-        address: the queue pair, a pointer.
+        address, ready: the queue pair, a pointer.
         writemsg, writemsg_long: not called: rows go by the NIC's way.
     """
 
@@ -102,7 +102,7 @@ class Endpoint:
 
     def __init__(self, nic: Nic) -> None:
         self._nic = nic
-        self.address = nic.qp
+        self.address = self.ready = nic.qp
 
     def name(self) -> bytes:
         """Its address."""

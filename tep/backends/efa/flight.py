@@ -79,7 +79,7 @@ class Slots(slots.Slots):
     def _build(self) -> None:
         """No records: the way has its own."""
 
-    def post(self, _call: Callable[..., int], _endpoint: int, ticket: Ticket, n: int) -> int:
+    def post(self, _call: Callable[..., int], _endpoint: object, ticket: Ticket, n: int) -> int:
         batch, start = ticket.batch, ticket.row
         stop, nbytes, rkey = start + n, batch.nbytes, batch.rkey
         assert isinstance(rkey, int)
@@ -110,7 +110,7 @@ class Slots(slots.Slots):
     def post_row(
         self,
         _call: Callable[..., int],
-        _endpoint: int,
+        _endpoint: object,
         ticket: Ticket,
         src: int,
         dst: int,

@@ -59,7 +59,7 @@ class Queue:
 
     def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox, rules: Rules) -> None:
         self._takes_receive = rules.imm_takes_receive
-        self._post_at = mailbox.post_at
+        self._receive = mailbox.receive
         self._nic = nic
         self._slots = slots
         self._mailbox = mailbox
@@ -140,7 +140,7 @@ class Queue:
         if flags & _REMOTE:
             put_completion(out, at, _IMM, _OK, 1, words[_DATA] & _IMM_MASK, 0, 0, 0)
             if self._takes_receive:
-                self._idle.append(words[_CONTEXT] + self._post_at)
+                self._idle.append(self._receive[words[_CONTEXT]])
             return filled + 1
         if flags & _LOCAL:
             ticket = self._slots.take_back(words[_CONTEXT])
@@ -156,7 +156,7 @@ class Queue:
         words = self._words[: n * _WORDS].tolist()
         rows: list[int] = []
         imms: dict[int, int] = {}
-        takes, idle, post_at = self._takes_receive, self._idle, self._post_at
+        takes, idle, receive = self._takes_receive, self._idle, self._receive
         for at in range(0, n * _WORDS, _WORDS):
             flags = words[at + 1]
             if flags & fi.FI_REMOTE_WRITE:
@@ -164,7 +164,7 @@ class Queue:
                 imm = words[at + 4] & _IMM_MASK
                 imms[imm] = imms.get(imm, 0) + 1
                 if takes:
-                    idle.append(words[at] + post_at)
+                    idle.append(receive[words[at]])
             elif flags & fi.FI_WRITE:
                 rows.append(words[at])
             else:
@@ -183,7 +183,7 @@ class Queue:
         remote = (flags & np.uint64(fi.FI_REMOTE_WRITE)) != 0
         count = int(np.count_nonzero(remote))
         if count and self._takes_receive:
-            self._idle += (self._contexts[:n][remote] + self._post_at).tolist()
+            self._idle += map(self._receive.__getitem__, self._contexts[:n][remote].tolist())
         if count == n:
             return self._take_imms(self._data[:n], out, filled)
         local = ~remote

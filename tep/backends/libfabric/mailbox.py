@@ -10,7 +10,7 @@ import mmap
 import operator
 from collections.abc import Callable
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -58,15 +58,15 @@ class Mailbox:
 
     Attributes:
         region: the buffers, as what an empty row reads from.
-        idle: receives that are not posted, by the address of their fi_msg; refill() posts them.
-        post_at: what to add to the context of a receive to get there.
+        idle: receives that are not posted, each as its fi_msg; refill() posts them.
+        receive: the fi_msg of a receive, by its context.
     """
 
     def __init__(self, nic: Nic, frame_bytes: int, rules: Rules) -> None:
         self._nic = nic
         self._frame_bytes = -(-frame_bytes // 64) * 64
         self._receives = rules.frames_in
-        self._more = fi.FI_MORE if rules.more else 0
+        self._flags = fi.ready(fi.FI_MORE if rules.more else 0), fi.ready(0)
         count = self._receives + rules.frames_out
         # An anonymous mapping: pages that no frame has touched cost nothing.
         self._bytes = mmap.mmap(-1, count * (self._frame_bytes + _SLOT_BYTES))
@@ -93,8 +93,8 @@ class Mailbox:
         records["p_iov"] = at
         records["iov_count"], records["addr"] = 1, fi.FI_ADDR_UNSPEC
         records["context"] = self._contexts + _SLOT_BYTES * np.arange(self._receives)
-        self.post_at = records.ctypes.data + _MSG_AT - self._contexts
-        self.idle: list[int] = (at + np.uint64(_MSG_AT)).tolist()
+        self.idle: list[Any] = list(map(fi.ready, (at + np.uint64(_MSG_AT)).tolist()))
+        self.receive = dict(zip(records["context"].tolist(), self.idle, strict=True))
 
     def start(self, endpoint: Endpoint) -> None:
         """Post the receive buffers; frames arrive at this endpoint from now on."""
@@ -112,8 +112,9 @@ class Mailbox:
         posts = iter(idle)
         last = len(idle) - 1
         # In one go: the last one rings the doorbell.
-        flags = chain(repeat(self._more, last), repeat(0))
-        rc = next(filter(None, map(main.recvmsg, repeat(main.address), posts, flags)), 0)
+        more, end = self._flags
+        flags = chain(repeat(more, last), repeat(end))
+        rc = next(filter(None, map(main.recvmsg, repeat(main.ready), posts, flags)), 0)
         if rc:
             del idle[: last - operator.length_hint(posts)]
             if rc != -fi.FI_EAGAIN:
@@ -178,11 +179,11 @@ class Mailbox:
         at = index * self._frame_bytes
         with self._view[at : at + nbytes] as view:
             take(view)
-        self.idle.append(context + self.post_at)
+        self.idle.append(self.receive[context])
 
     def dropped(self, context: int) -> None:
         """Post a receive buffer again whose receive failed."""
-        self.idle.append(context + self.post_at)
+        self.idle.append(self.receive[context])
         self.refill()
 
     def close(self) -> None:

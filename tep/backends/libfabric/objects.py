@@ -111,7 +111,8 @@ class Endpoint:
     """An enabled endpoint and its hot calls.
 
     Attributes:
-        address: of the object, the first argument of the calls below.
+        address: of the object, the first argument of `send`; 0 = it is closed.
+        ready: the same for the other calls, whose arguments are all made by fi.ready().
         writemsg: holds the interpreter's lock; for writes that take about a microsecond.
         writemsg_long: drops it; for writes that make a system call, or are copied inside the call.
         send, recvmsg: messages. send drops it, recvmsg holds it.
@@ -121,13 +122,14 @@ class Endpoint:
         self._nic = nic
         self._handle = handle
         self.address = handle.address
+        self.ready = fi.ready(handle.address)
         ep = handle.contents()
         # Bound after fi_enable, which may swap the tables.
         rma, msg = ep.rma.contents, ep.msg.contents
-        self.writemsg = fi.op(rma, "writemsg", hold_gil=True)
-        self.writemsg_long = fi.op(rma, "writemsg")
+        self.writemsg = fi.op(rma, "writemsg", hold_gil=True, readied=True)
+        self.writemsg_long = fi.op(rma, "writemsg", readied=True)
         self.send = fi.op(msg, "send")
-        self.recvmsg = fi.op(msg, "recvmsg", hold_gil=True)
+        self.recvmsg = fi.op(msg, "recvmsg", hold_gil=True, readied=True)
 
     def name(self) -> bytes:
         """The endpoint's address, in the provider's format."""

@@ -172,7 +172,7 @@ class Rows:
         due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, 0, peer, region, due_s)
         try:
-            taken = slots.post_row(call, endpoint.address, ticket, src, dst, rkey, nbytes, imm)
+            taken = slots.post_row(call, endpoint.ready, ticket, src, dst, rkey, nbytes, imm)
         except OSError as error:
             self.refusal = error.errno or 0
             return False
@@ -212,14 +212,14 @@ class Rows:
         try:
             if n > _FEW:
                 ticket = Ticket(batch, start, peer, region, due_s)
-                taken = slots.post(call, endpoint.address, ticket, n)
+                taken = slots.post(call, endpoint.ready, ticket, n)
             else:
                 while taken < n:
                     ticket = Ticket(batch, start + taken, peer, region, due_s)
                     row = start + taken
                     if not slots.post_row(
                         call,
-                        endpoint.address,
+                        endpoint.ready,
                         ticket,
                         at(batch.src, row),
                         at(batch.dst, row),
@@ -306,7 +306,7 @@ class Rows:
         ticket = Ticket(batch, index, peer, region, due_s)
         try:
             if slots.post_row(
-                call, endpoint.address, ticket, row.src, row.dst, row.rkey, row.nbytes, row.imm
+                call, endpoint.ready, ticket, row.src, row.dst, row.rkey, row.nbytes, row.imm
             ):
                 return True
         except OSError as error:

@@ -135,8 +135,14 @@ class Slots:
         self.open = 0
         self.nbytes = 0
         self._rows_max = rows_max
-        self._flags = flags
-        self._more = fi.FI_MORE if more else 0
+        self.flags = flags
+        # Of a row that ends a chain, and of one that does not; by whether it has an immediate.
+        gather = fi.FI_MORE if more else 0
+        self._flags, self._flags_imm = (
+            (fi.ready(each), fi.ready(each | gather))
+            for each in (flags, flags | fi.FI_REMOTE_CQ_DATA)
+        )
+        self._more = more
         self.adrift = 0
         self.unended: Peer | None = None
         self._next = _FREE + 1
@@ -161,7 +167,7 @@ class Slots:
         records["p_iov"], records["iov_count"] = at, 1
         records["p_rma"], records["rma_count"] = at + np.uint64(16), 1
         records["p_desc"] = at + np.uint64(40)
-        self._pointers: list[int] = (at + np.uint64(_MSG_AT)).tolist()
+        self._pointers = list(map(fi.ready, (at + np.uint64(_MSG_AT)).tolist()))
         lone = self._records[-1:].view(np.uint8)
         self._raw = memoryview(lone)  # type: ignore[arg-type]  # numpy has the buffer protocol
         self._p_msg = self._pointers[-1]
@@ -179,11 +185,11 @@ class Slots:
 
     # --- posting
 
-    def post(self, call: Callable[..., int], endpoint: int, ticket: Ticket, n: int) -> int:
+    def post(self, call: Callable[..., int], endpoint: fi.Ready, ticket: Ticket, n: int) -> int:
         """Post n rows of a ticket, one peer, one key; return how many were taken, a prefix.
 
         Args:
-            call: fi_writemsg.
+            call: fi_writemsg, which takes what fi.ready() made.
             endpoint: its first argument.
             ticket: issued for the rows that were taken.
             n: 1 to `chunk_rows`, and no more than there is room.
@@ -207,16 +213,16 @@ class Slots:
             self._same = same
         src[:n] = part(batch.src, start, stop)
         dst[:n] = part(batch.dst, start, stop)
-        flags = self._flags
+        last, flags = self._flags
         if batch.imm is not None:
             data[:n] = part(batch.imm, start, stop)
-            flags |= fi.FI_REMOTE_CQ_DATA
+            last, flags = self._flags_imm
         # The first row takes the top of the stack, so that rows not taken leave it as it was.
         contexts = self._free[self._top - n : self._top][::-1]
         context[:n] = contexts
         waiting = iter(self._pointers[:n])
         # All but the last say that there is more.
-        each = chain(repeat(flags | self._more, n - 1), repeat(flags))
+        each = chain(repeat(flags, n - 1), repeat(last))
         rc = next(filter(None, map(call, repeat(endpoint), waiting, each)), 0)
         if rc:
             n -= operator.length_hint(waiting) + 1
@@ -241,7 +247,7 @@ class Slots:
     def post_row(
         self,
         call: Callable[..., int],
-        endpoint: int,
+        endpoint: fi.Ready,
         ticket: Ticket,
         src: int,
         dst: int,
@@ -255,11 +261,10 @@ class Slots:
             OSError: refused for another reason.
         """
         context = self._frees[self._top - 1]
-        flags = self._flags
         if imm is None:
-            imm = 0
+            flags, imm = self._flags[0], 0
         else:
-            flags |= fi.FI_REMOTE_CQ_DATA
+            flags = self._flags_imm[0]
         _HEAD.pack_into(self._raw, 0, src, nbytes, dst, nbytes, rkey, ticket.region.desc)
         _TAIL.pack_into(self._raw, _PEER_AT, ticket.peer.number, self._p_rma, 1, context, imm)
         rc = call(endpoint, self._p_msg, flags)
