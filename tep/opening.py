@@ -38,6 +38,7 @@ def open_libfabric(
     cuda: bool = False,
     dmabuf: DmabufExport | None = None,
     same_host_shm: bool = False,
+    sleeps: bool = True,
 ) -> TransferEngine:
     """Open an engine over libfabric: AWS EFA, or tcp and shared memory on any Linux machine.
 

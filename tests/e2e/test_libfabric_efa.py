@@ -152,6 +152,21 @@ with engine("a") as a:
         assert fake.total()["mr_bytes"] <= 4e9 / (8 * 32)
 
 
+def test_an_engine_that_cannot_sleep_says_so(provider):
+    """The wheel's provider has no descriptor: an idle engine looks twice a millisecond."""
+    with fabric({"nics": 1}) as fake:
+        out = run(
+            fake,
+            provider,
+            """
+with engine("a") as a:
+    print(a._domains[0].caps.wakes, a.explain())
+""",
+        )
+    assert out.startswith("False")
+    assert "looks again and again: there is no descriptor to sleep on" in out
+
+
 def test_nics_are_named_as_the_system_names_them(provider):
     """`ibv_devices` says rdmap79s0; libfabric says rdmap79s0-rdm."""
     with fabric({"nics": 2}) as fake:

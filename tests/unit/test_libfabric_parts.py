@@ -351,6 +351,25 @@ def test_explain_shows_which_way_rows_of_one_host_go_on_efa(monkeypatch, same_ho
     assert [{"cuda": False, "same_host_shm": same_host_shm}] == asked
 
 
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_an_idle_engine_sleeps_unless_told_not_to(sleeps):
+    """A descriptor can cost EFA its direct data path; without one the driver must look."""
+    need_libfabric()
+    with (
+        tep.TransferEngine.open("libfabric", provider="tcp", sleeps=sleeps) as a,
+        tep.TransferEngine.open("libfabric", provider="tcp", sleeps=sleeps) as b,
+    ):
+        source, target = np.ones(64, np.uint8), np.zeros(64, np.uint8)
+        mr, _ = a.reg_mr(source)
+        _, desc = b.reg_mr(target)
+        a.submit_single_write(64, (mr, 0), (desc, 0), 1).wait(20)
+        b.expect_imm_count(1, 1).wait(20)
+
+        assert sleeps == a._domains[0].caps.wakes
+        assert sleeps != ("looks again and again: sleeps=False" in a.explain())
+        assert target.all()
+
+
 def test_explain_says_what_done_means():
     """Without delivery_complete tcp calls rows done that never arrive: that must be in sight."""
     need_libfabric()

@@ -40,6 +40,7 @@ class _How(NamedTuple):
     cuda: bool
     dmabuf: DmabufExport | None
     same_host_shm: bool
+    sleeps: bool
 
 
 def open_domains(
@@ -55,6 +56,7 @@ def open_domains(
     cuda: bool = False,
     dmabuf: DmabufExport | None = None,
     same_host_shm: bool = False,
+    sleeps: bool = True,
 ) -> Opened:
     """Open the NICs of one engine.
 
@@ -74,6 +76,10 @@ def open_domains(
             finds the pages itself.
         same_host_shm: on EFA, let the provider reach peers of this host by shared memory and not by
             the NIC.
+        sleeps: let an idle engine sleep on a descriptor, where libfabric has one. False: it looks
+            again and again, see ThreadDriver(watch_s=...). For EFA, where the provider was built
+            with an rdma-core whose efadv_cq_attr has no doorbell: there a queue with a descriptor
+            goes without the direct data path. Nothing tells tep how it was built.
 
     Raises:
         UsageError: an unknown provider, impossible names or numbers.
@@ -88,7 +94,7 @@ def open_domains(
         raise UsageError(f"libfabric: cuda and same_host_shm are for EFA, not for {provider!r}")
     rules = _adjusted(rules, window_rows, window_bytes)
     wants = rules.delivery_complete if delivery_complete is None else delivery_complete
-    how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm)
+    how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm, sleeps)
     epoch = time.time_ns() if epoch is None else epoch
     name = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}" if name is None else name
     with keep_signals():
@@ -154,7 +160,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
         offer.info,
         offer.nic,
         cq_entries=queues if rules.hardware else 8192,
-        wait_fd=True,
+        wait_fd=how.sleeps,
         event_queue=rules.hardware,
     )
     try:
@@ -187,14 +193,14 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             options=options,
             delivery_complete=how.delivery_complete,
             dmabuf=how.dmabuf,
-            about=_about(lib, how),
+            about=_about(lib, how, wakes=nic.wait_fd is not None),
         )
     except BaseException:
         nic.close()
         raise
 
 
-def _about(lib: Libfabric, how: _How) -> str:
+def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
     """What `explain` says of a NIC: by what it is driven, and which way rows go."""
     rules = how.rules
     parts = [f"provider {rules.provider} of {lib.describe()}"]
@@ -209,6 +215,9 @@ def _about(lib: Libfabric, how: _How) -> str:
         parts.append(
             f"at most {rules.window_rows} rows or {rules.window_bytes >> 10} KiB in flight"
         )
+    if not wakes:
+        why = "there is no descriptor to sleep on" if how.sleeps else "sleeps=False"
+        parts.append(f"an idle engine looks again and again: {why}")
     return "; ".join(parts)
 
 
