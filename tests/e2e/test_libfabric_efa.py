@@ -138,6 +138,41 @@ print(got.arrived, target.all())
     assert 30_001 == total["imms_landed"]
 
 
+def test_a_chain_whose_last_row_is_refused_gets_its_doorbell(provider):
+    """Rows before it said that more would follow: the device does not know of them yet.
+
+    Every later row is refused until they have landed: only a frame can ring the doorbell.
+    """
+    with fabric({"nics": 1}) as fake:
+        out = run(
+            fake,
+            provider,
+            """
+with engine("a", peer_timeout_s=30.0) as a, engine("b", peer_timeout_s=30.0) as b:
+    source, target = np.ones(64 * 200, np.uint8), np.zeros(64 * 200, np.uint8)
+    mr, _ = a.reg_mr(source)
+    _, desc = b.reg_mr(target)
+    a.submit_single_write(64, (mr, 199), (desc, 199), 1).wait(20)
+    main = a._domains[0]._main
+    post, taken, refused = main.writemsg, [], []
+    def sparing(endpoint, row, flags):
+        if len(taken) >= 45 and not target[64 * 44]:
+            refused.append(1)
+            return -11
+        taken.append(1)
+        return post(endpoint, row, flags)
+    main.writemsg = sparing
+    pages = tep.Pages(np.arange(200))
+    got = b.expect_imm_count(2, 200)
+    a.submit_paged_writes(64, (mr, pages), (desc, pages), 2).wait(20)
+    got.wait(20)
+    main.writemsg = post
+    print(len(refused) > 0, len(taken), target.all())
+""",
+        )
+    assert "True 200 True" == out
+
+
 def test_eight_engines_on_each_nic_of_a_p5_fit_into_4_gb(provider):
     """The provider's own choice is 111 MB a NIC: 28 GB for 8 engines of 32 NICs."""
     with fabric({"nics": 1}) as fake:
