@@ -142,6 +142,6 @@ def test_stall_report_stays_readable_with_thousands_open() -> None:
 def test_engine_and_driver_names_show_in_repr() -> None:
     """Logs of a fleet are read by name."""
     own = scripted(2)
-    assert "TransferEngine(a@script/2 NICs, epoch 1)" == repr(own.engine)
+    assert "TransferEngine(a@script/2 NICs, epoch 1; 0 regions, 0 peers)" == repr(own.engine)
     own.engine.close()
     assert "TransferEngine(a@script/2 NICs, epoch 1, closed)" == repr(own.engine)
