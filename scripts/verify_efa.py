@@ -6,6 +6,7 @@ itself is tested where there is no EFA.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,11 +15,14 @@ from functools import partial
 import numpy as np
 
 from tep import FabricError, MrDesc, Pages, TepError, ThreadDriver, TransferEngine
-from tep.backends import verbs
+from tep.backends import efa, verbs
 from tep.backends.libfabric import open_domains, probe
 from tep.units import KiB, MiB
 
 __all__ = ["main"]
+
+SRD = "srd"  # the backend `efa`, without libfabric
+ALL = "efa-all"
 
 
 class _Site:
@@ -32,6 +36,8 @@ class _Site:
     def _engine(self, name: str) -> TransferEngine:
         if self.provider == "verbs":
             opened = verbs.open_domains(nics=self._nics(), name=name)
+        elif self.provider == SRD:
+            opened = efa.open_domains(name=name)
         else:
             opened = open_domains(provider=self.provider, name=name)
         driver = ThreadDriver(name)
@@ -129,6 +135,8 @@ class _Site:
 def main(argv: list[str]) -> int:
     """Run all checks on one provider; 0 if every one held."""
     provider = argv[0] if argv else "efa"
+    if provider == ALL:
+        return _side_by_side()
     failed: list[str] = []
 
     def check(name: str, run: Callable[[], str]) -> None:
@@ -138,7 +146,8 @@ def main(argv: list[str]) -> int:
             failed.append(name)
             _say(f"FAILED  {name}: {type(error).__name__}: {error}")
 
-    check("library", verbs.probe if provider == "verbs" else probe)
+    probes = {"verbs": verbs.probe, SRD: efa.probe}
+    check("library", probes.get(provider, probe))
     try:
         site = _Site(provider)
     except TepError as error:
@@ -155,6 +164,25 @@ def main(argv: list[str]) -> int:
         site.close()
     _say(f"{provider}: " + (f"FAILED: {', '.join(failed)}" if failed else "all checks held"))
     return int(bool(failed))
+
+
+def _side_by_side() -> int:
+    """Run every provider in a process of its own; print what each check said, below each other."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    status = 0
+    for provider in ("efa", "efa-direct", SRD):
+        ran = subprocess.run(  # noqa: S603  # this script itself
+            [sys.executable, __file__, provider], capture_output=True, text=True, check=False
+        )
+        status = status or ran.returncode
+        for line in (ran.stdout + ran.stderr).splitlines():
+            check, _, _ = line.partition(": ")
+            found.setdefault(check.split(maxsplit=1)[-1], []).append((provider, line))
+    for check, lines in found.items():
+        _say(check)
+        for provider, line in lines:
+            _say(f"  {provider:10} {line}")
+    return status
 
 
 def _say(line: str) -> None:

@@ -29,7 +29,7 @@ def run():
         yield run
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", [*PROVIDERS, "srd"])
 def test_verify_efa_holds(run, provider):
     """Who comes to an instance starts with this script: each of its checks has to hold."""
     done = subprocess.run(
@@ -45,7 +45,7 @@ def test_verify_efa_holds(run, provider):
     assert "all checks held" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "tests"), [("contract", 164), ("processes", 17), ("direct", 170)])
+@pytest.mark.parametrize(("name", "tests"), [("contract", 164), ("processes", 17), ("direct", 169)])
 def test_tests_on_fake_nics(name, tests):
     """The contract, and processes that are killed, stopped, or run an application: tests/efa."""
     need_fake_efa()

@@ -18,10 +18,11 @@ class DirectWorld(EfaWorld):
     """Nodes of one process; a NIC sends to itself."""
 
     def __init__(self, way):
-        super().__init__(way)
+        super().__init__("srd")
+        self.way = way
 
     def _open(self, nics, name):
-        found = efa.open_domains(nics=nics, name=name, post=self.provider, peer_timeout_s=TIMEOUT_S)
+        found = efa.open_domains(nics=nics, name=name, post=self.way, peer_timeout_s=TIMEOUT_S)
         self.nodes.append(found)
         return found
 
