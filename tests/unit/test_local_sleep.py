@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
+from tep.engine import TransferEngine
 from tep.memory import adapt
 
 Bytes = npt.NDArray[np.uint8]
@@ -194,3 +195,24 @@ def test_a_peer_that_closes_because_it_has_the_immediate_is_no_failure(shared, t
     finally:
         a.close()
         b.close()
+
+
+def test_a_peer_that_is_lost_while_nothing_waits_for_it_lets_the_worker_sleep() -> None:
+    """The loss was seen only with rows on their way: till then its worker took a whole core."""
+    with TransferEngine.open("local", name="idle-a") as a:
+        (domain,) = a._domains
+        sender = domain._sender
+        with TransferEngine.open("local", name="idle-b") as b:
+            mr, _ = a.reg_mr(np.zeros(8, np.uint8))
+            _, desc = b.reg_mr(np.zeros(8, np.uint8))
+            a.submit_single_write(8, (mr, 0), (desc, 0), 1).wait(20)
+            (out,) = sender._numbers
+
+        def lose() -> bool:
+            sender.active.clear()
+            sender.lost.append(out)
+            domain.poll(a._worker._out)
+            return sender.runnable()
+
+        assert not a.driver.call(lose)
+        assert [] == sender.lost

@@ -190,7 +190,7 @@ class LocalDomain:
             self._polls += 1
             sender, port = self._sender, self._port
             sender.helping = HELPING_BYTES
-            if sender.active:
+            if sender.active or sender.lost:  # of a peer to whom nothing waits
                 sender.advance()
             if sender.done:
                 at = self._hand_out(out)

@@ -50,6 +50,7 @@ class Sender:
         done: completions, for the owner to hand out.
         open_rows: rows taken and not handed out; the owner subtracts.
         active: peers with rows or messages in line, or open.
+        lost: peers that were lost since the last poll.
         helping: bytes that may be moved until the next poll.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
         notes: of this NIC.
@@ -82,7 +83,7 @@ class Sender:
         self._outs: list[Outbound] = []
         self._ids: dict[bytes, int] = {}
         self.active: dict[Outbound, None] = {}
-        self._lost: list[Outbound] = []
+        self.lost: list[Outbound] = []
         self._numbers: dict[Outbound, tuple[int, bytes]] = {}  # of all that are not gone
         self._gone_addresses: deque[bytes] = deque()
         self._gone = self._new(Address.from_bytes(me))  # stands for every peer that is gone
@@ -105,7 +106,7 @@ class Sender:
 
     def _new(self, address: Address) -> Outbound:
         caps, shared = self._caps, (self._watches, self._bell, self._fence)
-        return Outbound(address, caps.nic, *shared, caps.peer_timeout_s, self._lost.append)
+        return Outbound(address, caps.nic, *shared, caps.peer_timeout_s, self.lost.append)
 
     def _forget(self, out: Outbound) -> None:
         """Keep of a peer that is gone its number, and for a while its address.
@@ -120,8 +121,8 @@ class Sender:
 
     def _clear_lost(self) -> None:
         """Fail what stands in line for peers that are gone."""
-        while self._lost:
-            out = self._lost.pop()
+        while self.lost:
+            out = self.lost.pop()
             self.why = f"{out.address}: {out.why}"
             for segment in out.line:
                 self._fail(segment.batch, segment.at, segment.stop, Status.UNREACHABLE)
@@ -156,7 +157,7 @@ class Sender:
                 upto = at + sum(1 for _ in same)
                 self._stand(self._outs[number], batch, at, upto)
                 at = upto
-        if self._lost:
+        if self.lost:
             self._clear_lost()
         return take
 
@@ -185,19 +186,19 @@ class Sender:
                 del self.active[out]
                 if out.line or out.open or out.letters or out.notes:
                     self.active[out] = None  # behind the others, for the next helping
-        if self._lost:
+        if self.lost:
             self._clear_lost()
 
     def runnable(self) -> bool:
         """Whether advance() would get on now; if not, all its peers were asked to ring our bell."""
-        if not (self.active or self._lost):
+        if not (self.active or self.lost):
             return False
         waiting = [out for out in self.active if out.way is _UP]
         for out in waiting:
             out.lane.want()
         if waiting:
             self._fence()
-        return bool(self._lost) or any(
+        return bool(self.lost) or any(
             (out.line and (out.line[0].batch.imm is None or out.lane.room(look=True) > 0))
             or (out.open and out.lane.news())
             or (out.letters and out.lane.fits(len(out.letters[0][0])))
@@ -418,7 +419,7 @@ class Sender:
         taken = self.notes.post(out, payload, ctx)
         if out.notes:
             self.active[out] = None
-        if self._lost:
+        if self.lost:
             self._clear_lost()
         return taken
 
@@ -485,7 +486,7 @@ class Sender:
         """Let go of all ways, saying nothing."""
         for out in self._outs:
             out.release()
-        self._lost.clear()
+        self.lost.clear()
 
 
 def _at(column: Column, row: int) -> int:
