@@ -1,7 +1,7 @@
 """Immediates that will not come: telling a peer that one fails, and being told; see `engine.fail`.
 
-Counts are `imm`'s and notes `mailroom`'s; nothing here posts. Rule: a word that comes twice fails
-nobody twice.
+`imm` counts, `channel` sends; nothing here posts. Rule 1: a message that comes twice fails nobody
+twice. Rule 2: an expectation that names its sender is failed by no other engine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Failures:
         settle: ends a handle.
 
     Attributes:
-        broken: immediates that a peer gave up, and that nobody expected at the time.
+        broken: immediates that peers gave up while nobody expected them: each with the errors of
+            who gave it up, by the address of the NIC that said so.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Failures:
         opened: dict[Handle, None],
         settle: Callable[[Handle, State, TepError | None], None],
     ) -> None:
-        self.broken: dict[int, FabricError] = {}
+        self.broken: dict[int, dict[bytes, FabricError]] = {}
         self._heard: dict[bytes, dict[int, None]] = {}  # numbers, by engine
         self._name = name
         self._imms, self._channel = imms, channel
@@ -93,26 +94,32 @@ class Failures:
                 self._settle(handle, State.FAILED, error(handle, came))
         return found
 
-    def _hear(self, nic: int, address: bytes, note: Failed) -> None:
-        """A peer gives an immediate up: whoever waits for it, or will next, gets an error.
+    def take(self, expectation: Expectation) -> FabricError | None:
+        """The error of a new expectation that a peer has given up already; it fails one only."""
+        errors = self.broken.get(expectation.imm, {})
+        for address in errors:
+            if _is_from(expectation, address):
+                error = errors.pop(address)
+                if not errors:
+                    del self.broken[expectation.imm]
+                return error
+        return None
 
-        An expectation that names its sender is failed by no other.
-        """
+    def _hear(self, nic: int, address: bytes, note: Failed) -> None:
+        """A peer gives an immediate up: whoever waits for it, or will next, gets an error."""
         engine = self._channel.engine_of(nic, address)
         heard = self._heard.get(engine, {})
         if note.number not in heard:  # else it asks again because our answer was late
 
             def meant(handle: Expectation) -> bool:
-                sender = handle.sender
-                from_it = sender is None or address in sender.addr.domains
-                return handle.imm == note.imm and from_it
+                return handle.imm == note.imm and _is_from(handle, address)
 
             if not self.fail(meant, lambda _, came: given_up(note, f"; {came}")):
-                if len(self.broken) >= _BROKEN_MAX:
+                if sum(map(len, self.broken.values())) >= _BROKEN_MAX:
                     text = f"{_BROKEN_MAX} immediates were given up that nobody expects"
                     self._channel.drop(Drop.FULL, address, text)
                     return
-                self.broken[note.imm] = given_up(note, "")
+                self.broken.setdefault(note.imm, {})[address] = given_up(note, "")
             heard[note.number] = None
             if len(heard) > _HEARD_MAX:
                 del heard[next(iter(heard))]
@@ -120,3 +127,9 @@ class Failures:
             if len(self._heard) > _ENGINES_MAX:
                 del self._heard[next(iter(self._heard))]
         self._channel.answer(nic, address, Told(note.number, "", ()))
+
+
+def _is_from(expectation: Expectation, address: bytes) -> bool:
+    """Whether the engine with a NIC at an address may fail an expectation."""
+    sender = expectation.sender
+    return sender is None or address in sender.addr.domains

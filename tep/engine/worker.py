@@ -368,8 +368,7 @@ class Worker:
         if self.closed:
             self._end(expectation, State.FAILED, closed_error())
             return
-        broken = self.failures.broken
-        if broken and (error := broken.pop(expectation.imm, None)) is not None:
+        if self.failures.broken and (error := self.failures.take(expectation)) is not None:
             self._end(expectation, State.FAILED, error)
             return
         try:

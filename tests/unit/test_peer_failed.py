@@ -55,6 +55,20 @@ def test_an_expectation_that_comes_later_fails_once(fabric) -> None:
         assert not later.finished
 
 
+def test_a_later_expectation_of_another_sender_is_not_failed() -> None:
+    """Who gave an immediate up speaks for itself only, also where nobody waited yet."""
+    with Cluster(3, 2) as cluster:
+        a, b, c = cluster.engines
+        _, desc = b.reg_mr(np.zeros(64, np.uint8))
+        c.fail(b.main_address, 7, "not me").wait()
+        cluster.env.run()
+        mine = b.expect_imm_count(7, 1, sender=a.main_address)
+        a.submit_barrier([desc], 7).wait()
+        assert mine.wait().ok
+        with pytest.raises(FabricError, match="not me"):
+            b.expect_imm_count(7, 1, sender=c.main_address).wait()
+
+
 @FABRICS
 def test_the_word_to_a_dead_peer_fails_itself(fabric) -> None:
     """Whoever waits for it must not wait for ever."""

@@ -144,4 +144,4 @@ def test_engine_and_driver_names_show_in_repr() -> None:
     own = scripted(2)
     assert "TransferEngine(a@script/2 NICs, epoch 1; 0 regions, 0 peers)" == repr(own.engine)
     own.engine.close()
-    assert "TransferEngine(a@script/2 NICs, epoch 1, closed)" == repr(own.engine)
+    assert "TransferEngine(a@script/2 NICs, epoch 1; closed)" == repr(own.engine)
