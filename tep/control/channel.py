@@ -61,7 +61,7 @@ def sooner(one_s: float | None, other_s: float | None) -> float | None:
     return one_s if other_s is None or one_s < other_s else other_s
 
 
-class _Letter:
+class _Delivery:
     """One note on its way: over the lanes of a link, or back to where a question came from.
 
     Attributes:
@@ -96,19 +96,28 @@ class _Question:
         why: what became of the last try.
         round: the number of this round.
         others: lanes that were not asked over in this round.
-        out: letters of this round that are on their way.
+        out: deliveries of this round that are on their way.
         reached: whether one of them got there.
         deaf: whether all that came back said that nobody is there.
     """
 
     __slots__ = (
-        "deaf", "due_s", "letter", "lost", "others", "out", "reached", "round", "told", "why",
+        "deaf",
+        "delivery",
+        "due_s",
+        "lost",
+        "others",
+        "out",
+        "reached",
+        "round",
+        "told",
+        "why",
     )  # fmt: skip
 
     def __init__(
-        self, letter: _Letter, told: Callable[[Answer], object], lost: Callable[[str], object]
+        self, delivery: _Delivery, told: Callable[[Answer], object], lost: Callable[[str], object]
     ) -> None:
-        self.letter = letter
+        self.delivery = delivery
         self.told = told
         self.lost = lost
         self.why = ""
@@ -144,8 +153,8 @@ class Channel:
         self._wait_s = max(domain.caps.peer_timeout_s for domain in domains)
         self._numbers = itertools.count(1)
         self._ctxs = itertools.count(NOTE_CTX)
-        self._queue: deque[_Letter] = deque()
-        self._out: dict[int, _Letter] = {}
+        self._queue: deque[_Delivery] = deque()
+        self._out: dict[int, _Delivery] = {}
         self._questions: dict[int, _Question] = {}
         self._hears: dict[type, Callable[[int, bytes, Note], object]] = {}
         self._answers: Counter[bytes] = Counter()  # that wait for a NIC, by engine
@@ -170,8 +179,8 @@ class Channel:
     ) -> None:
         """Ask a peer until it answers, over whichever lanes live; note(number) makes the note."""
         number = next(self._numbers)
-        letter = _Letter(note(number), link, None)
-        self._questions[number] = question = _Question(letter, told, lost)
+        delivery = _Delivery(note(number), link, None)
+        self._questions[number] = question = _Question(delivery, told, lost)
         self._put(question)
 
     @property
@@ -181,9 +190,9 @@ class Channel:
 
     def say(self, link: Link, note: Note, lane: tuple[int, int]) -> None:
         """Tell a peer something over one lane; nobody learns whether it got there."""
-        letter = _Letter(note, link, None)
-        letter.lanes = [lane]
-        self._send(letter)
+        delivery = _Delivery(note, link, None)
+        delivery.lanes = [lane]
+        self._send(delivery)
 
     def answer(self, nic: int, address: bytes, note: Note) -> None:
         """Answer from where a question came in; if that fails it will be asked again."""
@@ -192,16 +201,16 @@ class Channel:
             self.drop(Drop.FULL, address, "too many answers wait for a NIC")
             return
         self._answers[engine] += 1
-        self._send(_Letter(note, None, (nic, address)))
+        self._send(_Delivery(note, None, (nic, address)))
 
-    def _send(self, letter: _Letter) -> None:
+    def _send(self, delivery: _Delivery) -> None:
         if self.able:  # else it is closed, and what NICs still hand out is not answered
-            self._queue.append(letter)
+            self._queue.append(delivery)
             self.busy = True
 
     def _put(self, question: _Question) -> None:
         """Begin a round."""
-        lanes = self._lanes(question.letter)
+        lanes = self._lanes(question.delivery)
         question.round += 1
         question.due_s = None
         question.reached, question.deaf = False, True
@@ -212,16 +221,16 @@ class Channel:
     def _ask_over(self, question: _Question, lanes: list[tuple[int, int]]) -> None:
         question.out = len(lanes)
         for lane in lanes:
-            letter = _Letter(question.letter.note, question.letter.link, None)
-            letter.question, letter.round, letter.lanes = question, question.round, [lane]
-            self._queue.append(letter)
+            delivery = _Delivery(question.delivery.note, question.delivery.link, None)
+            delivery.question, delivery.round, delivery.lanes = question, question.round, [lane]
+            self._queue.append(delivery)
         self.busy = True
         if not lanes:
             self._lose(question, "no NIC of ours is alive")
 
-    def _lanes(self, letter: _Letter) -> list[tuple[int, int]]:
+    def _lanes(self, delivery: _Delivery) -> list[tuple[int, int]]:
         """The lanes to try, in order: first to NICs that take rows, and those of one number."""
-        link = letter.link
+        link = delivery.link
         if link is None:
             return []
         here = [i for i, alive in enumerate(self._alive) if alive]
@@ -232,10 +241,10 @@ class Channel:
         """Post what waits, put late questions again; True if a NIC took one or one was lost."""
         work = False
         for _ in range(len(self._queue)):
-            letter = self._queue.popleft()
-            work |= self._post(letter)
-            if letter.back is not None and (not self._queue or self._queue[-1] is not letter):
-                self._gone(letter.back)
+            delivery = self._queue.popleft()
+            work |= self._post(delivery)
+            if delivery.back is not None and (not self._queue or self._queue[-1] is not delivery):
+                self._gone(delivery.back)
         if self._questions:
             now_s = self._now_s()
             late = [q for q in self._questions.values() if q.due_s is not None and q.due_s <= now_s]
@@ -256,31 +265,31 @@ class Channel:
         """When step() is wanted although nothing has happened; None: then never."""
         return min((q.due_s for q in self._questions.values() if q.due_s is not None), default=None)
 
-    def _post(self, letter: _Letter) -> bool:
+    def _post(self, delivery: _Delivery) -> bool:
         try:
-            if letter.back is not None:
-                nic, address = letter.back
+            if delivery.back is not None:
+                nic, address = delivery.back
                 peer = self._nics[nic].connect(address)
-            elif not letter.lanes:
+            elif not delivery.lanes:
                 return True  # no NIC of ours is alive, and it is no question
             else:
-                nic, remote = letter.lanes[0]
-                assert letter.link is not None
-                address = letter.link.addr.domains[remote]
-                peer = letter.link.peer(nic, remote)
+                nic, remote = delivery.lanes[0]
+                assert delivery.link is not None
+                address = delivery.link.addr.domains[remote]
+                peer = delivery.link.peer(nic, remote)
             ctx = next(self._ctxs)
-            taken = self._alive[nic] and self._nics[nic].post_note(peer, encode(letter.note), ctx)
+            taken = self._alive[nic] and self._nics[nic].post_note(peer, encode(delivery.note), ctx)
         except (TepError, OSError, MemoryError) as error:  # perhaps another NIC can
-            self._failed(letter, str(error))
+            self._failed(delivery, str(error))
             return True
         if taken:
-            letter.way = nic, address
-            self._out[ctx] = letter
+            delivery.way = nic, address
+            self._out[ctx] = delivery
             return True
         if self._alive[nic]:
-            self._queue.append(letter)
+            self._queue.append(delivery)
             return False
-        self._failed(letter, "its NIC is down")
+        self._failed(delivery, "its NIC is down")
         return True
 
     def _again(self, question: _Question) -> None:
@@ -289,16 +298,16 @@ class Channel:
             return
         self._put(question)
 
-    def _failed(self, letter: _Letter, why: str, *, deaf: bool = False) -> None:
+    def _failed(self, delivery: _Delivery, why: str, *, deaf: bool = False) -> None:
         """A lane failed: try others; ask again, unless nobody is there at all."""
-        del letter.lanes[:1]
-        question = letter.question
+        del delivery.lanes[:1]
+        question = delivery.question
         if question is None:
-            if letter.lanes:
-                self._queue.append(letter)
+            if delivery.lanes:
+                self._queue.append(delivery)
                 self.busy = True
             return
-        if letter.round != question.round or question.letter.note.number not in self._questions:
+        if delivery.round != question.round or question.delivery.note.number not in self._questions:
             return
         question.why = why
         question.deaf &= deaf
@@ -314,18 +323,18 @@ class Channel:
             question.due_s = self._now_s()
 
     def _lose(self, question: _Question, why: str) -> None:
-        if self._questions.pop(question.letter.note.number, None) is not None:
+        if self._questions.pop(question.delivery.note.number, None) is not None:
             question.lost(why)
 
     # ------------------------------------------------------------------ in
 
     def sent(self, ctx: int, status: int) -> None:
         """A NIC says how a note fared."""
-        letter = self._out.pop(ctx)
-        question = letter.question
-        self._far_ends.note_heard(*letter.way, heard=status != Status.UNREACHABLE)
+        delivery = self._out.pop(ctx)
+        question = delivery.question
+        self._far_ends.note_heard(*delivery.way, heard=status != Status.UNREACHABLE)
         if status == Status.OK:
-            if question is not None and letter.round == question.round:
+            if question is not None and delivery.round == question.round:
                 question.out -= 1
                 question.reached = True
                 question.why = "no answer"
@@ -333,15 +342,15 @@ class Channel:
         elif status == Status.STALE_PEER:
             if question is not None:
                 self._lose(question, "it has restarted")
-            if letter.link is not None:
-                self._events.append(PeerRestarted(letter.link))
+            if delivery.link is not None:
+                self._events.append(PeerRestarted(delivery.link))
         else:
-            self._failed(letter, Status(status).name, deaf=status == Status.UNREACHABLE)
+            self._failed(delivery, Status(status).name, deaf=status == Status.UNREACHABLE)
 
     def lost(self, nic: int) -> None:
         """A NIC will never say how its notes fared."""
-        for ctx, letter in tuple(self._out.items()):
-            if letter.way[0] == nic:
+        for ctx, delivery in tuple(self._out.items()):
+            if delivery.way[0] == nic:
                 self.sent(ctx, Status.NIC_DOWN)
 
     def engine_of(self, nic: int, address: bytes) -> bytes:
@@ -369,7 +378,7 @@ class Channel:
 
     def _take_answer(self, address: bytes, note: Answer) -> None:
         question = self._questions.get(note.number)
-        link = None if question is None else question.letter.link
+        link = None if question is None else question.delivery.link
         if question is None or link is None or address not in link.addr.domains:
             self.drop(Drop.UNASKED, address, f"answer {note.number}")
             return

@@ -22,11 +22,11 @@ from tep.control.channel import Channel
 from tep.control.messages import Asked, Told, values_max
 from tep.core.group import DomainGroup, not_made_good
 from tep.core.path import Path, PathEvent
-from tep.core.pending import Loss, LostRow, Pending, Rescue, varies
+from tep.core.pending import Loss, LostRow, Pending, Retransmission, varies
 from tep.core.transfer import Transfer
 from tep.errors import TepError
 
-__all__ = ["Recovery", "why_unable"]
+__all__ = ["Failover", "why_unable"]
 
 _NO_IMM = -1
 """Stands for the immediate of rows that have none."""
@@ -43,7 +43,7 @@ def why_unable(domains: Sequence[Domain]) -> str | None:
     return None
 
 
-class Recovery:
+class Failover:
     """What is being made good on one engine.
 
     Args:
@@ -199,26 +199,26 @@ class Recovery:
         Which of them are missing nobody can know, and nobody need: they are equal.
         """
         group = self._group
-        rescue = Rescue()
+        retransmission = Retransmission()
         for pending, row, error in missing:
             transfer = pending.transfer
             transfer.left += 1
             transfer.extra += 1
-            rescue.after.append((pending, row, error))
-        rescue.left = 1  # ours, so that it cannot be over before it has begun
+            retransmission.after.append((pending, row, error))
+        retransmission.left = 1  # ours, so that it cannot be over before it has begun
         for pending, row, error in rows:
-            mine = pending.rescue  # a row that is being written again already
+            mine = pending.retransmission  # a row that is being written again already
             if pending.transfer.is_ending():
                 if mine is not None:
-                    group.finish_rescue(mine)
+                    group.finish_retransmission(mine)
             elif pending.row_bytes(row):
                 pending.transfer.left += 1
                 pending.transfer.extra += 1
                 if mine is None:
-                    mine = rescue
-                    rescue.left += 1
+                    mine = retransmission
+                    retransmission.left += 1
                 self._group.repost(pending, row, mine, error)
-        group.finish_rescue(rescue)
+        group.finish_retransmission(retransmission)
 
     def _settle(self, rows: list[LostRow]) -> None:
         """The rows themselves are over; what was made of them counts by itself."""
@@ -244,8 +244,8 @@ class Recovery:
             self._group.doubt(lost.pending, lost.row, lost.error.code)
         self._fail([lost for lost in loss.rows if not lost.pending.transfer.is_ending()], why)
         for lost in loss.rows:
-            if lost.pending.rescue is not None:
-                self._group.finish_rescue(lost.pending.rescue)
+            if lost.pending.retransmission is not None:
+                self._group.finish_retransmission(lost.pending.retransmission)
         self._settle(loss.rows)
 
     def _fail(self, rows: list[LostRow], why: str) -> None:

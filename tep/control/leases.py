@@ -1,10 +1,10 @@
-"""The owner's end of leases: granted for a time, renewed, and over only when nobody can write.
+"""The owner's end of leases: it grants, renews and ends them.
 
-The writer's end is `holding`. Rule 1: time says when to ask for the memory back, never that it is
-free. Rule 2: a lease ends as free only after its writer has said that no row of it is left, and the
-paths over which bytes may still come are fenced off; a writer that says nothing is fenced off on
-all paths, which are not opened again before it has said it. Rule 3: where that cannot be known, the
-bytes are in quarantine, and the end says so.
+The writer's end is `held_leases`. Rule 1: when a lease runs out, the owner asks for its memory
+back; the memory is not free by that. Rule 2: a lease ends as free only after its writer has said
+that no row under it is left, and after the paths over which bytes may still arrive are fenced off.
+A writer that does not answer is fenced off on all paths, which stay shut until it has answered.
+Rule 3: where this cannot be established, the bytes are in quarantine, and the end says so.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Final
 from tep.api import EngineOptions
 from tep.checks import unpicklable
 from tep.control.channel import Channel, Drop
-from tep.control.failover import Recovery
+from tep.control.failover import Failover
 from tep.control.failures import Failures
 from tep.control.fencing import Fencing
 from tep.control.leases import Leases
@@ -179,7 +179,7 @@ class Membership:
     Args:
         group: the engine's NICs.
         channel: to the peers.
-        recovery, fencing: both halves of a failover.
+        failover, fencing: both halves of a failover.
         failures: fails who waits for a peer that is gone.
         leases: that peers were granted.
         drop: lets go of a link for good.
@@ -198,7 +198,7 @@ class Membership:
         self,
         group: DomainGroup,
         channel: Channel,
-        recovery: Recovery,
+        failover: Failover,
         fencing: Fencing,
         failures: Failures,
         leases: Leases,
@@ -223,7 +223,7 @@ class Membership:
         self._alarm_ns: int | None = None
         self._closed = False
         self._reopening = Reopening(
-            group, channel, recovery, fencing, self._find, self._path_opened
+            group, channel, failover, fencing, self._find, self._path_opened
         )
         channel.hear(Ping, lambda nic, address, n: channel.answer(nic, address, Pong(n.number)))
         channel.hear(Pong, self._heard)

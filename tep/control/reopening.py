@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.control.channel import Channel
-from tep.control.failover import Recovery
+from tep.control.failover import Failover
 from tep.control.fencing import Fencing
 from tep.control.messages import WHY_MAX, Answer, Asked, Reopen, Told
 from tep.core.group import DomainGroup
@@ -26,7 +26,7 @@ class Reopening:
     Args:
         group: its NICs.
         channel: to the peers' engines.
-        recovery, fencing: both halves of a failover.
+        failover, fencing: both halves of a failover.
         find: the peer that a NIC's address belongs to, and the NIC's number; None: nothing is
             known of it.
         opened: is called with each path that is in use again.
@@ -36,13 +36,13 @@ class Reopening:
         self,
         group: DomainGroup,
         channel: Channel,
-        recovery: Recovery,
+        failover: Failover,
         fencing: Fencing,
         find: Callable[[bytes], tuple[Link, int] | None],
         opened: Callable[[Path], object],
     ) -> None:
         self._group, self._channel = group, channel
-        self._recovery, self._fencing = recovery, fencing
+        self._failover, self._fencing = failover, fencing
         self._find, self._opened = find, opened
         channel.hear(Reopen, self._asked)
 
@@ -68,7 +68,7 @@ class Reopening:
 
     def _is_clear(self, path: Path) -> bool:
         live = path.link.current and self._group.alive[path.domain]
-        return live and self._recovery.is_clear(path)
+        return live and self._failover.is_clear(path)
 
     def _put(
         self,
@@ -135,6 +135,6 @@ class Reopening:
         if found is not None:
             link, number = found
             shut = not link.is_up(note.nic, number)
-            if shut and not self._recovery.is_clear(link.path(note.nic, number)):
+            if shut and not self._failover.is_clear(link.path(note.nic, number)):
                 return "rows of its own wait to be made good there"
         return None

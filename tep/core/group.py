@@ -26,7 +26,7 @@ from tep.core.pending import (
     Loss,
     LostRow,
     Pending,
-    Rescue,
+    Retransmission,
     goes_to,
     ints,
     on_lanes,
@@ -425,8 +425,8 @@ class DomainGroup:
             transfer.left -= count
         if over:
             self._forget(pending)
-            if pending.rescue is not None and not held:
-                self.finish_rescue(pending.rescue)
+            if pending.retransmission is not None and not held:
+                self.finish_retransmission(pending.retransmission)
         if transfer.left == 0:
             self.ended.append(transfer)
 
@@ -536,7 +536,7 @@ class DomainGroup:
                 mine.append(pending)
             pending = pending.older
         dropped = sum(pending.stop - pending.at for pending in mine)
-        transfer.dropped += dropped  # first: what a rescue does next depends on it
+        transfer.dropped += dropped  # first: what a retransmission does next depends on it
         for pending in reversed(mine):
             self._cut(pending)
         transfer.left -= dropped
@@ -555,8 +555,8 @@ class DomainGroup:
         self.backlog -= rest
         if pending.back == pending.stop:
             self._forget(pending)
-            if pending.rescue is not None:
-                self.finish_rescue(pending.rescue)
+            if pending.retransmission is not None:
+                self.finish_retransmission(pending.retransmission)
         return rest
 
     def _forget(self, pending: Pending) -> None:
@@ -628,21 +628,23 @@ class DomainGroup:
             start, stop = pending.at, pending.stop
             if start == stop:
                 continue  # dropped with a row of the same transfer that could not move
-            rescue, pending.rescue = pending.rescue, None
+            retransmission, pending.retransmission = pending.retransmission, None
             self._cut(pending)
             try:
                 if not any(self.alive):
                     raise self._down_error()
                 moved = self._moved(pending, start, stop)
-                moved.rescue, moved.tries = rescue, pending.tries
+                moved.retransmission, moved.tries = retransmission, pending.tries
                 self._push(moved)
             except TepError as error:  # or a NIC that cannot connect to where its rows should go
                 self.lose(pending.transfer, stop - start, error)
-                if rescue is not None:
-                    self.finish_rescue(rescue)
+                if retransmission is not None:
+                    self.finish_retransmission(retransmission)
 
-    def repost(self, old: Pending, row: int, rescue: Rescue | None, error: TepError) -> None:
-        """Queue one row again on a lane that lives: its bytes if there is a rescue that waits for
+    def repost(
+        self, old: Pending, row: int, retransmission: Retransmission | None, error: TepError
+    ) -> None:
+        """Queue one row again on a lane that lives: its bytes if a retransmission waits for
         them, else its immediate without bytes. `error` is what it fails with if no lane is left.
         """
         try:
@@ -651,22 +653,22 @@ class DomainGroup:
             fresh.tries = old.tries + 1
         except TepError:
             self.lose(old.transfer, 1, error)
-            if rescue is not None:
-                self.finish_rescue(rescue)
+            if retransmission is not None:
+                self.finish_retransmission(retransmission)
             return
-        if rescue is None:
+        if retransmission is None:
             fresh.batch.nbytes = 0
         else:
             fresh.batch.imm = None
-            fresh.rescue = rescue
+            fresh.retransmission = retransmission
         self._push(fresh)
 
-    def finish_rescue(self, rescue: Rescue) -> None:
-        """A row of a rescue is over. After the last one the immediates follow."""
-        rescue.left -= 1
-        if rescue.left:
+    def finish_retransmission(self, retransmission: Retransmission) -> None:
+        """A row of a retransmission is over. After the last one the immediates follow."""
+        retransmission.left -= 1
+        if retransmission.left:
             return
-        after, rescue.after = rescue.after, []
+        after, retransmission.after = retransmission.after, []
         for pending, row, error in after:
             transfer = pending.transfer
             transfer.failure = transfer.failure or self.closing

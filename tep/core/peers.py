@@ -68,7 +68,7 @@ class PeerGroup:
             if remote.link not in self._links:
                 raise self._stranger(remote.link.addr, what)
         targets = Targets(remotes)
-        if all(remote.hold is None for remote in remotes):  # a lease is looked at every time
+        if all(remote.held_lease is None for remote in remotes):  # a lease is looked at every time
             self._steady = _Steady(descs, targets, generation)
         return targets
 
@@ -84,8 +84,8 @@ class PeerGroup:
         return BadRequest(f"{what}: {addr.name!r} is not in the peer group")
 
 
-class Holder(Protocol):
-    """The leases that this engine holds; see `tep.control.holding`."""
+class LeaseResolver(Protocol):
+    """The leases that this engine holds; see `tep.control.held_leases`."""
 
     def resolve(self, lease: Lease, link: Link, what: str, /) -> Remote:
         """The bytes of a lease, ready for posting."""
@@ -101,7 +101,7 @@ class PeerBook:
         own: the engine's own address.
         domains: its NICs.
         lock: guards the book against two threads that meet a peer at the same time.
-        holder: what is known of leases.
+        held_leases: the leases that peers granted to this engine.
         replaced: called with each link that a later incarnation replaced, without the lock.
 
     Attributes:
@@ -114,7 +114,7 @@ class PeerBook:
         own: NetAddr,
         domains: tuple[Domain, ...],
         lock: AbstractContextManager[object],
-        holder: Holder,
+        held_leases: LeaseResolver,
         replaced: Callable[[Link], object],
     ) -> None:
         self.own = own
@@ -122,7 +122,7 @@ class PeerBook:
         self.generation = 0
         # Of peers that were removed: epoch, and (our NIC, its NIC) of paths that were not UP.
         self._left: dict[tuple[str, str], tuple[int, list[tuple[int, int]]]] = {}
-        self._holder, self._replaced = holder, replaced
+        self._held_leases, self._replaced = held_leases, replaced
         self._domains = domains
         self._lock = lock
         self._remotes: dict[int, Remote] = {}
@@ -179,7 +179,7 @@ class PeerBook:
                 )
             known.current = False
             self.generation += 1
-            self._holder.orphan(known)
+            self._held_leases.orphan(known)
         link = Link(addr, self._domains)
         if left == addr.epoch:
             link.again = True
@@ -225,7 +225,7 @@ class PeerBook:
         if isinstance(desc, Lease):
             link = self.link(desc.desc.addr, what)
             _check_end(desc.desc, what)
-            return self._holder.resolve(desc, link, what)
+            return self._held_leases.resolve(desc, link, what)
         if not isinstance(desc, MrDesc):
             raise BadDescriptor(
                 f"{what}: {type(desc).__name__} is not an MrDesc; "

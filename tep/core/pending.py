@@ -22,7 +22,7 @@ __all__ = [
     "Loss",
     "LostRow",
     "Pending",
-    "Rescue",
+    "Retransmission",
     "as_slice",
     "cut_column",
     "goes_to",
@@ -44,7 +44,7 @@ _NO_ROWS: Final[set[int]] = set()
 """Stands in every batch that has lost none, and is never added to."""
 
 
-class Rescue:
+class Retransmission:
     """Rows that are written again, and the immediates that follow once all of them have arrived.
 
     Attributes:
@@ -99,7 +99,7 @@ class Pending:
     """Rows of one batch on one NIC: `at` of them posted, `back` of them returned.
 
     `nbytes` is the sum over the whole batch where somebody knew it, else -1. `lost` names the rows
-    that came back with an error; `rescue` is what a row that is written again belongs to.
+    that came back with an error; `retransmission` is what a row that is written again belongs to.
     `is_piece` says that it is one of those in which a long batch is posted, `tries` on how many
     lanes its row was lost before, `older` the batch of the same transfer that was queued before.
     """
@@ -115,7 +115,7 @@ class Pending:
         "nics",
         "older",
         "remotes",
-        "rescue",
+        "retransmission",
         "stop",
         "transfer",
         "tries",
@@ -139,7 +139,7 @@ class Pending:
         self.stop = batch.n
         self.nbytes = -1
         self.lost: set[int] = _NO_ROWS
-        self.rescue: Rescue | None = None
+        self.retransmission: Retransmission | None = None
         self.is_piece = False
         self.tries = 0
         self.older: Queued | None = None

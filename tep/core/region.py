@@ -23,10 +23,10 @@ from tep.memory import Memory
 from tep.wire import MrDesc
 
 __all__ = [
-    "HeldLease",
     "Job",
     "MrHandle",
     "MrView",
+    "PeerLease",
     "Places",
     "Remote",
     "Targets",
@@ -213,8 +213,8 @@ def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple
     return tuple(keys)
 
 
-class HeldLease(Protocol):
-    """A lease that a peer granted; see `tep.control.holding`."""
+class PeerLease(Protocol):
+    """A lease that a peer granted; see `tep.control.held_leases`."""
 
     over: bool
 
@@ -222,16 +222,16 @@ class HeldLease(Protocol):
 class Remote:
     """A peer's region, resolved: what a row needs, without looking at the descriptor again.
 
-    `hold` is the lease that it is written under, if there is one; `steady` the last single write to
-    it, as it was asked for and as a job: a steady application asks for the same in every step.
+    `held_lease` is the lease that it is written under, if there is one. `steady` is the last single
+    write to it, as requested and as a job: a steady application requests the same in every step.
     """
 
-    __slots__ = ("bases", "desc", "hold", "link", "nbytes", "nics", "rkeys", "steady")
+    __slots__ = ("bases", "desc", "held_lease", "link", "nbytes", "nics", "rkeys", "steady")
 
-    def __init__(self, desc: MrDesc, link: Link, hold: HeldLease | None = None) -> None:
+    def __init__(self, desc: MrDesc, link: Link, held_lease: PeerLease | None = None) -> None:
         self.desc = desc
         self.link = link
-        self.hold = hold
+        self.held_lease = held_lease
         self.nbytes = desc.nbytes
         self.rkeys = desc.rkeys
         self.bases = desc.bases

@@ -86,7 +86,7 @@ def single_job(
         rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
     columns = (memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
     job = Job("single", mr.root, remote, columns, imm, rows, nbytes, nbytes, routing)
-    if plain and remote.hold is None:  # a lease is looked at every time
+    if plain and remote.held_lease is None:  # a lease is looked at every time
         remote.steady = asked, job
     return job
 

@@ -1,7 +1,7 @@
 """What both ends of a path remember of its immediates, to judge where an acknowledgement is lost.
 
 Sums only: the sender's of what was acknowledged, the receiver's of what came, since the beginning,
-less what both ends have pruned. Pure. Who compares them, and when, is `recovery` and `audit`; who
+less what both ends have pruned. Pure. Who compares them, and when, is `failover` and `audit`; who
 prunes them is `pruning`.
 """
 

@@ -28,10 +28,10 @@ from tep.backends.base import (
     take_completion,
 )
 from tep.control.channel import NOTE_CTX, Channel, sooner
-from tep.control.failover import Recovery, why_unable
+from tep.control.failover import Failover, why_unable
 from tep.control.failures import Failures
 from tep.control.fencing import Fencing
-from tep.control.holding import Holding
+from tep.control.held_leases import HeldLeases
 from tep.control.leases import Leases
 from tep.control.membership import Membership
 from tep.control.pruning import Pruning
@@ -88,13 +88,13 @@ class Worker:
         taken: rows and messages of the commands taken.
         open: every handle that was taken and has not settled, in order of submission.
         watch: the watched words.
-        channel, recovery, fencing: control messages; both halves of a failover.
+        channel, failover, fencing: control messages; both halves of a failover.
         pruning: keeps the sums that a failover compares short.
         failures: immediates that will not come.
         outbox: messages that have not ended.
         steps: how often it was turned.
         submitted: transfers and messages taken.
-        leases, holding: both ends of leases.
+        leases, held_leases: both ends of leases.
         peers, members: who the peers are; what is known of their lives.
         settled: how many transfers and messages settled, by state.
         closed: everything is ended; what is still asked for fails.
@@ -123,22 +123,22 @@ class Worker:
         self.receive: Receive | None = None
         self.report = report
         self.channel = channel = Channel(group, now_s)
-        self.recovery = Recovery(group, channel)
+        self.failover = Failover(group, channel)
         self.pruning = Pruning(group, channel, now_s)
         self._arrivals = [Arrivals() for _ in domains] if able else []
         self.fencing = Fencing(group, self._arrivals, channel)
-        self.holding = Holding(group, channel, now_s)
+        self.held_leases = HeldLeases(group, channel, now_s)
         self.leases = Leases(
             channel, self.fencing, group.far_ends, now_s, self.open, self._end, domains
         )
         # With the epoch, since a restarted engine counts its messages from the beginning.
         name = f"{address.name} (epoch {address.epoch})"[:200]
         self.failures = Failures(name, self.imms, channel, self.open, self._end)
-        self.peers = PeerBook(address, domains, driver.lock, self.holding, replaced)
+        self.peers = PeerBook(address, domains, driver.lock, self.held_leases, replaced)
         self.members = Membership(
             group,
             channel,
-            self.recovery,
+            self.failover,
             self.fencing,
             self.failures,
             self.leases,
@@ -173,7 +173,7 @@ class Worker:
         if self.outbox.turns:
             work |= self.outbox.post()
         if group.losses:
-            work |= self.recovery.step()
+            work |= self.failover.step()
         if group.acks is not None and group.acks.large:
             work |= self.pruning.step()
         if self.leases.granted:
@@ -344,8 +344,8 @@ class Worker:
             if mr is not None and mr.closed:  # between the check at submit and this command
                 transfer.job.forget()
                 raise deregistered(mr, transfer.job.kind)
-            if self.holding.held:
-                self.holding.start(transfer)
+            if self.held_leases.known:
+                self.held_leases.start(transfer)
             self.group.start(transfer)
         except TepError as error:
             self.group.drop_queued(transfer)
@@ -520,8 +520,8 @@ class Worker:
             if mr is not None:
                 mr.inflight -= 1
             handle.queued = None
-            if self.holding.held:
-                self.holding.ended(handle)
+            if self.held_leases.known:
+                self.held_leases.ended(handle)
         if handle.counted:
             self.settled[state] += 1
         handle._settle(state, error)
@@ -546,7 +546,7 @@ class Worker:
                         self.group.ended.append(handle)
             elif isinstance(handle, Message) and self.outbox.cancel(handle):
                 self._end(handle, State.FAILED, closed_error())
-        self.recovery.close(closed_error())
+        self.failover.close(closed_error())
         self.channel.close()
         for index, domain in enumerate(self.group.domains):
             if index in self._gone:

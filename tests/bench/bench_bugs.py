@@ -1,7 +1,7 @@
 """How soon each planted bug is found: seeds until the first finding, from several starts.
 
     python -m tests.bench.bench_bugs --starts 5
-    python -m tests.bench.bench_bugs --starts 5 --only rescue
+    python -m tests.bench.bench_bugs --starts 5 --only failover
     python -m tests.bench.bench_bugs --starts 1 --most 200 --escapes
 
 Median and worst over the starts; a bug that is not found counts as --most + 1. The bugs are those

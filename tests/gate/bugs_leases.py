@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.backends.base import Status
-from tep.control.failover import Recovery
+from tep.control.failover import Failover
 from tep.control.fencing import Fencing
-from tep.control.holding import Holding
+from tep.control.held_leases import HeldLeases
 from tep.control.leases import Leases
 from tep.control.messages import NICS_MAX, Answer, Told
 from tep.core import group as groups
@@ -127,56 +127,56 @@ def never_runs_out() -> list[Change]:
 @bug(budget=50)
 def answered_at_once() -> list[Change]:
     """The writer says that it has stopped while rows of it are posted."""
-    ended, answer = Holding._ended, Holding._answer
+    ended, answer = HeldLeases._ended, HeldLeases._answer
 
     def hasty(self, nic, address, note):
-        hold = self._find(note.owner, note.lease)
-        hold.asking[nic, address, note.number] = None
-        answer(self, hold)
+        held = self._find(note.owner, note.lease)
+        held.asking[nic, address, note.number] = None
+        answer(self, held)
         ended(self, nic, address, note)
 
-    return [(Holding, "_ended", hasty)]
+    return [(HeldLeases, "_ended", hasty)]
 
 
 @bug(budget=50)
 def written_after_the_end() -> list[Change]:
     """The writer forgets that the lease was asked back."""
-    check = Holding._check
+    check = HeldLeases._check
 
-    def forgiving(self, hold, what):
-        over, hold.over = hold.over, False
+    def forgiving(self, held, what):
+        over, held.over = held.over, False
         try:
-            check(self, hold, what)
+            check(self, held, what)
         finally:
-            hold.over = over
+            held.over = over
 
-    return [(Holding, "_check", forgiving)]
+    return [(HeldLeases, "_check", forgiving)]
 
 
 @bug(budget=100)
 def end_not_remembered() -> list[Change]:
     """The writer hears of the end of a lease before it meets the lease, and forgets it."""
-    ended = Holding._ended
+    ended = HeldLeases._ended
 
     def forgetful(self, nic, address, note):
-        if (note.owner, note.lease) in self.held:
+        if (note.owner, note.lease) in self.known:
             ended(self, nic, address, note)
         else:
             self._channel.answer(nic, address, Told(note.number, "", ()))
 
-    return [(Holding, "_ended", forgetful)]
+    return [(HeldLeases, "_ended", forgetful)]
 
 
 @bug(budget=1200)
 def doubts_kept_back() -> list[Change]:
     """The writer does not say over which paths bytes may still come."""
-    answer = Holding._answer
+    answer = HeldLeases._answer
 
-    def silent(self, hold):
-        hold.paths.clear()
-        answer(self, hold)
+    def silent(self, held):
+        held.paths.clear()
+        answer(self, held)
 
-    return [(Holding, "_answer", silent)]
+    return [(HeldLeases, "_answer", silent)]
 
 
 @bug(budget=400)
@@ -194,11 +194,11 @@ def own_death_is_an_end() -> list[Change]:
 @bug(budget=800)
 def given_up_and_forgotten() -> list[Change]:
     """Rows that failover could not make good are not in doubt."""
-    give_up = Recovery._give_up
+    give_up = Failover._give_up
 
     def careless(self, loss, why):
         doubt, self._group.doubt = self._group.doubt, lambda *_: None
         give_up(self, loss, why)
         self._group.doubt = doubt
 
-    return [(Recovery, "_give_up", careless)]
+    return [(Failover, "_give_up", careless)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.failover import Recovery
+from tep.control.failover import Failover
 from tep.control.messages import Told
 from tep.control.pruning import Pruning
 from tep.core.sums import Arrivals, PathSums, expand
@@ -55,13 +55,13 @@ def applied_twice() -> list[Change]:
 @pruning
 def generation_ignored_by_the_judge() -> list[Change]:
     """The sender compares its sums with those of another generation."""
-    told = Recovery._told
+    told = Failover._told
 
     def blind(self, loss, imms, answer):
         pruned = loss.path.sums.pruned
         told(self, loss, imms, Told(answer.number, answer.why, answer.counts, pruned))
 
-    return [(Recovery, "_told", blind)]
+    return [(Failover, "_told", blind)]
 
 
 @pruning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.failover import Recovery
+from tep.control.failover import Failover
 from tep.control.fencing import Fencing
 from tep.control.reopening import Reopening
 from tep.core.group import DomainGroup
@@ -51,7 +51,7 @@ def lifted_but_remembered_as_shut() -> list[Change]:
 @reopening
 def asked_back_while_rows_are_held() -> list[Change]:
     """A path is asked back before it is known what became of its rows."""
-    return [(Recovery, "is_clear", lambda *_: True)]
+    return [(Failover, "is_clear", lambda *_: True)]
 
 
 @reopening

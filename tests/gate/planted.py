@@ -11,9 +11,9 @@ from tests.gate import (
     bugs_counting,
     bugs_ending,
     bugs_failing,
+    bugs_failover,
     bugs_fairness,
     bugs_posting,
-    bugs_rescue,
 )
 from tests.gate.registry import BUGS, Bug, planted
 
@@ -23,8 +23,8 @@ __all__ = [
     "bugs_counting",
     "bugs_ending",
     "bugs_failing",
+    "bugs_failover",
     "bugs_fairness",
     "bugs_posting",
-    "bugs_rescue",
     "planted",
 ]

@@ -83,7 +83,7 @@ def names_many_leases() -> None:
         world.say(encode(Ended(k, own, k + 1)))
         if k % 16 == 0:
             world.turn()
-    assert len(world.b._worker.holding.held) <= 4200
+    assert len(world.b._worker.held_leases.known) <= 4200
 
 
 def a_handler_raises() -> None:
@@ -113,8 +113,8 @@ def no_bounds_of_nics() -> list[Change]:
 def no_bounds_of_tables() -> list[Change]:
     """What peers name is remembered, however much it is."""
     return [
-        ("tep.control.holding", "_HELD_MAX", 10**9),
-        ("tep.control.holding", "_OWNERS_MAX", 10**9),
+        ("tep.control.held_leases", "_HELD_MAX", 10**9),
+        ("tep.control.held_leases", "_OWNERS_MAX", 10**9),
     ]
 
 

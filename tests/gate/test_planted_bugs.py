@@ -22,9 +22,9 @@ from tests.gate import (
     bugs_counting,
     bugs_ending,
     bugs_failing,
+    bugs_failover,
     bugs_fairness,
     bugs_posting,
-    bugs_rescue,
 )
 from tests.gate.planted import BUGS, planted
 from tests.gate.registry import Change, changed
@@ -63,10 +63,10 @@ LONG = [
 def test_planted_bug_is_found(name: str) -> None:
     """A bug that survives the search could be in the product, and nobody would know."""
     bug = BUGS[name]
-    of_rescue = bug.plant.__module__ == bugs_rescue.__name__
+    of_failover = bug.plant.__module__ == bugs_failover.__name__
     with planted(name):
-        if of_rescue:
-            found = first_found(range(bug.budget), wanted=bugs_rescue.can_show)
+        if of_failover:
+            found = first_found(range(bug.budget), wanted=bugs_failover.can_show)
         else:
             found = first_found(range(bug.budget))
 
@@ -106,9 +106,9 @@ HARMLESS: dict[str, list[Change]] = {
     "moves_with": bugs_failing.moves_with(lambda *_: None),
     "with_queues": bugs_fairness.with_queues(deque),
     "cancels": bugs_ending.cancels(ORIGINAL_CANCEL),
-    "judges": bugs_rescue.judges(lambda landed, _: landed),
-    "writes_again": bugs_rescue.writes_again(lambda rows, missing: (rows, missing)),
-    "holds_only": bugs_rescue.holds_only(lambda _: True),
+    "judges": bugs_failover.judges(lambda landed, _: landed),
+    "writes_again": bugs_failover.writes_again(lambda rows, missing: (rows, missing)),
+    "holds_only": bugs_failover.holds_only(lambda _: True),
     "expects": bugs_counting.expects(lambda *_: None),
     "fires": bugs_counting.fires(lambda have, n: have >= n, lambda have, n: have - n),
 }

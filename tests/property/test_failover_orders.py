@@ -72,7 +72,7 @@ class Play:
         assert (False, False) == (a._machine.busy(), b._machine.busy())
         stats = transfer.stats()
         assert stats.rows_posted == stats.rows_back == stats.rows + stats.rows_again
-        self.made_good = a._worker.recovery.rows
+        self.made_good = a._worker.failover.rows
         a.close()
         b.close()
 

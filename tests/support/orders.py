@@ -117,7 +117,7 @@ class Nic:
         raise NotImplementedError
 
     def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        self.fabric.letters.append((self, self.fabric.nics[peer], payload, ctx))
+        self.fabric.notes.append((self, self.fabric.nics[peer], payload, ctx))
         return True
 
     def take_note(self, slot: int) -> tuple[bytes, bytes]:
@@ -198,7 +198,7 @@ class Fabric:
         self.chooser = chooser
         self.nics: list[Nic] = []
         self.flights: list[Flight] = []
-        self.letters: list[tuple[Nic, Nic, bytes, int]] = []
+        self.notes: list[tuple[Nic, Nic, bytes, int]] = []
         self.fences: list[tuple[Nic, int]] = []
         self.doomed = doomed
         self.slots = 0
@@ -240,7 +240,7 @@ class Fabric:
         found: list[Event] = []
         for flight in self.flights:
             found += self._of(flight)
-        found += [lambda k=k: self._deliver(k) for k in range(len(self.letters))]
+        found += [lambda k=k: self._deliver(k) for k in range(len(self.notes))]
         found += [lambda k=k: self._fence(k) for k in range(len(self.fences))]
         # Dying is a choice as long as it makes a difference to any row.
         if self.doomed and any(not flight.ended for flight in self.flights):
@@ -255,7 +255,7 @@ class Fabric:
         found: list[Event] = []
         # A row whose sender has been told that it failed may land all the same, until it is
         # fenced. Once nothing else is to come that makes no difference.
-        more = not flight.ended or self.letters or any(not f.ended for f in self.flights)
+        more = not flight.ended or self.notes or any(not f.ended for f in self.flights)
         if not flight.landed and may_land and more:
             found.append(lambda: self._land(flight))
         if not flight.ended:
@@ -288,7 +288,7 @@ class Fabric:
         self._end(flight, Status.NIC_DOWN if dead else Status.UNREACHABLE)
 
     def _deliver(self, k: int) -> None:
-        here, there, payload, ctx = self.letters.pop(k)
+        here, there, payload, ctx = self.notes.pop(k)
         status = Status.OK
         if here.dead or there.dead or {(here, there), (there, here)} & self.cuts:
             status = Status.NIC_DOWN if here.dead else Status.UNREACHABLE

@@ -133,10 +133,10 @@ class Play:
             found.append(fabric.cuts.clear)
         if self.strays and shut:
             found.append(self._stray)
-        if self.copies and fabric.letters:
+        if self.copies and fabric.notes:
             found.append(self._copy)
         found += [self._late] * bool(self.kept)
-        if not (found or fabric.letters or fabric.fences or out):
+        if not (found or fabric.notes or fabric.fences or out):
             if fabric.cuts:
                 found.append(fabric.cuts.clear)
             elif shut or not all(all(link.alive) for link in links):
@@ -153,8 +153,8 @@ class Play:
     def _copy(self) -> None:
         """Keep a copy of a message that is on its way."""
         self.copies -= 1
-        _, there, payload, _ = self.fabric.letters[-1]
-        self.kept.append((there, payload, self.fabric.letters[-1][0].address))
+        _, there, payload, _ = self.fabric.notes[-1]
+        self.kept.append((there, payload, self.fabric.notes[-1][0].address))
 
     def _late(self) -> None:
         """The oldest copy comes."""
@@ -193,7 +193,7 @@ class Play:
             for imm, _ in engine.stats().imms_unexpected:
                 failed = [self.imms[k] for k, sent in enumerate(self.sent) if not sent.ok]
                 assert imm in failed, "an immediate came twice"
-            self.made_good += engine._worker.recovery.rows
+            self.made_good += engine._worker.failover.rows
             engine.close()
 
 

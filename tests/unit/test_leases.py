@@ -11,7 +11,7 @@ import pytest
 import tep
 from tep.backends.base import Kind, Status
 from tep.backends.loopback import Hub
-from tep.control import holding
+from tep.control import held_leases
 from tep.control.messages import Ended, Renewed
 from tep.drivers import InlineDriver
 from tep.errors import (
@@ -108,7 +108,7 @@ def test_a_submit_that_met_the_end_on_its_way_fails(pair: Pair) -> None:
     grant, lease = pair.lease()
     remote = pair.b._peers.resolve(lease, "test")
     late = pair.write(lease)
-    remote.hold.over = True
+    remote.held_lease.over = True
 
     with pytest.raises(LeaseError, match="asked back"):
         late.wait(1)
@@ -149,13 +149,13 @@ def test_a_renewed_lease_lasts(pair: Pair) -> None:
 def test_an_old_renewal_changes_nothing(pair: Pair) -> None:
     """Notes overtake each other: the last word of the owner counts, not the last to come."""
     grant, lease = pair.lease(for_s=0.8)
-    hold = pair.b._peers.resolve(lease, "test").hold
+    held = pair.b._peers.resolve(lease, "test").held_lease
     address = pair.a.main_address.domains[0]
-    pair.b._worker.holding._renewed(0, address, Renewed(1, *hold.key, 2, 10**9))
-    until_s = hold.until_s
-    pair.b._worker.holding._renewed(0, address, Renewed(2, *hold.key, 1, 10**12))
+    pair.b._worker.held_leases._renewed(0, address, Renewed(1, *held.key, 2, 10**9))
+    until_s = held.until_s
+    pair.b._worker.held_leases._renewed(0, address, Renewed(2, *held.key, 1, 10**12))
 
-    assert until_s == hold.until_s
+    assert until_s == held.until_s
     grant.revoke().wait(1)
 
 
@@ -316,7 +316,7 @@ def test_closing_ends_all_leases(pair: Pair) -> None:
 
 def test_old_leases_are_over_by_their_number(pair: Pair) -> None:
     """What is remembered of leases is bounded; what is forgotten must not come to life again."""
-    with mock.patch.object(holding, "_HELD_MAX", 2):
+    with mock.patch.object(held_leases, "_HELD_MAX", 2):
         leases = []
         for _ in range(5):
             grant, lease = pair.lease()
@@ -325,12 +325,12 @@ def test_old_leases_are_over_by_their_number(pair: Pair) -> None:
         grant, lease = pair.lease()
         pair.write(lease).wait(1)
 
-        assert 3 == len(pair.b._worker.holding.held)
+        assert 3 == len(pair.b._worker.held_leases.known)
         for old in leases:
             with pytest.raises(LeaseError, match="asked back|too old"):
                 pair.write(old)
         address = pair.a.main_address.domains[0]
-        pair.b._worker.holding._ended(0, address, Ended(77, address, 1))
+        pair.b._worker.held_leases._ended(0, address, Ended(77, address, 1))
         assert "too long ago" in pair.b._worker.channel._queue[-1].note.why
         grant.revoke().wait(1)
 

@@ -210,7 +210,7 @@ def test_a_path_that_was_fenced_off_is_used_again(nics: tuple[int, int]) -> None
             flap(cluster, regions, 50)
         changes = [(PeerChange.NIC_LOST, 1), (PeerChange.NIC_BACK, 1)]
         assert changes * 5 == [event[1:] for event in told]
-        assert a._worker.recovery.rows > 5
+        assert a._worker.failover.rows > 5
         assert not a._peers.links["sim", "b"].closed
         before = [rows_to(cluster, "b", nic) for nic in range(2)]
         sent = write(a, regions)

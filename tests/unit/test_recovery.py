@@ -142,7 +142,7 @@ def test_closing_before_the_last_immediate_ends_it() -> None:
     fabric._fail(lost)
     fabric._rest()
     while len(fabric.flights) == 1:
-        events = [fabric._deliver] * bool(fabric.letters) + [fabric._fence] * bool(fabric.fences)
+        events = [fabric._deliver] * bool(fabric.notes) + [fabric._fence] * bool(fabric.fences)
         events[0](0)
         fabric._rest()
     again = fabric.flights[1]

@@ -97,7 +97,7 @@ def test_a_row_whose_acknowledgement_is_lost_is_counted_once(stub, engines, lost
     got.wait(10)
 
     engines.check_once()
-    assert 0 < engines.a._worker.recovery.rows
+    assert 0 < engines.a._worker.failover.rows
 
 
 @pytest.mark.slow

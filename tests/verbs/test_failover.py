@@ -54,7 +54,7 @@ def test_rows_whose_acknowledgements_are_lost_count_once(soft_devices):
     """They land, and their sender never hears of it: written again, each would count twice."""
     with halfway(soft_devices) as (a, b), netem(["nic4"], "loss 100%"):
         before = b.stats().imms_counted
-        turn_until(a, lambda: a._worker.recovery.rows)
+        turn_until(a, lambda: a._worker.failover.rows)
 
     assert before < ROWS
 
@@ -64,14 +64,14 @@ def test_a_queue_pair_that_dies_at_the_receiver_takes_nothing_along(soft_devices
     with netem([f"nic{k}" for k in (0, 1, 4, 5)], "loss 2%"), halfway(soft_devices) as (a, b):
         for conn in list(b._domains[0]._peers.conns.values()):
             conn.fail(time.monotonic())  # beneath its owner, who is not told
-        turn_until(a, lambda: a._worker.recovery.rows)
+        turn_until(a, lambda: a._worker.failover.rows)
 
 
 def test_a_path_that_lost_rows_is_used_again(soft_devices):
     """A cable that is put back in carries its share, or every bad minute costs bandwidth."""
     with halfway(soft_devices) as (a, b):
         with netem(["nic4"], "loss 100%"):
-            turn_until(a, lambda: a._worker.recovery.rows)
+            turn_until(a, lambda: a._worker.failover.rows)
         link = next(iter(a._peers.links.values()))
         turn_until(a, lambda: any(p.fences for p in link.paths()) and not link.closed)
         source, target = noise(16 * PAGE, 3), buffer(16 * PAGE)

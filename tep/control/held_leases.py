@@ -19,7 +19,7 @@ from tep.core.transfer import Transfer
 from tep.errors import LeaseError
 from tep.wire import Lease
 
-__all__ = ["MARGIN", "Hold", "Holding"]
+__all__ = ["MARGIN", "HeldLease", "HeldLeases"]
 
 MARGIN: Final = 1 / 8
 """Share of a lease's time that its holder leaves unused: for clocks that differ, and the way."""
@@ -40,7 +40,7 @@ _PATHS_MAX: Final = 100
 Key = tuple[bytes, int]
 
 
-class Hold:
+class HeldLease:
     """One lease, as its holder knows it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Hold:
         self.round = 0
 
 
-class Holding:
+class HeldLeases:
     """All leases that one engine holds. Users' threads come to `resolve`
     and `orphan`, all else is its worker's.
 
@@ -77,12 +77,12 @@ class Holding:
         now_s: the clock.
 
     Attributes:
-        held: every lease that was met, by owner and number; empty where leases are not used.
+        known: every lease that was met, by owner and number; empty where leases are not used.
     """
 
     def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
-        self.held: dict[Key, Hold] = {}
-        self._over: dict[bytes, deque[Hold]] = {}  # by owner
+        self.known: dict[Key, HeldLease] = {}
+        self._over: dict[bytes, deque[HeldLease]] = {}  # by owner
         self._forgotten: dict[bytes, int] = {}
         self._own = group.domains[0].address
         self._group, self._channel, self._now_s = group, channel, now_s
@@ -101,22 +101,22 @@ class Holding:
                 "before it restarted"
             )
         key = lease.desc.addr.domains[0], lease.number
-        hold = self._find(*key)
-        if hold is None:
+        held = self._find(*key)
+        if held is None:
             raise LeaseError(f"{what}: {lease} is too old to be known; ask its owner for a new one")
-        if hold.remote is None and hold.round == 0:
-            hold.until_s = self._now_s() + lease.for_ns * 1e-9 * (1 - MARGIN)
-        if hold.remote is None:
-            hold.remote = Remote(lease.desc, link, hold)
-        self._check(hold, what)
-        return hold.remote
+        if held.remote is None and held.round == 0:
+            held.until_s = self._now_s() + lease.for_ns * 1e-9 * (1 - MARGIN)
+        if held.remote is None:
+            held.remote = Remote(lease.desc, link, held)
+        self._check(held, what)
+        return held.remote
 
-    def _check(self, hold: Hold, what: str) -> None:
-        assert hold.remote is not None
-        name = f"{what}: lease {hold.key[1]} of {hold.remote.desc}"
-        if hold.over:
+    def _check(self, held: HeldLease, what: str) -> None:
+        assert held.remote is not None
+        name = f"{what}: lease {held.key[1]} of {held.remote.desc}"
+        if held.over:
             raise LeaseError(f"{name} was asked back by its owner; ask it for a new one")
-        late_s = self._now_s() - hold.until_s
+        late_s = self._now_s() - held.until_s
         if late_s >= 0:
             raise LeaseError(
                 f"{name} ran out {late_s:.6f} s ago (its margin of 1/8 included); have its owner "
@@ -127,48 +127,48 @@ class Holding:
 
     def start(self, transfer: Transfer) -> None:
         """Take a transfer under the leases that it is for. Raises LeaseError, as resolve() does."""
-        for hold in _holds(transfer.job):
-            self._check(hold, transfer.job.kind)
-            hold.open[transfer] = None
+        for held in _held_leases(transfer.job):
+            self._check(held, transfer.job.kind)
+            held.open[transfer] = None
 
     def ended(self, transfer: Transfer) -> None:
         """A transfer has settled: no row of it is posted any more."""
         for remote, domain, nic in transfer.doubts():
-            if isinstance(remote.hold, Hold):
-                remote.hold.paths.add((domain, nic))
-        for hold in _holds(transfer.job):
-            hold.open.pop(transfer, None)
-            if hold.over and not hold.open:
-                self._answer(hold)
+            if isinstance(remote.held_lease, HeldLease):
+                remote.held_lease.paths.add((domain, nic))
+        for held in _held_leases(transfer.job):
+            held.open.pop(transfer, None)
+            if held.over and not held.open:
+                self._answer(held)
 
     # ------------------------------------------------------------------ the owner's word
 
     def _ended(self, nic: int, address: bytes, note: Ended) -> None:
         """The owner wants its memory back: what is queued is dropped, what is posted awaited."""
-        known = (note.owner, note.lease) in self.held or note.owner in self._over
+        known = (note.owner, note.lease) in self.known or note.owner in self._over
         if not known and len(self._over) >= _OWNERS_MAX:
             self._channel.drop(Drop.FULL, address, f"leases of {_OWNERS_MAX} owners are remembered")
             return
-        hold = self._find(note.owner, note.lease)
-        if hold is None:  # it was over, and what was left of it is forgotten
+        held = self._find(note.owner, note.lease)
+        if held is None:  # it was over, and what was left of it is forgotten
             self._channel.answer(nic, address, Told(note.number, "it was too long ago", ()))
             return
-        self._end(hold)
-        hold.asking[nic, address, note.number] = None
-        if len(hold.asking) > _ASKING_MAX:
-            del hold.asking[next(iter(hold.asking))]
+        self._end(held)
+        held.asking[nic, address, note.number] = None
+        if len(held.asking) > _ASKING_MAX:
+            del held.asking[next(iter(held.asking))]
         error = LeaseError(f"lease {note.lease} was asked back by its owner before this was posted")
-        for transfer in list(hold.open):
+        for transfer in list(held.open):
             if self._group.drop_queued(transfer):
                 transfer.failure = transfer.failure or error
                 if transfer.left == 0:
                     self._group.ended.append(transfer)
-        if not hold.open:
-            self._answer(hold)
+        if not held.open:
+            self._answer(held)
 
-    def _answer(self, hold: Hold) -> None:
-        asking, hold.asking = hold.asking, {}
-        why, paths = "", tuple(sorted(i * NICS_MAX + j for i, j in hold.paths))
+    def _answer(self, held: HeldLease) -> None:
+        asking, held.asking = held.asking, {}
+        why, paths = "", tuple(sorted(i * NICS_MAX + j for i, j in held.paths))
         if len(paths) > _PATHS_MAX:
             why, paths = f"rows on {len(paths)} paths are lost", ()
         for nic, address, number in asking:
@@ -176,40 +176,42 @@ class Holding:
 
     def _renewed(self, nic: int, address: bytes, note: Renewed) -> None:
         # Of one that was never used here nothing is kept: its time begins with its first use.
-        hold = self.held.get((note.owner, note.lease))
-        if hold is not None and note.round > hold.round:
-            hold.round = note.round
-            hold.until_s = self._now_s() + note.for_ns * 1e-9 * (1 - MARGIN)
+        held = self.known.get((note.owner, note.lease))
+        if held is not None and note.round > held.round:
+            held.round = note.round
+            held.until_s = self._now_s() + note.for_ns * 1e-9 * (1 - MARGIN)
         self._channel.answer(nic, address, Told(note.number, "", ()))
 
-    def _find(self, owner: bytes, number: int) -> Hold | None:
-        """The hold of a lease, a new one where it was never met; None: it was forgotten."""
+    def _find(self, owner: bytes, number: int) -> HeldLease | None:
+        """The record of a lease, a new one where it was never met; None: it was forgotten."""
         key = owner, number
-        found = self.held.get(key)
+        found = self.known.get(key)
         if found is None and number > self._forgotten.get(owner, 0):
-            found = self.held.setdefault(key, Hold(key))
+            found = self.known.setdefault(key, HeldLease(key))
         return found
 
     def orphan(self, link: Link) -> None:
         """A peer has restarted: what its earlier incarnation had leased is over."""
-        for hold in list(self.held.values()):
-            if hold.remote is not None and hold.remote.link is link:
-                self._end(hold)
+        for held in list(self.known.values()):
+            if held.remote is not None and held.remote.link is link:
+                self._end(held)
 
-    def _end(self, hold: Hold) -> None:
+    def _end(self, held: HeldLease) -> None:
         """Note that a lease is over. So many are remembered; older ones are refused by number."""
-        if hold.over:
+        if held.over:
             return
-        hold.over = True
-        owner = hold.key[0]
+        held.over = True
+        owner = held.key[0]
         over = self._over.setdefault(owner, deque())
-        over.append(hold)
+        over.append(held)
         if len(over) > _HELD_MAX and not over[0].open:
             old = over.popleft()
             self._forgotten[owner] = max(old.key[1], self._forgotten.get(owner, 0))
-            self.held.pop(old.key, None)
+            self.known.pop(old.key, None)
 
 
-def _holds(job: Job) -> Iterable[Hold]:
+def _held_leases(job: Job) -> Iterable[HeldLease]:
     remotes = [job.remotes] if isinstance(job.remotes, Remote) else job.remotes.remotes
-    return dict.fromkeys(remote.hold for remote in remotes if isinstance(remote.hold, Hold))
+    return dict.fromkeys(
+        remote.held_lease for remote in remotes if isinstance(remote.held_lease, HeldLease)
+    )

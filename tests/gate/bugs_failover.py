@@ -10,7 +10,7 @@ import numpy as np
 
 from tep.backends.base import Status
 from tep.control.channel import Channel
-from tep.control.failover import Recovery
+from tep.control.failover import Failover
 from tep.control.fencing import Fencing
 from tep.control.messages import Told
 from tep.core.group import DomainGroup
@@ -40,12 +40,12 @@ def can_show(scenario: Scenario) -> bool:
 
 def judges(landed_is: Callable[[int, int], int]) -> list[Change]:
     """Let the sender believe landed_is(landed, rows) in place of what the sums say."""
-    judge = Recovery._judge_imm
+    judge = Failover._judge_imm
 
     def believe(self, loss, imm, rows, landed):
         judge(self, loss, imm, rows, landed_is(landed, len(rows)))
 
-    return [(Recovery, "_judge_imm", believe)]
+    return [(Failover, "_judge_imm", believe)]
 
 
 @bug(budget=LATE)
@@ -73,7 +73,7 @@ def acknowledged_not_subtracted() -> list[Change]:
     def nothing(self, path, wanted):
         return dict.fromkeys(wanted, 0)
 
-    return [(Recovery, "_acknowledged", nothing)]
+    return [(Failover, "_acknowledged", nothing)]
 
 
 @bug(budget=LATE)
@@ -199,7 +199,7 @@ def first_nic_fenced() -> list[Change]:
 @bug(budget=2 * LATE)
 def asked_while_rows_are_out() -> list[Change]:
     """The receiver is asked while rows are still out on the path."""
-    return [(Recovery, "_is_quiet", lambda *_: True)]
+    return [(Failover, "_is_quiet", lambda *_: True)]
 
 
 # ---------------------------------------------------------------------- writing again
@@ -207,12 +207,12 @@ def asked_while_rows_are_out() -> list[Change]:
 
 def writes_again(change: Callable[[list, list], tuple[list, list]]) -> list[Change]:
     """Let change(rows, missing) say what is written, and which immediates follow."""
-    write_again = Recovery._write_again
+    write_again = Failover._write_again
 
     def changed(self, rows, missing):
         write_again(self, *change(rows, missing))
 
-    return [(Recovery, "_write_again", changed)]
+    return [(Failover, "_write_again", changed)]
 
 
 @bug(budget=LATE)
@@ -230,7 +230,7 @@ def all_immediates_again() -> list[Change]:
 @bug(budget=LATE)
 def immediates_before_the_bytes() -> list[Change]:
     """The immediates follow at once, and not when the bytes are there."""
-    write_again = Recovery._write_again
+    write_again = Failover._write_again
 
     def no_wait(self, rows, missing):
         write_again(self, rows, [])
@@ -239,13 +239,13 @@ def immediates_before_the_bytes() -> list[Change]:
             pending.transfer.extra += 1
             self._group.repost(pending, row, None, error)
 
-    return [(Recovery, "_write_again", no_wait)]
+    return [(Failover, "_write_again", no_wait)]
 
 
 @bug(budget=LATE)
 def written_after_release() -> list[Change]:
     """Rows that had all landed are written again: the reader owns that memory by now."""
-    judge = Recovery._judge_imm
+    judge = Failover._judge_imm
 
     def again(self, loss, imm, rows, landed):
         live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
@@ -253,7 +253,7 @@ def written_after_release() -> list[Change]:
         if landed == len(rows):
             self._write_again(live, [])
 
-    return [(Recovery, "_judge_imm", again)]
+    return [(Failover, "_judge_imm", again)]
 
 
 @bug(budget=LATE)
@@ -261,8 +261,8 @@ def first_row_written_again() -> list[Change]:
     """Of a batch that lost rows the first is written again, not those."""
     repost = DomainGroup.repost
 
-    def first(self, old, _row, rescue, error):
-        repost(self, old, 0, rescue, error)
+    def first(self, old, _row, retransmission, error):
+        repost(self, old, 0, retransmission, error)
 
     return [(DomainGroup, "repost", first)]
 
@@ -273,13 +273,13 @@ def ending_requests_written_again() -> list[Change]:
     return [(Transfer, "is_ending", lambda _: False)]
 
 
-# ---------------------------------------------------------------------- holding, and ending
+# ---------------------------------------------------------------------- keeping, and ending
 
 
 @bug(budget=LATE)
 def done_while_rows_are_held() -> list[Change]:
     """A held row is taken off the account: the transfer is done before anybody knows."""
-    keep, settle = DomainGroup._keep, Recovery._settle
+    keep, settle = DomainGroup._keep, Failover._settle
 
     def let_go(self, pending, row, error):
         final = keep(self, pending, row, error)
@@ -291,7 +291,7 @@ def done_while_rows_are_held() -> list[Change]:
             lost.pending.transfer.left += 1
         settle(self, rows)
 
-    return [(DomainGroup, "_keep", let_go), (Recovery, "_settle", settle_only)]
+    return [(DomainGroup, "_keep", let_go), (Failover, "_settle", settle_only)]
 
 
 def holds_only(wanted: Callable[[str], bool]) -> list[Change]:
@@ -342,7 +342,7 @@ def lost_question_not_repeated() -> list[Change]:
 @bug(budget=LATE)
 def given_up_at_the_first_lane() -> list[Change]:
     """A question that fails on one lane is not tried on the next."""
-    return [(Channel, "_failed", lambda self, letter, why: self._lose(letter, why))]
+    return [(Channel, "_failed", lambda self, delivery, why: self._lose(delivery, why))]
 
 
 @bug(budget=LATE)
