@@ -2,23 +2,25 @@
 
 Rule 1: a counter exists before anyone expects it; an immediate that arrives early is counted.
 Rule 2: reaching fires once, subtracts the expected count and leaves the surplus to the next
-expectation in line. Rule 3: nothing is ever dropped; what nobody expects is in `counts`, or was
-handed to the callback that claimed it. Rule 4: a value's count is in one place, its page if it has
-one, else the dict.
+expectation in line. Rule 3: what is expected is never dropped; what nobody expects is in `counts`,
+or was handed to the callback that claimed it. Peers choose the values, so there is a limit to those
+that nobody expects: beyond it arrivals are dropped, and from then on a value of which nothing is
+here cannot be expected any more. Rule 4: a value's count is in one place, its page if it has one,
+else the dict.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.checks import check_int, shown
-from tep.errors import BadRequest, BusyError
+from tep.errors import BadRequest, BusyError, FabricError
 from tep.units import IMM_MAX
 
 __all__ = ["Counts", "ImmTable", "Want", "check_imm"]
@@ -32,6 +34,9 @@ _PAGE_MASK: Final = (1 << _PAGE_BITS) - 1
 
 _PAGES_MAX: Final = 64
 """Pages of one table: 512 KiB each, of which the system gives only what was touched."""
+
+REST_MAX: Final = 1 << 21
+"""Values outside pages that nobody expects: about 200 MB."""
 
 _LINES_FEW: Final = 64
 
@@ -70,11 +75,15 @@ class Counts(Mapping[int, int]):
 
     A dict, and pages for stretches of 65,536 values that bursts of different ones fall into: there
     an arrival costs 8 ns, in the dict 80 (measured, bursts of 256). May be read from any thread.
+
+    Attributes:
+        dropped: arrivals of values that nobody expected, and for which there was no room.
     """
 
-    __slots__ = ("_pages", "_rest")
+    __slots__ = ("_pages", "_rest", "dropped")
 
     def __init__(self) -> None:
+        self.dropped = 0
         self._rest: Counter[int] = Counter()
         self._pages: dict[int, npt.NDArray[np.int64]] = {}
 
@@ -110,6 +119,22 @@ class Counts(Mapping[int, int]):
             # A value whose count is back at 0 leaves, so that fresh immediates for ever do not fill
             # the table.
             self._rest.pop(imm, None)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are more values than there is room for."""
+        return len(self._rest) > REST_MAX
+
+    def drop_newest(self, kept: Container[int]) -> None:
+        """Drop the values that came last, but for those in `kept`, until there is room."""
+        back = {}
+        while self.is_full:
+            imm, count = self._rest.popitem()
+            if imm in kept:
+                back[imm] = count
+            else:
+                self.dropped += count
+        self._rest.update(back)
 
     def pop(self, imm: int, default: int = 0) -> int:
         """Take one value out; return its count."""
@@ -183,8 +208,16 @@ class ImmTable(Generic[W]):
 
         Raises:
             BadRequest: the immediate is claimed by on_imm, so that it is never counted.
+            FabricError: arrivals of it may have been dropped, since nobody expected them.
         """
         self.refuse_claimed(want.imm)
+        if self.counts.dropped and want.imm not in self.counts and want.imm not in self._lines:
+            raise FabricError(
+                f"imm={want.imm:#x}: {self.counts.dropped} arrivals of immediates that nobody "
+                f"expected were dropped, beyond {REST_MAX} values; its own may be among them. "
+                "State expectations before the peers write, or open the engine anew",
+                code="COUNTS_FULL",
+            )
         line = self._lines.get(want.imm)
         if line is None:
             line = self._lines[want.imm] = deque()
@@ -254,7 +287,14 @@ class ImmTable(Generic[W]):
             return
         have = self.counts.get(imm) + count
         line = self._lines.get(imm)
-        if line is None or have < line[0].count:
+        if line is None:
+            if self.counts.dropped and have == count:
+                self.counts.dropped += count  # what is in the table stays exact
+                return
+            self.counts.put(imm, have)
+            if self.counts.is_full:
+                self.counts.drop_newest(self._lines)
+        elif have < line[0].count:
             self.counts.put(imm, have)
         elif count == have == line[0].count and len(line) == 1:  # as _fire(), in half the time
             self.reached.append(line[0])
@@ -274,9 +314,15 @@ class ImmTable(Generic[W]):
             self._add_distinct(imms, raw)
 
     def _add_distinct(self, imms: npt.NDArray[np.uint32], raw: bytes) -> None:
+        if self.counts.dropped:
+            for imm in imms.tolist():
+                self.add(imm, 1)
+            return
         self.total += len(imms)
         high = self.counts.count(raw)
         lines = self._lines
+        if self.counts.is_full:
+            self.counts.drop_newest(lines)
         if not lines:
             return
         # Look at the smaller side only: a burst has thousands of values, the table few

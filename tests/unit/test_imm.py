@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tep.core import imm as room
 from tep.core.imm import ImmTable, check_imm
-from tep.errors import BadRequest, BusyError
+from tep.errors import BadRequest, BusyError, FabricError
 
 COLLIDING = (0, 1, 0x10001, 0x01020304, 0xFFFFFFFF)
 """Values that a table keyed by 16 bits, by byte-swapped bits, or by signed numbers would mix up."""
@@ -293,3 +294,26 @@ def test_check_imm_makes_plain_ints_of_numpy_ones() -> None:
         found = check_imm(imm)
         assert int(imm) == found
         assert type(found) is int
+
+
+@pytest.mark.parametrize("burst", [1, 100])
+def test_a_flood_of_values_is_bounded_and_no_count_is_ever_short(table, burst, monkeypatch) -> None:
+    """A peer chooses the values: memory must not grow with them, nor a reader wait in vain."""
+    monkeypatch.setattr(room, "REST_MAX", 1000)
+    known, waits = expect(table, 2, imm=0x50000), expect(table, 3, imm=0x60001)
+    flood = np.random.default_rng(0).permutation(np.arange(1 << 16, dtype=np.uint32)) << 16 | 5
+    table.add(9, 4)
+    for start in range(0, 20_000, burst):
+        table.add_many(flood[start : start + burst])
+    table.add_many(np.array([0x50000, 0x60001] * 2, np.uint32))
+
+    assert len(table.counts) <= 1002 + burst
+    assert 20_000 + 4 + 4 == table.total
+    assert table.counts.dropped + sum(table.counts.values()) + known.count == table.total
+    assert [known] == fired(table)
+    table.add(0x60001, 1)
+    assert [waits] == fired(table), "what was expected is never dropped"
+    expect(table, 4, imm=9)
+    assert 1 == len(fired(table)), "what came before the flood is exact"
+    with pytest.raises(FabricError, match="19... arrivals of immediates that nobody expected"):
+        expect(table, 1, imm=int(flood[19_999]))
