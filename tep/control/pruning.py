@@ -35,21 +35,22 @@ class Pruning:
         group: its NICs.
         channel: to the peers' engines.
         now_s: the clock.
+
+    Attributes:
+        large: paths that hold many values; step() is wanted while there are some.
     """
 
     def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
         self._group, self._channel, self._now_s = group, channel, now_s
-        self._large: dict[Path, None] = {}
+        self.large: dict[Path, None] = {} if group.acks is None else group.acks.large
 
     def step(self) -> bool:
         """Ask for what is due on the paths that hold many values; True if anything was."""
-        assert self._group.acks is not None
-        self._large = self._group.acks.large
         work, now_s = False, self._now_s()
-        for path in tuple(self._large):
+        for path in tuple(self.large):
             sums = path.sums
             if not path.link.current or sums.sent.forgot or not self._channel.able:
-                del self._large[path]
+                del self.large[path]
             elif not sums.asking and sums.retry_s <= now_s:
                 work = True
                 self._ask(path, sums)
@@ -87,7 +88,7 @@ class Pruning:
         """Wait until there are many values again, once all lists are through."""
         if not sums.waiting:
             sums.sent.calm()
-            self._large.pop(path, None)
+            self.large.pop(path, None)
 
 
 def _lists(runs: Iterable[Run], longest: int) -> Iterator[tuple[Run, ...]]:

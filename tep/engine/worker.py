@@ -125,6 +125,7 @@ class Worker:
         self.channel = channel = Channel(group, now_s)
         self.failover = Failover(group, channel)
         self.pruning = Pruning(group, channel, now_s)
+        self._large = self.pruning.large
         self._arrivals = [Arrivals() for _ in domains] if able else []
         self.fencing = Fencing(group, self._arrivals, channel)
         self.held_leases = HeldLeases(group, channel, now_s)
@@ -174,7 +175,7 @@ class Worker:
             work |= self.outbox.post()
         if group.losses:
             work |= self.failover.step()
-        if group.acks is not None and group.acks.large:
+        if self._large:
             work |= self.pruning.step()
         if self.leases.granted:
             work |= self.leases.step()
