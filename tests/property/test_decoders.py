@@ -36,7 +36,7 @@ from tep.backends.local import channel as local_channel
 from tep.backends.loopback import open_domains as open_loopback
 from tep.backends.verbs import address as verbs_address
 from tep.backends.verbs import handshake as verbs_handshake
-from tep.control import notes
+from tep.control import messages
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
 from tep.wire import VERSION, Lease, MrDesc, NetAddr
@@ -177,7 +177,7 @@ CASES: dict[str, list[Case]] = {
     "tep/backends/verbs/handshake.py::Hello.decode": [
         Case(verbs_handshake.Hello.decode, GREETINGS)
     ],
-    "tep/control/messages.py::decode": [Case(notes.decode, structs(notes))],
+    "tep/control/messages.py::decode": [Case(messages.decode, structs(messages))],
     "tep/rendezvous/wire.py::decode": [Case(rendezvous_wire.decode, structs(rendezvous_wire))],
     "tep/sim/chaos.py::ChaosFabric.parse": [
         Case(lambda data: ChaosFabric.parse(None, data), [b"sim:a/0#1", b"sim:\xff/0#1"])

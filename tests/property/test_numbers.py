@@ -164,8 +164,14 @@ def verbs(p: Pair) -> dict[str, Rules]:
         "Watcher.store": numbers(watcher.store, "value"),
         "Expectation.wait": {"timeout_s": partial(wait, p)},
         "Expectation.wait_async": {"timeout_s": partial(wait_async, p)},
-        "Transfer.wait": {"timeout_s": partial(wait, p)},
-        "Transfer.wait_async": {"timeout_s": partial(wait_async, p)},
+        "Transfer.wait": {
+            "timeout_s": partial(wait, p),
+            "every_s": lambda v: single(8).wait(5.0, on_progress=silent, every_s=v),
+        },
+        "Transfer.wait_async": {
+            "timeout_s": partial(wait_async, p),
+            "every_s": partial(progress_async, single),
+        },
         "Message.wait": {"timeout_s": partial(wait, p)},
         "Message.wait_async": {"timeout_s": partial(wait_async, p)},
         "Removal.wait": {"timeout_s": partial(wait, p)},
@@ -189,6 +195,24 @@ def wait_async(p: Pair, timeout_s: object) -> None:
         coroutine.close()
 
 
+def progress_async(single: Callable[..., tep.Transfer], every_s: object) -> None:
+    """As for wait_async: what is no number of seconds is refused first."""
+    coroutine = single(8).wait_async(5.0, on_progress=silent, every_s=every_s)
+    try:
+        coroutine.send(None)
+    except (RuntimeError, StopIteration):  # there is no event loop, or it has finished
+        pass
+    except tep.UsageError as error:
+        if "every_s" in str(error):
+            raise
+    finally:
+        coroutine.close()
+
+
+def silent(_: object) -> None:
+    """A progress callback."""
+
+
 def wait(p: Pair, timeout: object) -> None:
     """Wait for what is there, or for at most a little while."""
     late = not isinstance(timeout, int | float | np.number) or not timeout <= 0.01
@@ -209,6 +233,10 @@ DRIVERS = {
 """What drivers and handles call, and what takes no argument of its own."""
 
 
+INSIDE = {"add_doubt", "count_posted"}
+"""What only the engine calls on a transfer."""
+
+
 def found_verbs() -> Iterator[tuple[str, str]]:
     """(method, argument) of all that users call on an engine, and on what it returns."""
     kinds = {
@@ -223,10 +251,10 @@ def found_verbs() -> Iterator[tuple[str, str]]:
     }
     for prefix, kind in kinds.items():
         for name, member in inspect.getmembers(kind, inspect.isfunction):
-            if name.startswith(("_", "note_")) or (not prefix and name in DRIVERS):
+            if name.startswith("_") or name in INSIDE or (not prefix and name in DRIVERS):
                 continue
             for argument in list(inspect.signature(member).parameters)[1:]:
-                if argument not in {"callback", "handle"}:
+                if argument not in {"callback", "handle", "on_progress"}:
                     yield prefix + name, argument
 
 
