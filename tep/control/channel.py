@@ -1,9 +1,10 @@
-"""Control messages between engines, over any pair of NICs that lives: once, or until answered.
+"""Send and receive control messages between engines, over any pair of NICs that works.
 
-The messages are in `messages`; who handles a type registers here with `hear`. Rule 1: a
-question ends exactly once, in an answer or in a reason why there is none. Rule 2: no note of a peer
-ends this engine: one that is malformed, speaks for another engine, finds no room, or whose handler
-raises is dropped, counted and logged.
+A message is sent once, or repeated until it is answered. `messages` defines the messages; the
+handler of a type is registered here with `hear`. Rule 1: a question ends exactly once, in an answer
+or in a reason why there is none. Rule 2: no control message of a peer ends this engine. A message
+that is malformed, speaks for another engine, finds no room, or makes its handler raise is dropped,
+counted and logged.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ __all__ = ["NOTE_CTX", "Channel", "Drop", "sooner"]
 _log = logging.getLogger("tep")
 
 NOTE_CTX: Final = 1 << 62
-"""The ctx of the first note: users' messages have smaller ones."""
+"""The ctx of the first control message: users' messages have smaller ones."""
 
 ROUNDS_MAX: Final = 5
-"""How often a question is put before it counts as unanswered."""
+"""A question counts as unanswered after it was sent so often."""
 
 DEAF_MAX: Final = 3
-"""The same, where every NIC of the peer was asked each time and none was there."""
+"""The same where no NIC of the peer could be reached in any round."""
 
 ANSWERS_MAX: Final = 1024
-"""Answers to one engine that wait for a NIC; it asks again for those beyond."""
+"""Answers to one engine that may wait for a NIC; further ones are dropped, and it asks again."""
 
 QUEUE_MAX: Final = 16 * ANSWERS_MAX
-"""Notes of any kind that wait for a NIC: beyond them no answer is added."""
+"""Control messages that may wait for a NIC; with more of them no answer is queued."""
 
 N = TypeVar("N", bound=Note)
 
@@ -55,19 +56,22 @@ class Drop(Enum):
 
 
 def sooner(one_s: float | None, other_s: float | None) -> float | None:
-    """The earlier of two times, either of which may be never."""
+    """The earlier of two times; None stands for never."""
     if one_s is None:
         return other_s
     return one_s if other_s is None or one_s < other_s else other_s
 
 
 class _Delivery:
-    """One note on its way: over the lanes of a link, or back to where a question came from.
+    """One control message on its way: to a link, or back to the sender of a question.
 
     Attributes:
-        lanes: to try, one after the other.
-        question, round: that it puts, and for which time.
-        way: (our NIC, address) that it went over.
+        note: the message.
+        link: the peer; None for an answer.
+        back: (our NIC, address) to which an answer is sent; None for what is no answer.
+        lanes: (our NIC, its NIC) pairs to try, one after the other.
+        question, round: the question that it asks, and the round in which it asks.
+        way: (our NIC, address) over which it was posted.
     """
 
     __slots__ = ("back", "lanes", "link", "note", "question", "round", "way")
@@ -83,22 +87,23 @@ class _Delivery:
 
 
 class _Question:
-    """A note that wants an answer.
+    """A control message that is repeated until it is answered.
 
-    The first round asks over one lane, and if that fails over all others at once; later rounds over
-    all. A NIC takes its time to say that nobody is there, and to hear it from one after the other
-    would take a multiple of that.
+    The first round asks over one lane, and, if that fails, over all others at once. Later rounds
+    ask over all lanes at once, because a NIC needs a long time to find that nobody answers, and
+    asking one lane after the other would add these times up.
 
     Attributes:
-        told: what to call with the answer.
-        lost: what to call with the reason why there is none.
-        due_s: when to ask again; None while the note is on its way.
-        why: what became of the last try.
+        delivery: the message and its link.
+        told: is called with the answer.
+        lost: is called with the reason why there is no answer.
+        due_s: when to ask again; None while the message is on its way.
+        why: the result of the last try.
         round: the number of this round.
-        others: lanes that were not asked over in this round.
+        others: lanes over which this round has not asked yet.
         out: deliveries of this round that are on their way.
-        reached: whether one of them got there.
-        deaf: whether all that came back said that nobody is there.
+        reached: whether one of them has arrived.
+        deaf: whether all that failed so far found nobody at the other end.
     """
 
     __slots__ = (
@@ -136,8 +141,8 @@ class Channel:
         now_s: the clock.
 
     Attributes:
-        able: whether its NICs have notes at all.
-        busy: whether a note is on its way or a question open; else nothing here wants a turn.
+        able: whether its NICs can send control messages, and the engine is not being closed.
+        busy: whether a message is on its way or a question is open; else step() has nothing to do.
         dropped: control messages of peers that were dropped, by reason.
     """
 
@@ -161,11 +166,11 @@ class Channel:
 
     @property
     def note_bytes(self) -> int:
-        """The longest note that every NIC takes."""
+        """The size of the longest control message that every NIC takes."""
         return min(domain.caps.note_bytes for domain in self._nics)
 
     def hear(self, kind: type[N], callback: Callable[[int, bytes, N], object]) -> None:
-        """Have callback(NIC, address it came from, note) called for each note of a class."""
+        """Call callback(our NIC, sender's address, message) for each control message of a type."""
         self._hears[kind] = cast("Callable[[int, bytes, Note], object]", callback)
 
     # ------------------------------------------------------------------ out
@@ -177,7 +182,7 @@ class Channel:
         told: Callable[[Answer], object],
         lost: Callable[[str], object],
     ) -> None:
-        """Ask a peer until it answers, over whichever lanes live; note(number) makes the note."""
+        """Ask a peer until it answers, over any lane; note(number) makes the control message."""
         number = next(self._numbers)
         delivery = _Delivery(note(number), link, None)
         self._questions[number] = question = _Question(delivery, told, lost)
@@ -185,17 +190,17 @@ class Channel:
 
     @property
     def queued(self) -> int:
-        """Notes that no NIC has."""
+        """How many control messages no NIC has taken yet."""
         return len(self._queue)
 
     def say(self, link: Link, note: Note, lane: tuple[int, int]) -> None:
-        """Tell a peer something over one lane; nobody learns whether it got there."""
+        """Send a control message once, over one lane; nobody learns whether it arrived."""
         delivery = _Delivery(note, link, None)
         delivery.lanes = [lane]
         self._send(delivery)
 
     def answer(self, nic: int, address: bytes, note: Note) -> None:
-        """Answer from where a question came in; if that fails it will be asked again."""
+        """Answer over the NIC that received the question; if that fails, the peer asks again."""
         engine = self.engine_of(nic, address)
         if self._answers[engine] >= ANSWERS_MAX or len(self._queue) >= QUEUE_MAX:
             self.drop(Drop.FULL, address, "too many answers wait for a NIC")
@@ -204,7 +209,9 @@ class Channel:
         self._send(_Delivery(note, None, (nic, address)))
 
     def _send(self, delivery: _Delivery) -> None:
-        if self.able:  # else it is closed, and what NICs still hand out is not answered
+        if (
+            self.able
+        ):  # else the engine is being closed, and questions that still arrive are not answered
             self._queue.append(delivery)
             self.busy = True
 
@@ -229,7 +236,7 @@ class Channel:
             self._lose(question, "no NIC of ours is alive")
 
     def _lanes(self, delivery: _Delivery) -> list[tuple[int, int]]:
-        """The lanes to try, in order: first to NICs that take rows, and those of one number."""
+        """The lanes to try, in order: NICs that are up first, and equal NIC numbers first."""
         link = delivery.link
         if link is None:
             return []
@@ -238,7 +245,7 @@ class Channel:
         return sorted(lanes, key=lambda lane: (not link.alive[lane[1]], lane[0] != lane[1], lane))
 
     def step(self) -> bool:
-        """Post what waits, put late questions again; True if a NIC took one or one was lost."""
+        """Post queued messages, repeat late questions; True if one was taken or has failed."""
         work = False
         for _ in range(len(self._queue)):
             delivery = self._queue.popleft()
@@ -255,14 +262,14 @@ class Channel:
         return work
 
     def _gone(self, back: tuple[int, bytes]) -> None:
-        """An answer waits no more."""
+        """Count an answer that is not queued any more."""
         engine = self.engine_of(*back)
         self._answers[engine] -= 1
         if not self._answers[engine]:
             del self._answers[engine]
 
     def due_s(self) -> float | None:
-        """When step() is wanted although nothing has happened; None: then never."""
+        """When step() must be called even if nothing happens; None: never."""
         return min((q.due_s for q in self._questions.values() if q.due_s is not None), default=None)
 
     def _post(self, delivery: _Delivery) -> bool:
@@ -271,7 +278,7 @@ class Channel:
                 nic, address = delivery.back
                 peer = self._nics[nic].connect(address)
             elif not delivery.lanes:
-                return True  # no NIC of ours is alive, and it is no question
+                return True  # no NIC of ours is alive, and nobody waits for the result
             else:
                 nic, remote = delivery.lanes[0]
                 assert delivery.link is not None
@@ -279,7 +286,7 @@ class Channel:
                 peer = delivery.link.peer(nic, remote)
             ctx = next(self._ctxs)
             taken = self._alive[nic] and self._nics[nic].post_note(peer, encode(delivery.note), ctx)
-        except (TepError, OSError, MemoryError) as error:  # perhaps another NIC can
+        except (TepError, OSError, MemoryError) as error:  # another NIC may be able to
             self._failed(delivery, str(error))
             return True
         if taken:
@@ -299,7 +306,7 @@ class Channel:
         self._put(question)
 
     def _failed(self, delivery: _Delivery, why: str, *, deaf: bool = False) -> None:
-        """A lane failed: try others; ask again, unless nobody is there at all."""
+        """A lane failed: try others; then ask again, unless nobody answers on any lane."""
         del delivery.lanes[:1]
         question = delivery.question
         if question is None:
@@ -329,7 +336,7 @@ class Channel:
     # ------------------------------------------------------------------ in
 
     def sent(self, ctx: int, status: int) -> None:
-        """A NIC says how a note fared."""
+        """Take a NIC's completion of a control message."""
         delivery = self._out.pop(ctx)
         question = delivery.question
         self._far_ends.note_heard(*delivery.way, heard=status != Status.UNREACHABLE)
@@ -348,17 +355,17 @@ class Channel:
             self._failed(delivery, Status(status).name, deaf=status == Status.UNREACHABLE)
 
     def lost(self, nic: int) -> None:
-        """A NIC will never say how its notes fared."""
+        """A NIC is gone: its control messages will not complete."""
         for ctx, delivery in tuple(self._out.items()):
             if delivery.way[0] == nic:
                 self.sent(ctx, Status.NIC_DOWN)
 
     def engine_of(self, nic: int, address: bytes) -> bytes:
-        """What names the engine of the NIC at an address, as our NIC `nic` understands it."""
+        """An id of the engine that has the NIC at an address, as our NIC `nic` knows it."""
         return self._nics[nic].engine_of(address)
 
     def take(self, nic: int, slot: int) -> None:
-        """A note has come in."""
+        """Decode and handle a control message that was received."""
         payload, address = self._nics[nic].take_note(slot)
         try:
             note = decode(payload)
@@ -390,14 +397,14 @@ class Channel:
             raise
 
     def guard(self, address: bytes, handler: Callable[..., object], *args: object) -> None:
-        """Call what deals with a note of the NIC at an address; drop the note if that raises."""
+        """Call the handler of a control message from an address; if it raises, drop the message."""
         try:
             handler(*args)
-        except Exception as error:  # noqa: BLE001  # its message alone is dropped
+        except Exception as error:  # noqa: BLE001  # only its message is dropped
             self.drop(Drop.FAILED, address, repr(error), error)
 
     def drop(self, reason: Drop, address: bytes, what: str, error: Exception | None = None) -> None:
-        """Count a note that is dropped. The log is told of the 1st, 2nd, 4th, 8th ... of a kind."""
+        """Count a dropped control message, and log the 1st, 2nd, 4th, 8th ... of each reason."""
         self.dropped[reason] += 1
         times = self.dropped[reason]
         if times & (times - 1) == 0:
@@ -406,7 +413,7 @@ class Channel:
             _log.log(level, text, address, reason.value, times, what, exc_info=error)
 
     def close(self) -> None:
-        """End every question; notes on their way are forgotten."""
+        """End every question, and forget the control messages that are on their way."""
         self.able = False
         self._queue.clear()
         self._answers.clear()

@@ -1,15 +1,15 @@
-"""The sender's half of a failover: rows that were posted on a path that died are made good.
+"""The sender's half of a failover: retransmit rows that were in flight on a path that failed.
 
-Whether such a row landed is unknown, so the group keeps it, and its transfer stays open. Once no
-row is in flight on the path any more, the receiver (`fencing`) fences it off and says what had
-come. What landed whole counts as done. The bytes of the others are written again, without
-immediates, over paths that are up. When all of these bytes have arrived, as many immediates as were
-missing follow, without bytes.
+Nobody knows whether such a row landed, so the group keeps it, and its transfer stays open. When no
+row is in flight on the path any more, the receiver (`fencing`) fences the path off and says how
+many of each immediate arrived over it. Rows that landed count as done. The bytes of the others are
+written again, without immediates, over paths that are up. When all of these bytes have arrived, the
+missing immediates are sent, without bytes.
 
-Rule 1: no row goes out again before its path is fenced. Rule 2: if every row of one immediate had
-landed, none of them is written again: the reader may have been released. Rule 3: an immediate
-follows only after all bytes that it could vouch for. Rule 4: sums that contradict each other end in
-an error, never in a guess. Rule 5: a row is written again as often as there are paths, no more.
+Rule 1: no row is written again before its path is fenced. Rule 2: if all rows of one immediate
+landed, none of them is written again, because the reader may already use the bytes. Rule 3: an
+immediate is sent only after all bytes that it may stand for. Rule 4: sums that contradict each
+other end in an error, never in a guess. Rule 5: a row is written again at most once for each path.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_IMM = -1
 
 
 def why_unable(domains: Sequence[Domain]) -> str | None:
-    """Why rows that these NICs lose cannot be made good; None: they can."""
+    """Why rows that these NICs lose cannot be retransmitted; None: they can."""
     for domain in domains:
         if not domain.caps.imm_source:
             return (
@@ -44,14 +44,14 @@ def why_unable(domains: Sequence[Domain]) -> str | None:
 
 
 class Failover:
-    """What is being made good on one engine.
+    """The failovers of one engine.
 
     Args:
-        group: its NICs, with the rows that it keeps.
-        channel: to the peers' engines.
+        group: its NICs, with the lost rows that it keeps.
+        channel: control messages to the peers' engines.
 
     Attributes:
-        rows: made good so far, in any way.
+        rows: lost rows settled without an error so far: they had landed, or were retransmitted.
     """
 
     def __init__(self, group: DomainGroup, channel: Channel) -> None:
@@ -61,22 +61,24 @@ class Failover:
     # ------------------------------------------------------------------ asking
 
     def step(self) -> bool:
-        """Ask about paths on which nothing is in flight any more; True if one was asked about."""
+        """Ask about lost rows of paths with nothing in flight; True if a question was sent."""
         work = False
         for loss in tuple(self._group.losses):
-            # An older question about the same path comes first: its answer changes the sums.
+            # An older loss of the same path comes first, because its answer changes the sums.
             if not loss.asked and loss.path.losses[0] is loss and self._is_quiet(loss.path):
                 loss.asked = work = True
                 self._ask(loss)
         return work
 
     def is_clear(self, path: Path) -> bool:
-        """Whether no row is in flight on a path, and none that it lost waits to be made good."""
+        """Whether a path has no row in flight, and no lost row that is not settled."""
         return not path.losses and self._is_quiet(path)
 
     def _is_quiet(self, path: Path) -> bool:
-        """Whether no row is in flight on a path. Until the batch that was seen last is back, one
-        is: so all batches are looked through once for each that ends, and not in every step.
+        """Whether no row is in flight on a path.
+
+        A batch that was found in flight is remembered, so that all batches are searched again only
+        when that one has ended, and not in every step.
         """
         seen = path.seen
         if seen is not None and seen.at > seen.back:
@@ -106,7 +108,7 @@ class Failover:
     def _told(self, loss: Loss, imms: tuple[int, ...], told: object) -> None:
         path = loss.path
         if loss not in path.losses:
-            return  # another part of the answer was missing
+            return  # given up, because another part of the answer was missing
         assert isinstance(told, Told)
         name = path.link.addr.name
         if told.why or len(told.counts) != len(imms):
@@ -123,7 +125,7 @@ class Failover:
         if loss.left == 0:
             if self._is_quiet(path):
                 self._judge(loss)
-            else:  # the peer was thought dead as a whole, so that this path was tried again
+            else:  # all NICs of the peer were marked down, so this path was used again
                 loss.asked = False
 
     # ------------------------------------------------------------------ judging
@@ -153,12 +155,12 @@ class Failover:
         loss.path.losses.remove(loss)
 
     def _acknowledged(self, path: Path, wanted: dict[int, list[LostRow]]) -> dict[int, int]:
-        """How many of these immediates were acknowledged on a path since the beginning."""
+        """How many of these immediates were acknowledged on a path, less what was pruned."""
         group = self._group
         if group.acks is not None:
             group.acks.fold()
         known = {imm: path.sums.sent.sum(imm) for imm in wanted if imm != _NO_IMM}
-        for pending in group.batches.values():  # and of those that are not through
+        for pending in group.batches.values():  # and those of batches that have not ended
             if pending.domain == path.domain and pending.batch.imm is not None:
                 for row in pending.posted_rows():
                     if _is_on(path, pending, row) and row not in pending.lost:
@@ -168,7 +170,7 @@ class Failover:
         return known
 
     def _judge_imm(self, loss: Loss, imm: int, rows: list[LostRow], landed: int) -> None:
-        """Rows of one immediate, `landed` of which are known to have landed whole."""
+        """Settle lost rows of one immediate, `landed` of which are known to have landed."""
         sums, name = loss.path.sums, loss.path.link.addr.name
         live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
         doubt = len(rows) - len(live) + sums.doubt.pop(imm, 0)
@@ -194,9 +196,10 @@ class Failover:
             self._write_again(live, live[: total - landed])
 
     def _write_again(self, rows: list[LostRow], missing: list[LostRow]) -> None:
-        """Write the bytes of all rows again, and then the immediates of those that are missing.
+        """Write the bytes of all rows again, then send the immediates of the missing rows.
 
-        Which of them are missing nobody can know, and nobody need: they are equal.
+        Nobody knows which rows are missing; it makes no difference, since their immediates are
+        equal.
         """
         group = self._group
         retransmission = Retransmission()
@@ -205,9 +208,9 @@ class Failover:
             transfer.left += 1
             transfer.extra += 1
             retransmission.after.append((pending, row, error))
-        retransmission.left = 1  # ours, so that it cannot be over before it has begun
+        retransmission.left = 1  # released below, so that it cannot end before all rows are queued
         for pending, row, error in rows:
-            mine = pending.retransmission  # a row that is being written again already
+            mine = pending.retransmission  # it was a retransmitted row already
             if pending.transfer.is_ending():
                 if mine is not None:
                     group.finish_retransmission(mine)
@@ -221,7 +224,7 @@ class Failover:
         group.finish_retransmission(retransmission)
 
     def _settle(self, rows: list[LostRow]) -> None:
-        """The rows themselves are over; what was made of them counts by itself."""
+        """Take the lost rows out of their transfers; rows written again are counted separately."""
         for lost in rows:
             transfer = lost.pending.transfer
             transfer.left -= 1
@@ -257,7 +260,7 @@ class Failover:
                 self._group.drop_queued(transfer)
 
     def close(self, error: TepError) -> None:
-        """The engine is about to close: rows that are kept fail, and no more are kept."""
+        """The engine is about to close: lost rows fail, and no more are kept."""
         group = self._group
         group.failover, group.closing = False, error
         for loss in tuple(group.losses):

@@ -1,7 +1,8 @@
-"""Immediates that will not come: telling a peer that one fails, and being told; see `engine.fail`.
+"""Immediates that will not come: tell a peer that one fails, and handle what peers tell.
 
-`imm` counts, `channel` sends; nothing here posts. Rule 1: a message that comes twice fails nobody
-twice. Rule 2: an expectation that names its sender is failed by no other engine.
+See `engine.fail`. `imm` counts, `channel` sends; nothing here posts. Rule 1: a message that arrives
+twice fails an expectation once. Rule 2: an expectation that names its sender can be failed by that
+engine only.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from tep.errors import FabricError, TepError
 __all__ = ["Failures"]
 
 _HEARD_MAX: Final = 256
-"""Words of one engine that are remembered, so that one that comes twice counts once."""
+"""Message numbers that are remembered of each engine, so that a repeated message counts once."""
 
 _ENGINES_MAX: Final = 4096
-"""Engines whose words are remembered; beyond them those of the one that was heard first go."""
+"""Engines whose message numbers are remembered; beyond that the first engine is forgotten."""
 
 _BROKEN_MAX: Final = 4096
-"""Immediates given up that nobody expected yet; word of one more is not answered, and the peer
-learns that this engine could not be told."""
+"""Immediates that peers gave up before anybody expected them. A message about one more is not
+answered, and its sender learns that this engine could not be told."""
 
 
 class Failures:
-    """The words of one engine and its peers that immediates fail.
+    """Messages between one engine and its peers that immediates fail.
 
     Args:
-        name: of the engine and its incarnation, as peers are told it.
-        imms: the table in which expectations stand.
-        channel: to the peers.
+        name: the name of this engine and its incarnation, for error texts of peers.
+        imms: the table of expectations.
+        channel: control messages to the peers.
         opened: every handle that has not settled.
         settle: ends a handle.
 
     Attributes:
-        broken: immediates that peers gave up while nobody expected them: each with the errors of
-            who gave it up, by the address of the NIC that said so.
+        broken: immediates that peers gave up while nobody expected them: for each the errors, by
+            the address of the NIC that sent the message.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Failures:
         channel.hear(Failed, self._hear)
 
     def tell(self, notice: Notice) -> None:
-        """Have a peer's expectation of an immediate end in an error."""
+        """Make a peer's expectation of an immediate end in an error."""
 
         def told(_: Answer) -> None:
             self._settle(notice, State.DONE, None)
@@ -80,14 +81,18 @@ class Failures:
         meant: Callable[[Expectation], bool],
         error: Callable[[Expectation, str], FabricError],
     ) -> bool:
-        """Fail the open expectations that are meant, with error(which, how many came) each.
+        """Fail the open expectations for which meant(expectation) is true.
+
+        Each fails with error(expectation, text that says how many immediates came).
 
         Returns:
             Whether there was one.
         """
         waiting = [h for h in self._opened if isinstance(h, Expectation) and meant(h)]
         found = False
-        for handle in reversed(waiting):  # the last in line first, so that none fires by this
+        for handle in reversed(
+            waiting
+        ):  # the last one first, so that cancelling one completes none behind it
             came = f"{handle.arrived} of {handle.count} came"
             if self._imms.cancel(handle):
                 found = True
@@ -95,7 +100,7 @@ class Failures:
         return found
 
     def take(self, expectation: Expectation) -> FabricError | None:
-        """The error of a new expectation that a peer has given up already; it fails one only."""
+        """Take the error of a new expectation that a peer gave up already; it is used once."""
         errors = self.broken.get(expectation.imm, {})
         for address in errors:
             if _is_from(expectation, address):
@@ -106,10 +111,10 @@ class Failures:
         return None
 
     def _hear(self, nic: int, address: bytes, note: Failed) -> None:
-        """A peer gives an immediate up: whoever waits for it, or will next, gets an error."""
+        """A peer gives an immediate up: fail its open expectation, or else the next one."""
         engine = self._channel.engine_of(nic, address)
         heard = self._heard.get(engine, {})
-        if note.number not in heard:  # else it asks again because our answer was late
+        if note.number not in heard:  # else it is a repetition, because our answer was late
 
             def meant(handle: Expectation) -> bool:
                 return handle.imm == note.imm and _is_from(handle, address)

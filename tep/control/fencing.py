@@ -1,8 +1,7 @@
-"""The receiver's half of a failover: fence a sender's dead path, and say what had come over it;
-lift the fence when both sides are through with it.
+"""The receiver's half of a failover: fence a failed path, and count what arrived over it.
 
-The sender's half is `failover`. Rule: nothing is said of a path before it is fenced, since more
-could come.
+The fence is lifted when both sides have settled their rows. The sender's half is `failover`.
+Rule: counts of a path are sent only after it is fenced, since more rows could arrive before that.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from tep.errors import FabricError, TepError
 __all__ = ["Fencing"]
 
 _ASKING_MAX: Final = 64
-"""Questions about one path that wait for its fence; those beyond are put again."""
+"""Questions about one path that may wait for its fence; others are dropped and repeated."""
 
 _PATHS_MAX: Final = 1 << 14
-"""Paths that are remembered. Beyond them those of the engine that was met first are forgotten: at
-worst a late copy of a question fences or opens a path once more, and its rows are made good."""
+"""Paths that are remembered. Beyond that, the paths of the first engine are forgotten: then a late
+copy of a question may fence or open a path once more, and its rows are retransmitted."""
 
 
 class Fencing:
@@ -35,8 +34,8 @@ class Fencing:
 
     Args:
         group: its NICs, and the far ends of its paths.
-        arrivals: what came in on each; empty where that is not noted.
-        channel: where questions come in and answers go out.
+        arrivals: the immediates that arrived on each NIC; empty if they are not counted.
+        channel: control messages from and to the peers' engines.
 
     Attributes:
         arrivals: as above.
@@ -48,14 +47,14 @@ class Fencing:
         self._channel = channel
         self._far_ends, self._events = group.far_ends, group.events
         self._begun: dict[int, Fence] = {}
-        self._paths: dict[bytes, set[tuple[int, bytes]]] = {}  # asked about, by engine
+        self._paths: dict[bytes, set[tuple[int, bytes]]] = {}  # that were asked about, by engine
         self._npaths = 0
         self._ctxs = itertools.count()
         channel.hear(Asked, self._asked)
         channel.hear(Prune, self._prune)
 
     def is_outdated(self, note: Asked | Reopen) -> bool:
-        """Whether a question is a late copy: its path was shut, or opened, after it was put."""
+        """Whether a question is a late copy: a later question has opened or fenced its path."""
         far = self._far_ends.at(note.nic, note.source)
         if note.number < (far.reopened if isinstance(note, Asked) else far.asked):
             return True
@@ -66,7 +65,7 @@ class Fencing:
         return False
 
     def admit(self, nic: int, address: bytes, note: Asked | Reopen) -> bool:
-        """Whether a question is about a path that can be, and there is room to remember it."""
+        """Whether a question is about a path that can exist and for which there is room."""
         if note.nic >= len(self._nics):
             why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
             self._channel.answer(nic, address, Told(note.number, why, ()))
@@ -107,9 +106,10 @@ class Fencing:
             self._channel.answer(nic, address, Told(note.number, why, ()))
 
     def fence(self, source: bytes, nic: int, then: Callable[[int], object]) -> None:
-        """Fence the NIC at an address off at our NIC `nic`; then(status), at once if it was before.
+        """Fence the NIC at an address off at our NIC `nic`, and call then(status) when that ends.
 
-        One that failed is tried again. Raises TepError where the NIC cannot even begin.
+        If the path is fenced already, then(status) is called at once. A fence that failed is tried
+        again. Raises TepError if the NIC cannot begin.
         """
         there = self._nics[nic].caps
         if not there.imm_source:
@@ -126,9 +126,9 @@ class Fencing:
             then(fence.status)
 
     def lift(self, source: bytes, nic: int) -> str | None:
-        """Take rows of the NIC at an address again at our NIC `nic`; say why not, or None.
+        """Accept rows of the NIC at an address at our NIC `nic` again; return why not, or None.
 
-        Of those that had ended before none lands any more (C27).
+        Rows that had ended before this call do not land any more (C27).
         """
         far = self._far_ends.get(nic, source)
         fence = None if far is None else far.fence
@@ -148,7 +148,7 @@ class Fencing:
         return None
 
     def fenced(self, ctx: int, status: int) -> None:
-        """A NIC says how a fence ended."""
+        """Take a NIC's completion of a fence."""
         fence = self._begun.pop(ctx)
         fence.status = status
         asking, fence.asking = fence.asking, []
@@ -156,7 +156,7 @@ class Fencing:
             then(status)
 
     def why_not(self, nic: int, status: int) -> str | None:
-        """Say why a path cannot be fenced off; None: it was."""
+        """Why a path could not be fenced off; None: it was fenced."""
         if status == Status.OK:
             return None
         there = self._nics[nic]
@@ -165,7 +165,7 @@ class Fencing:
         return why + (f": {hint}" if hint else "")
 
     def forget(self, addresses: Collection[bytes]) -> None:
-        """Drop what is remembered of a peer that has left, by its NICs' addresses."""
+        """Drop what is known of a peer that was removed, by its NICs' addresses."""
         self._far_ends.forget(addresses)
         for engine, keys in tuple(self._paths.items()):
             gone = {key for key in keys if key[1] in addresses}
@@ -183,18 +183,18 @@ class Fencing:
         why = self.why_not(note.nic, status)
         if note.imms and why is None:
             if not self.arrivals:
-                why = "it does not note where immediates come from"
+                why = "it does not count immediates by their sender"
             elif (why := self.arrivals[note.nic].forgot(there, note.source)) is None:
                 counts = self.arrivals[note.nic].sums(there, note.source, note.imms)
                 pruned = self.arrivals[note.nic].pruned(note.source)
         self._channel.answer(nic, address, Told(note.number, (why or "")[:WHY_MAX], counts, pruned))
 
     def _prune(self, nic: int, address: bytes, note: Prune) -> None:
-        # What is told of a fenced path must not change while its sender compares.
+        # The counts of a fenced path must not change while its sender compares them.
         far = self._far_ends.get(note.nic, note.source)
         why: str | None
         if note.nic >= len(self.arrivals):
-            why = f"it notes no immediates at a NIC {note.nic}"
+            why = f"it counts no immediates at a NIC {note.nic}"
         elif far is not None and far.fence is not None:
             why = "this path is fenced off"
         else:

@@ -1,7 +1,8 @@
-"""The writer's end of leases: what it may write to, until when, and how it lets go.
+"""The writer's end of leases: which bytes it may write to, until when, and how a lease ends.
 
-The owner's end is `leases`. Rule 1: a lease that its owner has asked back stays over, whatever
-comes late or twice. Rule 2: the owner is answered only when no transfer under the lease is open.
+The owner's end is `leases`. Rule 1: a lease that its owner has asked back stays over, even if
+messages arrive late or twice. Rule 2: the owner gets its answer only when no transfer under the
+lease is open.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from tep.wire import Lease
 __all__ = ["MARGIN", "HeldLease", "HeldLeases"]
 
 MARGIN: Final = 1 / 8
-"""Share of a lease's time that its holder leaves unused: for clocks that differ, and the way."""
+"""Share of a lease's time that its holder does not use: clocks differ, and messages take time."""
 
 _HELD_MAX: Final = 4096
-"""Leases of one owner that are over and are remembered; what is older is refused unseen."""
+"""Ended leases that are remembered of each owner; older ones are refused by their number."""
 
 _OWNERS_MAX: Final = 4096
-"""Owners that ended leases which were never used here. Those of another one get no answer, and it
-fences this engine off."""
+"""Owners of which ended leases are remembered. Beyond that an owner that ends a lease which this
+engine never used gets no answer, and fences this engine off."""
 
 _ASKING_MAX: Final = 64
-"""Questions about one lease that are answered together; older ones were given up by their owner."""
+"""Questions about one lease that are answered together; their owner has given older ones up."""
 
 _PATHS_MAX: Final = 100
 """Paths that fit into an answer of 512 bytes, 3 bytes each."""
@@ -45,13 +46,14 @@ class HeldLease:
 
     Attributes:
         key: address of the owner's first NIC, and the lease's number.
-        remote: its bytes, resolved; None while only the owner's word of its end is known.
-        until_s: when submits under it are refused, on the engine's clock; the margin is off.
+        remote: its bytes, resolved; None if it was never used here.
+        until_s: when submits under it begin to be refused, on the engine's clock; the margin is
+            subtracted.
         over: whether the owner has asked for it back.
         open: transfers under it that have not settled.
         paths: (our NIC, its NIC) over which bytes may still land.
-        asking: where its end was asked about, and not answered yet.
-        round: of the last renewal.
+        asking: (our NIC, address, number) of the questions about its end that are not answered yet.
+        round: the round of the last renewal.
     """
 
     __slots__ = ("asking", "key", "open", "over", "paths", "remote", "round", "until_s")
@@ -68,16 +70,17 @@ class HeldLease:
 
 
 class HeldLeases:
-    """All leases that one engine holds. Users' threads come to `resolve`
-    and `orphan`, all else is its worker's.
+    """All leases that one engine holds.
+
+    Users' threads may call `resolve` and `orphan`; only the worker calls the rest.
 
     Args:
         group: its NICs.
-        channel: from and to the owners.
+        channel: control messages from and to the owners.
         now_s: the clock.
 
     Attributes:
-        known: every lease that was met, by owner and number; empty where leases are not used.
+        known: every lease that was used or ended here, by owner and number.
     """
 
     def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
@@ -90,10 +93,10 @@ class HeldLeases:
         channel.hear(Renewed, self._renewed)
 
     def resolve(self, lease: Lease, link: Link, what: str) -> Remote:
-        """The bytes of a lease, ready for posting; its time begins when it is met first.
+        """The bytes of a lease, ready for posting; its time begins with its first use.
 
         Raises:
-            LeaseError: it is over, about to be, or another engine's.
+            LeaseError: it is over, has run out, or was granted to another engine.
         """
         if lease.holder != self._own:
             raise LeaseError(
@@ -126,13 +129,13 @@ class HeldLeases:
     # ------------------------------------------------------------------ transfers
 
     def start(self, transfer: Transfer) -> None:
-        """Take a transfer under the leases that it is for. Raises LeaseError, as resolve() does."""
+        """Begin a transfer under its leases. Raises LeaseError, as resolve() does."""
         for held in _held_leases(transfer.job):
             self._check(held, transfer.job.kind)
             held.open[transfer] = None
 
     def ended(self, transfer: Transfer) -> None:
-        """A transfer has settled: no row of it is posted any more."""
+        """A transfer has settled: none of its rows is posted any more."""
         for remote, domain, nic in transfer.doubts():
             if isinstance(remote.held_lease, HeldLease):
                 remote.held_lease.paths.add((domain, nic))
@@ -141,16 +144,16 @@ class HeldLeases:
             if held.over and not held.open:
                 self._answer(held)
 
-    # ------------------------------------------------------------------ the owner's word
+    # ------------------------------------------------------------------ the owner's messages
 
     def _ended(self, nic: int, address: bytes, note: Ended) -> None:
-        """The owner wants its memory back: what is queued is dropped, what is posted awaited."""
+        """The owner wants its memory back: drop queued rows, and wait for the posted ones."""
         known = (note.owner, note.lease) in self.known or note.owner in self._over
         if not known and len(self._over) >= _OWNERS_MAX:
             self._channel.drop(Drop.FULL, address, f"leases of {_OWNERS_MAX} owners are remembered")
             return
         held = self._find(note.owner, note.lease)
-        if held is None:  # it was over, and what was left of it is forgotten
+        if held is None:  # it ended long ago, and its record is gone
             self._channel.answer(nic, address, Told(note.number, "it was too long ago", ()))
             return
         self._end(held)
@@ -175,7 +178,7 @@ class HeldLeases:
             self._channel.answer(nic, address, Told(number, why, paths))
 
     def _renewed(self, nic: int, address: bytes, note: Renewed) -> None:
-        # Of one that was never used here nothing is kept: its time begins with its first use.
+        # A lease that was never used here needs no record: its time begins with its first use.
         held = self.known.get((note.owner, note.lease))
         if held is not None and note.round > held.round:
             held.round = note.round
@@ -183,7 +186,7 @@ class HeldLeases:
         self._channel.answer(nic, address, Told(note.number, "", ()))
 
     def _find(self, owner: bytes, number: int) -> HeldLease | None:
-        """The record of a lease, a new one where it was never met; None: it was forgotten."""
+        """The record of a lease, made if there is none; None: it ended and was forgotten."""
         key = owner, number
         found = self.known.get(key)
         if found is None and number > self._forgotten.get(owner, 0):
@@ -191,13 +194,13 @@ class HeldLeases:
         return found
 
     def orphan(self, link: Link) -> None:
-        """A peer has restarted: what its earlier incarnation had leased is over."""
+        """A peer has restarted: the leases that its earlier incarnation granted are over."""
         for held in list(self.known.values()):
             if held.remote is not None and held.remote.link is link:
                 self._end(held)
 
     def _end(self, held: HeldLease) -> None:
-        """Note that a lease is over. So many are remembered; older ones are refused by number."""
+        """Mark a lease as over; forget the oldest one of its owner if there are too many."""
         if held.over:
             return
         held.over = True

@@ -36,7 +36,7 @@ _S_PER_NS: Final = 1e-9
 
 
 class LeaseOwner(Owner, Protocol):
-    """The engine, as far as leases are concerned."""
+    """What leases need of the engine."""
 
     closed: bool
 
@@ -47,10 +47,10 @@ class LeaseOwner(Owner, Protocol):
 class Revocation(Handle):
     """The end of a lease: ok = nobody can write to its bytes any more; failed = quarantine.
 
-    It is pending as long as the lease lasts, however it comes to end. `cancel()` revokes.
+    It is pending as long as the lease lasts, whatever ends the lease. `cancel()` revokes.
 
     Attributes:
-        grant: whose end it is.
+        grant: the lease that it is the end of.
     """
 
     counted = False
@@ -82,9 +82,9 @@ class Grant:
         mr, start, stop: the bytes.
         link: the peer.
         until_s: when it runs out, on the engine's clock.
-        ending: whether it was asked back.
-        asked_again: whether a holder that was silent is being asked once more.
-        fence: whether living paths may be fenced off to end it.
+        ending: whether its holder was asked to give it back.
+        asked_again: whether a holder that did not answer is being asked once more.
+        fence: whether paths that are up may be fenced off to end it.
         over: settles when it is over; see Revocation.
     """
 
@@ -134,7 +134,7 @@ class Grant:
         return max(0.0, self.until_s - self._leases.now_s())
 
     def renew(self, for_s: float) -> None:
-        """Let it last `for_s` seconds from now; the peer is told.
+        """Make it last `for_s` seconds from now on, and tell the peer.
 
         Raises:
             LeaseError: it is over, or was asked back.
@@ -143,9 +143,9 @@ class Grant:
         self.owner.run(lambda: self._leases.renew(self, for_ns))
 
     def revoke(self) -> Revocation:
-        """Ask for the memory back now; return its end, which says when it is free.
+        """Ask for the memory back now; return the handle that settles when it is free.
 
-        Idempotent. Where an earlier end was a quarantine, all is tried again.
+        Idempotent. If the lease ended in quarantine before, ending it is tried again.
         """
         if not self.owner.closed:
             self.owner.run(lambda: self._leases.revoke(self))
@@ -153,20 +153,20 @@ class Grant:
 
 
 class Leases:
-    """All leases that one engine has granted; its worker's, but for what `Grant` asks of it.
+    """All leases that one engine has granted. Only the worker calls it; `Grant` sends commands.
 
     Args:
-        channel, fencing: to tell writers, and to fence them off.
-        far_ends: where paths are kept shut.
+        channel, fencing: to ask writers, and to fence them off.
+        far_ends: the records of paths, which leases keep shut.
         now_s: the clock.
-        opened: where handles stand until they settle.
+        opened: every handle that has not settled.
         settle: ends a handle.
         domains: the NICs.
 
     Attributes:
         now_s: the clock.
-        granted: those that are not over, by number.
-        held_back: those that ended in quarantine, and why.
+        granted: the leases that are not over, by number.
+        held_back: the leases that ended in quarantine, and why.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Leases:
         return next(self._numbers)
 
     def grant(self, grant: Grant) -> None:
-        """Let a lease begin. Raises BusyError where some of its bytes are in quarantine."""
+        """Begin a lease. Raises BusyError if some of its bytes are in quarantine."""
         if grant.mr.closed:  # another thread was here after the check
             raise deregistered(grant.mr, "lease")
         for found in self.quarantines(grant.mr):
@@ -210,7 +210,7 @@ class Leases:
         self._opened[grant.over] = None
 
     def renew(self, grant: Grant, for_ns: int) -> None:
-        """Let a lease last so long from now on."""
+        """Make a lease last `for_ns` nanoseconds from now on, and tell its holder."""
         if grant.ending or grant.over.finished:
             raise LeaseError(f"renew: {grant} was asked back, or is over; grant a new one")
         grant.until_s = self.now_s() + for_ns * _S_PER_NS
@@ -224,7 +224,7 @@ class Leases:
     # ------------------------------------------------------------------ ending
 
     def step(self) -> bool:
-        """Ask back what has run out; True if there was any."""
+        """End the leases that have run out; True if there was one."""
         work = False
         now_s = self.now_s()
         while self._due and self._due[0][0] <= now_s:
@@ -235,21 +235,21 @@ class Leases:
         return work
 
     def lose(self, link: Link) -> None:
-        """A peer is replaced or removed: ask back what it was granted, open what it kept shut."""
+        """A peer was replaced or removed: end its leases, and release the paths they keep shut."""
         for grant in list(self.granted.values()):
             if grant.link is link:
                 self.end(grant)
         self._far_ends.release(lambda kept: isinstance(kept, Grant) and not kept.link.current)
 
     def due_s(self) -> float | None:
-        """When the next lease runs out, at the earliest."""
+        """When the next lease runs out; None: there is none."""
         due = self._due
         while due and ((grant := self.granted.get(due[0][1])) is None or grant.ending):
             heapq.heappop(due)
         return due[0][0] if due else None
 
     def revoke(self, grant: Grant) -> None:
-        """End a lease; or, where it is in quarantine, try again."""
+        """End a lease; if it is in quarantine, try again to end it."""
         if grant in self.held_back:
             del self.held_back[grant]
             grant.ending = False
@@ -258,7 +258,7 @@ class Leases:
         self.end(grant)
 
     def end(self, grant: Grant) -> None:
-        """Ask for the memory back; once."""
+        """Ask for the memory back. Idempotent."""
         if grant.ending or grant.over.finished:
             return
         grant.ending, grant.why = True, ""
@@ -275,7 +275,7 @@ class Leases:
         self._channel.ask(grant.link, lambda n: Ended(n, owner, number), *ends)
 
     def _stopped(self, grant: Grant, answer: Answer) -> None:
-        """The writer has stopped: what is left are the paths over which bytes may still come."""
+        """The writer has stopped: fence the paths over which bytes may still arrive."""
         self._let_go(grant, answer)
         paths = [divmod(count, NICS_MAX) for count in answer.counts]
         there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
@@ -285,17 +285,17 @@ class Leases:
             self._fence(grant, paths)
 
     def _silent(self, grant: Grant, why: str) -> None:
-        """Nobody knows what the writer does: nothing of it may land any more."""
+        """The writer did not answer: fence all its paths, so that nothing lands any more."""
         grant.why = f"{grant.link.addr.name} did not say that it had stopped: {why}"
         there, here = len(grant.link.addr.domains), len(grant.lease.desc.rkeys)
         paths = list(itertools.product(range(there), range(here)))
-        if grant.fence:  # the holder may still believe in it
+        if grant.fence:  # the holder may still use the lease
             for i, j in paths:
                 self._far_ends.at(j, grant.link.addr.domains[i]).leases[grant] = None
         self._fence(grant, paths)
 
     def ask_again(self, nic: int, address: bytes) -> None:
-        """The holder of leases that keep a path shut speaks again: it is asked again."""
+        """The holder of leases that keep a path shut answers again: ask it for them once more."""
         far = self._far_ends.get(nic, address)
         for grant in () if far is None else tuple(far.leases):
             assert isinstance(grant, Grant)
@@ -307,7 +307,7 @@ class Leases:
         grant.asked_again = False
 
     def _let_go(self, grant: Grant, _: Answer) -> None:
-        """Whatever a holder answers, it has let go, and all it sent under the lease has ended."""
+        """Any answer means that the holder has stopped: release the paths kept shut."""
         grant.asked_again = False
         for j in range(len(grant.lease.desc.rkeys)):
             for address in grant.link.addr.domains:
@@ -316,7 +316,7 @@ class Leases:
                     far.leases.pop(grant, None)
 
     def _fence(self, grant: Grant, paths: Iterable[tuple[int, int]]) -> None:
-        """Fence paths off; over = every one of them was. Paths are (its NIC, ours)."""
+        """Fence (its NIC, our NIC) paths off; the lease is over when all fences have ended."""
         if not self._channel.able:
             return  # the engine is being closed, which ends all leases
         paths = list(paths)
@@ -347,7 +347,7 @@ class Leases:
     # ------------------------------------------------------------------ asking
 
     def quarantines(self, mr: MrHandle) -> tuple[Quarantine, ...]:
-        """What of a region is in quarantine because a lease ended so."""
+        """The bytes of a region that are in quarantine because of a lease."""
         held = list(self.held_back.items())
         return tuple(Quarantine(g.start, g.stop, why) for g, why in held if g.mr is mr)
 
@@ -361,7 +361,7 @@ class Leases:
                 )
 
     def forget(self, mr: MrHandle) -> None:
-        """A region was deregistered: that ended whatever quarantine its leases left."""
+        """A region was deregistered, which ended the quarantines of its leases."""
         for grant in [grant for grant in self.held_back if grant.mr is mr]:
             del self.held_back[grant]
 
@@ -375,18 +375,18 @@ class _Fences:
     """Several fences, and one call when all of them have ended.
 
     Attributes:
-        gaps: why some of them could not be.
+        gaps: for each fence that failed, why.
     """
 
     __slots__ = ("_left", "_then", "gaps")
 
     def __init__(self, then: Callable[[Sequence[str]], object]) -> None:
         self.gaps: list[str] = []
-        self._left = 1  # our own, so that it cannot be over before it has begun
+        self._left = 1  # released by the caller, so that it cannot end before all fences have begun
         self._then = then
 
     def begin(self, fencing: Fencing, source: bytes, nic: int) -> None:
-        """Fence one path."""
+        """Begin to fence one path."""
         self._left += 1
         try:
             fencing.fence(source, nic, partial(self.end, fencing, nic))
@@ -395,7 +395,7 @@ class _Fences:
             self.end(fencing, nic, Status.OK)
 
     def end(self, fencing: Fencing, nic: int, status: int) -> None:
-        """One of them has ended."""
+        """One fence has ended."""
         if status != Status.OK:
             self.gaps.append(fencing.why_not(nic, status) or "")
         self._left -= 1
@@ -413,7 +413,7 @@ def grant_lease(
     *,
     fence: bool,
 ) -> Grant:
-    """Make the lease of (offset, length), which are in the region; `engine.lease` checks them."""
+    """Make a lease of the (offset, length) `where`, which `engine.lease` has checked."""
     whole = mr.desc
     start, nbytes = where
     if mr.access is not Access.SOURCE_AND_TARGET:
@@ -436,4 +436,4 @@ def _owner(grant: Grant) -> bytes:
 
 
 def _nothing(_: object) -> None:
-    """A renewal that did not get there is no loss: the writer stops earlier."""
+    """Ignore the end of a renewal: if it did not arrive, the writer stops earlier."""

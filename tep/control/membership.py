@@ -1,9 +1,10 @@
-"""Peers that are lost, come back, restart and leave: what one engine knows of each, and tells.
+"""What one engine knows of its peers: lost, back, restarted, removed; and the events about it.
 
-Two ways to know: heartbeats, where somebody watches a peer, and rows that fail, which cost nothing.
-A peer's NIC that failed is asked now and then whether it is back. Nothing here posts rows or reads
-a clock. Rule 1: one event a change. Rule 2: only the answer to a question that was put after a loss
-ends it. Rule 3: nothing of a peer is dropped before the last transfer that refers to it has ended.
+It learns of a loss by heartbeats, if a user watches the peer, and by rows that fail, which costs
+nothing. A peer's NIC that failed is asked repeatedly whether it is back. Nothing here posts rows or
+reads a clock. Rule 1: one event for each change. Rule 2: a loss ends only by the answer to a
+question that was sent after it. Rule 3: nothing of a peer is dropped before the last transfer that
+refers to it has ended.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ __all__ = ["Membership", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
 NS_PER_S: Final = 1_000_000_000
 
 _QUEUED_MAX: Final = 256
-"""Control messages that no NIC has taken: with more of them no heartbeat is added."""
+"""Control messages that no NIC has taken; with more of them no heartbeat is sent."""
 
 _LONG_S: Final = 1e9
-"""What is longer, infinite say, counts as this: 31 years."""
+"""Longer times, also infinite ones, count as this: 31 years."""
 
 
 class PeerState(Enum):
-    """What is known of a peer."""
+    """The state of a peer."""
 
     ALIVE = "alive"
     LOST = "lost"
@@ -50,7 +51,7 @@ class PeerState(Enum):
 
 
 class PeerChange(Enum):
-    """What a PeerEvent tells."""
+    """What a PeerEvent says."""
 
     LOST = "lost"
     BACK = "back"
@@ -68,7 +69,7 @@ class PeerEvent:
         epoch: its incarnation.
         kind: what happened.
         reason: why, in words.
-        nic: index of its NIC where one is concerned, else None.
+        nic: index of its NIC if the change is about one, else None.
     """
 
     peer: str
@@ -83,10 +84,10 @@ class Nic:
 
     Attributes:
         down: whether rows to it failed, and it has not answered since.
-        since_ns: when that began, or ended.
-        wait_ns: from its failure to the first question, then from one question to the next.
-        valid_ns: an answer counts if its question was put then or later.
-        due_ns: when to ask next; None: not at all.
+        since_ns: when `down` changed.
+        wait_ns: time from its failure to the first question, then from one question to the next.
+        valid_ns: an answer counts only if its question was sent at this time or later.
+        due_ns: when to ask next; None: do not ask.
     """
 
     __slots__ = ("down", "due_ns", "since_ns", "valid_ns", "wait_ns")
@@ -102,10 +103,11 @@ class Peer:
 
     Attributes:
         since_ns: when its state began.
-        heard_ns: when the last question was put that it answered, later by what kept us busy.
-        round_trip_s: of the last answer.
-        watch: who wants its heart to beat.
-        beats: rounds of questions put to it.
+        heard_ns: when the last question that it answered was sent, plus the time since then in
+            which this engine was held up.
+        round_trip_s: round-trip time of the last answer.
+        watch: the user's watch; None: nobody watches the peer.
+        beats: rounds of questions sent to it.
     """
 
     __slots__ = ("beats", "heard_ns", "link", "nics", "round_trip_s", "since_ns", "state", "watch")
@@ -120,7 +122,7 @@ class Peer:
         self.beats = 0
 
     def is_down(self) -> bool:
-        """Whether none of its NICs takes rows."""
+        """Whether all of its NICs are marked down."""
         return all(nic.down for nic in self.nics)
 
 
@@ -174,24 +176,24 @@ class PeerWatch:
 
 
 class Membership:
-    """What one engine knows of its peers' lives.
+    """The states of all peers of one engine.
 
     Args:
         group: the engine's NICs.
-        channel: to the peers.
+        channel: control messages to the peers.
         failover, fencing: both halves of a failover.
-        failures: fails who waits for a peer that is gone.
-        leases: that peers were granted.
-        drop: lets go of a link for good.
+        failures: fails expectations whose sender is gone.
+        leases: the leases that peers were granted.
+        drop: forgets a link for good.
         opened: every handle that has not settled.
         settle: ends a handle.
-        options: how NICs that failed are asked.
+        options: how often NICs that failed are asked.
         now_s: the driver's clock.
 
     Attributes:
         busy: whether step() has something to do, now or later.
-        events: that nobody was told of yet.
-        callbacks: who is told.
+        events: events that no callback has received yet.
+        callbacks: the users' callbacks for events.
     """
 
     def __init__(
@@ -231,7 +233,7 @@ class Membership:
     # ------------------------------------------------------------------ turning
 
     def step(self) -> bool:
-        """Ask what is due, drop who has left; True if there was work."""
+        """Ask what is due, and drop peers that were removed; True if there was work."""
         work = False
         for removal in tuple(self._leaving):
             work |= self._let_go(removal)
@@ -244,15 +246,15 @@ class Membership:
         return work
 
     def due_s(self) -> float | None:
-        """When step() is wanted although nothing has happened; None: then never.
+        """When step() must be called even if nothing happens; None: never.
 
-        Heartbeats want it. Whether a NIC is back is asked when the engine is turned anyway: one
-        that has nothing to do needs no NIC.
+        Only heartbeats need that. NICs that failed are asked when the engine is turned anyway: an
+        engine that has nothing to do needs no NIC.
         """
         return None if self._alarm_ns is None else self._alarm_ns / NS_PER_S
 
     def take_events(self) -> list[tuple[Callable[[PeerEvent], object], PeerEvent]]:
-        """Which of the users' callbacks to call with what."""
+        """Take the new events, each with every callback that is to be called with it."""
         events, self.events = self.events, []
         return [(callback, event) for event in events for callback in self.callbacks]
 
@@ -264,7 +266,7 @@ class Membership:
         return max(1, int(min(seconds, _LONG_S) * NS_PER_S))
 
     def _book(self) -> None:
-        """Note when something is due next."""
+        """Compute when something is due next."""
         peers = self._peers.values()
         beats = [peer.watch._due_ns for peer in peers if peer.watch is not None]
         probes = [nic.due_ns for peer in peers for nic in peer.nics if nic.due_ns is not None]
@@ -290,7 +292,7 @@ class Membership:
     # ------------------------------------------------------------------ asking
 
     def watch(self, link: Link, every_s: float, lost_after_s: float) -> PeerWatch | None:
-        """Begin to watch a peer; None: somebody does already."""
+        """Begin to watch a peer; None: it is watched already."""
         peer, now_ns = self._peer(link), self._now_ns()
         if peer.watch is not None and not peer.watch.closed:
             return None
@@ -301,7 +303,7 @@ class Membership:
         return watch
 
     def _ask(self, peer: Peer, now_ns: int) -> None:
-        """Put the questions that are due to one peer."""
+        """Send the questions that are due to one peer."""
         watch = peer.watch
         if watch is not None and watch.closed:
             watch = peer.watch = None
@@ -312,7 +314,7 @@ class Membership:
                 self._probe(peer, number, nic, now_ns)
 
     def _beat(self, peer: Peer, watch: PeerWatch, now_ns: int) -> None:
-        # While this engine was held up it heard nothing, whoever spoke: that is no silence.
+        # While this engine was held up it received nothing; that time is no silence of the peer.
         peer.heard_ns = min(now_ns, peer.heard_ns + now_ns - watch._due_ns)
         silent_ns = now_ns - peer.heard_ns
         if peer.state is PeerState.ALIVE and silent_ns >= self._ns(watch.lost_after_s):
@@ -335,7 +337,7 @@ class Membership:
             self._say(peer, now_ns, lane)
 
     def _ping(self, peer: Peer, number: int, now_ns: int) -> None:
-        """Ask over one of the lanes to a NIC, each in its turn."""
+        """Ask a NIC over one of its lanes, a different one each time."""
         here = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
         lanes = self._lanes(peer.link, number) or here
         if lanes:
@@ -346,14 +348,14 @@ class Membership:
             self._channel.say(peer.link, Ping(now_ns), lane)
 
     def _lanes(self, link: Link, number: int) -> list[tuple[int, int]]:
-        """The lanes to a NIC of a peer that rows may take."""
+        """The lanes to a NIC of a peer over which rows may be posted."""
         lanes = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
         return [lane for lane in lanes if link.is_up(*lane)]
 
     # ------------------------------------------------------------------ hearing
 
     def _heard(self, here: int, address: bytes, note: Pong) -> None:
-        """A peer's NIC answers a question that was put to it by our NIC at `note.number`."""
+        """A peer's NIC answers the question that our NIC sent it at time `note.number`."""
         found, now_ns, asked_ns = self._nics.get(address), self._now_ns(), note.number
         if found is None or asked_ns > now_ns:
             self._channel.drop(Drop.UNASKED, address, f"Pong {asked_ns}")
@@ -379,24 +381,24 @@ class Membership:
         return None if found is None else (found[0].link, found[1])
 
     def _path_opened(self, path: Path) -> None:
-        """A path to a peer's NIC is in use again; if it was the only one, so is the NIC."""
+        """A path is in use again; if the peer's NIC is marked down, ask it at once."""
         link, number = path.link, path.nic
         nic = self._peer(link).nics[number]
         if nic.down:
-            nic.due_ns = self._now_ns()  # and it says so itself, over that lane
+            nic.due_ns = self._now_ns()  # its answer over this path marks it up
         elif not self._reopening.wanted(link, number):
             nic.due_ns = None
         self._book()
 
     def nic_down(self, link: Link, number: int) -> None:
-        """Rows to a peer's NIC came back: it is there no more, or cannot be reached."""
+        """Rows to a peer's NIC came back: it is gone, or cannot be reached."""
         if link.left:
             return
         peer, now_ns = self._peer(link), self._now_ns()
         nic = peer.nics[number]
         if nic.down or peer.state is PeerState.RESTARTED:
             return
-        # One that fails again soon after it came back has to wait longer than it did before.
+        # A NIC that fails again soon after it came back is asked later than the last time.
         if nic.wait_ns == 0 or now_ns - nic.since_ns > self._ns(self._options.probe_max_s):
             nic.wait_ns = self._ns(self._options.probe_first_s)
         nic.down, nic.since_ns = True, now_ns
@@ -434,7 +436,7 @@ class Membership:
     # ------------------------------------------------------------------ senders
 
     def check_sender(self, link: Link) -> None:
-        """Fail who stands in line for immediates of a peer that is gone already."""
+        """Fail the expectations of a peer that is gone already."""
         peer = self._peers.get(link)
         if not link.current:
             self._miss(link, "was removed, or replaced by a later incarnation")
@@ -454,7 +456,7 @@ class Membership:
     # ------------------------------------------------------------------ leaving
 
     def leave(self, removal: Removal) -> None:
-        """Command: let go of a peer as soon as nothing refers to it."""
+        """Command: drop a peer as soon as nothing refers to it."""
         link = removal.link
         self._opened[removal] = None
         if self._closed:
@@ -482,7 +484,7 @@ class Membership:
                 peer.watch.closed = True
             self._nics = {at: known for at, known in self._nics.items() if known[0] is not peer}
         if self._group.acks is not None:
-            self._group.acks.fold()  # what is counted as a whole holds its targets
+            self._group.acks.fold()  # sums of whole scatters refer to their targets
         link.forget()
         self._fencing.forget(link.addr.domains)
         self._drop(link)
@@ -490,7 +492,7 @@ class Membership:
         return True
 
     def close(self) -> None:
-        """The engine is about to close: whoever waits for a removal learns so."""
+        """The engine is about to close: fail the open removals."""
         self._closed = True
         for removal in self._leaving:
             self._settle(removal, State.FAILED, closed_error())

@@ -1,9 +1,10 @@
 """Control messages: what engines say to each other, as bytes.
 
-A note is the MessagePack array of one class below, its fields in order after the tag. Nothing here
-sends. Rule 1: bytes from a peer are hostile until `decode` has returned. Rule 2: whatever can be
-wrong with a note by itself is declared at its fields, and checked there. Rule 3: a note that names
-a NIC as its sender's says which field that is (`claimed`), and who takes it in compares.
+A control message is the MessagePack array of one class below: the tag, then the fields in order.
+Nothing here sends. Rule 1: bytes from a peer are hostile until `decode` has returned. Rule 2:
+limits of single values are declared at the fields, and `decode` checks them. Rule 3: a message that
+names a NIC of its sender says in which field (`claimed`), and the receiver compares it with the
+address that the message came from.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ __all__ = [
 ]
 
 REASON_MAX: Final = 60
-"""Characters of a reason, so that it fits into the shortest note that a NIC may have."""
+"""Characters of a reason, so that it fits into the shortest control message of any NIC."""
 
 NICS_MAX: Final = 64
-"""NICs of an engine, as `wire` has it."""
+"""NICs of an engine, the same limit as in `wire`."""
 
 WHY_MAX: Final = 200
 """Characters of the reason in an answer."""
 
 VALUES_MAX: Final = 1 << 14
-"""Values in one list: more than any NIC's longest note has room for."""
+"""Values in one list: more than fit into the longest control message of any NIC."""
 
 _U63: Final = 2**63 - 1
 Number = Annotated[int, Meta(ge=0, le=_U63)]
@@ -64,23 +65,23 @@ PRUNED_MAX: Final = 1 << 14
 """Immediates that one message prunes."""
 
 Run = tuple[Imm, Annotated[int, Meta(ge=1, le=PRUNED_MAX)], Annotated[int, Meta(ge=1, le=_U63)]]
-"""Immediates in a row with the same count: the first, how many, the count."""
+"""Consecutive immediates with the same count: the first, how many, the count."""
 
 RUN_BYTES: Final = 18
-"""The longest that a run may be as bytes."""
+"""The most bytes that a run takes."""
 
 _HEAD_BYTES: Final = 320
-"""Room for all of a note but its list: an address of 256 bytes and some numbers."""
+"""Room for all of a message but its list: an address of 256 bytes and some numbers."""
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A note; `number` is the sender's, and the answer has the same."""
+    """A control message; its sender chooses `number`, and the answer has the same number."""
 
     number: Number
 
     @property
     def claimed(self) -> bytes:
-        """The address that the note gives as one of its sender's NICs; b"" = it gives none."""
+        """The address that the message names as a NIC of its sender; b"" = it names none."""
         return b""
 
 
@@ -98,9 +99,9 @@ class Asked(_Note, frozen=True, array_like=True, tag=1):
 
 
 class Told(_Note, frozen=True, array_like=True, tag=2):
-    """It is fenced, and these are the sums; or why they cannot be said.
+    """The answer to a question: `why` it failed, or "" and the counts that were asked for.
 
-    The sums are those since the beginning, less what was pruned up to generation `pruned`.
+    Sums count from the beginning, less what was pruned up to generation `pruned`.
     """
 
     why: Annotated[str, Meta(max_length=WHY_MAX)]
@@ -109,7 +110,7 @@ class Told(_Note, frozen=True, array_like=True, tag=2):
 
 
 class Failed(_Note, frozen=True, array_like=True, tag=3):
-    """What you expect under this immediate will not come from me; `who` is my engine's name."""
+    """I will not send what you expect under this immediate; `who` is my engine's name."""
 
     who: Annotated[str, Meta(max_length=200)]
     imm: Imm
@@ -125,7 +126,7 @@ class Pong(_Note, frozen=True, array_like=True, tag=5):
 
 
 class Ended(_Note, frozen=True, array_like=True, tag=8):
-    """My lease is over. Say when no row under it is left, and over which paths bytes may come.
+    """My lease is over. Answer when no row under it is left, with the paths that may have bytes.
 
     `owner` is the address of my first NIC. The answer's counts are paths: yours * NICS_MAX + mine.
     """
@@ -140,7 +141,7 @@ class Ended(_Note, frozen=True, array_like=True, tag=8):
 
 
 class Renewed(_Note, frozen=True, array_like=True, tag=9):
-    """My lease lasts so long from now on; of two renewals the one with the larger round holds."""
+    """My lease lasts `for_ns` from now on; of two renewals the larger round counts."""
 
     owner: Address
     lease: Number
@@ -154,7 +155,7 @@ class Renewed(_Note, frozen=True, array_like=True, tag=9):
 
 
 class Reopen(_Note, frozen=True, array_like=True, tag=10):
-    """Take rows of my NIC `source` at your NIC `nic` again; those that I sent have ended."""
+    """Accept rows of my NIC `source` at your NIC `nic` again; all that I sent have ended."""
 
     source: Address
     nic: NicNumber
@@ -166,10 +167,10 @@ class Reopen(_Note, frozen=True, array_like=True, tag=10):
 
 
 class Prune(_Note, frozen=True, array_like=True, tag=11):
-    """Subtract these counts from what came from my NIC `source` at your NIC `nic`, as I do.
+    """Subtract these counts from your sums of my NIC `source` at your NIC `nic`, as I do.
 
-    Each run is (first immediate, how many immediates in a row, count of each). Of one path the
-    generations are 1, 2, 3 ...; one that was applied before is answered, and not applied again.
+    Each run is (first immediate, how many consecutive immediates, count of each). The generations
+    of a path are 1, 2, 3 ...; one that was applied before is answered, and not applied again.
     """
 
     source: Address
@@ -199,12 +200,12 @@ _DECODER: Final[msgspec.msgpack.Decoder[Note]] = msgspec.msgpack.Decoder(Note, s
 
 
 def encode(note: Note) -> bytes:
-    """The bytes of a note."""
+    """The bytes of a control message."""
     return msgspec.msgpack.encode(note)
 
 
 def decode(data: bytes) -> Note:
-    """The note in these bytes. Raises BadDescriptor, whatever is wrong with them."""
+    """The control message in these bytes. Raises BadDescriptor if they are not a valid one."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -213,13 +214,13 @@ def decode(data: bytes) -> Note:
 
 
 def given_up(note: Failed, more: str) -> FabricError:
-    """What an expectation fails with that a peer gave up."""
+    """The error of an expectation that a peer gave up."""
     text = f"imm {note.imm:#x}: {note.who} gave it up: {note.reason}{more}"
     return FabricError(text, code="PEER_FAILED", peer=note.who)
 
 
 def values_max(note_bytes: int) -> int:
-    """How many immediates one question may name: its answer, 9 bytes each, must fit as well."""
+    """How many immediates one question may name, so that its answer, 9 bytes each, fits too."""
     return max(1, (note_bytes - _HEAD_BYTES) // 9)
 
 

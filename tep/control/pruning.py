@@ -1,14 +1,14 @@
-"""The sums of both ends of a path stay short: what was acknowledged is subtracted from both.
+"""Keep the sums of both ends of a path short: both subtract what was acknowledged.
 
-A failover compares the sender's sums with the receiver's, so that only their difference matters,
-and subtracting the same from both changes nothing. The sender writes a list of (value, count), all
-of them acknowledged, and gives it the next generation of this sums. The receiver subtracts it if it
-is the generation after its last, and answers; only then the sender subtracts it too. An answer to a
-failover's question names the generation that its sums stand at.
+A failover needs only the difference between the sender's sums and the receiver's, and subtracting
+the same counts from both does not change it. The sender makes a list of acknowledged (value, count)
+pairs and gives it the next generation number of the path. The receiver subtracts the list if its
+generation follows the last one, and answers; the sender subtracts it only after that answer. The
+answer to a failover's question names the generation of its sums.
 
-Rule 1: a list that was asked for never changes, and no other has its generation: its message may
-come late or twice. Rule 2: the receiver subtracts a list whole or not at all, and once. Rule 3:
-what was told of a fenced path is not pruned before the path is open again.
+Rule 1: a list that was sent never changes, and no other list has its generation, because its
+message may arrive late or twice. Rule 2: the receiver subtracts a list once, and either all of it
+or nothing. Rule 3: the sums of a fenced path are not pruned before the path is open again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tep.core.sums import PathSums, Run, runs_of
 __all__ = ["Pruning"]
 
 _RETRY_S: Final = 0.01
-"""From a refusal to the next try: most often the receiver has not counted all of it yet."""
+"""Time from a refusal to the next try; usually the receiver has not counted everything yet."""
 
 
 class Pruning:
@@ -33,11 +33,11 @@ class Pruning:
 
     Args:
         group: its NICs.
-        channel: to the peers' engines.
+        channel: control messages to the peers' engines.
         now_s: the clock.
 
     Attributes:
-        large: paths that hold many values; step() is wanted while there are some.
+        large: paths that hold many values; step() must be called while there are some.
     """
 
     def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
@@ -45,7 +45,7 @@ class Pruning:
         self.large: dict[Path, None] = {} if group.acks is None else group.acks.large
 
     def step(self) -> bool:
-        """Ask for what is due on the paths that hold many values; True if anything was."""
+        """Ask the peers of paths with many values to prune; True if a question was sent."""
         work, now_s = False, self._now_s()
         for path in tuple(self.large):
             sums = path.sums
@@ -71,7 +71,7 @@ class Pruning:
             sums.why = answer.why
             if answer.why:
                 sums.retry_s = self._now_s() + _RETRY_S
-            elif sums.pruned < generation:  # else a failover has heard of it earlier
+            elif sums.pruned < generation:  # else the answer to a failover said so earlier
                 sums.prune(generation)
                 self._rest(path, sums)
 
@@ -85,14 +85,14 @@ class Pruning:
         )
 
     def _rest(self, path: Path, sums: PathSums) -> None:
-        """Wait until there are many values again, once all lists are through."""
+        """After the last list, wait until the path has many values again."""
         if not sums.waiting:
             sums.sent.calm()
             self.large.pop(path, None)
 
 
 def _lists(runs: Iterable[Run], longest: int) -> Iterator[tuple[Run, ...]]:
-    """Cut runs into lists for one message each."""
+    """Divide runs into lists, each of which fits into one message."""
     part: list[Run] = []
     values = 0
     for run in runs:

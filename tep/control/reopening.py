@@ -1,9 +1,9 @@
-"""Paths that were fenced off are taken into use again: the sender asks, the receiver agrees.
+"""Use paths again that were fenced off: the sender asks, and the receiver agrees.
 
-A fence ends what was sent before it, for good (C26); with `unfence` a NIC takes what is sent later
-(C27). Rule 1: a sender asks only when none of its rows is in flight on the path or waits to be made
-good. Rule 2: a receiver agrees only when the same holds of its own rows on the way back, since NICs
-may have one connection for both. Rule 3: what a lease keeps shut stays shut.
+Rows that were sent before a fence never land (C26); after `unfence` a NIC accepts later ones (C27).
+Rule 1: a sender asks only when it has no row in flight on the path, and no lost row to settle.
+Rule 2: a receiver agrees only when the same is true of its own rows in the other direction, since
+NICs may use one connection for both. Rule 3: a path that a lease keeps shut stays shut.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["Reopening"]
 
 
 class Reopening:
-    """Both ends of it, for one engine.
+    """Both ends of reopening paths, for one engine.
 
     Args:
         group: its NICs.
-        channel: to the peers' engines.
+        channel: control messages to the peers' engines.
         failover, fencing: both halves of a failover.
-        find: the peer that a NIC's address belongs to, and the NIC's number; None: nothing is
-            known of it.
+        find: returns the peer that a NIC's address belongs to, and the NIC's number; None if the
+            address is unknown.
         opened: is called with each path that is in use again.
     """
 
@@ -49,14 +49,14 @@ class Reopening:
     # ------------------------------------------------------------------ the sender's half
 
     def wanted(self, link: Link, nic: int) -> list[tuple[int, int]]:
-        """The paths to a NIC of a peer that are not UP, although our NIC lives."""
+        """The paths from working NICs of ours to a NIC of a peer that are not UP."""
         alive = enumerate(self._group.alive)
         return [(domain, nic) for domain, up in alive if up and not link.is_up(domain, nic)]
 
     def begin(self, path: Path) -> None:
-        """A peer answers over a path: ask for it back if it is shut.
+        """A peer answers over a path: if the path is not UP, ask the peer to open it.
 
-        One that could not be fenced while the peer did not answer is fenced first.
+        A path that could not be fenced while the peer did not answer is fenced first.
         """
         if path.is_up or path.asking or not self._is_clear(path):
             return
@@ -93,7 +93,7 @@ class Reopening:
             told(path)
 
     def _refused(self, path: Path) -> None:
-        """The path stays as it is: asked for again when the peer answers the next time."""
+        """The path stays shut; it is asked for again when the peer answers the next time."""
         path.asking = False
         if path.state is PathState.FENCING:
             path.to(PathEvent.UNANSWERED)
@@ -111,11 +111,11 @@ class Reopening:
 
     def _is_open(self, path: Path) -> None:
         if path.state is not PathState.REOPENING:
-            return  # rows were lost there meanwhile
+            return  # rows were lost on it meanwhile
         if not self._is_clear(path):
             path.to(PathEvent.REFUSED)
             return
-        # The way back, if it is ours to open.
+        # Lift our own fence against the other direction, if there is one.
         self._fencing.lift(path.link.addr.domains[path.nic], path.domain)
         self._group.reopen(path)
         self._opened(path)
@@ -136,5 +136,5 @@ class Reopening:
             link, number = found
             shut = not link.is_up(note.nic, number)
             if shut and not self._failover.is_clear(link.path(note.nic, number)):
-                return "rows of its own wait to be made good there"
+                return "rows that it lost in the other direction are not settled yet"
         return None
