@@ -206,7 +206,7 @@ class AllToAll:
         """First half of dispatch: stage and send. x may be changed when it returns."""
         await self.start()
         if self._now is not None:
-            raise tep.BusyError(f"rank {self.rank}: turn {self.turn} is not combined yet")
+            raise tep.UsageError(f"rank {self.rank}: turn {self.turn} is not combined yet")
         given = self._payload.check(x, x_scale, indices)
         weights = np.ascontiguousarray(weights, np.float32)
         if weights.shape != np.shape(indices):
