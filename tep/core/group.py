@@ -1,11 +1,11 @@
-"""The NICs of one device as one: deals jobs out to them, keeps their queues, joins completions.
+"""All NICs of one device together: deal jobs out to them, keep their queues, count completions.
 
-Rule 1: only this file posts rows. Rule 2: a row is posted on the NIC its local key is from, with
-the remote key of the NIC it goes to; `route` chooses the two together. Rule 3: a posted row is
-never posted again as it was. Rows that never left may move to another NIC; posted rows whose NIC
-died are kept in `losses`, and `tep.control.failover` finds out what became of them. Rule 4: a
-transfer settles only when no row of it is posted or kept. Rule 5: a peer always has a NIC that
-counts as alive. Rule 6: the group calls nobody back; what others should know is in `events`.
+Rule 1: only this file posts rows. Rule 2: a row is posted with the local key of our NIC and the
+remote key of the peer's NIC; `route` chooses the two NICs together. Rule 3: a posted row is never
+posted again unchanged. Queued rows may move to another NIC; posted rows whose NIC died are kept in
+`losses`, and `tep.control.failover` finds out whether they landed. Rule 4: a transfer settles only
+when none of its rows is posted or kept. Rule 5: a peer always has a NIC that counts as alive.
+Rule 6: the group calls nobody; it reports to others through `events`.
 """
 
 from __future__ import annotations
@@ -48,35 +48,33 @@ __all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "not_made_good"]
 _log = logging.getLogger("tep")
 
 _TURNS_MAX: Final = 64
-"""Batches tried on one NIC in one step: a bound, so that posting cannot starve polling."""
+"""Batches offered to one NIC in one step: limited, so that posting cannot starve polling."""
 
 _TEMPLATES_MAX: Final = 256
-"""Cursors that one set of targets remembers its columns for; odd mixes of NIC counts have more."""
+"""Cursors for which a set of targets keeps its columns; unusual mixes of NIC counts have more."""
 
 _SHARED_ROWS: Final = 4
-"""Fewer rows are not worth a look whether another NIC could take some."""
+"""With fewer rows it is not worth the time to share them with another NIC."""
 
 PIECE_BYTES: Final = 2 << 20
-"""No piece of a long batch is smaller: 40 us of a link of 400 Gb/s."""
+"""The smallest piece of a long batch: 40 us of a link of 400 Gb/s."""
 
 _PIECES_MAX: Final = 64
-"""Nor is it a smaller part of its transfer: each piece costs some time of the CPU."""
+"""The most pieces of a transfer, since each piece costs some CPU time."""
 
 LONG_BYTES: Final = 32 << 20
-"""A batch with more than this is posted in pieces, which leaves time to think again between them:
+"""A batch with more than this is posted in pieces, so that it can be shared again between them:
 0.7 ms of such a link.
 """
 
 
 _LOOKED_AT: Final = 64
-"""Batches of a queue that are looked at for rows to give away: a look must not take longer the more
-there are.
-"""
+"""Batches of a queue that are searched for rows to share, so that a search takes bounded time."""
 
 _OK: Final = int(Status.OK)
 
 _NEVER_LANDED: Final = {Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH}
-"""Of such a row it is known that it made no immediate (C11)."""
+"""A row with one of these statuses has made no immediate (C11)."""
 
 
 class DomainGroup:
@@ -85,21 +83,21 @@ class DomainGroup:
     Attributes:
         domains: the NICs, in order.
         alive: which of them can still be posted on.
-        backlog: rows accepted from the user and not yet by a NIC.
-        offered: the same when post() began.
-        outstanding: rows that each NIC has and has not returned.
-        rows, nbytes: what each NIC has taken in all.
-        ended: transfers that no NIC holds a row of any more, since the caller last emptied this
-            list; one may stand there twice.
-        batches: what is on its way, by ctx.
-        in_doubt: transfers of which rows ended that may still land.
-        failover: whether rows whose end is unknown are kept, to be written again elsewhere.
-        why_not: why the NICs cannot have that; None: they can, or it is not wanted.
-        closing: what rows written again fail with, since the engine is being closed.
-        losses: rows that are kept, path by path, in the order of their loss.
-        acks: sums up acknowledged immediates, path by path; None: there is no failover.
-        events: what peers were found to be, for whoever handles it.
-        far_ends: what is known of paths by address.
+        backlog: queued rows of all NICs.
+        offered: the backlog when post() began.
+        outstanding: rows in flight, of each NIC.
+        rows, nbytes: how many rows and bytes each NIC has taken so far.
+        ended: transfers without a row in flight or queued; the caller empties the list, and a
+            transfer may be in it twice.
+        batches: batches that are not over, by ctx.
+        in_doubt: how many transfers have rows that ended and may still land.
+        failover: whether lost rows are kept, to be retransmitted on other paths.
+        why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
+        closing: the error of retransmitted rows, since the engine is being closed; else None.
+        losses: lost rows that are kept, by path, in the order of their loss.
+        acks: the sums of acknowledged immediates of all paths; None: there is no failover.
+        events: what was found out about peers, for those that handle it.
+        far_ends: the records of paths by address.
     """
 
     def __init__(
@@ -183,7 +181,7 @@ class DomainGroup:
             self._enqueue(transfer, share[:2], share.stop - share.start, columns, imms, remote)
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
-        """Scatter by bytes: every slice is a single write of its own over all NICs."""
+        """Scatter by bytes: every slice is a single write over all NICs."""
         nlocal = len(self.domains)
         columns = (ints(column, len(targets.remotes)) for column in (job.src, job.dst, job.nbytes))
         for remote, src, offset, nbytes in zip(targets.remotes, *columns, strict=True):
@@ -195,7 +193,7 @@ class DomainGroup:
                 self._enqueue(transfer, share[:2], 1, part, job.imm, remote)
 
     def _deal_targets(self, transfer: Transfer, job: Job, targets: Targets) -> None:
-        """Scatter by peers, barrier: one row a target, one batch a local NIC."""
+        """Scatter by peers, barrier: one row for each target, one batch for each local NIC."""
         cycle = math.lcm(len(self.domains), targets.cycle)
         cursor = self._cursor % cycle
         self._cursor = cursor + min(job.n, cycle)
@@ -265,24 +263,24 @@ class DomainGroup:
         self.backlog += batch.n
 
     def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
-        """Where a lane's rows go today; see Link.route. Raises FabricError if nothing lands."""
+        """The path to use for a lane; see Link.route. Raises FabricError if all are fenced off."""
         found = link.route(self.alive, domain, nic)
         if link.closed and link.is_fenced(*found):
             name = link.addr.name
-            text = f"every path to {name} is fenced off; one is opened again when it answers"
+            text = f"every path to {name} is fenced off; a path is opened again when {name} answers"
             raise FabricError(text, code="UNREACHABLE", peer=name)
         return found
 
     # ------------------------------------------------------------------ posting
 
     def post(self) -> bool:
-        """Offer each NIC what is queued for it, in turns; True if any took a row."""
+        """Offer each NIC its queued batches in turn; True if one took a row."""
         work = False
         self.offered = self.backlog
         for domain, queue in enumerate(self._queues):
             if queue:
                 work |= self._post_on(domain, queue)
-        # Somebody is full. Where another has nothing left to do, the links are not equally fast.
+        # A NIC is full. If another one has nothing left to do, the links are not equally fast.
         if self.backlog >= _SHARED_ROWS and not all(self._queues):
             work |= self._share_backlog()
         return work
@@ -290,12 +288,12 @@ class DomainGroup:
     def _post_on(self, domain: int, queue: deque[Pending]) -> bool:
         nic = self.domains[domain]
         before = self.outstanding[domain]
-        refused = 0  # batches in a row of which nothing was taken
+        refused = 0  # consecutive batches of which nothing was taken
         for _ in range(_TURNS_MAX):
             if refused >= len(queue):
                 break
             pending = queue[0]
-            if pending.at == pending.stop:  # cut off while it stood here
+            if pending.at == pending.stop:  # its rest was cut off while it was queued
                 _drop_ended(queue)
                 if not queue:
                     break
@@ -318,7 +316,7 @@ class DomainGroup:
             if taken == 0:
                 if self.outstanding[domain] >= nic.caps.sq_depth:
                     break
-                # Not full: one peer holds its own rows up, and nobody else's.
+                # The NIC is not full: this peer's rows must wait, and others need not.
                 refused += 1
                 queue.rotate(-1)
                 continue
@@ -338,15 +336,15 @@ class DomainGroup:
 
     # ------------------------------------------------------------------ sharing long batches
     #
-    # What is posted cannot move any more, what is queued can: a long batch is posted in pieces,
-    # and a NIC that has nothing left takes half of what is queued at another. Pieces grow while
-    # NICs keep up with each other; one that falls behind gets small ones. No time is measured,
-    # and nothing is remembered beyond a transfer: a link that recovers has its full share at
-    # once. Rows stay whole, so that the number of immediates depends on the shape alone. A single
-    # write is no batch of rows, and keeps its equal shards.
+    # Queued rows can move to another NIC, posted rows cannot. So a long batch is posted in pieces,
+    # and a NIC that has nothing left takes half of the rows queued at another. Pieces grow while
+    # NICs keep up with each other; a NIC that falls behind gets small ones. No time is measured,
+    # and nothing is remembered beyond a transfer, so that a link that recovers has its full share
+    # at once. Rows are not divided, so that the number of immediates depends on the shape alone. A
+    # single write is one row for each NIC, and keeps its equal shards.
 
     def _share_backlog(self) -> bool:
-        """Give a NIC that has nothing to post half of what waits longest at another."""
+        """Give a NIC that has nothing to post half of the largest batch queued at another."""
         idle = [d for d, queue in enumerate(self._queues) if not queue and self.alive[d]]
         first = (p for queue in self._queues for p in itertools.islice(queue, _LOOKED_AT))
         found = max(first, key=_waiting)
@@ -360,7 +358,7 @@ class DomainGroup:
             return False  # it has no path to this peer
         try:
             moved = on_lanes(found, found.stop - rows, found.stop, domain, [nic])
-        except TepError:  # it cannot connect; the rows wait where they are
+        except TepError:  # it cannot connect; the rows stay where they are
             return False
         self._pace(found.transfer)
         found.stop -= rows
@@ -369,20 +367,21 @@ class DomainGroup:
         return True
 
     def _cut_piece(self, pending: Pending, domain: int, queue: deque[Pending]) -> bool:
-        """Put a piece of a long batch in front of the queue, and what is left of it at the end.
+        """Put a piece of a long batch in front of the queue, and the rest of the batch at the end.
 
         Returns:
-            False: the NIC has enough for now, and will say when a piece is through.
+            False: the NIC has enough pieces for now.
         """
         nbytes = pending.batch.nbytes
         assert isinstance(nbytes, int)
         transfer = pending.transfer
         pace = self._pace(transfer)
         last = pace.last[domain]
-        if pace.is_full(domain) or (last is not None and last.at < last.stop):  # it is queued still
+        if pace.is_full(domain) or (last is not None and last.at < last.stop):  # it is still queued
             return False
-        # Ever smaller pieces: a wrong choice of the last one costs little, and so does the
-        # number of pieces. The last one is a batch of its own as well: a NIC may wait for its end.
+        # Pieces become smaller and smaller, so that giving the last one to the wrong NIC costs
+        # little, and there are few of them. The last piece is a batch as well, because a NIC may
+        # wait for its end.
         part = self.offered // (pace.part[domain] * len(self.domains))
         part = max(1, PIECE_BYTES // nbytes, transfer.rows // _PIECES_MAX, part)
         rows = min(part, pending.stop - pending.at)
@@ -419,7 +418,7 @@ class DomainGroup:
         )
         self.outstanding[domain] -= count
         transfer = pending.transfer
-        over = pending.back == pending.stop  # else the batch ends where its rest is cut off
+        over = pending.back == pending.stop  # else the batch is over when its rest is cut off
         held = status != _OK and self._fail_rows(pending, count, status, row)
         if not held:
             transfer.left -= count
@@ -431,12 +430,12 @@ class DomainGroup:
             self.ended.append(transfer)
 
     def _fail_rows(self, pending: Pending, count: int, status: int, row: int) -> bool:
-        """Account for rows that did not end well; True: they are kept, to be written again."""
+        """Handle rows that came back with an error; True: they are kept, to be retransmitted."""
         transfer = pending.transfer
         row = min(row, pending.batch.n - 1)
         remote, nic = pending.target(row)
         pending.lose(row)
-        lost = False  # whether it is the way that failed, and another is there
+        lost = False  # whether the path failed, and there is another one
         if status in (Status.NIC_DOWN, Status.FLUSHED) and transfer.job.mr is not None:
             transfer.job.mr.readers |= {pending.domain}
         if status == Status.NIC_DOWN:
@@ -450,7 +449,9 @@ class DomainGroup:
         elif status == Status.FLUSHED:
             far = self.far_ends.get(pending.domain, remote.link.addr.domains[nic])
             if far is not None and far.unheard:
-                self.mark_down(remote.link, nic)  # a control message took the rows along
+                self.mark_down(
+                    remote.link, nic
+                )  # the error of a control message flushed these rows
             lost = not remote.link.is_up(pending.domain, nic)
             lost = lost or not (self.alive[pending.domain] and remote.link.alive[nic])
         known = transfer.failure
@@ -471,7 +472,7 @@ class DomainGroup:
         return False
 
     def _keep(self, pending: Pending, row: int, error: FabricError) -> FabricError | None:
-        """Keep a row whose end is unknown, or say with which error it fails."""
+        """Keep a row that may have landed; else return the error that it fails with."""
         transfer = pending.transfer
         if not self.failover or transfer.failure is not None:
             return error if self.why_not is None else not_made_good(error, self.why_not)
@@ -491,16 +492,16 @@ class DomainGroup:
         return None
 
     def doubt(self, pending: Pending, row: int, code: str) -> None:
-        """Note a row that ended, and whose bytes may land all the same."""
+        """Record a row that has ended and whose bytes may still land."""
         if pending.row_bytes(row):
             remote, nic = pending.target(row)
             self.in_doubt += pending.transfer.add_doubt(remote, pending.domain, nic, code)
 
     def mark_down(self, link: Link, nic: int) -> bool:
-        """A peer's NIC does not answer: what is queued for it and never left goes to its others.
+        """A peer's NIC does not answer: move its queued rows to the peer's other NICs.
 
         Returns:
-            Whether it has others.
+            Whether the peer has other NICs that are up.
         """
         if not link.alive[nic]:
             return True
@@ -510,13 +511,13 @@ class DomainGroup:
         if has_others:
             self._reroute(lambda waiting: goes_to(waiting, link, nic))
         else:
-            # All its NICs failed once. It may be back: try as planned, the rows will tell.
+            # All its NICs have failed. One may be back, so use them all again; rows find out.
             link.alive[:] = [True] * len(link.alive)
         self.events.append(PeerNicDown(link, nic))
         return has_others
 
     def mark_up(self, link: Link, alive: list[bool]) -> None:
-        """Use these NICs of a peer from now on: one that was marked down answers again."""
+        """Use these NICs of a peer from now on, because one that was marked down answers again."""
         assert any(alive), link.addr
         link.alive[:] = alive
         self._routes_version += 1
@@ -527,7 +528,7 @@ class DomainGroup:
         self._routes_version += 1
 
     def drop_queued(self, transfer: Transfer) -> int:
-        """Take a transfer's rows that no NIC has out of the queues; return how many."""
+        """Remove a transfer's queued rows from the queues; return how many there were."""
         mine = []
         pending, transfer.queued = transfer.queued, None
         while pending is not None:
@@ -536,19 +537,19 @@ class DomainGroup:
                 mine.append(pending)
             pending = pending.older
         dropped = sum(pending.stop - pending.at for pending in mine)
-        transfer.dropped += dropped  # first: what a retransmission does next depends on it
+        transfer.dropped += dropped  # before _cut(), because finish_retransmission() looks at it
         for pending in reversed(mine):
             self._cut(pending)
         transfer.left -= dropped
-        if not self.backlog:  # whatever stands there has ended
+        if not self.backlog:  # all batches that are still in the queues have ended
             for queue in self._queues:
                 queue.clear()
         return dropped
 
     def _cut(self, pending: Pending) -> int:
-        """End a batch at what is posted of it; return the rows cut off.
+        """End a batch after its posted rows; return how many rows were cut off.
 
-        It leaves its queue when it is the first there.
+        It is removed from its queue when it becomes the first there.
         """
         rest = pending.stop - pending.at
         pending.stop = pending.at
@@ -560,7 +561,7 @@ class DomainGroup:
         return rest
 
     def _forget(self, pending: Pending) -> None:
-        """A batch is over."""
+        """Forget a batch that is over."""
         del self.batches[pending.batch.ctx]
         if self.acks is not None and pending.batch.imm is not None:
             self.acks.add(pending)
@@ -568,10 +569,12 @@ class DomainGroup:
             pace.end(pending.domain, pending.back)
 
     def doubt_all(self) -> None:
-        """Nothing comes back any more: what is posted may land, or not."""
+        """No completion will come any more: all rows in flight are in doubt."""
         for pending in list(self.batches.values()):
             if pending.at > pending.back:
-                one = isinstance(pending.nics, int)  # all rows go to one region
+                one = isinstance(
+                    pending.nics, int
+                )  # then all rows are in one region, and one row stands for all
                 for row in (0,) if one else pending.posted_rows():
                     self.doubt(pending, row, "UNKNOWN")
 
@@ -587,14 +590,14 @@ class DomainGroup:
     # ------------------------------------------------------------------ failing over
 
     def nic_down(self, domain: int) -> None:
-        """A local NIC is gone: what is queued for it and never left moves to the NICs that live."""
+        """One of our NICs is gone: move its queued rows to the others."""
         if self.alive[domain]:
             self.alive[domain] = False
             self._routes_version += 1
             self._reroute(lambda pending: pending.domain == domain)
 
     def give_up(self, domain: int, error: OSError | MemoryError) -> bool:
-        """A NIC's post() or poll() raised, e.g. for want of descriptors: it is down.
+        """A NIC's post() or poll() raised, e.g. because there are no descriptors: it is down.
 
         Returns False if a signal interrupted it, and it is to be called again.
         """
@@ -606,7 +609,7 @@ class DomainGroup:
         return True
 
     def lost(self, domain: int) -> None:
-        """A NIC will never say how its rows fared."""
+        """A NIC is gone: end its rows, which will not complete."""
         for ctx, pending in tuple(self.batches.items()):
             out = pending.at - pending.back
             if pending.domain == domain and out:
@@ -627,7 +630,7 @@ class DomainGroup:
         for pending in filter(wanted, queued):
             start, stop = pending.at, pending.stop
             if start == stop:
-                continue  # dropped with a row of the same transfer that could not move
+                continue  # it was dropped because another row of its transfer could not move
             retransmission, pending.retransmission = pending.retransmission, None
             self._cut(pending)
             try:
@@ -636,7 +639,7 @@ class DomainGroup:
                 moved = self._moved(pending, start, stop)
                 moved.retransmission, moved.tries = retransmission, pending.tries
                 self._push(moved)
-            except TepError as error:  # or a NIC that cannot connect to where its rows should go
+            except TepError as error:  # or the NIC cannot connect to the peer
                 self.lose(pending.transfer, stop - start, error)
                 if retransmission is not None:
                     self.finish_retransmission(retransmission)
@@ -644,12 +647,14 @@ class DomainGroup:
     def repost(
         self, old: Pending, row: int, retransmission: Retransmission | None, error: TepError
     ) -> None:
-        """Queue one row again on a lane that lives: its bytes if a retransmission waits for
-        them, else its immediate without bytes. `error` is what it fails with if no lane is left.
+        """Queue one row again on a path that works.
+
+        Its bytes are written if a retransmission waits for them, else its immediate is sent without
+        bytes. If no path is left, it fails with `error`.
         """
         try:
             self.first_alive()
-            fresh = self._moved(old, row, row + 1, turn=1)  # perhaps it is our NIC that is deaf
+            fresh = self._moved(old, row, row + 1, turn=1)  # our NIC may be the one that failed
             fresh.tries = old.tries + 1
         except TepError:
             self.lose(old.transfer, 1, error)
@@ -664,7 +669,7 @@ class DomainGroup:
         self._push(fresh)
 
     def finish_retransmission(self, retransmission: Retransmission) -> None:
-        """A row of a retransmission is over. After the last one the immediates follow."""
+        """Count a row of a retransmission that is over. After the last one, send the immediates."""
         retransmission.left -= 1
         if retransmission.left:
             return
@@ -681,20 +686,20 @@ class DomainGroup:
                 self.ended.append(transfer)
 
     def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> Pending:
-        """The same rows, with the keys of the NICs they now go over; `turn` NICs on, both sides."""
+        """The same rows with the keys of their new NICs; `turn` moves the choice on both sides."""
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
         routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])
 
 
 def _drop_ended(queue: deque[Pending]) -> None:
-    """Take batches of which nothing is left to post out of the front of a queue."""
+    """Remove batches without rows left to post from the front of a queue."""
     while queue and queue[0].at == queue[0].stop:
         queue.popleft()
 
 
 def _waiting(pending: Pending) -> int:
-    """Bytes that could be posted on another NIC as well; 0 where that is not worth while."""
+    """Queued bytes of a batch that another NIC could post; 0 if they cannot be shared."""
     nbytes = pending.batch.nbytes
     if not isinstance(nbytes, int) or pending.transfer.job.routing.domain is not None:
         return 0
@@ -702,7 +707,7 @@ def _waiting(pending: Pending) -> int:
 
 
 def _is_long(pending: Pending) -> bool:
-    """Whether it is posted in pieces: because of its length, or because it is the rest of such."""
+    """Whether a batch is posted in pieces, because it is long or the rest of a long one."""
     if pending.is_piece:
         return False
     nbytes = _waiting(pending)
@@ -710,5 +715,5 @@ def _is_long(pending: Pending) -> bool:
 
 
 def not_made_good(error: FabricError, why: str) -> FabricError:
-    """The error of a row that could not be written again over another NIC, with the reason."""
-    return error.saying(f". It could not be made good over another NIC: {why}")
+    """The error of a row that could not be retransmitted, with the reason."""
+    return error.saying(f". It could not be retransmitted on another path: {why}")

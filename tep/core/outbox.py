@@ -1,8 +1,8 @@
-"""Users' messages on their way out: a line for each peer, so that no peer holds up another.
+"""Users' messages to be sent: a queue for each peer, so that no peer delays another.
 
-A NIC has room for a limited number of messages, and a peer without a free receive buffer keeps
-those that it was sent. Hence each peer may have a few messages at the NICs at a time, more of them
-once it has shown that it takes messages.
+A NIC has room for a limited number of messages, and messages to a peer without a free receive
+buffer stay there. Hence only a few messages to each peer may be in flight at a time, and more once
+the peer has shown that it takes messages.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tep.errors import TepError
 __all__ = ["WINDOW", "WINDOW_MAX", "Outbox"]
 
 WINDOW: Final = 8
-"""Messages that a peer may have at our NICs before it has taken the first."""
+"""Messages to one peer that may be in flight before it has taken the first."""
 
 WINDOW_MAX: Final = 32
-"""The same for a peer that takes them; half of what the smallest known queue of a NIC holds."""
+"""The same for a peer that takes them; half of the smallest queue of a known NIC."""
 
 _DONE: Final = State.DONE
 _FAILED: Final = State.FAILED
@@ -37,17 +37,17 @@ class _Line:
 
     Attributes:
         link: the peer.
-        waiting: messages that no NIC has, in order.
-        out: how many NICs have.
-        window: how many NICs may have.
-        in_turn: whether it stands among the turns; without one, the end of a message gives it one.
+        waiting: queued messages, in order.
+        out: how many are in flight.
+        window: how many may be in flight.
+        in_turn: whether it is in `turns`; else the end of a message puts it there.
     """
 
     __slots__ = ("in_turn", "link", "out", "waiting", "window")
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        # Not a dict: taking the first entry out of one again and again takes quadratic time.
+        # Not a dict: removing the first entry repeatedly takes quadratic time there.
         self.waiting: OrderedDict[Message, None] = OrderedDict()
         self.out = 0
         self.window = WINDOW
@@ -62,9 +62,9 @@ class Outbox:
         end: settles a message.
 
     Attributes:
-        waiting: how many messages no NIC has.
-        posted: those that a NIC has, by ctx.
-        turns: peers that have a message to post and may post it, in the order of their turns.
+        waiting: how many messages are queued.
+        posted: messages in flight, by ctx.
+        turns: peers with a message that may be posted, in the order of their turns.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Outbox:
         return True
 
     def post(self) -> bool:
-        """Offer the NICs one message a peer in turns; True if one was taken, or failed."""
+        """Offer the NICs one message of each peer in turn; True if one was taken, or failed."""
         work = False
         turns, refused = self.turns, []
         while turns:
@@ -106,7 +106,7 @@ class Outbox:
             if line.waiting and line.out < line.window:
                 if self._offer(line):
                     work = True
-                else:  # full for this peer: the others are asked all the same
+                else:  # full for this peer: go on with the others
                     refused.append(line)
                     continue
             self._give_turn(line)
@@ -115,7 +115,7 @@ class Outbox:
         return work
 
     def _give_turn(self, line: _Line) -> None:
-        """Let a line stand among the turns if it may post; forget one of which nothing is left."""
+        """Put a line into `turns` if it may post; forget it if it has no messages."""
         if line.in_turn:
             return
         if line.waiting and line.out < line.window:
@@ -125,9 +125,9 @@ class Outbox:
             del self._lines[line.link]
 
     def _offer(self, line: _Line) -> bool:
-        """Offer the first message of a line to the first NIC that lives; False: it is full.
+        """Offer the first message of a line to the first NIC that works; False: it is full.
 
-        A peer that cannot be reached fails it.
+        If the peer cannot be reached, the message fails.
         """
         group, link = self._group, line.link
         message = next(iter(line.waiting))
@@ -141,7 +141,7 @@ class Outbox:
         try:
             taken = group.domains[domain].post_send(peer, message.payload, self._ctx + 1)
         except (OSError, MemoryError) as error:
-            return group.give_up(domain, error)  # over another NIC then
+            return group.give_up(domain, error)  # the next try uses another NIC
         if not taken:
             return False
         self._take_first(line)
@@ -157,13 +157,13 @@ class Outbox:
         self.waiting -= 1
 
     def lost(self, domain: int) -> None:
-        """A NIC will never say how its messages fared."""
+        """A NIC is gone: its messages will not complete."""
         for ctx, message in tuple(self.posted.items()):
             if message.over == domain:
                 self.sent(domain, ctx, Status.NIC_DOWN)
 
     def sent(self, domain: int, ctx: int, status: int) -> None:
-        """A NIC says how a message fared."""
+        """Take a NIC's completion of a message."""
         message = self.posted.pop(ctx)
         line = self._lines[message.link]
         line.out -= 1
@@ -174,6 +174,6 @@ class Outbox:
             self._end(message, _DONE, None)
             return
         error = message_error(message, self._group.domains[domain], domain, status)
-        if status == Status.UNREACHABLE:  # the next one goes to another NIC
+        if status == Status.UNREACHABLE:  # the next message uses another NIC of the peer
             self._group.mark_down(message.link, message.nic)
         self._end(message, _FAILED, error)

@@ -1,9 +1,10 @@
-"""Paths: our NIC to one NIC of a peer. A path's state, its sums and what was lost on it are here.
+"""Paths: our NIC to one NIC of a peer. A path has its state, its sums and its lost rows here.
 
-Records and one table of transitions; what to do about a state is the business of the group, which
-deals rows out, and of `tep.control`, which talks to the peer. Rule 1: `Path.to` is the only way to
-change a state. Rule 2: a path belongs to one incarnation of a peer, so its record goes with the
-peer's. Rule 3: what a stranger may ask about has a record of its own, a `FarEnd`, found by address.
+Records and one table of transitions. The group, which deals rows out, and `tep.control`, which
+talks to the peer, decide what to do in a state. Rule 1: only `Path.to` changes a state. Rule 2: a
+path belongs to one incarnation of a peer, and its record is dropped with the peer's. Rule 3: an
+engine that was never met may ask about a path, so that has a record of its own, a `FarEnd`, found
+by address.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _UNKNOWN: Final = -1
 
 
 class PathState(Enum):
-    """What may be sent on a path."""
+    """The state of a path: whether rows may be sent over it."""
 
-    UP = "rows go there"
-    SUSPECT = "rows were lost there; none goes there while another path is left"
+    UP = "rows are sent over it"
+    SUSPECT = "rows were lost on it; it is used only if no path is UP"
     FENCING = "the peer was asked to fence it off"
     FENCED = "the peer has fenced it off: nothing that was sent before lands any more"
     REOPENING = "fenced off, and the peer was asked to lift its fence"
 
-    # By identity, as they compare: Enum's own is a Python function.
+    # Hash by identity, as they compare: Enum's own hash is a Python function.
     __hash__ = object.__hash__
 
 
@@ -41,7 +42,7 @@ class PathEvent(Enum):
 
     LOST = "a row ended, and nobody knows whether it landed"
     ASKED = "the peer is asked to fence it off"
-    UNANSWERED = "the peer did not answer, or could not do it"
+    UNANSWERED = "the peer did not answer, or could not fence it off"
     FENCED = "the peer has fenced it off"
     ASKED_BACK = "the peer is asked to lift its fence"
     REFUSED = "the peer keeps its fence, or did not answer"
@@ -57,7 +58,10 @@ TRANSITIONS: Final[Mapping[tuple[PathState, PathEvent], PathState]] = {
     (_SUSPECT, PathEvent.LOST): _SUSPECT,
     (_SUSPECT, PathEvent.ASKED): _FENCING,
     (_SUSPECT, PathEvent.UNANSWERED): _SUSPECT,
-    (_SUSPECT, PathEvent.FENCED): _FENCED,  # of two that asked, the other got no answer
+    (
+        _SUSPECT,
+        PathEvent.FENCED,
+    ): _FENCED,  # two questions were open, and the other one got no answer
     (_FENCING, PathEvent.LOST): _FENCING,
     (_FENCING, PathEvent.ASKED): _FENCING,
     (_FENCING, PathEvent.UNANSWERED): _SUSPECT,
@@ -67,15 +71,15 @@ TRANSITIONS: Final[Mapping[tuple[PathState, PathEvent], PathState]] = {
     (_FENCED, PathEvent.UNANSWERED): _FENCED,
     (_FENCED, PathEvent.FENCED): _FENCED,
     (_FENCED, PathEvent.ASKED_BACK): _REOPENING,
-    (_REOPENING, PathEvent.LOST): _FENCED,  # what the peer answers now does not count any more
+    (_REOPENING, PathEvent.LOST): _FENCED,  # an answer that comes now does not count any more
     (_REOPENING, PathEvent.REFUSED): _FENCED,
     (_REOPENING, PathEvent.OPENED): _UP,
 }
-"""All that may happen. What is not here is a bug: `Path.to` asserts."""
+"""All changes that may happen. Any other is a bug: `Path.to` asserts."""
 
 
 class Rows(Protocol):
-    """A batch, as far as a path looks at it: rows posted, and rows that are back."""
+    """What a path needs of a batch: how many rows are posted, and how many are back."""
 
     at: int
     back: int
@@ -94,11 +98,11 @@ class Path:
         link, domain, nic: the peer, our NIC, its NIC.
         state: see PathState.
         fences: how often the peer has fenced it off.
-        peer_id: what our NIC calls its NIC; -1 = not connected.
-        sums: immediates that were acknowledged there.
-        losses: rows lost there that are not settled, in the order of their loss.
-        seen: a batch with rows in flight there, as far as is known.
-        asking: whether the peer is being asked for it back, or for the fence that comes first.
+        peer_id: our NIC's number for the peer's NIC; -1 = not connected.
+        sums: immediates that were acknowledged on it.
+        losses: rows lost on it that are not settled, in the order of their loss.
+        seen: the batch that was last found to have rows in flight on it.
+        asking: whether the peer is being asked to open it again, or to fence it before that.
     """
 
     __slots__ = (
@@ -122,7 +126,7 @@ class Path:
 
     @property
     def is_up(self) -> bool:
-        """Whether rows may go there."""
+        """Whether rows may be sent over it."""
         return self.state is _UP
 
     @property
@@ -149,8 +153,8 @@ class Link:
         alive: for each of its NICs, whether it is used; False: marked down.
         closed: how many paths are not UP.
         current: False once a later incarnation of the peer is known, or it is being removed.
-        again: it was removed before, and the sums of its paths with it.
-        left: it has been removed.
+        again: whether it was removed before, so that the sums of its paths are gone.
+        left: whether it has been removed.
     """
 
     __slots__ = ("_domains", "_paths", "addr", "again", "alive", "closed", "current", "left")
@@ -165,14 +169,14 @@ class Link:
         self._paths: list[list[Path | None]] = [[None] * len(addr.domains) for _ in domains]
 
     def path(self, domain: int, nic: int) -> Path:
-        """The path between two NICs; made when it is asked for first."""
+        """The path between two NICs; made on first use."""
         found = self._paths[domain][nic]
         if found is None:
             found = self._paths[domain][nic] = Path(self, domain, nic)
         return found
 
     def paths(self) -> list[Path]:
-        """Every path that was ever asked for."""
+        """Every path that was ever used."""
         return [path for row in self._paths for path in row if path is not None]
 
     def shut(self) -> list[tuple[int, int]]:
@@ -180,7 +184,7 @@ class Link:
         return [(path.domain, path.nic) for path in self.paths() if not path.is_up]
 
     def is_up(self, domain: int, nic: int) -> bool:
-        """Whether rows may go over a path."""
+        """Whether rows may be sent over a path."""
         found = self._paths[domain][nic]
         return found is None or found.state is _UP
 
@@ -190,10 +194,10 @@ class Link:
         return found is not None and found.is_fenced
 
     def route(self, here: Sequence[bool], domain: int, nic: int) -> tuple[int, int]:
-        """Where what is meant for a path goes today; `here`: which of our NICs live.
+        """The path to use for rows that were planned for a path; `here`: which of our NICs work.
 
-        Its own NICs if they live, else the next on each side. A path that is not UP is taken only
-        if there is no other, and a fenced one only if all are fenced.
+        It is the planned path if both of its NICs work, else one of the next NICs on each side. A
+        path that is not UP is used only if none is, and a fenced one only if all are fenced.
         """
         there = self.alive
         ours = [i for k in range(len(here)) if here[i := (domain + k) % len(here)]]
@@ -213,7 +217,7 @@ class Link:
         return any(self.is_up(i, j) for i in ours for j in range(len(self.alive)))
 
     def forget(self) -> None:
-        """Drop the sums of its paths; NICs give back what it costs them."""
+        """Drop the sums of its paths, and make the NICs forget its connections."""
         self.again = self.left = True
         for path in self.paths():
             path.sums = PathSums(forgot=True)
@@ -227,10 +231,10 @@ class Link:
             return path.peer_id
         try:
             found = self._domains[domain].connect(self.addr.domains[nic])
-        except (OSError, MemoryError) as error:  # what goes there fails
+        except (OSError, MemoryError) as error:  # rows to this NIC fail
             raise FabricError(
-                f"{self._domains[domain].caps.nic}: no connection to {self.addr.name}, whose "
-                f"NIC {nic} is meant: {error}",
+                f"{self._domains[domain].caps.nic}: no connection to NIC {nic} of "
+                f"{self.addr.name}: {error}",
                 code="UNREACHABLE",
             ) from error
         self.path(domain, nic).peer_id = found
@@ -238,11 +242,11 @@ class Link:
 
 
 class Fence:
-    """Our fence against the rows of a peer's NIC: who wants to know, and how it ended.
+    """Our fence against the rows of a peer's NIC.
 
     Attributes:
-        asking: what to call with the status.
-        status: how it ended; None: it has not.
+        asking: functions to call with the status when it ends.
+        status: how it ended; None: it has not ended.
     """
 
     __slots__ = ("asking", "status")
@@ -253,14 +257,14 @@ class Fence:
 
 
 class FarEnd:
-    """What is known of a path by the address of its other end, whether that peer was met or not.
+    """What is known of a path by the address of its other end, even of a peer that was never met.
 
     Attributes:
         fence: ours against its rows; None: there is none.
-        asked, reopened: number of the last question to fence it, and of the last to open it.
-        leases: that keep our fence up until their holder has let go.
-        unheard: the last control message did not get there. Where an error flushes, rows on the
-            same path end with it.
+        asked, reopened: numbers of the last questions to fence it, and to open it again.
+        leases: leases that keep our fence up until their holder answers.
+        unheard: whether the last control message did not arrive. On a connection that an error
+            flushes, the rows on the same path ended with it.
     """
 
     __slots__ = ("asked", "fence", "leases", "reopened", "unheard")
@@ -272,7 +276,7 @@ class FarEnd:
         self.unheard = False
 
     def is_idle(self) -> bool:
-        """Whether nothing is lost with it but the numbers of questions."""
+        """Whether it holds nothing but the numbers of questions."""
         busy = self.fence is not None and self.fence.status is None
         return not (busy or self.leases or self.unheard)
 
@@ -287,37 +291,37 @@ class FarEnds:
         return len(self._known)
 
     def get(self, nic: int, address: bytes) -> FarEnd | None:
-        """What is known of one; None: nothing."""
+        """The record of one; None: there is none."""
         return self._known.get((nic, address))
 
     def at(self, nic: int, address: bytes) -> FarEnd:
-        """The record of one, made when it is asked for first."""
+        """The record of one, made on first use."""
         found = self._known.get((nic, address))
         if found is None:
             found = self._known[nic, address] = FarEnd()
         return found
 
     def note_heard(self, nic: int, address: bytes, *, heard: bool) -> None:
-        """A control message got there, or not."""
+        """Record whether a control message arrived."""
         if not heard:
             self.at(nic, address).unheard = True
         elif (found := self.get(nic, address)) is not None:
             found.unheard = False
 
     def drop(self, nic: int, address: bytes) -> None:
-        """Forget one that is idle."""
+        """Forget one if it is idle."""
         found = self._known.get((nic, address))
         if found is not None and found.is_idle():
             del self._known[nic, address]
 
     def forget(self, addresses: Collection[bytes]) -> None:
-        """Forget those of a peer that has left, but for fences that have not ended."""
+        """Forget those of a removed peer, except fences that have not ended."""
         for nic, address in [key for key in self._known if key[1] in addresses]:
             self._known[nic, address].unheard = False
             self.drop(nic, address)
 
     def release(self, gone: Callable[[object], bool]) -> None:
-        """Let go of leases that keep paths shut, if gone(lease) says so."""
+        """Drop the leases that keep paths shut and for which gone(lease) is true."""
         for far in self._known.values():
             for lease in [lease for lease in far.leases if gone(lease)]:
                 del far.leases[lease]

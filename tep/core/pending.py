@@ -1,6 +1,6 @@
-"""Rows on their way: one batch on one NIC, how far it is, and how its columns are cut.
+"""Batches of rows, each on one NIC: how many rows are posted and back, and how to cut columns.
 
-Values and arithmetic only; when they are posted, moved or ended is the group's business.
+Values and arithmetic only; the group decides when rows are posted, moved or ended.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ __all__ = [
 
 
 _WIDE_MAX: Final = 1024
-"""Kinds of scatters that are counted as a whole before they are, target by target."""
+"""Kinds of scatters that are counted as a whole; with more, they are counted target by target."""
 
 _NO_ROWS: Final[set[int]] = set()
-"""Stands in every batch that has lost none, and is never added to."""
+"""The lost rows of every batch that has lost none; it is never changed."""
 
 
 class Retransmission:
     """Rows that are written again, and the immediates that follow once all of them have arrived.
 
     Attributes:
-        left: rows that are not there yet.
+        left: rows that have not arrived yet.
         after: (batch, row, error) of the rows whose immediates follow.
     """
 
@@ -60,7 +60,7 @@ class Retransmission:
 
 
 class LostRow(NamedTuple):
-    """A row of which nobody knows whether it landed, and the error it would fail with."""
+    """A row of which nobody knows whether it landed, and the error that it may fail with."""
 
     pending: Pending
     row: int
@@ -73,14 +73,14 @@ class LostRow(NamedTuple):
 
 
 class Loss:
-    """Rows that one path lost, until it is known what became of them.
+    """Rows that one path lost, until it is known which of them landed.
 
     Attributes:
         path: the path.
-        rows: lost there.
-        asked: whether the receiver was asked about them; no row joins after that.
-        counts: what it told, by immediate.
-        pruned: the generation that these counts stand at; None: none was told.
+        rows: the lost rows.
+        asked: whether the receiver was asked about them; no row is added after that.
+        counts: the receiver's sums, by immediate.
+        pruned: the generation of these sums; None: no answer has come yet.
         left: answers that are missing.
     """
 
@@ -96,12 +96,12 @@ class Loss:
 
 
 class Pending:
-    """Rows of one batch on one NIC: `at` of them posted, `back` of them returned.
+    """Rows of one batch on one NIC: `at` of them are posted, `back` of them have returned.
 
-    `nbytes` is the sum over the whole batch where somebody knew it, else -1. `lost` names the rows
-    that came back with an error; `retransmission` is what a row that is written again belongs to.
-    `is_piece` says that it is one of those in which a long batch is posted, `tries` on how many
-    lanes its row was lost before, `older` the batch of the same transfer that was queued before.
+    `nbytes` is the sum over the whole batch if it is known, else -1. `lost` has the rows that came
+    back with an error. `retransmission` is the one that a row belongs to which is written again.
+    `is_piece`: it is a piece of a long batch. `tries`: on how many paths its row was lost before.
+    `older`: the batch of the same transfer that was queued before it.
     """
 
     __slots__ = (
@@ -145,7 +145,7 @@ class Pending:
         self.older: Queued | None = None
 
     def lose(self, row: int) -> None:
-        """Take note of a row that came back with an error."""
+        """Record a row that came back with an error."""
         if not self.lost:
             self.lost = set()
         self.lost.add(row)
@@ -201,7 +201,7 @@ def pick(column: Column, rows: slice | npt.NDArray[np.int64]) -> Column:
 
 
 def as_slice(rows: list[int]) -> slice | npt.NDArray[np.int64]:
-    """Row numbers as a slice, which costs no copy, where they are neighbours: the usual case."""
+    """Row numbers as a slice, which costs no copy, if they are consecutive, as they usually are."""
     if rows == list(range(rows[0], rows[-1] + 1)):
         return slice(rows[0], rows[-1] + 1)
     return np.array(rows, np.int64)
@@ -222,7 +222,7 @@ def shifted(column: Column | None, shift: int) -> Column:
 
 
 def row_error(domain: Domain, pending: Pending, row: int, status: int) -> FabricError:
-    """What a row that did not end well says of it."""
+    """The error of a row that did not complete with OK."""
     remote, nic = pending.target(row)
     code, hint = Status(status).name, domain.status_text(status)
     peer = f"{remote.link.addr.name} NIC {nic}"
@@ -237,7 +237,7 @@ def row_error(domain: Domain, pending: Pending, row: int, status: int) -> Fabric
 
 
 def message_error(message: Message, nic: Domain, domain: int, status: int) -> FabricError:
-    """What a message that did not get there says of it; `domain` is the NIC's number."""
+    """The error of a message that did not arrive; `domain` is the number of our NIC."""
     code, hint, name = Status(status).name, nic.status_text(status), message.link.addr.name
     return FabricError(
         f"message of {len(message.payload)} bytes to {name} failed on NIC {domain}: "
@@ -265,7 +265,7 @@ def template_of(targets: Targets, domain: int, mine: Sequence[tuple[int, int]]) 
 
 
 def on_lanes(old: Pending, start: int, stop: int, domain: int, nics: Sequence[int]) -> Pending:
-    """Rows start..stop of a batch on our NIC `domain`; the old batch stays as it is.
+    """Rows start..stop of a batch as a new batch on our NIC `domain`; the old one is not changed.
 
     Args:
         old: the batch.
@@ -322,8 +322,8 @@ class _Wide:
 class Acks:
     """What one engine's peers have acknowledged.
 
-    A scatter or barrier in a steady group goes over the same lanes each time: such are counted by
-    (its lanes, immediate) and taken apart only when somebody asks, or when they are too many.
+    A scatter or barrier in a steady group uses the same lanes each time. It is counted by (lanes,
+    immediate), and divided among the paths only when somebody asks, or when there are too many.
 
     Attributes:
         large: paths with so many values that they should be pruned.
@@ -336,7 +336,7 @@ class Acks:
         self._wide: dict[tuple[int, int], _Wide] = {}
 
     def add(self, pending: Pending) -> None:
-        """Count a batch, whose rows have all come back, except those that were lost."""
+        """Count a batch whose rows have all come back, without its lost rows."""
         imm, n, remotes = pending.batch.imm, pending.stop, pending.remotes
         if n == 0 or imm is None:
             return
@@ -358,7 +358,7 @@ class Acks:
                     remote, nic = pending.target(row)
                     self._add(remote.link, pending.domain, nic, one, 1)
         else:
-            # The list of NICs stands for the lanes: one template has one, and it is kept alive.
+            # The list of NICs identifies the lanes: each template has one list, which _Wide keeps.
             key = id(pending.nics), imm
             known = self._wide.get(key)
             if known is not None:
@@ -370,14 +370,14 @@ class Acks:
                 self.fold()
 
     def doubt(self, pending: Pending, row: int) -> None:
-        """Count a row of which nobody will ever know whether it landed."""
+        """Count a row of which it will never be known whether it landed."""
         imm = pending.imm(row)
         if imm is not None:
             remote, nic = pending.target(row)
             remote.link.path(pending.domain, nic).sums.doubt[imm] += 1
 
     def fold(self) -> None:
-        """Take all that is counted as a whole apart, into the lanes."""
+        """Add everything that is counted as a whole to the sums of its paths."""
         wide, self._wide = self._wide, {}
         for each in wide.values():
             for remote, nic in zip(each.remotes, each.nics, strict=True):

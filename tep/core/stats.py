@@ -10,7 +10,7 @@ __all__ = ["EngineStats", "Failover", "NicBytes", "TransferStats"]
 
 
 class Failover(Enum):
-    """Whether rows of a NIC that dies are made good; `explain()` says why not."""
+    """Whether rows of a NIC that dies are retransmitted; `explain()` says why not."""
 
     AVAILABLE = "available"
     OFF = "off"  # by EngineOptions(failover=False)
@@ -87,7 +87,7 @@ class EngineStats:
         leases: granted and not over.
         transfers_in_doubt: settled with bytes that may still land at a peer.
         bytes_quarantined: here, that a NIC may touch although nothing is open.
-        failover: whether rows of a NIC that dies are made good.
+        failover: whether rows of a NIC that dies are retransmitted.
         control_dropped: control messages of peers that were dropped, by reason; see the log.
     """
 

@@ -1,8 +1,7 @@
-"""What both ends of a path remember of its immediates, to judge where an acknowledgement is lost.
+"""Sums of the immediates of a path at both ends, to decide which lost rows landed.
 
-Sums only: the sender's of what was acknowledged, the receiver's of what came, since the beginning,
-less what both ends have pruned. Pure. Who compares them, and when, is `failover` and `audit`; who
-prunes them is `pruning`.
+The sender sums what was acknowledged, the receiver what arrived, each from the beginning, less what
+both ends have pruned. Pure. `failover` compares the sums, and `pruning` prunes them.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from tep.backends.base import Noting
 __all__ = ["KEYS_MAX", "PRUNE_AT", "Arrivals", "PathSums", "Run", "Sums", "expand", "runs_of"]
 
 KEYS_MAX: Final = 1 << 18
-"""Values that one tally remembers, about 30 MB; beyond it forgets, and says so."""
+"""Values in one `Sums`, about 30 MB; with more of them it forgets all and sets `forgot`."""
 
 PRUNE_AT: Final = 1 << 12
-"""Values of one lane from which on its sender prunes them; most lanes never have so many."""
+"""With more values on one path its sender prunes them; most paths never have so many."""
 
 _ROWS_MAX: Final = 1 << 14
-"""Rows of columns that wait to be summed up: folding many at once costs a tenth of one by one."""
+"""Rows of columns collected before they are summed: summing many at once costs a tenth."""
 
 _LOW_BITS: Final = 32
 
@@ -42,12 +41,12 @@ class Sums:
     """How often each key came; a key is a number of 64 bits.
 
     Args:
-        limit: keys that it holds.
-        large_at: keys from which on it says that it is large.
-        full: what to do with more keys than that; None: forget all.
+        limit: the most keys that it holds.
+        large_at: with more keys than this it is large; None: `limit`.
+        full: is called when there are more than `limit` keys; None: forget all.
 
     Attributes:
-        forgot: whether it held too many keys once, so that its sums mean nothing any more.
+        forgot: whether there were too many keys once, so that the sums mean nothing any more.
         large: whether there were more than `large_at` keys since calm().
     """
 
@@ -79,14 +78,14 @@ class Sums:
             self._grown()
 
     def add_many(self, keys: U64) -> None:
-        """Add 1 to each key of a column; the column stays as it is from now on."""
+        """Add 1 to each key of a column, which the caller must not change any more."""
         self._chunks.append(keys)
         self._rows += len(keys)
         if self._rows > _ROWS_MAX:
             self._fold()
 
     def add_lows(self, high: int, lows: bytes) -> None:
-        """Add 1 to each key of a column with one upper half; `lows` are the lower ones, as u32."""
+        """Add 1 to each key of a column: upper half `high`, lower halves `lows`, as u32."""
         self._lows.setdefault(high, []).append(lows)
         self._rows += len(lows) >> 2
         if self._rows > _ROWS_MAX:
@@ -98,12 +97,12 @@ class Sums:
         return self._sums.get(key, 0)
 
     def items(self) -> list[tuple[int, int]]:
-        """Every key with its sum, those that are 0 left out."""
+        """Every key whose sum is not 0, with its sum."""
         self._fold()
         return [(key, count) for key, count in self._sums.items() if count]
 
     def take(self, wanted: Iterable[tuple[int, int]]) -> bool:
-        """Subtract (key, count) each, if every sum is that large; else nothing. Keys at 0 go."""
+        """Subtract all (key, count), if every sum is large enough; else nothing. Drop keys at 0."""
         self._fold()
         sums = self._sums
         left = [(key, sums.get(key, 0) - count) for key, count in wanted]
@@ -117,11 +116,11 @@ class Sums:
         return True
 
     def calm(self) -> None:
-        """Begin anew to look whether there are many keys."""
+        """Clear `large`; it is set again at the next key beyond `large_at`."""
         self.large, self._mark = False, self._large_at
 
     def drop(self, wanted: Callable[[int], bool]) -> None:
-        """Forget the keys for which wanted(key) says so."""
+        """Forget the keys for which wanted(key) is true."""
         self._fold()
         for key in [key for key in self._sums if wanted(key)]:
             del self._sums[key]
@@ -163,8 +162,8 @@ class Sums:
 def _count(column: npt.NDArray[np.unsignedinteger]) -> Found:
     """Each value that occurs, and how often.
 
-    Most often they are near each other: then there is a cell for each that there can be, which
-    costs 2 ns a row. To sort them costs 40 to 90.
+    Usually the values are near each other: then each possible value has a cell in an array, which
+    costs 2 ns a row. Sorting costs 40 to 90 ns.
     """
     first = column.min()
     if column.max() - first >= _CELLS_MAX:
@@ -175,7 +174,7 @@ def _count(column: npt.NDArray[np.unsignedinteger]) -> Found:
 
 
 def _count_pairs(keys: U64) -> Found:
-    """The same where upper and lower halves are near each other."""
+    """The same for keys whose upper and whose lower halves are near each other."""
     high, low = keys >> np.uint64(_LOW_BITS), keys & np.uint64((1 << _LOW_BITS) - 1)
     first_high, first_low = int(high.min()), int(low.min())
     width = int(low.max()) - first_low + 1
@@ -193,20 +192,21 @@ def _count_pairs(keys: U64) -> Found:
 
 
 class PathSums:
-    """What a sender remembers of one path: immediates acknowledged there, and those in doubt.
+    """The sender's sums of one path: immediates that were acknowledged, and those in doubt.
 
     Args:
         forgot: whether the sums of earlier rows are gone already.
 
     Attributes:
-        sent: acknowledged, by value, less what was pruned.
-        doubt: rows whose end will never be known, by value: of transfers that failed.
+        sent: acknowledged rows, by value, less what was pruned.
+        doubt: rows of failed transfers of which it will never be known whether they landed, by
+            value.
         pruned: the last generation that the receiver is known to have pruned.
-        waiting: runs of the next generations, in order. Those of the first may have been asked for:
-            they stay what they are until the receiver is known to have pruned them.
-        asking: whether they are asked for now.
+        waiting: runs of the next generations, in order. The first ones may have been sent already,
+            and then do not change until the receiver is known to have pruned them.
+        asking: whether the receiver is being asked to prune the first ones.
         retry_s: when to ask again.
-        why: what kept the receiver from pruning them the last time; "" = nothing.
+        why: why the receiver did not prune them the last time; "" = it did.
     """
 
     __slots__ = ("asking", "doubt", "pruned", "retry_s", "sent", "waiting", "why")
@@ -228,7 +228,7 @@ class PathSums:
         return f"{text}{pruned}: their sums are forgotten"
 
     def prune(self, generation: int) -> bool:
-        """The receiver has pruned up to a generation: do the same. False: that cannot be."""
+        """Prune up to the generation that the receiver has pruned. False: it does not follow."""
         if generation == self.pruned:
             return True
         if generation != self.pruned + 1 or not self.waiting:
@@ -240,7 +240,7 @@ class PathSums:
 
 
 Run = tuple[int, int, int]
-"""Values in a row with the same count: the first, how many, the count."""
+"""Consecutive values with the same count: the first, how many, the count."""
 
 
 def expand(runs: Iterable[Run], high: int = 0) -> Iterable[tuple[int, int]]:
@@ -250,7 +250,7 @@ def expand(runs: Iterable[Run], high: int = 0) -> Iterable[tuple[int, int]]:
 
 
 def runs_of(sums: Iterable[tuple[int, int]], longest: int) -> Iterable[Run]:
-    """Runs of all these values, none longer than `longest`, in order."""
+    """These values as runs, in order, none longer than `longest`."""
     first = n = count = 0
     for value, times in sorted(sums):
         if n and value == first + n and times == count and n < longest:
@@ -264,7 +264,7 @@ def runs_of(sums: Iterable[tuple[int, int]], longest: int) -> Iterable[Run]:
 
 
 class Arrivals:
-    """The immediates that came in on one NIC, by where they came from, less what was pruned."""
+    """The receiver's sums of one NIC: immediates by their sender, less what was pruned."""
 
     __slots__ = ("_columns", "_forgotten", "_pruned", "_sources", "counted")
 
@@ -272,18 +272,18 @@ class Arrivals:
         self.counted = Sums(full=self._drop_largest)
         self._forgotten: dict[int, str] = {}  # and why
         self._pruned: dict[bytes, int] = {}  # the last generation, by address
-        self._sources: set[int] = set()  # that were met, but for those in mixed columns
-        self._columns = False  # whether there were such since
+        self._sources: set[int] = set()  # senders so far, except those in mixed columns
+        self._columns = False  # whether mixed columns came since `_sources` was completed
 
     def add(self, source: int, imm: int, count: int) -> None:
-        """Note `count` equal ones."""
+        """Count `count` equal immediates of one sender."""
         self._sources.add(source)
         self.counted.add(source << _SOURCE_BITS | imm, count)
 
     def add_columns(self, sources: npt.NDArray[np.uint64], imms: npt.NDArray[np.uint32]) -> bool:
-        """Note a burst, one an entry; the columns are copied. True: all immediates are equal."""
+        """Count a burst, one for each entry; columns are copied. True: all immediates are equal."""
         n = len(imms)
-        # Compared as bytes: a quarter of comparing as columns.
+        # Comparing bytes takes a quarter of the time of comparing columns.
         raw, ends = imms.tobytes(), sources.tobytes()
         if ends == ends[:8] * n:
             source = int(sources[0])
@@ -313,7 +313,7 @@ class Arrivals:
     def prune(
         self, nic: Noting, address: bytes, generation: int, runs: tuple[Run, ...]
     ) -> str | None:
-        """Subtract what a sender says, once; return why not, or None."""
+        """Subtract a sender's list, once; return why not, or None."""
         last = self.pruned(address)
         if generation == last:
             return None
@@ -328,7 +328,7 @@ class Arrivals:
         return "not all of these have been counted"
 
     def forget(self, nic: Noting, addresses: Collection[bytes]) -> None:
-        """Drop the sums of a peer's NICs; `forgot` knows of it, since more may come."""
+        """Drop the sums of a peer's NICs; `forgot` says so from now on, since more may arrive."""
         self._drop(self._of(nic, addresses), "it has removed this peer, and forgotten what came")
 
     def _drop(self, gone: Collection[int], why: str) -> None:
@@ -337,7 +337,7 @@ class Arrivals:
         self._forgotten |= dict.fromkeys(gone, why)
 
     def _drop_largest(self) -> None:
-        """Too many values: forget those of the sender that has the most, and of nobody else."""
+        """There are too many values: forget those of the sender that has the most."""
         values = Counter(key >> _SOURCE_BITS for key, _ in self.counted.items())
         ((source, n),) = values.most_common(1)
         why = f"it has forgotten what came: {n} different immediates, which were not pruned"
@@ -350,5 +350,5 @@ class Arrivals:
 
     @property
     def forgotten(self) -> tuple[str, ...]:
-        """Why sums of senders are not complete, one each."""
+        """For each sender whose sums are not complete, why."""
         return tuple(self._forgotten.values())
