@@ -20,6 +20,7 @@ from tep.engine import TransferEngine
 from tep.errors import ClosedError
 from tep.sim import Cluster
 from tep.turning import TurnDriver
+from tests.support.here import require
 
 WAIT_S = 60.0
 POINTS_MAX = 250
@@ -113,12 +114,27 @@ def simulated() -> list[TransferEngine]:
     return list(Cluster(2).engines)
 
 
+def over_tcp(driver: Callable[[], Driver]) -> Callable[[], list[TransferEngine]]:
+    """Opens two engines on libfabric's tcp; skips where there is no libfabric."""
+
+    def opening() -> list[TransferEngine]:
+        require("tcp")
+        one = {"provider": "tcp", "nics": ["127.0.0.1"]}
+        return [
+            tep.TransferEngine.open("libfabric", driver=driver(), name=name, **one) for name in "ab"
+        ]
+
+    return opening
+
+
 WORLDS: dict[str, Callable[[], list[TransferEngine]]] = {
     "thread": loopback(lambda _: ThreadDriver()),
     "turn": loopback(lambda _: TurnDriver()),
     "inline": loopback(InlineDriver),
     "sim": simulated,
     "local": lambda: [tep.TransferEngine.open("local", name=name) for name in "ab"],
+    "tcp-thread": over_tcp(ThreadDriver),
+    "tcp-turn": over_tcp(TurnDriver),
 }
 
 
