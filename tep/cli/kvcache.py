@@ -135,7 +135,8 @@ def ttft(
 def day(
     requests: Annotated[int, typer.Option("--requests", min=1)] = 2000,
     changes: Annotated[
-        int, typer.Option("--changes", min=0, help="Joins, departures, crashes, restarts.")
+        int,
+        typer.Option("--changes", min=0, help="Joins, departures, crashes, restarts, NIC deaths."),
     ] = 200,
     seed: Seed = 0,
     json: Json = False,

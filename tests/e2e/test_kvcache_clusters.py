@@ -24,6 +24,17 @@ def test_a_day_of_200_joins_and_departures_loses_nothing() -> None:
     assert report.retried > 0
 
 
+def test_an_hour_in_which_single_nics_die_loses_nothing() -> None:
+    """A NIC that dies must cost neither a byte nor its member: other NICs carry its pages."""
+    report = run_day(Day(seed=11, seconds=3600.0, requests=60, changes=60, layer_s=60.0))
+
+    assert [] == report.violations
+    assert 60 == sum(done.ok for done in report.completions)
+    assert report.happened["NIC death of a prefiller"] >= 5
+    assert report.happened["NIC death of a decoder"] >= 5
+    assert report.checked > 150
+
+
 @pytest.mark.slow
 def test_a_thousand_engines_stay_cheap() -> None:
     """A simulated minute of 1,000 engines has to fit in 120 s; this is a bit of it.

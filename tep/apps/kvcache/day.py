@@ -1,4 +1,4 @@
-"""A simulated day on the chaos fabric: members come, go, crash and restart under load.
+"""A simulated day on the chaos fabric: members come, go, crash, restart and lose NICs under load.
 
 Every byte is checked. There is no world to rebuild: the scheduler hears of who comes and goes,
 nobody else is told anything.
@@ -41,7 +41,8 @@ class Day:
     Attributes:
         seed: of all that is drawn.
         seconds: how long requests come, simulated.
-        changes: joins, departures, crashes and restarts, spread over that time.
+        changes: joins, departures, crashes, restarts and deaths of single NICs, spread over that
+            time. Each engine keeps one NIC at least.
         requests: spread over it as well.
         prefillers, decoders: at the start; there are never fewer than two of each.
         layer_s: compute of one layer of one chunk: a request takes 3 to 9 times as long, so that
@@ -158,11 +159,17 @@ async def _client(world: World, request: Request, report: DayReport) -> None:
 
 
 async def _change(world: World, index: int, dice: random.Random, report: DayReport) -> None:
-    """Somebody comes or goes; of those who go, half do so without a word."""
+    """Somebody comes, goes or loses a NIC; of those who go, half do so without a word."""
     kind: type[Prefiller] | type[Decoder] = dice.choice((Prefiller, Decoder))
     stay = world.scheduler.prefillers if kind is Prefiller else world.scheduler.decoders
-    what = dice.choice(("join", "join", "retire", "crash", "restart"))
-    if what != "join" and len(stay) <= 2:
+    whole = [
+        (name, rank)
+        for name in stay
+        for rank in range(len(world.members[name].engines))
+        if rank not in world.members[name].maimed
+    ]
+    what = dice.choice(("join", "join", "retire", "crash", "restart", "NIC death"))
+    if what != "join" and (len(stay) <= 2 if what != "NIC death" else not whole):
         what = "join"
     report.happened[f"{what} of a {kind.__name__.lower()}"] += 1
     match what:
@@ -174,5 +181,7 @@ async def _change(world: World, index: int, dice: random.Random, report: DayRepo
             await world.retire(dice.choice(stay))
         case "crash":
             world.crash(dice.choice(stay))
+        case "NIC death":
+            world.kill_nic(*dice.choice(whole), dice.randrange(2))
         case _:
             world.restart(dice.choice(stay))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeVar
 
 from tep import EngineOptions, TransferEngine
@@ -46,12 +46,14 @@ class Member:
         engines: one a rank.
         paint: of its free pages, where bytes are checked.
         alive: whether it runs.
+        maimed: ranks whose engine has lost a NIC.
     """
 
     side: Prefiller | Decoder
     engines: list[TransferEngine]
     paint: FreePaint | None
     alive: bool = True
+    maimed: set[int] = field(default_factory=set)
 
 
 class World:
@@ -211,6 +213,12 @@ class World:
             self._start_prefiller(name, nodes)
         else:
             self._start_decoder(name, nodes)
+
+    def kill_nic(self, name: str, rank: int, nic: int) -> None:
+        """Kill one NIC of an instance for good, on the chaos fabric."""
+        member = self.members[name]
+        member.maimed.add(rank)
+        self.fabric.kill_nic(member.engines[rank].name, nic)
 
     def _die(self, member: Member) -> None:
         name = member.side.name
