@@ -27,6 +27,7 @@ import tep
 from tep.backends import BACKENDS
 from tep.cli.demo_moved import LeftOut, Moved, count_overtakes
 from tep.errors import BackendUnavailable, FabricError, TepError, WaitTimeout
+from tep.waiting import system_s
 
 __all__ = ["PAIRS", "Pair", "main", "move_between", "page_places"]
 
@@ -218,7 +219,7 @@ class _Receiver:
         deadline_s = time.monotonic() + 2 * _WAIT_S
         while b"\n" not in self._pending:
             left_s = deadline_s - time.monotonic()
-            if left_s <= 0 or not select.select([fd], [], [], left_s)[0]:
+            if left_s <= 0 or not select.select([fd], [], [], system_s(left_s))[0]:
                 raise WaitTimeout(f"{self._what} did not answer {do!r} within {2 * _WAIT_S:g} s")
             more = os.read(fd, 65536)
             if not more:

@@ -9,6 +9,8 @@ import os
 import time
 from typing import Any
 
+from tep.waiting import system_s
+
 __all__ = ["Timer", "libc"]
 
 
@@ -41,10 +43,13 @@ class Timer:
             raise OSError(code, f"timerfd_create: {os.strerror(code)}")
 
     def set(self, delay_s: float | None, *, again: bool = False) -> None:
-        """Become readable after `delay_s`, and each time it has passed `again`; None = never."""
+        """Become readable after `delay_s`, and each time it has passed `again`; None = never.
+
+        More than a day counts as a day: whoever is woken looks at the clock and sets it again.
+        """
         whole = rest_ns = 0
         if delay_s is not None:
-            whole, rest_ns = divmod(max(1, int(delay_s * 1e9)), 10**9)
+            whole, rest_ns = divmod(max(1, int(system_s(delay_s) * 1e9)), 10**9)
         every = (whole, rest_ns) if again else (0, 0)
         self._set(self.fd, 0, (ctypes.c_long * 4)(*every, whole, rest_ns), None)
 

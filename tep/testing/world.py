@@ -15,6 +15,7 @@ from typing import Protocol, Self, TypeVar
 import pytest
 
 from tep.backends.base import Domain
+from tep.waiting import system_s
 
 __all__ = ["Ability", "Node", "OpenWorld", "World", "need"]
 
@@ -84,7 +85,7 @@ class World:
 
         thread = threading.Thread(target=run, name=what, daemon=True)
         thread.start()
-        thread.join(self.patience_s)
+        thread.join(system_s(self.patience_s))
         assert not thread.is_alive(), f"C2: {what} has not returned within {self.patience_s} s"
         if raised:
             raise raised[0]
