@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, get_args
 
+from tep.checks import check_int, check_seconds, shown
 from tep.errors import UsageError
 from tep.hashing import below, draw, stream_key
 from tep.sim.faults import Chaos, Fault, Faults
@@ -45,8 +46,15 @@ class Case:
     drawn: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.nics or not all(1 <= count <= 64 for count in self.nics):
-            raise UsageError(f"Case(nics={self.nics}): each node has 1 to 64 NICs")
+        if not isinstance(self.nics, tuple) or not self.nics:
+            text = (
+                f"Case: nics={shown(self.nics)}: a tuple of each node's number, 1 to 64, is needed"
+            )
+            raise UsageError(text)
+        counts = tuple(check_int("Case: nics", count, 1, 64, UsageError) for count in self.nics)
+        heal_us = check_seconds("Case: heal_us", self.heal_us)  # of any unit: a time from 0 on
+        object.__setattr__(self, "nics", counts)  # plain: numpy's do not print as literals
+        object.__setattr__(self, "heal_us", heal_us)
         nodes = names_of(len(self.nics))
         for _, fault in self.faults.events:
             if fault.node not in nodes:
@@ -89,6 +97,9 @@ class Case:
                 names like "order nics links".
             heal_us: when trouble ends.
         """
+        seed = check_int("Case: seed", seed, 0, 2**63 - 1)
+        nodes = check_int("Case: nodes", nodes, 1, 2**16)
+        heal_us = check_seconds("Case: heal_us", heal_us)
         least, most = nics_range(nics)
         key = stream_key(seed, Stream.SCENARIO)
         counts = tuple(
@@ -133,10 +144,11 @@ def names_of(nodes: int) -> tuple[str, ...]:
 
 def nics_range(nics: Nics) -> tuple[int, int]:
     """The least and the most NICs of a node. Raises UsageError."""
-    least, most = (nics, nics) if isinstance(nics, int) else nics
-    if not 1 <= least <= most <= 64:
-        raise UsageError(f"nics={nics!r}: a number, or (least, most), from 1 to 64")
-    return least, most
+    span = nics if isinstance(nics, tuple | list) else (nics, nics)
+    found = [check_int("nics", count, 1, 64, UsageError) for count in span]
+    if len(found) != 2 or found[0] > found[1]:
+        raise UsageError(f"nics={shown(nics)}: a number, or (least, most), from 1 to 64")
+    return found[0], found[1]
 
 
 def shape_text(nodes: int, nics: Nics, faults: str | Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from tep.checks import check_int, check_kind, check_seconds
 from tep.errors import StallError, TepError
 from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
@@ -79,6 +80,8 @@ def run(
     Raises:
         Violation: what is wrong; the last line of the message runs it again.
     """
+    check_kind("run: case", case, Case)
+    deadline_s = check_seconds("run: deadline_s", deadline_s)
     try:
         with Cluster(nodes=case.nodes, nics=case.nics, faults=case.faults) as cluster:
             limit_s = case.heal_us * PS_PER_US / PS_PER_S + deadline_s
@@ -203,6 +206,8 @@ def hunt(
     Raises:
         Violation: of the first seed that found something.
     """
+    runs = check_int("hunt: runs", runs, 0)
+    seed = check_int("hunt: seed", seed, 0, 2**63 - 1)
     seen: Counter[str] = Counter()
     for one in range(seed, seed + runs):
         case = Case.draw(one, nodes=nodes, nics=nics, faults=faults, heal_us=heal_us)

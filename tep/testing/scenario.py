@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from tep.checks import check_int
+from tep.checks import check_int, shown
+from tep.errors import BadRequest
 from tep.hashing import below, draw, stream_key
 from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Revoke, Slow, Swizzle
 from tep.sim.streams import Stream
@@ -47,6 +48,17 @@ _NS: Final = PS_PER_NS
 _SPAN_PS: Final = 600 * _NS
 _SPREAD_PS: Final = 4000 * _NS
 _FAULT_PS: Final = 1000 * _NS
+
+_BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
+    "size": (0, None),
+    "pages": (1, PAGES_MAX),
+    "gap": (0, None),
+    "shards": (0, None),
+    "start_ps": (1, None),
+    "expect_ps": (1, None),
+    "rounds": (1, None),
+}
+"""The least and the most of each number of a TransferSpec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -98,10 +110,12 @@ class TransferSpec:
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(TransferKind), self.kind
-        assert min(self.size, self.gap) >= 0, self
-        assert 1 <= self.pages <= PAGES_MAX, self
+        for name, (low, high) in _BOUNDS.items():
+            _settle(self, name, low, high)
+        for name in ("recall_ps", "cancel_ps"):
+            if getattr(self, name) is not None:
+                _settle(self, name, 0)
         assert not (self.silent and self.kind == "barrier"), "a barrier is just its immediate"
-        assert min(self.rounds, self.start_ps, self.expect_ps) >= 1, self
 
     def __repr__(self) -> str:
         return _literal(self)
@@ -143,10 +157,13 @@ class Scenario:
     failover: bool = True
 
     def __post_init__(self) -> None:
-        assert 0 <= self.messages <= MESSAGES_MAX, self.messages
-        assert self.buffers >= 1, self.buffers
+        _settle(self, "messages", 0, MESSAGES_MAX)
+        _settle(self, "buffers", 1)
         assert 1 <= len(self.transfers) <= TRANSFERS_MAX, len(self.transfers)
-        assert all(1 <= n <= 4 for n in self.nics), self.nics
+        if not isinstance(self.nics, tuple) or len(self.nics) != 3:
+            raise BadRequest(f"Scenario: nics={shown(self.nics)} are not three numbers: of a, b, c")
+        counts = tuple(check_int("Scenario: nics", n, 1, 4) for n in self.nics)
+        object.__setattr__(self, "nics", counts)
         for _, fault in self.faults:
             assert not (isinstance(fault, Restart) and fault.node == SENDER), fault
 
@@ -354,6 +371,12 @@ def _draw_close(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[int, 
     """Which engine is closed under everybody's hands, and when."""
     nodes = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
     return 1 + dice.below(0, 7, _FAULT_PS), dice.pick(0, 34, nodes)
+
+
+def _settle(record: Any, name: str, low: int, high: int | None = None) -> None:
+    """Check an integer, and keep it as a plain one: numpy's do not print as literals."""
+    value = check_int(f"{type(record).__name__}: {name}", getattr(record, name), low, high)
+    object.__setattr__(record, name, value)
 
 
 def _literal(record: Any) -> str:

@@ -9,6 +9,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ import tep
 import tep.testing
 from tep.drivers import InlineDriver, ThreadDriver
 from tep.sim import faults_at
-from tep.testing.scenario import Scenario
+from tep.sim.faults import Chaos
+from tep.testing import Case, Scenario, TransferSpec, Violation, hunt, run
 from tep.turning import TurnDriver
 from tests.property.test_numbers import ODD, check
 
@@ -111,6 +113,55 @@ def test_seed_of_a_scenario() -> None:
     """A seed that is no number draws a scenario that nobody can draw again."""
     for value in ODD:
         check(Scenario.draw, "seed", value)
+
+
+async def refuses(_: object) -> None:
+    """A protocol with a finding, so that a hunt of 2**64 runs ends with its first."""
+    raise AssertionError
+
+
+HUNTS: dict[str, Callable[[Any], object]] = {
+    "runs": lambda v: hunt(refuses, runs=v),
+    "seed": lambda v: hunt(refuses, runs=1, seed=v),
+    "nodes": lambda v: hunt(refuses, runs=1, nodes=v),
+    "nics": lambda v: hunt(refuses, runs=1, nics=v),
+    "nics ": lambda v: hunt(refuses, runs=1, nics=(1, v)),
+    "heal_us": lambda v: hunt(refuses, runs=1, heal_us=v),
+    "deadline_s": lambda v: run(refuses, Case(nics=(1, 1)), deadline_s=v),
+    "case": lambda v: run(refuses, v),
+    "Case: nics": lambda v: run(refuses, Case(nics=v)),
+    "Case: heal_us": lambda v: run(refuses, Case(nics=(1, 1), heal_us=v)),
+}
+
+
+@pytest.mark.parametrize("name", HUNTS)
+def test_arguments_of_a_hunt(name: str) -> None:
+    """A hunt with runs=-1 found nothing, and said so as if it had looked."""
+
+    def one(value: object) -> None:
+        with suppress(Violation):
+            HUNTS[name](value)
+
+    for value in ODD:
+        check(one, name.rpartition(": ")[2].strip(), value)
+
+
+SPEC_NUMBERS = [f.name for f in dataclasses.fields(TransferSpec) if "int" in str(f.type)]
+
+
+@pytest.mark.parametrize("name", SPEC_NUMBERS)
+def test_numbers_of_a_transfer(name: str) -> None:
+    """An assertion that says nothing is no answer to whoever writes a scenario by hand."""
+    for value in ODD:
+        check(lambda v: TransferSpec(**{name: v}), name, value)
+
+
+@pytest.mark.parametrize("name", ["nics", "messages", "buffers"])
+def test_numbers_of_a_scenario(name: str) -> None:
+    """The same for the scenario around it."""
+    sound = {"transfers": (TransferSpec(),), "chaos": Chaos.calm()}
+    for value in ODD:
+        check(lambda v: Scenario(**sound, **{name: v}), name, value)
 
 
 @pytest.mark.parametrize("backend", ["libfabric", "verbs"])
