@@ -1,7 +1,6 @@
 """Handles: what a submit or an expectation returns. One finishes once: ok, cancelled or failed.
 
-State and callbacks only. A handle never turns anything: waiting is the driver's work, settling the
-worker's.
+State and callbacks only. A handle never turns an engine: the driver waits, the worker settles.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ __all__ = [
 
 
 class State(Enum):
-    """How far a handle is."""
+    """The state of a handle."""
 
     PENDING = "pending"
     DONE = "done"
     CANCELLED = "cancelled"
     FAILED = "failed"
 
-    # By identity, as they compare. Enum's own is a Python function: 0.1 us for each dict entry.
+    # Hash by identity, as they compare. Enum's own hash is a Python function and takes 0.1 us.
     __hash__ = object.__hash__
 
 
-# By name, since Python 3.11 takes 0.1 us to look a member up in its class.
+# As names of the module, since Python 3.11 takes 0.1 us to look a member up in its class.
 _PENDING: Final = State.PENDING
 _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED
 
 
 class Waits(Protocol):
-    """What turns the engine, as far as its handles are concerned; see `tep.drivers.Driver`."""
+    """What handles need of the driver; see `tep.drivers.Driver`."""
 
     lock: AbstractContextManager[object]
 
@@ -57,7 +56,7 @@ class Waits(Protocol):
 
 
 class Owner(Protocol):
-    """The engine, as far as its handles are concerned."""
+    """What handles need of the engine."""
 
     @property
     def driver(self) -> Waits: ...
@@ -69,18 +68,18 @@ class Owner(Protocol):
         """Queue a cancel."""
 
     def stall_report(self) -> str:
-        """Say what everything outstanding is waiting for."""
+        """Say what each open handle waits for."""
 
     def report_callback_error(self, handle: Handle, callback: object, error: BaseException) -> None:
-        """Take note of a user's callback that raised."""
+        """Record a user's callback that raised."""
 
 
 class Handle:
-    """Something that will settle. Thread-safe for its users; the worker alone settles it.
+    """Something that will settle. Users may call it from any thread; only the worker settles it.
 
     Attributes:
         submitted_s: when it was submitted, seconds of the driver's clock.
-        counted: whether it stands among transfers and messages; else something is only waited for.
+        counted: whether statistics count it as a transfer or message.
     """
 
     counted: ClassVar[bool] = True
@@ -101,7 +100,7 @@ class Handle:
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended, in whatever way; asyncio's `done()`."""
+        """Whether it has ended, well or not; asyncio calls this `done()`."""
         return self._state is not _PENDING
 
     @property
@@ -125,7 +124,7 @@ class Handle:
         return self._error
 
     def describe(self) -> str:
-        """Say in one line what this is and how far it is; used in stall reports."""
+        """Describe it and its progress in one line; used in stall reports."""
         return f"{type(self).__name__}: {self._state.value}"
 
     def __repr__(self) -> str:
@@ -143,7 +142,7 @@ class Handle:
             WaitTimeout: it is still pending.
         """
         if self._error is not None:
-            # Raised for each who asks: without this the tracebacks of all of them would pile up.
+            # It is raised for each caller; without this their tracebacks would accumulate.
             raise self._error.with_traceback(None)
         if self._state is _PENDING:
             raise WaitTimeout(f"not settled yet: {self.describe()}")
@@ -196,8 +195,8 @@ class Handle:
     def __await__(self) -> Generator[object, None, Self]:
         """Wait without blocking the event loop; then as `result()`.
 
-        Cancelling the task, e.g. by asyncio.timeout(), cancels only the wait; a note at the
-        CancelledError says what it waited for.
+        Cancelling the task, e.g. by asyncio.timeout(), cancels only the wait; a note (PEP 678) of
+        the CancelledError says what it waited for.
         """
         yield from until_finished(self)
         return self.result()
@@ -220,8 +219,8 @@ class Handle:
                 self._callbacks = [mine]
             else:
                 self._callbacks.append(mine)
-        # Stored before this look; the worker looks at what is stored after it has said so. Where
-        # both see the other, who takes the callback out calls it.
+        # The callback is stored before `_delivered` is read, and the worker sets `_delivered`
+        # before it reads the callbacks. If both find it, the one that takes it out calls it.
         if self._delivered and self._take_back(mine):
             self._call(mine)
 
@@ -237,18 +236,18 @@ class Handle:
         return True
 
     def cancel(self) -> None:
-        """Ask for an early end.
+        """Ask for an early end, which is confirmed by settling.
 
-        It is confirmed by settling; what has ended already stays as it is.
+        A handle that has settled already does not change.
         """
         if self._state is _PENDING:
             self._owner.cancel_handle(self)
 
     def _settle(self, state: State, error: TepError | None = None) -> None:
-        """Worker only: end, once."""
+        """Worker only: settle, once."""
         assert self._state is _PENDING, f"settled twice: {self.describe()}"
         assert state is not _PENDING
-        self._state = state  # first, so that the message says how it ended
+        self._state = state  # first, so that describe() below says how it ended
         if state is _CANCELLED and error is None:
             error = Cancelled(f"cancelled: {self.describe()}")
         self._error = error
@@ -256,7 +255,9 @@ class Handle:
     def _deliver(self) -> None:
         """Driver only, outside the step: run the callbacks."""
         self._delivered = True
-        if self._callbacks is None:  # nobody has ever asked: no lock, which is half of the price
+        if (
+            self._callbacks is None
+        ):  # there never was a callback: without the lock it takes half of the time
             return
         with self._owner.driver.lock:
             callbacks, self._callbacks = self._callbacks, None
@@ -266,7 +267,7 @@ class Handle:
     def _call(self, callback: Callable[[Handle], object]) -> None:
         try:
             callback(self)
-        except BaseException as error:  # noqa: BLE001  # a user's fault, reported
+        except BaseException as error:  # noqa: BLE001  # a user's error, reported
             self._owner.report_callback_error(self, callback, error)
 
 
@@ -304,13 +305,13 @@ def until_finished(waited: Awaited) -> Generator[object, None, None]:
             raise
         finally:
             wake_main.pop(future, None)
-            waited.remove_done_callback(wake)  # a wait that was cancelled leaves nothing behind
+            waited.remove_done_callback(wake)  # also after a cancelled wait
         if escaped:
             raise_escaped()
 
 
 class _Finish:
-    """Something to `await`, until what is waited for is finished."""
+    """An awaitable that ends when `waited` is finished."""
 
     def __init__(self, waited: Awaited) -> None:
         self._waited = waited
@@ -340,7 +341,7 @@ async def wait_for(waited: Awaited, timeout_s: float | None) -> None:
 
 
 def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[..., None]:
-    """What wakes a coroutine from any thread."""
+    """A function that wakes a coroutine from any thread."""
 
     def settle() -> None:
         if not future.done():
@@ -354,5 +355,5 @@ def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Cal
 
 
 def closed_error() -> ClosedError:
-    """What a handle fails with that was open when its engine was closed."""
+    """The error of a handle that was open when its engine was closed."""
     return ClosedError("the engine was closed before this ended")

@@ -1,6 +1,6 @@
-"""What submits and expectations return: the handles, each with the account of its own progress.
+"""The handles that submits and expectations return; each counts its own progress.
 
-The accounts are kept by the worker; users read them through `stats()` and `describe()`.
+The worker updates the counts; users read them through `stats()` and `describe()`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _NAMES_MAX: Final = 4  # peers that a report names
 
 
 _PIECES: Final = 12
-"""A NIC that is slow, or not known yet, takes this part of its share of what is left at a time: a
-link at an eighth of its speed is through with two of them before the others are with the rest.
+"""A NIC that is slow, or not known yet, gets pieces of one part in so many of its share of what is
+left: a link at an eighth of its speed ends two of them before the others end the rest.
 """
 
 _AHEAD: Final = 2
-"""So many pieces a NIC has: the wire takes one while the end of the other is on its way."""
+"""Pieces that a NIC has: it sends one while the completion of the other is on its way."""
 
 
 class Queued(Protocol):
@@ -43,13 +43,13 @@ class Queued(Protocol):
 
 
 class Pace:
-    """How NICs get on with one long transfer.
+    """The progress of each NIC in one long transfer.
 
     Attributes:
         out: pieces that each NIC has.
-        through: rows of pieces that each NIC has given back.
-        part: each takes one part in so many of its share of what is left as its next piece.
-        last: the piece that each was given last.
+        through: rows of pieces that each NIC has returned.
+        part: the next piece of each NIC is one part in so many of its share of what is left.
+        last: the last piece of each NIC.
     """
 
     __slots__ = ("last", "out", "part", "through")
@@ -61,36 +61,36 @@ class Pace:
         self.last: list[Queued | None] = [None] * nics
 
     def end(self, nic: int, rows: int) -> None:
-        """A NIC has given a piece back, of which it had been given `rows`."""
+        """A NIC has returned a piece, of which `rows` had been posted."""
         self.out[nic] -= 1
         self.through[nic] += rows
         keeps_up = 4 * self.through[nic] >= 3 * max(self.through)
         self.part[nic] = max(2, self.part[nic] // 3) if keeps_up else _PIECES
 
     def is_full(self, nic: int) -> bool:
-        """Whether a NIC has enough to do. One that fell behind gets nothing ahead."""
+        """Whether a NIC has enough pieces; one that fell behind gets only one at a time."""
         slow = self.part[nic] == _PIECES and self.through[nic] > 0
         return self.out[nic] >= (1 if slow else _AHEAD)
 
 
 class Transfer(Handle):
-    """One submitted request on its way.
+    """One submitted request.
 
-    `ok` means that the source buffer may be reused, and nothing else.
+    `ok` means only that the source buffer may be reused.
 
     Attributes:
-        job: what was asked for.
-        rows: writes that it makes; also the immediates it makes, over all targets, if it carries
-            one.
+        job: the request.
+        rows: how many writes it makes; with an immediate, also how many immediates, over all
+            targets.
         left: rows that have not come back from a NIC, posted or not.
         failed_rows: rows that came back with an error.
-        failure: the first error, confirmed by settling once nothing is posted any more.
-        dropped: rows that a cancel took out before any NIC had them.
-        held: rows whose NIC or peer's NIC died, until it is known what became of them.
-        extra: rows that were added to make such rows good over another NIC.
-        pace: how NICs get on with it, if it is posted in pieces; else None.
-        queued: the last of its batches that was queued, which knows the one before it; what is in
-            the queues is among them. None: nothing is.
+        failure: the first error; the transfer fails with it when nothing is posted any more.
+        dropped: queued rows that were removed by a cancel or a failure.
+        held: rows whose NIC or peer's NIC died, until it is known whether they landed.
+        extra: rows that were added to retransmit such rows.
+        pace: the progress of its NICs, if it is posted in pieces; else None.
+        queued: the batch that was queued last, which names the one before it, and so on; all its
+            queued rows are in these batches. None: no row is queued.
         settled_s: when its last row came back, or None.
     """
 
@@ -127,7 +127,7 @@ class Transfer(Handle):
 
     @property
     def in_doubt(self) -> tuple[InDoubt, ...]:
-        """Where bytes may still land, path by path; what is known by now not to land is left out.
+        """Where bytes may still land, by path, without what is known by now not to land.
 
         A doubt ends when the peer has fenced the path off, or has restarted.
         """
@@ -142,7 +142,7 @@ class Transfer(Handle):
         return list(self._doubts or ())
 
     def add_doubt(self, remote: Remote, domain: int, nic: int, code: str) -> bool:
-        """Note a row that ended, and whose bytes may land; True if it is the first."""
+        """Record a row that has ended and whose bytes may still land; True if it is the first."""
         first = self._doubts is None
         self._doubts = self._doubts or {}
         self._doubts[remote, domain, nic] = code, remote.link.path(domain, nic).fences
@@ -211,18 +211,18 @@ class Transfer(Handle):
         return check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf), every_s
 
     def failed_with(self) -> TepError | None:
-        """What it failed for, with what is in doubt because of it."""
+        """Its error, with the bytes that are in doubt because of it."""
         failure, doubts = self.failure, self.in_doubt
         if not doubts or not isinstance(failure, FabricError):
             return failure
         return failure.saying(f"; {doubts_text(doubts)}", doubts)
 
     def is_ending(self) -> bool:
-        """Whether it will not end as ok, so that nothing more of it need be posted."""
+        """Whether it will fail or be cancelled, so that nothing more of it needs to be posted."""
         return self.failure is not None or self.dropped > 0
 
     def count_posted(self, domain: int, rows: int, nbytes: int) -> None:
-        """Account for rows that a NIC has taken."""
+        """Count rows that a NIC has taken."""
         self._nic_rows[domain] += rows
         self._nic_bytes[domain] += nbytes
 
@@ -252,7 +252,11 @@ class Transfer(Handle):
             f"{stats.kind} of {stats.rows} rows, {stats.nbytes} bytes to {peers}: {stats.state}; "
             f"{stats.rows_posted} posted, {stats.rows_back} back, {stats.rows_failed} failed, "
             f"{stats.rows_dropped} dropped"
-            + (f"; of {self.held} a NIC died, and the peer is asked for them" if self.held else "")
+            + (
+                f"; a NIC lost {self.held} rows, and the peer is asked whether they landed"
+                if self.held
+                else ""
+            )
             + (f"; {doubts}" if (doubts := doubts_text(self.in_doubt)) else "")
         )
 
@@ -265,13 +269,13 @@ def _names(remotes: Remote | Targets) -> str:
 
 
 class Message(Handle):
-    """One message of submit_send on its way. `ok` means that the peer's engine has it.
+    """One message of submit_send. `ok` means that the peer's engine has it.
 
     Attributes:
         payload: its bytes, copied at submission.
         link: the peer.
         posted: whether a NIC has it.
-        nic, over: the peer's NIC that it goes to, and ours, once posted.
+        nic, over: the peer's NIC and ours, once it is posted.
     """
 
     __slots__ = ("link", "nic", "over", "payload", "posted")
@@ -291,11 +295,11 @@ class Message(Handle):
 
 
 class Notice(Handle):
-    """The word to a peer that an immediate will not come. `ok` means that its engine knows.
+    """Tells a peer that an immediate will not come. `ok` means that its engine knows it.
 
     Attributes:
         imm: the immediate.
-        reason: why not.
+        reason: why it will not come.
         link: the peer.
     """
 
@@ -314,12 +318,12 @@ class Notice(Handle):
 
 
 class Removal(Handle):
-    """A peer on its way out. `ok` means that nothing refers to it any more.
+    """The removal of a peer. `ok` means that nothing refers to it any more.
 
     Attributes:
         link: the peer.
-        why: why it goes, if it was not asked to.
-        waits: handles that may refer to it still; those at the end may have settled.
+        why: why it is removed, if no user asked for that.
+        waits: handles that may still refer to it; some of them may have settled.
     """
 
     counted = False
@@ -339,12 +343,12 @@ class Removal(Handle):
 
 
 class Expectation(Handle):
-    """A count of one immediate that is waited for.
+    """Waits for a count of one immediate.
 
     Attributes:
         imm: the immediate.
         count: how many arrivals make it ok.
-        sender: whose they are, if it was said.
+        sender: the peer that sends them, if it was named.
     """
 
     counted = False
@@ -367,7 +371,7 @@ class Expectation(Handle):
 
     @property
     def arrived(self) -> int:
-        """How many are here; `count` once it is ok."""
+        """How many have arrived; `count` once it is ok."""
         return self.count if self.ok else min(self.count, self._table.counts.get(self.imm, 0))
 
     def describe(self) -> str:
@@ -376,7 +380,7 @@ class Expectation(Handle):
 
 
 class ImmCounter:
-    """A pollable view of one immediate's count.
+    """A view of one immediate's count, for polling.
 
     Attributes:
         imm: the immediate.

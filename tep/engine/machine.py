@@ -1,7 +1,7 @@
-"""What a driver turns: the worker, the peers' lives, the regions, and how all of it ends.
+"""What a driver turns: the worker, the states of peers, the regions; and how an engine ends.
 
-It has the driver's verbs, and what handles, regions and leases report to. The users' verbs are in
-`verbs`. Rule: nothing here checks arguments, and nothing is private to it but how it ends.
+It has the methods that drivers, handles, regions and leases call. The users' verbs are in `verbs`.
+Rule: nothing here checks arguments, and only the way it ends is private.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class Machine:
     """One engine without its verbs.
 
     Attributes:
-        name: the engine's identity: a restarted engine of the same name and a later epoch replaces
-            the former.
-        address: how peers reach it.
+        name: the engine's identity: a restarted engine has the same name and a later epoch, and
+            replaces the former one.
+        address: the address by which peers reach it.
         driver: what turns it.
         domains: its NICs.
         worker: posts, polls and counts.
-        life: what is known of its peers' lives.
-        peers: who they are.
+        life: the states of its peers.
+        peers: the peers and their regions.
         regions: registered memory, by number.
-        kept: regions that were given back, but that a NIC may still touch.
-        about: why it has these NICs and CPUs; "" = they were named, or there is no choice.
+        kept: regions that were deregistered, but that a NIC may still touch.
+        about: why these NICs and CPUs were chosen; "" = the user named them, or had no choice.
         wait_timeout_s: what wait() uses when no timeout is given.
         callback_errors: the last 100 exceptions that users' callbacks raised.
         errors: how many there were.
-        closed: refuses everything new. crashed: was stopped by a bug. ended: nothing is open.
+        closed: it refuses new requests. crashed: a bug stopped it. ended: nothing is open.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Machine:
         self.about = ""
         self.closed = self.crashed = self.ended = False
         self._backlog_max = options.backlog_rows_max
-        self._rows_asked = 0  # of all submits; what the worker has taken of them is worker.taken
+        self._rows_asked = 0  # of all submits; worker.taken counts those that the worker has taken
         self._stopped_by: BaseException | None = None
         self._region_numbers = itertools.count(1)
         self.worker = Worker(
@@ -98,19 +98,19 @@ class Machine:
     # ------------------------------------------------------------------ life
 
     def close(self) -> None:
-        """End everything: every open handle settles, NICs and memory are let go. Idempotent."""
+        """Settle every open handle, close the NICs, and release the memory. Idempotent."""
         self.closed = True
         try:
             if not (self.ended or self.crashed):
                 self.driver.call(self.end)
-        finally:  # also where that is interrupted: then another close() ends what is left
+        finally:  # also if that was interrupted: then another close() ends the rest
             if self.ended or self.crashed:
                 self.driver.close()
         self._let_go()
         raise_escaped()
 
     def __del__(self) -> None:
-        """Nobody holds the engine any more; its worker ends it."""
+        """There is no reference to the engine any more: have its worker end it."""
         if getattr(self, "closed", True) or sys.is_finalizing():
             return
         drop = getattr(self.driver, "drop", None)
@@ -124,14 +124,14 @@ class Machine:
             )
 
     def _let_go(self) -> None:
-        """Drop what was held for the NICs' sake: they are closed."""
+        """Release the memory that was kept for the NICs, which are closed now."""
         self.regions.clear()
         self.kept.clear()
 
     def end(self) -> None:
         """Between two steps: settle everything, and close the NICs."""
         try:
-            self.worker.deliver()  # what arrived before is handed over
+            self.worker.deliver()  # what arrived before this
             self.life.close()
             self.worker.close()
             self.worker.deliver()
@@ -157,22 +157,22 @@ class Machine:
         return not self.closed and self.worker.owing()
 
     def busy(self) -> bool:
-        """Driver: whether NICs hold rows of ours, or rows wait for them."""
+        """Driver: whether rows, messages or commands are queued or in flight."""
         return self.worker.busy()
 
     def due_s(self) -> float | None:
-        """Driver: when to turn at the latest, on its own clock; None: when there is news."""
+        """Driver: when to turn even if there is no news, on its clock; None: never."""
         worker, life = self.worker, self.life
         if not (life.busy or worker.channel.busy or worker.leases.granted):
             return None
         return sooner(worker.due_s(), life.due_s())
 
     def watching(self) -> bool:
-        """Driver: whether words are watched."""
+        """Driver: whether there are watched words."""
         return len(self.worker.watch) > 0
 
     def crash(self, error: BaseException) -> None:
-        """Driver: a step raised; nothing will be turned any more. Idempotent."""
+        """Driver: a step raised, and the engine is not turned any more. Idempotent."""
         if self.crashed:
             return
         self.closed = self.crashed = True
@@ -186,15 +186,15 @@ class Machine:
         self.worker.abandon(stopped)
 
     def must_poll(self) -> bool:
-        """Driver: whether a NIC gives no sign of news."""
+        """Driver: whether there is a NIC that does not signal news, and must be polled."""
         return not all(domain.caps.wakes for domain in self.domains)
 
     def wakeup_fds(self) -> list[int]:
-        """Driver: what to sleep on."""
+        """Driver: the descriptors to sleep on."""
         return [fd for domain in self.domains if (fd := domain.wakeup_fd()) is not None]
 
     def arm(self) -> bool:
-        """Driver: ask for wake-ups; False if there is news already."""
+        """Driver: ask the NICs for wake-ups; False: there is news already."""
         quiet = True
         for domain in self.domains:  # every one, also after a False
             quiet = domain.arm() and quiet
@@ -221,7 +221,7 @@ class Machine:
         note_escape(error)
 
     def stall_report(self) -> str:
-        """Say what all that is open waits for: which peer, NIC, counter, how many, since when."""
+        """Say what each open handle waits for: which peer, NIC, counter, how many, since when."""
         return report.stall_report(self)
 
     # ------------------------------------------------------------------ for regions and peers
@@ -231,15 +231,15 @@ class Machine:
         return next(self._region_numbers)
 
     def quarantines(self, mr: MrHandle) -> tuple[Quarantine, ...]:
-        """What of a region a NIC may touch although nothing is open; see `regions`."""
+        """The bytes of a region that a NIC may touch although nothing is open; see `regions`."""
         return regions.quarantines(self, mr)
 
     def _replaced(self, link: Link) -> None:
-        """A later incarnation of a peer is known: the former is let go of."""
+        """A later incarnation of a peer is known: remove the former one."""
         why = "a later incarnation of it is known"
         removal = Removal(self, link, self.driver.now_s(), why)
         self.worker.commands.append((self.life.leave, removal))
-        self.driver.kick()  # the verb that met the peer may raise, and then nobody else does
+        self.driver.kick()  # the verb that found it may raise, and then nobody else kicks
 
     # ------------------------------------------------------------------ for the verbs
 
@@ -251,7 +251,7 @@ class Machine:
             raise ClosedError(f"{what}: engine {self.name!r} is closed{why}") from cause
 
     def check_control(self, what: str, instead: str) -> None:
-        """Raise UsageError where engines cannot send each other control messages."""
+        """Raise UsageError if the NICs cannot send control messages."""
         if not self.worker.channel.able:
             raise UsageError(
                 f"{what}: the backend {self.address.backend!r} has no notes between engines; "
@@ -259,13 +259,13 @@ class Machine:
             )
 
     def reserve(self, kind: str, rows: int) -> None:
-        """Count rows in, unless too many wait already, with those whose command is not taken."""
+        """Reserve room for rows in the backlog, which includes commands that are not taken yet."""
         worker = self.worker
         with self.driver.lock:
             others = worker.group.backlog + worker.outbox.waiting
             waiting = self._rows_asked - worker.taken + others
             if waiting + rows > self._backlog_max:
-                # Counted anew: a submit that a signal handler interrupted counted rows in vain.
+                # Count again: a submit that a signal handler interrupted counted for nothing.
                 asked = [handle for _, handle in tuple(worker.commands)]
                 rows_asked = sum(getattr(handle, "rows", 1) for handle in asked if handle.counted)
                 self._rows_asked = worker.taken + rows_asked
@@ -281,22 +281,22 @@ class Machine:
     def enqueue(
         self, command: Callable[..., None], handle: Handle, on_done: Callable[..., object] | None
     ) -> None:
-        """Have a step take a command for a handle."""
+        """Queue a command for a handle; a step takes it."""
         if on_done is not None:
             handle.add_done_callback(on_done)
         driver = self.driver
         try:
             self.worker.commands.append((command, handle))
-            # Looked at once it is queued: whoever counts its immediates after this look had work,
-            # so turns again, and takes commands first.
+            # This check must come after the command is queued. A worker that counts its immediates
+            # after this check had work, so it turns again, and takes commands first.
             if isinstance(handle, Expectation) and self.worker.is_early(handle):
                 driver.nudge()
             else:
                 driver.kick()
-        except BaseException:  # a signal handler's, on the way
+        except BaseException:  # raised by a signal handler
             driver.kick()
             raise
-        if self.closed:  # while we were on the way: nobody else would end this handle
+        if self.closed:  # meanwhile: nobody else would end this handle
             driver.call(self.end)
 
     def after_commands(self, function: Callable[[], T]) -> T:
@@ -312,7 +312,7 @@ class Machine:
             self.driver.kick()  # the commands may have settled something
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps; what it changed is looked at in another."""
+        """Run a function between two steps; a later step looks at what it changed."""
         try:
             return self.driver.call(function)
         finally:

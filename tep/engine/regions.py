@@ -1,4 +1,4 @@
-"""Regions as an engine holds them: which bytes a NIC may still touch, and what is kept for that.
+"""Regions of an engine: which bytes a NIC may still touch, and which memory is kept for that.
 
 The rules are in ARCHITECTURE.md, the statuses in `tep.core.quarantine`.
 """
@@ -17,7 +17,7 @@ __all__ = ["Keeper", "keep_or_free", "quarantines"]
 
 
 class Keeper(Protocol):
-    """The engine, as far as its regions are concerned; see `Machine`."""
+    """What regions need of an engine; see `Machine`."""
 
     domains: tuple[Domain, ...]
     worker: Worker
@@ -27,7 +27,7 @@ class Keeper(Protocol):
 
 
 def quarantines(engine: Keeper, mr: MrHandle) -> tuple[Quarantine, ...]:
-    """What of a region is in quarantine now."""
+    """The bytes of a region that are in quarantine now."""
     whole = mr.memory.nbytes
     if engine.crashed:
         why = "the engine's worker was stopped by a bug, and what NICs hold is unknown"
@@ -42,19 +42,20 @@ def quarantines(engine: Keeper, mr: MrHandle) -> tuple[Quarantine, ...]:
 
 
 def _down(engine: Keeper, mr: MrHandle) -> list[int]:
-    """NICs that are down and may touch a region: as a target, or reading what they had begun."""
+    """NICs that are down and may still write to a region, or read from it."""
     target = mr.access is Access.SOURCE_AND_TARGET
     alive = engine.worker.group.alive
     return [k for k, up in enumerate(alive) if not up and (target or k in mr.readers)]
 
 
 def keep_or_free(engine: Keeper, mr: MrHandle) -> None:
-    """A region is about to be deregistered: keep its memory if a NIC may touch it all the same.
+    """A region is about to be deregistered: keep its memory if a NIC may still touch it.
 
-    One that is down may; and where `deregister` is no fence, peers whose lease could not be ended.
+    That may be a NIC that is down, or, if `deregister` is no fence, the NIC of a peer whose lease
+    could not be ended.
 
     Raises:
-        BusyError: it cannot hold what it does not own, or a lease of it is not over.
+        BusyError: the engine does not own the memory and cannot keep it, or a lease is not over.
     """
     leases = engine.worker.leases
     leases.refuse(mr)

@@ -1,7 +1,6 @@
-"""What an engine says about itself: statistics, the path to a peer, and what everything is waiting
-for.
+"""Reports of an engine: statistics, the paths to a peer, and what each open handle waits for.
 
-Reads, never changes; all of it works while the engine runs.
+Only reads; all of it works while the engine runs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["Reported", "engine_stats", "explain", "stall_report"]
 
 
 class Reported(Protocol):
-    """The engine that reports speak of; see `Machine`."""
+    """What reports need of an engine; see `Machine`."""
 
     name: str
     address: NetAddr
@@ -44,7 +43,7 @@ class Reported(Protocol):
 
 @runtime_checkable
 class _Describes(Protocol):
-    """A NIC that has more to say of itself: its port, its GID and why that one."""
+    """A NIC that can describe itself: its port, its GID, and why that GID."""
 
     def describe(self) -> str: ...
 
@@ -114,7 +113,7 @@ def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
 
 
 def _not_taken(worker: Worker) -> int:
-    """Expectations that are stated, and that no step has taken yet."""
+    """How many expectations no step has taken yet."""
     asked = {handle for _, handle in tuple(worker.commands)} - worker.open.keys()
     return sum(isinstance(handle, Expectation) and not handle.finished for handle in asked)
 
@@ -141,8 +140,7 @@ def _quarantine_lines(engine: Reported) -> list[str]:
 
 
 def explain(engine: Reported, peer: NetAddr | None) -> str:
-    """Say which NICs an engine has and, for a peer, which NIC talks to which and how requests are
-    cut.
+    """Say which NICs an engine has and, for a peer, its lanes and how requests are divided.
 
     Raises:
         UsageError: the peer is not known to this engine.
@@ -196,9 +194,9 @@ def _explain_link(engine: Reported, link: Link) -> list[str]:
 
 
 def stall_report(engine: Reported) -> str:
-    """List all that has not settled, oldest first, what it waits for and since when.
+    """List every open handle, oldest first, what it waits for and since when.
 
-    Then each NIC, and the immediates that are here and that nobody waits for.
+    Then each NIC, and the immediates that have arrived and that nobody waits for.
     """
     worker = engine.worker
     group = worker.group

@@ -1,8 +1,8 @@
 """Worker.step(): commands -> queues -> posts -> completions -> counts; bounded, nothing waits.
 
 The worker owns the group, the table of immediates, the messages and the watched words. It settles
-handles inside the step; what users want to be told of is run later, by `deliver()`, outside it.
-Rule: other threads only append to `commands`; all else here belongs to the thread that turns it.
+handles inside the step; `deliver()` runs the users' callbacks later, outside the step.
+Rule: other threads only append to `commands`; only the thread that turns the worker uses the rest.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ __all__ = ["Worker"]
 _log = logging.getLogger("tep")
 
 _SCALAR_MAX: Final = 24
-"""Completions up to which a Python loop beats columns.
+"""Up to so many completions a Python loop is faster than numpy columns.
 
-Measured: one poll of numpy work costs about 10 us.
+Measured: the numpy work of one poll takes about 10 us.
 """
 
 _RAISES_MAX: Final = 16
-"""How often poll() of a NIC that is down may raise before what it had is ended."""
+"""How often poll() of a NIC that is down may raise before its rows and messages are ended."""
 
 _WRITE, _IMM, _SENT, _RECV, _DOWN, _NOTE, _FENCED = map(int, Kind)
 _OK: Final = int(Status.OK)
@@ -70,7 +70,7 @@ Receive = Callable[[memoryview], object]
 
 
 class Clocked(Protocol):
-    """A driver, as far as its worker is concerned."""
+    """What a worker needs of its driver."""
 
     lock: AbstractContextManager[object]
 
@@ -79,25 +79,25 @@ class Clocked(Protocol):
 
 
 class Worker:
-    """The machine: turned by `step()`, drained by `deliver()`.
+    """All parts of one engine: `step()` turns it, `deliver()` runs the callbacks.
 
     Attributes:
         group: the NICs.
         imms: the table of immediates.
-        commands: what users asked for and no step has taken.
-        taken: rows and messages of the commands taken.
+        commands: users' requests that no step has taken yet.
+        taken: how many rows and messages the commands taken so far had.
         open: every handle that was taken and has not settled, in order of submission.
         watch: the watched words.
         channel, failover, fencing: control messages; both halves of a failover.
-        pruning: keeps the sums that a failover compares short.
+        pruning: keeps the sums short that a failover compares.
         failures: immediates that will not come.
         outbox: messages that have not ended.
         steps: how often it was turned.
-        submitted: transfers and messages taken.
+        submitted: how many transfers and messages were taken.
         leases, held_leases: both ends of leases.
         peers, members: who the peers are; what is known of their lives.
         settled: how many transfers and messages settled, by state.
-        closed: everything is ended; what is still asked for fails.
+        closed: whether everything has ended; new commands fail.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class Worker:
         self._received: list[tuple[int, int]] = []
         self.outbox = Outbox(self.group, self._end)
         self._raised = [0 for _ in domains]  # by poll() of each NIC
-        self._gone: set[int] = set()  # NICs that were given up: nothing that they say counts
+        self._gone: set[int] = set()  # NICs that were given up; their completions are ignored
         self._out: Completions = new_completions(options.poll_rows)
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
         # Kind, status and count of an entry as one number: the first 8 of its 32 bytes.
@@ -164,7 +164,7 @@ class Worker:
     # ------------------------------------------------------------------ one turn
 
     def step(self) -> bool:
-        """Take commands, post, poll, count. True = there was work, so turn again soon."""
+        """Take commands, post, poll and count; True: there was work, so turn again soon."""
         self.steps += 1
         group, work = self.group, False
         if self.commands:
@@ -205,7 +205,7 @@ class Worker:
         return work or self._settled != []
 
     def _dispatch(self) -> None:
-        """Have those that an event concerns handle it, in the order of the events."""
+        """Pass each event to the part that handles it, in the order of the events."""
         events = self.group.events
         while events:
             found = events[:]
@@ -222,7 +222,7 @@ class Worker:
                         assert_never(event)
 
     def _give_up(self, index: int, error: OSError | MemoryError) -> bool:
-        """A NIC's poll() raised: it is down. For a while it is polled on, for the rows that it has.
+        """A NIC's poll() raised: it is down, and is polled some more times for its completions.
 
         Returns whether another turn is wanted.
         """
@@ -236,7 +236,7 @@ class Worker:
         return True
 
     def _lose(self, index: int) -> None:
-        """A NIC cannot be polled: close it, end what it had, and hear no more from it."""
+        """A NIC cannot be polled: close it, end what was in flight, and poll it no more."""
         self._gone.add(index)
         domain = self.group.domains[index]
         try:
@@ -248,10 +248,10 @@ class Worker:
         self.channel.lost(index)
 
     def deliver(self) -> None:
-        """Run users' callbacks for what the steps before brought.
+        """Run users' callbacks for everything that earlier steps found.
 
-        One that raises is reported; none can stop this. An event of a peer comes before what
-        follows from it.
+        A callback that raises is reported, and the others still run. An event of a peer is
+        delivered before its consequences.
         """
         if self.members.events:
             for told, event in self.members.take_events():
@@ -271,10 +271,10 @@ class Worker:
                 self._run(watching, old, new)
 
     def _hand_over(self) -> None:
-        """Run the callback of each message that came."""
+        """Run the callback of each message that was received."""
         received, self._received = self._received, []
         for nic, slot in received:
-            if self.closed:  # by a callback just now: no NIC is there to be asked
+            if self.closed:  # by a callback just now: the NICs are closed
                 break
             domain = self.group.domains[nic]
             if self.receive is not None:
@@ -286,7 +286,7 @@ class Worker:
         """Whether deliver() would run a user's function, or look at watched words."""
         if self.imms.loose or self._received or self.watch.callbacks or self.members.events:
             return True
-        for handle in self._settled:  # noqa: SIM110  # any() makes a generator, at thrice the price
+        for handle in self._settled:  # noqa: SIM110  # any() makes a generator, and takes three times as long
             if handle._callbacks:
                 return True
         return False
@@ -298,7 +298,7 @@ class Worker:
             self.report(callback, error)
 
     def busy(self) -> bool:
-        """Whether rows, messages or commands are outstanding."""
+        """Whether rows, messages or commands are queued or in flight."""
         group = self.group
         return bool(
             group.batches
@@ -310,11 +310,11 @@ class Worker:
         )
 
     def due_s(self) -> float | None:
-        """When a turn is wanted although no NIC has news; seconds of the driver's clock."""
+        """When step() must be called even if no NIC has news, seconds of the driver's clock."""
         return sooner(self.channel.due_s() if self.channel.busy else None, self.leases.due_s())
 
     def unsettled(self) -> list[Handle]:
-        """Every handle that has not settled, taken or not; may be asked from any thread."""
+        """Every handle that has not settled, taken or not; may be called from any thread."""
         asked = [handle for _, handle in tuple(self.commands)]
         return list(dict.fromkeys((*tuple(self.open), *asked)))
 
@@ -330,7 +330,7 @@ class Worker:
     def start(self, transfer: Transfer) -> None:
         """Command: deal a transfer out.
 
-        A peer that cannot be connected fails it, here and not at the caller.
+        If a peer cannot be connected, the transfer fails here, and the submit does not.
         """
         self.open[transfer] = None
         self.submitted += 1
@@ -364,7 +364,7 @@ class Worker:
             self.outbox.add(message)
 
     def expect(self, expectation: Expectation) -> None:
-        """Command: stand in line for an immediate. One that was claimed meanwhile fails it."""
+        """Command: enter an expectation. It fails if on_imm has claimed its immediate meanwhile."""
         self.open[expectation] = None
         if self.closed:
             self._end(expectation, State.FAILED, closed_error())
@@ -378,18 +378,18 @@ class Worker:
             self._end(expectation, State.FAILED, error)
 
     def expect_from(self, expectation: Expectation) -> None:
-        """Command: stand in line for immediates of a sender; in vain, if it is gone already."""
+        """Command: enter an expectation of a sender; it fails if the sender is gone already."""
         self.expect(expectation)
         assert expectation.sender is not None
         self.members.check_sender(expectation.sender)
 
     def is_early(self, expectation: Expectation) -> bool:
-        """Whether nothing would come of its command now; may be asked from any thread."""
+        """Whether its command would change nothing now; may be called from any thread."""
         here = self.imms.counts.get(expectation.imm)
         return here < expectation.count and expectation.sender is None and not self.failures.broken
 
     def tell(self, notice: Notice) -> None:
-        """Command: have a peer's expectation of an immediate end in an error."""
+        """Command: make a peer's expectation of an immediate end in an error."""
         self.open[notice] = None
         self.submitted += 1
         if self.closed:
@@ -398,7 +398,7 @@ class Worker:
             self.failures.tell(notice)
 
     def cancel(self, handle: Handle) -> None:
-        """Command: end a handle early, once nothing of it is posted."""
+        """Command: end a handle early, as soon as nothing of it is posted."""
         if handle.finished:
             return
         if isinstance(handle, Expectation):
@@ -408,10 +408,10 @@ class Worker:
             if self.outbox.cancel(handle):
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Notice | Removal):
-            pass  # it is on its way, and cannot be taken back
+            pass  # it was sent already, and cannot be taken back
         else:
             assert isinstance(handle, Transfer)
-            # One without a row in the queues has ended in this very step, or is all posted.
+            # A transfer without a queued row has ended in this step, or all its rows are posted.
             dropped = self.group.drop_queued(handle)
             if dropped and handle.left == 0:
                 self.group.ended.append(handle)
@@ -433,7 +433,7 @@ class Worker:
 
     def _take_columns(self, domain: int, n: int) -> None:
         kinds, counts, imms, ctxs = self._columns
-        heads = self._heads[:n].tobytes()  # compared as bytes: a sixth of comparing as columns
+        heads = self._heads[:n].tobytes()  # comparing bytes takes a sixth of comparing columns
         kind, status, count, *_ = self._out[0].item()
         if heads == heads[:8] * n:
             if kind == _IMM and count == 1:
@@ -445,13 +445,13 @@ class Worker:
             if kind == _WRITE and status == _OK:
                 self._finish_uniform(domain, ctxs[:n], count)
                 return
-        # A mixed burst: immediates by columns, the rest row by row, each in its own order.
+        # A mixed burst: immediates as columns, then the rest one by one, each in its order.
         mine = kinds[:n] == _IMM
         self._count(domain, imms[:n][mine], counts[:n][mine], ctxs[:n][mine])
         self._take_rows(domain, self._out[:n][~mine].tolist())
 
     def _finish_uniform(self, domain: int, ctxs: npt.NDArray[np.uint64], count: int) -> None:
-        """Take back a burst of rows that all went well, `count` an entry."""
+        """Take back a burst of rows that all completed with OK, `count` for each entry."""
         if np.logical_and.reduce(ctxs == ctxs[0]):
             self.group.finish_rows(domain, int(ctxs[0]), len(ctxs) * count, _OK, 0)
             return
@@ -486,7 +486,7 @@ class Worker:
         elif kind == _SENT and ctx >= NOTE_CTX:
             self.channel.sent(ctx, status)
         elif kind == _NOTE:
-            if self.group.events:  # what happened before the message came
+            if self.group.events:  # they happened before the message arrived
                 self._dispatch()
             self.channel.take(domain, ctx)
         elif kind == _FENCED:
@@ -532,9 +532,9 @@ class Worker:
     # ------------------------------------------------------------------ closing
 
     def close(self) -> None:
-        """End everything: posted rows come back flushed, all else fails with ClosedError.
+        """End everything: rows in flight come back flushed, all else fails with ClosedError.
 
-        What the NICs still hand out counts: an expectation that it completes is done. Idempotent.
+        Completions that the NICs still have are counted, and may complete expectations. Idempotent.
         """
         self.take_all_commands()
         if self.closed:
@@ -570,7 +570,7 @@ class Worker:
         assert not left, f"a NIC closed without returning what it had: {left}"
 
     def abandon(self, error: ClosedError) -> None:
-        """Fail whatever has not settled, and tell its users: the accounts cannot be trusted."""
+        """Fail every open handle and run the callbacks; the state of the worker is not reliable."""
         for handle in self.unsettled():
             if not handle.finished:
                 handle._settle(State.FAILED, error)
@@ -578,7 +578,7 @@ class Worker:
         self.deliver()
 
     def take_all_commands(self) -> None:
-        """Take every command, for what must come after all that was submitted before it."""
+        """Take every command, so that the caller comes after all that was submitted before."""
         while self.commands:
             command, handle = self.commands.popleft()
             command(handle)

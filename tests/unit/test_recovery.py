@@ -121,8 +121,8 @@ def test_closing_meanwhile_ends_it() -> None:
     with Broken() as world:
         sent = world.send()
         world.until_asked()
-        assert "a NIC died" in sent.describe()
-        assert "a NIC died" in world.a.stall_report()
+        assert "a NIC lost" in sent.describe()
+        assert "a NIC lost" in world.a.stall_report()
         world.a.close()
         assert sent.finished
         assert isinstance(sent.error, ClosedError | FabricError)
