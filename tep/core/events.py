@@ -1,6 +1,6 @@
-"""What the parts of an engine tell each other: appended to one list, handled once a step.
+"""Events between the parts of an engine: appended to one list, and handled once a step.
 
-Values only. Whoever appends one neither knows nor waits for who handles it; the worker does.
+Values only. The part that appends an event does not know which part handles it; the worker does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PeerRestarted(NamedTuple):
 
 
 class PathKeptShut(NamedTuple):
-    """The NIC at an address asks for the path to our NIC `nic` back; leases keep it shut."""
+    """The NIC at an address asks to open the path to our NIC `nic`, which leases keep shut."""
 
     nic: int
     address: bytes

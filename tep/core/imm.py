@@ -204,7 +204,7 @@ class ImmTable(Generic[W]):
         self._claims: list[tuple[range, Claim]] = []
 
     def expect(self, want: W) -> None:
-        """Stand in line for `want.count` immediates `want.imm`; may be reached at once.
+        """Enter an expectation of `want.count` immediates `want.imm`; may be reached at once.
 
         Raises:
             BadRequest: the immediate is claimed by on_imm, so that it is never counted.
@@ -303,7 +303,7 @@ class ImmTable(Generic[W]):
             self._fire(imm, line, have)
 
     def add_many(self, imms: npt.NDArray[np.uint32]) -> None:
-        """Count a burst, one arrival an entry; u32[n], n >= 1."""
+        """Count a burst, one arrival for each entry; u32[n], n >= 1."""
         raw = imms.tobytes()  # compared as bytes, which is cheaper than a column of answers
         if raw == raw[:4] * len(imms):
             self.add(int(imms[0]), len(imms))

@@ -1,7 +1,7 @@
 """Who the peers are: links to their newest incarnations, their regions resolved, groups of them.
 
-Lookups and refusals only; nothing here posts or queues. Users' threads come here at the same time.
-Rule: what is found without the lock is one dict entry or one attribute, read whole.
+Lookups and refusals only; nothing here posts or queues. Several users' threads may call it at once.
+Rule: what is read without the lock is one dict entry or one attribute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Steady(NamedTuple):
 
 
 class PeerGroup:
-    """Peers resolved and connected in advance, so scatters and barriers need less work a call."""
+    """Peers resolved and connected in advance, so that scatters and barriers need less work."""
 
     __slots__ = ("_links", "_steady", "book", "links")
 
@@ -131,7 +131,7 @@ class PeerBook:
         """The link to a peer's newest incarnation.
 
         Raises:
-            BadDescriptor: not an address, one of another backend, or one that contradicts a known.
+            BadDescriptor: not an address, of another backend, or in conflict with a known one.
             StaleEpoch: a later incarnation is known.
             ClosedError: it is being removed.
         """
@@ -200,7 +200,7 @@ class PeerBook:
         return link
 
     def drop(self, link: Link) -> None:
-        """Let go of a peer that no transfer refers to any more, and of its regions."""
+        """Forget a peer that no transfer refers to any more, and its regions."""
         with self._lock:
             for key, remote in list(self._remotes.items()):
                 if remote.link is link:
@@ -218,7 +218,7 @@ class PeerBook:
             BadRequest: peers may not write there.
             LeaseError: the lease is over, or somebody else's.
         """
-        # The cache holds the descriptor, so that its id stays its own.
+        # The cache keeps the descriptor alive, so that no other object gets its id.
         found = self._remotes.get(id(desc))
         if found is not None and found.link.current:
             return found
@@ -243,7 +243,7 @@ class PeerBook:
         return found
 
     def forget_source(self, mr: MrHandle) -> None:
-        """A region was given back: no request that is remembered may keep its memory."""
+        """A region was deregistered: forget remembered requests, which would keep its memory."""
         for remote in list(self._remotes.values()):
             if remote.steady is not None and remote.steady[1].mr is mr:
                 remote.steady = None

@@ -1,8 +1,8 @@
 """Which memory a NIC may still touch although nothing is open: by status, by access, and why.
 
-A settled handle says that every posted row is back. Of some ends nobody can know more: what is in
-doubt at a peer is named by the transfer, what is in doubt here by the region. Nothing here waits,
-asks or fences; `leases` does. Which bytes of a region are held is in `tep.engine.regions`. The
+When a handle settles, every posted row is back, but some of them may still land: the transfer names
+the bytes in doubt at a peer, the region names those in doubt here. Nothing here waits, asks or
+fences; `leases` does. `tep.engine.regions` says which bytes of a region are in quarantine. The
 table is in ARCHITECTURE.md.
 """
 
@@ -26,7 +26,7 @@ MAY_LAND: Final = frozenset(Status) - {
     Status.LENGTH,  # these three change nothing (C11)
     Status.STALE_PEER,  # the memory's owner is gone, and it touches nothing of the next (C13)
 }
-"""Statuses of a row whose bytes may land after its end: all of which no clause says otherwise."""
+"""Statuses of a row whose bytes may land after its end: all that no clause excludes."""
 
 
 class Quarantine(NamedTuple):

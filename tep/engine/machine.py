@@ -254,8 +254,8 @@ class Machine:
         """Raise UsageError if the NICs cannot send control messages."""
         if not self.worker.channel.able:
             raise UsageError(
-                f"{what}: the backend {self.address.backend!r} has no notes between engines; "
-                f"{instead}, or take a backend with notes, like loopback or sim"
+                f"{what}: the backend {self.address.backend!r} has no control messages between "
+                f"engines; {instead}, or use a backend with them, like loopback or sim"
             )
 
     def reserve(self, kind: str, rows: int) -> None:

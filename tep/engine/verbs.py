@@ -293,7 +293,7 @@ class TransferEngine:
         Raises:
             BadRequest: no such bytes or time, or a region that peers may not write.
             BusyError: some of the bytes are in quarantine.
-            UsageError: this backend has no notes.
+            UsageError: this backend has no control messages.
         """
         self._machine.check_open("lease")
         self._machine.check_control(
@@ -527,7 +527,7 @@ class TransferEngine:
 
         Raises:
             BadRequest: not an immediate, or too long a reason.
-            UsageError: this backend has no notes.
+            UsageError: this backend has no control messages.
         """
         self._machine.check_open("fail")
         self._machine.check_control("fail", "send a message of your own (submit_send)")
@@ -598,7 +598,7 @@ class TransferEngine:
                 infinite: it never is, which leaves `round_trip_s`.
 
         Raises:
-            UsageError: this backend has no notes between engines.
+            UsageError: this backend has no control messages.
             BadRequest: times that contradict each other.
             BusyError: this peer is watched already.
         """

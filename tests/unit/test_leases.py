@@ -351,7 +351,7 @@ def test_leases_that_cannot_be(pair: Pair) -> None:
     with pytest.raises(BadDescriptor):
         Lease.from_bytes(pair.desc.to_bytes())
     pair.a._worker.channel.able = False
-    with pytest.raises(UsageError, match="has no notes"):
+    with pytest.raises(UsageError, match="has no control messages"):
         lease(pair.mr, peer, for_s=1)
     pair.a.close()
     with pytest.raises(ClosedError):

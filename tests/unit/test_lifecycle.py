@@ -143,7 +143,9 @@ def test_a_later_epoch_tells_of_the_restart() -> None:
 def test_what_cannot_be_watched_is_refused() -> None:
     """Silence would be taken for a peer in good health."""
     own, other = scripted(1), scripted(1, name="b")
-    with pytest.raises(UsageError, match="'script' has no notes between engines; ask the peer by"):
+    with pytest.raises(
+        UsageError, match="has no control messages between engines; ask the peer by"
+    ):
         own.engine.watch_peer(other.engine.main_address)
     cluster, _ = pair()
     with cluster:

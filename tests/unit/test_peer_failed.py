@@ -97,5 +97,5 @@ def test_bad_words_are_refused() -> None:
             with pytest.raises(BadRequest):
                 a.fail(b.main_address, imm, reason)
     own = scripted(1)
-    with pytest.raises(UsageError, match="no notes"):
+    with pytest.raises(UsageError, match="no control messages"):
         own.engine.fail(own.engine.main_address, 7, "x")
