@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tep.backends.loopback import Hub, open_domains
 from tep.control.channel import Channel
 from tep.control.fencing import Fencing
 from tep.control.messages import Asked, Ended, encode
 from tep.core.handle import Handle
 from tep.core.outbox import Outbox
 from tep.core.region import MrHandle
-from tep.drivers import ThreadDriver
+from tep.drivers import InlineDriver
+from tep.engine import TransferEngine
 from tep.engine.machine import Machine
-from tests.e2e import test_callbacks, test_wakeups
+from tep.errors import StaleEpoch
+from tests.e2e import test_callbacks
 from tests.gate.registry import Change, changed
 from tests.property.test_hostile_control import (
     World,
@@ -148,13 +151,32 @@ def deregister_races_with_submit() -> list[Change]:
 # ---------------------------------------------------------------------- waits and callbacks
 
 
+class _Kicked(InlineDriver):
+    """A driver that counts its kicks: a thread might look at that moment by chance."""
+
+    kicks = 0
+
+    def kick(self) -> None:
+        self.kicks += 1
+
+
 def a_verb_raises() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(test_wakeups, "WAIT_S", 1.0)
-        for _ in range(30):  # a worker that is just awake looks anyway
-            test_wakeups.test_a_verb_that_raises_leaves_nothing_asleep(
-                "add_peer_group", ThreadDriver
-            )
+    hub, driver = Hub(7), _Kicked()
+
+    def engine(name: str, epoch: int, driver: InlineDriver) -> TransferEngine:
+        opened = open_domains(1, hub=hub, seed=None, name=name)
+        return TransferEngine(opened.domains, driver=driver, name=name, epoch=epoch)
+
+    with (
+        engine("a", 1, driver) as a,
+        engine("b", 1, InlineDriver()) as former,
+        engine("b", 2, InlineDriver()) as later,
+    ):
+        a.add_peer_group([former.main_address])
+        driver.kicks = 0
+        with pytest.raises(StaleEpoch):
+            a.add_peer_group([later.main_address, former.main_address])
+        assert driver.kicks
 
 
 @found_by(a_verb_raises)
