@@ -14,7 +14,7 @@ from pathlib import Path
 from tep import TepError, rendezvous, sim
 from tep.bench.two_nodes import Plan, Result, document, measure, open_engine
 from tep.cli.show import print_table
-from tep.launch import METHODS, launch, place_here
+from tep.launch import METHODS, launch, own_address, place_here
 from tep.reproduce.tables import load_table
 
 __all__ = ["main"]
@@ -93,7 +93,7 @@ def _measured(given: argparse.Namespace, place: rendezvous.Place | None) -> list
     device = None if given.memory == "cpu" else given.memory
     results = []
     for count in [int(text) for text in given.nics.split(",") if text] or [0]:
-        options = _options(given) | ({"nics": count} if count else {})
+        options = _nics(given, place, count)
         if place is None:
             with (
                 open_engine(given.backend, options, device) as a,
@@ -116,6 +116,21 @@ def _measured(given: argparse.Namespace, place: rendezvous.Place | None) -> list
             )
             group.barrier()
     return results
+
+
+def _nics(
+    given: argparse.Namespace, place: rendezvous.Place | None, count: int
+) -> dict[str, object]:
+    """The backend's options, with the NICs of this rank.
+
+    tcp takes 127.0.0.1 unless an address is given, and each host has another: here the one by which
+    the other host is reached.
+    """
+    options = _options(given)
+    is_tcp = str(options.get("provider", "tcp")).startswith("tcp")
+    if place and given.backend == "libfabric" and is_tcp and "nics" not in options:
+        return options | {"nics": [own_address(place)] * (count or 1)}
+    return options | ({"nics": count} if count else {})
 
 
 def _simulated(given: argparse.Namespace) -> list[Result]:

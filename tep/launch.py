@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from typing import IO, Final
 from tep.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.place import Place
 
-__all__ = ["METHODS", "launch", "place_here"]
+__all__ = ["METHODS", "launch", "own_address", "place_here"]
 
 METHODS: Final = ("local", "ssh", "srun")
 _PORTS: Final = 29_400, 1_000  # the first, and how many; by job, so that two jobs rarely meet
@@ -68,6 +69,24 @@ def _first_host(env: Mapping[str, str]) -> str:
         raise UsageError(
             f"launch: scontrol does not say which host of {hosts!r} is the first ({error}); set "
             "TEP_MASTER to its name in all ranks"
+        ) from error
+
+
+def own_address(place: Place) -> str:
+    """The address of this host that the other ranks reach: the one on the way to rank 0.
+
+    Raises:
+        UsageError: rank 0's host has no address, or no way leads there.
+    """
+    try:
+        target = socket.getaddrinfo(place.host, place.port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
+            probe.connect(target[4])  # a datagram socket: this asks the routes and sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise UsageError(
+            f"launch: no way leads to rank 0 at {place.host!r} ({error}); MASTER_ADDR, or the "
+            "first of --hosts, must be a name or an address that every rank reaches"
         ) from error
 
 
