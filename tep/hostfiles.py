@@ -26,6 +26,9 @@ class HostFiles(Protocol):
     def read(self, path: str) -> str | None:
         """The text of a file without its last newline."""
 
+    def read_bytes(self, path: str) -> bytes | None:
+        """The bytes of a file that is no text."""
+
     def names(self, folder: str) -> list[str]:
         """What is in a folder, sorted."""
 
@@ -59,9 +62,13 @@ class LiveFiles:
         return self._root / path.lstrip("/")
 
     def read(self, path: str) -> str | None:
+        found = self.read_bytes(path)
+        return None if found is None else found.decode("utf-8", "replace").rstrip("\n")
+
+    def read_bytes(self, path: str) -> bytes | None:
         try:
             with self._at(path).open("rb") as file:
-                return file.read(_TEXT_MAX).decode("utf-8", "replace").rstrip("\n")
+                return file.read(_TEXT_MAX)
         except OSError:  # not there, not allowed, or a driver that does not answer
             return None
 
@@ -103,8 +110,10 @@ class Capture:
         folders: dict[str, list[str]] | None = None,
         variables: dict[str, str] | None = None,
         cuda: list[CudaDevice] | None = None,
+        binaries: dict[str, bytes] | None = None,
     ) -> None:
         self.texts = texts
+        self.binaries = binaries or {}
         self.links = links or {}
         self.folders = folders or {}
         self.variables = variables or {}
@@ -112,6 +121,9 @@ class Capture:
 
     def read(self, path: str) -> str | None:
         return self.texts.get(path)
+
+    def read_bytes(self, path: str) -> bytes | None:
+        return self.binaries.get(path)
 
     def names(self, folder: str) -> list[str]:
         return list(self.folders.get(folder, ()))
@@ -130,6 +142,9 @@ class Capture:
         return {
             "format": FORMAT,
             "texts": self.texts,
+            "binaries": {
+                path: [len(data), data.rstrip(b"\0").hex()] for path, data in self.binaries.items()
+            },
             "links": self.links,
             "folders": self.folders,
             "variables": self.variables,
@@ -159,6 +174,10 @@ class Capture:
                 None
                 if cuda is None
                 else [CudaDevice(int(k), str(pci), str(name)) for k, pci, name in cuda],
+                {
+                    str(path): bytes.fromhex(text).ljust(min(int(size), _TEXT_MAX), b"\0")
+                    for path, (size, text) in found.get("binaries", {}).items()
+                },
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(
@@ -181,6 +200,12 @@ class Recorder:
         found = self._files.read(path)
         if found is not None:
             self.capture.texts[path] = found
+        return found
+
+    def read_bytes(self, path: str) -> bytes | None:
+        found = self._files.read_bytes(path)
+        if found is not None:
+            self.capture.binaries[path] = found
         return found
 
     def names(self, folder: str) -> list[str]:

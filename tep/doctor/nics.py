@@ -8,6 +8,7 @@ from typing import Final
 
 from tep.backends.verbs.gids import GidSeen, rank_gids
 from tep.doctor.finding import Finding, Level, bad, good, note, warn
+from tep.doctor.pcie import check_acs
 from tep.ffi.ibverbs_wr import ENUMS
 from tep.hostfiles import HostFiles
 from tep.topology import Topology, detect, number
@@ -50,6 +51,7 @@ def check_nics(files: HostFiles) -> Iterator[Finding]:
                 cure = "docker: --device=/dev/infiniband; kubernetes: the device plugin of the NIC"
             yield note(name, f"not taken by default: {why_not}", cure)
     yield from _distances(seen)
+    yield from check_acs(files, seen)
 
 
 def _nic(files: HostFiles, name: str) -> Iterator[Finding]:

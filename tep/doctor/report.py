@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from tep import __version__
+from tep.doctor.devices import check_devices
 from tep.doctor.finding import Finding, Level
 from tep.doctor.host import check_host
 from tep.doctor.nics import check_nics
@@ -33,11 +34,13 @@ def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]
 
     Args:
         files: of it.
-        try_backends: also move bytes over the backends of this machine.
+        try_backends: also ask the RDMA devices of this machine what they can do, and move bytes
+            over its backends.
     """
     yield from check_host(files)
     yield from check_nics(files)
     if try_backends:
+        yield from check_devices()
         yield from self_test(files)
 
 

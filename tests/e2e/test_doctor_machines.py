@@ -48,6 +48,51 @@ def test_the_doctor_on_fake_efa_nics():
     assert "4: ACTIVE, 100 Gb/sec" in found["rdmap79s0"]["text"]
 
 
+EFA = {
+    # setting of the fake device: (level, words of the finding, words of the remedy)
+    "all": (31, {
+        "RDMA write, rows to 1 GiB": ("ok", ""),
+        "RDMA read, to 1 GiB": ("ok", ""),
+        "unsolicited receives: an immediate needs no posted": ("ok", ""),
+        "send queue of 4096 entries with 2 parts, receive queue of 8192, 32 bytes": ("ok", ""),
+        "firmware 0.0.0.fake; messages to 8928 B on port 1; registrations to 1 TiB": ("ok", ""),
+    }),
+    "none": (0, {
+        "no RDMA write": ("bad", "instance type"),
+        "no RDMA read": ("note", "nothing for writes"),
+        "no unsolicited receives": ("note", "newer EFA"),
+        "no retry after RNR": ("warning", "newer efa driver"),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", EFA)
+def test_what_efa_nics_can_do_is_asked_of_their_library(which):
+    """p4d has EFA and cannot write; that a transfer crawls there must be known before it does."""
+    need_fake_efa()
+    caps, expected = EFA[which]
+    ask = (
+        "import json; from tep.doctor.devices import check_devices; "
+        "print(json.dumps([one.to_json() for one in check_devices()]))"
+    )
+    with fabric({"nics": 2, "caps": caps}) as run:
+        done = subprocess.run(
+            [sys.executable, "-c", ask],
+            env=os.environ | run.environment(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+    found = [one for one in json.loads(done.stdout) if one["area"] == "device rdmap80s0"]
+
+    for words, (level, remedy) in expected.items():
+        (one,) = (one for one in found if one["text"].startswith(words))
+        assert level == one["level"]
+        assert remedy in one["remedy"]
+        assert one["remedy"] or level == "ok"
+
+
 def test_the_commands_for_connectx_beside_soft_roce():
     """Doctor, smoke test and benchmark over real libibverbs; counters that say the NIC was used."""
     try:
@@ -73,4 +118,7 @@ def test_the_commands_for_connectx_beside_soft_roce():
 
     assert any("write to count" in one for one in verbs), verbs
     assert any("bytes went through the NICs" in one and "sent_pkts" in one for one in verbs), verbs
+    asked = [one["text"] for one in found if one["area"] == "device rxe0"]
+    assert any("messages to 8 MiB on port 1" in one for one in asked), asked
+    assert any("RDMA read: each queue pair asks for 128" in one for one in asked), asked
     assert any(one["area"] == "rxe0" and "RoCE v2" in one["text"] for one in found)

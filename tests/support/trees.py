@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tep.hostfiles import Capture, CudaDevice
+from tep.topology import detect
 
 __all__ = ["Builder", "dgx_h100", "p5", "p5en", "shared_nics"]
 
@@ -23,6 +24,7 @@ class Builder:
     folders: dict[str, list[str]] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     cuda: list[CudaDevice] | None = None
+    binaries: dict[str, bytes] = field(default_factory=dict)
 
     def within(self, folder: str, name: str) -> None:
         names = self.folders.setdefault(folder, [])
@@ -98,7 +100,35 @@ class Builder:
         self.texts["/proc/self/status"] = f"Cpus_allowed_list:\t0-{total * threads - 1}"
 
     def capture(self) -> Capture:
-        return Capture(self.texts, self.links, self.folders, self.variables, self.cuda)
+        return Capture(
+            self.texts, self.links, self.folders, self.variables, self.cuda, self.binaries
+        )
+
+    def bridges(self, control: int | None, *, room: int = 4096) -> list[str]:
+        """Give each bridge above a GPU or its NICs a configuration space, with ACS so; their paths.
+
+        Args:
+            control: of ACS; None: a bridge without ACS.
+            room: how much of it may be read: 64 bytes unless one is root.
+        """
+        tops = set()
+        seen = detect(self.capture())
+        ends = [gpu.path for gpu in seen.gpus]
+        for where in ends + [nic.path for nics in seen.shares().values() for nic in nics]:
+            above = where.rpartition("/")[0]
+            while not above.rpartition("/")[2].startswith("pci"):
+                tops.add(above)
+                above = above.rpartition("/")[0]
+        for path in tops:
+            config = bytearray(4096)
+            # Two extended capabilities: AER (1) at 0x100, and the next at 0x148.
+            config[0x100:0x104] = (0x1 | 2 << 16 | 0x148 << 20).to_bytes(4, "little")
+            kind = 0x19 if control is None else 0xD  # secondary PCI Express, or ACS
+            config[0x148:0x14C] = (kind | 1 << 16).to_bytes(4, "little")
+            config[0x14C:0x14E] = (0x5F).to_bytes(2, "little")  # what it could do
+            config[0x14E:0x150] = (control or 0).to_bytes(2, "little")
+            self.binaries[f"{path}/config"] = bytes(config[:room])
+        return sorted(tops)
 
 
 def _ec2(nics_a_gpu: int, gbps: int, *, gpus_given: range = range(8)) -> Builder:

@@ -11,10 +11,14 @@ from hypothesis import strategies as st
 from tep import FabricError
 from tep.cli import main
 from tep.doctor import selftest
+from tep.doctor.devices import check_devices
 from tep.doctor.finding import Level
+from tep.doctor.pcie import acs_control
 from tep.doctor.report import bundle, examine, passed
 from tep.doctor.selftest import _counted, self_test
 from tep.hostfiles import Capture, LiveFiles, Recorder
+from tep.testing.verbs_stub import Knob
+from tests.support.here import need_stub
 from tests.support.trees import Builder, dgx_h100, p5, p5en, shared_nics
 
 GOOD = """Max locked memory         unlimited            unlimited            bytes
@@ -205,6 +209,129 @@ def test_a_slow_slot_a_small_mtu_and_a_far_nic_are_warned_of():
     )
 
 
+def acs(built):
+    return [one for one in look(built) if one.area == "PCIe ACS"]
+
+
+@pytest.mark.parametrize("machine", [p5, p5en, dgx_h100, shared_nics])
+def test_bridges_that_redirect_are_named(machine):
+    """Transfers to GPUs take half of their speed then, and no error shows."""
+    built = healthy(machine())
+    bridges = built.bridges(0x1D)  # as Linux sets it for an IOMMU: SV, RR, CR and UF
+    (found,) = acs(built)
+
+    assert Level.WARN is found.level
+    assert f"of {len(bridges)} bridges redirect" in found.text
+    assert bridges[0].rpartition("/")[2] in found.text
+    assert f"setpci -s {bridges[0].rpartition('/')[2]} ECAP_ACS+6.w=0000" in found.remedy
+
+
+def test_one_bridge_that_redirects_is_enough():
+    """A firmware update resets one slot."""
+    built = healthy(dgx_h100())
+    bridges = built.bridges(0x1D)
+    built.bridges(0x11)  # without the two redirects
+    one = next(path for path in bridges if path.endswith("0000:17:00.0"))
+    config = bytearray(built.binaries[f"{one}/config"])
+    config[0x14E] |= 0x08
+    built.binaries[f"{one}/config"] = bytes(config)
+    (found,) = acs(built)
+
+    assert found.text.startswith(f"0000:17:00.0 of {len(bridges)} bridges")
+
+
+@pytest.mark.parametrize("control", [None, 0, 0x11])
+def test_bridges_without_redirects_are_well(control):
+    """ACS absent, off, or on without what matters."""
+    built = healthy(dgx_h100())
+    built.bridges(control)
+
+    assert [Level.GOOD] == [one.level for one in acs(built)]
+
+
+def test_what_only_root_may_read_is_not_known():
+    """Silence would read as "no ACS"."""
+    built = healthy(dgx_h100())
+    bridges = built.bridges(0x1D, room=64)
+    (found,) = acs(built)
+
+    assert Level.NOTE is found.level
+    assert f"not known at {len(bridges)} of {len(bridges)} bridges" in found.text
+    assert "as root" in found.remedy
+
+
+def test_a_machine_without_bridges_leaves_it_to_its_host():
+    """Virtual machines often show GPUs and NICs on one flat bus."""
+    flat = Builder()
+    flat.cores(1, 4)
+    flat.gpu("pci0000:00/0000:00:04.0")
+    flat.nic("mlx5_0", "pci0000:00/0000:00:05.0")
+
+    assert ["the host of this machine decides"] == [one.text[-32:] for one in acs(healthy(flat))]
+
+
+@given(st.binary(max_size=600).map(lambda tail: bytes(256) + tail))
+def test_any_configuration_space_can_be_read(config):
+    """A broken device answers with ones, or with circles of capabilities."""
+    control = acs_control(config)
+
+    assert control is None or 0 <= control <= 0xFFFF
+
+
+def test_capabilities_in_a_circle_end():
+    """Each names the next; here two name each other."""
+    config = bytearray(512)
+    config[0x100:0x104] = (0x1 | 0x140 << 20).to_bytes(4, "little")
+    config[0x140:0x144] = (0x2 | 0x100 << 20).to_bytes(4, "little")
+
+    assert None is acs_control(bytes(config))
+    assert None is acs_control(b"\xff" * 4096)
+
+
+def test_a_capture_keeps_configuration_spaces(tmp_path):
+    """A bug report of a slow GPU needs them."""
+    built = healthy(dgx_h100())
+    built.bridges(0x1D)
+    recorder = Recorder(built.capture())
+    before = list(examine(recorder, try_backends=False))
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(recorder.capture.to_json()))
+
+    assert before == list(examine(Capture.load(path), try_backends=False))
+    assert path.stat().st_size < 100_000
+
+
+def devices(monkeypatch, stub):
+    monkeypatch.setenv("TEP_LIBIBVERBS", stub.path)
+    return [one for one in check_devices() if one.area == "device stub0"]
+
+
+def test_devices_are_asked_for_sizes_and_reads(monkeypatch):
+    """Who plans with reads, or with writes of 4 GiB, must know before the first job."""
+    stub = need_stub()
+    stub.reset()
+    sizes, reads = devices(monkeypatch, stub)
+
+    assert "messages to 2 GiB on port 1; registrations to 1 TiB" in sizes.text
+    assert "queue pairs of 32768 entries" in sizes.text
+    assert "RDMA read: each queue pair asks for 16 at a time and answers 16" in reads.text
+    stub.set(Knob.NO_READS, 1)
+    try:
+        _, reads = devices(monkeypatch, stub)
+    finally:
+        stub.reset()
+    assert Level.NOTE is reads.level
+    assert "no RDMA read (max_qp_init_rd_atom 0, max_qp_rd_atom 0)" in reads.text
+    assert reads.remedy
+
+
+def test_without_devices_nothing_is_said_of_them(monkeypatch):
+    """The self-test says already why there is no library."""
+    monkeypatch.setenv("TEP_LIBIBVERBS", "/no/such.so")
+
+    assert [] == list(check_devices())
+
+
 paths = st.sampled_from(
     sorted({entry[0] for entry in AILMENTS.values()} | set(healthy(dgx_h100()).texts))
 )
@@ -236,12 +363,12 @@ def test_this_machine_is_examined_and_its_backends_are_tried(tmp_path, capsys):
     assert "write to count" in tried["backend loopback"]["text"]
     assert found["findings"] == report["findings"]
     again = list(examine(Capture(*_parts(report["machine"])), try_backends=False))
-    here = [one for one in found["findings"] if not one["area"].startswith("backend")]
+    here = [one for one in found["findings"] if not one["area"].startswith(("backend", "device "))]
     assert here == [one.to_json() for one in again]
 
 
 def _parts(machine):
-    return machine["texts"], machine["links"], machine["folders"], machine["variables"]
+    return (*(machine[part] for part in ("texts", "links", "folders", "variables")), None)
 
 
 def test_a_captured_machine_is_examined_without_trying_anything(tmp_path, capsys):

@@ -37,8 +37,9 @@ class Knob:
     ON_OVERRUN = 7  # 0: an overrun of a completion queue ends the process; 1: it is an event
     POLL_ERROR = 8  # the device, from 1, whose completion queues cannot be read
     PLAIN_QPS = 9  # devices opened from now on have no ibv_create_qp_ex
+    NO_READS = 10  # devices say that they cannot read
 
-    COUNT = 10
+    COUNT = 11
 
 
 class Seen(ctypes.Structure):

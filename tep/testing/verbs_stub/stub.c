@@ -32,7 +32,7 @@ static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 #define LOCKED(...) do { pthread_mutex_lock(&lock); __VA_ARGS__; pthread_mutex_unlock(&lock); } while (0)
 
 /* What tests turn: see stub_set. */
-enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, CUT_LINK, LOSE_ACK, ON_OVERRUN, POLL_ERROR, PLAIN_QPS, NKNOBS };
+enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, CUT_LINK, LOSE_ACK, ON_OVERRUN, POLL_ERROR, PLAIN_QPS, NO_READS, NKNOBS };
 static long knob[NKNOBS];
 
 /* `host` is where the bytes are: the address itself, or the mapping of a dma-buf. */
@@ -452,6 +452,7 @@ int ibv_query_device(struct ibv_context *c, struct ibv_device_attr *a)
 	(void)c;
 	memset(a, 0, sizeof *a);
 	a->max_qp_wr = 32768; a->max_srq_wr = 32768; a->max_cqe = 1 << 20; a->max_qp = NQP;
+	a->max_qp_rd_atom = a->max_qp_init_rd_atom = knob[NO_READS] ? 0 : 16; a->phys_port_cnt = 1; a->max_mr_size = 1ull << 40;
 	return 0;
 }
 int ibv_query_port(struct ibv_context *c, uint8_t port, struct _compat_ibv_port_attr *p)

@@ -1,0 +1,156 @@
+"""What RDMA devices themselves say that they can do, asked through libibverbs and libefa.
+
+Each device is opened, asked and closed; nothing is sent and nothing is registered. A captured
+machine cannot be asked: what is here needs the devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Final
+
+from tep.doctor.finding import Finding, bad, good, note, warn
+from tep.errors import BackendUnavailable, FabricError
+from tep.ffi import efa, ibverbs
+from tep.ffi.ibverbs_device import DeviceAttr, PortAttr
+from tep.units import GiB, KiB, MiB
+
+__all__ = ["check_devices"]
+
+_AMAZON: Final = 0x1D0F
+
+# Source: enum in providers/efa/efadv.h of rdma-core 64, EFADV_DEVICE_ATTR_CAPS_*.
+_READ: Final = 1 << 0
+_RNR_RETRY: Final = 1 << 1
+_WRITE: Final = 1 << 3
+_UNSOLICITED: Final = 1 << 4
+
+
+def check_devices() -> Iterator[Finding]:
+    """Ask every device of this machine; nothing is found where there is no library or no device."""
+    lib = _library()
+    if lib is None:  # the self-test of the backends says what is missing
+        return
+    for name, _ in lib.devices():
+        area = f"device {name}"
+        try:
+            context, _ = lib.open_device(name)
+        except (FabricError, LookupError) as error:
+            cure = "may this user open /dev/infiniband? docker: --device=/dev/infiniband"
+            yield bad(area, f"cannot be opened: {error}", cure)
+            continue
+        try:
+            attr = DeviceAttr()
+            lib.ok("ibv_query_device", context, ctypes.byref(attr), device=name)
+            yield good(area, _sizes(lib, context, attr))
+            if attr.vendor_id == _AMAZON:
+                yield from _efa(name, area)
+            else:
+                yield _verbs(area, attr)
+        except FabricError as error:
+            yield bad(area, f"does not answer: {error}", "dmesg says what has become of it")
+        finally:
+            lib.ok("ibv_close_device", context)
+
+
+def _library() -> ibverbs.Library | None:
+    """libibverbs with the calls of either backend: EFA's needs fewer of them."""
+    for load in (ibverbs.load, efa.load):
+        with contextlib.suppress(BackendUnavailable):
+            return load()
+    return None
+
+
+def _sizes(lib: ibverbs.Library, context: int, attr: DeviceAttr) -> str:
+    """Its largest sizes, in words."""
+    longest = []
+    for port in range(1, max(1, attr.phys_port_cnt) + 1):
+        found = PortAttr()
+        lib.ok("ibv_query_port", context, port, ctypes.byref(found))
+        longest.append(f"messages to {_bytes(found.max_msg_sz)} on port {port}")
+    firmware = attr.fw_ver.decode(errors="replace")
+    return (
+        f"firmware {firmware or 'unknown'}; {', '.join(longest)}; registrations to "
+        f"{_bytes(attr.max_mr_size)}, {attr.max_mr} of them; {attr.max_qp} queue pairs of "
+        f"{attr.max_qp_wr} entries; completion queues of {attr.max_cqe}"
+    )
+
+
+def _verbs(area: str, attr: DeviceAttr) -> Finding:
+    """Whether a device with reliable connections can read: these write in any case."""
+    asked, served = attr.max_qp_init_rd_atom, attr.max_qp_rd_atom
+    if asked > 0 and served > 0:
+        return good(
+            area,
+            f"RDMA write, and RDMA read: each queue pair asks for {asked} at a time and answers "
+            f"{served}",
+        )
+    return note(
+        area,
+        f"RDMA write and no RDMA read (max_qp_init_rd_atom {asked}, max_qp_rd_atom {served})",
+        "nothing for writes; a virtual function may be denied reads: see the settings of its host",
+    )
+
+
+def _efa(name: str, area: str) -> Iterator[Finding]:
+    """What EFA's own library says."""
+    try:
+        lib = efa.load()
+    except BackendUnavailable as error:
+        yield note(area, f"RDMA write and read are not known: {error}", _INSTALL)
+        return
+    context, _ = lib.open_device(name)
+    try:
+        attr = lib.is_efa(context)
+    finally:
+        lib.ok("ibv_close_device", context)
+    if attr is None:
+        yield warn(area, f"{lib.efa_path} does not know it as an EFA device", _INSTALL)
+        return
+    if attr.device_caps & _WRITE:
+        yield good(area, f"RDMA write, rows to {_bytes(attr.max_rdma_size)}")
+    else:
+        yield bad(
+            area,
+            "no RDMA write: libfabric would emulate it by messages, and the backend efa refuses",
+            "an instance type whose EFA can write (p5, p5en and later), or a newer efa driver",
+        )
+    if attr.device_caps & _READ:
+        yield good(area, f"RDMA read, to {_bytes(attr.max_rdma_size)}")
+    else:
+        yield note(
+            area, "no RDMA read", "nothing for writes; another instance type, or a newer efa driver"
+        )
+    if attr.device_caps & _UNSOLICITED:
+        text = "unsolicited receives: an immediate needs no posted receive; tep posts them"
+        yield good(area, text)
+    else:
+        yield note(
+            area,
+            "no unsolicited receives: each immediate takes a posted receive, as tep expects",
+            "nothing; newer EFA devices and drivers have them",
+        )
+    if not attr.device_caps & _RNR_RETRY:
+        yield warn(
+            area,
+            "no retry after RNR: writes fail while their target has no receive posted",
+            "a newer efa driver: AWS's EFA installer brings one (modinfo efa says which is here)",
+        )
+    yield good(
+        area,
+        f"send queue of {attr.max_sq_wr} entries with {attr.max_sq_sge} parts, receive queue of "
+        f"{attr.max_rq_wr}, {attr.inline_buf_size} bytes inline",
+    )
+
+
+_INSTALL: Final = "install rdma-core 44 or later with its EFA provider: AWS's EFA installer does"
+
+
+def _bytes(count: int) -> str:
+    """A size in the largest unit that it is a whole number of."""
+    for unit, name in ((1024 * GiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit} {name}"
+    return f"{count} B"
