@@ -25,12 +25,12 @@ __all__ = [
     "CallersTurn",
     "Column",
     "Completions",
+    "ControlDomain",
     "Domain",
     "DomainCaps",
     "DomainKey",
     "Entry",
     "Kind",
-    "Noting",
     "Opened",
     "Row",
     "Status",
@@ -53,7 +53,7 @@ class Kind(IntEnum):
     SENT = 3  # the message `ctx` was delivered, or failed
     RECV = 4  # a message arrived; `ctx` is the slot for recv_view(), `nbytes` its length
     DOWN = 5  # this NIC is gone for good: nothing can be posted on it any more
-    NOTE = 6  # a note arrived; `ctx` is the slot for take_note()
+    CONTROL = 6  # a control message arrived; `ctx` is the slot for take_control()
     FENCED = 7  # fence(): with OK nothing of that sender lands here any more; else it is not known
 
 
@@ -87,7 +87,8 @@ COMPLETION = np.dtype(
         ("count", "u4"),  # rows, or immediates, that this entry stands for; 1 or more
         ("imm", "u4"),  # Kind.IMM only
         ("row", "u4"),  # Kind.WRITE with an error: index of the row in its batch
-        ("ctx", "u8"),  # the batch's, message's, note's or fence's ctx, or a slot; IMM: its source
+        # the batch's, message's, control message's or fence's ctx, or a slot; IMM: its source
+        ("ctx", "u8"),
         ("nbytes", "u8"),  # Kind.RECV: bytes of the message. Else 0 or the bytes moved
     ],
     align=True,  # 32 bytes; unaligned columns would cost numpy twice the time
@@ -205,10 +206,11 @@ class DomainCaps:
         peer_timeout_s: a dead peer ends in an error completion within this time (C17).
         moves_bytes: False on a model that keeps time only, and copies nothing.
         wakes: False if neither an fd nor the waker tells of news: poll() must be called regularly.
-        note_bytes: longest note of post_note(); 0: it is no `Noting`, and has no notes (C24).
+        control_bytes: longest control message of post_control(); 0: it is no `ControlDomain`, and
+        has no control messages (C24).
         imm_source: whether immediates say which NIC they came from (C25), and senders can be
             fenced off (C26) and let in again (C27), so that a NIC's death can be made good; needs
-            notes.
+            control messages.
         deregister_fences: False where a row that is being received goes on landing after
             `deregister` (C16): what is in quarantine then stays so until `close`.
     """
@@ -226,7 +228,7 @@ class DomainCaps:
     peer_timeout_s: float
     moves_bytes: bool = True
     wakes: bool = True
-    note_bytes: int = 0
+    control_bytes: int = 0
     imm_source: bool = False
     deregister_fences: bool = True
 
@@ -324,21 +326,21 @@ class Domain(Protocol):
         """
 
 
-class Noting(Domain, Protocol):
-    """A NIC whose engines can talk to each other: `caps.note_bytes` is 1 or more.
+class ControlDomain(Domain, Protocol):
+    """A NIC whose engines can talk to each other: `caps.control_bytes` is 1 or more.
 
     What they say makes NIC failover, heartbeats and leases possible. Clauses C24 to C27; all but
     the first, source(), fence() and unfence(), only where `caps.imm_source` is True.
     """
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        """Take one note, or say False = full, ask again; acknowledged by SENT.
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        """Take one control message, or say False = full, ask again; acknowledged by SENT.
 
         Like post_send(), but for the peer's engine: it takes no buffer of the users' pool.
         """
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        """Return a note that has arrived, and the address of the NIC that sent it. Once a slot."""
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        """Return a control message that has arrived, and its sender's address. Once a slot."""
 
     def engine_of(self, address: bytes) -> bytes:
         """What the addresses of all NICs of one engine's incarnation share, and no other's has.

@@ -46,7 +46,7 @@ HUB: Final = Hub()
 
 _SQ_DEPTH: Final = 1024  # as deep as the send queues of the paper's engine
 _MESSAGES_MAX: Final = 64
-_NOTE_BYTES: Final = 4096
+_CONTROL_BYTES: Final = 4096
 _VECTOR_ROWS: Final = 16  # from here on columns beat a loop
 
 # Plain ints: to store an IntEnum costs numpy three times as much.
@@ -258,7 +258,7 @@ class LoopbackDomain:
             return target
         return target.take_message(message.payload, self.port)
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
         if self._open_messages >= _MESSAGES_MAX:
             self._refused = True
@@ -268,13 +268,13 @@ class LoopbackDomain:
         if self._state is not _State.DOWN:
             target = self._reach(peer)
         if not isinstance(target, Status):
-            target = target.take_note_in(bytes(payload), self.address)
+            target = target.take_control_in(bytes(payload), self.address)
         self._own((_SENT, int(target), 1, 0, 0, ctx, 0))
         self.port.waker()
         return True
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self.port.note(slot)
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        return self.port.take_control(slot)
 
     engine_of = staticmethod(engine_of)
 
@@ -469,7 +469,7 @@ def open_domains(
             ordered=seed is None,
             imm_eats_recv=False,
             peer_timeout_s=1.0,
-            note_bytes=_NOTE_BYTES,
+            control_bytes=_CONTROL_BYTES,
             imm_source=True,
         )
         domains.append(LoopbackDomain(hub, name, nic, epoch=epoch, caps=caps, seed=seed))

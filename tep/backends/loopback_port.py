@@ -141,8 +141,8 @@ class Port:
         entries["ctx"] = number
         self.arrived.append(entries)
 
-    def take_note_in(self, payload: bytes, sender: bytes) -> Status:
-        """Keep a note for this NIC's engine."""
+    def take_control_in(self, payload: bytes, sender: bytes) -> Status:
+        """Keep a control message for this NIC's engine."""
         with self._lock:
             if not self.alive:
                 return Status.UNREACHABLE
@@ -184,8 +184,8 @@ class Port:
         with self._lock:
             return list(self._sources)[number]
 
-    def note(self, slot: int) -> tuple[bytes, bytes]:
-        """A note, and who sent it; once."""
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        """A control message, and who sent it; once."""
         with self._lock:
             return self._unread.take(slot)
 

@@ -1,4 +1,4 @@
-"""Notes that have come to a NIC, until its engine takes them; how they travel is the backend's."""
+"""Control messages that have come to a NIC, until its engine takes them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from tep.backends.base import Entry, Kind, Status
 
 __all__ = ["Unread"]
 
-_NOTE: Final = int(Kind.NOTE)
+_CONTROL: Final = int(Kind.CONTROL)
 _OK: Final = int(Status.OK)
 
 
 class Unread:
-    """The notes of one NIC that nobody has taken.
+    """The control messages of one NIC that nobody has taken.
 
     Args:
         report: takes the completion of each.
     """
 
-    __slots__ = ("_notes", "_report", "_slots")
+    __slots__ = ("_controls", "_report", "_slots")
 
     def __init__(self, report: Callable[[Entry], object]) -> None:
-        self._notes: dict[int, tuple[bytes, bytes]] = {}
+        self._controls: dict[int, tuple[bytes, bytes]] = {}
         self._report = report
         self._slots = itertools.count()
 
     def add(self, payload: bytes, sender: bytes) -> None:
-        """Keep a note that has come from the NIC at an address."""
+        """Keep a control message that has come from the NIC at an address."""
         slot = next(self._slots)
-        self._notes[slot] = payload, sender
-        self._report((_NOTE, _OK, 1, 0, 0, slot, len(payload)))
+        self._controls[slot] = payload, sender
+        self._report((_CONTROL, _OK, 1, 0, 0, slot, len(payload)))
 
     def take(self, slot: int) -> tuple[bytes, bytes]:
-        """A note, and the address of its sender; once."""
-        return self._notes.pop(slot)
+        """A control message, and the address of its sender; once."""
+        return self._controls.pop(slot)

@@ -1,4 +1,4 @@
 """What engines say to each other beside their rows: who lives, what landed, who may write.
 
-All of it stands on notes (clause C24), which NICs may lose, repeat and reorder.
+All of it stands on control messages (clause C24), which NICs may lose, repeat and reorder.
 """

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final, TypeVar, cast
 
-from tep.backends.base import Noting, Status
-from tep.control.messages import Answer, Note, decode, encode
+from tep.backends.base import ControlDomain, Status
+from tep.control.messages import Answer, ControlMessage, decode, encode
 from tep.core.events import PeerRestarted
 from tep.core.group import DomainGroup
 from tep.core.path import Link
 from tep.errors import BadDescriptor, TepError
 
-__all__ = ["NOTE_CTX", "Channel", "Drop", "sooner"]
+__all__ = ["CONTROL_CTX", "Channel", "Drop", "sooner"]
 
 _log = logging.getLogger("tep")
 
-NOTE_CTX: Final = 1 << 62
+CONTROL_CTX: Final = 1 << 62
 """The ctx of the first control message: users' messages have smaller ones."""
 
 ROUNDS_MAX: Final = 5
@@ -42,7 +42,7 @@ ANSWERS_MAX: Final = 1024
 QUEUE_MAX: Final = 16 * ANSWERS_MAX
 """Control messages that may wait for a NIC; with more of them no answer is queued."""
 
-N = TypeVar("N", bound=Note)
+N = TypeVar("N", bound=ControlMessage)
 
 
 class Drop(Enum):
@@ -66,7 +66,7 @@ class _Delivery:
     """One control message on its way: to a link, or back to the sender of a question.
 
     Attributes:
-        note: the message.
+        message: what is said.
         link: the peer; None for an answer.
         back: (our NIC, address) to which an answer is sent; None for what is no answer.
         lanes: (our NIC, its NIC) pairs to try, one after the other.
@@ -74,10 +74,12 @@ class _Delivery:
         way: (our NIC, address) over which it was posted.
     """
 
-    __slots__ = ("back", "lanes", "link", "note", "question", "round", "way")
+    __slots__ = ("back", "lanes", "link", "message", "question", "round", "way")
 
-    def __init__(self, note: Note, link: Link | None, back: tuple[int, bytes] | None) -> None:
-        self.note = note
+    def __init__(
+        self, message: ControlMessage, link: Link | None, back: tuple[int, bytes] | None
+    ) -> None:
+        self.message = message
         self.link = link
         self.back = back
         self.lanes: list[tuple[int, int]] = []
@@ -148,43 +150,43 @@ class Channel:
 
     def __init__(self, group: DomainGroup, now_s: Callable[[], float]) -> None:
         domains = group.domains
-        self.able = all(domain.caps.note_bytes for domain in domains)
+        self.able = all(domain.caps.control_bytes for domain in domains)
         self.busy = False
         self.dropped: Counter[Drop] = Counter()
-        self._nics = [cast("Noting", domain) for domain in domains]
+        self._nics = [cast("ControlDomain", domain) for domain in domains]
         self._alive = group.alive
         self._events, self._far_ends = group.events, group.far_ends
         self._now_s = now_s
         self._wait_s = max(domain.caps.peer_timeout_s for domain in domains)
         self._numbers = itertools.count(1)
-        self._ctxs = itertools.count(NOTE_CTX)
+        self._ctxs = itertools.count(CONTROL_CTX)
         self._queue: deque[_Delivery] = deque()
         self._out: dict[int, _Delivery] = {}
         self._questions: dict[int, _Question] = {}
-        self._hears: dict[type, Callable[[int, bytes, Note], object]] = {}
+        self._hears: dict[type, Callable[[int, bytes, ControlMessage], object]] = {}
         self._answers: Counter[bytes] = Counter()  # that wait for a NIC, by engine
 
     @property
-    def note_bytes(self) -> int:
+    def control_bytes(self) -> int:
         """The size of the longest control message that every NIC takes."""
-        return min(domain.caps.note_bytes for domain in self._nics)
+        return min(domain.caps.control_bytes for domain in self._nics)
 
     def hear(self, kind: type[N], callback: Callable[[int, bytes, N], object]) -> None:
         """Call callback(our NIC, sender's address, message) for each control message of a type."""
-        self._hears[kind] = cast("Callable[[int, bytes, Note], object]", callback)
+        self._hears[kind] = cast("Callable[[int, bytes, ControlMessage], object]", callback)
 
     # ------------------------------------------------------------------ out
 
     def ask(
         self,
         link: Link,
-        note: Callable[[int], Note],
+        message: Callable[[int], ControlMessage],
         told: Callable[[Answer], object],
         lost: Callable[[str], object],
     ) -> None:
-        """Ask a peer until it answers, over any lane; note(number) makes the control message."""
+        """Ask a peer until it answers, over any lane; message(number) makes the question."""
         number = next(self._numbers)
-        delivery = _Delivery(note(number), link, None)
+        delivery = _Delivery(message(number), link, None)
         self._questions[number] = question = _Question(delivery, told, lost)
         self._put(question)
 
@@ -193,20 +195,20 @@ class Channel:
         """How many control messages no NIC has taken yet."""
         return len(self._queue)
 
-    def say(self, link: Link, note: Note, lane: tuple[int, int]) -> None:
+    def say(self, link: Link, message: ControlMessage, lane: tuple[int, int]) -> None:
         """Send a control message once, over one lane; nobody learns whether it arrived."""
-        delivery = _Delivery(note, link, None)
+        delivery = _Delivery(message, link, None)
         delivery.lanes = [lane]
         self._send(delivery)
 
-    def answer(self, nic: int, address: bytes, note: Note) -> None:
+    def answer(self, nic: int, address: bytes, message: ControlMessage) -> None:
         """Answer over the NIC that received the question; if that fails, the peer asks again."""
         engine = self.engine_of(nic, address)
         if self._answers[engine] >= ANSWERS_MAX or len(self._queue) >= QUEUE_MAX:
             self.drop(Drop.FULL, address, "too many answers wait for a NIC")
             return
         self._answers[engine] += 1
-        self._send(_Delivery(note, None, (nic, address)))
+        self._send(_Delivery(message, None, (nic, address)))
 
     def _send(self, delivery: _Delivery) -> None:
         if (
@@ -228,7 +230,7 @@ class Channel:
     def _ask_over(self, question: _Question, lanes: list[tuple[int, int]]) -> None:
         question.out = len(lanes)
         for lane in lanes:
-            delivery = _Delivery(question.delivery.note, question.delivery.link, None)
+            delivery = _Delivery(question.delivery.message, question.delivery.link, None)
             delivery.question, delivery.round, delivery.lanes = question, question.round, [lane]
             self._queue.append(delivery)
         self.busy = True
@@ -285,7 +287,9 @@ class Channel:
                 address = delivery.link.addr.domains[remote]
                 peer = delivery.link.peer(nic, remote)
             ctx = next(self._ctxs)
-            taken = self._alive[nic] and self._nics[nic].post_note(peer, encode(delivery.note), ctx)
+            taken = self._alive[nic] and self._nics[nic].post_control(
+                peer, encode(delivery.message), ctx
+            )
         except (TepError, OSError, MemoryError) as error:  # another NIC may be able to
             self._failed(delivery, str(error))
             return True
@@ -314,7 +318,8 @@ class Channel:
                 self._queue.append(delivery)
                 self.busy = True
             return
-        if delivery.round != question.round or question.delivery.note.number not in self._questions:
+        number = question.delivery.message.number
+        if delivery.round != question.round or number not in self._questions:
             return
         question.why = why
         question.deaf &= deaf
@@ -330,7 +335,7 @@ class Channel:
             question.due_s = self._now_s()
 
     def _lose(self, question: _Question, why: str) -> None:
-        if self._questions.pop(question.delivery.note.number, None) is not None:
+        if self._questions.pop(question.delivery.message.number, None) is not None:
             question.lost(why)
 
     # ------------------------------------------------------------------ in
@@ -339,7 +344,7 @@ class Channel:
         """Take a NIC's completion of a control message."""
         delivery = self._out.pop(ctx)
         question = delivery.question
-        self._far_ends.note_heard(*delivery.way, heard=status != Status.UNREACHABLE)
+        self._far_ends.control_heard(*delivery.way, heard=status != Status.UNREACHABLE)
         if status == Status.OK:
             if question is not None and delivery.round == question.round:
                 question.out -= 1
@@ -366,32 +371,32 @@ class Channel:
 
     def take(self, nic: int, slot: int) -> None:
         """Decode and handle a control message that was received."""
-        payload, address = self._nics[nic].take_note(slot)
+        payload, address = self._nics[nic].take_control(slot)
         try:
-            note = decode(payload)
+            message = decode(payload)
         except BadDescriptor as error:
             self.drop(Drop.MALFORMED, address, str(error))
             return
-        self.guard(address, self._take, nic, address, note)
+        self.guard(address, self._take, nic, address, message)
 
-    def _take(self, nic: int, address: bytes, note: Note) -> None:
-        claimed = note.claimed
+    def _take(self, nic: int, address: bytes, message: ControlMessage) -> None:
+        claimed = message.claimed
         if claimed and self.engine_of(nic, claimed) != self.engine_of(nic, address):
-            self.drop(Drop.FOREIGN, address, f"{type(note).__name__} for {claimed!r}")
-        elif isinstance(note, Answer):
-            self._take_answer(address, note)
+            self.drop(Drop.FOREIGN, address, f"{type(message).__name__} for {claimed!r}")
+        elif isinstance(message, Answer):
+            self._take_answer(address, message)
         else:
-            self._hears[type(note)](nic, address, note)
+            self._hears[type(message)](nic, address, message)
 
-    def _take_answer(self, address: bytes, note: Answer) -> None:
-        question = self._questions.get(note.number)
+    def _take_answer(self, address: bytes, message: Answer) -> None:
+        question = self._questions.get(message.number)
         link = None if question is None else question.delivery.link
         if question is None or link is None or address not in link.addr.domains:
-            self.drop(Drop.UNASKED, address, f"answer {note.number}")
+            self.drop(Drop.UNASKED, address, f"answer {message.number}")
             return
-        del self._questions[note.number]
+        del self._questions[message.number]
         try:
-            question.told(note)
+            question.told(message)
         except Exception as error:
             question.lost(f"its answer could not be used: {error!r}")
             raise

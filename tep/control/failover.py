@@ -90,7 +90,7 @@ class Failover:
     def _ask(self, loss: Loss) -> None:
         imms = sorted({imm for lost in loss.rows if (imm := lost.imm) is not None})
         source = self._group.domains[loss.path.domain].address
-        room = values_max(self._channel.note_bytes)
+        room = values_max(self._channel.control_bytes)
         parts = [tuple(imms[k : k + room]) for k in range(0, len(imms), room)] or [()]
         loss.left, loss.pruned = len(parts), None
         loss.path.to(PathEvent.ASKED)

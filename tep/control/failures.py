@@ -110,28 +110,28 @@ class Failures:
                 return error
         return None
 
-    def _hear(self, nic: int, address: bytes, note: Failed) -> None:
+    def _hear(self, nic: int, address: bytes, message: Failed) -> None:
         """A peer gives an immediate up: fail its open expectation, or else the next one."""
         engine = self._channel.engine_of(nic, address)
         heard = self._heard.get(engine, {})
-        if note.number not in heard:  # else it is a repetition, because our answer was late
+        if message.number not in heard:  # else it is a repetition, because our answer was late
 
             def meant(handle: Expectation) -> bool:
-                return handle.imm == note.imm and _is_from(handle, address)
+                return handle.imm == message.imm and _is_from(handle, address)
 
-            if not self.fail(meant, lambda _, came: given_up(note, f"; {came}")):
+            if not self.fail(meant, lambda _, came: given_up(message, f"; {came}")):
                 if sum(map(len, self.broken.values())) >= _BROKEN_MAX:
                     text = f"{_BROKEN_MAX} immediates were given up that nobody expects"
                     self._channel.drop(Drop.FULL, address, text)
                     return
-                self.broken.setdefault(note.imm, {})[address] = given_up(note, "")
-            heard[note.number] = None
+                self.broken.setdefault(message.imm, {})[address] = given_up(message, "")
+            heard[message.number] = None
             if len(heard) > _HEARD_MAX:
                 del heard[next(iter(heard))]
             self._heard[engine] = heard
             if len(self._heard) > _ENGINES_MAX:
                 del self._heard[next(iter(self._heard))]
-        self._channel.answer(nic, address, Told(note.number, "", ()))
+        self._channel.answer(nic, address, Told(message.number, "", ()))
 
 
 def _is_from(expectation: Expectation, address: bytes) -> bool:

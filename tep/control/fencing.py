@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Final, cast
 
-from tep.backends.base import Noting, Status
+from tep.backends.base import ControlDomain, Status
 from tep.control.channel import Channel, Drop
 from tep.control.messages import NICS_MAX, WHY_MAX, Asked, Prune, Reopen, Told
 from tep.core.events import PathKeptShut
@@ -42,7 +42,7 @@ class Fencing:
     """
 
     def __init__(self, group: DomainGroup, arrivals: Sequence[Arrivals], channel: Channel) -> None:
-        self._nics = [cast("Noting", domain) for domain in group.domains]
+        self._nics = [cast("ControlDomain", domain) for domain in group.domains]
         self.arrivals = arrivals
         self._channel = channel
         self._far_ends, self._events = group.far_ends, group.events
@@ -53,24 +53,24 @@ class Fencing:
         channel.hear(Asked, self._asked)
         channel.hear(Prune, self._prune)
 
-    def is_outdated(self, note: Asked | Reopen) -> bool:
+    def is_outdated(self, message: Asked | Reopen) -> bool:
         """Whether a question is a late copy: a later question has opened or fenced its path."""
-        far = self._far_ends.at(note.nic, note.source)
-        if note.number < (far.reopened if isinstance(note, Asked) else far.asked):
+        far = self._far_ends.at(message.nic, message.source)
+        if message.number < (far.reopened if isinstance(message, Asked) else far.asked):
             return True
-        if isinstance(note, Asked):
-            far.asked = max(note.number, far.asked)
+        if isinstance(message, Asked):
+            far.asked = max(message.number, far.asked)
         else:
-            far.reopened = max(note.number, far.reopened)
+            far.reopened = max(message.number, far.reopened)
         return False
 
-    def admit(self, nic: int, address: bytes, note: Asked | Reopen) -> bool:
+    def admit(self, nic: int, address: bytes, message: Asked | Reopen) -> bool:
         """Whether a question is about a path that can exist and for which there is room."""
-        if note.nic >= len(self._nics):
-            why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {note.nic}"
-            self._channel.answer(nic, address, Told(note.number, why, ()))
+        if message.nic >= len(self._nics):
+            why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {message.nic}"
+            self._channel.answer(nic, address, Told(message.number, why, ()))
             return False
-        engine, key = self._channel.engine_of(nic, address), (note.nic, note.source)
+        engine, key = self._channel.engine_of(nic, address), (message.nic, message.source)
         mine = self._paths.setdefault(engine, set())
         if key in mine:
             return True
@@ -88,22 +88,22 @@ class Fencing:
         for key in keys:
             self._far_ends.drop(*key)
 
-    def _asked(self, nic: int, address: bytes, note: Asked) -> None:
-        if not self.admit(nic, address, note) or self.is_outdated(note):
+    def _asked(self, nic: int, address: bytes, message: Asked) -> None:
+        if not self.admit(nic, address, message) or self.is_outdated(message):
             return
-        fence = self._far_ends.at(note.nic, note.source).fence
+        fence = self._far_ends.at(message.nic, message.source).fence
         if fence is not None and len(fence.asking) >= _ASKING_MAX:
             self._channel.drop(Drop.FULL, address, "too many questions about one path")
             return
 
         def tell(status: int) -> None:
-            self._channel.guard(address, self._tell, nic, address, note, status)
+            self._channel.guard(address, self._tell, nic, address, message, status)
 
         try:
-            self.fence(note.source, note.nic, tell)
+            self.fence(message.source, message.nic, tell)
         except TepError as error:
             why = f"no fence: {error}"[:WHY_MAX]
-            self._channel.answer(nic, address, Told(note.number, why, ()))
+            self._channel.answer(nic, address, Told(message.number, why, ()))
 
     def fence(self, source: bytes, nic: int, then: Callable[[int], object]) -> None:
         """Fence the NIC at an address off at our NIC `nic`, and call then(status) when that ends.
@@ -176,29 +176,31 @@ class Fencing:
         for nic, arrivals in zip(self._nics, self.arrivals, strict=False):
             arrivals.forget(nic, addresses)
 
-    def _tell(self, nic: int, address: bytes, note: Asked, status: int) -> None:
+    def _tell(self, nic: int, address: bytes, message: Asked, status: int) -> None:
         counts: tuple[int, ...] = ()
         pruned = 0
-        there = self._nics[note.nic]
-        why = self.why_not(note.nic, status)
-        if note.imms and why is None:
+        there = self._nics[message.nic]
+        why = self.why_not(message.nic, status)
+        if message.imms and why is None:
             if not self.arrivals:
                 why = "it does not count immediates by their sender"
-            elif (why := self.arrivals[note.nic].forgot(there, note.source)) is None:
-                counts = self.arrivals[note.nic].sums(there, note.source, note.imms)
-                pruned = self.arrivals[note.nic].pruned(note.source)
-        self._channel.answer(nic, address, Told(note.number, (why or "")[:WHY_MAX], counts, pruned))
+            elif (why := self.arrivals[message.nic].forgot(there, message.source)) is None:
+                counts = self.arrivals[message.nic].sums(there, message.source, message.imms)
+                pruned = self.arrivals[message.nic].pruned(message.source)
+        self._channel.answer(
+            nic, address, Told(message.number, (why or "")[:WHY_MAX], counts, pruned)
+        )
 
-    def _prune(self, nic: int, address: bytes, note: Prune) -> None:
+    def _prune(self, nic: int, address: bytes, message: Prune) -> None:
         # The counts of a fenced path must not change while its sender compares them.
-        far = self._far_ends.get(note.nic, note.source)
+        far = self._far_ends.get(message.nic, message.source)
         why: str | None
-        if note.nic >= len(self.arrivals):
-            why = f"it counts no immediates at a NIC {note.nic}"
+        if message.nic >= len(self.arrivals):
+            why = f"it counts no immediates at a NIC {message.nic}"
         elif far is not None and far.fence is not None:
             why = "this path is fenced off"
         else:
-            why = self.arrivals[note.nic].prune(
-                self._nics[note.nic], note.source, note.generation, note.runs
+            why = self.arrivals[message.nic].prune(
+                self._nics[message.nic], message.source, message.generation, message.runs
             )
-        self._channel.answer(nic, address, Told(note.number, (why or "")[:WHY_MAX], ()))
+        self._channel.answer(nic, address, Told(message.number, (why or "")[:WHY_MAX], ()))

@@ -146,21 +146,23 @@ class HeldLeases:
 
     # ------------------------------------------------------------------ the owner's messages
 
-    def _ended(self, nic: int, address: bytes, note: Ended) -> None:
+    def _ended(self, nic: int, address: bytes, message: Ended) -> None:
         """The owner wants its memory back: drop queued rows, and wait for the posted ones."""
-        known = (note.owner, note.lease) in self.known or note.owner in self._over
+        known = (message.owner, message.lease) in self.known or message.owner in self._over
         if not known and len(self._over) >= _OWNERS_MAX:
             self._channel.drop(Drop.FULL, address, f"leases of {_OWNERS_MAX} owners are remembered")
             return
-        held = self._find(note.owner, note.lease)
+        held = self._find(message.owner, message.lease)
         if held is None:  # it ended long ago, and its record is gone
-            self._channel.answer(nic, address, Told(note.number, "it was too long ago", ()))
+            self._channel.answer(nic, address, Told(message.number, "it was too long ago", ()))
             return
         self._end(held)
-        held.asking[nic, address, note.number] = None
+        held.asking[nic, address, message.number] = None
         if len(held.asking) > _ASKING_MAX:
             del held.asking[next(iter(held.asking))]
-        error = LeaseError(f"lease {note.lease} was asked back by its owner before this was posted")
+        error = LeaseError(
+            f"lease {message.lease} was asked back by its owner before this was posted"
+        )
         for transfer in list(held.open):
             if self._group.drop_queued(transfer):
                 transfer.failure = transfer.failure or error
@@ -177,13 +179,13 @@ class HeldLeases:
         for nic, address, number in asking:
             self._channel.answer(nic, address, Told(number, why, paths))
 
-    def _renewed(self, nic: int, address: bytes, note: Renewed) -> None:
+    def _renewed(self, nic: int, address: bytes, message: Renewed) -> None:
         # A lease that was never used here needs no record: its time begins with its first use.
-        held = self.known.get((note.owner, note.lease))
-        if held is not None and note.round > held.round:
-            held.round = note.round
-            held.until_s = self._now_s() + note.for_ns * 1e-9 * (1 - MARGIN)
-        self._channel.answer(nic, address, Told(note.number, "", ()))
+        held = self.known.get((message.owner, message.lease))
+        if held is not None and message.round > held.round:
+            held.round = message.round
+            held.until_s = self._now_s() + message.for_ns * 1e-9 * (1 - MARGIN)
+        self._channel.answer(nic, address, Told(message.number, "", ()))
 
     def _find(self, owner: bytes, number: int) -> HeldLease | None:
         """The record of a lease, made if there is none; None: it ended and was forgotten."""

@@ -354,9 +354,9 @@ class Membership:
 
     # ------------------------------------------------------------------ hearing
 
-    def _heard(self, here: int, address: bytes, note: Pong) -> None:
-        """A peer's NIC answers the question that our NIC sent it at time `note.number`."""
-        found, now_ns, asked_ns = self._nics.get(address), self._now_ns(), note.number
+    def _heard(self, here: int, address: bytes, message: Pong) -> None:
+        """A peer's NIC answers the question that ours sent it at time `message.number`."""
+        found, now_ns, asked_ns = self._nics.get(address), self._now_ns(), message.number
         if found is None or asked_ns > now_ns:
             self._channel.drop(Drop.UNASKED, address, f"Pong {asked_ns}")
             return

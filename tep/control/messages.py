@@ -24,9 +24,9 @@ __all__ = [
     "WHY_MAX",
     "Answer",
     "Asked",
+    "ControlMessage",
     "Ended",
     "Failed",
-    "Note",
     "Ping",
     "Pong",
     "Prune",
@@ -74,7 +74,7 @@ _HEAD_BYTES: Final = 320
 """Room for all of a message but its list: an address of 256 bytes and some numbers."""
 
 
-class _Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _Control(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A control message; its sender chooses `number`, and the answer has the same number."""
 
     number: Number
@@ -85,7 +85,7 @@ class _Note(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
         return b""
 
 
-class Asked(_Note, frozen=True, array_like=True, tag=1):
+class Asked(_Control, frozen=True, array_like=True, tag=1):
     """Fence off my NIC `source` at your NIC `nic`. How often did these immediates come from it?"""
 
     source: Address
@@ -98,7 +98,7 @@ class Asked(_Note, frozen=True, array_like=True, tag=1):
         return self.source
 
 
-class Told(_Note, frozen=True, array_like=True, tag=2):
+class Told(_Control, frozen=True, array_like=True, tag=2):
     """The answer to a question: `why` it failed, or "" and the counts that were asked for.
 
     Sums count from the beginning, less what was pruned up to generation `pruned`.
@@ -109,7 +109,7 @@ class Told(_Note, frozen=True, array_like=True, tag=2):
     pruned: Number = 0
 
 
-class Failed(_Note, frozen=True, array_like=True, tag=3):
+class Failed(_Control, frozen=True, array_like=True, tag=3):
     """I will not send what you expect under this immediate; `who` is my engine's name."""
 
     who: Annotated[str, Meta(max_length=200)]
@@ -117,15 +117,15 @@ class Failed(_Note, frozen=True, array_like=True, tag=3):
     reason: Annotated[str, Meta(max_length=REASON_MAX)]
 
 
-class Ping(_Note, frozen=True, array_like=True, tag=4):
+class Ping(_Control, frozen=True, array_like=True, tag=4):
     """Are you there? `number` is when this was asked, in nanoseconds of the sender's clock."""
 
 
-class Pong(_Note, frozen=True, array_like=True, tag=5):
+class Pong(_Control, frozen=True, array_like=True, tag=5):
     """I am here."""
 
 
-class Ended(_Note, frozen=True, array_like=True, tag=8):
+class Ended(_Control, frozen=True, array_like=True, tag=8):
     """My lease is over. Answer when no row under it is left, with the paths that may have bytes.
 
     `owner` is the address of my first NIC. The answer's counts are paths: yours * NICS_MAX + mine.
@@ -140,7 +140,7 @@ class Ended(_Note, frozen=True, array_like=True, tag=8):
         return self.owner
 
 
-class Renewed(_Note, frozen=True, array_like=True, tag=9):
+class Renewed(_Control, frozen=True, array_like=True, tag=9):
     """My lease lasts `for_ns` from now on; of two renewals the larger round counts."""
 
     owner: Address
@@ -154,7 +154,7 @@ class Renewed(_Note, frozen=True, array_like=True, tag=9):
         return self.owner
 
 
-class Reopen(_Note, frozen=True, array_like=True, tag=10):
+class Reopen(_Control, frozen=True, array_like=True, tag=10):
     """Accept rows of my NIC `source` at your NIC `nic` again; all that I sent have ended."""
 
     source: Address
@@ -166,7 +166,7 @@ class Reopen(_Note, frozen=True, array_like=True, tag=10):
         return self.source
 
 
-class Prune(_Note, frozen=True, array_like=True, tag=11):
+class Prune(_Control, frozen=True, array_like=True, tag=11):
     """Subtract these counts from your sums of my NIC `source` at your NIC `nic`, as I do.
 
     Each run is (first immediate, how many consecutive immediates, count of each). The generations
@@ -194,17 +194,19 @@ class Prune(_Note, frozen=True, array_like=True, tag=11):
 
 
 Answer = Told
-Note = Asked | Told | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune
+ControlMessage = Asked | Told | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune
 
-_DECODER: Final[msgspec.msgpack.Decoder[Note]] = msgspec.msgpack.Decoder(Note, strict=True)
+_DECODER: Final[msgspec.msgpack.Decoder[ControlMessage]] = msgspec.msgpack.Decoder(
+    ControlMessage, strict=True
+)
 
 
-def encode(note: Note) -> bytes:
+def encode(message: ControlMessage) -> bytes:
     """The bytes of a control message."""
-    return msgspec.msgpack.encode(note)
+    return msgspec.msgpack.encode(message)
 
 
-def decode(data: bytes) -> Note:
+def decode(data: bytes) -> ControlMessage:
     """The control message in these bytes. Raises BadDescriptor if they are not a valid one."""
     try:
         return _DECODER.decode(data)
@@ -213,17 +215,17 @@ def decode(data: bytes) -> Note:
         raise BadDescriptor(text) from error
 
 
-def given_up(note: Failed, more: str) -> FabricError:
+def given_up(message: Failed, more: str) -> FabricError:
     """The error of an expectation that a peer gave up."""
-    text = f"imm {note.imm:#x}: {note.who} gave it up: {note.reason}{more}"
-    return FabricError(text, code="PEER_FAILED", peer=note.who)
+    text = f"imm {message.imm:#x}: {message.who} gave it up: {message.reason}{more}"
+    return FabricError(text, code="PEER_FAILED", peer=message.who)
 
 
-def values_max(note_bytes: int) -> int:
+def values_max(control_bytes: int) -> int:
     """How many immediates one question may name, so that its answer, 9 bytes each, fits too."""
-    return max(1, (note_bytes - _HEAD_BYTES) // 9)
+    return max(1, (control_bytes - _HEAD_BYTES) // 9)
 
 
-def runs_max(note_bytes: int) -> int:
+def runs_max(control_bytes: int) -> int:
     """How many runs fit into one message."""
-    return max(1, (note_bytes - _HEAD_BYTES) // RUN_BYTES)
+    return max(1, (control_bytes - _HEAD_BYTES) // RUN_BYTES)

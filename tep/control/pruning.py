@@ -59,7 +59,7 @@ class Pruning:
     def _ask(self, path: Path, sums: PathSums) -> None:
         if not sums.waiting:
             runs = runs_of(sums.sent.items(), PRUNED_MAX)
-            sums.waiting.extend(_lists(runs, runs_max(self._channel.note_bytes)))
+            sums.waiting.extend(_lists(runs, runs_max(self._channel.control_bytes)))
             if not sums.waiting:  # all of it was pruned meanwhile
                 self._rest(path, sums)
                 return

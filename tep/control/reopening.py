@@ -73,14 +73,14 @@ class Reopening:
     def _put(
         self,
         path: Path,
-        note: Callable[[int, bytes], Asked | Reopen],
+        message: Callable[[int, bytes], Asked | Reopen],
         told: Callable[[Path], object],
     ) -> None:
         path.asking = True
         own = self._group.domains[path.domain].address
         self._channel.ask(
             path.link,
-            lambda number: note(number, own),
+            lambda number: message(number, own),
             lambda answer: self._told(path, answer, told),
             lambda _: self._refused(path),
         )
@@ -122,19 +122,19 @@ class Reopening:
 
     # ------------------------------------------------------------------ the receiver's half
 
-    def _asked(self, nic: int, address: bytes, note: Reopen) -> None:
-        if not self._fencing.admit(nic, address, note) or self._fencing.is_outdated(note):
+    def _asked(self, nic: int, address: bytes, message: Reopen) -> None:
+        if not self._fencing.admit(nic, address, message) or self._fencing.is_outdated(message):
             return
-        why = self._why_not(note) or self._fencing.lift(note.source, note.nic) or ""
-        self._channel.answer(nic, address, Told(note.number, why[:WHY_MAX], ()))
+        why = self._why_not(message) or self._fencing.lift(message.source, message.nic) or ""
+        self._channel.answer(nic, address, Told(message.number, why[:WHY_MAX], ()))
 
-    def _why_not(self, note: Reopen) -> str | None:
-        if not self._group.alive[note.nic]:
-            return f"its NIC {note.nic} is down"
-        found = self._find(note.source)
+    def _why_not(self, message: Reopen) -> str | None:
+        if not self._group.alive[message.nic]:
+            return f"its NIC {message.nic} is down"
+        found = self._find(message.source)
         if found is not None:
             link, number = found
-            shut = not link.is_up(note.nic, number)
-            if shut and not self._failover.is_clear(link.path(note.nic, number)):
+            shut = not link.is_up(message.nic, number)
+            if shut and not self._failover.is_clear(link.path(message.nic, number)):
                 return "rows that it lost in the other direction are not settled yet"
         return None

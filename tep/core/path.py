@@ -301,7 +301,7 @@ class FarEnds:
             found = self._known[nic, address] = FarEnd()
         return found
 
-    def note_heard(self, nic: int, address: bytes, *, heard: bool) -> None:
+    def control_heard(self, nic: int, address: bytes, *, heard: bool) -> None:
         """Record whether a control message arrived."""
         if not heard:
             self.at(nic, address).unheard = True

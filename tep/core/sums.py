@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Noting
+from tep.backends.base import ControlDomain
 
 __all__ = ["KEYS_MAX", "PRUNE_AT", "Arrivals", "PathSums", "Run", "Sums", "expand", "runs_of"]
 
@@ -294,14 +294,14 @@ class Arrivals:
             self.counted.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
         return raw == raw[:4] * n
 
-    def _of(self, nic: Noting, addresses: Collection[bytes]) -> list[int]:
+    def _of(self, nic: ControlDomain, addresses: Collection[bytes]) -> list[int]:
         """The numbers of the NICs at these addresses."""
         if self._columns:
             self._columns = False
             self._sources |= {key >> _SOURCE_BITS for key, _ in self.counted.items()}
         return [source for source in self._sources if nic.source(source) in addresses]
 
-    def sums(self, nic: Noting, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
+    def sums(self, nic: ControlDomain, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
         """How many of each came from the NIC at an address, less what was pruned."""
         sources = [source << _SOURCE_BITS for source in self._of(nic, (address,))]
         return tuple(sum(self.counted.sum(at | imm) for at in sources) for imm in imms)
@@ -311,7 +311,7 @@ class Arrivals:
         return self._pruned.get(address, 0)
 
     def prune(
-        self, nic: Noting, address: bytes, generation: int, runs: tuple[Run, ...]
+        self, nic: ControlDomain, address: bytes, generation: int, runs: tuple[Run, ...]
     ) -> str | None:
         """Subtract a sender's list, once; return why not, or None."""
         last = self.pruned(address)
@@ -327,7 +327,7 @@ class Arrivals:
                 return None
         return "not all of these have been counted"
 
-    def forget(self, nic: Noting, addresses: Collection[bytes]) -> None:
+    def forget(self, nic: ControlDomain, addresses: Collection[bytes]) -> None:
         """Drop the sums of a peer's NICs; `forgot` says so from now on, since more may arrive."""
         self._drop(self._of(nic, addresses), "it has removed this peer, and forgotten what came")
 
@@ -343,7 +343,7 @@ class Arrivals:
         why = f"it has forgotten what came: {n} different immediates, which were not pruned"
         self._drop([source], why)
 
-    def forgot(self, nic: Noting, address: bytes) -> str | None:
+    def forgot(self, nic: ControlDomain, address: bytes) -> str | None:
         """Why the sums of the NIC at an address are not complete; None: they are."""
         found = (why for source, why in self._forgotten.items() if nic.source(source) == address)
         return next(found, None)

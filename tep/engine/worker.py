@@ -27,7 +27,7 @@ from tep.backends.base import (
     new_completions,
     take_completion,
 )
-from tep.control.channel import NOTE_CTX, Channel, sooner
+from tep.control.channel import CONTROL_CTX, Channel, sooner
 from tep.control.failover import Failover, why_unable
 from tep.control.failures import Failures
 from tep.control.fencing import Fencing
@@ -62,7 +62,7 @@ Measured: the numpy work of one poll takes about 10 us.
 _RAISES_MAX: Final = 16
 """How often poll() of a NIC that is down may raise before its rows and messages are ended."""
 
-_WRITE, _IMM, _SENT, _RECV, _DOWN, _NOTE, _FENCED = map(int, Kind)
+_WRITE, _IMM, _SENT, _RECV, _DOWN, _CONTROL, _FENCED = map(int, Kind)
 _OK: Final = int(Status.OK)
 _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED
@@ -483,9 +483,9 @@ class Worker:
     def _take_other(self, domain: int, kind: int, status: int, ctx: int) -> None:
         if kind == _DOWN:
             self.group.nic_down(domain)
-        elif kind == _SENT and ctx >= NOTE_CTX:
+        elif kind == _SENT and ctx >= CONTROL_CTX:
             self.channel.sent(ctx, status)
-        elif kind == _NOTE:
+        elif kind == _CONTROL:
             if self.group.events:  # they happened before the message arrived
                 self._dispatch()
             self.channel.take(domain, ctx)

@@ -94,19 +94,19 @@ class ChaosNic(ChaosReceiver):
         return stop - start
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
-        return self._send(peer, payload, ctx, is_note=False)
+        return self._send(peer, payload, ctx, is_control=False)
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        assert len(payload) <= self.caps.note_bytes, len(payload)
-        return self._send(peer, payload, ctx, is_note=True)
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        assert len(payload) <= self.caps.control_bytes, len(payload)
+        return self._send(peer, payload, ctx, is_control=True)
 
-    def _send(self, peer: int, payload: bytes, ctx: int, *, is_note: bool) -> bool:
+    def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         if self._room(1, _MESSAGES_MAX - self._messages) == 0:
             return False
         self._messages += 1
         row = self._accept(peer, ctx)
         row.payload = bytes(payload)
-        row.is_note = is_note
+        row.is_control = is_control
         row.nbytes = len(payload)
         if self._trace is not None:
             self._note("send", row, row.peer.name)
@@ -319,7 +319,7 @@ class ChaosNic(ChaosReceiver):
         if self.state is not NicState.UP:
             return
         self.state = NicState.DEAD
-        self._note_fault("kill")
+        self._control_fault("kill")
         for row in self._open.values():
             if row.flying:
                 self._doom(row, Status.NIC_DOWN, self._error_delay(row, ACK_PS * 2))
@@ -335,7 +335,7 @@ class ChaosNic(ChaosReceiver):
         if self.state is NicState.GONE:
             return
         self.state = NicState.GONE
-        self._note_fault("crash")
+        self._control_fault("crash")
         for row in self._open.values():
             row.flying = False
         self._cq.waker = nobody

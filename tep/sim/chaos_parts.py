@@ -117,7 +117,7 @@ class Flight:
         left: fragments that have not landed; -1 once the target has answered.
         parked: whether it has waited for a receive.
         timed: whether the time it may be stuck on a link runs already.
-        is_note: whether its payload is for the peer's engine, not for a user's buffer.
+        is_control: whether its payload is for the peer's engine, not for a user's buffer.
         unheard: a message whose acknowledgement is lost on the way.
         ghost: the bytes of a row that has failed, and of which more may land; None: nothing may.
         payload: of a message; None for a write.
@@ -133,7 +133,7 @@ class Flight:
         "ghost",
         "imm",
         "index",
-        "is_note",
+        "is_control",
         "left",
         "nbytes",
         "nic",
@@ -160,7 +160,7 @@ class Flight:
         self.parked = False
         self.timed = False
         self.unheard = False
-        self.is_note = False
+        self.is_control = False
         self.ghost: bytes | None = None
         self.payload: bytes | None = None
         self.region: Region | None = None

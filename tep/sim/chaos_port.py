@@ -67,7 +67,7 @@ class ChaosPort:
             ordered=chaos.ordered,
             imm_eats_recv=chaos.ordered,
             peer_timeout_s=(chaos.dead_after_ps + chaos.pause_ps + PS_PER_MS) / PS_PER_S,
-            note_bytes=KiB,
+            control_bytes=KiB,
             imm_source=True,
         )
         self._uid = (node.uid * 64 + number) << 32
@@ -105,7 +105,7 @@ class ChaosPort:
 
     def revoke(self) -> None:
         """Lose every registration of this moment."""
-        self._note_fault("revoke")
+        self._control_fault("revoke")
         for region in self._lkeys.values():
             region.alive = False
         self._lkeys.clear()
@@ -155,6 +155,6 @@ class ChaosPort:
             Record(now, what, name, number, peer, row.number, row.ctx, offset, nbytes, value)
         )
 
-    def _note_fault(self, fault: str) -> None:
+    def _control_fault(self, fault: str) -> None:
         if self._trace is not None:
             self._trace.add(Record(self._env.now, "fault", self.node.name, self.number, fault))

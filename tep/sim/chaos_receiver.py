@@ -25,7 +25,7 @@ ACK_PS: Final = 100 * PS_PER_NS
 _OK: Final = int(Status.OK)
 _IMM: Final = int(Kind.IMM)
 _RECV: Final = int(Kind.RECV)
-_NOTE: Final = int(Kind.NOTE)
+_CONTROL: Final = int(Kind.CONTROL)
 _FENCED: Final = int(Kind.FENCED)
 _ALL: Final = 1 << 62  # more rows than any fabric sees
 
@@ -41,8 +41,8 @@ class ChaosReceiver(ChaosPort):
         self._slots: list[bytearray] = []
         self._filled: list[int] = []
         self._free_slots: deque[int] = deque()
-        self._notes: dict[int, tuple[bytes, bytes]] = {}
-        self._notes_seen = 0
+        self._controls: dict[int, tuple[bytes, bytes]] = {}
+        self._controls_seen = 0
         self._sources: dict[bytes, int] = {}
         self._barred: dict[bytes, int] = {}  # by sender, the last row that may not land
 
@@ -151,10 +151,10 @@ class ChaosReceiver(ChaosPort):
 
     def _take_message(self, row: Flight) -> None:
         assert row.payload is not None
-        if row.is_note:
-            self._notes_seen += 1
-            self._notes[self._notes_seen] = (row.payload, row.nic.address)
-            self._cq.push((_NOTE, _OK, 1, 0, 0, self._notes_seen, row.nbytes))
+        if row.is_control:
+            self._controls_seen += 1
+            self._controls[self._controls_seen] = (row.payload, row.nic.address)
+            self._cq.push((_CONTROL, _OK, 1, 0, 0, self._controls_seen, row.nbytes))
             self._answer(row)
             return
         if not self._free_slots:
@@ -222,8 +222,8 @@ class ChaosReceiver(ChaosPort):
             else:
                 row.peer.held = held
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self._notes.pop(slot)
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        return self._controls.pop(slot)
 
     def engine_of(self, address: bytes) -> bytes:
         """An address is sim:name/nic#epoch."""
@@ -237,7 +237,7 @@ class ChaosReceiver(ChaosPort):
         return self._sources.setdefault(address, len(self._sources))
 
     def fence(self, source: bytes, ctx: int) -> None:
-        """Refuse rows of one NIC from now on; messages and notes are no rows."""
+        """Refuse rows of one NIC from now on; messages and control messages are no rows."""
         self._check_open()
         self._barred[source] = _ALL
         delay_ps = 1 + below(draw(self._keys.error, self._uid, ctx), ACK_PS * 4)

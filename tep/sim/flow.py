@@ -147,7 +147,7 @@ class FlowNic:
     def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
         profile = fabric.profile
         nic = f"{node.name}/{index}"
-        self.caps = profile.caps(nic, moves_bytes=False, note_bytes=0)
+        self.caps = profile.caps(nic, moves_bytes=False, control_bytes=0)
         self.address = f"flow:{node.name}/{index}#{node.epoch}".encode()
         self.node = node
         self._fabric, self._env, self._profile = fabric, fabric.env, profile

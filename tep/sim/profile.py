@@ -190,7 +190,7 @@ class Profile:
                 "where paths are sprayed over, a loss is a tail"
             )
 
-    def caps(self, nic: str, *, moves_bytes: bool, note_bytes: int) -> DomainCaps:
+    def caps(self, nic: str, *, moves_bytes: bool, control_bytes: int) -> DomainCaps:
         """What one NIC of this machine can do; one that moves no bytes takes memory of any kind."""
         return DomainCaps(
             backend="sim",
@@ -204,7 +204,7 @@ class Profile:
             memory_kinds=("cpu",) if moves_bytes else ("cpu", "cuda"),
             peer_timeout_s=self.peer_timeout_ps / PS_PER_S + 0.001,
             moves_bytes=moves_bytes,
-            note_bytes=note_bytes,
+            control_bytes=control_bytes,
         )
 
 

@@ -23,7 +23,7 @@ __all__ = ["Inlet"]
 _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
 _OK: Final = int(Status.OK)
-_IMM, _RECV, _NOTE = int(Kind.IMM), int(Kind.RECV), int(Kind.NOTE)
+_IMM, _RECV, _CONTROL = int(Kind.IMM), int(Kind.RECV), int(Kind.CONTROL)
 
 
 class Inlet:
@@ -41,7 +41,7 @@ class Inlet:
         self._lengths: dict[int, int] = {}
         self._idle: deque[int] = deque()
         self._starved: deque[int] = deque()
-        self._unread: dict[int, tuple[bytes, bytes]] = {}  # notes, by their numbers
+        self._unread: dict[int, tuple[bytes, bytes]] = {}  # control messages, by their numbers
 
     # ------------------------------------------------------------------ rows
 
@@ -155,10 +155,11 @@ class Inlet:
         entries["imm"] = imms
         self._nic.ready.append(entries)
 
-    # ------------------------------------------------------------------ messages and notes
+    # ------------------------------------------------------------------ messages and control
+    # messages
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        """A note, and the address of its sender; once."""
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        """A control message, and the address of its sender; once."""
         return self._unread.pop(slot)
 
     def add_slots(self, nbytes: int, count: int) -> None:
@@ -187,8 +188,8 @@ class Inlet:
                 self._nic.node.wakes.book()
 
     def _take_message(self, number: int, time_ps: int) -> None:
-        if number in self._fabric.notes:
-            self._keep_note(number, time_ps)
+        if number in self._fabric.controls:
+            self._keep_control(number, time_ps)
             return
         if self._idle and not self._starved:
             self._receive(number, time_ps)
@@ -199,13 +200,13 @@ class Inlet:
         due_ps = max(time_ps + fabric.profile.peer_timeout_ps, fabric.env.now)
         fabric.env.call_at(due_ps, self._give_up, number)
 
-    def _keep_note(self, number: int, time_ps: int) -> None:
-        """A note needs no buffer."""
+    def _keep_control(self, number: int, time_ps: int) -> None:
+        """A control message needs no buffer."""
         fabric = self._fabric
         payload = fabric.payloads[number]
         sender = fabric.nic(int(fabric.ledger.source[number - fabric.ledger.base]))
         self._unread[number] = payload, sender.address
-        self._nic.ready.append((_NOTE, _OK, 1, 0, 0, number, len(payload)))
+        self._nic.ready.append((_CONTROL, _OK, 1, 0, 0, number, len(payload)))
         self._finish(number, time_ps)
 
     def _give_up(self, number: int) -> None:
@@ -226,7 +227,7 @@ class Inlet:
         self._finish(number, time_ps)
 
     def _finish(self, number: int, time_ps: int) -> None:
-        """A message or note has been taken."""
+        """A message or control message has been taken."""
         fabric, nic = self._fabric, self._nic
         fabric.landed_bytes[nic.number] += len(fabric.payloads[number])
         if fabric.trace is not None:
@@ -239,7 +240,7 @@ class Inlet:
         fabric = self._fabric
         ledger = fabric.ledger
         del fabric.payloads[number]
-        fabric.notes.discard(number)
+        fabric.controls.discard(number)
         row = number - ledger.base
         ledger.status[row] = status
         sender = fabric.nic(int(ledger.source[row]))

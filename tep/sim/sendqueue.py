@@ -92,7 +92,7 @@ class SendQueue:
         """Take more units and plan again what has not started."""
         cut = self.cut(now_ps)
         waiting = self.units.pick(slice(cut, None))
-        self._note_ended(cut, waiting)
+        self._control_ended(cut, waiting)
         target = int(units.target[0])
         if (units.target == target).all() and (waiting.target == target).all():
             # One queue pair: what waits keeps its place, the new stands behind it.
@@ -111,7 +111,7 @@ class SendQueue:
         self.units = Units.join([self.units.pick(kept), planned])
         self.at = 0
 
-    def _note_ended(self, cut: int, waiting: Units) -> None:
+    def _control_ended(self, cut: int, waiting: Units) -> None:
         """Remember when the wire is free, and when each queue pair that waits was served last."""
         if not cut:
             return

@@ -159,7 +159,7 @@ class TimingFabric:
         self.ledger = Ledger()
         self.batches = Batches()
         self.payloads: dict[int, bytes] = {}
-        self.notes: set[int] = set()  # which of them are notes
+        self.controls: set[int] = set()  # which of them are control messages
         self.slow: dict[int, int] = {}
         self.active: dict[int, Nic] = {}
         self.refused: dict[int, Nic] = {}
@@ -468,7 +468,7 @@ class TimingFabric:
             self.nic(source).outbox.add(np.array([failed_ps]), np.array([number]))
             self.nic(source).node.wakes.must(failed_ps)
             self.payloads.pop(number, None)
-            self.notes.discard(number)
+            self.controls.discard(number)
             touched[source] = None
 
     def _close_batch(self, number: int, source: int) -> None:

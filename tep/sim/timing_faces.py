@@ -124,7 +124,7 @@ class Fabric(Protocol):
     batches: Batches
     late: Late
     payloads: dict[int, bytes]
-    notes: set[int]
+    controls: set[int]
     slow: dict[int, int]
     refused: dict[int, Nic]
     soft: Ints

@@ -71,7 +71,9 @@ class TimingNic:
     def __init__(self, fabric: Fabric, node: Host, index: int) -> None:
         profile = fabric.profile
         self.caps = profile.caps(
-            f"{node.name}/{index}", moves_bytes=fabric.move_bytes, note_bytes=profile.max_msg_bytes
+            f"{node.name}/{index}",
+            moves_bytes=fabric.move_bytes,
+            control_bytes=profile.max_msg_bytes,
         )
         self.address = address_of(node.name, node.epoch, index)
         self.node = node
@@ -256,20 +258,20 @@ class TimingNic:
         self.node.wakes.book()
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
-        return self._send(peer, payload, ctx, is_note=False)
+        return self._send(peer, payload, ctx, is_control=False)
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        return self._send(peer, payload, ctx, is_note=True)
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return self._send(peer, payload, ctx, is_control=True)
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self._inlet.take_note(slot)
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        return self._inlet.take_control(slot)
 
     def engine_of(self, address: bytes) -> bytes:
         """An address is name/nic#epoch."""
         name, _, rest = address.rpartition(b"/")
         return name + b"#" + rest.rpartition(b"#")[2]
 
-    def _send(self, peer: int, payload: bytes, ctx: int, *, is_note: bool) -> bool:
+    def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         self._check_open()
         if self.open_rows >= self.caps.sq_depth:
             self.node.wakes.refuse(self)
@@ -281,8 +283,8 @@ class TimingNic:
         fabric.ledger.message[where] = True
         number = fabric.ledger.end - 1
         fabric.payloads[number] = bytes(payload)
-        if is_note:
-            fabric.notes.add(number)
+        if is_control:
+            fabric.controls.add(number)
         group = fabric.ledger.batch[where.start] = fabric.batches.begin(-1)
         fabric.batches.left[group] = 1
         fabric.batches.whole[group] = True

@@ -109,7 +109,7 @@ if "pytest" in sys.modules:
         "tep.testing.clauses_imms",
         "tep.testing.clauses_life",
         "tep.testing.clauses_messages",
-        "tep.testing.clauses_notes",
+        "tep.testing.clauses_control",
         "tep.testing.clauses_rows",
         "tep.testing.net",
     )

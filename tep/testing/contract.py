@@ -24,11 +24,11 @@ from typing import Any, ClassVar, Final
 
 import pytest
 
+from tep.testing.clauses_control import ControlContract
 from tep.testing.clauses_errors import ErrorsContract
 from tep.testing.clauses_imms import ImmsContract
 from tep.testing.clauses_life import LifeContract
 from tep.testing.clauses_messages import MessagesContract
-from tep.testing.clauses_notes import NotesContract
 from tep.testing.clauses_rows import RowsContract
 from tep.testing.world import Ability, Node, OpenWorld, World
 
@@ -38,7 +38,7 @@ _TEST: Final = re.compile(r"test_c(\d\d)_\w+")
 
 
 class DomainContract(
-    RowsContract, ImmsContract, ErrorsContract, MessagesContract, NotesContract, LifeContract
+    RowsContract, ImmsContract, ErrorsContract, MessagesContract, ControlContract, LifeContract
 ):
     """Every clause that shows at the seam; a subclass named Test... gives the fixture `world`.
 

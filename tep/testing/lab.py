@@ -169,7 +169,8 @@ class Lab:
         self.areas = areas_of(scenario)
         nbytes = self.areas[-1][-1].stop + _GAP_BYTES
         self.original = _pattern(-(-nbytes // 1024) * 1024)[:nbytes]
-        # So that what was fenced off is opened again while the scenario lasts. Notes that come back
+        # So that what was fenced off is opened again while the scenario lasts. Control messages
+        # that come back
         # later than the next ones go out would turn their engine for ever: hence the longest wait.
         probe_max_s = max(_PROBE_MAX_S, 4e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
         self.options = replace(_OPTIONS, failover=scenario.failover, probe_max_s=probe_max_s)

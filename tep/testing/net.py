@@ -18,10 +18,10 @@ import numpy.typing as npt
 from tep.backends.base import (
     Access,
     Column,
+    ControlDomain,
     Domain,
     DomainKey,
     Kind,
-    Noting,
     Status,
     WriteBatch,
     new_completions,
@@ -98,7 +98,7 @@ class Side:
         seen: every completion, in the order of polling.
         out: what it polls into.
         unread: messages that arrived and whose buffers are still out.
-        notes: (NIC, payload, sender's address) of each note that arrived.
+        control messages: (NIC, payload, sender's address) of each control message that arrived.
         on_imm: called with each immediate at the moment it is polled, before anything else moves.
     """
 
@@ -112,7 +112,7 @@ class Side:
         self.target = self.buffer(nbytes)
         self.seen: list[Seen] = []
         self.unread: list[Seen] = []
-        self.notes: list[tuple[int, bytes, bytes]] = []
+        self.controls: list[tuple[int, bytes, bytes]] = []
         self.on_imm: Callable[[Seen], None] | None = None
         self.accepted: Counter[int] = Counter()  # rows by ctx
         self.returned: Counter[int] = Counter()
@@ -208,13 +208,13 @@ class Side:
         self.sent[ctx] += 1
         return ctx
 
-    def note(self, to: Side, payload: bytes, nic: int = 0, remote: int = 0) -> int:
-        """Post a note, turning the net while the queue is full; return its ctx."""
+    def control(self, to: Side, payload: bytes, nic: int = 0, remote: int = 0) -> int:
+        """Post a control message, turning the net while the queue is full; return its ctx."""
         self._ctx += 1
         ctx = self._ctx
-        peer, domain = self.peer(to, nic, remote), cast("Noting", self.domains[nic])
-        what = f"post_note() to take a note of {len(payload)} bytes"
-        self.net.until(lambda: domain.post_note(peer, payload, ctx), what)
+        peer, domain = self.peer(to, nic, remote), cast("ControlDomain", self.domains[nic])
+        what = f"post_control() to take a control message of {len(payload)} bytes"
+        self.net.until(lambda: domain.post_control(peer, payload, ctx), what)
         self.sent[ctx] += 1
         return ctx
 
@@ -248,10 +248,12 @@ class Side:
             case Kind.RECV:
                 assert seen.status == Status.OK, f"C21: a message that did not arrive whole: {seen}"
                 self.unread.append(seen)
-            case Kind.NOTE:
-                assert seen.status == Status.OK, f"C24: a note that did not arrive whole: {seen}"
-                domain = cast("Noting", self.domains[seen.nic])
-                self.notes.append((seen.nic, *domain.take_note(seen.ctx)))
+            case Kind.CONTROL:
+                assert seen.status == Status.OK, (
+                    f"C24: a control message that did not arrive whole: {seen}"
+                )
+                domain = cast("ControlDomain", self.domains[seen.nic])
+                self.controls.append((seen.nic, *domain.take_control(seen.ctx)))
             case Kind.DOWN | Kind.FENCED:
                 pass
             case _:

@@ -80,7 +80,7 @@ class SpoiledWorld(LoopbackWorld):
                 ordered=self.seed is None,
                 imm_eats_recv=False,
                 peer_timeout_s=0.1,
-                note_bytes=4096,
+                control_bytes=4096,
                 imm_source=True,
             )
             domains.append(self._make(self.hub, name, nic, epoch=epoch, caps=caps, seed=self.seed))

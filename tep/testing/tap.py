@@ -53,8 +53,8 @@ class Ledger:
         silent: NICs of peers that did not answer, by node; all of them again once all were silent.
         was_silent: all that ever were.
         unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
-            rows to them were flushed with a note that got lost, or a message did not get there.
-        rows, nbytes: what each NIC took.
+            rows to them were flushed with a control message that got lost, or a message did not
+        get there. rows, nbytes: what each NIC took.
         turns: who waits for whom.
         seen: what happened here, for suites that want to have seen it.
     """
@@ -110,8 +110,8 @@ class Tap:
         self.post_recvs = nic.post_recvs
         self.recv_view = nic.recv_view
         self.recv_done = nic.recv_done
-        self.post_note = nic.post_note
-        self.take_note = nic.take_note
+        self.post_control = nic.post_control
+        self.take_control = nic.take_control
         self.engine_of = nic.engine_of
         self.source = nic.source
         self.status_text = nic.status_text
@@ -217,7 +217,7 @@ class Tap:
                     if status == Status.NIC_DOWN:
                         self._lose()
                     elif status == Status.UNREACHABLE:
-                        self._note_silent(ledger.batches[ctx], row)
+                        self._control_silent(ledger.batches[ctx], row)
                     elif status == Status.FLUSHED:
                         ledger.unsure.add(self._to(ledger.batches[ctx], row)[0])
             elif kind == _SENT and status != _OK and ctx in self._messages:
@@ -238,7 +238,7 @@ class Tap:
         address = self._addresses[peer]
         return _node_of(address), address
 
-    def _note_silent(self, batch: WriteBatch, row: int) -> None:
+    def _control_silent(self, batch: WriteBatch, row: int) -> None:
         node, address = self._to(batch, row)
         silent = self._ledger.silent.setdefault(node, set())
         silent.add(address)

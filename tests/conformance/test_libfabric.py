@@ -238,7 +238,8 @@ def fail_recv(domain):
 def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(provider, fail):
     """An exception out of poll() would end the engine, with the NICs that live, as a bug in tep.
 
-    Rows in flight, a row that waits for a greeting, a message and a note: each ends once, before
+    Rows in flight, a row that waits for a greeting, a message and a control message: each ends
+    once, before
     the NIC says DOWN; later ones at once. The memory is held until close, since libfabric may still
     touch it, and closing does not fail although libfabric says so.
     """
@@ -256,9 +257,9 @@ def test_c23_a_call_that_says_that_the_nic_is_gone_ends_all_of_it(provider, fail
         a.try_post(a.batch(b, src=[0] * 40, imm=2), 0, 40)
         a.try_post(a.batch(c, imm=3), 0, 1)
         a.send(b, b"message")
-        a.note(b, b"note")
+        a.control(b, b"control message")
         said = fail(domain)
-        b.note(a, b"a frame, whose buffer is posted again")
+        b.control(a, b"a frame, whose buffer is posted again")
         net.until(lambda: b.poll() or any(x.kind == Kind.DOWN for x in a.seen), "the NIC's end")
 
         assert 0 == a.rows_open == a.messages_open

@@ -71,7 +71,7 @@ SCARCE = [OSError(errno.EMFILE, "scarce"), OSError(errno.EINTR, "scarce"), Memor
 
 
 @pytest.mark.parametrize("error", SCARCE, ids=repr)
-@pytest.mark.parametrize("verb", ["post", "post_send", "post_note", "connect"])
+@pytest.mark.parametrize("verb", ["post", "post_send", "post_control", "connect"])
 @pytest.mark.parametrize("nics", [1, 2])
 def test_what_a_nic_raises_ends_no_engine(
     error: BaseException, verb: str, nics: int, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ def dead_nic_queue_stuck() -> list[Change]:
 
 @bug()
 def dead_nic_still_used() -> list[Change]:
-    """A NIC's death is not taken note of."""
+    """A NIC's death is not noticed."""
     return [(DomainGroup, "nic_down", lambda *_: None)]
 
 

@@ -95,14 +95,14 @@ def sums_over_all_nics() -> list[Change]:
     """The receiver tells how often an immediate came from that NIC, at whichever of its own."""
     tell = Fencing._tell
 
-    def everywhere(self, nic, address, note, status):
+    def everywhere(self, nic, address, message, status):
         def sums(arrivals, there, source, imms):
             each = [own(mine, its, source, imms) for mine, its in zip(self.arrivals, self._nics)]
             return tuple(map(sum, zip(*each)))
 
         own = Arrivals.sums
         with mock.patch.object(Arrivals, "sums", sums):
-            tell(self, nic, address, note, status)
+            tell(self, nic, address, message, status)
 
     return [(Fencing, "_tell", everywhere)]
 
@@ -154,8 +154,8 @@ def tally_keeps_first() -> list[Change]:
 def path_not_fenced() -> list[Change]:
     """The receiver answers without a fence: what is in flight lands after it was counted."""
 
-    def at_once(self, nic, address, note):
-        self._tell(nic, address, note, Status.OK)
+    def at_once(self, nic, address, message):
+        self._tell(nic, address, message, Status.OK)
 
     return [(Fencing, "_asked", at_once)]
 
@@ -165,20 +165,20 @@ def sums_taken_before_the_fence() -> list[Change]:
     """The sums are those of the moment of the question; the fence comes after."""
     asked, tell = Fencing._asked, Fencing._tell
 
-    def note_first(self, nic, address, note):
+    def note_first(self, nic, address, message):
         early = self.__dict__.setdefault("_early", {})
-        if note.nic < len(self.arrivals):
-            there = self._nics[note.nic]
-            sums = self.arrivals[note.nic].sums(there, note.source, note.imms)
-            early[address, note.number] = sums
-        asked(self, nic, address, note)
+        if message.nic < len(self.arrivals):
+            there = self._nics[message.nic]
+            sums = self.arrivals[message.nic].sums(there, message.source, message.imms)
+            early[address, message.number] = sums
+        asked(self, nic, address, message)
 
-    def tell_early(self, nic, address, note, status):
-        counts = self.__dict__.get("_early", {}).get((address, note.number))
+    def tell_early(self, nic, address, message, status):
+        counts = self.__dict__.get("_early", {}).get((address, message.number))
         if counts is None or status != Status.OK:
-            tell(self, nic, address, note, status)
+            tell(self, nic, address, message, status)
         else:
-            self._channel.answer(nic, address, Told(note.number, "", counts))
+            self._channel.answer(nic, address, Told(message.number, "", counts))
 
     return [(Fencing, "_asked", note_first), (Fencing, "_tell", tell_early)]
 
@@ -188,9 +188,9 @@ def first_nic_fenced() -> list[Change]:
     """The receiver fences at its first NIC, whichever the path went to."""
     asked = Fencing._asked
 
-    def wrong(self, nic, address, note):
+    def wrong(self, nic, address, message):
         mine, self._nics = self._nics, [self._nics[0]] * len(self._nics)
-        asked(self, nic, address, note)
+        asked(self, nic, address, message)
         self._nics = mine
 
     return [(Fencing, "_asked", wrong)]
@@ -350,9 +350,9 @@ def questions_share_a_number() -> list[Change]:
     """All questions have one number: an answer ends the wrong one."""
     ask = Channel.ask
 
-    def same(self, link, note, told, lost):
+    def same(self, link, message, told, lost):
         self._numbers = itertools.repeat(1)
-        ask(self, link, note, told, lost)
+        ask(self, link, message, told, lost)
 
     return [(Channel, "ask", same)]
 

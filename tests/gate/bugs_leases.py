@@ -129,11 +129,11 @@ def answered_at_once() -> list[Change]:
     """The writer says that it has stopped while rows of it are posted."""
     ended, answer = HeldLeases._ended, HeldLeases._answer
 
-    def hasty(self, nic, address, note):
-        held = self._find(note.owner, note.lease)
-        held.asking[nic, address, note.number] = None
+    def hasty(self, nic, address, message):
+        held = self._find(message.owner, message.lease)
+        held.asking[nic, address, message.number] = None
         answer(self, held)
-        ended(self, nic, address, note)
+        ended(self, nic, address, message)
 
     return [(HeldLeases, "_ended", hasty)]
 
@@ -158,11 +158,11 @@ def end_not_remembered() -> list[Change]:
     """The writer hears of the end of a lease before it meets the lease, and forgets it."""
     ended = HeldLeases._ended
 
-    def forgetful(self, nic, address, note):
-        if (note.owner, note.lease) in self.known:
-            ended(self, nic, address, note)
+    def forgetful(self, nic, address, message):
+        if (message.owner, message.lease) in self.known:
+            ended(self, nic, address, message)
         else:
-            self._channel.answer(nic, address, Told(note.number, "", ()))
+            self._channel.answer(nic, address, Told(message.number, "", ()))
 
     return [(HeldLeases, "_ended", forgetful)]
 

@@ -118,7 +118,7 @@ def shunned_for_good() -> list[Change]:
 
 @life("flap")
 def back_over_a_fenced_path() -> list[Change]:
-    """A NIC that answers notes is used again, though no row gets there."""
+    """A NIC that answers control messages is used again, though no row gets there."""
 
     def every(self, link, number):
         return [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
@@ -134,7 +134,7 @@ def back_over_a_fenced_path() -> list[Change]:
 @life("flap", ordered=True, flush_on_error=True, dead_after_ps=300_000)
 def notes_take_rows_along() -> list[Change]:
     """A heartbeat fails and flushes the rows on its path, which fail for no reason of their own."""
-    return [(FarEnds, "note_heard", lambda *_, **__: None)]
+    return [(FarEnds, "control_heard", lambda *_, **__: None)]
 
 
 # ---------------------------------------------------------------------- leaving

@@ -68,7 +68,7 @@ def taken_into_use_when_refused() -> list[Change]:
     def deaf(self, path, answer, then):
         told(self, path, type(answer)(answer.number, "", ()), then)
 
-    def refuse(self, note):
+    def refuse(self, message):
         return "not now"
 
     return [(Reopening, "_told", deaf), (Reopening, "_why_not", refuse)]

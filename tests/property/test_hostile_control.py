@@ -19,9 +19,9 @@ from msgspec import inspect
 import tep
 from tep.api import Pages
 from tep.backends.loopback import Hub
-from tep.control.messages import Note, Renewed, decode, encode
+from tep.control.messages import ControlMessage, Renewed, decode, encode
 
-KINDS = typing.get_args(Note)
+KINDS = typing.get_args(ControlMessage)
 PAGE, PAGES, IMM = 8, 64, 7
 
 
@@ -97,7 +97,7 @@ class World:
     def say(self, data: bytes) -> None:
         for ear in self.ears:
             self.ctx += 1
-            assert self.mouth.post_note(ear, data, self.ctx)
+            assert self.mouth.post_control(ear, data, self.ctx)
 
     def turn(self) -> None:
         for engine in (self.a, self.b):
@@ -106,8 +106,8 @@ class World:
         out = np.zeros(64, self.c._worker._out.dtype)
         while n := self.mouth.poll(out):
             for entry in out[:n]:
-                if entry["kind"] == tep.backends.base.Kind.NOTE:
-                    self.mouth.take_note(int(entry["ctx"]))
+                if entry["kind"] == tep.backends.base.Kind.CONTROL:
+                    self.mouth.take_control(int(entry["ctx"]))
 
     def transfer(self) -> None:
         """One transfer, exact in bytes and counts."""
@@ -163,17 +163,17 @@ def test_a_hundred_thousand_hostile_messages_fill_nothing() -> None:
         pool.append(message)
 
     draw()
-    notes = [decode(message) for message in pool]
+    known = [decode(message) for message in pool]
     rng = random.Random(1)
     own, lease = world.c.main_address.domains[0], 0
     sizes = []
     for _ in range(2):
         for k in range(12_500):  # each goes to four NICs
-            note = msgspec.structs.replace(rng.choice(notes), number=rng.randrange(1 << 62))
+            message = msgspec.structs.replace(rng.choice(known), number=rng.randrange(1 << 62))
             if k % 4 == 0:  # fresh names of things are what fills tables
                 lease += 1
-                note = Renewed(lease, own, lease, 1, 10**9)
-            world.say(encode(note))
+                message = Renewed(lease, own, lease, 1, 10**9)
+            world.say(encode(message))
             if k % 16 == 0:
                 world.turn()
             if k % 4096 == 0:

@@ -125,11 +125,11 @@ def test_far_ends_that_matter_are_not_forgotten() -> None:
     ends.at(0, b"a").fence = Fence()
     ends.at(0, b"b").leases["lease"] = None
     ends.at(0, b"c").asked = 7
-    ends.note_heard(0, b"d", heard=False)
+    ends.control_heard(0, b"d", heard=False)
     for address in (b"a", b"b", b"c", b"d", b"e"):
         ends.drop(0, address)
     assert 3 == len(ends)
-    ends.note_heard(0, b"e", heard=True)
+    ends.control_heard(0, b"e", heard=True)
     assert ends.get(0, b"e") is None, "what goes well needs no record"
     ends.forget((b"a", b"b", b"d"))
     assert ends.get(0, b"d") is None

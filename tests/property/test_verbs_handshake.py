@@ -54,13 +54,19 @@ class End:
         assert self.qps != self.asked, "the peer had dropped this before it was asked"
         self.sends = True
 
-    def say(self, kind, attempt, echo, note=b""):
+    def say(self, kind, attempt, echo, payload=b""):
         number = 0 if self.qps is None else self.qps[0]
         qps = ((number, 0), (number, 0)) if kind in {Kind.REQ, Kind.REP} else ()
         self.net.send(
             self.other,
             Hello(
-                kind=kind, sender=ADDRESS, target=0, attempt=attempt, echo=echo, qps=qps, note=note
+                kind=kind,
+                sender=ADDRESS,
+                target=0,
+                attempt=attempt,
+                echo=echo,
+                qps=qps,
+                payload=payload,
             ),
         )
 

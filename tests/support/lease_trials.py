@@ -1,7 +1,8 @@
 """Drawn runs of leases on the chaos fabric, judged by memory alone.
 
 An owner leases ranges to two writers, who write under them and also to plain regions, while NICs
-die, links break, workers pause, peers restart, notes get lost and bytes land late. When the end of
+die, links break, workers pause, peers restart, control messages get lost and bytes land late. When
+the end of
 a lease says that its range is free, the owner writes over it: then nothing may change there.
 """
 
@@ -270,7 +271,7 @@ def play(seed: int, *, fences: bool = True) -> Trial:
     nics = [dice.choice([1, 2, 2, 3]) for _ in range(3)]
     late, loss = dice.choice([0, 1, 1, 2]), dice.choice([0, 0, 0, 2, 6])
     chaos = Chaos.draw(seed, late_land=late, message_loss=loss)
-    # Notes that come back later than the next ones go out turn their engine for ever.
+    # Control messages that come back later than the next ones go out turn their engine for ever.
     probe_max_s = max(320e-6, 4e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
     options = EngineOptions(probe_first_s=20e-6, probe_max_s=probe_max_s)
     unfenced: AbstractContextManager[object] = nullcontext()

@@ -227,7 +227,7 @@ class _Run:
             ends = {"crash": PeerState.LOST, "restart": PeerState.RESTARTED}
             if self.nics == 1:
                 ends["kill nic"] = PeerState.LOST
-            # Without a path for rows it stays lost, however it may answer notes.
+            # Without a path for rows it stays lost, however it may answer control messages.
             expected = PeerState.ALIVE if self._paths() else PeerState.LOST
             assert ends.get(fate, expected) is self.watch.state
 

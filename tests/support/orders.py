@@ -1,6 +1,7 @@
 """A fabric on which every order of events can be tried, one after the other. Not a test.
 
-What may happen next (a row lands, an acknowledgement or an error comes back, a note arrives, a
+What may happen next (a row lands, an acknowledgement or an error comes back, a control message
+arrives, a
 fence closes, a NIC dies) is a list, and a `Chooser` says which of it does. Between two events both
 engines are turned until they rest. `every` runs through all choices there are.
 """
@@ -67,7 +68,7 @@ class Flight:
 
 
 class Nic:
-    """One NIC of the fabric; see `tep.backends.base.Noting`."""
+    """One NIC of the fabric; see `tep.backends.base.ControlDomain`."""
 
     def __init__(self, fabric: Fabric, name: str, index: int) -> None:
         self.caps = DomainCaps(
@@ -80,7 +81,7 @@ class Nic:
             ordered=False,
             imm_eats_recv=False,
             peer_timeout_s=1.0,
-            note_bytes=1024,
+            control_bytes=1024,
             imm_source=True,
         )
         self.fabric = fabric
@@ -88,7 +89,7 @@ class Nic:
         self.dead = False
         self.regions = {}
         self.fenced = set()
-        self.notes = {}
+        self.controls = {}
         self.cq = deque()
         fabric.nics.append(self)
 
@@ -116,12 +117,12 @@ class Nic:
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         raise NotImplementedError
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        self.fabric.notes.append((self, self.fabric.nics[peer], payload, ctx))
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        self.fabric.controls.append((self, self.fabric.nics[peer], payload, ctx))
         return True
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self.notes.pop(slot)
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        return self.controls.pop(slot)
 
     def engine_of(self, address: bytes) -> bytes:
         return address.partition(b"/")[0]
@@ -198,7 +199,7 @@ class Fabric:
         self.chooser = chooser
         self.nics: list[Nic] = []
         self.flights: list[Flight] = []
-        self.notes: list[tuple[Nic, Nic, bytes, int]] = []
+        self.controls: list[tuple[Nic, Nic, bytes, int]] = []
         self.fences: list[tuple[Nic, int]] = []
         self.doomed = doomed
         self.slots = 0
@@ -240,7 +241,7 @@ class Fabric:
         found: list[Event] = []
         for flight in self.flights:
             found += self._of(flight)
-        found += [lambda k=k: self._deliver(k) for k in range(len(self.notes))]
+        found += [lambda k=k: self._deliver(k) for k in range(len(self.controls))]
         found += [lambda k=k: self._fence(k) for k in range(len(self.fences))]
         # Dying is a choice as long as it makes a difference to any row.
         if self.doomed and any(not flight.ended for flight in self.flights):
@@ -255,7 +256,7 @@ class Fabric:
         found: list[Event] = []
         # A row whose sender has been told that it failed may land all the same, until it is
         # fenced. Once nothing else is to come that makes no difference.
-        more = not flight.ended or self.notes or any(not f.ended for f in self.flights)
+        more = not flight.ended or self.controls or any(not f.ended for f in self.flights)
         if not flight.landed and may_land and more:
             found.append(lambda: self._land(flight))
         if not flight.ended:
@@ -288,14 +289,14 @@ class Fabric:
         self._end(flight, Status.NIC_DOWN if dead else Status.UNREACHABLE)
 
     def _deliver(self, k: int) -> None:
-        here, there, payload, ctx = self.notes.pop(k)
+        here, there, payload, ctx = self.controls.pop(k)
         status = Status.OK
         if here.dead or there.dead or {(here, there), (there, here)} & self.cuts:
             status = Status.NIC_DOWN if here.dead else Status.UNREACHABLE
         else:
             slot = self.slots = self.slots + 1
-            there.notes[slot] = (payload, here.address)
-            there.cq.append((Kind.NOTE, Status.OK, 1, 0, 0, slot, len(payload)))
+            there.controls[slot] = (payload, here.address)
+            there.cq.append((Kind.CONTROL, Status.OK, 1, 0, 0, slot, len(payload)))
         here.cq.append((Kind.SENT, status, 1, 0, 0, ctx, 0))
 
     def _fence(self, k: int) -> None:

@@ -133,10 +133,10 @@ class Play:
             found.append(fabric.cuts.clear)
         if self.strays and shut:
             found.append(self._stray)
-        if self.copies and fabric.notes:
+        if self.copies and fabric.controls:
             found.append(self._copy)
         found += [self._late] * bool(self.kept)
-        if not (found or fabric.notes or fabric.fences or out):
+        if not (found or fabric.controls or fabric.fences or out):
             if fabric.cuts:
                 found.append(fabric.cuts.clear)
             elif shut or not all(all(link.alive) for link in links):
@@ -153,15 +153,15 @@ class Play:
     def _copy(self) -> None:
         """Keep a copy of a message that is on its way."""
         self.copies -= 1
-        _, there, payload, _ = self.fabric.notes[-1]
-        self.kept.append((there, payload, self.fabric.notes[-1][0].address))
+        _, there, payload, _ = self.fabric.controls[-1]
+        self.kept.append((there, payload, self.fabric.controls[-1][0].address))
 
     def _late(self) -> None:
         """The oldest copy comes."""
         there, payload, address = self.kept.pop(0)
         slot = self.fabric.slots = self.fabric.slots + 1
-        there.notes[slot] = (payload, address)
-        there.cq.append((Kind.NOTE, Status.OK, 1, 0, 0, slot, len(payload)))
+        there.controls[slot] = (payload, address)
+        there.cq.append((Kind.CONTROL, Status.OK, 1, 0, 0, slot, len(payload)))
 
     def _stray(self) -> None:
         self.strays -= 1

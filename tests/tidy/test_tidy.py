@@ -125,7 +125,7 @@ def test_every_test_says_what_would_break() -> None:
 
 
 def test_notes_on_work_to_do_carry_an_issue_number() -> None:
-    """A note on work to do that belongs to no issue stays for ever."""
+    """A control message on work to do that belongs to no issue stays for ever."""
     word = "TO" + "DO"
     pattern = re.compile(rf"\b({word}|FIX" + r"ME|XX" + r"X)\b(?!.{0,3}#\d+)")
     found = [

@@ -147,7 +147,7 @@ def test_a_renewed_lease_lasts(pair: Pair) -> None:
 
 
 def test_an_old_renewal_changes_nothing(pair: Pair) -> None:
-    """Notes overtake each other: the last word of the owner counts, not the last to come."""
+    """Control messages overtake each other: the owner's last word counts, not the last to come."""
     grant, lease = pair.lease(for_s=0.8)
     held = pair.b._peers.resolve(lease, "test").held_lease
     address = pair.a.main_address.domains[0]
@@ -331,7 +331,7 @@ def test_old_leases_are_over_by_their_number(pair: Pair) -> None:
                 pair.write(old)
         address = pair.a.main_address.domains[0]
         pair.b._worker.held_leases._ended(0, address, Ended(77, address, 1))
-        assert "too long ago" in pair.b._worker.channel._queue[-1].note.why
+        assert "too long ago" in pair.b._worker.channel._queue[-1].message.why
         grant.revoke().wait(1)
 
 

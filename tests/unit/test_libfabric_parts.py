@@ -111,7 +111,7 @@ def test_frames_fit_their_head_room():
     payload = b"y" * 65536
     for frame in (
         frames.Data(sender, 2**64 - 1, payload),
-        frames.Note(sender, 2**64 - 1, payload),
+        frames.Control(sender, 2**64 - 1, payload),
         frames.Lease(sender, 2**63, 2**63, 2**63),
         frames.Hello(sender, 2**64 - 1),
     ):

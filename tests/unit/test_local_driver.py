@@ -19,7 +19,7 @@ PATIENCE_S = 30.0
 
 
 class Machine(FakeMachine):
-    """Does what it is told, one at a time, and notes on which thread."""
+    """Does what it is told, one at a time, and control messages on which thread."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -131,7 +131,7 @@ def test_what_strangers_send_along_is_closed() -> None:
     token = Address.from_bytes(victim.address).token
     before = open_descriptors()
     for number in (1, 2, 3, 4, 5):
-        for said in (Hello(bytes(16), "x"), Hello(token, "x"), channel_room.Note(b"s", b"p")):
+        for said in (Hello(bytes(16), "x"), Hello(token, "x"), channel_room.Control(b"s", b"p")):
             with call(victim) as stranger, Path(os.devnull).open() as null:
                 socket.send_fds(stranger, [msgspec.msgpack.encode(said)], [null.fileno()] * number)
                 serve(victim)

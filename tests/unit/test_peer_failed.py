@@ -90,7 +90,7 @@ def test_closing_ends_a_word_on_its_way() -> None:
 
 
 def test_bad_words_are_refused() -> None:
-    """Too long a reason would not fit into a note, and a backend without notes has none."""
+    """A reason must fit into a control message, and some backends have no such messages."""
     with Cluster(2, 1) as cluster:
         a, b = cluster.engines
         for imm, reason in ((-1, "x"), (7, "x" * 61), (7, b"x")):

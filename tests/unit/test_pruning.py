@@ -90,7 +90,7 @@ def test_sums_stay_short_and_failover_exact(limit: int) -> None:
 
 
 def test_few_values_cost_no_message() -> None:
-    """Most lanes never hold thousands of values, and their notes are the same as before."""
+    """Most paths never hold thousands of values: their control messages do not change."""
     lanes = Lanes()
     lanes.go_on(4 * PAGES)
     assert lanes.sums() == 8 * PAGES

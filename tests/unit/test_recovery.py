@@ -80,7 +80,7 @@ def test_nics_that_cannot_fence_fail_at_once_and_say_so(imm) -> None:
 
 
 def test_a_receiver_that_cannot_fence_says_so() -> None:
-    """It is asked by notes that anybody can send; no NIC may be told what it does not know."""
+    """Anybody can send control messages; no NIC may be told what it does not know."""
     with Broken() as world:
         for domain in world.b._domains:
             domain.caps = replace(domain.caps, imm_source=False)
@@ -142,7 +142,7 @@ def test_closing_before_the_last_immediate_ends_it() -> None:
     fabric._fail(lost)
     fabric._rest()
     while len(fabric.flights) == 1:
-        events = [fabric._deliver] * bool(fabric.notes) + [fabric._fence] * bool(fabric.fences)
+        events = [fabric._deliver] * bool(fabric.controls) + [fabric._fence] * bool(fabric.fences)
         events[0](0)
         fabric._rest()
     again = fabric.flights[1]

@@ -264,12 +264,12 @@ def test_notes_reach_the_engine_and_name_their_sender() -> None:
     """They take no buffer of the users, and an immediate says which NIC it came from."""
     seam = Seam(nics=2)
     out, inbox = seam.a.node.domains[1], seam.b.node.domains[0]
-    assert out.post_note(out.connect(inbox.address), b"fence me", 9)
+    assert out.post_control(out.connect(inbox.address), b"fence me", 9)
     seam.write([(0, 0, 8)], 3, nic=1, remote=0)
     seam.run()
 
-    [note] = seam.of(Kind.NOTE)
-    assert (b"fence me", out.address) == inbox.take_note(note.ctx)
+    [note] = seam.of(Kind.CONTROL)
+    assert (b"fence me", out.address) == inbox.take_control(note.ctx)
     assert [9] == [seen.ctx for seen in seam.of(Kind.SENT)]
     [imm] = seam.of(Kind.IMM)
     assert out.address == inbox.source(imm.ctx)

@@ -1,4 +1,4 @@
-"""What a verbs NIC does for failover: sources, fences, notes, and a death that loses no arrival."""
+"""What a verbs NIC does for failover: sources, fences, control messages, deaths."""
 
 from __future__ import annotations
 
@@ -331,15 +331,15 @@ def test_notes_pass_where_no_row_does(stub, nodes):
     nodes.fence("b", "a")
     stub.set(Knob.DROP_DATAGRAMS, 3)
     peer = nodes.nics["a"].connect(nodes.nics["b"].address)
-    notes = [b"%d" % k * k for k in range(20)]
-    for k, note in enumerate(notes):
-        assert nodes.nics["a"].post_note(peer, note, k)
+    controls = [b"%d" % k * k for k in range(20)]
+    for k, note in enumerate(controls):
+        assert nodes.nics["a"].post_control(peer, note, k)
     nodes.until(lambda: nodes.ended("a", Kind.SENT).total() == 20)
-    slots = [entry[5] for entry in nodes.seen["b"] if entry[0] == Kind.NOTE]
-    taken = [nodes.nics["b"].take_note(slot) for slot in slots]
+    slots = [entry[5] for entry in nodes.seen["b"] if entry[0] == Kind.CONTROL]
+    taken = [nodes.nics["b"].take_control(slot) for slot in slots]
 
     assert {Status.OK: 20} == nodes.ended("a", Kind.SENT)
-    assert [(note, nodes.nics["a"].address) for note in notes] == taken
+    assert [(note, nodes.nics["a"].address) for note in controls] == taken
 
 
 def test_one_nic_whose_link_is_cut_is_kept(stub):

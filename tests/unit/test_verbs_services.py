@@ -1,4 +1,4 @@
-"""Watches, removals and leases on verbs, over the stub: notes are datagrams, and fences hold."""
+"""Watches, removals and leases on verbs, over the stub."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def watch_landings(owners: list[Owner]) -> dict[int, int]:
     """Note when each row landed, by its number, as the fabric books it."""
     landed: dict[int, int] = {}
 
-    class Noting(Agenda):
+    class ControlDomain(Agenda):
         __slots__ = ("receive_ps",)
 
         def add(self, times: np.ndarray, numbers: np.ndarray) -> None:
@@ -133,7 +133,7 @@ def watch_landings(owners: list[Owner]) -> dict[int, int]:
 
     for owner in owners:
         for nic in owner.nics:
-            nic.inbox = Noting()
+            nic.inbox = ControlDomain()
             nic.inbox.receive_ps = owner.fabric.profile.receive_ps
     return landed
 

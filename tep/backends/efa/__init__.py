@@ -18,7 +18,7 @@ from tep.backends.efa.device import Nic, efa_devices
 from tep.backends.efa.domain import EfaDomain, choose_way
 from tep.backends.efa.pairs import Sizes
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
-from tep.backends.libfabric.messages import NOTE_BYTES_MAX
+from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
 from tep.backends.libfabric.rules import RULES
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.efa import Efa, load
@@ -138,7 +138,7 @@ def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
             memory_kinds=("cpu", "cuda") if how.dmabuf is not None else ("cpu",),
             peer_timeout_s=how.peer_timeout_s,
             wakes=nic.wait_fd is not None,
-            note_bytes=NOTE_BYTES_MAX,
+            control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
         )
         about = f"SRD through libibverbs and libefa; entries {words}; all peers by the NIC"

@@ -17,7 +17,7 @@ from tep.backends.base import DomainCaps, Opened
 from tep.backends.libfabric.discover import Offer, find_offers, list_providers
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.efa.device import check_offer, endpoint_options, same_host_way
-from tep.backends.libfabric.messages import NOTE_BYTES_MAX
+from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.rules import RULES, Rules
 from tep.backends.libfabric.shm.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
@@ -177,7 +177,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             memory_kinds=("cpu", "cuda") if how.cuda else ("cpu",),
             peer_timeout_s=how.peer_timeout_s,
             wakes=nic.wait_fd is not None,
-            note_bytes=NOTE_BYTES_MAX,
+            control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
         )
         options = (

@@ -192,24 +192,24 @@ class FabricDomain:
             self._check_open()
         return self._rows.post(batch, start, stop)
 
-    # --- messages and notes
+    # --- messages and control messages
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
-        return self._send(peer, payload, ctx, is_note=False)
+        return self._send(peer, payload, ctx, is_control=False)
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        return self._send(peer, payload, ctx, is_note=True)
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return self._send(peer, payload, ctx, is_control=True)
 
-    def _send(self, peer: int, payload: bytes, ctx: int, *, is_note: bool) -> bool:
+    def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         self._check_open()
         to = self._peers.all[peer]
         now_s = time.monotonic()
         self._peers.greet_again(to, now_s)
-        taken = self._outgoing.send(self._peers, to, payload, ctx, now_s, is_note=is_note)
+        taken = self._outgoing.send(self._peers, to, payload, ctx, now_s, is_control=is_control)
         self._stir(to)
         return taken
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
         return self._unread.take(slot)
 
     engine_of = staticmethod(engine_of)
@@ -354,7 +354,7 @@ class FabricDomain:
                 self._rows.recheck()
             case frames.Data():
                 self._inbox.take_data(peers, peer, frame)
-            case frames.Note():
+            case frames.Control():
                 self._unread.add(frame.payload, frame.sender)
                 peers.say(peer, frames.Ack(self.address, frame.number, Status.OK))
             case frames.Ack():

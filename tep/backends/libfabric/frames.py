@@ -1,4 +1,5 @@
-"""What two NICs say to each other besides writes: greetings, leases, messages, notes; as bytes.
+"""What two NICs say to each other besides writes: greetings, leases, messages, control messages;
+as bytes.
 
 Frames travel as libfabric messages. Every frame names its sender's address, and bytes that are not
 a frame are dropped. Nothing here sends.
@@ -16,12 +17,12 @@ __all__ = [
     "Ack",
     "Ask",
     "Bye",
+    "Control",
     "Data",
     "Frame",
     "Go",
     "Hello",
     "Lease",
-    "Note",
     "Revoke",
     "Stale",
     "Wait",
@@ -84,7 +85,7 @@ class Data(_Frame, frozen=True, array_like=True, tag=7):
 
 
 class Ack(_Frame, frozen=True, array_like=True, tag=8):
-    """Your message, or note, ended with this status."""
+    """Your message, or control message, ended with this status."""
 
     number: Unsigned
     status: Annotated[int, Meta(ge=0, le=255)]
@@ -106,14 +107,14 @@ class Bye(_Frame, frozen=True, array_like=True, tag=11):
     """I am closing."""
 
 
-class Note(_Frame, frozen=True, array_like=True, tag=12):
+class Control(_Frame, frozen=True, array_like=True, tag=12):
     """A word to your engine; it needs no buffer of the user's. Numbered like messages."""
 
     number: Unsigned
     payload: bytes
 
 
-Frame = Hello | Welcome | Stale | Ask | Lease | Revoke | Data | Ack | Wait | Go | Bye | Note
+Frame = Hello | Welcome | Stale | Ask | Lease | Revoke | Data | Ack | Wait | Go | Bye | Control
 
 HEAD_BYTES_MAX: Final = 512
 """What a frame needs at the most besides a payload."""

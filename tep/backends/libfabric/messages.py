@@ -1,7 +1,9 @@
-"""Messages and notes over frames: sent once, acknowledged; messages wait while there is no buffer.
+"""Messages and control messages over frames: sent once, acknowledged; messages wait while there is
+no buffer.
 
 A message that finds no buffer at the peer is not kept there: its sender is told to wait, and to
-send again once there is one. So a slow reader costs its senders' memory and nobody else's. A note
+send again once there is one. So a slow reader costs its senders' memory and nobody else's. A
+control message
 is the engine's: it is always taken, and handed out with its sender's address. Nothing here calls
 libfabric.
 """
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.peers import Peers
 
-__all__ = ["NOTE_BYTES_MAX", "Inbox", "Outgoing"]
+__all__ = ["CONTROL_BYTES_MAX", "Inbox", "Outgoing"]
 
-NOTE_BYTES_MAX: Final = 4096
+CONTROL_BYTES_MAX: Final = 4096
 """No provider's messages are shorter."""
 
 _OPEN_MAX: Final = 64
@@ -32,13 +34,15 @@ _OK: Final = int(Status.OK)
 
 
 class _Message:
-    """One message or note of ours that has not been acknowledged."""
+    """One message or control message of ours that has not been acknowledged."""
 
-    __slots__ = ("ctx", "is_note", "payload", "peer", "since_s", "waiting")
+    __slots__ = ("ctx", "is_control", "payload", "peer", "since_s", "waiting")
 
-    def __init__(self, peer: Peer, payload: bytes, ctx: int, now_s: float, is_note: bool) -> None:
+    def __init__(
+        self, peer: Peer, payload: bytes, ctx: int, now_s: float, is_control: bool
+    ) -> None:
         self.peer = peer
-        self.is_note = is_note
+        self.is_control = is_control
         self.payload = payload
         self.ctx = ctx
         self.waiting = False  # the peer has no buffer
@@ -46,7 +50,8 @@ class _Message:
 
 
 class Outgoing:
-    """Messages and notes that this NIC sends. One kind that is full does not hold up the other.
+    """Messages and control messages that this NIC sends. One kind that is full does not hold up
+    the other.
 
     Args:
         me: this NIC's address.
@@ -63,28 +68,28 @@ class Outgoing:
         self._timeout_s = timeout_s
         self.open: dict[int, _Message] = {}
         self._number = 0
-        self._notes = 0  # of those that are open
+        self._controls = 0  # of those that are open
 
     def send(
-        self, peers: Peers, peer: Peer, payload: bytes, ctx: int, now_s: float, *, is_note: bool
+        self, peers: Peers, peer: Peer, payload: bytes, ctx: int, now_s: float, *, is_control: bool
     ) -> bool:
-        """Take one message or note; False = too many of its kind are open."""
-        if (self._notes if is_note else len(self.open) - self._notes) >= _OPEN_MAX:
+        """Take one message or control message; False = too many of its kind are open."""
+        if (self._controls if is_control else len(self.open) - self._controls) >= _OPEN_MAX:
             return False
         self._number += 1
-        self._notes += is_note
-        self.open[self._number] = _Message(peer, payload, ctx, now_s, is_note)
+        self._controls += is_control
+        self.open[self._number] = _Message(peer, payload, ctx, now_s, is_control)
         if peer.over:
             self._end(self._number, peer.status)
-        elif is_note and len(payload) > NOTE_BYTES_MAX:
+        elif is_control and len(payload) > CONTROL_BYTES_MAX:
             self._end(self._number, Status.LENGTH)
         else:
-            frame = frames.Note if is_note else frames.Data
+            frame = frames.Control if is_control else frames.Data
             peers.say(peer, frame(self._me, self._number, payload))
         return True
 
     def take_ack(self, frame: frames.Ack) -> None:
-        """The peer says how a message or note ended."""
+        """The peer says how a message or control message ended."""
         message = self.open.get(frame.number)
         if message is not None and message.peer.data == frame.sender:
             known = frame.status in Status._value2member_map_
@@ -134,7 +139,7 @@ class Outgoing:
 
     def _end(self, number: int, status: Status) -> None:
         message = self.open.pop(number)
-        self._notes -= message.is_note
+        self._controls -= message.is_control
         self._done.append((_SENT, int(status), 1, 0, 0, message.ctx, 0))
 
 

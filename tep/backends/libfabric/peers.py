@@ -32,8 +32,8 @@ from tep.errors import BadDescriptor, FabricError
 __all__ = ["Peers"]
 
 _SILENCE_S: Final = 1.0
-"""For how long a peer that did not answer is not asked again for the sake of messages and notes,
-which engines repeat: they fail at once. Rows are tried anew."""
+"""For how long a peer that did not answer is not asked again for the sake of messages and control
+messages, which engines repeat: they fail at once. Rows are tried anew."""
 
 _GRACE_S: Final = 0.1
 """For how long answers may follow a goodbye. A guess: far more than a network takes."""

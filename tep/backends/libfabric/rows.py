@@ -234,7 +234,7 @@ class Rows:
             return taken or None
         self.budget -= taken
         self.budget_bytes -= taken * longest if copies else 0
-        _note_appetite(peer, n, taken)
+        _control_appetite(peer, n, taken)
         if taken or peer.open:
             return taken
         return None  # nothing of it is in flight, so nothing would tell when to offer it again
@@ -414,7 +414,7 @@ class Rows:
             self._fresh.add(peer)
 
 
-def _note_appetite(peer: Peer, offered: int, taken: int) -> None:
+def _control_appetite(peer: Peer, offered: int, taken: int) -> None:
     """Remember how much a peer's queue took of what it was offered."""
     if taken == offered:
         peer.appetite = max(peer.appetite, 2 * offered)

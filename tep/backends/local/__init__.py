@@ -3,7 +3,7 @@
 Bytes move by process_vm_writev, or by plain copies into memory of alloc_shared(); immediates and
 messages through rings in shared memory; a sleeping peer is woken by an eventfd. The rooms:
 `address`, `channel` (the socket), `memory` and `rings` (what is shared, and in which order it is
-written), `copying`, `outbound` and `sender`, `noting`, `port`, `watches`, `domain`. Here a
+written), `copying`, `outbound` and `sender`, `control`, `port`, `watches`, `domain`. Here a
 backend's two functions.
 
 Whom a NIC trusts. Any user of the host can connect: without the address's token it is one of at
@@ -35,11 +35,11 @@ import numpy as np
 
 from tep.backends.base import CallersTurn, DomainCaps, Opened
 from tep.backends.local.address import Address, host_digest, process_start
+from tep.backends.local.control import CONTROL_BYTES_MAX
 from tep.backends.local.copying import can_reach
 from tep.backends.local.domain import LocalDomain
 from tep.backends.local.libc import allow_any_tracer, why
 from tep.backends.local.memory import alloc_shared
-from tep.backends.local.noting import NOTE_BYTES_MAX
 from tep.backends.local.rings import MESSAGE_BYTES_MAX
 from tep.errors import BackendUnavailable, UsageError
 
@@ -124,7 +124,7 @@ def _caps(nic: str, sq_depth: int) -> DomainCaps:
         ordered=True,
         imm_eats_recv=False,
         peer_timeout_s=_PEER_TIMEOUT_S,
-        note_bytes=NOTE_BYTES_MAX,
+        control_bytes=CONTROL_BYTES_MAX,
     )
 
 

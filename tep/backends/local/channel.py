@@ -1,11 +1,12 @@
-"""What two NICs say to each other over their UNIX socket: who they are, descriptors, and notes.
+"""What two NICs say to each other over their UNIX socket: who they are, descriptors, and control
+messages.
 
 The socket carries nothing that is counted or timed: its other use is to be closed by the kernel
 the moment a process ends, however it ends. All is non-blocking.
 
 The sender says Hello, with its lane and its bell; the receiver answers Welcome, with its port and
 its bell, or Refused. Later it offers shared memory with Share and takes it back with Unshare. The
-sender's engine has its notes carried to the receiver's.
+sender's engine has its control messages carried to the receiver's.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tep.backends.local.libc import SHORT
 
 __all__ = [
     "Channel",
+    "Control",
     "Hello",
-    "Note",
     "Refused",
     "Said",
     "Share",
@@ -98,19 +99,19 @@ class Unshare(msgspec.Struct, frozen=True, array_like=True, tag=5):
     number: Unsigned
 
 
-class Note(msgspec.Struct, frozen=True, array_like=True, tag=6):
+class Control(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """A word to the receiver's engine.
 
     Attributes:
         sender: address of the NIC that it comes from.
-        payload: at most noting.NOTE_BYTES_MAX bytes.
+        payload: at most control.CONTROL_BYTES_MAX bytes.
     """
 
     sender: bytes
     payload: bytes
 
 
-Said = Hello | Welcome | Refused | Share | Unshare | Note
+Said = Hello | Welcome | Refused | Share | Unshare | Control
 _encode = msgspec.msgpack.Encoder().encode
 _DECODER: Final[msgspec.msgpack.Decoder[Said]] = msgspec.msgpack.Decoder(Said, strict=True)
 

@@ -82,7 +82,7 @@ class LocalDomain:
         shared = self._watches, self._bell, self._fence
         self._sender = Sender(self.address, caps, self._sources, *shared)
         try:
-            self._port = Port(address, *shared, self._sender.notes.unread.add)
+            self._port = Port(address, *shared, self._sender.controls.unread.add)
         except BackendUnavailable:
             self._let_go()
             raise
@@ -140,15 +140,15 @@ class LocalDomain:
             self._refuse()
         return taken
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
-        taken = self._sender.post_note(peer, payload, ctx)
+        taken = self._sender.post_control(peer, payload, ctx)
         if not taken:
             self._refuse()
         return taken
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self._sender.notes.unread.take(slot)
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        return self._sender.controls.unread.take(slot)
 
     engine_of = staticmethod(engine_of)
 
@@ -322,7 +322,7 @@ class LocalDomain:
         return True
 
     def _awake(self) -> None:
-        """Let nobody ring, and note whether somebody did."""
+        """Let nobody ring, and control message whether somebody did."""
         self._asleep = False
         if self._words[ASLEEP]:
             self._words[ASLEEP] = 0

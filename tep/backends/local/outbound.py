@@ -23,8 +23,8 @@ from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.channel import (
     Channel,
+    Control,
     Hello,
-    Note,
     Refused,
     Said,
     Share,
@@ -88,7 +88,7 @@ class Outbound:
         line: rows that wait, in order.
         letters: messages that wait for room in the lane: payload, ctx.
         open: ctx of the messages in the lane, in order.
-        notes: those that wait for room in the socket, with their ctx.
+        control messages: those that wait for room in the socket, with their ctx.
 
     Args:
         patience_s: how long to call a peer that cannot answer, or for which there is no room here.
@@ -115,7 +115,7 @@ class Outbound:
         self.line: deque[Segment] = deque()
         self.letters: deque[tuple[bytes, int]] = deque()
         self.open: deque[int] = deque()
-        self.notes: deque[tuple[Note, int]] = deque()
+        self.controls: deque[tuple[Control, int]] = deque()
         self._name = name
         self._watches = watches
         self._bell = bell

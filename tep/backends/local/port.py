@@ -37,8 +37,8 @@ from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.channel import (
     Channel,
+    Control,
     Hello,
-    Note,
     Refused,
     Share,
     Unshare,
@@ -116,7 +116,8 @@ class Port:
         pool: receive buffers.
 
     Args:
-        note: called with the bytes of each note that arrives, and its sender's address.
+        control: called with the bytes of each control message that arrives, and its
+        sender's address.
 
     Raises:
         BackendUnavailable: no socket, or no shared memory.
@@ -128,9 +129,9 @@ class Port:
         watches: Watches,
         bell: int,
         fence: Callable[[], None],
-        note: Callable[[bytes, bytes], None],
+        control: Callable[[bytes, bytes], None],
     ) -> None:
-        self._note = note
+        self._control = control
         self._address = address
         self._watches = watches
         self._bell = bell
@@ -368,8 +369,8 @@ class Port:
             return
         inbound.channel.flush()
         for said, fds in inbound.channel.hear(_HEARD_MAX):
-            if isinstance(said, Note) and not fds:
-                self._note(said.payload, said.sender)
+            if isinstance(said, Control) and not fds:
+                self._control(said.payload, said.sender)
             else:
                 close_all(fds)
         if not inbound.channel.open:

@@ -21,9 +21,9 @@ import numpy as np
 from tep.backends.base import Column, DomainCaps, Entry, Kind, Status, WriteBatch
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
+from tep.backends.local.control import ControlMessages
 from tep.backends.local.copying import ROWS_MAX, Mover, Target, extent, inside
 from tep.backends.local.libc import why
-from tep.backends.local.noting import Notes
 from tep.backends.local.outbound import Outbound, Segment, Way
 from tep.backends.local.rings import ACKS, COPYING, EVENTS
 from tep.backends.local.watches import Watches
@@ -53,7 +53,7 @@ class Sender:
         lost: peers that were lost since the last poll.
         helping: bytes that may be moved until the next poll.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
-        notes: of this NIC.
+        control messages: of this NIC.
 
     Args:
         me: address of this NIC.
@@ -72,7 +72,7 @@ class Sender:
         self.done: deque[Entry] = deque()
         self.open_rows = 0
         self.why = ""
-        self.notes = Notes(me, self.done)
+        self.controls = ControlMessages(me, self.done)
         self._caps = caps
         self._depth = caps.sq_depth
         self._sources = sources
@@ -128,7 +128,7 @@ class Sender:
                 self._fail(segment.batch, segment.at, segment.stop, Status.UNREACHABLE)
             out.line.clear()
             self._end_letters(out, Status.UNREACHABLE)
-            self.notes.end(out, Status.UNREACHABLE)
+            self.controls.end(out, Status.UNREACHABLE)
             self.active.pop(out, None)
             if out.way is Way.GONE and out in self._numbers:
                 self._forget(out)
@@ -176,15 +176,15 @@ class Sender:
         for out in list(self.active):
             if out.way is Way.ASKING:
                 out.ask()
-            if out.notes:
-                self.notes.serve(out)
+            if out.controls:
+                self.controls.serve(out)
             if out.way is _UP:
                 if out.open or out.letters:
                     self._serve_letters(out)
                 if out.line and self.helping > 0:
                     self._serve(out)
                 del self.active[out]
-                if out.line or out.open or out.letters or out.notes:
+                if out.line or out.open or out.letters or out.controls:
                     self.active[out] = None  # behind the others, for the next helping
         if self.lost:
             self._clear_lost()
@@ -411,13 +411,13 @@ class Sender:
         self.why = out.why or f"process_vm_writev to {out.address}: {why(code)}"
         return Status.PROVIDER
 
-    # --- messages and notes
+    # --- messages and control messages
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        """Take a note; False = too many wait for that peer."""
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        """Take a control message; False = too many wait for that peer."""
         out = self._outs[peer]
-        taken = self.notes.post(out, payload, ctx)
-        if out.notes:
+        taken = self.controls.post(out, payload, ctx)
+        if out.controls:
             self.active[out] = None
         if self.lost:
             self._clear_lost()
@@ -478,7 +478,7 @@ class Sender:
                 for found in out.lane.take_acks():
                     self.done.append((_SENT, found, 1, 0, 0, out.open.popleft(), 0))
             self._end_letters(out, status)
-            self.notes.end(out, status)
+            self.controls.end(out, status)
         self.active.clear()
         self.abandon()
 

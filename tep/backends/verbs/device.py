@@ -16,7 +16,7 @@ from typing import Final
 
 from tep.backends.base import DomainCaps
 from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
-from tep.backends.verbs.handshake import note_bytes
+from tep.backends.verbs.handshake import control_bytes
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.ibverbs import DataPath, Library, fail
@@ -312,7 +312,7 @@ class Device:
     def caps(self, sq_depth: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
         """What a NIC on this device can do."""
         settings, port = self.settings, self.port
-        longest_note = note_bytes(port.active_mtu)
+        longest_control = control_bytes(port.active_mtu)
         return DomainCaps(
             backend="verbs",
             nic=self.name,
@@ -324,8 +324,8 @@ class Device:
             imm_eats_recv=True,
             memory_kinds=memory_kinds,
             peer_timeout_s=settings.peer_timeout_s,
-            note_bytes=longest_note,
-            imm_source=longest_note > 0,
+            control_bytes=longest_control,
+            imm_source=longest_control > 0,
         )
 
     def describe(self) -> str:

@@ -219,15 +219,15 @@ class VerbsDomain:
     def recv_done(self, slot: int) -> None:
         self._messages.done(slot)
 
-    # --- notes and fences
+    # --- control messages and fences
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
-        assert len(payload) <= self.caps.note_bytes, len(payload)
-        return self._peers.notes.post(self._peers.table[peer], payload, ctx, time.monotonic())
+        assert len(payload) <= self.caps.control_bytes, len(payload)
+        return self._peers.controls.post(self._peers.table[peer], payload, ctx, time.monotonic())
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return self._peers.notes.unread.take(slot)
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        return self._peers.controls.unread.take(slot)
 
     engine_of = staticmethod(engine_of)
 

@@ -1,6 +1,6 @@
 """How two NICs agree on queue pairs over datagrams that may be lost, doubled or late. Pure.
 
-Here is the form of all datagrams, those of `notes` too.
+Here is the form of all datagrams, those of control messages too.
 
 Three messages: REQ "these are my queue pairs", REP "these are mine, and they are ready to receive
 from yours", ACK "mine too". Rule 1: a side sends on its queue pairs only once it knows that the
@@ -20,18 +20,19 @@ A datagram (integers little-endian):
     offset  size  field     content
     0       4     magic     b"VHSK"
     4       1     version   2
-    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = NOTE, 7 = NOTED,
+    5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = CONTROL, 7 =
+    CONTROL_ACK,
                             8 = CHECK, 9 = CHECKED
     6       1     mtu       the port's, as the library numbers them
     7       1     count     queue pairs listed
     8       4     attempt   the sender's
-    12      4     echo      attempt of the receiver that this answers, or 0; number of the note
-    16      8     target    epoch of the incarnation that is meant
+    12      4     echo      attempt of the receiver that this answers, or 0; number of the control
+    message 16      8     target    epoch of the incarnation that is meant
     24      48    sender    its address
     72      8 n   (number, first packet sequence number) of each queue pair: messages, then writes;
                   REQ and REP end with what these can do beyond the standard (ECE): vendor, options
                   and mask, of 4 bytes each, all 0 for nothing;
-                  NOTE: what it says; CHECK, CHECKED: 4 bytes that are the question's own
+                  CONTROL: what it says; CHECK, CHECKED: 4 bytes that are the question's own
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ __all__ = [
     "Negotiation",
     "Phase",
     "QpId",
-    "note_bytes",
+    "control_bytes",
 ]
 
 _HEAD: Final = struct.Struct("<4sBBBBIIQ")
@@ -69,13 +70,13 @@ _PAUSES: Final = 16  # the longest pause is such a part of the patience, or the 
 
 _HEAD_BYTES: Final = _HEAD.size + ADDRESS_BYTES
 
-_NOTE_BYTES_MAX: Final = 912
+_CONTROL_BYTES_MAX: Final = 912
 """With head and routing header it fills 1 KiB, and goes into a packet of 1,500 bytes."""
 
-_NOTE_BYTES_MIN: Final = 512
-"""Who takes notes takes as much. Source: C24."""
+_CONTROL_BYTES_MIN: Final = 512
+"""Who takes control messages takes as much. Source: C24."""
 
-DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_NOTE_BYTES_MAX, _QPS_MAX * _QP.size + _ECE.size)
+DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_CONTROL_BYTES_MAX, _QPS_MAX * _QP.size + _ECE.size)
 
 QpId = tuple[int, int]
 """Number and first packet sequence number of a queue pair, 24 bits each."""
@@ -86,10 +87,10 @@ Ece = tuple[int, int, int]
 NO_ECE: Final = (0, 0, 0)
 
 
-def note_bytes(mtu: int) -> int:
-    """The longest note where packets are `mtu` long, as the library numbers them; 0 = too short."""
-    room = min(_NOTE_BYTES_MAX, (128 << mtu) - _HEAD_BYTES)
-    return room if room >= _NOTE_BYTES_MIN else 0
+def control_bytes(mtu: int) -> int:
+    """The longest control message for packets of `mtu` (an enum ibv_mtu); 0 = too short."""
+    room = min(_CONTROL_BYTES_MAX, (128 << mtu) - _HEAD_BYTES)
+    return room if room >= _CONTROL_BYTES_MIN else 0
 
 
 class Kind(IntEnum):
@@ -100,8 +101,8 @@ class Kind(IntEnum):
     ACK = 3
     STALE = 4  # "I am not the incarnation that you mean"
     BYE = 5  # "I am closing"
-    NOTE = 6  # for the peer's engine; repeated until NOTED
-    NOTED = 7
+    CONTROL = 6  # for the peer's engine; repeated until CONTROL_ACK
+    CONTROL_ACK = 7
     CHECK = 8  # "do you still have this connection?"
     CHECKED = 9  # "I have"
 
@@ -118,7 +119,7 @@ class Hello:
     mtu: int = 1
     qps: tuple[QpId, ...] = ()
     ece: Ece = NO_ECE
-    note: bytes = b""
+    payload: bytes = b""
 
     def encode(self) -> bytes:
         """Write it down."""
@@ -134,7 +135,7 @@ class Hello:
         )
         qps = b"".join(_QP.pack(*qp) for qp in self.qps)
         ece = _ECE.pack(*self.ece) if self.kind in _CONNECTING else b""
-        return head + self.sender.encode() + qps + ece + self.note
+        return head + self.sender.encode() + qps + ece + self.payload
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -149,13 +150,13 @@ class Hello:
         if version != _VERSION or kind not in Kind.__members__.values():
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
         sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
-        note, ece = b"", NO_ECE
+        payload, ece = b"", NO_ECE
         if kind in _CONNECTING and len(rest) >= _ECE.size:
             ece, rest = _ECE.unpack(rest[-_ECE.size :]), rest[: -_ECE.size]
         elif kind in _CONNECTING:
             raise BadDescriptor(f"handshake: {len(data)} bytes are too few for its kind")
         if kind in _NOTING:
-            note, rest = rest, b""
+            payload, rest = rest, b""
         if count > _QPS_MAX or len(rest) != count * _QP.size or not 1 <= mtu <= _MTU_MAX:
             raise BadDescriptor(f"handshake: {len(data)} bytes, {count} queue pairs, MTU {mtu}")
         qps = tuple(_QP.iter_unpack(rest))
@@ -172,12 +173,12 @@ class Hello:
             mtu=mtu,
             qps=qps,
             ece=ece,
-            note=note,
+            payload=payload,
         )
 
 
 _CONNECTING: Final = frozenset({Kind.REQ, Kind.REP})
-_NOTING: Final = frozenset({Kind.NOTE, Kind.CHECK, Kind.CHECKED})
+_NOTING: Final = frozenset({Kind.CONTROL, Kind.CHECK, Kind.CHECKED})
 
 
 class Phase(Enum):
@@ -205,7 +206,7 @@ class Actions(Protocol):
     def up(self) -> None:
         """Let ours send, or go on to."""
 
-    def say(self, kind: Kind, attempt: int, echo: int, note: bytes = b"") -> None:
+    def say(self, kind: Kind, attempt: int, echo: int, payload: bytes = b"") -> None:
         """Send a datagram; REQ and REP name our queue pairs."""
 
     def give_up(self) -> None:
@@ -266,7 +267,7 @@ class Negotiation:
         self.next_s = None
 
     def hear(self, hello: Hello, now_s: float) -> None:
-        """Take a datagram of this peer that means this incarnation, and is no note."""
+        """Take a datagram of this peer that means this incarnation, and is no control message."""
         match hello.kind:
             case Kind.REQ:
                 self._hear_request(hello, now_s)
@@ -278,9 +279,9 @@ class Negotiation:
             case Kind.CHECK:
                 self._hear_check(hello, now_s)
             case Kind.CHECKED:
-                if self.phase is Phase.CHECKING and hello.note == self._question:
+                if self.phase is Phase.CHECKING and hello.payload == self._question:
                     self._go_up()
-            case Kind.STALE | Kind.BYE | Kind.NOTE | Kind.NOTED:
+            case Kind.STALE | Kind.BYE | Kind.CONTROL | Kind.CONTROL_ACK:
                 raise AssertionError("the owner deals with these")
 
     def tick(self, now_s: float) -> None:
@@ -342,7 +343,7 @@ class Negotiation:
 
     def _hear_check(self, hello: Hello, now_s: float) -> None:
         if self.connected and (hello.echo, hello.attempt) == self._pair:
-            self._actions.say(Kind.CHECKED, *self._pair, hello.note)
+            self._actions.say(Kind.CHECKED, *self._pair, hello.payload)
         elif hello.attempt >= self.remote and self.phase is not Phase.ASKING:
             self.start(now_s)
 

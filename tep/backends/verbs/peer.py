@@ -102,7 +102,7 @@ class Peer:
             self.fail_rows(Status.UNREACHABLE, self._asked)
         self.flush()
 
-    def say(self, kind: Kind, attempt: int, echo: int, note: bytes = b"") -> None:
+    def say(self, kind: Kind, attempt: int, echo: int, payload: bytes = b"") -> None:
         owner = self._owner
         ids: tuple[QpId, ...] = ()
         ece: Ece = NO_ECE
@@ -117,7 +117,7 @@ class Peer:
             mtu=owner.device.port.active_mtu,
             qps=ids,
             ece=ece,
-            note=note,
+            payload=payload,
         )
         owner.datagrams.send(self.where, hello.encode())
 

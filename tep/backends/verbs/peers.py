@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Final
 from tep.backends.base import Entry, Status, WriteBatch
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import Conn, Queues
+from tep.backends.verbs.control import ControlMessages
 from tep.backends.verbs.draining import Draining
 from tep.backends.verbs.handshake import Hello, Kind, Phase
-from tep.backends.verbs.notes import Notes
 from tep.backends.verbs.peer import Peer
 from tep.backends.verbs.posting import Posting
 from tep.backends.verbs.sources import Sources
@@ -49,7 +49,7 @@ class Peers:
         up: by PeerId, the connection that rows can be posted on, or None.
         conns: by number of a queue pair.
         sources: the same for immediates, also for a while after a connection is gone.
-        notes: between engines.
+        control messages: between engines.
         draining: connections that failed.
         link_lost: whether our own port is at fault when nobody answers, and this NIC given up.
         trouble: what went wrong last while connecting.
@@ -80,7 +80,7 @@ class Peers:
         self.up = self.posting.up
         self.conns: dict[int, Conn] = {}
         self.sources = Sources()
-        self.notes = Notes(device.settings, ready)
+        self.controls = ControlMessages(device.settings, ready)
         self.draining = Draining(writer, ready, queues.depth, self._retire)
         self.link_lost = link_lost
         self.trouble = ""
@@ -140,7 +140,7 @@ class Peers:
         if peer.conn is not None:
             self.drop(peer.conn)
         peer.fail_waiting(status)
-        self.notes.fail(peer, status)
+        self.controls.fail(peer, status)
         self._unsettled.pop(peer, None)
         self._asking.pop(peer, None)
         self.datagrams.forget(peer.where)
@@ -191,8 +191,8 @@ class Peers:
         elif hello.kind is Kind.STALE:
             if hello.echo == peer.negotiation.attempt:
                 self.bury(peer, Status.STALE_PEER)
-        elif hello.kind in {Kind.NOTE, Kind.NOTED}:
-            self.notes.hear(peer, hello, now_s)
+        elif hello.kind in {Kind.CONTROL, Kind.CONTROL_ACK}:
+            self.controls.hear(peer, hello, now_s)
         else:
             key = hello.sender, hello.kind
             before = self._heard.get(key)
@@ -358,7 +358,7 @@ class Peers:
             if peer.conn is not None:
                 self.drop(peer.conn)
             peer.fail_waiting(peer.gone)
-            self.notes.fail(peer, peer.gone)
+            self.controls.fail(peer, peer.gone)
         self._forget_steps()
 
     def _forget_steps(self) -> None:
@@ -382,7 +382,7 @@ class Peers:
             or self._asking
             or self.draining.busy
             or self.writer.tails
-            or self.notes.open
+            or self.controls.open
         )
 
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
@@ -398,8 +398,8 @@ class Peers:
             self._tend_s = math.inf
             for peer in list(self._unsettled):
                 self._tend(peer, now_s)
-        if self.notes.open:
-            self.notes.progress(now_s)
+        if self.controls.open:
+            self.controls.progress(now_s)
         if self.draining.busy:
             self.draining.progress(now_s, n, whole=whole)
         if self._lifting:
@@ -442,7 +442,7 @@ class Peers:
     def next_s(self, now_s: float) -> float | None:
         """When progress() has something to do though nothing came, or None."""
         times = [p.negotiation.next_s for p in self._unsettled if p.negotiation.next_s is not None]
-        times += self.notes.next_s() + self.draining.next_s(now_s)
+        times += self.controls.next_s() + self.draining.next_s(now_s)
         return min(times, default=None)
 
     def lost_status(self, conn: Conn) -> int:
@@ -473,7 +473,7 @@ class Peers:
             peer.conn = peer.live = None
             peer.gone = peer.gone or status
             peer.fail_waiting(status)
-            self.notes.fail(peer, status)
+            self.controls.fail(peer, status)
         self.posting.forget_sets()
         self.up[:] = [None] * len(self.table)
 

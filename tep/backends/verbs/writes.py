@@ -128,13 +128,13 @@ class Writer:
             rc = self._post_refs(conn.ref, ring.ref, self._bad_ref)
             ring.mend(n)
             if rc:
-                at += self._note_short(conn, batch, at, n, rc)
+                at += self._control_short(conn, batch, at, n, rc)
                 break
             conn.runs.append(Run(batch.ctx, at, n))
             at += n
         return at - start
 
-    def _note_short(self, conn: Conn, batch: WriteBatch, start: int, n: int, rc: int) -> int:
+    def _control_short(self, conn: Conn, batch: WriteBatch, start: int, n: int, rc: int) -> int:
         """A run was taken in part; return how many rows have been dealt with."""
         bad = self._bad.value
         assert bad is not None, "a refused post must name the request that it refused"

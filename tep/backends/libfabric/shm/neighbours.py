@@ -23,7 +23,8 @@ _RETIRED: Final[dict[bytes, Callable[[], None]]] = {}
 
 
 def meet(mine: bytes, other: bytes) -> bool:
-    """Take note that two NICs may write to each other from now on; False = `other` is closed.
+    """Take note that two NICs may write to each other from now on; False = `other` is
+    closed.
 
     Both ways at once: the other one answers what it finds in its queue, before it has looked at
     the address that it answers to.

@@ -1,4 +1,4 @@
-"""Notes of the local backend where their socket is full, and where their reader dies."""
+"""Control messages of the local backend where their socket is full, and where their reader dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tep.backends.base import Kind, Status, new_completions
 from tep.backends.local import LocalDomain, open_domains
-from tep.backends.local.noting import NOTE_BYTES_MAX
+from tep.backends.local.control import CONTROL_BYTES_MAX
 
 PATIENCE_MS = 30_000
 
@@ -21,7 +21,7 @@ class Nic:
     def __init__(self) -> None:
         self.domain = cast("LocalDomain", open_domains().domains[0])
         self.ends: list[Status] = []
-        self.notes: list[bytes] = []
+        self.controls: list[bytes] = []
 
     def turn(self) -> None:
         """Poll until there is no news."""
@@ -31,8 +31,8 @@ class Nic:
             for kind, status, _, _, _, ctx, _ in out[:n].tolist():
                 if kind == Kind.SENT:
                     self.ends.append(Status(status))
-                elif kind == Kind.NOTE:
-                    self.notes.append(self.domain.take_note(ctx)[0])
+                elif kind == Kind.CONTROL:
+                    self.controls.append(self.domain.take_control(ctx)[0])
             if not n and self.domain.arm():
                 return
 
@@ -44,14 +44,14 @@ class Nic:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Nic, Nic, int]]:
-    """Two NICs that have met, and as many notes under way as there is room for."""
+    """Two NICs that have met, and as many control messages under way as there is room for."""
     a, b = Nic(), Nic()
     peer = a.domain.connect(b.domain.address)
     a.turn()
     b.turn()
     a.turn()
     posted = 0
-    while a.domain.post_note(peer, posted.to_bytes(NOTE_BYTES_MAX, "big"), posted):
+    while a.domain.post_control(peer, posted.to_bytes(CONTROL_BYTES_MAX, "big"), posted):
         posted += 1
         assert posted < 10_000, "a socket without an end"
     a.turn()
@@ -65,13 +65,13 @@ def test_notes_wait_for_room_and_room_wakes(pair) -> None:
     a, b, posted = pair
     assert 0 < len(a.ends) < posted
     assert not a.is_readable(0), "it would turn for nothing until the peer goes on"
-    while len(b.notes) < posted:
+    while len(b.controls) < posted:
         b.turn()
         assert len(a.ends) == posted or a.is_readable(PATIENCE_MS)
         a.turn()
 
     assert [Status.OK] * posted == a.ends
-    assert list(range(posted)) == [int.from_bytes(note, "big") for note in b.notes]
+    assert list(range(posted)) == [int.from_bytes(note, "big") for note in b.controls]
     a.turn()
     assert not a.is_readable(0), "there is room, and nobody to whom that is news"
 
@@ -85,7 +85,7 @@ def test_notes_that_wait_end_with_their_reader(pair) -> None:
 
     assert posted == len(a.ends)
     assert Status.UNREACHABLE == a.ends[-1]
-    assert a.domain.post_note(a.domain.connect(b.domain.address), b"more", 1)
+    assert a.domain.post_control(a.domain.connect(b.domain.address), b"more", 1)
     a.turn()
     assert Status.UNREACHABLE == a.ends[-1]
 
@@ -93,6 +93,8 @@ def test_notes_that_wait_end_with_their_reader(pair) -> None:
 def test_a_note_that_is_too_long_is_an_error(pair) -> None:
     """The socket would cut it, and its reader hang up."""
     a, b, _ = pair
-    assert a.domain.post_note(a.domain.connect(b.domain.address), bytes(NOTE_BYTES_MAX + 1), 1)
+    assert a.domain.post_control(
+        a.domain.connect(b.domain.address), bytes(CONTROL_BYTES_MAX + 1), 1
+    )
     a.turn()
     assert Status.LENGTH == a.ends[-1]

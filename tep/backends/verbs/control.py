@@ -1,9 +1,12 @@
-"""Notes between engines, over the handshake's datagrams: no connection is needed for them.
+"""Control messages between engines, over the handshake's datagrams: no connection is needed for
+them.
 
-So they pass where queue pairs have failed, or were fenced. Rule 1: to one peer one note is out at a
-time, and is repeated until the peer has answered; so a note that comes twice has the number of the
-one before. Rule 2: a peer that does not answer in time loses all notes that wait for it, and the
-time is a part of a handshake's: engines ask four times before they give a peer up.
+So they pass where queue pairs have failed, or were fenced. Rule 1: to one peer one control message
+is out at a
+time, and is repeated until the peer has answered; so a control message that comes twice has the
+number of the
+one before. Rule 2: a peer that does not answer in time loses all control messages that wait for
+it, and the time is a part of a handshake's: engines ask four times before they give a peer up.
 """
 
 from __future__ import annotations
@@ -20,9 +23,9 @@ if TYPE_CHECKING:
     from tep.backends.verbs.peer import Peer
     from tep.backends.verbs.settings import Settings
 
-__all__ = ["Notes"]
+__all__ = ["ControlMessages"]
 
-_NOTES_MAX: Final = 64
+_CONTROLS_MAX: Final = 64
 _PARTS: Final = 4
 _PAUSES: Final = 8  # the longest pause is such a part of the time, or the first one
 
@@ -30,7 +33,7 @@ _SENT: Final = int(Completed.SENT)
 
 
 class _Line:
-    """The notes that wait for one peer; the first is out.
+    """The control messages that wait for one peer; the first is out.
 
     Attributes:
         number: of the one that is out.
@@ -46,15 +49,15 @@ class _Line:
         self.due_s = self.deadline_s = self.pause_s = 0.0
 
 
-class Notes:
-    """The notes of one NIC.
+class ControlMessages:
+    """The control messages of one NIC.
 
     Args:
         settings: how long to wait for an answer, and between repetitions.
         ready: where entries for poll() go.
 
     Attributes:
-        open: lines with a note that is out.
+        open: lines with a control message that is out.
         unread: what has come.
     """
 
@@ -67,11 +70,11 @@ class Notes:
         self._ready = ready
         self._lines: dict[Peer, _Line] = {}
         self._count = 0
-        self._last: dict[Peer, int] = {}  # number of the note that came last
+        self._last: dict[Peer, int] = {}  # number of the control message that came last
 
     def post(self, peer: Peer, payload: bytes, ctx: int, now_s: float) -> bool:
-        """Take a note; False = too many wait."""
-        if self._count == _NOTES_MAX:
+        """Take a control message; False = too many wait."""
+        if self._count == _CONTROLS_MAX:
             return False
         self._count += 1
         if peer.gone is not None:
@@ -96,15 +99,15 @@ class Notes:
     def _say(self, peer: Peer, line: _Line, now_s: float) -> None:
         line.pause_s = min(2 * line.pause_s, self._pause_s_max)
         line.due_s = now_s + line.pause_s
-        peer.say(Kind.NOTE, peer.negotiation.attempt, line.number, line.waiting[0][0])
+        peer.say(Kind.CONTROL, peer.negotiation.attempt, line.number, line.waiting[0][0])
 
     def hear(self, peer: Peer, hello: Hello, now_s: float) -> None:
-        """Take a NOTE, or the answer to one."""
-        if hello.kind is Kind.NOTE:
+        """Take a CONTROL, or the answer to one."""
+        if hello.kind is Kind.CONTROL:
             if hello.echo > self._last.get(peer, 0):
                 self._last[peer] = hello.echo
-                self.unread.add(hello.note, peer.where.encode())
-            peer.say(Kind.NOTED, peer.negotiation.attempt, hello.echo)
+                self.unread.add(hello.payload, peer.where.encode())
+            peer.say(Kind.CONTROL_ACK, peer.negotiation.attempt, hello.echo)
             return
         line = self.open.get(peer)
         if line is None or hello.echo != line.number:
@@ -133,7 +136,7 @@ class Notes:
         return [line.due_s for line in self.open.values()]
 
     def fail(self, peer: Peer, status: Status) -> None:
-        """End every note that waits for a peer."""
+        """End every control message that waits for a peer."""
         line = self.open.pop(peer, None)
         while line is not None and line.waiting:
             _, ctx = line.waiting.popleft()

@@ -1,35 +1,35 @@
-"""Spoiled loopbacks, third part: notes, sources and fences (C24 to C27)."""
+"""Spoiled loopbacks, third part: control messages, sources and fences (C24 to C27)."""
 
 from __future__ import annotations
 
 from tep.backends.base import Completions, Kind, Row, Status
 from tep.testing.spoiled_base import ByRow, breaks
 
-__all__ = ["ForgetsWhoWrote", "NotesCutShort", "OpenFence"]
+__all__ = ["ControlCutShort", "ForgetsWhoWrote", "OpenFence"]
 
 
 @breaks(24)
-class NotesCutShort(ByRow):
-    """Has frames of 256 bytes, and no more than one for a note."""
+class ControlCutShort(ByRow):
+    """Has frames of 256 bytes, and no more than one for a control message."""
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
-        return super().post_note(peer, payload[:256], ctx)
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
+        return super().post_control(peer, payload[:256], ctx)
 
 
 @breaks(24)
-class NotesInTheUsersPool(ByRow):
-    """Sends notes as messages, which wait for a buffer of the user's."""
+class ControlInTheUsersPool(ByRow):
+    """Sends control messages as messages, which wait for a buffer of the user's."""
 
-    def post_note(self, peer: int, payload: bytes, ctx: int) -> bool:
+    def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:
         return super().post_send(peer, payload, ctx)
 
 
 @breaks(24)
-class NotesFromNowhere(ByRow):
+class ControlFromNowhere(ByRow):
     """Loses the sender's address."""
 
-    def take_note(self, slot: int) -> tuple[bytes, bytes]:
-        return super().take_note(slot)[0], b"?"
+    def take_control(self, slot: int) -> tuple[bytes, bytes]:
+        return super().take_control(slot)[0], b"?"
 
 
 @breaks(25)

@@ -1,6 +1,8 @@
-"""Notes between local NICs, over their socket: what goes out, what has come. No rows, no messages.
+"""Control messages between local NICs, over their socket: what goes out, what has come. No rows,
+no messages.
 
-A note needs neither the rings nor a buffer. Once the kernel has taken it for the peer it is as good
+A control message needs neither the rings nor a buffer. Once the kernel has taken it for the peer
+it is as good
 as in the peer's NIC, and lost only together with the peer; a full socket lets it wait here.
 """
 
@@ -14,9 +16,9 @@ from tep.backends.local import channel
 from tep.backends.local.outbound import Outbound, Way
 from tep.backends.unread import Unread
 
-__all__ = ["NOTE_BYTES_MAX", "Notes"]
+__all__ = ["CONTROL_BYTES_MAX", "ControlMessages"]
 
-NOTE_BYTES_MAX: Final = 2048
+CONTROL_BYTES_MAX: Final = 2048
 """Fits, with its sender's address, into what a socket is read with."""
 
 _WAITING_MAX: Final = 64
@@ -24,8 +26,8 @@ _WAITING_MAX: Final = 64
 _SENT: Final = int(Kind.SENT)
 
 
-class Notes:
-    """The notes of one NIC.
+class ControlMessages:
+    """The control messages of one NIC.
 
     Args:
         me: its address.
@@ -41,27 +43,27 @@ class Notes:
         self.unread = Unread(done.append)
 
     def post(self, out: Outbound, payload: bytes, ctx: int) -> bool:
-        """Take a note; False = too many wait for room in the peer's socket."""
+        """Take a control message; False = too many wait for room in the peer's socket."""
         if out.way is Way.GONE:
             self._end(ctx, Status.UNREACHABLE)
-        elif len(payload) > NOTE_BYTES_MAX:
+        elif len(payload) > CONTROL_BYTES_MAX:
             self._end(ctx, Status.LENGTH)
-        elif len(out.notes) >= _WAITING_MAX:
+        elif len(out.controls) >= _WAITING_MAX:
             return False
         else:
-            out.notes.append((channel.Note(self._me, bytes(payload)), ctx))
+            out.controls.append((channel.Control(self._me, bytes(payload)), ctx))
             self.serve(out)
         return True
 
     def serve(self, out: Outbound) -> None:
         """Hand the kernel what it has room for."""
-        while out.notes and out.try_say(out.notes[0][0]):
-            self._end(out.notes.popleft()[1], Status.OK)
+        while out.controls and out.try_say(out.controls[0][0]):
+            self._end(out.controls.popleft()[1], Status.OK)
 
     def end(self, out: Outbound, status: Status) -> None:
         """Nothing more goes to this peer."""
-        while out.notes:
-            self._end(out.notes.popleft()[1], status)
+        while out.controls:
+            self._end(out.controls.popleft()[1], status)
 
     def _end(self, ctx: int, status: Status) -> None:
         self._done.append((_SENT, int(status), 1, 0, 0, ctx, 0))

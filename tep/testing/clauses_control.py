@@ -1,7 +1,7 @@
-"""C24 to C27: notes between engines, where an immediate came from, and fences.
+"""C24 to C27: control messages between engines, where an immediate came from, and fences.
 
-A backend without notes (caps.note_bytes is 0) is asked for none of this, one that cannot name
-senders (caps.imm_source is False) for C24 only: it has no NIC failover.
+A backend without control messages (caps.control_bytes is 0) is asked for none of this, one that
+cannot name senders (caps.imm_source is False) for C24 only: it has no NIC failover.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from typing import Final, cast
 
 import pytest
 
-from tep.backends.base import Kind, Noting, Status, WriteBatch
+from tep.backends.base import ControlDomain, Kind, Status, WriteBatch
 from tep.errors import ClosedError
 from tep.testing.net import Net, Seen, Side
 from tep.testing.world import Ability, World, need
 
-__all__ = ["NotesContract"]
+__all__ = ["ControlContract"]
 
 _AT: Final = [64 * k for k in range(30)]
 
 
-def _noting(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
+def _pair(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
     net = Net(world)
     a, b = net.pair(nics=nics)
-    if not a.domains[0].caps.note_bytes:
-        pytest.skip("this backend has no notes: caps.note_bytes is 0")
+    if not a.domains[0].caps.control_bytes:
+        pytest.skip("this backend has no control messages: caps.control_bytes is 0")
     return net, a, b
 
 
 def _fencing(world: World, nics: int = 1) -> tuple[Net, Side, Side]:
-    net, a, b = _noting(world, nics)
+    net, a, b = _pair(world, nics)
     if not a.domains[0].caps.imm_source:
         pytest.skip("this backend neither names senders nor fences: caps.imm_source is False")
     return net, a, b
 
 
-def _nic(side: Side, nic: int = 0) -> Noting:
-    return cast("Noting", side.domains[nic])
+def _nic(side: Side, nic: int = 0) -> ControlDomain:
+    return cast("ControlDomain", side.domains[nic])
 
 
 def _fence(net: Net, side: Side, source: bytes, ctx: int, nic: int = 0) -> Seen:
@@ -105,28 +105,28 @@ def _fence_amid_rows(net: Net, a: Side, b: Side, ctx: int) -> None:
     assert done <= landed, "an acknowledged row's immediate never came"
 
 
-class NotesContract:
+class ControlContract:
     """Clauses on what engines need of NICs to make good what another NIC lost."""
 
     def test_c24_notes_arrive_whole_once_and_name_their_sender(self, world: World) -> None:
-        """An engine answers to where a note came from; half a note is one that nobody reads."""
-        net, a, b = _noting(world, nics=2)
-        limit = a.domains[0].caps.note_bytes
+        """An engine answers to the address that a control message came from."""
+        net, a, b = _pair(world, nics=2)
+        limit = a.domains[0].caps.control_bytes
         assert 512 <= limit, "a question with one address and a few sums has to fit"
-        payloads = [b"", b"x", b"note" * 40, bytes(range(256)) * 2, b"L" * limit]
+        payloads = [b"", b"x", b"control message" * 40, bytes(range(256)) * 2, b"L" * limit]
         sent = [(nic, k) for nic in range(2) for k in range(len(payloads))]
         for nic, k in sent:
-            a.note(b, payloads[k], nic=nic, remote=1 - nic)
+            a.control(b, payloads[k], nic=nic, remote=1 - nic)
         net.settle()
 
         expected = sorted((1 - nic, payloads[k], a.domains[nic].address) for nic, k in sent)
-        assert expected == sorted(b.notes)
+        assert expected == sorted(b.controls)
         assert [] == a.errors()
-        assert [] == b.messages(), "a note is no message of the user's"
+        assert [] == b.messages(), "a control message is no message of the user's"
 
     def test_c24_addresses_say_which_engine_they_are_of(self, world: World) -> None:
         """Else one engine could ask in another's name, and fence it off."""
-        _, a, b = _noting(world, nics=2)
+        _, a, b = _pair(world, nics=2)
         mine, theirs = _engine_of_each(a, b)
         assert (1, 1) == (len(mine), len(theirs)), "the NICs of one engine share it"
         assert mine != theirs, "two engines do not"
@@ -134,31 +134,31 @@ class NotesContract:
             assert isinstance(_nic(a).engine_of(junk), bytes)
 
     def test_c24_notes_need_no_buffer_of_the_users(self, world: World) -> None:
-        """Notes say that a NIC died; they must not wait for a reader of messages."""
-        net, a, b = _noting(world)
+        """Control messages say that a NIC died; they must not wait for a reader of messages."""
+        net, a, b = _pair(world)
         b.domains[0].post_recvs(64, 1)
         a.send(b, b"takes the only buffer")
         net.until(lambda: len(b.unread) == 1, "the message")
         for k in range(40):
-            a.note(b, b"note %d" % k)
-        net.until(lambda: len(b.notes) == 40, "40 notes beside a message that nobody reads")
+            a.control(b, b"control message %d" % k)
+        net.until(lambda: len(b.controls) == 40, "40 control messages beside a message")
         assert [b"takes the only buffer"] == b.messages()
 
     def test_c24_a_note_to_a_dead_nic_ends_in_an_error(self, world: World) -> None:
         """A question without end would hold its transfer for ever."""
         need(world, Ability.FAIL_NIC)
-        net, a, b = _noting(world, nics=2)
-        a.note(b, b"before")
+        net, a, b = _pair(world, nics=2)
+        a.control(b, b"before")
         net.settle()
         world.fail_nic(b.node, 0)
-        ctx = a.note(b, b"after")
+        ctx = a.control(b, b"after")
         timeout_s = a.domains[0].caps.peer_timeout_s
-        net.until(lambda: not a.messages_open, "the note to end", timeout_s)
+        net.until(lambda: not a.messages_open, "the control message to end", timeout_s)
         ended = [seen.status for seen in a.seen if seen.kind == Kind.SENT and seen.ctx == ctx]
         assert 1 == len(ended)
         assert Status.OK != ended[0]
-        a.note(b, b"another way", remote=1)
-        net.until(lambda: len(b.notes) == 2, "a note over the NIC that lives")
+        a.control(b, b"another way", remote=1)
+        net.until(lambda: len(b.controls) == 2, "a control message over the NIC that lives")
 
     def test_c25_an_immediate_says_which_nic_sent_it(self, world: World) -> None:
         """Sums by sender and NIC are what a lost acknowledgement is judged by."""
