@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import time
 from dataclasses import dataclass, field
 from enum import IntEnum
 from threading import Thread
@@ -237,6 +238,11 @@ class FakeCuda:
         self._log("cuMemFreeHost", p)
         return ((OK if self.known.pop(p, None) else BAD),)
 
+    def cuMemAllocManaged(self, bytesize, flags):
+        if not self._log("cuMemAllocManaged", bytesize) or flags != 1:
+            return BAD, None
+        return OK, self.make(bytesize, self.stack[-1], managed=True).start
+
     def cuMemHostRegister(self, p, bytesize, flags):
         if not self._log("cuMemHostRegister", p, flags):
             return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
@@ -295,7 +301,7 @@ class FakeCuda:
 
 
 class FakeKernels(FakeCuda):
-    """Also runs the two kernels of scripts/gpu_check, as Python functions."""
+    """Also runs the kernels of scripts/gpu_check, as Python functions."""
 
     CUstreamCaptureMode = CUstreamCaptureMode
     spinning: Thread | None = None
@@ -306,7 +312,7 @@ class FakeKernels(FakeCuda):
         return (OK, "module") if image == b"cubin" else (BAD, None)
 
     def cuModuleGetFunction(self, hmod, name):
-        return OK, {b"advance": self._advance, b"wait_for": self._wait_for}[name]
+        return OK, getattr(self, f"_{name.decode()}")
 
     def cuStreamBeginCapture(self, stream, mode):
         self.capturing = True
@@ -342,6 +348,16 @@ class FakeKernels(FakeCuda):
 
     def _advance(self, word):
         ctypes.c_uint64.from_address(word).value += 1
+
+    def _ask(self, word, answer, took_ns, spins):
+        value, started = ctypes.c_uint64.from_address(word).value + 1, time.perf_counter_ns()
+        ctypes.c_uint64.from_address(word).value = value
+        theirs = ctypes.c_uint64.from_address(answer)
+        while theirs.value != value and spins:
+            spins -= 1
+            os.sched_yield()  # the callback needs the interpreter as well
+        took = time.perf_counter_ns() - started if spins else 0
+        ctypes.c_uint64.from_address(took_ns).value = took
 
     def _wait_for(self, flag, value, source, out, nbytes, spins):
         word = ctypes.c_uint64.from_address(flag)

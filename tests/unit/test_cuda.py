@@ -414,6 +414,25 @@ def gpu_check(monkeypatch, fake, *args):
     return script.main(list(args))
 
 
+def test_the_kernels_of_the_script_compile():
+    """NVRTC needs no GPU. It is no part of cuda-python: pip install nvidia-cuda-nvrtc."""
+    if importlib.util.find_spec("cuda") is None:
+        pytest.skip("cuda-python is not installed")
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts/gpu_check.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    check = script.Check("cuda:1", Driver(FakeKernels()), nvrtc)
+    image = check.compiled()
+
+    assert image.startswith(b"\x7fELF")
+    assert all(name in image for name in (b"advance", b"ask", b"wait_for"))
+
+
 def test_the_script_for_a_gpu_runs_on_the_fake(monkeypatch, capsys, tmp_path):
     """It is run first where a GPU is lent by the hour: its own mistakes must be gone by then."""
     path = tmp_path / "gpu.json"
@@ -421,11 +440,14 @@ def test_the_script_for_a_gpu_runs_on_the_fake(monkeypatch, capsys, tmp_path):
     out = capsys.readouterr().out
 
     assert 0 == status, out
-    assert "cuda:1: 0 checks failed, 8 held" in out
+    assert "cuda:1: 0 checks failed, 9 held" in out
     assert "flag: seen by a spinning kernel" in out
-    assert {"avg", "min", "p50"} <= json.loads(path.read_text())["figures"][
-        "launch to callback, us"
-    ].keys()
+    assert "pointers: device, pinned, managed and pageable" in out
+    assert "copies: local 4 MiB, bytes equal" in out
+    figures = json.loads(path.read_text())["figures"]
+    for what in ("from launch to callback, us", "from store to callback and back, us"):
+        assert {"avg", "min", "p50", "p90", "p99", "p999"} == figures[what].keys()
+        assert figures[what]["min"] > 0
 
 
 def test_the_script_for_a_gpu_finds_what_is_wrong(monkeypatch, capsys):
@@ -435,6 +457,9 @@ def test_the_script_for_a_gpu_finds_what_is_wrong(monkeypatch, capsys):
         def cuMemcpyDtoH(self, dst, src, nbytes):
             return (CUresult.CUDA_SUCCESS,)
 
+        def cuMemAllocManaged(self, bytesize, flags):
+            return self.cuMemAlloc(bytesize)
+
         def cuMemGetHandleForAddressRange(self, dptr, size, handle_type, flags):
             return CUresult.CUDA_SUCCESS, os.memfd_create("empty")
 
@@ -442,8 +467,26 @@ def test_the_script_for_a_gpu_finds_what_is_wrong(monkeypatch, capsys):
     out = capsys.readouterr().out
 
     assert 1 == status
-    assert "FAILED  copies: AssertionError: bytes differ" in out
+    assert "FAILED  pointers: AssertionError" in out
+    assert "FAILED  copies: AssertionError: local: bytes differ" in out
     assert "FAILED  dmabufs: BadRequest" in out
+
+
+def test_the_script_for_a_gpu_finds_kernels_that_nobody_answers(monkeypatch, capsys):
+    """A watched word that is not seen, and a flag that is never set, must end in words."""
+
+    class Deaf(FakeKernels):
+        def _ask(self, word, answer, took_ns, spins):
+            ctypes.c_uint64.from_address(took_ns).value = 0
+
+        def _wait_for(self, flag, value, source, out, nbytes, spins):
+            ctypes.c_ubyte.from_address(out + nbytes).value = 0
+
+    assert 1 == gpu_check(monkeypatch, Deaf())
+    out = capsys.readouterr().out
+    assert "FAILED  answered: AssertionError: the kernel gave up: nobody answered" in out
+    assert "FAILED  flag: AssertionError: the kernel gave up: it did not see the flag" in out
+    assert "ok      watched" in out
 
 
 def test_the_script_for_a_gpu_says_that_there_is_none(monkeypatch, capsys):
