@@ -85,6 +85,7 @@ def open_loopback(
     seed: int | None = 0,
     name: str | None = None,
     sq_depth: int = 1024,
+    reads: int = 128,
     link_bps: int = 0,
     max_write_bytes: int = 1099511627776,
     max_msg_bytes: int = 1048576,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from struct import Struct
 from typing import Final, NamedTuple, Protocol
 
@@ -22,6 +22,7 @@ __all__ = [
     "COMPLETION",
     "COMPLETION_BYTES",
     "Access",
+    "Batch",
     "CallersTurn",
     "Column",
     "Completions",
@@ -32,6 +33,9 @@ __all__ = [
     "Entry",
     "Kind",
     "Opened",
+    "ReadBatch",
+    "ReadDomain",
+    "ReadRow",
     "Row",
     "Status",
     "WriteBatch",
@@ -55,6 +59,7 @@ class Kind(IntEnum):
     DOWN = 5  # this NIC is gone for good: nothing can be posted on it any more
     CONTROL = 6  # a control message arrived; `ctx` is the slot for take_control()
     FENCED = 7  # fence(): with OK nothing of that sender lands here any more; else it is not known
+    READ = 8  # `count` rows of the read batch `ctx` finished here, at the reader
 
 
 class Status(IntEnum):
@@ -71,13 +76,35 @@ class Status(IntEnum):
     STALE_PEER = 8  # the peer is there, in a later incarnation
     NIC_DOWN = 9  # this NIC died; whether the row landed is unknown
     PROVIDER = 10  # anything else; the backend's `status_text` says what
+    GIVEN_UP = 11  # a read that this NIC, which lives, may still carry out (C30)
 
 
-class Access(IntEnum):
-    """What a NIC may do with a registered region."""
+class Access(IntFlag):
+    """What NICs may do with a registered region. Rows written from here may read every region.
 
-    SOURCE = 1
-    SOURCE_AND_TARGET = 2
+    Members combine: `Access.SOURCE_AND_TARGET | Access.READABLE`.
+    """
+
+    SOURCE = 1  # nothing else: no NIC changes it, so it may be read-only memory
+    TARGET = 2  # peers may write here; so may our own reads
+    READABLE = 4  # peers may read here
+    SINK = 8  # our own reads may write here, and peers may not
+    SOURCE_AND_TARGET = 3
+
+    @property
+    def target(self) -> bool:
+        """Whether peers may write to the region."""
+        return bool(self & Access.TARGET)
+
+    @property
+    def readable(self) -> bool:
+        """Whether peers may read the region."""
+        return bool(self & Access.READABLE)
+
+    @property
+    def sink(self) -> bool:
+        """Whether reads of this engine may write to the region."""
+        return bool(self & (Access.TARGET | Access.SINK))
 
 
 COMPLETION = np.dtype(
@@ -86,7 +113,7 @@ COMPLETION = np.dtype(
         ("status", "u1"),
         ("count", "u4"),  # rows, or immediates, that this entry stands for; 1 or more
         ("imm", "u4"),  # Kind.IMM only
-        ("row", "u4"),  # Kind.WRITE with an error: index of the row in its batch
+        ("row", "u4"),  # Kind.WRITE and READ with an error: index of the row in its batch
         # the batch's, message's, control message's or fence's ctx, or a slot; IMM: its source
         ("ctx", "u8"),
         ("nbytes", "u8"),  # Kind.RECV: bytes of the message. Else 0 or the bytes moved
@@ -138,17 +165,22 @@ class Row(NamedTuple):
     imm: int | None
 
 
-class WriteBatch:
-    """Rows to write, as columns; a column may be one int that holds for every row.
+class ReadRow(NamedTuple):
+    """One read, spelled out: the scalar view of a read batch's row."""
 
-    Attributes:
-        n: rows, 1 or more.
-        peer: PeerId as connect() returned it.
-        src, dst: addresses in bytes; dst already contains the key's `base`.
-        lkey, rkey: of the domain this batch is posted on, and of the target's domain.
-        nbytes: 0 or more.
-        imm: u32, or None when no row carries an immediate.
-        ctx: one number for the whole batch; completions name it together with the row.
+    peer: int
+    local: int
+    lkey: int
+    remote: int
+    rkey: int
+    nbytes: int
+
+
+class Batch:
+    """Rows as columns, in whichever direction their bytes go: WriteBatch or ReadBatch.
+
+    `src` and `lkey` are of the end that posts, `dst` and `rkey` of the other end. A column may be
+    one int that holds for every row. `WriteBatch` says what each of them is.
     """
 
     __slots__ = ("ctx", "dst", "imm", "lkey", "n", "nbytes", "peer", "rkey", "src")
@@ -175,16 +207,64 @@ class WriteBatch:
         self.imm = imm
         self.ctx = ctx
 
+
+class WriteBatch(Batch):
+    """Rows to write, as columns; a column may be one int that holds for every row.
+
+    Attributes:
+        n: rows, 1 or more.
+        peer: PeerId as connect() returned it.
+        src, dst: addresses in bytes; dst already contains the key's `base`.
+        lkey, rkey: of the domain this batch is posted on, and of the target's domain.
+        nbytes: 0 or more.
+        imm: u32, or None when no row carries an immediate.
+        ctx: one number for the whole batch; completions name it together with the row.
+    """
+
+    __slots__ = ()
+
     def rows(self, start: int, stop: int) -> Iterator[Row]:
         """Spell out rows start..stop as plain ints, for backends that work row by row."""
         n = stop - start
-
-        def column(value: Column) -> list[int]:
-            return [value] * n if isinstance(value, int) else value[start:stop].tolist()
-
-        imms: list[int] | list[None] = [None] * n if self.imm is None else column(self.imm)
+        imms: list[int] | list[None] = [None] * n
+        if self.imm is not None:
+            imms = _spelled(self.imm, start, stop)
         columns = (self.peer, self.src, self.lkey, self.dst, self.rkey, self.nbytes)
-        return map(Row, *(column(value) for value in columns), imms)
+        return map(Row, *(_spelled(column, start, stop) for column in columns), imms)
+
+
+class ReadBatch(Batch):
+    """Rows to read, as columns; a column may be one int that holds for every row.
+
+    The layout is a WriteBatch's, so that backends and the core can share what handles columns:
+    `local` is the column `src`, `remote` is `dst`. `imm` is None: reads carry no immediate.
+
+    Attributes:
+        n, peer, nbytes, ctx: as of a WriteBatch; `peer` is the owner's NIC.
+        lkey: of the region here that is written, on the domain this batch is posted on.
+        rkey: of the region there that is read, on the owner's domain.
+    """
+
+    __slots__ = ()
+
+    @property
+    def local(self) -> Column:
+        """Addresses here, where the bytes go."""
+        return self.src
+
+    @property
+    def remote(self) -> Column:
+        """Addresses at the owner, where the bytes are; they contain the key's `base`."""
+        return self.dst
+
+    def rows(self, start: int, stop: int) -> Iterator[ReadRow]:
+        """Spell out rows start..stop as plain ints, for backends that work row by row."""
+        columns = (self.peer, self.src, self.lkey, self.dst, self.rkey, self.nbytes)
+        return map(ReadRow, *(_spelled(column, start, stop) for column in columns))
+
+
+def _spelled(column: Column, start: int, stop: int) -> list[int]:
+    return [column] * (stop - start) if isinstance(column, int) else column[start:stop].tolist()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +277,7 @@ class DomainCaps:
         link_bps: nominal rate in bits a second, both directions each; 0 where unknown.
         imm_bits: bits of an immediate that arrive unchanged; 32 at the least.
         sq_depth: rows that post() may have outstanding at the most.
-        max_write_bytes: longest single row.
+        max_write_bytes: longest single row, written or read.
         max_msg_bytes: longest message of post_send().
         ordered: whether rows to one peer land in posting order. Nothing above the seam may rely on
             it.
@@ -213,6 +293,9 @@ class DomainCaps:
             control messages.
         deregister_fences: False where a row that is being received goes on landing after
             `deregister` (C16): what is in quarantine then stays so until `close`.
+        reads: rows that post_read() may have outstanding at the most; 0: it is no `ReadDomain`, and
+            has no reads (C29). They are counted apart from sq_depth.
+        no_reads: why `reads` is 0, in words, for errors and `explain`.
     """
 
     backend: str
@@ -231,6 +314,8 @@ class DomainCaps:
     control_bytes: int = 0
     imm_source: bool = False
     deregister_fences: bool = True
+    reads: int = 0
+    no_reads: str = "this backend does not offer them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +323,8 @@ class DomainKey:
     """One region's keys on one NIC.
 
     Attributes:
-        lkey: what a row's `lkey` must hold when the region is its source.
-        rkey: what a peer's row must hold as `rkey` when the region is its target.
+        lkey: what a row's `lkey` must hold when the region is its end here.
+        rkey: what a peer's row must hold as `rkey` when the region is its other end.
         base: what a peer must add to an offset to get a row's `dst`: the virtual address, or 0
             where the provider wants offsets.
     """
@@ -365,6 +450,16 @@ class ControlDomain(Domain, Protocol):
         Rows pass for sure, both ways, once its own engine has called this as well, after this one
         and while none of them is out. Nothing happens if it was not fenced; a fence that ended in
         another status than OK stays. Repeatable.
+        """
+
+
+class ReadDomain(Domain, Protocol):
+    """A NIC that can read its peers' memory: `caps.reads` is 1 or more. Clauses C29 to C33."""
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        """Take rows start.. of a batch, up to stop; return how many, a prefix. 0 = full, ask again.
+
+        Each ends in one READ completion. As post() in all else.
         """
 
 

@@ -28,7 +28,7 @@ def check_memory(caps: DomainCaps, memory: Memory, access: Access) -> None:
             f"this NIC takes {', '.join(caps.memory_kinds)}",
             code=Status.LOCAL_KEY.name,
         )
-    if memory.readonly and access is Access.SOURCE_AND_TARGET:
+    if memory.readonly and access.sink:
         raise FabricError(
             f"{caps.nic}: {memory.nbytes} bytes at {memory.ptr:#x} are read-only "
             "and cannot be a target; register them with Access.SOURCE",

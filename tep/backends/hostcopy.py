@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column, Row, WriteBatch
+from tep.backends.base import Column, ReadBatch, ReadRow, Row, WriteBatch
 from tep.memory import Memory
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "copy_rows",
     "offsets_within",
     "pick",
+    "read_rows",
     "row_at",
     "spell",
 ]
@@ -136,3 +137,9 @@ def spell(batch: WriteBatch, rows: Rows, nrows: int) -> map[Row]:
     imms: list[int] | list[None] = [None] * nrows if batch.imm is None else column(batch.imm)
     columns = (batch.peer, batch.src, batch.lkey, batch.dst, batch.rkey, batch.nbytes)
     return map(Row, *(column(value) for value in columns), imms)
+
+
+def read_rows(batch: ReadBatch, rows: Rows) -> list[tuple[int, ReadRow]]:
+    """Spell out chosen rows of a read, each with its index."""
+    indices = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+    return [(index, next(batch.rows(index, index + 1))) for index in indices]

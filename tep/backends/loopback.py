@@ -20,12 +20,14 @@ from tep.backends.base import (
     DomainKey,
     Kind,
     Opened,
+    ReadBatch,
+    ReadRow,
     Row,
     Status,
     WriteBatch,
 )
 from tep.backends.checks import check_memory
-from tep.backends.hostcopy import HostRegion, Rows, offsets_within, pick, row_at, spell
+from tep.backends.hostcopy import HostRegion, Rows, offsets_within, pick, read_rows, row_at, spell
 from tep.backends.loopback_port import (
     NAME_BYTES_MAX,
     NICS_MAX,
@@ -45,6 +47,7 @@ HUB: Final = Hub()
 """The hub that open_domains() uses unless told otherwise."""
 
 _SQ_DEPTH: Final = 1024  # as deep as the send queues of the paper's engine
+_READS: Final = 128  # fewer than writes, so that a run meets this limit as well
 _MESSAGES_MAX: Final = 64
 _CONTROL_BYTES: Final = 4096
 _VECTOR_ROWS: Final = 16  # from here on columns beat a loop
@@ -54,6 +57,7 @@ _WRITE: Final = int(Kind.WRITE)
 _SENT: Final = int(Kind.SENT)
 _DOWN: Final = int(Kind.DOWN)
 _FENCED: Final = int(Kind.FENCED)
+_READ: Final = int(Kind.READ)
 _OK: Final = int(Status.OK)
 
 
@@ -86,10 +90,11 @@ class LoopbackDomain:
         self._state = _State.OPEN
         self._numbers = itertools.count(1)
         self._sources: dict[int, HostRegion] = {}
+        self._sinks: dict[int, HostRegion] = {}
         self._peer_ids: dict[bytes, int] = {}
         self._peer_addresses: list[bytes] = []
         self._peers: list[Port | Status] = []
-        self._open_rows = 0
+        self._open_rows = self._open_reads = 0
         self._open_messages = 0
         self._refused = False
         self._stalled: deque[Message] = deque()  # the peer has no receive posted
@@ -102,19 +107,21 @@ class LoopbackDomain:
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        writable = access is Access.SOURCE_AND_TARGET
+        writable = access.target
         base = 0 if self.port.nic % 2 else memory.ptr
         region = HostRegion(memory, base, writable=writable)
         # Keys differ between NICs and incarnations, and no lkey is an rkey: a mix-up never works.
         number = (self.port.epoch << 24) + (next(self._numbers) << 8) + self.port.nic
         key = DomainKey(lkey=2 * number + 1, rkey=2 * number, base=base)
         self._sources[key.lkey] = region
-        if writable:
-            self.port.grant(key.rkey, region)
+        if access.sink:
+            self._sinks[key.lkey] = region
+        self.port.grant(key.rkey, region, readable=access.readable)
         return key
 
     def deregister(self, key: DomainKey) -> None:
         self._sources.pop(key.lkey, None)
+        self._sinks.pop(key.lkey, None)
         self.port.revoke(key.rkey)
 
     def connect(self, peer: bytes) -> int:
@@ -224,6 +231,61 @@ class LoopbackDomain:
         for row in rows:
             self._finish(status, batch.ctx, row=row)
 
+    # --- reads
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        self._check_open()
+        assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
+        take = min(stop - start, self.caps.reads - self._open_reads)
+        if take > 0 and self._disorder is not None:
+            take = self._disorder.shorten(take)
+        if take <= 0:
+            self._refused = True
+            self.port.waker()  # polling is what makes room here
+            return 0
+        self._open_reads += take
+        rows = slice(start, start + take)
+        if self._state is _State.DOWN:
+            self._fail_reads(batch, rows, Status.FLUSHED)
+        elif self._disorder is not None:
+            self._disorder.hold_rows(batch, start, take)
+        else:
+            self._read_each(batch, rows)
+        self.port.waker()
+        return take
+
+    def _read_each(self, batch: ReadBatch, rows: Rows) -> None:
+        moved = nbytes = 0
+        for index, row in read_rows(batch, rows):
+            status = self._read_row(row)
+            if status is Status.OK:
+                moved += 1
+                nbytes += row.nbytes
+            else:
+                self._finish_read(status, batch.ctx, row=index)
+        if moved:
+            self._finish_read(Status.OK, batch.ctx, count=moved, nbytes=nbytes)
+
+    def _read_row(self, row: ReadRow) -> Status:
+        if row.nbytes:
+            sink = self._sinks.get(row.lkey)
+            if sink is None or not sink.holds(row.local - sink.origin, row.nbytes):
+                return Status.LOCAL_KEY
+        if row.nbytes > self.caps.max_write_bytes:
+            return Status.LENGTH
+        owner = self._reach(row.peer)
+        return owner if isinstance(owner, Status) else owner.read_row(row, self.address)
+
+    def _finish_read(
+        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+    ) -> None:
+        self._own((_READ, int(status), count, 0, row, ctx, nbytes))
+
+    def _fail_reads(self, batch: ReadBatch, rows: Rows, status: Status) -> None:
+        # What has not been copied by now never is, so that FLUSHED is the truth (C30).
+        for index, _ in read_rows(batch, rows):
+            self._finish_read(status, batch.ctx, row=index)
+
     # --- messages
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
@@ -320,6 +382,8 @@ class LoopbackDomain:
                 filled += 1
                 if entry[0] == _WRITE:
                     self._open_rows -= entry[2]
+                elif entry[0] == _READ:
+                    self._open_reads -= entry[2]
                 elif entry[0] == _SENT:
                     self._open_messages -= 1
             else:
@@ -336,7 +400,11 @@ class LoopbackDomain:
     def _advance(self, disorder: Disorder) -> None:
         """Let one turn of the shuffle pass."""
         for batch, rows in disorder.rows.due():
-            self._carry_out(batch, rows, len(rows))
+            if isinstance(batch, ReadBatch):
+                self._read_each(batch, rows)
+            else:
+                assert isinstance(batch, WriteBatch)
+                self._carry_out(batch, rows, len(rows))
         for message in disorder.messages.due():
             self._send(message)
         while self.port.arrived:
@@ -381,6 +449,7 @@ class LoopbackDomain:
         self._state = state
         self.port.shut()
         self._sources.clear()
+        self._sinks.clear()
         disorder, self._disorder = self._disorder, None
         if disorder is not None:
             self._ready.extend(disorder.entries.drain())
@@ -388,7 +457,11 @@ class LoopbackDomain:
                 self._ready.append(self.port.arrived.popleft())
             self.port.arrived = self._ready
             for batch, rows in disorder.rows.drain():
-                self._fail_rows(batch, rows.tolist(), status)
+                if isinstance(batch, ReadBatch):
+                    self._fail_reads(batch, rows, Status.FLUSHED)
+                else:
+                    assert isinstance(batch, WriteBatch)
+                    self._fail_rows(batch, rows.tolist(), status)
             self._stalled.extend(disorder.messages.drain())
         for message in self._stalled:
             self._own((_SENT, int(status), 1, 0, 0, message.ctx, 0))
@@ -407,8 +480,8 @@ _STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
     {
         Status.FLUSHED: "the domain was closed before this was carried out",
         Status.LOCAL_KEY: "the source was deregistered, or the row reaches beyond it",
-        Status.REMOTE_KEY: "the target's NIC has no such key: the region was deregistered, or is a "
-        "source only, or the row carries the key of another NIC",
+        Status.REMOTE_KEY: "the peer's NIC has no such key: the region was deregistered, or peers "
+        "may not write (read) there, or the row carries the key of another NIC",
         Status.REMOTE_RANGE: "the row reaches beyond the target's region",
         Status.LENGTH: "longer than caps allow, or than the peer's receive buffer",
         Status.UNREACHABLE: "no open engine of this process has that address",
@@ -425,6 +498,7 @@ def open_domains(
     seed: int | None = 0,
     name: str | None = None,
     sq_depth: int = _SQ_DEPTH,
+    reads: int = _READS,
     link_bps: int = 0,
     max_write_bytes: int = 1 << 40,
     max_msg_bytes: int = MiB,
@@ -438,6 +512,7 @@ def open_domains(
         name: for reports, and the identity of a restart: the same name again makes the addresses
             of its closed predecessor stale.
         sq_depth: rows outstanding on one NIC.
+        reads: rows of reads outstanding on one NIC; 0 = it has no reads.
         link_bps: nominal rate to report, bits a second; 0 = unknown.
         max_write_bytes: longest row.
         max_msg_bytes: longest message.
@@ -450,10 +525,10 @@ def open_domains(
     name = f"loopback-{epoch}" if name is None else name
     if not 1 <= nics <= NICS_MAX:
         raise UsageError(f"loopback: nics={nics}; 1 to {NICS_MAX} are possible")
-    if sq_depth < 1 or link_bps < 0 or max_write_bytes < 1 or max_msg_bytes < 1:
+    if sq_depth < 1 or min(reads, link_bps) < 0 or max_write_bytes < 1 or max_msg_bytes < 1:
         raise UsageError(
-            f"loopback: sq_depth={sq_depth} link_bps={link_bps} max_write_bytes={max_write_bytes} "
-            f"max_msg_bytes={max_msg_bytes}; the rate is 0 or more, the others 1 or more"
+            f"loopback: sq_depth={sq_depth} reads={reads} link_bps={link_bps} max_write_bytes="
+            f"{max_write_bytes} max_msg_bytes={max_msg_bytes}; reads, rate: 0 or more, others: 1"
         )
     if not 1 <= len(name.encode()) <= NAME_BYTES_MAX:
         raise UsageError(f"loopback: name={name!r}; 1 to {NAME_BYTES_MAX} bytes of UTF-8")
@@ -471,6 +546,8 @@ def open_domains(
             peer_timeout_s=1.0,
             control_bytes=_CONTROL_BYTES,
             imm_source=True,
+            reads=reads,
+            no_reads="it was opened with reads=0",
         )
         domains.append(LoopbackDomain(hub, name, nic, epoch=epoch, caps=caps, seed=seed))
     return Opened(tuple(domains), epoch, name)

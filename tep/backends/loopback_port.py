@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from tep.backends.base import COMPLETION, Column, Kind, Row, Status
+from tep.backends.base import COMPLETION, Column, Kind, ReadRow, Row, Status
 from tep.backends.hostcopy import HostRegion, Offsets, copy_rows, offsets_within
 from tep.backends.shuffle import Entry
 from tep.backends.unread import Unread
@@ -62,6 +62,7 @@ class Port:
         self._hub = hub
         self._lock = threading.Lock()
         self._targets: dict[int, HostRegion] = {}
+        self._readable: dict[int, HostRegion] = {}
         self._slots: list[bytearray] = []
         self._lengths: dict[int, int] = {}
         self._free: deque[int] = deque()
@@ -79,6 +80,8 @@ class Port:
             if not self.alive or sender in self._fenced:
                 return Status.UNREACHABLE
             region = self._targets.get(row.rkey)
+            if region is None and row.nbytes == 0:  # the immediate after a read (C9)
+                region = self._readable.get(row.rkey)
             if region is None:
                 return Status.REMOTE_KEY
             offset = row.dst - region.base
@@ -122,6 +125,20 @@ class Port:
             self._hand_over(imms, nrows, sender)
         self.waker()
         return True
+
+    def read_row(self, row: ReadRow, reader: bytes) -> Status:
+        """Copy the bytes of one read to the reader's memory, which has been checked."""
+        with self._lock:
+            if not self.alive or reader in self._fenced:
+                return Status.UNREACHABLE
+            region = self._readable.get(row.rkey)
+            if region is None:
+                return Status.REMOTE_KEY
+            offset = row.remote - region.base
+            if not region.holds(offset, row.nbytes):
+                return Status.REMOTE_RANGE
+            ctypes.memmove(row.local, region.origin + offset, row.nbytes)
+        return Status.OK
 
     def announce(self, imms: Column, count: int, sender: bytes = b"") -> None:
         """Hand over immediates whose bytes are here."""
@@ -169,15 +186,19 @@ class Port:
 
     # --- on the owner's thread
 
-    def grant(self, rkey: int, region: HostRegion) -> None:
-        """Let peers write to a region."""
+    def grant(self, rkey: int, region: HostRegion, *, readable: bool) -> None:
+        """Let peers write to a region, where it is `writable`, and read it."""
         with self._lock:
-            self._targets[rkey] = region
+            if region.writable:
+                self._targets[rkey] = region
+            if readable:
+                self._readable[rkey] = region
 
     def revoke(self, rkey: int) -> None:
-        """Let nobody write there any more; what is being written is finished first."""
+        """Let nobody write there any more, or read; what is being copied is finished first."""
         with self._lock:
             self._targets.pop(rkey, None)
+            self._readable.pop(rkey, None)
 
     def source(self, number: int) -> bytes:
         """The address that a number in an immediate's entry stands for."""
@@ -223,6 +244,7 @@ class Port:
         with self._lock:
             self.alive = False
             self._targets.clear()
+            self._readable.clear()
         self._hub.detach(self)
         self._wake_starved()  # they have to learn that we are gone
 
@@ -231,6 +253,7 @@ class Port:
         self._lock = threading.Lock()
         self.alive = False
         self._targets.clear()
+        self._readable.clear()
         self.arrived.clear()
         self.waker = wake_nobody
 

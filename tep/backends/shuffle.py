@@ -13,7 +13,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Completions, WriteBatch
+from tep.backends.base import Batch, Completions
 from tep.hashing import draw, draw_array, stream_key
 
 __all__ = ["Disorder", "Draws", "Entry", "Message", "Shelf"]
@@ -119,7 +119,7 @@ class Disorder:
     """
 
     def __init__(self, seed: int, who: str) -> None:
-        self.rows: Shelf[tuple[WriteBatch, npt.NDArray[np.intp]]]
+        self.rows: Shelf[tuple[Batch, npt.NDArray[np.intp]]]
         self.rows = Shelf(Draws(seed, f"{who}/rows"), _TURNS_MAX)
         self.messages: Shelf[Message] = Shelf(Draws(seed, f"{who}/messages"), _TURNS_MAX)
         self.entries: Shelf[Entry] = Shelf(Draws(seed, f"{who}/entries"), _TURNS_MAX)
@@ -140,7 +140,7 @@ class Disorder:
             case _:
                 return take
 
-    def hold_rows(self, batch: WriteBatch, start: int, take: int) -> None:
+    def hold_rows(self, batch: Batch, start: int, take: int) -> None:
         """Hold accepted rows, broken into runs and mixed."""
         order = self._posts.order(take) + start
         for low, high in self._posts.runs(take, _PIECES_MAX):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from tep.backends.base import Access, Domain
+from tep.backends.base import Domain
 from tep.core.quarantine import Quarantine
 from tep.core.region import MrHandle
 from tep.engine.worker import Worker
@@ -43,7 +43,7 @@ def quarantines(engine: Keeper, mr: MrHandle) -> tuple[Quarantine, ...]:
 
 def _down(engine: Keeper, mr: MrHandle) -> list[int]:
     """NICs that are down and may still write to a region, or read from it."""
-    target = mr.access is Access.SOURCE_AND_TARGET
+    target = mr.access.target
     alive = engine.worker.group.alive
     return [k for k, up in enumerate(alive) if not up and (target or k in mr.readers)]
 

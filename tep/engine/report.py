@@ -152,9 +152,10 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
         caps = domain.caps
         order = "ordered" if caps.ordered else "unordered"
         state = "alive" if group.alive[k] else "DOWN"
+        reads = f"reads {caps.reads}" if caps.reads else f"no reads ({caps.no_reads})"
         lines.append(
             f"  NIC {k}: {caps.nic} on {caps.backend}, {caps.link_bps / 1e9:g} Gb/s, {order}, "
-            f"queue {caps.sq_depth}, memory {'/'.join(caps.memory_kinds)}, {state}"
+            f"queue {caps.sq_depth}, {reads}, memory {'/'.join(caps.memory_kinds)}, {state}"
         )
         if isinstance(domain, _Describes):
             lines.append(f"    {domain.describe()}")

@@ -229,7 +229,7 @@ class TransferEngine:
             number,
             memory.nbytes,
             memory.device,
-            access is Access.SOURCE_AND_TARGET,
+            access.target,
             tuple(key.rkey for key in keys),
             tuple(key.base for key in keys),
         )

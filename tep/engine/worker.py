@@ -62,7 +62,7 @@ Measured: the numpy work of one poll takes about 10 us.
 _RAISES_MAX: Final = 16
 """How often poll() of a NIC that is down may raise before its rows and messages are ended."""
 
-_WRITE, _IMM, _SENT, _RECV, _DOWN, _CONTROL, _FENCED = map(int, Kind)
+_WRITE, _IMM, _SENT, _RECV, _DOWN, _CONTROL, _FENCED, _READ = map(int, Kind)
 _OK: Final = int(Status.OK)
 _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED

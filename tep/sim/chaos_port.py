@@ -93,7 +93,7 @@ class ChaosPort:
         key = (number << 6 | self.number) << 1
         region = Region(memory, 0 if self._chaos.offsets else (number & 0xFFFF) << 40 | 0x1000)
         self._lkeys[key] = region
-        if access is Access.SOURCE_AND_TARGET:
+        if access.target:
             self._rkeys[key + 1] = region
         return DomainKey(key, key + 1, region.base)
 

@@ -174,7 +174,7 @@ class FlowNic:
         self._check_open()
         self._key += 2
         self._keys.add(self._key + 1)
-        if access is Access.SOURCE_AND_TARGET:
+        if access.target:
             self._keys.add(self._key)
         return DomainKey(lkey=self._key + 1, rkey=self._key, base=memory.ptr)
 

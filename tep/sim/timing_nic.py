@@ -102,7 +102,7 @@ class TimingNic:
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        writable = access is Access.SOURCE_AND_TARGET
+        writable = access.target
         self._keys += 1
         # Of a NIC and an incarnation: another's key is never valid here by accident.
         key = (self.number << 24) + (self._keys << 1)

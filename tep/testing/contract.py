@@ -29,6 +29,7 @@ from tep.testing.clauses_errors import ErrorsContract
 from tep.testing.clauses_imms import ImmsContract
 from tep.testing.clauses_life import LifeContract
 from tep.testing.clauses_messages import MessagesContract
+from tep.testing.clauses_reads import ReadsContract
 from tep.testing.clauses_rows import RowsContract
 from tep.testing.world import Ability, Node, OpenWorld, World
 
@@ -38,7 +39,13 @@ _TEST: Final = re.compile(r"test_c(\d\d)_\w+")
 
 
 class DomainContract(
-    RowsContract, ImmsContract, ErrorsContract, MessagesContract, ControlContract, LifeContract
+    RowsContract,
+    ImmsContract,
+    ErrorsContract,
+    MessagesContract,
+    ControlContract,
+    ReadsContract,
+    LifeContract,
 ):
     """Every clause that shows at the seam; a subclass named Test... gives the fixture `world`.
 

@@ -17,11 +17,14 @@ import numpy.typing as npt
 
 from tep.backends.base import (
     Access,
+    Batch,
     Column,
     ControlDomain,
     Domain,
     DomainKey,
     Kind,
+    ReadBatch,
+    ReadDomain,
     Status,
     WriteBatch,
     new_completions,
@@ -116,20 +119,30 @@ class Side:
         self.on_imm: Callable[[Seen], None] | None = None
         self.accepted: Counter[int] = Counter()  # rows by ctx
         self.returned: Counter[int] = Counter()
+        self.reads: set[int] = set()  # which ctx are of reads
         self.sent: Counter[int] = Counter()  # messages by ctx
         self.acknowledged: Counter[int] = Counter()
         self._ctx = 0
         self._peers: dict[tuple[int, bytes], int] = {}
         self.out = new_completions(_POLL_ROWS)
 
-    def buffer(self, nbytes: int) -> Buffer:
-        """Register another blank target."""
-        blank = np.full(nbytes, _BLANK, np.uint8)
-        return Buffer(self.domains, blank, Access.SOURCE_AND_TARGET)
+    def buffer(self, nbytes: int, access: Access = Access.SOURCE_AND_TARGET) -> Buffer:
+        """Register more blank memory: another target, unless told otherwise."""
+        return Buffer(self.domains, np.full(nbytes, _BLANK, np.uint8), access)
 
-    def untouched(self, start: int = 0, stop: int | None = None) -> bool:
-        """Whether target bytes start .. stop, and the guards, are as they were made."""
-        return bool((self.target.data[start:stop] == _BLANK).all()) and self.target.guards_hold()
+    def readable(self, nbytes: int, access: Access = Access.READABLE) -> Buffer:
+        """Register more memory that peers may read, with bytes of which none is blank."""
+        found = self.buffer(nbytes, access)
+        seed = [nbytes, len(self.net.sides)]
+        found.data[:] = np.random.default_rng(seed).integers(_BLANK + 1, 255, nbytes, np.uint8)
+        return found
+
+    def untouched(
+        self, start: int = 0, stop: int | None = None, buffer: Buffer | None = None
+    ) -> bool:
+        """Whether bytes start .. stop of the target, and the guards, are as they were made."""
+        buffer = self.target if buffer is None else buffer
+        return bool((buffer.data[start:stop] == _BLANK).all()) and buffer.guards_hold()
 
     def peer(self, to: Side, nic: int = 0, remote: int = 0) -> int:
         """Return the PeerId of another side's NIC, connecting when first asked."""
@@ -177,14 +190,54 @@ class Side:
             ctx,
         )
 
-    def try_post(self, batch: WriteBatch, start: int, stop: int, nic: int = 0) -> int:
+    def read(
+        self,
+        owner: Side,
+        memory: Buffer,
+        *,
+        local: Values = 0,
+        remote: Values = 0,
+        nbytes: Values = 64,
+        nic: int = 0,
+        far: int = 0,
+        rkey: int | None = None,
+        into: Buffer | None = None,
+    ) -> ReadBatch:
+        """Make a batch of reads from another side's memory into this side's; both are offsets.
+
+        As `batch`: a list gives a column. `far` is the owner's NIC; `into` the target unless given.
+        """
+        into = self.target if into is None else into
+        self._ctx += 1
+        lengths = [len(v) for v in (local, remote, nbytes) if not isinstance(v, int)]
+        key = memory.keys[far]
+        return ReadBatch(
+            lengths[0] if lengths else 1,
+            self.peer(owner, nic, far),
+            _column(local, into.memory.ptr),
+            into.keys[nic].lkey,
+            _column(remote, key.base),
+            key.rkey if rkey is None else rkey,
+            _column(nbytes),
+            None,
+            self._ctx,
+        )
+
+    def try_post(self, batch: Batch, start: int, stop: int, nic: int = 0) -> int:
         """Post once and check the answer's range; C3 is about it."""
-        taken = self.domains[nic].post(batch, start, stop)
+        domain = self.domains[nic]
+        if isinstance(batch, ReadBatch):
+            taken = cast("ReadDomain", domain).post_read(batch, start, stop)
+        else:
+            assert isinstance(batch, WriteBatch)
+            taken = domain.post(batch, start, stop)
         assert 0 <= taken <= stop - start, f"post({start}, {stop}) says {taken} rows"
         self.accepted[batch.ctx] += taken
+        if isinstance(batch, ReadBatch):
+            self.reads.add(batch.ctx)
         return taken
 
-    def post(self, batch: WriteBatch, nic: int = 0) -> None:
+    def post(self, batch: Batch, nic: int = 0) -> None:
         """Post all rows, turning the net while the queue is full."""
         start = 0
 
@@ -232,7 +285,10 @@ class Side:
         self.seen.append(seen)
         assert seen.count >= 1, f"a completion that stands for nothing: {seen}"
         match seen.kind:
-            case Kind.WRITE:
+            case Kind.WRITE | Kind.READ:
+                assert (seen.kind == Kind.READ) == (seen.ctx in self.reads), (
+                    f"C29: rows of batch {seen.ctx} went the other way: {seen}"
+                )
                 self.returned[seen.ctx] += seen.count
                 back, taken = self.returned[seen.ctx], self.accepted[seen.ctx]
                 assert back <= taken, (
@@ -281,7 +337,7 @@ class Side:
         """How the rows of a batch ended."""
         found: Counter[Status] = Counter()
         for seen in self.seen:
-            if seen.kind == Kind.WRITE and seen.ctx == ctx:
+            if seen.kind in (Kind.WRITE, Kind.READ) and seen.ctx == ctx:
                 found[Status(seen.status)] += seen.count
         return found
 
@@ -383,7 +439,7 @@ class Net:
         )
         self.quiet()
 
-    def write(self, batch: WriteBatch, side: Side, nic: int = 0) -> None:
+    def write(self, batch: Batch, side: Side, nic: int = 0) -> None:
         """Post a batch and turn until all is quiet."""
         side.post(batch, nic)
         self.settle()

@@ -20,6 +20,7 @@ from tep.backends.base import (
     DomainCaps,
     DomainKey,
     Kind,
+    ReadBatch,
     Status,
     WriteBatch,
 )
@@ -48,11 +49,13 @@ class NullDomain:
             imm_eats_recv=False,
             peer_timeout_s=1.0,
             moves_bytes=False,
+            reads=1 << 30,
         )
         self.address = index.to_bytes(4, "little")
         self.posted = 0
         self._wire = wire
         self._done: deque[tuple[int, int]] = deque()
+        self._read: deque[tuple[int, int]] = deque()
         self._imms: deque[tuple[Column, int]] = deque()
         self._scattered: deque[tuple[npt.NDArray[np.unsignedinteger], Column]] = deque()
         wire.append(self)
@@ -80,6 +83,11 @@ class NullDomain:
             self._scattered.append((peer[start:stop], imm))
         return n
 
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        self._read.append((batch.ctx, stop - start))
+        self.posted += stop - start
+        return stop - start
+
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         return False
 
@@ -101,6 +109,10 @@ class NullDomain:
         while self._done and at < room:
             ctx, n = self._done.popleft()
             out[at] = (Kind.WRITE, Status.OK, min(n, _COUNT_MAX), 0, 0, ctx, 0)
+            at += 1
+        while self._read and at < room:
+            ctx, n = self._read.popleft()
+            out[at] = (Kind.READ, Status.OK, min(n, _COUNT_MAX), 0, 0, ctx, 0)
             at += 1
         while self._imms and at < room:
             imm, n = self._imms.popleft()
@@ -131,7 +143,7 @@ class NullDomain:
         return None
 
     def arm(self) -> bool:
-        return not (self._done or self._imms)
+        return not (self._done or self._imms or self._read)
 
     def close(self) -> None:
         pass

@@ -82,6 +82,7 @@ class SpoiledWorld(LoopbackWorld):
                 peer_timeout_s=0.1,
                 control_bytes=4096,
                 imm_source=True,
+                reads=_DEPTH,
             )
             domains.append(self._make(self.hub, name, nic, epoch=epoch, caps=caps, seed=self.seed))
         return Opened(tuple(domains), epoch, name)

@@ -19,6 +19,7 @@ LONGER: dict[str, str] = {
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",
     "tep/engine/worker.py": "one thought: a step, what completions mean, and how the parts join",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
+    "tep/backends/loopback.py": "one NIC: what each call of the seam does is one thought",
     "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }
 

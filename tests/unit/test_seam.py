@@ -9,6 +9,9 @@ from tep import backends
 from tep.backends.base import (
     COMPLETION,
     COMPLETION_BYTES,
+    Access,
+    ReadBatch,
+    ReadRow,
     Row,
     WriteBatch,
     first_completions,
@@ -98,6 +101,32 @@ def test_write_batch_rows_without_an_immediate() -> None:
     batch = WriteBatch(2, 0, 1, 2, 3, 4, 5, None, 6)
 
     assert [Row(0, 1, 2, 3, 4, 5, None)] * 2 == list(batch.rows(0, 2))
+
+
+def test_read_batch_rows_turn_the_columns_round() -> None:
+    """A backend that mixed up the two ends would write where it is to read."""
+    remote = np.array([1, 2**64 - 1, 5], np.uint64)
+    batch = ReadBatch(3, 2, 100, 7, remote, 9, 16, None, 99)
+
+    assert [ReadRow(2, 100, 7, 2**64 - 1, 9, 16), ReadRow(2, 100, 7, 5, 9, 16)] == list(
+        batch.rows(1, 3)
+    )
+    assert (100, remote) == (batch.local, batch.remote)
+
+
+def test_access_says_who_may_do_what() -> None:
+    """A right that comes along with another is one that nobody asked for."""
+    rights = {a: (a.target, a.readable, a.sink) for a in Access}
+
+    assert {
+        Access.SOURCE: (False, False, False),
+        Access.TARGET: (True, False, True),
+        Access.READABLE: (False, True, False),
+        Access.SINK: (False, False, True),
+    } == rights
+    both = Access.SOURCE_AND_TARGET | Access.READABLE
+    assert (True, True, True) == (both.target, both.readable, both.sink)
+    assert Access.SOURCE_AND_TARGET is Access.SOURCE | Access.TARGET
 
 
 def test_completions_start_empty_and_keep_their_layout() -> None:

@@ -143,7 +143,7 @@ class Regions(regions.Regions):
         self.by_lkey, self.by_rkey, self.dying = {}, {}, []
 
     def add(self, memory: Memory, access: Access) -> regions.Region:
-        target = access is Access.SOURCE_AND_TARGET
+        target = access.target
         flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"] if target else 0
         if self._dmabuf is not None and memory.kind != "cpu":
             with exported(self._dmabuf, memory) as (fd, offset):

@@ -102,7 +102,7 @@ class Regions:
             # Software providers take anything, and crash once a row arrives.
             _check_mapped(memory, self._nic.name)
         number = (self._salt << _COUNTER_BITS | next(self._numbers)) & ((1 << 63) - 1)
-        target = access is Access.SOURCE_AND_TARGET
+        target = access.target
         with contextlib.ExitStack() as stack:
             dmabuf = None
             if self._dmabuf is not None and memory.kind != "cpu":

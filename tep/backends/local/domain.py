@@ -104,7 +104,7 @@ class LocalDomain:
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        writable = access is Access.SOURCE_AND_TARGET
+        writable = access.target
         region = HostRegion(memory, memory.ptr, writable=writable)
         rkey = self._port.grant(region) if writable else self._port.new_key()
         self._lkey += 2

@@ -40,7 +40,7 @@ class Regions:
         """
         device = self._device
         flags = 0
-        if access is Access.SOURCE_AND_TARGET:
+        if access.target:
             flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
         if device.settings.relaxed_ordering:
             flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
