@@ -106,7 +106,7 @@ def fit(
     rows = [
         {
             "point": f"{point.kind} {point.nbytes}",
-            "Gb/s": point.gbps,
+            "Gb/s": f"{point.gbps:.4g}",
             "residual": f"{residual:+.1%}",
             "left out": f"{other / point.gbps - 1:+.1%}",
         }

@@ -1,4 +1,4 @@
-"""What RDMA devices themselves say that they can do, asked through libibverbs and libefa.
+"""Which libraries are here, and what RDMA devices say to libibverbs and libefa that they can do.
 
 Each device is opened, asked and closed; nothing is sent and nothing is registered. A captured
 machine cannot be asked: what is here needs the devices.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
 from typing import Final
 
+from tep.backends import libfabric
 from tep.doctor.finding import Finding, bad, good, note, warn
 from tep.errors import BackendUnavailable, FabricError
 from tep.ffi import efa, ibverbs
 from tep.ffi.ibverbs_device import DeviceAttr, PortAttr
 from tep.units import GiB, KiB, MiB
 
-__all__ = ["check_devices"]
+__all__ = ["check_devices", "check_libraries"]
 
 _AMAZON: Final = 0x1D0F
 
@@ -26,6 +30,39 @@ _READ: Final = 1 << 0
 _RNR_RETRY: Final = 1 << 1
 _WRITE: Final = 1 << 3
 _UNSOLICITED: Final = 1 << 4
+
+
+def check_libraries() -> Iterator[Finding]:
+    """Which libraries this process would use, with their versions; backends say what they lack."""
+    parts = []
+    for name, load in (("libibverbs", ibverbs.load), ("libefa", efa.load)):
+        try:
+            lib: ibverbs.Library = load()
+        except BackendUnavailable:
+            parts.append(f"no usable {name}")
+            continue
+        path = lib.efa_path if isinstance(lib, efa.Efa) else lib.path
+        parts.append(f"{name} {_mapped(name) or path}")
+    try:
+        facts = libfabric.facts()
+        parts.append(f"libfabric {facts['version']} ({facts['library']})")
+    except BackendUnavailable:
+        parts.append("no usable libfabric")
+    try:
+        parts.append(f"cuda-python {metadata.version('cuda-python')}")
+    except metadata.PackageNotFoundError:
+        parts.append("no cuda-python")
+    yield good("libraries", "; ".join(parts))
+
+
+def _mapped(name: str) -> str:
+    """The file that was loaded for a library of rdma-core, whose version stands in its name."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if path.rpartition("/")[2].startswith(f"{name}.so"):
+            found = re.search(r"\.so(?:\.\d+){2}\.(\d+\.\d+)$", path)
+            return f"{path} (rdma-core {found[1]})" if found else path
+    return ""
 
 
 def check_devices() -> Iterator[Finding]:

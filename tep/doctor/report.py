@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from tep import __version__
-from tep.doctor.devices import check_devices
+from tep.doctor.devices import check_devices, check_libraries
 from tep.doctor.finding import Finding, Level
 from tep.doctor.host import check_host
 from tep.doctor.nics import check_nics
 from tep.doctor.selftest import self_test
 from tep.hostfiles import HostFiles, Recorder
+from tep.topology import detect
 
 __all__ = ["bundle", "capture", "examine", "passed"]
 
@@ -27,6 +28,7 @@ def capture(recorder: Recorder) -> None:
     """Ask all that the doctor and the topology ask of files; the recorder keeps the answers."""
     for _ in (*check_host(recorder), *check_nics(recorder)):
         pass
+    detect(recorder)
 
 
 def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]:
@@ -40,6 +42,7 @@ def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]
     yield from check_host(files)
     yield from check_nics(files)
     if try_backends:
+        yield from check_libraries()
         yield from check_devices()
         yield from self_test(files)
 
@@ -54,6 +57,7 @@ def bundle(recorder: Recorder, findings: list[Finding]) -> dict[str, object]:
 
     It names NICs, addresses (GIDs) and GPUs, and no user, host or secret.
     """
+    capture(recorder)
     variables = {
         name: value
         for name, value in sorted(os.environ.items())

@@ -18,7 +18,7 @@ from tep.cuda.driver import Driver
 from tep.reproduce.tables import load_table
 from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_efa import fabric
-from tests.support.here import need_fake_efa
+from tests.support.here import need_fake_efa, require
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/bench_two_nodes.py"
@@ -121,14 +121,47 @@ def test_wrong_bytes_are_an_error(monkeypatch):
 
 
 @pytest.mark.slow
-def test_on_the_fake_efa_device(tmp_path):
-    """The command for p5 and p5en, over libfabric's own provider."""
+@pytest.mark.parametrize("backend", [["libfabric", "--option", "provider=efa"], ["efa"]])
+def test_on_the_fake_efa_device(tmp_path, backend):
+    """The command for p5 and p5en, over libfabric's own provider and without it."""
     need_fake_efa()
     with fabric({"nics": 2, "seed": 5}) as run:
-        args = ["--launch", "local", "--backend", "libfabric", "--option", "provider=efa"]
+        args = ["--launch", "local", "--backend", *backend]
         found, _ = bench(tmp_path, *args, env=run.environment())
         landed = run.total()["imms_landed"]
     check(found)
 
     assert 2 == len(found["run"]["nics"])
     assert landed > 1_000
+
+
+@pytest.mark.slow
+def test_the_script_over_a_simulated_machine(tmp_path):
+    """CI of somebody who has a profile of their machine runs this."""
+    found, printed = bench(tmp_path, "--sim", "efa_2x200", "--plot", tmp_path / "plot.png")
+    check(found)
+
+    assert "single 65536" in printed
+    assert {"profile": "efa_2x200"} == found["run"]["options"]
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "provider", ["sim", "local", "tcp", pytest.param("shm", marks=pytest.mark.long)]
+)
+def test_the_verification_script_runs_where_there_is_no_nic(provider):
+    """A script that nobody can try before the instance is paid for is wrong on the instance."""
+    if provider in {"tcp", "shm"}:
+        require(provider)
+    script = ROOT / "scripts/verify_efa.py"
+    ended = subprocess.run(
+        [sys.executable, str(script), provider],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+    assert 0 == ended.returncode, ended.stdout + ended.stderr
+    assert f"{provider}: all checks held" == ended.stdout.splitlines()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from tep import FabricError
 from tep.cli import main
 from tep.doctor import selftest
-from tep.doctor.devices import check_devices
+from tep.doctor.devices import check_devices, check_libraries
 from tep.doctor.finding import Level
 from tep.doctor.pcie import acs_control
 from tep.doctor.report import bundle, examine, passed
@@ -325,6 +326,15 @@ def test_devices_are_asked_for_sizes_and_reads(monkeypatch):
     assert reads.remedy
 
 
+def test_libraries_are_named_with_their_versions(monkeypatch):
+    """What worked yesterday and fails today has most often met another library."""
+    stub = need_stub()
+    monkeypatch.setenv("TEP_LIBIBVERBS", stub.path)
+    (found,) = check_libraries()
+
+    assert re.search(r"libibverbs \S+; .*libefa.*; .*libfabric.*; .*cuda-python", found.text)
+
+
 def test_without_devices_nothing_is_said_of_them(monkeypatch):
     """The self-test says already why there is no library."""
     monkeypatch.setenv("TEP_LIBIBVERBS", "/no/such.so")
@@ -363,7 +373,11 @@ def test_this_machine_is_examined_and_its_backends_are_tried(tmp_path, capsys):
     assert "write to count" in tried["backend loopback"]["text"]
     assert found["findings"] == report["findings"]
     again = list(examine(Capture(*_parts(report["machine"])), try_backends=False))
-    here = [one for one in found["findings"] if not one["area"].startswith(("backend", "device "))]
+    here = [
+        one
+        for one in found["findings"]
+        if not one["area"].startswith(("backend", "device ", "libraries"))
+    ]
     assert here == [one.to_json() for one in again]
 
 

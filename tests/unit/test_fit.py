@@ -5,6 +5,7 @@ cannot know.
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from tep.cli import app
+from tep.cli import app, main
 from tep.errors import UsageError
 from tep.reproduce.runs import paged_us, single_us
 from tep.reproduce.tables import NIC_PROFILES, load_table
@@ -150,3 +151,41 @@ def test_the_command_writes_a_profile_that_clusters_take(tmp_path) -> None:
     assert 0 == found.exit_code, found.output
     assert 6 == len(json.loads(found.stdout)["points"])
     assert 370 == pytest.approx(simulated(str(profile), Measured("paged", 65_536, 0.0)), rel=0.03)
+
+
+PATHS = [
+    "moe --nic {} --ep 8 --check 1",
+    "moe --nic {} --ep 16",
+    "kvcache --fabric flow --profile {} --seconds 2",
+    "kvcache --fabric timing --profile {} --seconds 2",
+    "rl plan --profile {} --model qwen3-235b --train 256 --infer 128",
+    "sim fit {results} --base {}",
+    "sim whatif 'nic.op=300 ns' --profile {} --to {} --system moe",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PATHS)
+def test_a_path_stands_wherever_a_profile_s_name_does(tmp_path, capsys, command) -> None:
+    """A machine of one's own is of no use where only the shipped ones are taken."""
+    path, results = tmp_path / "mine.toml", tmp_path / "results.json"
+    write_profile(replace(load_profile("efa_2x200"), name="mine"), path)
+    points = [{"kind": p.kind, "bytes": p.nbytes, "gbps": p.gbps} for p in published("EFA")]
+    results.write_text(json.dumps(points))
+    words = [
+        word.format(path, results=results) for word in shlex.split(command.replace("{}", "{0}"))
+    ]
+
+    assert 0 == main([*words, "--json"])
+    json.loads(capsys.readouterr().out)
+
+
+def test_a_path_that_is_no_profile_is_an_error_with_its_name(tmp_path, capsys) -> None:
+    """A slip of the pen must not be a traceback after five seconds."""
+    for command in (
+        "moe --nic {}",
+        "kvcache --fabric flow --profile {}",
+        "sim whatif --profile {}",
+    ):
+        assert 0 != main(command.format(tmp_path / "none.toml").split())
+        assert "none.toml" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
@@ -163,6 +165,18 @@ def test_a_capture_says_what_the_machine_said(capture):
     again = detect(Capture(text["texts"], text["links"], text["folders"], text["variables"]))
 
     assert there == again
+
+
+def test_a_capture_of_this_machine_shows_its_topology(tmp_path):
+    """A machine without a NIC has GPUs and cores all the same."""
+    path = tmp_path / "machine.json"
+    ran = subprocess.run(
+        [sys.executable, "-m", "tep.doctor.capture"], capture_output=True, check=True, timeout=60
+    )
+    path.write_bytes(ran.stdout)
+
+    assert detect(LiveFiles()) == detect(Capture.load(path))
+    assert detect(LiveFiles()).cores
 
 
 def test_a_file_that_is_no_capture_is_refused(tmp_path):
