@@ -138,7 +138,8 @@ class Pages:
             step = first - known[1]
             column = known[2] + np.array(step if step >= 0 else step + 2**64, np.uint64)
         else:
-            column = self.indices * np.uint64(stride) + np.array(first, np.uint64)
+            column = self.indices * np.uint64(stride)
+            column += np.array(first, np.uint64)  # in place: fresh pages cost more than the sum
         self._starts = stride, first, column
         return column
 

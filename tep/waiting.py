@@ -95,6 +95,35 @@ class Process:
 os.register_at_fork(after_in_child=Process.note_fork)
 
 
+class _Handlers:
+    """The signal handlers of this process.
+
+    An object and not attributes of a class: whoever changes these makes the interpreter forget what
+    it knows of the class, which costs each use 0.5 us.
+
+    Attributes:
+        known: those of SIGINT, SIGALRM and SIGTERM when all were looked at.
+        caught: (signal, handler) of those written in Python.
+        replaced: whether they are replaced now; one `Interrupts` in another does nothing.
+    """
+
+    __slots__ = ("caught", "known", "replaced")
+
+    def __init__(self) -> None:
+        self.known: tuple[object, ...] = ()
+        self.caught: tuple[tuple[int, object], ...] = ()
+        self.replaced = False
+
+    def look(self, known: tuple[object, ...]) -> None:
+        """Look at every signal."""
+        handlers = [(number, _getsignal(number)) for number in _ALL]
+        self.caught = tuple(pair for pair in handlers if callable(pair[1]))
+        self.known = known
+
+
+_handlers: Final = _Handlers()
+
+
 class Interrupts:
     """While the main thread turns an engine, signal handlers wait until the step is over.
 
@@ -113,32 +142,27 @@ class Interrupts:
     """
 
     __slots__ = ("_bell", "_noted", "_swapped", "came")
-    _known: tuple[object, ...] = ()
-    _caught: tuple[tuple[int, object], ...] = ()
-    _inside = False  # one in another does nothing
 
     def __init__(self, bell: int = -1) -> None:
         self.came = self._swapped = False
         self._bell = bell
 
-    @classmethod
-    def forget(cls) -> None:
+    @staticmethod
+    def forget() -> None:
         """Look at every signal again."""
-        cls._known = ()
+        _handlers.known = ()
 
     def __enter__(self) -> Interrupts:
-        cls = Interrupts
-        if cls._inside or thread_id() != Process.main:
+        handlers = _handlers
+        if handlers.replaced or thread_id() != Process.main:
             return self
         known = _getsignal(_SIGINT), _getsignal(_SIGALRM), _getsignal(_SIGTERM)
-        if known != cls._known:
-            handlers = [(number, _getsignal(number)) for number in _ALL]
-            cls._caught = tuple(pair for pair in handlers if callable(pair[1]))
-            cls._known = known
-        if caught := cls._caught:
+        if known != handlers.known:
+            handlers.look(known)
+        if caught := handlers.caught:
             note = self._note
             try:
-                self._swapped = cls._inside = True
+                self._swapped = handlers.replaced = True
                 for number, _ in caught:
                     _signal(number, note)
             except BaseException:  # by a handler that is not replaced yet
@@ -156,9 +180,9 @@ class Interrupts:
     def __exit__(self, *_: object) -> None:
         if self._swapped:
             try:  # what is put back twice does no harm
-                for number, handler in Interrupts._caught:
+                for number, handler in _handlers.caught:
                     _signal(number, handler)
-                Interrupts._inside = self._swapped = False
+                _handlers.replaced = self._swapped = False
             finally:  # a handler raises as soon as it is back
                 if self._swapped:
                     self.__exit__()

@@ -20,7 +20,7 @@ from typing import Final
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.core.events import Event, PeerNicDown, PeerRestarted
-from tep.core.path import FarEnds, Link, Path, PathEvent
+from tep.core.path import FarEnds, Link, Path, PathEvent, Routes
 from tep.core.pending import (
     Acks,
     Loss,
@@ -38,7 +38,7 @@ from tep.core.pending import (
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
-from tep.core.region import Job, Remote, Targets, Template
+from tep.core.region import Job, Remote, Targets, Template, Way
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
 from tep.errors import FabricError, TepError
@@ -98,6 +98,7 @@ class DomainGroup:
         acks: the sums of acknowledged immediates of all paths; None: there is no failover.
         events: what was found out about peers, for those that handle it.
         far_ends: the records of paths by address.
+        routes: changes with the state of any NIC or path.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class DomainGroup:
         self._rows_max = rows_max
         self._shares = len(domains) > 1
         self.in_doubt = 0
-        self._routes_version = 0
+        self.routes = Routes()
         self._ctx = 0
         self._cursor = 0
         self.failover = failover
@@ -136,17 +137,18 @@ class DomainGroup:
     def start(self, transfer: Transfer) -> None:
         """Deal a transfer's job out to the NICs' queues. Nothing is posted yet."""
         job = transfer.job
-        if not any(self.alive):
+        remotes = job.remotes
+        if True not in self.alive:
             self.lose(transfer, transfer.rows, self._down_error())
-        elif isinstance(job.remotes, Remote):
+        elif isinstance(remotes, Remote):
             if job.split:
-                self._deal_single(transfer, job, job.remotes)
+                self._deal_single(transfer, job, remotes)
             else:
-                self._deal_paged(transfer, job, job.remotes)
+                self._deal_paged(transfer, job, remotes)
         elif job.split:
-            self._deal_slices(transfer, job, job.remotes)
+            self._deal_slices(transfer, job, remotes)
         else:
-            self._deal_targets(transfer, job, job.remotes)
+            self._deal_targets(transfer, job, remotes)
 
     def _deal_single(self, transfer: Transfer, job: Job, remote: Remote) -> None:
         nlocal = len(self.domains)
@@ -198,12 +200,9 @@ class DomainGroup:
         cursor = self._cursor % cycle
         self._cursor = cursor + min(job.n, cycle)
         key = cursor, job.routing.domain
-        if (
-            targets.routes_version != self._routes_version
-            or len(targets.templates) > _TEMPLATES_MAX
-        ):
+        if targets.routes_version != self.routes.version or len(targets.templates) > _TEMPLATES_MAX:
             targets.templates.clear()
-            targets.routes_version = self._routes_version
+            targets.routes_version = self.routes.version
         found = targets.templates.get(key)
         if found is None:
             found = targets.templates[key] = self._templates(targets, *key)
@@ -239,26 +238,41 @@ class DomainGroup:
         remote: Remote,
     ) -> None:
         """Queue n rows on one lane; dst is an address for the target's NIC 0."""
+        if remote.ways_version == self.routes.version and lane in remote.ways:
+            domain, nic, peer, rkey, shift = remote.ways[lane]
+        else:
+            domain, nic, peer, rkey, shift = self._find_way(remote, lane)
+        src, dst, nbytes = columns
+        if shift:
+            dst = shifted(dst, shift)
+        mr = transfer.job.mr
+        assert mr is not None
+        batch = WriteBatch(n, peer, src, mr.keys[domain].lkey, dst, rkey, nbytes, imm, 0)
+        self._push(Pending(transfer, domain, batch, remote, nic))
+
+    def _find_way(self, remote: Remote, lane: tuple[int, int]) -> Way:
+        """Where the rows of a lane go today; it is remembered until a route changes."""
+        if remote.ways_version != self.routes.version:
+            remote.ways.clear()
+            remote.ways_version = self.routes.version
         domain, nic = lane
         link = remote.link
         usable = self.alive[domain] and link.alive[nic]
         if not usable or (link.closed and not link.is_up(domain, nic)):
             domain, nic = self.route(domain, link, nic)
-        src, dst, nbytes = columns
-        if nic:
-            dst = shifted(dst, remote.bases[nic] - remote.bases[0])
-        mr = transfer.job.mr
-        assert mr is not None
-        peer, lkey, rkey = link.peer(domain, nic), mr.keys[domain].lkey, remote.rkeys[nic]
-        batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, 0)
-        self._push(Pending(transfer, domain, batch, remote, nic))
+        shift = remote.bases[nic] - remote.bases[0]
+        way = Way(domain, nic, link.peer(domain, nic), remote.rkeys[nic], shift)
+        remote.ways[lane] = way
+        return way
 
     def _push(self, pending: Pending) -> None:
         batch = pending.batch
-        self._ctx = batch.ctx = ctx = self._ctx + 1
+        self._ctx = ctx = self._ctx + 1
+        batch.ctx = ctx
         self.batches[ctx] = pending
         transfer = pending.transfer
-        pending.older, transfer.queued = transfer.queued, pending
+        pending.older = transfer.queued
+        transfer.queued = pending
         self._queues[pending.domain].append(pending)
         self.backlog += batch.n
 
@@ -286,30 +300,31 @@ class DomainGroup:
         return work
 
     def _post_on(self, domain: int, queue: deque[Pending]) -> bool:
-        nic = self.domains[domain]
-        before = self.outstanding[domain]
+        nic, work = self.domains[domain], False
         refused = 0  # consecutive batches of which nothing was taken
         for _ in range(_TURNS_MAX):
             if refused >= len(queue):
                 break
             pending = queue[0]
-            if pending.at == pending.stop:  # its rest was cut off while it was queued
+            start, stop = pending.at, pending.stop
+            if start == stop:  # its rest was cut off while it was queued
                 _drop_ended(queue)
                 if not queue:
                     break
                 pending = queue[0]
-            if self._shares and pending.batch.n > _SHARED_ROWS and _is_long(pending):
+                start, stop = pending.at, pending.stop
+            batch = pending.batch
+            if self._shares and batch.n > _SHARED_ROWS and _is_long(pending):
                 if not self._cut_piece(pending, domain, queue):
                     refused += 1
                     queue.rotate(-1)
                     continue
                 pending = queue[0]
-            start = pending.at
-            stop = pending.stop
-            if len(queue) > 1 and stop - start > self._rows_max:
+                batch, start, stop = pending.batch, pending.at, pending.stop
+            if stop - start > self._rows_max and len(queue) > 1:
                 stop = start + self._rows_max
             try:
-                taken = nic.post(pending.batch, start, stop)
+                taken = nic.post(batch, start, stop)
             except (OSError, MemoryError) as error:
                 return self.give_up(domain, error)
             assert 0 <= taken <= stop - start, (taken, start, stop)
@@ -320,19 +335,26 @@ class DomainGroup:
                 refused += 1
                 queue.rotate(-1)
                 continue
-            refused = 0
-            pending.at = start + taken
+            refused, work = 0, True
+            at = start + taken
+            pending.at = at
             self.outstanding[domain] += taken
             self.backlog -= taken
-            nbytes = pending.sum_bytes(start, pending.at)
+            nbytes = batch.nbytes
+            if not isinstance(nbytes, int):
+                nbytes = pending.sum_bytes(start, at)
+            elif taken > 1:
+                nbytes *= taken
             self.rows[domain] += taken
             self.nbytes[domain] += nbytes
             pending.transfer.count_posted(domain, taken, nbytes)
-            if pending.at == pending.stop:
-                queue.popleft()
-            else:
+            if at < pending.stop:
                 queue.rotate(-1)
-        return self.outstanding[domain] != before
+                continue
+            queue.popleft()
+            if not queue:
+                break
+        return work
 
     # ------------------------------------------------------------------ sharing long batches
     #
@@ -506,7 +528,7 @@ class DomainGroup:
         if not link.alive[nic]:
             return True
         link.alive[nic] = False
-        self._routes_version += 1
+        self.routes.version += 1
         has_others = any(link.alive)
         if has_others:
             self._reroute(lambda waiting: goes_to(waiting, link, nic))
@@ -520,12 +542,11 @@ class DomainGroup:
         """Use these NICs of a peer from now on, because one that was marked down answers again."""
         assert any(alive), link.addr
         link.alive[:] = alive
-        self._routes_version += 1
+        self.routes.version += 1
 
     def reopen(self, path: Path) -> None:
         """Use a path again: the peer has lifted its fence."""
         path.to(PathEvent.OPENED)
-        self._routes_version += 1
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Remove a transfer's queued rows from the queues; return how many there were."""
@@ -593,7 +614,7 @@ class DomainGroup:
         """One of our NICs is gone: move its queued rows to the others."""
         if self.alive[domain]:
             self.alive[domain] = False
-            self._routes_version += 1
+            self.routes.version += 1
             self._reroute(lambda pending: pending.domain == domain)
 
     def give_up(self, domain: int, error: OSError | MemoryError) -> bool:

@@ -18,7 +18,8 @@ from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
 from tep.waiting import escaped, raise_escaped, wake_main
 
 __all__ = [
-    "Awaited", "Handle", "Owner", "State", "Waits", "closed_error", "until_finished", "wait_for",
+    "PENDING", "Awaited", "Handle", "Owner", "State", "Waits", "closed_error", "until_finished",
+    "wait_for",
 ]  # fmt: skip
 
 
@@ -35,7 +36,7 @@ class State(Enum):
 
 
 # As names of the module, since Python 3.11 takes 0.1 us to look a member up in its class.
-_PENDING: Final = State.PENDING
+PENDING: Final = State.PENDING
 _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED
 
@@ -80,15 +81,19 @@ class Handle:
     Attributes:
         submitted_s: when it was submitted, seconds of the driver's clock.
         counted: whether statistics count it as a transfer or message.
+        rows: how many rows and messages it brings to the NICs.
+        reserved: how many of them the engine counted when they were submitted.
     """
 
     counted: ClassVar[bool] = True
+    rows: int = 0
+    reserved: int = 0
     __slots__ = ("_callbacks", "_delivered", "_error", "_owner", "_state", "submitted_s")
 
     def __init__(self, owner: Owner, submitted_s: float) -> None:
         self._owner = owner
         self.submitted_s = submitted_s
-        self._state = _PENDING
+        self._state = PENDING
         self._error: TepError | None = None
         self._callbacks: list[Callable[[Handle], object]] | None = None
         self._delivered = False
@@ -101,7 +106,7 @@ class Handle:
     @property
     def finished(self) -> bool:
         """Whether it has ended, well or not; asyncio calls this `done()`."""
-        return self._state is not _PENDING
+        return self._state is not PENDING
 
     @property
     def ok(self) -> bool:
@@ -144,7 +149,7 @@ class Handle:
         if self._error is not None:
             # It is raised for each caller; without this their tracebacks would accumulate.
             raise self._error.with_traceback(None)
-        if self._state is _PENDING:
+        if self._state is PENDING:
             raise WaitTimeout(f"not settled yet: {self.describe()}")
         return self
 
@@ -170,7 +175,7 @@ class Handle:
             timeout_s = check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf)
         if escaped:
             raise_escaped()
-        if self._state is _PENDING and not owner.driver.wait(self, timeout_s):
+        if self._state is PENDING and not owner.driver.wait(self, timeout_s):
             raise_escaped()
             raise self._late(timeout_s)
         return self if self._state is _DONE else self.result()
@@ -240,17 +245,16 @@ class Handle:
 
         A handle that has settled already does not change.
         """
-        if self._state is _PENDING:
+        if self._state is PENDING:
             self._owner.cancel_handle(self)
 
     def _settle(self, state: State, error: TepError | None = None) -> None:
         """Worker only: settle, once."""
-        assert self._state is _PENDING, f"settled twice: {self.describe()}"
-        assert state is not _PENDING
+        assert self._state is PENDING, f"settled twice: {self.describe()}"
         self._state = state  # first, so that describe() below says how it ended
-        if state is _CANCELLED and error is None:
-            error = Cancelled(f"cancelled: {self.describe()}")
-        self._error = error
+        if state is not _DONE:
+            assert state is not PENDING
+            self._error = error or Cancelled(f"cancelled: {self.describe()}")
 
     def _deliver(self) -> None:
         """Driver only, outside the step: run the callbacks."""

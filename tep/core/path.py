@@ -19,7 +19,9 @@ from tep.core.sums import PathSums
 from tep.errors import FabricError
 from tep.wire import NetAddr
 
-__all__ = ["TRANSITIONS", "FarEnd", "FarEnds", "Fence", "Link", "Path", "PathEvent", "PathState"]
+__all__ = [
+    "TRANSITIONS", "FarEnd", "FarEnds", "Fence", "Link", "Path", "PathEvent", "PathState", "Routes",
+]  # fmt: skip
 
 _UNKNOWN: Final = -1
 
@@ -140,9 +142,25 @@ class Path:
         now = TRANSITIONS.get((was, event))
         assert now is not None, f"{self}: {event.name} cannot happen there"
         self.state = now
-        self.link.closed += (now is not _UP) - (was is not _UP)
+        closed = (now is not _UP) - (was is not _UP)
+        if closed:
+            self.link.closed += closed
+            self.link.routes.version += 1
         if event is PathEvent.FENCED:
             self.fences += 1
+
+
+class Routes:
+    """What one engine remembers of routes is valid as long as `version` is the same.
+
+    Attributes:
+        version: how often it has changed which NICs and paths rows are sent over.
+    """
+
+    __slots__ = ("version",)
+
+    def __init__(self) -> None:
+        self.version = 0
 
 
 class Link:
@@ -155,12 +173,18 @@ class Link:
         current: False once a later incarnation of the peer is known, or it is being removed.
         again: whether it was removed before, so that the sums of its paths are gone.
         left: whether it has been removed.
+        routes: the engine's; its version changes with the state of any path.
     """
 
-    __slots__ = ("_domains", "_paths", "addr", "again", "alive", "closed", "current", "left")
+    __slots__ = (
+        "_domains", "_paths", "addr", "again", "alive", "closed", "current", "left", "routes",
+    )  # fmt: skip
 
-    def __init__(self, addr: NetAddr, domains: tuple[Domain, ...]) -> None:
+    def __init__(
+        self, addr: NetAddr, domains: tuple[Domain, ...], routes: Routes | None = None
+    ) -> None:
         self.addr = addr
+        self.routes = Routes() if routes is None else routes
         self.alive = [True] * len(addr.domains)
         self.closed = 0
         self.current = True

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple, Protocol
 
 from tep.backends.base import Domain
 from tep.checks import unpicklable
-from tep.core.path import Link, PathEvent
+from tep.core.path import Link, PathEvent, Routes
 from tep.core.region import MrHandle, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
 from tep.wire import Lease, MrDesc, NetAddr, Target
@@ -103,6 +103,7 @@ class PeerBook:
         lock: guards the book against two threads that meet a peer at the same time.
         held_leases: the leases that peers granted to this engine.
         replaced: called with each link that a later incarnation replaced, without the lock.
+        routes: the engine's.
 
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
@@ -116,8 +117,10 @@ class PeerBook:
         lock: AbstractContextManager[object],
         held_leases: LeaseResolver,
         replaced: Callable[[Link], object],
+        routes: Routes,
     ) -> None:
         self.own = own
+        self._routes = routes
         self.links: dict[tuple[str, str], Link] = {}
         self.generation = 0
         # Of peers that were removed: epoch, and (our NIC, its NIC) of paths that were not UP.
@@ -180,7 +183,7 @@ class PeerBook:
             known.current = False
             self.generation += 1
             self._held_leases.orphan(known)
-        link = Link(addr, self._domains)
+        link = Link(addr, self._domains, self._routes)
         if left == addr.epoch:
             link.again = True
             for domain, nic in shut:

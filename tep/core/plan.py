@@ -152,13 +152,12 @@ def is_one_row(nbytes: int) -> bool:
     return nbytes < 2 * SHARD_BYTES_MIN
 
 
+@lru_cache(maxsize=4096)
 def plan_row(nlocal: int, nremote: int, cursor: int) -> tuple[tuple[int, int], int]:
     """What plan_single says of one row without routing: its lane, and where the next one starts.
 
     Short writes are many, and its objects would cost them a microsecond.
     """
-    if nlocal == nremote == 1:
-        return (0, 0), 0
     count = lanes(nlocal, nremote)
     cursor %= count
     return (cursor % nlocal, cursor % nremote), (cursor + 1) % count

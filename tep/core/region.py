@@ -31,6 +31,7 @@ __all__ = [
     "Remote",
     "Targets",
     "Template",
+    "Way",
     "check_source",
     "deregistered",
     "register",
@@ -219,14 +220,35 @@ class PeerLease(Protocol):
     over: bool
 
 
+class Way(NamedTuple):
+    """Where rows to one region go that were planned for one lane.
+
+    Attributes:
+        domain, nic: our NIC, the peer's.
+        peer: the PeerId of the peer's NIC on ours.
+        rkey: the region's key there.
+        shift: from an address for the peer's NIC 0 to one for this NIC, bytes.
+    """
+
+    domain: int
+    nic: int
+    peer: int
+    rkey: int
+    shift: int
+
+
 class Remote:
     """A peer's region, resolved: what a row needs, without looking at the descriptor again.
 
     `held_lease` is the lease that it is written under, if there is one. `steady` is the last single
     write to it, as requested and as a job: a steady application requests the same in every step.
+    `ways` has what the group found out for each lane at `ways_version` of its routes.
     """
 
-    __slots__ = ("bases", "desc", "held_lease", "link", "nbytes", "nics", "rkeys", "steady")
+    __slots__ = (
+        "bases", "desc", "held_lease", "link", "nbytes", "nics", "rkeys", "steady", "ways",
+        "ways_version",
+    )  # fmt: skip
 
     def __init__(self, desc: MrDesc, link: Link, held_lease: PeerLease | None = None) -> None:
         self.desc = desc
@@ -237,6 +259,8 @@ class Remote:
         self.bases = desc.bases
         self.nics = len(desc.rkeys)
         self.steady: tuple[object, Job] | None = None
+        self.ways: dict[tuple[int, int], Way] = {}
+        self.ways_version = -1
 
     def memory(self) -> object:
         """Names the memory that `bases` count from: two regions of one peer may be parts of it."""

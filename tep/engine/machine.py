@@ -258,21 +258,29 @@ class Machine:
                 f"engines; {instead}, or use a backend with them, like loopback or sim"
             )
 
-    def reserve(self, kind: str, rows: int) -> None:
-        """Reserve room for rows in the backlog, which includes commands that are not taken yet."""
+    def reserve(self, kind: str, rows: int) -> int:
+        """Reserve room for rows in the backlog, which includes commands that are not taken yet.
+
+        Returns how many rows it has counted for the handle: none if no command is waiting, as is
+        usual where the caller turns the engine, for then the backlog tells. So the first command
+        that waits may not be counted; all behind it are.
+        """
         worker = self.worker
+        others = worker.group.backlog + worker.outbox.waiting
+        if not worker.commands and others + rows <= self._backlog_max:
+            return 0
         with self.driver.lock:
             others = worker.group.backlog + worker.outbox.waiting
             waiting = self._rows_asked - worker.taken + others
+            waiting += sum(handle.rows - handle.reserved for handle in worker.not_taken(1))
             if waiting + rows > self._backlog_max:
                 # Count again: a submit that a signal handler interrupted counted for nothing.
-                asked = [handle for _, handle in tuple(worker.commands)]
-                rows_asked = sum(getattr(handle, "rows", 1) for handle in asked if handle.counted)
-                self._rows_asked = worker.taken + rows_asked
-                waiting = rows_asked + others
+                asked = worker.not_taken(len(worker.commands))
+                self._rows_asked = worker.taken + sum(handle.reserved for handle in asked)
+                waiting = sum(handle.rows for handle in asked) + others
             if waiting + rows <= self._backlog_max:
                 self._rows_asked += rows
-                return
+                return rows
         raise BusyError(
             f"{kind}: {waiting} rows wait for NICs already, {rows} more pass the limit of "
             f"{self._backlog_max} (EngineOptions.backlog_rows_max); wait for some transfers"
@@ -289,7 +297,7 @@ class Machine:
             self.worker.commands.append((command, handle))
             # This check must come after the command is queued. A worker that counts its immediates
             # after this check had work, so it turns again, and takes commands first.
-            if isinstance(handle, Expectation) and self.worker.is_early(handle):
+            if type(handle) is Expectation and self.worker.is_early(handle):
                 driver.nudge()
             else:
                 driver.kick()

@@ -336,7 +336,8 @@ class TransferEngine:
             target, offset = dst
         except (TypeError, ValueError):
             raise _no_pair("submit_single_write", src, dst, "offset") from None
-        check_source(mr, self._machine, "submit_single_write")
+        if type(mr) is not MrHandle or mr.owner is not self._machine or mr.closed:
+            check_source(mr, self._machine, "submit_single_write")
         remote = self._peers.resolve(target, "submit_single_write")
         job = single_job(nbytes, src, remote, offset, imm, routing, len(self._domains))
         return self._submit(job, on_done)
@@ -443,8 +444,8 @@ class TransferEngine:
             raise BadRequest(
                 f"submit_send: {len(content)} bytes, a message has {limit} at the most; use a write"
             )
-        self._machine.reserve("submit_send", 1)
-        message = Message(self._machine, content, link, self.driver.now_s())
+        reserved = self._machine.reserve("submit_send", 1)
+        message = Message(self._machine, content, link, self.driver.now_s(), reserved)
         self._machine.enqueue(self._worker.send, message, on_done)
         return message
 
@@ -669,16 +670,16 @@ class TransferEngine:
     # ------------------------------------------------------------------ inside
 
     def _submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        if self._machine.closed:
-            self._machine.check_open(f"submit ({job.kind})")
-        limit = self._row_bytes_max
-        if job.longest > limit and (longest := longest_row(job, len(self._domains))) > limit:
+        machine, nlocal, limit, rows = self._machine, len(self._domains), self._row_bytes_max, job.n
+        if machine.closed:
+            machine.check_open(f"submit ({job.kind})")
+        if job.longest > limit and (longest := longest_row(job, nlocal)) > limit:
             raise BadRequest(
                 f"{job.kind}: rows of {longest} bytes, but a NIC here takes {limit} at the most"
             )
-        self._machine.reserve(job.kind, job.n)
-        transfer = Transfer(self._machine, job, job.n, len(self._domains), self.driver.now_s())
-        self._machine.enqueue(self._worker.start, transfer, on_done)
+        reserved = machine.reserve(job.kind, rows)
+        transfer = Transfer(machine, job, rows, nlocal, self.driver.now_s(), reserved)
+        machine.enqueue(self._worker.start, transfer, on_done)
         return transfer
 
 

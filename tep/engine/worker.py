@@ -85,7 +85,7 @@ class Worker:
         group: the NICs.
         imms: the table of immediates.
         commands: users' requests that no step has taken yet.
-        taken: how many rows and messages the commands taken so far had.
+        taken: how many reserved rows and messages the commands taken so far had.
         open: every handle that was taken and has not settled, in order of submission.
         watch: the watched words.
         channel, failover, fencing: control messages; both halves of a failover.
@@ -109,7 +109,7 @@ class Worker:
         replaced: Callable[[Link], object],
         report: Callable[[object, BaseException], None],
     ) -> None:
-        now_s = driver.now_s
+        now_s, lock = driver.now_s, driver.lock
         why = why_unable(domains) if options.failover else None
         able = options.failover and why is None
         self.group = group = DomainGroup(domains, options.post_rows_max, failover=able, why_not=why)
@@ -135,7 +135,7 @@ class Worker:
         # With the epoch, since a restarted engine counts its messages from the beginning.
         name = f"{address.name} (epoch {address.epoch})"[:200]
         self.failures = Failures(name, self.imms, channel, self.open, self._end)
-        self.peers = PeerBook(address, domains, driver.lock, self.held_leases, replaced)
+        self.peers = PeerBook(address, domains, lock, self.held_leases, replaced, group.routes)
         self.members = Membership(
             group,
             channel,
@@ -191,7 +191,7 @@ class Worker:
             if n and index not in self._gone:
                 work = True
                 if n == 1:
-                    self._take_rows(index, (take_completion(out, 0),))
+                    self._take_rows(index, (take_completion(out),))
                 elif n <= _SCALAR_MAX:
                     self._take_rows(index, first_completions(out, n))
                 else:
@@ -318,11 +318,22 @@ class Worker:
         asked = [handle for _, handle in tuple(self.commands)]
         return list(dict.fromkeys((*tuple(self.open), *asked)))
 
+    def not_taken(self, first: int) -> list[Handle]:
+        """The handles of the first commands, without those that were taken and are to be cancelled.
+
+        May be called from any thread.
+        """
+        asked = dict.fromkeys(handle for _, handle in tuple(self.commands)[:first])
+        return [handle for handle in asked if handle not in self.open and not handle.finished]
+
     def _take_commands(self) -> bool:
         commands = self.commands
-        for _ in range(min(len(commands), self._commands_max)):
-            command, handle = commands.popleft()
-            command(handle)
+        command, handle = commands.popleft()
+        command(handle)
+        if commands:
+            for _ in range(min(len(commands), self._commands_max - 1)):
+                command, handle = commands.popleft()
+                command(handle)
         return True
 
     # ------------------------------------------------------------------ commands
@@ -334,7 +345,7 @@ class Worker:
         """
         self.open[transfer] = None
         self.submitted += 1
-        self.taken += transfer.rows
+        self.taken += transfer.reserved
         mr = transfer.job.mr
         if mr is not None:
             mr.inflight += 1
@@ -357,7 +368,7 @@ class Worker:
         """Command: queue a message."""
         self.open[message] = None
         self.submitted += 1
-        self.taken += 1
+        self.taken += message.reserved
         if self.closed:
             self._end(message, State.FAILED, closed_error())
         else:
@@ -515,7 +526,7 @@ class Worker:
         self._settled += reached
 
     def _end(self, handle: Handle, state: State, error: TepError | None = None) -> None:
-        if isinstance(handle, Transfer):
+        if type(handle) is Transfer:
             handle.settled_s = self._now_s()
             mr = handle.job.mr
             if mr is not None:
@@ -523,7 +534,8 @@ class Worker:
             handle.queued = None
             if self.held_leases.known:
                 self.held_leases.ended(handle)
-        if handle.counted:
+            self.settled[state] += 1
+        elif handle.counted:
             self.settled[state] += 1
         handle._settle(state, error)
         del self.open[handle]

@@ -19,7 +19,7 @@ def dead_nic_queue_stuck() -> list[Change]:
 
     def nic_down(self, domain):
         self.alive[domain] = False
-        self._routes_version += 1
+        self.routes.version += 1
 
     post_on = DomainGroup._post_on
 
@@ -48,9 +48,9 @@ def scatter_to_dead_nic() -> list[Change]:
 
     def frozen(change):
         def changed(self, *args):
-            version = self._routes_version
+            version = self.routes.version
             change(self, *args)
-            self._routes_version = version
+            self.routes.version = version
 
         return changed
 
