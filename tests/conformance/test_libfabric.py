@@ -15,7 +15,7 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Kind, Status, new_completions
-from tep.backends.libfabric.shm.process import sweep_shm
+from tep.backends.libfabric.software.process import sweep_shm
 from tep.errors import FabricError
 from tep.ffi.libfabric import FI_EAVAIL
 from tep.testing.contract import Ability, DomainContract, World

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from tep.backends.libfabric.shm.process import sweep_shm
+from tep.backends.libfabric.software.process import sweep_shm
 from tep.units import KiB
 from tests.support.children import NICS, Child, transfer, wait_until
 from tests.support.here import require

@@ -17,8 +17,8 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Access
-from tep.backends.libfabric.shm import seats
-from tep.backends.libfabric.shm.process import sweep_shm
+from tep.backends.libfabric.software import seats
+from tep.backends.libfabric.software.process import sweep_shm
 from tep.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
 from tep.ffi import libfabric as fi
 from tep.memory import adapt

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tep.backends.libfabric.shm.process import sweep_shm
+from tep.backends.libfabric.software.process import sweep_shm
 from tests.support.children import NICS, Child, wait_until
 from tests.support.here import require
 

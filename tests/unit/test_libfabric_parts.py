@@ -8,7 +8,6 @@ import socket
 import struct
 import subprocess
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,10 +21,10 @@ from tep.backends.libfabric import discover, frames
 from tep.backends.libfabric.address import NicAddress, parse
 from tep.backends.libfabric.efa import device as efa
 from tep.backends.libfabric.regions import bounds, mr_attr
-from tep.backends.libfabric.rules import RULES
-from tep.backends.libfabric.shm import neighbours
-from tep.backends.libfabric.shm.process import Process
+from tep.backends.libfabric.rules import RULES, Rules
 from tep.backends.libfabric.slots import Slots, Ticket
+from tep.backends.libfabric.software import neighbours
+from tep.backends.libfabric.software.process import Process
 from tep.errors import BackendUnavailable, BadDescriptor
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric_data import fi_mr_dmabuf, iovec
@@ -341,7 +340,8 @@ def test_explain_shows_which_way_rows_of_one_host_go_on_efa(monkeypatch, same_ho
     """Dry run, with tcp in EFA's place: a bypass nobody sees makes the NIC's figures a riddle."""
     need_libfabric()
     asked = []
-    monkeypatch.setattr(libfabric, "RULES", {"efa": replace(RULES["tcp"], hardware=True)})
+    rules = Rules(provider="tcp", names=RULES["tcp"].names)
+    monkeypatch.setattr(libfabric, "RULES", {"efa": rules})
     monkeypatch.setattr(libfabric, "endpoint_options", lambda **how: asked.append(how) or ())
     with tep.TransferEngine.open(
         "libfabric", provider="efa", nics=1, same_host_shm=same_host_shm
@@ -405,13 +405,13 @@ def test_a_nic_that_carries_too_short_immediates_is_refused():
     lib = need_libfabric()
     info = discover.find_offers(lib, RULES["tcp"], None)[0].info
     try:
-        efa.check_offer(info, "lo", RULES["tcp"], lib.version)
+        discover.check_offer(info, "lo")
         info.contents.domain_attr.contents.cq_data_size = 2
         with pytest.raises(BackendUnavailable, match="carry 2 bytes of immediate, tep needs 4"):
-            efa.check_offer(info, "lo", RULES["tcp"], lib.version)
+            discover.check_offer(info, "lo")
         info.contents.domain_attr.contents.cq_data_size = 4
         with pytest.raises(BackendUnavailable, match=r"1\.20 is too old for EFA"):
-            efa.check_offer(info, "rdmap0s6", RULES["efa"], (1, 20))
+            efa.check_version("rdmap0s6", (1, 20))
     finally:
         lib.freeinfo(info)
 

@@ -1,4 +1,4 @@
-"""One EFA NIC behind the seam, without libfabric: its queues, under the care of `FabricDomain`.
+"""One EFA NIC behind the seam, without libfabric: its queues, under the care of `HardwareDomain`.
 
 Greetings, deadlines, messages and what becomes of rows that fail are the same whoever posts them,
 and stand in tep.backends.libfabric; of libfabric's own objects nothing is used here.
@@ -14,7 +14,7 @@ from tep.backends.efa.columns import Columns
 from tep.backends.efa.device import Nic
 from tep.backends.efa.rowwise import RowWise
 from tep.backends.libfabric import completions, mailbox, regions, slots
-from tep.backends.libfabric.domain import FabricDomain
+from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.errors import BackendUnavailable, FabricError
@@ -45,14 +45,14 @@ def choose_way(nic: Nic, post: str) -> tuple[RowWise | Columns, str]:
     return way, way.name
 
 
-class EfaDomain(FabricDomain):
+class EfaDomain(HardwareDomain):
     """One NIC.
 
     Args:
         nic: opened; this object closes it.
         way: how its entries are written and read.
         rules: how its peers are treated, and how many rows may be out.
-        caps, epoch, dmabuf, about: as for `FabricDomain`.
+        caps, epoch, dmabuf, about: as for `HardwareDomain`.
     """
 
     def __init__(

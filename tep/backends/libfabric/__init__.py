@@ -14,19 +14,22 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
-from tep.backends.libfabric.discover import Offer, find_offers, list_providers
-from tep.backends.libfabric.domain import FabricDomain
-from tep.backends.libfabric.efa.device import check_offer, endpoint_options, same_host_way
+from tep.backends.libfabric.discover import Offer, check_offer, find_offers, list_providers
+from tep.backends.libfabric.efa.device import check_version, endpoint_options, same_host_way
+from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
 from tep.backends.libfabric.objects import Nic
-from tep.backends.libfabric.rules import RULES, Rules
-from tep.backends.libfabric.shm.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
+from tep.backends.libfabric.rules import RULES, Rules, SoftwareRules
+from tep.backends.libfabric.software.domain import SoftwareDomain
+from tep.backends.libfabric.software.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric import Libfabric, load
 from tep.memory import DmabufExport
 
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
+
+FabricDomain = HardwareDomain | SoftwareDomain
 
 _NUMBERS = itertools.count(1)
 
@@ -90,7 +93,7 @@ def open_domains(
         raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}")
     if peer_timeout_s <= 0:
         raise UsageError(f"libfabric: peer_timeout_s={peer_timeout_s}; it must be more than 0")
-    if (cuda or same_host_shm) and not rules.hardware:
+    if (cuda or same_host_shm) and isinstance(rules, SoftwareRules):
         raise UsageError(f"libfabric: cuda and same_host_shm are for EFA, not for {provider!r}")
     rules = _adjusted(rules, window_rows, window_bytes)
     wants = rules.delivery_complete if delivery_complete is None else delivery_complete
@@ -103,9 +106,10 @@ def open_domains(
 
 def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> list[FabricDomain]:
     lib = load()
-    rules = replace(how.rules, asks_first=how.rules.by_pid and lib.version < (2, 0))
-    how = how._replace(rules=rules)
-    if rules.by_pid:
+    rules = how.rules
+    if isinstance(rules, SoftwareRules) and rules.by_pid:
+        rules = replace(rules, asks_first=lib.version < (2, 0))
+        how = how._replace(rules=rules)
         sweep_shm()
         unlink_own_shm_at_exit()
     offers = find_offers(lib, rules, nics, cuda=how.cuda)
@@ -145,11 +149,14 @@ def _adjusted(rules: Rules, window_rows: int | None, window_bytes: int | None) -
 
 def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     rules, info = how.rules, offer.info.contents
+    software = isinstance(rules, SoftwareRules)
     if how.delivery_complete:
         info.tx_attr.contents.op_flags |= fi.FI_DELIVERY_COMPLETE
     imm_bits = 8 * int(info.domain_attr.contents.cq_data_size)
     try:
-        check_offer(offer.info, offer.nic, rules, lib.version)
+        check_offer(offer.info, offer.nic)
+        if not software:
+            check_version(offer.nic, lib.version)
     except BackendUnavailable:
         lib.freeinfo(offer.info)
         raise
@@ -159,9 +166,9 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
         lib,
         offer.info,
         offer.nic,
-        cq_entries=queues if rules.hardware else 8192,
+        cq_entries=8192 if software else queues,
         wait_fd=how.sleeps,
-        event_queue=rules.hardware,
+        event_queue=not software,
     )
     try:
         caps = DomainCaps(
@@ -180,17 +187,13 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
         )
-        options = (
-            endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
-            if rules.hardware
-            else ()
-        )
-        return FabricDomain(
+        options = endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
+        return (SoftwareDomain if software else HardwareDomain)(
             nic,
             rules,
             caps,
             epoch=epoch,
-            options=options,
+            options=() if software else options,
             delivery_complete=how.delivery_complete,
             dmabuf=how.dmabuf,
             about=_about(lib, how, wakes=nic.wait_fd is not None),
@@ -204,7 +207,7 @@ def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
     """What `explain` says of a NIC: by what it is driven, and which way rows go."""
     rules = how.rules
     parts = [f"provider {rules.provider} of {lib.describe()}"]
-    if rules.hardware:
+    if not isinstance(rules, SoftwareRules):
         parts.append(same_host_way(same_host_shm=how.same_host_shm))
     else:
         parts.append(

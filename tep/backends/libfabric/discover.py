@@ -12,14 +12,15 @@ from ctypes import string_at
 from typing import Final, NamedTuple
 
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
-from tep.backends.libfabric.rules import Rules
-from tep.backends.libfabric.shm.process import shm_free
+from tep.backends.libfabric.rules import Rules, SoftwareRules
+from tep.backends.libfabric.software.process import shm_free
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi import libfabric as fi
 
-__all__ = ["Offer", "find_offers", "list_providers"]
+__all__ = ["Offer", "check_offer", "find_offers", "list_providers"]
 
 _NICS_MAX: Final = 64
+_IMM_BYTES: Final = 4
 
 
 class Offer(NamedTuple):
@@ -59,16 +60,15 @@ def find_offers(
             raise UsageError(f"libfabric: nics={nics}; 1 to {_NICS_MAX} are possible")
     elif nics is not None and (isinstance(nics, str) or not nics or len(nics) > _NICS_MAX):
         raise UsageError(f"libfabric: nics={nics!r}; give a list of 1 to {_NICS_MAX} names")
+    if not isinstance(rules, SoftwareRules):
+        return _devices(lib, rules, nics, cuda=cuda)
     if rules.by_ip:
         if nics is None or isinstance(nics, int):
             # The loopback network is there on every Linux machine, all 16 million addresses of it.
             nics = [f"127.0.0.{k + 1}" for k in range(nics or 1)]
         return [_one(lib, rules, name) for name in nics]
-    if rules.by_pid:
-        count = nics if isinstance(nics, int) else len(nics or ("shm0",))
-        names = [f"shm{k}" for k in range(count)] if nics is None or isinstance(nics, int) else nics
-        return [_named(_first(lib, _ask(lib, rules, None, None)), name) for name in names]
-    return _devices(lib, rules, nics, cuda=cuda)
+    names = [f"shm{k}" for k in range(nics or 1)] if nics is None or isinstance(nics, int) else nics
+    return [_named(_first(lib, _ask(lib, rules, None, None)), name) for name in names]
 
 
 def _one(lib: fi.Libfabric, rules: Rules, name: str) -> Offer:
@@ -118,6 +118,19 @@ def _devices(
     return [_named(found[name], name, longest[name]) for name in names]
 
 
+def check_offer(info: fi.Info, nic: str) -> None:
+    """Refuse a NIC that could not carry an immediate.
+
+    Raises:
+        BackendUnavailable: with what was found and what is needed.
+    """
+    size = int(info.contents.domain_attr.contents.cq_data_size)
+    if size < _IMM_BYTES:
+        raise BackendUnavailable(
+            f"{nic}: its completions carry {size} bytes of immediate, tep needs {_IMM_BYTES}"
+        )
+
+
 def _first(lib: fi.Libfabric, infos: list[fi.Info]) -> fi.Info:
     """The first of what was offered; the others go back."""
     for info in infos[1:]:
@@ -148,7 +161,7 @@ def _ask(
                 tried.append((f"fi_getinfo(prov={name!r}, node={node!r})", str(error)))
     filtered = os.environ.get("FI_PROVIDER")
     note = f"; FI_PROVIDER={filtered!r} filters providers" if filtered else ""
-    if rules.by_pid:
+    if isinstance(rules, SoftwareRules) and rules.by_pid:
         note += f"; it needs some 30 MiB in /dev/shm, {shm_free() >> 20} MiB are left"
     raise BackendUnavailable(
         f"{lib.describe()} offers no provider {rules.provider!r}"

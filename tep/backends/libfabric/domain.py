@@ -1,16 +1,17 @@
-"""One NIC of libfabric behind the seam: rows out, completions in, and who looks after what.
+"""One NIC behind the seam, as far as all providers are alike: rows, completions, deadlines.
 
 The parts: objects (libfabric's), rows, slots (rows in flight), regions, peers (greetings), mailbox
-(frames), messages. Here they are joined, errors go to whom they concern, deadlines are kept.
+(frames), messages. Here they are joined, and deadlines are kept. What is special about EFA is in
+efa/, about tcp and shared memory in software/; each has its domain, which fills in the methods
+under "what a room decides".
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Generic
 
 from tep.backends.base import (
     Access,
@@ -24,24 +25,18 @@ from tep.backends.base import (
 )
 from tep.backends.checks import check_memory
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.address import NicAddress, engine_of, shm_name
+from tep.backends.libfabric.address import NicAddress, engine_of
 from tep.backends.libfabric.book import Book
 from tep.backends.libfabric.completions import Queue
-from tep.backends.libfabric.efa.book import EfaBook
-from tep.backends.libfabric.efa.device import STATUSES, check_device
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.messages import Inbox, Outgoing
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Option
-from tep.backends.libfabric.peer import Peer, State
+from tep.backends.libfabric.peer import PeerT, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules
-from tep.backends.libfabric.shm import neighbours
-from tep.backends.libfabric.shm.book import ShmBook
-from tep.backends.libfabric.shm.process import rehearse_shm
-from tep.backends.libfabric.shm.seats import close_seats
-from tep.backends.libfabric.slots import Slots
+from tep.backends.libfabric.slots import Slots, Ticket
 from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.backends.sleeper import Sleeper
 from tep.backends.unread import Unread
@@ -51,15 +46,10 @@ from tep.memory import DmabufExport, Memory
 
 __all__ = ["FabricDomain"]
 
-_LOG: Final = logging.getLogger("tep.libfabric")
-
 _LOOK_S: Final = 0.05  # between two looks at deadlines, while something is outstanding
 
 _LATE_S: Final = 0.2
 """A look that comes so late finds this process itself was held up, and excuses its peers once."""
-
-_CENSUS_S: Final = 1.0
-"""How often peers' processes are asked whether they live while nothing is outstanding."""
 
 _RETRY_S: Final = 0.001
 """How often what libfabric would not take yet is offered again while the engine sleeps."""
@@ -69,7 +59,7 @@ _LINGER_S: Final = 0.25
 _QUIET_S: Final = 0.003
 
 
-class FabricDomain:
+class FabricDomain(Generic[PeerT]):
     """One NIC; `tep.backends.base.Domain` describes the methods.
 
     Args:
@@ -82,6 +72,9 @@ class FabricDomain:
         dmabuf: exports device memory, see Regions.
         about: what `explain` says of this NIC.
     """
+
+    _peers_kind: type[Peers[PeerT]] = Peers
+    _rows_kind: type[Rows[PeerT]] = Rows
 
     def __init__(
         self,
@@ -99,7 +92,7 @@ class FabricDomain:
         self._about = about
         self._nic = nic
         self._rules = rules
-        self._main, self._book = _open_main(nic, rules, options)
+        self._main, self._book = self._open_main(options)
         me = NicAddress(rules.provider, epoch, caps.nic, self._book.raw)
         self.address = me.to_bytes()
         self._done: deque[Entry] = deque()
@@ -109,23 +102,13 @@ class FabricDomain:
             nic, rules, dmabuf, delivery_complete=delivery_complete
         )
         self._mailbox.start(self._main)
-        self._peers = Peers(
-            nic,
-            self._mailbox,
-            rules,
-            me,
-            self._book,
-            self._main,
-            options,
-            self._timeout_s,
-            self._peer_over,
+        self._peers = self._peers_kind(
+            nic, self._mailbox, rules, me, self._book, self._main, self._timeout_s, self._peer_over
         )
         self._outgoing = Outgoing(self.address, self._done, self._timeout_s)
         self._inbox = Inbox(self.address, self._done)
         self._unread = Unread(self._done.append)
-        self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
-        self._rows = Rows(
-            self.address,
+        self._rows = self._rows_kind(
             caps,
             rules,
             self._slots,
@@ -136,8 +119,8 @@ class FabricDomain:
             self._timeout_s,
             self._stir,
         )
-        self._restless: set[Peer] = set()  # peers that need looking after at each poll
-        self._next_look_s = self._next_census_s = 0.0
+        self._restless: set[PeerT] = set()  # peers that need looking after at each poll
+        self._next_look_s = 0.0
         self._excused = self._closed = self._lost = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
@@ -150,6 +133,40 @@ class FabricDomain:
         mailbox = Mailbox(nic, rules.msg_bytes_max + frames.HEAD_BYTES_MAX, rules)
         queue = Queue(nic, slots, mailbox, rules)
         return slots, Regions(nic, dmabuf), mailbox, queue
+
+    # --- what a room decides
+
+    def _open_main(self, options: tuple[Option, ...]) -> tuple[Endpoint, Book[PeerT]]:
+        """Open the endpoint that peers write to, and the book of whom it knows."""
+        raise NotImplementedError
+
+    def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
+        """End a row that came back failed, or find out why first."""
+        raise NotImplementedError
+
+    def _idle(self) -> None:
+        """Nothing is outstanding: there is nothing to be late for."""
+        self._next_look_s, self._excused = 0.0, False
+
+    def _drop(self, peer: PeerT, status: Status, *, spare: bool, gone: bool = False) -> None:
+        """End all that was to go to a peer; `spare` and `gone` as in Rows.end()."""
+        self._rows.end(peer, status, gone=gone, spare=spare)
+        self._outgoing.drop(peer, status)
+        self._inbox.drop(peer)
+        self._rows.recheck()
+        self._restless.discard(peer)
+
+    def _shut(self) -> None:
+        """Close all; the queue has been read out: tcp 2.5.1 may crash if it is read in between."""
+        self._main.close()
+        self._regions.close()
+        self._mailbox.close()
+        if self._sleeper is not None:
+            sleeper, self._sleeper = self._sleeper, None
+            sleeper.close()
+        self._nic.close()
+
+    # --- the seam
 
     def describe(self) -> str:
         """Say what drives this NIC, and which way its rows go; `explain` asks."""
@@ -167,8 +184,6 @@ class FabricDomain:
             return
         self._rows.recheck()
         self._regions.remove(key)
-        for index in self._askers.pop(key.rkey, ()):
-            self._say(self._peers.all[index], frames.Revoke(self.address, key.rkey))
 
     def connect(self, peer: bytes) -> int:
         self._check_open()
@@ -179,11 +194,7 @@ class FabricDomain:
         return found.index
 
     def forget(self, peer: int) -> None:
-        found = self._peers.all[peer]
-        if self._closed or self._nic.closed or not self._rules.endpoint_per_peer:
-            return  # of others, what a dead process leaves is found by itself
-        found.forget_s = time.monotonic() + self._timeout_s
-        self._stir(found)
+        """Nothing to do: an entry of the address vector costs little, the dead are found later."""
 
     # --- writes
 
@@ -227,11 +238,11 @@ class FabricDomain:
         if not self._closed:
             self._stir_all()
 
-    def _say(self, peer: Peer, frame: frames.Frame) -> None:
+    def _say(self, peer: PeerT, frame: frames.Frame) -> None:
         self._peers.say(peer, frame)
         self._stir(peer)
 
-    def _stir(self, peer: Peer) -> None:
+    def _stir(self, peer: PeerT) -> None:
         """Try to send what a peer's outbox holds; look after it until all is settled."""
         self._peers.flush(peer, time.monotonic())
         if peer.unsettled:
@@ -274,15 +285,11 @@ class FabricDomain:
                 if not (first or self._excused):
                     self._look_at_deadlines(now_s)
         else:
-            self._next_look_s, self._excused = 0.0, False  # nothing to be late for
-            if self._rules.by_pid:
-                now_s = time.monotonic()
-                if now_s >= self._next_census_s:
-                    self._next_census_s = now_s + _CENSUS_S
-                    self._peers.bury_the_dead()
+            self._idle()
         if self._regions.dying:
             self._regions.bury()
-        self._book.settle()
+        if self._book.departed:
+            self._book.settle()
         if self._slots.unended is not None:  # any frame rings the doorbell that it waits for
             peer, self._slots.unended = self._slots.unended, None
             self._say(peer, frames.Welcome(self.address))
@@ -333,25 +340,16 @@ class FabricDomain:
             case _:
                 peer = peers.known(frame.sender)
                 if peer is not None:
+                    if peer.state is State.SILENT:
+                        peers.greet(peer, now_s)
                     self._take_talk(peer, frame, now_s)
         if peer is not None:
             self._stir(peer)
 
-    def _take_talk(self, peer: Peer, frame: frames.Frame, now_s: float) -> None:
+    def _take_talk(self, peer: PeerT, frame: frames.Frame, now_s: float) -> None:
+        """Handle what is said between greeting and goodbye."""
         peers = self._peers
-        if peer.state is State.SILENT:
-            peers.greet(peer, now_s)
         match frame:
-            case frames.Ask(rkey=rkey):
-                base, nbytes = self._regions.range_of(rkey)
-                if nbytes:
-                    self._askers.setdefault(rkey, set()).add(peer.index)
-                peers.say(peer, frames.Lease(self.address, rkey, base, nbytes))
-            case frames.Lease(rkey=rkey, base=base, nbytes=nbytes):
-                peer.leases[rkey] = (base, nbytes)
-            case frames.Revoke(rkey=rkey):
-                peer.leases[rkey] = (0, 0)
-                self._rows.recheck()
             case frames.Data():
                 self._inbox.take_data(peers, peer, frame)
             case frames.Control():
@@ -371,17 +369,8 @@ class FabricDomain:
         now_s = time.monotonic()
         if self._slots.owns(error.context):
             found = self._slots.take_failed(error.context)
-            if found is None:
-                return
-            ticket, row = found
-            known = STATUSES.get(error.prov_errno) if self._rules.hardware else None
-            self._texts[Status.PROVIDER if known is None else known] = error.text
-            if known is not None:
-                self._rows.fail(ticket.batch.ctx, row, known)
-                return
-            self._rows.lose(ticket, row)
-            self._peers.doubt(ticket.peer, now_s)
-            self._stir(ticket.peer)
+            if found is not None:
+                self._row_failed(*found, error)
         elif self._mailbox.owns(error.context):
             if self._mailbox.is_receive(error.context):
                 self._mailbox.dropped(error.context)
@@ -418,18 +407,17 @@ class FabricDomain:
         for peer in list(self._restless):
             if now_s >= peer.pause_until_s:
                 self._peers.flush(peer, now_s)
-            if peer.state is State.READY:
-                self._rows.go_on(peer)
-            elif peer.state is State.LEAVING:
-                self._peers.see_off(peer, now_s)
-            if peer.forget_s:
-                self._peers.let_go(peer, now_s)
+            self._go_on(peer, now_s)
             if not peer.unsettled:
                 self._restless.discard(peer)
 
+    def _go_on(self, peer: PeerT, now_s: float) -> None:
+        if peer.state is State.READY:
+            self._rows.go_on(peer)
+        elif peer.state is State.LEAVING:
+            self._peers.see_off(peer, now_s)
+
     def _look_at_deadlines(self, now_s: float) -> None:
-        if self._rules.hardware:
-            self._read_events()
         due = self._slots.oldest_due()
         for peer in {*due, *self._restless}:
             self._rows.expire(peer, now_s)
@@ -438,24 +426,9 @@ class FabricDomain:
                 self._restless.add(peer)
         self._outgoing.look(self._peers, now_s)
 
-    def _read_events(self) -> None:
-        """Read what went wrong with no operation of ours: an answer that found nobody, say."""
-        while event := self._nic.read_event():
-            _LOG.warning("%s: %s", self.caps.nic, event)
-
-    def _peer_over(self, peer: Peer) -> None:
+    def _peer_over(self, peer: PeerT) -> None:
         """End all that was to go to a peer that is SILENT or GONE."""
-        status, spare = peer.status, peer.state is State.SILENT
-        gone = self._rules.endpoint_per_peer
-        if gone:
-            # Its endpoint is closed: what surfaces in the queue now is the last of its rows.
-            self._drain()
-            self._mailbox.reclaim(peer)
-        self._rows.end(peer, status, gone=gone, spare=spare)
-        self._outgoing.drop(peer, status)
-        self._inbox.drop(peer)
-        self._rows.recheck()
-        self._restless.discard(peer)
+        self._drop(peer, peer.status, spare=peer.state is State.SILENT)
 
     # --- telling and sleeping
 
@@ -509,26 +482,12 @@ class FabricDomain:
             return
         self._say_bye()
         self._peers.close()
-        if self._rules.by_pid:
-            neighbours.leave(self._book.raw)
-            neighbours.retire(self._book.raw, self._shut)
-        else:
-            self._shut()
+        self._retire()
         self._end_all(Status.FLUSHED)
 
-    def _shut(self) -> None:
-        """Read the queue out, then close all; tcp 2.5.1 may crash if it is read in between."""
-        if self._rules.by_pid:
-            close_seats(shm_name(self._book.raw))
-        if not self._rules.by_pid:
-            self._drain()
-        self._main.close()
-        self._regions.close()
-        self._mailbox.close()
-        if self._sleeper is not None:
-            sleeper, self._sleeper = self._sleeper, None
-            sleeper.close()
-        self._nic.close()
+    def _retire(self) -> None:
+        self._drain()
+        self._shut()
 
     def _say_bye(self) -> None:
         """Tell the peers, and let what we owe them leave: answers still in this process."""
@@ -553,15 +512,3 @@ class FabricDomain:
             self._rows.end(peer, status, gone=gone)
         self._outgoing.close(status)
         self._restless.clear()
-
-
-def _open_main(nic: Nic, rules: Rules, options: tuple[Option, ...]) -> tuple[Endpoint, Book]:
-    """Open the endpoint that peers write to, and the book of whom it knows."""
-    if rules.by_pid:
-        rehearse_shm()
-    main = nic.open_endpoint(options)
-    if rules.hardware:
-        check_device(main, nic.name)
-    nic.release_port()
-    kind = EfaBook if rules.hardware else ShmBook if rules.by_pid else Book
-    return main, kind(nic, main.name())

@@ -156,8 +156,8 @@ class Mailbox:
         peer.sends += 1
         return True
 
-    def sent(self, context: int) -> Peer | None:
-        """Take a send's buffer back; return whom it went to. None = it was reclaimed before."""
+    def sent(self, context: int) -> Any:
+        """Take a send's buffer back; return the Peer it went to. None = it was reclaimed before."""
         index = (context - self._contexts) // _SLOT_BYTES
         peer, self._owner[index] = self._owner[index], None
         if peer is not None:

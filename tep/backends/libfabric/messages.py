@@ -11,7 +11,7 @@ libfabric.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tep.backends.base import Entry, Kind, Status
 from tep.backends.libfabric import frames
@@ -71,7 +71,14 @@ class Outgoing:
         self._controls = 0  # of those that are open
 
     def send(
-        self, peers: Peers, peer: Peer, payload: bytes, ctx: int, now_s: float, *, is_control: bool
+        self,
+        peers: Peers[Any],
+        peer: Peer,
+        payload: bytes,
+        ctx: int,
+        now_s: float,
+        *,
+        is_control: bool,
     ) -> bool:
         """Take one message or control message; False = too many of its kind are open."""
         if (self._controls if is_control else len(self.open) - self._controls) >= _OPEN_MAX:
@@ -101,7 +108,7 @@ class Outgoing:
         if message is not None and message.peer.data == frame.sender:
             message.waiting = True
 
-    def take_go(self, peers: Peers, frame: frames.Go, now_s: float) -> None:
+    def take_go(self, peers: Peers[Any], frame: frames.Go, now_s: float) -> None:
         """The peer has a buffer again."""
         message = self.open.get(frame.number)
         if message is not None and message.peer.data == frame.sender and message.waiting:
@@ -120,7 +127,7 @@ class Outgoing:
             if message.peer is peer and not message.waiting:
                 self._end(number, Status.PROVIDER)
 
-    def look(self, peers: Peers, now_s: float) -> None:
+    def look(self, peers: Peers[Any], now_s: float) -> None:
         """Messages without an answer make us doubt their peer; and fail when they stay so."""
         for number, message in list(self.open.items()):
             if now_s - message.since_s < self._timeout_s:
@@ -160,7 +167,7 @@ class Inbox:
         self._longest = 0
         self._starved: deque[tuple[Peer, int]] = deque()
 
-    def add(self, peers: Peers, nbytes: int, count: int) -> None:
+    def add(self, peers: Peers[Any], nbytes: int, count: int) -> None:
         """Add buffers to the pool."""
         first = len(self._slots)
         self._slots += [bytearray(nbytes) for _ in range(count)]
@@ -169,7 +176,7 @@ class Inbox:
         for _ in range(count):
             self._feed(peers)
 
-    def take_data(self, peers: Peers, peer: Peer, frame: frames.Data) -> None:
+    def take_data(self, peers: Peers[Any], peer: Peer, frame: frames.Data) -> None:
         """A message comes in: keep it and acknowledge, or say what hinders."""
         nbytes = len(frame.payload)
         if self._slots and nbytes > self._longest:
@@ -193,7 +200,7 @@ class Inbox:
         """The bytes of a received message."""
         return memoryview(self._slots[slot])[: self._lengths[slot]]
 
-    def give_back(self, peers: Peers, slot: int) -> None:
+    def give_back(self, peers: Peers[Any], slot: int) -> None:
         """A buffer is free again."""
         if self._lengths.pop(slot, None) is not None:
             self._free.append(slot)
@@ -204,7 +211,7 @@ class Inbox:
         if self._starved:
             self._starved = deque(item for item in self._starved if item[0] is not peer)
 
-    def _feed(self, peers: Peers) -> None:
+    def _feed(self, peers: Peers[Any]) -> None:
         """Tell one of those who wait that there is a buffer."""
         if self._starved:
             peer, number = self._starved.popleft()

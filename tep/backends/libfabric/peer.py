@@ -1,4 +1,4 @@
-"""One peer's NIC as a record: how it is, what goes to it, what waits. Nothing here calls anybody.
+"""One peer's NIC as a record: its state, what goes to it, what waits. Nothing here calls anybody.
 
 Rule: only peers.py changes a peer's `state` and `status`.
 """
@@ -7,24 +7,17 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum, auto
-from typing import Final, Protocol
+from typing import Any, Final, TypeVar
 
 from tep.backends.base import Status, WriteBatch
 from tep.backends.libfabric.address import NicAddress
 from tep.backends.libfabric.objects import Endpoint
 from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
-__all__ = ["Peer", "Probe", "State", "Watched"]
+__all__ = ["Peer", "PeerT", "State"]
 
 _NEVER_FULL: Final = 1 << 62
-
-
-class Watched(Protocol):
-    """A process that can be asked whether it has ended."""
-
-    def ended(self) -> bool: ...
-
-    def close(self) -> None: ...
+_EMPTY: Final[deque[Any]] = deque(maxlen=0)
 
 
 class State(Enum):
@@ -35,14 +28,6 @@ class State(Enum):
     SILENT = auto()  # did not answer; may be asked again
     LEAVING = auto()  # said goodbye; answers to rows in flight may still be on their way
     GONE = auto()  # said goodbye, or was replaced, or our NIC is lost; for ever
-
-
-class Probe(Enum):
-    """Whether a peer that returns no rows has been asked if it polls, and has answered."""
-
-    NONE = auto()
-    ASKED = auto()
-    ANSWERED = auto()
 
 
 _ALIVE: Final = frozenset({State.CONNECTING, State.READY})
@@ -65,17 +50,12 @@ class Peer:
         appetite: rows that it took last time.
         heard: something completed since the last look at deadlines.
         since_s: when it entered its state, or was last heard.
-        probe: how far we are in asking whether a peer that returns no rows polls at all.
         held: (batch, row, due_s) accepted and not posted, oldest first.
-        lost: (ctx, row, rkey) that came back failed, waiting for the verdict: is the peer alive?
-        leases: (base, nbytes) of its keys; None = asked.
         outbox: frames to send.
         sends: frames in libfabric's hands.
         stuck_s: since when libfabric has not taken the next frame; 0 = it does.
         pause_until_s: no frame is sent before: one failed just now, and the next may fail at once.
-        forget_s: when what it costs us is given back at the latest, once it is quiet; 0 = keep it.
-        neighbour: it is of this process, and shares memory with us.
-        process: its process, where that is one of this host.
+        watched: before each post the address vector is asked whether it is still there.
     """
 
     __slots__ = (
@@ -84,25 +64,20 @@ class Peer:
         "appetite",
         "data",
         "endpoint",
-        "forget_s",
         "full_at",
         "heard",
         "held",
         "index",
-        "leases",
-        "lost",
-        "neighbour",
         "number",
         "open",
         "outbox",
         "pause_until_s",
-        "probe",
-        "process",
         "sends",
         "since_s",
         "state",
         "status",
         "stuck_s",
+        "watched",
     )
 
     def __init__(self, index: int, data: bytes, address: NicAddress) -> None:
@@ -118,15 +93,11 @@ class Peer:
         self.appetite = 1
         self.heard = False
         self.since_s = 0.0
-        self.probe = Probe.NONE
         self.held: deque[tuple[WriteBatch, int, float]] = deque()
-        self.lost: deque[tuple[int, int, int]] = deque()
-        self.leases: dict[int, tuple[int, int] | None] = {}
         self.outbox: deque[bytes] = deque()
         self.sends = 0
-        self.stuck_s = self.forget_s = self.pause_until_s = 0.0
-        self.neighbour = False
-        self.process: Watched | None = None
+        self.stuck_s = self.pause_until_s = 0.0
+        self.watched = False
 
     @property
     def out(self) -> int:
@@ -139,7 +110,25 @@ class Peer:
         return self.state not in _ALIVE
 
     @property
+    def unanswered(self) -> bool:
+        """Whether something waits for its next word."""
+        return self.state is State.CONNECTING
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows to it have not ended."""
+        return bool(self.open or self.held)
+
+    @property
     def unsettled(self) -> bool:
         """Whether it needs looking after at each poll."""
         waits = self.state is State.CONNECTING or self.state is State.LEAVING
-        return bool(waits or self.outbox or self.held or self.lost or self.forget_s)
+        return bool(waits or self.outbox or self.held)
+
+    def empty(self) -> None:
+        """It is gone, and kept for its number only: peers may come and go by the thousand."""
+        self.held = self.outbox = _EMPTY
+
+
+PeerT = TypeVar("PeerT", bound=Peer)
+"""What a room knows of a peer: `Peer`, or more."""

@@ -10,57 +10,58 @@ the epoch that its address names, and that it knows us (EFA needs that). Rows wa
     any --our own NIC is lost--> GONE
     READY --a row or frame failed--> CONNECTING     SILENT --asked again later--> CONNECTING
 
-Rule: this file decides a peer's state, and nobody else.
+Rule: this file and software/peers.py decide a peer's state, and nobody else.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final, Generic
 
 from tep.backends.base import Status
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.address import NicAddress, parse
 from tep.backends.libfabric.book import Book
 from tep.backends.libfabric.mailbox import Mailbox
-from tep.backends.libfabric.objects import Endpoint, Nic, Option
-from tep.backends.libfabric.peer import Peer, Probe, State
+from tep.backends.libfabric.objects import Endpoint, Nic
+from tep.backends.libfabric.peer import Peer, PeerT, State
 from tep.backends.libfabric.rules import Rules
 from tep.errors import BadDescriptor, FabricError
 
-__all__ = ["Peers"]
+__all__ = ["SILENCE_S", "Peers"]
 
-_SILENCE_S: Final = 1.0
-"""For how long a peer that did not answer is not asked again for the sake of messages and control
-messages, which engines repeat: they fail at once. Rows are tried anew."""
+SILENCE_S: Final = 1.0
+"""For how long a peer that did not answer is not asked again for the sake of messages, which
+engines repeat: they fail at once. Rows are tried anew."""
 
 _GRACE_S: Final = 0.1
 """For how long answers may follow a goodbye. A guess: far more than a network takes."""
 
-_EMPTY: Final[deque[Any]] = deque(maxlen=0)
 _OUTBOX_MAX: Final = 1024
 
 
 _SETTLED: Final = frozenset({State.CONNECTING, State.LEAVING, State.GONE})
 
 
-class Peers:
+class Peers(Generic[PeerT]):
     """All peers of one NIC.
 
     Args:
         nic, mailbox, rules: of this NIC.
         me: its own address.
         book: whom libfabric knows.
-        options: of endpoints.
+        main: its endpoint.
         timeout_s: how long a peer may stay silent.
-        on_over: called with a peer that has become SILENT or GONE, after its endpoint is closed.
+        on_over: called with a peer that has become SILENT or GONE, after cut().
 
     Attributes:
         all: by PeerId.
+        me: our address, as bytes.
         complaint: why the last new peer could not be met; "" = it was.
         refusal: why the last endpoint could not be opened; "" = it was.
     """
+
+    _record: type[PeerT] = Peer  # type: ignore[assignment]  # a room may know more of each
 
     def __init__(
         self,
@@ -68,31 +69,29 @@ class Peers:
         mailbox: Mailbox,
         rules: Rules,
         me: NicAddress,
-        book: Book,
+        book: Book[PeerT],
         main: Endpoint,
-        options: tuple[Option, ...],
         timeout_s: float,
-        on_over: Callable[[Peer], None],
+        on_over: Callable[[PeerT], None],
     ) -> None:
-        self.all: list[Peer] = []
+        self.all: list[PeerT] = []
         self.complaint = self.refusal = ""
         self._nic = nic
         self._mailbox = mailbox
         self._rules = rules
         self._epoch = me.epoch
-        self._me = me.to_bytes()
+        self.me = me.to_bytes()
         self._book = book
         self._main = main
-        self._options = options
         self._timeout_s = timeout_s
         self._on_over = on_over
-        self._by_data: dict[bytes, Peer] = {}
-        self._latest: dict[bytes, Peer] = {}  # by raw address
+        self._by_data: dict[bytes, PeerT] = {}
+        self._latest: dict[bytes, PeerT] = {}  # by raw address
         self._closed = False
 
     # --- finding
 
-    def find(self, data: bytes) -> Peer:
+    def find(self, data: bytes) -> PeerT:
         """The peer at an address, made known to libfabric when first seen.
 
         Raises:
@@ -100,8 +99,7 @@ class Peers:
         """
         found = self._by_data.get(data)
         if found is None:
-            address = parse(data, self._rules.provider)
-            found = Peer(len(self.all), data, address)
+            found = self._record(len(self.all), data, parse(data, self._rules.provider))
             if self._nic.failure:
                 found.state, found.status = State.GONE, Status.NIC_DOWN
             else:
@@ -113,7 +111,7 @@ class Peers:
             self._supersede(found)
         return found
 
-    def _supersede(self, peer: Peer) -> None:
+    def _supersede(self, peer: PeerT) -> None:
         """Of two incarnations at one address the earlier is gone."""
         other = self._latest.get(peer.address.raw)
         if other is None or other.address.epoch < peer.address.epoch:
@@ -122,56 +120,48 @@ class Peers:
         if peer is not None and other is not None:
             self._end(peer, State.GONE, Status.STALE_PEER)
 
-    def known(self, data: bytes) -> Peer | None:
+    def known(self, data: bytes) -> PeerT | None:
         """The peer that a frame names as its sender; None if that is no address."""
         try:
             return self.find(data)
         except (BadDescriptor, FabricError):
             return None
 
-    def endpoint(self, peer: Peer) -> Endpoint:
+    def endpoint(self, peer: PeerT) -> Endpoint:
         """What rows and frames to a peer go through."""
-        if peer.endpoint is None:
-            peer.endpoint = (
-                self._nic.open_endpoint(self._options)
-                if self._rules.endpoint_per_peer
-                else self._main
-            )
-            self.refusal = ""
+        peer.endpoint = self._main
         return peer.endpoint
 
     # --- greeting
 
-    def greet(self, peer: Peer, now_s: float) -> None:
+    def greet(self, peer: PeerT, now_s: float) -> None:
         """Ask a peer whether it is there, unless that is under way."""
         if peer.state in _SETTLED:
             return
         peer.state = State.CONNECTING
         peer.since_s = now_s
-        peer.outbox.appendleft(frames.encode(frames.Hello(self._me, peer.address.epoch)))
+        peer.outbox.appendleft(frames.encode(frames.Hello(self.me, peer.address.epoch)))
 
-    def greet_again(self, peer: Peer, now_s: float) -> None:
+    def greet_again(self, peer: PeerT, now_s: float) -> None:
         """Ask once more, if the peer has been silent long enough to be asked again."""
-        if peer.state is State.SILENT and now_s - peer.since_s >= _SILENCE_S:
+        if peer.state is State.SILENT and now_s - peer.since_s >= SILENCE_S:
             self.greet(peer, now_s)
 
-    def doubt(self, peer: Peer, now_s: float) -> None:
-        """Something to or from a peer failed: what it told us is void, ask whether it lives."""
-        peer.leases.clear()
+    def doubt(self, peer: PeerT, now_s: float) -> None:
+        """Something to or from a peer failed: ask whether it lives."""
         if peer.state is State.READY:
             self.greet(peer, now_s)
 
-    def frame_failed(self, peer: Peer, now_s: float) -> None:
+    def frame_failed(self, peer: PeerT, now_s: float) -> None:
         """A frame did not arrive, maybe our greeting: greet again, within the same deadline."""
-        peer.leases.clear()
         if peer.state is State.CONNECTING:
-            hello = frames.encode(frames.Hello(self._me, peer.address.epoch))
+            hello = frames.encode(frames.Hello(self.me, peer.address.epoch))
             if not peer.outbox or peer.outbox[0] != hello:
                 peer.outbox.appendleft(hello)
         else:
             self.doubt(peer, now_s)
 
-    def say(self, peer: Peer, frame: frames.Frame) -> None:
+    def say(self, peer: PeerT, frame: frames.Frame) -> None:
         """Queue a frame. A peer that takes nothing loses the oldest."""
         if peer.state is State.GONE:
             return
@@ -179,25 +169,23 @@ class Peers:
             peer.outbox.popleft()
         peer.outbox.append(frames.encode(frame))
 
-    def take_hello(self, frame: frames.Hello, now_s: float) -> Peer | None:
+    def take_hello(self, frame: frames.Hello, now_s: float) -> PeerT | None:
         """A peer greets: it lives, and knows our address; answer."""
         peer = self.known(frame.sender)
         if peer is None or peer.state is State.GONE:
             return None
         self._is_ready(peer, now_s)  # it lives there, whomever it meant to greet
         if frame.epoch != self._epoch:
-            self.say(peer, frames.Stale(self._me, self._epoch))
+            self.say(peer, frames.Stale(self.me, self._epoch))
             return None
-        self.say(peer, frames.Welcome(self._me))
+        self.say(peer, frames.Welcome(self.me))
         return peer
 
-    def take_welcome(self, frame: frames.Welcome, now_s: float) -> Peer | None:
+    def take_welcome(self, frame: frames.Welcome, now_s: float) -> PeerT | None:
         """A peer answers our greeting."""
         peer = self.known(frame.sender)
         if peer is not None and peer.state is not State.GONE:
             self._is_ready(peer, now_s)
-            if peer.probe is Probe.ASKED:
-                peer.probe = Probe.ANSWERED
         return peer
 
     def take_stale(self, frame: frames.Stale) -> None:
@@ -205,7 +193,7 @@ class Peers:
         sender = self.known(frame.sender)  # as the later incarnation, which ends the earlier
         del sender
 
-    def take_bye(self, frame: frames.Bye, now_s: float) -> Peer | None:
+    def take_bye(self, frame: frames.Bye, now_s: float) -> PeerT | None:
         """A peer closes."""
         peer = self.known(frame.sender)
         if peer is not None and peer.state is State.READY and peer.open:
@@ -213,49 +201,27 @@ class Peers:
             peer.state, peer.status, peer.since_s = State.LEAVING, Status.UNREACHABLE, now_s
         elif peer is not None:
             self._end(peer, State.GONE, Status.UNREACHABLE)
-            self._book.let_go(
-                peer
-            )  # also one that had closed before we met: this was its last frame
-
+            # Also one that had closed before we met: this was its last frame.
+            self._book.let_go(peer)
         return peer
 
-    def see_off(self, peer: Peer, now_s: float) -> None:
+    def see_off(self, peer: PeerT, now_s: float) -> None:
         """End a peer that is LEAVING, once its last answers are here or never will be."""
         if not peer.open or now_s - peer.since_s > _GRACE_S:
             self._end(peer, State.GONE, Status.UNREACHABLE)
 
-    def _is_ready(self, peer: Peer, now_s: float) -> None:
+    def _is_ready(self, peer: PeerT, now_s: float) -> None:
         peer.state = State.READY
         peer.since_s = now_s
 
     # --- looking after
 
-    def look_next_door(self, peer: Peer) -> None:
-        """End a peer that closed within this process, or whose process has ended.
-
-        For before a post, to a neighbour or where `rules.asks_first`; else look() finds out.
-        """
+    def look_next_door(self, peer: PeerT) -> None:
+        """End a peer of which the address vector knows that it has left; before a post."""
         if self._book.has_left(peer):
             self._end(peer, State.GONE, Status.UNREACHABLE)
 
-    def let_go(self, peer: Peer, now_s: float) -> None:
-        """Close the endpoint of a peer that is to be forgotten, once nothing goes through it."""
-        if peer.held:
-            peer.forget_s = 0.0  # the engine has met it anew
-        elif not (peer.open or peer.outbox or peer.sends or peer.lost) or now_s > peer.forget_s:
-            peer.forget_s = 0.0
-            self._end(peer, State.SILENT, Status.UNREACHABLE, now_s - _SILENCE_S)
-
-    def bury_the_dead(self) -> None:
-        """End the peers whose processes have ended, also those to whom nothing was outstanding.
-
-        Else a descriptor and a mapping of 13 MiB would stay for each until this NIC is closed.
-        """
-        for peer in self.all:
-            if peer.state is not State.GONE and peer.process is not None and peer.process.ended():
-                self._end(peer, State.GONE, Status.UNREACHABLE)
-
-    def flush(self, peer: Peer, now_s: float) -> bool:
+    def flush(self, peer: PeerT, now_s: float) -> bool:
         """Hand out what is in a peer's outbox; True if something left."""
         moved = False
         while peer.outbox and not (peer.over or self._closed or self._nic.failure):
@@ -275,7 +241,7 @@ class Peers:
             moved = True
         return moved
 
-    def look(self, peer: Peer, oldest_due_s: float | None, now_s: float) -> None:
+    def look(self, peer: PeerT, oldest_due_s: float | None, now_s: float) -> None:
         """End a peer that has been silent for too long.
 
         Args:
@@ -286,40 +252,25 @@ class Peers:
         if peer.heard:
             peer.heard = False
             peer.since_s = now_s
-            peer.probe = Probe.NONE
         if peer.over:
             return
-        alive = peer.process is None or not peer.process.ended()
         stuck = bool(peer.outbox) and bool(peer.stuck_s) and now_s - peer.stuck_s > self._timeout_s
-        if not alive:
+        if self._book.has_left(peer):
             self._end(peer, State.GONE, Status.UNREACHABLE, now_s)
         elif stuck and not peer.open:
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
         elif now_s - peer.since_s < self._timeout_s:
             return
-        elif peer.state is State.CONNECTING or peer.lost:
+        elif peer.unanswered:
             self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
         elif oldest_due_s is not None and oldest_due_s < now_s:
             self._look_at_overdue(peer, now_s)
 
-    def _look_at_overdue(self, peer: Peer, now_s: float) -> None:
-        """A peer that is READY has returned no row for too long.
+    def _look_at_overdue(self, peer: PeerT, now_s: float) -> None:
+        """A peer that is READY has returned no row for too long."""
+        self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
 
-        Where its process can be asked, one that lives and does not poll is back-pressure: its rows
-        cannot be recalled, and would land once it polls again. One that polls, and answers a frame
-        that was sent after the rows, should have returned them: they are lost.
-        """
-        if not self._rules.by_pid:
-            self._end(peer, State.SILENT, Status.UNREACHABLE, now_s)
-        elif peer.probe is Probe.ANSWERED:
-            peer.probe = Probe.NONE
-            self._end(peer, State.SILENT, Status.PROVIDER, now_s)
-        elif peer.probe is Probe.NONE:
-            peer.probe = Probe.ASKED
-            self.say(peer, frames.Hello(self._me, peer.address.epoch))
-            self.flush(peer, now_s)
-
-    def _end(self, peer: Peer, state: State, status: Status, now_s: float = 0.0) -> None:
+    def _end(self, peer: PeerT, state: State, status: Status, now_s: float = 0.0) -> None:
         if peer.state is State.GONE:
             return
         was_over = peer.over
@@ -328,24 +279,19 @@ class Peers:
         peer.since_s = now_s
         peer.stuck_s = 0.0
         peer.outbox.clear()
-        peer.leases.clear()
         self.cut(peer)
         if state is State.GONE:
             self._book.part(peer)
-        if not was_over or peer.held or peer.lost or peer.open:
+        if not was_over or peer.has_rows:
             self._on_over(peer)
         if state is State.GONE:
-            # It is kept for its number only: peers may come and go by the thousand.
-            peer.held = peer.lost = peer.outbox = _EMPTY
-            peer.leases = {}
+            peer.empty()
         elif peer.held and peer.over:  # what came later has its own time to be answered
             self.greet(peer, now_s)
 
-    def cut(self, peer: Peer) -> None:
-        """Close a peer's own endpoint, which makes libfabric let go of all that goes to it."""
-        endpoint, peer.endpoint = peer.endpoint, None
-        if endpoint is not None and endpoint is not self._main:
-            endpoint.close()
+    def cut(self, peer: PeerT) -> None:
+        """Post nothing more to a peer that is over."""
+        peer.endpoint = None
 
     def give_up(self) -> None:
         """Our NIC is lost: nobody is reached any more. Endpoints stay open until close()."""
@@ -360,9 +306,9 @@ class Peers:
             self.cut(peer)
             self._book.close(peer)
 
-    def farewell(self) -> list[Peer]:
+    def farewell(self) -> list[PeerT]:
         """Queue a Bye to everybody who listens; return them."""
         listening = [peer for peer in self.all if peer.state is State.READY]
         for peer in listening:
-            peer.outbox.append(frames.encode(frames.Bye(self._me)))
+            peer.outbox.append(frames.encode(frames.Bye(self.me)))
         return listening

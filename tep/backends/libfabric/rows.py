@@ -3,8 +3,9 @@
 The fast paths post a batch's rows by columns, or one row without a detour; whatever is not as
 simple as that (several peers, a peer not ready, a row out of range) goes row by row.
 
-Rule 1: an accepted row is in exactly one place: in flight (a ticket), held, lost, or failed into
-`done`. Rule 2: a row is posted once. One that failed is never posted again: it may have landed.
+Rule 1: an accepted row is in exactly one place: in flight (a ticket), waiting (held for its peer,
+or what software/rows.py adds), or failed into `done`. Rule 2: a row is posted once. One that failed
+is never posted again: it may have landed.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic
 
 from tep.backends.base import DomainCaps, Entry, Kind, Row, Status, WriteBatch
 from tep.backends.columns import at
-from tep.backends.libfabric import frames
-from tep.backends.libfabric.peer import Peer, State
+from tep.backends.libfabric.peer import Peer, PeerT, State
 from tep.backends.libfabric.peers import Peers
-from tep.backends.libfabric.regions import Region, Regions, bounds
+from tep.backends.libfabric.regions import Region, Regions
 from tep.backends.libfabric.slots import CHUNK_ROWS, Slots, Ticket
 from tep.units import MiB
 
@@ -39,11 +39,10 @@ _SLOWEST_BYTES_PER_S: Final = 64 * MiB
 guess: a quarter of what tcp on one crowded core reaches."""
 
 
-class Rows:
+class Rows(Generic[PeerT]):
     """The rows of one NIC that have been accepted and have not ended.
 
     Args:
-        me: the NIC's address.
         caps, rules: of the NIC.
         slots, regions, peers: of the NIC.
         nothing: a region that empty rows are said to read from: libfabric wants a valid address.
@@ -52,35 +51,30 @@ class Rows:
         stir: called with a peer that has something to be sent or looked after.
 
     Attributes:
-        held, lost: how many rows wait for a peer, or for the verdict on one.
+        waiting: how many accepted rows are neither in flight nor have ended.
         budget, budget_bytes: what may still be posted before the next poll.
         refusal: what libfabric last said when it refused a row.
     """
 
     def __init__(
         self,
-        me: bytes,
         caps: DomainCaps,
         rules: Rules,
         slots: Slots,
         regions: Regions,
-        peers: Peers,
+        peers: Peers[PeerT],
         nothing: Region,
         done: deque[Entry],
         timeout_s: float,
-        stir: Callable[[Peer], None],
+        stir: Callable[[PeerT], None],
     ) -> None:
-        self.held = 0
-        self.lost = 0
+        self.waiting = 0
         self.refusal = 0
         self._turn_rows = rules.turn_rows
         self._turn_bytes = rules.turn_bytes
         self.new_turn()
-        self._me = me
         self._depth = caps.sq_depth
         self._longest = caps.max_write_bytes
-        self._leases = rules.leases
-        self._asks_first = rules.asks_first
         self._window_bytes = rules.window_bytes
         self._window_rows = rules.window_rows
         self._copies_from = rules.copies_from
@@ -93,18 +87,18 @@ class Rows:
         self._timeout_s = timeout_s
         self._stir = stir
         self._checked: dict[int, WriteBatch] = {}  # batches whose rows are all in range, by id
-        self._fresh: set[Peer] = set()  # whose rows have ended, which poll() has not said yet
+        self._fresh: set[PeerT] = set()  # whose rows have ended, which poll() has not said yet
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Accept rows start.. of a batch; return how many."""
-        room = self._depth - self._slots.open - self.held - self.lost
+        room = self._depth - self._slots.open - self.waiting
         if stop - start > room:
             stop = start + room
         if stop <= start:
             return 0
         if type(batch.peer) is int and type(batch.rkey) is int:
             peer = self._peers.all[batch.peer]
-            if peer.neighbour or self._asks_first:
+            if peer.watched:
                 self._peers.look_next_door(peer)
             if peer.state is _READY and not peer.held:
                 region = self._regions.by_lkey.get(batch.lkey)
@@ -130,28 +124,24 @@ class Rows:
 
     # --- the fast paths: one peer, one key, all in range
 
-    def _check(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
+    def _check(
+        self,
+        batch: WriteBatch,
+        peer: PeerT,  # noqa: ARG002  # for software/
+        region: Region,
+    ) -> bool:
         """Whether every row of a batch may be posted as it is; remembered."""
-        nbytes, rkey = batch.nbytes, batch.rkey
-        assert isinstance(rkey, int)
+        nbytes = batch.nbytes
         if not region.holds(batch.src, nbytes):
             return False
         if (nbytes if isinstance(nbytes, int) else int(nbytes.max())) > self._longest:
             return False
-        if self._leases:
-            lease = peer.leases.get(rkey)
-            if not lease:
-                return False
-            base, length = lease
-            first, end = bounds(batch.dst, nbytes)
-            if not (length and base <= first and end <= base + length):
-                return False
         if len(self._checked) >= _CHECKED_MAX:
             self._checked.clear()
         self._checked[id(batch)] = batch  # held, so that its id stays its own
         return True
 
-    def _post_lone(self, batch: WriteBatch, peer: Peer, region: Region) -> bool:
+    def _post_lone(self, batch: WriteBatch, peer: PeerT, region: Region) -> bool:
         """Post the only row of a batch; False = it is not as simple, nothing was done."""
         src, dst, nbytes, rkey, imm = batch.src, batch.dst, batch.nbytes, batch.rkey, batch.imm
         if not (type(src) is int and type(dst) is int and type(nbytes) is int):
@@ -163,10 +153,6 @@ class Rows:
             return False
         if not (region.start <= src and src + nbytes <= region.end and 0 < nbytes <= self._longest):
             return False
-        if self._leases:
-            lease = peer.leases.get(rkey)
-            if not lease or not (lease[0] <= dst and dst + nbytes <= lease[0] + lease[1]):
-                return False
         endpoint = peer.endpoint or self._peers.endpoint(peer)
         call = endpoint.writemsg_long if nbytes >= self._releases_from else endpoint.writemsg
         due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
@@ -179,7 +165,7 @@ class Rows:
         return taken == 1
 
     def _post_same(
-        self, batch: WriteBatch, start: int, stop: int, peer: Peer, region: Region
+        self, batch: WriteBatch, start: int, stop: int, peer: PeerT, region: Region
     ) -> int | None:
         """Post as many rows as the window holds; None = the peer takes nothing, hold them."""
         slots, nbytes = self._slots, batch.nbytes
@@ -250,7 +236,7 @@ class Rows:
     def _place(self, batch: WriteBatch, index: int, row: Row) -> bool:
         """Post, hold or fail one row; False = no room now."""
         peer = self._peers.all[row.peer]
-        if peer.neighbour or self._asks_first:
+        if peer.watched:
             self._peers.look_next_door(peer)
         if peer.state is State.SILENT and peer not in self._fresh:
             self._peers.greet(peer, time.monotonic())
@@ -258,17 +244,17 @@ class Rows:
         if status is not Status.OK:
             self.fail(batch.ctx, index, status)
             return True
-        if peer.state is State.READY and self._has_lease(peer, row.rkey):
+        granted = self._granted(peer, row.rkey)
+        if granted and peer.state is State.READY:
             posted = self._post_row(batch, index, row, peer)
             if posted is not None:
                 return posted
         peer.held.append((batch, index, time.monotonic() + self._timeout_s))
-        self.held += 1
-        self._ask(peer, row.rkey)
+        self.waiting += 1
         self._stir(peer)
         return True
 
-    def _verdict(self, peer: Peer, row: Row) -> Status:
+    def _verdict(self, peer: PeerT, row: Row) -> Status:
         """Whether a row can be, as far as is known."""
         if row.nbytes:  # an empty row has no source
             region = self._regions.by_lkey.get(row.lkey)
@@ -280,19 +266,13 @@ class Rows:
             return peer.status
         if peer in self._fresh and peer.state is not State.READY:
             return Status.UNREACHABLE  # who posts it has not heard of those before it
-        lease = peer.leases.get(row.rkey)
-        if lease is not None:
-            base, nbytes = lease
-            if not nbytes:
-                return Status.REMOTE_KEY
-            if not (base <= row.dst and row.dst + row.nbytes <= base + nbytes):
-                return Status.REMOTE_RANGE
         return Status.OK
 
-    def _has_lease(self, peer: Peer, rkey: int) -> bool:
-        return not self._leases or peer.leases.get(rkey) is not None
+    def _granted(self, peer: PeerT, rkey: int) -> bool:  # noqa: ARG002  # see software/
+        """Whether rows under a key may be posted; False = asked for, and not known yet."""
+        return True
 
-    def _post_row(self, batch: WriteBatch, index: int, row: Row, peer: Peer) -> bool | None:
+    def _post_row(self, batch: WriteBatch, index: int, row: Row, peer: PeerT) -> bool | None:
         """Post one row; False = full, None = its peer takes nothing."""
         slots = self._slots
         if slots.room == 0 or (slots.open and slots.nbytes + row.nbytes > self._window_bytes):
@@ -319,75 +299,42 @@ class Rows:
         self._peers.doubt(peer, time.monotonic())
         return None
 
-    def _ask(self, peer: Peer, rkey: int) -> None:
-        if self._leases and rkey not in peer.leases:
-            peer.leases[rkey] = None
-            self._peers.say(peer, frames.Ask(self._me, rkey))
-            self._stir(peer)
-
     def fail(self, ctx: int, row: int, status: Status) -> None:
         """End a row here."""
         self._done.append((_WRITE, int(status), 1, 0, row, ctx, 0))
 
     # --- rows that wait
 
-    def lose(self, ticket: Ticket, row: int) -> None:
-        """A row came back failed: it waits for the verdict on its peer."""
-        peer, rkey = ticket.peer, ticket.batch.rkey
-        if peer.over:
-            self.fail(ticket.batch.ctx, row, peer.status)
-            return
-        key = rkey if isinstance(rkey, int) else int(rkey[row])
-        peer.lost.append((ticket.batch.ctx, row, key))
-        self.lost += 1
-        self._checked.clear()
-
-    def go_on(self, peer: Peer) -> None:
-        """A peer is READY: settle its lost rows, and post its held ones as far as they go."""
-        self._settle_lost(peer)
+    def go_on(self, peer: PeerT) -> None:
+        """A peer is READY: post its held rows as far as they go."""
         while peer.held and peer.state is State.READY:
             batch, index, _ = peer.held[0]
             row = next(batch.rows(index, index + 1))
             status = self._verdict(peer, row)
             if status is not Status.OK:
                 self.fail(batch.ctx, index, status)
-            elif not self._has_lease(peer, row.rkey):
-                self._ask(peer, row.rkey)
-                return
-            elif not self._post_row(batch, index, row, peer):
+            elif not self._granted(peer, row.rkey) or not self._post_row(batch, index, row, peer):
                 return
             peer.held.popleft()
-            self.held -= 1
+            self.waiting -= 1
 
-    def expire(self, peer: Peer, now_s: float) -> None:
+    def expire(self, peer: PeerT, now_s: float) -> None:
         """End the rows that have waited too long for a peer's word: it is there, or a lease."""
         while peer.held:
             batch, index, due_s = peer.held[0]
             rkey = batch.rkey if isinstance(batch.rkey, int) else int(batch.rkey[index])
-            if due_s > now_s or (peer.state is State.READY and self._has_lease(peer, rkey)):
+            if due_s > now_s or (peer.state is State.READY and self._granted(peer, rkey)):
                 return
             self.fail(batch.ctx, index, Status.UNREACHABLE)
             self._fresh.add(peer)
             peer.held.popleft()
-            self.held -= 1
+            self.waiting -= 1
 
     def said(self) -> None:
         """poll() has handed out all that had ended: rows to whom they concern are tried anew."""
         self._fresh.clear()
 
-    def _settle_lost(self, peer: Peer) -> None:
-        """The peer lives, so its rows failed for a reason of their own: a key, if it is void."""
-        for _ in range(len(peer.lost)):
-            ctx, row, rkey = peer.lost.popleft()
-            if self._has_lease(peer, rkey):
-                void = self._leases and peer.leases[rkey] == (0, 0)
-                self.lost -= 1
-                self.fail(ctx, row, Status.REMOTE_KEY if void else Status.PROVIDER)
-            else:
-                self._ask(peer, rkey)
-                peer.lost.append((ctx, row, rkey))
-
-    def end(self, peer: Peer, status: Status, *, gone: bool, spare: bool = False) -> None:
+    def end(self, peer: PeerT, status: Status, *, gone: bool, spare: bool = False) -> None:
         """End all rows to a peer.
 
         Args:
@@ -400,15 +347,11 @@ class Rows:
         for ticket in [ticket for ticket in slots.tickets.values() if ticket.peer is peer]:
             for row in slots.give_up(ticket, gone=gone):
                 self.fail(ticket.batch.ctx, row, status)
-        for ctx, row, _ in peer.lost:
-            self.fail(ctx, row, status)
         until_s = time.monotonic() if spare else math.inf
         while peer.held and peer.held[0][2] <= until_s:
             batch, row, _ = peer.held.popleft()
-            self.held -= 1
+            self.waiting -= 1
             self.fail(batch.ctx, row, status)
-        self.lost -= len(peer.lost)
-        peer.lost.clear()
         self._checked.clear()
         if spare and self._done:
             self._fresh.add(peer)

@@ -14,7 +14,10 @@ from typing import Final
 from tep.ffi import libfabric as fi
 from tep.units import KiB, MiB
 
-__all__ = ["RULES", "Rules"]
+__all__ = ["RULES", "Rules", "SoftwareRules"]
+
+
+_NEVER: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +28,9 @@ class Rules:
         provider: as the user names it, and addresses carry it.
         names: what libfabric calls it; the first that it offers is taken.
         fabric: which of its fabrics, where it has several; "" = any.
-        by_ip: its NICs are named by IP addresses.
         caps, mr_mode: of the hints, besides FI_MSG | FI_RMA.
         delivery_complete: a local completion must wait for the target. Without it tcp completes
             writes that never arrive.
-        endpoint_per_peer: post to each peer through an endpoint of its own, so that a dead one can
-            be cut off, and its errors flush nobody else's rows.
-        leases: the provider says nothing useful of a bad key (shm even says success), so the
-            target is asked for a region's bounds before the first row to it.
-        by_pid: addresses name processes of this host, which can be asked whether they live.
-        asks_first: a peer's process is asked before each post whether it lives: releases of shm
-            before 2.0 say OK on rows that they leave in the queue of one that is gone.
         copies_from: rows of this many bytes are copied inside the post.
         releases_from: rows of this many bytes take long enough to post to drop the interpreter's
             lock meanwhile, so that the user's own thread can have it. It costs 0.03 us a row.
@@ -48,7 +43,6 @@ class Rules:
         imm_takes_receive: an immediate takes one of `frames_in`, comes with the context of that
             receive, and it is posted again.
         more: the provider gathers writes that say FI_MORE, and rings its doorbell once.
-        hardware: it is a NIC of its own, which says by itself what was wrong with a row.
         ordered: rows to one peer land in posting order.
         msg_bytes_max: longest message.
     """
@@ -56,40 +50,55 @@ class Rules:
     provider: str
     names: tuple[str, ...]
     fabric: str = ""
-    by_ip: bool = False
     caps: int = 0
     mr_mode: int = fi.FI_MR_LOCAL | fi.FI_MR_VIRT_ADDR | fi.FI_MR_ALLOCATED | fi.FI_MR_PROV_KEY
     delivery_complete: bool = False
-    endpoint_per_peer: bool = False
-    leases: bool = True
-    by_pid: bool = False
-    asks_first: bool = False
-    copies_from: int = 32 * KiB
-    releases_from: int = 32 * KiB
+    copies_from: int = _NEVER
+    releases_from: int = _NEVER
     turn_rows: int = 1 << 30
     turn_bytes: int = 1 << 62
     window_rows: int = 1024
-    window_bytes: int = 4 * MiB
+    window_bytes: int = _NEVER
     tx_entries: int = 0
     rx_entries: int = 0
     frames_in: int = 64
     frames_out: int = 64
     imm_takes_receive: bool = False
     more: bool = False
-    hardware: bool = False
     ordered: bool = True
     msg_bytes_max: int = 64 * KiB
 
 
-_NEVER: Final = 1 << 63
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftwareRules(Rules):
+    """How a provider is driven that is software.
+
+    All of them say nothing useful of a bad key (shm even says success), so that the target is asked
+    for a region's bounds before the first row to it: its lease.
+
+    Attributes:
+        by_ip: its NICs are named by IP addresses.
+        endpoint_per_peer: post to each peer through an endpoint of its own, so that a dead one can
+            be cut off, and its errors flush nobody else's rows.
+        by_pid: addresses name processes of this host, which can be asked whether they live.
+        asks_first: a peer's process is asked before each post whether it lives: releases of shm
+            before 2.0 say OK on rows that they leave in the queue of one that is gone.
+    """
+
+    by_ip: bool = False
+    endpoint_per_peer: bool = False
+    by_pid: bool = False
+    asks_first: bool = False
+    copies_from: int = 32 * KiB
+    releases_from: int = 32 * KiB
+    window_bytes: int = 4 * MiB
+
 
 _EFA: Final = Rules(
     provider="efa",
     names=("efa",),
     fabric="efa",
     caps=fi.FI_LOCAL_COMM | fi.FI_REMOTE_COMM,
-    leases=False,
-    hardware=True,
     # The provider registers a packet of 9 KB for each place in its queues: 111 MB a NIC if it may
     # choose, 28 GB for 8 engines that open all 32 NICs of a p5. With these sizes it is 14 MB, with
     # the frames' buffers 15, 3.8 GB in all. 512 rows of 4 KiB are four times what a NIC of
@@ -99,9 +108,6 @@ _EFA: Final = Rules(
     frames_in=8,
     frames_out=8,
     window_rows=512,
-    copies_from=_NEVER,
-    releases_from=_NEVER,
-    window_bytes=_NEVER,
     ordered=False,
 )
 
@@ -110,7 +116,7 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
         rules.provider: rules
         for rules in (
             # "net" is what 1.17 calls today's tcp; asked for "tcp" it would give "tcp;ofi_rxm".
-            Rules(
+            SoftwareRules(
                 provider="tcp",
                 names=("net", "tcp"),
                 releases_from=0,  # each is a system call of 5 us: 512 held it for 2.5 ms
@@ -120,7 +126,7 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
                 delivery_complete=True,
                 endpoint_per_peer=True,
             ),
-            Rules(
+            SoftwareRules(
                 provider="tcp;ofi_rxm",
                 names=("tcp;ofi_rxm",),
                 releases_from=0,
@@ -130,7 +136,7 @@ RULES: Final[Mapping[str, Rules]] = MappingProxyType(
                 by_ip=True,
                 delivery_complete=True,
             ),
-            Rules(provider="shm", names=("shm",), by_pid=True),
+            SoftwareRules(provider="shm", names=("shm",), by_pid=True),
             _EFA,
             replace(
                 _EFA,

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import chain, repeat
 from struct import Struct
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -144,7 +144,7 @@ class Slots:
         )
         self._more = more
         self.adrift = 0
-        self.unended: Peer | None = None
+        self.unended: Any = None  # a Peer, of the kind that its room knows
         self._next = _FREE + 1
         self._given_up: dict[int, Ticket] = {}  # tickets with rows that libfabric still has
         # One spare slot, to align the pool to a slot's size.
@@ -292,9 +292,9 @@ class Slots:
         self.nbytes += nbytes
         return number
 
-    def oldest_due(self) -> dict[Peer, float]:
+    def oldest_due(self) -> dict[Any, float]:
         """When the oldest row in flight to each peer is due."""
-        due: dict[Peer, float] = {}
+        due: dict[Any, float] = {}
         for ticket in self.tickets.values():
             due.setdefault(ticket.peer, ticket.due_s)
         return due

@@ -15,13 +15,13 @@ from tep.backends.libfabric.peer import Peer
 __all__ = ["EfaBook"]
 
 
-class EfaBook(Book):
+class EfaBook(Book[Peer]):
     """The address vector of one EFA device."""
 
     def __init__(self, nic: Nic, raw: bytes) -> None:
         super().__init__(nic, raw)
         self._at: dict[bytes, dict[bytes, Peer]] = {}  # whom libfabric knows, by queue pair
-        self._departed: list[Peer] = []
+        self.departed: list[Peer] = []
 
     def meet(self, peer: Peer) -> str:
         super().meet(peer)
@@ -30,14 +30,12 @@ class EfaBook(Book):
         return ""
 
     def part(self, peer: Peer) -> None:
-        self._departed.append(peer)
+        self.departed.append(peer)
 
     def settle(self) -> None:
-        if not self._departed:
-            return
-        for peer in self._departed:
+        for peer in self.departed:
             known = self._at.get(efa_place(peer.address.raw), {})
             if not peer.out and known == {peer.address.raw: peer}:
                 self._nic.remove(peer.number)
                 known.clear()
-        self._departed = [peer for peer in self._departed if peer.out]
+        self.departed = [peer for peer in self.departed if peer.out]

@@ -1,33 +1,29 @@
 """What is special about AWS EFA: options of an endpoint, refusals, and what its errors mean.
 
 Read from the provider's source and manual (libfabric 1.22 to 2.6) and not yet run on hardware;
-scripts/verify_efa runs it. The data path is the same as for tcp: nothing here posts or polls.
+scripts/verify_efa runs it. Nothing here posts or polls.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from tep.backends.base import Status
 from tep.backends.libfabric.objects import Option
 from tep.errors import BackendUnavailable
 from tep.ffi import libfabric as fi
 
-if TYPE_CHECKING:
-    from tep.backends.libfabric.rules import Rules
-
 __all__ = [
     "ROW_BYTES_MAX",
     "STATUSES",
     "check_device",
-    "check_offer",
+    "check_version",
     "endpoint_options",
     "same_host_way",
 ]
 
-_IMM_BYTES: Final = 4
 _VERSION_MIN: Final = (1, 21)
 """Before 1.18 device RDMA may stay off (its manual); before 1.21 no option of an endpoint keeps the
 provider from shared memory."""
@@ -96,18 +92,13 @@ def same_host_way(*, same_host_shm: bool) -> str:
     return "all peers by the NIC, those of this host too (same_host_shm=False)"
 
 
-def check_offer(info: fi.Info, nic: str, rules: Rules, version: tuple[int, int]) -> None:
-    """Refuse a NIC that could not carry an immediate, or a library too old for device RDMA.
+def check_version(nic: str, version: tuple[int, int]) -> None:
+    """Refuse a library that is too old for device RDMA.
 
     Raises:
         BackendUnavailable: with what was found and what is needed.
     """
-    size = int(info.contents.domain_attr.contents.cq_data_size)
-    if size < _IMM_BYTES:
-        raise BackendUnavailable(
-            f"{nic}: its completions carry {size} bytes of immediate, tep needs {_IMM_BYTES}"
-        )
-    if rules.hardware and version < _VERSION_MIN:
+    if version < _VERSION_MIN:
         raise BackendUnavailable(
             f"{nic}: libfabric {version[0]}.{version[1]} is too old for EFA: it may leave device "
             "RDMA off (before 1.18), and cannot be kept from shared memory (before 1.21); 1.21 or "

@@ -11,25 +11,31 @@ import os
 from tep.backends.libfabric.address import shm_alias, shm_name, shm_pid
 from tep.backends.libfabric.book import Book
 from tep.backends.libfabric.objects import Nic
-from tep.backends.libfabric.peer import Peer
-from tep.backends.libfabric.shm import neighbours
-from tep.backends.libfabric.shm.process import Process, rehearse_shm, reserve_shm
-from tep.backends.libfabric.shm.seats import SEATS, open_seats, take_seat
+from tep.backends.libfabric.software import neighbours
+from tep.backends.libfabric.software.peer import SoftwarePeer
+from tep.backends.libfabric.software.process import Process, reserve_shm
+from tep.backends.libfabric.software.seats import SEATS, open_seats, take_seat
 from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
-__all__ = ["ShmBook", "rehearse_shm"]
+__all__ = ["ShmBook"]
 
 
-class ShmBook(Book):
-    """The address vector of one endpoint."""
+class ShmBook(Book[SoftwarePeer]):
+    """The address vector of one endpoint.
 
-    def __init__(self, nic: Nic, raw: bytes) -> None:
+    Args:
+        nic, raw: as for Book.
+        asks_first: see SoftwareRules.
+    """
+
+    def __init__(self, nic: Nic, raw: bytes, *, asks_first: bool) -> None:
         super().__init__(nic, raw)
+        self._asks_first = asks_first
         reserve_shm(shm_name(raw))
         open_seats(shm_name(raw))
         neighbours.arrive(raw)
 
-    def meet(self, peer: Peer) -> str:
+    def meet(self, peer: SoftwarePeer) -> str:
         raw = peer.address.raw
         pid = shm_pid(raw)
         if pid == os.getpid():
@@ -38,6 +44,7 @@ class ShmBook(Book):
                 return f"shm: {shm_name(raw)} of this process has closed"
         else:
             peer.process = Process(pid)
+        peer.watched = peer.neighbour or self._asks_first
         me, it = self.raw, raw
         if peer.neighbour:
             raw = shm_alias(raw)
@@ -56,24 +63,24 @@ class ShmBook(Book):
         peer.number = self._nic.insert(raw)
         return ""
 
-    def has_left(self, peer: Peer) -> bool:
+    def has_left(self, peer: SoftwarePeer) -> bool:
         if peer.neighbour:
             return not neighbours.is_open(peer.address.raw)
         return peer.process is not None and peer.process.ended()
 
-    def part(self, peer: Peer) -> None:
+    def part(self, peer: SoftwarePeer) -> None:
         super().part(peer)
         self.let_go(peer)
         if peer.process is not None:
             peer.process.close()
 
-    def let_go(self, peer: Peer) -> None:
+    def let_go(self, peer: SoftwarePeer) -> None:
         """A neighbour may be unmapped now."""
         if peer.neighbour:
             peer.neighbour = False
             neighbours.forget(peer.address.raw, self.raw)
 
-    def close(self, peer: Peer) -> None:
+    def close(self, peer: SoftwarePeer) -> None:
         if peer.neighbour and peer.number != FI_ADDR_UNSPEC:
             self._nic.remove(peer.number)
         self.let_go(peer)

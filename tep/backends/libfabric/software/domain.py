@@ -1,0 +1,128 @@
+"""One NIC that is software behind the seam: tcp, tcp;ofi_rxm, shared memory.
+
+Beside what every NIC does: it grants leases of its keys, and withdraws them; rows that failed wait
+until it is known why; on tcp a peer's own endpoint is closed with it; on shared memory processes
+are watched, and a closed NIC stays mapped until no neighbour knows it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from tep.backends.base import DomainKey, Status
+from tep.backends.libfabric import frames
+from tep.backends.libfabric.address import shm_name
+from tep.backends.libfabric.book import Book
+from tep.backends.libfabric.domain import FabricDomain
+from tep.backends.libfabric.objects import CqError, Endpoint, Option
+from tep.backends.libfabric.rules import SoftwareRules
+from tep.backends.libfabric.slots import Ticket
+from tep.backends.libfabric.software import neighbours
+from tep.backends.libfabric.software.books import ShmBook
+from tep.backends.libfabric.software.peer import SoftwarePeer
+from tep.backends.libfabric.software.peers import SoftwarePeers
+from tep.backends.libfabric.software.process import rehearse_shm
+from tep.backends.libfabric.software.rows import SoftwareRows
+from tep.backends.libfabric.software.seats import close_seats
+
+__all__ = ["SoftwareDomain"]
+
+_CENSUS_S: Final = 1.0
+"""How often peers' processes are asked whether they live while nothing is outstanding."""
+
+
+class SoftwareDomain(FabricDomain[SoftwarePeer]):
+    """One NIC."""
+
+    _rules: SoftwareRules
+    _peers: SoftwarePeers
+    _peers_kind = SoftwarePeers
+    _rows: SoftwareRows
+    _rows_kind = SoftwareRows
+
+    def _open_main(self, options: tuple[Option, ...]) -> tuple[Endpoint, Book[SoftwarePeer]]:
+        rules, nic = self._rules, self._nic
+        self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
+        self._next_census_s = 0.0
+        if not rules.by_pid:
+            main = nic.open_endpoint(options)
+            nic.release_port()
+            return main, Book(nic, main.name())
+        rehearse_shm()
+        main = nic.open_endpoint(options)
+        return main, ShmBook(nic, main.name(), asks_first=rules.asks_first)
+
+    # --- leases
+
+    def deregister(self, key: DomainKey) -> None:
+        super().deregister(key)
+        if not (self._closed or self._nic.closed):
+            for index in self._askers.pop(key.rkey, ()):
+                self._say(self._peers.all[index], frames.Revoke(self.address, key.rkey))
+
+    def _take_talk(self, peer: SoftwarePeer, frame: frames.Frame, now_s: float) -> None:
+        match frame:
+            case frames.Ask(rkey=rkey):
+                base, nbytes = self._regions.range_of(rkey)
+                if nbytes:
+                    self._askers.setdefault(rkey, set()).add(peer.index)
+                self._peers.say(peer, frames.Lease(self.address, rkey, base, nbytes))
+            case frames.Lease(rkey=rkey, base=base, nbytes=nbytes):
+                peer.leases[rkey] = (base, nbytes)
+            case frames.Revoke(rkey=rkey):
+                peer.leases[rkey] = (0, 0)
+                self._rows.recheck()
+            case _:
+                super()._take_talk(peer, frame, now_s)
+
+    def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
+        self._texts[Status.PROVIDER] = error.text
+        peer = self._peers.all[ticket.peer.index]
+        self._rows.lose(ticket, peer, row)
+        self._peers.doubt(peer, time.monotonic())
+        self._stir(peer)
+
+    # --- looking after peers
+
+    def forget(self, peer: int) -> None:
+        if self._closed or self._nic.closed or not self._rules.endpoint_per_peer:
+            return  # of others, what a dead process leaves is found by itself
+        found = self._peers.all[peer]
+        found.forget_s = time.monotonic() + self._timeout_s
+        self._stir(found)
+
+    def _go_on(self, peer: SoftwarePeer, now_s: float) -> None:
+        super()._go_on(peer, now_s)
+        if peer.forget_s:
+            self._peers.let_go(peer, now_s)
+
+    def _idle(self) -> None:
+        super()._idle()
+        if self._rules.by_pid:
+            now_s = time.monotonic()
+            if now_s >= self._next_census_s:
+                self._next_census_s = now_s + _CENSUS_S
+                self._peers.bury_the_dead()
+
+    def _drop(self, peer: SoftwarePeer, status: Status, *, spare: bool, gone: bool = False) -> None:
+        if self._rules.endpoint_per_peer:
+            # Its endpoint is closed: what surfaces in the queue now is the last of its rows.
+            self._drain()
+            self._mailbox.reclaim(peer)
+            gone = True
+        super()._drop(peer, status, spare=spare, gone=gone)
+
+    # --- ends
+
+    def _retire(self) -> None:
+        if self._rules.by_pid:
+            neighbours.leave(self._book.raw)
+            neighbours.retire(self._book.raw, self._shut)
+        else:
+            super()._retire()
+
+    def _shut(self) -> None:
+        if self._rules.by_pid:
+            close_seats(shm_name(self._book.raw))
+        super()._shut()

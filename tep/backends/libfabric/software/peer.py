@@ -1,0 +1,70 @@
+"""One peer's NIC on tcp or shared memory: what the software providers add to `Peer`."""
+
+from __future__ import annotations
+
+from collections import deque
+from enum import Enum, auto
+from typing import Protocol
+
+from tep.backends.libfabric.address import NicAddress
+from tep.backends.libfabric.peer import Peer, State
+
+__all__ = ["Probe", "SoftwarePeer", "Watched"]
+
+
+class Watched(Protocol):
+    """A process that can be asked whether it has ended."""
+
+    def ended(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class Probe(Enum):
+    """Whether a peer that returns no rows has been asked if it polls, and has answered."""
+
+    NONE = auto()
+    ASKED = auto()
+    ANSWERED = auto()
+
+
+class SoftwarePeer(Peer):
+    """One NIC of a peer, in one incarnation.
+
+    Attributes:
+        forget_s: when what it costs us is given back at the latest, once it is quiet; 0 = keep it.
+        leases: (base, nbytes) of its keys; None = asked.
+        lost: (ctx, row, rkey) that came back failed and wait until it is known whether it lives.
+        neighbour: it is of this process, and shares memory with us.
+        probe: how far we are in asking whether a peer that returns no rows polls at all.
+        process: its process, where that is another one of this host.
+    """
+
+    __slots__ = ("forget_s", "leases", "lost", "neighbour", "probe", "process")
+
+    def __init__(self, index: int, data: bytes, address: NicAddress) -> None:
+        super().__init__(index, data, address)
+        self.forget_s = 0.0
+        self.leases: dict[int, tuple[int, int] | None] = {}
+        self.lost: deque[tuple[int, int, int]] = deque()
+        self.neighbour = False
+        self.probe = Probe.NONE
+        self.process: Watched | None = None
+
+    @property
+    def unanswered(self) -> bool:
+        return self.state is State.CONNECTING or bool(self.lost)
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.open or self.held or self.lost)
+
+    @property
+    def unsettled(self) -> bool:
+        waits = self.state is State.CONNECTING or self.state is State.LEAVING
+        return bool(waits or self.outbox or self.held or self.lost or self.forget_s)
+
+    def empty(self) -> None:
+        super().empty()
+        self.lost = deque(maxlen=0)
+        self.leases = {}
