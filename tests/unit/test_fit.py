@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from tep.apps.rl.models import PUBLISHED
 from tep.cli import app, main
 from tep.errors import UsageError
 from tep.reproduce.runs import paged_us, single_us
@@ -158,7 +159,7 @@ PATHS = [
     "moe --nic {} --ep 16",
     "kvcache --fabric flow --profile {} --seconds 2",
     "kvcache --fabric timing --profile {} --seconds 2",
-    "rl plan --profile {} --model qwen3-235b --train 256 --infer 128",
+    "rl plan --profile {} --model {model} --train 8 --infer 4",
     "sim fit {results} --base {}",
     "sim whatif 'nic.op=300 ns' --profile {} --to {} --system moe",
 ]
@@ -172,9 +173,10 @@ def test_a_path_stands_wherever_a_profile_s_name_does(tmp_path, capsys, command)
     write_profile(replace(load_profile("efa_2x200"), name="mine"), path)
     points = [{"kind": p.kind, "bytes": p.nbytes, "gbps": p.gbps} for p in published("EFA")]
     results.write_text(json.dumps(points))
-    words = [
-        word.format(path, results=results) for word in shlex.split(command.replace("{}", "{0}"))
-    ]
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(dict(PUBLISHED["qwen3-235b"].config) | {"num_hidden_layers": 2}))
+    command = command.replace("{}", "{path}").format(path=path, results=results, model=model)
+    words = shlex.split(command)
 
     assert 0 == main([*words, "--json"])
     json.loads(capsys.readouterr().out)
