@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, TypeVar, cast
 
 from tep.backends.base import ControlDomain, Status
-from tep.control.messages import Answer, ControlMessage, decode, encode
+from tep.control.messages import WHY_MAX, Answer, ControlMessage, decode, encode
 from tep.core.events import PeerRestarted
 from tep.core.group import DomainGroup
 from tep.core.path import Link
@@ -69,12 +69,12 @@ class _Delivery:
         message: what is said.
         link: the peer; None for an answer.
         back: (our NIC, address) to which an answer is sent; None for what is no answer.
-        lanes: (our NIC, its NIC) pairs to try, one after the other.
+        paths: (our NIC, its NIC) to try, one after the other.
         question, round: the question that it asks, and the round in which it asks.
         way: (our NIC, address) over which it was posted.
     """
 
-    __slots__ = ("back", "lanes", "link", "message", "question", "round", "way")
+    __slots__ = ("back", "link", "message", "paths", "question", "round", "way")
 
     def __init__(
         self, message: ControlMessage, link: Link | None, back: tuple[int, bytes] | None
@@ -82,7 +82,7 @@ class _Delivery:
         self.message = message
         self.link = link
         self.back = back
-        self.lanes: list[tuple[int, int]] = []
+        self.paths: list[tuple[int, int]] = []
         self.question: _Question | None = None
         self.round = 0
         self.way = (0, b"")
@@ -91,9 +91,9 @@ class _Delivery:
 class _Question:
     """A control message that is repeated until it is answered.
 
-    The first round asks over one lane, and, if that fails, over all others at once. Later rounds
-    ask over all lanes at once, because a NIC needs a long time to find that nobody answers, and
-    asking one lane after the other would add these times up.
+    The first round asks over one path, and, if that fails, over all others at once. Later rounds
+    ask over all paths at once, because a NIC needs a long time to find that nobody answers, and
+    asking one path after the other would add these times up.
 
     Attributes:
         delivery: the message and its link.
@@ -102,23 +102,14 @@ class _Question:
         due_s: when to ask again; None while the message is on its way.
         why: the result of the last try.
         round: the number of this round.
-        others: lanes over which this round has not asked yet.
+        others: paths over which this round has not asked yet.
         out: deliveries of this round that are on their way.
         reached: whether one of them has arrived.
         deaf: whether all that failed so far found nobody at the other end.
     """
 
     __slots__ = (
-        "deaf",
-        "delivery",
-        "due_s",
-        "lost",
-        "others",
-        "out",
-        "reached",
-        "round",
-        "told",
-        "why",
+        "deaf", "delivery", "due_s", "lost", "others", "out", "reached", "round", "told", "why",
     )  # fmt: skip
 
     def __init__(
@@ -184,7 +175,7 @@ class Channel:
         told: Callable[[Answer], object],
         lost: Callable[[str], object],
     ) -> None:
-        """Ask a peer until it answers, over any lane; message(number) makes the question."""
+        """Ask a peer until it answers, over any path; message(number) makes the question."""
         number = next(self._numbers)
         delivery = _Delivery(message(number), link, None)
         self._questions[number] = question = _Question(delivery, told, lost)
@@ -195,10 +186,10 @@ class Channel:
         """How many control messages no NIC has taken yet."""
         return len(self._queue)
 
-    def say(self, link: Link, message: ControlMessage, lane: tuple[int, int]) -> None:
-        """Send a control message once, over one lane; nobody learns whether it arrived."""
+    def say(self, link: Link, message: ControlMessage, path: tuple[int, int]) -> None:
+        """Send a control message once, over one path; nobody learns whether it arrived."""
         delivery = _Delivery(message, link, None)
-        delivery.lanes = [lane]
+        delivery.paths = [path]
         self._send(delivery)
 
     def answer(self, nic: int, address: bytes, message: ControlMessage) -> None:
@@ -210,41 +201,51 @@ class Channel:
         self._answers[engine] += 1
         self._send(_Delivery(message, None, (nic, address)))
 
+    def tell(
+        self,
+        nic: int,
+        address: bytes,
+        number: int,
+        why: str | None = None,
+        counts: Sequence[int] = (),
+        pruned: int = 0,
+    ) -> None:
+        """Answer a question: why it failed, cut to WHY_MAX characters, or None and the counts."""
+        self.answer(nic, address, Answer(number, (why or "")[:WHY_MAX], tuple(counts), pruned))
+
     def _send(self, delivery: _Delivery) -> None:
-        if (
-            self.able
-        ):  # else the engine is being closed, and questions that still arrive are not answered
+        if self.able:  # else the engine is being closed, and answers no questions any more
             self._queue.append(delivery)
             self.busy = True
 
     def _put(self, question: _Question) -> None:
         """Begin a round."""
-        lanes = self._lanes(question.delivery)
+        paths = self._paths(question.delivery)
         question.round += 1
         question.due_s = None
         question.reached, question.deaf = False, True
-        first = 1 if question.round == 1 else len(lanes)
-        question.others = lanes[first:]
-        self._ask_over(question, lanes[:first])
+        first = 1 if question.round == 1 else len(paths)
+        question.others = paths[first:]
+        self._ask_over(question, paths[:first])
 
-    def _ask_over(self, question: _Question, lanes: list[tuple[int, int]]) -> None:
-        question.out = len(lanes)
-        for lane in lanes:
+    def _ask_over(self, question: _Question, paths: list[tuple[int, int]]) -> None:
+        question.out = len(paths)
+        for path in paths:
             delivery = _Delivery(question.delivery.message, question.delivery.link, None)
-            delivery.question, delivery.round, delivery.lanes = question, question.round, [lane]
+            delivery.question, delivery.round, delivery.paths = question, question.round, [path]
             self._queue.append(delivery)
         self.busy = True
-        if not lanes:
+        if not paths:
             self._lose(question, "no NIC of ours is alive")
 
-    def _lanes(self, delivery: _Delivery) -> list[tuple[int, int]]:
-        """The lanes to try, in order: NICs that are up first, and equal NIC numbers first."""
+    def _paths(self, delivery: _Delivery) -> list[tuple[int, int]]:
+        """The paths to try, in order: NICs that are up first, and equal NIC numbers first."""
         link = delivery.link
         if link is None:
             return []
         here = [i for i, alive in enumerate(self._alive) if alive]
-        lanes = itertools.product(here, range(len(link.alive)))
-        return sorted(lanes, key=lambda lane: (not link.alive[lane[1]], lane[0] != lane[1], lane))
+        paths = itertools.product(here, range(len(link.alive)))
+        return sorted(paths, key=lambda path: (not link.alive[path[1]], path[0] != path[1], path))
 
     def step(self) -> bool:
         """Post queued messages, repeat late questions; True if one was taken or has failed."""
@@ -279,10 +280,10 @@ class Channel:
             if delivery.back is not None:
                 nic, address = delivery.back
                 peer = self._nics[nic].connect(address)
-            elif not delivery.lanes:
+            elif not delivery.paths:
                 return True  # no NIC of ours is alive, and nobody waits for the result
             else:
-                nic, remote = delivery.lanes[0]
+                nic, remote = delivery.paths[0]
                 assert delivery.link is not None
                 address = delivery.link.addr.domains[remote]
                 peer = delivery.link.peer(nic, remote)
@@ -310,11 +311,11 @@ class Channel:
         self._put(question)
 
     def _failed(self, delivery: _Delivery, why: str, *, deaf: bool = False) -> None:
-        """A lane failed: try others; then ask again, unless nobody answers on any lane."""
-        del delivery.lanes[:1]
+        """A path failed: try others; then ask again, unless nobody answers on any path."""
+        del delivery.paths[:1]
         question = delivery.question
         if question is None:
-            if delivery.lanes:
+            if delivery.paths:
                 self._queue.append(delivery)
                 self.busy = True
             return

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from tep.backends.base import Domain
 from tep.control.channel import Channel
-from tep.control.messages import Asked, Told, values_max
+from tep.control.messages import Answer, FenceOff, values_max
 from tep.core.group import DomainGroup, not_made_good
 from tep.core.path import Path, PathEvent
 from tep.core.pending import Loss, LostRow, Pending, Retransmission, varies
@@ -100,16 +100,15 @@ class Failover:
     def _ask_about(self, loss: Loss, source: bytes, imms: tuple[int, ...]) -> None:
         self._channel.ask(
             loss.path.link,
-            lambda number: Asked(number, source, loss.path.nic, imms),
+            lambda number: FenceOff(number, source, loss.path.nic, imms),
             lambda told: self._told(loss, imms, told),
             lambda why: self._give_up(loss, why),
         )
 
-    def _told(self, loss: Loss, imms: tuple[int, ...], told: object) -> None:
+    def _told(self, loss: Loss, imms: tuple[int, ...], told: Answer) -> None:
         path = loss.path
         if loss not in path.losses:
             return  # given up, because another part of the answer was missing
-        assert isinstance(told, Told)
         name = path.link.addr.name
         if told.why or len(told.counts) != len(imms):
             self._give_up(loss, f"{name} says: {told.why or 'no such sums'}")

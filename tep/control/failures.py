@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tep.control.channel import Channel, Drop
-from tep.control.messages import Answer, Failed, Told, given_up
+from tep.control.messages import Answer, Failed, given_up
 from tep.core.handle import Handle, State
 from tep.core.imm import ImmTable
 from tep.core.transfer import Expectation, Notice
@@ -131,7 +131,7 @@ class Failures:
             self._heard[engine] = heard
             if len(self._heard) > _ENGINES_MAX:
                 del self._heard[next(iter(self._heard))]
-        self._channel.answer(nic, address, Told(message.number, "", ()))
+        self._channel.tell(nic, address, message.number)
 
 
 def _is_from(expectation: Expectation, address: bytes) -> bool:

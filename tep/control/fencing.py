@@ -12,7 +12,7 @@ from typing import Final, cast
 
 from tep.backends.base import ControlDomain, Status
 from tep.control.channel import Channel, Drop
-from tep.control.messages import NICS_MAX, WHY_MAX, Asked, Prune, Reopen, Told
+from tep.control.messages import NICS_MAX, FenceOff, Prune, Reopen
 from tep.core.events import PathKeptShut
 from tep.core.group import DomainGroup
 from tep.core.path import Fence
@@ -50,25 +50,25 @@ class Fencing:
         self._paths: dict[bytes, set[tuple[int, bytes]]] = {}  # that were asked about, by engine
         self._npaths = 0
         self._ctxs = itertools.count()
-        channel.hear(Asked, self._asked)
+        channel.hear(FenceOff, self._asked)
         channel.hear(Prune, self._prune)
 
-    def is_outdated(self, message: Asked | Reopen) -> bool:
+    def is_outdated(self, message: FenceOff | Reopen) -> bool:
         """Whether a question is a late copy: a later question has opened or fenced its path."""
         far = self._far_ends.at(message.nic, message.source)
-        if message.number < (far.reopened if isinstance(message, Asked) else far.asked):
+        if message.number < (far.reopened if isinstance(message, FenceOff) else far.asked):
             return True
-        if isinstance(message, Asked):
+        if isinstance(message, FenceOff):
             far.asked = max(message.number, far.asked)
         else:
             far.reopened = max(message.number, far.reopened)
         return False
 
-    def admit(self, nic: int, address: bytes, message: Asked | Reopen) -> bool:
+    def admit(self, nic: int, address: bytes, message: FenceOff | Reopen) -> bool:
         """Whether a question is about a path that can exist and for which there is room."""
         if message.nic >= len(self._nics):
             why = f"it has NICs 0 to {len(self._nics) - 1}, and was asked about NIC {message.nic}"
-            self._channel.answer(nic, address, Told(message.number, why, ()))
+            self._channel.tell(nic, address, message.number, why)
             return False
         engine, key = self._channel.engine_of(nic, address), (message.nic, message.source)
         mine = self._paths.setdefault(engine, set())
@@ -88,7 +88,7 @@ class Fencing:
         for key in keys:
             self._far_ends.drop(*key)
 
-    def _asked(self, nic: int, address: bytes, message: Asked) -> None:
+    def _asked(self, nic: int, address: bytes, message: FenceOff) -> None:
         if not self.admit(nic, address, message) or self.is_outdated(message):
             return
         fence = self._far_ends.at(message.nic, message.source).fence
@@ -102,8 +102,8 @@ class Fencing:
         try:
             self.fence(message.source, message.nic, tell)
         except TepError as error:
-            why = f"no fence: {error}"[:WHY_MAX]
-            self._channel.answer(nic, address, Told(message.number, why, ()))
+            why = f"no fence: {error}"
+            self._channel.tell(nic, address, message.number, why)
 
     def fence(self, source: bytes, nic: int, then: Callable[[int], object]) -> None:
         """Fence the NIC at an address off at our NIC `nic`, and call then(status) when that ends.
@@ -176,7 +176,7 @@ class Fencing:
         for nic, arrivals in zip(self._nics, self.arrivals, strict=False):
             arrivals.forget(nic, addresses)
 
-    def _tell(self, nic: int, address: bytes, message: Asked, status: int) -> None:
+    def _tell(self, nic: int, address: bytes, message: FenceOff, status: int) -> None:
         counts: tuple[int, ...] = ()
         pruned = 0
         there = self._nics[message.nic]
@@ -187,9 +187,7 @@ class Fencing:
             elif (why := self.arrivals[message.nic].forgot(there, message.source)) is None:
                 counts = self.arrivals[message.nic].sums(there, message.source, message.imms)
                 pruned = self.arrivals[message.nic].pruned(message.source)
-        self._channel.answer(
-            nic, address, Told(message.number, (why or "")[:WHY_MAX], counts, pruned)
-        )
+        self._channel.tell(nic, address, message.number, why, counts, pruned)
 
     def _prune(self, nic: int, address: bytes, message: Prune) -> None:
         # The counts of a fenced path must not change while its sender compares them.
@@ -203,4 +201,4 @@ class Fencing:
             why = self.arrivals[message.nic].prune(
                 self._nics[message.nic], message.source, message.generation, message.runs
             )
-        self._channel.answer(nic, address, Told(message.number, (why or "")[:WHY_MAX], ()))
+        self._channel.tell(nic, address, message.number, why)

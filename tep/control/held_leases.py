@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from tep.control.channel import Channel, Drop
-from tep.control.messages import NICS_MAX, Ended, Renewed, Told
+from tep.control.messages import NICS_MAX, Ended, Renewed
 from tep.core.group import DomainGroup
 from tep.core.path import Link
 from tep.core.region import Job, Remote
@@ -154,7 +154,7 @@ class HeldLeases:
             return
         held = self._find(message.owner, message.lease)
         if held is None:  # it ended long ago, and its record is gone
-            self._channel.answer(nic, address, Told(message.number, "it was too long ago", ()))
+            self._channel.tell(nic, address, message.number, "it was too long ago")
             return
         self._end(held)
         held.asking[nic, address, message.number] = None
@@ -177,7 +177,7 @@ class HeldLeases:
         if len(paths) > _PATHS_MAX:
             why, paths = f"rows on {len(paths)} paths are lost", ()
         for nic, address, number in asking:
-            self._channel.answer(nic, address, Told(number, why, paths))
+            self._channel.tell(nic, address, number, why, paths)
 
     def _renewed(self, nic: int, address: bytes, message: Renewed) -> None:
         # A lease that was never used here needs no record: its time begins with its first use.
@@ -185,7 +185,7 @@ class HeldLeases:
         if held is not None and message.round > held.round:
             held.round = message.round
             held.until_s = self._now_s() + message.for_ns * 1e-9 * (1 - MARGIN)
-        self._channel.answer(nic, address, Told(message.number, "", ()))
+        self._channel.tell(nic, address, message.number)
 
     def _find(self, owner: bytes, number: int) -> HeldLease | None:
         """The record of a lease, made if there is none; None: it ended and was forgotten."""

@@ -331,26 +331,26 @@ class Membership:
         nic.wait_ns = min(2 * nic.wait_ns, self._ns(self._options.probe_max_s))
         nic.due_ns = now_ns + nic.wait_ns
         peer.beats += 1
-        if nic.down and self._lanes(peer.link, number):
+        if nic.down and self._paths(peer.link, number):
             self._ping(peer, number, now_ns)
-        for lane in self._reopening.wanted(peer.link, number):
-            self._say(peer, now_ns, lane)
+        for path in self._reopening.wanted(peer.link, number):
+            self._say(peer, now_ns, path)
 
     def _ping(self, peer: Peer, number: int, now_ns: int) -> None:
-        """Ask a NIC over one of its lanes, a different one each time."""
+        """Ask a NIC over one of its paths, a different one each time."""
         here = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
-        lanes = self._lanes(peer.link, number) or here
-        if lanes:
-            self._say(peer, now_ns, lanes[(number + peer.beats) % len(lanes)])
+        paths = self._paths(peer.link, number) or here
+        if paths:
+            self._say(peer, now_ns, paths[(number + peer.beats) % len(paths)])
 
-    def _say(self, peer: Peer, now_ns: int, lane: tuple[int, int]) -> None:
+    def _say(self, peer: Peer, now_ns: int, path: tuple[int, int]) -> None:
         if self._channel.queued < _QUEUED_MAX:
-            self._channel.say(peer.link, Ping(now_ns), lane)
+            self._channel.say(peer.link, Ping(now_ns), path)
 
-    def _lanes(self, link: Link, number: int) -> list[tuple[int, int]]:
-        """The lanes to a NIC of a peer over which rows may be posted."""
-        lanes = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
-        return [lane for lane in lanes if link.is_up(*lane)]
+    def _paths(self, link: Link, number: int) -> list[tuple[int, int]]:
+        """The paths to a NIC of a peer over which rows may be posted."""
+        paths = [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
+        return [path for path in paths if link.is_up(*path)]
 
     # ------------------------------------------------------------------ hearing
 
@@ -365,7 +365,7 @@ class Membership:
         peer.heard_ns = max(peer.heard_ns, asked_ns)
         nic = peer.nics[number]
         if asked_ns >= nic.valid_ns:
-            if nic.down and self._lanes(peer.link, number):
+            if nic.down and self._paths(peer.link, number):
                 nic.down, nic.since_ns = False, now_ns
                 self._group.mark_up(peer.link, [not each.down for each in peer.nics])
                 self._emit(peer, PeerChange.NIC_BACK, "it answers again", number)

@@ -9,7 +9,7 @@ address that the message came from.
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, ClassVar, Final
 
 import msgspec
 from msgspec import Meta
@@ -23,17 +23,16 @@ __all__ = [
     "RUN_BYTES",
     "WHY_MAX",
     "Answer",
-    "Asked",
     "ControlMessage",
     "Ended",
     "Failed",
+    "FenceOff",
     "Ping",
     "Pong",
     "Prune",
     "Renewed",
     "Reopen",
     "Run",
-    "Told",
     "decode",
     "encode",
     "given_up",
@@ -79,26 +78,26 @@ class _Control(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
     number: Number
 
+    claims: ClassVar[str] = ""
+    """The field that names a NIC of the sender; "" = there is none."""
+
     @property
     def claimed(self) -> bytes:
         """The address that the message names as a NIC of its sender; b"" = it names none."""
-        return b""
+        return getattr(self, self.claims) if self.claims else b""
 
 
-class Asked(_Control, frozen=True, array_like=True, tag=1):
+class FenceOff(_Control, frozen=True, array_like=True, tag=1):
     """Fence off my NIC `source` at your NIC `nic`. How often did these immediates come from it?"""
+
+    claims: ClassVar[str] = "source"
 
     source: Address
     nic: NicNumber
     imms: Annotated[tuple[Imm, ...], Meta(max_length=VALUES_MAX)]
 
-    @property
-    def claimed(self) -> bytes:
-        """The path's sender."""
-        return self.source
 
-
-class Told(_Control, frozen=True, array_like=True, tag=2):
+class Answer(_Control, frozen=True, array_like=True, tag=2):
     """The answer to a question: `why` it failed, or "" and the counts that were asked for.
 
     Sums count from the beginning, less what was pruned up to generation `pruned`.
@@ -131,39 +130,30 @@ class Ended(_Control, frozen=True, array_like=True, tag=8):
     `owner` is the address of my first NIC. The answer's counts are paths: yours * NICS_MAX + mine.
     """
 
+    claims: ClassVar[str] = "owner"
+
     owner: Address
     lease: Number
-
-    @property
-    def claimed(self) -> bytes:
-        """The owner."""
-        return self.owner
 
 
 class Renewed(_Control, frozen=True, array_like=True, tag=9):
     """My lease lasts `for_ns` from now on; of two renewals the larger round counts."""
+
+    claims: ClassVar[str] = "owner"
 
     owner: Address
     lease: Number
     round: Number
     for_ns: Nanoseconds
 
-    @property
-    def claimed(self) -> bytes:
-        """The owner."""
-        return self.owner
-
 
 class Reopen(_Control, frozen=True, array_like=True, tag=10):
     """Accept rows of my NIC `source` at your NIC `nic` again; all that I sent have ended."""
 
+    claims: ClassVar[str] = "source"
+
     source: Address
     nic: NicNumber
-
-    @property
-    def claimed(self) -> bytes:
-        """The path's sender."""
-        return self.source
 
 
 class Prune(_Control, frozen=True, array_like=True, tag=11):
@@ -173,15 +163,12 @@ class Prune(_Control, frozen=True, array_like=True, tag=11):
     of a path are 1, 2, 3 ...; one that was applied before is answered, and not applied again.
     """
 
+    claims: ClassVar[str] = "source"
+
     source: Address
     nic: NicNumber
     generation: Annotated[int, Meta(ge=1, le=_U63)]
     runs: Annotated[tuple[Run, ...], Meta(min_length=1, max_length=VALUES_MAX)]
-
-    @property
-    def claimed(self) -> bytes:
-        """The path's sender."""
-        return self.source
 
     def __post_init__(self) -> None:
         end = total = 0
@@ -193,8 +180,7 @@ class Prune(_Control, frozen=True, array_like=True, tag=11):
             raise ValueError(f"runs of {total} immediates up to {end - 1}")
 
 
-Answer = Told
-ControlMessage = Asked | Told | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune
+ControlMessage = FenceOff | Answer | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune
 
 _DECODER: Final[msgspec.msgpack.Decoder[ControlMessage]] = msgspec.msgpack.Decoder(
     ControlMessage, strict=True

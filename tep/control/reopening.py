@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tep.control.channel import Channel
 from tep.control.failover import Failover
 from tep.control.fencing import Fencing
-from tep.control.messages import WHY_MAX, Answer, Asked, Reopen, Told
+from tep.control.messages import Answer, FenceOff, Reopen
 from tep.core.group import DomainGroup
 from tep.core.path import Link, Path, PathEvent, PathState
 
@@ -64,7 +64,7 @@ class Reopening:
             self._ask(path)
         elif path.state is PathState.SUSPECT:
             path.to(PathEvent.ASKED)
-            self._put(path, lambda n, at: Asked(n, at, path.nic, ()), self._is_fenced)
+            self._put(path, lambda n, at: FenceOff(n, at, path.nic, ()), self._is_fenced)
 
     def _is_clear(self, path: Path) -> bool:
         live = path.link.current and self._group.alive[path.domain]
@@ -73,7 +73,7 @@ class Reopening:
     def _put(
         self,
         path: Path,
-        message: Callable[[int, bytes], Asked | Reopen],
+        message: Callable[[int, bytes], FenceOff | Reopen],
         told: Callable[[Path], object],
     ) -> None:
         path.asking = True
@@ -125,8 +125,8 @@ class Reopening:
     def _asked(self, nic: int, address: bytes, message: Reopen) -> None:
         if not self._fencing.admit(nic, address, message) or self._fencing.is_outdated(message):
             return
-        why = self._why_not(message) or self._fencing.lift(message.source, message.nic) or ""
-        self._channel.answer(nic, address, Told(message.number, why[:WHY_MAX], ()))
+        why = self._why_not(message) or self._fencing.lift(message.source, message.nic)
+        self._channel.tell(nic, address, message.number, why)
 
     def _why_not(self, message: Reopen) -> str | None:
         if not self._group.alive[message.nic]:

@@ -53,9 +53,9 @@ void engine_turn(void);   /* let time pass: the device does some of what it has 
 void engine_lock(void);
 void engine_unlock(void);
 void engine_note(const char *format, ...) __attribute__((format(printf, 1, 2)));
-/* Told once for each port of this process that disappears; set by the front. */
+/* Answer once for each port of this process that disappears; set by the front. */
 extern void (*engine_gone)(uint32_t port);
-/* Told before and after the device moves, with the engine's lock held; set by mapped queues. */
+/* Answer before and after the device moves, with the engine's lock held; set by mapped queues. */
 extern void (*engine_direct)(void);
 extern void (*engine_forked)(void); /* in the child of a fork */
 

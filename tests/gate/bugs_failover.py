@@ -12,7 +12,7 @@ from tep.backends.base import Status
 from tep.control.channel import Channel
 from tep.control.failover import Failover
 from tep.control.fencing import Fencing
-from tep.control.messages import Told
+from tep.control.messages import Answer
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State
 from tep.core.imm import Counts
@@ -178,7 +178,7 @@ def sums_taken_before_the_fence() -> list[Change]:
         if counts is None or status != Status.OK:
             tell(self, nic, address, message, status)
         else:
-            self._channel.answer(nic, address, Told(message.number, "", counts))
+            self._channel.answer(nic, address, Answer(message.number, "", counts))
 
     return [(Fencing, "_asked", note_first), (Fencing, "_tell", tell_early)]
 

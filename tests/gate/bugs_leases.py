@@ -12,7 +12,7 @@ from tep.control.failover import Failover
 from tep.control.fencing import Fencing
 from tep.control.held_leases import HeldLeases
 from tep.control.leases import Leases
-from tep.control.messages import NICS_MAX, Answer, Told
+from tep.control.messages import NICS_MAX, Answer
 from tep.core import group as groups
 from tep.core.quarantine import MAY_LAND
 from tests.gate.registry import Bug, Change
@@ -85,7 +85,7 @@ def paths_ignored() -> list[Change]:
     stopped = Leases._stopped
 
     def deaf(self, grant, answer):
-        stopped(self, grant, Told(answer.number, answer.why, ()))
+        stopped(self, grant, Answer(answer.number, answer.why, ()))
 
     return [(Leases, "_stopped", deaf)]
 
@@ -97,7 +97,7 @@ def paths_turned_round() -> list[Change]:
 
     def mixed(self, grant, answer: Answer):
         paths = (divmod(count, NICS_MAX) for count in answer.counts)
-        stopped(self, grant, Told(answer.number, "", tuple(j * NICS_MAX + i for i, j in paths)))
+        stopped(self, grant, Answer(answer.number, "", tuple(j * NICS_MAX + i for i, j in paths)))
 
     return [(Leases, "_stopped", mixed)]
 
@@ -162,7 +162,7 @@ def end_not_remembered() -> list[Change]:
         if (message.owner, message.lease) in self.known:
             ended(self, nic, address, message)
         else:
-            self._channel.answer(nic, address, Told(message.number, "", ()))
+            self._channel.answer(nic, address, Answer(message.number, "", ()))
 
     return [(HeldLeases, "_ended", forgetful)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.control.failover import Failover
-from tep.control.messages import Told
+from tep.control.messages import Answer
 from tep.control.pruning import Pruning
 from tep.core.sums import Arrivals, PathSums, expand
 from tests.gate.registry import Bug, Change
@@ -59,7 +59,7 @@ def generation_ignored_by_the_judge() -> list[Change]:
 
     def blind(self, loss, imms, answer):
         pruned = loss.path.sums.pruned
-        told(self, loss, imms, Told(answer.number, answer.why, answer.counts, pruned))
+        told(self, loss, imms, Answer(answer.number, answer.why, answer.counts, pruned))
 
     return [(Failover, "_told", blind)]
 

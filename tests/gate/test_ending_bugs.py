@@ -14,7 +14,7 @@ import pytest
 from tep.backends.loopback import Hub, open_domains
 from tep.control.channel import Channel
 from tep.control.fencing import Fencing
-from tep.control.messages import Asked, Ended, encode
+from tep.control.messages import Ended, FenceOff, encode
 from tep.core.handle import Handle
 from tep.core.outbox import Outbox
 from tep.core.region import MrHandle
@@ -61,7 +61,7 @@ def speaks_for_another() -> None:
     """Engine c has the path of a at b fenced off."""
     world = World()
     world.transfer()
-    world.say(encode(Asked(1, world.a.main_address.domains[0], 0, (1,))))
+    world.say(encode(FenceOff(1, world.a.main_address.domains[0], 0, (1,))))
     world.turn()
     far = world.b._worker.group.far_ends.get(0, world.a.main_address.domains[0])
     assert far is None or far.fence is None
@@ -72,7 +72,7 @@ def speaks_for_another() -> None:
 def asks_about_no_nic() -> None:
     """Engine c asks about a NIC that b has not."""
     world = World()
-    world.say(encode(Asked(1, world.c.main_address.domains[0], 63, (1,))))
+    world.say(encode(FenceOff(1, world.c.main_address.domains[0], 63, (1,))))
     world.turn()
     assert "its handler raised" not in dict(world.b.stats().control_dropped)
     world.transfer()

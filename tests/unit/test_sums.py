@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tep.control.messages import Asked, Told, decode, encode, values_max
+from tep.control.messages import Answer, FenceOff, decode, encode, values_max
 from tep.core.sums import Arrivals, Sums
 from tep.errors import BadDescriptor
 
@@ -80,11 +80,11 @@ def test_arrivals_are_summed_by_address() -> None:
     assert (5,) == arrivals.sums(_Nic(), b"b", (7,))
 
 
-def test_notes_come_back_as_they_were_and_junk_is_none() -> None:
+def test_control_messages_come_back_as_they_were_and_junk_is_none() -> None:
     """Bytes from a peer must not be able to stop the worker."""
-    controls = (Asked(3, b"x" * 256, 63, (0, 2**32 - 1)), Told(2**40, "why", (2**63 - 1, 0)))
-    assert controls == tuple(decode(encode(note)) for note in controls)
-    for junk in (b"", b"\xc1", b"\x00", encode(controls[0])[:-1], encode(controls[1]) + b"x"):
+    messages = (FenceOff(3, b"x" * 256, 63, (0, 2**32 - 1)), Answer(2**40, "why", (2**63 - 1, 0)))
+    assert messages == tuple(decode(encode(message)) for message in messages)
+    for junk in (b"", b"\xc1", b"\x00", encode(messages[0])[:-1], encode(messages[1]) + b"x"):
         with pytest.raises(BadDescriptor, match="is no control message"):
             decode(junk)
     with pytest.raises(BadDescriptor, match="length >= 1"):
@@ -95,5 +95,5 @@ def test_a_question_and_its_answer_fit_into_a_note() -> None:
     """One that does not fit is refused by the NIC, and the transfer fails for a number's sake."""
     for control_bytes in (512, 4096):
         n = values_max(control_bytes)
-        assert control_bytes >= len(encode(Asked(2**62, b"x" * 256, 63, (2**32 - 1,) * n)))
-        assert control_bytes >= len(encode(Told(2**62, "", (2**63 - 1,) * n)))
+        assert control_bytes >= len(encode(FenceOff(2**62, b"x" * 256, 63, (2**32 - 1,) * n)))
+        assert control_bytes >= len(encode(Answer(2**62, "", (2**63 - 1,) * n)))
