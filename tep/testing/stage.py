@@ -9,17 +9,18 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.backends.base import WriteBatch
 from tep.core import plan
+from tep.core.handle import State
 from tep.core.transfer import Expectation, Transfer
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
 from tep.sim.trace import Trace
 from tep.testing.case import Case
-from tep.testing.echo import Echo
 from tep.testing.lab import Area, Host, Lab, Piece
 from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Mover
@@ -28,6 +29,9 @@ __all__ = ["Due", "Run", "Stage", "Violation", "Wait"]
 
 Due = tuple[int, int, tuple[Piece, ...]]
 """An immediate, how many of it, and the bytes that are there once all of them are."""
+
+ECHO_IMM: Final = 0xEC40
+"""What receivers send when a count has fired, so that all engines send and receive at once."""
 
 
 class Violation(AssertionError):
@@ -238,3 +242,67 @@ def _shape(spec: TransferSpec, pieces: tuple[Piece, ...], routing: Routing) -> S
             return Barrier()
         case _:
             return Paged(spec.pages)
+
+
+@dataclass(slots=True, eq=False)
+class _Answers(Mover):
+    """All answers of one incarnation."""
+
+    host: Host
+    handles: list[Transfer] = field(default_factory=list)
+
+
+class Echo:
+    """The answers of one run: receivers tell the sender of each count that fired by an empty write.
+
+    It judges them too: each that is done was counted once, and none that was not sent.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._of: dict[str, _Answers] = {}
+        self._all: list[_Answers] = []
+        sender = stage.sender
+        if stage.scenario.echo:
+            _, self._inbox = sender.engine.reg_mr(bytearray(8))
+            sender.engine.on_imm(range(ECHO_IMM, ECHO_IMM + 1), self._heard)
+
+    def _heard(self, imm: int, count: int) -> None:
+        self._stage.seen["answer"] += count
+        self._stage.sender.used[imm] += count
+
+    def answer(self, host: Host) -> None:
+        """A count fired at this receiver: say so."""
+        if self._stage.scenario.echo:
+            handle = host.engine.submit_barrier([self._inbox], ECHO_IMM)
+            self.answers(host).handles.append(handle)
+
+    def answers(self, host: Host) -> _Answers:
+        """The answers of a receiver's incarnation."""
+        found = self._of.get(host.name)
+        if found is None or found.host is not host:
+            found = self._of[host.name] = _Answers(host)
+            self._all.append(found)
+        return found
+
+    def states(self, host: Host) -> list[str]:
+        """How the answers of an incarnation ended."""
+        found = self._of.get(host.name)
+        mine = found.handles if found is not None and found.host is host else ()
+        return [handle.state.value for handle in mine]
+
+    def judge(self) -> None:
+        """Look at all answers once all is quiet."""
+        stage = self._stage
+        may_fail = stage.harmed
+        handles = [handle for answers in self._all for handle in answers.handles]
+        done = sum(handle.ok for handle in handles)
+        heard = stage.sender.ledger.imms[ECHO_IMM]
+        if stage.sender.live and not done <= heard <= len(handles):
+            stage.blame(f"{heard} answers arrived, of {len(handles)}, {done} of which are done")
+        for answers in self._all:
+            for handle in answers.handles if answers.host.live else ():
+                if not handle.finished:
+                    stage.blame(f"an answer of {answers.host.name} never ended")
+                if handle.state is State.FAILED and not may_fail:
+                    stage.blame(f"an answer failed without a cause: {handle.error}")
