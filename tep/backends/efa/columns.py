@@ -96,6 +96,10 @@ class Columns:
     Args:
         nic: whose.
 
+    Attributes:
+        batch_max: entries between two doorbells; `device_batch_max` is the device's own limit.
+        more: the last poll stopped before the first entry that is not there yet.
+
     Raises:
         BackendUnavailable: the library or the device does not offer what is needed.
     """
@@ -121,8 +125,10 @@ class Columns:
                 f"{receive.num_entries} requests"
             )
         self._nic = nic
+        self.more = False
         self._fence, self._load_fence, fence = fences(nic)
-        self.batch_max = max(1, min(send.max_batch or send.num_entries, send.num_entries))
+        most = max(1, min(send.max_batch or send.num_entries, send.num_entries))
+        self.batch_max = self.device_batch_max = most
         self.name = (
             f"by columns, written into the mapped queue; at most {self.batch_max} entries a "
             f"doorbell, fence {fence}"
@@ -151,7 +157,7 @@ class Columns:
 
     def _map_receive(self, buffer: int, size: int, bell: int) -> None:
         ring = _mapped(buffer, size * entries.RX_ENTRY.itemsize)
-        self._rx = np.frombuffer(ring, entries.RX_ENTRY)
+        self._rx = np.frombuffer(ring, np.uint64).reshape(-1, 2)
         self._rx_size = size
         self._rx_bell = ctypes.c_uint32.from_address(bell)
         self._rx_pc = 0
@@ -171,7 +177,8 @@ class Columns:
 
     def lay_out(self, span: Span) -> None:
         """Say where messages are received; buffer i has the request id i."""
-        rows = self._receives = np.zeros(span.buffers, entries.RX_ENTRY)
+        rows = np.zeros(span.buffers, entries.RX_ENTRY)
+        self._receives = rows.view(np.uint64).reshape(-1, 2)
         rows["addr"] = span.address + span.buffer_bytes * np.arange(span.buffers)
         rows["req_id"] = np.arange(span.buffers)
         rows["length"] = span.buffer_bytes
@@ -289,12 +296,12 @@ class Columns:
     def receive(self, indices: Numbers) -> None:
         """Post receive buffers."""
         n, size = len(indices), self._rx_size
-        rows = self._receives[indices]
         at = self._rx_pc & (size - 1)
         split = min(n, size - at)
-        self._rx[at : at + split] = rows[:split]
-        if split < n:
-            self._rx[: n - split] = rows[split:]
+        for first, here, there in ((0, split, at), (split, n, 0)):
+            if first < here:
+                into = self._rx[there : there + here - first]
+                self._receives.take(indices[first:here], axis=0, out=into, mode="clip")
         self._rx_pc += n
         self._fence()
         self._rx_bell.value = self._rx_pc & 0xFFFF
@@ -305,18 +312,24 @@ class Columns:
         """What has completed, as it lies in the queue; looked at before anything is posted."""
         size, cc = self._cq_size, self._cc
         at = cc & (size - 1)
-        phase = ~(cc >> (size.bit_length() - 1)) & _PHASE  # 1 in the first turn
-        if self._cq_bytes[at * self._cq_width + 3] & _PHASE != phase:
+        old = cc >> (size.bit_length() - 1) & _PHASE  # the phase bit is 1 in the first turn
+        flags, width = self._cq_bytes, self._cq_width
+        where = at * width + 3
+        if flags[where] & _PHASE == old:
+            self.more = False
             return self._cq[:0]
-        n = min(room, size - at, _READ_MAX)
-        if n > 1:
-            second = at + 1
-            if self._cq_bytes[second * self._cq_width + 3] & _PHASE != phase:
-                n = 1
-            else:
-                ready = (self._cq_flags[at : at + n] & np.uint8(_PHASE)) == phase
-                first_old = int(ready.argmin())
-                n = n if ready[first_old] else first_old
+        most = min(room, size - at, _READ_MAX)
+        n = 1
+        if most > 1 and flags[where + width] & _PHASE != old:
+            # Entries come in order: entry n - 1 is new, and the one at `unknown`, if any, is not.
+            n, unknown = 2, most
+            while n < unknown:
+                probe = min(2 * n, (n + unknown) // 2) if unknown == most else (n + unknown) // 2
+                if flags[where + probe * width] & _PHASE != old:
+                    n = probe + 1
+                else:
+                    unknown = probe
+        self.more = n == most
         self._load_fence()
         self._cc = cc + n
         return self._cq[at : at + n]

@@ -35,6 +35,7 @@ __all__ = [
     "ARM",
     "COMPLETION_ENTRY",
     "HAS_IMM",
+    "KINDS",
     "LKEY_MASK",
     "OP_SEND",
     "OP_WRITE",
@@ -105,6 +106,9 @@ COMPLETION_ENTRY: Final = _layout(
 )
 """flags: bit 0 phase, bits 1 and 2 the queue (1 send, 2 receive), bit 3 has an immediate, bits 4 to
 6 the operation, bit 7 unsolicited. From `length` on only of receives; entries of 32 bytes go on."""
+
+KINDS: Final = _layout(16, kind=("<u2", 2))
+"""A completion's status and flags as one number: status, flags << 8."""
 
 ARM: Final = 1 << 31
 """Of the completion queue's doorbell: wake me; bits 29 and 30 count, the low 16 are the consumer's.

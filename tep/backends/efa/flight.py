@@ -12,23 +12,26 @@ has failed is decided there, for both. The way that entries take is `RowWise` or
 from __future__ import annotations
 
 import mmap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from tep.backends.base import (
     COMPLETION_BYTES,
     Access,
+    Column,
     Completions,
     DomainKey,
     Kind,
     Status,
     put_completion,
 )
+from tep.backends.columns import part
 from tep.backends.efa.device import Nic
-from tep.backends.efa.entries import HAS_IMM
+from tep.backends.efa.entries import HAS_IMM, KINDS
 from tep.backends.efa.rowwise import Entries, Numbers, RowWise, Span
 from tep.backends.libfabric import completions, mailbox, regions, slots
 from tep.backends.libfabric.objects import CqError
@@ -44,6 +47,10 @@ if TYPE_CHECKING:
 __all__ = ["Mailbox", "Queue", "Regions", "Slots"]
 
 _STEP: Final = 64  # from one context to the next
+_IDS_PER_ROW: Final = 4  # so that ids come back before their turn comes again
+_LOOK_AHEAD: Final = 8192  # ids
+_SPREAD: Final = 16
+_REFILL_SHARE: Final = 4  # of the receives, one part may be unposted: many at a time cost less
 _LOCAL: Final = 1 << 62
 _READ_MAX: Final = 2048
 _SENT: Final = 1 << 1  # of a completion's flags
@@ -58,6 +65,9 @@ _OK: Final = int(Status.OK)
 class Slots(slots.Slots):
     """Rows in flight.
 
+    Request ids are handed out in turn, so that those of one post lie side by side; ids whose rows
+    have not come back are passed over.
+
     Args:
         rows_max: rows that may be in flight; the queue holds them and the messages.
         way: how rows are posted.
@@ -70,42 +80,81 @@ class Slots(slots.Slots):
         super().__init__(rows_max, 0, more=True)
         self._way = way
         self._nic = nic
-        count = self.count = len(self._owner)
+        count = self.count = _IDS_PER_ROW * rows_max
         assert count + rows_max < 1 << 16, "request ids have 16 bits"
-        self._base, self._end = 0, count * _STEP
-        self._free = np.arange(count)[::-1] * _STEP
-        self._frees = memoryview(self._free)  # type: ignore[arg-type]  # a buffer
+        self._base, self._end, self._top = 0, count * _STEP, 0
+        self._owner = np.zeros(count, np.int64)
+        self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
+        self._ids = np.arange(count, dtype=np.uint16)
+        self._cursor = 0
+        self._clear = count  # ids from the cursor on that are known to be free
 
     def _build(self) -> None:
         """No records: the way has its own."""
 
+    @property
+    def room(self) -> int:
+        """Rows that may still be posted."""
+        return self._rows_max - self.open - self.adrift
+
     def post(self, _call: Callable[..., int], _endpoint: object, ticket: Ticket, n: int) -> int:
         batch, start = ticket.batch, ticket.row
-        stop, nbytes, rkey = start + n, batch.nbytes, batch.rkey
+        stop = start + n
+        src, dst, nbytes = (
+            part(column, start, stop) for column in (batch.src, batch.dst, batch.nbytes)
+        )
+        imm = None if batch.imm is None else part(batch.imm, start, stop)
+        return self.post_columns(ticket, n, src, dst, nbytes, imm)
+
+    def post_columns(
+        self, ticket: Ticket, n: int, src: Column, dst: Column, nbytes: Column, imm: Column | None
+    ) -> int:
+        """Post the first of n rows, one peer, one key, and return how many; there is room."""
+        first, taken = self._cursor, n
+        if self._clear < n:
+            first, taken = self._look_ahead(n)
+            if taken < n:
+                src, dst, nbytes = (part(column, 0, taken) for column in (src, dst, nbytes))
+                imm = None if imm is None else part(imm, 0, taken)
+        rkey = ticket.batch.rkey
         assert isinstance(rkey, int)
-        # The first row takes the top of the stack.
-        numbers = self._free[self._top - n : self._top][::-1] >> 6
-        lengths = nbytes if isinstance(nbytes, int) else nbytes[start:stop]
+        last = first + taken
         self._way.write(
-            n,
-            numbers,
+            taken,
+            self._ids[first:last],
             self._nic.place(ticket.peer.number),
-            batch.src if isinstance(batch.src, int) else batch.src[start:stop],
-            batch.dst if isinstance(batch.dst, int) else batch.dst[start:stop],
-            lengths,
+            src,
+            dst,
+            nbytes,
             ticket.region.desc,
             rkey,
-            batch.imm if batch.imm is None or isinstance(batch.imm, int) else batch.imm[start:stop],
+            imm,
         )
-        ticket.slots = numbers
-        if isinstance(lengths, int):
-            ticket.each = lengths
-            total = n * lengths
+        self._cursor = last
+        self._clear -= taken
+        ticket.slots = cast("list[int]", range(first, last))
+        if isinstance(nbytes, int):
+            ticket.each = nbytes
+            total = taken * nbytes
         else:
-            ticket.nbytes = total = int(lengths.sum())
-        self._owner[numbers] = self._issue(ticket, n, total)
-        self._top -= n
-        return n
+            ticket.nbytes = total = int(nbytes.sum())
+        self._owner[first:last] = self._issue(ticket, taken, total)
+        return taken
+
+    def _look_ahead(self, n: int) -> tuple[int, int]:
+        """Move the cursor to the next free ids: the first of them, and n or how many there are."""
+        owner, at = self._owner, self._cursor
+        while True:
+            at %= self.count
+            busy = owner[at : at + _LOOK_AHEAD] != 0
+            first = int(busy.argmax())
+            if not busy[first]:  # all are free
+                first = len(busy)
+            if first:
+                break
+            at += int(busy.argmin()) or len(busy)
+        self._cursor, self._clear = at, first
+        return at, min(n, first)
 
     def post_row(
         self,
@@ -118,14 +167,59 @@ class Slots(slots.Slots):
         nbytes: int,
         imm: int | None,
     ) -> int:
-        number = self._frees[self._top - 1] >> 6
+        number = self._cursor if self._clear else self._look_ahead(1)[0]
         place = self._nic.place(ticket.peer.number)
         self._way.write_one(number, place, src, dst, nbytes, ticket.region.desc, rkey, imm)
+        self._cursor = number + 1
+        self._clear -= 1
         ticket.slots = [number]
         ticket.each = nbytes
         self._owners[number] = self._issue(ticket, 1, nbytes)
-        self._top -= 1
         return 1
+
+    def take_back(self, context: int) -> Ticket | None:
+        number = context // _STEP
+        owner = self._owners[number]
+        assert owner, f"a row completed twice: request id {number}"
+        self._owners[number] = 0
+        ticket = self.tickets.get(owner)
+        if ticket is None:
+            self._count_given_up(owner, 1)
+        else:
+            self._count_off(ticket, 1)
+        return ticket
+
+    def take_failed(self, context: int) -> tuple[Ticket, int] | None:
+        ticket = self.take_back(context)
+        if ticket is None:
+            return None
+        return ticket, ticket.row + context // _STEP - int(ticket.slots[0])
+
+    def give_back_many(self, numbers: npt.NDArray[np.signedinteger]) -> dict[int, int]:
+        """Take finished rows back, by their request ids; how many of each batch, by its ctx."""
+        n, owner = len(numbers), self._owner
+        if len(self.tickets) == 1 and not self._given_up:
+            ticket = next(iter(self.tickets.values()))
+            assert n <= ticket.open, "a row completed twice"
+            if n == ticket.open:
+                first = ticket.slots[0]
+                owner[first : first + len(ticket.slots)] = 0
+            else:
+                owner[numbers] = 0
+            return self._settle({ticket.number: n})
+        owners = owner[numbers]
+        owner[numbers] = 0
+        least = int(owners.min())
+        assert least, "a row completed twice"
+        span = int(owners.max()) - least
+        if not span:
+            return self._settle({least: n})
+        if span <= _SPREAD * n:
+            counts = np.bincount(owners - least)
+            found = {least + at: int(counts[at]) for at in np.flatnonzero(counts).tolist()}
+        else:
+            found = dict(Counter(owners.tolist()))
+        return self._settle(found)
 
 
 class Regions(regions.Regions):
@@ -200,7 +294,9 @@ class Mailbox(mailbox.Mailbox):
         self._owner: list[Peer | None] = [None] * count
         self._free = list(range(receives, count))
         self.idle: list[int] = list(range(receives))
-        self.spent: list[Numbers] = []
+        self._spent: list[Numbers] = []
+        self.unposted = receives
+        self.refill_from = max(1, receives // _REFILL_SHARE)
         self._started = False
         way.lay_out(Span(memory.ptr, self._frame_bytes, receives, handle.lkey))
 
@@ -211,7 +307,8 @@ class Mailbox(mailbox.Mailbox):
     def refill(self) -> int:
         if not self._started or self._device.closed or self._device.failure:
             return 0
-        spent, self.spent = self.spent, []
+        spent, self._spent = self._spent, []
+        self.unposted = 0
         if self.idle:
             spent.append(np.array(self.idle, np.uint16))
             self.idle.clear()
@@ -246,10 +343,20 @@ class Mailbox(mailbox.Mailbox):
         at = index * self._frame_bytes
         with self._view[at : at + nbytes] as view:
             take(view)
+        self.give_back(index)
+
+    def give_back(self, index: int) -> None:
+        """A receive has been used; refill() posts it again, with others."""
         self.idle.append(index)
+        self.unposted += 1
+
+    def take_spent(self, indices: Numbers) -> None:
+        """Receives have been used by immediates."""
+        self._spent.append(indices.copy())
+        self.unposted += len(indices)
 
     def dropped(self, context: int) -> None:
-        self.idle.append((context - self._contexts) // _STEP)
+        self.give_back((context - self._contexts) // _STEP)
         self.refill()
 
     def receive_context(self, number: int) -> int:
@@ -297,12 +404,12 @@ class Queue(completions.Queue):
             self.full = self._stopped = bool(self._device.failure)
             return filled
         self._device.armed = False
-        self.full = n == room
+        self.full = self._way.more
         if n == 1:
             filled = self._take_entry(found[0].item(), out, filled)
         else:
             filled = self._take_entries(found, out, filled)
-        if self._box.idle or self._box.spent:
+        if self._box.unposted >= self._box.refill_from:
             self._box.refill()
         return filled
 
@@ -321,7 +428,7 @@ class Queue(completions.Queue):
                 put_completion(out, at, _WRITE, _OK, 1, 0, 0, ticket.batch.ctx, 0)
                 return filled + 1
         elif flags & _WRITE_FLAG:
-            self._box.idle.append(number)
+            self._box.give_back(number)
             put_completion(out, at, _IMM, _OK, 1, imm, 0, 0, 0)
             return filled + 1
         else:
@@ -338,41 +445,50 @@ class Queue(completions.Queue):
         self.errors.append(CqError(context, flags, 5, status, text))
 
     def _take_entries(self, found: Entries, out: Completions, filled: int) -> int:
-        bad = found["status"]
-        if bad.any():
-            for entry in found[bad != 0].tolist():
-                self._take_error(entry[0], entry[1], entry[2])
-            found = found[bad == 0]
-            if not len(found):
-                return filled
-        flags, numbers = found["flags"], found["req_id"]
-        sent = (flags & np.uint8(_SENT)) != 0
-        nsent = int(np.count_nonzero(sent))
-        if nsent:
-            mine = numbers if nsent == len(found) else numbers[sent]
-            of_rows = mine < self._rows
-            if not of_rows.all():
-                for number in mine[~of_rows].tolist():
-                    self._box.sent(self._box.send_context(number))
-                mine = mine[of_rows]
-            if len(mine):
-                done = self._slots.give_back_many(mine.astype(np.int64) * _STEP)
-                for ctx, count in done.items():
-                    out[filled] = (_WRITE, _OK, count, 0, 0, ctx, 0)
-                    filled += 1
-        if nsent == len(found):
+        """Sort entries by what they tell of: nearly always they are all of one kind."""
+        kinds = found.view(KINDS)["kind"]
+        while True:
+            kind = int(kinds[0])
+            same = kinds == kind
+            if same.all():
+                return self._take_kind(kind, found, out, filled)
+            filled = self._take_kind(kind, found[same], out, filled)
+            others = ~same
+            found, kinds = found[others], kinds[others]
+
+    def _take_kind(self, kind: int, found: Entries, out: Completions, filled: int) -> int:
+        """Take entries of the same status and flags."""
+        status, flags = kind & 0xFF, kind >> 8
+        if status:
+            for entry in found.tolist():
+                self._take_error(entry[0], status, flags)
             return filled
-        if nsent:
-            found = found[~sent]
-            flags, numbers = found["flags"], found["req_id"]
-        writes = (flags & np.uint8(_WRITE_FLAG)) != 0
-        if not writes.all():
-            lengths = found["length"]
-            for at in np.flatnonzero(~writes).tolist():
-                context = self._box.receive_context(int(numbers[at]))
-                self._box.received(context, int(lengths[at]), self._keep)
-            found, numbers = found[writes], numbers[writes]
-        if len(found):
-            self._box.spent.append(numbers.copy())
-            filled = self._take_imms(found["imm"], out, filled)
+        numbers = found["req_id"]
+        if flags & _SENT:
+            return self._take_sent(numbers, out, filled)
+        if flags & _WRITE_FLAG:
+            self._box.take_spent(numbers)
+            imms = found["imm"]
+            imm = int(imms[0])
+            if (imms == imm).all():
+                at = filled * COMPLETION_BYTES
+                put_completion(out, at, _IMM, _OK, len(imms), imm, 0, 0, 0)
+                return filled + 1
+            return self._take_imms(imms, out, filled)
+        for number, length in zip(numbers.tolist(), found["length"].tolist(), strict=True):
+            self._box.received(self._box.receive_context(number), length, self._keep)
+        return filled
+
+    def _take_sent(self, numbers: Numbers, out: Completions, filled: int) -> int:
+        mine = numbers.astype(np.intp)
+        if int(mine.max()) >= self._rows:
+            of_rows = mine < self._rows
+            for number in mine[~of_rows].tolist():
+                self._box.sent(self._box.send_context(number))
+            mine = mine[of_rows]
+            if not len(mine):
+                return filled
+        for ctx, count in self._slots.give_back_many(mine).items():
+            put_completion(out, filled * COMPLETION_BYTES, _WRITE, _OK, count, 0, 0, ctx, 0)
+            filled += 1
         return filled

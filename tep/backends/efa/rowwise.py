@@ -43,12 +43,16 @@ class RowWise:
 
     Args:
         nic: whose.
+
+    Attributes:
+        more: the last poll stopped before the queue was empty.
     """
 
     name: Final = "row by row, through libibverbs' calls"
 
     def __init__(self, nic: Nic) -> None:
         self._nic = nic
+        self.more = False
         self._qp, self._cq = nic.qp, nic.cq
         self._pair, self._queue = QpEx.from_address(nic.qp), CqEx.from_address(nic.cq)
         self._start, self._complete = nic.call("wr_start"), nic.call("wr_complete")
@@ -164,6 +168,7 @@ class RowWise:
     def poll(self, room: int) -> Entries:
         """What has completed, as the device itself would write it; at most `room` entries."""
         n, found, queue = 0, self._found, self._cq
+        self.more = False
         if self._first(queue, None):
             return found[:0]
         room = min(room, _ENTRIES)
@@ -173,6 +178,7 @@ class RowWise:
             if n == room or self._next(queue):
                 break
         self._end(queue)
+        self.more = n == room
         return found[:n]
 
     def _read(self, queue: int) -> tuple[int, ...]:
