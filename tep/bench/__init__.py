@@ -23,6 +23,7 @@ class Figure:
         what: what was measured.
         value: the median.
         best: the best round.
+        worst: the worst round, where that is kept.
         unit: of value, best, aim and reference.
         aim: what this project wants to reach; more is worse, unless `more_is_better`.
         reference: somebody else's number for the same thing, or None.
@@ -37,6 +38,7 @@ class Figure:
     reference: float | None = None
     reference_source: str = ""
     more_is_better: bool = False
+    worst: float | None = None
 
     @property
     def ratio(self) -> float | None:

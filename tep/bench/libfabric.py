@@ -206,6 +206,7 @@ def _compare(
         what=what,
         value=statistics.median(mine),
         best=min(mine) if gbytes is None else max(mine),
+        worst=max(mine) if gbytes is None else min(mine),
         unit="us" if gbytes is None else "GB/s",
         aim=None if aim is None else aim(reference),
         reference=reference,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import sys
@@ -75,14 +76,18 @@ def libfabric(rounds: Rounds = 15, json: Json = False) -> None:
 
 @app.command("efa")
 def efa(rounds: Rounds = 15, json: Json = False) -> None:
-    """The whole engine over EFA's two fabrics, beside a C loop on the same NIC and settings.
+    """The whole engine over EFA: the backend `efa`, both of its ways, beside libfabric's two
+    fabrics; and those two beside a C loop on the same NIC and settings.
 
-    Needs an EFA device, or a fake one: scripts/fake_efa tep bench efa, in a checkout of tep.
+    Needs an EFA device, or a fake one: scripts/fake_efa tep bench efa, in a checkout of tep. The
+    fake device takes batches of 64 entries; `--set max_batch=0` lets it take any.
     """
+    from tep.bench.efa import COLUMN_FIGURES, column_figures
     from tep.bench.libfabric import EFA_FIGURES, efa_figures
 
     try:
-        _show("tep bench efa", efa_figures(rounds), EFA_FIGURES, json=json, decimals=2)
+        figures = itertools.chain(column_figures(rounds), efa_figures(rounds))
+        _show("tep bench efa", figures, COLUMN_FIGURES + EFA_FIGURES, json=json, decimals=2)
     except LookupError as error:
         raise BackendUnavailable(
             "the C yardstick cannot be built; apt install gcc libfabric-dev, in a checkout of tep",
@@ -113,12 +118,14 @@ def _show(
             "what": figure.what,
             "median": f"{figure.value:,.{decimals}f} {figure.unit}",
             "best": f"{figure.best:,.{decimals}f}",
+            "worst": None if figure.worst is None else f"{figure.worst:,.{decimals}f}",
             "aim": _aim(figure),
             "ratio": None if figure.ratio is None else f"{figure.ratio:.2f} x {figure.reference:g}",
         }
         for figure in found
     )
-    print_table(f"{title} ({machine}; CPU time)", ("what", "median", "best", "aim", "ratio"), rows)
+    columns = ("what", "median", "best", "worst", "aim", "ratio")
+    print_table(f"{title} ({machine}; CPU time)", columns, rows)
     for source in dict.fromkeys(
         figure.reference_source for figure in found if figure.reference_source
     ):

@@ -348,7 +348,11 @@ void direct_turn(void)
 			give_completions(d);
 }
 
-/* For programs that measure or replay (thread=0): let the device do all it can now. */
+/* For programs that measure: a device that is held moves in fake_efa_run() only, so that no call of
+ * theirs pays for its work. */
+void fake_efa_hold(uint32_t hold) { engine_hold(hold); }
+
+/* For programs that measure (held) or replay (thread=0): let the device do all it can now. */
 void fake_efa_run(uint32_t turns)
 {
 	engine_lock();

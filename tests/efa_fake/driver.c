@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 /* libefa's, as efadv.h declares them */
@@ -17,6 +18,8 @@ struct ibv_cq_ex *efadv_create_cq(struct ibv_context *, struct ibv_cq_init_attr_
 				  struct efa_cq_init_attr *, uint32_t);
 struct ibv_qp *efadv_create_qp_ex(struct ibv_context *, struct ibv_qp_init_attr_ex *,
 				  struct efa_qp_init_attr *, uint32_t);
+void fake_efa_hold(uint32_t hold);
+void fake_efa_run(uint32_t turns);
 
 static struct end {
 	struct ibv_context *ctx;
@@ -201,6 +204,85 @@ static void poll_some(struct end *end, int max)
 	printf("\n");
 }
 
+static uint64_t cpu_ns(void)
+{
+	struct timespec t;
+
+	clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+	return t.tv_sec * 1000000000ull + t.tv_nsec;
+}
+
+/* cost END AH QPN QKEY RKEY RADDR LKEY LADDR LEN COUNT CHAIN ROUNDS: what the calls of this library
+ * take for a row with an immediate from END to itself while the device is held, in picoseconds of
+ * CPU: the median of ROUNDS of COUNT rows, to post, to post its receive, to poll both completions. */
+static int by_size(const void *x, const void *y)
+{
+	uint64_t p = *(const uint64_t *)x, q = *(const uint64_t *)y;
+
+	return p < q ? -1 : p > q;
+}
+
+static void cost(struct end *end)
+{
+	enum { ROUNDS_MAX = 256 };
+	static uint64_t spent[3][ROUNDS_MAX];
+	struct ibv_qp_ex *qp = ibv_qp_to_qp_ex(end->qp);
+	struct ibv_sge sge = {a[7], a[8], a[6]};
+	struct ibv_recv_wr *bad, wr = {.sg_list = &sge, .num_sge = 1};
+	struct ibv_poll_cq_attr attr = {0};
+	int rounds = a[11] < ROUNDS_MAX ? a[11] : ROUNDS_MAX, err = 0;
+
+	fake_efa_hold(1);
+	for (int round = 0; round < rounds && !err; round++) {
+		uint64_t start = cpu_ns(), posted, received, sum = 0;
+		long long back = 0;
+
+		for (long long k = 0; k < a[9] && !err; k++)
+			err = ibv_post_recv(end->qp, &wr, &bad);
+		received = cpu_ns();
+		for (long long k = 0; k < a[9]; k++) {
+			if (k % a[10] == 0)
+				ibv_wr_start(qp);
+			qp->wr_id = k;
+			ibv_wr_rdma_write_imm(qp, a[4], a[5], k);
+			ibv_wr_set_ud_addr(qp, ahs[a[1]], a[2], a[3]);
+			ibv_wr_set_sge(qp, sge.lkey, sge.addr, sge.length);
+			if (k % a[10] == a[10] - 1 || k == a[9] - 1)
+				err = err ? err : ibv_wr_complete(qp);
+		}
+		posted = cpu_ns();
+		fake_efa_run(1000);
+		spent[0][round] = posted - received;
+		spent[1][round] = received - start;
+		while (!err && back < 2 * a[9]) {
+			start = cpu_ns();
+			if (!ibv_start_poll(end->cq, &attr)) {
+				do {
+					back++;
+					sum += end->cq->wr_id + ibv_wc_read_vendor_err(end->cq) +
+					       ibv_wc_read_opcode(end->cq) +
+					       ibv_wc_read_byte_len(end->cq) +
+					       ibv_wc_read_imm_data(end->cq);
+				} while (!ibv_next_poll(end->cq));
+				ibv_end_poll(end->cq);
+			}
+			spent[2][round] += cpu_ns() - start;
+			fake_efa_run(100);
+		}
+		next_id += sum & 1; /* so that it is not left out */
+	}
+	fake_efa_hold(0);
+	if (err)
+		return failed(err);
+	printf("ok");
+	for (int k = 0; k < 3; k++) {
+		qsort(spent[k], rounds, sizeof spent[k][0], by_size);
+		printf(" %llu", (unsigned long long)(spent[k][rounds / 2] * 1000 / a[9]));
+		memset(spent[k], 0, sizeof spent[k]);
+	}
+	printf("\n");
+}
+
 /* wait END TIMEOUT_MS: 1 if the completion channel has news, which is then taken */
 static void wait_event(struct end *end, int timeout_ms)
 {
@@ -248,6 +330,8 @@ static void command(const char *what)
 		recv_many(end, a[1], a[2], a[3], a[4]);
 	else if (!strcmp(what, "poll"))
 		poll_some(end, a[1]);
+	else if (!strcmp(what, "cost"))
+		cost(end);
 	else if (!strcmp(what, "arm"))
 		printf("ok %d\n", ibv_req_notify_cq((struct ibv_cq *)end->cq, 0));
 	else if (!strcmp(what, "wait"))

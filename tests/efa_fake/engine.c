@@ -18,6 +18,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct sq *all_sqs;
 static uint32_t self = UINT32_MAX, host;
 static _Atomic uint64_t turns, under_way;
+static bool held; /* the device moves by engine_turn() only when a program asks for it */
 static FILE *notes;
 void (*engine_gone)(uint32_t port);
 void (*engine_direct)(void);
@@ -61,6 +62,19 @@ static void watch_ports(void)
 	}
 }
 
+void engine_hold(bool hold)
+{
+	engine_lock();
+	held = hold;
+	engine_unlock();
+}
+
+void engine_move(void)
+{
+	if (!held)
+		engine_turn();
+}
+
 static void *go_on(void *unused)
 {
 	uint64_t seen = 0, pause_us = 200;
@@ -80,7 +94,7 @@ static void *go_on(void *unused)
 		}
 		pause_us = engine_direct ? 50 : 200; /* nobody calls it: it looks at doorbells itself */
 		if (turns == seen && !pthread_mutex_trylock(&lock)) {
-			engine_turn();
+			engine_move();
 			pthread_mutex_unlock(&lock);
 		}
 		seen = turns;

@@ -18,7 +18,7 @@ struct op {
 	uint32_t rkey;
 	uint32_t dport, dqpn, qkey; /* dport UINT32_MAX: no such NIC */
 	struct ibv_sge sge[2];
-	uint8_t inline_data[128];
+	uint8_t inline_data[32];
 
 	/* how far it is */
 	enum { NEW, MOVING, LANDED, ANSWERED } phase;
@@ -50,6 +50,8 @@ void sq_close(struct sq *sq);
 /* Hand over a doorbell's worth of requests, all or none: 0, or ENOMEM. */
 int sq_doorbell(struct sq *sq, const struct op *ops, uint32_t n);
 void engine_turn(void);   /* let time pass: the device does some of what it has to do */
+void engine_hold(bool hold); /* from now on engine_move() does nothing, or moves again */
+void engine_move(void);   /* engine_turn(), unless the device is held */
 void engine_lock(void);
 void engine_unlock(void);
 void engine_note(const char *format, ...) __attribute__((format(printf, 1, 2)));

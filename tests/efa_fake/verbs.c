@@ -568,7 +568,7 @@ static int start_poll(struct ibv_cq_ex *ex, struct ibv_poll_cq_attr *attr)
 	if (attr && attr->comp_mask)
 		return EINVAL;
 	engine_lock();
-	engine_turn();
+	engine_move();
 	engine_unlock();
 	return next_poll(ex);
 }

@@ -97,6 +97,7 @@ class Fabric:
         return {
             "TEP_FAKE_EFA": str(self.folder),
             "TEP_FAKE_EFA_HOST": str(host),
+            "TEP_FAKE_EFA_DRIVER": str(self.driver),
             "SYSFS_PATH": str(self.folder / "sys"),
             "LD_LIBRARY_PATH": os.pathsep.join(
                 filter(None, [str(self._libraries), os.environ.get("LD_LIBRARY_PATH")])
