@@ -104,7 +104,7 @@ class EfaDomain(HardwareDomain):
             region = self._regions.by_lkey.get(batch.lkey)
             if region is not None and peer.state is _READY and not peer.held:
                 slots, rows = self._slots, self._rows
-                room = min(slots.room, self._depth - slots.open - rows.held - rows.lost)
+                room = min(slots.room, self._depth - slots.open - rows.waiting)
                 if room <= 0:
                     return 0
                 try:
