@@ -358,7 +358,7 @@ class FabricDomain(Generic[PeerT]):
             case frames.Ack():
                 self._outgoing.take_ack(frame)
             case frames.Wait():
-                self._outgoing.take_wait(frame)
+                self._outgoing.take_wait(peers, frame, now_s)
             case frames.Go():
                 self._outgoing.take_go(peers, frame, now_s)
             case _:

@@ -45,7 +45,7 @@ class _Message:
         self.is_control = is_control
         self.payload = payload
         self.ctx = ctx
-        self.waiting = False  # the peer has no buffer
+        self.waiting = 0  # Waits less Gos since it was sent; frames may overtake each other
         self.since_s = now_s
 
 
@@ -102,19 +102,29 @@ class Outgoing:
             known = frame.status in Status._value2member_map_
             self._end(frame.number, Status(frame.status) if known else Status.PROVIDER)
 
-    def take_wait(self, frame: frames.Wait) -> None:
-        """The peer has no buffer."""
-        message = self.open.get(frame.number)
-        if message is not None and message.peer.data == frame.sender:
-            message.waiting = True
+    def take_wait(self, peers: Peers[Any], frame: frames.Wait, now_s: float) -> None:
+        """The peer has no buffer, and has not kept the message."""
+        self._balance(peers, frame, 1, now_s)
 
     def take_go(self, peers: Peers[Any], frame: frames.Go, now_s: float) -> None:
         """The peer has a buffer again."""
+        self._balance(peers, frame, -1, now_s)
+
+    def _balance(
+        self, peers: Peers[Any], frame: frames.Wait | frames.Go, step: int, now_s: float
+    ) -> None:
+        """Send a message again once both Wait and Go are here, in whatever order they came."""
         message = self.open.get(frame.number)
-        if message is not None and message.peer.data == frame.sender and message.waiting:
-            message.waiting = False
-            message.since_s = now_s
-            peers.say(message.peer, frames.Data(self._me, frame.number, message.payload))
+        if message is not None and message.peer.data == frame.sender:
+            message.waiting = max(-1, min(message.waiting + step, 1))
+            if message.waiting == 0:
+                self._again(peers, frame.number, message, now_s)
+
+    def _again(self, peers: Peers[Any], number: int, message: _Message, now_s: float) -> None:
+        """Send a message once more, of which the peer has said that it did not keep it."""
+        message.waiting = 0
+        message.since_s = now_s
+        peers.say(message.peer, frames.Data(self._me, number, message.payload))
 
     def drop(self, peer: Peer, status: Status) -> None:
         """A peer is over: its messages end with it."""
@@ -124,7 +134,7 @@ class Outgoing:
     def interrupt(self, peer: Peer) -> None:
         """The connection broke: whether what was sent arrived is unknown."""
         for number, message in list(self.open.items()):
-            if message.peer is peer and not message.waiting:
+            if message.peer is peer and message.waiting <= 0:
                 self._end(number, Status.PROVIDER)
 
     def look(self, peers: Peers[Any], now_s: float) -> None:
@@ -132,10 +142,11 @@ class Outgoing:
         for number, message in list(self.open.items()):
             if now_s - message.since_s < self._timeout_s:
                 continue
-            if message.waiting:
-                # It waits for a buffer, for as long as that takes; but does the peer live?
-                message.since_s = now_s
+            if message.waiting > 0:
+                # It waits for a buffer, for as long as that takes. But does the peer live, and was
+                # its Go lost? It is offered anew.
                 peers.doubt(message.peer, now_s)
+                self._again(peers, number, message, now_s)
             else:
                 self._end(number, Status.UNREACHABLE)
 
@@ -184,8 +195,10 @@ class Inbox:
             return
         slot = next((slot for slot in self._free if len(self._slots[slot]) >= nbytes), None)
         if slot is None:
-            if len(self._starved) < _STARVED_MAX:
-                self._starved.append((peer, frame.number))
+            known = (peer, frame.number) in self._starved
+            if known or len(self._starved) < _STARVED_MAX:
+                if not known:
+                    self._starved.append((peer, frame.number))
                 peers.say(peer, frames.Wait(self._me, frame.number))
             else:
                 peers.say(peer, frames.Ack(self._me, frame.number, Status.RNR))
