@@ -116,7 +116,7 @@ class Counts(Mapping[int, int]):
         elif count:
             self._rest[imm] = count
         else:
-            # A value whose count is back at 0 leaves, so that fresh immediates for ever do not fill
+            # A value whose count is back at 0 is removed, so that ever new immediates do not fill
             # the table.
             self._rest.pop(imm, None)
 
@@ -156,7 +156,7 @@ class Counts(Mapping[int, int]):
                 np.add.at(page, halves[1 - _HIGH :: 2].astype(np.intp), _ONE)
                 return high
         rest = np.frombuffer(raw, np.uint32)
-        if self._pages:  # some of them may have one, and then that is where they are counted
+        if self._pages:  # some of them may have a page, and are counted there
             for high in self._pages.keys() & set((rest >> _PAGE_BITS).tolist()):
                 mine = rest >> _PAGE_BITS == high
                 lows = (rest[mine] & _PAGE_MASK).astype(np.intp)
@@ -169,7 +169,7 @@ class Counts(Mapping[int, int]):
         page = np.zeros(1 << _PAGE_BITS, np.int64)
         for imm in [imm for imm in self._rest if imm >> _PAGE_BITS == high]:
             page[imm & _PAGE_MASK] = self._rest[imm]
-        self._pages[high] = page  # from here on it is asked
+        self._pages[high] = page  # from now on lookups use it
         for imm in [imm for imm in self._rest if imm >> _PAGE_BITS == high]:
             del self._rest[imm]
         return page
@@ -180,7 +180,7 @@ _ONE: Final = np.array(1)
 
 
 class ImmTable(Generic[W]):
-    """Counts of immediates and the expectations waiting for them.
+    """Counts of immediates, and the expectations that wait for them.
 
     Attributes:
         counts: immediates that arrived and that no expectation has taken, by value.
@@ -197,8 +197,8 @@ class ImmTable(Generic[W]):
         self.loose: list[tuple[Claim, int, int]] = []
         self.total = 0
         self._lines: dict[int, deque[W]] = {}
-        # Who stands behind another. One that left stays in its line, and not here, until the line
-        # gets there: to search lines would make many cancels quadratic. The first never has left.
+        # Expectations that are not first in their line. One that left stays in its line until the
+        # line gets there: a search would make many cancels quadratic. The first has never left.
         self._behind: set[W] = set()
         self._gone = 0
         self._claims: list[tuple[range, Claim]] = []
@@ -235,7 +235,7 @@ class ImmTable(Generic[W]):
                 raise BadRequest(f"imm={imm:#x} is claimed by on_imm({imms}); it is never counted")
 
     def cancel(self, want: W) -> bool:
-        """Leave the line. What arrived stays counted. False: it was reached or cancelled before."""
+        """Take an expectation out of its line; arrivals stay counted. False: it had left."""
         line = self._lines.get(want.imm)
         if line is not None and line[0] is want:
             line.popleft()
@@ -256,7 +256,7 @@ class ImmTable(Generic[W]):
         return True
 
     def _find_first(self, line: deque[W]) -> None:
-        """The first of a line has gone: the next one that has not left is the first."""
+        """After the first of a line has left: find the next one that is still in it."""
         behind = self._behind
         while line:
             if line[0] in behind:
@@ -266,7 +266,7 @@ class ImmTable(Generic[W]):
             self._gone -= 1
 
     def give_up(self) -> list[W]:
-        """Send everybody home: empty all lines and return who stood in them. Counts stay."""
+        """Empty all lines, and return the expectations that were in them. Counts stay."""
         behind = self._behind
         lines = self._lines.values()
         wants = [w for line in lines for k, w in enumerate(line) if k == 0 or w in behind]
@@ -372,7 +372,7 @@ class ImmTable(Generic[W]):
         return self.counts.pop(imm)
 
     def take(self, imm: int, count: int) -> bool:
-        """Subtract `count` arrivals if there are as many and nobody stands in line; say whether."""
+        """Subtract `count` arrivals if there are as many and no expectation waits; True if so."""
         have = self.counts.get(imm)
         if have < count or imm in self._lines:
             return False
@@ -380,7 +380,7 @@ class ImmTable(Generic[W]):
         return True
 
     def _fire(self, imm: int, line: deque[W], have: int) -> None:
-        """Let those go who have what they wait for, out of `have`; what is left is the count."""
+        """Fire the expectations that `have` suffices for, in line; the rest stays as the count."""
         while line and have >= line[0].count:
             want = line.popleft()
             have -= want.count

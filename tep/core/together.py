@@ -56,7 +56,7 @@ class _Together(Generic[H]):
         raise NotImplementedError
 
     def _ended(self, handle: H) -> None:
-        """Take control message of a handle that has finished."""
+        """Take note of a handle that has finished."""
 
     def _look(self) -> bool:
         """Sort out handles that have finished; True if none is open."""

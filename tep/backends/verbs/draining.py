@@ -92,7 +92,7 @@ class Draining:
         return bool(self.conns or self._fences)
 
     def progress(self, now_s: float, n: int, *, whole: bool) -> None:
-        """Take control message of a read of `n` completions, `whole` if that was all there were."""
+        """Take note of a read of `n` completions, `whole` if that was all there were."""
         self._left -= n
         if whole or self._left <= 0:
             self._rounds += 1

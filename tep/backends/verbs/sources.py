@@ -22,7 +22,7 @@ class Sources:
         self._columns: tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]] | None = None
 
     def add(self, numbers: Iterable[int], peer: int) -> None:
-        """Take control message of a peer's queue pairs; numbers are used again."""
+        """Take note of a peer's queue pairs; numbers are used again."""
         self.of.update(dict.fromkeys(numbers, peer))
         self._columns = None
 
