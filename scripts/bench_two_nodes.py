@@ -14,6 +14,7 @@ from pathlib import Path
 from tep import TepError, rendezvous, sim
 from tep.bench.two_nodes import Plan, Result, document, measure, open_engine
 from tep.cli.show import print_table
+from tep.distribution import need
 from tep.launch import METHODS, launch, own_address, place_here
 from tep.reproduce.tables import load_table
 
@@ -172,9 +173,7 @@ def _report(results: dict[str, object], given: argparse.Namespace) -> None:
 def _draw(
     points: list[dict[str, object]], published: dict[tuple[str, int], dict[str, float]], path: Path
 ) -> None:
-    import matplotlib as mpl
-
-    mpl.use("agg")
+    need("matplotlib", "plot", "--plot").use("agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))

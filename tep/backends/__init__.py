@@ -15,6 +15,7 @@ from typing import Protocol, cast
 
 from tep.backends.base import Opened
 from tep.checks import check_int, check_seconds, check_text, nearest
+from tep.distribution import install
 from tep.errors import BackendUnavailable, UsageError
 
 __all__ = [
@@ -78,7 +79,7 @@ BACKENDS: Mapping[str, BackendSpec] = MappingProxyType(
         "libfabric": BackendSpec(
             module="tep.backends.libfabric",
             summary="libfabric: AWS EFA; tcp and shared memory on any Linux machine",
-            cure="pip install 'tep[libfabric]', or TEP_LIBFABRIC=/path/to/libfabric.so.1",
+            cure=f"{install('libfabric')}, or TEP_LIBFABRIC=/path/to/libfabric.so.1",
         ),
         "efa": BackendSpec(
             module="tep.backends.efa",

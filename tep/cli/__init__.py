@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
+from tep import __version__
 from tep.cli import bench, demo, doctor, info, kvcache, moe, reproduce, rl, sim
 from tep.errors import TepError
 
@@ -18,11 +20,28 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="tep",
-    help="A transfer engine for LLM systems: one-sided writes, counted immediates, any fabric.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(asked: bool) -> None:  # typer calls it so
+    if asked:
+        typer.echo(f"tep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit."),
+    ] = False,
+) -> None:
+    """A transfer engine for LLM systems: one-sided writes, counted immediates, any fabric."""
+
+
 app.command("info")(info.info)
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)

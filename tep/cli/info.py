@@ -93,7 +93,7 @@ def info(
             {
                 "backend": state["backend"],
                 "here": "yes" if state["available"] else "no",
-                "what": escape(_what(state)),  # 'tep[libfabric]' is no markup
+                "what": escape(_what(state)),  # 'tep-engine[libfabric]' is no markup
                 "to get it": None if state["cure"] is None else escape(f"{state['cure']}"),
             }
             for state in states

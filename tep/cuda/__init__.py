@@ -1,4 +1,4 @@
-"""GPU memory for engines, on cuda-python (`pip install 'tep[cuda]'`), which is imported when used.
+"""GPU memory for engines, on cuda-python (extra `cuda`), which is imported when it is used.
 
 No torch is needed. None of it has run on a GPU yet; scripts/gpu_check runs it on one.
 """

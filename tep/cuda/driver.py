@@ -14,11 +14,12 @@ from types import ModuleType
 from typing import Any, Final
 
 from tep.api import CudaDevice
+from tep.distribution import install
 from tep.errors import BackendUnavailable, FabricError
 
 __all__ = ["CURE", "Driver", "driver", "list_devices"]
 
-CURE: Final = "pip install 'tep[cuda]', and NVIDIA's driver (libcuda.so.1) with a GPU"
+CURE: Final = f"{install('cuda')}, and NVIDIA's driver (libcuda.so.1) with a GPU"
 
 
 class Driver:

@@ -33,6 +33,7 @@ from ctypes import (
 from types import MappingProxyType
 from typing import Any, Final, cast
 
+from tep.distribution import install
 from tep.errors import BackendUnavailable
 from tep.ffi.libc import libc
 from tep.ffi.libfabric_attrs import fi_info
@@ -334,6 +335,6 @@ def load() -> Libfabric:
         # EFA's provider reads this when it is loaded, from 1.22 on. Immediates that take no receive
         # are acknowledged even when the target's completion queue is full, and are lost then.
         os.environ.setdefault("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0")
-        cure = "pip install 'tep[libfabric]', or name one: TEP_LIBFABRIC=/path/to/libfabric.so.1"
+        cure = f"{install('libfabric')}, or name one: TEP_LIBFABRIC=/path/to/libfabric.so.1"
         _LOADED["it"] = Libfabric(find("libfabric", steps(), _accept, cure))
     return _LOADED["it"]

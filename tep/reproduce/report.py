@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from tep import sim
 from tep.apps.kvcache.ttft import PUBLISHED
-from tep.errors import BackendUnavailable
+from tep.distribution import need
 from tep.reproduce.runs import Outcome, reproduce_at
 from tep.reproduce.tables import NIC_PROFILES
 from tep.sim.fit import Measured, model_gbps
@@ -107,13 +107,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _draw(outcomes: Sequence[Outcome], curves: Callable[[Axes], str], path: Path) -> None:
-    try:
-        import matplotlib as mpl
-    except ImportError as error:
-        raise BackendUnavailable(
-            "a report with pictures needs matplotlib: pip install 'tep[plot]'"
-        ) from error
-    mpl.use("Agg")
+    need("matplotlib", "plot", "a report with pictures").use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")

@@ -21,6 +21,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
+from tep.distribution import need
+
 if TYPE_CHECKING:
     from tep.sim.faults import (
         Chaos,
@@ -121,6 +123,8 @@ if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every m
         room = _ROOM_OF.get(name)
         if room is None:
             raise AttributeError(f"module 'tep.testing' has no attribute {name!r}")
+        if room == "tep.testing.strategies":
+            need("hypothesis", "testing", f"tep.testing.{name}")
         value = globals()[name] = getattr(importlib.import_module(room), name)
         return value
 

@@ -77,7 +77,7 @@ def test_info_says_why_a_named_libfabric_will_not_do(library: str, why: str) -> 
     assert f"TEP_LIBFABRIC: {library}" == step
     assert why in reason
     printed = tep("info", env=os.environ | {"TEP_LIBFABRIC": library}).stdout
-    assert "tep[libfabric]" in printed, "brackets are markup to the table, and would be gone"
+    assert "tep-engine[libfabric]" in printed, "brackets are markup to the table, and would be gone"
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_demo_without_libfabric_says_so_and_goes_on(tmp_path: Path) -> None:
     assert 0 == done.returncode
     assert "Left out: libfabric tcp: no usable libfabric on this machine" in done.stdout
     assert f"tried TEP_LIBFABRIC: {tmp_path}/nothing.so" in done.stdout
-    assert "To get it: pip install 'tep[libfabric]'" in done.stdout
+    assert "To get it: pip install 'tep-engine[libfabric]'" in done.stdout
     assert "loopback" in done.stdout
 
 

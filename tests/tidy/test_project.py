@@ -13,6 +13,7 @@ import tomllib
 from pathlib import Path
 
 import tep
+from tep.distribution import DISTRIBUTION
 from tests.tidy.sources import ROOT, files, text
 
 SCRIPTS = [path for path in files() if path.parent == Path("scripts") and path.suffix == ""]
@@ -130,7 +131,7 @@ def test_everything_that_setup_installs_is_pinned() -> None:
     """A dependency without a pin makes two machines differ."""
     project = tomllib.loads(text(Path("pyproject.toml")))["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["test"], *extras["notebook"]]
+    wanted = [*project["dependencies"], *extras["test"]]
     pinned = {_normal(line) for line in text(Path("constraints.txt")).splitlines()}
 
     assert set() == {_normal(line) for line in wanted} - pinned
@@ -152,3 +153,44 @@ def test_the_package_ships_its_data() -> None:
     packages = {path.parent for path in files() if path.suffix == ".py" and path.parts[0] == "tep"}
     without = {str(p) for p in packages if Path(p, "__init__.py") not in files()}
     assert set() == without, "a folder without __init__.py is left out of the wheel"
+
+
+PAGES = {".py", ".md", ".toml", ".ipynb", ".cff", ""}
+
+
+def test_the_distribution_has_one_name_everywhere() -> None:
+    """On the package index `tep` is somebody else's: `pip install tep` runs a stranger's code."""
+    project = tomllib.loads(text(Path("pyproject.toml")))["project"]
+    extras = project["optional-dependencies"]
+
+    assert DISTRIBUTION == project["name"]
+    for path in files():
+        if path.suffix not in PAGES or path.parts[0] == "tests":
+            continue
+        for what, name, asked in re.findall(
+            r"(pip install[^\n]*?|[\"'`])\b(tep(?:-[\w-]+)?)\[([\w,]+)\]", text(path)
+        ):
+            assert DISTRIBUTION == name, f"{path}: {what}{name}[{asked}]"
+            assert set(asked.split(",")) <= set(extras), f"{path}: {name}[{asked}]"
+        assert not re.search(r"pip install +['\"]?tep(?![-\w.])", text(path)), path
+
+
+def test_every_extra_is_needed_by_something() -> None:
+    """An extra that nothing imports is a promise of something that is not there."""
+    project = tomllib.loads(text(Path("pyproject.toml")))["project"]
+    extras = project["optional-dependencies"]
+    code = "\n".join(text(path) for path in files() if path.parts[0] == "tep")
+    # Tensors come from whoever has torch; a notebook is opened by a person.
+    for extra in set(extras) - {"test", "all", "torch", "notebook"}:
+        assert re.search(rf"""install\(["']{extra}["']\)|need\("\w+", "{extra}",""", code), extra
+    everything = re.fullmatch(rf"{DISTRIBUTION}\[([\w,]+)\]", extras["all"][0])
+    assert everything is not None
+    assert set(extras) - {"test", "all"} == set(everything[1].split(","))
+
+
+def test_the_citation_is_of_this_version() -> None:
+    """Who cites it should be able to get what was cited."""
+    page = text(Path("CITATION.cff"))
+
+    assert re.search(rf"^version: {re.escape(tep.__version__)}$", page, re.MULTILINE)
+    assert 'value: "arXiv:2510.27656"' in page

@@ -108,7 +108,7 @@ def test_without_cuda_python_the_error_names_the_extra(monkeypatch):
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(CUDA.importlib, "import_module", missing)
-    with pytest.raises(BackendUnavailable, match=r"pip install 'tep\[cuda\]'"):
+    with pytest.raises(BackendUnavailable, match=r"pip install 'tep-engine\[cuda\]'"):
         CUDA.driver.__wrapped__()
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep import BackendUnavailable
 from tep.apps.rl.metadata import BLOCK, DType, scale_shape
+from tep.distribution import need
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
@@ -37,12 +37,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """
     if dtype in {"fp16", "fp32"}:
         return np.dtype(_NAMES[dtype])
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"{dtype} arrays need ml_dtypes: pip install 'tep[rl]'", (("ml_dtypes", str(error)),)
-        ) from error
+    ml_dtypes = need("ml_dtypes", "rl", f"an array of {dtype}")
     found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, _NAMES[dtype]))
     return found
 

@@ -1,0 +1,177 @@
+"""What users install: the wheel and the source distribution, tried where nothing else of tep is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tep
+from tep.distribution import DISTRIBUTION
+from tests.tidy.sources import ROOT, files
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+STEM = f"{DISTRIBUTION.replace('-', '_')}-{tep.__version__}"
+BUILD = """
+import sys
+from setuptools import build_meta
+print(getattr(build_meta, sys.argv[1])(sys.argv[2]))
+"""
+SHIPPED = {str(path) for path in files() if path.parts[0] == "tep"}
+
+
+def build(what: str, root: Path, out: Path) -> Path:
+    """Call the project's build backend in a folder; nothing is downloaded."""
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, what, out],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert 0 == done.returncode, done.stderr[-3000:]
+    return out / done.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(wheel, source distribution), made from copies of the tracked files."""
+    top = tmp_path_factory.mktemp("built")
+    for path in files():
+        copy = top / "tree" / path
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / path).read_bytes())
+    out = top / "out"
+    out.mkdir()
+    return build("build_wheel", top / "tree", out), build("build_sdist", top / "tree", out)
+
+
+def members(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {name for name in archive.namelist() if ".dist-info/" not in name}
+
+
+def test_the_wheel_has_every_file_of_the_package_and_no_other(built: tuple[Path, Path]) -> None:
+    """A profile or a C source that is left out is missed by the first user, not by a test here."""
+    wheel, _ = built
+
+    assert f"{STEM}-py3-none-any.whl" == wheel.name
+    assert SHIPPED == members(wheel)
+    assert wheel.stat().st_size < 1_200_000
+
+
+def test_the_source_distribution_makes_the_same_wheel(
+    built: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Packagers of other systems start from it."""
+    wheel, source = built
+    with tarfile.open(source) as archive:
+        archive.extractall(tmp_path, filter="data")
+    again = build("build_wheel", tmp_path / STEM, tmp_path)
+
+    assert f"{STEM}.tar.gz" == source.name
+    assert members(wheel) == members(again)
+    for name in ("LICENSE", "README.md", "pyproject.toml"):
+        assert (tmp_path / STEM / name).is_file()
+
+
+TRY = """
+import numpy as np, tep
+with tep.sim.Cluster(nodes=2, profile="efa_2x200", seed=7) as cluster:
+    a, b = cluster.engines
+    src, dst = np.arange(4096, dtype=np.uint8), np.zeros(4096, np.uint8)
+    mr, _ = a.reg_mr(src)
+    _, desc = b.reg_mr(dst)
+    got = b.expect_imm_count(1, 1)
+    a.submit_single_write(4096, (mr, 0), (desc, 0), imm=1).wait()
+    got.wait()
+    assert (src == dst).all()
+print(tep.__file__)
+"""
+
+
+def run(bare: Path, *command: str, check: bool = True) -> str:
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(bare), "TEP_LIBFABRIC": "/nowhere.so"}
+    done = subprocess.run(
+        command, cwd=bare, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert 0 == done.returncode or not check, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def bare(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel and what it asks for, and nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder / "env", with_pip=True)
+    pip = [folder / "env/bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    done = subprocess.run(
+        [*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", built[0]],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    if done.returncode and "No matching distribution" in done.stderr:
+        pytest.skip(f"no package index is reachable: {done.stderr.splitlines()[-1]}")
+    assert 0 == done.returncode, done.stderr[-3000:]
+    return folder
+
+
+def test_a_bare_environment_simulates_and_says_what_is_missing(bare: Path) -> None:
+    """Whatever only developers have installed must not be needed by the rest."""
+    python, command = str(bare / "env/bin/python"), str(bare / "env/bin/tep")
+    where = run(bare, python, "-c", TRY)
+    states = {
+        one["backend"]: one for one in json.loads(run(bare, command, "info", "--json"))["backends"]
+    }
+
+    assert str(bare / "env") in where
+    assert f"tep {tep.__version__}" == run(bare, command, "--version").strip()
+    assert states["sim"]["available"]
+    assert states["local"]["available"]
+    assert f"pip install '{DISTRIBUTION}[libfabric]'" in states["libfabric"]["cure"]
+    assert '"violation": null' in run(bare, command, "sim", "--seed", "7", "--json")
+    run(bare, command, "moe", "--ep", "8", "--check", "1", "--json")
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("from tep.testing import scenarios", "testing"),
+        ("from tep.apps.rl.quantise import numpy_dtype; numpy_dtype('bf16')", "rl"),
+        ("from tep.distribution import need; need('matplotlib', 'plot', 'a picture')", "plot"),
+        ("from tep.cuda.driver import driver; driver()", "cuda"),
+        ("import tep; tep.TransferEngine.open('libfabric')", "libfabric"),
+    ],
+)
+def test_what_an_extra_brings_is_missed_with_its_name(bare: Path, code: str, extra: str) -> None:
+    """That a module of another name is missing tells nobody what to install."""
+    said = run(bare, str(bare / "env/bin/python"), "-c", code, check=False)
+
+    assert "BackendUnavailable" in said
+    assert f"pip install '{DISTRIBUTION}[{extra}]'" in said
+
+
+def test_completion_knows_the_commands() -> None:
+    """A command line of ten commands and a hundred options is not learnt by heart."""
+    asked = {"_TEP_COMPLETE": "complete_bash", "COMP_WORDS": "tep si", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [Path(sys.executable).with_name("tep")],
+        env=os.environ | asked,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ["sim"] == done.stdout.split()
