@@ -29,8 +29,10 @@ __all__ = [
     "Barrier",
     "CudaDevice",
     "EngineOptions",
+    "GatherSrc",
     "Paged",
     "Pages",
+    "Read",
     "Routing",
     "Scatter",
     "ScatterDst",
@@ -166,6 +168,20 @@ class ScatterDst(NamedTuple):
     dst: tuple[Target, int]
 
 
+class GatherSrc(NamedTuple):
+    """One slice from one peer.
+
+    Attributes:
+        nbytes: length of the slice; 0 is legal.
+        dst: byte offset in the destination region, where it comes to.
+        src: source descriptor, or lease, and byte offset in it.
+    """
+
+    nbytes: int
+    dst: int
+    src: tuple[Target, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     """Which NICs a request uses.
@@ -230,13 +246,18 @@ class Barrier:
     """The shape of a barrier."""
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The shape of any read, as one of its owners sees it."""
+
+
 def _check_shape(shape: Single | Scatter) -> None:
     name = type(shape).__name__
     _put(shape, "nbytes", check_int(f"{name}: nbytes", shape.nbytes, 0, SHAPE_BYTES_MAX))
     check_kind(f"{name}: routing", shape.routing, Routing)
 
 
-Shape = Single | Paged | Scatter | Barrier
+Shape = Single | Paged | Scatter | Barrier | Read
 """What `count_imms` takes: enough of a request to know how many immediates reach one target."""
 
 

@@ -8,7 +8,7 @@ The envelope of every object (all integers little-endian):
     offset  size  field     content
     0       3     magic     b"TEP"
     3       1     kind      ASCII: A = NetAddr, M = MrDesc, L = Lease
-    4       2     version   1
+    4       2     version   2
     6       4     length    bytes of the payload
     10      4     crc32     of bytes 0..9 followed by the payload
     14      ...   payload   MessagePack array of the object's fields, in their order in the class
@@ -29,7 +29,7 @@ from tep.errors import BadDescriptor
 
 __all__ = ["VERSION", "Lease", "MrDesc", "NetAddr", "Target"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 _HEADER: Final = struct.Struct("<3scHII")
 _MAGIC: Final = b"TEP"
 
@@ -175,6 +175,7 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         rkeys: the key of each NIC, in NIC order.
         bases: what to add to an offset, for each NIC: the virtual address, or 0 where a provider
             wants offsets.
+        readable: True for a region that peers may read.
     """
 
     KIND = b"M"
@@ -186,6 +187,7 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
     writable: bool
     rkeys: tuple[Unsigned, ...]
     bases: tuple[Unsigned, ...]
+    readable: bool = False
 
     def check(self) -> None:
         """Raise BadDescriptor unless the address is sound and every NIC has a key and a base."""
@@ -206,18 +208,20 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         """
         start, stop = check_slice("desc", part, self.nbytes)
         bases = tuple(base + start for base in self.bases)
-        addr, region, device, writable = self.addr, self.region, self.device, self.writable
-        return MrDesc(addr, region, stop - start, device, writable, self.rkeys, bases)
+        return msgspec.structs.replace(self, nbytes=stop - start, bases=bases)
 
     def __str__(self) -> str:
         return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"
 
 
 class Lease(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The right of one engine to write into a peer's memory for a time, in place of an MrDesc.
+    """The right of one engine to write to a peer's memory, or to read it, for a time.
+
+    It stands in place of an MrDesc.
 
     Attributes:
-        desc: of the leased bytes alone: offset 0 is the first of them.
+        desc: of the leased bytes alone: offset 0 is the first of them. It says `writable` and
+            `readable` of the lease, not of the region.
         number: of the lease, unique within the owner's epoch.
         holder: address of the writer's first NIC; with it the lease is one incarnation's.
         for_ns: for how long, from when the holder first has it.
@@ -231,16 +235,16 @@ class Lease(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
     for_ns: Unsigned
 
     def check(self) -> None:
-        """Raise BadDescriptor unless the descriptor is sound, and peers may write there."""
+        """Raise BadDescriptor unless the descriptor is sound, and lets peers do something."""
         self.desc.check()
-        if not self.desc.writable or self.for_ns == 0:
-            raise BadDescriptor(f"Lease: {self.desc} for {self.for_ns} ns lets nobody write")
+        if not (self.desc.writable or self.desc.readable) or self.for_ns == 0:
+            raise BadDescriptor(f"Lease: {self.desc} for {self.for_ns} ns lets nobody do anything")
 
     def __str__(self) -> str:
         return f"lease {self.number} of {self.desc} for {self.for_ns / 1e9:g} s"
 
 
 Target = MrDesc | Lease
-"""What a write may be aimed at."""
+"""What a write may be aimed at, or a read."""
 
 _KINDS: Final = {NetAddr.KIND: "a NetAddr", MrDesc.KIND: "an MrDesc", Lease.KIND: "a Lease"}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from tep.backends.base import Access, Domain, Status
+from tep.backends.base import Domain, Status
 from tep.checks import check_seconds, unpicklable
 from tep.control.channel import Channel
 from tep.control.fencing import Fencing
@@ -416,8 +416,8 @@ def grant_lease(
     """Make a lease of the (offset, length) `where`, which `engine.lease` has checked."""
     whole = mr.desc
     start, nbytes = where
-    if mr.access is not Access.SOURCE_AND_TARGET:
-        raise BadRequest(f"lease: {mr!r} was registered with Access.SOURCE; peers may not write")
+    if not mr.access.target:
+        raise BadRequest(f"lease: {mr!r} was registered without Access.TARGET; nobody may write")
     bases = tuple(base + start for base in whole.bases)
     desc = MrDesc(whole.addr, whole.region, nbytes, whole.device, True, whole.rkeys, bases)
     holder = link.addr.domains[0]

@@ -83,7 +83,8 @@ class DomainGroup:
     Attributes:
         domains: the NICs, in order.
         alive: which of them can still be posted on.
-        backlog: queued rows of all NICs.
+        backlog: queued rows of all NICs, without reads.
+        queued_reads: queued rows of reads, and immediates that wait for them; see `core.reads`.
         offered: the backlog when post() began.
         outstanding: rows in flight, of each NIC.
         rows, nbytes: how many rows and bytes each NIC has taken so far.
@@ -111,7 +112,7 @@ class DomainGroup:
     ) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
-        self.backlog = self.offered = 0
+        self.backlog = self.offered = self.queued_reads = 0
         self.outstanding = [0] * len(domains)
         self.rows = [0] * len(domains)
         self.nbytes = [0] * len(domains)
@@ -276,6 +277,19 @@ class DomainGroup:
         self._queues[pending.domain].append(pending)
         self.backlog += batch.n
 
+    def enter(self, pending: Pending) -> None:
+        """Know a batch of reads, which `tep.core.reads` queues and posts."""
+        self._ctx = pending.batch.ctx = ctx = self._ctx + 1
+        self.batches[ctx] = pending
+        pending.older, pending.transfer.queued = pending.transfer.queued, pending
+        self.queued_reads += pending.batch.n
+
+    def enqueue_imm(self, transfer: Transfer, remote: Remote, imm: int | None) -> None:
+        """Queue one empty row that carries an immediate. Raises FabricError if there is no way."""
+        self.first_alive()
+        lane, self._cursor = plan_row(len(self.domains), remote.nics, self._cursor)
+        self._enqueue(transfer, lane, 1, (0, remote.bases[0], 0), imm, remote)
+
     def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
         """The path to use for a lane; see Link.route. Raises FabricError if all are fenced off."""
         found = link.route(self.alive, domain, nic)
@@ -419,7 +433,7 @@ class DomainGroup:
             queue.rotate(-1)
         else:
             queue.popleft()
-            self._cut(pending)
+            self.cut(pending)
         queue.appendleft(piece)
         return True
 
@@ -558,23 +572,26 @@ class DomainGroup:
                 mine.append(pending)
             pending = pending.older
         dropped = sum(pending.stop - pending.at for pending in mine)
-        transfer.dropped += dropped  # before _cut(), because finish_retransmission() looks at it
+        transfer.dropped += dropped  # before cut(), because finish_retransmission() looks at it
         for pending in reversed(mine):
-            self._cut(pending)
+            self.cut(pending)
         transfer.left -= dropped
         if not self.backlog:  # all batches that are still in the queues have ended
             for queue in self._queues:
                 queue.clear()
         return dropped
 
-    def _cut(self, pending: Pending) -> int:
+    def cut(self, pending: Pending) -> int:
         """End a batch after its posted rows; return how many rows were cut off.
 
         It is removed from its queue when it becomes the first there.
         """
         rest = pending.stop - pending.at
         pending.stop = pending.at
-        self.backlog -= rest
+        if pending.is_read:
+            self.queued_reads -= rest
+        else:
+            self.backlog -= rest
         if pending.back == pending.stop:
             self._forget(pending)
             if pending.retransmission is not None:
@@ -592,7 +609,7 @@ class DomainGroup:
     def doubt_all(self) -> None:
         """No completion will come any more: all rows in flight are in doubt."""
         for pending in list(self.batches.values()):
-            if pending.at > pending.back:
+            if pending.at > pending.back and not pending.is_read:
                 one = isinstance(
                     pending.nics, int
                 )  # then all rows are in one region, and one row stands for all
@@ -633,7 +650,7 @@ class DomainGroup:
         """A NIC is gone: end its rows, which will not complete."""
         for ctx, pending in tuple(self.batches.items()):
             out = pending.at - pending.back
-            if pending.domain == domain and out:
+            if pending.domain == domain and out and not pending.is_read:
                 self.finish_rows(domain, ctx, out, Status.NIC_DOWN, pending.back)
 
     def first_alive(self) -> int:
@@ -653,7 +670,7 @@ class DomainGroup:
             if start == stop:
                 continue  # it was dropped because another row of its transfer could not move
             retransmission, pending.retransmission = pending.retransmission, None
-            self._cut(pending)
+            self.cut(pending)
             try:
                 if not any(self.alive):
                     raise self._down_error()

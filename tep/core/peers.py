@@ -64,13 +64,19 @@ class PeerGroup:
             return steady.targets
         generation = book.generation
         remotes = [book.resolve(desc, what) for desc in descs]
-        for remote in remotes:
-            if remote.link not in self._links:
-                raise self._stranger(remote.link.addr, what)
+        self.check(remotes, book, what)
         targets = Targets(remotes)
         if all(remote.held_lease is None for remote in remotes):  # a lease is looked at every time
             self._steady = _Steady(descs, targets, generation)
         return targets
+
+    def check(self, remotes: Sequence[Remote], book: PeerBook, what: str) -> None:
+        """Raise unless the group is of this engine, and all regions are of its peers."""
+        if self.book is not book:
+            raise BadRequest(f"{what}: the peer group belongs to engine {self.book.own.name!r}")
+        for remote in remotes:
+            if remote.link not in self._links:
+                raise self._stranger(remote.link.addr, what)
 
     def _stranger(self, addr: NetAddr, what: str) -> BadRequest | StaleEpoch:
         for link in self.links:
@@ -129,6 +135,7 @@ class PeerBook:
         self._domains = domains
         self._lock = lock
         self._remotes: dict[int, Remote] = {}
+        self._readable: dict[int, Remote] = {}  # as found by reads
 
     def link(self, addr: NetAddr, what: str) -> Link:
         """The link to a peer's newest incarnation.
@@ -205,9 +212,10 @@ class PeerBook:
     def drop(self, link: Link) -> None:
         """Forget a peer that no transfer refers to any more, and its regions."""
         with self._lock:
-            for key, remote in list(self._remotes.items()):
-                if remote.link is link:
-                    del self._remotes[key]
+            for known in (self._remotes, self._readable):
+                for key, remote in list(known.items()):
+                    if remote.link is link:
+                        del known[key]
             who = link.addr.backend, link.addr.name
             if self.links.get(who) is link:
                 del self.links[who]
@@ -225,24 +233,34 @@ class PeerBook:
         found = self._remotes.get(id(desc))
         if found is not None and found.link.current:
             return found
-        if isinstance(desc, Lease):
-            link = self.link(desc.desc.addr, what)
-            _check_end(desc.desc, what)
-            return self._held_leases.resolve(desc, link, what)
+        return self._meet_region(self._remotes, desc, what, reads=False)
+
+    def resolve_readable(self, desc: Target, what: str) -> Remote:
+        """A descriptor, or lease, ready for reading from. Raises as resolve() does."""
+        found = self._readable.get(id(desc))
+        if found is not None and found.link.current:
+            return found
+        return self._meet_region(self._readable, desc, what, reads=True)
+
+    def _meet_region(
+        self, known: dict[int, Remote], target: Target, what: str, *, reads: bool
+    ) -> Remote:
+        """Resolve a target; an MrDesc is entered into `known`."""
+        desc = target.desc if isinstance(target, Lease) else target
         if not isinstance(desc, MrDesc):
             raise BadDescriptor(
                 f"{what}: {type(desc).__name__} is not an MrDesc; "
                 "decode bytes with MrDesc.from_bytes"
             )
         link = self.link(desc.addr, what)
-        if not desc.writable:
-            raise BadRequest(
-                f"{what}: {desc} was registered with Access.SOURCE; peers may not write there"
-            )
+        if not (desc.readable if reads else desc.writable):
+            raise BadRequest(_not_allowed(target, what, reads=reads))
         _check_end(desc, what)
-        if len(self._remotes) >= _RESOLVED_MAX:
-            self._remotes.clear()
-        found = self._remotes[id(desc)] = Remote(desc, link)
+        if isinstance(target, Lease):
+            return self._held_leases.resolve(target, link, what)
+        if len(known) >= _RESOLVED_MAX:
+            known.clear()
+        found = known[id(target)] = Remote(desc, link)
         return found
 
     def forget_source(self, mr: MrHandle) -> None:
@@ -250,6 +268,15 @@ class PeerBook:
         for remote in list(self._remotes.values()):
             if remote.steady is not None and remote.steady[1].mr is mr:
                 remote.steady = None
+
+    def sources(self, descs: Sequence[Target], group: PeerGroup | None, what: str) -> Targets:
+        """The regions that one gather reads from. Raises as targets() does."""
+        if not descs:
+            raise BadRequest(f"{what}: no sources")
+        remotes = [self.resolve_readable(desc, what) for desc in descs]
+        if group is not None:
+            group.check(remotes, self, what)
+        return Targets(remotes)
 
     def targets(self, descs: Sequence[Target], group: PeerGroup | None, what: str) -> Targets:
         """The targets of one scatter or barrier.
@@ -261,9 +288,16 @@ class PeerBook:
             raise BadRequest(f"{what}: no targets")
         if group is None:
             return Targets([self.resolve(desc, what) for desc in descs])
-        if group.book is not self:
-            raise BadRequest(f"{what}: the peer group belongs to engine {group.book.own.name!r}")
+        group.check((), self, what)
         return group.targets(descs, what)
+
+
+def _not_allowed(target: Target, what: str, *, reads: bool) -> str:
+    if isinstance(target, Lease):
+        return f"{what}: {target} is not for {'reading' if reads else 'writing'}"
+    if reads:
+        return f"{what}: {target} was registered without Access.READABLE; peers may not read there"
+    return f"{what}: {target} was registered without Access.TARGET; peers may not write there"
 
 
 def _check_end(desc: MrDesc, what: str) -> None:

@@ -101,9 +101,11 @@ class Pending:
     `nbytes` is the sum over the whole batch if it is known, else -1. `lost` has the rows that came
     back with an error. `retransmission` is the one that a row belongs to which is written again.
     `is_piece`: it is a piece of a long batch. `tries`: on how many paths its row was lost before.
-    `older`: the batch of the same transfer that was queued before it.
+    `older`: the batch of the same transfer that was queued before it. `is_read`: it is a batch of
+    `tep.core.reads`, which queues, posts and ends it.
     """
 
+    is_read = False
     __slots__ = (
         "at",
         "back",
@@ -226,8 +228,9 @@ def row_error(domain: Domain, pending: Pending, row: int, status: int) -> Fabric
     remote, nic = pending.target(row)
     code, hint = Status(status).name, domain.status_text(status)
     peer = f"{remote.link.addr.name} NIC {nic}"
+    what = f"{pending.transfer.job.kind} {'from' if pending.is_read else 'to'} {peer}"
     return FabricError(
-        f"{pending.transfer.job.kind} to {peer} failed on NIC {pending.domain} "
+        f"{what} failed on NIC {pending.domain} "
         f"({domain.caps.nic}) at row {row}: {code}{': ' + hint if hint else ''}",
         code=code,
         domain=pending.domain,

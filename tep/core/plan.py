@@ -11,7 +11,7 @@ import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
+from tep.api import Barrier, Paged, Read, Routing, Scatter, Shape, Single
 from tep.checks import check_int, shown
 from tep.errors import BadRequest
 
@@ -231,14 +231,14 @@ def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
     """How many immediates one request makes at each of its targets; feed it to `expect_imm_count`.
 
     Args:
-        shape: Single, Paged, Scatter or Barrier.
+        shape: Single, Paged, Scatter, Barrier or Read.
         nlocal: NICs of the sender.
         nremote: NICs of the receiver.
 
     Returns:
         Paged: one a page. Single, and scatter by bytes: one a row, which is one a shard up to 1 GiB
             each.
-        Scatter by peers, Barrier: one.
+        Scatter by peers, Barrier: one. Read: one, once all rows are back.
 
     Raises:
         BadRequest: as for the request itself.
@@ -256,9 +256,9 @@ def count_imms(shape: Shape, nlocal: int = 1, nremote: int = 1) -> int:
                 if routing.scatter_by == "bytes"
                 else 1
             )
-        case Barrier():
+        case Barrier() | Read():
             return 1
         case _:
             raise BadRequest(
-                f"count_imms: shape={shown(shape)} is no Single, Paged, Scatter or Barrier"
+                f"count_imms: shape={shown(shape)} is no Single, Paged, Scatter, Barrier or Read"
             )

@@ -61,12 +61,14 @@ class MrHandle:
         keys: the region's keys, one a NIC.
         desc: what peers need to write here.
         inflight: transfers that read from here now.
-        readers: NICs of which a row from here came back unsent or unknown: one that is down by now
-            may be reading still.
+        readers: NICs of which a row from here, or a read to here, came back unsent or unknown: one
+            that is down by now may be at it still.
+        given_up: whether a NIC that lives may still carry out a read to here (Status.GIVEN_UP).
     """
 
     __slots__ = (
-        "access", "closed", "desc", "inflight", "keys", "memory", "owner", "ptr", "readers",
+        "access", "closed", "desc", "given_up", "inflight", "keys", "memory", "owner", "ptr",
+        "readers",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +87,7 @@ class MrHandle:
         self.desc = desc
         self.inflight = 0
         self.readers: frozenset[int] = frozenset()
+        self.given_up = False
         self.closed = False
 
     __reduce__ = unpicklable("it is memory of this process; send `mr.desc.to_bytes()` to peers")
@@ -155,6 +158,11 @@ class MrView(MrHandle):
     def readers(self) -> frozenset[int]:  # type: ignore[override]  # the region has it
         """As of the region."""
         return self.root.readers
+
+    @property
+    def given_up(self) -> bool:  # type: ignore[override]  # the region has it
+        """As of the region."""
+        return self.root.given_up
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
@@ -287,6 +295,7 @@ class Job:
         split: the columns are whole writes that NICs share; `shares_of` makes their rows.
     """
 
+    is_read = False
     __slots__ = (
         "dst",
         "imm",

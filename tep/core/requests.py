@@ -358,21 +358,23 @@ def _check_pages(
     return offset, stride
 
 
-def _refuse_overlap(verb: str, pages: Pages, page_bytes: int, stride: int) -> None:
-    """Refuse target pages that share bytes: which would win is undefined on every fabric.
+def _refuse_overlap(
+    verb: str, pages: Pages, page_bytes: int, stride: int, side: str = "target"
+) -> None:
+    """Refuse pages that share bytes where they arrive: which would win is undefined.
 
     Pages are listed twice, or the stride is below their size; then they overlap perhaps.
     """
     if stride >= page_bytes:
         order = np.sort(pages.indices)
         twice = int(order[np.flatnonzero(order[1:] == order[:-1])[0]])
-        raise BadRequest(f"{verb}: target page {twice} is listed more than once")
+        raise BadRequest(f"{verb}: {side} page {twice} is listed more than once")
     order = np.sort(pages.indices) * np.uint64(stride)
     close = np.flatnonzero(order[1:] - order[:-1] < np.uint64(page_bytes))
     if close.size:
         at = pages.offset + int(order[close[0]])
         raise BadRequest(
-            f"{verb}: target pages overlap: two pages of {page_bytes} bytes start within one page "
+            f"{verb}: {side} pages overlap: two pages of {page_bytes} bytes start within one page "
             f"of byte {at} (stride {stride})"
         )
 

@@ -35,9 +35,9 @@ class TransferStats:
     """One transfer.
 
     Attributes:
-        kind: "single", "paged", "scatter", "barrier" or "send".
+        kind: "single", "paged", "scatter", "barrier", "single read", "paged read" or "gather".
         state: "pending", "done" (the handle is `ok`), "cancelled" or "failed".
-        rows: writes it makes in all.
+        rows: writes, or reads and the immediates that follow them, that it makes in all.
         nbytes: bytes it moves in all.
         rows_posted: taken by NICs so far.
         rows_back: returned by NICs so far, well or not.
@@ -76,7 +76,9 @@ class EngineStats:
         transfers_done, transfers_failed, transfers_cancelled: how those that settled ended.
         rows_backlog: rows waiting for a NIC to take them.
         rows_outstanding: rows that each NIC has now.
-        nics: rows and bytes each NIC has carried.
+        nics: rows and bytes each NIC has carried, without reads.
+        reads: rows and bytes that each NIC was to read.
+        reads_again: rows of reads that were posted again.
         imms_counted: immediates that arrived and were counted.
         imms_unexpected: (immediate, count) that arrived and nobody has taken, at most 1,000 of
             them.
@@ -109,4 +111,6 @@ class EngineStats:
     transfers_in_doubt: int = 0
     bytes_quarantined: int = 0
     control_dropped: tuple[tuple[str, int], ...] = ()
+    reads: tuple[NicBytes, ...] = ()
+    reads_again: int = 0
     failover: Failover = Failover.AVAILABLE

@@ -76,12 +76,12 @@ class Pace:
 class Transfer(Handle):
     """One submitted request.
 
-    `ok` means only that the source buffer may be reused.
+    `ok` means only that the source buffer may be reused; of a read, that all bytes are here.
 
     Attributes:
         job: the request.
         rows: how many writes it makes; with an immediate, also how many immediates, over all
-            targets.
+            targets. A read: its rows, and one more for each owner if an immediate follows.
         left: rows that have not come back from a NIC, posted or not.
         failed_rows: rows that came back with an error.
         failure: the first error; the transfer fails with it when nothing is posted any more.
@@ -260,7 +260,8 @@ class Transfer(Handle):
         stats = self.stats()
         peers = _names(self.job.remotes)
         return (
-            f"{stats.kind} of {stats.rows} rows, {stats.nbytes} bytes to {peers}: {stats.state}; "
+            f"{stats.kind} of {stats.rows} rows, {stats.nbytes} bytes "
+            f"{'from' if self.job.is_read else 'to'} {peers}: {stats.state}; "
             f"{stats.rows_posted} posted, {stats.rows_back} back, {stats.rows_failed} failed, "
             f"{stats.rows_dropped} dropped"
             + (

@@ -258,19 +258,20 @@ class Machine:
                 f"engines; {instead}, or use a backend with them, like loopback or sim"
             )
 
-    def reserve(self, kind: str, rows: int) -> int:
+    def reserve(self, kind: str, rows: int, reads: int = 0) -> int:
         """Reserve room for rows in the backlog, which includes commands that are not taken yet.
 
         Returns how many rows it has counted for the handle: none if no command is waiting, as is
         usual where the caller turns the engine, for then the backlog tells. So the first command
         that waits may not be counted; all behind it are.
+        `reads` are rows that wait besides; only submits of reads count them.
         """
         worker = self.worker
-        others = worker.group.backlog + worker.outbox.waiting
+        others = worker.group.backlog + worker.outbox.waiting + reads
         if not worker.commands and others + rows <= self._backlog_max:
             return 0
         with self.driver.lock:
-            others = worker.group.backlog + worker.outbox.waiting
+            others = worker.group.backlog + worker.outbox.waiting + reads
             waiting = self._rows_asked - worker.taken + others
             waiting += sum(handle.rows - handle.reserved for handle in worker.not_taken(1))
             if waiting + rows > self._backlog_max:

@@ -5,7 +5,7 @@ The rules are in ARCHITECTURE.md, the statuses in `tep.core.quarantine`.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, Protocol
 
 from tep.backends.base import Domain
 from tep.core.quarantine import Quarantine
@@ -14,6 +14,9 @@ from tep.engine.worker import Worker
 from tep.errors import BusyError
 
 __all__ = ["Keeper", "keep_or_free", "quarantines"]
+
+
+_GIVEN_UP: Final = "a read into it was given up, and may still be carried out"
 
 
 class Keeper(Protocol):
@@ -38,6 +41,7 @@ def quarantines(engine: Keeper, mr: MrHandle) -> tuple[Quarantine, ...]:
         Quarantine(0, whole, f"NIC {k} ({engine.domains[k].caps.nic}) is down, cannot be asked")
         for k in _down(engine, mr)
     ]
+    found += [Quarantine(0, whole, _GIVEN_UP)] if mr.given_up else []
     return (*found, *engine.worker.leases.quarantines(mr))
 
 
@@ -60,6 +64,7 @@ def keep_or_free(engine: Keeper, mr: MrHandle) -> None:
     leases = engine.worker.leases
     leases.refuse(mr)
     why = [f"NIC {k} ({engine.domains[k].caps.nic}) is down" for k in _down(engine, mr)]
+    why += [_GIVEN_UP] if mr.given_up else []
     fences = all(domain.caps.deregister_fences for domain in engine.domains)
     why += [] if fences else [found.why for found in leases.quarantines(mr)]
     if why and mr.memory.owner is None:

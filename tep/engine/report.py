@@ -5,6 +5,7 @@ Only reads; all of it works while the engine runs.
 
 from __future__ import annotations
 
+from operator import add
 from typing import Final, Protocol, runtime_checkable
 
 from tep.backends.base import Domain
@@ -63,9 +64,11 @@ def engine_stats(engine: Reported) -> EngineStats:
         transfers_done=worker.settled[State.DONE],
         transfers_failed=worker.settled[State.FAILED],
         transfers_cancelled=worker.settled[State.CANCELLED],
-        rows_backlog=group.backlog,
-        rows_outstanding=tuple(group.outstanding),
+        rows_backlog=group.backlog + group.queued_reads,
+        rows_outstanding=tuple(map(add, group.outstanding, worker.reads.outstanding)),
         nics=tuple(map(NicBytes, group.rows, group.nbytes)),
+        reads=tuple(map(NicBytes, worker.reads.rows, worker.reads.nbytes)),
+        reads_again=worker.reads.again,
         imms_counted=worker.imms.total,
         imms_unexpected=tuple(unexpected),
         expectations=worker.imms.waiting + _not_taken(worker),
@@ -120,7 +123,8 @@ def _not_taken(worker: Worker) -> int:
 
 def _quarantines(engine: Reported) -> list[tuple[MrHandle, Quarantine]]:
     worker = engine.worker
-    if all(worker.group.alive) and not worker.leases.held_back and not engine.crashed:
+    calm = all(worker.group.alive) and not worker.reads.given_up
+    if calm and not worker.leases.held_back and not engine.crashed:
         return []
     regions = [*list(engine.regions.values()), *list(engine.kept)]
     return [(mr, found) for mr in regions for found in mr.quarantined]
@@ -214,11 +218,12 @@ def stall_report(engine: Reported) -> str:
         lines.append(f"  ... and {len(waiting) - _LISTED_MAX} more")
     for k, domain in enumerate(engine.domains):
         state = "alive" if group.alive[k] else "DOWN"
-        lines.append(
-            f"  NIC {k} ({domain.caps.nic}, {state}): {group.outstanding[k]} rows outstanding"
-        )
+        rows, reads = group.outstanding[k], worker.reads.outstanding[k]
+        more = f", {reads} reads" if reads else ""
+        lines.append(f"  NIC {k} ({domain.caps.nic}, {state}): {rows} rows outstanding{more}")
     lines += [f"  {n} control messages dropped: {d}" for d, n in _drops(worker)]
-    lines.append(f"  {group.backlog} rows wait for a NIC; {worker.imms.total} immediates counted")
+    queued = group.backlog + group.queued_reads
+    lines.append(f"  {queued} rows wait for a NIC; {worker.imms.total} immediates counted")
     extra = [f"{imm:#x} x {n}" for imm, n in list(worker.imms.counts.items())[:_LISTED_MAX]]
     if extra:
         lines.append(f"  immediates here that no expectation has used: {', '.join(extra)}")

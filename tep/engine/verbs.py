@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
-from tep.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.api import EngineOptions, GatherSrc, Pages, Routing, ScatterDst
 from tep.backends import open_device
 from tep.backends.base import Access, Domain
 from tep.checks import (
@@ -31,7 +31,15 @@ from tep.control.messages import REASON_MAX
 from tep.core.imm import check_imm
 from tep.core.path import Link
 from tep.core.peers import PeerGroup
-from tep.core.region import Job, MrHandle, check_source, register
+from tep.core.read_requests import (
+    ReadJob,
+    check_sink,
+    gather_job,
+    paged_read_job,
+    pair_of,
+    single_read_job,
+)
+from tep.core.region import Job, MrHandle, Remote, check_source, register
 from tep.core.requests import (
     DEFAULT,
     ImmArg,
@@ -48,8 +56,8 @@ from tep.drivers import Driver
 from tep.engine.machine import Machine
 from tep.engine.regions import keep_or_free
 from tep.engine.report import engine_stats, explain
-from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError
-from tep.memory import Buffer, adapt, copied
+from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
+from tep.memory import Buffer, Memory, adapt, copied
 from tep.topology import Topology, detect
 from tep.turning import driver_for
 from tep.watch import Watcher
@@ -203,7 +211,8 @@ class TransferEngine:
         Args:
             buffer: what `tep.memory.adapt` takes: arrays, buffers, mmap, DLPack, CUDA arrays,
                 (pointer, nbytes, device).
-            access: Access.SOURCE for memory that peers may not write.
+            access: Access.SOURCE for memory that peers may not write; with `| Access.READABLE` they
+                may read it. Access.SINK is memory that reads of this engine bring bytes to.
 
         Returns:
             The handle, for use as a source here, and the descriptor, for the peers. The engine
@@ -212,16 +221,13 @@ class TransferEngine:
         Raises:
             BadRequest: not registrable; read-only memory as a target; a device that a NIC cannot
                 reach.
+            UsageError: rights to read, where the NICs have no reads.
             FabricError: a NIC refused.
         """
         self._machine.check_open("reg_mr")
         check_kind("reg_mr: access", access, Access)
         memory = adapt(buffer)
-        if memory.readonly and access is not Access.SOURCE:
-            raise BadRequest(
-                f"reg_mr: {memory.nbytes} bytes of read-only memory cannot be a target; "
-                "register with access=Access.SOURCE"
-            )
+        access = self._check_access(memory, access)
         keys = self.driver.call(lambda: register(self._domains, memory, access))
         number = self._machine.new_region_number()
         desc = MrDesc(
@@ -232,6 +238,7 @@ class TransferEngine:
             access.target,
             tuple(key.rkey for key in keys),
             tuple(key.base for key in keys),
+            access.readable,
         )
         handle = MrHandle(self._machine, memory, access, keys, desc)
         self._machine.regions[number] = handle
@@ -244,7 +251,7 @@ class TransferEngine:
         quarantine, the engine holds it until close(), and `mr.quarantined` goes on to say so.
 
         Raises:
-            BusyError: transfers still read from it, a lease of it is not over, or the engine would
+            BusyError: transfers still use it, a lease of it is not over, or the engine would
                 have to hold memory that it was given as a bare pointer.
             ClosedError: it was given back before.
         """
@@ -261,7 +268,7 @@ class TransferEngine:
             )  # again: another thread may have been here
             if mr.inflight:
                 raise BusyError(
-                    f"deregister: region {mr.desc.region} is the source of {mr.inflight} transfers "
+                    f"deregister: region {mr.desc.region} is in use by {mr.inflight} transfers "
                     "in flight; wait for them, or cancel them"
                 )
             keep_or_free(machine, mr)
@@ -422,6 +429,83 @@ class TransferEngine:
         """Send one immediate without bytes to each target; each counts one."""
         targets = self._peers.targets(dsts, group, "submit_barrier")
         return self._submit(barrier_job(targets, imm, routing, len(self._domains)), on_done)
+
+    # ------------------------------------------------------------------ reads
+
+    def submit_single_read(
+        self,
+        nbytes: int,
+        src: tuple[Target, int],
+        dst: tuple[MrHandle, int],
+        imm: int | None = None,
+        *,
+        routing: Routing = DEFAULT,
+        on_done: Callable[[Transfer], object] | None = None,
+    ) -> Transfer:
+        """Read `nbytes` contiguous bytes from (descriptor, offset) to (region, offset).
+
+        Long ones are cut into shards over all NICs. `ok` means that all bytes are here. With an
+        `imm` the owner then gets one immediate (`tep.count_imms(tep.Read())`): its memory was read.
+        A read that fails or is cancelled before has told it nothing.
+        """
+        what = "submit_single_read"
+        pair_of(what, src, dst, "offset")
+        remote = self._source(src[0], dst[0], what)
+        job = single_read_job(nbytes, (remote, src[1]), dst, imm, routing, len(self._domains))
+        return self._submit_read(job, on_done)
+
+    def submit_paged_reads(
+        self,
+        page_bytes: int,
+        src: tuple[Target, Pages],
+        dst: tuple[MrHandle, Pages],
+        imm: int | None = None,
+        *,
+        routing: Routing = DEFAULT,
+        on_done: Callable[[Transfer], object] | None = None,
+    ) -> Transfer:
+        """Read page k of the source list to page k of the destination list, for all k.
+
+        Args:
+            page_bytes: length of each page.
+            src: descriptor and pages; they may be listed twice.
+            dst: region and pages; they must not overlap.
+            imm: what the owner gets, once, when all pages are back; None: nothing.
+            routing: `domain` pins to one NIC.
+            on_done: called with the transfer once it settles.
+        """
+        what = "submit_paged_reads"
+        pair_of(what, src, dst, "pages")
+        remote = self._source(src[0], dst[0], what)
+        job = paged_read_job(page_bytes, (remote, src[1]), dst, imm, routing, len(self._domains))
+        return self._submit_read(job, on_done)
+
+    def submit_gather(
+        self,
+        dst: MrHandle,
+        srcs: Sequence[GatherSrc],
+        imm: int | None = None,
+        *,
+        group: PeerGroup | None = None,
+        routing: Routing = DEFAULT,
+        on_done: Callable[[Transfer], object] | None = None,
+    ) -> Transfer:
+        """Read a slice of each source into one region here: a scatter, the other way.
+
+        With an `imm` each owner gets one immediate once all slices of all owners are back.
+        """
+        what = "submit_gather"
+        self._check_reads(what)
+        check_sink(dst, self._machine, what)
+        job = gather_job(
+            dst,
+            srcs,
+            lambda descs: self._peers.sources(descs, group, what),
+            imm,
+            routing,
+            len(self._domains),
+        )
+        return self._submit_read(job, on_done)
 
     # ------------------------------------------------------------------ messages
 
@@ -681,6 +765,49 @@ class TransferEngine:
         transfer = Transfer(machine, job, rows, nlocal, self.driver.now_s(), reserved)
         machine.enqueue(self._worker.start, transfer, on_done)
         return transfer
+
+    def _check_longest(self, job: Job) -> None:
+        limit = self._row_bytes_max
+        if job.longest > limit and (longest := longest_row(job, len(self._domains))) > limit:
+            raise BadRequest(
+                f"{job.kind}: rows of {longest} bytes, but a NIC here takes {limit} at the most"
+            )
+
+    def _submit_read(self, job: ReadJob, on_done: Callable[[Transfer], object] | None) -> Transfer:
+        machine, worker = self._machine, self._worker
+        machine.check_open(f"submit ({job.kind})")
+        self._check_longest(job)
+        reserved = machine.reserve(job.kind, job.n, worker.group.queued_reads)
+        nlocal, now_s = len(self._domains), self.driver.now_s()
+        transfer = Transfer(machine, job, job.n, nlocal, now_s, reserved)
+        machine.enqueue(worker.start_read, transfer, on_done)
+        return transfer
+
+    def _source(self, src: Target, dst: MrHandle, what: str) -> Remote:
+        self._check_reads(what)
+        check_sink(dst, self._machine, what)
+        return self._peers.resolve_readable(src, what)
+
+    def _check_reads(self, what: str) -> None:
+        for domain in self._domains:
+            if not domain.caps.reads:
+                raise UsageError(
+                    f"{what}: NIC {domain.caps.nic} of backend {domain.caps.backend!r} has no "
+                    f"reads: {domain.caps.no_reads}; have the owner write instead"
+                )
+
+    def _check_access(self, memory: Memory, access: Access) -> Access:
+        known = Access.SOURCE_AND_TARGET | Access.READABLE | Access.SINK
+        if not access or access & ~known:
+            raise BadRequest(f"reg_mr: access={access!r} is no right, or one that nobody knows")
+        if memory.readonly and access.sink:
+            raise BadRequest(
+                f"reg_mr: {memory.nbytes} bytes of read-only memory cannot be a target; "
+                "register with access=Access.SOURCE"
+            )
+        if access & (Access.READABLE | Access.SINK):
+            self._check_reads(f"reg_mr: access={access!r}")
+        return access
 
 
 def _no_pair(verb: str, src: object, dst: object, second: str) -> BadRequest:

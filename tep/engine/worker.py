@@ -42,6 +42,7 @@ from tep.core.imm import ImmTable
 from tep.core.outbox import Outbox
 from tep.core.path import Link
 from tep.core.peers import PeerBook
+from tep.core.reads import Reads
 from tep.core.region import deregistered
 from tep.core.sums import Arrivals
 from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
@@ -83,6 +84,7 @@ class Worker:
 
     Attributes:
         group: the NICs.
+        reads: the rows that bring bytes here.
         imms: the table of immediates.
         commands: users' requests that no step has taken yet.
         taken: how many reserved rows and messages the commands taken so far had.
@@ -113,11 +115,12 @@ class Worker:
         why = why_unable(domains) if options.failover else None
         able = options.failover and why is None
         self.group = group = DomainGroup(domains, options.post_rows_max, failover=able, why_not=why)
+        self.reads = Reads(group, options.post_rows_max, retried=options.failover)
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}
         self.watch = WatchPage()
         self.steps = self.submitted = self.taken = 0
-        self.closed = False
+        self.closed, self._now_s = False, now_s
         self.settled = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
         self.receive: Receive | None = None
@@ -149,7 +152,6 @@ class Worker:
             options,
             now_s,
         )
-        self._now_s = now_s
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
         self._received: list[tuple[int, int]] = []
@@ -171,6 +173,8 @@ class Worker:
             work = self._take_commands()
         if group.backlog:
             work |= group.post()
+        if group.queued_reads:
+            work |= self.reads.post()
         if self.outbox.turns:
             work |= self.outbox.post()
         if group.losses:
@@ -243,6 +247,7 @@ class Worker:
             domain.close()
         except (OSError, MemoryError) as error:
             _log.error("NIC %s cannot be closed: %s", domain.caps.nic, error, exc_info=error)
+        self.reads.lost(index)
         self.group.lost(index)
         self.outbox.lost(index)
         self.channel.lost(index)
@@ -364,6 +369,28 @@ class Worker:
             transfer.dropped, transfer.left = transfer.rows, 0
             self._end(transfer, State.FAILED, error)
 
+    def start_read(self, transfer: Transfer) -> None:
+        """Command: deal a read out; as start()."""
+        self.open[transfer] = None
+        self.submitted += 1
+        self.taken += transfer.reserved
+        mr = transfer.job.mr
+        assert mr is not None
+        mr.inflight += 1
+        if self.closed:
+            self._end(transfer, State.FAILED, closed_error())
+            return
+        try:
+            if mr.closed:
+                raise deregistered(mr, transfer.job.kind)
+            if self.held_leases.known:
+                self.held_leases.start(transfer)
+            self.reads.start(transfer)
+        except TepError as error:
+            self.group.drop_queued(transfer)
+            transfer.dropped, transfer.left = transfer.rows, 0
+            self._end(transfer, State.FAILED, error)
+
     def send(self, message: Message) -> None:
         """Command: queue a message."""
         self.open[message] = None
@@ -440,7 +467,7 @@ class Worker:
             elif kind == _WRITE:
                 self.group.finish_rows(domain, ctx, count, status, row)
             else:
-                self._take_other(domain, kind, status, ctx)
+                self._take_other(domain, kind, status, count, row, ctx)
 
     def _take_columns(self, domain: int, n: int) -> None:
         kinds, counts, imms, ctxs = self._columns
@@ -491,8 +518,12 @@ class Worker:
             if arrivals is not None:
                 arrivals.add(source, imm, count)
 
-    def _take_other(self, domain: int, kind: int, status: int, ctx: int) -> None:
-        if kind == _DOWN:
+    def _take_other(
+        self, domain: int, kind: int, status: int, count: int, row: int, ctx: int
+    ) -> None:
+        if kind == _READ:
+            self.reads.finish(domain, ctx, count, status, row)
+        elif kind == _DOWN:
             self.group.nic_down(domain)
         elif kind == _SENT and ctx >= CONTROL_CTX:
             self.channel.sent(ctx, status)

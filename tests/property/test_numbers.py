@@ -82,6 +82,9 @@ def verbs(p: Pair) -> dict[str, Rules]:
     single = partial(e.submit_single_write, src=(p.mr, 0), dst=(p.desc, 0))
     paged = partial(e.submit_paged_writes, src=(p.mr, pages), dst=(p.desc, pages))
     scatter = partial(e.submit_scatter, p.mr)
+    read = partial(e.submit_single_read, src=(p.desc, 0), dst=(p.mr, 0))
+    reads = partial(e.submit_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
+    gather = partial(e.submit_gather, p.mr)
     grant = p.b.lease(p.dst_mr, p.a.main_address, for_s=1e6)
     watcher = e.alloc_uvm_watcher(lambda *_: None)
     e.submit_recvs(8, 1, repr)
@@ -126,6 +129,23 @@ def verbs(p: Pair) -> dict[str, Rules]:
             **other,
             **numbers(partial(e.submit_barrier, [p.desc]), "imm"),
             **numbers(partial(e.submit_barrier, [p.desc]), "routing", imm=1),
+        },
+        "submit_single_read": {
+            **other,
+            **numbers(read, "nbytes"),
+            **numbers(read, "routing", "imm", nbytes=8),
+            "src": lambda v: read(8, src=(p.desc, v)),
+            "dst": lambda v: read(8, dst=(p.mr, v)),
+        },
+        "submit_paged_reads": {
+            **other,
+            **numbers(reads, "page_bytes"),
+            **numbers(reads, "imm", "routing", page_bytes=8),
+        },
+        "submit_gather": {
+            **other,
+            **numbers(gather, "imm", "routing", srcs=[tep.GatherSrc(8, 0, (p.desc, 0))]),
+            "srcs": gather,
         },
         "submit_send": other,
         "submit_recvs": {**other, **numbers(recvs, "nbytes", "count")},
@@ -306,7 +326,7 @@ def more(rule: Call, name: str) -> None:
 
 NAMED = {
     "src": "source", "dst": "target", "dsts": "submit_scatter", "page_bytes": "page",
-    "nbytes": "bytes",
+    "nbytes": "bytes", "srcs": "submit_gather",
 }  # fmt: skip
 """What messages call an argument, where that is another word."""
 
@@ -317,7 +337,8 @@ def test_verbs_take_a_number_or_refuse_it_by_name(verb: str, argument: str) -> N
     with pair() as p:
         rule = verbs(p)[verb][argument]
         assert not isinstance(rule, str)
-        name = NAMED.get(argument, argument)
+        reads = (verb, argument) == ("submit_single_read", "dst")
+        name = "destination" if reads else NAMED.get(argument, argument)
         for value in ODD:
             check(rule, name, value)
         more(rule, name)

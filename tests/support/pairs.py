@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.api import EngineOptions
+from tep.backends.base import Access
 from tep.backends.loopback import Hub, open_domains
 from tep.core.handle import Handle
 from tep.drivers import InlineDriver, Machine, ThreadDriver
@@ -59,7 +60,8 @@ class Pair:
         self.src = Buffer(noise)
         self.dst = Buffer(np.full(nbytes, BLANK, np.uint8))
         self.mr, _ = a.reg_mr(self.src.data)
-        self.dst_mr, self.desc = b.reg_mr(self.dst.data)
+        open_both_ways = Access.SOURCE_AND_TARGET | Access.READABLE
+        self.dst_mr, self.desc = b.reg_mr(self.dst.data, access=open_both_ways)
 
     def turn_until(self, done: Callable[[], bool], turns_max: int = 20_000) -> None:
         """Turn both engines until done() holds."""

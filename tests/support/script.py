@@ -17,6 +17,8 @@ from tep.backends.base import (
     DomainCaps,
     DomainKey,
     Kind,
+    ReadBatch,
+    ReadRow,
     Row,
     Status,
     WriteBatch,
@@ -30,7 +32,7 @@ from tep.memory import Memory
 class Posted(NamedTuple):
     """One row that a NIC took: the row, its batch, and its index there."""
 
-    row: Row
+    row: Row | ReadRow
     ctx: int
     index: int
 
@@ -53,7 +55,9 @@ class ScriptNic:
         closed: close() was called.
     """
 
-    def __init__(self, name: str, nic: int, *, max_write_bytes: int = 1 << 40) -> None:
+    def __init__(
+        self, name: str, nic: int, *, max_write_bytes: int = 1 << 40, reads: int = 0
+    ) -> None:
         self.caps = DomainCaps(
             backend="script",
             nic=f"{name}/{nic}",
@@ -64,6 +68,7 @@ class ScriptNic:
             ordered=False,
             imm_eats_recv=False,
             peer_timeout_s=1.0,
+            reads=reads,
         )
         self.nic = nic
         self.address = f"{name}/{nic}".encode()
@@ -90,7 +95,8 @@ class ScriptNic:
         """Return the oldest rows it holds, all of them by default."""
         for _ in range(len(self.out) if nrows is None else nrows):
             done = self.out.popleft()
-            self._events.append((Kind.WRITE, status, 1, 0, done.index, done.ctx, 0))
+            kind = Kind.READ if isinstance(done.row, ReadRow) else Kind.WRITE
+            self._events.append((kind, status, 1, 0, done.index, done.ctx, 0))
 
     def arrive(self, imm: int, count: int = 1) -> None:
         """Let immediates of a peer arrive here."""
@@ -141,6 +147,16 @@ class ScriptNic:
         taken = min(self.room, stop - start)
         if isinstance(batch.peer, int) and batch.peer in self.refuse_peers:
             taken = 0
+        for index, row in enumerate(batch.rows(start, start + taken), start):
+            done = Posted(row, batch.ctx, index)
+            self.posted.append(done)
+            self.out.append(done)
+        self.room -= taken
+        return taken
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        assert not self.closed, "a read was posted on a closed NIC"
+        taken = min(self.room, stop - start)
         for index, row in enumerate(batch.rows(start, start + taken), start):
             done = Posted(row, batch.ctx, index)
             self.posted.append(done)
@@ -223,9 +239,12 @@ def scripted(
     epoch: int = 1,
     options: EngineOptions = EngineOptions(),
     max_write_bytes: int = 1 << 40,
+    reads: int = 0,
 ) -> Scripted:
     """Open an engine over NICs on strings."""
-    domains = [ScriptNic(name, nic, max_write_bytes=max_write_bytes) for nic in range(nics)]
+    domains = [
+        ScriptNic(name, nic, max_write_bytes=max_write_bytes, reads=reads) for nic in range(nics)
+    ]
     driver = InlineDriver()
     engine = TransferEngine(domains, driver=driver, name=name, epoch=epoch, options=options)
     return Scripted(engine, domains, driver)

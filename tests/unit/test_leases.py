@@ -346,7 +346,7 @@ def test_leases_that_cannot_be(pair: Pair) -> None:
     for for_s in (0, -1, float("nan"), float("inf")):
         with pytest.raises(BadRequest, match="for_s=.* is "):
             lease(pair.mr, peer, for_s=for_s)
-    with pytest.raises(BadRequest, match="peers may not write"):
+    with pytest.raises(BadRequest, match="nobody may write"):
         lease(private, peer, for_s=1)
     with pytest.raises(BadDescriptor):
         Lease.from_bytes(pair.desc.to_bytes())

@@ -57,7 +57,7 @@ def test_deregistering_a_source_in_flight_is_refused_until_it_is_back() -> None:
     mr, desc = own.engine.reg_mr(memory(1 << 20))
     pages = Pages(range(4))
     own.engine.submit_paged_writes(64, (mr, pages), (desc, pages))
-    message = "deregister: region 1 is the source of 1 transfers in flight; wait for them, or canc"
+    message = "deregister: region 1 is in use by 1 transfers in flight; wait for them, or canc"
     with pytest.raises(BusyError, match=message):  # not even taken by the worker
         own.engine.deregister(mr)
     own.turn()

@@ -70,7 +70,7 @@ def test_a_transfer_from_a_view_keeps_the_region() -> None:
         sent = p.a.submit_single_write(64, (view, 0), (p.desc, 0))
         p.a._worker.take_all_commands()
         assert (1, 1) == (p.mr.inflight, view.inflight)
-        with pytest.raises(tep.BusyError, match="the source of 1 transfers"):
+        with pytest.raises(tep.BusyError, match="in use by 1 transfers"):
             p.a.deregister(p.mr)
         p.settle(sent)
         with pytest.raises(tep.BadRequest, match="is a view; give the region itself"):

@@ -27,6 +27,7 @@ DESC = MrDesc(
     writable=True,
     rkeys=(2**64 - 1, 2),
     bases=(2**63, 0),
+    readable=True,
 )
 
 ADDR_PAYLOAD = (
@@ -37,27 +38,28 @@ ADDR_PAYLOAD = (
     "92c4046e696330c4046e696331"  # two addresses as bin8
     "92cf0000002e90edd00000"  # 200 Gbit/s as uint64, and unknown
 )
-GOLDEN_ADDR = "54455041010025000000c1335c8f" + ADDR_PAYLOAD
+GOLDEN_ADDR = "54455041020025000000cc286846" + ADDR_PAYLOAD
 GOLDEN_DESC = (
-    "5445504d01004a000000a569732b"
-    "97" + ADDR_PAYLOAD + "03"  # seven fields  # region
+    "5445504d02004b000000b1137a9c"
+    "98" + ADDR_PAYLOAD + "03"  # eight fields  # region
     "ce00010000"  # 65,536 bytes
     "a6637564613a31"  # "cuda:1"
     "c3"  # writable
     "92cfffffffffffffffff02"  # rkeys: the largest 64-bit key, and 2
     "92cf800000000000000000"  # bases: 2**63, and 0
+    "c3"  # readable
 )
 
 LEASE = Lease(desc=DESC, number=5, holder=b"nic9", for_ns=10**9)
 GOLDEN_LEASE = (
-    "5445504c010057000000a9620b60"
+    "5445504c020058000000ccf448fa"
     "94" + GOLDEN_DESC[28:] + "05"  # four fields  # number
     "c4046e696339"  # holder as bin8
     "ce3b9aca00"  # a second
 )
 
 
-def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 1, magic: bytes = b"TEP") -> bytes:
+def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 2, magic: bytes = b"TEP") -> bytes:
     """Put a payload into an envelope whose length and checksum are right."""
     head = magic + kind + version.to_bytes(2, "little") + len(payload).to_bytes(4, "little")
     return head + zlib.crc32(head + payload).to_bytes(4, "little") + payload
@@ -103,7 +105,7 @@ def test_payload_holds_the_fields_in_class_order() -> None:
     payload = msgspec.msgpack.decode(DESC.to_bytes()[14:])
 
     assert payload[1:5] == [DESC.region, DESC.nbytes, DESC.device, DESC.writable]
-    assert payload[5:] == [list(DESC.rkeys), list(DESC.bases)]
+    assert payload[5:] == [list(DESC.rkeys), list(DESC.bases), DESC.readable]
     assert payload[0][:3] == [ADDR.backend, ADDR.name, ADDR.epoch]
 
 
@@ -135,7 +137,7 @@ def test_descriptions_name_owner_and_epoch() -> None:
     assert "region 3 (65536 bytes, cuda:1) of a@loopback/2 NICs, epoch 7" == str(DESC)
 
 
-FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0]]
+FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0], False]
 
 
 @pytest.mark.parametrize(
@@ -145,22 +147,28 @@ FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0]]
         (b"\x80\x04pickle-of-something", "starts with .*; these bytes were not written by tep"),
         (ADDR.to_bytes(), "MrDesc: these bytes are a NetAddr, not a MrDesc"),
         (sealed(b"", kind=b"Z"), "MrDesc: these bytes are an unknown kind b'Z', not a MrDesc"),
-        (sealed(b"", version=2), "MrDesc: wire version 2, this tep reads 1; run the same release"),
-        (sealed(b"", version=2, kind=b"Z"), "wire version 2"),
-        (DESC.to_bytes()[:-1], "73 payload bytes, the envelope says 74; truncated or padded"),
-        (DESC.to_bytes() + b"\0", "75 payload bytes, the envelope says 74; truncated or padded"),
-        (DESC.to_bytes()[:-1] + b"\1", "MrDesc: checksum 0x2b7369a5 does not fit the bytes"),
+        (sealed(b"", version=1), "MrDesc: wire version 1, this tep reads 2; run the same release"),
+        (sealed(b"", version=1, kind=b"Z"), "wire version 1"),
+        (DESC.to_bytes()[:-1], "74 payload bytes, the envelope says 75; truncated or padded"),
+        (DESC.to_bytes() + b"\0", "76 payload bytes, the envelope says 75; truncated or padded"),
+        (DESC.to_bytes()[:-1] + b"\1", "MrDesc: checksum 0x9c7a13b1 does not fit the bytes"),
         (sealed(b""), "MrDesc: payload does not hold its fields"),
         (sealed(b"\xc1"), "MrDesc: payload does not hold its fields"),
         (sealed(msgspec.msgpack.encode({"a": 1})), "payload does not hold its fields"),
-        (sealed(msgspec.msgpack.encode(FIELDS[:-1])), "payload does not hold its fields"),
+        (sealed(msgspec.msgpack.encode(FIELDS[:-2])), "payload does not hold its fields"),
         (sealed(msgspec.msgpack.encode([*FIELDS, 0])), "payload does not hold its fields"),
         (sealed(msgspec.msgpack.encode([ADDR, -1, *FIELDS[2:]])), "payload does not hold"),
         (sealed(msgspec.msgpack.encode([ADDR, 3.0, *FIELDS[2:]])), "payload does not hold"),
         (sealed(msgspec.msgpack.encode([ADDR, "3", *FIELDS[2:]])), "payload does not hold"),
-        (sealed(msgspec.msgpack.encode([*FIELDS[:5], [1], [0, 0]])), "2 NICs, 1 keys and 2 bases"),
-        (sealed(msgspec.msgpack.encode([*FIELDS[:5], [1, 2], [0]])), "2 NICs, 2 keys and 1 bases"),
-        (sealed(b"\x97\x95\xa1\xff"), "MrDesc: payload does not hold its fields"),
+        (
+            sealed(msgspec.msgpack.encode([*FIELDS[:5], [1], [0, 0], True])),
+            "2 NICs, 1 keys and 2 bases",
+        ),
+        (
+            sealed(msgspec.msgpack.encode([*FIELDS[:5], [1, 2], [0], True])),
+            "2 NICs, 2 keys and 1 bases",
+        ),
+        (sealed(b"\x98\x95\xa1\xff"), "MrDesc: payload does not hold its fields"),
     ],
 )
 def test_refused_by_message(data: bytes, message: str) -> None:
@@ -190,7 +198,7 @@ def test_impossible_addresses_are_refused(domains: list, link_bps: list, message
 
 def test_descriptor_of_an_impossible_address_is_refused() -> None:
     """The owner inside a descriptor is as hostile as the descriptor."""
-    owner = ["b", "n", 1, [], []]
+    fields = [["b", "n", 1, [], []], 3, 1, "cpu", True, [], [], False]
 
     with pytest.raises(BadDescriptor, match="NetAddr: 0 NICs"):
-        MrDesc.from_bytes(sealed(msgspec.msgpack.encode([owner, 3, 1, "cpu", True, [], []])))
+        MrDesc.from_bytes(sealed(msgspec.msgpack.encode(fields)))

@@ -1,0 +1,230 @@
+"""From a read's arguments to columns: every check that a read can fail, before anything is posted.
+
+The columns stand at the same ends as those of a write: `src` is here, where the bytes go, `dst` at
+the owner. Nothing here queues or posts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from tep.api import GatherSrc, Pages, Routing
+from tep.backends.base import Column
+from tep.checks import check_int, shown
+from tep.core.imm import check_imm
+from tep.core.pending import Pending
+from tep.core.plan import ROW_BYTES_MAX, plan_single
+from tep.core.region import Job, MrHandle, Remote, Targets, check_source
+from tep.core.requests import (
+    _addresses,
+    _check_pages,
+    _check_range,
+    _check_routing,
+    _refuse_overlap,
+    _refuse_shards,
+)
+from tep.errors import BadRequest
+from tep.wire import Target
+
+__all__ = [
+    "ReadJob",
+    "check_sink",
+    "gather_job",
+    "paged_read_job",
+    "pair_of",
+    "single_read_job",
+]
+
+T = TypeVar("T")
+
+
+class ReadJob(Job):
+    """One read as columns. `n` counts the immediates that follow it, too: one for each owner.
+
+    Attributes:
+        owner_imm: the immediate that each owner gets once all rows are back; None: none.
+        owners: how many immediates that are.
+        after: these immediates, while they wait for the rows.
+    """
+
+    __slots__ = ("after", "owner_imm", "owners")
+    is_read = True
+
+    def __init__(
+        self,
+        kind: str,
+        mr: MrHandle,
+        remotes: Remote | Targets,
+        columns: tuple[Column, Column, Column],
+        imm: int | None,
+        n: int,
+        total: int,
+        longest: int,
+        routing: Routing,
+    ) -> None:
+        self.owner_imm = None if imm is None else check_imm(imm)
+        owners = [remotes] if isinstance(remotes, Remote) else remotes.remotes
+        self.owners = 0 if imm is None else len({remote.link for remote in owners})
+        self.after: Pending | None = None
+        super().__init__(kind, mr, remotes, columns, None, n + self.owners, total, longest, routing)
+        self.split = kind == "single read" or (kind == "gather" and routing.scatter_by == "bytes")
+
+
+def check_sink(mr: object, owner: object, what: str) -> None:
+    """Raise unless this is a live region of the engine `owner` that reads may write to."""
+    check_source(mr, owner, what)  # type: ignore[arg-type]  # it is compared only
+    assert isinstance(mr, MrHandle)
+    if not mr.access.sink:
+        raise BadRequest(
+            f"{what}: {mr!r} was registered with {mr.access!r}; bytes are read into memory of "
+            "Access.SINK or Access.SOURCE_AND_TARGET"
+        )
+
+
+def pair_of(verb: str, src: tuple[Target, T], dst: tuple[MrHandle, T], second: str) -> None:
+    """Raise unless source and destination are two things each."""
+    try:
+        (_, _), (_, _) = src, dst
+    except (TypeError, ValueError):
+        raise BadRequest(
+            f"{verb}: src={shown(src)} dst={shown(dst)}; src is (MrDesc or Lease, {second}), dst "
+            f"is (MrHandle, {second})"
+        ) from None
+
+
+def single_read_job(
+    nbytes: int,
+    src: tuple[Remote, int],
+    dst: tuple[MrHandle, int],
+    imm: int | None,
+    routing: Routing,
+    nlocal: int,
+) -> ReadJob:
+    """Check one contiguous read.
+
+    Raises:
+        BadRequest: a range outside its region, an immediate beyond 32 bits, or more shards than
+            lanes.
+    """
+    verb = "submit_single_read"
+    (remote, there), (mr, here) = src, dst
+    nbytes = check_int(f"{verb}: nbytes", nbytes)
+    there = check_int(f"{verb}: source offset", there)
+    here = check_int(f"{verb}: destination offset", here)
+    _check_range(verb, "source", there, nbytes, remote.nbytes, remote.desc)
+    _check_range(verb, "destination", here, nbytes, mr.memory.nbytes, mr)
+    _check_routing(verb, routing, nlocal)
+    rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
+    columns = (mr.memory.ptr + here, remote.bases[0] + there, nbytes)
+    return ReadJob("single read", mr.root, remote, columns, imm, rows, nbytes, nbytes, routing)
+
+
+def paged_read_job(
+    page_bytes: int,
+    src: tuple[Remote, Pages],
+    dst: tuple[MrHandle, Pages],
+    imm: int | None,
+    routing: Routing,
+    nlocal: int,
+) -> ReadJob:
+    """Check a paged read: page k of the source list comes to page k of the destination list.
+
+    Raises:
+        BadRequest: lists of different length, a page outside its region, destination pages that
+            overlap, an immediate beyond 32 bits, or a NIC that is not there.
+    """
+    verb = "submit_paged_reads"
+    (remote, there), (mr, here) = src, dst
+    for pages in (there, here):
+        if not isinstance(pages, Pages):
+            raise BadRequest(f"{verb}: a page list is a tep.Pages, not a {type(pages).__name__}")
+    npages = len(there)
+    if npages != len(here):
+        raise BadRequest(
+            f"{verb}: {npages} source pages but {len(here)} destination pages; one each"
+        )
+    page_bytes = check_int(f"{verb}: page_bytes", page_bytes)
+    if not 0 <= page_bytes <= ROW_BYTES_MAX:
+        raise BadRequest(
+            f"{verb}: page_bytes={shown(page_bytes)} is outside 0 .. {ROW_BYTES_MAX}; cut the pages"
+        )
+    _check_routing(verb, routing, nlocal)
+    _refuse_shards(verb, routing, "pages stay whole, only single reads shard")
+    limit = mr.memory.nbytes
+    there_at, there_stride = _check_pages(
+        verb, "source", there, page_bytes, remote.nbytes, remote.desc
+    )
+    here_at, here_stride = _check_pages(verb, "destination", here, page_bytes, limit, mr)
+    if npages > 1 and page_bytes and not (here_stride >= page_bytes and here.distinct):
+        _refuse_overlap(verb, here, page_bytes, here_stride, "destination")
+    columns = (
+        _addresses(here, here_stride, mr.memory.ptr + here_at),
+        _addresses(there, there_stride, remote.bases[0] + there_at),
+        page_bytes,
+    )
+    total = npages * page_bytes
+    return ReadJob("paged read", mr.root, remote, columns, imm, npages, total, page_bytes, routing)
+
+
+def gather_job(
+    mr: MrHandle,
+    srcs: Sequence[GatherSrc],
+    resolve: Callable[[Sequence[Target]], Targets],
+    imm: int | None,
+    routing: Routing,
+    nlocal: int,
+) -> ReadJob:
+    """Check a gather: one slice of each source comes to one place of the destination region.
+
+    Raises:
+        BadRequest: no slices, or one outside its region, destination slices that overlap, an
+            immediate beyond 32 bits, or a NIC that is not there.
+    """
+    verb = "submit_gather"
+    try:
+        parts = [(nbytes, here, desc, there) for nbytes, here, (desc, there) in srcs]
+    except (TypeError, ValueError):
+        form = "a slice is tep.GatherSrc(nbytes, dst, (descriptor, offset))"
+        raise BadRequest(f"{verb}: srcs={shown(srcs)} is no list of slices; {form}") from None
+    _check_routing(verb, routing, nlocal)
+    if routing.scatter_by == "peers":
+        _refuse_shards(verb, routing, "it needs scatter_by='bytes'")
+    targets = resolve([desc for _, _, desc, _ in parts])
+    rows = []
+    for k, (remote, part) in enumerate(zip(targets.remotes, parts, strict=True)):
+        what = f"{verb}: slice {k}"
+        nbytes = check_int(f"{what}: nbytes", part[0])
+        here = check_int(f"{what}: dst", part[1])
+        there = check_int(f"{what}: source offset", part[3])
+        _check_range(what, "destination", here, nbytes, mr.memory.nbytes, mr)
+        _check_range(what, "source", there, nbytes, remote.nbytes, remote.desc)
+        if nbytes > ROW_BYTES_MAX and routing.scatter_by == "peers":
+            raise BadRequest(
+                f"{what}: {nbytes} bytes; a slice is {ROW_BYTES_MAX} at the most, cut it"
+            )
+        rows.append((mr.memory.ptr + here, there, nbytes))
+    _refuse_shared_sink(verb, rows, mr)
+    sinks, places, lengths = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
+    n = len(rows)
+    if routing.scatter_by == "bytes":
+        each = zip((row[2] for row in rows), targets.nics, strict=True)
+        n = sum(len(plan_single(nbytes, nlocal, nics, 0, routing).shares) for nbytes, nics in each)
+    total, longest = sum(row[2] for row in rows), max(row[2] for row in rows)
+    columns = (sinks, places, lengths)
+    return ReadJob("gather", mr.root, targets, columns, imm, n, total, longest, routing)
+
+
+def _refuse_shared_sink(verb: str, rows: Sequence[tuple[int, int, int]], mr: MrHandle) -> None:
+    """Refuse slices that share bytes here: which would win is undefined on every fabric."""
+    spans = sorted((at, at + nbytes, k) for k, (at, _, nbytes) in enumerate(rows) if nbytes)
+    for (_, stop, k), (start, _, other) in itertools.pairwise(spans):
+        if start < stop:
+            one, two = sorted((k, other))
+            raise BadRequest(
+                f"{verb}: slices {one} and {two} overlap: both bring bytes to "
+                f"{start - mr.memory.ptr} and on of {mr!r}"
+            )

@@ -1,0 +1,364 @@
+"""Rows that bring bytes here: their queues, one a NIC, and what becomes of rows that fail.
+
+Reads stand apart from writes, so that no write pays for them; what they share is the group's: the
+batches by ctx, the choice of a path, what is known of NICs. Rule 1: only this file posts reads.
+Rule 2: a row is posted again only after its first posting has certainly ended (C30), so that no old
+posting writes over a newer one, nor over memory that was given back. Rule 3: the owners'
+immediates are queued when all rows of the transfer are back, and not at all if one has failed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, cast
+
+from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
+from tep.core.events import PeerRestarted
+from tep.core.group import DomainGroup, not_made_good
+from tep.core.pending import Pending, cut_column, ints, row_error, shifted
+from tep.core.plan import lanes, plan_paged, plan_single, plan_targets
+from tep.core.read_requests import ReadJob
+from tep.core.region import Remote
+from tep.core.transfer import Transfer
+from tep.errors import FabricError, TepError
+
+__all__ = ["Reads"]
+
+_TURNS_MAX: Final = 64
+"""Batches offered to one NIC in one step."""
+
+_TRIES_MIN: Final = 3
+"""A row is posted so often again where there are fewer paths: others' errors may flush it."""
+
+_OK: Final = int(Status.OK)
+
+_OPEN_ENDED: Final = frozenset({Status.NIC_DOWN, Status.GIVEN_UP})
+"""A row that ended so may still be carried out: its memory is in quarantine (C30)."""
+
+_AGAIN: Final = frozenset({Status.FLUSHED, Status.UNREACHABLE})
+"""A row that ended so is over, by no fault of its own: another path may carry it out."""
+
+
+class _Reading(Pending):
+    """Rows of one read on one NIC; all of them from one region of one owner."""
+
+    __slots__ = ()
+    is_read = True
+
+
+class _Following(_Reading):
+    """The immediates of a read while its rows are out. It is in no queue; only its rows count."""
+
+    __slots__ = ()
+
+
+class Reads:
+    """The reads of one engine.
+
+    Attributes:
+        outstanding: rows in flight, of each NIC.
+        rows, nbytes: how many rows and bytes each NIC was asked for so far.
+        again: rows that were posted again.
+        given_up: rows that this engine's NICs may still carry out, though they live.
+    """
+
+    def __init__(self, group: DomainGroup, rows_max: int, *, retried: bool) -> None:
+        nics = len(group.domains)
+        self.outstanding = [0] * nics
+        self.rows = [0] * nics
+        self.nbytes = [0] * nics
+        self.again = self.given_up = 0
+        self._group = group
+        self._rows_max = rows_max
+        self._retried = retried
+        self._queues: list[deque[_Reading]] = [deque() for _ in range(nics)]
+        self._cursor = 0
+
+    # ------------------------------------------------------------------ dealing out
+
+    def start(self, transfer: Transfer) -> None:
+        """Deal a transfer's job out to the NICs' queues. Nothing is posted yet."""
+        job, group = transfer.job, self._group
+        assert isinstance(job, ReadJob)
+        if job.owners:
+            self._hold_back(transfer, job)
+        try:
+            group.first_alive()
+        except FabricError as error:
+            group.lose(transfer, transfer.left - job.owners, error)
+            return
+        if isinstance(job.remotes, Remote):
+            self._deal(transfer, job, job.remotes, (job.src, job.dst, job.nbytes))
+            return
+        remotes = job.remotes.remotes
+        columns = (ints(column, len(remotes)) for column in (job.src, job.dst, job.nbytes))
+        slices = list(zip(remotes, *columns, strict=True))
+        if job.split:
+            for remote, here, offset, nbytes in slices:
+                self._deal(transfer, job, remote, (here, remote.bases[0] + offset, nbytes))
+            return
+        nlocal, nics = len(group.domains), job.remotes.nics
+        shares = plan_targets(nics, nlocal, self._cursor, job.routing.domain)
+        self._cursor = (self._cursor + 1) % (nlocal * job.remotes.cycle)
+        for share, (remote, here, offset, nbytes) in zip(shares, slices, strict=True):
+            there = remote.bases[0] + offset
+            self._enqueue(transfer, (share.domain, share.remote), remote, (here, there, nbytes), 1)
+
+    def _deal(
+        self,
+        transfer: Transfer,
+        job: ReadJob,
+        remote: Remote,
+        columns: tuple[Column, Column, Column],
+    ) -> None:
+        """One region: by bytes where the columns are one piece, else by rows."""
+        nlocal = len(self._group.domains)
+        here, there, nbytes = columns
+        cursor = self._cursor % lanes(nlocal, remote.nics)
+        if job.split:
+            assert isinstance(here, int)
+            assert isinstance(there, int)
+            assert isinstance(nbytes, int)
+            plan = plan_single(nbytes, nlocal, remote.nics, cursor, job.routing)
+            for share in plan.shares:
+                part = (here + share.start, there + share.start, share.stop - share.start)
+                self._enqueue(transfer, share[:2], remote, part, 1)
+        else:
+            n = job.n - job.owners
+            plan = plan_paged(n, nlocal, remote.nics, cursor, job.routing.domain)
+            for share in plan.shares:
+                cut = [cut_column(column, share.start, share.stop) for column in (here, there)]
+                assert cut[0] is not None
+                assert cut[1] is not None
+                rows = share.stop - share.start
+                self._enqueue(transfer, share[:2], remote, (cut[0], cut[1], nbytes), rows)
+        self._cursor = plan.cursor
+
+    def _enqueue(
+        self,
+        transfer: Transfer,
+        lane: tuple[int, int],
+        remote: Remote,
+        columns: tuple[Column, Column, Column],
+        n: int,
+    ) -> None:
+        """Queue n rows on one lane; the owner's addresses are for its NIC 0."""
+        domain, nic = self._group.route(lane[0], remote.link, lane[1])
+        self._push(self._made(transfer, domain, remote, nic, columns, n))
+
+    def _made(
+        self,
+        transfer: Transfer,
+        domain: int,
+        remote: Remote,
+        nic: int,
+        columns: tuple[Column, Column, Column],
+        n: int,
+    ) -> _Reading:
+        here, there, nbytes = columns
+        mr = transfer.job.mr
+        assert mr is not None
+        there = shifted(there, remote.bases[nic] - remote.bases[0])
+        keys = mr.keys[domain].lkey, remote.rkeys[nic]
+        peer = remote.link.peer(domain, nic)
+        batch = ReadBatch(n, peer, here, keys[0], there, keys[1], nbytes, None, 0)
+        # Only post() here looks at the batch's type: the group posts what is in its own queues.
+        return _Reading(transfer, domain, cast("WriteBatch", batch), remote, nic)
+
+    def _push(self, pending: _Reading) -> None:
+        self._group.enter(pending)
+        self._queues[pending.domain].append(pending)
+
+    # ------------------------------------------------------------------ posting
+
+    def post(self) -> bool:
+        """Offer each NIC its queued batches in turn; True if one took a row."""
+        work = False
+        for domain, queue in enumerate(self._queues):
+            if queue and not self._group.alive[domain]:
+                self._move_all(queue)
+        for domain, queue in enumerate(self._queues):
+            if queue:
+                work |= self._post_on(domain, queue)
+        return work
+
+    def _post_on(self, domain: int, queue: deque[_Reading]) -> bool:
+        group = self._group
+        nic = cast("ReadDomain", group.domains[domain])
+        before = self.outstanding[domain]
+        refused = 0  # consecutive batches of which nothing was taken
+        for _ in range(_TURNS_MAX):
+            if refused >= len(queue):
+                break
+            pending = queue.popleft()
+            if pending.at == pending.stop:  # it was dropped while it was queued
+                continue
+            remote, far = pending.target(0)
+            if not (remote.link.alive[far] and remote.link.is_up(domain, far)) and self._moved(
+                pending, pending.at, pending.stop
+            ):
+                continue
+            start, stop = pending.at, pending.stop
+            if queue and stop - start > self._rows_max:
+                stop = start + self._rows_max
+            assert isinstance(pending.batch, ReadBatch)
+            try:
+                taken = nic.post_read(pending.batch, start, stop)
+            except (OSError, MemoryError) as error:
+                queue.appendleft(pending)
+                return group.give_up(domain, error)
+            assert 0 <= taken <= stop - start, (taken, start, stop)
+            self._take(pending, domain, taken)
+            if pending.at < pending.stop:
+                queue.append(pending)
+            refused = 0 if taken else refused + 1
+            if taken == 0 and self.outstanding[domain] >= nic.caps.reads:
+                break
+        return self.outstanding[domain] != before
+
+    def _take(self, pending: _Reading, domain: int, taken: int) -> None:
+        """A NIC has taken rows of a batch."""
+        start = pending.at
+        pending.at += taken
+        self.outstanding[domain] += taken
+        self._group.queued_reads -= taken
+        nbytes = pending.sum_bytes(start, pending.at)
+        self.rows[domain] += taken
+        self.nbytes[domain] += nbytes
+        pending.transfer.count_posted(domain, taken, nbytes)
+
+    # ------------------------------------------------------------------ completing
+
+    def finish(self, domain: int, ctx: int, count: int, status: int, row: int) -> None:
+        """Take back `count` rows of batch `ctx` from a NIC."""
+        group = self._group
+        pending = group.batches[ctx]
+        assert isinstance(pending, _Reading), f"NIC {domain} reports writes of batch {ctx} as reads"
+        assert pending.domain == domain, (pending.domain, domain)
+        pending.back += count
+        assert pending.back <= pending.at, (
+            f"NIC {domain} returned more reads of batch {ctx} than it took"
+        )
+        self.outstanding[domain] -= count
+        over = pending.back == pending.stop
+        again = status != _OK and self._fail_rows(pending, count, status, row)
+        transfer = pending.transfer
+        if not again:
+            transfer.left -= count
+        if over:
+            del group.batches[ctx]
+        job = transfer.job
+        assert isinstance(job, ReadJob)
+        if job.after is not None and transfer.left == job.owners and not transfer.is_ending():
+            self._follow(transfer, job)
+        if transfer.left == 0:
+            group.ended.append(transfer)
+
+    def _fail_rows(self, pending: _Reading, count: int, status: int, row: int) -> bool:
+        """Handle rows that came back with an error; True: they are queued again."""
+        group, transfer, domain = self._group, pending.transfer, pending.domain
+        row = min(row, pending.batch.n - 1)
+        remote, nic = pending.target(row)
+        mr = transfer.job.mr
+        assert mr is not None
+        if status in _OPEN_ENDED:
+            mr.readers |= {domain}
+            if status == Status.GIVEN_UP:
+                mr.given_up = True
+                self.given_up += count
+        others = True  # whether there is a path to try
+        if status == Status.NIC_DOWN:
+            group.nic_down(domain)
+        elif status in (Status.UNREACHABLE, Status.GIVEN_UP):
+            ours = [i for i, up in enumerate(group.alive) if up and i != domain]
+            others = group.mark_down(remote.link, nic) or remote.link.has_way(ours)
+        elif status == Status.STALE_PEER:
+            group.events.append(PeerRestarted(remote.link))
+        error = row_error(group.domains[domain], pending, row, status)
+        wanted = status in _AGAIN and others and not transfer.is_ending()
+        if wanted and group.closing is None and self._retried:
+            if pending.tries < max(_TRIES_MIN, len(group.domains) * len(remote.link.alive)):
+                if self._moved(pending, row, row + count, turn=1):
+                    transfer.extra += count
+                    self.again += count
+                    return True
+            else:
+                error = not_made_good(error, f"it was tried {pending.tries} times before")
+        transfer.failed_rows += count
+        if transfer.failure is None:
+            group.drop_queued(transfer)
+        known = transfer.failure
+        if known is None or (isinstance(known, FabricError) and known.code == Status.FLUSHED.name):
+            transfer.failure = error
+        return False
+
+    def lost(self, domain: int) -> None:
+        """A NIC cannot be polled any more: end its rows.
+
+        None is posted again, because nobody knows which of a batch were back.
+        """
+        for ctx, pending in tuple(self._group.batches.items()):
+            out = pending.at - pending.back
+            if pending.is_read and pending.domain == domain and out:
+                self.finish(domain, ctx, out, Status.NIC_DOWN, pending.back)
+
+    # ------------------------------------------------------------------ other paths
+
+    def _move_all(self, queue: deque[_Reading]) -> None:
+        """Our NIC is down: queue what waits for it at the others."""
+        waiting = list(queue)
+        queue.clear()
+        for pending in waiting:
+            if pending.at < pending.stop and not self._moved(pending, pending.at, pending.stop):
+                error = FabricError("no path is left for this read", code="UNREACHABLE")
+                self._group.lose(pending.transfer, 0, error)
+
+    def _moved(self, old: _Reading, start: int, stop: int, turn: int = 0) -> bool:
+        """Queue rows start..stop on a path that works; `turn` moves the choice on both sides.
+
+        Of a batch that is queued they are its rest, which is cut off. False: there is no other
+        path, and nothing has changed.
+        """
+        group = self._group
+        remote, nic = old.target(start)
+        try:
+            group.first_alive()
+            here, there = group.route(old.domain + turn, remote.link, nic + turn)
+            if not turn and (here, there) == (old.domain, nic):
+                return False
+            batch = old.batch
+            columns = [cut_column(c, start, stop) for c in (batch.src, batch.dst, batch.nbytes)]
+            local, far, nbytes = columns
+            assert local is not None
+            assert nbytes is not None
+            far = shifted(far, remote.bases[0] - remote.bases[nic])
+            made = self._made(old.transfer, here, remote, there, (local, far, nbytes), stop - start)
+        except TepError:  # no NIC is alive, or it cannot connect
+            return False
+        made.tries = old.tries + turn
+        if not turn:
+            group.cut(old)
+        self._push(made)
+        return True
+
+    # ------------------------------------------------------------------ the owners' immediates
+
+    def _hold_back(self, transfer: Transfer, job: ReadJob) -> None:
+        """Let the immediates wait: they count as queued rows, so a cancel or failure drops them."""
+        remotes = [job.remotes] if isinstance(job.remotes, Remote) else job.remotes.remotes
+        owners = list({remote.link: remote for remote in reversed(remotes)}.values())
+        batch = WriteBatch(len(owners), 0, 0, 0, 0, 0, 0, job.owner_imm, 0)
+        job.after = _Following(transfer, 0, batch, owners, [0] * len(owners))
+        self._group.enter(job.after)
+
+    def _follow(self, transfer: Transfer, job: ReadJob) -> None:
+        """All rows are back: queue an empty row with the immediate for each owner."""
+        after, job.after = job.after, None
+        assert isinstance(after, _Following)
+        group = self._group
+        group.cut(after)
+        for remote in after.remotes if not isinstance(after.remotes, Remote) else ():
+            try:
+                group.enqueue_imm(transfer, remote, job.owner_imm)
+            except TepError as error:  # every path is fenced off, or there is no connection
+                group.lose(transfer, 1, error)

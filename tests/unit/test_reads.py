@@ -1,0 +1,308 @@
+"""Reads in the engine, on NICs that do what a test says: ends, retries, immediates, quarantine."""
+
+from __future__ import annotations
+
+import pytest
+
+import tep
+from tep.backends.base import Access, ReadRow, Row, Status
+from tep.errors import BadRequest, BusyError, Cancelled, FabricError, UsageError
+from tests.support.script import Scripted, memory, scripted
+
+PAGE = 4096
+HERE = 1 << 30
+
+
+class Reading:
+    """A reader of two NICs, an owner of two, 16 pages of each."""
+
+    def __init__(self, nics: int = 2, **options: object) -> None:
+        self.me = scripted(nics, name="me", reads=1 << 20, options=tep.EngineOptions(**options))
+        self.owner = scripted(nics, name="owner", reads=1)
+        _, self.desc = self.owner.engine.reg_mr(memory(16 * PAGE), access=Access.READABLE)
+        self.mr, _ = self.me.engine.reg_mr(memory(16 * PAGE, HERE), access=Access.SINK)
+
+    def paged(self, npages: int = 8, **given: object) -> tep.Transfer:
+        pages = tep.Pages(range(npages))
+        sent = self.me.engine.submit_paged_reads(
+            PAGE, (self.desc, pages), (self.mr, pages), **given
+        )
+        self.me.turn()
+        return sent
+
+    def rows(self) -> list[Row | ReadRow]:
+        return [posted.row for posted in self.me.posted]
+
+
+@pytest.fixture
+def r() -> Reading:
+    return Reading()
+
+
+def test_rows_name_both_ends_by_the_keys_of_their_nics(r) -> None:
+    """A row with another NIC's key reads other memory, or none."""
+    r.paged(8)
+    found = [(nic.nic, posted.row) for nic in r.me.nics for posted in nic.posted]
+
+    assert 8 == len(found)
+    for nic, row in found:
+        assert isinstance(row, ReadRow)
+        far = nic  # lanes 0 and 1 join equal numbers
+        page = (row.local - HERE) // PAGE
+        assert r.mr.keys[nic].lkey == row.lkey
+        assert r.desc.rkeys[far] == row.rkey
+        assert r.desc.bases[far] + page * PAGE == row.remote
+        assert PAGE == row.nbytes
+    assert set(range(8)) == {(row.local - HERE) // PAGE for _, row in found}
+
+
+def test_a_read_is_done_when_all_rows_are_back(r) -> None:
+    """One that is done early is memory that changes under its user."""
+    sent = r.paged(8)
+    r.me.nics[0].finish()
+    r.me.turn()
+    assert not sent.finished
+    r.me.nics[1].finish()
+    r.me.turn()
+
+    assert sent.ok
+    stats = r.me.engine.stats()
+    assert [4, 4] == [nic.rows for nic in stats.reads]
+    assert [0, 0] == [nic.rows for nic in stats.nics]
+    assert 8 == sent.stats().rows_back
+
+
+def test_the_owners_immediate_follows_all_rows(r) -> None:
+    """The owner frees its memory on it: one row too early, and that row reads the next contents."""
+    sent = r.paged(8, imm=7)
+    r.me.nics[0].finish()
+    r.me.nics[1].finish(3)
+    r.me.turn(3)
+    assert 8 == len(r.rows())
+    r.me.nics[1].finish()
+    r.me.turn(2)
+    last = [row for row in r.rows() if isinstance(row, Row)]
+
+    assert [(0, 7)] == [(row.nbytes, row.imm) for row in last]
+    assert last[0].rkey in r.desc.rkeys
+    assert not sent.finished
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn()
+    assert sent.ok
+    assert 9 == sent.stats().rows == sent.stats().rows_back
+    assert 1 == tep.count_imms(tep.Read(), 2, 2)
+
+
+@pytest.mark.parametrize("status", [Status.REMOTE_KEY, Status.PROVIDER, Status.NIC_DOWN])
+def test_a_read_that_fails_tells_its_owner_nothing(r, status) -> None:
+    """The owner would free what the reader will ask for again."""
+    sent = r.paged(8, imm=7)
+    r.me.nics[0].finish(1, status)
+    r.me.turn()
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn(3)
+
+    assert 8 == len(r.rows())
+    with pytest.raises(FabricError, match=f"paged read from owner NIC 0 failed.*{status.name}"):
+        sent.result()
+    assert 1 == sent.stats().rows_dropped
+
+
+@pytest.mark.parametrize("status", [Status.FLUSHED, Status.UNREACHABLE])
+def test_a_row_that_is_over_is_posted_again_on_another_path(r, status) -> None:
+    """The bytes are still at the owner, and the memory here is still the transfer's."""
+    sent = r.paged(2)
+    lost = r.me.nics[0].posted[0].row
+    r.me.nics[0].finish(1, status)
+    r.me.turn(2)
+    again = r.me.nics[1].posted[-1].row
+
+    assert (lost.local, lost.nbytes) == (again.local, again.nbytes)
+    assert r.desc.rkeys[1] == again.rkey
+    assert r.desc.bases[1] - r.desc.bases[0] == again.remote - lost.remote
+    assert r.mr.keys[1].lkey == again.lkey
+    r.me.nics[1].finish()
+    r.me.turn()
+    assert sent.ok
+    assert 1 == sent.stats().rows_again == r.me.engine.stats().reads_again
+    assert 3 == sent.stats().rows_back
+
+
+@pytest.mark.parametrize("status", [Status.NIC_DOWN, Status.GIVEN_UP])
+def test_a_row_that_may_not_be_over_is_not_posted_again(r, status) -> None:
+    """The old posting would write over the new one's bytes, or over what comes after."""
+    sent = r.paged(2)
+    r.me.nics[0].finish(1, status)
+    r.me.turn(2)
+    r.me.nics[1].finish()
+    r.me.turn()
+
+    assert 2 == len(r.rows())
+    assert sent.failed
+    (found,) = r.mr.quarantined
+    assert (0, 16 * PAGE) == (found.start, found.stop)
+    assert 16 * PAGE == r.me.engine.stats().bytes_quarantined
+    with pytest.raises(BusyError, match="may still be touched"):
+        r.me.engine.deregister(r.mr)
+
+
+def test_tries_are_limited(r) -> None:
+    """A row that every path loses would go round for ever."""
+    sent = r.paged(1)
+    for _ in range(20):
+        for nic in r.me.nics:
+            nic.finish(status=Status.FLUSHED)
+        r.me.turn()
+
+    with pytest.raises(FabricError, match=r"FLUSHED.*it was tried 4 times before"):
+        sent.result()
+
+
+def test_without_failover_nothing_is_posted_again() -> None:
+    """EngineOptions(failover=False) promises that a request fails at once."""
+    r = Reading(failover=False)
+    sent = r.paged(2)
+    r.me.nics[0].finish(1, Status.FLUSHED)
+    r.me.nics[1].finish()
+    r.me.turn(2)
+
+    assert sent.failed
+    assert 2 == len(r.rows())
+
+
+def test_queued_rows_of_a_dead_nic_move(r) -> None:
+    """They would wait for it for ever."""
+    r.me.nics[0].room = 0
+    sent = r.paged(8)
+    assert 4 == len(r.rows())
+    r.me.nics[0].go_down()
+    r.me.turn(3)
+    assert 8 == len(r.me.nics[1].posted)
+    r.me.nics[1].finish()
+    r.me.turn()
+
+    assert sent.ok
+
+
+def test_no_nic_left_fails_the_read() -> None:
+    """Nothing may wait for what cannot come."""
+    r = Reading(nics=1)
+    r.me.nics[0].room = 0
+    sent = r.paged(3, imm=7)
+    r.me.nics[0].go_down()
+    r.me.turn(3)
+    late = r.paged(3, imm=7)
+
+    for failed in (sent, late):
+        with pytest.raises(FabricError, match="no path is left|no NIC of this engine is alive"):
+            failed.result()
+    assert 0 == r.me.engine.stats().rows_backlog
+
+
+def test_a_cancel_settles_when_no_nic_holds_a_row(r) -> None:
+    """Memory of a cancelled read goes elsewhere at once."""
+    r.me.nics[0].room = 1
+    r.me.nics[1].room = 0
+    sent = r.paged(8, imm=7)
+    sent.cancel()
+    r.me.turn(2)
+    assert not sent.finished
+    assert 1 == r.mr.inflight
+    r.me.nics[0].finish()
+    r.me.turn()
+
+    with pytest.raises(Cancelled):
+        sent.result()
+    assert 0 == r.mr.inflight
+    assert 1 == len(r.rows())
+    assert (8, 1) == (sent.stats().rows_dropped, sent.stats().rows_back)
+
+
+def test_a_cancel_of_a_posted_read_stops_the_immediate(r) -> None:
+    """The reader gave the read up: the owner must not take its memory for used."""
+    sent = r.paged(2, imm=7)
+    sent.cancel()
+    r.me.turn()
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn(2)
+
+    with pytest.raises(Cancelled):
+        sent.result()
+    assert 2 == len(r.rows())
+
+
+def test_close_ends_reads(r) -> None:
+    """A read that is open at close() would never settle; a retry would go to a closed NIC."""
+    r.me.nics[0].room = 1
+    one, two = r.paged(8, imm=7), r.paged(2)
+    r.me.engine.close()
+
+    assert one.failed
+    assert two.failed
+    assert len(r.rows()) == sum(s.stats().rows_posted for s in (one, two))
+
+
+def test_memory_of_a_read_cannot_be_deregistered(r) -> None:
+    """A NIC would write to memory that is somebody else's."""
+    sent = r.paged(2)
+    with pytest.raises(BusyError, match="in use by 1 transfers"):
+        r.me.engine.deregister(r.mr)
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn()
+    assert sent.ok
+    r.me.engine.deregister(r.mr)
+
+
+def test_rights_are_checked_with_their_names(r) -> None:
+    """A wrong right is found at the call that is wrong, not as REMOTE_KEY."""
+    me, owner = r.me.engine, r.owner.engine
+    private, shut = owner.reg_mr(memory(64))[1], owner.reg_mr(memory(64), access=Access.SOURCE)[1]
+    source, _ = me.reg_mr(memory(64), access=Access.SOURCE)
+    for desc in (private, shut):
+        with pytest.raises(BadRequest, match=r"registered without Access\.READABLE"):
+            me.submit_single_read(8, (desc, 0), (r.mr, 0))
+    with pytest.raises(BadRequest, match=r"without Access\.TARGET; peers may not write there"):
+        me.submit_single_write(8, (r.mr, 0), (r.desc, 0))
+    for _ in range(2):  # what reads have resolved is no target either
+        me.submit_single_read(8, (r.desc, 0), (r.mr, 0))
+        with pytest.raises(BadRequest, match=r"without Access\.TARGET"):
+            me.submit_barrier([r.desc], 1)
+    with pytest.raises(BadRequest, match=r"bytes are read into memory of Access\.SINK"):
+        me.submit_single_read(8, (r.desc, 0), (source, 0))
+    with pytest.raises(BadRequest, match="access=.* is no right"):
+        me.reg_mr(memory(64), access=Access(0))
+
+
+def test_a_backend_without_reads_says_why() -> None:
+    """A silent fallback to writes is not possible, and a hang is worse."""
+    plain: Scripted = scripted(1, name="plain")
+    with pytest.raises(UsageError, match="has no reads: this backend does not offer them"):
+        plain.engine.reg_mr(memory(64), access=Access.READABLE)
+    mr, desc = plain.engine.reg_mr(memory(64))
+    with pytest.raises(UsageError, match="submit_gather: NIC plain/0 of backend 'script' has no"):
+        plain.engine.submit_gather(mr, [tep.GatherSrc(8, 0, (desc, 0))])
+
+
+def test_the_backlog_is_limited() -> None:
+    """Reads without end would fill the reader's memory."""
+    r = Reading(backlog_rows_max=10)
+    for nic in r.me.nics:
+        nic.room = 0
+    r.paged(8)
+    with pytest.raises(BusyError, match="8 rows wait for NICs already, 3 more"):
+        r.paged(3)
+
+
+def test_reports_know_reads(r) -> None:
+    """Who debugs a stall must see what it waits for."""
+    sent = r.paged(8, imm=7)
+
+    assert "paged read of 9 rows, 32768 bytes from owner: pending; 8 posted" in repr(sent)
+    report = r.me.engine.stall_report()
+    assert "NIC 0 (me/0, alive): 0 rows outstanding, 4 reads" in report
+    assert "1 rows wait for a NIC" in report
+    assert "reads 1048576" in r.me.engine.explain()
