@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import tep
-from tep.backends import libfabric
+from tep.backends import efa, libfabric
 from tep.errors import Cancelled, FabricError, TepError, WaitTimeout
 
 
@@ -80,9 +80,11 @@ class Node:
         if provider == "local":
             self.engine = tep.TransferEngine.open("local", nics=nics, name=name)
             return self.engine.main_address.to_bytes().hex()
-        opened = libfabric.open_domains(
-            provider=provider, nics=nics, name=name, epoch=epoch, peer_timeout_s=timeout_s
-        )
+        options = {"nics": nics, "name": name, "epoch": epoch, "peer_timeout_s": timeout_s}
+        if provider.startswith("efa:"):
+            opened = efa.open_domains(post=provider.removeprefix("efa:"), **options)
+        else:
+            opened = libfabric.open_domains(provider=provider, **options)
         self.engine = tep.TransferEngine(
             opened.domains,
             driver=tep.ThreadDriver(opened.name),

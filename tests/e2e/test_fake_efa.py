@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROVIDERS = ["efa", "efa-direct"]
+WAYS = [*PROVIDERS, "efa:columns", pytest.param("efa:rows", marks=pytest.mark.long)]
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_verify_efa_holds(run, provider):
     assert "all checks held" in done.stdout
 
 
-@pytest.mark.parametrize(("name", "tests"), [("contract", 164), ("processes", 17), ("direct", 169)])
+@pytest.mark.parametrize(("name", "tests"), [("contract", 164), ("processes", 26), ("direct", 169)])
 def test_tests_on_fake_nics(name, tests):
     """The contract, and processes that are killed, stopped, or run an application: tests/efa."""
     need_fake_efa()
@@ -80,7 +81,7 @@ IMMS = 1_000_000 if os.environ.get("TEP_LONG") else 20_000
 
 
 @pytest.mark.parametrize("fault", SPOILED)
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WAYS)
 def test_no_immediate_is_lost(provider, fault):
     """10^6 immediates through one NIC (20,000 in a normal run): exactly as many, whatever slows."""
     need_fake_efa()
@@ -112,7 +113,7 @@ def test_no_immediate_is_lost(provider, fault):
 
 
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1)], ids=["one host", "two hosts"])
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", WAYS)
 def test_two_processes_move_every_byte(run, provider, hosts):
     """Rows of two processes over two NICs each: bytes, counts, and whom they went through."""
     npages = 1024

@@ -345,7 +345,7 @@ def test_the_bench_compares_both_fabrics_with_c():
     if "cannot be built" in done.stderr:
         pytest.skip("no headers of libfabric (Debian: libfabric-dev)")
     assert 0 == done.returncode, done.stderr[-2000:]
-    figures = json.loads(done.stdout)["figures"]
+    figures = json.loads(done.stdout)["figures"][-4:]  # behind those of the backend `efa`
 
     assert ["efa", "efa", "efa-direct", "efa-direct"] == [x["what"].split()[0] for x in figures]
     assert all(0 < figure["value"] for figure in figures)

@@ -88,7 +88,7 @@ class Deaf:
 class Scenario:
     """Six processes, two versions of the weights, and what each rollout worker must hold then."""
 
-    def __init__(self, config, mb, folder, provider="tcp"):
+    def __init__(self, config, mb, folder, backend="libfabric", options=None):
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         model = load_model(folder / "config.json")
         self.files, self.wanted = {}, {}
@@ -102,8 +102,8 @@ class Scenario:
             weights=self.files[1],
             train=TRAIN,
             infer=INFER,
-            backend="libfabric",
-            options={"provider": provider, "nics": 1},
+            backend=backend,
+            options={"nics": 1, **(options or {"provider": "tcp"})},
             load=True,
         )
         self.fleet = LocalJob(job, folder)

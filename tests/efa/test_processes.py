@@ -1,4 +1,6 @@
-"""Processes on libfabric's EFA provider: every byte, and peers that die, sleep and come back."""
+"""Processes on EFA, by libfabric's provider and by the backend `efa`: every byte, and peers that
+die, sleep and come back.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tests.e2e.test_moe_processes import WORLD, run_processes
 from tests.e2e.test_rl_processes import SMALL, Scenario
 from tests.support.children import Child, transfer
 
-PROVIDERS = ["efa", "efa-direct"]
+WAYS = [pytest.param("efa:rows", marks=pytest.mark.long), "efa:columns"]
+PROVIDERS = ["efa", "efa-direct", *WAYS]
 
 
 @pytest.mark.parametrize(
@@ -71,38 +74,43 @@ def test_four_processes_of_four_nics(provider):
             child.end()
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+def opening(provider):
+    """The backend, and its options, as TransferEngine.open takes them."""
+    backend, _, way = provider.partition(":")
+    return ("efa", {"post": way}) if way else ("libfabric", {"provider": backend})
+
+
+@pytest.mark.parametrize("provider", ["efa", "efa-direct", "efa:columns"])
 def test_kvcache(provider):
     """Two prefillers and two decoders say what one process says alone."""
     asked = prompts([1, 9, 40, 100])
 
     async def main():
-        shape = Shape(
-            backend="libfabric",
-            options={"provider": provider, "nics": 2},
-            prefill_tp=1,
-            decode_tp=2,
-        )
+        backend, options = opening(provider)
+        shape = Shape(backend=backend, options={**options, "nics": 2}, prefill_tp=1, decode_tp=2)
         async with Cluster(shape) as cluster:
             return await cluster.generate(asked, 10)
 
     check(asked, asyncio.run(main()))
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("provider", ["libfabric:efa", "libfabric:efa-direct", "efa:columns"])
 def test_moe(provider):
     """Four ranks dispatch and combine; outputs equal the dense layer's, byte for byte."""
-    said = run_processes(f"libfabric:{provider}", turns=1)
+    said = run_processes(provider, turns=1)
 
     assert [f"ok rank={rank}" for rank in range(WORLD)] == [text.split(" rows")[0] for text in said]
 
 
-@pytest.mark.parametrize("provider", [pytest.param("efa", marks=pytest.mark.long), "efa-direct"])
+@pytest.mark.parametrize(
+    "provider",
+    [pytest.param("efa", marks=pytest.mark.long), "efa-direct", "efa:columns"],
+)
 def test_rl(provider, tmp_path):
     """Six processes update a model twice while they serve: every byte and every answer."""
 
     async def main():
-        scenario = Scenario(SMALL, 15, tmp_path, provider)
+        scenario = Scenario(SMALL, 15, tmp_path, *opening(provider))
         async with scenario.fleet:
             await scenario.updates_under_load()
 

@@ -111,7 +111,7 @@ def _names(lib: Efa, nics: Sequence[str] | int | None) -> list[str]:
 
 def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
     rules = _RULES
-    wished = Sizes(_SEND, rules.frames_in, 2 * _SEND)
+    wished = Sizes(_SEND, rules.frames_in, 2 * _SEND, 2 * rules.frames_out)
     try:
         nic = Nic(lib, name, wished)
     except FabricError as error:

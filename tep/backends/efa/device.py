@@ -30,7 +30,7 @@ from tep.ffi.efa import (
     QpEx,
     WqAttr,
 )
-from tep.ffi.ibverbs_device import AsyncEvent, Context
+from tep.ffi.ibverbs_device import AsyncEvent, Context, DeviceAttr
 from tep.ffi.ibverbs_structs import AhAttr, CompChannel, Mr, Qp
 from tep.ffi.ibverbs_wr import ENUMS
 
@@ -175,9 +175,21 @@ class Nic:
                 "trn2 do)",
                 (),
             )
+        device = DeviceAttr()
+        lib.ok("ibv_query_device", self._context, ctypes.byref(device), nic=self.name)
+        completions = min(sizes.completions, device.max_cqe)
+        half = completions // 2  # both queues' requests have their places in it
         self.sizes = Sizes(
-            min(sizes.send, attr.max_sq_wr), min(sizes.receive, attr.max_rq_wr), sizes.completions
+            min(sizes.send, attr.max_sq_wr, half),
+            min(sizes.receive, attr.max_rq_wr, half),
+            completions,
         )
+        if self.sizes.send < sizes.send_min:
+            raise BackendUnavailable(
+                f"{self.name}: its queues hold {attr.max_sq_wr} requests and {device.max_cqe} "
+                f"completions: room for {self.sizes.send} requests; {sizes.send_min} are needed",
+                (),
+            )
         self.gid = lib.query_gid(self._context)
         self.qkey = int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF
         self.link_bps = link_bps(lib, self._context)

@@ -24,11 +24,14 @@ _QP_EX_WITH_RDMA_READ: Final = 1 << 4  # verbs.h
 
 
 class Sizes(NamedTuple):
-    """Of the queues: requests out, receives posted, completions kept."""
+    """Of the queues: requests out, receives posted, completions kept; and how many requests at the
+    least are of any use.
+    """
 
     send: int
     receive: int
     completions: int
+    send_min: int = 1
 
 
 def link_bps(lib: Efa, context: int) -> int:

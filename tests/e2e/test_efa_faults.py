@@ -1,0 +1,208 @@
+"""The backend `efa` under each fault of the fake device: what ends how, what is counted.
+
+Two processes; `a` writes rows with immediates to `b`, transfer after transfer. What the device says
+that has landed has to be counted, no more and no less; each transfer ends, and once the fault is
+over all is as before. 40,000 rows for each fault, or a million in `scripts/test --long`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from tests.support.children import Child, wait_until
+from tests.support.fake_efa import fabric
+from tests.support.here import need_fake_efa
+
+pytestmark = pytest.mark.slow  # a compiler, processes
+
+WAYS = ["efa:columns", pytest.param("efa:rows", marks=pytest.mark.long)]
+PAGES = 2000
+TRANSFERS = 500 if os.environ.get("TEP_LONG") else 20
+TIMEOUT_S = 1.0
+IMM = 7
+
+
+class Two:
+    """Two processes on two hosts, and how their transfers ended."""
+
+    def __init__(self, run, way, nics=1):
+        self.run, self.way, self.nics = run, way, nics
+        self.ended = {}
+        self.a, self.b = self.start(0), self.start(1)
+        self.desc = self.target(self.b)
+        self.a.do("reg", nbytes=8 * PAGES, seed=5)
+
+    def start(self, host):
+        child = Child(self.run.environment(host))
+        name = "ab"[host]
+        child.do("open", provider=self.way, nics=self.nics, name=name, timeout_s=TIMEOUT_S)
+        return child
+
+    def target(self, child):
+        return child.do("reg", nbytes=8 * PAGES)
+
+    def write(self, desc=None, npages=PAGES):
+        """One transfer: how it ended."""
+        desc = desc or self.desc
+        how = {"page_bytes": 8, "npages": npages, "seed": 5, "imm": IMM}
+        self.a.do("write", tag="w", desc=desc, **how)
+        code = self.a.do("wait", tag="w", timeout_s=20)
+        self.ended[code] = self.ended.get(code, 0) + 1
+        return code
+
+    def landed(self):
+        total = self.run.total()
+        return total["imms_landed"] - total["overruns"]
+
+    def all_is_counted(self):
+        wait_until(lambda: self.b.do("count", imm=IMM) >= self.landed(), "the last immediate")
+        assert self.landed() == self.b.do("count", imm=IMM)
+
+    def all_is_well(self):
+        """As if nothing had been: bytes, counts, and nothing that is held for ever."""
+        wait_until(lambda: "done" == self.write(), "a transfer that succeeds")
+        self.b.do("clear")
+        assert ["done"] * 3 == [self.write() for _ in range(3)]
+        assert self.b.do("check", page_bytes=8, npages=PAGES, seed=5)
+        self.all_is_counted()
+        assert 0 == self.run.total()["malformed"]
+        self.a.do("forget_region")  # BusyError, were a row still out
+
+    def end(self):
+        for child in (self.a, self.b):
+            child.end()
+
+
+@pytest.fixture
+def two():
+    """A function that starts two processes with so many NICs on a device with some settings."""
+    need_fake_efa()
+    with contextlib.ExitStack() as stack:
+
+        def start(way, nics=1, **settings):
+            run = stack.enter_context(fabric({"nics": nics, "seed": 11, **settings}))
+            pair = Two(run, way, nics)
+            stack.callback(pair.end)
+            assert "done" == pair.write()
+            return pair
+
+        yield start
+
+
+@pytest.mark.parametrize(
+    ("fault", "codes"),
+    [
+        ("fail op=imm status=14 p=0.0005", {"done", "UNREACHABLE"}),  # UNKNOWN_PEER
+        ("fail op=imm status=7 p=0.0005", {"done", "REMOTE_KEY"}),  # BAD_ADDRESS
+        ("fail op=imm status=2 p=0.0005", {"done", "PROVIDER"}),  # QP_INTERNAL
+        ("fail op=imm status=10 p=0.0005", {"done", "RNR"}),
+        ("lose_ack op=imm p=0.0005", {"done", "UNREACHABLE"}),
+        ("drop op=imm p=0.0005", {"done"}),
+        ("drop op=send p=0.2", {"done"}),
+        ("rnr p=0.02", {"done"}),
+        ("slow us=300 p=0.005", {"done"}),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_fail_fail_alone(two, way, fault, codes):
+    """Each row that the device refuses ends its transfer by its own code; none is counted twice."""
+    pair = two(way)
+    pair.ended.clear()
+    pair.run.fault(fault)
+    for _ in range(TRANSFERS):
+        pair.write()
+    pair.run.clear()
+
+    assert codes == pair.ended.keys()
+    pair.all_is_counted()
+    pair.all_is_well()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_mute_peer(two, way):
+    """Rows to it fail in time; it is written to again as soon as it answers."""
+    pair = two(way)
+    pair.run.fault("mute host=1")
+    assert "UNREACHABLE" == pair.write()
+    pair.run.clear()
+    pair.all_is_well()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_peer_that_restarts_at_the_same_address(two, way):
+    """Rows meant for the dead must not reach its successor, which has its queue pair's number."""
+    pair = two(way)
+    pair.a.do("stream", desc=pair.desc, page_bytes=8, npages=PAGES, imm=IMM)
+    wait_until(lambda: pair.a.do("rounds") > 1, "the stream to flow")
+    old = pair.b
+    nics = old.do("nics")
+    old.signal(signal.SIGKILL)
+    old.end()
+    pair.b = pair.start(1)
+    before, pair.desc = pair.desc, pair.target(pair.b)
+    assert [raw[:40] for _, raw in nics] == [raw[:40] for _, raw in pair.b.do("nics")]
+    code, _ = pair.a.do("end_stream")
+    assert "UNREACHABLE" == code
+
+    landed = pair.landed()
+    assert "done" == pair.write()
+    how = {"page_bytes": 8, "npages": PAGES, "seed": 5, "imm": IMM}
+    assert "StaleEpoch" == pair.a.ask("write", tag="old", desc=before, **how)["error"]
+    wait_until(lambda: pair.b.do("count", imm=IMM) >= PAGES, "the new one's immediates")
+    assert PAGES == pair.b.do("count", imm=IMM)
+    assert landed + PAGES == pair.landed()
+    pair.a.do("forget_region")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_that_disappears_under_the_sender(two, way):
+    """Rows that it had end as NIC_DOWN; the other NIC carries what comes next."""
+    pair = two(way, nics=2)
+    pair.run.fault("slow host=0 nic=1 us=2000")
+    how = {"page_bytes": 8, "npages": PAGES, "seed": 5, "imm": IMM}
+    pair.a.do("write", tag="late", desc=pair.desc, **how)
+    pair.run.fault("gone host=0 nic=1")
+    assert "NIC_DOWN" == pair.a.do("wait", tag="late")
+    assert "the device is gone" in pair.a.do("error", tag="late")
+    assert ["done"] * 3 == [pair.write() for _ in range(3)]
+    pair.all_is_counted()
+    assert pair.a.do("rows")[0] >= 3 * PAGES
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_device_that_disappears_under_the_target(two, way):
+    """Who waits there hears of it, and who writes there does so in time."""
+    pair = two(way, nics=2)
+    pair.run.fault("gone host=1 nic=1")
+    assert pair.write() in {"UNREACHABLE", "done"}
+    wait_until(lambda: "done" == pair.write(), "the NIC that is left to be used alone", 30)
+    pair.all_is_counted()
+
+
+@pytest.mark.parametrize("queues", [{"sq": 128, "rq": 64, "cqe": 256}, {"sq": 4096, "cqe": 600}])
+@pytest.mark.parametrize("way", WAYS)
+def test_short_queues(two, way, queues):
+    """Queues of the smallest useful size: they are full all the time, and turn over and over."""
+    pair = two(way, **queues)
+    for _ in range(TRANSFERS):
+        assert "done" == pair.write()
+    pair.all_is_well()
+
+
+def test_queues_that_are_too_short_are_refused():
+    """With no room behind the messages no row would ever leave."""
+    need_fake_efa()
+    with fabric({"nics": 1, "sq": 100}) as run:
+        child = Child(run.environment())
+        try:
+            said = child.ask("open", provider="efa:columns", nics=1, name="a")
+        finally:
+            child.end()
+
+    assert "BackendUnavailable" == said["error"]
+    assert "room for 100 requests; 128 are needed" in said["text"]
