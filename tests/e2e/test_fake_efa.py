@@ -61,7 +61,7 @@ def test_tests_on_fake_nics(name, tests):
             env=os.environ | run.environment(),
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=400,
             check=False,
         )
     passed = re.search(r"(\d+) passed", done.stdout)
