@@ -1,12 +1,14 @@
 """Disaggregated prefill and decode: KV pages move layer by layer while later layers are computed.
 
-The parts that an inference engine embeds: `Prefiller`, `Decoder`, `Scheduler`, `PagePool`, and the
-`Model` that it fills in. `simulate` runs whole clusters of them, `ttft` predicts their times.
+For engines that own scheduler, memory and block tables: `KvSender` and `KvReceiver`, one of each a
+rank. A whole system: `Prefiller`, `Decoder`, `Scheduler`, `PagePool`, and the `Model` that its user
+fills in. `simulate` runs clusters of them, `ttft` predicts their times.
 """
 
 from __future__ import annotations
 
 from tep.apps.kvcache.attempt import DecoderStats
+from tep.apps.kvcache.blocks import KvBlocks, KvEvent, KvLoad, KvReceiver, KvSend, KvSender
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.job import PrefillerStats
@@ -25,9 +27,15 @@ __all__ = [
     "DecodeWork",
     "Decoder",
     "DecoderStats",
+    "KvBlocks",
     "KvBuffer",
+    "KvEvent",
     "KvLayout",
+    "KvLoad",
     "KvMemory",
+    "KvReceiver",
+    "KvSend",
+    "KvSender",
     "Lease",
     "Model",
     "PagePool",

@@ -25,6 +25,7 @@ __all__ = [
     "KvLayout",
     "RankShape",
     "head_slices",
+    "held_heads",
     "match_ranks",
     "rows_per_page",
 ]
@@ -161,20 +162,23 @@ class RankShape:
 def _heads_of(layout: KvLayout, buffer: KvBuffer, tp: int, rank: int) -> range:
     if layout.kind == "mla":
         return range(1)
-    if tp <= buffer.heads:
-        if buffer.heads % tp:
-            raise UsageError(
-                f"{layout.model}: {buffer.heads} heads of buffer {buffer.name!r} cannot be shared "
-                f"out evenly over {tp} ranks"
-            )
-        share = buffer.heads // tp
+    return held_heads(buffer.heads, tp, rank, f"{layout.model}, buffer {buffer.name!r}")
+
+
+def held_heads(heads: int, tp: int, rank: int, what: str) -> range:
+    """Which heads of a model one of `tp` ranks holds; more ranks than heads hold copies.
+
+    Raises:
+        UsageError: the heads cannot be shared out evenly; `what` says whose they are.
+    """
+    if tp <= heads:
+        if heads % tp:
+            raise UsageError(f"{what}: {heads} heads cannot be shared out evenly over {tp} ranks")
+        share = heads // tp
         return range(rank * share, (rank + 1) * share)
-    if tp % buffer.heads:
-        raise UsageError(
-            f"{layout.model}: {tp} ranks cannot hold equal copies of {buffer.heads} heads of "
-            f"buffer {buffer.name!r}"
-        )
-    head = rank * buffer.heads // tp
+    if tp % heads:
+        raise UsageError(f"{what}: {tp} ranks cannot hold equal copies of {heads} heads")
+    head = rank * heads // tp
     return range(head, head + 1)
 
 

@@ -1,0 +1,120 @@
+"""What `begin` and `expect` return, and what `poll` says. State only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from tep import WaitTimeout
+
+__all__ = ["KvEvent", "KvRequest"]
+
+State = Literal["open", "done", "failed", "free"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvEvent:
+    """One change of a request.
+
+    Attributes:
+        request: its name.
+        state: "done": it is complete, and its blocks are the engine's again. "failed": it will not
+            be complete, and rows may still be under way. "free": after "failed", none is any more.
+        reason: why it failed, else "".
+        failed_blocks: for each group, the blocks that are not known to be complete; final once the
+            state is "free".
+        handle: what `begin` or `expect` returned.
+    """
+
+    request: str
+    state: State
+    reason: str
+    failed_blocks: tuple[tuple[int, ...], ...]
+    handle: KvRequest
+
+
+class KvRequest:
+    """One request under way, on one rank.
+
+    Attributes:
+        request: its name.
+        blocks: for each group, its blocks here.
+        state: "open", then "done", or "failed" and then "free".
+        reason: why it failed.
+        failed_blocks: see KvEvent.
+    """
+
+    def __init__(
+        self,
+        request: str,
+        blocks: list[list[int]],
+        deadline_s: float,
+        report: Callable[[KvEvent], object],
+        turn: Callable[[], float],
+    ) -> None:
+        self.request, self.blocks, self.deadline_s = request, blocks, deadline_s
+        self.state: State = "open"
+        self.reason = ""
+        self.failed_blocks: tuple[tuple[int, ...], ...] = ()
+        self._report, self._turn = report, turn
+        self._wakes: set[Callable[[], object]] = set()
+
+    @property
+    def finished(self) -> bool:
+        """Whether its blocks are the engine's again."""
+        return self.state in {"done", "free"}
+
+    @property
+    def ok(self) -> bool:
+        """Whether it is complete."""
+        return self.state == "done"
+
+    def _to(self, state: State, reason: str = "") -> None:
+        self.state = state
+        self.reason = self.reason or reason
+        if state == "failed" and not self.failed_blocks:
+            self.failed_blocks = tuple(tuple(group) for group in self.blocks)
+        self._report(KvEvent(self.request, state, self.reason, self.failed_blocks, self))
+        for wake in tuple(self._wakes):
+            wake()
+
+    async def wait_async(self, timeout_s: float = math.inf) -> Self:
+        """Return once it is done or free; `ok` says which.
+
+        Its deadline bounds the time to "failed". From there to "free" it waits for the other side,
+        however long that takes. Meanwhile it does what `poll` does for time-outs and repeats.
+
+        Raises:
+            WaitTimeout: neither within `timeout_s`; the request goes on.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
+                await self._finish()
+        if not self.finished:
+            raise WaitTimeout(f"{self.request} is {self.state} after {timeout_s} s: {self.reason}")
+        return self
+
+    async def _finish(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self.finished:
+            changed: asyncio.Future[None] = loop.create_future()
+
+            def settle(future: asyncio.Future[None] = changed) -> None:
+                if not future.done():
+                    future.set_result(None)
+
+            def wake(settle: Callable[[], None] = settle) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(settle)
+
+            self._wakes.add(wake)
+            try:
+                pause_s = self._turn()
+                if not self.finished:
+                    await asyncio.wait((changed,), timeout=pause_s)
+            finally:
+                self._wakes.discard(wake)

@@ -1,0 +1,160 @@
+"""What senders and receivers of blocks say to each other, and what they hand to their engines.
+
+MessagePack; strict. Messages may be lost, repeated and overtake each other. Each names the
+incarnation it is meant for, so that no later one takes it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from tep import BadDescriptor
+from tep.apps.kvcache.blocks.strided import Placed
+
+__all__ = [
+    "Cancel", "Card", "Claim", "Ended", "Go", "Message", "Over", "Refuse", "Ticket", "decode",
+    "decode_as", "encode",
+]  # fmt: skip
+
+UNKNOWN = -1
+"""In place of a number of immediates: it is not known how many landed."""
+
+
+class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One rank's cache, as senders need to know it.
+
+    Attributes:
+        addr: NetAddr of its engine.
+        tp, rank: its place among the ranks of its instance.
+        tensors: where they lie.
+        regions: MrDesc of each region.
+    """
+
+    addr: bytes
+    tp: int
+    rank: int
+    tensors: tuple[Placed, ...]
+    regions: tuple[bytes, ...]
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one rank expects; it travels by any way from the receiver's engine to the sender's.
+
+    It allows nothing by itself: a sender has to claim it first, and the receiver may refuse.
+
+    Attributes:
+        name, epoch: of the receiver's engine.
+        serial: of the receiver's requests.
+        request: its name.
+        blocks: for each group, u32 little-endian.
+    """
+
+    name: str
+    epoch: int
+    serial: int
+    request: str
+    blocks: tuple[bytes, ...]
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Whom it is for (the epoch), and the sender's number of the claim."""
+
+    epoch: int
+    claim: int
+
+
+class Claim(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Sender -> receiver: may I write for this ticket?
+
+    Attributes:
+        addr: NetAddr of the sender.
+        serial, request: of the ticket.
+        tp, rank: the sender's.
+        rows: length of a row of each tensor that it will write, by the tensor's name.
+    """
+
+    addr: bytes
+    serial: int
+    request: str
+    tp: int
+    rank: int
+    rows: dict[str, int]
+
+
+class Go(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Receiver -> sender: write, each row with this immediate, which is yours alone."""
+
+    imm: int
+
+
+class Refuse(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Receiver -> sender: do not write, and why."""
+
+    reason: str
+
+
+class Cancel(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Receiver -> sender: stop, and tell me when no row is under way.
+
+    Attributes:
+        addr: NetAddr of the receiver.
+        serial: of its request.
+        reason: why.
+    """
+
+    addr: bytes
+    serial: int
+    reason: str
+
+
+class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Sender -> receiver: no row of this claim is under way, nor will be. Repeated until Over.
+
+    Attributes:
+        addr: NetAddr of the sender.
+        serial: of the receiver's request.
+        landed: immediates delivered, or UNKNOWN.
+        good: for each group, a bitmap of the blocks that were written whole.
+        doubt: a failed row may still land.
+        reason: why it ended early, else "".
+    """
+
+    addr: bytes
+    serial: int
+    landed: int
+    good: tuple[bytes, ...]
+    doubt: bool
+    reason: str
+
+
+class Over(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Receiver -> sender: I know that it ended."""
+
+
+Message = Claim | Go | Refuse | Cancel | Ended | Over
+_T = TypeVar("_T")
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, strict=True)
+
+
+def encode(value: Message | Card | Ticket) -> bytes:
+    """Turn a message, a card or a ticket into bytes."""
+    return _ENCODER.encode(value)
+
+
+def decode(payload: bytes | memoryview) -> Message:
+    """Read a message; BadDescriptor if the bytes are none."""
+    try:
+        return _DECODER.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadDescriptor(f"{len(payload)} bytes are no message of blocks: {error}") from error
+
+
+def decode_as(kind: type[_T], payload: bytes) -> _T:
+    """Read a card or a ticket; BadDescriptor if the bytes are none."""
+    try:
+        return msgspec.msgpack.decode(payload, type=kind, strict=True)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise BadDescriptor(f"these bytes are no {kind.__name__}: {error}") from error

@@ -1,0 +1,369 @@
+"""KvReceiver: grants senders the right to write blocks, counts what arrives, and takes it back.
+
+Rule 1: a request is complete when every head of every tensor was claimed by one sender and each
+claim's immediates are counted. Rule 2: its blocks are free when it is complete, or when each claim
+has ended: by its sender's word, or because that incarnation is certain to be dead. Rule 3: each
+claim has an immediate of its own, which is given out again when none of its arrivals is missing.
+Rule 4: the lock of the cache guards everything here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from tep import BusyError, Expectation, NetAddr, PeerChange, PeerEvent, TepError, UsageError
+from tep.apps.kvcache.blocks.cache import KvBlocks
+from tep.apps.kvcache.blocks.handle import KvEvent, KvRequest
+from tep.apps.kvcache.blocks.messages import (
+    UNKNOWN,
+    Cancel,
+    Claim,
+    Ended,
+    Go,
+    Over,
+    Refuse,
+    Ticket,
+    encode,
+)
+from tep.apps.kvcache.blocks.strided import served_heads
+from tep.apps.kvcache.heartbeat import Patience
+from tep.apps.kvcache.immediates import ImmSpace
+
+__all__ = ["KvLoad", "KvReceiver"]
+
+
+class _Grant:
+    """What one sender was granted for one request."""
+
+    def __init__(self, addr: NetAddr, claim: int, imm: int, count: int) -> None:
+        self.addr, self.claim, self.imm, self.count = addr, claim, imm, count
+        self.expectation: Expectation | None = None
+        self.ended: Ended | None = None
+        self.counted = self.settled = self.dead = False
+        self.free_s: float | None = None  # when the last row in doubt counts as landed
+
+    @property
+    def who(self) -> tuple[str, int]:
+        return self.addr.name, self.addr.epoch
+
+
+class KvLoad(KvRequest):
+    """A request that is expected; see KvRequest.
+
+    Attributes:
+        ticket: for the sender's `begin`; it travels by any way.
+    """
+
+    ticket: bytes
+
+    def cancel(self, reason: str = "cancelled by the receiver") -> None:
+        """Take back the right to write. It is "free" once nobody can any more. Idempotent."""
+        with self._receiver.blocks.lock:
+            self._receiver._fail(self, reason)
+
+    def _bind(self, receiver: KvReceiver, serial: int, ticket: bytes) -> None:
+        self._receiver, self._serial, self.ticket = receiver, serial, ticket
+        self._grants: dict[tuple[str, int, int], _Grant] = {}  # by sender and claim
+        self._tp = 0  # of the senders, once one has claimed
+        self._uncovered = receiver._heads_of(self)
+        self._told_s = -math.inf
+
+
+class KvReceiver:
+    """Expects blocks that other instances write to this rank's cache.
+
+    Args:
+        blocks: this rank's cache.
+        imms: immediates to grant; they are this receiver's alone on its engine.
+        patience: `cancel_s` between repeats of a message, `request_s` for one request, `linger_s`
+            how long a row may still land after its NIC or path failed.
+
+    Attributes:
+        blocks, imms: as given.
+        refused: claims that were refused, by reason.
+    """
+
+    def __init__(
+        self,
+        blocks: KvBlocks,
+        *,
+        imms: range = range(1, 1 << 31),
+        patience: Patience = Patience(),
+    ) -> None:
+        blocks.handle({Claim: self._on_claim, Ended: self._on_ended})
+        blocks.engine.on_peer(self._on_peer)
+        self.blocks = blocks
+        self.imms = ImmSpace((blocks.engine,), imms)
+        self.refused: dict[str, int] = {}
+        self._patience = patience
+        self._serial = 0
+        self._loads: dict[int, KvLoad] = {}
+        self._events: deque[KvEvent] = deque()
+        self._dead: dict[str, int] = {}
+
+    def expect(
+        self, request: str, block_ids: Sequence[Sequence[int]], *, timeout_s: float | None = None
+    ) -> KvLoad:
+        """Expect a request's blocks; hand its `ticket` to the sender.
+
+        Args:
+            request: its name.
+            block_ids: for each group, the blocks here. Nothing else may use them until the load is
+                finished. They take the last blocks of the sender's.
+            timeout_s: for all of it; None: the patience's.
+
+        Raises:
+            UsageError: no such blocks.
+        """
+        ids = self.blocks.check_blocks("expect", block_ids)
+        limit_s = self._patience.request_s if timeout_s is None else timeout_s
+        load = KvLoad(request, ids, self._now_s() + limit_s, self._events.append, self._turn)
+        addr = self.blocks.engine.main_address
+        raw = tuple(np.array(group, "<u4").tobytes() for group in ids)
+        with self.blocks.lock:
+            self._serial += 1
+            ticket = Ticket(addr.name, addr.epoch, self._serial, request, raw)
+            load._bind(self, self._serial, encode(ticket))
+            self._loads[self._serial] = load
+            self._settle(load)  # it may need nothing
+        return load
+
+    def poll(self) -> list[KvEvent]:
+        """What has happened since the last call; it also repeats messages and looks at deadlines.
+
+        Call it now and then, as from an engine's loop, unless requests are awaited.
+        """
+        self._turn()
+        with self.blocks.lock:
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    def fenced(self, name: str, epoch: int) -> None:
+        """An incarnation of a sender's engine is certain to be dead: none of its rows lands.
+
+        For instance because its process has ended. That it has restarted is noticed by itself.
+
+        Args:
+            name: of its engine.
+            epoch: it, and all before it.
+        """
+        with self.blocks.lock:
+            self._dead[name] = max(epoch, self._dead.get(name, epoch))
+            for load in tuple(self._loads.values()):
+                for grant in load._grants.values():
+                    if grant.who[0] == name and grant.who[1] <= epoch and not grant.settled:
+                        grant.dead = True
+                        self._fail(load, f"sender {name} is dead")
+                self._settle(load)
+
+    # ------------------------------------------------------------------ claims
+
+    def _heads_of(self, load: KvLoad) -> dict[str, int]:
+        """How many heads of each tensor are to come."""
+        mine = (self.blocks.tp, self.blocks.rank)
+        return {
+            name: served_heads(one.tensor.heads, mine, mine, name)[2]
+            for name, one in self.blocks.placed.items()
+            if load.blocks[one.tensor.group]
+        }
+
+    def _on_claim(self, message: Claim) -> None:
+        addr = self._addr(message.addr)
+        if addr is None:
+            return
+        load, why = self._loads.get(message.serial), ""
+        if load is not None and load.request == message.request:
+            grant = load._grants.get((addr.name, addr.epoch, message.claim))
+            try:
+                if grant is None and load.state == "open":
+                    grant = self._grant(load, message, addr)
+            except BusyError:
+                return  # no immediate is free: it will ask again
+            except TepError as error:
+                why = str(error)
+            if grant is not None and load.state == "open":
+                self.blocks.send(addr, Go(addr.epoch, message.claim, grant.imm))
+                return
+            if grant is not None:
+                self._cancel(load, grant)
+                return
+        why = why or f"{message.request!r} is not expected here, or not any more"
+        self.refused[why] = self.refused.get(why, 0) + 1
+        self.blocks.send(addr, Refuse(addr.epoch, message.claim, why))
+
+    def _addr(self, raw: bytes) -> NetAddr | None:
+        try:
+            return NetAddr.from_bytes(raw)
+        except TepError:
+            self.blocks.garbled += 1
+            return None
+
+    def _grant(self, load: KvLoad, message: Claim, addr: NetAddr) -> _Grant:
+        """Check who wants to write what, and grant it; an error: refused."""
+        if addr.epoch <= self._dead.get(addr.name, -1):
+            raise UsageError("its sender is known to be dead")
+        if load._tp not in {0, message.tp} or not 0 <= message.rank < message.tp:
+            raise UsageError(f"rank {message.rank} of {message.tp}; others have {load._tp} ranks")
+        heads, rows = self._covered(load, message)
+        imm = self.imms.take()
+        grant = _Grant(addr, message.claim, imm, rows)
+        try:
+            grant.expectation = self.blocks.engine.expect_imm_count(
+                imm, rows, sender=addr, on_done=partial(self._counted, load, grant)
+            )
+        except TepError:
+            self.imms.end(imm)
+            raise
+        for name, n in heads.items():
+            load._uncovered[name] -= n
+        load._tp = message.tp
+        load._grants[addr.name, addr.epoch, message.claim] = grant
+        return grant
+
+    def _covered(self, load: KvLoad, message: Claim) -> tuple[dict[str, int], int]:
+        """Heads of each tensor that a claim brings, and the rows that carry them."""
+        heads, rows = {}, 0
+        mine, theirs = (self.blocks.tp, self.blocks.rank), (message.tp, message.rank)
+        for name, length in message.rows.items():
+            place = self.blocks.placed.get(name)
+            if place is None:
+                raise UsageError(f"there is no tensor {name!r}")
+            tensor = place.tensor
+            n = served_heads(tensor.heads, theirs, mine, name)[2]
+            nbytes = n * tensor.tokens * tensor.run
+            if length < 1 or nbytes % length or not n or n > load._uncovered.get(name, 0):
+                raise UsageError(
+                    f"rank {message.rank} of {message.tp} brings {n} heads of {name!r} in rows of "
+                    f"{length} bytes; {load._uncovered.get(name, 0)} are missing"
+                )
+            heads[name] = n
+            rows += nbytes // length * len(load.blocks[tensor.group])
+        if not rows:
+            raise UsageError("it brings nothing")
+        return heads, rows
+
+    # ------------------------------------------------------------------ ends
+
+    def _counted(self, load: KvLoad, grant: _Grant, expectation: Expectation) -> None:
+        with self.blocks.lock:
+            grant.counted = True
+            if not (expectation.ok or expectation.cancelled):
+                self._fail(load, f"{grant.addr.name}: {expectation.error}")
+            self._settle(load)
+
+    def _on_ended(self, message: Ended) -> None:
+        addr = self._addr(message.addr)
+        if addr is None:
+            return
+        load = self._loads.get(message.serial)
+        if load is not None:
+            grant = load._grants.get((addr.name, addr.epoch, message.claim))
+            if grant is not None and grant.ended is None:
+                grant.ended = message
+                if message.doubt:
+                    grant.free_s = self._now_s() + self._patience.linger_s
+            if message.reason or grant is None:
+                self._fail(load, f"{addr.name}: {message.reason}")
+            self._settle(load)
+        self.blocks.send(addr, Over(addr.epoch, message.claim))
+
+    def _fail(self, load: KvLoad, reason: str) -> None:
+        if load.state == "open":
+            load._to("failed", reason)
+            load._told_s = self._now_s()
+            for grant in load._grants.values():
+                self._cancel(load, grant)
+        self._settle(load)
+
+    def _cancel(self, load: KvLoad, grant: _Grant) -> None:
+        """Ask a sender to stop, unless it is known that it has."""
+        if grant.ended is None and not (grant.settled or grant.dead):
+            addr = self.blocks.engine.main_address.to_bytes()
+            order = Cancel(grant.addr.epoch, grant.claim, addr, load._serial, load.reason)
+            self.blocks.send(grant.addr, order)
+
+    def _settle(self, load: KvLoad) -> None:
+        """Look what has ended, and say so."""
+        for grant in load._grants.values():
+            self._settle_grant(load, grant)
+        if not all(grant.settled for grant in load._grants.values()):
+            return
+        if load.state == "failed":
+            load.failed_blocks = self._failed_blocks(load)
+            del self._loads[load._serial]
+            load._to("free")
+        elif load.state == "open" and not any(load._uncovered.values()):
+            del self._loads[load._serial]
+            load._to("done")
+
+    def _settle_grant(self, load: KvLoad, grant: _Grant) -> None:
+        expectation = grant.expectation
+        if grant.settled or expectation is None:
+            return
+        if expectation.ok:  # all that this sender writes is here
+            self.imms.end(grant.imm)
+            grant.settled = True
+            return
+        ended = grant.ended
+        if load.state == "open" or not (grant.dead or ended):
+            return
+        if grant.free_s is not None and self._now_s() < grant.free_s and not grant.dead:
+            return
+        # To forget an immediate waits for the engine's thread, so it is done there, in `_counted`:
+        # elsewhere that thread could be waiting for our lock meanwhile.
+        if not grant.counted:
+            expectation.cancel()
+            return
+        known = ended is not None and ended.landed != UNKNOWN and not grant.dead
+        self.imms.end_unclean(grant.imm, (ended.landed,) if known and ended else None)
+        grant.settled = True
+
+    def _failed_blocks(self, load: KvLoad) -> tuple[tuple[int, ...], ...]:
+        found = []
+        for group, ids in enumerate(load.blocks):
+            good = np.full(len(ids), not any(load._uncovered.values()))
+            for grant in load._grants.values():
+                if grant.expectation is not None and grant.expectation.ok:
+                    continue
+                told = grant.ended.good if grant.ended is not None else ()
+                bits = np.frombuffer(told[group] if group < len(told) else b"", np.uint8)
+                some = np.unpackbits(bits)[: len(ids)].astype(bool)
+                good &= some if len(some) == len(ids) else False
+            found.append(tuple(np.array(ids, np.int64)[~good].tolist()))
+        return tuple(found)
+
+    # ------------------------------------------------------------------ peers and time
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        if event.kind is PeerChange.RESTARTED:
+            self.fenced(event.peer, event.epoch)
+
+    def _now_s(self) -> float:
+        return self.blocks.engine.driver.now_s()
+
+    def _turn(self) -> float:
+        """Repeat what was not answered, and end what is late; return when to look again."""
+        now_s, patience = self._now_s(), self._patience
+        with self.blocks.lock:
+            for load in tuple(self._loads.values()):
+                if load.state == "open" and now_s >= load.deadline_s:
+                    self._fail(load, self._late(load))
+                elif load.state == "failed":
+                    if now_s - load._told_s >= patience.cancel_s:
+                        load._told_s = now_s
+                        for grant in load._grants.values():
+                            self._cancel(load, grant)
+                    self._settle(load)
+        return patience.cancel_s
+
+    def _late(self, load: KvLoad) -> str:
+        told = [g.expectation.describe() for g in load._grants.values() if g.expectation]
+        missing = sum(load._uncovered.values())
+        unclaimed = [f"nobody claimed {missing} heads of it"] if missing else []
+        return "not complete before its deadline: " + "; ".join(told + unclaimed)

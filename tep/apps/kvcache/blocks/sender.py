@@ -1,0 +1,438 @@
+"""KvSender: writes blocks to the ranks that expect them, layer by layer as they are computed.
+
+Rule 1: nothing is written before the receiver has granted an immediate for this very request, and
+nothing after it took that back. Rule 2: a claim has ended when no row of it is with a NIC; this is
+said again until the receiver knows. Rule 3: the lock of the cache guards everything here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from tep import NetAddr, Pages, TepError, Transfer, UsageError
+from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache
+from tep.apps.kvcache.blocks.handle import KvEvent, KvRequest
+from tep.apps.kvcache.blocks.messages import (
+    UNKNOWN,
+    Cancel,
+    Claim,
+    Ended,
+    Go,
+    Over,
+    Refuse,
+    Ticket,
+    decode_as,
+)
+from tep.apps.kvcache.blocks.strided import Placed, rows_of, served_heads
+from tep.apps.kvcache.heartbeat import Patience
+
+__all__ = ["KvSend", "KvSender"]
+
+Blocks = npt.NDArray[np.int64]
+Row = tuple[Placed, Placed, tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+
+
+class _Claim:
+    """One receiving rank of one request."""
+
+    def __init__(self, send: KvSend, number: int, peer: PeerCache, ticket: Ticket) -> None:
+        self.send, self.number, self.peer, self.ticket = send, number, peer, ticket
+        self.rows: dict[int, list[Row]] = {}  # by layer
+        self.dst = [np.frombuffer(raw, "<u4").astype(np.int64) for raw in ticket.blocks]
+        self.src = [
+            np.array(ids[len(ids) - len(dst) :], np.int64)
+            for ids, dst in zip(send.blocks, self.dst, strict=True)
+        ]
+        self.sent: dict[tuple[int, int], int] = {}  # blocks of (layer, group) that were sent
+        self.missing = [np.zeros(len(dst), np.int64) for dst in self.dst]  # writes yet to succeed
+        self.imm: int | None = None
+        self.open: set[Transfer] = set()
+        self.under_way = 0
+        self.landed = 0
+        self.doubt = self.ended = self.over = False
+        self.why = ""
+        self.told_s = -math.inf
+
+    @property
+    def all_sent(self) -> bool:
+        return all(n == len(self.dst[group]) for (_, group), n in self.sent.items())
+
+
+class KvSend(KvRequest):
+    """A request that is being written; see KvRequest. Its blocks must stay until it is finished."""
+
+    def layer_done(self, layer: int, ntokens: int | None = None) -> None:
+        """A layer is computed, up to `ntokens` tokens of the prompt: write its whole blocks.
+
+        None, or all tokens: the last block too, however full it is. A NIC reads the memory from
+        now on: on a GPU the layer's kernels must have ended. Calls that say less than an earlier
+        one do nothing.
+
+        Raises:
+            UsageError: the cache has no such layer.
+        """
+        sender = self._sender
+        with sender.blocks.lock:
+            if layer not in sender.layers:
+                raise UsageError(f"layer_done: no layer {layer}; there are {sorted(sender.layers)}")
+            whole = ntokens is None or ntokens >= self._ntokens
+            done = math.inf if whole else float(ntokens or 0)
+            self._done[layer] = max(done, self._done.get(layer, 0.0))
+            for claim in self._claims:
+                sender._write(claim, layer)
+            sender._settle(self)
+
+    def cancel(self, reason: str = "cancelled by the sender") -> None:
+        """Write nothing more. It is "free" once no NIC reads its blocks. Idempotent."""
+        with self._sender.blocks.lock:
+            self._sender._fail(self, reason)
+
+    def _bind(self, sender: KvSender, ntokens: float) -> None:
+        self._sender, self._ntokens = sender, ntokens
+        self._claims: list[_Claim] = []
+        self._done: dict[int, float] = {}
+
+
+class KvSender:
+    """Writes this rank's blocks to the caches of other instances.
+
+    Args:
+        blocks: this rank's cache.
+        patience: `cancel_s` between repeats of a message, `request_s` for one request, `linger_s`
+            how long the end of a request is told to a receiver that does not answer.
+
+    Attributes:
+        blocks: as given.
+        layers: of the model that this cache holds.
+    """
+
+    def __init__(self, blocks: KvBlocks, *, patience: Patience = Patience()) -> None:
+        stop = self._on_stop
+        blocks.handle({Go: self._on_go, Refuse: stop, Cancel: stop, Over: self._on_over})
+        self.blocks = blocks
+        self.layers = {one.tensor.layer for one in blocks.placed.values()}
+        self._patience = patience
+        self._peers: dict[tuple[str, int], PeerCache] = {}
+        self._claims: dict[int, _Claim] = {}
+        self._open: set[KvSend] = set()
+        self._events: list[KvEvent] = []
+        self._number = 0
+
+    def connect(self, card: bytes) -> None:
+        """Get to know a receiver's cache; again after it has restarted.
+
+        Raises:
+            BadDescriptor: no card.
+            UsageError: its cache holds something else; the message says what.
+        """
+        peer = PeerCache(card)
+        for name, there in peer.tensors.items():
+            here = self.blocks.placed.get(name)
+            if here is not None and here.tensor != there.tensor:
+                raise UsageError(
+                    f"{peer.addr.name} has another KV cache:\n  here:  {here.tensor}\n"
+                    f"  there: {there.tensor}"
+                )
+            if here is not None:
+                self._served(there, peer)
+        if not self.blocks.placed.keys() & peer.tensors.keys():
+            raise UsageError(f"{peer.addr.name}'s KV cache has no tensor in common with ours")
+        with self.blocks.lock:
+            self._peers[peer.addr.name, peer.addr.epoch] = peer
+
+    def begin(
+        self,
+        request: str,
+        block_ids: Sequence[Sequence[int]],
+        target: bytes | Sequence[bytes],
+        *,
+        ntokens: int | None = None,
+        timeout_s: float | None = None,
+    ) -> KvSend:
+        """Begin to write a request's blocks to those who expect it; then call `layer_done`.
+
+        Args:
+            request: its name, which the tickets must bear.
+            block_ids: for each group, the blocks here. Where the target wants fewer, because it has
+                the beginning already or keeps a window only, it gets the last ones.
+            target: tickets of the target's ranks, one a rank; those that other ranks of ours serve
+                are left to them.
+            ntokens: of the prompt; None: the blocks are full and begin with its first token.
+            timeout_s: to write everything; None: the patience's.
+
+        Raises:
+            UsageError: a ticket of another request, of an unknown receiver, or for more blocks.
+            BadDescriptor: no ticket.
+        """
+        ids = self.blocks.check_blocks("begin", block_ids)
+        tickets = [target] if isinstance(target, bytes) else list(target)
+        limit_s = self._patience.request_s if timeout_s is None else timeout_s
+        deadline_s = self._now_s() + limit_s
+        send = KvSend(request, ids, deadline_s, self._events.append, self._turn)
+        send._bind(self, math.inf if ntokens is None else ntokens)
+        with self.blocks.lock:
+            for raw in tickets:
+                self._add_claim(send, decode_as(Ticket, raw))
+            for claim in send._claims:
+                self._claims[claim.number] = claim
+            self._open.add(send)
+            self._settle(send)
+        self._turn()
+        return send
+
+    def poll(self) -> list[KvEvent]:
+        """What has happened since the last call; it also repeats messages and looks at deadlines.
+
+        Call it now and then, as from an engine's loop, unless requests are awaited.
+        """
+        self._turn()
+        with self.blocks.lock:
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    # ------------------------------------------------------------------ making claims
+
+    def _served(self, there: Placed, peer: PeerCache) -> tuple[int, int, int]:
+        mine, theirs = (self.blocks.tp, self.blocks.rank), (peer.card.tp, peer.card.rank)
+        return served_heads(there.tensor.heads, mine, theirs, there.tensor.name)
+
+    def _add_claim(self, send: KvSend, ticket: Ticket) -> None:
+        if ticket.request != send.request:
+            raise UsageError(f"begin: {send.request!r} got a ticket of {ticket.request!r}")
+        peer = self._peers.get((ticket.name, ticket.epoch))
+        if peer is None:
+            raise UsageError(
+                f"begin: {send.request!r} is for {ticket.name}, epoch {ticket.epoch}, which is "
+                "unknown; call connect() with its card"
+            )
+        lengths = [len(raw) // 4 for raw in ticket.blocks]
+        held = [len(ids) for ids in send.blocks]
+        if len(held) != len(lengths) or any(n > have for n, have in zip(lengths, held)):
+            raise UsageError(
+                f"begin: {send.request!r}: {ticket.name} expects {lengths} blocks, here are {held}"
+            )
+        self._number += 1
+        claim = _Claim(send, self._number, peer, ticket)
+        for name, there in peer.tensors.items():
+            here = self.blocks.placed.get(name)
+            if here is None:
+                continue
+            served, tensor = self._served(there, peer), here.tensor
+            if served[2] and len(claim.dst[tensor.group]):
+                row = (here, there, rows_of(here, there, served))
+                claim.rows.setdefault(tensor.layer, []).append(row)
+                claim.sent[tensor.layer, tensor.group] = 0
+                claim.missing[tensor.group] += 1
+        if claim.rows:
+            send._claims.append(claim)
+
+    def _ask(self, claim: _Claim) -> None:
+        rows = {here.tensor.name: r[0] for many in claim.rows.values() for here, _, r in many}
+        ticket, engine = claim.ticket, self.blocks.engine
+        mine = (engine.main_address.to_bytes(), ticket.serial, ticket.request)
+        place = (self.blocks.tp, self.blocks.rank)
+        message = Claim(ticket.epoch, claim.number, *mine, *place, rows)
+        self.blocks.send(claim.peer.addr, message)
+
+    # ------------------------------------------------------------------ writing
+
+    def _write(self, claim: _Claim, layer: int) -> None:
+        """Write what is computed of a layer and was not written yet."""
+        if claim.imm is None or claim.why or layer not in claim.rows:
+            return
+        done = claim.send._done.get(layer, 0.0)
+        together: dict[tuple[int, int, int, int], list[Row]] = {}
+        for row in claim.rows[layer]:
+            here, there, (length, *_) = row
+            key = (here.tensor.group, here.region, there.region, length)
+            together.setdefault(key, []).append(row)
+        stops = {}
+        for (group, src_region, dst_region, length), rows in together.items():
+            first = claim.sent[layer, group]
+            stop = self._ready(claim, group, rows[0][0].tensor.tokens, done)
+            stops[group] = max(first, stop)
+            if stop > first and not claim.why:
+                regions = (src_region, dst_region)
+                self._submit(claim, group, (first, stop), regions, length, rows)
+        for group, stop in stops.items():
+            claim.sent[layer, group] = stop
+
+    @staticmethod
+    def _ready(claim: _Claim, group: int, tokens: int, done: float) -> int:
+        """How many of the target's blocks are whole once `done` tokens are computed."""
+        wanted, held = len(claim.dst[group]), len(claim.send.blocks[group])
+        if done == math.inf:
+            return wanted
+        ntokens = claim.send._ntokens
+        total = held if ntokens == math.inf else max(held, -(-int(ntokens) // tokens))
+        return min(wanted, max(0, int(done) // tokens - (total - wanted)))
+
+    def _submit(
+        self,
+        claim: _Claim,
+        group: int,
+        span: tuple[int, int],
+        regions: tuple[int, int],
+        length: int,
+        rows: Sequence[Row],
+    ) -> None:
+        src, dst = claim.src[group][slice(*span), None], claim.dst[group][slice(*span), None]
+        starts = [
+            np.concatenate([
+                (blocks * at.block_stride + (at.start + offsets)).ravel()
+                for at, offsets in sides
+            ])
+            for blocks, sides in (
+                (src, [(here, r[1]) for here, _, r in rows]),
+                (dst, [(there, r[2]) for _, there, r in rows]),
+            )
+        ]  # fmt: skip
+        source = (self.blocks.mr(regions[0]), Pages(starts[0], stride=1))
+        sink = (claim.peer.descs[regions[1]], Pages(starts[1], stride=1))
+        on_done = partial(self._written, claim, group, span, len(rows))
+        claim.under_way += 1
+        try:
+            transfer = self.blocks.engine.submit_paged_writes(
+                length, source, sink, claim.imm, on_done=on_done
+            )
+        except TepError as error:
+            claim.under_way -= 1
+            self._stop(claim, f"{type(error).__name__}: {error}")
+            return
+        if not transfer.finished:
+            claim.open.add(transfer)
+
+    def _written(
+        self, claim: _Claim, group: int, span: tuple[int, int], ntensors: int, transfer: Transfer
+    ) -> None:
+        with self.blocks.lock:
+            claim.open.discard(transfer)
+            claim.under_way -= 1
+            claim.landed += transfer.rows - transfer.dropped - transfer.failed_rows
+            if transfer.ok:
+                claim.missing[group][slice(*span)] -= ntensors
+            else:
+                claim.doubt = claim.doubt or bool(transfer.failed_rows)
+                self._stop(claim, str(transfer.error))
+            self._settle(claim.send)
+
+    # ------------------------------------------------------------------ ends
+
+    def _stop(self, claim: _Claim, reason: str) -> None:
+        """Write nothing more of a claim; what NICs have comes back."""
+        if claim.ended or claim.why:
+            return
+        claim.why = reason
+        for transfer in tuple(claim.open):
+            transfer.cancel()
+
+    def _fail(self, send: KvSend, reason: str) -> None:
+        if send.state == "open":
+            for claim in send._claims:
+                self._stop(claim, reason)
+            send._to("failed", reason)
+        self._settle(send)
+
+    def _settle(self, send: KvSend) -> None:
+        """Look what has ended, and say so."""
+        for claim in send._claims:
+            over = claim.why or (claim.imm is not None and claim.all_sent)
+            if over and not claim.under_way and not claim.ended:
+                claim.ended = True
+                if not claim.over:
+                    self._tell(claim)
+        broken = next((claim for claim in send._claims if claim.why), None)
+        if broken is not None and send.state == "open":
+            self._fail(send, f"{broken.ticket.name}: {broken.why}")
+        if send.finished or not all(claim.ended for claim in send._claims):
+            return
+        self._open.discard(send)
+        if send.state == "open":
+            send._to("done")
+        else:
+            missing = [np.zeros(len(ids), bool) for ids in send.blocks]
+            for claim in send._claims:
+                for all_of, some in zip(missing, claim.missing, strict=True):
+                    all_of[len(all_of) - len(some) :] |= some > 0
+            send.failed_blocks = tuple(
+                tuple(np.array(ids, np.int64)[bad].tolist())
+                for ids, bad in zip(send.blocks, missing, strict=True)
+            )
+            send._to("free")
+
+    def _tell(self, claim: _Claim) -> None:
+        addr = self.blocks.engine.main_address.to_bytes()
+        good = tuple(np.packbits(left == 0).tobytes() for left in claim.missing)
+        landed = UNKNOWN if claim.doubt else claim.landed
+        end = (claim.ticket.serial, landed, good, claim.doubt, claim.why)
+        message = Ended(claim.ticket.epoch, claim.number, addr, *end)
+        self.blocks.send(claim.peer.addr, message)
+
+    def _tell_forgotten(self, message: Cancel) -> None:
+        """Answer for a claim whose end was told for long enough, and then forgotten."""
+        mine = self.blocks.engine.main_address.to_bytes()
+        try:
+            peer = NetAddr.from_bytes(message.addr)
+        except TepError:
+            self.blocks.garbled += 1
+            return
+        end = (message.serial, UNKNOWN, (), False, "ended long ago")
+        self.blocks.send(peer, Ended(peer.epoch, message.claim, mine, *end))
+
+    # ------------------------------------------------------------------ messages and time
+
+    def _on_go(self, message: Go) -> None:
+        claim = self._claims.get(message.claim)
+        if claim is None or claim.imm is not None or claim.why:
+            return  # whoever asks about it is told that it has ended
+        claim.imm = message.imm
+        for layer in tuple(claim.send._done):
+            self._write(claim, layer)
+        self._settle(claim.send)
+
+    def _on_stop(self, message: Refuse | Cancel) -> None:
+        claim = self._claims.get(message.claim)
+        if claim is None:
+            if isinstance(message, Cancel):
+                self._tell_forgotten(message)
+            return
+        if isinstance(message, Refuse):
+            if claim.imm is not None or claim.ended:
+                return  # the answer to a copy of the claim
+            claim.over = True  # the receiver knows of nothing that would have to end
+        self._stop(claim, message.reason)
+        if claim.ended:
+            self._tell(claim)
+        self._settle(claim.send)
+
+    def _on_over(self, message: Over) -> None:
+        claim = self._claims.get(message.claim)
+        if claim is not None and claim.ended:
+            del self._claims[message.claim]
+
+    def _now_s(self) -> float:
+        return self.blocks.engine.driver.now_s()
+
+    def _turn(self) -> float:
+        """Repeat what was not answered, and end what is late; return when to look again."""
+        now_s, patience = self._now_s(), self._patience
+        with self.blocks.lock:
+            for send in [one for one in self._open if one.deadline_s <= now_s]:
+                self._fail(send, "not written before its deadline")
+            for claim in tuple(self._claims.values()):
+                late_s = claim.send.deadline_s + patience.linger_s
+                if claim.ended and (claim.over or now_s > late_s):
+                    del self._claims[claim.number]
+                elif now_s - claim.told_s >= patience.cancel_s:
+                    claim.told_s = now_s
+                    if claim.ended:
+                        self._tell(claim)
+                    elif claim.imm is None and not claim.why:
+                        self._ask(claim)
+        return patience.cancel_s

@@ -1,0 +1,146 @@
+"""Where the blocks of a KV cache lie, by strides, and which rows carry a block between two layouts.
+
+Pure arithmetic: no engine, no memory, no time. A block is what inference engines call a page: the
+cache of `tokens` neighbouring tokens. Each side describes its own tensors; the two sides may order
+heads, tokens and blocks differently, keep K and V together or apart, and differ in their degree of
+tensor parallelism. They must agree on names, layers, heads, tokens of a block and element bytes.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tep import UsageError
+from tep.apps.kvcache.layout import held_heads
+
+__all__ = ["KvTensor", "Offsets", "Placed", "describe_tensor", "rows_of", "served_heads"]
+
+Offsets = npt.NDArray[np.int64]
+"""int64[n]: byte offsets."""
+
+
+class KvTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What one tensor of a cache holds, which is the same on every rank of both sides.
+
+    Attributes:
+        name: unique, e.g. "3.k".
+        layer: of the model, as `layer_done` counts.
+        heads: KV heads of the whole model; 1 for a compressed (MLA) cache, which each rank copies.
+        tokens: tokens of a block.
+        run: bytes of one token of one head.
+        group: which of a request's lists of blocks it uses.
+    """
+
+    name: str
+    layer: int
+    heads: int
+    tokens: int
+    run: int
+    group: int = 0
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Where the blocks of a tensor lie on one rank, in bytes.
+
+    Attributes:
+        tensor: what it holds.
+        region: index of the registered region.
+        start: of block 0 in the region.
+        blocks: how many there are.
+        block_stride, head_stride, token_stride: from one to the next.
+    """
+
+    tensor: KvTensor
+    region: int
+    start: int
+    blocks: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+
+
+def describe_tensor(array: Any, axes: str) -> tuple[int, dict[str, tuple[int, int]], int, str]:
+    """Read address, extents and strides of a numpy array or torch tensor.
+
+    Args:
+        array: a view of the cache; slices such as `cache[:, 0]` are fine.
+        axes: one letter a dimension: b block, h head, t token, d the elements of one token of one
+            head, which must be contiguous. Letters h and t may be missing.
+
+    Returns:
+        Address, {letter: (extent, stride in bytes)}, bytes of the elements, device.
+
+    Raises:
+        UsageError: other axes, or elements that are not contiguous.
+    """
+    shape = tuple(int(n) for n in array.shape)
+    if sorted(axes) != sorted(set(axes)) or not {"b", "d"} <= set(axes) <= set("bhtd"):
+        raise UsageError(f"axes={axes!r}: letters b and d, and h and t where there are any")
+    if len(axes) != len(shape):
+        raise UsageError(f"axes={axes!r} names {len(axes)} dimensions, the tensor has {shape}")
+    if hasattr(array, "data_ptr"):
+        itemsize = int(array.element_size())
+        strides = tuple(int(n) * itemsize for n in array.stride())
+        address, device = int(array.data_ptr()), str(array.device)
+    else:
+        itemsize, strides = int(array.itemsize), tuple(int(n) for n in array.strides)
+        address, device = int(array.__array_interface__["data"][0]), "cpu"
+    found = {letter: (n, step) for letter, n, step in zip(axes, shape, strides, strict=True)}
+    if min(shape) < 1 or min(strides) < 0:
+        raise UsageError(f"axes={axes!r}: shape {shape}, strides {strides}; none may be negative")
+    if found["d"][1] != itemsize and found["d"][0] > 1:
+        raise UsageError(f"axes={axes!r}: elements lie {found['d'][1]} bytes apart, not {itemsize}")
+    return address, found, found["d"][0] * itemsize, device
+
+
+@lru_cache(maxsize=4096)
+def served_heads(
+    heads: int, src: tuple[int, int], dst: tuple[int, int], what: str
+) -> tuple[int, int, int]:
+    """Which heads one rank writes to another: (first at the source, first at the target, count).
+
+    Where several ranks of the source hold a head, one of them writes it: another for each rank of
+    the target, in turn. Both sides compute this alike.
+
+    Args:
+        heads: of the whole model.
+        src: degree and rank of the source.
+        dst: degree and rank of the target.
+        what: for errors.
+    """
+    here, there = held_heads(heads, *src, what), held_heads(heads, *dst, what)
+    first, stop = max(here.start, there.start), min(here.stop, there.stop)
+    copies = max(1, src[0] // heads)
+    if first >= stop or src[1] % copies != dst[1] % copies:
+        return 0, 0, 0
+    return first - here.start, first - there.start, stop - first
+
+
+@lru_cache(maxsize=4096)
+def rows_of(src: Placed, dst: Placed, served: tuple[int, int, int]) -> tuple[int, Offsets, Offsets]:
+    """The rows that carry one block: their length, and their offsets in the block on both sides.
+
+    A row is as long as both layouts are contiguous.
+    """
+    tensor, (src_head, dst_head, heads) = src.tensor, served
+    length = tensor.run
+    left = [
+        (tensor.tokens, src.token_stride, dst.token_stride),
+        (heads, src.head_stride, dst.head_stride),
+    ]
+    left = [dim for dim in left if dim[0] > 1]
+    while (next_dim := next((d for d in left if d[1] == d[2] == length), None)) is not None:
+        left.remove(next_dim)
+        length *= next_dim[0]
+    src_rows = np.array([src_head * src.head_stride], np.int64)
+    dst_rows = np.array([dst_head * dst.head_stride], np.int64)
+    for count, src_step, dst_step in left:
+        steps = np.arange(count)
+        src_rows = (src_rows[:, None] + steps * src_step).ravel()
+        dst_rows = (dst_rows[:, None] + steps * dst_step).ravel()
+    return length, src_rows, dst_rows
