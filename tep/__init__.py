@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tep.core.transfer import Expectation, Message, Removal, Transfer
     from tep.cuda.arena import Arena, alloc
     from tep.drivers import InlineDriver, ThreadDriver
-    from tep.engine import ImmCounter, PeerGroup, TransferEngine
+    from tep.engine import ImmCounter, PeerGroup, Prepared, TransferEngine
     from tep.errors import (
         BackendUnavailable,
         BadDescriptor,
@@ -92,6 +92,7 @@ __all__ = [
     "PeerGroup",
     "PeerState",
     "PeerWatch",
+    "Prepared",
     "Progress",
     "Read",
     "Removal",
@@ -174,6 +175,7 @@ _ROOMS = {
     "tep.engine": (
         "ImmCounter",
         "PeerGroup",
+        "Prepared",
         "TransferEngine",
     ),
     "tep.opening": ("open_libfabric", "open_local", "open_loopback", "open_verbs"),

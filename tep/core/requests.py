@@ -29,6 +29,7 @@ __all__ = [
     "ImmArg",
     "Slices",
     "barrier_job",
+    "imm_column",
     "longest_row",
     "paged_job",
     "scatter_job",
@@ -140,7 +141,7 @@ def paged_job(
         mr.root,
         remote,
         (sources, targets, page_bytes),
-        _imm_column(verb, imm, npages),
+        imm_column(verb, imm, npages),
         npages,
         npages * page_bytes,
         page_bytes,
@@ -410,7 +411,8 @@ def _refuse_shared(
                 )
 
 
-def _imm_column(verb: str, imm: ImmArg, npages: int) -> Column | None:
+def imm_column(verb: str, imm: ImmArg, npages: int) -> Column | None:
+    """The immediates of a paged write. Raises BadRequest unless one is for all, or one for each."""
     if imm is None or type(imm) is int:
         return imm if imm is None else check_imm(imm)
     try:

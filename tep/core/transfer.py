@@ -20,7 +20,10 @@ from tep.core.stats import NicBytes, TransferStats
 from tep.errors import FabricError, InDoubt, TepError, WaitTimeout
 from tep.waiting import escaped, raise_escaped
 
-__all__ = ["Expectation", "ImmCounter", "Message", "Notice", "Pace", "Removal", "Transfer"]
+__all__ = [
+    "Expectation", "ImmCounter", "Message", "Notice", "Pace", "Removal", "Transfer",
+    "names_of",
+]  # fmt: skip
 
 _NAMES_MAX: Final = 4  # peers that a report names
 
@@ -258,7 +261,7 @@ class Transfer(Handle):
     def describe(self) -> str:
         """One line for reports."""
         stats = self.stats()
-        peers = _names(self.job.remotes)
+        peers = names_of(self.job.remotes)
         return (
             f"{stats.kind} of {stats.rows} rows, {stats.nbytes} bytes "
             f"{'from' if self.job.is_read else 'to'} {peers}: {stats.state}; "
@@ -273,7 +276,8 @@ class Transfer(Handle):
         )
 
 
-def _names(remotes: Remote | Targets) -> str:
+def names_of(remotes: Remote | Targets) -> str:
+    """The names of the first peers, for reports."""
     listed = remotes.remotes if isinstance(remotes, Targets) else [remotes]
     names = [remote.desc.addr.name for remote in listed]
     more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""

@@ -10,6 +10,7 @@ import itertools
 import logging
 import sys
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -50,6 +51,7 @@ class Machine:
         peers: the peers and their regions.
         regions: registered memory, by number.
         kept: regions that were deregistered, but that a NIC may still touch.
+        prepared: what was prepared here and is still held.
         about: why these NICs and CPUs were chosen; "" = the user named them, or had no choice.
         wait_timeout_s: what wait() uses when no timeout is given.
         callback_errors: the last 100 exceptions that users' callbacks raised.
@@ -83,6 +85,7 @@ class Machine:
             tuple(domain.caps.link_bps for domain in domains),
         )
         self.about = ""
+        self.prepared: weakref.WeakSet[report.Describes] = weakref.WeakSet()
         self.closed = self.crashed = self.ended = False
         self._backlog_max = options.backlog_rows_max
         self._rows_asked = 0  # of all submits; worker.taken counts those that the worker has taken

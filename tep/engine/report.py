@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from operator import add
 from typing import Final, Protocol, runtime_checkable
+from weakref import WeakSet
 
 from tep.backends.base import Domain
 from tep.core.handle import State
@@ -23,7 +24,14 @@ from tep.errors import UsageError
 from tep.units import MiB
 from tep.wire import NetAddr
 
-__all__ = ["Reported", "engine_stats", "explain", "stall_report"]
+__all__ = ["Describes", "Reported", "engine_stats", "explain", "stall_report"]
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """What says of itself in one line what it is: a NIC its port, a prepared transfer its rows."""
+
+    def describe(self) -> str: ...
 
 
 class Reported(Protocol):
@@ -40,13 +48,7 @@ class Reported(Protocol):
     about: str
     errors: int
     crashed: bool
-
-
-@runtime_checkable
-class _Describes(Protocol):
-    """A NIC that can describe itself: its port, its GID, and why that GID."""
-
-    def describe(self) -> str: ...
+    prepared: WeakSet[Describes]
 
 
 _LISTED_MAX: Final = 20
@@ -161,12 +163,14 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
             f"  NIC {k}: {caps.nic} on {caps.backend}, {caps.link_bps / 1e9:g} Gb/s, {order}, "
             f"queue {caps.sq_depth}, {reads}, memory {'/'.join(caps.memory_kinds)}, {state}"
         )
-        if isinstance(domain, _Describes):
+        if isinstance(domain, Describes):
             lines.append(f"    {domain.describe()}")
     grants = list(engine.worker.leases.granted.values())
     lines += [f"  {grant.over.describe()}" for grant in grants[:_LISTED_MAX]]
     lines += _failover_lines(engine)
     lines += _quarantine_lines(engine)
+    ready = sorted(prepared.describe() for prepared in list(engine.prepared))
+    lines += [f"  {line}" for line in ready[:_LISTED_MAX]]
     lines += [f"  watched words: {engine.worker.watch.describe()}"] if engine.worker.watch else []
     copied = [mr for mr in list(engine.regions.values()) if mr.memory.stands_for]
     lines += [f"  region {mr.desc.region}: {mr.memory.stands_for}" for mr in copied[:_LISTED_MAX]]

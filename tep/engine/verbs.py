@@ -54,6 +54,13 @@ from tep.core.stats import EngineStats
 from tep.core.transfer import Expectation, ImmCounter, Message, Notice, Removal, Transfer
 from tep.drivers import Driver
 from tep.engine.machine import Machine
+from tep.engine.prepared import (
+    Prepared,
+    PreparedBarrier,
+    PreparedPages,
+    PreparedScatter,
+    PreparedSingle,
+)
 from tep.engine.regions import keep_or_free
 from tep.engine.report import engine_stats, explain
 from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
@@ -507,6 +514,65 @@ class TransferEngine:
         )
         return self._submit_read(job, on_done)
 
+    # ------------------------------------------------------------------ prepared transfers
+
+    def prepare_single_write(
+        self,
+        nbytes: int,
+        src: tuple[MrHandle, int],
+        dst: tuple[Target, int],
+        *,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a single write once, to submit it again and again: `prepared.submit(imm=...)`.
+
+        Arguments and errors are those of `submit_single_write`; offsets given to `submit` are added
+        to these. Peers, NICs, leases and regions may come and go meanwhile: see Prepared.
+        """
+        _check_pair("prepare_single_write", src, dst, "offset")
+        check = self._check_longest
+        return PreparedSingle(self._machine, nbytes, src, dst, routing, check)
+
+    def prepare_paged_writes(
+        self,
+        page_bytes: int,
+        src: tuple[MrHandle, Pages],
+        dst: tuple[Target, Pages],
+        *,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a paged write once, and lay out its columns: `submit(imm, src_offset=...)` posts.
+
+        Arguments and errors are those of `submit_paged_writes`. The layers of a KV cache are one
+        prepared list at moving offsets; `pages=slice(a, b)` submits a part of the list.
+        """
+        _check_pair("prepare_paged_writes", src, dst, "pages")
+        check = self._check_longest
+        return PreparedPages(self._machine, page_bytes, src, dst, routing, check)
+
+    def prepare_scatter(
+        self,
+        src: MrHandle,
+        dsts: Sequence[ScatterDst],
+        *,
+        group: PeerGroup | None = None,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a scatter once; offsets given to `submit` are added to those of every slice."""
+        check_source(src, self._machine, "prepare_scatter")
+        slices, check = slices_of(dsts), self._check_longest
+        return PreparedScatter(self._machine, src, slices, group, routing, check)
+
+    def prepare_barrier(
+        self,
+        dsts: Sequence[Target],
+        *,
+        group: PeerGroup | None = None,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a barrier once: `submit(imm)` sends it."""
+        return PreparedBarrier(self._machine, dsts, group, routing, self._check_longest)
+
     # ------------------------------------------------------------------ messages
 
     def submit_send(
@@ -754,13 +820,11 @@ class TransferEngine:
     # ------------------------------------------------------------------ inside
 
     def _submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        machine, nlocal, limit, rows = self._machine, len(self._domains), self._row_bytes_max, job.n
+        machine, nlocal, rows = self._machine, len(self._domains), job.n
         if machine.closed:
             machine.check_open(f"submit ({job.kind})")
-        if job.longest > limit and (longest := longest_row(job, nlocal)) > limit:
-            raise BadRequest(
-                f"{job.kind}: rows of {longest} bytes, but a NIC here takes {limit} at the most"
-            )
+        if job.longest > self._row_bytes_max:
+            self._check_longest(job)
         reserved = machine.reserve(job.kind, rows)
         transfer = Transfer(machine, job, rows, nlocal, self.driver.now_s(), reserved)
         machine.enqueue(self._worker.start, transfer, on_done)
@@ -808,6 +872,12 @@ class TransferEngine:
         if access & (Access.READABLE | Access.SINK):
             self._check_reads(f"reg_mr: access={access!r}")
         return access
+
+
+def _check_pair(verb: str, src: object, dst: object, second: str) -> None:
+    """Raise BadRequest unless source and target are two things each."""
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in (src, dst)):
+        raise _no_pair(verb, src, dst, second)
 
 
 def _no_pair(verb: str, src: object, dst: object, second: str) -> BadRequest:

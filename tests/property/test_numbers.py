@@ -81,6 +81,7 @@ def verbs(p: Pair) -> dict[str, Rules]:
     pages = tep.Pages([0, 1])
     single = partial(e.submit_single_write, src=(p.mr, 0), dst=(p.desc, 0))
     paged = partial(e.submit_paged_writes, src=(p.mr, pages), dst=(p.desc, pages))
+    prepare_pages = partial(e.prepare_paged_writes, src=(p.mr, pages), dst=(p.desc, pages))
     scatter = partial(e.submit_scatter, p.mr)
     read = partial(e.submit_single_read, src=(p.desc, 0), dst=(p.mr, 0))
     reads = partial(e.submit_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
@@ -146,6 +147,29 @@ def verbs(p: Pair) -> dict[str, Rules]:
             **other,
             **numbers(gather, "imm", "routing", srcs=[tep.GatherSrc(8, 0, (p.desc, 0))]),
             "srcs": gather,
+        },
+        "prepare_single_write": {
+            **other,
+            **numbers(partial(e.prepare_single_write, src=(p.mr, 0), dst=(p.desc, 0)), "nbytes"),
+            "routing": lambda v: e.prepare_single_write(8, (p.mr, 0), (p.desc, 0), routing=v),
+            "src": lambda v: e.prepare_single_write(8, (p.mr, v), (p.desc, 0)),
+            "dst": lambda v: e.prepare_single_write(8, (p.mr, 0), (p.desc, v)),
+        },
+        "prepare_paged_writes": {
+            **other,
+            **numbers(prepare_pages, "page_bytes"),
+            **numbers(prepare_pages, "routing", page_bytes=8),
+        },
+        "prepare_scatter": {
+            **other,
+            "routing": lambda v: e.prepare_scatter(
+                p.mr, [tep.ScatterDst(8, 0, (p.desc, 0))], routing=v
+            ),
+        },
+        "prepare_barrier": {**other, "routing": lambda v: e.prepare_barrier([p.desc], routing=v)},
+        "Prepared.submit": {
+            **other,
+            **numbers(prepare_pages(8).submit, "imm", "src_offset", "dst_offset", "pages"),
         },
         "submit_send": other,
         "submit_recvs": {**other, **numbers(recvs, "nbytes", "count")},
@@ -268,6 +292,7 @@ def found_verbs() -> Iterator[tuple[str, str]]:
         "Transfer.": tep.Transfer,
         "Message.": tep.Message,
         "Removal.": tep.Removal,
+        "Prepared.": tep.Prepared,
     }
     for prefix, kind in kinds.items():
         for name, member in inspect.getmembers(kind, inspect.isfunction):

@@ -34,6 +34,10 @@ def objects(p) -> dict[str, tuple[object, str]]:
         "Watcher": (p.b.alloc_uvm_watcher(print), "word 0 at 0x"),
         "MrHandle": (p.mr, "region 1, 65536 bytes, cpu, 0 transfers in flight"),
         "TransferEngine": (p.a, "a@loopback/1 NICs, epoch"),
+        "PreparedBarrier": (
+            p.a.prepare_barrier([p.desc]),
+            "barrier of 1 rows, 0 bytes to b, prepared: 0",
+        ),
         "Gathered": (tep.gather(sent), "gather of 1 handles: 1 ok"),
         "Completed": (tep.as_completed([sent]), "as_completed of 1 handles: 1 ok"),
     }
@@ -42,6 +46,7 @@ def objects(p) -> dict[str, tuple[object, str]]:
 @pytest.mark.parametrize("name", list(dict.fromkeys([
     "Transfer", "Expectation", "Message", "Notice", "Removal", "ImmCounter", "Grant", "PeerGroup",
     "PeerWatch", "Watcher", "MrHandle", "TransferEngine", "Gathered", "Completed",
+    "PreparedBarrier",
 ])))  # fmt: skip
 def test_what_lives_in_this_process_says_what_it_is_and_is_not_pickled(name) -> None:
     """`<Transfer object at 0x7f...>` says nothing, and pickle's own error not what to send."""

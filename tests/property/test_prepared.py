@@ -1,0 +1,250 @@
+"""Prepared transfers have the effect of their verbs: same rows, bytes, counts and errors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tep
+from tep.sim import Cluster
+from tep.units import PS_PER_US
+from tests.support.pairs import pair
+
+NBYTES = 4096
+PAGE = 32
+PAGES = 12
+KINDS = ("single", "pages", "scatter", "barrier", "leased")
+END_US = 3000
+
+
+@dataclass(frozen=True)
+class Submit:
+    """One submit of what was prepared as `kind`."""
+
+    kind: str
+    imm: object
+    src_offset: int
+    dst_offset: int
+    pages: slice | None
+
+
+@dataclass(frozen=True)
+class Happens:
+    """What changes underneath: "kill", "restart", "deregister", "revoke", "remove"; or time."""
+
+    what: str
+    number: int = 0
+
+
+numbers = st.one_of(st.integers(-64, 64), st.integers(-NBYTES, NBYTES), st.sampled_from([0, 0, 0]))
+imms = st.one_of(
+    st.integers(0, 9),
+    st.none(),
+    st.sampled_from([-1, 2**32, True, np.uint32(5), "7", 1.0]),
+    st.integers(1, PAGES).map(lambda n: np.arange(n) + 100),
+)
+indices = st.one_of(st.none(), st.integers(-PAGES - 1, PAGES + 1))
+slices = st.builds(slice, indices, indices, st.sampled_from([None, 1, 2, 3, -1]))
+submits = st.builds(
+    Submit, st.sampled_from(KINDS), imms, numbers, numbers, st.one_of(st.none(), slices)
+)
+events = st.one_of(
+    st.builds(Happens, st.just("pass"), st.integers(0, 40)),
+    st.builds(Happens, st.sampled_from(["kill here", "kill there"]), st.integers(0, 2)),
+    st.builds(Happens, st.sampled_from(["restart", "deregister", "revoke", "remove"])),
+)
+scripts = st.lists(st.one_of(submits, submits, events), min_size=1, max_size=14)
+
+
+class World:
+    """One run of a script on the chaos fabric, by prepared transfers or by the verbs."""
+
+    def __init__(self, seed: int, nics: tuple[int, int, int], *, prepared: bool) -> None:
+        self.prepared = prepared
+        self.cluster = Cluster(nodes=3, nics=nics, seed=seed, trace=True)
+        self.nics = nics
+        a, b, c = self.cluster.engines
+        self.a, self.b, self.c = a, b, c
+        self.mr, _ = a.reg_mr((np.arange(NBYTES) * 7 % 251).astype(np.uint8))
+        self.other, _ = a.reg_mr((np.arange(NBYTES) * 5 % 241).astype(np.uint8))
+        self.targets = [np.zeros(NBYTES, np.uint8) for _ in range(3)]
+        _, self.to_b = b.reg_mr(self.targets[0])
+        _, self.to_c = c.reg_mr(self.targets[1])
+        leased, _ = b.reg_mr(self.targets[2])
+        self.grant = b.lease(leased, a.main_address, for_s=1.0)
+        order = np.random.default_rng(seed)
+        self.lists = (
+            tep.Pages(order.permutation(PAGES), offset=256),
+            tep.Pages(order.permutation(PAGES), stride=PAGE + 8, offset=512),
+        )
+        self.parts = [(40 + k, 64 * k, desc, 128 * k) for k, desc in enumerate(self.descs())]
+        self.group = a.add_peer_group([b.main_address, c.main_address])
+        # Made in both runs: whoever prepares a transfer meets the peer, and begins to use a lease.
+        self.ready = {
+            "single": a.prepare_single_write(96, (self.mr, 100), (self.to_b, 200)),
+            "pages": a.prepare_paged_writes(
+                PAGE, (self.mr, self.lists[0]), (self.to_b, self.lists[1])
+            ),
+            "scatter": a.prepare_scatter(self.other, self.slices(0, 0), group=self.group),
+            "barrier": a.prepare_barrier(self.descs()),
+            "leased": a.prepare_single_write(64, (self.other, 64), (self.grant.lease, 64)),
+        }
+        self.handles: list[tep.Transfer] = []
+        self.log: list[object] = []
+
+    def descs(self) -> list[tep.MrDesc]:
+        return [self.to_b, self.to_c, self.to_b]
+
+    def slices(self, src: int, dst: int) -> list[tep.ScatterDst]:
+        return [tep.ScatterDst(n, at + src, (d, to + dst)) for n, at, d, to in self.parts]
+
+    def submit(self, s: Submit) -> tep.Transfer:
+        """Submit it, one way or the other."""
+        a, pages = self.a, s.pages if s.kind == "pages" else None
+        src, dst = (0, 0) if s.kind == "barrier" else (s.src_offset, s.dst_offset)
+        if self.prepared:
+            ready = self.ready[s.kind]
+            return ready.submit(s.imm, src_offset=src, dst_offset=dst, pages=pages)
+        match s.kind:
+            case "single":
+                return a.submit_single_write(
+                    96, (self.mr, 100 + src), (self.to_b, 200 + dst), s.imm
+                )
+            case "leased":
+                to = self.grant.lease, 64 + dst
+                return a.submit_single_write(64, (self.other, 64 + src), to, s.imm)
+            case "scatter":
+                return a.submit_scatter(self.other, self.slices(src, dst), s.imm, group=self.group)
+            case "barrier":
+                return a.submit_barrier(self.descs(), s.imm)
+        part = slice(None) if pages is None else pages
+        mine, theirs = (
+            tep.Pages(one.indices[part], stride=one.stride, offset=one.offset + offset)
+            for one, offset in zip(self.lists, (src, dst), strict=True)
+        )
+        return a.submit_paged_writes(PAGE, (self.mr, mine), (self.to_b, theirs), s.imm)
+
+    def is_no_list(self, s: Submit) -> bool:
+        """Whether tep.Pages itself refuses the list of a submit."""
+        offsets = self.lists[0].offset + s.src_offset, self.lists[1].offset + s.dst_offset
+        none = s.pages is not None and not range(PAGES)[s.pages]
+        return s.kind == "pages" and (none or min(offsets) < 0)
+
+    def happens(self, event: Happens) -> None:
+        """Change what is underneath."""
+        cluster = self.cluster
+        match event.what:
+            case "pass":
+                cluster.env.run(until=cluster.env.now + event.number * PS_PER_US)
+            case "kill here":
+                cluster.kill_nic("a", event.number % self.nics[0])
+            case "kill there":
+                cluster.kill_nic("b", event.number % self.nics[1])
+            case "restart":
+                self.a.add_peer_group([cluster.restart("b").main_address])
+            case "deregister":
+                self.a.deregister(self.mr)
+            case "revoke":
+                self.grant.revoke()
+            case "remove":
+                self.a.remove_peer(self.c.main_address)
+
+    def play(self, script: list[Submit | Happens]) -> None:
+        for step in script:
+            try:
+                if isinstance(step, Submit):
+                    self.handles.append(self.submit(step))
+                else:
+                    self.happens(step)
+            except tep.TepError as error:
+                # A list that cannot be is refused by Pages, before the verb looks at anything.
+                no_list = isinstance(step, Submit) and self.is_no_list(step)
+                self.log.append("refused" if no_list else type(error).__name__)
+            else:
+                self.log.append(None)
+        self.cluster.env.run(until=self.cluster.env.now + END_US * PS_PER_US)
+
+    def result(self) -> list[object]:
+        """All that can be seen of the run."""
+        ends = [
+            (handle.stats(), type(handle.error).__name__, str(handle.error).splitlines()[0])
+            for handle in self.handles
+        ]
+        stats = [engine.stats() for engine in (self.a, self.b, self.c)]
+        found = [self.log, ends, [target.tobytes() for target in self.targets], stats]
+        return [*found, self.cluster.trace.digest()]
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    script=scripts,
+    seed=st.integers(0, 2**20),
+    nics=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2)),
+)
+def test_prepared_is_the_verb(
+    script: list[Submit | Happens], seed: int, nics: tuple[int, int, int]
+) -> None:
+    """Who prepares would else write elsewhere, count otherwise, or be told less than by the verb.
+
+    The traces are compared: every row with its NIC, place and time.
+    """
+    found = []
+    for prepared in (True, False):
+        world = World(seed, nics, prepared=prepared)
+        with world.cluster:
+            world.play(script)
+            found.append(world.result())
+
+    for mine, theirs in zip(*found, strict=True):
+        assert theirs == mine
+
+
+def test_bad_input_is_refused_by_name() -> None:
+    """A slice of another kind, or an offset that is no number, would be an error of numpy's."""
+    with pair(nbytes=8192) as p:
+        pages = tep.Pages(range(8))
+        paged = p.a.prepare_paged_writes(64, (p.mr, pages), (p.desc, pages))
+        single = p.a.prepare_single_write(64, (p.mr, 0), (p.desc, 0))
+        for call, words in (
+            (lambda: paged.submit(1, pages=3), "pages=3 is no slice"),
+            (lambda: paged.submit(1, pages=slice(8, 9)), "are none of 8 pages"),
+            (lambda: paged.submit(1, pages=slice("a")), "pages=slice"),
+            (lambda: single.submit(1, pages=slice(1)), "only a paged write"),
+            (lambda: single.submit(1, src_offset=0.5), "src_offset"),
+            (lambda: single.submit(1, dst_offset=8192), "outside the 8192 bytes"),
+            (lambda: single.submit([1, 2]), "imm"),
+            (lambda: p.a.prepare_single_write(64, p.mr, (p.desc, 0)), "prepare_single_write: src="),
+            (lambda: p.a.prepare_single_write(9000, (p.mr, 0), (p.desc, 0)), "9000 are outside"),
+            (lambda: p.a.prepare_scatter(p.mr, []), "no targets"),
+            (lambda: p.a.prepare_barrier([p.desc]).submit(), "imm=None"),
+            (lambda: p.a.prepare_barrier([p.desc]).submit(1, src_offset=8), "it has no bytes"),
+        ):
+            with pytest.raises(tep.BadRequest, match=words):
+                call()
+
+
+def test_explain_lists_what_is_prepared_and_still_held() -> None:
+    """Nobody could tell otherwise whether a loop uses what was prepared for it."""
+    with pair() as p:
+        barrier = p.a.prepare_barrier([p.desc])
+        p.settle(barrier.submit(1), barrier.submit(2))
+        line = "barrier of 1 rows, 0 bytes to b, prepared: 2 submitted, laid out 1 times"
+        assert line in p.a.explain()
+        assert (1, 0) == (barrier.rows, barrier.nbytes)
+        del barrier
+        assert "prepared" not in p.a.explain()
+
+
+def test_a_closed_engine_refuses_by_the_name_of_the_verb() -> None:
+    """A submit that nobody takes would never settle."""
+    with pair() as p:
+        single = p.a.prepare_single_write(64, (p.mr, 0), (p.desc, 0))
+        p.a.close()
+        with pytest.raises(tep.ClosedError, match="is closed"):
+            single.submit(1)
+        with pytest.raises(tep.ClosedError, match="prepare_single_write: .*closed"):
+            p.a.prepare_single_write(64, (p.mr, 0), (p.desc, 0))
