@@ -361,7 +361,7 @@ plain, shared = np.zeros(64, np.uint8), alloc_shared(64)
         "except tep.FabricError as error: _ = str(error)"
     )
     refused = sender(code.format(plain))
-    assert "PROVIDER: process_vm_writev to process" in refused
+    assert "PROVIDER: process_vm_readv of process" in refused
     assert "kernel.yama.ptrace_scope" in refused
     assert "allow_tracer" in refused
     assert "tep.alloc_shared()" in refused
@@ -387,7 +387,7 @@ def test_another_user_who_has_the_descriptor_writes_nothing(remotes) -> None:
             "try: t.wait(60)\n"
             "except tep.FabricError as error: _ = str(error)"
         )
-        assert "PROVIDER: process_vm_writev to process" in refused
+        assert "PROVIDER: process_vm_readv of process" in refused
         assert "as one user" in refused
     assert [0, 0, 0] == target("_ = [int(plain.sum()), int(shared.sum()), e.imm_counter(1).value]")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import copying as copying_room
 from tep.backends.local import outbound as outbound_room
@@ -55,11 +56,19 @@ class Pair:
 
     def write(self, source, target, src, dst, nbytes, imm=1) -> dict[int, int]:
         """Write rows between two buffers; return the status of each row that failed."""
-        here, there = adapt(source), adapt(target)
-        lkey = self.a.register(here, Access.SOURCE)
-        rkey = self.b.register(there, Access.SOURCE_AND_TARGET)
+        return self.move(WriteBatch, source, target, src, dst, nbytes, imm)
+
+    def read(self, source, target, src, dst, nbytes) -> dict[int, int]:
+        """Read what write() would write: the source is the other NIC's."""
+        return self.move(ReadBatch, target, source, dst, src, nbytes, None)
+
+    def move(self, kind, near, far, src, dst, nbytes, imm) -> dict[int, int]:
+        here, there = adapt(near), adapt(far)
+        reading = kind is ReadBatch
+        lkey = self.a.register(here, Access.SINK if reading else Access.SOURCE)
+        rkey = self.b.register(there, Access.READABLE if reading else Access.SOURCE_AND_TARGET)
         columns = [np.array(c, np.uint64) for c in (src, dst, nbytes)]
-        batch = WriteBatch(
+        batch = kind(
             len(src),
             self.peer,
             columns[0] + np.uint64(here.ptr),
@@ -70,7 +79,8 @@ class Pair:
             imm,
             5,
         )
-        assert self.a.post(batch, 0, batch.n) == batch.n
+        post = self.a.post_read if reading else self.a.post
+        assert post(batch, 0, batch.n) == batch.n
         back, failed = 0, {}
         for _ in range(500):
             for status, row, count in self.turn():
@@ -98,14 +108,19 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.parametrize("how", ["write", "read"])
 @pytest.mark.parametrize("way", ["kernel", "mapped"])
 @pytest.mark.parametrize("same_length", [True, False])
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS)
-def test_rows_land_where_they_should_and_nowhere_else(pair, way, same_length, rows) -> None:
+def test_rows_land_where_they_should_and_nowhere_else(pair, how, way, same_length, rows) -> None:
     """Whatever the offsets and lengths: the target is as if its rows were copied one by one."""
     source = np.random.default_rng(len(rows)).integers(0, 256, NBYTES).astype(np.uint8)
-    target = alloc_shared(NBYTES) if way == "mapped" else np.zeros(NBYTES, np.uint8)
+    target = np.zeros(NBYTES, np.uint8)
+    if way == "mapped":
+        shared = alloc_shared(NBYTES)
+        shared[:] = source if how == "read" else target
+        source, target = (shared, target) if how == "read" else (source, shared)
     expected = np.zeros(NBYTES, np.uint8)
     src = [at for at, _ in rows]
     dst = [NBYTES - 9000 - at for at in src]
@@ -113,11 +128,12 @@ def test_rows_land_where_they_should_and_nowhere_else(pair, way, same_length, ro
     for here, there, n in zip(src, dst, nbytes, strict=True):
         expected[there : there + n] = source[here : here + n]
     pair.imms = 0
-    failed = pair.write(source, target, src, dst, nbytes)
+    move = pair.write if how == "write" else pair.read
+    failed = move(source, target, src, dst, nbytes)
 
     assert {} == failed
     assert np.array_equal(expected, target)
-    assert len(rows) == pair.imms
+    assert pair.imms == (len(rows) if how == "write" else 0)
 
 
 COLUMNS = st.one_of(
@@ -181,28 +197,52 @@ def test_alloc_shared_refuses_what_is_no_length(nbytes) -> None:
         alloc_shared(nbytes)
 
 
-@pytest.mark.parametrize("lengths", [[4096] * 12, [4096] * 11 + [4095]])
-def test_rows_into_unmapped_memory_fail_alone(pair, lengths) -> None:
-    """A region can be unmapped under its registration: its rows fail by number, the others land."""
+@contextlib.contextmanager
+def holes_in(npages, holes) -> Iterator[mmap.mmap]:
+    """Memory of which some pages are not mapped meanwhile."""
     page = mmap.PAGESIZE
-    memory = mmap.mmap(-1, 12 * page)
+    memory = mmap.mmap(-1, npages * page)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     libc = ctypes.CDLL(None, use_errno=True)
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    holes = {3, 4, 9}
     for hole in holes:
         assert 0 == libc.munmap(address + hole * page, page)
-    source = np.full(page, 7, np.uint8)
-    raw = (address, 12 * page, "cpu")
-    failed = pair.write(source, raw, [0] * 12, [k * page for k in range(12)], lengths)
-
-    assert dict.fromkeys(holes, Status.PROVIDER) == failed
-    assert 9 == pair.imms
-    for k in set(range(12)) - holes:
-        assert b"\7" * lengths[k] == memory[k * page : k * page + lengths[k]]
+    yield memory
     for hole in holes:  # for the mapping's own end
         libc.mmap.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 5]
         libc.mmap(address + hole * page, page, 3, mmap.MAP_PRIVATE | 0x10 | 0x20, -1, 0)
+
+
+@pytest.mark.parametrize("lengths", [[4096] * 12, [4096] * 11 + [4095]])
+def test_rows_into_unmapped_memory_fail_alone(pair, lengths) -> None:
+    """A region can be unmapped under its registration: its rows fail by number, the others land."""
+    page, holes = mmap.PAGESIZE, {3, 4, 9}
+    with holes_in(12, holes) as memory:
+        source = np.full(page, 7, np.uint8)
+        raw = (np.frombuffer(memory, np.uint8).ctypes.data, 12 * page, "cpu")
+        failed = pair.write(source, raw, [0] * 12, [k * page for k in range(12)], lengths)
+
+        assert dict.fromkeys(holes, Status.PROVIDER) == failed
+        assert 9 == pair.imms
+        for k in set(range(12)) - holes:
+            assert b"\7" * lengths[k] == memory[k * page : k * page + lengths[k]]
+
+
+@pytest.mark.parametrize("lengths", [[4096] * 12, [4096] * 11 + [4095]])
+def test_rows_out_of_unmapped_memory_fail_alone(pair, lengths) -> None:
+    """A region that its owner has unmapped fails the reads of its holes, and no others."""
+    page = mmap.PAGESIZE
+    with holes_in(12, {3, 4, 9}) as memory:
+        for k in set(range(12)) - {3, 4, 9}:
+            memory[k * page : (k + 1) * page] = bytes([k + 1]) * page
+        raw = (np.frombuffer(memory, np.uint8).ctypes.data, 12 * page, "cpu")
+        at = [k * page for k in range(12)]
+        target = np.zeros(12 * page, np.uint8)
+        failed = pair.read(raw, target, at, at, lengths)
+
+    assert dict.fromkeys({3, 4, 9}, Status.PROVIDER) == failed
+    for k in set(range(12)) - {3, 4, 9}:
+        assert (target[k * page :][: lengths[k]] == k + 1).all()
 
 
 @pytest.fixture
@@ -224,12 +264,19 @@ def test_without_permission_rows_fail_with_the_cure_and_shared_memory_works(pair
     assert 0 == plain.sum()
     assert 0 == pair.imms
     text = pair.a.status_text(Status.PROVIDER)
-    assert "process_vm_writev to process" in text
+    assert "process_vm_readv of process" in text
     assert "EPERM: Operation not permitted" in text
     assert "register memory of tep.alloc_shared()" in text
 
     assert {} == pair.write(source, shared, at, at, [100] * rows)
     assert np.array_equal(source[: 100 * rows], shared[: 100 * rows])
+
+    sink = np.zeros(NBYTES, np.uint8)
+    failed = pair.read(source, sink, at, at, [100] * rows)
+    assert dict.fromkeys(range(rows), Status.PROVIDER) == failed
+    assert 0 == sink.sum()
+    assert {} == pair.read(shared, sink, at, at, [100] * rows)
+    assert np.array_equal(source[: 100 * rows], sink[: 100 * rows])
 
 
 def test_a_process_that_answers_with_other_bytes_is_not_the_peer() -> None:
@@ -270,7 +317,7 @@ def test_memory_is_not_given_back_under_a_sender_that_was_stopped_in_mid_copy(pa
     keys = [pair.b.register(adapt(m), Access.SOURCE_AND_TARGET) for m in (target, other)]
     pair.b.caps = replace(pair.b.caps, peer_timeout_s=0.05)
     pair.a._sender._outs[pair.peer].lane.words[COPYING] = 1  # as a stopped process leaves it
-    with pytest.raises(FabricError, match="in the middle of a write here for 0.05 s .stopped by a"):
+    with pytest.raises(FabricError, match="in the middle of a copy here for 0.05 s .stopped by a"):
         pair.b.deregister(keys[0])
     pair.a.die()
     pair.b.deregister(keys[1])  # the dead write no more

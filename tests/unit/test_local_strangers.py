@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tep.backends import base as seam
 from tep.backends import local as local_room
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains, rings
@@ -81,11 +82,26 @@ class Writer:
         """Write once; return its status."""
         self.source += 1
         self.post()
+        status = self.ended()
+        self.turn()
+        return status
+
+    def read(self, key: seam.DomainKey, rows: int) -> tuple[int, bytes]:
+        """Read 8 bytes so many times; the last row's status, and what it brought."""
+        sink = np.zeros((rows, 8), np.uint8)
+        here = adapt(sink)
+        local = here.ptr + 8 * np.arange(rows, dtype=np.uint64)
+        lkey = self.me.register(here, Access.SINK).lkey
+        batch = seam.ReadBatch(rows, self.peer, local, lkey, key.base, key.rkey, 8, None, 2)
+        assert self.me.post_read(batch, 0, rows) == rows
+        return self.ended(), sink[-1].tobytes()
+
+    def ended(self) -> int:
+        """Wait for the end of a row; its status."""
         deadline_s = time.monotonic() + PATIENCE_S
         while not (found := self.turn()):
             assert time.monotonic() < deadline_s, "the row does not end"
-        self.turn()
-        return found[0]
+        return found[-1]
 
     def close(self) -> None:
         self.me.close()
@@ -381,9 +397,12 @@ def test_acknowledgements_that_nobody_sent_are_not_believed() -> None:
 RECYCLED = """
 import os, sys
 import numpy as np
+from tep.backends.base import Access
+from tep.memory import adapt
 from tests.unit.test_local_strangers import Writer, nic
 victim = nic()
-target = np.zeros(8, np.uint8)
+target, secret = np.zeros(8, np.uint8), np.full(8, 5, np.uint8)
+shown = victim.register(adapt(secret), Access.READABLE)
 to_child, from_child = os.pipe(), os.pipe()
 child = os.fork()
 if child == 0:
@@ -393,13 +412,14 @@ if child == 0:
 for rows in (1, 20):
     writer = Writer(victim, target)
     assert writer.write() == 0
+    assert writer.read(shown, rows) == (0, bytes([5]) * 8)
     target[:] = 0
     writer.me._sender._outs[writer.peer].pid = child  # as if the peer's number were used again
     for found in writer.me._sender._outs[writer.peer].targets.values():
         assert found.mapped is None
-    status = writer.write()
-    assert status == 7, status
+    assert writer.write() == 7
     assert writer.imms == 1
+    assert writer.read(shown, rows) == (7, bytes(8))
     writer.close()
 os.write(to_child[1], b"x")
 print("child has", os.read(from_child[0], 8))
@@ -408,8 +428,8 @@ victim.close()
 """
 
 
-def test_a_process_that_has_the_peers_number_now_gets_no_byte() -> None:
-    """process_vm_writev finds its target by number, and numbers are used again.
+def test_a_process_that_has_the_peers_number_now_gets_and_gives_no_byte() -> None:
+    """process_vm_writev and _readv find a process by number, and numbers are used again.
 
     Here the number is that of a forked child of the peer: the same addresses, the same user.
     """

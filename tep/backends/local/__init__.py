@@ -1,18 +1,19 @@
 """The local backend: processes of one host, memory to memory, without any library or NIC.
 
-Bytes move by process_vm_writev, or by plain copies into memory of alloc_shared(); immediates and
-messages through rings in shared memory; a sleeping peer is woken by an eventfd. The rooms:
-`address`, `channel` (the socket), `memory` and `rings` (what is shared, and in which order it is
-written), `copying`, `outbound` and `sender`, `control`, `port`, `watches`, `domain`. Here a
-backend's two functions.
+Bytes move by process_vm_writev and process_vm_readv, or by plain copies into memory of
+alloc_shared() and out of it; immediates and messages through rings in shared memory; a sleeping
+peer is woken by an eventfd. The rooms: `address`, `channel` (the socket), `memory` and `rings`
+(what is shared, and in which order it is written), `copying`, `outbound`, `sender`, `reads` and
+`letters`, `control`, `port`, `watches`, `domain`. Here a backend's two functions.
 
 Whom a NIC trusts. Any user of the host can connect: without the address's token it is one of at
-most 64 callers, each for a second. Who has the token can write to what is registered, if the kernel
-lets it touch this process; memory of alloc_shared() is handed out by the same rule (the same user,
-or root). A process id that is used again gets no byte: each copy by process id begins at an address
-that only the right process has mapped (`memory.Witness`); what remains is the chance, below one in
-a billion, that another process has mapped that address. A peer with the token can spoil its own
-words and the port's: that ends its connection, or the others', and never the engine.
+most 64 callers, each for a second. Who has the token can write to what is registered as a target,
+and read what is readable, if the kernel lets it touch this process; memory of alloc_shared() is
+handed out by the same rule (the same user, or root). A process id that is used again gets no byte,
+and gives none: each copy by process id begins at an address that only the right process has mapped
+(`memory.Witness`); what remains is the chance, below one in a billion, that another process has
+mapped that address. A peer with the token can spoil its own words and the port's: that ends its
+connection, or the others', and never the engine.
 
 Nothing of it has a name in the file system: what a killed process held, the kernel frees. Several
 NICs of one engine are parallel lanes and no faster: one thread at a time copies for all of them.
@@ -76,7 +77,7 @@ def open_domains(
     Args:
         nics: how many lanes, 1 to 64.
         name: of the engine, for reports; the same name in a later process replaces the former.
-        sq_depth: rows outstanding on one NIC.
+        sq_depth: rows outstanding on one NIC; as many reads besides.
         allow_tracer: where Yama restricts writes into other processes to children (Ubuntu's
             default), name "any process of this user" as an exception, for the rest of this
             process's life; it is logged once. False: peers then reach alloc_shared() memory only.
@@ -125,6 +126,7 @@ def _caps(nic: str, sq_depth: int) -> DomainCaps:
         imm_eats_recv=False,
         peer_timeout_s=_PEER_TIMEOUT_S,
         control_bytes=CONTROL_BYTES_MAX,
+        reads=sq_depth,
     )
 
 
@@ -183,4 +185,5 @@ def probe() -> str:
     if scope > 1:
         return f"alloc_shared() memory only, unless as root: kernel.yama.ptrace_scope is {scope}"
     tracers = f": {_OPENED_TO_TRACERS}" if scope == _CHILDREN_ONLY else ""
-    return f"process_vm_writev and shared memory; kernel.yama.ptrace_scope {scope}{tracers}"
+    calls = "process_vm_writev, process_vm_readv"
+    return f"{calls} and shared memory; kernel.yama.ptrace_scope {scope}{tracers}"

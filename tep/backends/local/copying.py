@@ -1,27 +1,40 @@
-"""Rows of bytes from this process into another: through the kernel, or into a mapping.
+"""Rows of bytes between this process and another: through the kernel, or by a mapping.
 
-Through the kernel: process_vm_writev, up to 1,024 rows a call, the interpreter's lock free
-meanwhile. Into a mapping of the peer's alloc_shared() memory: plain copies, which need no
-permission and are faster for pages of some KiB: through the whole engine 5.5 against 4.3 GB/s at
-4 KiB, but 8.7 against 11.2 at 64 KiB and 9.6 against 14.8 for 256 MiB in one row (measured; huge
-pages back ordinary memory here and not memfds, into which the kernel's way is slower still: 7.8).
-Keys, ranges and order are checked by the caller.
+Through the kernel: process_vm_writev or process_vm_readv, up to 1,024 rows a call, the
+interpreter's lock free meanwhile. By a mapping of the peer's alloc_shared() memory: plain copies,
+which need no permission and are faster for pages of some KiB: for writes, through the whole engine,
+5.5 against 4.3 GB/s at 4 KiB, but 8.7 against 11.2 at 64 KiB and 9.6 against 14.8 for 256 MiB in
+one row (measured; huge pages back ordinary memory here and not memfds, into which the kernel's way
+is slower still: 7.8). Keys, ranges and order are checked by the caller.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.backends.hostcopy import HostRegion, copy_rows
-from tep.backends.local.libc import IOV_MAX, errno_of, read_remote, row_writer, write_remote
+from tep.backends.hostcopy import HostRegion, Offsets, copy_rows
+from tep.backends.local.libc import IOV_MAX, errno_of, read_remote, row_caller, write_remote
 
-__all__ = ["ROWS_MAX", "Failures", "Mover", "Target", "can_reach", "extent", "inside"]
+__all__ = [
+    "ROWS_MAX",
+    "Failures",
+    "Mover",
+    "ReadMover",
+    "Target",
+    "at_row",
+    "can_reach",
+    "cut",
+    "extent",
+    "inside",
+    "rows_within",
+]
 
 Failures = list[tuple[int, int]]
 """(row, errno) of the rows that did not arrive; after a row with ESRCH or EPERM none did."""
@@ -31,10 +44,11 @@ ROWS_MAX: Final = IOV_MAX - 1
 
 _FATAL: Final = frozenset({errno.ESRCH, errno.EPERM, errno.ENOSYS})
 _memmove: Final = ctypes.memmove
+_Rows = tuple[HostRegion, Offsets]
 
 
 class Target:
-    """A peer's region as it is written to from here.
+    """A peer's region as it is written to, or read, from here.
 
     Attributes:
         key: as in the port's table.
@@ -70,7 +84,13 @@ class Mover:
     """The call's arguments, filled anew for each; one for each NIC, used by one thread.
 
     The entry before the first row is a byte for the witness: a call reaches the peer, or nobody.
+
+    Attributes:
+        name: of the kernel's call, for texts.
     """
+
+    name = "process_vm_writev"
+    _many: Callable[..., int] = staticmethod(write_remote)
 
     def __init__(self) -> None:
         self._here = np.zeros((IOV_MAX, 2), np.uint64)  # struct iovec { void *; size_t; }[]
@@ -84,7 +104,7 @@ class Mover:
         self._row = memoryview(bytearray(64)).cast("Q")  # the same for one row: here, then there
         self._row[0], self._row[1], self._row[5] = self._byte_at, 1, 1
         row_at = np.frombuffer(self._row, np.uint8).ctypes.data
-        self._write_row = row_writer(row_at, row_at + 32)
+        self._one = row_caller(self.name, row_at, row_at + 32)
 
     def move_row(self, pid: int, target: Target, src: int, dst: int, nbytes: int) -> int:
         """Copy one row; return 0, or errno."""
@@ -94,7 +114,7 @@ class Mover:
         row = self._row
         row[4], row[2], row[6] = target.witness, src, dst
         row[3] = row[7] = nbytes
-        moved = self._write_row(pid)
+        moved = self._one(pid)
         if moved == nbytes + 1:
             return 0
         return _errno_of_call() if moved < 0 else errno.EFAULT
@@ -105,22 +125,19 @@ class Mover:
         """Copy rows between two regions; at least one column is an array, at most ROWS_MAX long."""
         n = next(len(column) for column in (src, dst, nbytes) if not isinstance(column, int))
         if target.mapped is None:
-            return self._write(pid, target.witness, src, dst, nbytes, n)
+            return self._move(pid, target.witness, src, dst, nbytes, n)
         if isinstance(nbytes, int):
-            copy_rows(
-                source,
-                _offsets(src, source.origin),
-                target.mapped,
-                _offsets(dst, target.base),
-                nbytes,
-                n,
-            )
+            here, there = _offsets(src, source.origin), _offsets(dst, target.base)
+            self._copy_rows((source, here), (target.mapped, there), nbytes, n)
         else:
-            for here, there, size in zip(_ints(src, n), _ints(dst, n), nbytes.tolist()):
-                _memmove(there + target.shift, here, size)
+            for row in zip(_ints(src, n), _ints(dst, n), nbytes.tolist()):
+                self.move_row(pid, target, *row)
         return []
 
-    def _write(
+    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: int, n: int) -> None:
+        copy_rows(*here, *there, nbytes, n)
+
+    def _move(
         self, pid: int, witness: int, src: Column, dst: Column, nbytes: Column, n: int
     ) -> Failures:
         here, there = self._here[1 : n + 1], self._there[1 : n + 1]
@@ -140,7 +157,7 @@ class Mover:
         here[k], there[k] = self._byte_at, witness  # over the row before, which is done
         here[k + 1] = there[k + 1] = 1
         skip, rows = 16 * at, n - at + 1
-        moved = write_remote(pid, self._here_at + skip, rows, self._there_at + skip, rows, 0)
+        moved = self._many(pid, self._here_at + skip, rows, self._there_at + skip, rows, 0)
         return moved - 1 if moved > 0 else -_errno_of_call()
 
     def _resume(self, pid: int, witness: int, n: int, moved: int) -> Failures:
@@ -159,6 +176,22 @@ class Mover:
             if at < n:
                 moved = self._call(pid, witness, at, n)
         return failures
+
+
+class ReadMover(Mover):
+    """The same in the other direction: `src` here is written, and `dst` there is read."""
+
+    name = "process_vm_readv"
+    _many: Callable[..., int] = staticmethod(read_remote)
+
+    def move_row(self, pid: int, target: Target, src: int, dst: int, nbytes: int) -> int:
+        if target.mapped is None:
+            return super().move_row(pid, target, src, dst, nbytes)
+        _memmove(src, dst + target.shift, nbytes)
+        return 0
+
+    def _copy_rows(self, here: _Rows, there: _Rows, nbytes: int, n: int) -> None:
+        copy_rows(*there, *here, nbytes, n)
 
 
 def _errno_of_call() -> int:
@@ -195,6 +228,24 @@ def inside(at: Column, nbytes: Column, origin: int, region_bytes: int) -> bool:
     if not (origin <= int(at.min()) and int(at.max()) <= origin + region_bytes):
         return False
     return int((at + nbytes).max()) <= origin + region_bytes
+
+
+def rows_within(nbytes: Column, at: int, n: int, budget: int) -> int:
+    """How many of n rows from row `at` on have no more bytes than the budget; 1 at the least."""
+    if isinstance(nbytes, int):
+        return max(1, min(n, budget // nbytes)) if nbytes else n
+    sizes = np.cumsum(nbytes[at : at + n])
+    return max(1, int(np.searchsorted(sizes, budget, "right")))
+
+
+def at_row(column: Column, row: int) -> int:
+    """A row's value."""
+    return column if isinstance(column, int) else int(column[row])
+
+
+def cut(column: Column, part: slice) -> Column:
+    """The values of some rows."""
+    return column if isinstance(column, int) else column[part]
 
 
 def can_reach(pid: int, address: int, expected: bytes) -> int:

@@ -25,6 +25,7 @@ from tep.backends.base import (
     DomainCaps,
     DomainKey,
     Kind,
+    ReadBatch,
     Status,
     WriteBatch,
     put_completion,
@@ -49,6 +50,7 @@ _HALF: Final = EVENTS // 2  # see LaneReader.wanted()
 _IMM_MASK: Final = 2**32 - 1
 _SCALAR_MAX: Final = 8  # events up to which a loop is cheaper than numpy's first microseconds
 _WRITE, _IMM, _SENT, _RECV = int(Kind.WRITE), int(Kind.IMM), int(Kind.SENT), int(Kind.RECV)
+_READ: Final = int(Kind.READ)
 _OK: Final = int(Status.OK)
 
 
@@ -79,8 +81,9 @@ class LocalDomain:
         self._watches, self._bell = _new_watches()
         self._fence = new_fence()
         self._sources: dict[int, HostRegion] = {}
+        self._sinks: dict[int, HostRegion] = {}
         shared = self._watches, self._bell, self._fence
-        self._sender = Sender(self.address, caps, self._sources, *shared)
+        self._sender = Sender(self.address, caps, self._sources, self._sinks, *shared)
         try:
             self._port = Port(address, *shared, self._sender.controls.unread.add)
         except BackendUnavailable:
@@ -104,16 +107,21 @@ class LocalDomain:
     def register(self, memory: Memory, access: Access) -> DomainKey:
         self._check_open()
         check_memory(self.caps, memory, access)
-        writable = access.target
-        region = HostRegion(memory, memory.ptr, writable=writable)
-        rkey = self._port.grant(region) if writable else self._port.new_key()
+        port, readable = self._port, access.readable
+        region = HostRegion(memory, memory.ptr, writable=access.target)
+        shown = region.writable or readable
+        rkey = port.grant(region, readable=readable) if shown else port.new_key()
         self._lkey += 2
-        self._sources[self._lkey + 1] = region
-        return DomainKey(lkey=self._lkey + 1, rkey=rkey, base=memory.ptr)
+        lkey = self._lkey + 1
+        self._sources[lkey] = region
+        if access.sink:
+            self._sinks[lkey] = region
+        return DomainKey(lkey=lkey, rkey=rkey, base=memory.ptr)
 
     def deregister(self, key: DomainKey) -> None:
         if self._state is _OPEN:
             self._sources.pop(key.lkey, None)
+            self._sinks.pop(key.lkey, None)
             self._port.withdraw(key.rkey, self.caps.peer_timeout_s)
 
     def connect(self, peer: bytes) -> int:
@@ -129,6 +137,16 @@ class LocalDomain:
             self._awake()
             self._waker()
         take = self._sender.post(batch, start, stop)
+        if take == 0:
+            self._refuse()
+        return take
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        self._check_open()
+        if self._asleep:
+            self._awake()
+            self._waker()
+        take = self._sender.post_read(batch, start, stop)
         if take == 0:
             self._refuse()
         return take
@@ -218,6 +236,8 @@ class LocalDomain:
             at += 1
             if entry[0] == _WRITE:
                 self._sender.open_rows -= entry[2]
+            elif entry[0] == _READ:
+                self._sender.reads.open_rows -= entry[2]
         return at
 
     def _collect(self, out: Completions, at: int) -> int:
@@ -322,7 +342,7 @@ class LocalDomain:
         return True
 
     def _awake(self) -> None:
-        """Let nobody ring, and control message whether somebody did."""
+        """Let nobody ring, and note whether somebody did."""
         self._asleep = False
         if self._words[ASLEEP]:
             self._words[ASLEEP] = 0
@@ -358,6 +378,7 @@ class LocalDomain:
 
     def _let_go(self) -> None:
         self._sources.clear()
+        self._sinks.clear()
         self._watches.close()
         os.close(self._bell)
 
@@ -375,13 +396,14 @@ _BLANK_IMM: Final = np.array((_IMM, _OK, 1, 0, 0, 0, 0), COMPLETION)
 
 _STATUS_TEXT: Final = {
     int(Status.FLUSHED): "the NIC was closed before this was carried out",
-    int(Status.LOCAL_KEY): "the source was deregistered, or the row reaches beyond it",
-    int(Status.REMOTE_KEY): "the target's NIC has no such key: the region was deregistered, or is "
-    "a source only, or the row carries the key of another NIC",
-    int(Status.REMOTE_RANGE): "the row reaches beyond the target's region",
+    int(Status.LOCAL_KEY): "the memory here was deregistered, or the row reaches beyond it, or is "
+    "read into memory that reads may not write",
+    int(Status.REMOTE_KEY): "the peer's NIC has no such key: the region was deregistered, or peers "
+    "may not write (read) there, or the row carries the key of another NIC",
+    int(Status.REMOTE_RANGE): "the row reaches beyond the peer's region",
     int(Status.LENGTH): "longer than caps allow, or than any of the peer's receive buffers",
     int(Status.UNREACHABLE): "the peer is gone, or in another network namespace (container)",
-    int(Status.PROVIDER): "the kernel does not let this process write into the peer's memory: run "
+    int(Status.PROVIDER): "the kernel does not let this process reach the peer's memory: run "
     "both as one user, in one pid namespace, with kernel.yama.ptrace_scope 0, or 1 and "
     "allow_tracer left on at the peer (containers: --cap-add=SYS_PTRACE); or register memory of "
     "tep.alloc_shared(), which needs no more than the same user, or root",

@@ -16,9 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from tep.backends.base import WriteBatch
+from tep.backends.base import Batch, ReadBatch, Status, WriteBatch
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.channel import (
@@ -42,15 +42,19 @@ from tep.backends.local.port import (
     MAGIC,
     PORT_BYTES,
     PROOF,
+    READABLE,
     REGIONS,
     SLOTS,
     TABLE,
+    UNWRITABLE,
 )
-from tep.backends.local.rings import STRONG, LaneWriter
+from tep.backends.local.rings import COPYING, STRONG, LaneWriter
 from tep.backends.local.watches import Watches
 from tep.memory import Memory
 
 __all__ = ["Outbound", "Segment", "Way"]
+
+B = TypeVar("B", bound=Batch)
 
 _NEWS: Final = select.EPOLLIN | select.EPOLLRDHUP
 _AGAIN_S: Final = 0.02
@@ -65,12 +69,12 @@ class Way(Enum):
     GONE = auto()  # for good: an address is never used again
 
 
-class Segment:
+class Segment(Generic[B]):
     """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already."""
 
     __slots__ = ("at", "batch", "moved", "stop")
 
-    def __init__(self, batch: WriteBatch, at: int, stop: int) -> None:
+    def __init__(self, batch: B, at: int, stop: int) -> None:
         self.batch = batch
         self.at = at
         self.stop = stop
@@ -84,11 +88,12 @@ class Outbound:
         way: how far it is.
         why: in words, once it is gone or restricted.
         pid: of the peer's process, or 0 where the kernel does not let us write there.
-        targets: the peer's regions that were used before, by key; see target().
+        targets: the peer's regions that were written before, by key; see target().
         line: rows that wait, in order.
+        reads: those that are read.
         letters: messages that wait for room in the lane: payload, ctx.
         open: ctx of the messages in the lane, in order.
-        control messages: those that wait for room in the socket, with their ctx.
+        controls: control messages that wait for room in the socket, with their ctx.
 
     Args:
         patience_s: how long to call a peer that cannot answer, or for which there is no room here.
@@ -112,7 +117,8 @@ class Outbound:
         self.pid = 0
         self.lane: LaneWriter  # what it reads from us; there once we have called
         self.words: memoryview  # of its port, once it is UP
-        self.line: deque[Segment] = deque()
+        self.line: deque[Segment[WriteBatch]] = deque()
+        self.reads: deque[Segment[ReadBatch]] = deque()
         self.letters: deque[tuple[bytes, int]] = deque()
         self.open: deque[int] = deque()
         self.controls: deque[tuple[Control, int]] = deque()
@@ -133,6 +139,7 @@ class Outbound:
         self._waits = False  # something could not be said
         self._board = 0
         self.targets: dict[int, Target] = {}
+        self._readable: dict[int, Target] = {}
         self._shares: dict[int, tuple[Share, SharedMap]] = {}
 
     # --- the way there
@@ -239,7 +246,7 @@ class Outbound:
         code = can_reach(pid, welcome.witness, proof) if pid else errno.ESRCH
         self.pid = 0 if code else pid
         if code:
-            self.why = f"process_vm_writev to process {pid or self.address.pid}: {why(code)}"
+            self.why = f"process_vm_readv of process {pid or self.address.pid}: {why(code)}"
         self._pidfd = self._watches.add_process(pid, lambda: self.end("its process ended"))
         self.way = Way.UP
 
@@ -264,7 +271,7 @@ class Outbound:
             self._channel = None
         close_all([fd for fd in (self._peer_bell, self._pidfd) if fd >= 0])
         self._peer_bell = self._pidfd = -1
-        self.targets.clear()
+        self._forget_regions()
         for _, found in self._shares.values():
             found.close()
         self._shares.clear()
@@ -293,15 +300,23 @@ class Outbound:
     # --- what lies there
 
     def target(self, key: int) -> Target | None:
-        """The peer's region of this key, or None. What changed since is found at the copy."""
-        found = self.targets.get(key)
-        if found is not None:
-            return found  # withdrawn since? That is seen at the copy
+        """The peer's region of this key that may be written, or None.
+
+        What changed since is found at the copy: begin_copy().
+        """
+        return None if key & UNWRITABLE else self.targets.get(key) or self._find(key, self.targets)
+
+    def readable(self, key: int) -> Target | None:
+        """The same for what may be read."""
+        known = self._readable
+        return known.get(key) or self._find(key, known) if key & READABLE else None
+
+    def _find(self, key: int, known: dict[int, Target]) -> Target | None:
         if self.way is not Way.UP:
             return None
         word = TABLE + 4 * (key & REGIONS - 1)
         if not key or self.words[word] != key:
-            self.targets.pop(key, None)
+            known.pop(key, None)
             return None
         self._fence()
         base, nbytes, share = self.words[word + 1 : word + 4].tolist()
@@ -310,16 +325,36 @@ class Outbound:
         mapped = self._mapped(share, base, nbytes) if share else None
         if self.way is not Way.UP:
             return None
-        if len(self.targets) >= _TARGETS_MAX:
-            self.targets.clear()
+        if len(known) >= _TARGETS_MAX:
+            known.clear()
         found = Target(key, word, base, nbytes, mapped, self._witness)
         if not share or mapped is not None:  # else it may still come
-            self.targets[key] = found
+            known[key] = found
         return found
 
-    def forget(self, key: int) -> None:
-        """A key was withdrawn."""
-        self.targets.pop(key, None)
+    def begin_copy(self, target: Target) -> bool:
+        """Announce a copy; False = the key was withdrawn. See `rings`, rule 2."""
+        self.lane.words[COPYING] = 1
+        self._fence()
+        if self.words[target.word] == target.key:
+            return True
+        self.lane.words[COPYING] = 0
+        self.targets.pop(target.key, None)
+        self._readable.pop(target.key, None)
+        return False
+
+    def watch(self) -> None:
+        """See whether anything has happened to the peer: a system call."""
+        self._watches.look()
+
+    def without_key(self) -> Status:
+        """What a key means that does not hold: perhaps the peer has closed."""
+        self._watches.look()
+        return Status.REMOTE_KEY if self.way is Way.UP else Status.UNREACHABLE
+
+    def _forget_regions(self) -> None:
+        self.targets.clear()
+        self._readable.clear()
 
     def _mapped(self, number: int, base: int, nbytes: int) -> HostRegion | None:
         if number not in self._shares:
@@ -348,7 +383,7 @@ class Outbound:
     def _unshare(self, number: int) -> None:
         found = self._shares.pop(number, None)
         if found is not None:
-            self.targets.clear()
+            self._forget_regions()
             found[1].close()
 
     # --- telling it

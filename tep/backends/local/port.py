@@ -13,9 +13,11 @@ The port's memory is made by its owner and mapped by every sender:
 Whoever has connected and not said Hello yet is a *caller*: it needs no token, so callers are few,
 have little time, and give their descriptors back first. A peer that is hung up on calls again.
 
+A key says what it allows: bit 62 is set where peers may read, bit 63 where they may not write.
+
 Rule 1: a table entry's key is written last and withdrawn first. Rule 2: after a key is withdrawn,
-nobody writes under it: `withdraw` waits until no sender is in the middle of a copy that may have
-begun before. Nothing here is posted or completed at a sender.
+nobody writes or reads under it: `withdraw` waits until no sender is in the middle of a copy that
+may have begun before. Nothing here is posted or completed at a sender.
 """
 
 from __future__ import annotations
@@ -58,20 +60,24 @@ __all__ = [
     "MAGIC",
     "PORT_BYTES",
     "PROOF",
+    "READABLE",
     "REGIONS",
     "SLOTS",
     "TABLE",
+    "UNWRITABLE",
     "Inbound",
     "Port",
 ]
 
-MAGIC: Final = 0x9047_5445_5002
+MAGIC: Final = 0x9047_5445_5003
 ASLEEP: Final = 8
 PROOF: Final = 16
 BOARD: Final = 64
 TABLE: Final = 4096
 SLOTS: Final = 1024
 REGIONS: Final = 65536
+READABLE: Final = 1 << 62
+UNWRITABLE: Final = 1 << 63
 PORT_BYTES: Final = 8 * (TABLE + 4 * REGIONS)
 
 _BACKLOG: Final = 1024
@@ -180,8 +186,8 @@ class Port:
 
     # --- regions
 
-    def grant(self, region: HostRegion) -> int:
-        """Let senders write to a region; return its key."""
+    def grant(self, region: HostRegion, *, readable: bool) -> int:
+        """Let senders write to a region, where it is `writable`, and read it; return its key."""
         if self._free_regions:
             index = self._free_regions.popleft()
         elif self._regions_used < REGIONS - 1:  # the last one stays empty: see new_key()
@@ -198,7 +204,8 @@ class Port:
             if self._shared[arena] == 1:
                 for inbound in self._inbounds.values():
                     self._share(inbound, arena)
-        key = self.new_key(index)
+        key = self.new_key(index) | (READABLE if readable else 0)
+        key |= 0 if region.writable else UNWRITABLE
         at = TABLE + 4 * index
         self.words[at + 1] = region.origin
         self.words[at + 2] = region.nbytes
@@ -209,12 +216,12 @@ class Port:
         return key
 
     def new_key(self, index: int = REGIONS - 1) -> int:
-        """A key that was never used; by default one under which nobody can write."""
+        """A key that was never used; by default one under which nobody can write or read."""
         self._serial = self._serial + 1 & 2**46 - 1
         return (self._serial or 1) << 16 | index
 
     def withdraw(self, key: int, timeout_s: float) -> None:
-        """Let nobody write under a key any more; what is being written is finished first.
+        """Let nobody write or read under a key any more; copies under way are finished first.
 
         Raises:
             FabricError: a sender has stopped in the middle of a copy, for longer than timeout_s.
@@ -243,7 +250,7 @@ class Port:
                 if now_s > deadline_s:
                     raise FabricError(
                         f"local NIC: process {inbound.channel.peer_pid} has been in the middle of "
-                        f"a write here for {timeout_s} s (stopped by a signal?): the memory must "
+                        f"a copy here for {timeout_s} s (stopped by a signal?): the memory must "
                         "not be used for anything else yet",
                         code=Status.PROVIDER.name,
                     )
@@ -438,7 +445,7 @@ class Port:
     # --- ends
 
     def close(self, timeout_s: float) -> None:
-        """Be unreachable from now on; what is being written is finished first."""
+        """Be unreachable from now on; copies under way are finished first."""
         for key in self._regions:
             self.words[TABLE + 4 * (key & REGIONS - 1)] = 0
         self._regions.clear()

@@ -13,19 +13,29 @@ from __future__ import annotations
 import errno
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
 
-from tep.backends.base import Column, DomainCaps, Entry, Kind, Status, WriteBatch
+from tep.backends.base import Batch, DomainCaps, Entry, Kind, ReadBatch, Status, WriteBatch
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.control import ControlMessages
-from tep.backends.local.copying import ROWS_MAX, Mover, Target, extent, inside
+from tep.backends.local.copying import (
+    ROWS_MAX,
+    Mover,
+    at_row,
+    cut,
+    extent,
+    inside,
+    rows_within,
+)
+from tep.backends.local.letters import Letters
 from tep.backends.local.libc import why
 from tep.backends.local.outbound import Outbound, Segment, Way
-from tep.backends.local.rings import ACKS, COPYING, EVENTS
+from tep.backends.local.reads import Reads
+from tep.backends.local.rings import COPYING, EVENTS
 from tep.backends.local.watches import Watches
 
 __all__ = ["HELPING_BYTES", "Sender"]
@@ -40,7 +50,7 @@ _GONE_MAX: Final = 1024  # addresses of peers that are gone, and still known
 _SCALAR_MAX: Final = 3  # rows up to which a loop is cheaper than columns
 _UP: Final = Way.UP  # looking it up in its class takes 0.1 us
 _WRITE: Final = int(Kind.WRITE)
-_SENT: Final = int(Kind.SENT)
+_Part = Segment[WriteBatch]
 
 
 class Sender:
@@ -53,11 +63,13 @@ class Sender:
         lost: peers that were lost since the last poll.
         helping: bytes that may be moved until the next poll.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
-        control messages: of this NIC.
+        controls: the control messages of this NIC.
+        reads: its reads.
 
     Args:
         me: address of this NIC.
         sources: registered memory by lkey; the owner keeps it.
+        sinks: likewise, of what reads may write.
     """
 
     def __init__(
@@ -65,6 +77,7 @@ class Sender:
         me: bytes,
         caps: DomainCaps,
         sources: Mapping[int, HostRegion],
+        sinks: Mapping[int, HostRegion],
         watches: Watches,
         bell: int,
         fence: Callable[[], None],
@@ -73,6 +86,8 @@ class Sender:
         self.open_rows = 0
         self.why = ""
         self.controls = ControlMessages(me, self.done)
+        self._letters = Letters(caps.max_msg_bytes, self.done)
+        self.reads = Reads(sinks, caps, self.done, fence, self._status)
         self._caps = caps
         self._depth = caps.sq_depth
         self._sources = sources
@@ -124,11 +139,7 @@ class Sender:
         while self.lost:
             out = self.lost.pop()
             self.why = f"{out.address}: {out.why}"
-            for segment in out.line:
-                self._fail(segment.batch, segment.at, segment.stop, Status.UNREACHABLE)
-            out.line.clear()
-            self._end_letters(out, Status.UNREACHABLE)
-            self.controls.end(out, Status.UNREACHABLE)
+            self._end(out, Status.UNREACHABLE)
             self.active.pop(out, None)
             if out.way is Way.GONE and out in self._numbers:
                 self._forget(out)
@@ -152,14 +163,38 @@ class Sender:
             if take != 1 or out.line or not self._carry_one(out, batch, start):
                 self._stand(out, batch, start, start + take)
         else:
-            at = start
-            for number, same in itertools.groupby(peer[start : start + take].tolist()):
-                upto = at + sum(1 for _ in same)
-                self._stand(self._outs[number], batch, at, upto)
-                at = upto
+            for out, at, upto in self._by_peer(batch, start, start + take):
+                self._stand(out, batch, at, upto)
         if self.lost:
             self._clear_lost()
         return take
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        """Take reads into line, and carry out what goes at once; 0 = full."""
+        take = min(stop - start, self._caps.reads - self.reads.open_rows)
+        if take <= 0:
+            return 0
+        self.reads.open_rows += take
+        for out, at, upto in self._by_peer(batch, start, start + take):
+            if self.reads.stand(out, Segment(batch, at, upto)):
+                if self.helping > 0 and out.way is _UP:
+                    self.helping = self.reads.serve(out, self.helping)
+                if out.reads:
+                    self.active[out] = None
+        if self.lost:
+            self._clear_lost()
+        return take
+
+    def _by_peer(self, batch: Batch, start: int, stop: int) -> Iterator[tuple[Outbound, int, int]]:
+        """The rows that follow each other to one peer: where they go, and which."""
+        peer = batch.peer
+        if isinstance(peer, int):
+            yield self._outs[peer], start, stop
+            return
+        for number, same in itertools.groupby(peer[start:stop].tolist()):
+            upto = start + sum(1 for _ in same)
+            yield self._outs[number], start, upto
+            start = upto
 
     def _stand(self, out: Outbound, batch: WriteBatch, start: int, stop: int) -> None:
         if out.way is Way.GONE:
@@ -180,11 +215,13 @@ class Sender:
                 self.controls.serve(out)
             if out.way is _UP:
                 if out.open or out.letters:
-                    self._serve_letters(out)
+                    self._letters.serve(out)
                 if out.line and self.helping > 0:
                     self._serve(out)
+                if out.reads and self.helping > 0:
+                    self.helping = self.reads.serve(out, self.helping)
                 del self.active[out]
-                if out.line or out.open or out.letters or out.controls:
+                if out.line or out.open or out.letters or out.controls or out.reads:
                     self.active[out] = None  # behind the others, for the next helping
         if self.lost:
             self._clear_lost()
@@ -199,7 +236,8 @@ class Sender:
         if waiting:
             self._fence()
         return bool(self.lost) or any(
-            (out.line and (out.line[0].batch.imm is None or out.lane.room(look=True) > 0))
+            out.reads
+            or (out.line and (out.line[0].batch.imm is None or out.lane.room(look=True) > 0))
             or (out.open and out.lane.news())
             or (out.letters and out.lane.fits(len(out.letters[0][0])))
             for out in waiting
@@ -223,28 +261,22 @@ class Sender:
         if out.way is _UP and out.lane.tail != was:
             out.publish()
 
-    def _fitting(self, out: Outbound, segment: Segment) -> int:
+    def _fitting(self, out: Outbound, segment: _Part) -> int:
         """How many rows go next; 0 = there is no room in the lane."""
         batch, at = segment.batch, segment.at
         n = min(segment.stop - at, ROWS_MAX)
         if batch.imm is not None:
             n = min(n, out.lane.room())
-        nbytes = batch.nbytes
-        if n <= 1:
-            return n
-        if isinstance(nbytes, int):
-            return max(1, min(n, self.helping // nbytes)) if nbytes else n
-        sizes = np.cumsum(nbytes[at : at + n])
-        return max(1, int(np.searchsorted(sizes, self.helping, "right")))
+        return n if n <= 1 else rows_within(batch.nbytes, at, n, self.helping)
 
-    def _carry_columns(self, out: Outbound, segment: Segment, n: int) -> bool:
+    def _carry_columns(self, out: Outbound, segment: _Part, n: int) -> bool:
         """Move rows of one region to one region at once; False = not so simple, nothing is done."""
         batch, at = segment.batch, segment.at
         rkey = batch.rkey
         if segment.moved or not isinstance(rkey, int):
             return False
         part = slice(at, at + n)
-        src, dst, nbytes = _cut(batch.src, part), _cut(batch.dst, part), _cut(batch.nbytes, part)
+        src, dst, nbytes = cut(batch.src, part), cut(batch.dst, part), cut(batch.nbytes, part)
         if isinstance(src, int) and isinstance(dst, int) and isinstance(nbytes, int):
             src = np.full(n, src, np.uint64)  # the same row n times
         source, target = self._sources.get(batch.lkey), out.target(rkey)
@@ -255,7 +287,7 @@ class Sender:
             longest > self._caps.max_write_bytes
             or not inside(src, nbytes, source.origin, source.nbytes)
             or not inside(dst, nbytes, target.base, target.nbytes)
-            or not self._begin_copy(out, target)
+            or not out.begin_copy(target)
         ):
             return False
         failures = self._mover.move_rows(out.pid, target, source, src, dst, nbytes)
@@ -286,11 +318,11 @@ class Sender:
             else:
                 fine += 1
                 if batch.imm is not None:
-                    out.lane.put_event(_at(batch.imm, at + k), 1)
+                    out.lane.put_event(at_row(batch.imm, at + k), 1)
         if fine:
             self._finish(Status.OK, batch.ctx, count=fine)
 
-    def _carry_each(self, out: Outbound, segment: Segment, n: int) -> None:
+    def _carry_each(self, out: Outbound, segment: _Part, n: int) -> None:
         """Carry out rows one by one; the last may be done in part."""
         batch = segment.batch
         fine = moved = 0
@@ -304,9 +336,9 @@ class Sender:
             segment.moved = 0
             if status is Status.OK:
                 fine += 1
-                moved += _at(batch.nbytes, row)
+                moved += at_row(batch.nbytes, row)
                 if batch.imm is not None:
-                    out.lane.put_event(_at(batch.imm, row), 1)
+                    out.lane.put_event(at_row(batch.imm, row), 1)
             else:
                 self._finish(status, batch.ctx, row=row)
         if fine:
@@ -332,7 +364,7 @@ class Sender:
             not 0 <= here <= source.nbytes - nbytes
             or not 0 <= there <= target.nbytes - nbytes
             or (mapped is None and not out.pid)
-            or not self._begin_copy(out, target)
+            or not out.begin_copy(target)
         ):
             return False
         code = 0
@@ -356,19 +388,22 @@ class Sender:
             self._finish(Status.UNREACHABLE, batch.ctx, row=row)
         return True
 
-    def _carry_row(self, out: Outbound, segment: Segment, row: int) -> Status | None:
+    def _carry_row(self, out: Outbound, segment: _Part, row: int) -> Status | None:
         """Carry out one row; None = a part of it, the helping is used up."""
         batch = segment.batch
-        src, dst, nbytes = _at(batch.src, row), _at(batch.dst, row), _at(batch.nbytes, row)
+        src, dst, nbytes = at_row(batch.src, row), at_row(batch.dst, row), at_row(batch.nbytes, row)
         if nbytes:  # an empty row has no source
             source = self._sources.get(batch.lkey)
             if source is None or not source.holds(src - source.origin, nbytes):
                 return Status.LOCAL_KEY
             if nbytes > self._caps.max_write_bytes:
                 return Status.LENGTH
-        target = out.target(_at(batch.rkey, row))
+        rkey = at_row(batch.rkey, row)
+        target = out.target(rkey)
+        if target is None and not nbytes:  # the immediate after a read (C9)
+            target = out.readable(rkey)
         if target is None:
-            return self._no_key(out)
+            return out.without_key()
         if not 0 <= dst - target.base <= target.nbytes - nbytes:
             return Status.REMOTE_RANGE
         done = segment.moved
@@ -377,8 +412,8 @@ class Sender:
         if size:
             if target.mapped is None and not out.pid:
                 return self._status(out, errno.EPERM)
-            if not self._begin_copy(out, target):
-                return self._no_key(out)
+            if not out.begin_copy(target):
+                return out.without_key()
             code = self._mover.move_row(out.pid, target, src + done, dst + done, size)
             out.lane.words[COPYING] = 0
             if code:
@@ -389,26 +424,11 @@ class Sender:
         segment.moved = done + size
         return Status.OK if segment.moved == nbytes else None
 
-    def _begin_copy(self, out: Outbound, target: Target) -> bool:
-        """Announce a copy; False = the key was withdrawn. See `rings`, rule 2."""
-        out.lane.words[COPYING] = 1
-        self._fence()
-        if out.words[target.word] == target.key:
-            return True
-        out.lane.words[COPYING] = 0
-        out.forget(target.key)
-        return False
-
-    def _no_key(self, out: Outbound) -> Status:
-        """The key does not hold: perhaps because the peer has closed."""
-        self._watches.look()
-        return Status.REMOTE_KEY if out.way is _UP else Status.UNREACHABLE
-
-    def _status(self, out: Outbound, code: int) -> Status:
+    def _status(self, out: Outbound, code: int, call: str = Mover.name) -> Status:
         """What an errno of a copy means."""
         if code == errno.ESRCH:
             return Status.UNREACHABLE
-        self.why = out.why or f"process_vm_writev to {out.address}: {why(code)}"
+        self.why = out.why or f"{call} of {out.address}: {why(code)}"
         return Status.PROVIDER
 
     # --- messages and control messages
@@ -426,36 +446,10 @@ class Sender:
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         """Take a message; False = too many are on their way to that peer."""
         out = self._outs[peer]
-        if out.way is Way.GONE:
-            self.done.append((_SENT, int(Status.UNREACHABLE), 1, 0, 0, ctx, 0))
-            return True
-        if len(out.open) + len(out.letters) >= ACKS:
-            return False
-        if len(payload) > self._caps.max_msg_bytes:
-            self.done.append((_SENT, int(Status.LENGTH), 1, 0, 0, ctx, 0))
-            return True
-        out.letters.append((bytes(payload), ctx))
-        self.active[out] = None
-        if out.way is _UP:
-            self._serve_letters(out)
-        return True
-
-    def _serve_letters(self, out: Outbound) -> None:
-        """Take acknowledgements, and put into the lane what it has room for."""
-        for status in out.lane.take_acks():
-            self.done.append((_SENT, status, 1, 0, 0, out.open.popleft(), 0))
-        put = False
-        while out.letters and out.lane.put_message(out.letters[0][0]):
-            out.open.append(out.letters.popleft()[1])
-            put = True
-        if put:
-            out.publish()
-
-    def _end_letters(self, out: Outbound, status: Status) -> None:
-        for ctx in (*out.open, *(ctx for _, ctx in out.letters)):
-            self.done.append((_SENT, int(status), 1, 0, 0, ctx, 0))
-        out.open.clear()
-        out.letters.clear()
+        taken = self._letters.post(out, payload, ctx)
+        if out.open or out.letters:
+            self.active[out] = None
+        return taken
 
     # --- ends
 
@@ -471,27 +465,23 @@ class Sender:
     def close(self, status: Status) -> None:
         """End everything that is in line, and all ways."""
         for out in self._outs:
-            for segment in out.line:
-                self._fail(segment.batch, segment.at, segment.stop, status)
-            out.line.clear()
             if out.way is _UP and out.open:
-                for found in out.lane.take_acks():
-                    self.done.append((_SENT, found, 1, 0, 0, out.open.popleft(), 0))
-            self._end_letters(out, status)
-            self.controls.end(out, status)
+                self._letters.take_acks(out)
+            self._end(out, status)
         self.active.clear()
         self.abandon()
+
+    def _end(self, out: Outbound, status: Status) -> None:
+        """Nothing more goes to this peer."""
+        while out.line:
+            segment = out.line.popleft()
+            self._fail(segment.batch, segment.at, segment.stop, status)
+        self._letters.end(out, status)
+        self.controls.end(out, status)
+        self.reads.end(out, status)
 
     def abandon(self) -> None:
         """Let go of all ways, saying nothing."""
         for out in self._outs:
             out.release()
         self.lost.clear()
-
-
-def _at(column: Column, row: int) -> int:
-    return column if isinstance(column, int) else int(column[row])
-
-
-def _cut(column: Column, part: slice) -> Column:
-    return column if isinstance(column, int) else column[part]
