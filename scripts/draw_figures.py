@@ -1,0 +1,200 @@
+"""Draw the figures of the documentation as SVG: `scripts/docs figures`, or this with a folder.
+
+Nothing here is data. Each figure explains one idea, and its sizes follow from the text in it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+INK, FAINT, BLUE, ORANGE, GREEN, RED = (
+    "#24292f", "#8c959f", "#0969da", "#bc4c00", "#1a7f37", "#cf222e",
+)  # fmt: skip
+WHITE = "#ffffff"
+
+
+def _box(
+    ax: Axes, at: tuple[float, float], size: tuple[float, float], text: str, color: str
+) -> None:
+    """A rounded box with its lower left corner at `at`, and text in its middle."""
+    ax.add_patch(
+        FancyBboxPatch(at, *size, boxstyle="round,pad=0.02", fc=WHITE, ec=color, lw=1.6, zorder=2)
+    )
+    x, y = at[0] + size[0] / 2, at[1] + size[1] / 2
+    ax.text(x, y, text, ha="center", va="center", color=color, fontsize=10, zorder=3)
+
+
+def _arrow(
+    ax: Axes,
+    start: tuple[float, float],
+    end: tuple[float, float],
+    color: str = INK,
+    text: str = "",
+    bend: float = 0.0,
+    dashed: bool = False,
+) -> None:
+    """An arrow from one point to another; its text stands above its middle."""
+    style = f"arc3,rad={bend}"
+    ax.add_patch(
+        FancyArrowPatch(
+            start, end, connectionstyle=style, arrowstyle="-|>", mutation_scale=12, lw=1.4,
+            color=color, zorder=1, linestyle="--" if dashed else "-",
+        )
+    )  # fmt: skip
+    if text:
+        x, y = (start[0] + end[0]) / 2, (start[1] + end[1]) / 2
+        y += 0.12 - bend * (end[0] - start[0]) / 2
+        ax.text(x, y, text, ha="center", va="bottom", color=color, fontsize=9)
+
+
+def counting(ax: Axes) -> None:
+    """Four pages over two NICs arrive in another order; the count is complete at the fourth."""
+    ax.set_xlim(0, 10.6)
+    ax.set_ylim(0, 4.6)
+    ax.text(1.0, 4.3, "sender", ha="center", color=INK, fontsize=11, weight="bold")
+    ax.text(7.0, 4.3, "receiver", ha="center", color=INK, fontsize=11, weight="bold")
+    nics = {1: 3.05, 2: 1.35}
+    for number, y in nics.items():
+        _box(ax, (2.0, y - 0.3), (0.9, 0.6), f"NIC {number}", FAINT)
+        _box(ax, (5.2, y - 0.3), (0.9, 0.6), f"NIC {number}", FAINT)
+    pages = {"A": (3.6, 1, BLUE), "B": (2.6, 2, ORANGE), "C": (1.6, 1, GREEN), "D": (0.6, 2, RED)}
+    order = {"C": 3.4, "A": 2.5, "D": 1.6, "B": 0.7}
+    for page, (y, nic, color) in pages.items():
+        _box(ax, (0.2, y - 0.25), (1.0, 0.5), f"page {page}", color)
+        _arrow(ax, (1.24, y), (1.96, nics[nic]), color)
+    for number, (page, y) in enumerate(order.items(), 1):
+        _, nic, color = pages[page]
+        _arrow(ax, (6.14, nics[nic]), (6.66, y), color)
+        _box(ax, (6.7, y - 0.25), (1.0, 0.5), f"page {page}", color)
+        ax.text(7.85, y, f"imm 42: {number} of 4", va="center", color=INK, fontsize=10)
+    for color, (y, shift) in zip(
+        (BLUE, GREEN, ORANGE, RED), [(3.15, 0), (2.95, 0), (1.45, 0), (1.25, 0)]
+    ):
+        _arrow(ax, (2.94, y), (5.16, y + shift), color)
+    ax.text(9.5, 0.7, "complete", va="center", color=GREEN, fontsize=10, weight="bold")
+
+
+def striping(ax: Axes) -> None:
+    """Two NICs here and three there make six pairs, each with a sixth of the rows."""
+    ax.set_xlim(0, 10)
+    ax.set_ylim(0, 4.3)
+    here, there = (3.1, 1.3), (3.6, 2.2, 0.8)
+    for k, y in enumerate(here):
+        _box(ax, (1.4, y - 0.3), (1.5, 0.6), f"NIC {k} here", INK)
+    for k, y in enumerate(there):
+        _box(ax, (7.0, y - 0.3), (1.6, 0.6), f"NIC {k} there", INK)
+    for lane in range(6):
+        color = (BLUE, ORANGE, GREEN, RED, "#8250df", "#0a7c86")[lane]
+        start, end = here[lane % 2], there[lane % 3]
+        _arrow(ax, (2.95, start), (6.95, end), color)
+        share = 0.16 + 0.12 * (lane // 2) + (0.05 if lane % 2 else 0)
+        x, y = 2.95 + 4 * share, start + (end - start) * share
+        ax.text(x, y, str(lane), color=WHITE, fontsize=8, ha="center", va="center", zorder=4,
+                bbox={"boxstyle": "circle,pad=0.25", "fc": color, "ec": "none"})  # fmt: skip
+    ax.text(5.0, 0.12, "pair k joins NIC k mod 2 here with NIC k mod 3 there", ha="center",
+            color=FAINT, fontsize=10)  # fmt: skip
+
+
+def path(ax: Axes) -> None:
+    """The states of a path, and what leads from one to the next."""
+    ax.set_xlim(0, 10.4)
+    ax.set_ylim(0, 4.0)
+    places = {
+        "UP": (0.3, 2.2, GREEN), "SUSPECT": (3.0, 2.2, ORANGE), "FENCING": (5.8, 2.2, ORANGE),
+        "FENCED": (8.6, 2.2, RED), "REOPENING": (4.3, 0.4, BLUE),
+    }  # fmt: skip
+    for name, (x, y, color) in places.items():
+        _box(ax, (x, y), (1.5, 0.7), name, color)
+    _arrow(ax, (1.85, 2.55), (2.95, 2.55), text="rows lost")
+    _arrow(ax, (4.55, 2.55), (5.75, 2.55), text="peer asked")
+    _arrow(ax, (7.35, 2.55), (8.55, 2.55), text="peer fenced")
+    _arrow(ax, (6.2, 2.95), (3.9, 2.95), text="no answer", bend=0.35)
+    _arrow(ax, (9.3, 2.15), (5.85, 0.75), bend=-0.25)
+    ax.text(8.5, 0.85, "NIC answers again:\npeer asked to open", color=INK, fontsize=9)
+    _arrow(ax, (4.25, 0.75), (1.05, 2.15), bend=-0.25)
+    ax.text(0.35, 0.85, "peer agrees", color=INK, fontsize=9)
+
+
+def lease(ax: Axes) -> None:
+    """The life of a lease: granted, asked back, confirmed or fenced, free."""
+    ax.set_xlim(0, 10.6)
+    ax.set_ylim(0, 3.6)
+    for y, name in ((2.9, "owner"), (0.9, "writer")):
+        ax.plot([1.2, 10.2], [y, y], color=FAINT, lw=1.2, zorder=0)
+        ax.text(1.05, y, name, ha="right", va="center", color=INK, fontsize=11, weight="bold")
+    _arrow(ax, (1.8, 2.85), (2.3, 0.95), BLUE)
+    ax.text(1.75, 3.05, "lease, 30 s", color=BLUE, fontsize=9)
+    for x in (2.9, 3.5, 4.1):
+        _arrow(ax, (x, 0.95), (x + 0.3, 2.85), FAINT)
+    ax.text(3.6, 0.45, "writes", color=FAINT, fontsize=9, ha="center")
+    _arrow(ax, (5.2, 2.85), (5.7, 0.95), ORANGE)
+    ax.text(5.1, 3.05, "asked back", color=ORANGE, fontsize=9)
+    ax.text(
+        5.75, 0.45, "refuses new writes,\nwaits for its own", color=INK, fontsize=9, va="center"
+    )
+    _arrow(ax, (7.6, 0.95), (8.1, 2.85), GREEN)
+    ax.text(7.95, 3.05, "confirmed: free", color=GREEN, fontsize=9)
+    _arrow(ax, (8.7, 2.85), (9.2, 0.95), RED, dashed=True)
+    ax.text(9.0, 0.45, "no answer: paths fenced", color=RED, fontsize=9, ha="center", va="center")
+
+
+def worlds(ax: Axes) -> None:
+    """The same engine over three kinds of networks."""
+    ax.set_xlim(0, 10)
+    ax.set_ylim(0, 4.3)
+    _box(ax, (1.0, 3.4), (8.0, 0.6), "your program; KvCache, weight updates, MoE", INK)
+    _box(ax, (1.0, 2.3), (8.0, 0.6), "the engine: plan, post, poll, count", BLUE)
+    _arrow(ax, (5.0, 3.36), (5.0, 2.95))
+    boxes = (
+        (0.2, "chaos fabric\nevery order and fault", ORANGE),
+        (3.45, "timing fabric\npublished machines", ORANGE),
+        (6.7, "real NICs, tcp, shm\nlibfabric, verbs, local", GREEN),
+    )  # fmt: skip
+    for x, text, color in boxes:
+        _box(ax, (x, 0.6), (3.0, 0.9), text, color)
+        _arrow(ax, (x + 1.5, 2.26), (x + 1.5, 1.55))
+    ax.text(5.0, 1.9, "one seam, one contract", ha="center", va="center", color=FAINT, fontsize=9,
+            bbox={"fc": WHITE, "ec": "none", "pad": 1})  # fmt: skip
+
+
+FIGURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
+    "counting": (counting, (9.0, 3.9)),
+    "striping": (striping, (8.0, 3.4)),
+    "path": (path, (8.6, 3.3)),
+    "lease": (lease, (9.0, 3.0)),
+    "worlds": (worlds, (8.0, 3.4)),
+}
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draw every figure into a folder; return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = []
+    with mpl.rc_context(
+        {"svg.hashsalt": "tep", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+    ):
+        for name, (paint, size) in FIGURES.items():
+            figure, ax = plt.subplots(figsize=size)
+            ax.axis("off")
+            figure.subplots_adjust(0, 0, 1, 1)
+            figure.patch.set_facecolor(WHITE)
+            paint(ax)
+            made.append(folder / f"{name}.svg")
+            figure.savefig(made[-1], metadata={"Date": None})
+            plt.close(figure)
+    return made
+
+
+if __name__ == "__main__":
+    for file in draw(Path(sys.argv[1] if len(sys.argv) > 1 else "docs/img")):
+        print(file)
