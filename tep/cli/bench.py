@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import platform
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated
@@ -99,7 +98,7 @@ def _show(
     title: str, figures: Iterable[Figure], total: int, *, json: bool, decimals: int = 1
 ) -> None:
     found: list[Figure] = []
-    with progress(title, total, quiet=json or not sys.stderr.isatty()) as bar:
+    with progress(title, total, quiet=json) as bar:
         for figure in figures:
             found.append(figure)
             bar.advance(bar.task_ids[0])

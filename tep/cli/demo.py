@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import sys
 import sysconfig
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +22,7 @@ import typer
 import tep
 from tep.cli.demo_moved import LeftOut, Moved, count_overtakes, print_pairs, print_rehearsals
 from tep.cli.demo_pair import PAIRS, move_between, page_places
-from tep.cli.show import Json, Seed, emit_json, progress
+from tep.cli.show import Json, OutFile, Seed, emit_json, progress
 from tep.errors import UsageError
 from tep.reproduce.tables import paged_gbps
 from tep.sim import Cluster
@@ -203,11 +202,9 @@ def demo(
     ] = 65536,
     seed: Seed = 7,
     trace: Annotated[
-        Path,
-        typer.Option(
-            "--trace", help="Where the Perfetto traces go: PATH.chaos.json, PATH.<profile>.json."
-        ),
-    ] = Path("tep-demo-trace"),
+        Path | None,
+        OutFile("--trace", help="Write Perfetto traces: PATH.chaos.json, PATH.<profile>.json."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Move a real file from one process to another over the real libfabric, then over the loopback,
@@ -216,10 +213,14 @@ def demo(
     path = largest_library_file() if file is None else file
     data = read_file(path)
     profiles = ("efa_2x200", "efa_4x100", "cx7_400")
-    traces = {name: trace.with_name(f"{trace.name}.{name}.json") for name in ("chaos", *profiles)}
+    traces = {
+        name: trace.with_name(f"{trace.name}.{name}.json")
+        for name in ("chaos", *profiles)
+        if trace is not None
+    }
     pairs, rehearsals, left_out = list[Moved](), list[Moved](), list[LeftOut]()
     total = len(PAIRS) + 2 + len(profiles)
-    with progress("moving the file", total, quiet=json or not sys.stderr.isatty()) as bar:
+    with progress("moving the file", total, quiet=json) as bar:
         for pair in PAIRS:
             found = move_between(pair, data, page_bytes, seed=seed)
             if isinstance(found, LeftOut):
@@ -229,10 +230,10 @@ def demo(
             bar.advance(bar.task_ids[0])
         rehearsals.append(_loopback(data, page_bytes, seed))
         bar.advance(bar.task_ids[0])
-        rehearsals.append(_chaos(data, page_bytes, seed, traces["chaos"]))
+        rehearsals.append(_chaos(data, page_bytes, seed, traces.get("chaos")))
         bar.advance(bar.task_ids[0])
         for profile in profiles:
-            rehearsals.append(_timing(data, page_bytes, seed, profile, traces[profile]))
+            rehearsals.append(_timing(data, page_bytes, seed, profile, traces.get(profile)))
             bar.advance(bar.task_ids[0])
     runs = pairs + rehearsals
     if json:
@@ -250,6 +251,8 @@ def demo(
         title = f"{path.name}, {len(data):,} bytes in pages of {page_bytes:,}"
         print_pairs(title, pairs, left_out)
         print_rehearsals(title, rehearsals)
-        typer.echo(_NOTES + "Traces for ui.perfetto.dev: " + ", ".join(map(str, traces.values())))
+        typer.echo(_NOTES, nl=False)
+        if traces:
+            typer.echo("Traces for ui.perfetto.dev: " + ", ".join(map(str, traces.values())))
     if not all(run.agrees and run.imms_counted == run.imms_expected for run in runs):
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 from rich.markup import escape
 
-from tep.cli.show import Json, emit_json, print_table
+from tep.cli.show import InPath, Json, OutFile, busy, emit_json, print_table
 from tep.doctor.finding import Finding, Level
 from tep.doctor.report import bundle, examine, passed
 from tep.hostfiles import Recorder, open_files
@@ -23,18 +23,21 @@ def doctor(
     json: Json = False,
     machine: Annotated[
         Path | None,
-        typer.Option(help="Look at a captured file or a copied root directory, and try nothing."),
+        InPath(
+            "--machine", help="Look at a captured file or a copied root directory, and try nothing."
+        ),
     ] = None,
     try_backends: Annotated[
         bool, typer.Option("--try/--no-try", help="Move bytes over each backend that opens.")
     ] = True,
     bundle_file: Annotated[
-        Path | None, typer.Option("--bundle", help="Write all of it here, for a bug report.")
+        Path | None, OutFile("--bundle", help="Write all of it here, for a bug report.")
     ] = None,
 ) -> None:
     """Say what works for transfers, what does not, and what mends it; status 1: some is bad."""
     recorder = Recorder(open_files(machine))
-    found = list(examine(recorder, try_backends=try_backends and machine is None))
+    with busy("looking, and trying each backend", quiet=json):
+        found = list(examine(recorder, try_backends=try_backends and machine is None))
     if bundle_file is not None:
         text = jsonlib.dumps(bundle(recorder, found), indent=1)
         bundle_file.write_text(text + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from tep import __version__
 from tep.backends import BACKENDS, load_backend
-from tep.cli.show import Json, emit_json, print_table
+from tep.cli.show import InPath, Json, emit_json, print_table
 from tep.errors import BackendUnavailable
 from tep.hostfiles import open_files
 from tep.topology import detect
@@ -69,7 +69,7 @@ def info(
     ] = False,
     machine_file: Annotated[
         Path | None,
-        typer.Option("--machine", help="Of scripts/capture_topology: show that machine instead."),
+        InPath("--machine", help="Of scripts/capture_topology: show that machine instead."),
     ] = None,
 ) -> None:
     """Say which backends can run here; for the others, why not and what would bring them."""

@@ -5,17 +5,17 @@ fabrics, or run for real; and the time to the first token.
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tep.cli.show import Json, Seed, emit_json, print_table, progress
+from tep.cli.show import Json, Seed, busy, emit_json, print_table, progress, refuse_unused
+from tep.errors import UsageError
 
 if TYPE_CHECKING:
-    from tep.apps.kvcache.simulate import Report
+    from tep.apps.kvcache.simulate import Plant, Report
 
 __all__ = ["app"]
 
@@ -34,6 +34,17 @@ class Fabric(StrEnum):
     tcp = "tcp"
     local = "local"
 
+
+_SHOWN = 20
+_LOAD, _SIZES = ("rate", "seconds", "tokens", "profile"), ("prefillers", "decoders", "tp")
+_UNUSED = {
+    Fabric.chaos: ("prompts", *_LOAD, *_SIZES),
+    Fabric.flow: ("prompts", "scenarios"),
+    Fabric.timing: ("prompts", "scenarios"),
+    Fabric.tcp: ("scenarios", *_LOAD),
+    Fabric.local: ("scenarios", *_LOAD),
+}
+"""Options without effect, by fabric; on chaos the scenarios draw their own clusters."""
 
 Prefillers = Annotated[int, typer.Option("--prefillers", "-p", min=1, help="Prefill instances.")]
 Decoders = Annotated[int, typer.Option("--decoders", "-d", min=1, help="Decode instances.")]
@@ -56,18 +67,19 @@ def kvcache(
         int | None,
         typer.Option("--tp", min=1, help="Ranks of each instance: 4, or 1 where they are real."),
     ] = None,
-    rate: Annotated[float, typer.Option("--rate", help="Requests a second; flow, timing.")] = 0.8,
+    rate: Annotated[
+        float, typer.Option("--rate", min=1e-6, help="Requests a second; flow, timing.")
+    ] = 0.8,
     seconds: Annotated[
-        float, typer.Option("--seconds", help="How long requests come; flow, timing.")
+        float, typer.Option("--seconds", min=1e-6, help="How long requests come; flow, timing.")
     ] = 10.0,
     tokens: Annotated[
         int, typer.Option("--tokens", min=1, help="Length of a prompt; flow, timing.")
     ] = 32768,
-    requests: Annotated[
-        int, typer.Option("--requests", min=1, help="Prompts; tcp, local. Scenarios; chaos.")
-    ] = 20,
+    scenarios: Annotated[int, typer.Option("--scenarios", min=1, help="To draw; chaos.")] = 20,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="To answer; tcp, local.")] = 20,
     profile: Annotated[
-        str, typer.Option("--profile", help="Simulated machine; flow, timing.")
+        str, typer.Option("--profile", help="A profile's name or path; flow, timing.")
     ] = "efa_2x200",
     seed: Seed = 0,
     json: Json = False,
@@ -78,8 +90,9 @@ def kvcache(
     """
     if context.invoked_subcommand is not None:
         return
+    refuse_unused(context, f"--fabric {fabric.value}", _UNUSED[fabric])
     if fabric is Fabric.chaos:
-        _check(seed, requests, json=json)
+        _check(seed, scenarios, json=json)
     elif fabric in {Fabric.flow, Fabric.timing}:
         from tep.apps.kvcache.simulate import Load, Plant, simulate
 
@@ -91,10 +104,17 @@ def kvcache(
             profile=profile,
             fabric="flow" if fabric is Fabric.flow else "timing",
         )
+        _check_length(tokens, plant)
         load = Load(rate=rate, duration_s=seconds, ntokens=(tokens,), seed=seed)
-        _show_report(simulate(plant, load), f"{fabric.value}, {profile}", json=json)
+        with busy("simulating requests", quiet=json):
+            report = simulate(plant, load)
+        if not report.completions:
+            raise UsageError(
+                f"no request came within --seconds {seconds:g} at --rate {rate:g}; raise either"
+            )
+        _show_report(report, f"{fabric.value}, {profile}", json=json)
     else:
-        _real(fabric, (prefillers, decoders, tp or 1), requests, seed, json=json)
+        _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, json=json)
 
 
 @app.command("ttft")
@@ -133,7 +153,7 @@ def ttft(
 
 @app.command("day")
 def day(
-    requests: Annotated[int, typer.Option("--requests", min=1)] = 2000,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="In all.")] = 2000,
     changes: Annotated[
         int,
         typer.Option("--changes", min=0, help="Joins, departures, crashes, restarts, NIC deaths."),
@@ -144,7 +164,8 @@ def day(
     """Run a simulated day on which members come and go under load; every byte is checked."""
     from tep.apps.kvcache.day import Day, run_day
 
-    report = run_day(Day(seed=seed, requests=requests, changes=changes))
+    with busy("a simulated day", quiet=json):
+        report = run_day(Day(seed=seed, requests=requests, changes=changes))
     rows = [
         {
             "requests": len(report.completions),
@@ -165,7 +186,7 @@ def _check(seed: int, runs: int, *, json: bool) -> None:
 
     rows: list[dict[str, Any]] = []
     violations: list[str] = []
-    with progress("scenarios", runs, quiet=json or not sys.stderr.isatty()) as bar:
+    with progress("scenarios", runs, quiet=json) as bar:
         for one in range(seed, seed + runs):
             trial = Trial.draw(one)
             verdict = run_trial(trial)
@@ -188,6 +209,18 @@ def _check(seed: int, runs: int, *, json: bool) -> None:
     _fail_on(violations)
 
 
+def _check_length(tokens: int, plant: Plant) -> None:
+    """Refuse a prompt that no decoder has room for."""
+    page_tokens = plant.model.layout.page_tokens
+    most = plant.npages * page_tokens
+    if tokens > most:
+        raise typer.BadParameter(
+            f"{tokens:,} tokens do not fit into a decoder's {plant.npages:,} pages of "
+            f"{page_tokens} tokens; at most {most:,}",
+            param_hint="--tokens",
+        )
+
+
 def _show_report(report: Report, where: str, *, json: bool) -> None:
     row = {
         "engines": report.engines,
@@ -204,11 +237,11 @@ def _show_report(report: Report, where: str, *, json: bool) -> None:
         "RSS MiB": report.rss_bytes >> 20,
     }
     _show(f"a cluster under load ({where})", [row], json=json)
-    _fail_on([f"{done.request}: {done.reason}" for done in report.failed])
+    _fail_on([f"{done.request}: {done.reason}" for done in report.failed], "FAILED")
 
 
 def _real(
-    fabric: Fabric, sizes: tuple[int, int, int], requests: int, seed: int, *, json: bool
+    fabric: Fabric, sizes: tuple[int, int, int], count: int, seed: int, *, json: bool
 ) -> None:
     import numpy as np
 
@@ -217,6 +250,13 @@ def _real(
 
     tcp = fabric is Fabric.tcp
     prefillers, decoders, tp = sizes
+    heads = TinyConfig().kv_heads
+    if heads % tp:
+        raise typer.BadParameter(
+            f"the small transformer has {heads} heads, which {tp} ranks cannot share evenly; "
+            "1, 2 and 4 can",
+            param_hint="--tp",
+        )
     shape = Shape(
         prefillers=prefillers,
         decoders=decoders,
@@ -227,13 +267,14 @@ def _real(
         seed=seed,
     )
     dice = np.random.default_rng(seed)
-    prompts = [dice.integers(0, 256, n).astype(np.int32) for n in dice.integers(1, 200, requests)]
+    prompts = [dice.integers(0, 256, n).astype(np.int32) for n in dice.integers(1, 200, count)]
 
     async def run() -> list[Any]:
         async with Cluster(shape) as cluster:
             return list(await cluster.generate(prompts, 12))
 
-    found = asyncio.run(run())
+    with busy("processes are answering", quiet=json):
+        found = asyncio.run(run())
     model = TinyTransformer(TinyConfig(seed=seed))
     rows, wrong = [], []
     for ids, done in zip(prompts, found, strict=True):
@@ -263,8 +304,10 @@ def _show(title: str, rows: Sequence[Mapping[str, Any]], *, json: bool) -> None:
         print_table(title, list(rows[0]), rows)
 
 
-def _fail_on(violations: Sequence[str]) -> None:
-    for text in violations[:20]:
-        typer.echo(f"VIOLATION: {text}", err=True)
+def _fail_on(violations: Sequence[str], word: str = "VIOLATION") -> None:
+    for text in violations[:_SHOWN]:
+        typer.echo(f"{word}: {text}", err=True)
+    if len(violations) > _SHOWN:
+        typer.echo(f"and {len(violations) - _SHOWN} more; --json has all rows", err=True)
     if violations:
         raise typer.Exit(1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tep.cli.show import Json, Seed, emit_json, print_table, progress
+from tep.cli.show import Json, Seed, busy, emit_json, print_table, progress, refuse_unused
 
 if TYPE_CHECKING:
     from tep.apps.moe.predict import Prediction, Workload
@@ -19,7 +19,8 @@ Private = Annotated[
     int, typer.Option("--private", min=0, help="Tokens to each peer before routes are known.")
 ]
 SlowNic = Annotated[
-    float, typer.Option("--slow-nic", help="Rank 0's first NIC takes so many times as long.")
+    float,
+    typer.Option("--slow-nic", min=1.0, help="Rank 0's first NIC takes so many times as long."),
 ]
 Adaptive = Annotated[
     bool, typer.Option("--adaptive", help="Share private areas out by the step before.")
@@ -31,8 +32,11 @@ Skew = Annotated[float, typer.Option("--skew", min=0.0, help="0 = even; Zipf exp
 
 
 def moe(
+    context: typer.Context,
     ep: Annotated[int, typer.Option("--ep", min=1, help="Ranks, one GPU each.")] = 64,
-    nic: Annotated[str, typer.Option("--nic", help="cx7, efa, efa_p5, or a profile.")] = "cx7",
+    nic: Annotated[
+        str, typer.Option("--nic", help="cx7, efa, efa_p5, or a profile's name or path.")
+    ] = "cx7",
     prefill: Prefill = False,
     tokens: Annotated[int | None, typer.Option("--tokens", min=0, help="Of each rank.")] = None,
     topk: Annotated[int, typer.Option("--topk", min=1, help="Experts of a token.")] = 8,
@@ -62,6 +66,8 @@ def moe(
 ) -> None:
     """Predict p50 of dispatch and combine: the product's own all-to-all in simulated time."""
     if check:
+        others = set(context.params) - {"check", "seed", "json"}
+        refuse_unused(context, "--check, which draws its own layers", sorted(others))
         _check(seed, check, json=json)
         return
     from tep.apps.moe.predict import Workload, predict  # numpy is loaded when something runs
@@ -88,7 +94,9 @@ def moe(
     if compare:
         _compare(workload, json=json)
     else:
-        _show(predict(workload), json=json)
+        with busy("simulating the layer", quiet=json):
+            found = predict(workload)
+        _show(found, json=json)
 
 
 def _title(workload: Workload) -> str:
@@ -129,9 +137,13 @@ def _show(found: Prediction, *, json: bool) -> None:
 
 
 def _compare(workload: Workload, *, json: bool) -> None:
-    from tep.apps.moe.alternatives import compare
+    from tep.apps.moe.alternatives import ways
 
-    rows = compare(workload)
+    runs, rows = ways(workload), []
+    with progress("ways to do it", len(runs), quiet=json) as bar:
+        for run in runs:
+            rows.append(run())
+            bar.advance(bar.task_ids[0])
     if json:
         emit_json(
             [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +12,10 @@ from tep.cli.show import Json, emit_json, print_table, progress
 __all__ = ["reproduce"]
 
 Names = Annotated[list[str] | None, typer.Argument(help="Tables; none: all of them.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Write report.md and pictures here.")]
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Write report.md and pictures into this folder.", file_okay=False),
+]
 LeaveOut = Annotated[
     bool,
     typer.Option(
@@ -34,7 +36,7 @@ def reproduce(
     tables = [load_table(name) for name in names or table_names()]
     outcomes: list[runs.Outcome] = []
     total = sum(len(table.points) for table in tables)
-    with progress("points", total, quiet=json or not sys.stderr.isatty()) as bar:
+    with progress("points", total, quiet=json) as bar:
         for table in tables:
             for outcome in runs.reproduce(table.name):
                 outcomes.append(outcome)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tep.cli.show import Json, Seed, emit_json, print_table, progress
+from tep.cli.show import InFile, Json, OutFile, Seed, emit_json, print_table, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,10 +30,20 @@ app = typer.Typer(
 _Model = Annotated[
     str, typer.Option("--model", help="kimi-k2, deepseek-v3, qwen3-235b, or a HF config.json.")
 ]
-_Spread = Annotated[
-    str, typer.Option(help="How compute is spread over parameters: bytes, roofline or calls.")
+
+
+class Spread(StrEnum):
+    """How the published compute times are spread over parameters."""
+
+    bytes = "bytes"
+    roofline = "roofline"
+    calls = "calls"
+
+
+_Spread = Annotated[Spread, typer.Option(help="How compute is spread over parameters.")]
+_Size = Annotated[
+    int | None, typer.Option(min=1, help="Parallelism; default: as published, if it fits.")
 ]
-_Size = Annotated[int | None, typer.Option(help="Parallelism; default: as published, if it fits.")]
 
 
 @app.command("plan")
@@ -45,14 +55,22 @@ def plan(
     ep: _Size = None,
     tp: _Size = None,
     infer_ep: _Size = None,
-    infer_tp: Annotated[int, typer.Option(help="Tensor parallelism of inference.")] = 1,
-    profile: Annotated[str, typer.Option(help="cx7_400, efa_2x200, efa_4x100.")] = "cx7_400",
-    watermark_gib: Annotated[float, typer.Option(help="Temporary memory of a rank.")] = 16.0,
-    attribution: _Spread = "bytes",
-    compare: Annotated[bool, typer.Option(help="Simulate the other ways to update, too.")] = False,
-    what_if: Annotated[bool, typer.Option(help="Change one thing at a time.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the routing table here.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
+    infer_tp: Annotated[int, typer.Option(min=1, help="Tensor parallelism of inference.")] = 1,
+    profile: Annotated[str, typer.Option(help="A profile's name or path.")] = "cx7_400",
+    watermark_gib: Annotated[
+        float, typer.Option(min=1e-6, help="Temporary memory of a rank, GiB.")
+    ] = 16.0,
+    attribution: _Spread = Spread.bytes,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Simulate the other ways to update, too.")
+    ] = False,
+    what_if: Annotated[
+        bool, typer.Option("--what-if", help="Change one thing at a time, in a dozen updates.")
+    ] = False,
+    output: Annotated[
+        Path | None, OutFile("--output", help="Write the routing table here.")
+    ] = None,
+    trace: Annotated[Path | None, OutFile("--trace", help="Write a Perfetto trace here.")] = None,
     seed: Seed = 0,
     json: Json = False,
 ) -> None:
@@ -60,39 +78,45 @@ def plan(
     from tep.apps.rl import study, timeline
     from tep.apps.rl.baselines import comparison
     from tep.apps.rl.models import load_model
+    from tep.sim import load_profile
     from tep.units import GiB
 
     sizes = {name: n for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n is not None}
-    if attribution not in {"bytes", "roofline", "calls"}:
-        raise typer.BadParameter(f"--attribution {attribution}: bytes, roofline or calls")
+    load_profile(profile)  # a wrong name is told before minutes of planning
     deployment = study.Deployment(
         model=load_model(model),
         train=study.train_layout(train, **sizes),
         infer=study.infer_layout(infer, infer_ep, infer_tp),
         profile=profile,
         watermark_bytes=round(watermark_gib * GiB),
-        attribution=attribution,  # type: ignore[arg-type]  # checked above
+        attribution=attribution.value,
     )
-    quiet = json or not sys.stderr.isatty()
-    with progress("plan, simulate", 2, quiet=quiet) as bar:
+    changes = list(study.change_names(deployment)) if what_if else []
+    with progress("planning", 2 + compare + len(changes), quiet=json) as bar:
+
+        def done(after: str) -> None:
+            bar.update(bar.task_ids[0], advance=1, description=after)
+
         began_s = time.process_time()
         schedule = deployment.schedule()
         plan_s = time.process_time() - began_s
-        bar.advance(bar.task_ids[0])
+        done("simulating")
         found = deployment.predict(schedule, seed=seed, spans=trace is not None)
+        document: dict[str, object] = _document(deployment, schedule, found, plan_s)
+        done("other ways")
+        if compare:
+            document["comparison"] = comparison(found, study.baselines_of(deployment, schedule))
+            done("what if")
+        if what_if:
+            document["what_ifs"] = table = []
+            for name, other in study.what_ifs(deployment, changes, seed=seed):
+                ms = round(other.total_ms, 1)
+                table.append({"change": name, "ms": ms, "bottleneck": other.bottleneck})
+                done("what if")
     if output is not None:
         output.write_bytes(schedule.to_bytes())
     if trace is not None:
         timeline.write_perfetto(trace, found.spans)
-    document: dict[str, object] = _document(deployment, schedule, found, plan_s)
-    if compare:
-        others = study.baselines_of(deployment, schedule)
-        document["comparison"] = comparison(found, others)
-    if what_if:
-        document["what_ifs"] = [
-            {"change": name, "ms": round(other.total_ms, 1), "bottleneck": other.bottleneck}
-            for name, other in study.what_ifs(deployment, seed=seed)
-        ]
     if json:
         emit_json(document)
     else:
@@ -144,7 +168,9 @@ def _print(document: dict[str, object]) -> None:
     stages = document["stages_ms"]
     assert isinstance(stages, dict)
     plain = {k: v for k, v in document.items() if k not in {*tables, "stages_ms"} and v is not None}
-    rows: list[dict[str, object]] = [{"what": k, "value": v} for k, v in plain.items()]
+    rows: list[dict[str, object]] = [
+        {"what": _LABELS.get(k, k), "value": _with_unit(k, v)} for k, v in plain.items()
+    ]
     print_table("Plan", ("what", "value"), rows)
     rows = [{"stage": name, "ms": ms} for name, ms in stages.items()]
     rows.append({"stage": "wait for network and ranks", "ms": document["wait_ms"]})
@@ -155,16 +181,41 @@ def _print(document: dict[str, object]) -> None:
             print_table(title, tuple(found[0]), found)
 
 
+_LABELS = {
+    "sent_gb": "sent by a training rank",
+    "received_gb": "received by a worker",
+    "total_ms": "in all",
+    "published_ms": "published",
+    "wait_ms": "waiting",
+    "peak_gib": "most temporary memory",
+    "cpu_s": "CPU time of this program",
+}
+_UNITS = {"gb": "GB", "ms": "ms", "gib": "GiB", "s": "s"}
+
+
+def _with_unit(key: str, value: object) -> str:
+    """A number of the plan as people read it; its unit is the end of its key."""
+    if isinstance(value, list):
+        return f"{value[0]} to {value[1]} {_UNITS[key.rpartition('_')[2]]}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,} {_UNITS[key.rpartition('_')[2]]}"
+    return str(value)
+
+
 @app.command("run")
 def run(
-    weights: Annotated[Path, typer.Option("--weights", help="A safetensors file.")],
+    weights: Annotated[Path, InFile("--weights", help="A safetensors file.")],
     model: Annotated[str, typer.Option("--model", help="Its config.json.")],
     train: Annotated[int, typer.Option("--train", min=1, help="Training processes.")] = 4,
     infer: Annotated[int, typer.Option("--infer", min=1, help="Inference processes.")] = 2,
     backend: Annotated[str, typer.Option(help="See `tep info`.")] = "libfabric",
     updates: Annotated[int, typer.Option(min=1, help="How many updates.")] = 2,
-    watermark_mib: Annotated[int, typer.Option(help="Temporary memory of a rank.")] = 64,
-    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
+    watermark_mib: Annotated[
+        int, typer.Option(min=1, help="Temporary memory of a rank, MiB.")
+    ] = 64,
+    trace: Annotated[Path | None, OutFile("--trace", help="Write a Perfetto trace here.")] = None,
     json: Json = False,
 ) -> None:
     """Update real weights between real processes on this machine, and compare every byte."""
@@ -186,10 +237,9 @@ def run(
         backend=backend,
         options=options,
     )
-    quiet = json or not sys.stderr.isatty()
     with (
         tempfile.TemporaryDirectory() as folder,
-        progress("updates", updates, quiet=quiet) as bar,
+        progress("updates", updates, quiet=json) as bar,
     ):
         rows, reports = asyncio.run(
             _updates(

@@ -1,24 +1,90 @@
-"""How the subcommands print: tables for people, one JSON document for programs, progress on
-stderr.
+"""What the subcommands share: tables for people, one JSON document for programs, progress on
+stderr, and options that are checked before anything runs.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Final
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["Json", "Seed", "emit_json", "print_table", "progress"]
+__all__ = [
+    "InFile",
+    "InPath",
+    "Json",
+    "OutFile",
+    "Seed",
+    "busy",
+    "emit_json",
+    "print_table",
+    "progress",
+    "refuse_unused",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
+
+_NUMBER: Final = re.compile(
+    r"[+-]?(\d[\d,]*\.?\d*|\.\d+|nan|inf)(e[+-]?\d+)?\s?(%|x|[A-Za-z/]{1,9})?"
+)
+"""A number, perhaps with a unit."""
+
+
+def InFile(*names: str, help: str) -> Any:  # noqa: A002  # as typer.Option, whose value it is
+    """An option whose file must be there."""
+    return typer.Option(*names, help=help, exists=True, dir_okay=False, readable=True)
+
+
+def InPath(*names: str, help: str) -> Any:  # noqa: A002
+    """An option whose file or folder must be there."""
+    return typer.Option(*names, help=help, exists=True, readable=True)
+
+
+def OutFile(*names: str, help: str) -> Any:  # noqa: A002
+    """An option whose file is written in the end: whether it can be is asked at the start."""
+    return typer.Option(*names, help=help, dir_okay=False, callback=_writable)
+
+
+def _writable(path: Path | None) -> Path | None:
+    if path is not None:
+        folder = path.parent
+        if not folder.is_dir():
+            raise typer.BadParameter(f"there is no folder {folder}; make it, or name another")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written here; name another")
+    return path
+
+
+def refuse_unused(context: typer.Context, where: str, names: Iterable[str]) -> None:
+    """Refuse options that were given and would be ignored.
+
+    Args:
+        context: of the command.
+        where: what they do not belong to, e.g. "--fabric chaos".
+        names: of the command's parameters, as in Python.
+
+    Raises:
+        BadParameter: the first that was given.
+    """
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            flag = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(
+                f"it has no effect with {where}; leave it out", param_hint=flag
+            )
 
 
 def emit_json(document: object) -> None:
@@ -27,20 +93,39 @@ def emit_json(document: object) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows of a table; each row maps a column's name to what stands there, None = nothing."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for name in columns:
-        table.add_column(name, justify="left" if name == columns[0] else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*("" if row.get(name) is None else str(row[name]) for name in columns))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    """Print rows of a table; each row maps a column's name to what stands there, None = nothing.
+
+    Columns of numbers are set to the right, all others to the left. On a terminal long texts are
+    folded; into a pipe a row is one line (or as many as its text has), without borders.
+    """
+    cells = [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
+    terminal = sys.stdout.isatty()
+    table = Table(
+        box=box.HEAVY_HEAD if terminal else box.SIMPLE, show_edge=terminal, pad_edge=False
+    )
+    for k, name in enumerate(columns):
+        texts = [Text.from_markup(row[k]).plain.strip() for row in cells]
+        numbers = any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
+        table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    console = Console(width=None if terminal else 1 << 14)
+    console.print(title, style="bold", markup=False, highlight=False)
+    if terminal:
+        console.print(table)
+        return
+    console.width = max(1, console.measure(table).maximum)
+    with console.capture() as captured:
+        console.print(table)
+    lines = (line.rstrip() for line in captured.get().splitlines())
+    typer.echo("\n".join(line for line in lines if line))
 
 
 @contextmanager
 def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Progress]:
     """Show a bar on stderr while something runs that may take more than two seconds.
 
-    The bar has one task, number 0; `advance(0)` moves it.
+    The bar has one task, number 0; `advance(0)` moves it. Only on a terminal.
     """
     columns = (
         TextColumn("{task.description}"),
@@ -48,6 +133,17 @@ def progress(what: str, total: int, *, quiet: bool = False) -> Iterator[Progress
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
         bar.add_task(what, total=total)
         yield bar
+
+
+@contextmanager
+def busy(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """Show on stderr that something runs whose length nobody knows, and for how long it has."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        bar.add_task(what, total=None)
+        yield

@@ -4,13 +4,23 @@ replayed here, of the engine's own swarm or of one over a protocol of yours.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tep.cli.show import Json, emit_json, print_table, progress
+from tep.cli.show import (
+    Json,
+    OutFile,
+    busy,
+    emit_json,
+    print_table,
+    progress,
+    refuse_unused,
+)
+from tep.cli.timeline import print_scenario, print_timeline
 
 if TYPE_CHECKING:
     from tep.testing.case import Case
@@ -26,8 +36,9 @@ app = typer.Typer(
 Seed = Annotated[int, typer.Option("--seed", help="The run: all in it is drawn from this number.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="Run this many seeds, from --seed on.")]
 TraceFile = Annotated[
-    Path | None, typer.Option("--trace", help="Write a Perfetto trace of the (last) run here.")
+    Path | None, OutFile("--trace", help="Write a Perfetto trace of the (last) run here.")
 ]
+Lines = Annotated[int, typer.Option("--lines", min=0, help="Events of the run that are shown.")]
 Place = Annotated[
     str, typer.Option("--protocol", help="FILE.py:NAME of an async function of a Cluster.")
 ]
@@ -46,6 +57,7 @@ def sim(
     seed: Seed = 0,
     runs: Runs = 1,
     trace: TraceFile = None,
+    lines: Lines = 40,
     protocol: Place = "",
     nodes: Nodes = 2,
     nics: Nics = "1-4",
@@ -62,8 +74,10 @@ def sim(
     if protocol:
         from tep.testing.case import Case
 
-        least, _, most = nics.partition("-")
-        shape = (int(least), int(most or least))
+        refuse_unused(context, "--protocol", ("lines",))
+        if case:
+            refuse_unused(context, "--case", ("seed", "runs", "nodes", "nics", "faults", "heal_us"))
+        shape = _range(nics)
         seeds = range(seed, seed + runs)
         cases = (
             [Case.parse(case)]
@@ -75,16 +89,32 @@ def sim(
         )
         _hunt(protocol, cases, trace=trace, json=json)
     else:
-        _swarm(seed, runs, trace=trace, json=json)
+        mine = ("nodes", "nics", "faults", "heal_us", "case")
+        refuse_unused(context, "the engine's own swarm (no --protocol)", mine)
+        _swarm(seed, runs, trace=trace, lines=lines, json=json)
+
+
+def _range(nics: str) -> tuple[int, int]:
+    """N or LEAST-MOST."""
+    found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", nics)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= least <= most:
+        raise typer.BadParameter(
+            f"{nics!r} is no number of NICs: N or LEAST-MOST, e.g. 2 or 1-4", param_hint="--nics"
+        )
+    return least, most
 
 
 @app.command("fit")
 def fit(
-    results: Annotated[Path, typer.Argument(help="JSON: points of kind, bytes and gbps.")],
+    results: Annotated[
+        Path,
+        typer.Argument(help="JSON: points of kind, bytes and gbps.", exists=True, dir_okay=False),
+    ],
     base: Annotated[
         str, typer.Option(help="The machine's kind: a profile's name or path.")
     ] = "cx7_400",
-    out: Annotated[Path | None, typer.Option("--out", help="Write the profile here.")] = None,
+    out: Annotated[Path | None, OutFile("--out", help="Write the profile here.")] = None,
     name: Annotated[str, typer.Option(help="Of the new profile.")] = "fitted",
     json: Json = False,
 ) -> None:
@@ -172,6 +202,8 @@ def whatif(
         spine_us=spine_us,
         optical_us=times,
     )
+    with busy("the machine before and after", quiet=json):
+        found = list(effects(base, changed, system or ()))
     rows = [
         {
             "figure": f"{one.system}: {one.figure}",
@@ -179,7 +211,7 @@ def whatif(
             "after": f"{one.after:.1f} {one.unit}",
             "times": f"{one.factor:.3f}",
         }
-        for one in effects(base, changed, system or ())
+        for one in found
     ]
     if json:
         emit_json(rows)
@@ -187,7 +219,7 @@ def whatif(
         print_table(f"{profile}, changed", list(rows[0]), rows)
 
 
-def _swarm(seed: int, runs: int, *, trace: Path | None, json: bool) -> None:
+def _swarm(seed: int, runs: int, *, trace: Path | None, lines: int, json: bool) -> None:
     """Run the engine's own scenarios, up to the first finding."""
     from tep.sim import Trace  # numpy is loaded when something runs
     from tep.testing.oracle import Violation, run_scenario
@@ -195,7 +227,7 @@ def _swarm(seed: int, runs: int, *, trace: Path | None, json: bool) -> None:
 
     violation: str | None = None
     scenario, record = Scenario.draw(seed), Trace()
-    with progress("seeds", runs, quiet=json or runs == 1 or not sys.stderr.isatty()) as bar:
+    with progress("seeds", runs, quiet=json or runs == 1) as bar:
         for one in range(seed, seed + runs):
             last = one == seed + runs - 1
             scenario, record = Scenario.draw(one), Trace()
@@ -219,7 +251,9 @@ def _swarm(seed: int, runs: int, *, trace: Path | None, json: bool) -> None:
             }
         )
     else:
-        typer.echo(repr(scenario))
+        print_scenario(scenario, f"seed {scenario.chaos.seed}")
+        if lines:
+            print_timeline(record, lines)
         typer.echo(
             f"VIOLATION: {violation}"
             if violation

@@ -21,8 +21,9 @@ from tep.ffi import efa, ibverbs
 from tep.ffi.ibverbs_device import DeviceAttr, PortAttr
 from tep.units import GiB, KiB, MiB
 
-__all__ = ["check_devices", "check_libraries"]
+__all__ = ["check_devices", "check_libraries", "size_text"]
 
+_ENDLESS: Final = 1 << 60  # what libraries say that know no limit
 _AMAZON: Final = 0x1D0F
 
 # Source: enum in providers/efa/efadv.h of rdma-core 64, EFADV_DEVICE_ATTR_CAPS_*.
@@ -106,11 +107,11 @@ def _sizes(lib: ibverbs.Library, context: int, attr: DeviceAttr) -> str:
     for port in range(1, max(1, attr.phys_port_cnt) + 1):
         found = PortAttr()
         lib.ok("ibv_query_port", context, port, ctypes.byref(found))
-        longest.append(f"messages to {_bytes(found.max_msg_sz)} on port {port}")
+        longest.append(f"messages to {size_text(found.max_msg_sz)} on port {port}")
     firmware = attr.fw_ver.decode(errors="replace")
     return (
         f"firmware {firmware or 'unknown'}; {', '.join(longest)}; registrations to "
-        f"{_bytes(attr.max_mr_size)}, {attr.max_mr} of them; {attr.max_qp} queue pairs of "
+        f"{size_text(attr.max_mr_size)}, {attr.max_mr} of them; {attr.max_qp} queue pairs of "
         f"{attr.max_qp_wr} entries; completion queues of {attr.max_cqe}"
     )
 
@@ -147,7 +148,7 @@ def _efa(name: str, area: str) -> Iterator[Finding]:
         yield warn(area, f"{lib.efa_path} does not know it as an EFA device", _INSTALL)
         return
     if attr.device_caps & _WRITE:
-        yield good(area, f"RDMA write, rows to {_bytes(attr.max_rdma_size)}")
+        yield good(area, f"RDMA write, rows to {size_text(attr.max_rdma_size)}")
     else:
         yield bad(
             area,
@@ -155,7 +156,7 @@ def _efa(name: str, area: str) -> Iterator[Finding]:
             "an instance type whose EFA can write (p5, p5en and later), or a newer efa driver",
         )
     if attr.device_caps & _READ:
-        yield good(area, f"RDMA read, to {_bytes(attr.max_rdma_size)}")
+        yield good(area, f"RDMA read, to {size_text(attr.max_rdma_size)}")
     else:
         yield note(
             area, "no RDMA read", "nothing for writes; another instance type, or a newer efa driver"
@@ -185,8 +186,10 @@ def _efa(name: str, area: str) -> Iterator[Finding]:
 _INSTALL: Final = "install rdma-core 44 or later with its EFA provider: AWS's EFA installer does"
 
 
-def _bytes(count: int) -> str:
+def size_text(count: int) -> str:
     """A size in the largest unit that it is a whole number of."""
+    if count >= _ENDLESS:
+        return "any length"
     for unit, name in ((1024 * GiB, "TiB"), (GiB, "GiB"), (MiB, "MiB"), (KiB, "KiB")):
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"

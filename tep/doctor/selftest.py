@@ -15,6 +15,7 @@ import numpy as np
 
 from tep.api import EngineOptions, Pages
 from tep.backends import BACKENDS, load_backend
+from tep.doctor.devices import size_text
 from tep.doctor.finding import Finding, bad, good, note, warn
 from tep.doctor.nics import read_counters
 from tep.engine import TransferEngine
@@ -135,10 +136,10 @@ def _move(backend: str, options: dict[str, object]) -> str:
         caps = [domain.caps for domain in a._domains]
         longest = min(one.max_write_bytes for one in caps)
         return (
-            f"{len(caps)} NICs ({', '.join(one.nic for one in caps[:4])}), "
+            f"{len(caps)} NIC{'s' * (len(caps) > 1)} ({', '.join(one.nic for one in caps[:4])}), "
             f"{source.nbytes / took_s / 1e9:.2f} GB/s to itself, write to count "
             f"{statistics.median(pings) * 1e6:.0f} us, immediates of {caps[0].imm_bits} bits, rows "
-            f"to {longest} B, messages to {caps[0].max_msg_bytes} B, "
+            f"to {size_text(longest)}, messages to {size_text(caps[0].max_msg_bytes)}, "
             f"memory {'/'.join(caps[0].memory_kinds)}"
         )
 

@@ -21,7 +21,7 @@ def rows(*args: str) -> list[dict[str, Any]]:
 
 def test_scenarios_are_checked_and_name_their_seeds() -> None:
     """A failure that nobody can run again is no report."""
-    found = rows("--requests", "3", "--seed", "4")
+    found = rows("--scenarios", "3", "--seed", "4")
 
     assert [4, 5, 6] == [row["seed"] for row in found]
     assert sum(row["pages checked"] for row in found) > 0
@@ -33,7 +33,7 @@ def test_a_violation_is_told_and_ends_in_status_1(monkeypatch: pytest.MonkeyPatc
     verdict = trial.Verdict(violations=["page 3 was written while it was free"])
     monkeypatch.setattr(trial, "run_trial", lambda _: verdict)
 
-    result = CliRunner().invoke(app, ["kvcache", "--requests", "1", "--seed", "7"])
+    result = CliRunner().invoke(app, ["kvcache", "--scenarios", "1", "--seed", "7"])
 
     assert 1 == result.exit_code
     assert "seed 7: page 3 was written while it was free" in result.output

@@ -155,10 +155,9 @@ def test_the_command_writes_a_profile_that_clusters_take(tmp_path) -> None:
 
 
 PATHS = [
-    "moe --nic {} --ep 8 --check 1",
     "moe --nic {} --ep 16",
-    "kvcache --fabric flow --profile {} --seconds 2",
-    "kvcache --fabric timing --profile {} --seconds 2",
+    "kvcache --fabric flow --profile {} --rate 4 --seconds 2 -p 1 -d 1 --tp 1",
+    "kvcache --fabric timing --profile {} --rate 4 --seconds 2 -p 1 -d 1 --tp 1",
     "rl plan --profile {} --model {model} --train 8 --infer 4",
     "sim fit {results} --base {}",
     "sim whatif 'nic.op=300 ns' --profile {} --to {} --system moe",

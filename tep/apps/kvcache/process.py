@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from tep import FabricError, NetAddr, TransferEngine
+from tep import FabricError, NetAddr, TepError, TransferEngine
 from tep.apps.kvcache.decoder import Decoder
 from tep.apps.kvcache.heartbeat import Patience
 from tep.apps.kvcache.model import Request
@@ -175,7 +175,11 @@ def main(argv: Sequence[str]) -> int:
     async def run() -> None:
         await _serve(settings, await _connect())
 
-    asyncio.run(run())
+    try:
+        asyncio.run(run())
+    except TepError as error:
+        sys.stderr.write(f"{settings.role} {settings.name}: {type(error).__name__}: {error}\n")
+        return 1
     return 0
 
 

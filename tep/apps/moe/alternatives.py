@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -26,7 +28,7 @@ from tep.apps.moe.predict import Workload, draw_indices, family_of, predict, pro
 from tep.apps.moe.routing import Ints, sort_copies
 from tep.sim import Profile
 
-__all__ = ["Row", "compare", "padded", "per_token"]
+__all__ = ["Row", "compare", "padded", "per_token", "ways"]
 
 _GPU_POST_PS: Final = 20_000
 """CPU time of a row that the GPU posts: none, but its warps share one doorbell; 20 ns is a guess.
@@ -68,6 +70,11 @@ def padded(workload: Workload) -> Row:
 
 def compare(workload: Workload) -> list[Row]:
     """The reference's way, its variants, and the others, for one workload."""
+    return [run() for run in ways(workload)]
+
+
+def ways(workload: Workload) -> list[Callable[[], Row]]:
+    """What `compare` runs, one call a row."""
     variants = {
         "host proxy, as the reference": workload,
         "  first burst by bytes": replace(workload, private_scatter="bytes"),
@@ -75,13 +82,19 @@ def compare(workload: Workload) -> list[Row]:
         "  both": replace(workload, sums="node", private_scatter="bytes"),
         "  adaptive private areas": replace(workload, private_sizes="adaptive"),
     }
-    rows = []
-    for name, variant in variants.items():
-        if variant.sums == "node" and not 1 < workload.gpus < workload.ep:
-            continue  # nodes of one GPU have nothing to add up, one node has nobody to send to
-        found = predict(variant)
-        rows.append(Row(name=name, dispatch_us=found.dispatch_us, combine_us=found.combine_us))
-    return [*rows, per_token(workload), padded(workload)]
+    # Nodes of one GPU have nothing to add up, one node has nobody to send to.
+    adds = 1 < workload.gpus < workload.ep
+    mine = [
+        partial(_predicted, name, variant)
+        for name, variant in variants.items()
+        if variant.sums != "node" or adds
+    ]
+    return [*mine, partial(per_token, workload), partial(padded, workload)]
+
+
+def _predicted(name: str, workload: Workload) -> Row:
+    found = predict(workload)
+    return Row(name=name, dispatch_us=found.dispatch_us, combine_us=found.combine_us)
 
 
 class _Rank:

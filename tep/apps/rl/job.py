@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from tep import TransferEngine, UsageError
+from tep import TepError, TransferEngine, UsageError
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.models import Model, load_model
 from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
@@ -189,7 +189,11 @@ async def _work(job: Job, role: str, name: str, host: str, port: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Be one worker of a job until the controller hangs up."""
     path, role, name, host, port = argv
-    asyncio.run(_work(Job.read(path), role, name, host, int(port)))
+    try:
+        asyncio.run(_work(Job.read(path), role, name, host, int(port)))
+    except TepError as error:
+        sys.stderr.write(f"{role} {name}: {type(error).__name__}: {error}\n")
+        return 1
     return 0
 
 

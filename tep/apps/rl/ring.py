@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from tep import UsageError
+from tep.units import GiB
 
 __all__ = ["ring_layout"]
 
@@ -35,8 +36,9 @@ def ring_layout(sizes: tuple[int, ...], capacity: int) -> tuple[Sequence[int], S
     for k, size in enumerate(sizes):
         if size > capacity:
             raise UsageError(
-                f"task {k} needs {size} bytes of temporary memory, but the watermark is "
-                f"{capacity}; raise it, or shard the tensor more finely"
+                f"task {k} needs {size / GiB:.2f} GiB of temporary memory, but the watermark is "
+                f"{capacity / GiB:.2f} GiB; raise watermark_bytes (tep rl plan: --watermark-gib, "
+                "tep rl run: --watermark-mib), or shard the tensor more finely"
             )
         start = head if head + size <= capacity else 0
         stop = start + size

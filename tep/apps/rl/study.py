@@ -31,6 +31,7 @@ __all__ = [
     "BUNDLE_BYTES",
     "Deployment",
     "baselines_of",
+    "change_names",
     "infer_layout",
     "published_deployment",
     "published_times",
@@ -216,8 +217,13 @@ def _changes(base: Deployment) -> dict[str, _Change]:
         "dense parameters first": lambda d: replace(d, group_order=("dense", "experts")),
         "unsharding costs nothing": lambda d: replace(d, factors=(("unshard", 0.0),)),
         "compute by roofline": lambda d: replace(d, attribution="roofline"),
-        "compute by tensors": lambda d: replace(d, attribution="calls"),
+        "compute by calls": lambda d: replace(d, attribution="calls"),
     }
+
+
+def change_names(base: Deployment) -> tuple[str, ...]:
+    """What `what_ifs` can change, by name."""
+    return tuple(_changes(base))
 
 
 def what_ifs(
