@@ -156,6 +156,7 @@ CALLS: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
     "wr_start": (None, (_PTR,)),
     "wr_complete": (_INT, (_PTR,)),
     "wr_abort": (None, (_PTR,)),
+    "wr_rdma_read": (None, (_PTR, _U32, _U64)),
     "wr_rdma_write": (None, (_PTR, _U32, _U64)),
     "wr_rdma_write_imm": (None, (_PTR, _U32, _U64, _U32)),
     "wr_send": (None, (_PTR,)),

@@ -35,6 +35,10 @@ _SEND: Final = 4096
 row that was given up keeps its id, so that there are eight times as many ids as rows."""
 
 
+_READS: Final = 1024
+"""Reads that may be out; they share the send queue with the writes."""
+
+
 class _How(NamedTuple):
     """How the NICs of one engine are opened."""
 
@@ -140,6 +144,8 @@ def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
             wakes=nic.wait_fd is not None,
             control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
+            reads=min(_READS, rules.window_rows) if nic.can_read else 0,
+            no_reads="" if nic.can_read else f"the device {name} has no RDMA read",
         )
         about = f"SRD through libibverbs and libefa; entries {words}; all peers by the NIC"
         return EfaDomain(nic, way, rules, caps, epoch=epoch, dmabuf=how.dmabuf, about=about)

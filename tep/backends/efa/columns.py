@@ -197,13 +197,14 @@ class Columns:
         lkey: int,
         rkey: int,
         imm: Column | None,
+        op: int = OP_WRITE,
     ) -> None:
-        """Post n writes to one peer, one key; columns are ints or have n rows."""
+        """Post n writes to one peer, one key, or reads; columns are ints or have n rows."""
         each = nbytes if type(nbytes) is int else None
         one_imm = imm if type(imm) is int else imm is None
-        same = (place, lkey, rkey, each, one_imm)
+        same = (place, lkey, rkey, each, one_imm, op)
         if same != self._same or n > self._same_rows:
-            self._fill(n, place, lkey, rkey, nbytes, imm)
+            self._fill(n, place, lkey, rkey, nbytes, imm, op)
             self._same, self._same_rows = same, n
         elif each is None:
             for column in self._lengths:
@@ -216,11 +217,18 @@ class Columns:
         self._copy(n)
 
     def _fill(
-        self, n: int, place: Place, lkey: int, rkey: int, nbytes: Column, imm: Column | None
+        self,
+        n: int,
+        place: Place,
+        lkey: int,
+        rkey: int,
+        nbytes: Column,
+        imm: Column | None,
+        op: int,
     ) -> None:
         """The columns that stay as they are from one batch to the next."""
         rows = self._rows
-        rows["ctrl1"][:n] = ALWAYS_1 | OP_WRITE | (0 if imm is None else HAS_IMM)
+        rows["ctrl1"][:n] = ALWAYS_1 | op | (0 if imm is None else HAS_IMM)
         rows["dest_qp"][:n], rows["ah"][:n], rows["qkey"][:n] = place.qpn, place.ahn, place.qkey
         rows["lkey"][:n], rows["rkey"][:n] = lkey & entries.LKEY_MASK, rkey
         rows["imm"][:n] = 0 if imm is None else imm
@@ -271,9 +279,10 @@ class Columns:
         lkey: int,
         rkey: int,
         imm: int | None,
+        op: int = OP_WRITE,
     ) -> None:
-        """Post one write."""
-        ctrl1 = ALWAYS_1 | OP_WRITE | (0 if imm is None else HAS_IMM)
+        """Post one write, or one read."""
+        ctrl1 = ALWAYS_1 | op | (0 if imm is None else HAS_IMM)
         key = lkey & entries.LKEY_MASK
         self._put(number, ctrl1, place, imm or 0, nbytes, rkey, dst, nbytes, key, src)
 

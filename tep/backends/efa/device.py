@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from tep.backends.efa.pairs import Sizes, link_bps, make_pair, make_queue
+from tep.backends.efa.pairs import CAP_READ, Sizes, link_bps, make_pair, make_queue
 from tep.errors import BackendUnavailable, FabricError
 from tep.ffi.efa import (
     CALLS,
@@ -211,6 +211,11 @@ class Nic:
         self.wait_fd = self._epoll.fileno()
         req_notify = Context.from_address(self._context).ops.req_notify_cq
         self._req_notify = ctypes.PYFUNCTYPE(_INT, _PTR, _INT)(req_notify)
+
+    @property
+    def can_read(self) -> bool:
+        """Whether the device has RDMA read."""
+        return bool(self.attr.device_caps & CAP_READ)
 
     def call(self, name: str, *, of_cq: bool = False) -> Any:
         """A member of the queue pair's or the completion queue's table of calls."""

@@ -9,13 +9,22 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from tep.backends.base import Completions, DomainCaps, Status, WriteBatch
+from tep.backends.base import (
+    Completions,
+    DomainCaps,
+    DomainKey,
+    ReadBatch,
+    Status,
+    WriteBatch,
+)
 from tep.backends.columns import part
 from tep.backends.efa import flight
 from tep.backends.efa.columns import Columns
 from tep.backends.efa.device import Nic
+from tep.backends.efa.rows import Rows
 from tep.backends.efa.rowwise import RowWise
-from tep.backends.libfabric import completions, mailbox, regions, slots
+from tep.backends.efa.slots import READ, Slots
+from tep.backends.libfabric import completions, mailbox, regions
 from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.peer import Peer, State
@@ -64,6 +73,8 @@ class EfaDomain(HardwareDomain):
         caps, epoch, dmabuf, about: as for `HardwareDomain`.
     """
 
+    _rows_kind = Rows
+
     def __init__(
         self,
         nic: Nic,
@@ -86,15 +97,16 @@ class EfaDomain(HardwareDomain):
 
     def _parts(
         self, nic: Any, rules: Rules, dmabuf: DmabufExport | None, *, delivery_complete: bool
-    ) -> tuple[slots.Slots, regions.Regions, mailbox.Mailbox, completions.Queue]:
+    ) -> tuple[Slots, regions.Regions, mailbox.Mailbox, completions.Queue]:
         del nic, delivery_complete  # libfabric's
-        rows = self._flight = flight.Slots(rules.window_rows, self._way, self._device)
+        rows = self._flight = Slots(rules.window_rows, self._way, self._device)
         frame_bytes = rules.msg_bytes_max + HEAD_BYTES_MAX
         box = flight.Mailbox(
             self._device, self._way, frame_bytes, rules.frames_in, rules.frames_out, rows.count
         )
         queue = flight.Queue(self._device, self._way, rows, box)
-        return rows, flight.Regions(self._device, dmabuf), box, queue
+        self._memory = flight.Regions(self._device, dmabuf)
+        return rows, self._memory, box, queue
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         """Post what is simple without a detour: one peer that is ready, one key, all in range."""
@@ -118,6 +130,38 @@ class EfaDomain(HardwareDomain):
                     return taken
         return super().post(batch, start, stop)
 
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        """Accept reads start.. of a batch; return how many."""
+        self._check_open()
+        slots = self._flight
+        room = min(self.caps.reads - slots.reads, slots.room - self._rows.waiting)
+        stop = min(stop, start + room)
+        if stop <= start:
+            return 0
+        marked = WriteBatch(
+            batch.n,
+            batch.peer,
+            batch.src,
+            batch.lkey,
+            batch.dst,
+            batch.rkey,
+            batch.nbytes,
+            None,
+            batch.ctx | READ,
+        )
+        nbytes = batch.nbytes
+        if nbytes if isinstance(nbytes, int) else nbytes.all():
+            taken = self.post(marked, start, stop)
+        else:
+            taken = cast("Rows", self._rows).post_each(marked, start, stop)
+        slots.reads += taken
+        return taken
+
+    def deregister(self, key: DomainKey) -> None:
+        if not (self._closed or self._device.closed):
+            self._memory.cut(key, self._flight.tickets.values())
+        super().deregister(key)
+
     def _post_lone(self, batch: WriteBatch, rkey: int, peer: Peer, region: Region) -> int | None:
         """Post the only row of a batch; None = it is not simple."""
         src, dst, nbytes, imm = batch.src, batch.dst, batch.nbytes, batch.imm
@@ -135,11 +179,11 @@ class EfaDomain(HardwareDomain):
         self, batch: WriteBatch, start: int, stop: int, room: int, peer: Peer, region: Region
     ) -> int | None:
         """Post what there is room for of some rows; None = they are not simple."""
-        flight = self._flight
-        n = wanted = min(stop - start, flight.chunk_rows)
+        slots = self._flight
+        n = wanted = min(stop - start, slots.chunk_rows)
         if room < wanted:
             # Half a window at a time: a row by itself costs ten times what it costs among others.
-            if flight.open and room < self._half_window:
+            if slots.open and room < self._half_window:
                 return 0
             n = room
         if n <= _FEW:
@@ -158,7 +202,7 @@ class EfaDomain(HardwareDomain):
             return None
         due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, start, peer, region, due_s)
-        return flight.post_columns(ticket, n, src, dst, nbytes, imm)
+        return slots.post_columns(ticket, n, src, dst, nbytes, imm)
 
     def poll(self, out: Completions) -> int:
         self._polls += 1

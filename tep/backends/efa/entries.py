@@ -20,6 +20,8 @@ in network byte order.
     32      16    remote    of a write: length, rkey, address
     48      16    local     of a write: length, lkey, address; of a message they stand at 32
 
+A read looks as a write without an immediate.
+
 Rule: nothing is read from a work queue. On a device it is memory of the NIC, mapped for writing.
 """
 
@@ -37,6 +39,7 @@ __all__ = [
     "HAS_IMM",
     "KINDS",
     "LKEY_MASK",
+    "OP_READ",
     "OP_SEND",
     "OP_WRITE",
     "RX_ALWAYS",
@@ -79,6 +82,7 @@ TX_ENTRY: Final = _layout(
     send_addr=("<u8", 40),
 )
 OP_SEND: Final = 0
+OP_READ: Final = 1
 OP_WRITE: Final = 2
 HAS_IMM: Final = 1 << 4
 ALWAYS_1: Final = 1 << 7

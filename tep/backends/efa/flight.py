@@ -12,28 +12,26 @@ has failed is decided there, for both. The way that entries take is `RowWise` or
 from __future__ import annotations
 
 import mmap
-from collections import Counter, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, cast
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import (
     COMPLETION_BYTES,
     Access,
-    Column,
     Completions,
     DomainKey,
     Kind,
     Status,
     put_completion,
 )
-from tep.backends.columns import part
 from tep.backends.efa.device import Nic
 from tep.backends.efa.entries import HAS_IMM, KINDS
 from tep.backends.efa.rowwise import Entries, Numbers, RowWise, Span
-from tep.backends.libfabric import completions, mailbox, regions, slots
+from tep.backends.efa.slots import READ, STEP, Slots
+from tep.backends.libfabric import completions, mailbox, regions
 from tep.backends.libfabric.objects import CqError
 from tep.backends.libfabric.slots import Ticket
 from tep.ffi.ibverbs_wr import ENUMS
@@ -44,12 +42,10 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.objects import Endpoint
     from tep.backends.libfabric.peer import Peer
 
-__all__ = ["Mailbox", "Queue", "Regions", "Slots"]
+__all__ = ["Mailbox", "Queue", "Regions"]
 
-_STEP: Final = 64  # from one context to the next
-_IDS_PER_ROW: Final = 4  # so that ids come back before their turn comes again
-_LOOK_AHEAD: Final = 8192  # ids
-_SPREAD: Final = 16
+
+_REMOTE_READ: Final = 1 << 2  # verbs.h, IBV_ACCESS_REMOTE_READ
 _REFILL_SHARE: Final = 4  # of the receives, one part may be unposted: many at a time cost less
 _LOCAL: Final = 1 << 62
 _READ_MAX: Final = 2048
@@ -58,168 +54,9 @@ _IMM_FLAG: Final = HAS_IMM >> 1
 _WRITE_FLAG: Final = 2 << 4
 
 _WRITE: Final = int(Kind.WRITE)
+_READ: Final = int(Kind.READ)
 _IMM: Final = int(Kind.IMM)
 _OK: Final = int(Status.OK)
-
-
-class Slots(slots.Slots):
-    """Rows in flight.
-
-    Request ids are handed out in turn, so that those of one post lie side by side; ids whose rows
-    have not come back are passed over.
-
-    Args:
-        rows_max: rows that may be in flight; the queue holds them and the messages.
-        way: how rows are posted.
-        nic: where peers are.
-    """
-
-    chunk_rows = 4096
-
-    def __init__(self, rows_max: int, way: RowWise | Columns, nic: Nic) -> None:
-        super().__init__(rows_max, 0, more=True)
-        self._way = way
-        self._nic = nic
-        count = self.count = _IDS_PER_ROW * rows_max
-        assert count + rows_max < 1 << 16, "request ids have 16 bits"
-        self._base, self._end, self._top = 0, count * _STEP, 0
-        self._owner = np.zeros(count, np.int64)
-        self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
-        self._ids = np.arange(count, dtype=np.uint16)
-        self._cursor = 0
-        self._clear = count  # ids from the cursor on that are known to be free
-
-    def _build(self) -> None:
-        """No records: the way has its own."""
-
-    @property
-    def room(self) -> int:
-        """Rows that may still be posted."""
-        return self._rows_max - self.open - self.adrift
-
-    def post(self, _call: Callable[..., int], _endpoint: object, ticket: Ticket, n: int) -> int:
-        batch, start = ticket.batch, ticket.row
-        stop = start + n
-        src, dst, nbytes = (
-            part(column, start, stop) for column in (batch.src, batch.dst, batch.nbytes)
-        )
-        imm = None if batch.imm is None else part(batch.imm, start, stop)
-        return self.post_columns(ticket, n, src, dst, nbytes, imm)
-
-    def post_columns(
-        self, ticket: Ticket, n: int, src: Column, dst: Column, nbytes: Column, imm: Column | None
-    ) -> int:
-        """Post the first of n rows, one peer, one key, and return how many; there is room."""
-        first, taken = self._cursor, n
-        if self._clear < n:
-            first, taken = self._look_ahead(n)
-            if taken < n:
-                src, dst, nbytes = (part(column, 0, taken) for column in (src, dst, nbytes))
-                imm = None if imm is None else part(imm, 0, taken)
-        rkey = ticket.batch.rkey
-        assert isinstance(rkey, int)
-        last = first + taken
-        self._way.write(
-            taken,
-            self._ids[first:last],
-            self._nic.place(ticket.peer.number),
-            src,
-            dst,
-            nbytes,
-            ticket.region.desc,
-            rkey,
-            imm,
-        )
-        self._cursor = last
-        self._clear -= taken
-        ticket.slots = cast("list[int]", range(first, last))
-        if isinstance(nbytes, int):
-            ticket.each = nbytes
-            total = taken * nbytes
-        else:
-            ticket.nbytes = total = int(nbytes.sum())
-        self._owner[first:last] = self._issue(ticket, taken, total)
-        return taken
-
-    def _look_ahead(self, n: int) -> tuple[int, int]:
-        """Move the cursor to the next free ids: the first of them, and n or how many there are."""
-        owner, at = self._owner, self._cursor
-        while True:
-            at %= self.count
-            busy = owner[at : at + _LOOK_AHEAD] != 0
-            first = int(busy.argmax())
-            if not busy[first]:  # all are free
-                first = len(busy)
-            if first:
-                break
-            at += int(busy.argmin()) or len(busy)
-        self._cursor, self._clear = at, first
-        return at, min(n, first)
-
-    def post_row(
-        self,
-        _call: Callable[..., int],
-        _endpoint: object,
-        ticket: Ticket,
-        src: int,
-        dst: int,
-        rkey: int,
-        nbytes: int,
-        imm: int | None,
-    ) -> int:
-        number = self._cursor if self._clear else self._look_ahead(1)[0]
-        place = self._nic.place(ticket.peer.number)
-        self._way.write_one(number, place, src, dst, nbytes, ticket.region.desc, rkey, imm)
-        self._cursor = number + 1
-        self._clear -= 1
-        ticket.slots = [number]
-        ticket.each = nbytes
-        self._owners[number] = self._issue(ticket, 1, nbytes)
-        return 1
-
-    def take_back(self, context: int) -> Ticket | None:
-        number = context // _STEP
-        owner = self._owners[number]
-        assert owner, f"a row completed twice: request id {number}"
-        self._owners[number] = 0
-        ticket = self.tickets.get(owner)
-        if ticket is None:
-            self._count_given_up(owner, 1)
-        else:
-            self._count_off(ticket, 1)
-        return ticket
-
-    def take_failed(self, context: int) -> tuple[Ticket, int] | None:
-        ticket = self.take_back(context)
-        if ticket is None:
-            return None
-        return ticket, ticket.row + context // _STEP - int(ticket.slots[0])
-
-    def give_back_many(self, numbers: npt.NDArray[np.signedinteger]) -> dict[int, int]:
-        """Take finished rows back, by their request ids; how many of each batch, by its ctx."""
-        n, owner = len(numbers), self._owner
-        if len(self.tickets) == 1 and not self._given_up:
-            ticket = next(iter(self.tickets.values()))
-            assert n <= ticket.open, "a row completed twice"
-            if n == ticket.open:
-                first = ticket.slots[0]
-                owner[first : first + len(ticket.slots)] = 0
-            else:
-                owner[numbers] = 0
-            return self._settle({ticket.number: n})
-        owners = owner[numbers]
-        owner[numbers] = 0
-        least = int(owners.min())
-        assert least, "a row completed twice"
-        span = int(owners.max()) - least
-        if not span:
-            return self._settle({least: n})
-        if span <= _SPREAD * n:
-            counts = np.bincount(owners - least)
-            found = {least + at: int(counts[at]) for at in np.flatnonzero(counts).tolist()}
-        else:
-            found = dict(Counter(owners.tolist()))
-        return self._settle(found)
 
 
 class Regions(regions.Regions):
@@ -234,11 +71,14 @@ class Regions(regions.Regions):
         self._device = nic
         self._dmabuf = dmabuf
         self._turn = 0
+        self._readable: set[int] = set()  # by remote key
         self.by_lkey, self.by_rkey, self.dying = {}, {}, []
 
     def add(self, memory: Memory, access: Access) -> regions.Region:
         target = access.target
-        flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"] if target else 0
+        flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
+        flags |= ENUMS["IBV_ACCESS_REMOTE_WRITE"] if target else 0
+        flags |= _REMOTE_READ if access.readable else 0
         if self._dmabuf is not None and memory.kind != "cpu":
             with exported(self._dmabuf, memory) as (fd, offset):
                 handle = self._device.register_dmabuf(fd, offset, memory.ptr, memory.nbytes, flags)
@@ -250,9 +90,25 @@ class Regions(regions.Regions):
         key = DomainKey(_LOCAL | self._turn << 24 | handle.lkey, handle.rkey, memory.ptr)
         region = regions.Region(handle, memory, key, handle.lkey, target)
         self.by_lkey[key.lkey] = region
-        if target:
+        if target or access.readable:
             self.by_rkey[key.rkey] = region
+        if access.readable:
+            self._readable.add(key.rkey)
         return region
+
+    def cut(self, key: DomainKey, tickets: Iterable[Ticket]) -> None:
+        """End a registration at once where peers may read, or reads in flight write.
+
+        The device ends such rows by itself. Others wait for the rows in flight that read there.
+        """
+        region = self.by_lkey.get(key.lkey)
+        if region is None:
+            return
+        if region.key.rkey in self._readable or any(
+            ticket.region is region and ticket.batch.ctx & READ for ticket in tickets
+        ):
+            self._readable.discard(region.key.rkey)
+            region.close()
 
 
 class Mailbox(mailbox.Mailbox):
@@ -289,8 +145,8 @@ class Mailbox(mailbox.Mailbox):
         self.region = regions.Region(handle, memory, DomainKey(0, 0, 0), handle.lkey, target=False)
         self._view = memoryview(self._bytes)
         self._buffers = memory.ptr
-        self._contexts = first * _STEP
-        self._end = self._contexts + count * _STEP
+        self._contexts = first * STEP
+        self._end = self._contexts + count * STEP
         self._owner: list[Peer | None] = [None] * count
         self._free = list(range(receives, count))
         self.idle: list[int] = list(range(receives))
@@ -339,7 +195,7 @@ class Mailbox(mailbox.Mailbox):
         return True
 
     def received(self, context: int, nbytes: int, take: Callable[[memoryview], None]) -> None:
-        index = (context - self._contexts) // _STEP
+        index = (context - self._contexts) // STEP
         at = index * self._frame_bytes
         with self._view[at : at + nbytes] as view:
             take(view)
@@ -356,16 +212,16 @@ class Mailbox(mailbox.Mailbox):
         self.unposted += len(indices)
 
     def dropped(self, context: int) -> None:
-        self.give_back((context - self._contexts) // _STEP)
+        self.give_back((context - self._contexts) // STEP)
         self.refill()
 
     def receive_context(self, number: int) -> int:
         """The context of a receive, from its request id."""
-        return self._contexts + number * _STEP
+        return self._contexts + number * STEP
 
     def send_context(self, number: int) -> int:
         """The context of a message that went out, from its request id."""
-        return self._contexts + (self._receives + number - self._first) * _STEP
+        return self._contexts + (self._receives + number - self._first) * STEP
 
 
 class Queue(completions.Queue):
@@ -374,6 +230,8 @@ class Queue(completions.Queue):
     Args:
         nic, way, slots, mailbox: of one NIC.
     """
+
+    _slots: Slots
 
     def __init__(self, nic: Nic, way: RowWise | Columns, slots: Slots, mailbox: Mailbox) -> None:
         self._slots = slots
@@ -422,10 +280,15 @@ class Queue(completions.Queue):
             if number >= self._rows:
                 self._box.sent(self._box.send_context(number))
                 return filled
-            ticket = self._slots.take_back(number * _STEP)
+            ticket = self._slots.take_back(number * STEP)
             if ticket is not None:
                 ticket.peer.heard = True
-                put_completion(out, at, _WRITE, _OK, 1, 0, 0, ticket.batch.ctx, 0)
+                ctx = ticket.batch.ctx
+                if ctx & READ:
+                    self._slots.reads -= 1
+                    put_completion(out, at, _READ, _OK, 1, 0, 0, ctx ^ READ, 0)
+                else:
+                    put_completion(out, at, _WRITE, _OK, 1, 0, 0, ctx, 0)
                 return filled + 1
         elif flags & _WRITE_FLAG:
             self._box.give_back(number)
@@ -440,7 +303,7 @@ class Queue(completions.Queue):
         if not flags & _SENT:
             context = box.receive_context(number)
         else:
-            context = number * _STEP if number < self._rows else box.send_context(number)
+            context = number * STEP if number < self._rows else box.send_context(number)
         text = f"the device's status {status}"
         self.errors.append(CqError(context, flags, 5, status, text))
 
@@ -489,6 +352,11 @@ class Queue(completions.Queue):
             if not len(mine):
                 return filled
         for ctx, count in self._slots.give_back_many(mine).items():
-            put_completion(out, filled * COMPLETION_BYTES, _WRITE, _OK, count, 0, 0, ctx, 0)
+            at = filled * COMPLETION_BYTES
+            if ctx & READ:
+                self._slots.reads -= count
+                put_completion(out, at, _READ, _OK, count, 0, 0, ctx ^ READ, 0)
+            else:
+                put_completion(out, at, _WRITE, _OK, count, 0, 0, ctx, 0)
             filled += 1
         return filled

@@ -13,9 +13,9 @@ from tep.ffi.ibverbs_device import PortAttr
 from tep.ffi.ibverbs_structs import QpAttr, QpInitAttrEx
 from tep.ffi.ibverbs_wr import ENUMS
 
-__all__ = ["Sizes", "link_bps", "make_pair", "make_queue"]
+__all__ = ["CAP_READ", "Sizes", "link_bps", "make_pair", "make_queue"]
 
-_CAP_READ: Final = 1 << 0  # efadv.h, EFADV_DEVICE_ATTR_CAPS_*
+CAP_READ: Final = 1 << 0  # efadv.h, EFADV_DEVICE_ATTR_CAPS_*
 _CAP_RNR_RETRY: Final = 1 << 1
 _QPT_DRIVER: Final = 0xFF  # verbs.h, IBV_QPT_DRIVER
 _SRD: Final = 0  # efadv.h, EFADV_QP_DRIVER_TYPE_SRD
@@ -63,7 +63,7 @@ def make_pair(
     attr.comp_mask = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
     ops = ("IBV_QP_EX_WITH_RDMA_WRITE", "IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM")
     attr.send_ops_flags = sum(ENUMS[op] for op in (*ops, "IBV_QP_EX_WITH_SEND"))
-    if has.device_caps & _CAP_READ:
+    if has.device_caps & CAP_READ:
         attr.send_ops_flags |= _QP_EX_WITH_RDMA_READ
     # No unsolicited receives (EFADV_QP_FLAGS_UNSOLICITED_WRITE_RECV): writes that need none are
     # acknowledged even when the completion queue is full, and their immediates lost. Where each

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Column
 from tep.backends.efa.device import Nic, Place
-from tep.backends.efa.entries import COMPLETION_ENTRY, HAS_IMM, OP_WRITE
+from tep.backends.efa.entries import COMPLETION_ENTRY, HAS_IMM, OP_READ, OP_WRITE
 from tep.ffi.efa import CqEx, QpEx
 from tep.ffi.ibverbs_wr import RECV_WR, SGE
 
@@ -22,6 +22,7 @@ _OF_RECEIVES: Final = 1 << 32  # in wr_id: a request of the receive queue
 _SENT, _RECEIVED = 1 << 1, 2 << 1  # of a completion's flags
 _WRITE_FLAGS: Final = OP_WRITE << 4
 _WC_WRITES: Final = frozenset({1, 129})  # IBV_WC_RDMA_WRITE, IBV_WC_RECV_RDMA_WITH_IMM
+_WC_READ: Final = 2  # IBV_WC_RDMA_READ
 _WC_IMM: Final = 129
 _ENTRIES: Final = 256
 
@@ -59,6 +60,8 @@ class RowWise:
         self._write, self._write_imm = nic.call("wr_rdma_write"), nic.call("wr_rdma_write_imm")
         self._send, self._to = nic.call("wr_send"), nic.call("wr_set_ud_addr")
         self._buffer = nic.call("wr_set_sge")
+        # Where the device cannot read nobody posts a read.
+        self._read_rows = nic.call("wr_rdma_read" if nic.can_read else "wr_rdma_write")
         self._first, self._next = (nic.call(n, of_cq=True) for n in ("start_poll", "next_poll"))
         self._end = nic.call("end_poll", of_cq=True)
         reads = ("read_opcode", "read_vendor_err", "read_byte_len", "read_imm_data")
@@ -93,14 +96,15 @@ class RowWise:
         lkey: int,
         rkey: int,
         imm: Column | None,
+        op: int = OP_WRITE,
     ) -> None:
-        """Post n writes to one peer, one key; columns are ints or have n rows."""
+        """Post n writes to one peer, one key, or reads; columns are ints or have n rows."""
         columns = [_spread(column, n) for column in (src, dst, nbytes)]
         imms = [None] * n if imm is None else _spread(imm, n)
         self._start(self._qp)
         numbers = ids.tolist()
         for number, at, to, length, one in zip(numbers, *columns, imms, strict=True):
-            self._add(number, at, to, length, one, place, lkey, rkey)
+            self._add(number, at, to, length, one, place, lkey, rkey, op)
         self._ring()
 
     def write_one(
@@ -113,10 +117,11 @@ class RowWise:
         lkey: int,
         rkey: int,
         imm: int | None,
+        op: int = OP_WRITE,
     ) -> None:
-        """Post one write."""
+        """Post one write, or one read."""
         self._start(self._qp)
-        self._add(number, src, dst, nbytes, imm, place, lkey, rkey)
+        self._add(number, src, dst, nbytes, imm, place, lkey, rkey, op)
         self._ring()
 
     def _add(
@@ -129,10 +134,13 @@ class RowWise:
         place: Place,
         lkey: int,
         rkey: int,
+        op: int,
     ) -> None:
         qp = self._qp
         self._pair.wr_id = number
-        if imm is None:
+        if op == OP_READ:
+            self._read_rows(qp, rkey, dst)
+        elif imm is None:
             self._write(qp, rkey, dst)
         else:
             self._write_imm(qp, rkey, dst, _swapped(imm))
@@ -187,6 +195,8 @@ class RowWise:
         length = imm = 0
         if opcode in _WC_WRITES:
             flags |= _WRITE_FLAGS
+        elif opcode == _WC_READ:
+            flags |= OP_READ << 4
         if number & _OF_RECEIVES:
             length = self._length(queue) & 0xFFFF
             if opcode == _WC_IMM:
