@@ -102,9 +102,9 @@ class Node:
     def nics(self):
         return [[d.caps.nic, d._book.raw.hex()] for d in self.engine._domains]
 
-    def reg(self, nbytes, seed=None):
+    def reg(self, nbytes, seed=None, access="SOURCE_AND_TARGET"):
         self.memory = np.zeros(nbytes, np.uint8) if seed is None else noise(nbytes, seed)
-        self.region, desc = self.engine.reg_mr(self.memory)
+        self.region, desc = self.engine.reg_mr(self.memory, access=tep.Access[access])
         return desc.to_bytes().hex()
 
     def expect(self, imm, count, sender=None):
@@ -117,6 +117,15 @@ class Node:
             page_bytes,
             (self.region, tep.Pages(np.arange(npages))),
             (target, tep.Pages(shuffled(npages, seed))),
+            imm,
+        )
+
+    def read(self, tag, desc, page_bytes, npages, seed, imm=None):
+        """Read pages to where write() with the same arguments would put them."""
+        self.waiting[tag] = self.engine.submit_paged_reads(
+            page_bytes,
+            (tep.MrDesc.from_bytes(bytes.fromhex(desc)), tep.Pages(np.arange(npages))),
+            (self.region, tep.Pages(shuffled(npages, seed))),
             imm,
         )
 

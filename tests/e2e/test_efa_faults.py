@@ -123,6 +123,56 @@ def test_rows_that_fail_fail_alone(two, way, fault, codes):
     pair.all_is_well()
 
 
+@pytest.mark.parametrize(
+    ("fault", "codes"),
+    [
+        ("fail op=read status=7 p=0.0005", {"done", "REMOTE_KEY"}),
+        ("fail op=read status=14 p=0.0005", {"done", "UNREACHABLE"}),
+        ("slow us=300 p=0.005", {"done"}),
+    ],
+    ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_reads_that_fail_fail_alone(two, way, fault, codes):
+    """As for writes; and the pages that came are the owner's."""
+    pair = two(way)
+    pair.desc = pair.b.do("reg", nbytes=8 * PAGES, seed=9, access="READABLE")
+    ended = set()
+
+    def read():
+        pair.a.do("clear")
+        pair.a.do("read", tag="r", desc=pair.desc, page_bytes=8, npages=PAGES, seed=9)
+        code = pair.a.do("wait", tag="r")
+        ended.add(code)
+        if code == "done":
+            assert pair.a.do("check", page_bytes=8, npages=PAGES, seed=9)
+        return code
+
+    assert "done" == read()
+    pair.run.fault(fault)
+    for _ in range(TRANSFERS):
+        read()
+    pair.run.clear()
+    wait_until(lambda: "done" == read(), "a read that succeeds")
+
+    assert codes == ended
+    assert PAGES <= pair.run.total()["reads"]
+    assert 0 == pair.run.total()["malformed"]
+    pair.a.do("forget_region")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reads_of_a_killed_owner_end(two, way):
+    """Whoever pulls from the dead must hear of it, in time, and get the memory back."""
+    pair = two(way)
+    pair.desc = pair.b.do("reg", nbytes=8 * PAGES, seed=9, access="READABLE")
+    pair.run.fault("slow us=200 host=0")
+    pair.a.do("read", tag="r", desc=pair.desc, page_bytes=8, npages=PAGES, seed=9)
+    pair.b.signal(signal.SIGKILL)
+    assert "UNREACHABLE" == pair.a.do("wait", tag="r")
+    pair.a.do("forget_region")
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_mute_peer(two, way):
     """Rows to it fail in time; it is written to again as soon as it answers."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tep.backends.efa.entries import OP_READ
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa
 
@@ -43,7 +44,7 @@ class _End:
         self.way, self.words = choose_way(self.nic, post)
         self.memory = np.zeros(1 << 16, np.uint8)
         self.at = self.memory.ctypes.data
-        self.mr = self.nic.register(self.at, self.memory.nbytes, 3)
+        self.mr = self.nic.register(self.at, self.memory.nbytes, 7)  # written, and read, by peers
         self.place = self.nic.place(self.nic.insert(self.nic.raw()))
         self.way.lay_out(Span(self.at, 64, receive, self.mr.lkey))
         self._run = ctypes.CDLL("libibverbs.so.1").fake_efa_run
@@ -52,7 +53,7 @@ class _End:
     def turn(self, turns=1):
         self._run(turns)
 
-    def write(self, n, ids, dst, imm, nbytes):
+    def write(self, n, ids, dst, imm, nbytes, *op):
         self.way.write(
             n,
             ids,
@@ -63,6 +64,7 @@ class _End:
             self.mr.lkey,
             self.mr.rkey,
             imm,
+            *op,
         )
 
     def poll(self, room=1 << 16):
@@ -91,6 +93,7 @@ def batches(post, seed, count, send):
         if with_imm:
             spare -= n
             imm = rng.integers(0, 1 << 32, n, np.uint64) if rng.random() < 0.7 else 0x01020304
+        op = (OP_READ,) if imm is None and rng.random() < 0.4 else ()
         if n == 1 and rng.random() < 0.7:
             one = [int(v if isinstance(v, int) else v[0]) for v in (dst, lengths)]
             value = imm if imm is None or isinstance(imm, int) else int(imm[0])
@@ -103,9 +106,10 @@ def batches(post, seed, count, send):
                 end.mr.lkey,
                 end.mr.rkey,
                 value,
+                *op,
             )
         else:
-            end.write(n, ids, dst, imm, lengths)
+            end.write(n, ids, dst, imm, lengths, *op)
         if rng.random() < 0.3:
             while not (free and spare):
                 end.turn(8)
