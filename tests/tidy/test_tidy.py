@@ -19,6 +19,10 @@ LONGER: dict[str, str] = {
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",
     "tep/engine/worker.py": "one thought: a step, what completions mean, and how the parts join",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
+    "tep/cli/demo.py::demo": "a command: most of its lines are its options and their checks",
+    "tep/cli/kvcache.py::kvcache": "a command: most of its lines are its options and their checks",
+    "tep/cli/moe.py::moe": "a command: most of its lines are its options and their checks",
+    "tep/cli/rl.py::plan": "a command: most of its lines are its options and their checks",
     "tep/backends/loopback.py": "one NIC: what each call of the seam does is one thought",
     "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }
