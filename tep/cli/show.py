@@ -47,12 +47,12 @@ def InFile(*names: str, help: str) -> Any:  # noqa: A002  # as typer.Option, who
     return typer.Option(*names, help=help, exists=True, dir_okay=False, readable=True)
 
 
-def InPath(*names: str, help: str) -> Any:  # noqa: A002
+def InPath(*names: str, help: str) -> Any:  # noqa: A002  # as above
     """An option whose file or folder must be there."""
     return typer.Option(*names, help=help, exists=True, readable=True)
 
 
-def OutFile(*names: str, help: str) -> Any:  # noqa: A002
+def OutFile(*names: str, help: str) -> Any:  # noqa: A002  # as above
     """An option whose file is written in the end: whether it can be is asked at the start."""
     return typer.Option(*names, help=help, dir_okay=False, callback=_writable)
 
