@@ -212,6 +212,11 @@ class Nic(Protocol):
     def land(self, fragment: Fragment) -> None:
         """Take a fragment that arrives here."""
 
+    def readable_at(
+        self, rkey: int, address: int, nbytes: int, reader: bytes, number: int
+    ) -> memoryview | Status:
+        """The bytes that a read asks for, or why it may not have them."""
+
     def acknowledge(self, row: Flight) -> None:
         """Learn that a row of this NIC has landed."""
 
@@ -332,7 +337,7 @@ class CompletionQueue:
 def _merged(first: Entry, second: Entry) -> Entry | None:
     """One entry for two that say the same, or None where they do not."""
     kind, status, count, imm, row, ctx, nbytes = first
-    if status or kind not in (Kind.WRITE, Kind.IMM) or (kind, status) != second[:2]:
+    if status or kind not in (Kind.WRITE, Kind.IMM, Kind.READ) or (kind, status) != second[:2]:
         return None
     if imm != second[3] or ctx != second[5]:
         return None

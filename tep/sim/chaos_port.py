@@ -69,6 +69,7 @@ class ChaosPort:
             peer_timeout_s=(chaos.dead_after_ps + chaos.pause_ps + PS_PER_MS) / PS_PER_S,
             control_bytes=KiB,
             imm_source=True,
+            reads=chaos.sq_depth,
         )
         self._uid = (node.uid * 64 + number) << 32
         self._chaos = chaos
@@ -78,6 +79,8 @@ class ChaosPort:
         self._cq = CompletionQueue(fabric.env, chaos, fabric.keys.post, self._uid)
         self._lkeys: dict[int, Region] = {}
         self._rkeys: dict[int, Region] = {}
+        self._sinks: dict[int, Region] = {}
+        self._readable: dict[int, Region] = {}
         self._peers: list[Peer] = []
         self._peer_ids: dict[bytes, int] = {}
 
@@ -95,11 +98,17 @@ class ChaosPort:
         self._lkeys[key] = region
         if access.target:
             self._rkeys[key + 1] = region
+        if access.sink:
+            self._sinks[key] = region
+        if access.readable:
+            self._readable[key + 1] = region
         return DomainKey(key, key + 1, region.base)
 
     def deregister(self, key: DomainKey) -> None:
         region = self._lkeys.pop(key.lkey, None)
         self._rkeys.pop(key.rkey, None)
+        self._sinks.pop(key.lkey, None)
+        self._readable.pop(key.rkey, None)
         if region is not None:
             region.alive = False
 
@@ -108,8 +117,8 @@ class ChaosPort:
         self._control_fault("revoke")
         for region in self._lkeys.values():
             region.alive = False
-        self._lkeys.clear()
-        self._rkeys.clear()
+        for keys in (self._lkeys, self._rkeys, self._sinks, self._readable):
+            keys.clear()
 
     def connect(self, peer: bytes) -> int:
         self._check_open()

@@ -67,6 +67,8 @@ class ChaosReceiver(ChaosPort):
             row.nic.refuse(row, Status.UNREACHABLE)
             return
         region = self._rkeys.get(row.rkey)
+        if region is None and row.nbytes == 0:  # the immediate after a read (C9)
+            region = self._readable.get(row.rkey)
         if region is None:
             row.nic.refuse(row, Status.REMOTE_KEY)
             return
@@ -92,6 +94,22 @@ class ChaosReceiver(ChaosPort):
         row.left -= 1
         if row.left == 0:
             self._arrive(row)
+
+    def readable_at(
+        self, rkey: int, address: int, nbytes: int, reader: bytes, number: int
+    ) -> memoryview | Status:
+        """The bytes that row `number` of a reader asks for, or why it may not have them."""
+        if self.state is not NicState.UP or number <= self._barred.get(reader, 0):
+            return Status.UNREACHABLE
+        if nbytes == 0:
+            return memoryview(b"")
+        region = self._readable.get(rkey)
+        if region is None:
+            return Status.REMOTE_KEY
+        offset = address - region.base
+        if offset < 0 or offset + nbytes > region.nbytes:
+            return Status.REMOTE_RANGE
+        return region.view[offset : offset + nbytes]
 
     def _land_late(self, fragment: Fragment) -> None:
         """A fragment of a row that has failed is here all the same."""

@@ -5,9 +5,9 @@
     python -m tests.bench.bench_bugs --starts 1 --most 200 --escapes
 
 Median and worst over the starts; a bug that is not found counts as --most + 1. The bugs are those
-of all gates: engine and fairness, lives, leases, reopening; each is hunted in the runs of its own
-gate. With --escapes the fabric lacks one ability after another, and what is told is how many bugs
-of the first two gates escape then: what that ability is worth.
+of all gates: engine and fairness, lives, leases, reads, reopening; each is hunted in the runs of
+its own gate. With --escapes the fabric lacks one ability after another, and what is told is how
+many bugs of the first two gates escape then: what that ability is worth.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario
 from tests.gate.bugs_leases import LEASE_BUGS
 from tests.gate.bugs_lives import LIVES
+from tests.gate.bugs_reads import READ_BUGS
 from tests.gate.bugs_reopening import REOPENING
 from tests.gate.planted import BUGS
 from tests.gate.registry import Bug, changed
@@ -32,6 +33,7 @@ from tests.gate.test_lease_bugs import knobs_of
 from tests.gate.test_planted_bugs import WEAKER
 from tests.support.lease_trials import play
 from tests.support.lives import live
+from tests.support.read_trials import run as read_trial
 from tests.support.reopening import swarm
 
 START = 100_000
@@ -63,6 +65,8 @@ def all_hunts() -> Iterator[Hunt]:
         yield Hunt("lives", bug, partial(live, fates=fates, **knobs))
     for bug in LEASE_BUGS.values():
         yield Hunt("leases", bug, partial(play, **knobs_of(bug.name)))
+    for bug in READ_BUGS.values():
+        yield Hunt("reads", bug, read_trial)
     for bug in REOPENING.values():
         yield Hunt("reopening", bug, lambda seed: swarm(range(seed, seed + 1)))
 

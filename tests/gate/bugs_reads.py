@@ -1,0 +1,219 @@
+"""Planted bugs: reads that end too early, are repeated too often, or tell their owners too soon.
+
+They have a gate of their own, `test_read_bugs`: its runs read, and are judged byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tep.backends.base import Status
+from tep.core import read_requests, reads
+from tep.core.group import DomainGroup
+from tep.core.reads import Reads
+from tep.core.region import Remote
+from tep.engine import verbs
+from tests.gate.registry import Bug, Change
+
+__all__ = ["READ_BUGS"]
+
+READ_BUGS: dict[str, Bug] = {}
+
+
+def bug(budget: int) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
+    """Register a bug, with the seeds it may take to be found."""
+
+    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+        READ_BUGS[plant.__name__] = Bug(plant.__name__, plant, budget)
+        return plant
+
+    return register
+
+
+# ---------------------------------------------------------------------- the owners' immediates
+
+
+@bug(budget=50)
+def owner_told_at_once() -> list[Change]:
+    """The immediate is queued with the rows, as that of a write is."""
+    start = Reads.start
+
+    def at_once(self, transfer):
+        start(self, transfer)
+        if transfer.job.after is not None and not transfer.is_ending():
+            self._follow(transfer, transfer.job)
+
+    return [(Reads, "start", at_once)]
+
+
+@bug(budget=50)
+def owner_told_at_the_first_row() -> list[Change]:
+    """The immediate follows the first row that is back, and not the last."""
+    finish = Reads.finish
+
+    def first(self, domain, ctx, count, status, row):
+        transfer = self._group.batches[ctx].transfer
+        finish(self, domain, ctx, count, status, row)
+        if transfer.job.after is not None and not transfer.is_ending():
+            self._follow(transfer, transfer.job)
+
+    return [(Reads, "finish", first)]
+
+
+@bug(budget=100)
+def owner_told_once_a_slice() -> list[Change]:
+    """A gather tells an owner as often as slices of it are read."""
+    init = read_requests.ReadJob.__init__
+
+    def each(self, *args):
+        init(self, *args)
+        if self.owners and not isinstance(self.remotes, Remote):
+            self.n += len(self.remotes.remotes) - self.owners
+            self.owners = len(self.remotes.remotes)
+
+    def follow(self, transfer, job):
+        after, job.after = job.after, None
+        self._group.cut(after)
+        listed = [job.remotes] if isinstance(job.remotes, Remote) else job.remotes.remotes
+        for remote in listed:
+            self._group.enqueue_imm(transfer, remote, job.owner_imm)
+
+    return [(read_requests.ReadJob, "__init__", each), (Reads, "_follow", follow)]
+
+
+@bug(budget=200)
+def owner_told_of_a_cancelled_read() -> list[Change]:
+    """A cancel drops rows, and forgets that somebody is to be told when the others are back."""
+    drop = DomainGroup.drop_queued
+
+    def rows_only(self, transfer):
+        after = getattr(transfer.job, "after", None)
+        if after is None or transfer.failure is not None:
+            return drop(self, transfer)
+        after.at = after.stop  # so that it is not dropped
+        dropped = drop(self, transfer)
+        after.at = 0
+        transfer.dropped -= dropped
+        transfer.rows -= dropped
+        return dropped
+
+    return [(DomainGroup, "drop_queued", rows_only)]
+
+
+# ---------------------------------------------------------------------- ends, and second tries
+
+
+@bug(budget=1500)
+def posted_again_after_nic_down() -> list[Change]:
+    """A row of a dead NIC is posted again, while the first posting may still arrive."""
+    return [(reads, "_AGAIN", reads._AGAIN | {Status.NIC_DOWN})]
+
+
+@bug(budget=1500)
+def posted_again_after_giving_up() -> list[Change]:
+    """A row that was given up is posted again, while the first posting may still arrive."""
+    return [(reads, "_AGAIN", reads._AGAIN | {Status.GIVEN_UP})]
+
+
+@bug(budget=400)
+def no_quarantine_after_nic_down() -> list[Change]:
+    """Memory of a read that may still be carried out by a dead NIC is said to be free."""
+    return [(reads, "_OPEN_ENDED", frozenset({Status.GIVEN_UP}))]
+
+
+@bug(budget=400)
+def no_quarantine_after_giving_up() -> list[Change]:
+    """Memory of a read that was given up is said to be free."""
+    return [(reads, "_OPEN_ENDED", frozenset({Status.NIC_DOWN}))]
+
+
+@bug(budget=100)
+def second_tries_count_as_back() -> list[Change]:
+    """A row that is posted again counts as back: the read is done before its bytes are here."""
+    moved = Reads._moved
+
+    def counted(self, old, start, stop, turn=0):
+        done = moved(self, old, start, stop, turn)
+        if done and turn:
+            old.transfer.left -= stop - start
+        return done
+
+    return [(Reads, "_moved", counted)]
+
+
+@bug(budget=100)
+def first_row_is_tried_again() -> list[Change]:
+    """Of a batch the first row is posted again, whichever failed."""
+    moved = Reads._moved
+
+    def first(self, old, start, stop, turn=0):
+        return moved(self, old, 0, stop - start, turn) if turn else moved(self, old, start, stop)
+
+    return [(Reads, "_moved", first)]
+
+
+@bug(budget=200)
+def moved_rows_stay_queued() -> list[Change]:
+    """Rows that wait for a dead NIC are queued at another, and not cut off where they were."""
+    moved = Reads._moved
+
+    def twice(self, old, start, stop, turn=0):
+        cut, self._group.cut = self._group.cut, lambda _: 0
+        try:
+            return moved(self, old, start, stop, turn)
+        finally:
+            self._group.cut = cut
+
+    return [(Reads, "_moved", twice)]
+
+
+@bug(budget=200)
+def queue_of_a_dead_nic_is_kept() -> list[Change]:
+    """Rows wait for a NIC that is down."""
+    return [(Reads, "_move_all", lambda self, queue: None)]
+
+
+# ---------------------------------------------------------------------- columns and keys
+
+
+@bug(budget=100)
+def other_nics_address() -> list[Change]:
+    """Rows have the owner's address on its first NIC, and the key of another."""
+    return [(reads, "shifted", lambda column, shift: column)]
+
+
+@bug(budget=100)
+def every_lane_reads_the_first_pages() -> list[Change]:
+    """Each NIC gets its own pages here, and the first ones there."""
+    cut_column = reads.cut_column
+    calls = [0]
+
+    def cut(column, start, stop):
+        calls[0] += 1
+        if calls[0] % 2 == 0:
+            start, stop = 0, stop - start
+        return cut_column(column, start, stop)
+
+    deal = Reads._deal
+
+    def dealt(self, *args):
+        calls[0] = 0
+        reads.cut_column = cut
+        try:
+            deal(self, *args)
+        finally:
+            reads.cut_column = cut_column
+
+    return [(Reads, "_deal", dealt)]
+
+
+@bug(budget=100)
+def both_ends_mixed_up() -> list[Change]:
+    """The page lists of source and destination are exchanged."""
+    job = read_requests.paged_read_job
+
+    def mixed(page_bytes, src, dst, *rest):
+        (remote, there), (mr, here) = src, dst
+        return job(page_bytes, (remote, here), (mr, there), *rest)
+
+    return [(verbs, "paged_read_job", mixed)]
