@@ -55,7 +55,7 @@ def test_errors_live_in_one_room() -> None:
     found = [
         f"{path}:{node.lineno} {node.name}"
         for path in python_files("tep")
-        if path != Path("tep/errors.py")
+        if path not in {Path("tep/errors.py"), Path("tep/compat/nixl/bindings.py")}  # NIXL's own
         for node in ast.walk(tree(path))
         if isinstance(node, ast.ClassDef)
         and {dotted(base).rpartition(".")[2] for base in node.bases} & {*bases, "Exception"}

@@ -14,6 +14,7 @@ LINE_MAX, FUNCTION_MAX, FILE_MAX = 100, 60, 500
 LONGER: dict[str, str] = {
     # "path" or "path::function": the reason why it may be longer
     "tests/property/test_numbers.py::verbs": "a table: one entry for each argument of each verb",
+    "tep/compat/nixl/api.py": "NIXL's agent: its calls, and what happens to a transfer meanwhile",
     "tep/engine/verbs.py": "one thought: the verbs that users call, each with what it promises",
     "tep/control/membership.py": "what is known of a peer, and all that changes it: one thought",
     "tep/core/group.py": "one thought: which NIC has which row, from deal to last completion",

@@ -21,6 +21,7 @@ TIME = re.compile(r"(_s|_ms|timeout|deadline|delay|pause|left|until)$")
 CONSTANT = re.compile(r"_*[A-Z][A-Z0-9_]*")
 
 OWN = {
+    "tep/compat/nixl/api.py: one.wait": "a handle, whose driver clamps the time",
     "tep/core/handle.py": "a handle gives its time to its driver, which clamps it",
     "tep/core/together.py": "a gathered handle gives its time to the drivers, which clamp it",
     "tep/core/transfer.py": "a transfer gives its time to its driver, which clamps it",

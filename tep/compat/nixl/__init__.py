@@ -1,0 +1,29 @@
+"""NIXL's Python interface on tep: `from tep.compat.nixl import nixl_agent, nixl_agent_config`.
+
+Unmodified programs: `python -m tep.compat.nixl -- COMMAND`. The README beside this file says what
+differs.
+"""
+
+from __future__ import annotations
+
+from tep.compat.nixl.api import (
+    DEFAULT_COMM_PORT,
+    nixl_agent,
+    nixl_agent_config,
+    nixl_backend_handle,
+    nixl_prepped_dlist_handle,
+    nixl_thread_sync_t,
+    nixl_xfer_handle,
+    nixlBind,
+)
+
+__all__ = [
+    "DEFAULT_COMM_PORT",
+    "nixlBind",
+    "nixl_agent",
+    "nixl_agent_config",
+    "nixl_backend_handle",
+    "nixl_prepped_dlist_handle",
+    "nixl_thread_sync_t",
+    "nixl_xfer_handle",
+]

@@ -1,0 +1,616 @@
+"""NIXL's agent on a tep engine: memory, metadata, descriptor lists, transfers, notifications.
+
+What differs is said in the README beside this file. Rule 1: the lock guards everything; who holds
+it calls no verb of the engine that waits for its thread. Rule 2: a notification is handed out when
+the immediates of its transfer are counted, in the order in which transfers ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from tep import (
+    Expectation,
+    TepError,
+    TransferEngine,
+)
+from tep.compat.nixl import bindings as nixlBind
+from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
+from tep.compat.nixl.channel import Channel, Channels
+from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
+from tep.compat.nixl.transfers import Asked, Numbers, Request, Side, cut_rows
+from tep.compat.nixl.wire import (
+    Ask,
+    Cancel,
+    Ended,
+    Grant,
+    Notif,
+    Remote,
+    WantGrant,
+    Written,
+    decode,
+    encode,
+)
+
+__all__ = [
+    "DEFAULT_COMM_PORT", "nixlBind", "nixl_agent", "nixl_agent_config", "nixl_backend_handle",
+    "nixl_prepped_dlist_handle", "nixl_thread_sync_t", "nixl_xfer_handle",
+]  # fmt: skip
+
+logger = logging.getLogger("tep.compat.nixl")
+nixl_backend_handle = int
+
+_BLOCK = 1 << 16
+"""Immediates of one writer; block 0 is for what this agent asks others to write."""
+
+_CANCEL_S = 2.0
+"""How long the release of an active transfer waits for its end."""
+
+
+class nixl_thread_sync_t(Enum):
+    """Accepted and without effect: any thread may call any method."""
+
+    NIXL_THREAD_SYNC_NONE = nixlBind.NIXL_THREAD_SYNC_NONE
+    NIXL_THREAD_SYNC_STRICT = nixlBind.NIXL_THREAD_SYNC_STRICT
+    NIXL_THREAD_SYNC_RW = nixlBind.NIXL_THREAD_SYNC_RW
+    NIXL_THREAD_SYNC_DEFAULT = nixlBind.NIXL_THREAD_SYNC_DEFAULT
+
+
+class nixl_agent_config:
+    """What an agent is opened with; see NIXL's own."""
+
+    def __init__(
+        self,
+        enable_prog_thread: bool = True,
+        enable_listen_thread: bool = False,
+        listen_port: int = DEFAULT_COMM_PORT,
+        capture_telemetry: bool = False,
+        num_threads: int = 0,
+        backends: list[str] = ["UCX"],
+        sync_mode: nixl_thread_sync_t | None = None,
+    ) -> None:
+        if sync_mode is not None and not isinstance(sync_mode, nixl_thread_sync_t):
+            raise TypeError(f"sync_mode={sync_mode!r} is no nixl_thread_sync_t")
+        self.backends = backends
+        self.enable_pthread = enable_prog_thread
+        self.enable_listen = enable_listen_thread
+        self.port = listen_port
+        self.capture_telemetry = capture_telemetry
+        self.num_threads = num_threads
+        self.sync_mode = sync_mode
+
+
+class _Handle:
+    """A number that stands for something an agent holds."""
+
+    __slots__ = ("__weakref__", "_agent", "_handle", "_released")
+    _agent: nixl_agent
+
+    def __init__(self, agent: nixl_agent, value: int) -> None:
+        self._handle, self._agent, self._released = int(value), agent, False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._handle:#x}, released={self._released})"
+
+
+class nixl_prepped_dlist_handle(_Handle):
+    """A prepared list of descriptors."""
+
+    __slots__ = ()
+
+    def __init__(self, agent: nixl_agent, value: int) -> None:
+        super().__init__(agent, value)
+
+    def release(self) -> None:
+        """Forget it. Idempotent."""
+        self._released = True
+        self._agent._lists.pop(self._handle, None)
+
+    def __del__(self) -> None:
+        if not self._released:
+            self.release()
+
+
+class nixl_xfer_handle(_Handle):
+    """A transfer, which can be posted again and again."""
+
+    __slots__ = ()
+
+    def __init__(self, agent: nixl_agent, value: int) -> None:
+        super().__init__(agent, value)
+
+    def release(self) -> None:
+        """Forget it, after a cancel if it is active. Idempotent.
+
+        Raises:
+            nixlBackendError: it could not be cancelled in time; the handle stays.
+        """
+        if not self._released:
+            self._agent._release(self._handle)
+            self._released = True
+
+    def __del__(self) -> None:
+        if not self._released:
+            self._agent._dropped.append(self._handle)  # a finaliser takes no lock
+
+
+class nixl_agent(Registry):
+    """An agent: one engine of tep, under NIXL's interface.
+
+    Args:
+        agent_name: unique among the agents that meet.
+        nixl_conf: see nixl_agent_config.
+        instantiate_all: ignored: there is one backend.
+    """
+
+    def __init__(
+        self,
+        agent_name: str,
+        nixl_conf: nixl_agent_config | None = None,
+        instantiate_all: bool = False,
+    ) -> None:
+        conf = nixl_conf or nixl_agent_config()
+        self.notifs: dict[str, list[bytes]] = {}
+        self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
+        self._telemetry = conf.capture_telemetry
+        options = json.loads(os.environ.get("TEP_NIXL_OPTIONS", "{}"))
+        engine = TransferEngine.open(os.environ.get("TEP_NIXL_BACKEND", "auto"), **options)
+        channels = Channels(engine, agent_name, self._on_message, self._on_lost)
+        super().__init__(agent_name, engine, channels)
+        self._numbers = itertools.count(1)
+        self._lists: dict[int, Side] = {}
+        self._requests: dict[int, Request] = {}
+        self._dropped: deque[int] = deque()
+        self._asks: dict[int, Request] = {}  # by number, this agent's
+        self._asked: dict[tuple[Channel, int], Asked] = {}  # those of others
+        self._grants: dict[Channel, Grant] = {}  # given
+        self._granted: dict[Channel, Numbers] = {}  # got
+        self._ungranted: dict[Channel, list[Request]] = {}
+        self._own = Numbers(1, _BLOCK)
+        self._queues: dict[Channel, deque[list[Any]]] = {}  # [ready, notification]
+        self._new: dict[str, list[bytes]] = {}
+        for name in conf.backends:
+            if name in PLUGINS:
+                self.create_backend(name)
+            else:
+                logger.warning("Skipping backend registration %s due to the missing plugin.", name)
+
+    def close(self) -> None:
+        """Close the engine: all that is open ends. Not part of NIXL's interface."""
+        self.engine.close()
+
+    def prep_xfer_dlist(
+        self,
+        agent_name: str | bytes,
+        xfer_list: Any,
+        mem_type: str | None = None,
+        backends: list[str] = [],
+    ) -> nixl_prepped_dlist_handle:
+        """Check a list of descriptors once, to transfer some of them again and again."""
+        self._check_backends(backends)
+        if isinstance(xfer_list, np.ndarray) and xfer_list.ndim == 2 and xfer_list.shape[1] == 5:
+            if mem_type is None:
+                raise ValueError("Please specify a mem type for strided descriptors")
+            mem, rows = self.nixl_mems[mem_type], _unrolled(xfer_list)
+        else:
+            descs = self.get_xfer_descs(xfer_list, mem_type)
+            if descs is None:
+                raise TypeError(f"prep_xfer_dlist: {type(xfer_list).__name__} is no list of memory")
+            mem, rows = descs.getType(), descs.rows()
+        name = text_of(agent_name)
+        remote = None if name in {"", "NIXL_INIT_AGENT"} else self._remote(name)
+        return nixl_prepped_dlist_handle(self, self._add_list(self._side(remote, mem, rows)))
+
+    def _add_list(self, side: Side) -> int:
+        with self._lock:
+            number = next(self._numbers)
+            self._lists[number] = side
+        return number
+
+    def release_dlist_handle(self, handle: nixl_prepped_dlist_handle) -> None:
+        """Forget a prepared list."""
+        handle.release()
+
+    # ------------------------------------------------------------------ transfers
+
+    def make_prepped_xfer(
+        self,
+        operation: str,
+        local_xfer_side: nixl_prepped_dlist_handle,
+        local_indices: list[int] | np.ndarray,
+        remote_xfer_side: nixl_prepped_dlist_handle,
+        remote_indices: list[int] | np.ndarray,
+        notif_msg: bytes = b"",
+        backends: list[str] = [],
+        skip_desc_merge: bool = False,
+    ) -> nixl_xfer_handle:
+        """A transfer of some descriptors of two prepared lists."""
+        op = self.nixl_ops[operation]
+        self._check_backends(backends)
+        picked = []
+        for handle, indices in (
+            (local_xfer_side, local_indices),
+            (remote_xfer_side, remote_indices),
+        ):
+            side = self._lists.get(handle._handle)
+            if side is None or (side.remote is None) != (handle is local_xfer_side):
+                raise nixlBind.nixlInvalidParamError(f"{handle!r} is no list of this side")
+            which = np.asarray(indices, np.int64)
+            if (
+                which.ndim != 1
+                or not len(which)
+                or which.min() < 0
+                or which.max() >= len(side.rows)
+            ):
+                raise nixlBind.nixlInvalidParamError(
+                    f"indices {which.tolist()[:8]} of a list of {len(side.rows)} descriptors"
+                )
+            picked.append(side.pick(which))
+        return self._request(op, picked[0], picked[1], notif_msg)
+
+    def initialize_xfer(
+        self,
+        operation: str,
+        local_descs: nixlBind.nixlXferDList,
+        remote_descs: nixlBind.nixlXferDList,
+        remote_agent: str | bytes,
+        notif_msg: bytes = b"",
+        backends: list[str] = [],
+    ) -> nixl_xfer_handle:
+        """A transfer of two lists, element by element."""
+        op = self.nixl_ops[operation]
+        self._check_backends(backends)
+        remote = self._remote(remote_agent)
+        local = self._side(None, local_descs.getType(), local_descs.rows())
+        there = self._side(remote, remote_descs.getType(), remote_descs.rows())
+        return self._request(op, local, there, notif_msg)
+
+    def _request(self, op: int, local: Side, there: Side, notif: bytes | str) -> nixl_xfer_handle:
+        if len(local.rows) != len(there.rows) or not len(local.rows):
+            text = f"{len(local.rows)} descriptors here, {len(there.rows)} there"
+            raise nixlBind.nixlInvalidParamError(text)
+        if (local.rows[:, 1] != there.rows[:, 1]).any():
+            at = int(np.argmax(local.rows[:, 1] != there.rows[:, 1]))
+            raise nixlBind.nixlInvalidParamError(f"the lengths of descriptor {at} differ")
+        assert there.remote is not None
+        self._addr(there.remote)
+        request = Request(op, there.remote, cut_rows(local, there), local.rows, raw_of(notif))
+        with self._lock:
+            number = next(self._numbers)
+            self._requests[number] = request
+        return nixl_xfer_handle(self, number)
+
+    def transfer(self, handle: nixl_xfer_handle, notif_msg: bytes = b"") -> str:
+        """Post a transfer: "PROC", or "DONE" at once."""
+        self._clean()
+        with self._lock:
+            request = self._found(handle)
+            if request.state == "PROC":
+                raise nixlBind.nixlRepostActiveError("the transfer is under way")
+            if self._remotes.get(request.remote.name, request.remote) is not request.remote or (
+                request.remote.name != self.name and request.remote.name not in self._remotes
+            ):
+                raise nixlBind.nixlRemoteDisconnectError(f"agent {request.remote.name!r} has left")
+            if notif_msg:
+                request.notif = raw_of(notif_msg)
+            request.begin(next(self._numbers))
+            self._try_post(request)
+            request.posted_s = time.monotonic()
+            return self._state(request)
+
+    def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
+        """The state of a posted transfer: "PROC" or "DONE"; a failed one raises, as in NIXL."""
+        with self._lock:
+            state = self._state(self._found(handle))
+        if state == "PROC":
+            os.sched_yield()  # a caller that polls must not keep the engine's thread from running
+        return state
+
+    @staticmethod
+    def _state(request: Request) -> str:
+        if request.state == "NEW":
+            raise nixlBind.nixlNotPostedError("call transfer() first")
+        if request.error is not None:
+            raise request.error.with_traceback(None)
+        return request.state
+
+    def _found(self, handle: nixl_xfer_handle) -> Request:
+        found = self._requests.get(handle._handle)
+        if found is None:
+            raise nixlBind.nixlInvalidParamError(f"{handle!r} was released")
+        return found
+
+    def get_xfer_telemetry(self, handle: nixl_xfer_handle) -> nixlBind.nixlXferTelemetry:
+        """Times and size of a transfer that is done."""
+        if not self._telemetry:
+            raise nixlBind.nixlNoTelemetryError("open the agent with capture_telemetry=True")
+        with self._lock:
+            request = self._found(handle)
+            if request.state != "DONE":
+                raise nixlBind.nixlNotPostedError(f"the transfer is {request.state}")
+            return request.telemetry()
+
+    def query_xfer_backend(self, handle: nixl_xfer_handle) -> str:
+        """The name of the backend; there is one."""
+        self._found(handle)
+        return next(iter(self.backends))
+
+    def estimate_xfer_cost(self, req_handle: nixl_xfer_handle) -> tuple[int, int, str]:
+        """Unknown, as with NIXL's UCX."""
+        self._found(req_handle)
+        return 0, 0, "UNKNOWN"
+
+    def release_xfer_handle(self, handle: nixl_xfer_handle) -> None:
+        """Forget a transfer; an active one is cancelled first, and waited for."""
+        handle.release()
+
+    def _release(self, number: int) -> None:
+        with self._lock:
+            request = self._requests.get(number)
+            if request is None:
+                return
+            waits = self._cancel(request) if request.under_way else []
+        end_s = time.monotonic() + _CANCEL_S
+        for one in waits:
+            try:
+                one.wait(max(0.0, end_s - time.monotonic()))
+            except TepError:
+                continue  # how it ended does not matter
+        with self._lock:
+            if not all(one.finished for one in waits):
+                raise nixlBind.nixlBackendError(
+                    f"the transfer was not cancelled within {_CANCEL_S} s; memory is in use still"
+                )
+            del self._requests[number]
+
+    def _clean(self) -> None:
+        """Release what finalisers left, without waiting."""
+        for _ in range(len(self._dropped)):
+            number = self._dropped.popleft()
+            with self._lock:
+                request = self._requests.get(number)
+                if request is not None and request.under_way:
+                    self._cancel(request)
+                    self._dropped.append(number)
+                elif request is not None:
+                    del self._requests[number]
+
+    # ------------------------------------------------------------------ notifications
+
+    def send_notif(
+        self, remote_agent_name: str | bytes, notif_msg: bytes, backend: str | None = None
+    ) -> None:
+        """Notify an agent, after the transfers to it that have ended."""
+        self._check_backends([] if backend is None else [backend])
+        with self._lock:
+            channel = self._channel(self._remote(remote_agent_name))
+            channel.send(encode(Notif(raw_of(notif_msg))))
+
+    def get_new_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
+        """Notifications since the last call, by agent."""
+        self._check_backends(backends)
+        self._clean()
+        with self._lock:
+            found, self._new = self._new, {}
+        if not found:
+            os.sched_yield()  # as in check_xfer_state
+        return found
+
+    def update_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
+        """All notifications that nobody has taken, by agent."""
+        for name, messages in self.get_new_notifs(backends).items():
+            self.notifs.setdefault(name, []).extend(messages)
+        return self.notifs
+
+    def check_remote_xfer_done(
+        self,
+        remote_agent_name: str,
+        lookup_tag: bytes,
+        backends: list[str] = [],
+        tag_is_prefix: bool = True,
+    ) -> bool:
+        """Whether a notification has come; it is taken."""
+        messages = self.update_notifs(backends).get(remote_agent_name, [])
+        for message in messages:
+            if message.startswith(lookup_tag) if tag_is_prefix else lookup_tag in message:
+                messages.remove(message)
+                return True
+        return False
+
+    def _queue(self, channel: Channel, notif: bytes | None, *, ready: bool) -> Callable[[], None]:
+        """Put a notification in line; the function that is returned makes it ready."""
+        line, entry = self._queues.setdefault(channel, deque()), [ready, notif]
+        line.append(entry)
+
+        def hand_out() -> None:
+            entry[0] = True
+            while line and line[0][0]:
+                found = line.popleft()[1]
+                if found is not None:
+                    self._new.setdefault(channel.name, []).append(found)
+
+        if ready:
+            hand_out()
+        return hand_out
+
+    def _forget(self, remote: Remote) -> None:
+        why = f"agent {remote.name!r} was removed"
+        for request in tuple(self._requests.values()):
+            if request.remote is remote and request.state == "PROC":
+                request.fail(nixlBind.nixlRemoteDisconnectError(why))
+                self._cancel(request)
+
+    # ------------------------------------------------------------------ under way
+
+    def _try_post(self, request: Request) -> None:
+        try:
+            self._post(request)
+        except (TepError, nixlBind.nixlBackendError) as error:
+            request.under_way = False
+            request.fail(nixlBind.nixlBackendError(str(error)))
+
+    def _post(self, request: Request) -> None:
+        """Submit what a request has to move, one way or another."""
+        channel = self._channel(request.remote)
+        if request.op == nixlBind.NIXL_WRITE:
+            granted = self._granted.get(channel)
+            if granted is None:
+                waiting = self._ungranted.setdefault(channel, [])
+                if not waiting:
+                    channel.send(encode(WantGrant()))
+                waiting.append(request)
+                return
+            request.imm = granted.take()
+            request.submit(
+                self.engine, self._lock, lambda: self._written(request, granted, channel)
+            )
+        elif self._reads and all(part.desc.readable for part in request.parts):
+            request.submit(self.engine, self._lock, lambda: self._read(request, channel))
+        else:
+            self._ask(request, channel)
+
+    def _written(self, request: Request, numbers: Numbers, channel: Channel) -> None:
+        if not request.end():
+            numbers.burn(request.imm)
+        else:
+            notif = request.notif or None
+            channel.send(encode(Written(request.imm, request.nrows, notif)))
+
+    def _read(self, request: Request, channel: Channel) -> None:
+        if request.end() and request.notif:
+            channel.send(encode(Notif(request.notif)))
+
+    def _ask(self, request: Request, channel: Channel) -> None:
+        """Have the owner write, by an immediate of our own."""
+        request.imm = self._own.take()
+        self._asks[request.number] = request
+
+        def counted(expectation: Expectation) -> None:
+            with self._lock:
+                if expectation.ok:
+                    self._asks.pop(request.number, None)
+                    request.end()
+                    return
+                self._own.burn(request.imm)
+                if self._asks.pop(request.number, None) and not expectation.cancelled:
+                    text = f"{channel.name!r}: {expectation.error}"
+                    request.fail(nixlBind.nixlRemoteDisconnectError(text))
+                request.under_way = False
+
+        request.under_way = True
+        request.expectation = self.engine.expect_imm_count(
+            request.imm, request.nrows, sender=channel.addr, on_done=counted
+        )
+        for message in request.asks():
+            channel.send(encode(message))
+
+    def _cancel(self, request: Request) -> list[Any]:
+        """Have a request end early; return what to wait for."""
+        waiting = self._ungranted.get(self._channel(request.remote), [])
+        if request in waiting:
+            waiting.remove(request)
+            request.under_way = False
+            request.fail(nixlBind.nixlCancelledError("released before it was posted"))
+        if request.number in self._asks:
+            channel = self._channel(request.remote)
+            channel.send(encode(Cancel(request.number)))
+            return [request.expectation]
+        for one in request.transfers:
+            one.cancel()
+        return list(request.transfers)
+
+    # ------------------------------------------------------------------ messages
+
+    def _on_message(self, channel: Channel, body: bytes) -> None:
+        try:
+            message = decode(body)
+        except ValueError:
+            self._channels.garbled += 1
+            return
+        match message:
+            case WantGrant():
+                given = self._grants.get(channel)
+                if given is None:
+                    first = _BLOCK * (1 + len(self._grants))
+                    stop = first + _BLOCK if first < 1 << 32 else first  # none is left: it says so
+                    given = self._grants[channel] = Grant(first, stop)
+                channel.send(encode(given))
+            case Grant():
+                self._granted[channel] = Numbers(message.start, message.stop)
+                for request in self._ungranted.pop(channel, []):
+                    self._try_post(request)
+            case Written():
+                ready = self._queue(channel, message.notif, ready=False)
+                self.engine.expect_imm_count(
+                    message.imm, message.count, on_done=lambda _: self._counted(ready)
+                )
+            case Notif():
+                self._queue(channel, message.notif, ready=True)
+            case Ask():
+                key = (channel, message.number)
+                asked = self._asked.get(key)
+                if asked is None:
+                    asked = self._asked[key] = Asked()
+                mrs = {desc.region: mr for _, mr, desc in self._regions}
+                asked.submit(self.engine, message, mrs, lambda: self._asked_done(key, self._lock))
+            case Cancel():
+                asked = self._asked.get((channel, message.number))
+                if asked is None:
+                    channel.send(encode(Ended(message.number, "it had ended")))
+                else:
+                    asked.cancel()
+            case Ended():
+                self._on_ended(message)
+
+    def _counted(self, ready: Callable[[], None]) -> None:
+        with self._lock:
+            ready()
+
+    def _asked_done(self, key: tuple[Channel, int], lock: Any) -> None:
+        with lock:
+            asked = self._asked.get(key)
+            if asked is None or not asked.over:
+                return
+            del self._asked[key]
+            if asked.reason:
+                key[0].send(encode(Ended(key[1], asked.reason)))
+            elif asked.notif is not None:
+                self._queue(key[0], asked.notif, ready=True)
+
+    def _on_ended(self, message: Ended) -> None:
+        request = self._asks.pop(message.number, None)
+        if request is not None and request.expectation is not None:
+            request.under_way = False
+            request.fail(nixlBind.nixlBackendError(f"{request.remote.name!r}: {message.reason}"))
+            request.expectation.cancel()
+
+    def _on_lost(self, channel: Channel, why: str) -> None:
+        """Messages to an agent were lost: what waits for their effect fails."""
+        self._granted.pop(channel, None)
+        text = f"agent {channel.name!r} cannot be reached: {why}"
+        for request in self._ungranted.pop(channel, []):
+            request.under_way = False
+            request.fail(nixlBind.nixlRemoteDisconnectError(text))
+        for request in tuple(self._asks.values()):
+            if request.remote.addr == channel.addr:
+                request.fail(nixlBind.nixlRemoteDisconnectError(text))
+
+
+def _unrolled(strided: np.ndarray) -> nixlBind.Rows:
+    """Rows of (address, length, device, stride, count) as descriptors, one a block."""
+    rows = strided.astype(np.int64)
+    counts = rows[:, 4]
+    which = np.repeat(np.arange(len(rows)), counts)
+    steps = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = rows[which, 0] + steps * rows[which, 3]
+    return np.stack([starts, rows[which, 1], rows[which, 2]], 1)

@@ -1,0 +1,200 @@
+"""What NIXL's own bindings module offers by name: memory types, errors, descriptor lists.
+
+Values and their checks; nothing here transfers. The names and numbers are NIXL 1.5's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "DEFAULT_COMM_PORT", "HAVE_UCX_GPU_DEVICE_API", "NIXL_INIT_AGENT",
+    "NIXL_THREAD_SYNC_DEFAULT", "Rows", "nixlBackendError", "nixlCancelledError",
+    "nixlInvalidParamError", "nixlMismatchError", "nixlNoTelemetryError", "nixlNotAllowedError",
+    "nixlNotFoundError", "nixlNotPostedError", "nixlNotSupportedError", "nixlRegDList",
+    "nixlRemoteDList", "nixlRemoteDisconnectError", "nixlRepostActiveError", "nixlUnknownError",
+    "nixlXferDList", "nixlXferTelemetry", "nixl_mem_t",
+]  # fmt: skip
+
+Rows = npt.NDArray[np.int64]
+"""int64[n, 3]: address, length, device."""
+
+DEFAULT_COMM_PORT: Final = 8888
+HAVE_UCX_GPU_DEVICE_API: Final = False
+NIXL_INIT_AGENT: Final = ""
+NIXL_READ, NIXL_WRITE = 0, 1
+NIXL_SUCCESS, NIXL_IN_PROG = 0, 1
+NIXL_THREAD_SYNC_NONE, NIXL_THREAD_SYNC_STRICT, NIXL_THREAD_SYNC_RW = 0, 1, 2
+NIXL_THREAD_SYNC_DEFAULT = NIXL_THREAD_SYNC_NONE
+
+
+class nixl_mem_t(IntEnum):
+    """A kind of memory."""
+
+    DRAM_SEG = 0
+    VRAM_SEG = 1
+    BLK_SEG = 2
+    OBJ_SEG = 3
+    FILE_SEG = 4
+
+
+DRAM_SEG, VRAM_SEG, BLK_SEG, OBJ_SEG, FILE_SEG = nixl_mem_t
+
+
+class _Error(Exception):
+    """An error of NIXL's: its status, and behind it what tep has to say."""
+
+    status = "NIXL_ERR_UNKNOWN"
+
+    def __init__(self, why: str = "") -> None:
+        super().__init__(f"{self.status}: {why}" if why else self.status)
+
+
+def _error(name: str, status: str) -> type[_Error]:
+    return type(
+        name, (_Error,), {"status": status, "__doc__": f"{status}.", "__module__": __name__}
+    )
+
+
+nixlBackendError = _error("nixlBackendError", "NIXL_ERR_BACKEND")
+nixlCancelledError = _error("nixlCancelledError", "NIXL_ERR_CANCELED")
+nixlInvalidParamError = _error("nixlInvalidParamError", "NIXL_ERR_INVALID_PARAM")
+nixlMismatchError = _error("nixlMismatchError", "NIXL_ERR_MISMATCH")
+nixlNoTelemetryError = _error("nixlNoTelemetryError", "NIXL_ERR_NO_TELEMETRY")
+nixlNotAllowedError = _error("nixlNotAllowedError", "NIXL_ERR_NOT_ALLOWED")
+nixlNotFoundError = _error("nixlNotFoundError", "NIXL_ERR_NOT_FOUND")
+nixlNotPostedError = _error("nixlNotPostedError", "NIXL_ERR_NOT_POSTED")
+nixlNotSupportedError = _error("nixlNotSupportedError", "NIXL_ERR_NOT_SUPPORTED")
+nixlRemoteDisconnectError = _error("nixlRemoteDisconnectError", "NIXL_ERR_REMOTE_DISCONNECT")
+nixlRepostActiveError = _error("nixlRepostActiveError", "NIXL_ERR_REPOST_ACTIVE")
+nixlUnknownError = _error("nixlUnknownError", "NIXL_ERR_UNKNOWN")
+
+
+@dataclass(frozen=True)
+class nixlXferTelemetry:
+    """Times of one transfer, in us, and its size."""
+
+    startTime: int = 0
+    postDuration: int = 0
+    xferDuration: int = 0
+    totalBytes: int = 0
+    descCount: int = 0
+
+
+class nixlXferDList:
+    """Memory of one kind: tuples of address, length and device."""
+
+    _WIDTH = 3
+
+    def __init__(self, mem: nixl_mem_t, descs: Any = ()) -> None:
+        self._mem = nixl_mem_t(mem)
+        self._rows: list[tuple[Any, ...]] = []
+        if isinstance(descs, np.ndarray):
+            descs = [(*map(int, row), *self._rest()) for row in descs]
+        for desc in descs:
+            self.append(desc)
+
+    @classmethod
+    def _rest(cls) -> tuple[Any, ...]:
+        """What a row of three numbers lacks."""
+        return ()
+
+    def append(self, desc: Sequence[Any]) -> None:
+        """Add one descriptor."""
+        if len(desc) != self._WIDTH:
+            raise TypeError(f"{type(self).__name__}: {desc!r} has not {self._WIDTH} elements")
+        self._rows.append(self._checked(tuple(desc)))
+
+    addDesc = append
+
+    @staticmethod
+    def _checked(desc: tuple[Any, ...]) -> tuple[Any, ...]:
+        numbers = tuple(int(one) for one in desc[:3])
+        if min(numbers) < 0 or numbers[0] + numbers[1] >= 1 << 63:
+            raise TypeError(f"descriptor {numbers} is no address, length and device")
+        return (*numbers, *desc[3:])
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._rows.clear()
+
+    def descCount(self) -> int:
+        """How many there are."""
+        return len(self._rows)
+
+    def getType(self) -> nixl_mem_t:
+        """The kind of memory."""
+        return self._mem
+
+    def index(self, desc: Sequence[Any]) -> int:
+        """Where a descriptor stands; -1: nowhere."""
+        found = tuple(desc)
+        return self._rows.index(found) if found in self._rows else -1
+
+    def isEmpty(self) -> bool:
+        """Whether there is none."""
+        return not self._rows
+
+    def print(self) -> None:
+        """Show it."""
+        print(self)  # noqa: T201  # what the method is for
+
+    def remDesc(self, index: int) -> None:
+        """Remove the descriptor at a place."""
+        del self._rows[index]
+
+    def rows(self) -> Rows:
+        """Addresses, lengths and devices."""
+        return np.array([row[:3] for row in self._rows], np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return self._rows[index]
+
+    def __setitem__(self, index: int, desc: Sequence[Any]) -> None:
+        self._rows[index] = self._checked(tuple(desc))
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return iter(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        same = type(other) is type(self)
+        return same and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._mem.name}, {len(self)} descriptors)"
+
+
+class nixlRegDList(nixlXferDList):
+    """Memory to register: address, length, device and a word about it."""
+
+    _WIDTH = 4
+
+    @classmethod
+    def _rest(cls) -> tuple[Any, ...]:
+        return (b"",)
+
+    @staticmethod
+    def _checked(desc: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = nixlXferDList._checked(desc)
+        return (*found[:3], found[3].encode() if isinstance(found[3], str) else bytes(found[3]))
+
+    def trim(self) -> nixlXferDList:
+        """The same memory as a list for transfers."""
+        return nixlXferDList(self._mem, [row[:3] for row in self._rows])
+
+
+class nixlRemoteDList(nixlXferDList):
+    """Memory of several agents: address, length, device and the agent's name."""
+
+    _WIDTH = 4

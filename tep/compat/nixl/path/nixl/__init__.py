@@ -1,0 +1,12 @@
+"""tep's look-alike under NIXL's name, for `python -m tep.compat.nixl -- COMMAND`."""
+
+from __future__ import annotations
+
+import sys
+
+from tep.compat.nixl import api, bindings, nixl_agent, nixl_agent_config
+
+__all__ = ["nixl_agent", "nixl_agent_config"]
+
+sys.modules["nixl._api"] = api
+sys.modules["nixl._bindings"] = bindings

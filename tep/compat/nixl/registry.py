@@ -1,0 +1,399 @@
+"""What an agent knows: its backends, its memory, the metadata of others, lists of descriptors.
+
+Rule: the lock guards everything; who holds it calls no verb that waits for the engine's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tep import (
+    Access,
+    BadDescriptor,
+    BusyError,
+    MrDesc,
+    MrHandle,
+    NetAddr,
+    TepError,
+    TransferEngine,
+    UsageError,
+)
+from tep.compat.nixl import bindings as nixlBind
+from tep.compat.nixl.bindings import DEFAULT_COMM_PORT, nixl_mem_t
+from tep.compat.nixl.channel import Channel, Channels
+from tep.compat.nixl.transfers import Side
+from tep.compat.nixl.wire import Metadata, Region, Remote, encode, find_regions
+
+__all__ = ["PLUGINS", "Registry", "raw_of", "text_of"]
+
+logger = logging.getLogger("tep.compat.nixl")
+
+PLUGINS = ("UCX", "LIBFABRIC", "TEP")
+"""Names under which programs ask for a network backend; each is the one engine of the agent."""
+
+_LOST_S = 30.0
+"""After so long without an answer an agent is lost; loading a model can keep it from answering."""
+
+
+class Registry:
+    """The half of an agent that transfers nothing.
+
+    Attributes:
+        name, engine: the agent's.
+        backends, plugin_list, nixl_mems: as NIXL's agent has them.
+    """
+
+    def __init__(self, name: str, engine: TransferEngine, channels: Channels) -> None:
+        self.name, self.engine, self._channels = name, engine, channels
+        self.backends: dict[str, int] = {}
+        self.plugin_list = list(PLUGINS)
+        self.nixl_mems = {
+            "DRAM": nixlBind.DRAM_SEG, "VRAM": nixlBind.VRAM_SEG, "FILE": nixlBind.FILE_SEG,
+            "BLOCK": nixlBind.BLK_SEG, "OBJ": nixlBind.OBJ_SEG, "cpu": nixlBind.DRAM_SEG,
+            "cuda": nixlBind.VRAM_SEG,
+        }  # fmt: skip
+        self._lock = channels.lock
+        self._reads = True
+        self._regions: list[tuple[Region, MrHandle, MrDesc]] = []
+        self._remotes: dict[str, Remote] = {}
+
+    def _forget(self, remote: Remote) -> None:
+        """An agent was removed; called under the lock."""
+
+    # ------------------------------------------------------------------ backends
+
+    def get_plugin_list(self) -> list[str]:
+        """Names that create_backend takes."""
+        return self.plugin_list
+
+    def get_plugin_mem_types(self, backend: str) -> list[str]:
+        """Kinds of memory that a plugin can move."""
+        return ["DRAM_SEG", "VRAM_SEG"] if backend in PLUGINS else []
+
+    def get_plugin_params(self, backend: str) -> dict[str, str]:
+        """None: tep's options come from TEP_NIXL_OPTIONS."""
+        return {}
+
+    def get_backend_mem_types(self, backend: str) -> list[str]:
+        """Kinds of memory that a backend can move."""
+        return self.get_plugin_mem_types(backend) if backend in self.backends else []
+
+    def get_backend_params(self, backend: str) -> dict[str, str]:
+        """See get_plugin_params."""
+        return {}
+
+    def create_backend(self, backend: str, initParams: dict[str, str] = {}) -> None:
+        """Have the engine answer to one more name."""
+        if backend in self.backends:
+            raise nixlBind.nixlInvalidParamError(f"backend {backend!r} exists already")
+        if backend not in PLUGINS:
+            raise nixlBind.nixlNotFoundError(f"backend {backend!r}; there are {PLUGINS}")
+        self.backends[backend] = 1 + len(self.backends)
+
+    def _check_backends(self, backends: Sequence[str]) -> None:
+        for backend in backends:
+            self.backends[backend]  # NIXL raises KeyError, too
+
+    # ------------------------------------------------------------------ memory
+
+    def register_memory(
+        self,
+        reg_list: Any,
+        mem_type: str | None = None,
+        backends: list[str] = [],
+    ) -> nixlBind.nixlRegDList:
+        """Register memory, for transfers from here and from peers."""
+        descs: nixlBind.nixlRegDList | None = self.get_reg_descs(reg_list, mem_type)
+        self._check_backends(backends)
+        if descs is None:
+            raise TypeError(f"register_memory: {reg_list!r} is no memory")
+        mem, made = descs.getType(), []
+        if mem not in {nixlBind.DRAM_SEG, nixlBind.VRAM_SEG}:
+            raise nixlBind.nixlNotSupportedError(f"memory of kind {mem.name}")
+        try:
+            for start, nbytes, device, _ in descs:
+                place = "cpu" if mem == nixlBind.DRAM_SEG else f"cuda:{device}"
+                mr, desc = self._register((start, nbytes, place))
+                made.append((Region(int(mem), start, nbytes, device, desc.to_bytes()), mr, desc))
+        except TepError as error:
+            for _, mr, _ in made:
+                self.engine.deregister(mr)
+            raise nixlBind.nixlBackendError(str(error)) from error
+        with self._lock:
+            self._regions += made
+        return descs
+
+    def _register(self, memory: tuple[int, int, str]) -> tuple[MrHandle, MrDesc]:
+        if self._reads:
+            try:
+                return self.engine.reg_mr(memory, access=Access.SOURCE_AND_TARGET | Access.READABLE)
+            except UsageError as error:
+                result = self.engine.reg_mr(memory)  # if it was not for the reads, it says so
+                self._reads = False
+                logger.info("READ asks the owner to write: %s", error)
+                return result
+        return self.engine.reg_mr(memory)
+
+    def deregister_memory(
+        self,
+        dereg_list: nixlBind.nixlRegDList,
+        backends: list[str] = [],
+    ) -> None:
+        """Give memory back."""
+        self._check_backends(backends)
+        mem = int(dereg_list.getType())
+        for start, nbytes, device, *_ in dereg_list:
+            with self._lock:
+                key = (mem, start, nbytes, device)
+                same = [k for k, (one, *_) in enumerate(self._regions) if one.key == key]
+                where = same[-1] if same else None
+                if where is None:
+                    raise nixlBind.nixlNotFoundError(f"{nbytes} bytes at {start:#x}")
+                found = self._regions.pop(where)
+            try:
+                self.engine.deregister(found[1])
+            except BusyError as error:
+                with self._lock:
+                    self._regions.append(found)
+                raise nixlBind.nixlBackendError(str(error)) from error
+
+    def query_memory(
+        self, reg_list: Any, backend: str, mem_type: str | None = None
+    ) -> list[dict[str, str] | None]:
+        """Not supported: it is for storage."""
+        if backend not in self.backends:
+            raise ValueError(f"Backend '{backend}' not found. Available: {list(self.backends)}")
+        raise nixlBind.nixlNotSupportedError("query_memory is for storage")
+
+    # ------------------------------------------------------------------ agents
+
+    def get_agent_metadata(self) -> bytes:
+        """What a peer needs to reach this agent and its memory."""
+        with self._lock:
+            regions = tuple(region for region, *_ in self._regions)
+        return encode(Metadata(self.name, self._channels.raw, regions, False))
+
+    def get_partial_agent_metadata(
+        self,
+        descs: nixlBind.nixlRegDList,
+        inc_conn_info: bool = False,
+        backends: list[str] = [],
+    ) -> bytes:
+        """The same for some memory only."""
+        self._check_backends(backends)
+        with self._lock:
+            known = [region for region, *_ in self._regions]
+        rows = descs.rows()
+        where = find_regions(known, int(descs.getType()), rows)
+        exact = [
+            k >= 0 and (known[k].start, known[k].nbytes) == (row[0], row[1])
+            for k, row in zip(where.tolist(), rows.tolist(), strict=True)
+        ]
+        if not all(exact):
+            raise nixlBind.nixlNotFoundError(f"{descs!r}: not registered like this")
+        addr = self._channels.raw if inc_conn_info else b""
+        regions = tuple(known[k] for k in where.tolist())
+        return encode(Metadata(self.name, addr, regions, True))
+
+    def add_remote_agent(self, metadata: bytes) -> bytes:
+        """Get to know an agent, or more of it; return its name, as bytes, like NIXL."""
+        try:
+            found = Remote.read(metadata)
+            with self._lock:
+                remote = self._remotes.get(found.name)
+                addr = NetAddr.from_bytes(found.addr) if found.addr else None
+                if remote is None or (addr is not None and remote.addr not in {None, addr}):
+                    remote = Remote(found.name)  # another incarnation
+                remote.learn(found)
+                self._remotes[found.name] = remote
+        except BadDescriptor as error:
+            raise nixlBind.nixlMismatchError(str(error)) from error
+        if addr is not None and addr != self.engine.main_address:
+            # Refused where there are no control messages, or the agent is watched already.
+            with contextlib.suppress(UsageError, BusyError):
+                self.engine.watch_peer(addr, every_s=1.0, lost_after_s=_LOST_S)
+        return found.name.encode()
+
+    def remove_remote_agent(self, agent: str | bytes) -> None:
+        """Forget an agent; its open transfers fail."""
+        with self._lock:
+            remote = self._remotes.pop(text_of(agent), None)
+            if remote is not None:
+                self._forget(remote)
+
+    def check_remote_metadata(
+        self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None
+    ) -> bool:
+        """Whether an agent is known, and some memory of it."""
+        with self._lock:
+            remote = self._remotes.get(text_of(agent))
+            if remote is None or remote.addr is None:
+                return False
+            regions = [region for region, _ in remote.regions]
+        if descs is None:
+            return True
+        return bool((find_regions(regions, int(descs.getType()), descs.rows()) >= 0).all())
+
+    def make_connection(self, remote_agent: str | bytes, backends: list[str] = []) -> None:
+        """Connect in advance."""
+        self._check_backends(backends)
+        self.engine.add_peer_group([self._addr(self._remote(remote_agent))])
+
+    def _remote(self, agent: str | bytes) -> Remote:
+        with self._lock:
+            remote = self._remotes.get(text_of(agent))
+            if remote is None and text_of(agent) == self.name:
+                remote = Remote(self.name)
+                regions = tuple(region for region, *_ in self._regions)
+                remote.learn(Metadata(self.name, self._channels.raw, regions, False))
+        if remote is None:
+            raise nixlBind.nixlNotFoundError(f"agent {text_of(agent)!r} is not known")
+        return remote
+
+    @staticmethod
+    def _addr(remote: Remote) -> NetAddr:
+        if remote.addr is None:
+            raise nixlBind.nixlNotFoundError(f"{remote.name!r}: no connection info in its metadata")
+        return remote.addr
+
+    def _channel(self, remote: Remote) -> Channel:
+        return self._channels.to(remote.name, self._addr(remote))
+
+    def _unsupported(self) -> nixlBind._Error:
+        return nixlBind.nixlNotSupportedError(
+            "tep's agents listen on no port and know no metadata server; send what "
+            "get_agent_metadata() returns by a way of your own"
+        )
+
+    def send_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
+        """Not supported."""
+        raise self._unsupported()
+
+    def send_partial_agent_metadata(
+        self,
+        descs: nixlBind.nixlRegDList,
+        inc_conn_info: bool = False,
+        backends: list[str] = [],
+        ip_addr: str = "",
+        port: int = DEFAULT_COMM_PORT,
+        label: str = "",
+    ) -> None:
+        """Not supported."""
+        raise self._unsupported()
+
+    def fetch_remote_metadata(
+        self,
+        remote_agent: str,
+        ip_addr: str = "",
+        port: int = DEFAULT_COMM_PORT,
+        label: str = "",
+    ) -> None:
+        """Not supported."""
+        raise self._unsupported()
+
+    def invalidate_local_metadata(self, ip_addr: str = "", port: int = DEFAULT_COMM_PORT) -> None:
+        """Not supported."""
+        raise self._unsupported()
+
+    def prep_mem_view(
+        self,
+        dlist: nixlBind.nixlXferDList | nixlBind.nixlRemoteDList,
+        *,
+        backends: list[str] | None = None,
+    ) -> int:
+        """Not supported: kernels start no transfers of tep's."""
+        raise nixlBind.nixlNotSupportedError("memory views of kernels")
+
+    def release_mem_view(self, mvh: int) -> None:
+        """See prep_mem_view."""
+        raise nixlBind.nixlNotSupportedError("memory views of kernels")
+
+    # ------------------------------------------------------------------ descriptors
+
+    def get_xfer_descs(self, descs: Any, mem_type: str | None = None) -> Any:
+        """A list for transfers from tuples, tensors or an array of three columns; None: neither."""
+        return self._descs(descs, mem_type, nixlBind.nixlXferDList, nixlBind.nixlRegDList)
+
+    def get_reg_descs(self, descs: Any, mem_type: str | None = None) -> Any:
+        """A list for registration, likewise."""
+        return self._descs(descs, mem_type, nixlBind.nixlRegDList, nixlBind.nixlXferDList)
+
+    def _descs(self, descs: Any, mem_type: str | None, kind: Any, other: Any) -> Any:
+        if isinstance(descs, kind):
+            return descs
+        if isinstance(descs, other):
+            logger.error("%s given in place of %s", other.__name__, kind.__name__)
+            return None
+        torch = sys.modules.get("torch")
+        tensors = [descs] if torch and isinstance(descs, torch.Tensor) else descs
+        if torch and len(tensors) and isinstance(tensors[0], torch.Tensor):
+            return self._tensors(tensors, kind)
+        if isinstance(descs, np.ndarray):
+            fits = descs.ndim == 2 and descs.shape[1] == 3
+        else:
+            fits = isinstance(descs[0], tuple) and len(descs[0]) == kind._WIDTH
+        if mem_type is None or not fits:
+            need = "a memory type" if mem_type is None else f"rows of {kind._WIDTH}"
+            logger.error("descriptors of type %s need %s", type(descs).__name__, need)
+            return None
+        return kind(self.nixl_mems[mem_type], descs)
+
+    @staticmethod
+    def _tensors(tensors: Any, kind: Any) -> Any:
+        devices = {tensor.get_device() for tensor in tensors}
+        if len(devices) != 1 or not all(tensor.is_contiguous() for tensor in tensors):
+            logger.error("tensors have to be contiguous, and on one device")
+            return None
+        device = devices.pop()
+        rows = [(t.data_ptr(), t.numel() * t.element_size(), max(device, 0)) for t in tensors]
+        mem = nixlBind.DRAM_SEG if device == -1 else nixlBind.VRAM_SEG
+        return kind(mem, [(*row, *kind._rest()) for row in rows])
+
+    def get_remote_descs(self, descs: Any, mem_type: str | None = None) -> Any:
+        """A list of several agents' memory; None: the arguments are none."""
+        if isinstance(descs, nixlBind.nixlRemoteDList):
+            return descs
+        if mem_type is None or not (isinstance(descs[0], tuple) and len(descs[0]) == 4):
+            logger.error("remote descriptors are tuples of four, with a memory type")
+            return None
+        return nixlBind.nixlRemoteDList(self.nixl_mems[mem_type], descs)
+
+    def get_serialized_descs(self, descs: Any) -> bytes:
+        """Pickle a list."""
+        return pickle.dumps(descs)
+
+    def deserialize_descs(self, serialized_descs: bytes) -> Any:
+        """Unpickle a list, from a peer that is trusted: NIXL's interface has it so."""
+        return pickle.loads(serialized_descs)
+
+    def _side(self, remote: Remote | None, mem: nixl_mem_t, rows: nixlBind.Rows) -> Side:
+        """Find the region of each row."""
+        with self._lock:
+            held: list[tuple[Region, Any, MrDesc]] = list(self._regions)
+            if remote is not None:
+                held = [(region, None, desc) for region, desc in remote.regions]
+        where = find_regions([region for region, *_ in held], int(mem), rows)
+        if (where < 0).any():
+            start, nbytes, device = rows[int(np.argmax(where < 0))].tolist()
+            whose = "here" if remote is None else f"by agent {remote.name!r}"
+            raise nixlBind.nixlNotFoundError(
+                f"{nbytes} bytes at {start:#x} of device {device} are not registered {whose}"
+            )
+        return Side(remote, rows, where, held)
+
+
+def text_of(name: str | bytes) -> str:
+    """An agent's name as text; programs pass on the bytes that add_remote_agent returned."""
+    return name if isinstance(name, str) else name.decode()
+
+
+def raw_of(message: str | bytes) -> bytes:
+    """A notification as bytes."""
+    return message.encode() if isinstance(message, str) else bytes(message)

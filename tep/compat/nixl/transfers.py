@@ -1,0 +1,302 @@
+"""Transfers of an agent: rows cut from descriptors, their submission, and how far they are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tep import Expectation, MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine
+from tep.compat.nixl import bindings as nixlBind
+from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
+from tep.compat.nixl.wire import Ask, Part, Region, Remote
+
+__all__ = ["Asked", "Numbers", "Request", "Rows2", "Side", "cut_rows"]
+
+_PIECE = 8 << 20
+"""Longest row, bytes: long descriptors are cut, so that all NICs carry a part."""
+
+_ROWS = 1536
+"""Rows of one Ask: 24 KiB of offsets."""
+
+
+class Side(NamedTuple):
+    """Descriptors of one side: whose, their rows, the region of each, and the regions."""
+
+    remote: Remote | None
+    rows: Rows
+    where: Rows
+    held: list[tuple[Region, Any, MrDesc]]
+
+    def pick(self, which: Rows) -> Side:
+        """Some of them."""
+        return self._replace(rows=self.rows[which], where=self.where[which])
+
+
+class Rows2(NamedTuple):
+    """Rows of one length between two regions."""
+
+    length: int
+    mr: MrHandle
+    desc: MrDesc
+    here_desc: MrDesc
+    here: Rows
+    there: Rows
+
+
+def cut_rows(local: Side, there: Side) -> list[Rows2]:
+    """Join neighbours, cut what is long, and sort by regions and length."""
+    starts = [
+        side.rows[:, 0] - np.array([r[0].start for r in side.held], np.int64)[side.where]
+        for side in (local, there)
+    ]
+    table = np.stack([local.where, there.where, *starts, local.rows[:, 1]], 1)
+    table = table[table[:, 4] > 0]
+    if len(table) > 1:
+        before, after = table[:-1], table[1:]
+        joined = (before[:, :2] == after[:, :2]).all(1)
+        joined &= (before[:, 2:4] + before[:, 4:] == after[:, 2:4]).all(1)
+        heads = np.flatnonzero(np.concatenate([[True], ~joined]))
+        lengths = np.add.reduceat(table[:, 4], heads)
+        table = table[heads]
+        table[:, 4] = lengths
+    pieces = -(-table[:, 4] // _PIECE)
+    which = np.repeat(np.arange(len(table)), pieces)
+    at = (np.arange(len(which)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * _PIECE
+    total = table[which, 4]
+    table = table[which]
+    table[:, 2] += at
+    table[:, 3] += at
+    table[:, 4] = np.minimum(_PIECE, total - at)
+    keys, group = np.unique(table[:, [0, 1, 4]], axis=0, return_inverse=True)
+    found = []
+    for index, (here, far, length) in enumerate(keys.tolist()):
+        rows = table[group.ravel() == index]
+        _, mr, here_desc = local.held[here]
+        found.append(Rows2(length, mr, there.held[far][2], here_desc, rows[:, 2], rows[:, 3]))
+    return found
+
+
+class Numbers:
+    """Immediates of one writer at one target, in turn; those of failed transfers stay out of use.
+
+    Rows of a failed transfer may have been counted, so its number would count short.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._start, self._stop, self._next = start, stop, start
+        self._burnt: set[int] = set()
+
+    def take(self) -> int:
+        """The next number.
+
+        Raises:
+            nixlBackendError: none is left.
+        """
+        for _ in range(self._stop - self._start):
+            found = self._next
+            self._next = found + 1 if found + 1 < self._stop else self._start
+            if found not in self._burnt:
+                return found
+        raise nixlBind.nixlBackendError(f"no immediate is left of {self._stop - self._start}")
+
+    def burn(self, number: int) -> None:
+        """Never give out a number again."""
+        self._burnt.add(number)
+
+
+class Request:
+    """One transfer of this agent.
+
+    Attributes:
+        op, remote, parts, notif: what it is.
+        state: "NEW", "PROC", "DONE" or "ERR".
+        error: why it failed.
+        number: of this posting.
+        imm: what its rows carry.
+        under_way: whether memory may be touched still.
+        transfers, expectation: of this posting.
+    """
+
+    def __init__(
+        self, op: int, remote: Remote, parts: list[Rows2], rows: Rows, notif: bytes
+    ) -> None:
+        self.op, self.remote, self.parts, self.notif = op, remote, parts, notif
+        self.nrows = sum(len(part.here) for part in parts)
+        self._descs, self._nbytes = len(rows), int(rows[:, 1].sum())
+        self.state = "NEW"
+        self.error: Exception | None = None
+        self.number = self.imm = 0
+        self.under_way = False
+        self.transfers: list[Transfer] = []
+        self.expectation: Expectation | None = None
+        self._left = 0
+        self._begun_s = self._ended_s = self.posted_s = 0.0
+
+    def begin(self, number: int) -> None:
+        """It is posted, for the first time or again."""
+        self.state, self.error, self.number = "PROC", None, number
+        self.transfers, self.expectation, self.under_way = [], None, True
+        self._begun_s = time.monotonic()
+
+    def submit(
+        self,
+        engine: TransferEngine,
+        lock: AbstractContextManager[object],
+        on_end: Callable[[], object],
+    ) -> None:
+        """Submit its rows as writes, or as reads; on_end() under the lock when all are back."""
+
+        def done(transfer: Transfer) -> None:
+            with lock:
+                if transfer.error is not None:
+                    self.fail(_error_of(transfer.error, self.remote.name))
+                step()
+
+        def step() -> None:
+            self._left -= 1
+            if self._left == 0:
+                self.under_way = False
+                on_end()
+
+        self._left = 1
+        try:
+            for part in self.parts:
+                here, there = Pages(part.here, stride=1), Pages(part.there, stride=1)
+                self._left += 1
+                try:
+                    if self.op == nixlBind.NIXL_WRITE:
+                        one = engine.submit_paged_writes(
+                            part.length, (part.mr, here), (part.desc, there), self.imm, on_done=done
+                        )
+                    else:
+                        one = engine.submit_paged_reads(
+                            part.length, (part.desc, there), (part.mr, here), on_done=done
+                        )
+                except TepError:
+                    self._left -= 1
+                    raise
+                self.transfers.append(one)
+        except TepError as error:
+            self.fail(_error_of(error, self.remote.name))
+            for one in self.transfers:
+                one.cancel()
+        step()
+
+    def asks(self) -> Iterator[Ask]:
+        """What asks the owner to write all of it."""
+        pieces = [
+            Part(
+                part.length,
+                part.desc.region,
+                part.there[first : first + _ROWS].astype("<i8").tobytes(),
+                part.here_desc.to_bytes(),
+                part.here[first : first + _ROWS].astype("<i8").tobytes(),
+            )
+            for part in self.parts
+            for first in range(0, len(part.here), _ROWS)
+        ]
+        for index, piece in enumerate(pieces):
+            last = index == len(pieces) - 1
+            yield Ask(self.number, self.imm, (piece,), last, self.notif or None)
+
+    def end(self) -> bool:
+        """All is back; whether it went well."""
+        self.under_way = False
+        if self.error is None and self.state == "PROC":
+            self.state, self._ended_s = "DONE", time.monotonic()
+        return self.state == "DONE"
+
+    def fail(self, error: Exception) -> None:
+        """It did not work; a first verdict stays."""
+        if self.state == "PROC":
+            self.state, self.error = "ERR", error
+
+    def telemetry(self) -> nixlXferTelemetry:
+        """Times and size of the last posting."""
+        posted, ended = self.posted_s or self._begun_s, self._ended_s
+        return nixlXferTelemetry(
+            round(self._begun_s * 1e6),
+            max(0, round((posted - self._begun_s) * 1e6)),
+            round((ended - self._begun_s) * 1e6),
+            self._nbytes,
+            self._descs,
+        )
+
+
+def _error_of(error: TepError, name: str) -> Exception:
+    """NIXL's error for one of the engine's."""
+    gone = any(word in str(error) for word in ("UNREACHABLE", "PEER_LOST", "STALE", "NIC_DOWN"))
+    kind = nixlBind.nixlRemoteDisconnectError if gone else nixlBind.nixlBackendError
+    return kind(f"agent {name!r}: {error}")
+
+
+class Asked:
+    """What another agent asked this one to write.
+
+    Attributes:
+        reason: why it did not work, or "".
+        notif: what it said.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.notif: bytes | None = None
+        self._transfers: list[Transfer] = []
+        self._left = 0
+        self._whole = False
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it is under way, nor will be."""
+        return self._left == 0 and self._whole
+
+    def submit(
+        self,
+        engine: TransferEngine,
+        ask: Ask,
+        mrs: dict[int, MrHandle],
+        on_end: Callable[[], object],
+    ) -> None:
+        """Write one message's part, under the lock; on_end() takes the lock itself."""
+
+        def done(transfer: Transfer) -> None:
+            if transfer.error is not None:
+                self.reason = self.reason or str(transfer.error)
+            self._left -= 1  # on_end() looks, under the lock
+            on_end()
+
+        self._whole = self._whole or ask.last
+        self.notif = ask.notif
+        for part in () if self.reason else ask.parts:
+            try:
+                mr = mrs.get(part.region)
+                if mr is None:
+                    self.reason = f"region {part.region} is not registered any more"
+                    break
+                src = Pages(np.frombuffer(part.src, "<i8"), stride=1)
+                dst = Pages(np.frombuffer(part.dst, "<i8"), stride=1)
+                target = (MrDesc.from_bytes(part.desc), dst)
+                self._left += 1
+                try:
+                    one = engine.submit_paged_writes(
+                        part.length, (mr, src), target, ask.imm, on_done=done
+                    )
+                except TepError:
+                    self._left -= 1
+                    raise
+                self._transfers.append(one)
+            except (TepError, ValueError) as error:
+                self.reason = f"{type(error).__name__}: {error}"
+        if self.reason:
+            self.cancel(self.reason)
+        on_end()
+
+    def cancel(self, reason: str = "cancelled by the reader") -> None:
+        """Write nothing more."""
+        self.reason = self.reason or reason
+        for one in self._transfers:
+            one.cancel()

@@ -1,0 +1,174 @@
+"""What agents tell each other beside their bytes: metadata, and the messages of transfers."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from tep import BadDescriptor, MrDesc, NetAddr
+from tep.compat.nixl.bindings import Rows
+
+__all__ = ["Ask", "Body", "Cancel", "Ended", "Grant", "Metadata", "Notif", "Part", "Region",
+           "Remote", "WantGrant", "Written", "decode", "encode"]  # fmt: skip
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """Registered memory: its kind, address, length and device, and its MrDesc."""
+
+    mem: int
+    start: int
+    nbytes: int
+    device: int
+    desc: bytes
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """What tells it from others that were registered here."""
+        return self.mem, self.start, self.nbytes, self.device
+
+
+class Metadata(msgspec.Struct, frozen=True, array_like=True, tag="tep.nixl.1"):
+    """What `get_agent_metadata` says; `addr` is a NetAddr, or b"" in partial metadata."""
+
+    name: str
+    addr: bytes
+    regions: tuple[Region, ...]
+    partial: bool
+
+
+class _Body(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A message of an agent."""
+
+
+class WantGrant(_Body, frozen=True, array_like=True, tag=True):
+    """Writer -> target: give me immediates to write with."""
+
+
+class Grant(_Body, frozen=True, array_like=True, tag=True):
+    """Target -> writer: these are yours: start, stop."""
+
+    start: int
+    stop: int
+
+
+class Written(_Body, frozen=True, array_like=True, tag=True):
+    """Writer -> target: a transfer has ended well; when its immediates are counted, notify."""
+
+    imm: int
+    count: int
+    notif: bytes | None
+
+
+class Notif(_Body, frozen=True, array_like=True, tag=True):
+    """A notification without bytes to wait for."""
+
+    notif: bytes
+
+
+class Part(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one length between two regions.
+
+    Attributes:
+        length: of a row.
+        region: number of the owner's region.
+        src: offsets in it, int64 little-endian.
+        desc: MrDesc of the reader's region.
+        dst: offsets in it.
+    """
+
+    length: int
+    region: int
+    src: bytes
+    desc: bytes
+    dst: bytes
+
+
+class Ask(_Body, frozen=True, array_like=True, tag=True):
+    """Reader -> owner: write this to me, each row with this immediate.
+
+    Attributes:
+        number: of the reader's asks; several messages may have the same.
+        imm: granted by the reader.
+        parts: what to write.
+        last: whether these are the last.
+        notif: what to tell the owner when all is written.
+    """
+
+    number: int
+    imm: int
+    parts: tuple[Part, ...]
+    last: bool
+    notif: bytes | None
+
+
+class Cancel(_Body, frozen=True, array_like=True, tag=True):
+    """Reader -> owner: stop writing, and say when it has ended."""
+
+    number: int
+
+
+class Ended(_Body, frozen=True, array_like=True, tag=True):
+    """Owner -> reader: no row of this ask is under way any more, and it failed or was cancelled."""
+
+    number: int
+    reason: str
+
+
+Body = WantGrant | Grant | Written | Notif | Ask | Cancel | Ended
+_ENCODER = msgspec.msgpack.Encoder()
+_BODY: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True)
+_METADATA = msgspec.msgpack.Decoder(Metadata, strict=True)
+
+
+def encode(value: Body | Metadata) -> bytes:
+    """Turn a message or metadata into bytes."""
+    return _ENCODER.encode(value)
+
+
+def decode(raw: bytes) -> Body:
+    """Read a message; msgspec.MsgspecError if it is none."""
+    return _BODY.decode(raw)
+
+
+class Remote:
+    """What is known of another agent.
+
+    Attributes:
+        name: its own.
+        addr: of its engine; None before the metadata said so.
+        regions: its memory.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.addr: NetAddr | None = None
+        self.regions: list[tuple[Region, MrDesc]] = []
+
+    @staticmethod
+    def read(raw: bytes) -> Metadata:
+        """Read metadata.
+
+        Raises:
+            BadDescriptor: the bytes are none.
+        """
+        try:
+            return _METADATA.decode(raw)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise BadDescriptor(f"{len(raw)} bytes are no agent's metadata: {error}") from error
+
+    def learn(self, found: Metadata) -> None:
+        """Take metadata: whole, in place of what was known; partial, beside it."""
+        if found.addr:
+            self.addr = NetAddr.from_bytes(found.addr)
+        fresh = [(region, MrDesc.from_bytes(region.desc)) for region in found.regions]
+        self.regions = [*(self.regions if found.partial else ()), *fresh]
+
+
+def find_regions(regions: list[Region], mem: int, rows: Rows) -> Rows:
+    """For each row the index of a region that holds it, or -1."""
+    found = np.full(len(rows), -1, np.int64)
+    for index, one in enumerate(regions):
+        if one.mem == mem:
+            inside = (rows[:, 0] >= one.start) & (rows[:, 2] == one.device)
+            found[inside & (rows[:, 0] + rows[:, 1] <= one.start + one.nbytes)] = index
+    return found

@@ -1,0 +1,283 @@
+"""tep.compat.nixl: NIXL's interface, its behaviour and its errors, between agents of one process.
+
+Expectations were taken from NIXL 1.5.1 itself (UCX), by the same calls.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tep.compat import nixl
+from tep.compat.nixl import api, bindings, nixl_agent, nixl_agent_config
+from tests.abi import make_nixl_api
+
+RECORD = json.loads(Path(make_nixl_api.__file__).with_name("nixl_api.json").read_text("utf-8"))
+NBYTES = 1 << 16
+UNSUPPORTED = {
+    "HAVE_UCX_GPU_DEVICE_API": "False",
+    "NIXL_COST_ANALYTICAL_BACKEND": "costs are never estimated",
+    "nixlAgent": "the agent of C++",
+    "nixlAgentConfig": "the agent of C++",
+    "nixl_cost_t": "costs are never estimated",
+    "nixl_status_t": "statuses are raised",
+    "nixl_thread_sync_t": "in _api",
+    "nixl_xfer_op_t": "numbers do",
+}
+"""Names of the bindings that nobody outside NIXL's own _api uses."""
+
+
+@pytest.mark.parametrize("name", RECORD["classes"])
+def test_signatures_are_nixls(name):
+    """An argument by another name breaks the program that passes it by name."""
+    ours = getattr(nixl, name)
+    for method, shape in RECORD["classes"][name].items():
+        assert shape == make_nixl_api.shape(getattr(ours, method)), method
+
+
+def test_names_are_nixls():
+    """A name that is missing is an ImportError in the program."""
+    assert set() == set(RECORD["names"]) - set(dir(api))
+    missing = set(RECORD["bindings"]) - set(dir(bindings)) - UNSUPPORTED.keys()
+    assert set() == {name for name in missing if not name.startswith("NIXL_ERR_")}
+    for name, members in RECORD["lists"].items():
+        assert set() == set(members) - set(dir(getattr(bindings, name)))
+    assert set(RECORD["telemetry"]) <= set(dir(bindings.nixlXferTelemetry()))
+
+
+class World:
+    """Two agents, each with a buffer; the second's is full of numbers."""
+
+    def __init__(self, backend, patch):
+        patch.setenv("TEP_NIXL_BACKEND", backend)
+        self.a = nixl_agent("A", nixl_agent_config(capture_telemetry=True))
+        self.b = nixl_agent("B")
+        self.mine = np.zeros(NBYTES, np.uint8)
+        self.theirs = np.random.default_rng(0).integers(0, 256, NBYTES, np.uint8)
+        self.regs = [
+            agent.register_memory([(memory.ctypes.data, NBYTES, 0, "")], "DRAM")
+            for agent, memory in ((self.a, self.mine), (self.b, self.theirs))
+        ]
+        self.a.add_remote_agent(self.b.get_agent_metadata())
+
+    def local(self, *spans):
+        return self.a.get_xfer_descs([(self.mine.ctypes.data + s, n, 0) for s, n in spans], "DRAM")
+
+    def remote(self, *spans):
+        at = self.theirs.ctypes.data
+        return self.a.get_xfer_descs([(at + s, n, 0) for s, n in spans], "DRAM")
+
+    def xfer(self, op, mine=(0, 512), theirs=(1024, 512), notif=b""):
+        return self.a.initialize_xfer(op, self.local(mine), self.remote(theirs), "B", notif)
+
+    def run(self, handle):
+        state, end_s = self.a.transfer(handle), time.monotonic() + 60
+        while state == "PROC":
+            assert time.monotonic() < end_s
+            state = self.a.check_xfer_state(handle)
+        return state
+
+    def notifs(self, n):
+        """Wait for n notifications at B."""
+        end_s = time.monotonic() + 60
+        while sum(map(len, self.b.update_notifs().values())) < n:
+            assert time.monotonic() < end_s
+        return self.b.notifs
+
+
+@pytest.fixture(params=["local", "loopback"])
+def world(request, monkeypatch):
+    """On loopback READ is a one-sided read, elsewhere the owner may be asked to write."""
+    found = World(request.param, monkeypatch)
+    yield found
+    found.a.close()
+    found.b.close()
+
+
+def test_read_and_write_move_the_bytes_and_notify_after_them(world):
+    """A notification before its bytes hands the reader somebody else's."""
+    assert "DONE" == world.run(world.xfer("READ", notif=b"read"))
+    assert (world.mine[:512] == world.theirs[1024:1536]).all()
+    world.mine[:] = 7
+    assert "DONE" == world.run(world.xfer("WRITE", (0, 9000), (100, 9000), b"written"))
+    world.a.send_notif("B", b"after")
+
+    assert {"A": [b"read", b"written", b"after"]} == world.notifs(3)
+    assert (world.theirs[100:9100] == 7).all()
+
+
+def test_lists_of_any_form_and_length(world):
+    """Tuples, arrays, strided arrays: what prep_xfer_dlist takes must name the same bytes."""
+    n, step = 4096, 16
+    base, far = world.mine.ctypes.data, world.theirs.ctypes.data
+    order = np.random.default_rng(1).permutation(n)
+    rows = np.stack([base + np.arange(n) * step, np.full(n, 8), np.zeros(n, int)], 1)
+    lists = [
+        world.a.prep_xfer_dlist("NIXL_INIT_AGENT", rows, "DRAM"),
+        world.a.prep_xfer_dlist("", [tuple(row) for row in rows.tolist()], "DRAM"),
+        world.a.prep_xfer_dlist("", np.array([[base, 8, 0, step, n]]), "DRAM"),
+    ]
+    there = world.a.prep_xfer_dlist(b"B", np.array([[far, 8, 0, step, n]]), mem_type="DRAM")
+    for mine in lists:
+        world.mine[:] = 0
+        handle = world.a.make_prepped_xfer("READ", mine, order, there, np.arange(n), b"x")
+        assert "DONE" == world.run(handle)
+        pages = [side.reshape(n, step)[:, :8] for side in (world.mine, world.theirs)]
+        assert (pages[0][order] == pages[1]).all()
+        assert not world.mine.reshape(n, step)[:, 8:].any()
+        world.a.release_xfer_handle(handle)
+        world.a.release_dlist_handle(mine)
+    assert {"A": [b"x"] * 3} == world.notifs(3)
+
+
+def test_a_handle_is_posted_again_and_measured(world):
+    """Programs keep handles and post them for each step."""
+    handle = world.xfer("WRITE", notif=b"first")
+    with pytest.raises(bindings.nixlNotPostedError):
+        world.a.check_xfer_state(handle)
+    world.run(handle)
+    with pytest.raises(bindings.nixlNoTelemetryError):
+        world.b.get_xfer_telemetry(handle)
+    world.a.transfer(handle, b"second")
+    world.notifs(2)
+    world.run(handle)
+    told = world.a.get_xfer_telemetry(handle)
+
+    assert [b"first", b"second", b"second"] == world.notifs(3)["A"]
+    assert (512, 1) == (told.totalBytes, told.descCount)
+    assert told.xferDuration >= 0
+    assert "UCX" == world.a.query_xfer_backend(handle)
+    assert (0, 0, "UNKNOWN") == world.a.estimate_xfer_cost(handle)
+
+
+def test_loopback_to_itself(world):
+    """An agent that is its own remote is how some programs copy."""
+    at = world.theirs.ctypes.data
+    lists = [world.b.get_xfer_descs([(at + s, 100, 0)], "DRAM") for s in (0, 1000)]
+    handle = world.b.initialize_xfer("WRITE", *lists, "B", b"self")
+    world.b.transfer(handle)
+
+    assert {"B": [b"self"]} == world.notifs(1)
+    assert (world.theirs[:100] == world.theirs[1000:1100]).all()
+
+
+def test_partial_metadata_and_what_is_known(world):
+    """A peer that got some of the memory must not be told that it has all."""
+    extra = np.zeros(4096, np.uint8)
+    reg = world.b.register_memory([(extra.ctypes.data, 4096, 0, "")], "DRAM")
+    descs = world.a.get_xfer_descs([(extra.ctypes.data, 16, 0)], "DRAM")
+
+    assert world.a.check_remote_metadata("B")
+    assert not world.a.check_remote_metadata("B", descs)
+    assert b"B" == world.a.add_remote_agent(world.b.get_partial_agent_metadata(reg))
+    assert world.a.check_remote_metadata(b"B", descs)
+    assert world.a.check_remote_metadata("B", world.remote((0, 100)))
+    world.b.deregister_memory(reg)
+    with pytest.raises(bindings.nixlNotFoundError):
+        world.b.deregister_memory(reg)
+    world.a.remove_remote_agent("B")
+    assert not world.a.check_remote_metadata("B")
+
+
+def test_descriptor_lists_travel(world):
+    """Ray sends them pickled."""
+    for descs in (world.regs[0], world.remote((0, 10), (20, 10))):
+        again = world.a.deserialize_descs(world.a.get_serialized_descs(descs))
+        assert descs == again
+        assert type(descs) is type(again)
+    assert world.regs[0] == world.a.get_reg_descs(world.regs[0])
+    assert 2 == world.remote((0, 10), (20, 10)).descCount()
+
+
+@pytest.mark.parametrize("op", ["READ", "WRITE"])
+def test_release_of_an_active_transfer_ends_it(world, op):
+    """Memory that is given back while rows of it are under way is written by strangers."""
+    n = NBYTES // 8
+    rows = [np.array([[side.ctypes.data, 8, 0, 8, n]]) for side in (world.mine, world.theirs)]
+    mine = world.a.prep_xfer_dlist("", rows[0], "DRAM")
+    there = world.a.prep_xfer_dlist("B", rows[1], "DRAM")
+    which = np.random.default_rng(2).permutation(n)
+    for _ in range(5):
+        handle = world.a.make_prepped_xfer(op, mine, which, there, which[::-1])
+        world.a.transfer(handle)
+        request = world.a._requests[handle._handle]
+        world.a.release_xfer_handle(handle)
+        assert all(one.finished for one in request.transfers)
+        assert request.expectation is None or request.expectation.finished
+    world.b.deregister_memory(world.regs[1])
+
+
+def test_a_read_of_memory_that_is_gone_is_an_error(world):
+    """The owner has taken its memory back: the reader must not wait for ever, nor get old bytes."""
+    handle = world.xfer("READ", notif=b"no")
+    world.b.deregister_memory(world.regs[1])
+
+    with pytest.raises((bindings.nixlBackendError, bindings.nixlRemoteDisconnectError)):
+        world.run(handle)
+    with pytest.raises((bindings.nixlBackendError, bindings.nixlRemoteDisconnectError)):
+        world.a.check_xfer_state(handle)
+    world.a.release_xfer_handle(handle)
+    assert {} == world.b.update_notifs()
+
+
+def test_a_peer_that_left_is_an_error(world):
+    """NIXL says REMOTE_DISCONNECT; programs recompute then."""
+    handle = world.xfer("READ")
+    world.run(handle)
+    world.b.close()
+    with pytest.raises(bindings.nixlRemoteDisconnectError):
+        world.run(handle)
+    world.a.remove_remote_agent("B")
+    with pytest.raises(bindings.nixlRemoteDisconnectError):
+        world.a.transfer(handle)
+
+
+ERRORS = {
+    "NotFound: unknown agent": lambda w: w.a.prep_xfer_dlist("C", [(1, 2, 0)], "DRAM"),
+    "Mismatch: no metadata": lambda w: w.a.add_remote_agent(b"junk"),
+    "NotFound: outside": lambda w: w.xfer("READ", (NBYTES - 1, 512)),
+    "NotFound: outside there": lambda w: w.xfer("READ", theirs=(NBYTES, 512)),
+    "InvalidParam: lengths": lambda w: w.xfer("READ", (0, 100)),
+    "KeyError: operation": lambda w: w.xfer("PUT"),
+    "NotFound: unknown target": lambda w: w.a.send_notif("C", b"x"),
+    "NotFound: not met": lambda w: w.b.send_notif("A", b"x"),
+    "KeyError: backend": lambda w: w.a.get_new_notifs(["GDS"]),
+    "InvalidParam: second backend": lambda w: w.a.create_backend("UCX"),
+    "NotFound: no such backend": lambda w: w.a.create_backend("POSIX"),
+    "ValueError: strided": lambda w: w.a.prep_xfer_dlist("B", np.zeros((1, 5), int)),
+    "TypeError: no list": lambda w: w.a.register_memory([(1, 2, 3)]),
+    "NotSupported: storage": lambda w: w.a.query_memory([(0, 1, 0, "")], "UCX", "DRAM"),
+    "NotSupported: listener": lambda w: w.a.fetch_remote_metadata("B", "127.0.0.1"),
+    "NotFound: not registered so": lambda w: w.b.get_partial_agent_metadata(
+        w.b.get_reg_descs([(w.theirs.ctypes.data, 10, 0, "")], "DRAM")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_nixls(world, name):
+    """Programs catch them by type."""
+    kind = name.partition(":")[0]
+    expected = getattr(builtins, kind, None) or getattr(bindings, f"nixl{kind}Error")
+    with pytest.raises(expected):
+        ERRORS[name](world)
+
+
+def test_prepared_lists_refuse_what_nixl_refuses(world):
+    """An index that is not looked at moves another page."""
+    mine = world.a.prep_xfer_dlist("", world.local((0, 8), (8, 8)))
+    there = world.a.prep_xfer_dlist("B", world.remote((0, 8), (8, 8)))
+    for sides in ((mine, [0, 1], there, [0]), (mine, [2], there, [0]), (mine, [], there, [])):
+        with pytest.raises(bindings.nixlInvalidParamError):
+            world.a.make_prepped_xfer("READ", *sides)
+    with pytest.raises(bindings.nixlInvalidParamError):
+        world.a.make_prepped_xfer("READ", there, [0], mine, [0])
+    assert world.a.get_xfer_descs(np.zeros((2, 4)), "DRAM") is None
+    assert world.a.get_xfer_descs([(1, 2, 3)]) is None
+    assert inspect.isclass(nixl.nixl_thread_sync_t)
