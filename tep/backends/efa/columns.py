@@ -31,6 +31,8 @@ __all__ = ["Columns", "fences"]
 _ONE: Final = Struct("<HBBHHIHHI12xIIQIIQ")
 _PHASE: Final = 1
 _READ_MAX: Final = 2048
+_RUN_MIN: Final = 32  # entries of one kind that are worth being taken by themselves
+_WINDOW_MIN: Final = 64
 _SEQ_CST: Final = 5  # stdatomic.h, memory_order_seq_cst
 
 _TAKEN = ctypes.c_int()
@@ -99,6 +101,8 @@ class Columns:
     Attributes:
         batch_max: entries between two doorbells; `device_batch_max` is the device's own limit.
         more: the last poll stopped before the first entry that is not there yet.
+        kind: status and flags of all entries of the last poll, as in entries.KINDS; None = it
+            found one, or several kinds.
 
     Raises:
         BackendUnavailable: the library or the device does not offer what is needed.
@@ -126,6 +130,7 @@ class Columns:
             )
         self._nic = nic
         self.more = False
+        self.kind: int | None = None
         self._fence, self._load_fence, fence = fences(nic)
         most = max(1, min(send.max_batch or send.num_entries, send.num_entries))
         self.batch_max = self.device_batch_max = most
@@ -165,7 +170,8 @@ class Columns:
     def _map_completions(self, buffer: int, width: int, size: int, bell: int | None) -> None:
         ring = _mapped(buffer, width * size)
         self._cq = np.ndarray(size, entries.COMPLETION_ENTRY, ring, strides=(width,))
-        self._cq_flags = self._cq["flags"]
+        self._cq_kinds = np.ndarray(size, entries.KINDS, ring, strides=(width,))["kind"]
+        self._window = _WINDOW_MIN
         self._cq_bytes = ring
         self._cq_width, self._cq_size = width, size
         self._cc = 0
@@ -328,20 +334,46 @@ class Columns:
             self.more = False
             return self._cq[:0]
         most = min(room, size - at, _READ_MAX)
-        n = 1
+        n, self.kind = 1, None
         if most > 1 and flags[where + width] & _PHASE != old:
-            # Entries come in order: entry n - 1 is new, and the one at `unknown`, if any, is not.
-            n, unknown = 2, most
-            while n < unknown:
-                probe = min(2 * n, (n + unknown) // 2) if unknown == most else (n + unknown) // 2
-                if flags[where + probe * width] & _PHASE != old:
-                    n = probe + 1
-                else:
-                    unknown = probe
-        self.more = n == most
+            n = self._run(at, most)
+            if n < _RUN_MIN and n < most and flags[where + n * width] & _PHASE != old:
+                self.kind = None
+                n = self._new(where, most, old)
+        self.more = n == most or flags[where + n * width] & _PHASE != old
         self._load_fence()
         self._cc = cc + n
         return self._cq[at : at + n]
+
+    def _run(self, at: int, most: int) -> int:
+        """How many entries from one on have its status and flags, phase bit included."""
+        window = min(most, self._window)
+        while True:
+            kinds = self._cq_kinds[at : at + window]
+            self.kind = kind = int(kinds[0])
+            others = kinds != kind
+            n = int(others.argmax())
+            if others[n]:
+                break
+            n = window
+            if n == most:
+                break
+            window = min(most, 4 * window)
+        self._window = max(_WINDOW_MIN, 2 * n)
+        return n
+
+    def _new(self, where: int, most: int, old: int) -> int:
+        """How many entries are new; of those before the first that is not."""
+        flags, width = self._cq_bytes, self._cq_width
+        # The device writes them in order: entry n - 1 is new, that at `unknown`, if any, is not.
+        n, unknown = 2, most
+        while n < unknown:
+            probe = min(2 * n, (n + unknown) // 2) if unknown == most else (n + unknown) // 2
+            if flags[where + probe * width] & _PHASE != old:
+                n = probe + 1
+            else:
+                unknown = probe
+        return n
 
     def _ask_wake(self) -> None:
         """Tell the device how far the queue was read, and to wake us at the next completion."""

@@ -265,6 +265,8 @@ class Queue(completions.Queue):
         self.full = self._way.more
         if n == 1:
             filled = self._take_entry(found[0].item(), out, filled)
+        elif self._way.kind is not None:
+            filled = self._take_kind(self._way.kind, found, out, filled)
         else:
             filled = self._take_entries(found, out, filled)
         if self._box.unposted >= self._box.refill_from:

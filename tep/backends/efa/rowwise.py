@@ -47,6 +47,7 @@ class RowWise:
 
     Attributes:
         more: the last poll stopped before the queue was empty.
+        kind: None: entries may be of several kinds.
     """
 
     name: Final = "row by row, through libibverbs' calls"
@@ -54,6 +55,7 @@ class RowWise:
     def __init__(self, nic: Nic) -> None:
         self._nic = nic
         self.more = False
+        self.kind: int | None = None
         self._qp, self._cq = nic.qp, nic.cq
         self._pair, self._queue = QpEx.from_address(nic.qp), CqEx.from_address(nic.cq)
         self._start, self._complete = nic.call("wr_start"), nic.call("wr_complete")
