@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from tep.backends.base import Column
+import numpy as np
+import numpy.typing as npt
 
-__all__ = ["at", "part"]
+from tep.backends.base import Column, Row, WriteBatch
+
+__all__ = ["Rows", "at", "most", "part", "pick", "row_of", "spread"]
+
+Rows = slice | npt.NDArray[np.intp]
+"""Which rows of a batch."""
 
 
 def part(column: Column, start: int, stop: int) -> Column:
@@ -12,6 +18,36 @@ def part(column: Column, start: int, stop: int) -> Column:
     return column if isinstance(column, int) else column[start:stop]
 
 
+def pick(column: Column, rows: Rows) -> Column:
+    """Chosen rows of a column."""
+    return column if isinstance(column, int) else column[rows]
+
+
 def at(column: Column, row: int) -> int:
     """One row's value."""
     return column if isinstance(column, int) else int(column[row])
+
+
+def row_of(batch: WriteBatch, index: int) -> Row:
+    """Spell out one row; its columns are ints most often."""
+    peer, src, dst, rkey = batch.peer, batch.src, batch.dst, batch.rkey
+    nbytes, imm = batch.nbytes, batch.imm
+    return Row(
+        peer if isinstance(peer, int) else int(peer[index]),
+        src if isinstance(src, int) else int(src[index]),
+        batch.lkey,
+        dst if isinstance(dst, int) else int(dst[index]),
+        rkey if isinstance(rkey, int) else int(rkey[index]),
+        nbytes if isinstance(nbytes, int) else int(nbytes[index]),
+        imm if imm is None or isinstance(imm, int) else int(imm[index]),
+    )
+
+
+def most(column: Column) -> int:
+    """The largest value."""
+    return column if isinstance(column, int) else int(np.maximum.reduce(column))
+
+
+def spread(column: Column, n: int) -> list[int]:
+    """The values of n rows, spelled out."""
+    return [column] * n if isinstance(column, int) else column.tolist()

@@ -14,23 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, ReadBatch, ReadRow, Row, WriteBatch
+from tep.backends.columns import Rows, pick, spread
 from tep.memory import Memory
 
 __all__ = [
     "HostRegion",
     "Offsets",
-    "Rows",
     "copy_rows",
     "offsets_within",
-    "pick",
     "read_rows",
-    "row_at",
     "spell",
 ]
-
-Rows = slice | npt.NDArray[np.intp]
-"""Which rows of a batch."""
-
 
 Offsets = int | npt.NDArray[np.intp]
 """Byte offsets in a region: one for every row, or one a row."""
@@ -70,11 +64,6 @@ class HostRegion:
         return 0 <= offset <= self.nbytes - nbytes
 
 
-def pick(column: Column, rows: slice | npt.NDArray[np.intp]) -> Column:
-    """Select rows of a column; a scalar stays one."""
-    return column if isinstance(column, int) else column[rows]
-
-
 def offsets_within(column: Column, origin: int, nbytes: int, region_bytes: int) -> Offsets | None:
     """Turn addresses into offsets from `origin`; None if a row would leave the region."""
     last = region_bytes - nbytes
@@ -111,28 +100,11 @@ def _addresses(offsets: Offsets, origin: int, nrows: int) -> list[int]:
     return [origin + offset for offset in offsets.tolist()]
 
 
-def row_at(batch: WriteBatch, index: int) -> Row:
-    """Spell out one row: the usual single write, without the cost of columns."""
-    return Row._make(
-        column if column is None or isinstance(column, int) else int(column[index])
-        for column in (
-            batch.peer,
-            batch.src,
-            batch.lkey,
-            batch.dst,
-            batch.rkey,
-            batch.nbytes,
-            batch.imm,
-        )
-    )
-
-
 def spell(batch: WriteBatch, rows: Rows, nrows: int) -> map[Row]:
     """Spell out chosen rows as plain ints."""
 
     def column(value: Column) -> list[int]:
-        chosen = pick(value, rows)
-        return [chosen] * nrows if isinstance(chosen, int) else chosen.tolist()
+        return spread(pick(value, rows), nrows)
 
     imms: list[int] | list[None] = [None] * nrows if batch.imm is None else column(batch.imm)
     columns = (batch.peer, batch.src, batch.lkey, batch.dst, batch.rkey, batch.nbytes)

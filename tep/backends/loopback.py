@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
-from types import MappingProxyType
 from typing import Final
 
 from tep.backends.base import (
@@ -27,7 +26,8 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
-from tep.backends.hostcopy import HostRegion, Rows, offsets_within, pick, read_rows, row_at, spell
+from tep.backends.columns import Rows, pick, row_of
+from tep.backends.hostcopy import HostRegion, offsets_within, read_rows, spell
 from tep.backends.loopback_port import (
     NAME_BYTES_MAX,
     NICS_MAX,
@@ -37,7 +37,8 @@ from tep.backends.loopback_port import (
     engine_of,
 )
 from tep.backends.shuffle import Disorder, Entry, Message
-from tep.errors import ClosedError, UsageError
+from tep.backends.texts import closed, meaning
+from tep.errors import UsageError
 from tep.memory import Memory
 from tep.units import MiB
 
@@ -167,7 +168,7 @@ class LoopbackDomain:
     def _carry_out(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
         if nrows == 1:
             index = rows.start if isinstance(rows, slice) else int(rows[0])
-            row = row_at(batch, index)
+            row = row_of(batch, index)
             status = self._carry_row(row)
             ok = status is Status.OK
             self._finish(status, batch.ctx, row=0 if ok else index, nbytes=row.nbytes if ok else 0)
@@ -470,24 +471,12 @@ class LoopbackDomain:
 
     def _check_open(self) -> None:
         if self._state is _State.CLOSED or not (self.port.alive or self._state is _State.DOWN):
-            raise ClosedError(
-                f"{self.caps.nic}: this domain is closed, or belongs to the process that forked "
-                "this one; open the engine anew"
-            )
+            raise closed(self.caps.nic)
 
 
-_STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        Status.FLUSHED: "the domain was closed before this was carried out",
-        Status.LOCAL_KEY: "the source was deregistered, or the row reaches beyond it",
-        Status.REMOTE_KEY: "the peer's NIC has no such key: the region was deregistered, or peers "
-        "may not write (read) there, or the row carries the key of another NIC",
-        Status.REMOTE_RANGE: "the row reaches beyond the target's region",
-        Status.LENGTH: "longer than caps allow, or than the peer's receive buffer",
-        Status.UNREACHABLE: "no open engine of this process has that address",
-        Status.STALE_PEER: "the peer was opened again; exchange addresses and descriptors anew",
-        Status.NIC_DOWN: "the NIC was made to fail",
-    }
+_STATUS_TEXT: Final = meaning(
+    UNREACHABLE="no open engine of this process has that address",
+    NIC_DOWN="the NIC was made to fail",
 )
 
 

@@ -19,10 +19,11 @@ from typing import Final
 
 import numpy as np
 
+from tep.backends import forks
 from tep.backends.base import COMPLETION, Column, Kind, ReadRow, Row, Status
+from tep.backends.handing import ReceivePool, Unread
 from tep.backends.hostcopy import HostRegion, Offsets, copy_rows, offsets_within
 from tep.backends.shuffle import Entry
-from tep.backends.unread import Unread
 from tep.errors import BadDescriptor
 
 __all__ = ["NAME_BYTES_MAX", "NICS_MAX", "Hub", "Port", "check_address", "engine_of"]
@@ -63,9 +64,7 @@ class Port:
         self._lock = threading.Lock()
         self._targets: dict[int, HostRegion] = {}
         self._readable: dict[int, HostRegion] = {}
-        self._slots: list[bytearray] = []
-        self._lengths: dict[int, int] = {}
-        self._free: deque[int] = deque()
+        self._pool = ReceivePool()
         self._starved: dict[Port, None] = {}  # senders that found no free buffer
         self._sources: dict[bytes, int] = {}
         self._fenced: set[bytes] = set()
@@ -172,14 +171,14 @@ class Port:
         with self._lock:
             if not self.alive:
                 return Status.UNREACHABLE
-            if not self._free:
+            if self._pool.never_fits(len(payload)):
+                return Status.LENGTH
+            found = self._pool.take(len(payload))
+            if found is None:
                 self._starved[sender] = None
                 return None
-            if len(payload) > len(self._slots[self._free[0]]):
-                return Status.LENGTH
-            slot = self._free.popleft()
-            self._slots[slot][: len(payload)] = payload
-            self._lengths[slot] = len(payload)
+            slot, buffer = found
+            buffer[: len(payload)] = payload
         self.arrived.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
         self.waker()
         return Status.OK
@@ -223,20 +222,17 @@ class Port:
     def add_buffers(self, nbytes: int, count: int) -> None:
         """Make the pool larger."""
         with self._lock:
-            first = len(self._slots)
-            self._slots.extend(bytearray(nbytes) for _ in range(count))
-            self._free.extend(range(first, first + count))
+            self._pool.add(nbytes, count)
         self._wake_starved()
 
     def view(self, slot: int) -> memoryview:
         """The message in a buffer."""
-        return memoryview(self._slots[slot])[: self._lengths[slot]].toreadonly()
+        return self._pool.view(slot)
 
     def give_back(self, slot: int) -> None:
         """Use a buffer again."""
         with self._lock:
-            del self._lengths[slot]
-            self._free.append(slot)
+            self._pool.give_back(slot)
         self._wake_starved()
 
     def shut(self) -> None:
@@ -280,7 +276,7 @@ class Hub:
         self._by_address: weakref.WeakValueDictionary[bytes, Port] = weakref.WeakValueDictionary()
         self._latest: weakref.WeakValueDictionary[tuple[str, int], Port]
         self._latest = weakref.WeakValueDictionary()
-        _HUBS.add(self)
+        forks.hold(self)
 
     def next_epoch(self) -> int:
         """Number the next incarnation: larger than all before it on this hub."""
@@ -345,14 +341,3 @@ def check_address(address: bytes) -> None:
     nic = _ADDRESS.unpack_from(address)[3]
     if nic >= NICS_MAX or not 1 <= len(name.encode()) <= NAME_BYTES_MAX:
         raise BadDescriptor(f"loopback address: NIC {nic} of {name!r} cannot be")
-
-
-_HUBS: weakref.WeakSet[Hub] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for hub in list(_HUBS):
-        hub.orphan()
-
-
-os.register_at_fork(after_in_child=_after_fork)

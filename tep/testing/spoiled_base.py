@@ -17,7 +17,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.hostcopy import Rows
+from tep.backends.columns import Rows
 from tep.backends.loopback import Hub, LoopbackDomain
 from tep.backends.loopback_port import Port
 from tep.testing.loopback_world import LoopbackWorld

@@ -325,7 +325,7 @@ class ReusesABufferInUse(ByRow):
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         super().post_recvs(nbytes, count)
-        self.port._free.extend(range(count))
+        self.port._pool._free.extend(range(count))
 
 
 @breaks(21)

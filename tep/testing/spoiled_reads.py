@@ -15,7 +15,8 @@ from tep.backends.base import (
     ReadRow,
     Status,
 )
-from tep.backends.hostcopy import Rows, read_rows
+from tep.backends.columns import Rows
+from tep.backends.hostcopy import read_rows
 from tep.backends.loopback import Hub
 from tep.backends.loopback_port import Port
 from tep.memory import Memory

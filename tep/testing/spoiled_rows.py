@@ -15,7 +15,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.hostcopy import Rows
+from tep.backends.columns import Rows
 from tep.backends.loopback import Hub, LoopbackDomain
 from tep.backends.loopback_port import Port
 from tep.backends.shuffle import Entry

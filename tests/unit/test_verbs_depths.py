@@ -141,7 +141,7 @@ def test_a_nic_with_many_peers_that_dies_does_not_overrun_its_queue(stub):
 def test_a_queue_that_fails_takes_its_nic_down(stub, kind, sleeping):
     """Its completions are lost: who waits for them would wait for ever."""
     pair = Pair(stub)
-    stub.event(pair.b.device.async_fd, ENUMS[kind])
+    stub.event(pair.b.device.context, ENUMS[kind])
     if sleeping:
         pair.b.arm()
     pair.until(lambda: pair.ended("b", Kind.DOWN))

@@ -357,7 +357,7 @@ def test_a_fatal_event_takes_the_nic_down(stub, rig):
     """The device says that it is dead; nothing else would end what it holds."""
     stub.set(Knob.SINK, 0)
     rig.b.close()
-    stub.event(rig.a.device.async_fd, ENUMS["IBV_EVENT_DEVICE_FATAL"])
+    stub.event(rig.a.device.context, ENUMS["IBV_EVENT_DEVICE_FATAL"])
     armed = rig.a.arm()
     kinds, end_s = [], time.monotonic() + 5
     while not kinds:

@@ -139,8 +139,7 @@ def test_every_status_has_a_meaning():
     assert expected == {code: write_status(code) for code in expected}
     assert Status.LENGTH == send_status(9) == send_status(11)
     assert Status.REMOTE_RANGE == write_status(9)
-    # RC ends a read before it says so, and gives none up.
-    assert set(Status) - {Status.OK, Status.PROVIDER, Status.GIVEN_UP} == set(STATUS_TEXT)
+    assert set(Status) - {Status.OK} == set(STATUS_TEXT)
 
 
 def test_ids_keep_kind_and_object_apart():

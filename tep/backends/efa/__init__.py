@@ -5,10 +5,6 @@ README.md in this folder says how it posts, and what nobody has verified yet on 
 
 from __future__ import annotations
 
-import itertools
-import os
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
@@ -20,13 +16,13 @@ from tep.backends.efa.pairs import Sizes
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
 from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
 from tep.backends.libfabric.rules import RULES
+from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.efa import Efa, load
 from tep.memory import DmabufExport
 
 __all__ = ["EfaDomain", "facts", "open_domains", "probe"]
 
-_NUMBERS = itertools.count(1)
 _WAYS: Final = ("auto", "columns", "rows")
 
 _RULES: Final = replace(RULES["efa-direct"], provider="srd", frames_in=2048, frames_out=64)
@@ -76,23 +72,15 @@ def open_domains(
     """
     if post not in _WAYS:
         raise UsageError(f"efa: post={post!r}; there are {', '.join(_WAYS)}")
-    if peer_timeout_s <= 0:
-        raise UsageError(f"efa: peer_timeout_s={peer_timeout_s}; it must be more than 0")
+    check_timeout("efa", peer_timeout_s)
     most = _SEND - _RULES.frames_out
     if window_rows is not None and not 1 <= window_rows <= most:
         raise UsageError(f"efa: window_rows={window_rows}; rows are 1 to {most}")
-    epoch = time.time_ns() if epoch is None else epoch
-    name = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}" if name is None else name
+    name, epoch = identity(name, epoch)
     lib = load()
-    domains: list[EfaDomain] = []
-    try:
-        how = _How(post, peer_timeout_s, dmabuf, window_rows)
-        domains.extend(_open(lib, nic, epoch, how) for nic in _names(lib, nics))
-    except BaseException:
-        for domain in domains:
-            domain.close()
-        raise
-    return Opened(tuple(domains), epoch, name)
+    how = _How(post, peer_timeout_s, dmabuf, window_rows)
+    domains = all_or_none(_open(lib, nic, epoch, how) for nic in _names(lib, nics))
+    return Opened(domains, epoch, name)
 
 
 def _names(lib: Efa, nics: Sequence[str] | int | None) -> list[str]:

@@ -13,12 +13,13 @@ import contextlib
 import ctypes
 import itertools
 import os
-import select
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from tep.backends import forks
 from tep.backends.efa.pairs import CAP_READ, Sizes, link_bps, make_pair, make_queue
+from tep.backends.ibevents import Events
 from tep.errors import BackendUnavailable, FabricError
 from tep.ffi.efa import (
     CALLS,
@@ -30,8 +31,8 @@ from tep.ffi.efa import (
     QpEx,
     WqAttr,
 )
-from tep.ffi.ibverbs_device import AsyncEvent, Context, DeviceAttr
-from tep.ffi.ibverbs_structs import AhAttr, CompChannel, Mr, Qp
+from tep.ffi.ibverbs_device import Context, DeviceAttr
+from tep.ffi.ibverbs_structs import AhAttr, Mr, Qp
 from tep.ffi.ibverbs_wr import ENUMS
 
 __all__ = ["CAP_WRITE", "Endpoint", "Handle", "Nic", "Place", "Sizes", "efa_devices"]
@@ -145,8 +146,8 @@ class Nic:
         self.closed = False
         self.failure = ""
         self.qp = self.cq = 0
-        self._context = self._pd = self._channel = 0
-        self._epoll: select.epoll | None = None
+        self._context = self._pd = 0
+        self._news: Events | None = None
         self._regions: weakref.WeakSet[Handle] = weakref.WeakSet()
         self._handles: dict[bytes, list[int]] = {}  # GID: handle, its number, peers there
         self._places: dict[int, tuple[bytes, Place]] = {}  # by a peer's number
@@ -155,7 +156,7 @@ class Nic:
         self.events = 0
         self.armed = False
         self.ask_wake: Callable[[], None] = self.req_notify
-        _ALIVE.add(self)
+        forks.hold(self)
         try:
             self._open(sizes)
         except BaseException:
@@ -194,21 +195,11 @@ class Nic:
         self.qkey = int.from_bytes(os.urandom(4), "little") & 0x7FFFFFFF
         self.link_bps = link_bps(lib, self._context)
         self._pd = lib.make("ibv_alloc_pd", self._context, nic=self.name)
-        self._channel = lib.make("ibv_create_comp_channel", self._context, nic=self.name)
-        self.cq = make_queue(lib, self._context, self._channel, self.sizes.completions)
+        self._news = Events(lib, self._context)
+        self.wait_fd = self._news.fd
+        self.cq = make_queue(lib, self._context, self._news.channel, self.sizes.completions)
         self.qp = make_pair(lib, self._context, self._pd, self.cq, self.sizes, attr, self.qkey)
         self.qpn = int(Qp.from_address(self.qp).qp_num)
-        self._watch()
-
-    def _watch(self) -> None:
-        """Join the descriptors of completions and of events that are nobody's completion."""
-        self._channel_fd = int(CompChannel.from_address(self._channel).fd)
-        self._async_fd = int(Context.from_address(self._context).async_fd)
-        self._epoll = select.epoll()
-        for fd in (self._channel_fd, self._async_fd):
-            os.set_blocking(fd, False)
-            self._epoll.register(fd, select.EPOLLIN)
-        self.wait_fd = self._epoll.fileno()
         req_notify = Context.from_address(self._context).ops.req_notify_cq
         self._req_notify = ctypes.PYFUNCTYPE(_INT, _PTR, _INT)(req_notify)
 
@@ -231,6 +222,8 @@ class Nic:
         """What the inline ibv_post_recv calls."""
         pointer = Context.from_address(self._context).ops.post_recv
         return ctypes.PYFUNCTYPE(_INT, _PTR, _PTR, _PTR)(pointer)
+
+    strerror = staticmethod(os.strerror)
 
     # --- what `FabricDomain` asks of a NIC
 
@@ -362,27 +355,13 @@ class Nic:
 
     def take_events(self) -> bool:
         """Take what woke us off both descriptors; True if a completion did."""
-        assert self._epoll is not None
-        woken = False
-        for fd, _ in self._epoll.poll(0):
-            if fd == self._channel_fd:
-                cq, context = ctypes.c_void_p(), ctypes.c_void_p()
-                pointers = (ctypes.byref(cq), ctypes.byref(context))
-                if not self.lib.ask("ibv_get_cq_event", self._channel, *pointers):
-                    self.events += 1
-                    woken = True
-            elif fd == self._async_fd:
-                self._take_async()
-        return woken
-
-    def _take_async(self) -> None:
-        event = AsyncEvent()
-        if self.lib.ask("ibv_get_async_event", self._context, ctypes.byref(event)):
-            return
-        kind = int(event.event_type)
-        self.lib.do("ibv_ack_async_event", ctypes.byref(event))
-        if kind in _FATAL:
-            self.lose(f"event {kind}: {_FATAL[kind]}")
+        assert self._news is not None
+        woken = self._news.take_completions()
+        self.events += woken
+        for kind, _ in self._news.take_device():
+            if kind in _FATAL:
+                self.lose(f"event {kind}: {_FATAL[kind]}")
+        return woken > 0
 
     # --- ends
 
@@ -404,7 +383,7 @@ class Nic:
 
     def close(self) -> None:
         """Close everything, in order. Idempotent."""
-        _ALIVE.discard(self)
+        forks.release(self)
         if self.closed:
             return
         self.closed = True
@@ -413,14 +392,16 @@ class Nic:
             region.close()
         for ah, _, _ in self._handles.values():
             self.end("ibv_destroy_ah", ah)
-        if self._epoll is not None:
-            self._epoll.close()
+        channel = 0
+        if self._news is not None:
+            channel = self._news.channel
+            self._news.epoll.close()
         if self.cq:
             if self.events:
                 self.lib.do("ibv_ack_cq_events", self.cq, self.events)
             self.end("ibv_destroy_cq", self.cq)
         for name, pointer in (
-            ("ibv_destroy_comp_channel", self._channel),
+            ("ibv_destroy_comp_channel", channel),
             ("ibv_dealloc_pd", self._pd),
             ("ibv_close_device", self._context),
         ):
@@ -433,18 +414,8 @@ class Nic:
         self.qp = self.cq = 0
         for region in self._regions:
             region.pointer = 0
-        if self._epoll is not None:
-            self._epoll.close()
+        if self._news is not None:
+            self._news.epoll.close()
 
 
 _INT, _PTR = ctypes.c_int, ctypes.c_void_p
-_ALIVE: weakref.WeakSet[Nic] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for nic in list(_ALIVE):
-        nic.orphan()
-    _ALIVE.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

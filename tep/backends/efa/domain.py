@@ -14,7 +14,6 @@ from tep.backends.base import (
     DomainCaps,
     DomainKey,
     ReadBatch,
-    Status,
     WriteBatch,
 )
 from tep.backends.columns import part
@@ -29,7 +28,6 @@ from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.slots import Ticket
-from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.errors import BackendUnavailable, FabricError
 from tep.units import MiB
 
@@ -209,15 +207,6 @@ class EfaDomain(HardwareDomain):
         if not self._polls % _LOOK_EVERY and not self._device.closed:
             self._device.read_event()
         return super().poll(out)
-
-    def status_text(self, status: int) -> str:
-        if status == Status.NIC_DOWN and self._device.failure:
-            return f"the NIC is lost; whether the row landed is unknown; {self._device.failure}"
-        own = self._texts.get(status, "")
-        if status == Status.UNREACHABLE:
-            own = self._peers.complaint or self._peers.refusal or own
-        usual = STATUS_TEXT.get(status, "")
-        return f"{usual}; {own}" if usual and own else usual or own
 
 
 def _no_call(*_: object) -> int:

@@ -11,9 +11,8 @@ has failed is decided there, for both. The way that entries take is `RowWise` or
 
 from __future__ import annotations
 
-import mmap
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -35,7 +34,7 @@ from tep.backends.libfabric import completions, mailbox, regions
 from tep.backends.libfabric.objects import CqError
 from tep.backends.libfabric.slots import Ticket
 from tep.ffi.ibverbs_wr import ENUMS
-from tep.memory import DmabufExport, Memory, adapt, exported
+from tep.memory import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:
     from tep.backends.efa.columns import Columns
@@ -133,22 +132,13 @@ class Mailbox(mailbox.Mailbox):
     ) -> None:
         self._device = nic
         self._way = way
-        self._frame_bytes = -(-frame_bytes // 64) * 64
-        self._receives = receives
         self._first = first
-        count = receives + sends
-        # An anonymous mapping: pages that no message has touched cost nothing until registered.
-        self._bytes = mmap.mmap(-1, count * self._frame_bytes)
-        memory = adapt(self._bytes)
+        memory = self._map(frame_bytes, receives, sends)
         handle = nic.register(memory.ptr, memory.nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
         self._lkey = handle.lkey
         self.region = regions.Region(handle, memory, DomainKey(0, 0, 0), handle.lkey, target=False)
-        self._view = memoryview(self._bytes)
-        self._buffers = memory.ptr
         self._contexts = first * STEP
-        self._end = self._contexts + count * STEP
-        self._owner: list[Peer | None] = [None] * count
-        self._free = list(range(receives, count))
+        self._end = self._contexts + (receives + sends) * STEP
         self.idle: list[int] = list(range(receives))
         self._spent: list[Numbers] = []
         self.unposted = receives
@@ -179,27 +169,11 @@ class Mailbox(mailbox.Mailbox):
         """Post nothing any more: the queue pair is closed."""
         self._started = False
 
-    def send(self, peer: Peer, _endpoint: Endpoint, frame: bytes) -> bool:
-        if not self._free or peer.sends >= mailbox.OUT_PER_PEER:
-            return False
-        assert len(frame) <= self._frame_bytes, (len(frame), self._frame_bytes)
-        index = self._free[-1]
-        at = index * self._frame_bytes
-        self._view[at : at + len(frame)] = frame
+    def _post(self, peer: Peer, _endpoint: Endpoint, index: int, nbytes: int) -> bool:
         number = self._first + index - self._receives
-        place = self._device.place(peer.number)
-        self._way.send(number, place, self._buffers + at, len(frame), self._lkey)
-        self._free.pop()
-        self._owner[index] = peer
-        peer.sends += 1
+        at = self._buffers + index * self._frame_bytes
+        self._way.send(number, self._device.place(peer.number), at, nbytes, self._lkey)
         return True
-
-    def received(self, context: int, nbytes: int, take: Callable[[memoryview], None]) -> None:
-        index = (context - self._contexts) // STEP
-        at = index * self._frame_bytes
-        with self._view[at : at + nbytes] as view:
-            take(view)
-        self.give_back(index)
 
     def give_back(self, index: int) -> None:
         """A receive has been used; refill() posts it again, with others."""
@@ -210,10 +184,6 @@ class Mailbox(mailbox.Mailbox):
         """Receives have been used by immediates."""
         self._spent.append(indices.copy())
         self.unposted += len(indices)
-
-    def dropped(self, context: int) -> None:
-        self.give_back((context - self._contexts) // STEP)
-        self.refill()
 
     def receive_context(self, number: int) -> int:
         """The context of a receive, from its request id."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
+from tep.backends.columns import spread
 from tep.backends.efa.device import Nic, Place
 from tep.backends.efa.entries import COMPLETION_ENTRY, HAS_IMM, OP_READ, OP_WRITE
 from tep.ffi.efa import CqEx, QpEx
@@ -101,8 +102,8 @@ class RowWise:
         op: int = OP_WRITE,
     ) -> None:
         """Post n writes to one peer, one key, or reads; columns are ints or have n rows."""
-        columns = [_spread(column, n) for column in (src, dst, nbytes)]
-        imms = [None] * n if imm is None else _spread(imm, n)
+        columns = [spread(column, n) for column in (src, dst, nbytes)]
+        imms = [None] * n if imm is None else spread(imm, n)
         self._start(self._qp)
         numbers = ids.tolist()
         for number, at, to, length, one in zip(numbers, *columns, imms, strict=True):
@@ -208,10 +209,6 @@ class RowWise:
 
     def close(self) -> None:
         """Nothing is kept."""
-
-
-def _spread(column: Column, n: int) -> list[int]:
-    return [column] * n if isinstance(column, int) else column.tolist()
 
 
 def _swapped(imm: int) -> int:

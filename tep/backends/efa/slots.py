@@ -110,12 +110,7 @@ class Slots(slots.Slots):
         self._cursor = last
         self._clear -= taken
         ticket.slots = cast("list[int]", range(first, last))
-        if isinstance(nbytes, int):
-            ticket.each = nbytes
-            total = taken * nbytes
-        else:
-            ticket.nbytes = total = int(nbytes.sum())
-        self._owner[first:last] = self._issue(ticket, taken, total)
+        self._owner[first:last] = self._issue(ticket, taken, nbytes)
         return taken
 
     def _look_ahead(self, n: int) -> tuple[int, int]:
@@ -151,7 +146,6 @@ class Slots(slots.Slots):
         self._cursor = number + 1
         self._clear -= 1
         ticket.slots = [number]
-        ticket.each = nbytes
         self._owners[number] = self._issue(ticket, 1, nbytes)
         return 1
 

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,6 +19,7 @@ from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.rules import RULES, Rules, SoftwareRules
 from tep.backends.libfabric.software.domain import SoftwareDomain
 from tep.backends.libfabric.software.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
+from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric import Libfabric, load
@@ -30,8 +28,6 @@ from tep.memory import DmabufExport
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
 
 FabricDomain = HardwareDomain | SoftwareDomain
-
-_NUMBERS = itertools.count(1)
 
 
 class _How(NamedTuple):
@@ -91,20 +87,18 @@ def open_domains(
     rules = RULES.get(provider)
     if rules is None:
         raise UsageError(f"libfabric: provider={provider!r}; tep drives: {', '.join(RULES)}")
-    if peer_timeout_s <= 0:
-        raise UsageError(f"libfabric: peer_timeout_s={peer_timeout_s}; it must be more than 0")
+    check_timeout("libfabric", peer_timeout_s)
     if (cuda or same_host_shm) and isinstance(rules, SoftwareRules):
         raise UsageError(f"libfabric: cuda and same_host_shm are for EFA, not for {provider!r}")
     rules = _adjusted(rules, window_rows, window_bytes)
     wants = rules.delivery_complete if delivery_complete is None else delivery_complete
     how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm, sleeps)
-    epoch = time.time_ns() if epoch is None else epoch
-    name = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}" if name is None else name
+    name, epoch = identity(name, epoch)
     with keep_signals():
-        return Opened(tuple(_open_all(how, nics, epoch)), epoch, name)
+        return Opened(_open_all(how, nics, epoch), epoch, name)
 
 
-def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> list[FabricDomain]:
+def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[FabricDomain, ...]:
     lib = load()
     rules = how.rules
     if isinstance(rules, SoftwareRules) and rules.by_pid:
@@ -113,24 +107,22 @@ def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> list[F
         sweep_shm()
         unlink_own_shm_at_exit()
     offers = find_offers(lib, rules, nics, cuda=how.cuda)
-    domains: list[FabricDomain] = []
     try:
-        while offers:
-            offer = offers.pop(0)
-            try:
-                domains.append(_open(lib, offer, epoch, how))
-            except (FabricError, OSError) as error:  # OSError: no descriptor for a timer
-                raise BackendUnavailable(
-                    f"libfabric: NIC {offer.nic!r} of provider {rules.provider!r} cannot be opened",
-                    ((offer.nic, str(error)),),
-                ) from error
-    except BaseException:
-        for domain in domains:
-            domain.close()
+        return all_or_none(_open_next(lib, offers, epoch, how) for _ in range(len(offers)))
+    finally:
         for offer in offers:
             lib.freeinfo(offer.info)
-        raise
-    return domains
+
+
+def _open_next(lib: Libfabric, offers: list[Offer], epoch: int, how: _How) -> FabricDomain:
+    offer = offers.pop(0)
+    try:
+        return _open(lib, offer, epoch, how)
+    except (FabricError, OSError) as error:  # OSError: no descriptor for a timer
+        raise BackendUnavailable(
+            f"libfabric: NIC {offer.nic!r} of provider {how.rules.provider!r} cannot be opened",
+            ((offer.nic, str(error)),),
+        ) from error
 
 
 def _adjusted(rules: Rules, window_rows: int | None, window_bytes: int | None) -> Rules:

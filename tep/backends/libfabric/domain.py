@@ -24,6 +24,7 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
+from tep.backends.handing import Unread, hand_out
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.address import NicAddress, engine_of
 from tep.backends.libfabric.book import Book
@@ -37,14 +38,14 @@ from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.slots import Slots, Ticket
-from tep.backends.libfabric.texts import STATUS_TEXT
 from tep.backends.sleeper import Sleeper
-from tep.backends.unread import Unread
-from tep.errors import ClosedError
+from tep.backends.texts import closed, meaning, says
 from tep.ffi import libfabric as fi
 from tep.memory import DmabufExport, Memory
 
 __all__ = ["FabricDomain"]
+
+_USUALLY: Final = meaning()
 
 _LOOK_S: Final = 0.05  # between two looks at deadlines, while something is outstanding
 
@@ -310,11 +311,8 @@ class FabricDomain(Generic[PeerT]):
         self._queue.drain(self._done, self._take_rest)
 
     def _hand_out(self, out: Completions) -> int:
-        done, filled = self._done, 0
-        while done and filled < len(out):
-            out[filled] = done.popleft()
-            filled += 1
-        if not done:
+        filled, _, _ = hand_out(self._done, out, 0)
+        if not self._done:
             self._rows.said()
         return filled
 
@@ -435,11 +433,10 @@ class FabricDomain(Generic[PeerT]):
     def status_text(self, status: int) -> str:
         own = self._texts.get(status, "")
         if status == Status.PROVIDER and self._rows.refusal:
-            own = f"fi_writemsg: {self._nic.lib.strerror(self._rows.refusal)}; {own}"
+            own = says(f"a post was refused: {self._nic.strerror(self._rows.refusal)}", own)
         if status == Status.UNREACHABLE:
             own = self._peers.complaint or self._peers.refusal or own
-        usual = STATUS_TEXT.get(status, "")
-        return f"{usual}; {own}" if usual and own else usual or own
+        return says(_USUALLY.get(status, ""), own)
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         """Not needed: there is a descriptor, or caps.wakes is False."""
@@ -468,10 +465,7 @@ class FabricDomain(Generic[PeerT]):
 
     def _check_open(self) -> None:
         if self._closed or self._nic.closed:
-            raise ClosedError(
-                f"{self.caps.nic}: this domain is closed, or belongs to the process that forked "
-                "this one; open the engine anew"
-            )
+            raise closed(self.caps.nic)
 
     def close(self) -> None:
         if self._closed:

@@ -19,7 +19,7 @@ from tep.backends.libfabric.objects import Endpoint, Nic
 from tep.backends.libfabric.regions import Region, mr_attr
 from tep.ffi import libfabric as fi
 from tep.ffi.check import check
-from tep.memory import adapt
+from tep.memory import Memory, adapt
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
@@ -64,25 +64,17 @@ class Mailbox:
 
     def __init__(self, nic: Nic, frame_bytes: int, rules: Rules) -> None:
         self._nic = nic
-        self._frame_bytes = -(-frame_bytes // 64) * 64
-        self._receives = rules.frames_in
         self._flags = fi.ready(fi.FI_MORE if rules.more else 0), fi.ready(0)
-        count = self._receives + rules.frames_out
-        # An anonymous mapping: pages that no frame has touched cost nothing.
-        self._bytes = mmap.mmap(-1, count * (self._frame_bytes + _SLOT_BYTES))
-        memory = adapt(self._bytes)
+        memory = self._map(frame_bytes, rules.frames_in, rules.frames_out, _SLOT_BYTES)
+        count = len(self._owner)
         attr, flags, kept = mr_attr(memory, target=False, receives=True)
         attr.requested_key = (1 << 62) - 1  # no region's: those are random numbers with a counter
         handle = nic.register(attr, flags)
         del kept
         self._desc = int(handle.contents().mem_desc or 0)
         self.region = Region(handle, memory, DomainKey(0, 0, 0), self._desc, target=False)
-        self._view = memoryview(self._bytes)
-        self._buffers = memory.ptr
         self._contexts = memory.ptr + count * self._frame_bytes
         self._end = self._contexts + count * _SLOT_BYTES
-        self._owner: list[Peer | None] = [None] * count
-        self._free = list(range(self._receives, count))
         self._main: Endpoint | None = None
         # One receive, spelled out once: it is posted again whenever an immediate has taken it.
         records = self._records = np.zeros(self._receives, _RECORD)
@@ -95,6 +87,20 @@ class Mailbox:
         records["context"] = self._contexts + _SLOT_BYTES * np.arange(self._receives)
         self.idle: list[Any] = list(map(fi.ready, (at + np.uint64(_MSG_AT)).tolist()))
         self.receive = dict(zip(records["context"].tolist(), self.idle, strict=True))
+
+    def _map(self, frame_bytes: int, receives: int, sends: int, beside: int = 0) -> Memory:
+        """Make the buffers, and `beside` bytes for each behind them."""
+        self._frame_bytes = -(-frame_bytes // 64) * 64
+        self._receives = receives
+        count = receives + sends
+        # An anonymous mapping: pages that no frame has touched cost nothing until registered.
+        self._bytes = mmap.mmap(-1, count * (self._frame_bytes + beside))
+        memory = adapt(self._bytes)
+        self._view = memoryview(self._bytes)
+        self._buffers = memory.ptr
+        self._owner: list[Peer | None] = [None] * count
+        self._free = list(range(receives, count))
+        return memory
 
     def start(self, endpoint: Endpoint) -> None:
         """Post the receive buffers; frames arrive at this endpoint from now on."""
@@ -143,18 +149,21 @@ class Mailbox:
         index = self._free[-1]
         at = index * self._frame_bytes
         self._view[at : at + len(frame)] = frame
-        context = self._contexts + index * _SLOT_BYTES
-        rc = endpoint.send(
-            endpoint.address, self._buffers + at, len(frame), self._desc, peer.number, context
-        )
-        if rc == -fi.FI_EAGAIN:
+        if not self._post(peer, endpoint, index, len(frame)):
             return False
-        if rc:
-            raise OSError(-rc, "fi_send")
         self._free.pop()
         self._owner[index] = peer
         peer.sends += 1
         return True
+
+    def _post(self, peer: Peer, endpoint: Endpoint, index: int, nbytes: int) -> bool:
+        """Post the frame in one buffer; False = the queue is full."""
+        at = self._buffers + index * self._frame_bytes
+        context = self._contexts + index * _SLOT_BYTES
+        rc = endpoint.send(endpoint.address, at, nbytes, self._desc, peer.number, context)
+        if rc and rc != -fi.FI_EAGAIN:
+            raise OSError(-rc, "fi_send")
+        return rc == 0
 
     def sent(self, context: int) -> Any:
         """Take a send's buffer back; return the Peer it went to. None = it was reclaimed before."""
@@ -179,11 +188,15 @@ class Mailbox:
         at = index * self._frame_bytes
         with self._view[at : at + nbytes] as view:
             take(view)
-        self.idle.append(self.receive[context])
+        self.give_back(index)
+
+    def give_back(self, index: int) -> None:
+        """A receive has been used; refill() posts it again."""
+        self.idle.append(self.receive[self._contexts + index * _SLOT_BYTES])
 
     def dropped(self, context: int) -> None:
         """Post a receive buffer again whose receive failed."""
-        self.idle.append(self.receive[context])
+        self.give_back((context - self._contexts) // _SLOT_BYTES)
         self.refill()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from tep.backends.base import Entry, Kind, Status
+from tep.backends.handing import ReceivePool
 from tep.backends.libfabric import frames
 
 if TYPE_CHECKING:
@@ -172,29 +173,23 @@ class Inbox:
     def __init__(self, me: bytes, done: deque[Entry]) -> None:
         self._me = me
         self._done = done
-        self._slots: list[bytearray] = []
-        self._lengths: dict[int, int] = {}
-        self._free: deque[int] = deque()
-        self._longest = 0
+        self._pool = ReceivePool()
         self._starved: deque[tuple[Peer, int]] = deque()
 
     def add(self, peers: Peers[Any], nbytes: int, count: int) -> None:
         """Add buffers to the pool."""
-        first = len(self._slots)
-        self._slots += [bytearray(nbytes) for _ in range(count)]
-        self._longest = max(self._longest, nbytes)
-        self._free.extend(range(first, first + count))
+        self._pool.add(nbytes, count)
         for _ in range(count):
             self._feed(peers)
 
     def take_data(self, peers: Peers[Any], peer: Peer, frame: frames.Data) -> None:
         """A message comes in: keep it and acknowledge, or say what hinders."""
         nbytes = len(frame.payload)
-        if self._slots and nbytes > self._longest:
+        if self._pool.never_fits(nbytes):
             peers.say(peer, frames.Ack(self._me, frame.number, Status.LENGTH))
             return
-        slot = next((slot for slot in self._free if len(self._slots[slot]) >= nbytes), None)
-        if slot is None:
+        found = self._pool.take(nbytes)
+        if found is None:
             known = (peer, frame.number) in self._starved
             if known or len(self._starved) < _STARVED_MAX:
                 if not known:
@@ -203,21 +198,19 @@ class Inbox:
             else:
                 peers.say(peer, frames.Ack(self._me, frame.number, Status.RNR))
             return
-        self._free.remove(slot)
-        self._slots[slot][:nbytes] = frame.payload
-        self._lengths[slot] = nbytes
+        slot, buffer = found
+        buffer[:nbytes] = frame.payload
         self._done.append((_RECV, _OK, 1, 0, 0, slot, nbytes))
         peers.say(peer, frames.Ack(self._me, frame.number, Status.OK))
 
     def view(self, slot: int) -> memoryview:
         """The bytes of a received message."""
-        return memoryview(self._slots[slot])[: self._lengths[slot]]
+        return self._pool.view(slot)
 
     def give_back(self, peers: Peers[Any], slot: int) -> None:
         """A buffer is free again."""
-        if self._lengths.pop(slot, None) is not None:
-            self._free.append(slot)
-            self._feed(peers)
+        self._pool.give_back(slot)
+        self._feed(peers)
 
     def drop(self, peer: Peer) -> None:
         """A peer is over: nobody waits there any more."""

@@ -16,6 +16,7 @@ import weakref
 from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p, cast
 from typing import Any, Final, NamedTuple
 
+from tep.backends import forks
 from tep.ffi import libfabric as fi
 from tep.ffi.check import check
 from tep.ffi.libfabric_attrs import fi_av_attr, fi_cq_attr, fi_eq_attr
@@ -183,6 +184,7 @@ class Nic:
         event_queue: bool = False,
     ) -> None:
         self.lib = lib
+        self.strerror = lib.strerror
         self.info = info
         self.name = name
         self._open: list[_Handle] = []  # in order of opening
@@ -191,7 +193,7 @@ class Nic:
         self.wait_fd: int | None = None
         self.closed = False
         self.failure = ""
-        _ALIVE.add(self)
+        forks.hold(self)
         try:
             self._open_all(cq_entries, wait_fd, event_queue=event_queue)
         except BaseException:
@@ -378,7 +380,7 @@ class Nic:
 
     def close(self) -> None:
         """Close regions, endpoints, address vector, queues, domain, fabric. Idempotent."""
-        _ALIVE.discard(self)
+        forks.release(self)
         self.closed = True
         for region in list(self._regions):
             region.close()
@@ -399,15 +401,3 @@ class Nic:
         self._open.clear()
         self._endpoints.clear()
         self.info = None
-
-
-_ALIVE: weakref.WeakSet[Nic] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for nic in list(_ALIVE):
-        nic.orphan()
-    _ALIVE.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from tep.backends.base import Access, Column, DomainKey, Status
+from tep.backends.columns import most
 from tep.backends.libfabric.objects import Nic
 from tep.errors import FabricError
 from tep.ffi import libfabric as fi
@@ -114,10 +115,12 @@ class Regions:
             del kept
         mr = handle.contents()
         key = DomainKey(number ^ _LOCAL, int(mr.key), memory.ptr if self._virtual else 0)
-        region = Region(handle, memory, key, int(mr.mem_desc or 0), target)
-        self.by_lkey[key.lkey] = region
-        if target:
-            self.by_rkey[key.rkey] = region
+        return self._keep(Region(handle, memory, key, int(mr.mem_desc or 0), target))
+
+    def _keep(self, region: Region) -> Region:
+        self.by_lkey[region.key.lkey] = region
+        if region.target:
+            self.by_rkey[region.key.rkey] = region
         return region
 
     def remove(self, key: DomainKey) -> Region | None:
@@ -198,8 +201,7 @@ def mr_attr(
 def bounds(column: Column, nbytes: Column) -> tuple[int, int]:
     """First byte and end of rows; as Python ints, which do not wrap."""
     if isinstance(column, int):
-        longest = nbytes if isinstance(nbytes, int) else int(nbytes.max())
-        return column, column + longest
+        return column, column + most(nbytes)
     if isinstance(nbytes, int):
         return int(column.min()), int(column.max()) + nbytes
     ends = column.astype(np.uint64) + nbytes.astype(np.uint64)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Generic
 
 from tep.backends.base import DomainCaps, Entry, Kind, Row, Status, WriteBatch
-from tep.backends.columns import at
+from tep.backends.columns import at, most, row_of
 from tep.backends.libfabric.peer import Peer, PeerT, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions
@@ -134,7 +134,7 @@ class Rows(Generic[PeerT]):
         nbytes = batch.nbytes
         if not region.holds(batch.src, nbytes):
             return False
-        if (nbytes if isinstance(nbytes, int) else int(nbytes.max())) > self._longest:
+        if most(nbytes) > self._longest:
             return False
         if len(self._checked) >= _CHECKED_MAX:
             self._checked.clear()
@@ -309,7 +309,7 @@ class Rows(Generic[PeerT]):
         """A peer is READY: post its held rows as far as they go."""
         while peer.held and peer.state is State.READY:
             batch, index, _ = peer.held[0]
-            row = next(batch.rows(index, index + 1))
+            row = row_of(batch, index)
             status = self._verdict(peer, row)
             if status is not Status.OK:
                 self.fail(batch.ctx, index, status)
@@ -322,7 +322,7 @@ class Rows(Generic[PeerT]):
         """End the rows that have waited too long for a peer's word: it is there, or a lease."""
         while peer.held:
             batch, index, due_s = peer.held[0]
-            rkey = batch.rkey if isinstance(batch.rkey, int) else int(batch.rkey[index])
+            rkey = at(batch.rkey, index)
             if due_s > now_s or (peer.state is State.READY and self._granted(peer, rkey)):
                 return
             self.fail(batch.ctx, index, Status.UNREACHABLE)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import WriteBatch
+from tep.backends.base import Column, WriteBatch
 from tep.backends.columns import part
 from tep.ffi import libfabric as fi
 
@@ -235,12 +235,8 @@ class Slots:
         if n:
             slots = (contexts[:n] - self._base) >> 6
             ticket.slots = slots
-            if isinstance(nbytes, int):
-                ticket.each = nbytes
-                total = n * nbytes
-            else:
-                ticket.nbytes = total = int(src_len[:n].sum())
-            self._owner[slots] = self._issue(ticket, n, total)
+            lengths = nbytes if isinstance(nbytes, int) else src_len[:n]
+            self._owner[slots] = self._issue(ticket, n, lengths)
             self._top -= n
         return n
 
@@ -276,12 +272,18 @@ class Slots:
             self.unended = None
         slot = (context - self._base) >> 6
         ticket.slots = [slot]
-        ticket.each = nbytes
         self._owners[slot] = self._issue(ticket, 1, nbytes)
         self._top -= 1
         return 1
 
-    def _issue(self, ticket: Ticket, rows: int, nbytes: int) -> int:
+    def _issue(self, ticket: Ticket, rows: int, nbytes: Column) -> int:
+        """Count rows that were posted; `nbytes` of each. Return their ticket's number."""
+        if isinstance(nbytes, int):
+            ticket.each = nbytes
+            self.nbytes += rows * nbytes
+        else:
+            ticket.nbytes = int(nbytes.sum())
+            self.nbytes += ticket.nbytes
         ticket.number = number = self._next
         self._next += 1
         self.tickets[number] = ticket
@@ -289,7 +291,6 @@ class Slots:
         ticket.peer.open += rows
         ticket.region.open += 1
         self.open += rows
-        self.nbytes += nbytes
         return number
 
     def oldest_due(self) -> dict[Any, float]:

@@ -23,12 +23,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import logging
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Final
 
@@ -42,6 +40,7 @@ from tep.backends.local.domain import LocalDomain
 from tep.backends.local.libc import allow_any_tracer, why
 from tep.backends.local.memory import alloc_shared
 from tep.backends.local.rings import MESSAGE_BYTES_MAX
+from tep.backends.opening import all_or_none, identity
 from tep.errors import BackendUnavailable, UsageError
 
 __all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe"]
@@ -60,8 +59,6 @@ _OPENED_TO_TRACERS: Final = (
 )
 
 _log = logging.getLogger("tep")
-_OPENED: Final = itertools.count(1)
-_last_epoch = 0
 
 
 def open_domains(
@@ -89,7 +86,7 @@ def open_domains(
         UsageError: an impossible number or name.
         BackendUnavailable: not Linux, or the kernel refuses memory, sockets or descriptors.
     """
-    name = f"local-{os.getpid()}-{next(_OPENED)}" if name is None else name
+    name, epoch = identity(name, None)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"local: nics={nics}; 1 to {_NICS_MAX} are possible")
     if sq_depth < 1:
@@ -99,19 +96,12 @@ def open_domains(
     _check_system()
     if allow_tracer and _yama_scope() == _CHILDREN_ONLY:
         _open_to_tracers()
-    epoch = _next_epoch()
-    domains: list[LocalDomain] = []
-    try:
-        for nic in range(nics):
-            address = Address(
-                nic, os.getpid(), process_start(), epoch, host_digest(), os.urandom(16)
-            )
-            domains.append(LocalDomain(address, _caps(f"{name}/{nic}", sq_depth)))
-    except BackendUnavailable:
-        for domain in domains:
-            domain.close()
-        raise
-    return Opened(tuple(domains), epoch, name, CallersTurn(spin_s))
+    host = os.getpid(), process_start(), epoch, host_digest()
+    domains = all_or_none(
+        LocalDomain(Address(nic, *host, os.urandom(16)), _caps(f"{name}/{nic}", sq_depth))
+        for nic in range(nics)
+    )
+    return Opened(domains, epoch, name, CallersTurn(spin_s))
 
 
 def _caps(nic: str, sq_depth: int) -> DomainCaps:
@@ -128,13 +118,6 @@ def _caps(nic: str, sq_depth: int) -> DomainCaps:
         control_bytes=CONTROL_BYTES_MAX,
         reads=sq_depth,
     )
-
-
-def _next_epoch() -> int:
-    """The time, in ns: later incarnations have larger epochs, also in another process."""
-    global _last_epoch
-    _last_epoch = max(time.time_ns(), _last_epoch + 1)
-    return _last_epoch
 
 
 def _check_system() -> None:

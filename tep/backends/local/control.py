@@ -12,9 +12,9 @@ from collections import deque
 from typing import Final
 
 from tep.backends.base import Entry, Kind, Status
+from tep.backends.handing import Unread
 from tep.backends.local import channel
 from tep.backends.local.outbound import Outbound, Way
-from tep.backends.unread import Unread
 
 __all__ = ["CONTROL_BYTES_MAX", "ControlMessages"]
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
+from tep.backends.columns import spread
 from tep.backends.hostcopy import HostRegion, Offsets, copy_rows
 from tep.backends.local.libc import IOV_MAX, errno_of, read_remote, row_caller, write_remote
 
@@ -130,7 +131,7 @@ class Mover:
             here, there = _offsets(src, source.origin), _offsets(dst, target.base)
             self._copy_rows((source, here), (target.mapped, there), nbytes, n)
         else:
-            for row in zip(_ints(src, n), _ints(dst, n), nbytes.tolist()):
+            for row in zip(spread(src, n), spread(dst, n), nbytes.tolist()):
                 self.move_row(pid, target, *row)
         return []
 
@@ -204,10 +205,6 @@ def _offsets(column: Column, origin: int) -> int | npt.NDArray[np.intp]:
     if isinstance(column, int):
         return column - origin
     return (column - np.uint64(origin)).astype(np.intp)
-
-
-def _ints(column: Column, n: int) -> list[int]:
-    return [column] * n if isinstance(column, int) else column.tolist()
 
 
 def extent(nbytes: Column, n: int) -> tuple[int, int]:

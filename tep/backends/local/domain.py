@@ -10,13 +10,13 @@ import contextlib
 import os
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
 import numpy as np
 
+from tep.backends import forks
 from tep.backends.base import (
     COMPLETION,
     COMPLETION_BYTES,
@@ -31,6 +31,7 @@ from tep.backends.base import (
     put_completion,
 )
 from tep.backends.checks import check_memory
+from tep.backends.handing import ReceivePool, hand_out
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address, engine_of
 from tep.backends.local.libc import why
@@ -38,7 +39,8 @@ from tep.backends.local.port import ASLEEP, Inbound, Port
 from tep.backends.local.rings import EVENTS, NONSENSE, LaneReader, new_fence
 from tep.backends.local.sender import HELPING_BYTES, Sender
 from tep.backends.local.watches import Watches
-from tep.errors import BackendUnavailable, ClosedError
+from tep.backends.texts import closed, meaning, says
+from tep.errors import BackendUnavailable
 from tep.memory import Memory
 
 __all__ = ["LocalDomain"]
@@ -49,15 +51,13 @@ _LOOKS: Final = 16
 _HALF: Final = EVENTS // 2  # see LaneReader.wanted()
 _IMM_MASK: Final = 2**32 - 1
 _SCALAR_MAX: Final = 8  # events up to which a loop is cheaper than numpy's first microseconds
-_WRITE, _IMM, _SENT, _RECV = int(Kind.WRITE), int(Kind.IMM), int(Kind.SENT), int(Kind.RECV)
-_READ: Final = int(Kind.READ)
+_IMM, _RECV = int(Kind.IMM), int(Kind.RECV)
 _OK: Final = int(Status.OK)
 
 
 class _State(Enum):
     OPEN = auto()
     CLOSED = auto()
-    FORKED = auto()  # in a child: the NIC is the parent's
 
 
 _OPEN: Final = _State.OPEN  # looking it up in its class takes 0.1 us
@@ -95,12 +95,10 @@ class LocalDomain:
         self._polls = 0
         self._lkey = 0
         self._waker: Callable[[], None] = _wake_nobody
-        self._buffers: list[bytearray] = []
-        self._lengths: dict[int, int] = {}
-        self._free: deque[int] = deque()
+        self._pool = ReceivePool()
         halves = self._sender, self._port, self._watches, self._bell
         self._finalize = weakref.finalize(self, _let_go, caps.nic, *halves)
-        _DOMAINS.add(self)
+        forks.hold(self)
 
     # --- memory and peers
 
@@ -177,17 +175,14 @@ class LocalDomain:
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()
-        first = len(self._buffers)
-        self._buffers.extend(bytearray(nbytes) for _ in range(count))
-        self._free.extend(range(first, first + count))
+        self._pool.add(nbytes, count)
         self._feed()
 
     def recv_view(self, slot: int) -> memoryview:
-        return memoryview(self._buffers[slot])[: self._lengths[slot]].toreadonly()
+        return self._pool.view(slot)
 
     def recv_done(self, slot: int) -> None:
-        del self._lengths[slot]
-        self._free.append(slot)
+        self._pool.give_back(slot)
         self._feed()
 
     def _feed(self) -> None:
@@ -229,15 +224,9 @@ class LocalDomain:
         return at
 
     def _hand_out(self, out: Completions) -> int:
-        done, at, room = self._sender.done, 0, len(out)
-        while done and at < room:
-            entry = done.popleft()
-            put_completion(out, at * COMPLETION_BYTES, *entry)
-            at += 1
-            if entry[0] == _WRITE:
-                self._sender.open_rows -= entry[2]
-            elif entry[0] == _READ:
-                self._sender.reads.open_rows -= entry[2]
+        at, rows, reads = hand_out(self._sender.done, out, 0)
+        self._sender.open_rows -= rows
+        self._sender.reads.open_rows -= reads
         return at
 
     def _collect(self, out: Completions, at: int) -> int:
@@ -282,14 +271,13 @@ class LocalDomain:
         assert lane is not None
         room = len(out)
         while at < room and (nbytes := self._next_message(inbound, lane)) is not None:
-            slot = next((k for k in self._free if len(self._buffers[k]) >= nbytes), None)
-            if slot is not None:
-                self._free.remove(slot)
-                lane.take_message(nbytes, self._buffers[slot], _OK)
-                self._lengths[slot] = nbytes
+            found = self._pool.take(nbytes)
+            if found is not None:
+                slot, buffer = found
+                lane.take_message(nbytes, buffer, _OK)
                 put_completion(out, at * COMPLETION_BYTES, _RECV, _OK, 1, 0, 0, slot, nbytes)
                 at += 1
-            elif self._buffers and nbytes > max(map(len, self._buffers)):
+            elif self._pool.never_fits(nbytes):
                 lane.take_message(nbytes, None, int(Status.LENGTH))
                 if lane.wanted():
                     _ring(inbound.bell)
@@ -308,10 +296,8 @@ class LocalDomain:
         return nbytes
 
     def status_text(self, status: int) -> str:
-        text = _STATUS_TEXT.get(status, "")
-        if status in {Status.PROVIDER, Status.UNREACHABLE} and self._sender.why:
-            return f"{self._sender.why}; {text}"
-        return text
+        failed = status in {Status.PROVIDER, Status.UNREACHABLE}
+        return says(self._sender.why if failed else "", _STATUS_TEXT.get(status, ""))
 
     # --- sleeping
 
@@ -365,16 +351,16 @@ class LocalDomain:
 
     def die(self) -> None:
         """Vanish as a killed process does: no completion is handed out, nobody is told."""
-        if self._state is _OPEN:
-            self._orphan(_State.CLOSED)
-
-    def _orphan(self, state: _State) -> None:
-        self._state = state
+        if self._state is not _OPEN:
+            return
+        self._state = _State.CLOSED
         self._finalize.detach()
         self._sender.abandon()
         self._sender.done.clear()
         self._port.abandon()
         self._let_go()
+
+    orphan = die  # in a forked child the NIC is the parent's
 
     def _let_go(self) -> None:
         self._sources.clear()
@@ -383,31 +369,21 @@ class LocalDomain:
         os.close(self._bell)
 
     def _check_open(self) -> None:
-        if self._state is _State.CLOSED:
-            raise ClosedError(f"{self.caps.nic}: this NIC is closed; open the engine anew")
-        if self._state is _State.FORKED:
-            raise ClosedError(
-                f"{self.caps.nic}: this NIC belongs to the process that forked this one; open "
-                "an engine in the child"
-            )
+        if self._state is not _OPEN:
+            raise closed(self.caps.nic)
 
 
 _BLANK_IMM: Final = np.array((_IMM, _OK, 1, 0, 0, 0, 0), COMPLETION)
 
-_STATUS_TEXT: Final = {
-    int(Status.FLUSHED): "the NIC was closed before this was carried out",
-    int(Status.LOCAL_KEY): "the memory here was deregistered, or the row reaches beyond it, or is "
-    "read into memory that reads may not write",
-    int(Status.REMOTE_KEY): "the peer's NIC has no such key: the region was deregistered, or peers "
-    "may not write (read) there, or the row carries the key of another NIC",
-    int(Status.REMOTE_RANGE): "the row reaches beyond the peer's region",
-    int(Status.LENGTH): "longer than caps allow, or than any of the peer's receive buffers",
-    int(Status.UNREACHABLE): "the peer is gone, or in another network namespace (container)",
-    int(Status.PROVIDER): "the kernel does not let this process reach the peer's memory: run "
-    "both as one user, in one pid namespace, with kernel.yama.ptrace_scope 0, or 1 and "
-    "allow_tracer left on at the peer (containers: --cap-add=SYS_PTRACE); or register memory of "
-    "tep.alloc_shared(), which needs no more than the same user, or root",
-}
+_STATUS_TEXT: Final = meaning(
+    LOCAL_KEY="the memory here was deregistered, or the row reaches beyond it, or is read into "
+    "memory that reads may not write",
+    UNREACHABLE="the peer is gone, or in another network namespace (container)",
+    PROVIDER="the kernel does not let this process reach the peer's memory: run both as one "
+    "user, in one pid namespace, with kernel.yama.ptrace_scope 0, or 1 and allow_tracer left on at "
+    "the peer (containers: --cap-add=SYS_PTRACE); or register memory of tep.alloc_shared(), which "
+    "needs no more than the same user, or root",
+)
 
 
 def _new_watches() -> tuple[Watches, int]:
@@ -444,15 +420,3 @@ def _let_go(nic: str, sender: Sender, port: Port, watches: Watches, bell: int) -
     watches.close()
     os.close(bell)
     warnings.warn(f"{nic} was dropped without close()", ResourceWarning, stacklevel=2)
-
-
-_DOMAINS: Final[weakref.WeakSet[LocalDomain]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for domain in list(_DOMAINS):
-        if domain._state is _OPEN:
-            domain._orphan(_State.FORKED)
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -15,16 +15,13 @@ ordering, PFC and ECN.
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
-import socket
-import time
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
 
 from tep.backends.base import Opened
+from tep.backends.opening import identity
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.domain import VerbsDomain
 from tep.backends.verbs.selection import choose_count, survey
@@ -37,7 +34,6 @@ from tep.nics import choose, gpu_paths
 
 __all__ = ["Settings", "facts", "open_domains", "probe"]
 
-_NAMES: Final = itertools.count(1)
 _NICS_MAX: Final = 64
 _PEER_MEMORY: Final = Path("/sys/module/nvidia_peermem")
 
@@ -79,9 +75,7 @@ def open_domains(
     chosen = Settings(**settings)
     lib = load(library)
     names = _names(lib, nics, chosen)
-    host = socket.gethostname()
-    name = name if name is not None else f"{host}-{os.getpid()}-{next(_NAMES)}"
-    epoch = time.time_ns() if epoch is None else epoch
+    name, epoch = identity(name, epoch)
     cuda = dmabuf_export is not None or _PEER_MEMORY.exists()
     domains: list[VerbsDomain] = []
     with contextlib.ExitStack() as undo:

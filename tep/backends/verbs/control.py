@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Entry, Status
 from tep.backends.base import Kind as Completed
-from tep.backends.unread import Unread
+from tep.backends.handing import Unread
 from tep.backends.verbs.handshake import Hello, Kind
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import os
 from pathlib import Path
 from socket import ntohs
 from typing import Final
@@ -20,7 +19,7 @@ from tep.backends.verbs.handshake import control_bytes
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.ibverbs import DataPath, Library, fail
-from tep.ffi.ibverbs_device import Context, DeviceAttr, Gid, GidEntry, PortAttr
+from tep.ffi.ibverbs_device import DeviceAttr, Gid, GidEntry, PortAttr
 from tep.ffi.ibverbs_structs import AhAttr, Mr, QpInitAttrEx
 from tep.ffi.ibverbs_wr import ENUMS
 
@@ -83,8 +82,6 @@ class Device:
         self.wqe_bytes = _WQE_BYTES if self._create_ex else _WQE_BYTES_PLAIN
         self.inline_max = 0
         self.data = DataPath(self.context)
-        self.async_fd = int(Context.from_address(self.context).async_fd)
-        os.set_blocking(self.async_fd, False)
 
     def _read(self) -> None:
         lib, port = self.lib, self.settings.port

@@ -8,9 +8,7 @@ and the end.
 from __future__ import annotations
 
 import logging
-import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
@@ -19,8 +17,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from tep.backends import forks
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.backends.checks import check_memory
+from tep.backends.handing import hand_out
+from tep.backends.texts import closed, says
 from tep.backends.verbs.address import engine_of
 from tep.backends.verbs.conns import Conn
 from tep.backends.verbs.depths import peer_bytes
@@ -29,7 +30,6 @@ from tep.backends.verbs.limits import RKEY_MAX, Limits
 from tep.backends.verbs.parts import Parts
 from tep.backends.verbs.poller import POLL_MAX
 from tep.backends.verbs.status import STATUS_TEXT
-from tep.errors import ClosedError
 from tep.ffi.ibverbs_wr import ENUMS
 from tep.memory import DmabufExport, Memory
 
@@ -110,7 +110,7 @@ class VerbsDomain:
         self._messages, self._datagrams = parts.messages, parts.datagrams
         self._writer, self._poller, self._peers = parts.writer, parts.poller, parts.peers
         self._posting, self._up = self._peers.posting, self._peers.up
-        _OPEN.add(self)
+        forks.hold(self)
 
     # --- memory and peers
 
@@ -276,20 +276,15 @@ class VerbsDomain:
             self._go_down()
 
     def _hand_out(self, out: Completions, filled: int) -> int:
-        ready, room = self._ready, len(out)
-        while ready and filled < room:
-            entry = ready.popleft()
-            out[filled] = entry
-            filled += 1
-            if entry[0] == _WRITE:
-                self._credits += entry[2]
+        filled, rows, _ = hand_out(self._ready, out, filled)
+        self._credits += rows
         return filled
 
     def status_text(self, status: int) -> str:
         said = self._poller.said.get(status, "")
         if status == Status.PROVIDER:
             said = said or self._writer.refusal or self._peers.trouble
-        return "; ".join(part for part in (said, STATUS_TEXT.get(Status(status), "")) if part)
+        return says(said, STATUS_TEXT.get(status, ""))
 
     # --- waking
 
@@ -327,7 +322,7 @@ class VerbsDomain:
         return True
 
     def _look_at_events(self) -> None:
-        for kind, element in self._wakeup.device_events():
+        for kind, element in self._wakeup.take_device():
             if kind == _FATAL:
                 self.device.dead = True
                 self.fail_device("the device reported a fatal error (IBV_EVENT_DEVICE_FATAL)")
@@ -425,10 +420,7 @@ class VerbsDomain:
 
     def _check_open(self) -> None:
         if self._state is _State.CLOSED:
-            raise ClosedError(
-                f"{self.caps.nic}: this domain is closed, or belongs to the process that forked "
-                "this one; open the engine anew"
-            )
+            raise closed(self.caps.nic)
 
     def orphan(self) -> None:
         """In a forked child: touch nothing that the parent's NIC uses, now or later."""
@@ -438,14 +430,3 @@ class VerbsDomain:
 
 def _wake_nobody() -> None:
     """Wake nobody: the waker until one is set."""
-
-
-_OPEN: Final[weakref.WeakSet[VerbsDomain]] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-    for domain in list(_OPEN):
-        domain.orphan()
-
-
-os.register_at_fork(after_in_child=_after_fork)

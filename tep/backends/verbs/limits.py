@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, Status, WriteBatch
+from tep.backends.columns import most
 
 __all__ = ["LOOSE_MAX", "RKEY_MAX", "Limits"]
 
@@ -44,11 +45,11 @@ class Limits:
 
     def lengths_fit(self, nbytes: Column) -> bool:
         """Whether no row is too long."""
-        return _max(nbytes) <= self._write_bytes_max
+        return most(nbytes) <= self._write_bytes_max
 
     def keys_fit(self, rkey: Column) -> bool:
         """Whether every key fits into a request."""
-        return _max(rkey) <= RKEY_MAX
+        return most(rkey) <= RKEY_MAX
 
     def why_impossible(self, batch: WriteBatch, row: int) -> Status:
         """Say why a row that cannot be posted cannot."""
@@ -74,7 +75,3 @@ class Limits:
                 self._known.clear()
             self._known.add(key)
         return True
-
-
-def _max(column: Column) -> int:
-    return column if isinstance(column, int) else int(np.maximum.reduce(column))

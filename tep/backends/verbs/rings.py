@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, Row, WriteBatch
+from tep.backends.columns import part
 from tep.backends.verbs.tags import LOOSE, NUMBER_SHIFT, RUN, tag
 from tep.ffi.ibverbs import ref
 from tep.ffi.ibverbs_wr import ENUMS, SEND_WR, SGE
@@ -135,8 +136,8 @@ class RunRing(_Ring):
         # What is the same for all rows is most often the same as last time, too, or but for keys.
         same, held = _plain(batch), self._held
         if n > self._held_n or same is None or held is None or same[2:] != held[2:]:
-            imm = batch.imm if batch.imm is None else _cut(batch.imm, start, start + n)
-            self._fill_keys(batch.lkey, _cut(batch.rkey, start, start + n), imm, n)
+            imm = batch.imm if batch.imm is None else part(batch.imm, start, start + n)
+            self._fill_keys(batch.lkey, part(batch.rkey, start, start + n), imm, n)
             self._fill_lengths(batch.nbytes, start, n)
             self._held, self._held_n = same, n
         elif same != held:
@@ -185,8 +186,8 @@ class LooseRing(_Ring):
             imm if imm is None else _frozen(imm, start, n),
         )
         if keys != self._keys:
-            imm = imm if imm is None else _cut(imm, start, start + n)
-            self._fill_keys(batch.lkey, _cut(rkey, start, start + n), imm, n)
+            imm = imm if imm is None else part(imm, start, start + n)
+            self._fill_keys(batch.lkey, part(rkey, start, start + n), imm, n)
             self._keys = keys
         lengths = (n, _frozen(nbytes, start, n))
         if lengths != self._lengths:
@@ -244,9 +245,9 @@ class FanRing(_Ring):
         src, dst, nbytes, rkey, imm = batch.src, batch.dst, batch.nbytes, batch.rkey, batch.imm
         if n < batch.n:
             stop = start + n
-            src, dst = _cut(src, start, stop), _cut(dst, start, stop)
-            nbytes, rkey = _cut(nbytes, start, stop), _cut(rkey, start, stop)
-            imm = imm if imm is None else _cut(imm, start, stop)
+            src, dst = part(src, start, stop), part(dst, start, stop)
+            nbytes, rkey = part(nbytes, start, stop), part(rkey, start, stop)
+            imm = imm if imm is None else part(imm, start, stop)
         # Compared as bytes, which costs less than looking at them, or writing them again.
         lengths = nbytes if isinstance(nbytes, int) else nbytes.tobytes()
         keys = (
@@ -283,11 +284,6 @@ class FanRing(_Ring):
 
 
 _NOTHING: Final = Row(0, 0, 0, 0, 0, 0, None)
-
-
-def _cut(column: Column, start: int, stop: int) -> Column:
-    """Rows start .. stop of a column."""
-    return column if isinstance(column, int) else column[start:stop]
 
 
 def _frozen(column: Column, start: int, n: int) -> int | bytes:

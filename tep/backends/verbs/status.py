@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from tep.backends.base import Status
+from tep.backends.texts import meaning
 from tep.ffi.ibverbs_wr import ENUMS
 
 __all__ = ["STATUS_TEXT", "send_status", "write_status"]
@@ -47,22 +48,20 @@ _TOO_LONG: Final = frozenset(
 )
 
 
-STATUS_TEXT: Final[Mapping[int, str]] = MappingProxyType(
-    {
-        Status.FLUSHED: "another row to this peer failed first and took the connection with it, or "
-        "the engine was closed; the backend connects anew by itself",
-        Status.LOCAL_KEY: "the source is not registered here, or the row reaches beyond it",
-        Status.REMOTE_KEY: "the target refuses key or range: the region was deregistered, is a "
-        "source only, is shorter than the row wants, or the key is another NIC's",
-        Status.REMOTE_RANGE: "the target's NIC calls the request invalid: too long for it?",
-        Status.LENGTH: "longer than this NIC's rows may be, or than the peer's buffer",
-        Status.RNR: "the peer had no receive posted for too long: its engine is not being turned",
-        Status.UNREACHABLE: "no answer within timeout and retries: the peer or its process is "
-        "gone, or packets get lost: compare MTU, GID and PFC settings of both ends; or a failover "
-        "has fenced rows between these two NICs off",
-        Status.STALE_PEER: "the peer was opened again; exchange addresses and descriptors anew",
-        Status.NIC_DOWN: "the device reported a fatal error, or its port stayed down while another "
-        "NIC's was up; whether the row landed is unknown",
-    }
+STATUS_TEXT: Final = meaning(
+    FLUSHED="another row to this peer failed first and took the connection with it, or "
+    "the engine was closed; the backend connects anew by itself",
+    LOCAL_KEY="the source is not registered here, or the row reaches beyond it",
+    REMOTE_KEY="the target refuses key or range: the region was deregistered, is a "
+    "source only, is shorter than the row wants, or the key is another NIC's",
+    REMOTE_RANGE="the target's NIC calls the request invalid: too long for it?",
+    LENGTH="longer than this NIC's rows may be, or than the peer's buffer",
+    RNR="the peer had no receive posted for too long: its engine is not being turned",
+    UNREACHABLE="no answer within timeout and retries: the peer or its process is "
+    "gone, or packets get lost: compare MTU, GID and PFC settings of both ends; or a failover "
+    "has fenced rows between these two NICs off",
+    NIC_DOWN="the device reported a fatal error, or its port stayed down while another "
+    "NIC's was up; whether the row landed is unknown",
+    PROVIDER="",
 )
 """What each status usually means."""

@@ -18,7 +18,8 @@ from itertools import repeat, starmap
 from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Entry, Kind, Row, Status, WriteBatch
+from tep.backends.base import Entry, Kind, Status, WriteBatch
+from tep.backends.columns import row_of
 from tep.backends.verbs.conns import Conn, Run
 from tep.backends.verbs.limits import LOOSE_MAX, Limits
 from tep.backends.verbs.rings import FanRing, LooseRing, RunRing
@@ -160,7 +161,7 @@ class Writer:
         ring = self._few
         n = stop - start
         if n == 1:
-            row = _row(batch, start)
+            row = row_of(batch, start)
             flags = _INLINE if 0 < row.nbytes <= self._inline_max else _SIGNALED
             if flags == _INLINE and batch.lkey in self._not_inline:
                 flags = _SIGNALED
@@ -317,18 +318,3 @@ class Writer:
             for row, done in enumerate(found.done):
                 if not done and found.conns[row] in lost:
                     self.complete_loose(tag(LOOSE, number) + row, status)
-
-
-def _row(batch: WriteBatch, row: int) -> Row:
-    """One row of a batch; the columns are numbers most often."""
-    peer, src, dst, rkey = batch.peer, batch.src, batch.dst, batch.rkey
-    nbytes, imm = batch.nbytes, batch.imm
-    return Row(
-        peer if isinstance(peer, int) else int(peer[row]),
-        src if isinstance(src, int) else int(src[row]),
-        batch.lkey,
-        dst if isinstance(dst, int) else int(dst[row]),
-        rkey if isinstance(rkey, int) else int(rkey[row]),
-        nbytes if isinstance(nbytes, int) else int(nbytes[row]),
-        imm if imm is None or isinstance(imm, int) else int(imm[row]),
-    )

@@ -17,6 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from tep.ffi.ibverbs_device import Context
+
 __all__ = ["Knob", "Stub", "build"]
 
 _INT = ctypes.c_int
@@ -123,9 +125,9 @@ class Stub:
         short = self.lib.stub_inject_imms(qpn, count, imm, step)
         assert not short, f"fewer than {count} receives are posted"
 
-    def event(self, async_fd: int, kind: int) -> None:
-        """Let a device report an event."""
-        self.lib.stub_event(async_fd, kind)
+    def event(self, context: int, kind: int) -> None:
+        """Let the device of a context report an event."""
+        self.lib.stub_event(Context.from_address(context).async_fd, kind)
 
     def live(self) -> tuple[int, int]:
         """Queue pairs and regions that exist."""

@@ -8,6 +8,7 @@ answered, which says that it lives, and whether the key is void.
 from __future__ import annotations
 
 from tep.backends.base import Row, Status, WriteBatch
+from tep.backends.columns import at
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.regions import Region, bounds
 from tep.backends.libfabric.rows import Rows
@@ -68,7 +69,7 @@ class SoftwareRows(Rows[SoftwarePeer]):
         if peer.over:
             self.fail(ctx, row, peer.status)
             return
-        peer.lost.append((ctx, row, rkey if isinstance(rkey, int) else int(rkey[row])))
+        peer.lost.append((ctx, row, at(rkey, row)))
         self.waiting += 1
         self._checked.clear()
 

@@ -1,0 +1,52 @@
+"""What opening NICs has in common: an incarnation's name and number, and all of them or none."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import Final, TypeVar
+
+from tep.backends.base import Domain
+from tep.errors import UsageError
+
+__all__ = ["all_or_none", "check_timeout", "identity"]
+
+DomainT = TypeVar("DomainT", bound=Domain)
+
+_NUMBERS: Final = itertools.count(1)
+_last_epoch = 0
+
+
+def identity(name: str | None, epoch: int | None) -> tuple[str, int]:
+    """An incarnation's name and epoch; None = host, pid and a number, and the time in ns.
+
+    So later incarnations have larger epochs, also in another process.
+    """
+    global _last_epoch
+    if epoch is None:
+        epoch = _last_epoch = max(time.time_ns(), _last_epoch + 1)
+    if name is None:
+        name = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}"
+    return name, epoch
+
+
+def check_timeout(backend: str, peer_timeout_s: float) -> None:
+    """Refuse a timeout that cannot be, NaN too."""
+    if not peer_timeout_s > 0:
+        raise UsageError(f"{backend}: peer_timeout_s={peer_timeout_s}; it must be more than 0")
+
+
+def all_or_none(opening: Iterable[DomainT]) -> tuple[DomainT, ...]:
+    """Open NIC after NIC; if one cannot be, close those before."""
+    domains: list[DomainT] = []
+    try:
+        for domain in opening:
+            domains.append(domain)  # noqa: PERF402  # those before a failure are needed
+    except BaseException:
+        for domain in domains:
+            domain.close()
+        raise
+    return tuple(domains)
