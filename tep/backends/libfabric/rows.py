@@ -268,6 +268,14 @@ class Rows(Generic[PeerT]):
             return Status.UNREACHABLE  # who posts it has not heard of those before it
         return Status.OK
 
+    def _refused(self, peer: PeerT) -> bool | None:
+        """A peer takes nothing; False = it is busy, None = hold the row.
+
+        Nothing of it is in flight, so nothing would tell when to offer it again: does it live?
+        """
+        self._peers.doubt(peer, time.monotonic())
+        return None
+
     def _granted(self, peer: PeerT, rkey: int) -> bool:  # noqa: ARG002  # see software/
         """Whether rows under a key may be posted; False = asked for, and not known yet."""
         return True
@@ -295,9 +303,7 @@ class Rows(Generic[PeerT]):
             return True
         if peer.open:
             return False
-        # Nothing of it is in flight, so nothing would tell when to offer it again: does it live?
-        self._peers.doubt(peer, time.monotonic())
-        return None
+        return self._refused(peer)
 
     def fail(self, ctx: int, row: int, status: Status) -> None:
         """End a row here."""

@@ -22,6 +22,11 @@ class SoftwarePeers(Peers[SoftwarePeer]):
     _record = SoftwarePeer
     _rules: SoftwareRules
 
+    @property
+    def by_pid(self) -> bool:
+        """Whether peers' processes say if they live."""
+        return self._rules.by_pid
+
     def endpoint(self, peer: SoftwarePeer) -> Endpoint:
         if peer.endpoint is None:
             own = self._rules.endpoint_per_peer

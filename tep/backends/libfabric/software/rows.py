@@ -14,12 +14,15 @@ from tep.backends.libfabric.regions import Region, bounds
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.slots import Ticket
 from tep.backends.libfabric.software.peer import SoftwarePeer
+from tep.backends.libfabric.software.peers import SoftwarePeers
 
 __all__ = ["SoftwareRows"]
 
 
 class SoftwareRows(Rows[SoftwarePeer]):
     """The rows of one NIC that have been accepted and have not ended."""
+
+    _peers: SoftwarePeers
 
     # --- leases
 
@@ -60,6 +63,11 @@ class SoftwareRows(Rows[SoftwarePeer]):
             self._peers.say(peer, frames.Ask(self._peers.me, rkey))
             self._stir(peer)
         return peer.leases.get(rkey) is not None
+
+    def _refused(self, peer: SoftwarePeer) -> bool | None:
+        # Small rows on shared memory are done before the peer has taken them out of its queue. If
+        # that is full, it is busy: whether it lives, its process says, and the engine asks again.
+        return False if self._peers.by_pid else super()._refused(peer)
 
     # --- rows that came back failed
 
