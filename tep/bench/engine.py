@@ -7,6 +7,7 @@ completions, counts.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Final
@@ -33,28 +34,43 @@ def engine_figures(rounds: int = 40) -> Iterator[Figure]:
     for npages, aim in ((256, None), (1024, 100.0), (16384, 25.0)):
         for nics in (1, 2, 4):
             yield _paged(npages, nics, rounds, distinct=False, aim=aim)
+    for npages, aim in ((256, 60.0), (1024, 25.0), (16384, 10.0)):
+        for nics in (1, 2, 4):
+            yield _paged(npages, nics, rounds, distinct=False, aim=aim, prepared=True)
     for nics in (1, 2, 4):
         yield _paged(16384, nics, rounds, distinct=True, aim=90.0)
     for nics in (1, 2, 4):
-        yield from _single(nics, rounds * 50)
+        for prepared in (False, True):
+            yield from _single(nics, rounds * 50, prepared=prepared)
     for nics in (1, 2, 4):
-        yield _scatter(nics, rounds * 25)
+        for prepared in (False, True):
+            yield _scatter(nics, rounds * 25, prepared=prepared)
 
 
 def _engine(name: str, domains: list[NullDomain], ring: list[Machine]) -> TransferEngine:
     return TransferEngine(domains, driver=InlineDriver(ring), name=name, epoch=1)
 
 
-def _paged(npages: int, nics: int, rounds: int, *, distinct: bool, aim: float | None) -> Figure:
-    """Nanoseconds a page, both ends, the page lists given as plain arrays."""
+def _paged(
+    npages: int,
+    nics: int,
+    rounds: int,
+    *,
+    distinct: bool,
+    aim: float | None,
+    prepared: bool = False,
+) -> Figure:
+    """Nanoseconds a page, both ends, the page lists given as plain arrays, or prepared."""
     ring: list[Machine] = []
     here, there = null_pair(nics)
     a, b = _engine("a", here, ring), _engine("b", there, ring)
-    mr, _ = a.reg_mr(null_memory(npages * PAGE_BYTES))
-    _, desc = b.reg_mr(null_memory(npages * PAGE_BYTES))
+    mr, _ = a.reg_mr(null_memory((npages + 1) * PAGE_BYTES))
+    _, desc = b.reg_mr(null_memory((npages + 1) * PAGE_BYTES))
     rng = np.random.default_rng(1)
     src, dst = rng.permutation(npages), rng.permutation(npages)
     imms = np.arange(npages, dtype=np.uint32)
+    ready = a.prepare_paged_writes(PAGE_BYTES, (mr, Pages(src)), (desc, Pages(dst)))
+    moves = itertools.cycle((0, PAGE_BYTES))  # as the layers of a cache: never the offset before
 
     def one() -> int:
         nonlocal imms
@@ -62,12 +78,17 @@ def _paged(npages: int, nics: int, rounds: int, *, distinct: bool, aim: float | 
             npages
         )  # fresh values in every round, as an application would have them
         counted = b.stats().imms_counted + npages
+        offset = next(moves)
         start = time.thread_time_ns()
-        pages = ((mr, Pages(src)), (desc, Pages(dst)))
-        if distinct:
+        if prepared:
+            got = b.expect_imm_count(7, npages)
+            sent = ready.submit(7, src_offset=offset, dst_offset=offset)
+        elif distinct:
+            pages = ((mr, Pages(src)), (desc, Pages(dst)))
             got = b.expect_imm_count(int(imms[-1]), 1)
             sent = a.submit_paged_writes(PAGE_BYTES, *pages, imm=imms)
         else:
+            pages = ((mr, Pages(src)), (desc, Pages(dst)))
             got = b.expect_imm_count(7, npages)
             sent = a.submit_paged_writes(PAGE_BYTES, *pages, imm=7)
         while not (sent.finished and got.finished):
@@ -84,7 +105,7 @@ def _paged(npages: int, nics: int, rounds: int, *, distinct: bool, aim: float | 
     median, best = median_ns(one, rounds)
     kind = "another immediate on each page" if distinct else "one immediate"
     return Figure(
-        what=f"paged write, {npages} pages, {nics} NICs, {kind}, both ends",
+        what=f"{_kind(prepared)}paged write, {npages} pages, {nics} NICs, {kind}, both ends",
         value=median / npages,
         best=best / npages,
         unit="ns/page",
@@ -94,63 +115,82 @@ def _paged(npages: int, nics: int, rounds: int, *, distinct: bool, aim: float | 
     )
 
 
-def _single(nics: int, rounds: int) -> Iterator[Figure]:
-    """Microseconds of one 4 KiB write: submit to post, and write to counted immediate and back to
-    done.
+def _kind(prepared: bool) -> str:  # a word for a label
+    return "prepared " if prepared else ""
+
+
+def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
+    """Microseconds of one 4 KiB write: submit to the return of the post, the same with the poll and
+    the settling after it, and write to counted immediate and back to done.
     """
     ring: list[Machine] = []
-    here, there = null_pair(nics)
-    a, b = _engine("a", here, ring), _engine("b", there, ring)
+    wire: list[NullDomain] = []
+    here = [_Stamping(k, wire) for k in range(nics)]
+    there = [NullDomain(nics + k, wire) for k in range(nics)]
+    a, b = _engine("a", list(here), ring), _engine("b", there, ring)
     mr, _ = a.reg_mr(null_memory(1 << 30))
     _, desc = b.reg_mr(null_memory(1 << 30))
-    posting: list[int] = []
+    ready = a.prepare_single_write(PAGE_BYTES, (mr, 0), (desc, 0))
+    times: tuple[list[int], list[int], list[int]] = [], [], []
 
-    def one() -> int:
+    def one(stamped: bool) -> None:  # which of two clocks
         got = b.expect_imm_count(7, 1)
         b._machine.step()
+        for nic in here:
+            nic.stamps = stamped
         start = time.thread_time_ns()
-        sent = a.submit_single_write(PAGE_BYTES, (mr, 0), (desc, 0), imm=7)
+        if prepared:
+            sent = ready.submit(7)
+        else:
+            sent = a.submit_single_write(PAGE_BYTES, (mr, 0), (desc, 0), imm=7)
         a._machine.step()
-        posting.append(time.thread_time_ns() - start)
+        if stamped:
+            times[0].append(max(nic.last_ns for nic in here) - start)
+        else:
+            times[1].append(time.thread_time_ns() - start)
         a._machine.deliver()
         b._machine.step()
         b._machine.deliver()
         spent = time.thread_time_ns() - start
+        if not stamped:
+            times[2].append(spent)
         assert sent.ok
         assert got.ok
-        return spent
 
-    median, best = median_ns(one, rounds)
-    posting.sort()
-    yield Figure(
-        what=f"single write, {nics} NICs: submit to post (with the poll after it)",
-        value=posting[len(posting) // 2] / 1e3,
-        best=posting[0] / 1e3,
-        unit="us",
-        aim=15.0,
+    for k in range(2 * rounds):
+        one(k % 2 == 0)
+    whats = (
+        "submit to the return of the post",
+        "submit to post (with the poll after it)",
+        "write to counted immediate and back to done",
     )
-    yield Figure(
-        what=f"single write, {nics} NICs: write to counted immediate and back to done",
-        value=median / 1e3,
-        best=best / 1e3,
-        unit="us",
-        aim=35.0,
-    )
+    aims = (3.5 if prepared else 6.0, None, 8.0)
+    for spent, what, aim in zip(times, whats, aims, strict=True):
+        spent.sort()
+        yield Figure(
+            what=f"{_kind(prepared)}single write, {nics} NICs: {what}",
+            value=spent[len(spent) // 2] / 1e3,
+            best=spent[0] / 1e3,
+            unit="us",
+            aim=aim,
+        )
 
 
 class _Stamping(NullDomain):
-    """The last NIC that is posted on: takes the time at which that post ends."""
+    """A NIC that takes the time at which its last post ends, if it is told to."""
 
     last_ns = 0
+    stamps = True
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        taken = super().post(batch, start, stop)
-        self.last_ns = time.thread_time_ns()
+        taken = NullDomain.post(self, batch, start, stop)
+        if self.stamps:
+            self.last_ns = time.thread_time_ns()
         return taken
 
 
-def _scatter(nics: int, rounds: int, peers: int = 63) -> Figure:
-    """Microseconds from submit_scatter to the return of the last post, in a peer group."""
+def _scatter(nics: int, rounds: int, *, prepared: bool, peers: int = 63) -> Figure:
+    """Microseconds from the submit to the return of the last post, in a peer group."""
     ring: list[Machine] = []
     wire: list[NullDomain] = []
     last = _Stamping(0, wire)
@@ -163,10 +203,16 @@ def _scatter(nics: int, rounds: int, peers: int = 63) -> Figure:
     descs = [other.reg_mr(null_memory(1 << 20))[1] for other in others]
     group = a.add_peer_group([other.main_address for other in others])
     dsts = [ScatterDst(256, 256 * k, (desc, 0)) for k, desc in enumerate(descs)]
+    ready = a.prepare_scatter(mr, dsts, group=group)
+    moves = itertools.cycle((0, 1 << 16))  # two buffers in turns
 
     def one() -> int:
+        offset = next(moves)
         start = time.thread_time_ns()
-        sent = a.submit_scatter(mr, dsts, imm=3, group=group)
+        if prepared:
+            sent = ready.submit(3, src_offset=offset, dst_offset=offset)
+        else:
+            sent = a.submit_scatter(mr, dsts, imm=3, group=group)
         a._machine.step()
         spent = last.last_ns - start
         a._machine.deliver()
@@ -177,11 +223,12 @@ def _scatter(nics: int, rounds: int, peers: int = 63) -> Figure:
 
     median, best = median_ns(one, rounds)
     return Figure(
-        what=f"scatter to {peers} peers in a group, {nics} NICs: submit to last post",
+        what=f"{_kind(prepared)}scatter to {peers} peers in a group, {nics} NICs: "
+        "submit to last post",
         value=median / 1e3,
         best=best / 1e3,
         unit="us",
-        aim=40.0,
+        aim=8.5 if prepared else 40.0,
         reference=8.502,
         reference_source=_SCATTER,
     )

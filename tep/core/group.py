@@ -155,7 +155,18 @@ class DomainGroup:
         nlocal = len(self.domains)
         if job.n == 1 and job.routing is DEFAULT:
             lane, self._cursor = plan_row(nlocal, remote.nics, self._cursor)
-            self._enqueue(transfer, lane, 1, (job.src, job.dst, job.nbytes), job.imm, remote)
+            # As _enqueue(), without the call.
+            if remote.ways_version == self.routes.version and lane in remote.ways:
+                domain, nic, peer, rkey, shift = remote.ways[lane]
+            else:
+                domain, nic, peer, rkey, shift = self._find_way(remote, lane)
+            dst, mr = job.dst, job.mr
+            if shift:
+                dst = shifted(dst, shift)
+            assert mr is not None
+            lkey = mr.keys[domain].lkey
+            batch = WriteBatch(1, peer, job.src, lkey, dst, rkey, job.nbytes, job.imm, 0)
+            self._push(Pending(transfer, domain, batch, remote, nic))
             return
         assert isinstance(job.src, int)
         assert isinstance(job.dst, int)

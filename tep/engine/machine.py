@@ -21,12 +21,13 @@ from tep.control.channel import sooner
 from tep.core.handle import Handle
 from tep.core.path import Link
 from tep.core.quarantine import Quarantine
-from tep.core.region import MrHandle
-from tep.core.transfer import Expectation, Removal
+from tep.core.region import Job, MrHandle
+from tep.core.requests import longest_row
+from tep.core.transfer import Expectation, Removal, Transfer
 from tep.drivers import Driver
 from tep.engine import regions, report
 from tep.engine.worker import Worker
-from tep.errors import BusyError, CallbackError, ClosedError, UsageError
+from tep.errors import BadRequest, BusyError, CallbackError, ClosedError, UsageError
 from tep.waiting import note_escape, raise_escaped
 from tep.wire import NetAddr
 
@@ -94,6 +95,8 @@ class Machine:
         self.worker = Worker(
             self.address, self.domains, options, driver, self._replaced, self._report_error
         )
+        self._start = self.worker.start
+        self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         self.life, self.peers = self.worker.members, self.worker.peers
         for domain in domains:
             domain.set_waker(driver.kick)
@@ -276,10 +279,10 @@ class Machine:
         with self.driver.lock:
             others = worker.group.backlog + worker.outbox.waiting + reads
             waiting = self._rows_asked - worker.taken + others
-            waiting += sum(handle.rows - handle.reserved for handle in worker.not_taken(1))
+            waiting += _uncounted(worker)
             if waiting + rows > self._backlog_max:
                 # Count again: a submit that a signal handler interrupted counted for nothing.
-                asked = worker.not_taken(len(worker.commands))
+                asked = worker.not_taken()
                 self._rows_asked = worker.taken + sum(handle.reserved for handle in asked)
                 waiting = sum(handle.rows for handle in asked) + others
             if waiting + rows <= self._backlog_max:
@@ -289,6 +292,38 @@ class Machine:
             f"{kind}: {waiting} rows wait for NICs already, {rows} more pass the limit of "
             f"{self._backlog_max} (EngineOptions.backlog_rows_max); wait for some transfers"
         )
+
+    def submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
+        """Queue a write; what enqueue() and reserve() do, in one call."""
+        if self.closed:
+            self.check_open(f"submit ({job.kind})")
+        if job.longest > self._row_bytes_max:
+            self.check_longest(job)
+        worker, driver, rows = self.worker, self.driver, job.n
+        commands, group = worker.commands, worker.group
+        reserved = 0
+        if commands or group.backlog + worker.outbox.waiting + rows > self._backlog_max:
+            reserved = self.reserve(job.kind, rows)
+        transfer = Transfer(self, job, rows, len(self.domains), driver.now_s(), reserved)
+        if on_done is not None:
+            transfer.add_done_callback(on_done)
+        try:
+            commands.append((self._start, transfer))
+            driver.kick()
+        except BaseException:  # raised by a signal handler
+            driver.kick()
+            raise
+        if self.closed:  # meanwhile: nobody else would end this handle
+            driver.call(self.end)
+        return transfer
+
+    def check_longest(self, job: Job) -> None:
+        """Raise BadRequest if a row of a job is longer than a NIC takes."""
+        limit = self._row_bytes_max
+        if job.longest > limit and (longest := longest_row(job, len(self.domains))) > limit:
+            raise BadRequest(
+                f"{job.kind}: rows of {longest} bytes, but a NIC here takes {limit} at the most"
+            )
 
     def enqueue(
         self, command: Callable[..., None], handle: Handle, on_done: Callable[..., object] | None
@@ -329,3 +364,13 @@ class Machine:
             return self.driver.call(function)
         finally:
             self.driver.kick()
+
+
+def _uncounted(worker: Worker) -> int:
+    """Rows of the first command that waits, if reserve() has not counted them."""
+    try:
+        _, first = worker.commands[0]
+    except IndexError:  # the worker has taken it just now
+        return 0
+    taken = first in worker.open or first.finished  # and is to be cancelled
+    return 0 if taken else first.rows - first.reserved

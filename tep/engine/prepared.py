@@ -38,7 +38,6 @@ __all__ = ["Prepared", "PreparedBarrier", "PreparedPages", "PreparedScatter", "P
 _PARTS_MAX: Final = 256
 """Parts of a page list that a prepared transfer remembers; beyond it all are forgotten."""
 
-Check = Callable[[Job], None]
 Key = tuple[int, int, int, slice | None]
 
 
@@ -66,22 +65,18 @@ class Prepared:
     """
 
     __slots__ = (
-        "__weakref__", "_base", "_book", "_check", "_generation", "_last", "_leased", "_machine",
-        "_mr", "_nlocal", "_parts", "_routing", "_start", "laid_out", "submitted",
+        "__weakref__", "_base", "_book", "_generation", "_last", "_leased", "_machine",
+        "_mr", "_nlocal", "_parts", "_routing", "laid_out", "submitted",
     )  # fmt: skip
 
     verb: str
 
-    def __init__(
-        self, machine: Machine, mr: MrHandle | None, routing: Routing, check: Check
-    ) -> None:
+    def __init__(self, machine: Machine, mr: MrHandle | None, routing: Routing) -> None:
         self._machine = machine
         self._book: PeerBook = machine.peers
-        self._start: Callable[[Transfer], None] = machine.worker.start
         self._nlocal = len(machine.domains)
         self._mr = mr
         self._routing = routing
-        self._check = check
         self.submitted = self.laid_out = 0
         machine.check_open(self.verb.replace("submit", "prepare"))
         self._renew()
@@ -134,7 +129,7 @@ class Prepared:
             ClosedError, LeaseError, StaleEpoch: the engine is closed, the source region was given
                 back, the peer is being removed or has restarted, the lease is over.
         """
-        mr, machine = self._mr, self._machine
+        mr = self._mr
         if (
             self._generation != self._book.generation
             or self._leased
@@ -150,12 +145,7 @@ class Prepared:
             job = last[1]
         else:
             job = self._at(imm, src_offset, dst_offset, pages)
-        if machine.closed:
-            machine.check_open(f"submit ({job.kind})")
-        rows = job.n
-        reserved = machine.reserve(job.kind, rows)
-        transfer = Transfer(machine, job, rows, self._nlocal, machine.driver.now_s(), reserved)
-        machine.enqueue(self._start, transfer, on_done)
+        transfer = self._machine.submit(job, on_done)
         self.submitted += 1
         return transfer
 
@@ -188,7 +178,7 @@ class Prepared:
             check_source(self._mr, self._machine, self.verb)
         remotes = self._resolve()
         base = self._lay_out(remotes, None)
-        self._check(base.job)
+        self._machine.check_longest(base.job)
         each = [remotes] if isinstance(remotes, Remote) else remotes.remotes
         self._leased = any(remote.held_lease is not None for remote in each)
         self._base = base
@@ -253,10 +243,9 @@ class PreparedSingle(Prepared):
         src: tuple[MrHandle, int],
         dst: tuple[Target, int],
         routing: Routing,
-        check: Check,
     ) -> None:
         self._nbytes, self._src, self._dst = nbytes, src, dst
-        super().__init__(machine, src[0], routing, check)
+        super().__init__(machine, src[0], routing)
 
     def _resolve(self) -> Remote:
         return self._book.resolve(self._dst[0], self.verb)
@@ -300,10 +289,9 @@ class PreparedPages(Prepared):
         src: tuple[MrHandle, Pages],
         dst: tuple[Target, Pages],
         routing: Routing,
-        check: Check,
     ) -> None:
         self._page_bytes, self._src, self._dst = page_bytes, src, dst
-        super().__init__(machine, src[0], routing, check)
+        super().__init__(machine, src[0], routing)
 
     def _resolve(self) -> Remote:
         return self._book.resolve(self._dst[0], self.verb)
@@ -380,10 +368,9 @@ class PreparedScatter(Prepared):
         slices: Slices,
         group: PeerGroup | None,
         routing: Routing,
-        check: Check,
     ) -> None:
         self._slices, self._group = slices, group
-        super().__init__(machine, src, routing, check)
+        super().__init__(machine, src, routing)
 
     def _resolve(self) -> Targets:
         return self._book.targets(self._slices.descs, self._group, self.verb)
@@ -439,10 +426,9 @@ class PreparedBarrier(Prepared):
         descs: Sequence[Target],
         group: PeerGroup | None,
         routing: Routing,
-        check: Check,
     ) -> None:
         self._descs, self._group = tuple(descs), group
-        super().__init__(machine, None, routing, check)
+        super().__init__(machine, None, routing)
 
     def _resolve(self) -> Targets:
         return self._book.targets(self._descs, self._group, self.verb)

@@ -39,12 +39,11 @@ from tep.core.read_requests import (
     pair_of,
     single_read_job,
 )
-from tep.core.region import Job, MrHandle, Remote, check_source, register
+from tep.core.region import MrHandle, Remote, check_source, register
 from tep.core.requests import (
     DEFAULT,
     ImmArg,
     barrier_job,
-    longest_row,
     paged_job,
     scatter_job,
     single_job,
@@ -112,7 +111,6 @@ class TransferEngine:
         self._domains = machine.domains
         self._worker = machine.worker
         self._peers = machine.peers
-        self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         driver.start(machine)
 
     @classmethod
@@ -354,7 +352,7 @@ class TransferEngine:
             check_source(mr, self._machine, "submit_single_write")
         remote = self._peers.resolve(target, "submit_single_write")
         job = single_job(nbytes, src, remote, offset, imm, routing, len(self._domains))
-        return self._submit(job, on_done)
+        return self._machine.submit(job, on_done)
 
     def submit_paged_writes(
         self,
@@ -387,7 +385,7 @@ class TransferEngine:
         check_source(mr, self._machine, "submit_paged_writes")
         remote = self._peers.resolve(target, "submit_paged_writes")
         job = paged_job(page_bytes, src, (remote, pages), imm, routing, len(self._domains))
-        return self._submit(job, on_done)
+        return self._machine.submit(job, on_done)
 
     def add_peer_group(self, peers: Sequence[NetAddr]) -> PeerGroup:
         """Resolve and connect peers in advance, for submit_scatter and submit_barrier."""
@@ -422,7 +420,7 @@ class TransferEngine:
         slices = slices_of(dsts)
         targets = self._peers.targets(slices.descs, group, "submit_scatter")
         job = scatter_job(src, slices, targets, imm, routing, len(self._domains))
-        return self._submit(job, on_done)
+        return self._machine.submit(job, on_done)
 
     def submit_barrier(
         self,
@@ -435,7 +433,7 @@ class TransferEngine:
     ) -> Transfer:
         """Send one immediate without bytes to each target; each counts one."""
         targets = self._peers.targets(dsts, group, "submit_barrier")
-        return self._submit(barrier_job(targets, imm, routing, len(self._domains)), on_done)
+        return self._machine.submit(barrier_job(targets, imm, routing, len(self._domains)), on_done)
 
     # ------------------------------------------------------------------ reads
 
@@ -530,8 +528,7 @@ class TransferEngine:
         to these. Peers, NICs, leases and regions may come and go meanwhile: see Prepared.
         """
         _check_pair("prepare_single_write", src, dst, "offset")
-        check = self._check_longest
-        return PreparedSingle(self._machine, nbytes, src, dst, routing, check)
+        return PreparedSingle(self._machine, nbytes, src, dst, routing)
 
     def prepare_paged_writes(
         self,
@@ -547,8 +544,7 @@ class TransferEngine:
         prepared list at moving offsets; `pages=slice(a, b)` submits a part of the list.
         """
         _check_pair("prepare_paged_writes", src, dst, "pages")
-        check = self._check_longest
-        return PreparedPages(self._machine, page_bytes, src, dst, routing, check)
+        return PreparedPages(self._machine, page_bytes, src, dst, routing)
 
     def prepare_scatter(
         self,
@@ -560,8 +556,7 @@ class TransferEngine:
     ) -> Prepared:
         """Check a scatter once; offsets given to `submit` are added to those of every slice."""
         check_source(src, self._machine, "prepare_scatter")
-        slices, check = slices_of(dsts), self._check_longest
-        return PreparedScatter(self._machine, src, slices, group, routing, check)
+        return PreparedScatter(self._machine, src, slices_of(dsts), group, routing)
 
     def prepare_barrier(
         self,
@@ -571,7 +566,7 @@ class TransferEngine:
         routing: Routing = DEFAULT,
     ) -> Prepared:
         """Check a barrier once: `submit(imm)` sends it."""
-        return PreparedBarrier(self._machine, dsts, group, routing, self._check_longest)
+        return PreparedBarrier(self._machine, dsts, group, routing)
 
     # ------------------------------------------------------------------ messages
 
@@ -819,28 +814,10 @@ class TransferEngine:
 
     # ------------------------------------------------------------------ inside
 
-    def _submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        machine, nlocal, rows = self._machine, len(self._domains), job.n
-        if machine.closed:
-            machine.check_open(f"submit ({job.kind})")
-        if job.longest > self._row_bytes_max:
-            self._check_longest(job)
-        reserved = machine.reserve(job.kind, rows)
-        transfer = Transfer(machine, job, rows, nlocal, self.driver.now_s(), reserved)
-        machine.enqueue(self._worker.start, transfer, on_done)
-        return transfer
-
-    def _check_longest(self, job: Job) -> None:
-        limit = self._row_bytes_max
-        if job.longest > limit and (longest := longest_row(job, len(self._domains))) > limit:
-            raise BadRequest(
-                f"{job.kind}: rows of {longest} bytes, but a NIC here takes {limit} at the most"
-            )
-
     def _submit_read(self, job: ReadJob, on_done: Callable[[Transfer], object] | None) -> Transfer:
         machine, worker = self._machine, self._worker
         machine.check_open(f"submit ({job.kind})")
-        self._check_longest(job)
+        self._machine.check_longest(job)
         reserved = machine.reserve(job.kind, job.n, worker.group.queued_reads)
         nlocal, now_s = len(self._domains), self.driver.now_s()
         transfer = Transfer(machine, job, job.n, nlocal, now_s, reserved)

@@ -323,12 +323,12 @@ class Worker:
         asked = [handle for _, handle in tuple(self.commands)]
         return list(dict.fromkeys((*tuple(self.open), *asked)))
 
-    def not_taken(self, first: int) -> list[Handle]:
-        """The handles of the first commands, without those that were taken and are to be cancelled.
+    def not_taken(self) -> list[Handle]:
+        """The handles of all commands, without those that were taken and are to be cancelled.
 
         May be called from any thread.
         """
-        asked = dict.fromkeys(handle for _, handle in tuple(self.commands)[:first])
+        asked = dict.fromkeys(handle for _, handle in tuple(self.commands))
         return [handle for handle in asked if handle not in self.open and not handle.finished]
 
     def _take_commands(self) -> bool:

@@ -6,6 +6,7 @@ For benchmarks only. Every immediate reaches the target as an entry of its own, 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import (
+    COMPLETION_BYTES,
     Access,
     Column,
     Completions,
@@ -23,12 +25,21 @@ from tep.backends.base import (
     ReadBatch,
     Status,
     WriteBatch,
+    new_completions,
+    put_completion,
 )
 from tep.memory import Memory
 
 __all__ = ["NullDomain", "null_pair"]
 
 _COUNT_MAX: Final = 2**32 - 1
+_WRITE, _READ, _IMM, _OK = int(Kind.WRITE), int(Kind.READ), int(Kind.IMM), int(Status.OK)
+
+
+_ONE_IMM: Final = int.from_bytes(
+    bytes((_IMM, _OK, 0, 0)) + (1).to_bytes(4, sys.byteorder), sys.byteorder
+)
+"""Kind, status and count of one immediate: the first 8 bytes of an entry."""
 
 
 class NullDomain:
@@ -58,6 +69,10 @@ class NullDomain:
         self._read: deque[tuple[int, int]] = deque()
         self._imms: deque[tuple[Column, int]] = deque()
         self._scattered: deque[tuple[npt.NDArray[np.unsignedinteger], Column]] = deque()
+        self._out: Completions = new_completions(
+            0
+        )  # the last that poll() filled, and columns of it
+        self._heads = self._values = self._out["imm"]
         wire.append(self)
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
@@ -108,23 +123,27 @@ class NullDomain:
                 self._wire[peer]._imms.append((one, 1))
         while self._done and at < room:
             ctx, n = self._done.popleft()
-            out[at] = (Kind.WRITE, Status.OK, min(n, _COUNT_MAX), 0, 0, ctx, 0)
+            put_completion(
+                out, at * COMPLETION_BYTES, _WRITE, _OK, min(n, _COUNT_MAX), 0, 0, ctx, 0
+            )
             at += 1
         while self._read and at < room:
             ctx, n = self._read.popleft()
-            out[at] = (Kind.READ, Status.OK, min(n, _COUNT_MAX), 0, 0, ctx, 0)
+            count = min(n, _COUNT_MAX)
+            put_completion(out, at * COMPLETION_BYTES, _READ, _OK, count, 0, 0, ctx, 0)
             at += 1
         while self._imms and at < room:
             imm, n = self._imms.popleft()
             take = min(n, room - at)
             if take == 1:
-                out[at] = (Kind.IMM, Status.OK, 1, imm if isinstance(imm, int) else imm[0], 0, 0, 0)
+                one = imm if isinstance(imm, int) else int(imm[0])
+                put_completion(out, at * COMPLETION_BYTES, _IMM, _OK, 1, one, 0, 0, 0)
             else:
-                rows = out[at : at + take]
-                rows["kind"] = Kind.IMM
-                rows["status"] = Status.OK
-                rows["count"] = 1
-                rows["imm"] = imm if isinstance(imm, int) else imm[:take]
+                if out is not self._out:
+                    self._out, self._heads = out, out.view(np.uint64)[::4]
+                    self._values = out["imm"]
+                self._heads[at : at + take] = _ONE_IMM
+                self._values[at : at + take] = imm if isinstance(imm, int) else imm[:take]
             if take < n:
                 self._imms.appendleft((imm if isinstance(imm, int) else imm[take:], n - take))
             at += take

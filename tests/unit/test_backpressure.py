@@ -117,14 +117,14 @@ def test_a_write_that_races_with_deregister_is_refused() -> None:
     engine = own.engine
     mr, desc = engine.reg_mr(memory(64))
     _, target = engine.reg_mr(memory(64))
-    real = engine._machine.enqueue
+    real = engine._machine.submit
 
-    def late(command, handle, on_done) -> None:  # the other thread runs here
-        engine._machine.enqueue = real
+    def late(job, on_done) -> tep.Transfer:  # the other thread runs here
+        engine._machine.submit = real
         engine.deregister(mr)
-        real(command, handle, on_done)
+        return real(job, on_done)
 
-    engine._machine.enqueue = late
+    engine._machine.submit = late
     sent = engine.submit_single_write(8, (mr, 0), (target, 0))
     own.turn(2)
 
