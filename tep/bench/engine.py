@@ -74,23 +74,17 @@ def _paged(
 
     def one() -> int:
         nonlocal imms
-        imms = imms + np.uint32(
-            npages
-        )  # fresh values in every round, as an application would have them
+        imms = imms + np.uint32(npages)  # fresh values in every round, as an application has them
         counted = b.stats().imms_counted + npages
         offset = next(moves)
         start = time.thread_time_ns()
         if prepared:
             got = b.expect_imm_count(7, npages)
             sent = ready.submit(7, src_offset=offset, dst_offset=offset)
-        elif distinct:
-            pages = ((mr, Pages(src)), (desc, Pages(dst)))
-            got = b.expect_imm_count(int(imms[-1]), 1)
-            sent = a.submit_paged_writes(PAGE_BYTES, *pages, imm=imms)
         else:
             pages = ((mr, Pages(src)), (desc, Pages(dst)))
-            got = b.expect_imm_count(7, npages)
-            sent = a.submit_paged_writes(PAGE_BYTES, *pages, imm=7)
+            got = b.expect_imm_count(*((int(imms[-1]), 1) if distinct else (7, npages)))
+            sent = a.submit_paged_writes(PAGE_BYTES, *pages, imm=imms if distinct else 7)
         while not (sent.finished and got.finished):
             a._machine.step()
             b._machine.step()

@@ -219,17 +219,17 @@ class DomainGroup:
         if found is None:
             found = targets.templates[key] = self._templates(targets, *key)
         for part in found:
-            domain, rows, src, nbytes = part.domain, part.rows, job.src, job.nbytes
+            domain, rows, src = part.domain, part.rows, job.src
             if rows is not None:
-                src, nbytes = pick(src, rows), pick(nbytes, rows)
+                src = pick(src, rows)
+            nbytes, total = part.sizes(job)
             lkey = 0 if job.mr is None else job.mr.keys[domain].lkey
-            dst = part.places(job.dst)
+            dst: Column = part.places(job.dst)
+            if job.dst_shift:
+                dst = shifted(dst, job.dst_shift)
             batch = WriteBatch(part.n, part.peer, src, lkey, dst, part.rkey, nbytes, job.imm, 0)
             pending = Pending(transfer, domain, batch, part.remotes, part.nics)
-            if rows is None:
-                pending.nbytes = job.total
-            elif job.lengths and isinstance(rows, slice):
-                pending.nbytes = sum(job.lengths[rows])
+            pending.nbytes = total
             self._push(pending)
 
     def _templates(self, targets: Targets, cursor: int, pinned: int | None) -> list[Template]:

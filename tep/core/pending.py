@@ -219,8 +219,9 @@ def shifted(column: Column | None, shift: int) -> Column:
     assert column is not None
     if isinstance(column, int):
         return column + shift
-    # Unsigned arithmetic wraps, so a negative shift is the addition of its complement.
-    return column + np.uint64(shift % 2**64) if shift else column
+    # Unsigned arithmetic wraps, so a negative shift is the addition of its complement. An array of
+    # no dimension adds in half of the time that a scalar needs.
+    return np.add(column, np.array(shift % 2**64, np.uint64)) if shift else column
 
 
 def row_error(domain: Domain, pending: Pending, row: int, status: int) -> FabricError:

@@ -293,11 +293,14 @@ class Job:
         longest: no row is longer; bytes. `longest_row` is exact.
         routing: which NICs.
         split: the columns are whole writes that NICs share; `shares_of` makes their rows.
+        dst_shift: of several targets, if not split: is added to each of `dst`, bytes. A prepared
+            scatter moves so, and its column stays the one that the templates know.
     """
 
     is_read = False
     __slots__ = (
         "dst",
+        "dst_shift",
         "imm",
         "kind",
         "lengths",
@@ -324,7 +327,9 @@ class Job:
         longest: int,
         routing: Routing,
         lengths: tuple[int, ...] = (),
+        dst_shift: int = 0,
     ) -> None:
+        self.dst_shift = dst_shift
         self.kind = kind
         self.mr = mr
         self.remotes = remotes
@@ -356,8 +361,10 @@ class Template:
     """
 
     __slots__ = (
+        "_lengths",
         "_offsets",
         "_places",
+        "_sizes",
         "base",
         "domain",
         "n",
@@ -384,6 +391,8 @@ class Template:
         self.rows = rows
         self._offsets: U64 | None = None
         self._places: U64 = self.base
+        self._lengths: Column = 0
+        self._sizes: tuple[Column, int] = 0, 0
 
     def places(self, offsets: Column) -> U64:
         """The address that each row goes to, for offsets in the regions of all targets, or 0.
@@ -398,6 +407,22 @@ class Template:
             self._places = np.add(self.base, mine)
             self._offsets = offsets
         return self._places
+
+    def sizes(self, job: Job) -> tuple[Column, int]:
+        """The length of each row, and their sum; -1: it is not known.
+
+        As for places(), the same column gives the same answer.
+        """
+        lengths, rows = job.nbytes, self.rows
+        if isinstance(lengths, int):
+            return lengths, lengths * self.n
+        if rows is None:
+            return lengths, job.total
+        if lengths is not self._lengths:
+            total = sum(job.lengths[rows]) if job.lengths and isinstance(rows, slice) else -1
+            self._sizes = lengths[rows], total
+            self._lengths = lengths
+        return self._sizes
 
 
 class Places(NamedTuple):

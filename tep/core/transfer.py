@@ -384,7 +384,7 @@ class Expectation(Handle):
         sender: Link | None,
         submitted_s: float,
     ) -> None:
-        super().__init__(owner, submitted_s)
+        Handle.__init__(self, owner, submitted_s)  # super() takes 0.1 us
         self._table = table
         self.imm = imm
         self.count = count

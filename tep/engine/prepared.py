@@ -203,10 +203,11 @@ class Prepared:
         known = imm if type(imm) is int and 0 <= imm <= IMM_MAX else self._imm(imm, job.n)
         src, dst, nbytes = job.src, job.dst, job.nbytes
         src = shifted(src, src_offset) if src_offset else src
-        dst = shifted(dst, dst_offset) if dst_offset else dst
+        moves = not job.split and isinstance(job.remotes, Targets)  # by Job.dst_shift
+        dst = shifted(dst, dst_offset) if dst_offset and not moves else dst
         found = Job(
             job.kind, job.mr, job.remotes, (src, dst, nbytes), known, job.n, job.total,
-            job.longest, job.routing, job.lengths,
+            job.longest, job.routing, job.lengths, dst_offset if moves else 0,
         )  # fmt: skip
         if isinstance(known, int):
             self._last = (known, src_offset, dst_offset, pages), found

@@ -647,15 +647,17 @@ class TransferEngine:
         With a `sender` that is lost, restarted or removed it fails with PEER_LOST; counts stay.
         `watch_peer` it: who only receives learns of no death. Arrivals of others count as well.
         """
-        self._machine.check_open("expect_imm_count")
+        machine, table = self._machine, self._worker.imms
+        if machine.closed:
+            machine.check_open("expect_imm_count")
         imm = check_imm(imm)
-        count = check_int("expect_imm_count: count", count, 0, INT64_MAX)
-        table = self._worker.imms
+        if type(count) is not int or not 0 <= count <= INT64_MAX:
+            count = check_int("expect_imm_count: count", count, 0, INT64_MAX)
         table.refuse_claimed(imm)
         link = None if sender is None else self._peers.link(sender, "expect_imm_count")
-        expectation = Expectation(self._machine, table, imm, count, link, self.driver.now_s())
+        expectation = Expectation(machine, table, imm, count, link, self.driver.now_s())
         command = self._worker.expect if link is None else self._worker.expect_from
-        self._machine.enqueue(command, expectation, on_done)
+        machine.enqueue(command, expectation, on_done)
         return expectation
 
     def fail(
