@@ -184,7 +184,7 @@ class GatherSrc(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Which NICs a request uses.
+    """Which NICs a request uses, and who hears of its failure.
 
     Attributes:
         num_shards: cut a single write in exactly this many shards; None = as many as pay off.
@@ -192,17 +192,21 @@ class Routing:
             stopped.
         scatter_by: "peers": each peer's slice goes whole over one NIC. "bytes": every NIC carries a
             part of each.
+        tell_failures: if it fails or is cancelled, tell its targets which immediates do not come;
+            as EngineOptions(tell_failures=...) does for all requests.
     """
 
     num_shards: int | None = None
     domain: int | None = None
     scatter_by: Literal["peers", "bytes"] = "peers"
+    tell_failures: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_shards", "domain"):
             value = getattr(self, name)
             if value is not None:
                 _put(self, name, check_int(f"routing.{name}", value))
+        check_flag("routing.tell_failures", self.tell_failures)
         if not (isinstance(self.scatter_by, str) and self.scatter_by in {"peers", "bytes"}):
             raise BadRequest(
                 f"routing.scatter_by={shown(self.scatter_by)} is neither 'peers' nor 'bytes'"
@@ -274,6 +278,8 @@ class EngineOptions:
         commands_max: commands taken in one step, 1 or more.
         failover: remember which immediates came from where, so that a request survives a NIC that
             dies in the middle of it. Without it such a request fails.
+        tell_failures: tell peers which immediates do not come because a transfer failed or was
+            cancelled, so that their expectations fail at once.
         probe_first_s: a peer's NIC that did not answer is asked after so many seconds whether it is
             back, then after twice as long, and so on.
         probe_max_s: the longest wait between two such questions, `probe_first_s` or more, infinite:
@@ -287,6 +293,7 @@ class EngineOptions:
     poll_rows: int = 4096
     commands_max: int = 128
     failover: bool = True
+    tell_failures: bool = True
     probe_first_s: float = 1.0
     probe_max_s: float = 60.0
 
@@ -310,7 +317,8 @@ class EngineOptions:
                 f"EngineOptions: probe_max_s={self.probe_max_s} is below "
                 f"probe_first_s={self.probe_first_s}"
             )
-        _put(self, "failover", check_flag("EngineOptions: failover", self.failover))
+        for name in ("failover", "tell_failures"):
+            _put(self, name, check_flag(f"EngineOptions: {name}", getattr(self, name)))
 
 
 class CudaDevice(NamedTuple):

@@ -14,7 +14,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Final, TypeVar, cast
+from typing import Final, Protocol, TypeVar, cast
 
 from tep.backends.base import ControlDomain, Status
 from tep.control.messages import WHY_MAX, Answer, ControlMessage, decode, encode
@@ -43,6 +43,20 @@ QUEUE_MAX: Final = 16 * ANSWERS_MAX
 """Control messages that may wait for a NIC; with more of them no answer is queued."""
 
 N = TypeVar("N", bound=ControlMessage)
+
+
+class Errand(Protocol):
+    """What is due at times of its own, beside questions; see `tep.control.telling`."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether step() has something to do, now or later."""
+
+    def step(self) -> bool:
+        """Do what is due; True: there was work."""
+
+    def due_s(self) -> float | None:
+        """When step() must be called even if nothing happens; None: never."""
 
 
 class Drop(Enum):
@@ -137,6 +151,7 @@ class Channel:
         able: whether its NICs can send control messages, and the engine is not being closed.
         busy: whether a message is on its way or a question is open; else step() has nothing to do.
         dropped: control messages of peers that were dropped, by reason.
+        errand: what else step() does; None: nothing.
     """
 
     def __init__(self, group: DomainGroup, now_s: Callable[[], float]) -> None:
@@ -144,6 +159,7 @@ class Channel:
         self.able = all(domain.caps.control_bytes for domain in domains)
         self.busy = False
         self.dropped: Counter[Drop] = Counter()
+        self.errand: Errand | None = None
         self._nics = [cast("ControlDomain", domain) for domain in domains]
         self._alive = group.alive
         self._events, self._far_ends = group.events, group.far_ends
@@ -185,6 +201,17 @@ class Channel:
     def queued(self) -> int:
         """How many control messages no NIC has taken yet."""
         return len(self._queue)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a control message waits for a NIC, or is on its way."""
+        return bool(self._queue or self._out)
+
+    def say_once(self, link: Link, message: Callable[[int], ControlMessage]) -> None:
+        """Send message(number) once, over the path that comes first."""
+        delivery = _Delivery(message(next(self._numbers)), link, None)
+        delivery.paths = self._paths(delivery)[:1]
+        self._send(delivery)
 
     def say(self, link: Link, message: ControlMessage, path: tuple[int, int]) -> None:
         """Send a control message once, over one path; nobody learns whether it arrived."""
@@ -249,7 +276,9 @@ class Channel:
 
     def step(self) -> bool:
         """Post queued messages, repeat late questions; True if one was taken or has failed."""
-        work = False
+        errand, work = self.errand, False
+        if errand is not None and errand.busy:
+            work = errand.step()
         for _ in range(len(self._queue)):
             delivery = self._queue.popleft()
             work |= self._post(delivery)
@@ -262,6 +291,8 @@ class Channel:
                 work = True
                 self._again(question)
         self.busy = bool(self._queue or self._out or self._questions)
+        if errand is not None and errand.busy:
+            self.busy = True
         return work
 
     def _gone(self, back: tuple[int, bytes]) -> None:
@@ -273,7 +304,9 @@ class Channel:
 
     def due_s(self) -> float | None:
         """When step() must be called even if nothing happens; None: never."""
-        return min((q.due_s for q in self._questions.values() if q.due_s is not None), default=None)
+        asked = (q.due_s for q in self._questions.values() if q.due_s is not None)
+        errand_s = None if self.errand is None else self.errand.due_s()
+        return sooner(min(asked, default=None), errand_s)
 
     def _post(self, delivery: _Delivery) -> bool:
         try:

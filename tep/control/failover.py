@@ -15,14 +15,15 @@ other end in an error, never in a guess. Rule 5: a row is written again at most 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from tep.backends.base import Domain
+from tep.backends.base import Domain, Status
 from tep.control.channel import Channel
 from tep.control.messages import Answer, FenceOff, values_max
+from tep.core.events import DoubtsEnded
 from tep.core.group import DomainGroup, not_made_good
 from tep.core.path import Path, PathEvent
-from tep.core.pending import Loss, LostRow, Pending, Retransmission, varies
+from tep.core.pending import NEVER_LANDED, Loss, LostRow, Pending, Retransmission, varies
 from tep.core.transfer import Transfer
 from tep.errors import TepError
 
@@ -140,7 +141,7 @@ class Failover:
         for lost in loss.rows:
             imm = lost.imm
             by_imm.setdefault(_NO_IMM if imm is None else imm, []).append(lost)
-        known = self._acknowledged(loss.path, by_imm)
+        known = self.acknowledged(loss.path, by_imm)
         for imm, rows in by_imm.items():
             if imm == _NO_IMM:
                 self.rows += len(rows)
@@ -153,7 +154,7 @@ class Failover:
         self._group.losses.remove(loss)
         loss.path.losses.remove(loss)
 
-    def _acknowledged(self, path: Path, wanted: dict[int, list[LostRow]]) -> dict[int, int]:
+    def acknowledged(self, path: Path, wanted: Iterable[int]) -> dict[int, int]:
         """How many of these immediates were acknowledged on a path, less what was pruned."""
         group = self._group
         if group.acks is not None:
@@ -172,7 +173,8 @@ class Failover:
         """Settle lost rows of one immediate, `landed` of which are known to have landed."""
         sums, name = loss.path.sums, loss.path.link.addr.name
         live = [lost for lost in rows if not lost.pending.transfer.is_ending()]
-        doubt = len(rows) - len(live) + sums.doubt.pop(imm, 0)
+        older = sums.doubt.pop(imm, 0)
+        doubt = len(rows) - len(live) + older
         total = len(live) + doubt
         why: str | None = None
         if sums.sent.forgot:
@@ -189,9 +191,14 @@ class Failover:
             return
         sums.sent.add(imm, landed)
         self.rows += len(live)
-        if landed == 0:
-            self._write_again(live, live)
-        elif landed < total:
+        if older:
+            self._group.events.append(DoubtsEnded(loss.path, {imm: older if landed else 0}))
+        missing = rows if landed == 0 else live[: total - landed]
+        for lost in rows:
+            lost.pending.lose(lost.row, int(Status.OK))
+        for lost in missing:
+            lost.pending.lose(lost.row, NEVER_LANDED)
+        if missing:
             self._write_again(live, live[: total - landed])
 
     def _write_again(self, rows: list[LostRow], missing: list[LostRow]) -> None:
@@ -231,6 +238,70 @@ class Failover:
         for transfer in dict.fromkeys(lost.pending.transfer for lost in rows):
             if transfer.left == 0:
                 self._group.ended.append(transfer)
+
+    # ------------------------------------------------------------------ doubts of failed requests
+
+    def can_clear(self, path: Path) -> bool:
+        """Whether rows of failed requests are in doubt on a path, and the peer can tell."""
+        return self.able and bool(path.sums.doubt) and not (path.sums.sent.forgot or path.unclear)
+
+    @property
+    def able(self) -> bool:
+        """Whether peers can fence paths and count by sender, as far as this engine knows."""
+        return self._group.acks is not None
+
+    def clear(
+        self, path: Path, told: Callable[[str], object], lost: Callable[[str], object]
+    ) -> None:
+        """Have the peer fence a path, and say what landed of the rows in doubt, if it can.
+
+        The path has no row in flight and no lost row. Ends in told(why it cannot, or ""), or in
+        lost(why there is no answer).
+        """
+        imms: tuple[int, ...] = ()
+        if self.can_clear(path):
+            imms = tuple(sorted(path.sums.doubt)[: values_max(self._channel.control_bytes)])
+        source = self._group.domains[path.domain].address
+        path.asking = True
+        path.to(PathEvent.ASKED)
+
+        def answered(answer: Answer) -> None:
+            path.asking = False
+            if answer.why:
+                path.unclear |= bool(imms)
+                path.to(PathEvent.UNANSWERED)
+            else:
+                path.to(PathEvent.FENCED)
+                if imms and self.is_clear(path):
+                    self._clear(path, imms, answer)
+            told(answer.why)
+
+        def unanswered(why: str) -> None:
+            path.asking = False
+            path.to(PathEvent.UNANSWERED)
+            lost(why)
+
+        self._channel.ask(
+            path.link, lambda number: FenceOff(number, source, path.nic, imms), answered, unanswered
+        )
+
+    def _clear(self, path: Path, imms: tuple[int, ...], answer: Answer) -> None:
+        """Move rows in doubt that landed to the acknowledged ones, and forget the others."""
+        sums = path.sums
+        if len(answer.counts) != len(imms) or not sums.prune(answer.pruned):
+            path.unclear = True
+            return
+        known = self.acknowledged(path, imms)
+        ended = {}
+        for imm, count in zip(imms, answer.counts, strict=True):
+            landed = count - known[imm]
+            if 0 <= landed <= sums.doubt[imm]:
+                sums.sent.add(imm, landed)
+                ended[imm] = landed
+                del sums.doubt[imm]
+            else:
+                path.unclear = True
+        self._group.events.append(DoubtsEnded(path, ended))
 
     # ------------------------------------------------------------------ giving up
 

@@ -23,6 +23,7 @@ from tep.control.fencing import Fencing
 from tep.control.leases import Leases
 from tep.control.messages import Ping, Pong
 from tep.control.reopening import Reopening
+from tep.core.events import PeerHeard
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
 from tep.core.path import Link, Path
@@ -369,12 +370,18 @@ class Membership:
                 nic.down, nic.since_ns = False, now_ns
                 self._group.mark_up(peer.link, [not each.down for each in peer.nics])
                 self._emit(peer, PeerChange.NIC_BACK, "it answers again", number)
+                self._group.events.append(PeerHeard(peer.link))
             self._reopening.begin(peer.link.path(here, number))
             if not nic.down and not self._reopening.wanted(peer.link, number):
                 nic.due_ns = None
         if peer.state is PeerState.LOST and asked_ns >= peer.since_ns and not peer.is_down():
             peer.state, peer.since_ns = PeerState.ALIVE, now_ns
             self._emit(peer, PeerChange.BACK, "it answers again")
+            self._group.events.append(PeerHeard(peer.link))
+
+    def reopen(self, path: Path) -> None:
+        """Ask a peer to open a path again that it has fenced."""
+        self._reopening.begin(path)
 
     def _find(self, address: bytes) -> tuple[Link, int] | None:
         found = self._nics.get(address)

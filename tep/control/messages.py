@@ -21,18 +21,21 @@ __all__ = [
     "PRUNED_MAX",
     "REASON_MAX",
     "RUN_BYTES",
+    "SHORTFALL_BYTES",
     "WHY_MAX",
     "Answer",
     "ControlMessage",
     "Ended",
     "Failed",
     "FenceOff",
+    "Missing",
     "Ping",
     "Pong",
     "Prune",
     "Renewed",
     "Reopen",
     "Run",
+    "Shortfall",
     "decode",
     "encode",
     "given_up",
@@ -116,6 +119,42 @@ class Failed(_Control, frozen=True, array_like=True, tag=3):
     reason: Annotated[str, Meta(max_length=REASON_MAX)]
 
 
+Shortfall = tuple[
+    Imm,
+    Annotated[int, Meta(ge=1, le=PRUNED_MAX)],
+    Count,
+    Count,
+    Count,
+    Annotated[int, Meta(ge=-1, le=_U63)],
+]
+"""Consecutive immediates of requests that failed, and for each of them the same numbers: the first,
+how many immediates; how many of each were to come, how many came, how many may still come. The last
+is how many the sender's NICs have acknowledged since the beginning, whatever the request, less what
+was pruned; -1: it does not know."""
+
+SHORTFALL_BYTES: Final = 44
+"""The most bytes that one takes."""
+
+
+class Missing(_Control, frozen=True, array_like=True, tag=12):
+    """Requests of mine failed, and these immediates do not come, or not all of them.
+
+    Do not count those that came any more. `serial` is mine for this list, and stays the same when I
+    send it again, under another number. I shall not send lists with serials below `done` again.
+    `who` is my engine's name. `pruned` is the sum of my generations towards you; see `Prune`.
+    """
+
+    serial: Number
+    done: Number
+    who: Annotated[str, Meta(max_length=200)]
+    reason: Annotated[str, Meta(max_length=WHY_MAX)]
+    pruned: Number
+    imms: Annotated[tuple[Shortfall, ...], Meta(min_length=1, max_length=VALUES_MAX)]
+
+    def __post_init__(self) -> None:
+        _check_runs([(first, n) for first, n, *_ in self.imms])
+
+
 class Ping(_Control, frozen=True, array_like=True, tag=4):
     """Are you there? `number` is when this was asked, in nanoseconds of the sender's clock."""
 
@@ -171,16 +210,23 @@ class Prune(_Control, frozen=True, array_like=True, tag=11):
     runs: Annotated[tuple[Run, ...], Meta(min_length=1, max_length=VALUES_MAX)]
 
     def __post_init__(self) -> None:
-        end = total = 0
-        for first, n, _ in self.runs:
-            if first < end:
-                raise ValueError(f"run at {first} begins before the end of the last, {end}")
-            end, total = first + n, total + n
-        if end > 1 << 32 or total > PRUNED_MAX:
-            raise ValueError(f"runs of {total} immediates up to {end - 1}")
+        _check_runs([(first, n) for first, n, _ in self.runs])
 
 
-ControlMessage = FenceOff | Answer | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune
+def _check_runs(runs: list[tuple[int, int]]) -> None:
+    """Raise ValueError unless these (first, n) are in order, and not too many values."""
+    end = total = 0
+    for first, n in runs:
+        if first < end:
+            raise ValueError(f"run at {first} begins before the end of the last, {end}")
+        end, total = first + n, total + n
+    if end > 1 << 32 or total > PRUNED_MAX:
+        raise ValueError(f"runs of {total} immediates up to {end - 1}")
+
+
+ControlMessage = (
+    FenceOff | Answer | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune | Missing
+)
 
 _DECODER: Final[msgspec.msgpack.Decoder[ControlMessage]] = msgspec.msgpack.Decoder(
     ControlMessage, strict=True
@@ -201,9 +247,9 @@ def decode(data: bytes) -> ControlMessage:
         raise BadDescriptor(text) from error
 
 
-def given_up(message: Failed, more: str) -> FabricError:
+def given_up(imm: int, message: Failed | Missing, more: str) -> FabricError:
     """The error of an expectation that a peer gave up."""
-    text = f"imm {message.imm:#x}: {message.who} gave it up: {message.reason}{more}"
+    text = f"imm {imm:#x}: {message.who} gave it up: {message.reason}{more}"
     return FabricError(text, code="PEER_FAILED", peer=message.who)
 
 

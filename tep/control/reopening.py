@@ -60,11 +60,12 @@ class Reopening:
         """
         if path.is_up or path.asking or not self._is_clear(path):
             return
-        if path.state is PathState.FENCED:
+        if path.state is PathState.SUSPECT or (
+            path.state is PathState.FENCED and self._failover.can_clear(path)
+        ):
+            self._failover.clear(path, lambda why: self._is_fenced(path, why), lambda _: None)
+        elif path.state is PathState.FENCED:
             self._ask(path)
-        elif path.state is PathState.SUSPECT:
-            path.to(PathEvent.ASKED)
-            self._put(path, lambda n, at: FenceOff(n, at, path.nic, ()), self._is_fenced)
 
     def _is_clear(self, path: Path) -> bool:
         live = path.link.current and self._group.alive[path.domain]
@@ -100,9 +101,8 @@ class Reopening:
         elif path.state is PathState.REOPENING:
             path.to(PathEvent.REFUSED)
 
-    def _is_fenced(self, path: Path) -> None:
-        path.to(PathEvent.FENCED)
-        if self._is_clear(path):
+    def _is_fenced(self, path: Path, why: str) -> None:
+        if not why and self._is_clear(path) and not path.asking:
             self._ask(path)
 
     def _ask(self, path: Path) -> None:

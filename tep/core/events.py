@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tep.core.path import Link
+from tep.core.path import Link, Path
 
-__all__ = ["Event", "PathKeptShut", "PeerNicDown", "PeerRestarted"]
+__all__ = ["DoubtsEnded", "Event", "PathKeptShut", "PeerHeard", "PeerNicDown", "PeerRestarted"]
 
 
 class PeerNicDown(NamedTuple):
@@ -32,4 +32,17 @@ class PathKeptShut(NamedTuple):
     address: bytes
 
 
-Event = PeerNicDown | PeerRestarted | PathKeptShut
+class PeerHeard(NamedTuple):
+    """A peer that did not answer, or a NIC of it, does again."""
+
+    link: Link
+
+
+class DoubtsEnded(NamedTuple):
+    """Of rows in doubt of failed requests on a path, so many of each immediate had landed."""
+
+    path: Path
+    landed: dict[int, int]
+
+
+Event = PeerNicDown | PeerRestarted | PathKeptShut | PeerHeard | DoubtsEnded

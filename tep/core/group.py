@@ -22,6 +22,7 @@ from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.core.events import Event, PeerNicDown, PeerRestarted
 from tep.core.path import FarEnds, Link, Path, PathEvent, Routes
 from tep.core.pending import (
+    NO_IMM,
     Acks,
     Loss,
     LostRow,
@@ -72,9 +73,6 @@ _LOOKED_AT: Final = 64
 """Batches of a queue that are searched for rows to share, so that a search takes bounded time."""
 
 _OK: Final = int(Status.OK)
-
-_NEVER_LANDED: Final = {Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH}
-"""A row with one of these statuses has made no immediate (C11)."""
 
 
 class DomainGroup:
@@ -481,7 +479,7 @@ class DomainGroup:
         transfer = pending.transfer
         row = min(row, pending.batch.n - 1)
         remote, nic = pending.target(row)
-        pending.lose(row)
+        pending.lose(row, status)
         lost = False  # whether the path failed, and there is another one
         if status in (Status.NIC_DOWN, Status.FLUSHED) and transfer.job.mr is not None:
             transfer.job.mr.readers |= {pending.domain}
@@ -508,7 +506,7 @@ class DomainGroup:
             return True
         if status in MAY_LAND:
             self.doubt(pending, row, Status(status).name)
-        if self.acks is not None and status not in _NEVER_LANDED:
+        if self.acks is not None and status not in NO_IMM:
             self.acks.doubt(pending, row)
         transfer.failed_rows += count
         if known is None:
@@ -572,11 +570,13 @@ class DomainGroup:
     def reopen(self, path: Path) -> None:
         """Use a path again: the peer has lifted its fence."""
         path.to(PathEvent.OPENED)
+        path.unclear = False
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Remove a transfer's queued rows from the queues; return how many there were."""
         mine = []
         pending, transfer.queued = transfer.queued, None
+        transfer.keep(pending)
         while pending is not None:
             assert isinstance(pending, Pending)
             if pending.at < pending.stop:

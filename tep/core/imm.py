@@ -228,6 +228,10 @@ class ImmTable(Generic[W]):
         if have >= line[0].count:
             self._fire(want.imm, line, have)
 
+    def is_claimed(self, imm: int) -> bool:
+        """Whether on_imm claims this immediate."""
+        return any(imm in imms for imms, _ in self._claims)
+
     def refuse_claimed(self, imm: int) -> None:
         """Raise BadRequest if on_imm claims this immediate."""
         for imms, _ in self._claims:
@@ -370,6 +374,12 @@ class ImmTable(Generic[W]):
             )
         self._claims = [(imms, callback) for imms, callback in self._claims if imms.start != imm]
         return self.counts.pop(imm)
+
+    def take_back(self, imm: int, count: int) -> None:
+        """Count up to `count` arrivals less: they belong to a request that failed."""
+        have = self.counts.get(imm)
+        if have and count:
+            self.counts.put(imm, max(0, have - count))
 
     def take(self, imm: int, count: int) -> bool:
         """Subtract `count` arrivals if there are as many and no expectation waits; True if so."""

@@ -105,10 +105,12 @@ class Path:
         losses: rows lost on it that are not settled, in the order of their loss.
         seen: the batch that was last found to have rows in flight on it.
         asking: whether the peer is being asked to open it again, or to fence it before that.
+        unclear: whether the peer could not say which rows in doubt landed on it.
     """
 
     __slots__ = (
         "asking", "domain", "fences", "link", "losses", "nic", "peer_id", "seen", "state", "sums",
+        "unclear",
     )  # fmt: skip
 
     def __init__(self, link: Link, domain: int, nic: int) -> None:
@@ -121,7 +123,7 @@ class Path:
         self.sums = PathSums(forgot=link.again)
         self.losses: list[Unsettled] = []
         self.seen: Rows | None = None
-        self.asking = False
+        self.asking = self.unclear = False
 
     def __repr__(self) -> str:
         return f"Path({self.domain} -> {self.link.addr.name} NIC {self.nic}: {self.state.name})"

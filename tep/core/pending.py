@@ -18,6 +18,8 @@ from tep.core.transfer import Message, Queued, Transfer
 from tep.errors import FabricError
 
 __all__ = [
+    "NEVER_LANDED",
+    "NO_IMM",
     "Acks",
     "Loss",
     "LostRow",
@@ -40,8 +42,14 @@ __all__ = [
 _WIDE_MAX: Final = 1024
 """Kinds of scatters that are counted as a whole; with more, they are counted target by target."""
 
-_NO_ROWS: Final[set[int]] = set()
+_NO_ROWS: Final[dict[int, int]] = {}
 """The lost rows of every batch that has lost none; it is never changed."""
+
+NO_IMM: Final = frozenset((Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH))
+"""A row with one of these statuses has made no immediate (C11)."""
+
+NEVER_LANDED: Final = -1
+"""Stands for the status of a lost row that is known by now not to have landed."""
 
 
 class Retransmission:
@@ -99,10 +107,11 @@ class Pending:
     """Rows of one batch on one NIC: `at` of them are posted, `back` of them have returned.
 
     `nbytes` is the sum over the whole batch if it is known, else -1. `lost` has the rows that came
-    back with an error. `retransmission` is the one that a row belongs to which is written again.
-    `is_piece`: it is a piece of a long batch. `tries`: on how many paths its row was lost before.
-    `older`: the batch of the same transfer that was queued before it. `is_read`: it is a batch of
-    `tep.core.reads`, which queues, posts and ends it.
+    back with an error, and their status; of those that were kept, OK or NEVER_LANDED once it is
+    known whether they landed. `retransmission` is the one that a row belongs to which is written
+    again. `is_piece`: it is a piece of a long batch. `tries`: on how many paths its row was lost
+    before. `older`: the batch of the same transfer that was queued before it. `is_read`: it is a
+    batch of `tep.core.reads`, which queues, posts and ends it.
     """
 
     is_read = False
@@ -140,17 +149,17 @@ class Pending:
         self.back = 0
         self.stop = batch.n
         self.nbytes = -1
-        self.lost: set[int] = _NO_ROWS
+        self.lost: dict[int, int] = _NO_ROWS
         self.retransmission: Retransmission | None = None
         self.is_piece = False
         self.tries = 0
         self.older: Queued | None = None
 
-    def lose(self, row: int) -> None:
-        """Record a row that came back with an error."""
+    def lose(self, row: int, status: int) -> None:
+        """Record a row that came back with an error, or what became of it."""
         if not self.lost:
-            self.lost = set()
-        self.lost.add(row)
+            self.lost = {}
+        self.lost[row] = status
 
     def posted_rows(self) -> range:
         """The rows that a NIC has taken, returned or not."""

@@ -296,10 +296,29 @@ class Arrivals:
 
     def _of(self, nic: ControlDomain, addresses: Collection[bytes]) -> list[int]:
         """The numbers of the NICs at these addresses."""
+        return [source for source in self._known() if nic.source(source) in addresses]
+
+    def _known(self) -> set[int]:
+        """Every sender so far."""
         if self._columns:
             self._columns = False
             self._sources |= {key >> _SOURCE_BITS for key, _ in self.counted.items()}
-        return [source for source in self._sources if nic.source(source) in addresses]
+        return self._sources
+
+    def totals(
+        self, nic: ControlDomain, is_its: Callable[[bytes], bool], imms: Sequence[int]
+    ) -> tuple[list[int], int] | None:
+        """How many of each came from the NICs for whose addresses is_its(address) is true.
+
+        Returns:
+            The sums, less what was pruned, and the sum of the NICs' generations; None: sums of one
+            of them are not complete.
+        """
+        if any(is_its(nic.source(source)) for source in self._forgotten):
+            return None
+        mine = [source << _SOURCE_BITS for source in self._known() if is_its(nic.source(source))]
+        sums = [sum(self.counted.sum(at | imm) for at in mine) for imm in imms]
+        return sums, sum(number for at, number in self._pruned.items() if is_its(at))
 
     def sums(self, nic: ControlDomain, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
         """How many of each came from the NIC at an address, less what was pruned."""

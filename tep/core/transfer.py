@@ -6,13 +6,13 @@ The worker updates the counts; users read them through `stats()` and `describe()
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol, Self
 
 from tep.checks import INT64_MAX, check_int, check_seconds, unpicklable
 from tep.core.handle import PENDING, Handle, Owner, wait_for
 from tep.core.imm import ImmTable
-from tep.core.path import Link
+from tep.core.path import Link, Path
 from tep.core.progress import Meter, Progress
 from tep.core.quarantine import doubts_text
 from tep.core.region import Job, Remote, Targets
@@ -94,6 +94,8 @@ class Transfer(Handle):
         pace: the progress of its NICs, if it is posted in pieces; else None.
         queued: the batch that was queued last, which names the one before it, and so on; all its
             queued rows are in these batches. None: no row is queued.
+        kept: the last batch, as `queued` was, of each time that queued rows were dropped. It is
+            set only in a transfer that fails or is cancelled; see `batches`.
         settled_s: when its last row came back, or None.
         reserved: how many rows `Machine.reserve` counted for it.
     """
@@ -108,6 +110,7 @@ class Transfer(Handle):
         "failure",
         "held",
         "job",
+        "kept",
         "left",
         "pace",
         "queued",
@@ -139,6 +142,18 @@ class Transfer(Handle):
         self.settled_s: float | None = None
         self._doubts: dict[tuple[Remote, int, int], tuple[str, int]] | None = None
 
+    def keep(self, last: Queued | None) -> None:
+        """Keep the batches of a transfer that is failing or being cancelled, for `batches`."""
+        self.kept: list[Queued | None] = [*getattr(self, "kept", ()), last]
+
+    def batches(self) -> Iterator[Queued]:
+        """Every batch that it ever had."""
+        for last in (self.queued, *getattr(self, "kept", ())):
+            batch = last
+            while batch is not None:
+                yield batch
+                batch = batch.older
+
     @property
     def in_doubt(self) -> tuple[InDoubt, ...]:
         """Where bytes may still land, by path, without what is known by now not to land.
@@ -150,6 +165,14 @@ class Transfer(Handle):
             for (remote, domain, nic), (code, fences) in list((self._doubts or {}).items())
             if remote.link.current and remote.link.path(domain, nic).fences == fences
         )
+
+    def doubtful_paths(self) -> set[Path]:
+        """The paths on which its bytes may still land."""
+        return {
+            path
+            for (remote, domain, nic), (_, fences) in (self._doubts or {}).items()
+            if (path := remote.link.path(domain, nic)).fences == fences
+        }
 
     def doubts(self) -> list[tuple[Remote, int, int]]:
         """(region, our NIC, its NIC) of rows that may still land, fenced or not."""
@@ -373,7 +396,7 @@ class Expectation(Handle):
     """
 
     counted = False
-    __slots__ = ("_table", "count", "imm", "sender")
+    __slots__ = ("_came", "_table", "count", "imm", "sender")
 
     def __init__(
         self,
@@ -392,8 +415,15 @@ class Expectation(Handle):
 
     @property
     def arrived(self) -> int:
-        """How many have arrived; `count` once it is ok."""
-        return self.count if self.ok else min(self.count, self._table.counts.get(self.imm, 0))
+        """How many have arrived; `count` once it is ok; if it failed, how many had by then."""
+        if self.ok:
+            return self.count
+        came: int | None = getattr(self, "_came", None)  # it is set by fix_arrived() only
+        return min(self.count, self._table.counts.get(self.imm, 0)) if came is None else came
+
+    def fix_arrived(self) -> None:
+        """Let `arrived` stay what it is now: the expectation is about to fail."""
+        self._came = self.arrived
 
     def describe(self) -> str:
         """One line for reports."""

@@ -112,6 +112,19 @@ def _failover_lines(engine: Reported) -> list[str]:
     return [*(f"  failover: no, because {why}" for why in why_not[:_LISTED_MAX]), *rest]
 
 
+def _telling_lines(engine: Reported) -> list[str]:
+    """Whether peers are told which immediates do not come, and what they do not know yet."""
+    worker = engine.worker
+    why = None
+    if not worker.telling.on:
+        why = "EngineOptions(tell_failures=False)"
+    elif not all(domain.caps.control_bytes for domain in engine.domains):
+        why = f"the {engine.address.backend} backend has no control messages"
+    if why is not None:
+        return [f"  peers are not told of transfers that fail, because {why}"]
+    return [f"  {line}" for line in worker.telling.describe()[:_LISTED_MAX]]
+
+
 def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
     """How many control messages were dropped, by reason."""
     return tuple((reason.value, times) for reason, times in list(worker.channel.dropped.items()))
@@ -168,6 +181,7 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
     grants = list(engine.worker.leases.granted.values())
     lines += [f"  {grant.over.describe()}" for grant in grants[:_LISTED_MAX]]
     lines += _failover_lines(engine)
+    lines += _telling_lines(engine)
     lines += _quarantine_lines(engine)
     ready = sorted(prepared.describe() for prepared in list(engine.prepared))
     lines += [f"  {line}" for line in ready[:_LISTED_MAX]]
@@ -228,6 +242,7 @@ def stall_report(engine: Reported) -> str:
     lines += [f"  {n} control messages dropped: {d}" for d, n in _drops(worker)]
     queued = group.backlog + group.queued_reads
     lines.append(f"  {queued} rows wait for a NIC; {worker.imms.total} immediates counted")
+    lines += [f"  {line}" for line in worker.telling.describe()[:_LISTED_MAX]]
     extra = [f"{imm:#x} x {n}" for imm, n in list(worker.imms.counts.items())[:_LISTED_MAX]]
     if extra:
         lines.append(f"  immediates here that no expectation has used: {', '.join(extra)}")

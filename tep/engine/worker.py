@@ -35,7 +35,8 @@ from tep.control.held_leases import HeldLeases
 from tep.control.leases import Leases
 from tep.control.membership import Membership
 from tep.control.pruning import Pruning
-from tep.core.events import PathKeptShut, PeerNicDown, PeerRestarted
+from tep.control.telling import Telling
+from tep.core.events import DoubtsEnded, PathKeptShut, PeerHeard, PeerNicDown, PeerRestarted
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
 from tep.core.imm import ImmTable
@@ -59,6 +60,10 @@ _SCALAR_MAX: Final = 24
 
 Measured: the numpy work of one poll takes about 10 us.
 """
+
+_LAST_WORDS_S: Final = 0.05
+_LAST_TURNS: Final = 1000
+"""How long, and how often, close() looks whether its last control messages have been sent."""
 
 _RAISES_MAX: Final = 16
 """How often poll() of a NIC that is down may raise before its rows and messages are ended."""
@@ -92,7 +97,7 @@ class Worker:
         watch: the watched words.
         channel, failover, fencing: control messages; both halves of a failover.
         pruning: keeps the sums short that a failover compares.
-        failures: immediates that will not come.
+        failures: immediates that will not come. telling: peers are told of them.
         outbox: messages that have not ended.
         steps: how often it was turned.
         submitted: how many transfers and messages were taken.
@@ -137,21 +142,14 @@ class Worker:
         )
         # With the epoch, since a restarted engine counts its messages from the beginning.
         name = f"{address.name} (epoch {address.epoch})"[:200]
-        self.failures = Failures(name, self.imms, channel, self.open, self._end)
+        table = self.imms, channel, self.open, self._end
+        self.failures = Failures(name, *table, domains, self._arrivals)
         self.peers = PeerBook(address, domains, lock, self.held_leases, replaced, group.routes)
+        parts = self.failover, self.fencing, self.failures, self.leases
         self.members = Membership(
-            group,
-            channel,
-            self.failover,
-            self.fencing,
-            self.failures,
-            self.leases,
-            self.peers.drop,
-            self.open,
-            self._end,
-            options,
-            now_s,
+            group, channel, *parts, self.peers.drop, self.open, self._end, options, now_s
         )
+        self.telling = channel.errand = self._new_telling(name, options)
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
         self._received: list[tuple[int, int]] = []
@@ -162,6 +160,13 @@ class Worker:
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
         # The first 8 and 16 of the 32 bytes of an entry: kind, status, count; immediate and row.
         self._heads, self._starts = self._out.view("u8")[::4], self._out.view("c16")[::2]
+
+    def _new_telling(self, name: str, options: EngineOptions) -> Telling:
+        def start(held: Transfer) -> None:
+            (self.start_read if held.job.is_read else self.start)(held, was_held=True)
+
+        parts = self.group, self.channel, self.failover
+        return Telling(name, *parts, start, self.members.reopen, options, self._now_s)
 
     # ------------------------------------------------------------------ one turn
 
@@ -222,6 +227,10 @@ class Worker:
                         self.members.met_later(link)
                     case PathKeptShut(nic, address):
                         self.leases.ask_again(nic, address)
+                    case PeerHeard(link):
+                        self.telling.heard(link)
+                    case DoubtsEnded(path, landed):
+                        self.telling.cleared(path, landed)
                     case _:
                         assert_never(event)
 
@@ -343,53 +352,49 @@ class Worker:
 
     # ------------------------------------------------------------------ commands
 
-    def start(self, transfer: Transfer) -> None:
-        """Command: deal a transfer out.
+    def start(
+        self,
+        transfer: Transfer,
+        deal: Callable[[Transfer], object] | None = None,
+        *,
+        was_held: bool = False,
+    ) -> None:
+        """Command: deal a transfer out, or hold it until a peer knows of an earlier failure.
 
-        If a peer cannot be connected, the transfer fails here, and the submit does not.
+        `deal` puts its rows into queues; None: as writes. If a peer cannot be connected, the
+        transfer fails here, and the submit does not.
         """
-        self.open[transfer] = None
-        self.submitted += 1
-        self.taken += transfer.reserved
         mr = transfer.job.mr
-        if mr is not None:
-            mr.inflight += 1
-        if self.closed:
-            self._end(transfer, State.FAILED, closed_error())
-            return
+        if not was_held:
+            self.open[transfer] = None
+            self.submitted += 1
+            self.taken += transfer.reserved
+            if mr is not None:
+                mr.inflight += 1
+            if self.closed:
+                self._end(transfer, State.FAILED, closed_error())
+                return
+            if self.telling.owed and self.telling.holds(transfer):
+                return
         try:
             if mr is not None and mr.closed:  # between the check at submit and this command
                 transfer.job.forget()
                 raise deregistered(mr, transfer.job.kind)
             if self.held_leases.known:
                 self.held_leases.start(transfer)
-            self.group.start(transfer)
+            if deal is None:
+                self.group.start(transfer)
+            else:
+                deal(transfer)
         except TepError as error:
             self.group.drop_queued(transfer)
             transfer.dropped, transfer.left = transfer.rows, 0
-            self._end(transfer, State.FAILED, error)
+            transfer.failure = transfer.failure or error
+            self.group.ended.append(transfer)
 
-    def start_read(self, transfer: Transfer) -> None:
+    def start_read(self, transfer: Transfer, *, was_held: bool = False) -> None:
         """Command: deal a read out; as start()."""
-        self.open[transfer] = None
-        self.submitted += 1
-        self.taken += transfer.reserved
-        mr = transfer.job.mr
-        assert mr is not None
-        mr.inflight += 1
-        if self.closed:
-            self._end(transfer, State.FAILED, closed_error())
-            return
-        try:
-            if mr.closed:
-                raise deregistered(mr, transfer.job.kind)
-            if self.held_leases.known:
-                self.held_leases.start(transfer)
-            self.reads.start(transfer)
-        except TepError as error:
-            self.group.drop_queued(transfer)
-            transfer.dropped, transfer.left = transfer.rows, 0
-            self._end(transfer, State.FAILED, error)
+        self.start(transfer, self.reads.start, was_held=was_held)
 
     def send(self, message: Message) -> None:
         """Command: queue a message."""
@@ -449,6 +454,10 @@ class Worker:
             pass  # it was sent already, and cannot be taken back
         else:
             assert isinstance(handle, Transfer)
+            if self.telling.let_go(handle):
+                handle.dropped, handle.left = handle.rows, 0
+                self.group.ended.append(handle)
+                return
             # A transfer without a queued row has ended in this step, or all its rows are posted.
             dropped = self.group.drop_queued(handle)
             if dropped and handle.left == 0:
@@ -553,9 +562,13 @@ class Worker:
         ended, self.group.ended = self.group.ended, []
         for transfer in ended if len(ended) == 1 else dict.fromkeys(ended):
             if transfer.failure is not None:
+                self.telling.gave_up(transfer)
                 self._end(transfer, State.FAILED, transfer.failed_with())
+            elif transfer.dropped:
+                self.telling.gave_up(transfer)
+                self._end(transfer, _CANCELLED)
             else:
-                self._end(transfer, _CANCELLED if transfer.dropped else _DONE)
+                self._end(transfer, _DONE)
 
     def _settle_reached(self) -> None:
         reached, self.imms.reached = self.imms.reached, []
@@ -590,14 +603,20 @@ class Worker:
         self.take_all_commands()
         if self.closed:
             return
+        dropped = []
         for handle in tuple(self.open):
             if isinstance(handle, Transfer):
-                if self.group.drop_queued(handle):
-                    handle.failure = handle.failure or closed_error()
-                    if handle.left == 0:
-                        self.group.ended.append(handle)
+                if self.telling.let_go(handle):
+                    handle.dropped, handle.left = handle.rows, 0
+                elif not self.group.drop_queued(handle):
+                    continue
+                dropped.append(handle)
+                handle.failure = handle.failure or closed_error()
+                if handle.left == 0:
+                    self.group.ended.append(handle)
             elif isinstance(handle, Message) and self.outbox.cancel(handle):
                 self._end(handle, State.FAILED, closed_error())
+        self._speak_last(dropped)
         self.failover.close(closed_error())
         self.channel.close()
         for index, domain in enumerate(self.group.domains):
@@ -619,6 +638,26 @@ class Worker:
         self.closed = True
         left = [handle.describe() for handle in self.open]
         assert not left, f"a NIC closed without returning what it had: {left}"
+
+    def _speak_last(self, dropped: list[Transfer]) -> None:
+        """Tell peers what close() dropped, and wait a moment until the NICs have sent that."""
+        self.telling.last_words(dropped)
+        if not self.channel.is_sending:
+            return
+        end_s = self._now_s() + _LAST_WORDS_S
+        for _ in range(_LAST_TURNS):
+            self.channel.step()
+            if not self.channel.is_sending or self._now_s() > end_s:
+                return
+            for index, domain in enumerate(self.group.domains):
+                if index in self._gone:
+                    continue
+                try:
+                    n = domain.poll(self._out)
+                except (OSError, MemoryError) as error:
+                    self._give_up(index, error)
+                else:
+                    self._take_rows(index, self._out[:n].tolist())
 
     def abandon(self, error: ClosedError) -> None:
         """Fail every open handle and run the callbacks; the state of the worker is not reliable."""

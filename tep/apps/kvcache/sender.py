@@ -23,7 +23,10 @@ from tep.apps.kvcache.pool import PageIndices
 
 __all__ = ["Lane", "Route", "Target", "make_routes"]
 
-_WHOLE = Routing(num_shards=1)
+# The prefiller says itself when a request ends early, and how many immediates landed: the decoder
+# counts them all before it gives their number out again.
+_PAGES = Routing(tell_failures=False)
+_WHOLE = Routing(num_shards=1, tell_failures=False)
 """The tail is one row, so that it counts as one immediate whatever its length."""
 
 PagePair = tuple[Pages, Pages]
@@ -259,6 +262,7 @@ class Lane:
                     (route.mr, src),
                     (route.desc, dst),
                     self._imm,
+                    routing=_PAGES,
                     on_done=on_done,
                 )
             )

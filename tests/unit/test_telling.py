@@ -1,0 +1,258 @@
+"""Transfers that fail or are cancelled tell their targets, and a retry starts from zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import tep
+from tep.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.control.failures import SERIALS_MAX
+from tep.control.messages import Missing
+from tep.engine import TransferEngine
+from tep.errors import FabricError
+from tep.sim.cluster import Cluster
+from tep.sim.faults import Chaos
+from tests.support.pairs import pair
+from tests.support.script import scripted
+
+PAGE, PAGES = 16, 40
+
+
+class World:
+    """Senders a and b, and a receiver c with a region for both."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.a, self.b, self.c = cluster.engines
+        self.memory = np.zeros(2 * PAGE * PAGES, np.uint8)
+        _, self.desc = self.c.reg_mr(self.memory)
+        self.mrs = {e.name: e.reg_mr(np.ones(PAGE * PAGES, np.uint8))[0] for e in (self.a, self.b)}
+
+    def write(self, engine: TransferEngine, imm: object = 7, **kw: object) -> tep.Transfer:
+        """All pages, of which a NIC takes a few at a time."""
+        mr = self.mrs[engine.name]
+        pages = Pages(range(PAGES))
+        return engine.submit_paged_writes(PAGE, (mr, pages), (self.desc, pages), imm, **kw)
+
+    def cut_off(self, sent: tep.Transfer) -> int:
+        """Cancel a transfer in the middle; return how many of its rows arrived."""
+        self.cluster.env.run_until(lambda: 0 < sent.stats().rows_back < PAGES // 2)
+        sent.cancel()
+        with pytest.raises(tep.Cancelled):
+            sent.wait()
+        return sent.stats().rows_back
+
+    def rest(self) -> None:
+        """Let all happen that is going to happen."""
+        self.cluster.env.run()
+
+
+@contextmanager
+def world(**options: object) -> Iterator[World]:
+    chaos = Chaos(sq_depth=2)
+    with Cluster(3, 2, chaos=chaos, seed=3, options=EngineOptions(**options)) as cluster:
+        yield World(cluster)
+
+
+def test_an_expectation_of_a_cancelled_transfer_fails_at_once() -> None:
+    """It would wait for its whole timeout, while its sender lives and knows better."""
+    with world() as w:
+        expectation = w.c.expect_imm_count(7, PAGES)
+        came = w.cut_off(w.write(w.a))
+        began_s = w.c.driver.now_s()
+        with pytest.raises(FabricError, match=r"a .epoch 1. gave it up: it was cancelled") as found:
+            expectation.wait()
+
+        assert w.c.driver.now_s() - began_s < 1e-3
+        assert ("PEER_FAILED", "a (epoch 1)") == (found.value.code, found.value.peer)
+        assert f"{came} of {PAGES} came" in str(found.value)
+        assert came == expectation.arrived
+        assert 0 == w.c.imm_counter(7).value, "it counts for no other attempt"
+
+
+def test_a_retry_counts_from_zero() -> None:
+    """What came of the first attempt would release the reader before the second is there."""
+    with world() as w:
+        w.c.expect_imm_count(7, PAGES)
+        w.cut_off(w.write(w.a))
+        again = w.write(w.a)  # its target has not heard of the failure yet
+        assert "1 transfers wait for that" in w.a.stall_report() or not again.finished
+        w.rest()
+        assert again.ok
+        assert w.c.expect_imm_count(7, PAGES).wait().ok
+        assert 0 == w.c.imm_counter(7).value
+
+
+def test_an_expectation_that_is_stated_later_fails_once() -> None:
+    """Nobody can tell a late reader of the first attempt from one of the second: it asks again."""
+    with world() as w:
+        w.cut_off(w.write(w.a))
+        w.rest()
+        with pytest.raises(FabricError, match="it was cancelled"):
+            w.c.expect_imm_count(7, PAGES).wait()
+        assert w.write(w.a).wait().ok
+        assert w.c.expect_imm_count(7, PAGES).wait().ok
+
+
+def test_a_retry_that_has_begun_is_not_failed() -> None:
+    """The word about the first attempt would end the second, of which all has come."""
+    with world() as w:
+        w.cut_off(w.write(w.a))
+        assert w.write(w.a).wait().ok
+        w.rest()
+        assert w.c.expect_imm_count(7, PAGES).wait().ok
+
+
+def test_counts_that_several_senders_share_stay_right() -> None:
+    """One sender fails: who waits for both learns of it, and what the other sent still counts."""
+    with world() as w:
+        both = w.c.expect_imm_count(7, 2 * PAGES)
+        w.cut_off(w.write(w.a))
+        assert w.write(w.b).wait().ok
+        with pytest.raises(FabricError, match=r"a .epoch 1. gave it up"):
+            both.wait()
+        w.rest()
+        assert w.c.imm_counter(7).value == PAGES, "those of b"
+        again = w.c.expect_imm_count(7, 2 * PAGES)
+        assert w.write(w.a).wait().ok
+        assert again.wait().ok
+        assert 0 == w.c.imm_counter(7).value
+
+
+def test_who_names_another_sender_goes_on_waiting() -> None:
+    """A count that is b's alone is no business of a's."""
+    with world() as w:
+        mine = w.c.expect_imm_count(7, PAGES, sender=w.b.main_address)
+        w.cut_off(w.write(w.a))
+        w.rest()
+        assert not mine.finished
+        assert w.write(w.b).wait().ok
+        assert mine.wait().ok
+
+
+def test_what_an_expectation_used_up_stays_used() -> None:
+    """A reader that takes pages by tens has read the first ten: they are not taken from others."""
+    with world() as w:
+        tens = [w.c.expect_imm_count(7, 2) for _ in range(PAGES // 2)]
+        came = w.cut_off(w.write(w.a))
+        w.rest()
+        assert came // 2 == sum(ten.ok for ten in tens)
+        assert PAGES // 2 - came // 2 == sum(ten.failed for ten in tens)
+        assert 0 == w.c.imm_counter(7).value
+
+
+def test_of_many_immediates_only_those_that_are_missing_fail() -> None:
+    """Pages that arrived are complete, and their readers right."""
+    with world() as w:
+        waits = [w.c.expect_imm_count(100 + k, 1) for k in range(PAGES)]
+        came = w.cut_off(w.write(w.a, np.arange(100, 100 + PAGES, dtype=np.uint32)))
+        w.rest()
+        assert came == sum(wait.ok for wait in waits)
+        assert PAGES - came == sum(wait.failed for wait in waits)
+
+
+def test_a_scatter_tells_only_whom_it_did_not_reach() -> None:
+    """Whose slice arrived has nothing to fear."""
+    with world() as w:
+        _, there = w.b.reg_mr(np.zeros(64, np.uint8))
+        w.cluster.kill_nic("c", 0)
+        w.cluster.kill_nic("c", 1)
+        dsts = [ScatterDst(16, 0, (there, 0)), ScatterDst(16, 0, (w.desc, 0))]
+        sent = w.a.submit_scatter(w.mrs["a"], dsts, 9)
+        good = w.b.expect_imm_count(9, 1)
+        with pytest.raises(FabricError):
+            sent.wait()
+        assert good.wait().ok
+        assert not w.b._worker.failures.broken
+
+
+@pytest.mark.parametrize("how", ["options", "routing"])
+def test_peers_are_not_told_if_that_is_not_wanted(how: str) -> None:
+    """A protocol of its own counts what arrived, and would count wrongly."""
+    kw = {"tell_failures": False}
+    with world(**(kw if how == "options" else {})) as w:
+        waits = w.c.expect_imm_count(7, PAGES)
+        routing = {"routing": Routing(**kw)} if how == "routing" else {}
+        came = w.cut_off(w.write(w.a, **routing))
+        w.rest()
+        assert not waits.finished
+        assert came == waits.arrived
+        told = "peers are not told of transfers that fail, because EngineOptions("
+        assert (how == "options") == (told in w.a.explain())
+
+
+def test_a_backend_without_control_messages_says_so() -> None:
+    """Its users have to tell their receivers themselves."""
+    with scripted().engine as engine:
+        assert "peers are not told of transfers that fail, because the" in engine.explain()
+
+
+def test_claimed_immediates_are_left_alone() -> None:
+    """on_imm has handed them out already; there is no count to correct."""
+    with world() as w:
+        seen = []
+        w.c.on_imm(range(7, 8), lambda _, count: seen.append(count))
+        came = w.cut_off(w.write(w.a))
+        w.rest()
+        assert came == sum(seen)
+        assert not w.c._worker.failures.broken
+
+
+def test_a_failed_read_tells_the_owner() -> None:
+    """Its memory was not read, and nobody will say that it was."""
+    with pair(sq_depth=2) as p:
+        mr, _ = p.a.reg_mr(np.zeros(1 << 12, np.uint8))
+        read = p.b.expect_imm_count(5, 1)
+        pages = Pages(range(64))
+        sent = p.a.submit_paged_reads(64, (p.desc, pages), (mr, pages), 5)
+        sent.cancel()
+        p.settle(sent, read)
+        assert (True, True) == (sent.cancelled, read.failed)
+
+
+def test_close_says_what_it_drops() -> None:
+    """An engine that goes away in good order leaves nobody waiting for what it never sent."""
+    with pair(sq_depth=2) as p:
+        waits = p.b.expect_imm_count(7, 64)
+        pages = Pages(range(64))
+        p.a.submit_paged_writes(16, (p.mr, pages), (p.desc, pages), 7)
+        p.a.driver.turn()
+        p.a.close()
+        with pytest.raises(FabricError, match="gave it up: the engine was closed"):
+            waits.wait(10)
+
+
+def test_lists_of_peers_are_bounded() -> None:
+    """What a peer says must not fill the memory of the one that listens."""
+    with pair() as p:
+        tell = p.a._worker.channel.say_once
+        link = p.a._peers.link(p.b.main_address, "test")
+
+        def lie(serial: int, first: int, n: int) -> None:
+            entry = (first, n, 1, 1, 0, -1)
+            tell(link, lambda number: Missing(number, serial, 0, "a", "no", 0, (entry,)))
+
+        failures = p.b._worker.failures
+        for serial in range(1, 3 * SERIALS_MAX):
+            lie(serial, 1000 * serial, 900)
+        p.quiet(2000)
+        (heard,) = failures._lists.values()
+        assert SERIALS_MAX == len(heard.serials)
+        assert 1024 == len(failures.broken)
+        assert dict(p.b.stats().control_dropped)["no room for what it asks"] == 2 * SERIALS_MAX - 1
+
+
+def test_nobody_takes_back_what_others_sent() -> None:
+    """A confused peer that claims the arrivals of another would let its reader wait for ever."""
+    with world() as w:
+        assert w.write(w.b).wait().ok
+        channel = w.a._worker.channel
+        link = w.a._peers.link(w.c.main_address, "test")
+        channel.say_once(link, lambda n: Missing(n, 1, 1, "a", "no", 0, ((7, 1, 0, PAGES, 0, -1),)))
+        w.a.driver.kick()
+        w.rest()
+        assert PAGES == w.c.imm_counter(7).value
