@@ -100,9 +100,8 @@ class _Rig:
 
     def close(self) -> None:
         self.stub.reset()
-        for machine in tuple(self.ring):
-            assert isinstance(machine, TransferEngine)
-            machine.close()
+        for engine in (self.here, *self.peers):
+            engine.close()
 
 
 def _paged(stub: Stub, npages: int, aim: float, rounds: int, regions: int) -> Figure:

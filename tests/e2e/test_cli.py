@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.here import need_stub
+
 
 def tep(
     *args: str, check: bool = True, env: dict[str, str] | None = None
@@ -173,9 +175,11 @@ def test_sim_writes_a_trace(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bench", ["engine", "sim"])
+@pytest.mark.parametrize("bench", ["engine", "sim", "verbs-stub"])
 def test_bench_measures_every_figure(bench: str) -> None:
     """A benchmark that does not run any more is found when its number is needed."""
+    if bench == "verbs-stub":
+        need_stub()
     figures = document("bench", bench, "--rounds", "3")["figures"]
 
     assert len(figures) >= 4

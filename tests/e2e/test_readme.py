@@ -15,6 +15,16 @@ def examples() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
+def test_the_page_is_one_screen_and_its_links_lead_somewhere() -> None:
+    """A front page that has to be scrolled for minutes is not read."""
+    page = README.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#]+)\)", page)
+
+    assert len(page.splitlines()) <= 120
+    assert len(links) > 10
+    assert [] == [link for link in links if not (README.parent / link).exists()]
+
+
 def test_the_notebook_example_runs_and_moves_the_bytes() -> None:
     """It is the first program that a newcomer runs; a renamed argument must not break it there."""
     example = examples()[0]
@@ -23,7 +33,7 @@ def test_the_notebook_example_runs_and_moves_the_bytes() -> None:
 
     pages = (names["npages"], names["page_bytes"])
     moved = names["dst"].reshape(pages)[names["dst_idx"]]
-    assert (names["src"].reshape(pages)[names["src_idx"]] == moved).all()
+    assert (names["src"].reshape(pages) == moved).all()
 
 
 def test_the_two_process_example_is_the_program_that_is_tested() -> None:

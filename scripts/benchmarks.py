@@ -1,0 +1,330 @@
+"""What scripts/benchmarks runs: measure by the project's own commands, and write the page.
+
+No figure is typed: each table comes from a file of docs/data, which this program writes from what a
+command printed. What a benchmark measures is said by the command itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from tep import UsageError, __version__
+
+__all__ = ["BENCHES", "main", "page"]
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+DATA: Final = ROOT / "docs" / "data"
+PAGE: Final = ROOT / "docs" / "benchmarks.md"
+_LIMIT_S: Final = 3600
+
+Row = dict[str, object]
+
+
+def _figures(data: Any) -> list[Row]:
+    """Of `tep bench`."""
+    return [
+        {
+            "what": one["what"],
+            "median": f"{_number(one['value'])} {one['unit']}",
+            "best": _number(one["best"]),
+            "aim": _aim(one),
+            "compared to": _compared(one),
+        }
+        for one in data["figures"]
+    ]
+
+
+def _aim(one: Mapping[str, Any]) -> str:
+    if one["aim"] is None:
+        return ""
+    sign = "at least" if one["more_is_better"] else "at most"
+    return f"{sign} {_number(one['aim'])}: {'reached' if one['reached'] else '**missed**'}"
+
+
+def _compared(one: Mapping[str, Any]) -> str:
+    if one["ratio"] is None:
+        return ""
+    return f"{one['ratio']:.2f} x {_number(one['reference'])} ({one['reference_source']})"
+
+
+def _published(data: Any) -> list[Row]:
+    """Of `tep reproduce`."""
+    fixed = {"table", "unit", "published", "simulated", "error", "left_out", "class", "of"}
+    rows: list[Row] = []
+    for one in data["points"]:
+        keys = {k: v for k, v in one.items() if k not in fixed | {"tolerance", "holds"}}
+        points = "points" if one["unit"] == "%" else "%"
+        rows.append(
+            {
+                "table": f"{one['table']}, {one['unit']}",
+                "point": ", ".join(f"{k} {v}" for k, v in keys.items()),
+                "published": _number(one["published"]),
+                "simulated": "" if one["simulated"] is None else _number(one["simulated"]),
+                "error": "" if one["error"] is None else f"{one['error']:+.1f} {points}",
+                "class": one["class"],
+                "to or by what": one["of"],
+            }
+        )
+    return rows
+
+
+def _table(data: Any) -> list[Row]:
+    """Of programs that print one row, or rows."""
+    rows = data if isinstance(data, list) else data.get("rows", data.get("results", [data]))
+    if isinstance(rows, Mapping):
+        rows = [{"what": key, **value} for key, value in rows.items()]
+    if len(rows) == 1:
+        return [{"what": key, "value": _shown(value)} for key, value in rows[0].items()]
+    return [{key: _shown(value) for key, value in row.items()} for row in rows]
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, list):
+        return ", ".join(_shown(one) for one in value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shown(one)}" for key, one in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _number(value: float) -> str:
+    """Three digits that count, or all in front of the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One thing to measure.
+
+    Attributes:
+        title: of its section.
+        command: words, run at the top of the checkout; "{json}" stands for a file that it writes,
+            else what it prints is taken.
+        rows: makes a table of its JSON.
+        about: what to know when reading it.
+    """
+
+    title: str
+    command: tuple[str, ...]
+    rows: Callable[[Any], list[Row]]
+    about: str
+
+
+_PEERS: Final = (
+    "--peer",
+    "mooncake-transfer-engine-non-cuda=mooncake-transfer-engine-non-cuda:mooncake.engine",
+    "--peer",
+    "nixl-cu12=--no-deps nixl-cu12 numpy:nixl_cu12",
+)
+
+
+def _bench(words: str) -> tuple[str, ...]:
+    return (*words.split(), "--json")
+
+
+BENCHES: Final[dict[str, Bench]] = {
+    "engine": Bench(
+        "The engine's own cost",
+        _bench("tep bench engine"),
+        _figures,
+        "CPU time over NICs that take everything at once, both ends of a transfer, page lists "
+        "given as plain arrays.",
+    ),
+    "verbs-stub": Bench(
+        "Over libibverbs",
+        _bench("tep bench verbs-stub"),
+        _figures,
+        "CPU time of the whole engine to posted chains of work requests; the provider is a stub in "
+        "C, and there is no NIC.",
+    ),
+    "libfabric": Bench(
+        "Over libfabric",
+        _bench("tep bench libfabric"),
+        _figures,
+        "Beside a C loop on the same provider, in turns; whoever has no turn is stopped.",
+    ),
+    "efa": Bench(
+        "Over EFA, on a fake device",
+        ("scripts/fake_efa", "tep", "bench", "efa", "--json"),
+        _figures,
+        "The device is simulated, so these are costs of the host and say nothing of a NIC.",
+    ),
+    "same-host": Bench(
+        "Between processes of one host",
+        ("python", "tests/bench/same_host/bench_same_host.py", "--json", "{json}"),
+        _table,
+        "The backend `local` in turns with plain calls of process_vm_writev and memcpy.",
+    ),
+    "sim": Bench(
+        "The simulator's speed",
+        _bench("tep bench sim"),
+        _figures,
+        "CPU time, all engines included.",
+    ),
+    "chaos": Bench(
+        "Drawn scenarios a second",
+        _bench("python -m tests.bench.bench_chaos --batches 5 --runs 200"),
+        _table,
+        "With the oracle, and with a phase in which everything that was posted has to end.",
+    ),
+    "bugs": Bench(
+        "Planted bugs, and how soon each is found",
+        _bench("python -m tests.bench.bench_bugs --starts 3 --most 4000"),
+        _table,
+        "Runs until the tests find a bug that was planted in the engine.",
+    ),
+    "kvcache-scale": Bench(
+        "A large KvCache cluster, simulated",
+        _bench("python tests/bench/bench_kvcache.py --seconds 60"),
+        _table,
+        "One simulated minute on the flow fabric.",
+    ),
+    "published": Bench(
+        "The simulator against published figures",
+        _bench("tep reproduce"),
+        _published,
+        "`fitted`: numbers of the simulator were fitted to this point. `predicted`: they were not. "
+        "`not modelled`: something that matters is missing. Profiles say more: "
+        "tep/sim/profiles/README.md, tep/apps/moe/profiles/README.md.",
+    ),
+    "install": Bench(
+        "Installing and importing",
+        ("python", "tests/bench/bench_install.py", "--json", *_PEERS),
+        _table,
+        "Each in a fresh virtual environment, with what it needs but pip and setuptools.",
+    ),
+}
+
+
+def measure(name: str) -> None:
+    """Run a benchmark and write its file.
+
+    Raises:
+        UsageError: it failed; says how.
+    """
+    bench = BENCHES[name]
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "out.json")
+        words = [str(path) if word == "{json}" else word for word in bench.command]
+        bin_folder = str(ROOT / ".venv" / "bin")
+        env = os.environ | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(  # noqa: S603  # of the table above
+            words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        )
+        text = path.read_text() if path.exists() else done.stdout
+    text = text.replace(f"{ROOT}/", "")  # paths of this machine are nobody's business
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        tail = (done.stdout + done.stderr)[-2000:]
+        raise UsageError(
+            f"{name}: {' '.join(words)} ended with {done.returncode}:\n{tail}"
+        ) from error
+    DATA.mkdir(exist_ok=True)
+    document = {
+        "command": " ".join(word for word in bench.command if word not in {"--json", "{json}"}),
+        "date": datetime.now(UTC).date().isoformat(),
+        "tep": __version__,
+        "machine": f"{_cpu()}, {os.cpu_count()} CPUs, Python {platform.python_version()}",
+        "load": [round(before, 1), round(os.getloadavg()[0], 1)],
+        "data": data,
+    }
+    (DATA / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+_HEAD: Final = """Written by `scripts/benchmarks` from `docs/data`; nothing here is typed by hand.
+`scripts/benchmarks NAME` measures anew. The load is that of the machine at the start and at the
+end: with more load than CPUs the figures are those of a busy machine."""
+
+
+def page() -> str:
+    """The page that the files of docs/data make."""
+    lines = [
+        "# Benchmarks",
+        "",
+        _HEAD,
+    ]
+    missing = []
+    for name, bench in BENCHES.items():
+        path = DATA / f"{name}.json"
+        if not path.exists():
+            missing.append(f"`{name}` ({bench.title})")
+            continue
+        found = json.loads(path.read_text(encoding="utf-8"))
+        load = " and ".join(map(str, found["load"]))
+        run = f"`{found['command']}`, {found['date']}, tep {found['tep']}"
+        lines += [
+            "",
+            f"## {bench.title}",
+            "",
+            bench.about,
+            "",
+            f"{run}, {found['machine']}, load {load}.",
+            "",
+            *_markdown(bench.rows(found["data"])),
+        ]
+    if missing:
+        lines += ["", "## Not measured for this page", "", f"{', '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown(rows: Sequence[Row]) -> list[str]:
+    """A table; columns in which nothing stands are left out."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = [name for name in names if any(row.get(name) not in {"", None} for row in rows)]
+    cells = [[str(row.get(name, "")).replace("|", "/") for name in columns] for row in rows]
+    lines = (columns, ["---"] * len(columns), *cells)
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure what is named, and write or check the page."""
+    parser = argparse.ArgumentParser(prog="scripts/benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", help="what to measure anew; all: everything")
+    parser.add_argument("--list", action="store_true", help="name each with its command")
+    parser.add_argument("--check", action="store_true", help="write nothing; is the page right?")
+    given = parser.parse_args(argv)
+    if given.list:
+        for name, bench in BENCHES.items():
+            sys.stdout.write(f"{name:14} {' '.join(bench.command)}\n")
+        return 0
+    names = list(BENCHES) if given.names == ["all"] else given.names
+    if unknown := sorted(set(names) - set(BENCHES)):
+        sys.stderr.write(f"benchmarks: no {', '.join(unknown)}; there are: {', '.join(BENCHES)}\n")
+        return 2
+    for name in names:
+        sys.stderr.write(f"measuring {name}: {' '.join(BENCHES[name].command)}\n")
+        try:
+            measure(name)
+        except UsageError as error:
+            sys.stderr.write(f"benchmarks: {error}\n")
+            return 1
+    text = page()
+    if given.check:
+        return int(not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text)
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
