@@ -128,7 +128,7 @@ def back_over_a_fenced_path() -> list[Change]:
         here = next(i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)])
         return here, next(j for k in range(len(there)) if there[j := (nic + k) % len(there)])
 
-    return [(Membership, "_lanes", every), (DomainGroup, "route", route)]
+    return [(Membership, "_paths", every), (DomainGroup, "route", route)]
 
 
 @life("flap", ordered=True, flush_on_error=True, dead_after_ps=300_000)

@@ -15,7 +15,7 @@ from threading import RLock
 
 import numpy as np
 
-from tep import MrDesc, MrHandle, Pages, Routing, TepError, Transfer, TransferEngine
+from tep import MrDesc, MrHandle, Pages, Prepared, Routing, TepError, Transfer, TransferEngine
 from tep.apps.kvcache.layout import HeadSlice, KvLayout, RankShape
 from tep.apps.kvcache.memory import KvMemory
 from tep.apps.kvcache.model import Chunk
@@ -64,8 +64,7 @@ class Route:
         nbytes: of one write.
         first_layer, layers: of the model, that the buffer holds.
         src_layer_bytes, dst_layer_bytes: from one layer to the next.
-        src_offset, dst_offset: of the run in a page.
-        chunks: for each chunk, its page lists; None where nothing is to be sent.
+        chunks: for each chunk, its page lists in the first layer; None where nothing is to be sent.
     """
 
     mr: MrHandle
@@ -76,8 +75,6 @@ class Route:
     layers: int
     src_layer_bytes: int
     dst_layer_bytes: int
-    src_offset: int
-    dst_offset: int
     chunks: tuple[PagePair | None, ...]
 
 
@@ -134,8 +131,6 @@ def make_routes(
                 buffer.layers,
                 here.layer_bytes(buffer, memory.npages),
                 there.layer_bytes(buffer, target.npages),
-                sides[0][1],
-                sides[1][1],
                 tuple(pairs),
             )
         )
@@ -184,6 +179,7 @@ class Lane:
     ) -> None:
         self._engine = engine
         self._routes = [(route, partial(self._settle, route.dst_rank)) for route in routes]
+        self._prepared: dict[int, tuple[int, Prepared]] = {}  # for each route, of its last chunk
         self._layers = layers
         self._steps_left = layers * nchunks
         self._imm = imm
@@ -245,27 +241,28 @@ class Lane:
             self._check_idle()
 
     def _send_layer(self, chunk: int, layer: int) -> None:
-        for route, on_done in self._routes:
+        for number, (route, _) in enumerate(self._routes):
             at = layer - route.first_layer
+            if route.chunks[chunk] is not None and 0 <= at < route.layers:
+                self._submit(partial(self._send_pages, number, chunk, at))
+
+    def _send_pages(self, number: int, chunk: int, layer: int) -> Transfer:
+        """Write one layer of a route's buffer: all layers of a chunk are one prepared transfer."""
+        route, on_done = self._routes[number]
+        of_chunk, prepared = self._prepared.get(number, (-1, None))
+        if prepared is None or of_chunk != chunk:
             pages = route.chunks[chunk]
-            if pages is None or not 0 <= at < route.layers:
-                continue
-            src, dst = pages
-            # The engine looks at a page list while it takes it, and not again: one pair does for
-            # all layers.
-            src.offset = route.src_offset + at * route.src_layer_bytes
-            dst.offset = route.dst_offset + at * route.dst_layer_bytes
-            self._submit(
-                partial(
-                    self._engine.submit_paged_writes,
-                    route.nbytes,
-                    (route.mr, src),
-                    (route.desc, dst),
-                    self._imm,
-                    routing=_PAGES,
-                    on_done=on_done,
-                )
+            assert pages is not None
+            prepared = self._engine.prepare_paged_writes(
+                route.nbytes, (route.mr, pages[0]), (route.desc, pages[1]), routing=_PAGES
             )
+            self._prepared[number] = chunk, prepared
+        return prepared.submit(
+            self._imm,
+            src_offset=layer * route.src_layer_bytes,
+            dst_offset=layer * route.dst_layer_bytes,
+            on_done=on_done,
+        )
 
     def _submit(self, submit: Callable[[], Transfer]) -> None:
         self._under_way += 1
