@@ -49,7 +49,7 @@ class Events:
         """Take what the device itself reports: (type, the queue's pointer or the port's number)."""
         event, found = AsyncEvent(), []
         while self._lib.ask("ibv_get_async_event", self._context, ctypes.byref(event)) == 0:
-            found.append((int(event.event_type), int(event.element or 0)))
+            found.append((int(event.event_type), int(event.element.cq or 0)))
             self._lib.do("ibv_ack_async_event", ctypes.byref(event))
         return found
 

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Final
 
 from tep.errors import BackendUnavailable
+from tep.ffi.declare import prototypes
 from tep.ffi.ibverbs import OPTIONAL, PROTOTYPES, Library, fail
 from tep.ffi.ibverbs_structs import Qp
 from tep.ffi.load import env_step, find, system_step
@@ -180,34 +181,26 @@ _NEEDED: Final = str.split(
     "ibv_get_async_event ibv_ack_async_event"
 )
 
-_MORE: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
-    # int ibv_query_gid(struct ibv_context *context, uint8_t port_num, int index,
-    #                   union ibv_gid *gid);
-    "ibv_query_gid": (_INT, (_PTR, _U8, _INT, _PTR)),
-    # struct ibv_qp_ex *ibv_qp_to_qp_ex(struct ibv_qp *qp);
-    "ibv_qp_to_qp_ex": (_PTR, (_PTR,)),
-}
+_MORE: Final = prototypes("""
+int ibv_query_gid(struct ibv_context *context, uint8_t port_num, int index,
+                  union ibv_gid *gid);
+struct ibv_qp_ex *ibv_qp_to_qp_ex(struct ibv_qp *qp);
+""")
 
-_DIRECT: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
-    # int efadv_query_device(struct ibv_context *, struct efadv_device_attr *, uint32_t inlen);
-    "efadv_query_device": (_INT, (_PTR, _PTR, _U32)),
-    # int efadv_query_ah(struct ibv_ah *, struct efadv_ah_attr *, uint32_t inlen);
-    "efadv_query_ah": (_INT, (_PTR, _PTR, _U32)),
-    # struct ibv_cq_ex *efadv_create_cq(struct ibv_context *, struct ibv_cq_init_attr_ex *,
-    #                                   struct efadv_cq_init_attr *, uint32_t inlen);
-    "efadv_create_cq": (_PTR, (_PTR, _PTR, _PTR, _U32)),
-    # struct ibv_qp *efadv_create_qp_ex(struct ibv_context *, struct ibv_qp_init_attr_ex *,
-    #                                   struct efadv_qp_init_attr *, uint32_t inlen);
-    "efadv_create_qp_ex": (_PTR, (_PTR, _PTR, _PTR, _U32)),
-}
-_QUERIES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
-    # Version EFA_1.4 of libefa's symbols.
-    # int efadv_query_qp_wqs(struct ibv_qp *, struct efadv_wq_attr *sq_attr,
-    #                        struct efadv_wq_attr *rq_attr, uint32_t inlen);
-    "efadv_query_qp_wqs": (_INT, (_PTR, _PTR, _PTR, _U32)),
-    # int efadv_query_cq(struct ibv_cq *, struct efadv_cq_attr *, uint32_t inlen);
-    "efadv_query_cq": (_INT, (_PTR, _PTR, _U32)),
-}
+_DIRECT: Final = prototypes("""
+int efadv_query_device(struct ibv_context *, struct efadv_device_attr *, uint32_t inlen);
+int efadv_query_ah(struct ibv_ah *, struct efadv_ah_attr *, uint32_t inlen);
+struct ibv_cq_ex *efadv_create_cq(struct ibv_context *, struct ibv_cq_init_attr_ex *,
+                                  struct efadv_cq_init_attr *, uint32_t inlen);
+struct ibv_qp *efadv_create_qp_ex(struct ibv_context *, struct ibv_qp_init_attr_ex *,
+                                  struct efadv_qp_init_attr *, uint32_t inlen);
+""")
+_QUERIES: Final = prototypes("""
+/* Version EFA_1.4 of libefa's symbols. */
+int efadv_query_qp_wqs(struct ibv_qp *, struct efadv_wq_attr *sq_attr,
+                       struct efadv_wq_attr *rq_attr, uint32_t inlen);
+int efadv_query_cq(struct ibv_cq *, struct efadv_cq_attr *, uint32_t inlen);
+""")
 
 
 class Efa(Library):

@@ -1,6 +1,6 @@
 """libibverbs by ctypes: finding it, its control calls, and the data path of an open device.
 
-Above each call stands its C declaration, word for word (<infiniband/verbs.h> of rdma-core 44.0).
+Calls are made of their C declarations, word for word (<infiniband/verbs.h> of rdma-core 44.0).
 post_send, post_recv, post_srq_recv, poll_cq and req_notify_cq are inline functions in C that go
 through the context's table of operations; no library exports them, so DataPath reads that table.
 Nothing here decides anything: which device, which address, which queue is the backend's business.
@@ -17,6 +17,7 @@ from functools import cache
 from typing import Final, NoReturn, TypeVar, cast
 
 from tep.ffi.check import check
+from tep.ffi.declare import prototypes
 from tep.ffi.ibverbs_device import Context, Device
 from tep.ffi.ibverbs_structs import VerbsContext
 from tep.ffi.load import Step, env_step, find, system_step
@@ -50,96 +51,63 @@ _P, _INT, _UINT, _U8, _U32, _U64 = (
 )
 _SIZE = ctypes.c_size_t
 
-PROTOTYPES: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
-    # int ibv_fork_init(void);
-    "ibv_fork_init": (_INT, ()),
-    # struct ibv_device **ibv_get_device_list(int *num_devices);
-    "ibv_get_device_list": (_P, (_P,)),
-    # void ibv_free_device_list(struct ibv_device **list);
-    "ibv_free_device_list": (None, (_P,)),
-    # struct ibv_context *ibv_open_device(struct ibv_device *device);
-    "ibv_open_device": (_P, (_P,)),
-    # int ibv_close_device(struct ibv_context *context);
-    "ibv_close_device": (_INT, (_P,)),
-    # int ibv_query_device(struct ibv_context *context,
-    #                  struct ibv_device_attr *device_attr);
-    "ibv_query_device": (_INT, (_P, _P)),
-    # int ibv_query_port(struct ibv_context *context, uint8_t port_num,
-    #                struct _compat_ibv_port_attr *port_attr);
-    "ibv_query_port": (_INT, (_P, _U8, _P)),
-    # What the inline ibv_query_gid_table calls: all entries of all ports that are not empty.
-    # ssize_t _ibv_query_gid_table(struct ibv_context *context,
-    #                              struct ibv_gid_entry *entries, size_t max_entries,
-    #                              uint32_t flags, size_t entry_size);
-    "_ibv_query_gid_table": (ctypes.c_ssize_t, (_P, _P, _SIZE, _U32, _SIZE)),
-    # int ibv_query_pkey(struct ibv_context *context, uint8_t port_num,
-    #                int index, __be16 *pkey);
-    "ibv_query_pkey": (_INT, (_P, _U8, _INT, _P)),
-    # struct ibv_pd *ibv_alloc_pd(struct ibv_context *context);
-    "ibv_alloc_pd": (_P, (_P,)),
-    # int ibv_dealloc_pd(struct ibv_pd *pd);
-    "ibv_dealloc_pd": (_INT, (_P,)),
-    # What the macro ibv_reg_mr calls when optional access bits are set; it masks the bits that an
-    # old kernel does not know. The exported ibv_reg_mr does not know IBV_ACCESS_RELAXED_ORDERING.
-    # struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length,
-    #                             uint64_t iova, unsigned int access);
-    "ibv_reg_mr_iova2": (_P, (_P, _P, _SIZE, _U64, _UINT)),
-    # int ibv_dereg_mr(struct ibv_mr *mr);
-    "ibv_dereg_mr": (_INT, (_P,)),
-    # struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context);
-    "ibv_create_comp_channel": (_P, (_P,)),
-    # int ibv_destroy_comp_channel(struct ibv_comp_channel *channel);
-    "ibv_destroy_comp_channel": (_INT, (_P,)),
-    # struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
-    #                          void *cq_context,
-    #                          struct ibv_comp_channel *channel,
-    #                          int comp_vector);
-    "ibv_create_cq": (_P, (_P, _INT, _P, _P, _INT)),
-    # int ibv_destroy_cq(struct ibv_cq *cq);
-    "ibv_destroy_cq": (_INT, (_P,)),
-    # int ibv_get_cq_event(struct ibv_comp_channel *channel,
-    #                  struct ibv_cq **cq, void **cq_context);
-    "ibv_get_cq_event": (_INT, (_P, _P, _P)),
-    # void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int nevents);
-    "ibv_ack_cq_events": (None, (_P, _UINT)),
-    # struct ibv_srq *ibv_create_srq(struct ibv_pd *pd,
-    #                            struct ibv_srq_init_attr *srq_init_attr);
-    "ibv_create_srq": (_P, (_P, _P)),
-    # int ibv_destroy_srq(struct ibv_srq *srq);
-    "ibv_destroy_srq": (_INT, (_P,)),
-    # struct ibv_qp *ibv_create_qp(struct ibv_pd *pd,
-    #                          struct ibv_qp_init_attr *qp_init_attr);
-    "ibv_create_qp": (_P, (_P, _P)),
-    # int ibv_destroy_qp(struct ibv_qp *qp);
-    "ibv_destroy_qp": (_INT, (_P,)),
-    # int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr,
-    #               int attr_mask);
-    "ibv_modify_qp": (_INT, (_P, _P, _INT)),
-    # int ibv_query_ece(struct ibv_qp *qp, struct ibv_ece *ece);
-    "ibv_query_ece": (_INT, (_P, _P)),
-    # int ibv_set_ece(struct ibv_qp *qp, struct ibv_ece *ece);
-    "ibv_set_ece": (_INT, (_P, _P)),
-    # struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
-    "ibv_create_ah": (_P, (_P, _P)),
-    # int ibv_destroy_ah(struct ibv_ah *ah);
-    "ibv_destroy_ah": (_INT, (_P,)),
-    # int ibv_get_async_event(struct ibv_context *context,
-    #                     struct ibv_async_event *event);
-    "ibv_get_async_event": (_INT, (_P, _P)),
-    # void ibv_ack_async_event(struct ibv_async_event *event);
-    "ibv_ack_async_event": (None, (_P,)),
-    # const char *ibv_wc_status_str(enum ibv_wc_status status);
-    "ibv_wc_status_str": (ctypes.c_char_p, (_INT,)),
-    # const char *ibv_event_type_str(enum ibv_event_type event);
-    "ibv_event_type_str": (ctypes.c_char_p, (_INT,)),
-}
+PROTOTYPES: Final = prototypes("""
+int ibv_fork_init(void);
+struct ibv_device **ibv_get_device_list(int *num_devices);
+void ibv_free_device_list(struct ibv_device **list);
+struct ibv_context *ibv_open_device(struct ibv_device *device);
+int ibv_close_device(struct ibv_context *context);
+int ibv_query_device(struct ibv_context *context,
+                 struct ibv_device_attr *device_attr);
+int ibv_query_port(struct ibv_context *context, uint8_t port_num,
+               struct _compat_ibv_port_attr *port_attr);
+/* What the inline ibv_query_gid_table calls: all entries of all ports that are not empty. */
+ssize_t _ibv_query_gid_table(struct ibv_context *context,
+                             struct ibv_gid_entry *entries, size_t max_entries,
+                             uint32_t flags, size_t entry_size);
+int ibv_query_pkey(struct ibv_context *context, uint8_t port_num,
+               int index, __be16 *pkey);
+struct ibv_pd *ibv_alloc_pd(struct ibv_context *context);
+int ibv_dealloc_pd(struct ibv_pd *pd);
+/* What the macro ibv_reg_mr calls when optional access bits are set; it masks the bits that an
+   old kernel does not know. The exported ibv_reg_mr does not know IBV_ACCESS_RELAXED_ORDERING. */
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *addr, size_t length,
+                            uint64_t iova, unsigned int access);
+int ibv_dereg_mr(struct ibv_mr *mr);
+struct ibv_comp_channel *ibv_create_comp_channel(struct ibv_context *context);
+int ibv_destroy_comp_channel(struct ibv_comp_channel *channel);
+struct ibv_cq *ibv_create_cq(struct ibv_context *context, int cqe,
+                         void *cq_context,
+                         struct ibv_comp_channel *channel,
+                         int comp_vector);
+int ibv_destroy_cq(struct ibv_cq *cq);
+int ibv_get_cq_event(struct ibv_comp_channel *channel,
+                 struct ibv_cq **cq, void **cq_context);
+void ibv_ack_cq_events(struct ibv_cq *cq, unsigned int nevents);
+struct ibv_srq *ibv_create_srq(struct ibv_pd *pd,
+                           struct ibv_srq_init_attr *srq_init_attr);
+int ibv_destroy_srq(struct ibv_srq *srq);
+struct ibv_qp *ibv_create_qp(struct ibv_pd *pd,
+                         struct ibv_qp_init_attr *qp_init_attr);
+int ibv_destroy_qp(struct ibv_qp *qp);
+int ibv_modify_qp(struct ibv_qp *qp, struct ibv_qp_attr *attr,
+              int attr_mask);
+int ibv_query_ece(struct ibv_qp *qp, struct ibv_ece *ece);
+int ibv_set_ece(struct ibv_qp *qp, struct ibv_ece *ece);
+struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *attr);
+int ibv_destroy_ah(struct ibv_ah *ah);
+int ibv_get_async_event(struct ibv_context *context,
+                    struct ibv_async_event *event);
+void ibv_ack_async_event(struct ibv_async_event *event);
+const char *ibv_wc_status_str(enum ibv_wc_status status);
+const char *ibv_event_type_str(enum ibv_event_type event);
+""")
 
-OPTIONAL: Final[dict[str, tuple[object, tuple[object, ...]]]] = {
-    # From rdma-core 34 on (IBVERBS_1.12), so it may be absent.
-    # struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length,
-    #                              uint64_t iova, int fd, int access);
-    "ibv_reg_dmabuf_mr": (_P, (_P, _U64, _SIZE, _U64, _INT, _INT)),
-}
+OPTIONAL: Final = prototypes("""
+/* From rdma-core 34 on (IBVERBS_1.12), so it may be absent. */
+struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t length,
+                             uint64_t iova, int fd, int access);
+""")
 
 
 class Library:

@@ -1,6 +1,6 @@
 """What libibverbs says about devices, contexts, ports and addresses, as ctypes mirrors.
 
-Above each stands its C declaration, word for word (<infiniband/verbs.h> of rdma-core 44.0). Sizes,
+Each is made of its C declaration, word for word (<infiniband/verbs.h> of rdma-core 44.0). Sizes,
 offsets and enum values are compared with the compiler's in tests/abi. Layouts only, no calls.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 from typing import Final
+
+from tep.ffi.declare import mirror, mirrors
 
 __all__ = [
     "DEVICE_STRUCTS",
@@ -21,128 +23,108 @@ __all__ = [
     "PortAttr",
 ]
 
-_U8, _U16, _U32, _U64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64
-_INT, _PTR = ctypes.c_int, ctypes.c_void_p
+
+@mirror("""
+struct _ibv_device_ops {
+    struct ibv_context * (*_dummy1)(struct ibv_device *device, int cmd_fd);
+    void (*_dummy2)(struct ibv_context *context);
+};
+""")
+class _DeviceOps(ctypes.Structure):
+    """What the library keeps to itself."""
 
 
-def _names(text: str) -> list[str]:
-    """Field names in C's order."""
-    return text.split()
-
-
-# struct ibv_device {
-#     struct _ibv_device_ops _ops;
-#     enum ibv_node_type node_type;
-#     enum ibv_transport_type transport_type;
-#     /* Name of underlying kernel IB device, eg "mthca0" */
-#     char name[IBV_SYSFS_NAME_MAX];
-#     /* Name of uverbs device, eg "uverbs0" */
-#     char dev_name[IBV_SYSFS_NAME_MAX];
-#     /* Path to infiniband_verbs class device in sysfs */
-#     char dev_path[IBV_SYSFS_PATH_MAX];
-#     /* Path to infiniband class device in sysfs */
-#     char ibdev_path[IBV_SYSFS_PATH_MAX];
-# };
+@mirror("""
+struct ibv_device {
+    struct _ibv_device_ops _ops;
+    enum ibv_node_type node_type;
+    enum ibv_transport_type transport_type;
+    /* Name of underlying kernel IB device, eg "mthca0" */
+    char name[IBV_SYSFS_NAME_MAX];
+    /* Name of uverbs device, eg "uverbs0" */
+    char dev_name[IBV_SYSFS_NAME_MAX];
+    /* Path to infiniband_verbs class device in sysfs */
+    char dev_path[IBV_SYSFS_PATH_MAX];
+    /* Path to infiniband class device in sysfs */
+    char ibdev_path[IBV_SYSFS_PATH_MAX];
+};
+""")
 class Device(ctypes.Structure):
     """One RDMA device as listed; `_ops` are two pointers that the library keeps to itself."""
 
-    _fields_ = (
-        ("_ops", _PTR * 2),
-        ("node_type", _INT),
-        ("transport_type", _INT),
-        ("name", ctypes.c_char * 64),
-        ("dev_name", ctypes.c_char * 64),
-        ("dev_path", ctypes.c_char * 256),
-        ("ibdev_path", ctypes.c_char * 256),
-    )
 
-
-_OPS: Final = _names(
-    "_compat_query_device _compat_query_port _compat_alloc_pd _compat_dealloc_pd _compat_reg_mr "
-    "_compat_rereg_mr _compat_dereg_mr alloc_mw bind_mw dealloc_mw _compat_create_cq poll_cq "
-    "req_notify_cq _compat_cq_event _compat_resize_cq _compat_destroy_cq _compat_create_srq "
-    "_compat_modify_srq _compat_query_srq _compat_destroy_srq post_srq_recv _compat_create_qp "
-    "_compat_query_qp _compat_modify_qp _compat_destroy_qp post_send post_recv _compat_create_ah "
-    "_compat_destroy_ah _compat_attach_mcast _compat_detach_mcast _compat_async_event"
-)
-
-
-# struct ibv_context_ops {
-#     int (*_compat_query_device)(struct ibv_context *context,
-#                                 struct ibv_device_attr *device_attr);
-#     int (*_compat_query_port)(struct ibv_context *context,
-#                               uint8_t port_num,
-#                               struct _compat_ibv_port_attr *port_attr);
-#     void *(*_compat_alloc_pd)(void);
-#     void *(*_compat_dealloc_pd)(void);
-#     void *(*_compat_reg_mr)(void);
-#     void *(*_compat_rereg_mr)(void);
-#     void *(*_compat_dereg_mr)(void);
-#     struct ibv_mw * (*alloc_mw)(struct ibv_pd *pd, enum ibv_mw_type type);
-#     int (*bind_mw)(struct ibv_qp *qp, struct ibv_mw *mw,
-#                                        struct ibv_mw_bind *mw_bind);
-#     int (*dealloc_mw)(struct ibv_mw *mw);
-#     void *(*_compat_create_cq)(void);
-#     int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
-#     int (*req_notify_cq)(struct ibv_cq *cq, int solicited_only);
-#     void *(*_compat_cq_event)(void);
-#     void *(*_compat_resize_cq)(void);
-#     void *(*_compat_destroy_cq)(void);
-#     void *(*_compat_create_srq)(void);
-#     void *(*_compat_modify_srq)(void);
-#     void *(*_compat_query_srq)(void);
-#     void *(*_compat_destroy_srq)(void);
-#     int (*post_srq_recv)(struct ibv_srq *srq,
-#                                              struct ibv_recv_wr *recv_wr,
-#                                              struct ibv_recv_wr **bad_recv_wr);
-#     void *(*_compat_create_qp)(void);
-#     void *(*_compat_query_qp)(void);
-#     void *(*_compat_modify_qp)(void);
-#     void *(*_compat_destroy_qp)(void);
-#     int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr,
-#                                          struct ibv_send_wr **bad_wr);
-#     int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr,
-#                                          struct ibv_recv_wr **bad_wr);
-#     void *(*_compat_create_ah)(void);
-#     void *(*_compat_destroy_ah)(void);
-#     void *(*_compat_attach_mcast)(void);
-#     void *(*_compat_detach_mcast)(void);
-#     void *(*_compat_async_event)(void);
-# };
+@mirror("""
+struct ibv_context_ops {
+    int (*_compat_query_device)(struct ibv_context *context,
+                                struct ibv_device_attr *device_attr);
+    int (*_compat_query_port)(struct ibv_context *context,
+                              uint8_t port_num,
+                              struct _compat_ibv_port_attr *port_attr);
+    void *(*_compat_alloc_pd)(void);
+    void *(*_compat_dealloc_pd)(void);
+    void *(*_compat_reg_mr)(void);
+    void *(*_compat_rereg_mr)(void);
+    void *(*_compat_dereg_mr)(void);
+    struct ibv_mw * (*alloc_mw)(struct ibv_pd *pd, enum ibv_mw_type type);
+    int (*bind_mw)(struct ibv_qp *qp, struct ibv_mw *mw,
+                                       struct ibv_mw_bind *mw_bind);
+    int (*dealloc_mw)(struct ibv_mw *mw);
+    void *(*_compat_create_cq)(void);
+    int (*poll_cq)(struct ibv_cq *cq, int num_entries, struct ibv_wc *wc);
+    int (*req_notify_cq)(struct ibv_cq *cq, int solicited_only);
+    void *(*_compat_cq_event)(void);
+    void *(*_compat_resize_cq)(void);
+    void *(*_compat_destroy_cq)(void);
+    void *(*_compat_create_srq)(void);
+    void *(*_compat_modify_srq)(void);
+    void *(*_compat_query_srq)(void);
+    void *(*_compat_destroy_srq)(void);
+    int (*post_srq_recv)(struct ibv_srq *srq,
+                                             struct ibv_recv_wr *recv_wr,
+                                             struct ibv_recv_wr **bad_recv_wr);
+    void *(*_compat_create_qp)(void);
+    void *(*_compat_query_qp)(void);
+    void *(*_compat_modify_qp)(void);
+    void *(*_compat_destroy_qp)(void);
+    int (*post_send)(struct ibv_qp *qp, struct ibv_send_wr *wr,
+                                         struct ibv_send_wr **bad_wr);
+    int (*post_recv)(struct ibv_qp *qp, struct ibv_recv_wr *wr,
+                                         struct ibv_recv_wr **bad_wr);
+    void *(*_compat_create_ah)(void);
+    void *(*_compat_destroy_ah)(void);
+    void *(*_compat_attach_mcast)(void);
+    void *(*_compat_detach_mcast)(void);
+    void *(*_compat_async_event)(void);
+};
+""")
 class ContextOps(ctypes.Structure):
     """The table that holds the data path. The order is the ABI; slots named _compat_* are dead."""
 
-    _fields_ = tuple((name, _PTR) for name in _OPS)
 
-
-# struct ibv_context {
-#     struct ibv_device *device;
-#     struct ibv_context_ops ops;
-#     int cmd_fd;
-#     int async_fd;
-#     int num_comp_vectors;
-#     pthread_mutex_t mutex;
-#     void *abi_compat;
-# };
+@mirror("""
+struct ibv_context {
+    struct ibv_device *device;
+    struct ibv_context_ops ops;
+    int cmd_fd;
+    int async_fd;
+    int num_comp_vectors;
+    pthread_mutex_t mutex;
+    void *abi_compat;
+};
+""")
 class Context(ctypes.Structure):
     """An open device, up to the mutex, whose size differs between machines."""
 
-    _fields_ = (
-        ("device", _PTR),
-        ("ops", ContextOps),
-        ("cmd_fd", _INT),
-        ("async_fd", _INT),
-        ("num_comp_vectors", _INT),
-    )
 
-
-# union ibv_gid {
-#     uint8_t raw[16];
-#     struct {
-#             __be64 subnet_prefix;
-#             __be64 interface_id;
-#     } global;
-# };
+@mirror("""
+union ibv_gid {
+    uint8_t raw[16];
+    struct {
+            __be64 subnet_prefix;
+            __be64 interface_id;
+    } global;
+};
+""")
 class Gid(ctypes.Union):
     """16 bytes, aligned to 8 and not to 1, because the union holds __be64.
 
@@ -150,176 +132,115 @@ class Gid(ctypes.Union):
     tests/abi keeps the check able to see that.
     """
 
-    _fields_ = (("raw", _U8 * 16), ("words", _U64 * 2))
 
-
-# struct ibv_gid_entry {
-#     union ibv_gid gid;
-#     uint32_t gid_index;
-#     uint32_t port_num;
-#     uint32_t gid_type; /* enum ibv_gid_type */
-#     uint32_t ndev_ifindex;
-# };
+@mirror("""
+struct ibv_gid_entry {
+    union ibv_gid gid;
+    uint32_t gid_index;
+    uint32_t port_num;
+    uint32_t gid_type; /* enum ibv_gid_type */
+    uint32_t ndev_ifindex;
+};
+""")
 class GidEntry(ctypes.Structure):
     """One entry of a port's table of addresses."""
 
-    _fields_ = (
-        ("gid", Gid),
-        ("gid_index", _U32),
-        ("port_num", _U32),
-        ("gid_type", _U32),
-        ("ndev_ifindex", _U32),
-    )
 
-
-# struct ibv_port_attr {
-#     enum ibv_port_state state;
-#     enum ibv_mtu max_mtu;
-#     enum ibv_mtu active_mtu;
-#     int gid_tbl_len;
-#     uint32_t port_cap_flags;
-#     uint32_t max_msg_sz;
-#     uint32_t bad_pkey_cntr;
-#     uint32_t qkey_viol_cntr;
-#     uint16_t pkey_tbl_len;
-#     uint16_t lid;
-#     uint16_t sm_lid;
-#     uint8_t lmc;
-#     uint8_t max_vl_num;
-#     uint8_t sm_sl;
-#     uint8_t subnet_timeout;
-#     uint8_t init_type_reply;
-#     uint8_t active_width;
-#     uint8_t active_speed;
-#     uint8_t phys_state;
-#     uint8_t link_layer;
-#     uint8_t flags;
-#     uint16_t port_cap_flags2;
-# };
+@mirror("""
+struct ibv_port_attr {
+    enum ibv_port_state state;
+    enum ibv_mtu max_mtu;
+    enum ibv_mtu active_mtu;
+    int gid_tbl_len;
+    uint32_t port_cap_flags;
+    uint32_t max_msg_sz;
+    uint32_t bad_pkey_cntr;
+    uint32_t qkey_viol_cntr;
+    uint16_t pkey_tbl_len;
+    uint16_t lid;
+    uint16_t sm_lid;
+    uint8_t lmc;
+    uint8_t max_vl_num;
+    uint8_t sm_sl;
+    uint8_t subnet_timeout;
+    uint8_t init_type_reply;
+    uint8_t active_width;
+    uint8_t active_speed;
+    uint8_t phys_state;
+    uint8_t link_layer;
+    uint8_t flags;
+    uint16_t port_cap_flags2;
+};
+""")
 class PortAttr(ctypes.Structure):
     """A port. The exported ibv_query_port fills everything up to and including `flags`."""
 
-    _fields_ = (
-        ("state", _INT),
-        ("max_mtu", _INT),
-        ("active_mtu", _INT),
-        ("gid_tbl_len", _INT),
-        ("port_cap_flags", _U32),
-        ("max_msg_sz", _U32),
-        ("bad_pkey_cntr", _U32),
-        ("qkey_viol_cntr", _U32),
-        ("pkey_tbl_len", _U16),
-        ("lid", _U16),
-        ("sm_lid", _U16),
-        ("lmc", _U8),
-        ("max_vl_num", _U8),
-        ("sm_sl", _U8),
-        ("subnet_timeout", _U8),
-        ("init_type_reply", _U8),
-        ("active_width", _U8),
-        ("active_speed", _U8),
-        ("phys_state", _U8),
-        ("link_layer", _U8),
-        ("flags", _U8),
-        ("port_cap_flags2", _U16),
-    )
 
-
-_DEVICE_LIMITS: Final = _names(
-    "max_sge max_sge_rd max_cq max_cqe max_mr max_pd max_qp_rd_atom max_ee_rd_atom max_res_rd_atom "
-    "max_qp_init_rd_atom max_ee_init_rd_atom atomic_cap max_ee max_rdd max_mw max_raw_ipv6_qp "
-    "max_raw_ethy_qp max_mcast_grp max_mcast_qp_attach max_total_mcast_qp_attach max_ah max_fmr "
-    "max_map_per_fmr max_srq max_srq_wr max_srq_sge"
-)
-
-
-# struct ibv_device_attr {
-#     char fw_ver[64];
-#     __be64 node_guid;
-#     __be64 sys_image_guid;
-#     uint64_t max_mr_size;
-#     uint64_t page_size_cap;
-#     uint32_t vendor_id;
-#     uint32_t vendor_part_id;
-#     uint32_t hw_ver;
-#     int max_qp;
-#     int max_qp_wr;
-#     unsigned int device_cap_flags;
-#     int max_sge;
-#     int max_sge_rd;
-#     int max_cq;
-#     int max_cqe;
-#     int max_mr;
-#     int max_pd;
-#     int max_qp_rd_atom;
-#     int max_ee_rd_atom;
-#     int max_res_rd_atom;
-#     int max_qp_init_rd_atom;
-#     int max_ee_init_rd_atom;
-#     enum ibv_atomic_cap atomic_cap;
-#     int max_ee;
-#     int max_rdd;
-#     int max_mw;
-#     int max_raw_ipv6_qp;
-#     int max_raw_ethy_qp;
-#     int max_mcast_grp;
-#     int max_mcast_qp_attach;
-#     int max_total_mcast_qp_attach;
-#     int max_ah;
-#     int max_fmr;
-#     int max_map_per_fmr;
-#     int max_srq;
-#     int max_srq_wr;
-#     int max_srq_sge;
-#     uint16_t max_pkeys;
-#     uint8_t local_ca_ack_delay;
-#     uint8_t phys_port_cnt;
-# };
+@mirror("""
+struct ibv_device_attr {
+    char fw_ver[64];
+    __be64 node_guid;
+    __be64 sys_image_guid;
+    uint64_t max_mr_size;
+    uint64_t page_size_cap;
+    uint32_t vendor_id;
+    uint32_t vendor_part_id;
+    uint32_t hw_ver;
+    int max_qp;
+    int max_qp_wr;
+    unsigned int device_cap_flags;
+    int max_sge;
+    int max_sge_rd;
+    int max_cq;
+    int max_cqe;
+    int max_mr;
+    int max_pd;
+    int max_qp_rd_atom;
+    int max_ee_rd_atom;
+    int max_res_rd_atom;
+    int max_qp_init_rd_atom;
+    int max_ee_init_rd_atom;
+    enum ibv_atomic_cap atomic_cap;
+    int max_ee;
+    int max_rdd;
+    int max_mw;
+    int max_raw_ipv6_qp;
+    int max_raw_ethy_qp;
+    int max_mcast_grp;
+    int max_mcast_qp_attach;
+    int max_total_mcast_qp_attach;
+    int max_ah;
+    int max_fmr;
+    int max_map_per_fmr;
+    int max_srq;
+    int max_srq_wr;
+    int max_srq_sge;
+    uint16_t max_pkeys;
+    uint8_t local_ca_ack_delay;
+    uint8_t phys_port_cnt;
+};
+""")
 class DeviceAttr(ctypes.Structure):
     """A device's limits."""
 
-    _fields_ = (
-        ("fw_ver", ctypes.c_char * 64),
-        ("node_guid", _U64),
-        ("sys_image_guid", _U64),
-        ("max_mr_size", _U64),
-        ("page_size_cap", _U64),
-        ("vendor_id", _U32),
-        ("vendor_part_id", _U32),
-        ("hw_ver", _U32),
-        ("max_qp", _INT),
-        ("max_qp_wr", _INT),
-        ("device_cap_flags", _U32),
-        *((name, _INT) for name in _DEVICE_LIMITS),
-        ("max_pkeys", _U16),
-        ("local_ca_ack_delay", _U8),
-        ("phys_port_cnt", _U8),
-    )
 
-
-# struct ibv_async_event {
-#     union {
-#             struct ibv_cq *cq;
-#             struct ibv_qp *qp;
-#             struct ibv_srq *srq;
-#             struct ibv_wq *wq;
-#             int port_num;
-#     } element;
-#     enum ibv_event_type event_type;
-# };
+@mirror("""
+struct ibv_async_event {
+    union {
+            struct ibv_cq *cq;
+            struct ibv_qp *qp;
+            struct ibv_srq *srq;
+            struct ibv_wq *wq;
+            int port_num;
+    } element;
+    enum ibv_event_type event_type;
+};
+""")
 class AsyncEvent(ctypes.Structure):
     """What happened outside the queues; `element` points to a queue, or holds a port number."""
 
-    _fields_ = (("element", _PTR), ("event_type", _INT))
 
-
-DEVICE_STRUCTS: Final[dict[str, type[ctypes.Structure]]] = {
-    "ibv_device": Device,
-    "ibv_context_ops": ContextOps,
-    "ibv_context": Context,
-    "ibv_gid_entry": GidEntry,
-    "ibv_port_attr": PortAttr,
-    "ibv_device_attr": DeviceAttr,
-    "ibv_async_event": AsyncEvent,
+DEVICE_STRUCTS: Final = {
+    name: struct for name, struct in mirrors(__name__).items() if struct is not _DeviceOps
 }
 """Each mirror by the name of its C struct; tests/abi goes through all of them."""

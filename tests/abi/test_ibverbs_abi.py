@@ -176,14 +176,22 @@ def test_declarations_are_word_for_word(module):
         pytest.skip("no <infiniband/verbs.h>; apt install libibverbs-dev")
     header = _words(HEADER.read_text())
     source = Path(module.__file__).read_text()
+    declared = re.findall(r'(?:@mirror|prototypes)\("""\n(.*?)"""', source, re.DOTALL)
+    comments = re.findall(
+        r"^ *# (?:struct \w+ \{|(?:\w+ )+\**\w+\().*?(?:\};|\);)$", source, re.MULTILINE | re.DOTALL
+    )
     quoted = [
-        _words(re.sub(r"^ *# ?", "", block, flags=re.MULTILINE))
-        for block in re.findall(
-            r"^ *# (?:struct \w+ \{|union \w+ \{|(?:\w+ )+\**\w+\().*?(?:\};|\);)$",
-            source,
-            re.MULTILINE | re.DOTALL,
+        _words(declaration)
+        for text in (
+            *declared,
+            *(re.sub(r"^ *# ?", "", each, flags=re.MULTILINE) for each in comments),
+        )
+        for declaration in re.findall(
+            r"^(?:(?:struct|union) \w+ \{.*?^\};|[a-z].*?\);)$", text, re.MULTILINE | re.DOTALL
         )
     ]
+    for name, first in SUFFIXES.items():  # the header has more in front of these
+        quoted = [re.sub(rf"struct {name} {{.*?(?=[^;{{]*{first})", "", each) for each in quoted]
 
     assert quoted
     assert [] == [declaration for declaration in quoted if declaration not in header]
