@@ -144,6 +144,18 @@ class HeldLeases:
             if held.over and not held.open:
                 self._answer(held)
 
+    def late(self, transfer: Transfer) -> LeaseError | None:
+        """Why what was read under leases may be new contents of their memory; None: it is not.
+
+        Until a lease is over or has run out its owner changes nothing; afterwards nobody knows.
+        """
+        for held in _held_leases(transfer.job):
+            try:
+                self._check(held, f"{transfer.job.kind}: its bytes came too late")
+            except LeaseError as error:
+                return error
+        return None
+
     # ------------------------------------------------------------------ the owner's messages
 
     def _ended(self, nic: int, address: bytes, message: Ended) -> None:

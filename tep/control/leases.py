@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from tep.backends.base import Domain, Status
+import msgspec
+
+from tep.backends.base import Access, Domain, Status
 from tep.checks import check_seconds, unpicklable
 from tep.control.channel import Channel
 from tep.control.fencing import Fencing
@@ -25,7 +27,7 @@ from tep.core.path import FarEnds, Link
 from tep.core.quarantine import Quarantine
 from tep.core.region import MrHandle, deregistered
 from tep.errors import BadRequest, BusyError, FabricError, LeaseError, TepError
-from tep.wire import Lease, MrDesc
+from tep.wire import Lease
 
 __all__ = ["Grant", "Leases", "Revocation", "grant_lease"]
 
@@ -45,7 +47,7 @@ class LeaseOwner(Owner, Protocol):
 
 
 class Revocation(Handle):
-    """The end of a lease: ok = nobody can write to its bytes any more; failed = quarantine.
+    """The end of a lease: ok = nobody can use its bytes any more; failed = quarantine.
 
     It is pending as long as the lease lasts, whatever ends the lease. `cancel()` revokes.
 
@@ -336,7 +338,9 @@ class Leases:
             self._settle(grant.over, State.DONE, None)
             return
         name = grant.link.addr.name
-        why = f"{name} may still write there: {grant.why or 'a row of it is lost'}; {gaps[0]}"
+        why = (
+            f"{name} may still {_use(grant)} there: {grant.why or 'a row of it is lost'}; {gaps[0]}"
+        )
         self.held_back[grant] = why
         cure = f"close the engine, or revoke() again once {name} is back"
         if all(domain.caps.deregister_fences for domain in self._domains):
@@ -410,16 +414,24 @@ def grant_lease(
     link: Link,
     for_s: float,
     where: tuple[int, int],
+    access: Access,
     *,
     fence: bool,
 ) -> Grant:
     """Make a lease of the (offset, length) `where`, which `engine.lease` has checked."""
-    whole = mr.desc
     start, nbytes = where
-    if not mr.access.target:
+    rights = Access.TARGET | Access.READABLE
+    if not access & rights or access & ~rights:
+        raise BadRequest(
+            f"lease: access={access!r}; a lease is for Access.TARGET, Access.READABLE, or both"
+        )
+    if access.target and not mr.access.target:
         raise BadRequest(f"lease: {mr!r} was registered without Access.TARGET; nobody may write")
-    bases = tuple(base + start for base in whole.bases)
-    desc = MrDesc(whole.addr, whole.region, nbytes, whole.device, True, whole.rkeys, bases)
+    if access.readable and not mr.access.readable:
+        raise BadRequest(f"lease: {mr!r} was registered without Access.READABLE; nobody may read")
+    desc = msgspec.structs.replace(
+        mr.desc[start : start + nbytes], writable=access.target, readable=access.readable
+    )
     holder = link.addr.domains[0]
     lease = Lease(desc, leases.next_number(), holder, _for_ns(for_s, "lease"))
     grant = Grant(owner, leases, lease, link, mr, start, fence=fence)
@@ -429,6 +441,10 @@ def grant_lease(
 
 def _for_ns(for_s: float, what: str) -> int:
     return round(check_seconds(f"{what}: for_s", for_s, 1e-9) / _S_PER_NS)
+
+
+def _use(grant: Grant) -> str:
+    return "write" if grant.lease.desc.writable else "read"
 
 
 def _owner(grant: Grant) -> bytes:

@@ -49,9 +49,10 @@ class ReadJob(Job):
         owner_imm: the immediate that each owner gets once all rows are back; None: none.
         owners: how many immediates that are.
         after: these immediates, while they wait for the rows.
+        leased: whether any of its sources is read under a lease.
     """
 
-    __slots__ = ("after", "owner_imm", "owners")
+    __slots__ = ("after", "leased", "owner_imm", "owners")
     is_read = True
 
     def __init__(
@@ -69,6 +70,7 @@ class ReadJob(Job):
         self.owner_imm = None if imm is None else check_imm(imm)
         owners = [remotes] if isinstance(remotes, Remote) else remotes.remotes
         self.owners = 0 if imm is None else len({remote.link for remote in owners})
+        self.leased = any(remote.held_lease is not None for remote in owners)
         self.after: Pending | None = None
         super().__init__(kind, mr, remotes, columns, None, n + self.owners, total, longest, routing)
         self.split = kind == "single read" or (kind == "gather" and routing.scatter_by == "bytes")

@@ -10,8 +10,10 @@ immediates are queued when all rows of the transfer are back, and not at all if 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Final, cast
 
+from tep.api import EngineOptions
 from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
 from tep.core.events import PeerRestarted
 from tep.core.group import DomainGroup, not_made_good
@@ -55,6 +57,11 @@ class _Following(_Reading):
 class Reads:
     """The reads of one engine.
 
+    Args:
+        group: its NICs.
+        options: how many rows in a turn, and whether rows are posted again.
+        late: why the bytes of a read came after the end of its leases; None: they did not.
+
     Attributes:
         outstanding: rows in flight, of each NIC.
         rows, nbytes: how many rows and bytes each NIC was asked for so far.
@@ -62,15 +69,21 @@ class Reads:
         given_up: rows that this engine's NICs may still carry out, though they live.
     """
 
-    def __init__(self, group: DomainGroup, rows_max: int, *, retried: bool) -> None:
+    def __init__(
+        self,
+        group: DomainGroup,
+        options: EngineOptions,
+        late: Callable[[Transfer], TepError | None],
+    ) -> None:
         nics = len(group.domains)
         self.outstanding = [0] * nics
         self.rows = [0] * nics
         self.nbytes = [0] * nics
         self.again = self.given_up = 0
         self._group = group
-        self._rows_max = rows_max
-        self._retried = retried
+        self._rows_max = options.post_rows_max
+        self._retried = options.failover
+        self._late = late
         self._queues: list[deque[_Reading]] = [deque() for _ in range(nics)]
         self._cursor = 0
 
@@ -249,8 +262,12 @@ class Reads:
             del group.batches[ctx]
         job = transfer.job
         assert isinstance(job, ReadJob)
-        if job.after is not None and transfer.left == job.owners and not transfer.is_ending():
-            self._follow(transfer, job)
+        if transfer.left == job.owners and not transfer.is_ending():  # all rows are back
+            transfer.failure = self._late(transfer) if job.leased else None
+            if transfer.failure is not None:
+                group.drop_queued(transfer)
+            elif job.after is not None:
+                self._follow(transfer, job)
         if transfer.left == 0:
             group.ended.append(transfer)
 

@@ -293,17 +293,21 @@ class TransferEngine:
         for_s: float,
         offset: int = 0,
         nbytes: int = -1,
+        access: Access = Access.TARGET,
         fence: bool = True,
     ) -> Grant:
         """Let a peer write to bytes of a region for a time, by a Lease in place of an MrDesc.
 
-        A lease is over when it has run out or was revoked *and* nobody can write any more: wait for
-        `grant.over`. Until then the region cannot be deregistered. nbytes=-1: to the region's end.
-        A silent writer is fenced off until it speaks; with fence=False, or where NICs cannot fence
-        (`caps.imm_source` False), its lease ends in quarantine.
+        With `access=Access.READABLE` it may read them instead, or do both. A read whose bytes come
+        after the end of its lease fails at the reader: they may be new contents.
+
+        A lease is over when it has run out or was revoked *and* nobody can use it any more: wait
+        for `grant.over`. Until then the region cannot be deregistered. nbytes=-1: to the region's
+        end. A silent holder is fenced off until it speaks; with fence=False, or where NICs cannot
+        fence (`caps.imm_source` False), its lease ends in quarantine.
 
         Raises:
-            BadRequest: no such bytes or time, or a region that peers may not write.
+            BadRequest: no such bytes or time, or a right that the region does not give.
             BusyError: some of the bytes are in quarantine.
             UsageError: this backend has no control messages.
         """
@@ -321,8 +325,10 @@ class TransferEngine:
             raise BadRequest(text)
         mr, start = mr.root, mr.start + start
         fence = check_flag("lease: fence", fence)
+        check_kind("lease: access", access, Access)
+        where = start, nbytes
         return grant_lease(
-            self._machine, self._worker.leases, mr, link, for_s, (start, nbytes), fence=fence
+            self._machine, self._worker.leases, mr, link, for_s, where, access, fence=fence
         )
 
     # ------------------------------------------------------------------ writes

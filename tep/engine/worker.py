@@ -120,7 +120,6 @@ class Worker:
         why = why_unable(domains) if options.failover else None
         able = options.failover and why is None
         self.group = group = DomainGroup(domains, options.post_rows_max, failover=able, why_not=why)
-        self.reads = Reads(group, options.post_rows_max, retried=options.failover)
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}
         self.watch = WatchPage()
@@ -137,6 +136,7 @@ class Worker:
         self._arrivals = [Arrivals() for _ in domains] if able else []
         self.fencing = Fencing(group, self._arrivals, channel)
         self.held_leases = HeldLeases(group, channel, now_s)
+        self.reads = Reads(group, options, self.held_leases.late)
         self.leases = Leases(
             channel, self.fencing, group.far_ends, now_s, self.open, self._end, domains
         )

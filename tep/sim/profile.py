@@ -205,6 +205,7 @@ class Profile:
             peer_timeout_s=self.peer_timeout_ps / PS_PER_S + 0.001,
             moves_bytes=moves_bytes,
             control_bytes=control_bytes,
+            no_reads=f"the profile {self.name} has no source for the time that reads take",
         )
 
 
