@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tep import Expectation, FabricError, NetAddr, TepError, TransferEngine
+from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.attempt import Attempt, DecoderStats
 from tep.apps.kvcache.immediates import ImmSpace
 from tep.apps.kvcache.layout import KvLayout, rows_per_page
@@ -74,7 +75,7 @@ class Decoder:
         *,
         attempts_max: int = 3,
         prefix_pages: int = 0,
-        imms: range = range(1, 1 << 31),
+        imms: range = KVCACHE,
         pool: PagePool | None = None,
     ) -> None:
         self.name = name

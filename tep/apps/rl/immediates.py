@@ -1,6 +1,6 @@
 """The immediates of a weight update: 32 bits = kind, attempt, number. Values only.
 
-bits 28-31  kind      1 to 5, below; the engine's other users keep to values beyond
+bits 28-31  kind      1 to 5, below; who has the others is in tep.apps.immediates
 bits 16-27  attempt   of the update, modulo 4096: late arrivals of an aborted one never count
 bits 0-15   number    task, or barrier and round
 """

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 
 from tep import BusyError, Expectation, NetAddr, PeerChange, PeerEvent, TepError, UsageError
+from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks.cache import KvBlocks
 from tep.apps.kvcache.blocks.handle import KvEvent, KvRequest
 from tep.apps.kvcache.blocks.messages import (
@@ -92,7 +93,7 @@ class KvReceiver:
         self,
         blocks: KvBlocks,
         *,
-        imms: range = range(1, 1 << 31),
+        imms: range = KVCACHE,
         patience: Patience = Patience(),
     ) -> None:
         blocks.handle({Claim: self._on_claim, Ended: self._on_ended})
