@@ -16,6 +16,7 @@ import pytest
 
 from tep.compat import nixl
 from tep.compat.nixl import api, bindings, nixl_agent, nixl_agent_config
+from tep.compat.nixl.wire import Grant, encode
 from tests.abi import make_nixl_api
 
 RECORD = json.loads(Path(make_nixl_api.__file__).with_name("nixl_api.json").read_text("utf-8"))
@@ -211,6 +212,23 @@ def test_release_of_an_active_transfer_ends_it(world, op):
         assert all(one.finished for one in request.transfers)
         assert request.expectation is None or request.expectation.finished
     world.b.deregister_memory(world.regs[1])
+
+
+def test_numbers_of_failed_writes_stay_out_of_use(world):
+    """Rows of a failed write may be counted: its number would make a later one ready too early."""
+    world.run(world.xfer("WRITE"))
+    (channel, numbers), *_ = world.a._granted.items()
+    with world.a._lock:
+        numbers.burn(numbers.take())
+        world.a._on_lost(channel, "its messages were lost")
+        world.a._on_message(channel, encode(Grant(numbers._start, numbers._stop)))
+    burnt = set(numbers._burnt)
+    taken = {numbers.take() for _ in range(1 << 16)}
+
+    assert numbers is world.a._granted[channel]
+    assert burnt
+    assert not burnt & taken
+    assert "DONE" == world.run(world.xfer("WRITE"))
 
 
 def test_a_read_of_memory_that_is_gone_is_an_error(world):

@@ -546,7 +546,8 @@ class nixl_agent(Registry):
                     given = self._grants[channel] = Grant(first, stop)
                 channel.send(encode(given))
             case Grant():
-                self._granted[channel] = Numbers(message.start, message.stop)
+                # A second answer must not bring numbers back that are out of use.
+                self._granted.setdefault(channel, Numbers(message.start, message.stop))
                 for request in self._ungranted.pop(channel, []):
                     self._try_post(request)
             case Written():
@@ -596,7 +597,6 @@ class nixl_agent(Registry):
 
     def _on_lost(self, channel: Channel, why: str) -> None:
         """Messages to an agent were lost: what waits for their effect fails."""
-        self._granted.pop(channel, None)
         text = f"agent {channel.name!r} cannot be reached: {why}"
         for request in self._ungranted.pop(channel, []):
             request.under_way = False
