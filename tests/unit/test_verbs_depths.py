@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.depths import (
     DATAGRAMS_IN,
@@ -95,14 +95,19 @@ def test_the_completion_queue_holds_all_that_can_be_in_it(stub):
     for _ in range(DATAGRAMS_OUT):
         pair.b._datagrams.send(to_a, b"no handshake")
     assert rows == pair.write("b", "a", rows, rkey=12345)  # one fails, all others are flushed
+    at, key = pair.keys["b"].base, pair.keys["b"].lkey
+    reads = pair.b.depths.reads
+    batch = ReadBatch(reads, 0, at, key, at, 12345, PAGE, None, 2)
+    assert reads == pair.b.post_read(batch, 0, reads) > 0
     pair.b._peers.drop(pair.b.connections[0])
     overruns = stub.count("overruns") - before
     pair.until(lambda: len(pair.ended("b")) == rows)
+    pair.until(lambda: len(pair.ended("b", Kind.READ)) == reads)
     pair.close()
 
     assert 0 == overruns
-    whole = 2 * rows + imms + messages + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT + MARKERS_MAX
-    assert whole == pair.b.depths.cq
+    whole = 2 * (rows + reads) + imms + messages + MESSAGES_OUT + MARKERS_MAX
+    assert whole + DATAGRAMS_IN + DATAGRAMS_OUT == pair.b.depths.cq
     assert [imms] == [entry[2] for entry in pair.ended("b", Kind.IMM)]
     assert messages == len(pair.ended("b", Kind.RECV))
     assert [] == pair.ended("b", Kind.DOWN)
@@ -230,7 +235,7 @@ def test_depths_that_the_device_cannot_do_are_refused_with_what_it_can(stub):
     depths = nic.depths
     nic.close()
 
-    assert (32752, 32767, 512) == depths[:3]
+    assert (32752, 0, 32767, 512) == depths[:4]
 
 
 def test_short_rows_are_copied_into_their_request_and_long_ones_are_not(stub):

@@ -49,7 +49,12 @@ _INIT_UD: Final = _mask("STATE PKEY_INDEX PORT QKEY")
 _RTR_RC: Final = _mask("STATE AV PATH_MTU DEST_QPN RQ_PSN MAX_DEST_RD_ATOMIC MIN_RNR_TIMER")
 _RTS_RC: Final = _mask("STATE TIMEOUT RETRY_CNT RNR_RETRY SQ_PSN MAX_QP_RD_ATOMIC")
 _RTS_UD: Final = _mask("STATE SQ_PSN")
-_ACCESS: Final = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+_ACCESS: Final = (
+    ENUMS["IBV_ACCESS_LOCAL_WRITE"]
+    | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+    | ENUMS["IBV_ACCESS_REMOTE_READ"]
+)
+"""What queue pairs allow; a region allows what it was registered for."""
 
 
 class Queues(NamedTuple):
@@ -59,7 +64,7 @@ class Queues(NamedTuple):
         cq: completion queue of everything; it holds `depth` of them.
         imm_srq: shared receive queue for immediates; its receives have no buffers.
         msg_srq: shared receive queue for messages.
-        row_depth, msg_depth: requests a queue pair for writes, or for messages, can hold.
+        row_depth, msg_depth: requests a queue pair for rows, or for messages, can hold.
     """
 
     cq: int
@@ -73,9 +78,10 @@ class Queues(NamedTuple):
 class Run:
     """Rows of one batch, posted as one chain on one queue pair; they come back first to last."""
 
-    __slots__ = ("back", "ctx", "n", "start")
+    __slots__ = ("back", "ctx", "kind", "n", "start")
 
-    def __init__(self, ctx: int, start: int, n: int) -> None:
+    def __init__(self, kind: int, ctx: int, start: int, n: int) -> None:
+        self.kind = kind
         self.ctx = ctx
         self.start = start
         self.n = n
@@ -83,7 +89,7 @@ class Run:
 
 
 class Conn:
-    """The queue pairs of one attempt with one peer: one for messages, one or more for writes.
+    """The queue pairs of one attempt with one peer: one for messages, one or more for rows.
 
     Two kinds, since both messages and immediates use up receives in the order in which these were
     posted: on one queue pair an immediate would eat a message's buffer.
@@ -95,7 +101,8 @@ class Conn:
         rng: draws packet sequence numbers, and the queue pair of each row if rows are sprayed.
 
     Attributes:
-        qp, qps: those for writes; `qp` is the first, and `ref` is it, ready for a call.
+        reads: reads on the wire at a time, on each of its queue pairs; 0 = the peer answers none.
+        qp, qps: those for rows; `qp` is the first, and `ref` is it, ready for a call.
         msg_qp: the one for messages.
         ece: what its queue pairs can do beyond the standard; once they receive, what is in use.
         runs: chains on `qp` that have not come back, oldest first.
@@ -115,6 +122,7 @@ class Conn:
         self.peer = peer
         self.number = number
         self.lost = False
+        self.reads = 0
         self.runs: deque[Run] = deque()
         self.deadline_s = 0.0
         self._device = device
@@ -199,6 +207,7 @@ class Conn:
         device = self._device
         route = device.route(hello.sender.gid, hello.sender.lid)
         self._accept_ece(hello.ece)
+        self.reads = min(device.reads_asked, hello.reads)
         del self.qps[len(hello.qps) - 1 :]  # the peer has fewer for writes, or none: use as many
         for qp, (number, psn) in zip(self._made, hello.qps, strict=False):
             self._modify(
@@ -210,7 +219,7 @@ class Conn:
                 path_mtu=min(device.port.active_mtu, hello.mtu),
                 dest_qp_num=number,
                 rq_psn=psn,
-                max_dest_rd_atomic=1,
+                max_dest_rd_atomic=device.reads_served,
                 min_rnr_timer=device.settings.min_rnr_timer,
             )
         self.ece = self._query_ece()
@@ -231,7 +240,7 @@ class Conn:
                     retry_cnt=settings.retry_cnt,
                     rnr_retry=settings.rnr_retry,
                     sq_psn=psn,
-                    max_rd_atomic=1,
+                    max_rd_atomic=self.reads,
                 )
         self._sending = True
 

@@ -17,6 +17,7 @@ __all__ = [
     "DATAGRAMS_OUT",
     "MARKERS_MAX",
     "MESSAGES_OUT",
+    "READS",
     "ROWS",
     "SPARE_WRS",
     "Depths",
@@ -39,8 +40,14 @@ DATAGRAMS_IN: Final = 1024
 
 DATAGRAMS_OUT: Final = 256
 
-ROWS: Final = 2048 - SPARE_WRS
-"""Rows outstanding, where the user names no number: the queue is as long as a power of two."""
+READS: Final = 128
+"""Rows of reads outstanding, where the user names no number."""
+
+_REQUESTS: Final = 2048  # the queue is as long as a power of two
+_PARTS: Final = 15  # one of so many in a shorter queue is for reads
+
+ROWS: Final = _REQUESTS - SPARE_WRS - READS
+"""Rows outstanding, where the user names no number."""
 
 _MESSAGES_IN: Final = 512
 _IMMS_MAX: Final = 32767
@@ -50,13 +57,15 @@ class Depths(NamedTuple):
     """Entries of each queue.
 
     Attributes:
-        rows: rows outstanding; a queue pair for rows has SPARE_WRS requests more.
+        rows: rows outstanding; a queue pair for rows has the reads and SPARE_WRS requests more.
+        reads: rows of reads outstanding.
         imms: receives that wait for immediates.
         messages_in: receives that wait for messages.
         cq: completions that the completion queue holds.
     """
 
     rows: int
+    reads: int
     imms: int
     messages_in: int
     cq: int
@@ -72,12 +81,14 @@ def plan_depths(device: Device) -> Depths:
         FabricError: the device refuses even the shortest queue.
     """
     settings, attr = device.settings, device.attr
-    rows = _find_rows(device)
+    rows, reads = _find_rows(device)
     messages_in = _within(
         device, "msg_recvs_max", settings.msg_recvs_max, _MESSAGES_IN, int(attr.max_srq_wr)
     )
     # A row has one completion, and may have a tail behind it with one more.
-    rest = 2 * rows + messages_in + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT + MARKERS_MAX
+    rest = (
+        2 * (rows + reads) + messages_in + MESSAGES_OUT + DATAGRAMS_IN + DATAGRAMS_OUT + MARKERS_MAX
+    )
     left = int(attr.max_cqe) - rest
     if left < 1:
         raise UsageError(
@@ -86,7 +97,7 @@ def plan_depths(device: Device) -> Depths:
         )
     most = min(int(attr.max_srq_wr), left)
     imms = _within(device, "imm_recvs", settings.imm_recvs, _IMMS_MAX, most)
-    return Depths(rows, imms, messages_in, rest + imms)
+    return Depths(rows, reads, imms, messages_in, rest + imms)
 
 
 def _within(device: Device, name: str, wanted: int | None, usual: int, most: int) -> int:
@@ -97,38 +108,55 @@ def _within(device: Device, name: str, wanted: int | None, usual: int, most: int
     return wanted
 
 
-def _find_rows(device: Device) -> int:
-    """Try how many rows a queue pair takes: limits in bytes are not among what a device reports."""
-    named = device.settings.sq_depth
-    most = int(device.attr.max_qp_wr) - SPARE_WRS
-    rows = min(ROWS if named is None else named, most)
-    refusal = ""
-    while named is None or rows == named:
+def _find_rows(device: Device) -> tuple[int, int]:
+    """Try how many rows and reads a queue pair takes: a device does not report limits in bytes."""
+    named, wanted = device.settings.sq_depth, device.settings.reads
+    if device.no_reads:
+        wanted = 0
+    most = int(device.attr.max_qp_wr)
+    if named is not None:
+        return named, _reads_beside(device, named, wanted, most)
+    total = min(_REQUESTS, most)
+    while True:
+        reads = min(READS, (total - SPARE_WRS) // _PARTS) if wanted is None else wanted
+        rows = total - SPARE_WRS - reads
+        if rows < 1:
+            raise UsageError(f"verbs: reads={wanted} is more than {device.name} has room for")
         try:
-            device.try_queue_pair(rows + SPARE_WRS)
-        except FabricError as error:
+            device.try_queue_pair(total)
+        except FabricError:
             if rows == 1:
                 raise
-            refusal = f" ({error})"
-            if named is not None:
-                break
-            rows = max(1, (rows + SPARE_WRS) // 2 - SPARE_WRS)
+            total = max(SPARE_WRS + 1 + (wanted or 0), total // 2)
         else:
-            return rows
-    assert named is not None
+            return rows, reads
+
+
+def _reads_beside(device: Device, rows: int, wanted: int | None, most: int) -> int:
+    """How many reads there is room for beside rows whose number the user has named."""
+    refusal = ""
+    for reads in (READS, 0) if wanted is None else (wanted,):
+        if rows + reads + SPARE_WRS > most:
+            continue
+        try:
+            device.try_queue_pair(rows + reads + SPARE_WRS)
+        except FabricError as error:
+            refusal = f" ({error})"
+        else:
+            return reads
     raise UsageError(
-        f"verbs: sq_depth={named} is more than {device.name} can do{refusal}; "
-        f"{_most_rows(device, min(named, most))} is possible"
+        f"verbs: sq_depth={rows} is more than {device.name} can do{refusal}; "
+        f"{_most_rows(device, min(rows, most - SPARE_WRS), wanted or 0)} is possible"
     )
 
 
-def _most_rows(device: Device, most: int) -> int:
-    """How many rows a device takes, looked for between 1 and `most`."""
+def _most_rows(device: Device, most: int, reads: int) -> int:
+    """How many rows a device takes beside reads, looked for between 1 and `most`."""
     low, high = 1, most
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            device.try_queue_pair(middle + SPARE_WRS)
+            device.try_queue_pair(middle + reads + SPARE_WRS)
         except FabricError:
             high = middle - 1
         else:
@@ -136,9 +164,10 @@ def _most_rows(device: Device, most: int) -> int:
     return low
 
 
-def peer_bytes(device: Device, rows: int) -> int:
-    """What the send queues for one peer take on ConnectX, at `rows` outstanding."""
-    row_queues = device.settings.qps_per_peer * queue_bytes(rows + SPARE_WRS, device.wqe_bytes)
+def peer_bytes(device: Device, rows: int, reads: int = READS) -> int:
+    """What the send queues for one peer take on ConnectX, at so many outstanding."""
+    requests = rows + reads + SPARE_WRS
+    row_queues = device.settings.qps_per_peer * queue_bytes(requests, device.wqe_bytes)
     return row_queues + queue_bytes(MESSAGES_OUT + SPARE_WRS, device.wqe_bytes)
 
 

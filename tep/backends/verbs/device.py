@@ -29,6 +29,7 @@ _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 _ACTIVE: Final = ENUMS["IBV_PORT_ACTIVE"]
 _GRH_REQUIRED: Final = ENUMS["IBV_QPF_GRH_REQUIRED"]
 _HOPS: Final = 64  # as fabric-lib
+_READS_AT_A_TIME: Final = 16  # of one queue pair: what ConnectX has (quoted)
 
 # What is posted on our queue pairs; a provider then leaves no room for more. Requests of 64 bytes
 # in place of 256 are what _sq_overhead in mlx5 of rdma-core 44 makes of it; quoted.
@@ -36,6 +37,7 @@ _SEND_OPS: Final = (
     ENUMS["IBV_QP_EX_WITH_RDMA_WRITE"]
     | ENUMS["IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM"]
     | ENUMS["IBV_QP_EX_WITH_SEND"]
+    | ENUMS["IBV_QP_EX_WITH_RDMA_READ"]
 )
 _EX_MASK: Final = ENUMS["IBV_QP_INIT_ATTR_PD"] | ENUMS["IBV_QP_INIT_ATTR_SEND_OPS_FLAGS"]
 _WQE_BYTES, _WQE_BYTES_PLAIN = 64, 256
@@ -183,6 +185,28 @@ class Device:
         except (OSError, ValueError, IndexError):
             return 0
 
+    @property
+    def reads_asked(self) -> int:
+        """Reads that one queue pair may have on the wire at a time; more of them wait in it."""
+        return min(_READS_AT_A_TIME, int(self.attr.max_qp_init_rd_atom))
+
+    @property
+    def reads_served(self) -> int:
+        """Reads of its peer's that one queue pair can answer at a time."""
+        return min(_READS_AT_A_TIME, int(self.attr.max_qp_rd_atom))
+
+    @property
+    def no_reads(self) -> str:
+        """Why there are no reads, or "" where there are."""
+        if self.settings.reads == 0:
+            return "it was opened with reads=0"
+        if self.reads_asked and self.reads_served:
+            return ""
+        return (
+            f"{self.name} cannot read: its max_qp_init_rd_atom is {self.attr.max_qp_init_rd_atom} "
+            f"and its max_qp_rd_atom {self.attr.max_qp_rd_atom}"
+        )
+
     def route(self, gid: bytes, lid: int) -> AhAttr:
         """How packets get to a peer."""
         found = AhAttr()
@@ -306,7 +330,7 @@ class Device:
         self.free("ibv_dealloc_pd", self.pd)
         self.free("ibv_close_device", self.context)
 
-    def caps(self, sq_depth: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
+    def caps(self, sq_depth: int, reads: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
         """What a NIC on this device can do."""
         settings, port = self.settings, self.port
         longest_control = control_bytes(port.active_mtu)
@@ -323,6 +347,8 @@ class Device:
             peer_timeout_s=settings.peer_timeout_s,
             control_bytes=longest_control,
             imm_source=longest_control > 0,
+            reads=reads,
+            no_reads=self.no_reads or f"sq_depth={sq_depth} leaves no room for them",
         )
 
     def describe(self) -> str:

@@ -18,7 +18,17 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends import forks
-from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
+from tep.backends.base import (
+    Access,
+    Batch,
+    Completions,
+    DomainKey,
+    Entry,
+    Kind,
+    ReadBatch,
+    Status,
+    WriteBatch,
+)
 from tep.backends.checks import check_memory
 from tep.backends.handing import hand_out
 from tep.backends.texts import closed, says
@@ -28,6 +38,7 @@ from tep.backends.verbs.depths import peer_bytes
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.limits import RKEY_MAX, Limits
 from tep.backends.verbs.parts import Parts
+from tep.backends.verbs.peer import ended_as
 from tep.backends.verbs.poller import POLL_MAX
 from tep.backends.verbs.status import STATUS_TEXT
 from tep.ffi.ibverbs_wr import ENUMS
@@ -39,7 +50,7 @@ Array = npt.NDArray[np.unsignedinteger]
 _LOG: Final = logging.getLogger("tep.verbs")
 _EVENTS_EVERY: Final = 4096  # polls between two looks at the device's own events
 _GOODBYE_S: Final = 0.02
-_WRITE, _DOWN = int(Kind.WRITE), int(Kind.DOWN)
+_WRITE, _READ, _DOWN = int(Kind.WRITE), int(Kind.READ), int(Kind.DOWN)
 _FATAL: Final = ENUMS["IBV_EVENT_DEVICE_FATAL"]
 _BROKEN: Final = {
     ENUMS["IBV_EVENT_CQ_ERR"]: "its completion queue failed (IBV_EVENT_CQ_ERR, most often overrun)",
@@ -102,8 +113,10 @@ class VerbsDomain:
         self._free = parts.close
         self.depths = parts.depths
         self._credits = parts.depths.rows
+        self._read_credits = parts.depths.reads
         self.address = parts.own.encode()
-        self.caps = device.caps(parts.depths.rows, ("cpu", "cuda") if cuda else ("cpu",))
+        kinds = ("cpu", "cuda") if cuda else ("cpu",)
+        self.caps = device.caps(parts.depths.rows, parts.depths.reads, kinds)
         self._write_bytes_max = self.caps.max_write_bytes
         self._limits = Limits(self._write_bytes_max)
         self._cq, self._wakeup, self._regions = parts.cq, parts.wakeup, parts.regions
@@ -186,10 +199,47 @@ class VerbsDomain:
                 self._peers.hold(found, batch, row, row + 1)
         return stop - start
 
-    def _fail(self, batch: WriteBatch, start: int, stop: int, status: Status) -> int:
+    def _fail(self, batch: Batch, start: int, stop: int, status: Status) -> int:
+        kind, told = ended_as(batch, status)
         for row in range(start, stop):
-            self._ready.append((_WRITE, int(status), 1, 0, row, batch.ctx, 0))
+            self._ready.append((kind, told, 1, 0, row, batch.ctx, 0))
         return stop - start
+
+    # --- reads
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        self._check_open()
+        end = min(stop, start + self._read_credits)
+        if end <= start:
+            return 0
+        self._read_credits -= end - start
+        if self._state is not _State.OPEN:
+            return self._fail(batch, start, end, Status.NIC_DOWN)
+        at = start
+        while at < end:
+            possible = self._limits.possible_until(batch, at, end)
+            if possible == at:
+                why = self._limits.why_impossible(batch, at)
+                at += self._fail(batch, at, at + 1, why)
+            while at < possible:
+                at = self._read_from_one(batch, at, possible)
+        return end - start
+
+    def _read_from_one(self, batch: ReadBatch, start: int, stop: int) -> int:
+        """Read the first rows, of one peer; what finds no room is kept. Return where they end."""
+        peer = batch.peer
+        if not isinstance(peer, int):
+            others = np.flatnonzero(peer[start:stop] != peer[start])
+            stop = start + int(others[0]) if len(others) else stop
+            peer = int(peer[start])
+        conn, to = self._up[peer], self._peers.table[peer]
+        if conn is None:
+            self._peers.hold(to, batch, start, stop)
+        else:
+            taken = self._writer.post_reads(conn, batch, start, stop)
+            if start + taken < stop:
+                self._peers.keep(to, batch, start + taken, stop)
+        return stop
 
     # --- messages
 
@@ -276,8 +326,9 @@ class VerbsDomain:
             self._go_down()
 
     def _hand_out(self, out: Completions, filled: int) -> int:
-        filled, rows, _ = hand_out(self._ready, out, filled)
+        filled, rows, reads = hand_out(self._ready, out, filled)
         self._credits += rows
+        self._read_credits += reads
         return filled
 
     def status_text(self, status: int) -> str:
@@ -381,12 +432,13 @@ class VerbsDomain:
     def describe(self) -> str:
         """Say which device, port and address are in use, and with how many peers."""
         up = sum(conn is not None for conn in self._peers.up)
+        depths = self.depths
+        cost = peer_bytes(self.device, depths.rows, depths.reads)
         return (
-            f"{self.device.describe()}; {self.depths.rows} rows, {self.depths.imms} immediates and "
-            f"{self.depths.messages_in} messages at a time; a peer takes "
-            f"{peer_bytes(self.device, self.depths.rows) // 1024} KiB of send queues "
-            f"({self.device.wqe_bytes} bytes a request); {up} of {len(self._peers.table)} peers "
-            "connected"
+            f"{self.device.describe()}; {depths.rows} rows, {depths.reads} reads, {depths.imms} "
+            f"immediates and {depths.messages_in} messages at a time; a peer takes {cost // 1024} "
+            f"KiB of send queues ({self.device.wqe_bytes} bytes a request); {up} of "
+            f"{len(self._peers.table)} peers connected"
         )
 
     # --- the end

@@ -19,7 +19,7 @@ A datagram (integers little-endian):
 
     offset  size  field     content
     0       4     magic     b"VHSK"
-    4       1     version   2
+    4       1     version   3
     5       1     kind      1 = REQ, 2 = REP, 3 = ACK, 4 = STALE, 5 = BYE, 6 = CONTROL, 7 =
     CONTROL_ACK,
                             8 = CHECK, 9 = CHECKED
@@ -29,9 +29,10 @@ A datagram (integers little-endian):
     12      4     echo      attempt of the receiver that this answers, or 0; number of the control
     message 16      8     target    epoch of the incarnation that is meant
     24      48    sender    its address
-    72      8 n   (number, first packet sequence number) of each queue pair: messages, then writes;
-                  REQ and REP end with what these can do beyond the standard (ECE): vendor, options
-                  and mask, of 4 bytes each, all 0 for nothing;
+    72      8 n   (number, first packet sequence number) of each queue pair: messages, then rows;
+                  REQ and REP end with how many reads each of these answers at a time (1 byte), and
+                  with what they can do beyond the standard (ECE): vendor, options and mask, of 4
+                  bytes each, all 0 for nothing;
                   CONTROL: what it says; CHECK, CHECKED: 4 bytes that are the question's own
 """
 
@@ -61,9 +62,9 @@ __all__ = [
 
 _HEAD: Final = struct.Struct("<4sBBBBIIQ")
 _QP: Final = struct.Struct("<II")
-_ECE: Final = struct.Struct("<III")
+_TAIL: Final = struct.Struct("<BIII")
 _MAGIC: Final = b"VHSK"
-_VERSION: Final = 2
+_VERSION: Final = 3
 _QPS_MAX: Final = 17
 _MTU_MAX: Final = 5
 _PAUSES: Final = 16  # the longest pause is such a part of the patience, or the first one
@@ -76,7 +77,7 @@ _CONTROL_BYTES_MAX: Final = 912
 _CONTROL_BYTES_MIN: Final = 512
 """Who takes control messages takes as much. Source: C24."""
 
-DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_CONTROL_BYTES_MAX, _QPS_MAX * _QP.size + _ECE.size)
+DATAGRAM_BYTES_MAX: Final = _HEAD_BYTES + max(_CONTROL_BYTES_MAX, _QPS_MAX * _QP.size + _TAIL.size)
 
 QpId = tuple[int, int]
 """Number and first packet sequence number of a queue pair, 24 bits each."""
@@ -118,6 +119,7 @@ class Hello:
     echo: int = 0
     mtu: int = 1
     qps: tuple[QpId, ...] = ()
+    reads: int = 0
     ece: Ece = NO_ECE
     payload: bytes = b""
 
@@ -134,8 +136,8 @@ class Hello:
             self.target,
         )
         qps = b"".join(_QP.pack(*qp) for qp in self.qps)
-        ece = _ECE.pack(*self.ece) if self.kind in _CONNECTING else b""
-        return head + self.sender.encode() + qps + ece + self.payload
+        tail = _TAIL.pack(self.reads, *self.ece) if self.kind in _CONNECTING else b""
+        return head + self.sender.encode() + qps + tail + self.payload
 
     @classmethod
     def decode(cls, data: bytes) -> Hello:
@@ -150,9 +152,10 @@ class Hello:
         if version != _VERSION or kind not in Kind.__members__.values():
             raise BadDescriptor(f"handshake of version {version}, kind {kind}")
         sender, rest = Address.decode(data[_HEAD.size : _HEAD_BYTES]), data[_HEAD_BYTES:]
-        payload, ece = b"", NO_ECE
-        if kind in _CONNECTING and len(rest) >= _ECE.size:
-            ece, rest = _ECE.unpack(rest[-_ECE.size :]), rest[: -_ECE.size]
+        payload, reads, ece = b"", 0, NO_ECE
+        if kind in _CONNECTING and len(rest) >= _TAIL.size:
+            (reads, *said), rest = _TAIL.unpack(rest[-_TAIL.size :]), rest[: -_TAIL.size]
+            ece = (said[0], said[1], said[2])
         elif kind in _CONNECTING:
             raise BadDescriptor(f"handshake: {len(data)} bytes are too few for its kind")
         if kind in _NOTING:
@@ -172,6 +175,7 @@ class Hello:
             echo=echo,
             mtu=mtu,
             qps=qps,
+            reads=reads,
             ece=ece,
             payload=payload,
         )

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column, Status, WriteBatch
+from tep.backends.base import Batch, Column, Status
 from tep.backends.columns import most
 
 __all__ = ["LOOSE_MAX", "RKEY_MAX", "Limits"]
@@ -33,7 +33,7 @@ class Limits:
         # Columns of scatters that were found good; the same ones come again and again.
         self._known: set[tuple[int, bytes]] = set()
 
-    def possible_until(self, batch: WriteBatch, start: int, stop: int) -> int:
+    def possible_until(self, batch: Batch, start: int, stop: int) -> int:
         """Return the first of rows start .. stop that can never be posted; `stop` if all can."""
         if self._all_fit(batch, start, stop):
             return stop
@@ -51,12 +51,12 @@ class Limits:
         """Whether every key fits into a request."""
         return most(rkey) <= RKEY_MAX
 
-    def why_impossible(self, batch: WriteBatch, row: int) -> Status:
+    def why_impossible(self, batch: Batch, row: int) -> Status:
         """Say why a row that cannot be posted cannot."""
         too_long = not self._fits(batch.nbytes, row, row + 1, self._write_bytes_max)
         return Status.LENGTH if too_long else Status.REMOTE_KEY
 
-    def _all_fit(self, batch: WriteBatch, start: int, stop: int) -> bool:
+    def _all_fit(self, batch: Batch, start: int, stop: int) -> bool:
         return self._fits(batch.nbytes, start, stop, self._write_bytes_max) and self._fits(
             batch.rkey, start, stop, RKEY_MAX
         )

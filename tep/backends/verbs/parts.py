@@ -73,7 +73,7 @@ class Parts:
             epoch=epoch,
             identity=identity_of(name, nic),
         )
-        self.writer = Writer(device, self.depths.rows, self.regions.on_devices, ready)
+        self.writer = Writer(device, self.depths, self.regions.on_devices, ready)
         self.peers = Peers(
             device,
             Queues(
@@ -81,7 +81,7 @@ class Parts:
                 depth=self.depths.cq,
                 imm_srq=self.imms.srq,
                 msg_srq=self.messages.srq,
-                row_depth=self.depths.rows,
+                row_depth=self.depths.rows + self.depths.reads,
                 msg_depth=MESSAGES_OUT,
             ),
             self.writer,

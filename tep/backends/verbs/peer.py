@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, Protocol
 
-from tep.backends.base import Entry, Status, WriteBatch
+from tep.backends.base import Batch, Entry, ReadBatch, Status
 from tep.backends.base import Kind as Completed
 from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, Kind, Negotiation, Phase, QpId
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from tep.backends.verbs.messages import Messages
     from tep.backends.verbs.posting import Posting
 
-__all__ = ["Owner", "Peer"]
+__all__ = ["Owner", "Peer", "ended_as"]
 
-_WRITE_KIND: Final = int(Completed.WRITE)
+_WRITE, _READ = int(Completed.WRITE), int(Completed.READ)
+_FLUSHED: Final = int(Status.FLUSHED)
 
 
 class Owner(Protocol):
@@ -70,7 +71,7 @@ class Peer:
         self.shut = False
         self.refused = False
         self.blurred = False
-        self.rows: deque[tuple[WriteBatch, int, int]] = deque()
+        self.rows: deque[tuple[Batch, int, int]] = deque()
         self.messages: deque[int] = deque()
         self._asked = 0  # so many of the rows have waited since before the last check()
         self._owner = owner
@@ -116,6 +117,7 @@ class Peer:
             echo=echo,
             mtu=owner.device.port.active_mtu,
             qps=ids,
+            reads=owner.device.reads_served if ids else 0,
             ece=ece,
             payload=payload,
         )
@@ -163,7 +165,7 @@ class Peer:
         rows, messages = self.rows, self.messages
         while rows and conn.qps:
             batch, start, stop = rows.popleft()
-            start += self._owner.posting.post_up(conn, batch, start, stop)
+            start += self._owner.posting.post_held(conn, batch, start, stop)
             if start < stop:
                 rows.appendleft((batch, start, stop))
                 break
@@ -175,11 +177,19 @@ class Peer:
         self._asked = 0
         for _ in range(len(self.rows) if nparts is None else nparts):
             batch, start, stop = self.rows.popleft()
+            kind, told = ended_as(batch, status)
             for row in range(start, stop):
-                self._owner.ready.append((_WRITE_KIND, int(status), 1, 0, row, batch.ctx, 0))
+                self._owner.ready.append((kind, told, 1, 0, row, batch.ctx, 0))
 
     def fail_waiting(self, status: Status) -> None:
         """End what waits."""
         self.fail_rows(status)
         while self.messages:
             self._owner.messages.sent(self.messages.popleft(), int(status))
+
+
+def ended_as(batch: Batch, status: Status) -> tuple[int, int]:
+    """(kind, status) of rows that were never posted: such a read is over, whatever the NIC does."""
+    if isinstance(batch, ReadBatch):
+        return _READ, _FLUSHED if status is Status.NIC_DOWN else int(status)
+    return _WRITE, int(status)

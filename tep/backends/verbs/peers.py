@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Entry, Status, WriteBatch
+from tep.backends.base import Batch, Entry, Status
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import Conn, Queues
 from tep.backends.verbs.control import ControlMessages
@@ -227,13 +227,16 @@ class Peers:
 
     # --- what waits
 
-    def _keep(self, number: int, batch: WriteBatch, row: int) -> None:
+    def _keep(self, number: int, batch: Batch, row: int) -> None:
         """Keep a row that found no room on its queue pair."""
-        peer = self.table[number]
-        peer.rows.append((batch, row, row + 1))
+        self.keep(self.table[number], batch, row, row + 1)
+
+    def keep(self, peer: Peer, batch: Batch, start: int, stop: int) -> None:
+        """Keep rows that found no room on their queue pair."""
+        peer.rows.append((batch, start, stop))
         self._unsettle(peer)
 
-    def hold(self, peer: Peer, batch: WriteBatch, start: int, stop: int) -> None:
+    def hold(self, peer: Peer, batch: Batch, start: int, stop: int) -> None:
         """Keep rows until their peer is connected."""
         peer.rows.append((batch, start, stop))
         self.attend(peer)

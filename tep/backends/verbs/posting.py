@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tep.backends.base import WriteBatch
+from tep.backends.base import Batch, ReadBatch, WriteBatch
 from tep.backends.verbs.conns import Conn
 from tep.backends.verbs.limits import LOOSE_MAX, Limits
 from tep.backends.verbs.writes import ROWS_FEW, Fan, Writer
@@ -49,6 +49,13 @@ class Posting:
             return self._writer.post_run(conn, batch, start, stop)
         self.post_loose([conn] * (stop - start), batch, start)
         return stop - start
+
+    def post_held(self, conn: Conn, batch: Batch, start: int, stop: int) -> int:
+        """Post rows that had to wait, of either kind; return how many were taken, a prefix."""
+        if isinstance(batch, ReadBatch):
+            return self._writer.post_reads(conn, batch, start, stop)
+        assert isinstance(batch, WriteBatch), batch
+        return self.post_up(conn, batch, start, stop)
 
     def scatter(self, batch: WriteBatch, start: int, stop: int, limits: Limits) -> bool:
         """Post each row to a peer of its own.

@@ -39,9 +39,11 @@ class Regions:
             FabricError: the NIC does not allow it.
         """
         device = self._device
-        flags = 0
+        flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
         if access.target:
-            flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] | ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+            flags |= ENUMS["IBV_ACCESS_REMOTE_WRITE"]
+        if access.readable:
+            flags |= ENUMS["IBV_ACCESS_REMOTE_READ"]
         if device.settings.relaxed_ordering:
             flags |= ENUMS["IBV_ACCESS_RELAXED_ORDERING"]
         if memory.kind == "cuda" and self._export is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column, Row, WriteBatch
+from tep.backends.base import Batch, Column, Kind, Row, WriteBatch
 from tep.backends.columns import part
 from tep.backends.verbs.tags import LOOSE, NUMBER_SHIFT, RUN, tag
 from tep.ffi.ibverbs import ref
@@ -23,10 +23,11 @@ from tep.ffi.ibverbs_wr import ENUMS, SEND_WR, SGE
 if TYPE_CHECKING:
     from tep.backends.verbs.limits import Limits
 
-__all__ = ["FanRing", "LooseRing", "RunRing"]
+__all__ = ["FanRing", "LooseRing", "ReadRing", "RunRing"]
 
 _WRITE: Final = ENUMS["IBV_WR_RDMA_WRITE"]
 _WRITE_IMM: Final = ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]
+_READ: Final = ENUMS["IBV_WR_RDMA_READ"]
 _SIGNALED: Final = ENUMS["IBV_SEND_SIGNALED"]
 _WR_BYTES: Final = SEND_WR.itemsize
 _SGE_BYTES: Final = SGE.itemsize
@@ -50,7 +51,13 @@ _NUMBERED: Final = np.dtype(
 
 
 class _Ring:
-    """`n` work requests with a scatter entry each."""
+    """`n` work requests with a scatter entry each.
+
+    Attributes:
+        opcode: of rows without an immediate.
+    """
+
+    opcode = _WRITE
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -79,7 +86,7 @@ class _Ring:
             self._firsts[n] = found
         return found
 
-    def _fill_addresses(self, batch: WriteBatch, start: int, n: int) -> None:
+    def _fill_addresses(self, batch: Batch, start: int, n: int) -> None:
         src, dst = batch.src, batch.dst
         found = self._first(n)
         # A slice costs 150 ns, which a batch that goes out whole can save.
@@ -92,7 +99,7 @@ class _Ring:
         self._lkey[:n] = lkey
         self._rkey[:n] = rkey
         if imm is None:
-            self._opcode[:n] = _WRITE
+            self._opcode[:n] = self.opcode
         else:
             self._opcode[:n] = _WRITE_IMM
             self._imm[:n] = imm
@@ -116,7 +123,12 @@ class RunRing(_Ring):
     Args:
         n: longest run.
         signal_rows: every so many rows one asks for a completion, and the last one of a run.
+
+    Attributes:
+        kind: of the completions.
     """
+
+    kind = int(Kind.WRITE)
 
     def __init__(self, n: int, signal_rows: int) -> None:
         super().__init__(n)
@@ -130,7 +142,7 @@ class RunRing(_Ring):
         self._held: tuple[int | None, ...] | None = None
         self._held_n = 0
 
-    def fill(self, batch: WriteBatch, start: int, n: int) -> None:
+    def fill(self, batch: Batch, start: int, n: int) -> None:
         """Write rows start.. of a batch into the first `n` requests, and end the chain there."""
         self._fill_addresses(batch, start, n)
         # What is the same for all rows is most often the same as last time, too, or but for keys.
@@ -158,6 +170,13 @@ class RunRing(_Ring):
     def is_signaled(self, row: int, n: int) -> bool:
         """Whether a row of a run of `n` asks for a completion."""
         return row == n - 1 or bool(self._marks[row])
+
+
+class ReadRing(RunRing):
+    """The same for rows that are read."""
+
+    kind = int(Kind.READ)
+    opcode = _READ
 
 
 class LooseRing(_Ring):
@@ -293,7 +312,7 @@ def _frozen(column: Column, start: int, n: int) -> int | bytes:
     return column.tobytes() if n == len(column) else column[start : start + n].tobytes()
 
 
-def _plain(batch: WriteBatch) -> tuple[int | None, ...] | None:
+def _plain(batch: Batch) -> tuple[int | None, ...] | None:
     """What is one value for all rows; None where any of it is a column."""
     rkey, nbytes, imm = batch.rkey, batch.nbytes, batch.imm
     if isinstance(rkey, int) and isinstance(nbytes, int) and (imm is None or isinstance(imm, int)):

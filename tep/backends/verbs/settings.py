@@ -27,11 +27,14 @@ class Settings:
             with full membership, or else the first. Both ends have to be in the same partition; on
             Azure the first full one is that of an availability set (quoted).
         gid_index: entry of the port's address table; None = the best of the ranking.
-        sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 2,032, or what the
-            device can do. Every queue pair can take as many, and the completion queue holds them
-            all, so that neither can overflow. A peer costs a send queue of so many requests and 16
-            more, 64 bytes each, rounded up to a power of two: 128 KiB (256 bytes each, 512 KiB,
-            where the provider has no ibv_create_qp_ex).
+        sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 1,904, or what the
+            device can do. Every queue pair can take as many, and the reads besides, and the
+            completion queue holds them all, so that neither can overflow. A peer costs a send queue
+            of so many requests, the reads and 16 more, 64 bytes each, rounded up to a power of two:
+            128 KiB (256 bytes each, 512 KiB, where the provider has no ibv_create_qp_ex).
+        reads: rows of reads outstanding on this NIC besides; None = 128, or what the device has
+            room for; 0 = none. Of those from one peer 16 are on the wire at a time, or as many as
+            both devices can; further ones hold up the rows behind them.
         signal_rows: every so many rows of a chain one asks for a completion.
         imm_recvs: receives without buffers that wait for immediates; None = what the device can
             do, up to 32,767: at 11 million a second that is 3 ms in which nobody polls. Then
@@ -72,6 +75,7 @@ class Settings:
     pkey: int | None = None
     gid_index: int | None = None
     sq_depth: int | None = None
+    reads: int | None = None
     signal_rows: int = 256
     imm_recvs: int | None = None
     msg_recvs_max: int | None = None
@@ -118,6 +122,7 @@ _RANGES: Final = {
     "port": (1, 255),
     "pkey": (1, 0xFFFF),
     "sq_depth": (1, 32752),
+    "reads": (0, 4096),
     "signal_rows": (1, 16384),
     "imm_recvs": (1, 32767),
     "msg_recvs_max": (1, 32767),

@@ -51,9 +51,10 @@ _TOO_LONG: Final = frozenset(
 STATUS_TEXT: Final = meaning(
     FLUSHED="another row to this peer failed first and took the connection with it, or "
     "the engine was closed; the backend connects anew by itself",
-    LOCAL_KEY="the source is not registered here, or the row reaches beyond it",
-    REMOTE_KEY="the target refuses key or range: the region was deregistered, is a "
-    "source only, is shorter than the row wants, or the key is another NIC's",
+    LOCAL_KEY="the memory here is not registered, or not for reads into it, or the row "
+    "reaches beyond it",
+    REMOTE_KEY="the peer refuses key or range: the region was deregistered, or peers "
+    "may not write (read) there, or the row reaches beyond it, or the key is another NIC's",
     REMOTE_RANGE="the target's NIC calls the request invalid: too long for it?",
     LENGTH="longer than this NIC's rows may be, or than the peer's buffer",
     RNR="the peer had no receive posted for too long: its engine is not being turned",

@@ -1,5 +1,7 @@
 """Rows on their way: posted as runs or loose, remembered until their completions have come.
 
+Reads are runs always, on the first queue pair of their peer.
+
 Rule 1: every row taken ends in exactly one entry, or is counted by one. Rule 2: the NIC lets no
 more rows out than each queue pair and the completion queue can hold. Rule 3: on one queue pair rows
 complete in order, so a completion speaks for the rows of its run before it that asked for none;
@@ -18,16 +20,17 @@ from itertools import repeat, starmap
 from operator import length_hint
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import Entry, Kind, Status, WriteBatch
+from tep.backends.base import Batch, Entry, Kind, ReadBatch, Status, WriteBatch
 from tep.backends.columns import row_of
 from tep.backends.verbs.conns import Conn, Run
 from tep.backends.verbs.limits import LOOSE_MAX, Limits
-from tep.backends.verbs.rings import FanRing, LooseRing, RunRing
+from tep.backends.verbs.rings import FanRing, LooseRing, ReadRing, RunRing
 from tep.backends.verbs.tags import LOOSE, NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, TAIL, tag
 from tep.ffi.ibverbs import Ref, ref
 from tep.ffi.ibverbs_wr import ENUMS, SEND_WR
 
 if TYPE_CHECKING:
+    from tep.backends.verbs.depths import Depths
     from tep.backends.verbs.device import Device
 
 __all__ = ["ROWS_FEW", "Fan", "Writer"]
@@ -39,7 +42,8 @@ _RUN_MAX: Final = 1024
 _SETS_MASK: Final = 2**32 - 1  # a set is not out for as many posts
 _SIGNALED: Final = ENUMS["IBV_SEND_SIGNALED"]
 _INLINE: Final = _SIGNALED | ENUMS["IBV_SEND_INLINE"]
-_WRITE: Final = int(Kind.WRITE)
+_WRITE, _READ = int(Kind.WRITE), int(Kind.READ)
+_NIC_DOWN, _FLUSHED = int(Status.NIC_DOWN), int(Status.FLUSHED)
 _OK: Final = int(Status.OK)
 _PROVIDER: Final = int(Status.PROVIDER)
 _LATER: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
@@ -85,7 +89,7 @@ class Writer:
 
     Args:
         device: where.
-        depth: rows that may be out.
+        depths: how many rows may be out.
         not_inline: local keys of memory that the CPU cannot read, so that the provider cannot copy
             short rows out of it.
         ready: where entries for poll() go.
@@ -97,7 +101,7 @@ class Writer:
     """
 
     def __init__(
-        self, device: Device, depth: int, not_inline: Container[int], ready: deque[Entry]
+        self, device: Device, depths: Depths, not_inline: Container[int], ready: deque[Entry]
     ) -> None:
         self._inline_max = device.inline_max
         self._not_inline = not_inline
@@ -106,8 +110,9 @@ class Writer:
         self.tails: dict[Conn, int] = {}
         self._post_send = device.data.post_send
         self._post_refs = device.data.post_send_refs
-        self._run = RunRing(min(depth, _RUN_MAX), device.settings.signal_rows)
-        self._loose = LooseRing(min(depth, LOOSE_MAX))
+        self._run = RunRing(min(depths.rows, _RUN_MAX), device.settings.signal_rows)
+        self._reads = ReadRing(max(1, depths.reads), device.settings.signal_rows)
+        self._loose = LooseRing(min(depths.rows, LOOSE_MAX))
         self._few = LooseRing(ROWS_FEW)  # of its own, so that it does not disturb what a set holds
         self._bad = ctypes.c_void_p()
         self._bad_ptr = ctypes.addressof(self._bad)
@@ -119,7 +124,18 @@ class Writer:
 
     def post_run(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
         """Post rows to one peer as chains; return how many were taken, a prefix."""
-        ring = self._run
+        return self._post_chains(self._run, conn, batch, start, stop)
+
+    def post_reads(self, conn: Conn, batch: ReadBatch, start: int, stop: int) -> int:
+        """Read rows from one peer, by chains; return how many were taken, a prefix."""
+        if not conn.reads:
+            self.refusal = "the peer's device answers no reads (its max_qp_rd_atom is 0)"
+            for row in range(start, stop):
+                self.ready.append((_READ, _PROVIDER, 1, 0, row, batch.ctx, 0))
+            return stop - start
+        return self._post_chains(self._reads, conn, batch, start, stop)
+
+    def _post_chains(self, ring: RunRing, conn: Conn, batch: Batch, start: int, stop: int) -> int:
         at = start
         while at < stop:
             if self.tails and conn in self.tails:
@@ -129,30 +145,32 @@ class Writer:
             rc = self._post_refs(conn.ref, ring.ref, self._bad_ref)
             ring.mend(n)
             if rc:
-                at += self._control_short(conn, batch, at, n, rc)
+                at += self._take_part(ring, conn, batch, at, n, rc)
                 break
-            conn.runs.append(Run(batch.ctx, at, n))
+            conn.runs.append(Run(ring.kind, batch.ctx, at, n))
             at += n
         return at - start
 
-    def _control_short(self, conn: Conn, batch: WriteBatch, start: int, n: int, rc: int) -> int:
+    def _take_part(
+        self, ring: RunRing, conn: Conn, batch: Batch, start: int, n: int, rc: int
+    ) -> int:
         """A run was taken in part; return how many rows have been dealt with."""
         bad = self._bad.value
         assert bad is not None, "a refused post must name the request that it refused"
-        taken = (bad - self._run.ptr) // SEND_WR.itemsize
+        taken = (bad - ring.ptr) // SEND_WR.itemsize
         if taken:
-            conn.runs.append(Run(batch.ctx, start, taken))
-            if not self._run.is_signaled(taken - 1, n):
+            conn.runs.append(Run(ring.kind, batch.ctx, start, taken))
+            if not ring.is_signaled(taken - 1, n):
                 self.tails[conn] = tag(TAIL) + taken - 1
         if rc in _LATER:
             return taken
-        self._refuse(rc, batch.ctx, start + taken)
+        self._refuse(rc, batch.ctx, start + taken, ring.kind)
         return taken + 1
 
-    def _refuse(self, rc: int, ctx: int, row: int) -> None:
+    def _refuse(self, rc: int, ctx: int, row: int, kind: int = _WRITE) -> None:
         """A provider will never take a row: it has failed."""
         self.refusal = f"ibv_post_send: {os.strerror(rc)} (errno {rc})"
-        self.ready.append((_WRITE, _PROVIDER, 1, 0, row, ctx, 0))
+        self.ready.append((kind, _PROVIDER, 1, 0, row, ctx, 0))
 
     def post_few(self, conn: Conn, batch: WriteBatch, start: int, stop: int) -> int:
         """Post rows to one peer one by one; return how many were taken, a prefix."""
@@ -271,12 +289,14 @@ class Writer:
         else:
             if before:
                 self._finish(run, before, _OK)
+            if status == _NIC_DOWN and run.kind == _READ:
+                status = _FLUSHED  # it has come back, so it is over
             self._finish(run, 1, status)
         if run.back == run.n:
             conn.runs.popleft()
 
     def _finish(self, run: Run, count: int, status: int) -> None:
-        self.ready.append((_WRITE, status, count, 0, run.start + run.back, run.ctx, 0))
+        self.ready.append((run.kind, status, count, 0, run.start + run.back, run.ctx, 0))
         run.back += count
 
     def complete_loose(self, wr_id: int, status: int) -> None:

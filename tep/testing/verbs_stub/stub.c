@@ -1,6 +1,6 @@
 /* A libibverbs for one process: the calls that tep makes, and a provider behind the table of
- * operations that carries reliable writes, messages and datagrams from queue pair to queue pair at
- * once. For tests of layouts, of error paths and of the backend's own cost; no NIC is modelled.
+ * operations that carries reliable writes, reads, messages and datagrams from queue pair to queue
+ * pair at once. For tests of layouts, of error paths and of the backend's own cost; no NIC is modelled.
  *
  * Build: gcc -O2 -shared -fPIC -o libstub.so stub.c -lpthread     (needs <infiniband/verbs.h>)
  */
@@ -62,6 +62,7 @@ struct qp {
 	uint32_t dest, qkey, rq_psn, sq_psn;
 	int state, rnr_retry, stuck;
 	uint32_t inline_max, pkey, sq_bytes, ece_offered, ece; /* of ECE: set by us, in use */
+	uint32_t reads_out, reads_in, access;
 };
 /* Plain fields of the work requests as they arrived, for the layout tests. */
 struct seen {
@@ -211,7 +212,7 @@ static void end(struct qp *qp, struct wr *w, int status)
 	if (status == 0 && !(w->flags & IBV_SEND_SIGNALED)) { qp->unsaid++; return; }
 	struct ibv_wc wc = { .wr_id = w->wr_id, .status = status, .qp_num = qp->q.qp_num };
 	/* As on Soft-RoCE, the opcode says SEND when the status is bad: nobody may rely on it. */
-	if (status == 0 && w->opcode != IBV_WR_SEND) wc.opcode = IBV_WC_RDMA_WRITE;
+	if (status == 0 && w->opcode != IBV_WR_SEND) wc.opcode = w->opcode == IBV_WR_RDMA_READ ? IBV_WC_RDMA_READ : IBV_WC_RDMA_WRITE;
 	put(qp->cq, wc, qp, qp->unsaid + 1);
 	qp->unsaid = 0;
 }
@@ -234,19 +235,25 @@ static int deliver(struct qp *qp, struct wr *w)
 {
 	struct qp *to = qp->dest < nqp ? qps[qp->dest] : NULL;
 	int imm = w->opcode == IBV_WR_RDMA_WRITE_WITH_IMM, send = w->opcode == IBV_WR_SEND;
+	int reads = w->opcode == IBV_WR_RDMA_READ;
+	unsigned here = reads ? IBV_ACCESS_LOCAL_WRITE : 0, there = reads ? IBV_ACCESS_REMOTE_READ : IBV_ACCESS_REMOTE_WRITE;
 	uint64_t len = w->nsge ? w->sge.length : 0;
 	if (is_cut(qp->q.context) || (to && is_cut(to->q.context))) return IBV_WC_RETRY_EXC_ERR;
 	if (!to || to->state < IBV_QPS_RTR || to->state == IBV_QPS_ERR || to->dest != qp->q.qp_num)
 		return IBV_WC_RETRY_EXC_ERR;
 	if (!same_pkey(qp, to)) return IBV_WC_RETRY_EXC_ERR;
+	if (reads && (!qp->reads_out || !to->reads_in || !(to->access & IBV_ACCESS_REMOTE_READ))) {
+		to_error(to);
+		return IBV_WC_REM_INV_REQ_ERR;
+	}
 	char *src = w->inlined, *dst = NULL;
 	if (len && !(w->flags & IBV_SEND_INLINE)) {
-		struct mr *m = find_mr(w->sge.lkey, w->sge.addr, len, 0, 0);
+		struct mr *m = find_mr(w->sge.lkey, w->sge.addr, len, here, 0);
 		if (!m) return IBV_WC_LOC_PROT_ERR;
 		src = m->host + (w->sge.addr - m->addr);
 	}
 	if (!send && len) {
-		struct mr *m = find_mr(w->rkey, w->raddr, len, IBV_ACCESS_REMOTE_WRITE, 1);
+		struct mr *m = find_mr(w->rkey, w->raddr, len, there, 1);
 		if (!m) {
 			to_error(to);
 			return IBV_WC_REM_ACCESS_ERR;
@@ -272,7 +279,7 @@ static int deliver(struct qp *qp, struct wr *w)
 			memcpy((void *)v->sge.addr, src, len);
 		}
 	}
-	if (dst && !knob[NO_COPY]) memcpy(dst, src, len);
+	if (dst && !knob[NO_COPY]) memmove(reads ? src : dst, reads ? dst : src, len);
 	if (imm || send) put(to->cq, wc, NULL, 0);
 	return 0;
 }
@@ -599,7 +606,7 @@ static struct ibv_qp *create(struct ibv_pd *pd, struct ibv_qp_init_attr *a, uint
 struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *a) { return create(pd, a, 256, INLINE_MAX); }
 static struct ibv_qp *create_qp_ex(struct ibv_context *c, struct ibv_qp_init_attr_ex *a)
 {
-	uint64_t ops = IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_SEND;
+	uint64_t ops = IBV_QP_EX_WITH_RDMA_READ | IBV_QP_EX_WITH_RDMA_WRITE | IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM | IBV_QP_EX_WITH_SEND;
 	(void)c;
 	if (a->comp_mask != (IBV_QP_INIT_ATTR_PD | IBV_QP_INIT_ATTR_SEND_OPS_FLAGS) || a->send_ops_flags & ~ops) {
 		errno = EOPNOTSUPP;
@@ -660,15 +667,20 @@ int ibv_modify_qp(struct ibv_qp *p, struct ibv_qp_attr *a, int mask)
 		if (mask & IBV_QP_RQ_PSN) q->rq_psn = a->rq_psn;
 		if (mask & IBV_QP_SQ_PSN) q->sq_psn = a->sq_psn;
 		if (mask & IBV_QP_RNR_RETRY) q->rnr_retry = a->rnr_retry;
+		if (mask & IBV_QP_MAX_QP_RD_ATOMIC) q->reads_out = a->max_rd_atomic;
+		if (mask & IBV_QP_MAX_DEST_RD_ATOMIC) q->reads_in = a->max_dest_rd_atomic;
+		if (mask & IBV_QP_ACCESS_FLAGS) q->access = a->qp_access_flags;
 		if ((mask & IBV_QP_STATE) && a->qp_state == IBV_QPS_ERR) to_error(q);
 		else if (mask & IBV_QP_STATE) q->state = q->q.state = a->qp_state;
-		/* Two rules of the handshake: the peer is ready to receive before this end may send, and
-		 * packet numbers are not swapped. The peer's queue pair may have failed and gone since. */
+		/* Three rules of the handshake: the peer is ready to receive before this end may send, it
+		 * answers as many reads as this end asks, and packet numbers are not swapped. The peer's queue pair may have failed and gone since. */
 		struct qp *to = q->dest < nqp ? qps[q->dest] : NULL;
 		if (q->state == IBV_QPS_RTS && p->qp_type == IBV_QPT_RC && to) {
 			if (to->state < IBV_QPS_RTR) fprintf(stderr, "stub: RTS before the peer is in RTR\n"), abort();
 			if (to->dest == p->qp_num && to->rq_psn != q->sq_psn)
 				fprintf(stderr, "stub: packet numbers do not match\n"), abort();
+			if (to->dest == p->qp_num && q->reads_out > to->reads_in)
+				fprintf(stderr, "stub: more reads than the peer answers\n"), abort();
 		}
 	});
 	return 0;
