@@ -115,8 +115,7 @@ class VerbsDomain:
         self._credits = parts.depths.rows
         self._read_credits = parts.depths.reads
         self.address = parts.own.encode()
-        kinds = ("cpu", "cuda") if cuda else ("cpu",)
-        self.caps = device.caps(parts.depths.rows, parts.depths.reads, kinds)
+        self.caps = device.caps(parts.depths, ("cpu", "cuda") if cuda else ("cpu",))
         self._write_bytes_max = self.caps.max_write_bytes
         self._limits = Limits(self._write_bytes_max)
         self._cq, self._wakeup, self._regions = parts.cq, parts.wakeup, parts.regions
@@ -173,8 +172,7 @@ class VerbsDomain:
             return self._fail(batch, start, stop, Status.NIC_DOWN)
         stop = self._limits.possible_until(batch, start, stop)
         if stop == start:
-            why = self._limits.why_impossible(batch, start)
-            return self._fail(batch, start, start + 1, why)
+            return self._fail(batch, start, start + 1, self._limits.why_impossible(batch, start))
         peer = batch.peer
         if not isinstance(peer, int):
             return self._scatter(batch, start, stop)
@@ -201,8 +199,7 @@ class VerbsDomain:
 
     def _fail(self, batch: Batch, start: int, stop: int, status: Status) -> int:
         kind, told = ended_as(batch, status)
-        for row in range(start, stop):
-            self._ready.append((kind, told, 1, 0, row, batch.ctx, 0))
+        self._ready.extend((kind, told, 1, 0, row, batch.ctx, 0) for row in range(start, stop))
         return stop - start
 
     # --- reads
@@ -219,8 +216,7 @@ class VerbsDomain:
         while at < end:
             possible = self._limits.possible_until(batch, at, end)
             if possible == at:
-                why = self._limits.why_impossible(batch, at)
-                at += self._fail(batch, at, at + 1, why)
+                at += self._fail(batch, at, at + 1, self._limits.why_impossible(batch, at))
             while at < possible:
                 at = self._read_from_one(batch, at, possible)
         return end - start
