@@ -11,7 +11,7 @@ import ctypes
 import errno
 from pathlib import Path
 from socket import ntohs
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from tep.backends.base import DomainCaps
 from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
@@ -22,9 +22,6 @@ from tep.ffi.ibverbs import DataPath, Library, fail
 from tep.ffi.ibverbs_device import DeviceAttr, Gid, GidEntry, PortAttr
 from tep.ffi.ibverbs_structs import AhAttr, Mr, QpInitAttrEx
 from tep.ffi.ibverbs_wr import ENUMS
-
-if TYPE_CHECKING:
-    from tep.backends.verbs.depths import Depths
 
 __all__ = ["Device"]
 
@@ -333,7 +330,7 @@ class Device:
         self.free("ibv_dealloc_pd", self.pd)
         self.free("ibv_close_device", self.context)
 
-    def caps(self, depths: Depths, memory_kinds: tuple[str, ...]) -> DomainCaps:
+    def caps(self, sq_depth: int, reads: int, memory_kinds: tuple[str, ...]) -> DomainCaps:
         """What a NIC on this device can do."""
         settings, port = self.settings, self.port
         longest_control = control_bytes(port.active_mtu)
@@ -341,7 +338,7 @@ class Device:
             backend="verbs",
             nic=self.name,
             link_bps=self.link_bps,
-            sq_depth=depths.rows,
+            sq_depth=sq_depth,
             max_write_bytes=int(port.max_msg_sz),
             max_msg_bytes=min(settings.max_msg_bytes, int(port.max_msg_sz)),
             ordered=settings.qps_per_peer == 1,
@@ -350,8 +347,8 @@ class Device:
             peer_timeout_s=settings.peer_timeout_s,
             control_bytes=longest_control,
             imm_source=longest_control > 0,
-            reads=depths.reads,
-            no_reads=self.no_reads or f"sq_depth={depths.rows} leaves no room for them",
+            reads=reads,
+            no_reads=self.no_reads or f"sq_depth={sq_depth} leaves no room for them",
         )
 
     def describe(self) -> str:

@@ -115,7 +115,8 @@ class VerbsDomain:
         self._credits = parts.depths.rows
         self._read_credits = parts.depths.reads
         self.address = parts.own.encode()
-        self.caps = device.caps(parts.depths, ("cpu", "cuda") if cuda else ("cpu",))
+        kinds = ("cpu", "cuda") if cuda else ("cpu",)
+        self.caps = device.caps(self.depths.rows, self.depths.reads, kinds)
         self._write_bytes_max = self.caps.max_write_bytes
         self._limits = Limits(self._write_bytes_max)
         self._cq, self._wakeup, self._regions = parts.cq, parts.wakeup, parts.regions
@@ -206,8 +207,7 @@ class VerbsDomain:
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         self._check_open()
-        end = min(stop, start + self._read_credits)
-        if end <= start:
+        if (end := min(stop, start + self._read_credits)) <= start:
             return 0
         self._read_credits -= end - start
         if self._state is not _State.OPEN:
