@@ -118,7 +118,7 @@ PROTOTYPES: Final = MappingProxyType(
     | calls_of("fi_ops_cq", "readerr", "strerror")
     | calls_of("fi_ops_eq", "readerr")
     | calls_of("fi_ops_cq", "read", words=True)
-    | calls_of("fi_ops_rma", "writemsg", words=True)
+    | calls_of("fi_ops_rma", "readmsg", "writemsg", words=True)
     | calls_of("fi_ops_msg", "recvmsg", "send", words=True)
 )
 

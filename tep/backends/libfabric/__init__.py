@@ -19,6 +19,7 @@ from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.rules import RULES, Rules, SoftwareRules
 from tep.backends.libfabric.software.domain import SoftwareDomain
 from tep.backends.libfabric.software.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
+from tep.backends.libfabric.software.reads import READS_MAX
 from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
@@ -178,6 +179,8 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             wakes=nic.wait_fd is not None,
             control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
+            reads=READS_MAX if software else 0,
+            no_reads="tep does not read through libfabric's EFA; its backend `efa` does",
         )
         options = endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
         return (SoftwareDomain if software else HardwareDomain)(

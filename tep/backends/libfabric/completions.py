@@ -54,6 +54,7 @@ class Queue:
     Attributes:
         frames: what came in, copied; the caller takes them.
         errors: what failed; the caller takes them.
+        landed: is called with the context of a read that went well.
         full: whether the last read filled its buffer, so that there may be more.
     """
 
@@ -76,6 +77,7 @@ class Queue:
         self._streaming = False
         self.frames: deque[bytes] = deque()
         self.errors: deque[CqError] = deque()
+        self.landed: Callable[[int], object] = _nobody
         self.full = False
 
     def drain(self, done: deque[Entry], take_rest: Callable[[], None]) -> None:
@@ -225,9 +227,15 @@ class Queue:
                 self._mailbox.received(context, nbytes, self._keep)
             else:
                 self._mailbox.sent(context)
+        else:
+            self.landed(context)
 
     def _keep(self, view: memoryview) -> None:
         self.frames.append(bytes(view))
+
+
+def _nobody(_context: int) -> None:
+    """There are no reads."""
 
 
 def _nothing(_cq: int, _at: int, _room: int) -> int:

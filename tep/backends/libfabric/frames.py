@@ -16,6 +16,7 @@ __all__ = [
     "HEAD_BYTES_MAX",
     "Ack",
     "Ask",
+    "AskRead",
     "Bye",
     "Control",
     "Data",
@@ -23,6 +24,7 @@ __all__ = [
     "Go",
     "Hello",
     "Lease",
+    "Readable",
     "Revoke",
     "Stale",
     "Wait",
@@ -64,7 +66,7 @@ class Ask(_Frame, frozen=True, array_like=True, tag=4):
 
 
 class Lease(_Frame, frozen=True, array_like=True, tag=5):
-    """This one; `nbytes` 0 = none. It holds until I revoke it."""
+    """This one; `nbytes` 0 = none, but for empty rows where `base` is 1. Until I revoke it."""
 
     rkey: Unsigned
     base: Unsigned
@@ -114,7 +116,38 @@ class Control(_Frame, frozen=True, array_like=True, tag=12):
     payload: bytes
 
 
-Frame = Hello | Welcome | Stale | Ask | Lease | Revoke | Data | Ack | Wait | Go | Bye | Control
+class AskRead(_Frame, frozen=True, array_like=True, tag=13):
+    """Which range may I read under this key of yours now? The answer has the same number."""
+
+    rkey: Unsigned
+    number: Unsigned
+
+
+class Readable(_Frame, frozen=True, array_like=True, tag=14):
+    """This one, at this moment; `nbytes` 0 = none."""
+
+    rkey: Unsigned
+    base: Unsigned
+    nbytes: Unsigned
+    number: Unsigned
+
+
+Frame = (
+    Hello
+    | Welcome
+    | Stale
+    | Ask
+    | Lease
+    | Revoke
+    | Data
+    | Ack
+    | Wait
+    | Go
+    | Bye
+    | Control
+    | AskRead
+    | Readable
+)
 
 HEAD_BYTES_MAX: Final = 512
 """What a frame needs at the most besides a payload."""

@@ -38,11 +38,12 @@ class Region:
         desc: what a row passes as its memory descriptor; 0 where the provider wants none.
         key: what the engine knows it by.
         target: whether peers may write here.
+        sink: whether our own reads may.
         open: tickets that read from it.
         start, end: addresses of its first byte, and behind its last.
     """
 
-    __slots__ = ("_handle", "desc", "end", "key", "memory", "open", "start", "target")
+    __slots__ = ("_handle", "desc", "end", "key", "memory", "open", "sink", "start", "target")
 
     def __init__(
         self, handle: Any, memory: Memory, key: DomainKey, desc: int, target: bool
@@ -54,6 +55,7 @@ class Region:
         self.key = key
         self.desc = desc
         self.target = target
+        self.sink = False
         self.open = 0
 
     def holds(self, src: Column, nbytes: Column) -> bool:
@@ -74,7 +76,8 @@ class Regions:
         dmabuf: makes a dma-buf of device memory; None = the provider finds the pages by CUDA.
 
     Attributes:
-        by_lkey, by_rkey: the regions that rows, or peers, may use.
+        by_lkey: the regions that rows may use.
+        by_rkey, readable: those that peers may write, or read.
         dying: those that were given back while rows in flight read from them.
     """
 
@@ -91,6 +94,7 @@ class Regions:
         self._numbers = itertools.count(1)
         self.by_lkey: dict[int, Region] = {}
         self.by_rkey: dict[int, Region] = {}
+        self.readable: dict[int, Region] = {}
         self.dying: list[Region] = []
 
     def add(self, memory: Memory, access: Access) -> Region:
@@ -108,14 +112,20 @@ class Regions:
             dmabuf = None
             if self._dmabuf is not None and memory.kind != "cpu":
                 dmabuf = stack.enter_context(exported(self._dmabuf, memory))
-            attr, flags, kept = mr_attr(memory, target=target, dmabuf=dmabuf)
+            attr, flags, kept = mr_attr(
+                memory, target=target, readable=access.readable, dmabuf=dmabuf
+            )
             if self._own_keys:
                 attr.requested_key = number & ((1 << self._key_bits) - 1)
             handle = self._nic.register(attr, flags)
             del kept
         mr = handle.contents()
         key = DomainKey(number ^ _LOCAL, int(mr.key), memory.ptr if self._virtual else 0)
-        return self._keep(Region(handle, memory, key, int(mr.mem_desc or 0), target))
+        region = Region(handle, memory, key, int(mr.mem_desc or 0), target)
+        region.sink = access.sink
+        if access.readable:
+            self.readable[key.rkey] = region
+        return self._keep(region)
 
     def _keep(self, region: Region) -> Region:
         self.by_lkey[region.key.lkey] = region
@@ -129,6 +139,7 @@ class Regions:
         if region is None:
             return None
         self.by_rkey.pop(key.rkey, None)
+        self.readable.pop(key.rkey, None)
         if region.open:
             self.dying.append(region)
         else:
@@ -144,8 +155,18 @@ class Regions:
             self.dying = [region for region in self.dying if region.open]
 
     def range_of(self, rkey: int) -> tuple[int, int]:
-        """The range that a key opens to peers: (base, nbytes); nbytes 0 = none."""
+        """The range that a key opens to peers: (base, nbytes); nbytes 0 = none.
+
+        (1, 0) = peers may only read there: an empty row with an immediate may still come (C9).
+        """
         region = self.by_rkey.get(rkey)
+        if region is None:
+            return (1, 0) if rkey in self.readable else (0, 0)
+        return region.key.base, region.memory.nbytes
+
+    def readable_range(self, rkey: int) -> tuple[int, int]:
+        """The range that peers may read under a key; nbytes 0 = none."""
+        region = self.readable.get(rkey)
         return (region.key.base, region.memory.nbytes) if region else (0, 0)
 
     def close(self) -> None:
@@ -154,6 +175,7 @@ class Regions:
             region.close()
         self.by_lkey.clear()
         self.by_rkey.clear()
+        self.readable.clear()
         self.dying.clear()
 
 
@@ -161,7 +183,9 @@ def mr_attr(
     memory: Memory,
     *,
     target: bool,
+    readable: bool = False,
     receives: bool = False,
+    reads: bool = False,
     dmabuf: tuple[int, int] | None = None,
 ) -> tuple[fi_mr_attr, int, object]:
     """Describe memory for fi_mr_regattr.
@@ -169,7 +193,11 @@ def mr_attr(
     Args:
         memory: host memory, or "cuda:N".
         target: whether peers may write there.
+        readable: whether peers may read there. An empty row with an immediate may come under the
+            key as well, so that providers are told of writes, too: what may be written the owner
+            says by its leases.
         receives: whether messages are received there.
+        reads: whether our own reads write there.
         dmabuf: (fd, offset) of memory that is exported so.
 
     Returns:
@@ -180,8 +208,12 @@ def mr_attr(
     access = fi.FI_SEND | fi.FI_WRITE
     if target:
         access |= fi.FI_REMOTE_WRITE
+    if readable:
+        access |= fi.FI_REMOTE_READ | fi.FI_REMOTE_WRITE
     if receives:
         access |= fi.FI_RECV
+    if reads:
+        access |= fi.FI_READ
     attr = fi_mr_attr(iov_count=1, access=access)
     kind, _, index = memory.device.partition(":")
     if kind == "cuda":

@@ -7,10 +7,11 @@ are watched, and a closed NIC stays mapped until no neighbour knows it.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Final
 
-from tep.backends.base import DomainKey, Status
+from tep.backends.base import Completions, DomainKey, Kind, ReadBatch, Status
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.address import shm_name
 from tep.backends.libfabric.book import Book
@@ -23,6 +24,7 @@ from tep.backends.libfabric.software.books import ShmBook
 from tep.backends.libfabric.software.peer import SoftwarePeer
 from tep.backends.libfabric.software.peers import SoftwarePeers
 from tep.backends.libfabric.software.process import rehearse_shm
+from tep.backends.libfabric.software.reads import SoftwareReads
 from tep.backends.libfabric.software.rows import SoftwareRows
 from tep.backends.libfabric.software.seats import close_seats
 
@@ -68,13 +70,66 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
                 if nbytes:
                     self._askers.setdefault(rkey, set()).add(peer.index)
                 self._peers.say(peer, frames.Lease(self.address, rkey, base, nbytes))
+            case frames.AskRead(rkey=rkey, number=number):
+                base, nbytes = self._regions.readable_range(rkey)
+                if nbytes:
+                    self._askers.setdefault(rkey, set()).add(peer.index)
+                self._peers.say(peer, frames.Readable(self.address, rkey, base, nbytes, number))
+            case frames.Readable():
+                self._reads.answered(peer, frame)
             case frames.Lease(rkey=rkey, base=base, nbytes=nbytes):
                 peer.leases[rkey] = (base, nbytes)
             case frames.Revoke(rkey=rkey):
                 peer.leases[rkey] = (0, 0)
                 self._rows.recheck()
+                if peer.reading is not None:
+                    peer.reading.ranges[rkey] = (0, 0)
             case _:
                 super()._take_talk(peer, frame, now_s)
+
+    # --- reads
+
+    @functools.cached_property
+    def _reads(self) -> SoftwareReads:
+        """Made with the first read: its buffers are some MiB."""
+        reads = SoftwareReads(
+            self.caps, self._nic, self._regions, self._peers, self._done, self._timeout_s
+        )
+        self._queue.landed = reads.landed
+        return reads
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        self._check_open()
+        taken = self._reads.post(batch, start, stop)
+        for peer in self._reads.stirred():
+            self._stir(peer)
+        return taken
+
+    def _hand_out(self, out: Completions) -> int:
+        filled = super()._hand_out(out)
+        if "_reads" in vars(self) and self._reads.open:
+            ended = out[:filled]
+            self._reads.open -= int(ended["count"][ended["kind"] == Kind.READ].sum())
+        return filled
+
+    def _take_error(self, error: CqError) -> None:
+        if "_reads" in vars(self) and self._reads.owns(error.context):
+            self._texts[Status.PROVIDER] = error.text
+            self._reads.landed(error.context, failed=True)
+        else:
+            super()._take_error(error)
+
+    def arm(self) -> bool:
+        if "_reads" in vars(self) and any(map(self._reads.is_postable, self._restless)):
+            return False
+        return super().arm()
+
+    def _look_at_deadlines(self, now_s: float) -> None:
+        for peer in [peer for peer in self._restless if peer.reading]:
+            if self._reads.expire(peer, now_s):
+                self._peers.doubt(peer, now_s)
+                self._stir(peer)
+        super()._look_at_deadlines(now_s)
 
     def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
         self._texts[Status.PROVIDER] = error.text
@@ -94,6 +149,9 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
 
     def _go_on(self, peer: SoftwarePeer, now_s: float) -> None:
         super()._go_on(peer, now_s)
+        if peer.reading:
+            self._reads.advance(peer)
+            self._peers.flush(peer, now_s)
         if peer.forget_s:
             self._peers.let_go(peer, now_s)
 
@@ -111,7 +169,15 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
             self._drain()
             self._mailbox.reclaim(peer)
             gone = True
+        if peer.reading:
+            self._reads.end(peer, status, gone=gone)
         super()._drop(peer, status, spare=spare, gone=gone)
+
+    def _end_all(self, status: Status, *, gone: bool = True) -> None:
+        for peer in self._peers.all:
+            if peer.reading:  # they end in buffers of ours, so that they are over in any case
+                self._reads.end(peer, Status.FLUSHED, gone=gone)
+        super()._end_all(status, gone=gone)
 
     # --- ends
 
@@ -125,4 +191,7 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
     def _shut(self) -> None:
         if self._rules.by_pid:
             close_seats(shm_name(self._book.raw))
+        if "_reads" in vars(self):
+            self._main.close()
+            self._reads.close()
         super()._shut()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from enum import Enum, auto
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tep.backends.libfabric.address import NicAddress
 from tep.backends.libfabric.peer import Peer, State
+
+if TYPE_CHECKING:
+    from tep.backends.libfabric.software.reads import PeersReads
 
 __all__ = ["Probe", "SoftwarePeer", "Watched"]
 
@@ -38,9 +41,10 @@ class SoftwarePeer(Peer):
         neighbour: it is of this process, and shares memory with us.
         probe: how far we are in asking whether a peer that returns no rows polls at all.
         process: its process, where that is another one of this host.
+        reading: its reads, see reads.py; None = there never was one.
     """
 
-    __slots__ = ("forget_s", "leases", "lost", "neighbour", "probe", "process")
+    __slots__ = ("forget_s", "leases", "lost", "neighbour", "probe", "process", "reading")
 
     def __init__(self, index: int, data: bytes, address: NicAddress) -> None:
         super().__init__(index, data, address)
@@ -50,6 +54,7 @@ class SoftwarePeer(Peer):
         self.neighbour = False
         self.probe = Probe.NONE
         self.process: Watched | None = None
+        self.reading: PeersReads | None = None
 
     @property
     def unanswered(self) -> bool:
@@ -57,12 +62,14 @@ class SoftwarePeer(Peer):
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.open or self.held or self.lost)
+        return bool(self.open or self.held or self.lost or self.reading)
 
     @property
     def unsettled(self) -> bool:
         waits = self.state is State.CONNECTING or self.state is State.LEAVING
-        return bool(waits or self.outbox or self.held or self.lost or self.forget_s)
+        if waits or self.outbox or self.held or self.lost or self.forget_s:
+            return True
+        return bool(self.reading)
 
     def empty(self) -> None:
         super().empty()

@@ -53,7 +53,7 @@ class SoftwareRows(Rows[SoftwarePeer]):
             return status
         base, nbytes = lease
         if not nbytes:
-            return Status.REMOTE_KEY
+            return Status.OK if base and not row.nbytes else Status.REMOTE_KEY
         inside = base <= row.dst and row.dst + row.nbytes <= base + nbytes
         return Status.OK if inside else Status.REMOTE_RANGE
 
