@@ -10,7 +10,7 @@ from tep.backends.libfabric.address import NicAddress
 from tep.backends.libfabric.peer import Peer, State
 
 if TYPE_CHECKING:
-    from tep.backends.libfabric.software.reads import PeersReads
+    from tep.backends.libfabric.software.reading import PeersReads
 
 __all__ = ["Probe", "SoftwarePeer", "Watched"]
 
@@ -41,7 +41,7 @@ class SoftwarePeer(Peer):
         neighbour: it is of this process, and shares memory with us.
         probe: how far we are in asking whether a peer that returns no rows polls at all.
         process: its process, where that is another one of this host.
-        reading: its reads, see reads.py; None = there never was one.
+        reading: its reads, see reading.py; None = there never was one.
     """
 
     __slots__ = ("forget_s", "leases", "lost", "neighbour", "probe", "process", "reading")

@@ -27,10 +27,11 @@ from tep.backends.libfabric.peer import State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions, mr_attr
 from tep.backends.libfabric.software.peer import SoftwarePeer
+from tep.backends.libfabric.software.reading import PeersReads, Piece, Row
 from tep.ffi import libfabric as fi
 from tep.memory import adapt
 
-__all__ = ["READS_MAX", "PeersReads", "SoftwareReads"]
+__all__ = ["READS_MAX", "SoftwareReads"]
 
 READS_MAX: Final = 256
 """Rows of reads outstanding on one NIC."""
@@ -52,65 +53,6 @@ _RECORD: Final = np.dtype(
     ]
 )
 _MSG_AT: Final = 48
-
-
-class _Row:
-    """A row that has been accepted.
-
-    Attributes:
-        posted, left: bytes that were asked for, and bytes that have not arrived.
-        region: where it goes.
-        ended: its completion is made.
-    """
-
-    __slots__ = ("ctx", "ended", "index", "left", "posted", "region", "row")
-
-    def __init__(self, ctx: int, index: int, row: ReadRow, region: Region | None) -> None:
-        self.ctx = ctx
-        self.index = index
-        self.row = row
-        self.region = region
-        self.posted = 0
-        self.left = row.nbytes
-        self.ended = False
-
-
-class _Piece:
-    """A part of a row, in the buffer of a slot."""
-
-    __slots__ = ("at", "failed", "nbytes", "peer", "row", "slot")
-
-    def __init__(self, slot: int, peer: SoftwarePeer, row: _Row, at: int, nbytes: int) -> None:
-        self.slot = slot
-        self.peer = peer
-        self.row = row
-        self.at = at
-        self.nbytes = nbytes
-        self.failed = False
-
-
-class PeersReads:
-    """The reads from one peer; false when none is open.
-
-    Attributes:
-        waiting: rows that have pieces to post, oldest first.
-        open: rows that have not ended.
-        ranges: (base, nbytes) that its keys opened when it was asked last; None = asked.
-        landed: pieces that wait to be asked about, by key.
-        asked: the number of the question that is out about a key, and the pieces it is about.
-        moved_s: when something of it came last.
-    """
-
-    def __init__(self) -> None:
-        self.waiting: deque[_Row] = deque()
-        self.open: dict[_Row, None] = {}
-        self.ranges: dict[int, tuple[int, int] | None] = {}
-        self.landed: dict[int, list[_Piece]] = {}
-        self.asked: dict[int, tuple[int, list[_Piece]]] = {}
-        self.moved_s = 0.0
-
-    def __bool__(self) -> bool:
-        return bool(self.open)
 
 
 class SoftwareReads:
@@ -145,7 +87,7 @@ class SoftwareReads:
         del kept
         self._buffers = memory.ptr
         self._contexts = memory.ptr + _PIECES * _PIECE_BYTES
-        self._pieces: list[_Piece | None] = [None] * _PIECES
+        self._pieces: list[Piece | None] = [None] * _PIECES
         self._free = list(range(_PIECES))
         self._flags = fi.ready(fi.FI_COMPLETION)
         records = self._records = np.zeros(_PIECES, _RECORD)
@@ -176,7 +118,7 @@ class SoftwareReads:
             if peer.state is State.SILENT:
                 self._peers.greet(peer, now_s)
             status = self._verdict(peer, row, region)
-            accepted = _Row(batch.ctx, index, row, region)
+            accepted = Row(batch.ctx, index, row, region)
             if status is not Status.OK:
                 self._finish(accepted, status)
                 continue
@@ -226,13 +168,13 @@ class SoftwareReads:
             return False
         return reads.ranges.get(reads.waiting[0].row.rkey) is not None
 
-    def _ask(self, peer: SoftwarePeer, reads: PeersReads, rkey: int, pieces: list[_Piece]) -> None:
+    def _ask(self, peer: SoftwarePeer, reads: PeersReads, rkey: int, pieces: list[Piece]) -> None:
         number = next(self._numbers)
         reads.asked[rkey] = number, pieces
         self._peers.say(peer, frames.AskRead(self._peers.me, rkey, number))
         self._stirred[peer] = None
 
-    def _post_row(self, peer: SoftwarePeer, reads: PeersReads, accepted: _Row) -> bool:
+    def _post_row(self, peer: SoftwarePeer, reads: PeersReads, accepted: Row) -> bool:
         """Post the rest of a row, or end it; False = not all of it yet."""
         row = accepted.row
         if not row.nbytes:
@@ -250,11 +192,11 @@ class SoftwareReads:
             self._end_row(reads, accepted, status)
             return True
         while accepted.posted < row.nbytes:
-            if not self._free or not self._post_piece(peer, accepted):
+            if not self._free or not self._post_piece(peer, reads, accepted):
                 return accepted.ended
         return True
 
-    def _post_piece(self, peer: SoftwarePeer, accepted: _Row) -> bool:
+    def _post_piece(self, peer: SoftwarePeer, reads: PeersReads, accepted: Row) -> bool:
         row, at, slot = accepted.row, accepted.posted, self._free[-1]
         nbytes = min(row.nbytes - at, _PIECE_BYTES)
         record = self._records[slot]
@@ -265,11 +207,10 @@ class SoftwareReads:
         if rc == -fi.FI_EAGAIN:
             return False
         if rc:
-            assert peer.reading is not None
-            self._end_row(peer.reading, accepted, Status.PROVIDER)
+            self._end_row(reads, accepted, Status.PROVIDER)
             return False
         self._free.pop()
-        self._pieces[slot] = _Piece(slot, peer, accepted, at, nbytes)
+        self._pieces[slot] = Piece(slot, reads, accepted, at, nbytes)
         accepted.posted += nbytes
         return True
 
@@ -285,11 +226,11 @@ class SoftwareReads:
         piece, self._pieces[slot] = self._pieces[slot], None
         if piece is None:
             return  # it was taken back with its endpoint
-        if piece.row.ended or piece.peer.reading is None:
+        if piece.row.ended:
             self._free.append(slot)
             return
         piece.failed = failed
-        reads = piece.peer.reading
+        reads = piece.reads
         reads.landed.setdefault(piece.row.row.rkey, []).append(piece)
         if not failed:
             reads.moved_s = time.monotonic()
@@ -308,7 +249,7 @@ class SoftwareReads:
                 self._settle(reads, accepted, piece, holds=frame.nbytes > 0)
         self.advance(peer)
 
-    def _settle(self, reads: PeersReads, accepted: _Row, piece: _Piece, *, holds: bool) -> None:
+    def _settle(self, reads: PeersReads, accepted: Row, piece: Piece, *, holds: bool) -> None:
         row = accepted.row
         if not holds:
             self._end_row(reads, accepted, Status.REMOTE_KEY)
@@ -323,11 +264,11 @@ class SoftwareReads:
             if not accepted.left:
                 self._end_row(reads, accepted, Status.OK)
 
-    def _end_row(self, reads: PeersReads, accepted: _Row, status: Status) -> None:
+    def _end_row(self, reads: PeersReads, accepted: Row, status: Status) -> None:
         del reads.open[accepted]
         self._finish(accepted, status)
 
-    def _finish(self, accepted: _Row, status: Status) -> None:
+    def _finish(self, accepted: Row, status: Status) -> None:
         accepted.ended = True
         self._done.append((_READ, int(status), 1, 0, accepted.index, accepted.ctx, 0))
 
@@ -352,7 +293,7 @@ class SoftwareReads:
         self._free += [piece.slot for piece in back]
         if gone:
             for slot, piece in enumerate(self._pieces):
-                if piece is not None and piece.peer is peer:
+                if piece is not None and piece.reads is reads:
                     self._pieces[slot] = None
                     self._free.append(slot)
         peer.reading = None
