@@ -29,6 +29,7 @@ READS = 5
 GUARD = 64
 FREED, REUSED, BLANK = 255, 254, 253
 VERSIONS = 40
+WRITTEN = 1000  # the immediate of writes
 
 
 @dataclass
@@ -87,6 +88,9 @@ class Run:
         sink = dice.choice([Access.SINK, Access.SOURCE_AND_TARGET])
         self.mr, _ = reader.reg_mr(self.mine, access=sink)
         self.freed: list[set[int]] = [set(), set()]
+        self.sent: list[tuple[int, Transfer]] = []  # writes beside the reads: (owner, handle)
+        source, _ = reader.reg_mr(np.full(PAGE, 7, np.uint8), access=Access.SOURCE)
+        self.noise = source, [owner.reg_mr(np.zeros(PAGE, np.uint8))[1] for owner in owners]
         self.trials: list[Trial] = []
         self.wrong: list[str] = []
         self.told: Counter[tuple[int, int]] = Counter()
@@ -133,6 +137,13 @@ class Run:
         if trial.handle.ok or not self.mr.quarantined:
             self.mine[start:stop] = REUSED
             trial.reused = True
+
+    def write(self) -> None:
+        """A write beside the reads: what a path loses of one way must not disturb the other."""
+        mr, descs = self.noise
+        who = self.dice.randrange(2)
+        sent = self.reader.submit_single_write(PAGE, (mr, 0), (descs[who], 0), WRITTEN)
+        self.sent.append((who, sent))
 
     def submit(self) -> None:
         """One read of a drawn shape."""
@@ -202,6 +213,11 @@ class Run:
             tale.failed += sent.failed
             tale.cancelled += sent.cancelled
             tale.again += sent.stats().rows_again
+        for who, owner in enumerate(self.owners):
+            mine = [sent for to, sent in self.sent if to == who]
+            came, ok = owner.imm_counter(WRITTEN).value, sum(sent.ok for sent in mine)
+            if not ok <= came <= len(mine):
+                self.wrong.append(f"{came} writes came to owner {who}, {ok} of {len(mine)} are ok")
         tale.quarantined += bool(self.mr.quarantined)
         self.wrong += self.cluster.fabric.violations
         assert [] == self.wrong, self.wrong
@@ -238,10 +254,11 @@ def run(seed: int, tale: Tale | None = None, *, harm: bool = True, **knobs: int)
             cluster.at(0.01 + dice.uniform(0.01, 0.2) * k, now.change)
         for _ in range(READS):
             cluster.at(dice.uniform(0, 2), now.submit)
+            cluster.at(dice.uniform(0, 2), now.write)
         cluster.env.run(until=20 * PS_PER_US)
-        for trial in now.trials:
+        for handle in [trial.handle for trial in now.trials] + [sent for _, sent in now.sent]:
             try:
-                trial.handle.wait(60)
+                handle.wait(60)
             except TepError as error:
                 tale.errors.append(str(error))
         cluster.env.run(until=cluster.env.now + 10**13)
