@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import tep
 from tep.apps.kvcache import messages as kvcache_messages
 from tep.apps.kvcache import pipes as kvcache_pipes
+from tep.apps.kvcache.blocks import messages as block_messages
 from tep.apps.moe.config import MoeConfig
 from tep.apps.moe.peers import pack_hello, unpack_hellos
 from tep.apps.rl import remote as rl_remote
@@ -36,6 +37,7 @@ from tep.backends.local import channel as local_channel
 from tep.backends.loopback import open_domains as open_loopback
 from tep.backends.verbs import address as verbs_address
 from tep.backends.verbs import handshake as verbs_handshake
+from tep.compat.nixl import wire as nixl_wire
 from tep.control import messages
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
@@ -49,6 +51,7 @@ NO_DECODERS = {
     "tep/wire.py::_Wire.from_bytes": "listed by its subclasses",
 }
 READERS = {
+    "tep/compat/nixl/channel.py": "a frame; what does not decode is counted and dropped",
     "tep/apps/rl/job.py": "a file of the user's own, as JSON",
     "tep/apps/kvcache/process.py": "an argument of a process that this one starts, as JSON",
 }
@@ -141,6 +144,17 @@ CASES: dict[str, list[Case]] = {
                 functools.partial(sealed, value.KIND),
             ),
         )
+    ],
+    "tep/apps/kvcache/blocks/messages.py::decode": [
+        Case(block_messages.decode, structs(block_messages)),
+        *(
+            Case(functools.partial(block_messages.decode_as, kind), structs(block_messages))
+            for kind in (block_messages.Card, block_messages.Ticket)
+        ),
+    ],
+    "tep/compat/nixl/wire.py::decode": [
+        Case(nixl_wire.decode, structs(nixl_wire)),
+        Case(nixl_wire.Remote.read, structs(nixl_wire)),
     ],
     "tep/apps/kvcache/messages.py::decode": [
         Case(kvcache_messages.decode, structs(kvcache_messages))

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from tep import (
+    BadDescriptor,
     Expectation,
     TepError,
     TransferEngine,
@@ -534,7 +535,7 @@ class nixl_agent(Registry):
     def _on_message(self, channel: Channel, body: bytes) -> None:
         try:
             message = decode(body)
-        except ValueError:
+        except BadDescriptor:
             self._channels.garbled += 1
             return
         match message:

@@ -132,7 +132,7 @@ class Channels:
         try:
             frame = msgspec.msgpack.decode(payload, type=_Frame, strict=True)
             addr = NetAddr.from_bytes(frame.addr)
-        except (msgspec.MsgspecError, UnicodeDecodeError, BadDescriptor):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, BadDescriptor):
             self.garbled += 1
             return
         with self.lock:

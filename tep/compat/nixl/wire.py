@@ -126,8 +126,11 @@ def encode(value: Body | Metadata) -> bytes:
 
 
 def decode(raw: bytes) -> Body:
-    """Read a message; msgspec.MsgspecError if it is none."""
-    return _BODY.decode(raw)
+    """Read a message; BadDescriptor if the bytes are none."""
+    try:
+        return _BODY.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadDescriptor(f"{len(raw)} bytes are no message of an agent: {error}") from error
 
 
 class Remote:
@@ -153,7 +156,7 @@ class Remote:
         """
         try:
             return _METADATA.decode(raw)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise BadDescriptor(f"{len(raw)} bytes are no agent's metadata: {error}") from error
 
     def learn(self, found: Metadata) -> None:
