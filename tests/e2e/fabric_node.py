@@ -76,7 +76,7 @@ class Node:
         self.stream_over = threading.Event()
         self.rounds_done = 0
 
-    def open(self, provider, nics, name, epoch=None, timeout_s=2.0):
+    def open(self, provider, nics, name, epoch=None, timeout_s=2.0, tell_failures=True):
         if provider == "local":
             self.engine = tep.TransferEngine.open("local", nics=nics, name=name)
             return self.engine.main_address.to_bytes().hex()
@@ -90,6 +90,7 @@ class Node:
             driver=tep.ThreadDriver(opened.name),
             name=opened.name,
             epoch=opened.epoch,
+            options=tep.EngineOptions(tell_failures=tell_failures),
         )
         return self.engine.main_address.to_bytes().hex()
 
