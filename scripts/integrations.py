@@ -62,6 +62,12 @@ VLLM = Environment(
 
 INTEGRATIONS = (
     Integration("vLLM's NixlConnector, a failed load is an error", "vllm_nixl.py", VLLM),
+    Integration(
+        "vLLM's NixlConnector, a failed load is computed again",
+        "vllm_nixl.py",
+        VLLM,
+        ("--policy", "recompute"),
+    ),
 )
 
 
