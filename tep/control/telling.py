@@ -2,11 +2,12 @@
 
 The receiver's half is `failures`. A peer is told as soon as it can be reached, by lists of
 immediates: how many of each were to come, and how many came, which it does not count any more.
-Rule 1: a list keeps its serial however often it is sent, so that it is applied once. Rule 2: a
-later transfer to a peer under such an immediate is held until the peer knows of the failure, since
-it could not tell the arrivals apart. Rule 3: if rows of the failed one may still land, it is held
-until the peer has fenced their paths, has said what landed, and has opened them again. Rule 4: it
-is not held for ever: if the peer does not answer it fails, as its rows would.
+Rule 1: a list keeps its serial however often it is sent, so that it is applied once. Rule 2: if
+some of an immediate arrived, or may still, a later transfer of it to that peer is held until the
+peer knows of the failure, since it could not tell the arrivals apart. Rule 3: if rows of the failed
+one may still land, it is held until the peer has fenced their paths, has said what landed, and has
+opened them again. Rule 4: it is not held for ever: if the peer does not answer it fails, as its
+rows would.
 """
 
 from __future__ import annotations
@@ -90,10 +91,12 @@ class _Owed:
         due_s: when to go on; None: when an answer comes, or when the peer is heard.
         wait_s: from a try to reach it to the next one.
         tries: how many there were.
+        why: the error of the first transfer that failed.
     """
 
     __slots__ = (
-        "clearing", "due_s", "held", "lists", "new", "paths", "tries", "wait_s", "window",
+        "clearing", "due_s", "held", "lists", "new", "paths", "tries", "wait_s", "why",
+        "window",
     )  # fmt: skip
 
     def __init__(self, wait_s: float) -> None:
@@ -106,15 +109,21 @@ class _Owed:
         self.due_s: float | None = None
         self.wait_s = wait_s
         self.tries = 0
+        self.why = ""
 
     @property
     def asks(self) -> bool:
         """Whether an answer of the peer is awaited."""
         return any(each.out for each in self.lists.values())
 
-    def has(self, imm: int) -> bool:
-        """Whether the peer was not told all of one immediate yet."""
-        return imm in self.new or any(imm in each.imms for each in self.lists.values())
+    def has(self, imm: int, *, late: bool) -> bool:
+        """Whether the peer was not told yet that some of an immediate came, or may still come.
+
+        `late`: also if none came for certain.
+        """
+        _, *fresh = self.new.get(imm, ("", 0, 0, 0))
+        lists = (each.imms.get(imm, (0, 0, 0)) for each in self.lists.values())
+        return any(numbers[1] or (late and numbers[2]) for numbers in (fresh, *lists))
 
 
 class Telling:
@@ -170,6 +179,7 @@ class Telling:
         for link, imms in shortfalls(transfer, len(self._group.domains)).items():
             if link.current:
                 owed = self._at(link)
+                owed.why = owed.why or reason
                 for imm, short in imms.items():
                     self._add(owed, imm, reason, short)
 
@@ -245,7 +255,8 @@ class Telling:
             owed.clearing[path] = False
             self._wake(owed)
         owed.paths = {path: left for path, left in owed.paths.items() if left}
-        if unsure or any(map(owed.has, imms)):
+        late = self._failover.able
+        if unsure or any(owed.has(imm, late=late) for imm in imms):
             return True
         # While the last path is fenced nothing can be sent, whatever its immediate.
         ours = [nic for nic, alive in enumerate(self._group.alive) if alive]
@@ -425,7 +436,8 @@ class Telling:
         if not self._channel.able or self.owed.get(link) is not owed or not link.current:
             return  # the engine is being closed, or there is nothing left to say
         name = link.addr.name
-        text = f"{name} could not be told that earlier transfers with this immediate failed: {why}"
+        text = f"{name} could not be told that earlier transfers with this immediate failed"
+        text += f" ({owed.why}): {why}"
         held, owed.held = owed.held, {}
         owed.clearing.clear()
         for transfer in held:
