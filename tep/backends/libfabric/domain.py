@@ -76,6 +76,7 @@ class FabricDomain(Generic[PeerT]):
 
     _peers_kind: type[Peers[PeerT]] = Peers
     _rows_kind: type[Rows[PeerT]] = Rows
+    _has_chores = False
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class FabricDomain(Generic[PeerT]):
             self._stir,
         )
         self._restless: set[PeerT] = set()  # peers that need looking after at each poll
-        self._next_look_s = 0.0
+        self._next_look_s = self._next_chore_s = 0.0
         self._excused = self._closed = self._lost = False
         self._sleeper = Sleeper(nic.wait_fd) if nic.wait_fd is not None else None
 
@@ -145,9 +146,8 @@ class FabricDomain(Generic[PeerT]):
         """End a row that came back failed, or find out why first."""
         raise NotImplementedError
 
-    def _idle(self) -> None:
-        """Nothing is outstanding: there is nothing to be late for."""
-        self._next_look_s, self._excused = 0.0, False
+    def _do_chores(self, now_s: float) -> None:
+        """What a room that `_has_chores` does now and then while nothing is outstanding."""
 
     def _drop(self, peer: PeerT, status: Status, *, spare: bool, gone: bool = False) -> None:
         """End all that was to go to a peer; `spare` and `gone` as in Rows.end()."""
@@ -266,17 +266,12 @@ class FabricDomain(Generic[PeerT]):
         if rows.budget != self._rules.turn_rows:  # some of it was used
             rows.new_turn()
         filled = queue.read(out, filled)
-        # Bounded, since an answer may bring the next frame, or the next error, at once (C2).
-        for _ in range(_READS_MAX):
-            if not (queue.frames or queue.errors or queue.full):
-                break
-            self._take_rest()
-            filled = queue.read(out, filled)
-            if filled >= len(out):
-                break
+        if queue.frames or queue.errors or queue.full:
+            filled = self._read_on(out, filled)
+        slots = self._slots
         if self._restless:
             self._look_after()
-        if self._slots.open or self._restless or self._outgoing.open:
+        if slots.open or self._restless or self._outgoing.open:
             now_s = time.monotonic()
             if now_s >= self._next_look_s:
                 first = self._next_look_s == 0.0  # since nothing was outstanding, long ago perhaps
@@ -285,15 +280,32 @@ class FabricDomain(Generic[PeerT]):
                 self._excused = late and not self._excused  # what they sent may wait to be read
                 if not (first or self._excused):
                     self._look_at_deadlines(now_s)
-        else:
-            self._idle()
+        elif self._next_look_s:
+            self._next_look_s, self._excused = 0.0, False  # nothing to be late for
+        elif self._has_chores:
+            now_s = time.monotonic()
+            if now_s >= self._next_chore_s:
+                self._do_chores(now_s)
         if self._regions.dying:
             self._regions.bury()
         if self._book.departed:
             self._book.settle()
-        if self._slots.unended is not None:  # any frame rings the doorbell that it waits for
-            peer, self._slots.unended = self._slots.unended, None
+        if slots.unended is not None:  # any frame rings the doorbell that it waits for
+            peer, slots.unended = slots.unended, None
             self._say(peer, frames.Welcome(self.address))
+        return filled
+
+    def _read_on(self, out: Completions, filled: int) -> int:
+        """See to frames and errors, and read what follows them.
+
+        Bounded, since an answer may bring the next frame, or the next error, at once (C2).
+        """
+        queue = self._queue
+        for _ in range(_READS_MAX):
+            self._take_rest()
+            filled = queue.read(out, filled)
+            if filled >= len(out) or not (queue.frames or queue.errors or queue.full):
+                break
         return filled
 
     def _take_rest(self) -> None:

@@ -65,7 +65,7 @@ class ShmBook(Book[SoftwarePeer]):
 
     def has_left(self, peer: SoftwarePeer) -> bool:
         if peer.neighbour:
-            return not neighbours.is_open(peer.address.raw)
+            return peer.address.raw not in neighbours.OPEN
         return peer.process is not None and peer.process.ended()
 
     def part(self, peer: SoftwarePeer) -> None:

@@ -46,7 +46,7 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
     def _open_main(self, options: tuple[Option, ...]) -> tuple[Endpoint, Book[SoftwarePeer]]:
         rules, nic = self._rules, self._nic
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
-        self._next_census_s = 0.0
+        self._has_chores = rules.by_pid
         if not rules.by_pid:
             main = nic.open_endpoint(options)
             nic.release_port()
@@ -155,13 +155,9 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
         if peer.forget_s:
             self._peers.let_go(peer, now_s)
 
-    def _idle(self) -> None:
-        super()._idle()
-        if self._rules.by_pid:
-            now_s = time.monotonic()
-            if now_s >= self._next_census_s:
-                self._next_census_s = now_s + _CENSUS_S
-                self._peers.bury_the_dead()
+    def _do_chores(self, now_s: float) -> None:
+        self._next_chore_s = now_s + _CENSUS_S
+        self._peers.bury_the_dead()
 
     def _drop(self, peer: SoftwarePeer, status: Status, *, spare: bool, gone: bool = False) -> None:
         if self._rules.endpoint_per_peer:

@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["arrive", "forget", "is_open", "leave", "meet", "retire"]
+__all__ = ["OPEN", "arrive", "forget", "leave", "meet", "retire"]
 
 _LOCK = threading.Lock()
 _KNOWN_BY: Final[dict[bytes, set[bytes]]] = {}  # raw address -> those who may still write there
-_OPEN: Final[set[bytes]] = set()
+OPEN: Final[set[bytes]] = set()
+"""Who is open. A hint: it may be closed the moment after."""
 _RETIRED: Final[dict[bytes, Callable[[], None]]] = {}
 
 
@@ -30,7 +31,7 @@ def meet(mine: bytes, other: bytes) -> bool:
     the address that it answers to.
     """
     with _LOCK:
-        if other not in _OPEN:
+        if other not in OPEN:
             return False
         _KNOWN_BY.setdefault(other, set()).add(mine)
         _KNOWN_BY.setdefault(mine, set()).add(other)
@@ -40,12 +41,7 @@ def meet(mine: bytes, other: bytes) -> bool:
 def arrive(raw: bytes) -> None:
     """A NIC has been opened."""
     with _LOCK:
-        _OPEN.add(raw)
-
-
-def is_open(raw: bytes) -> bool:
-    """Whether a NIC of this process is open. A hint: it may be closed the moment after."""
-    return raw in _OPEN
+        OPEN.add(raw)
 
 
 def forget(raw: bytes, who: bytes) -> None:
@@ -74,7 +70,7 @@ def leave(raw: bytes) -> None:
 def retire(raw: bytes, unmap: Callable[[], None]) -> None:
     """Unmap a NIC that its owner has closed: now, or when its last neighbour has forgotten it."""
     with _LOCK:
-        _OPEN.discard(raw)
+        OPEN.discard(raw)
         if _KNOWN_BY.get(raw):
             _RETIRED[raw] = unmap
             return
@@ -86,7 +82,7 @@ def _after_fork() -> None:
     """In a forked child nothing is open: what stands here is its parent's."""
     global _LOCK
     _LOCK = threading.Lock()  # another thread of the parent may have held it
-    _OPEN.clear()
+    OPEN.clear()
     _KNOWN_BY.clear()
     _RETIRED.clear()
 

@@ -39,12 +39,12 @@ class SoftwareRows(Rows[SoftwarePeer]):
 
     def _post_lone(self, batch: WriteBatch, peer: SoftwarePeer, region: Region) -> bool:
         dst, nbytes = batch.dst, batch.nbytes
-        if not (type(dst) is int and type(nbytes) is int):
-            return False
         lease = peer.leases.get(batch.rkey)  # type: ignore[arg-type]  # an int: see post()
-        if not lease or not (lease[0] <= dst and dst + nbytes <= lease[0] + lease[1]):
+        if not lease or type(dst) is not int or type(nbytes) is not int:
             return False
-        return super()._post_lone(batch, peer, region)
+        if not lease[0] <= dst <= lease[0] + lease[1] - nbytes:
+            return False
+        return Rows._post_lone(self, batch, peer, region)  # super() takes 0.1 us more
 
     def _verdict(self, peer: SoftwarePeer, row: Row) -> Status:
         status = super()._verdict(peer, row)
