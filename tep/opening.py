@@ -116,6 +116,7 @@ def open_verbs(
     pkey: int | None = None,
     gid_index: int | None = None,
     sq_depth: int | None = None,
+    reads: int | None = None,
     signal_rows: int = 256,
     imm_recvs: int | None = None,
     msg_recvs_max: int | None = None,

@@ -73,7 +73,7 @@ def acknowledged_not_subtracted() -> list[Change]:
     def nothing(self, path, wanted):
         return dict.fromkeys(wanted, 0)
 
-    return [(Failover, "_acknowledged", nothing)]
+    return [(Failover, "acknowledged", nothing)]
 
 
 @bug(budget=LATE)

@@ -277,7 +277,7 @@ DRIVERS = {
 """What drivers and handles call, and what takes no argument of its own."""
 
 
-INSIDE = {"add_doubt", "count_posted"}
+INSIDE = {"add_doubt", "count_posted", "keep"}
 """What only the engine calls on a transfer."""
 
 
@@ -391,7 +391,12 @@ DESC = tep.MrDesc(ADDR, 1, 8, "cpu", True, (1,), (1,))
 
 RECORDS: dict[Any, dict[str, object]] = {
     tep.EngineOptions: {},
-    tep.Routing: {"num_shards": None, "domain": None, "scatter_by": "peers"},
+    tep.Routing: {
+        "num_shards": None,
+        "domain": None,
+        "scatter_by": "peers",
+        "tell_failures": True,
+    },  # fmt: skip
     tep.Pages: {"indices": [0, 1], "stride": 8, "offset": 0},
     tep.Single: {"nbytes": 1, "routing": tep.Routing()},
     tep.Scatter: {"nbytes": 1, "routing": tep.Routing()},

@@ -80,7 +80,7 @@ def test_a_correct_run_tells_what_it_saw() -> None:
     ran = run(one_write, KILLED)
     assert ran.error is not None
     assert 1 == ran.seen["KillNic"]
-    assert 1 == ran.seen["row UNREACHABLE"]
+    assert 1 <= ran.seen["row UNREACHABLE"]  # and what tells the target of it, again and again
 
 
 @pytest.mark.parametrize(

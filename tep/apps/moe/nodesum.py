@@ -10,7 +10,7 @@ So results are the same on every fabric, but not those of the plain combine, whi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from tep.apps.moe.proxy import Proxy
 
 __all__ = ["NodeSums", "chosen_nodes"]
+
+_BY_BYTES: Final = tep.Routing(scatter_by="bytes", tell_failures=False)
 
 
 class _Partial(NamedTuple):
@@ -193,7 +195,7 @@ class NodeSums:
                 imm = imm_of(config.imm_base, turn.number, COMBINE)
                 dst = tep.ScatterDst(rows * stride, here, (desc, there))
                 sent = self._proxy.engine.submit_scatter(
-                    self._proxy.mr, [dst], imm, routing=tep.Routing(scatter_by="bytes")
+                    self._proxy.mr, [dst], imm, routing=_BY_BYTES
                 )
                 self._guard.watch(sent)
                 turn.sent_results.append(sent)

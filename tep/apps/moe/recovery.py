@@ -28,6 +28,7 @@ _CALL: Final = 1 << 26
 _VOTE: Final = 1 << 27
 _FIELDS: Final = 5  # u64: incident, round, step, turn, progress; then the bitmap of the suspected
 _ROUNDS_MAX: Final = 16
+_QUIET: Final = tep.Routing(tell_failures=False)  # a write that fails is written again from here
 
 
 class Verdict(NamedTuple):
@@ -160,7 +161,10 @@ class Recovery:
     async def _call(self, others: list[int]) -> set[int]:
         """Call everybody; return those who cannot be reached."""
         return await self._unreached(
-            others, lambda p: self._engine.submit_barrier([self._descs[p]], self._call_imm())
+            others,
+            lambda p: self._engine.submit_barrier(
+                [self._descs[p]], self._call_imm(), routing=_QUIET
+            ),
         )
 
     async def _unreached(self, ranks: list[int], write: Callable[[int], tep.Transfer]) -> set[int]:
@@ -209,7 +213,7 @@ class Recovery:
         lost = await self._unreached(
             asked,
             lambda p: self._engine.submit_single_write(
-                VOTE_BYTES, (self._mr, own), (self._descs[p], there), imm
+                VOTE_BYTES, (self._mr, own), (self._descs[p], there), imm, routing=_QUIET
             ),
         )
         found: dict[int, Vote | None] = dict.fromkeys(lost)

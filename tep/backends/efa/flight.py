@@ -70,8 +70,7 @@ class Regions(regions.Regions):
         self._device = nic
         self._dmabuf = dmabuf
         self._turn = 0
-        self._readable: set[int] = set()  # by remote key
-        self.by_lkey, self.by_rkey, self.dying = {}, {}, []
+        self.by_lkey, self.by_rkey, self.readable, self.dying = {}, {}, {}, []
 
     def add(self, memory: Memory, access: Access) -> regions.Region:
         target = access.target
@@ -92,7 +91,7 @@ class Regions(regions.Regions):
         if target or access.readable:
             self.by_rkey[key.rkey] = region
         if access.readable:
-            self._readable.add(key.rkey)
+            self.readable[key.rkey] = region
         return region
 
     def cut(self, key: DomainKey, tickets: Iterable[Ticket]) -> None:
@@ -103,10 +102,10 @@ class Regions(regions.Regions):
         region = self.by_lkey.get(key.lkey)
         if region is None:
             return
-        if region.key.rkey in self._readable or any(
+        if region.key.rkey in self.readable or any(
             ticket.region is region and ticket.batch.ctx & READ for ticket in tickets
         ):
-            self._readable.discard(region.key.rkey)
+            self.readable.pop(region.key.rkey, None)
             region.close()
 
 
