@@ -396,7 +396,7 @@ RECORDS: dict[Any, dict[str, object]] = {
         "domain": None,
         "scatter_by": "peers",
         "tell_failures": True,
-    },  # fmt: skip
+    },
     tep.Pages: {"indices": [0, 1], "stride": 8, "offset": 0},
     tep.Single: {"nbytes": 1, "routing": tep.Routing()},
     tep.Scatter: {"nbytes": 1, "routing": tep.Routing()},
