@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import re
 from collections.abc import Iterator
 from importlib import metadata
@@ -43,7 +44,8 @@ def check_libraries() -> Iterator[Finding]:
             parts.append(f"no usable {name}")
             continue
         path = lib.efa_path if isinstance(lib, efa.Efa) else lib.path
-        parts.append(f"{name} {_mapped(name) or path}")
+        file = os.path.realpath(path) if "/" in path else _mapped(path)
+        parts.append(f"{name} {_with_version(file)}")
     try:
         facts = libfabric.facts()
         parts.append(f"libfabric {facts['version']} ({facts['library']})")
@@ -56,14 +58,19 @@ def check_libraries() -> Iterator[Finding]:
     yield good("libraries", "; ".join(parts))
 
 
-def _mapped(name: str) -> str:
-    """The file that was loaded for a library of rdma-core, whose version stands in its name."""
+def _mapped(soname: str) -> str:
+    """The file that the loader took for a name without a folder."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
-        if path.rpartition("/")[2].startswith(f"{name}.so"):
-            found = re.search(r"\.so(?:\.\d+){2}\.(\d+\.\d+)$", path)
-            return f"{path} (rdma-core {found[1]})" if found else path
-    return ""
+        if path.rpartition("/")[2].startswith(soname):
+            return path
+    return soname
+
+
+def _with_version(path: str) -> str:
+    """A library of rdma-core, with the version that its file's name ends with."""
+    found = re.search(r"\.so(?:\.\d+){2}\.(\d+\.\d+)$", path)
+    return f"{path} (rdma-core {found[1]})" if found else path
 
 
 def check_devices() -> Iterator[Finding]:
