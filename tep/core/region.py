@@ -293,8 +293,9 @@ class Job:
         longest: no row is longer; bytes. `longest_row` is exact.
         routing: which NICs.
         split: the columns are whole writes that NICs share; `shares_of` makes their rows.
-        dst_shift: of several targets, if not split: is added to each of `dst`, bytes. A prepared
-            scatter moves so, and its column stays the one that the templates know.
+        shifts: whether it goes elsewhere by `dst_shift`: several targets, if not split.
+        dst_shift: is added to each of `dst`, bytes. A prepared scatter moves so, and its column
+            stays the one that the templates know.
     """
 
     is_read = False
@@ -310,6 +311,7 @@ class Job:
         "nbytes",
         "remotes",
         "routing",
+        "shifts",
         "split",
         "src",
         "total",
@@ -340,7 +342,15 @@ class Job:
         self.longest = longest
         self.routing = routing
         self.split = kind == "single" or (kind == "scatter" and routing.scatter_by == "bytes")
+        self.shifts = not self.split and isinstance(remotes, Targets)
         self.lengths = lengths
+
+    def moved(self, src: Column, dst: Column, imm: Column | None, dst_shift: int = 0) -> Job:
+        """The same request elsewhere, with this immediate."""
+        return Job(
+            self.kind, self.mr, self.remotes, (src, dst, self.nbytes), imm, self.n, self.total,
+            self.longest, self.routing, self.lengths, dst_shift,
+        )  # fmt: skip
 
     def forget(self) -> None:
         """Let no later request find this one, whose memory was given back."""

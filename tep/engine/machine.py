@@ -306,21 +306,24 @@ class Machine:
         )
 
     def submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        """Queue a write; what enqueue() and reserve() do, in one call."""
+        """Queue a write or read; what enqueue() and reserve() do, in one call."""
         if self.closed:
             self.check_open(f"submit ({job.kind})")
         if job.longest > self._row_bytes_max:
             self.check_longest(job)
         worker, driver, rows = self.worker, self.driver, job.n
         commands, group = worker.commands, worker.group
-        reserved = 0
-        if commands or group.backlog + worker.outbox.waiting + rows > self._backlog_max:
-            reserved = self.reserve(job.kind, rows)
+        start: Callable[[Transfer], None] = self._start
+        reserved = reads = 0
+        if job.is_read:
+            start, reads = worker.start_read, group.queued_reads
+        if commands or group.backlog + worker.outbox.waiting + reads + rows > self._backlog_max:
+            reserved = self.reserve(job.kind, rows, reads)
         transfer = Transfer(self, job, rows, len(self.domains), driver.now_s(), reserved)
         if on_done is not None:
             transfer.add_done_callback(on_done)
         try:
-            commands.append((self._start, transfer))
+            commands.append((start, transfer))
             driver.kick()
         except BaseException:  # raised by a signal handler
             driver.kick()

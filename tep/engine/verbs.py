@@ -32,7 +32,6 @@ from tep.core.imm import check_imm
 from tep.core.path import Link
 from tep.core.peers import PeerGroup
 from tep.core.read_requests import (
-    ReadJob,
     check_sink,
     gather_job,
     paged_read_job,
@@ -57,8 +56,8 @@ from tep.engine.prepared import (
     Prepared,
     PreparedBarrier,
     PreparedPages,
-    PreparedScatter,
     PreparedSingle,
+    PreparedSlices,
 )
 from tep.engine.regions import keep_or_free
 from tep.engine.report import engine_stats, explain
@@ -463,7 +462,7 @@ class TransferEngine:
         pair_of(what, src, dst, "offset")
         remote = self._source(src[0], dst[0], what)
         job = single_read_job(nbytes, (remote, src[1]), dst, imm, routing, len(self._domains))
-        return self._submit_read(job, on_done)
+        return self._machine.submit(job, on_done)
 
     def submit_paged_reads(
         self,
@@ -489,7 +488,7 @@ class TransferEngine:
         pair_of(what, src, dst, "pages")
         remote = self._source(src[0], dst[0], what)
         job = paged_read_job(page_bytes, (remote, src[1]), dst, imm, routing, len(self._domains))
-        return self._submit_read(job, on_done)
+        return self._machine.submit(job, on_done)
 
     def submit_gather(
         self,
@@ -508,15 +507,10 @@ class TransferEngine:
         what = "submit_gather"
         self._check_reads(what)
         check_sink(dst, self._machine, what)
-        job = gather_job(
-            dst,
-            srcs,
-            lambda descs: self._peers.sources(descs, group, what),
-            imm,
-            routing,
-            len(self._domains),
-        )
-        return self._submit_read(job, on_done)
+        slices = slices_of(srcs, reads=True)
+        targets = self._peers.sources(slices.descs, group, what)
+        job = gather_job(dst, slices, targets, imm, routing, len(self._domains))
+        return self._machine.submit(job, on_done)
 
     # ------------------------------------------------------------------ prepared transfers
 
@@ -562,7 +556,7 @@ class TransferEngine:
     ) -> Prepared:
         """Check a scatter once; offsets given to `submit` are added to those of every slice."""
         check_source(src, self._machine, "prepare_scatter")
-        return PreparedScatter(self._machine, src, slices_of(dsts), group, routing)
+        return PreparedSlices(self._machine, src, slices_of(dsts), group, routing)
 
     def prepare_barrier(
         self,
@@ -573,6 +567,47 @@ class TransferEngine:
     ) -> Prepared:
         """Check a barrier once: `submit(imm)` sends it."""
         return PreparedBarrier(self._machine, dsts, group, routing)
+
+    def prepare_single_read(
+        self,
+        nbytes: int,
+        src: tuple[Target, int],
+        dst: tuple[MrHandle, int],
+        *,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a single read once, as prepare_single_write does; `submit(imm)` tells the owner."""
+        what = "prepare_single_read"
+        self._check_reads(what)
+        pair_of(what, src, dst, "offset")
+        return PreparedSingle(self._machine, nbytes, dst, src, routing, reads=True)
+
+    def prepare_paged_reads(
+        self,
+        page_bytes: int,
+        src: tuple[Target, Pages],
+        dst: tuple[MrHandle, Pages],
+        *,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a paged read once, as prepare_paged_writes does; `submit(imm)` tells the owner."""
+        what = "prepare_paged_reads"
+        self._check_reads(what)
+        pair_of(what, src, dst, "pages")
+        return PreparedPages(self._machine, page_bytes, dst, src, routing, reads=True)
+
+    def prepare_gather(
+        self,
+        dst: MrHandle,
+        srcs: Sequence[GatherSrc],
+        *,
+        group: PeerGroup | None = None,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a gather once; offsets given to `submit` are added to those of every slice."""
+        self._check_reads("prepare_gather")
+        slices = slices_of(srcs, reads=True)
+        return PreparedSlices(self._machine, dst, slices, group, routing, reads=True)
 
     # ------------------------------------------------------------------ messages
 
@@ -821,16 +856,6 @@ class TransferEngine:
         return explain(self._machine, addr)
 
     # ------------------------------------------------------------------ inside
-
-    def _submit_read(self, job: ReadJob, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        machine, worker = self._machine, self._worker
-        machine.check_open(f"submit ({job.kind})")
-        self._machine.check_longest(job)
-        reserved = machine.reserve(job.kind, job.n, worker.group.queued_reads)
-        nlocal, now_s = len(self._domains), self.driver.now_s()
-        transfer = Transfer(machine, job, job.n, nlocal, now_s, reserved)
-        machine.enqueue(worker.start_read, transfer, on_done)
-        return transfer
 
     def _source(self, src: Target, dst: MrHandle, what: str) -> Remote:
         self._check_reads(what)
