@@ -1,4 +1,4 @@
-"""The drivers: what owns time and turns the engine. The only home of threads.
+"""The drivers: what owns time and turns the engine. The home of threads, but for `sight`.
 
 The engine has one verb, `step()`. A driver calls it, then `deliver()`, which runs the users'
 callbacks outside the step. Here are the thread driver (hardware, tcp, shm) and the inline driver
@@ -24,6 +24,7 @@ from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
 from tep.checks import check_int, check_seconds
 from tep.errors import ClosedError, UsageError, WaitTimeout
+from tep.sight import hide, show
 from tep.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
 
 __all__ = [
@@ -337,6 +338,7 @@ class ThreadDriver:
         # What was made last ends first: the worker before what it turns.
         weakref.finalize(self, _leave, weakref.ref(self))
         self._thread.start()
+        show(machine)
 
     def kick(self) -> None:
         # The flag saves the system call while the worker is awake: it clears the flag before its
@@ -460,11 +462,11 @@ class ThreadDriver:
             return
         self._closing = True
         self._ring()
-        if thread_id() in _WORKERS:  # of this engine, or of one that this one may wait for
-            return
-        thread.join(self._call_timeout_s)
-        if thread.is_alive():
-            raise WaitTimeout(self._lateness(_Call(self.close, self._inbox.set)))
+        if thread_id() not in _WORKERS:  # of this engine, or of one that this one may wait for
+            thread.join(self._call_timeout_s)
+            if thread.is_alive():
+                raise WaitTimeout(self._lateness(_Call(self.close, self._inbox.set)))
+        hide(self._machine_ref())
 
     def drop(self, end: Callable[[], object]) -> None:
         """Nobody holds the machine any more: have its worker end it, and wait for nothing."""

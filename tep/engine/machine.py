@@ -242,6 +242,10 @@ class Machine:
         """Say what each open handle waits for: which peer, NIC, counter, how many, since when."""
         return report.stall_report(self)
 
+    def snapshot(self) -> dict[str, object]:
+        """What it is and has done, for `tep top`; may be called from any thread."""
+        return report.snapshot(self)
+
     # ------------------------------------------------------------------ for regions and peers
 
     def new_region_number(self) -> int:
