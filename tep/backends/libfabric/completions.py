@@ -24,7 +24,7 @@ from tep.backends.base import (
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.rules import Rules
-from tep.backends.libfabric.slots import Slots
+from tep.backends.libfabric.slots import I64, Slots
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric_data import CQ_DATA_ENTRY
 
@@ -55,6 +55,7 @@ class Queue:
         frames: what came in, copied; the caller takes them.
         errors: what failed; the caller takes them.
         landed: is called with the context of a read that went well.
+        landed_many: is called with those of dozens.
         full: whether the last read filled its buffer, so that there may be more.
     """
 
@@ -78,6 +79,7 @@ class Queue:
         self.frames: deque[bytes] = deque()
         self.errors: deque[CqError] = deque()
         self.landed: Callable[[int], object] = _nobody
+        self.landed_many: Callable[[I64], object] = self._land_each
         self.full = False
 
     def drain(self, done: deque[Entry], take_rest: Callable[[], None]) -> None:
@@ -193,6 +195,11 @@ class Queue:
             filled = self._take_imms(self._data[:n][remote], out, filled)
         others = local & ((flags & np.uint64(fi.FI_WRITE)) == 0)
         if others.any():
+            reads = others & ((flags & np.uint64(fi.FI_READ)) != 0)
+            if reads.any():
+                self.landed_many(self._contexts[:n][reads])
+                local &= ~reads
+                others &= ~reads
             for entry in self._entries[:n][others].tolist():
                 self._take_frame(entry[0], entry[2])
             local &= ~others
@@ -228,6 +235,10 @@ class Queue:
             else:
                 self._mailbox.sent(context)
         else:
+            self.landed(context)
+
+    def _land_each(self, contexts: I64) -> None:
+        for context in contexts.tolist():
             self.landed(context)
 
     def _keep(self, view: memoryview) -> None:

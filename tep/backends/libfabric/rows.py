@@ -25,6 +25,7 @@ from tep.backends.libfabric.slots import CHUNK_ROWS, Slots, Ticket
 from tep.units import MiB
 
 if TYPE_CHECKING:
+    from tep.backends.libfabric.objects import Endpoint
     from tep.backends.libfabric.rules import Rules
 
 __all__ = ["Rows"]
@@ -193,7 +194,7 @@ class Rows(Generic[PeerT]):
             n = self.budget_bytes // longest or 1
         due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if longest >= self._releases_from else endpoint.writemsg
+        call = self._call(endpoint, batch, longest)
         taken = 0
         try:
             if n > _FEW:
@@ -290,7 +291,7 @@ class Rows(Generic[PeerT]):
             row = row._replace(src=region.memory.ptr)
         due_s = time.monotonic() + self._timeout_s + row.nbytes / _SLOWEST_BYTES_PER_S
         endpoint = self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if row.nbytes >= self._releases_from else endpoint.writemsg
+        call = self._call(endpoint, batch, row.nbytes)
         ticket = Ticket(batch, index, peer, region, due_s)
         try:
             if slots.post_row(
@@ -304,6 +305,15 @@ class Rows(Generic[PeerT]):
         if peer.open:
             return False
         return self._refused(peer)
+
+    def _call(
+        self,
+        endpoint: Endpoint,
+        batch: WriteBatch,  # noqa: ARG002  # for efa/
+        nbytes: int,
+    ) -> Callable[..., int]:
+        """What posts rows of a batch; `nbytes` of the longest."""
+        return endpoint.writemsg_long if nbytes >= self._releases_from else endpoint.writemsg
 
     def fail(self, ctx: int, row: int, status: Status) -> None:
         """End a row here."""
