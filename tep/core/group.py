@@ -16,7 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.core.events import Event, PeerNicDown, PeerRestarted
@@ -33,13 +33,13 @@ from tep.core.pending import (
     on_lanes,
     pick,
     row_error,
-    shifted,
     template_of,
     varies,
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
-from tep.core.region import Job, Remote, Targets, Template, Way
+from tep.core.ready import Dealt, Ready
+from tep.core.region import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
 from tep.errors import FabricError, TepError
@@ -123,6 +123,7 @@ class DomainGroup:
         self.routes = Routes()
         self._ctx = 0
         self._cursor = 0
+        self._is_offered = False  # post() has done its work of this step
         self.failover = failover
         self.why_not = why_not
         self.closing: TepError | None = None
@@ -222,9 +223,7 @@ class DomainGroup:
                 src = pick(src, rows)
             nbytes, total = part.sizes(job)
             lkey = 0 if job.mr is None else job.mr.keys[domain].lkey
-            dst: Column = part.places(job.dst)
-            if job.dst_shift:
-                dst = shifted(dst, job.dst_shift)
+            dst = part.places(job.dst)
             batch = WriteBatch(part.n, part.peer, src, lkey, dst, part.rkey, nbytes, job.imm, 0)
             pending = Pending(transfer, domain, batch, part.remotes, part.nics)
             pending.nbytes = total
@@ -308,23 +307,100 @@ class DomainGroup:
             raise FabricError(text, code="UNREACHABLE", peer=name)
         return found
 
+    # ------------------------------------------------------------------ prepared writes
+
+    def dealt(self, job: Ready) -> Dealt | None:
+        """How a prepared write is dealt out now, if it was dealt out so before."""
+        return job.laid.find(self._cursor, self.routes.version)
+
+    def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
+        """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
+        cursor, version = self._cursor, self.routes.version
+        self.start(transfer)
+        if version != self.routes.version or transfer.queued is None or transfer.is_ending():
+            return
+        made = cast("list[Pending]", list(transfer.batches()))
+        if not (self._shares and any(map(_is_long, made))):
+            job.laid.learn(cursor, job, transfer, self._cursor)
+
+    def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
+        """start() of a prepared write; also post() if it is `alone`, without a backlog."""
+        self._cursor = dealt.cursor
+        columns, imm = dealt.at(job.here, job.there), job.imm
+        batches, ctx, made = self.batches, self._ctx, []
+        for part, (src, dst) in zip(dealt.parts, columns, strict=True):
+            domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
+            ctx += 1
+            batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, ctx)
+            pending = Pending(transfer, domain, batch, remotes, nics)
+            pending.nbytes = total
+            if not alone:
+                self._push(pending)
+                continue
+            # As _push(), but into no queue.
+            batches[ctx] = pending
+            pending.older = transfer.queued
+            transfer.queued = pending
+            made.append(pending)
+        self._ctx = ctx
+        for k, (place, domain, n, nbytes) in enumerate(dealt.posts if alone else ()):
+            pending = made[place]
+            try:
+                taken = self.domains[domain].post(pending.batch, 0, n)
+            except (OSError, MemoryError) as error:
+                self._go_on(pending, 0, [made[rest[0]] for rest in dealt.posts[k + 1 :]], error)
+                return
+            if taken != n:
+                self._go_on(pending, taken, [made[rest[0]] for rest in dealt.posts[k + 1 :]])
+                return
+            pending.at = n
+            self.outstanding[domain] += n
+            self.rows[domain] += n
+            self.nbytes[domain] += nbytes
+            transfer.count_posted(domain, n, nbytes)
+
+    def _go_on(
+        self,
+        pending: Pending,
+        taken: int,
+        rest: list[Pending],
+        error: OSError | MemoryError | None = None,
+    ) -> None:
+        """A NIC did not take all of a batch that was in no queue: go on as post() would."""
+        domain = pending.domain
+        queue = self._queues[domain]
+        for waiting in (*rest, pending):
+            self._queues[waiting.domain].append(waiting)
+            self.backlog += waiting.batch.n
+        if error is not None:
+            self.give_up(domain, error)
+        else:
+            self._take(pending, domain, taken)
+            if taken or self.outstanding[domain] < self.domains[domain].caps.sq_depth:
+                self._post_on(domain, queue, refused=int(not taken))
+        self.post(domain + 1)
+        self._is_offered = self.backlog > 0
+
     # ------------------------------------------------------------------ posting
 
-    def post(self) -> bool:
-        """Offer each NIC its queued batches in turn; True if one took a row."""
+    def post(self, first: int = 0) -> bool:
+        """Offer each NIC from `first` on its queued batches in turn; True if one took a row."""
+        if first == 0 and self._is_offered:  # by start_ready(), in this step
+            self._is_offered = False
+            return False
         work = False
         self.offered = self.backlog
         for domain, queue in enumerate(self._queues):
-            if queue:
+            if queue and domain >= first:
                 work |= self._post_on(domain, queue)
         # A NIC is full. If another one has nothing left to do, the links are not equally fast.
         if self.backlog >= _SHARED_ROWS and not all(self._queues):
             work |= self._share_backlog()
         return work
 
-    def _post_on(self, domain: int, queue: deque[Pending]) -> bool:
+    def _post_on(self, domain: int, queue: deque[Pending], refused: int = 0) -> bool:
+        """Offer a NIC its queue; of the last `refused` batches of it nothing was taken just now."""
         nic, work = self.domains[domain], False
-        refused = 0  # consecutive batches of which nothing was taken
         for _ in range(_TURNS_MAX):
             if refused >= len(queue):
                 break
@@ -359,25 +435,29 @@ class DomainGroup:
                 queue.rotate(-1)
                 continue
             refused, work = 0, True
-            at = start + taken
-            pending.at = at
-            self.outstanding[domain] += taken
-            self.backlog -= taken
-            nbytes = batch.nbytes
-            if not isinstance(nbytes, int):
-                nbytes = pending.sum_bytes(start, at)
-            elif taken > 1:
-                nbytes *= taken
-            self.rows[domain] += taken
-            self.nbytes[domain] += nbytes
-            pending.transfer.count_posted(domain, taken, nbytes)
-            if at < pending.stop:
+            self._take(pending, domain, taken)
+            if pending.at < pending.stop:
                 queue.rotate(-1)
                 continue
             queue.popleft()
             if not queue:
                 break
         return work
+
+    def _take(self, pending: Pending, domain: int, taken: int) -> None:
+        """A NIC has taken rows of a batch that is in its queue."""
+        at = pending.at + taken
+        nbytes = pending.batch.nbytes
+        if not isinstance(nbytes, int):
+            nbytes = pending.sum_bytes(pending.at, at)
+        elif taken > 1:
+            nbytes *= taken
+        pending.at = at
+        self.outstanding[domain] += taken
+        self.backlog -= taken
+        self.rows[domain] += taken
+        self.nbytes[domain] += nbytes
+        pending.transfer.count_posted(domain, taken, nbytes)
 
     # ------------------------------------------------------------------ sharing long batches
     #

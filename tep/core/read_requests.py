@@ -18,7 +18,7 @@ from tep.checks import check_int, shown
 from tep.core.imm import check_imm
 from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, plan_single
-from tep.core.region import Job, MrHandle, Remote, Targets, check_source
+from tep.core.region import Job, MrHandle, Remote, Targets, check_source, shifted
 from tep.core.requests import (
     Slices,
     _addresses,
@@ -75,13 +75,12 @@ class ReadJob(Job):
         self.after: Pending | None = None
         super().__init__(kind, mr, remotes, columns, None, n + self.owners, total, longest, routing)
         self.split = kind == "single read" or (kind == "gather" and routing.scatter_by == "bytes")
-        self.shifts = False
 
-    def moved(self, src: Column, dst: Column, imm: Column | None, dst_shift: int = 0) -> ReadJob:
+    def moved(self, here: int, there: int, imm: Column | None) -> ReadJob:
         """The same read elsewhere, with this immediate for the owners."""
-        assert dst_shift == 0
         assert imm is None or isinstance(imm, int)
-        columns, n = (src, dst, self.nbytes), self.n - self.owners
+        columns = shifted(self.src, here), shifted(self.dst, there), self.nbytes
+        n = self.n - self.owners
         same = n, self.total, self.longest, self.routing
         return ReadJob(self.kind, self.mr, self.remotes, columns, imm, *same)
 

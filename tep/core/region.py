@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,19 +24,9 @@ from tep.memory import Memory
 from tep.wire import MrDesc
 
 __all__ = [
-    "Job",
-    "MrHandle",
-    "MrView",
-    "PeerLease",
-    "Places",
-    "Remote",
-    "Targets",
-    "Template",
-    "Way",
-    "check_source",
-    "deregistered",
-    "register",
-]
+    "Job", "MrHandle", "MrView", "PeerLease", "Places", "Remote", "Targets", "Template", "Way",
+    "check_source", "deregistered", "register", "shifted", "summand",
+]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
 
@@ -293,15 +284,13 @@ class Job:
         longest: no row is longer; bytes. `longest_row` is exact.
         routing: which NICs.
         split: the columns are whole writes that NICs share; `shares_of` makes their rows.
-        shifts: whether it goes elsewhere by `dst_shift`: several targets, if not split.
-        dst_shift: is added to each of `dst`, bytes. A prepared scatter moves so, and its column
-            stays the one that the templates know.
+        is_ready: it is a Ready, which has no columns of its own.
     """
 
     is_read = False
+    is_ready = False
     __slots__ = (
         "dst",
-        "dst_shift",
         "imm",
         "kind",
         "lengths",
@@ -311,7 +300,6 @@ class Job:
         "nbytes",
         "remotes",
         "routing",
-        "shifts",
         "split",
         "src",
         "total",
@@ -329,9 +317,7 @@ class Job:
         longest: int,
         routing: Routing,
         lengths: tuple[int, ...] = (),
-        dst_shift: int = 0,
     ) -> None:
-        self.dst_shift = dst_shift
         self.kind = kind
         self.mr = mr
         self.remotes = remotes
@@ -342,21 +328,39 @@ class Job:
         self.longest = longest
         self.routing = routing
         self.split = kind == "single" or (kind == "scatter" and routing.scatter_by == "bytes")
-        self.shifts = not self.split and isinstance(remotes, Targets)
         self.lengths = lengths
 
-    def moved(self, src: Column, dst: Column, imm: Column | None, dst_shift: int = 0) -> Job:
-        """The same request elsewhere, with this immediate."""
-        return Job(
-            self.kind, self.mr, self.remotes, (src, dst, self.nbytes), imm, self.n, self.total,
-            self.longest, self.routing, self.lengths, dst_shift,
-        )  # fmt: skip
+    def moved(self, here: int, there: int, imm: Column | None) -> Job:
+        """The same request so many bytes further here and there, with this immediate."""
+        columns = shifted(self.src, here), shifted(self.dst, there), self.nbytes
+        rest = self.n, self.total, self.longest, self.routing, self.lengths
+        return Job(self.kind, self.mr, self.remotes, columns, imm, *rest)
 
     def forget(self) -> None:
         """Let no later request find this one, whose memory was given back."""
         remote = self.remotes
         if isinstance(remote, Remote) and remote.steady is not None and remote.steady[1] is self:
             remote.steady = None
+
+
+def shifted(column: Column | None, shift: int) -> Column:
+    """A column of addresses, all moved by the same distance, which may be negative."""
+    assert column is not None
+    if isinstance(column, int):
+        return column + shift
+    return np.add(column, summand(shift)) if shift else column
+
+
+@lru_cache(maxsize=1024)
+def summand(shift: int) -> U64:
+    """What to add to a column of addresses.
+
+    Unsigned arithmetic wraps, so a negative shift is the addition of its complement. An array of no
+    dimension adds in half of the time that a scalar needs.
+    """
+    found = np.array(shift % 2**64, np.uint64)
+    found.flags.writeable = False
+    return found
 
 
 class Template:

@@ -319,7 +319,9 @@ class Machine:
         commands, group = worker.commands, worker.group
         start: Callable[[Transfer], None] = self._start
         reserved = reads = 0
-        if job.is_read:
+        if job.is_ready:
+            start = worker.start_ready
+        elif job.is_read:
             start, reads = worker.start_read, group.queued_reads
         if commands or group.backlog + worker.outbox.waiting + reads + rows > self._backlog_max:
             reserved = self.reserve(job.kind, rows, reads)

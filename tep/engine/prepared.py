@@ -19,8 +19,8 @@ from tep.backends.base import Column
 from tep.checks import check_int, shown, unpicklable
 from tep.core.imm import check_imm
 from tep.core.peers import PeerBook, PeerGroup
-from tep.core.pending import shifted
 from tep.core.read_requests import check_sink, gather_job, paged_read_job, single_read_job
+from tep.core.ready import Laid, Ready
 from tep.core.region import Job, MrHandle, Remote, Targets, check_source
 from tep.core.requests import (
     ImmArg,
@@ -42,7 +42,7 @@ __all__ = ["Prepared", "PreparedBarrier", "PreparedPages", "PreparedSingle", "Pr
 _PARTS_MAX: Final = 256
 """Parts of a page list that a prepared transfer remembers; beyond it all are forgotten."""
 
-Key = tuple[int, int, int, slice | None]
+Key = tuple[int | None, int, int, slice | None]
 Span = tuple[int, int]
 """Where bytes of a request begin and end in their region."""
 
@@ -51,6 +51,7 @@ class _Base(NamedTuple):
     """A request at no offset, and the offsets at which its bytes are inside their regions."""
 
     job: Job
+    laid: Laid
     here_min: int
     here_max: int
     there_min: int
@@ -225,7 +226,8 @@ class Prepared:
         here, there = self._spans(pages)
         mine = 0 if self._mr is None else self._mr.memory.nbytes
         limits = (remote.nbytes for remote in _each(remotes))
-        return _Base(job, *_room(here, [mine] * len(here)), *_room(there, limits))
+        laid = Laid(remotes, self._nlocal)
+        return _Base(job, laid, *_room(here, [mine] * len(here)), *_room(there, limits))
 
     def _at(self, imm: ImmArg, src_offset: int, dst_offset: int, pages: slice | None) -> Job:
         """The request at these offsets, with this immediate."""
@@ -241,14 +243,10 @@ class Prepared:
         ):
             return self._refused((here, there), imm, pages)
         known = imm if type(imm) is int and 0 <= imm <= IMM_MAX else self._imm(imm, job.n)
-        found = job.moved(
-            shifted(job.src, here) if here else job.src,
-            shifted(job.dst, there) if there and not job.shifts else job.dst,
-            known,
-            there if job.shifts else 0,
-        )
-        if isinstance(known, int) and not self._reads:  # a read's job is its transfer's own
-            self._last = (known, src_offset, dst_offset, pages), found
+        if self._reads or not (known is None or isinstance(known, int)):
+            return job.moved(here, there, known)  # a read's job is its transfer's own
+        found = Ready(job, base.laid, here, there, known)
+        self._last = (known, src_offset, dst_offset, pages), found
         return found
 
     def _refused(self, offsets: tuple[int, int], imm: ImmArg, pages: slice | None) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
+from tep.backends.base import Completions, WriteBatch
+from tep.drivers import InlineDriver
 from tep.sim import Cluster
+from tep.testing.null import NullDomain, null_memory
 from tep.units import PS_PER_US
 from tests.support.pairs import pair
 
@@ -22,6 +25,7 @@ READS = ("single read", "paged read", "gather", "leased read")
 PAGED = ("pages", "paged read")
 OPEN = tep.Access.SOURCE_AND_TARGET | tep.Access.READABLE
 END_US = 3000
+Log = list[tuple[object, ...]]
 
 
 @dataclass(frozen=True)
@@ -227,6 +231,85 @@ def test_prepared_is_the_verb(
 
     for mine, theirs in zip(*found, strict=True):
         assert theirs == mine
+
+
+reluctance = st.lists(st.sampled_from([0, 0, 1, 3, 9, 40, 40, -1]), max_size=30)
+
+
+class Reluctant(NullDomain):
+    """A NIC that takes what its script says of each post: so many rows, or it raises at -1."""
+
+    def __init__(self, index: int, wire: list[NullDomain], script: list[int], log: Log) -> None:
+        super().__init__(index, wire)
+        self.caps = replace(self.caps, sq_depth=24)
+        self.script, self.log = script, log
+        self.out = 0
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        takes = self.script.pop() if self.script else stop - start
+        taken = min(takes, stop - start, 24 - self.out)
+        self.log.append((self.caps.nic, batch.ctx, start, stop, taken, *batch.rows(start, stop)))
+        if takes < 0:
+            raise OSError(5, "the NIC broke")
+        self.out += taken
+        return super().post(batch, start, start + taken) if taken else 0
+
+    def poll(self, out: Completions) -> int:
+        self.out = 0
+        return super().poll(out)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    nics=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    scripts=st.lists(reluctance, min_size=3, max_size=3),
+    kinds=st.lists(st.sampled_from(["single", "long", "pages", "scatter", "step"]), max_size=12),
+)
+def test_a_reluctant_nic_is_asked_as_by_the_verb(
+    nics: tuple[int, int], scripts: list[list[int]], kinds: list[str]
+) -> None:
+    """What is posted at once is offered out of turn else, or twice in a step, or lost."""
+    found = []
+    for prepared in (True, False):
+        log: Log = []
+        wire: list[NullDomain] = []
+        here = [Reluctant(k, wire, list(scripts[k]), log) for k in range(nics[0])]
+        there = [NullDomain(nics[0] + k, wire) for k in range(nics[1])]
+        a, b = (
+            tep.TransferEngine(domains, driver=InlineDriver([]), name=name, epoch=1)
+            for name, domains in (("a", here), ("b", there))
+        )
+        mr, desc = a.reg_mr(null_memory(1 << 20))[0], b.reg_mr(null_memory(1 << 20))[1]
+        pages, group = tep.Pages(range(40)), a.add_peer_group([b.main_address])
+        slices = [tep.ScatterDst(8, 8 * k, (desc, 64 * k)) for k in range(5)]
+        ready = {
+            "single": a.prepare_single_write(64, (mr, 0), (desc, 0)),
+            "long": a.prepare_single_write(1 << 16, (mr, 0), (desc, 0)),
+            "pages": a.prepare_paged_writes(64, (mr, pages), (desc, pages)),
+            "scatter": a.prepare_scatter(mr, slices, group=group),
+        }
+        handles: list[tep.Transfer] = []
+        for imm, kind in enumerate(kinds * 3):
+            if kind == "step":
+                a._machine.step()
+            elif prepared:
+                handles.append(ready[kind].submit(imm, src_offset=64))
+            elif kind == "pages":
+                moved = tep.Pages(range(40), offset=64)
+                to = desc, pages
+                handles.append(a.submit_paged_writes(64, (mr, moved), to, imm))
+            elif kind == "scatter":
+                dsts = [tep.ScatterDst(n, src + 64, dst) for n, src, dst in slices]
+                handles.append(a.submit_scatter(mr, dsts, imm, group=group))
+            else:
+                n = 64 if kind == "single" else 1 << 16
+                handles.append(a.submit_single_write(n, (mr, 64), (desc, 0), imm))
+        for _ in range(40):
+            a._machine.step()
+        ends = [(str(each.error).splitlines()[0], each.stats().rows_back) for each in handles]
+        found.append((log, ends, a.stats()))
+
+    assert found[1] == found[0]
 
 
 def test_bad_input_is_refused_by_name() -> None:
