@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
-from tep.checks import check_int, check_seconds
+from tep.checks import check_int, check_seconds, unpicklable
 from tep.errors import ClosedError, UsageError, WaitTimeout
 from tep.sight import hide, show
 from tep.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
@@ -154,6 +154,11 @@ class InlineDriver:
         self._machine: Machine | None = None
         self._turning = False
         self.lock: AbstractContextManager[object] = threading.Lock()  # cheaper than a null context
+
+    __reduce__ = unpicklable("it turns an engine of this process; make another there")
+
+    def __repr__(self) -> str:
+        return f"InlineDriver(the caller turns {len(self.ring)} engines)"
 
     def start(self, machine: Machine) -> None:
         self._machine = machine
@@ -322,6 +327,15 @@ class ThreadDriver:
         self._closing = self._left = False  # _left: the process ends
         self._bell = -1
         self.lock: AbstractContextManager[object] = threading.Lock()
+
+    __reduce__ = unpicklable("it is a thread of this process; make another there")
+
+    def __repr__(self) -> str:
+        worker, cpus = self._thread, ", ".join(map(str, sorted(self._cpus))) or "any"
+        state = "not started" if worker is None else "ended"
+        if worker is not None and worker.is_alive():
+            state = f"runs as thread {worker.native_id}"
+        return f"ThreadDriver({self._name!r}, {state}, CPUs {cpus}, spins {self._spin_s:g} s)"
 
     def start(self, machine: Machine) -> None:
         assert self._thread is None, "a driver turns one machine"

@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from tep.api import Routing
 from tep.backends.base import Access, Column, Domain, DomainKey
-from tep.checks import check_slice, unpicklable
+from tep.checks import unpicklable
 from tep.core.path import Link
 from tep.core.quarantine import Quarantine
 from tep.errors import BadRequest, ClosedError
 from tep.memory import Memory
+from tep.views import Axis0, check_slice
 from tep.wire import MrDesc
 
 __all__ = [
@@ -98,10 +99,20 @@ class MrHandle:
         """A view of some of the bytes, by numpy's rules for slices.
 
         It stands wherever a region does as a source, in `lease`, and its `desc` is that of these
-        bytes. It counts bytes, whatever was registered: descriptors of peers know of no shapes.
+        bytes. It counts bytes, whatever was registered; `axis0` counts entries of an array.
         """
-        start, stop = check_slice("mr", part, self.memory.nbytes)
-        return MrView(self.root, self.start + start, self.start + stop)
+        return self._view(*check_slice("mr", part, self.memory.nbytes), 1)
+
+    @property
+    def axis0(self) -> Axis0[MrHandle]:
+        """Views by the first axis of the array that was registered: of KV blocks, `mr.axis0[3:5]`.
+
+        Of anything that is no array an entry is one byte.
+        """
+        return Axis0(self, "mr", self.memory.nbytes, self.memory.stride, self._view)
+
+    def _view(self, start: int, stop: int, stride: int) -> MrView:
+        return MrView(self.root, self.start + start, self.start + stop, stride)
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
@@ -124,16 +135,15 @@ class MrView(MrHandle):
 
     __slots__ = ("root", "start")
 
-    def __init__(self, root: MrHandle, start: int, stop: int) -> None:
+    def __init__(self, root: MrHandle, start: int, stop: int, stride: int) -> None:
         whole = root.memory
         self.root = root  # type: ignore[misc]  # a slot here, a property there
         self.start = start  # type: ignore[misc]  # a slot here, a property there
         self.owner, self.access, self.keys = root.owner, root.access, root.keys
-        self.memory = Memory(
-            whole.ptr + start, stop - start, whole.device, whole.readonly, whole.owner
-        )
+        what = whole.device, whole.readonly, whole.owner
+        self.memory = Memory(whole.ptr + start, stop - start, *what, stride=stride)
         self.ptr = np.array(self.memory.ptr, np.uint64)
-        self.desc = root.desc[start:stop]
+        self.desc = root.desc._view(start, stop, stride)
 
     @property
     def closed(self) -> bool:  # type: ignore[override]  # the region's

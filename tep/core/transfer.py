@@ -5,19 +5,18 @@ The worker updates the counts; users read them through `stats()` and `describe()
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol, Self
 
-from tep.checks import INT64_MAX, check_int, check_seconds, unpicklable
-from tep.core.handle import PENDING, Handle, Owner, wait_for
+from tep.checks import INT64_MAX, check_int, unpicklable
+from tep.core.handle import PENDING, Handle, Owner
 from tep.core.imm import ImmTable
 from tep.core.path import Link, Path
-from tep.core.progress import Meter, Progress
+from tep.core.progress import Progress, Told
 from tep.core.quarantine import doubts_text
 from tep.core.region import Job, Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import FabricError, InDoubt, TepError, WaitTimeout
+from tep.errors import FabricError, InDoubt, TepError
 from tep.waiting import escaped, raise_escaped
 
 __all__ = [
@@ -205,17 +204,17 @@ class Transfer(Handle):
         """
         if on_progress is None:
             return Handle.wait(self, timeout_s)
-        left_s, every_s = self._limits(timeout_s, every_s)
-        meter, driver = Meter(self), self._owner.driver
-        end_s = driver.now_s() + left_s
-        while not self.finished:
-            left_s = end_s - driver.now_s()
-            if not driver.wait(self, max(0.0, min(every_s, left_s))) and left_s <= every_s:
-                raise_escaped()
-                raise self._late(timeout_s if timeout_s is not None else self._owner.wait_timeout_s)
+        driver = self._owner.driver
+        told = Told("wait", self, (self,), driver, timeout_s, every_s, on_progress)
+
+        def wait(slice_s: float) -> bool:
+            done = driver.wait(self, slice_s)
             if escaped:
                 raise_escaped()
-            on_progress(meter.read())
+            return done
+
+        if not told.wait(wait):
+            raise self._late(told.timeout_s)
         return self.result()
 
     async def wait_async(
@@ -228,24 +227,9 @@ class Transfer(Handle):
         """`wait()` for coroutines, with its timeout, report and progress; no thread is blocked."""
         if on_progress is None:
             return await Handle.wait_async(self, timeout_s)
-        left_s, every_s = self._limits(timeout_s, every_s)
-        meter, driver = Meter(self), self._owner.driver
-        end_s = driver.now_s() + left_s
-        while not self.finished:
-            left_s = end_s - driver.now_s()
-            try:
-                await wait_for(self, max(0.0, min(every_s, left_s)))
-            except WaitTimeout:
-                if left_s <= every_s:
-                    raise
-            on_progress(meter.read())
+        driver = self._owner.driver
+        await Told("wait", self, (self,), driver, timeout_s, every_s, on_progress).wait_async()
         return self.result()
-
-    def _limits(self, timeout_s: float | None, every_s: float) -> tuple[float, float]:
-        every_s = check_seconds("wait: every_s", every_s, 1e-6)
-        if timeout_s is None:
-            timeout_s = self._owner.wait_timeout_s
-        return check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf), every_s
 
     def failed_with(self) -> TepError | None:
         """Its error, with the bytes that are in doubt because of it."""

@@ -243,6 +243,7 @@ class TransferEngine:
             tuple(key.rkey for key in keys),
             tuple(key.base for key in keys),
             access.readable,
+            memory.stride,
         )
         handle = MrHandle(self._machine, memory, access, keys, desc)
         self._machine.regions[number] = handle
@@ -322,12 +323,11 @@ class TransferEngine:
         if nbytes < 1 or start + nbytes > mr.memory.nbytes:
             text = f"lease: bytes {start} .. {start + nbytes} are outside {mr!r}, or none"
             raise BadRequest(text)
-        mr, start = mr.root, mr.start + start
+        view = mr if nbytes == mr.memory.nbytes else mr[start : start + nbytes]
         fence = check_flag("lease: fence", fence)
         check_kind("lease: access", access, Access)
-        where = start, nbytes
         return grant_lease(
-            self._machine, self._worker.leases, mr, link, for_s, where, access, fence=fence
+            self._machine, self._worker.leases, view, link, for_s, access, fence=fence
         )
 
     # ------------------------------------------------------------------ writes

@@ -15,7 +15,7 @@ from tep.engine import TransferEngine
 from tep.errors import UsageError
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_datagrams import Datagrams
-from tep.sim.clock import FabricEnv
+from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import SimDriver, SimNode
 from tep.sim.faults import Chaos, Fault, Faults, Restart
 from tep.sim.loop import current_env, run
@@ -268,6 +268,8 @@ class Cluster:
         if error is not None:
             error.add_note(f"the same cluster again: {self!r}")
         self.close()
+
+    __reduce__ = in_one_process
 
     def __repr__(self) -> str:
         return f"tep.sim.Cluster({self._call}, trace={self.trace.on})"

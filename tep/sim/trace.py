@@ -120,6 +120,9 @@ class Trace:
         self._items: list[Record | _Block] = []
         self.add = self._items.append
 
+    def __repr__(self) -> str:
+        return f"Trace({len(self._items)} items)" if self.on else "Trace(off)"
+
     def add_rows(
         self,
         n: int,

@@ -261,7 +261,7 @@ def test_the_backend_wants_a_node() -> None:
     """A simulated NIC without peers would be of no use; the message leads to Cluster."""
     with pytest.raises(UsageError, match=r"tep\.sim\.Cluster"):
         open_backend("sim")
-    with pytest.raises(UsageError, match="unknown options nics"):
+    with pytest.raises(UsageError, match="no option .nics."):
         open_backend("sim", nics=2)
     env = FabricEnv()
     node = ChaosFabric(env, Chaos()).node("a", 2)
