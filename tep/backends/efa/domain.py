@@ -21,6 +21,7 @@ from tep.backends.efa.device import Nic
 from tep.backends.efa.rowwise import RowWise
 from tep.backends.efa.slots import Slots
 from tep.backends.libfabric import completions, mailbox, regions
+from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.peer import Peer, State
@@ -173,7 +174,9 @@ class EfaDomain(HardwareDomain):
         self._polls += 1
         if not self._polls % _LOOK_EVERY and not self._device.closed:
             self._device.read_event()
-        return super().poll(out)
+        filled = FabricDomain.poll(self, out)  # super() takes 0.1 us more
+        self._see_to_peers()
+        return filled
 
 
 def _no_call(*_: object) -> int:

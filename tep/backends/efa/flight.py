@@ -279,6 +279,7 @@ class Queue(completions.Queue):
             context = number * STEP if number < self._rows else box.send_context(number)
         text = f"the device's status {status}"
         self.errors.append(CqError(context, flags, 5, status, text))
+        self.full = True
 
     def _take_entries(self, found: Entries, out: Completions, filled: int) -> int:
         """Sort entries by what they tell of: nearly always they are all of one kind."""

@@ -104,7 +104,8 @@ class Slots(slots.Slots):
         self._cursor = last
         self._clear -= taken
         ticket.slots = cast("list[int]", range(first, last))
-        self._owner[first:last] = self._issue(ticket, taken, nbytes)
+        self._count_bytes(ticket, taken, nbytes)
+        self._owner[first:last] = self._issue(ticket, taken)
         return taken
 
     def _look_ahead(self, n: int) -> tuple[int, int]:
@@ -140,7 +141,9 @@ class Slots(slots.Slots):
         self._cursor = number + 1
         self._clear -= 1
         ticket.slots = [number]
-        self._owners[number] = self._issue(ticket, 1, nbytes)
+        ticket.each = nbytes
+        self.nbytes += nbytes
+        self._owners[number] = self._issue(ticket, 1)
         return 1
 
     def take_back(self, context: int) -> Ticket | None:

@@ -56,7 +56,7 @@ class Queue:
         errors: what failed; the caller takes them.
         landed: is called with the context of a read that went well.
         landed_many: is called with those of dozens.
-        full: whether the last read filled its buffer, so that there may be more.
+        full: whether there may be more to read, or there is something in `frames` or `errors`.
     """
 
     def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox, rules: Rules) -> None:
@@ -88,7 +88,7 @@ class Queue:
         while True:
             n = self.read(out, 0)
             done.extend(out[:n].tolist())
-            more = bool(n or self.full or self.frames or self.errors)
+            more = bool(n or self.full)
             take_rest()
             if not more:
                 return
@@ -243,6 +243,7 @@ class Queue:
 
     def _keep(self, view: memoryview) -> None:
         self.frames.append(bytes(view))
+        self.full = True
 
 
 def _nobody(_context: int) -> None:

@@ -143,14 +143,16 @@ class Rows(Generic[PeerT]):
         return True
 
     def _post_lone(self, batch: WriteBatch, peer: PeerT, region: Region) -> bool:
-        """Post the only row of a batch; False = it is not as simple, nothing was done."""
-        src, dst, nbytes, rkey, imm = batch.src, batch.dst, batch.nbytes, batch.rkey, batch.imm
+        """Post the only row of a batch, under one int as its key; False = nothing was done."""
+        src, dst, nbytes, imm = batch.src, batch.dst, batch.nbytes, batch.imm
         if not (type(src) is int and type(dst) is int and type(nbytes) is int):
             return False
-        if type(rkey) is not int or not (imm is None or type(imm) is int):
+        if not (imm is None or type(imm) is int):
             return False
         slots = self._slots
-        if not slots.room or (slots.open and slots.nbytes + nbytes > self._window_bytes):
+        if (slots.open or slots.adrift) and (
+            not slots.room or (slots.open and slots.nbytes + nbytes > self._window_bytes)
+        ):
             return False
         if not (region.start <= src and src + nbytes <= region.end and 0 < nbytes <= self._longest):
             return False
@@ -159,7 +161,16 @@ class Rows(Generic[PeerT]):
         due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, 0, peer, region, due_s)
         try:
-            taken = slots.post_row(call, endpoint.ready, ticket, src, dst, rkey, nbytes, imm)
+            taken = slots.post_row(
+                call,
+                endpoint.ready,
+                ticket,
+                src,
+                dst,
+                batch.rkey,  # type: ignore[arg-type]  # an int: see post()
+                nbytes,
+                imm,
+            )
         except OSError as error:
             self.refusal = error.errno or 0
             return False

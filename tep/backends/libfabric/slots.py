@@ -236,8 +236,8 @@ class Slots:
         if n:
             slots = (contexts[:n] - self._base) >> 6
             ticket.slots = slots
-            lengths = nbytes if isinstance(nbytes, int) else src_len[:n]
-            self._owner[slots] = self._issue(ticket, n, lengths)
+            self._count_bytes(ticket, n, nbytes if isinstance(nbytes, int) else src_len[:n])
+            self._owner[slots] = self._issue(ticket, n)
             self._top -= n
         return n
 
@@ -273,18 +273,23 @@ class Slots:
             self.unended = None
         slot = (context - self._base) >> 6
         ticket.slots = [slot]
-        self._owners[slot] = self._issue(ticket, 1, nbytes)
+        ticket.each = nbytes
+        self.nbytes += nbytes
+        self._owners[slot] = self._issue(ticket, 1)
         self._top -= 1
         return 1
 
-    def _issue(self, ticket: Ticket, rows: int, nbytes: Column) -> int:
-        """Count rows that were posted; `nbytes` of each. Return their ticket's number."""
+    def _count_bytes(self, ticket: Ticket, rows: int, nbytes: Column) -> None:
+        """Count the bytes of rows that were posted; `nbytes` of each."""
         if isinstance(nbytes, int):
             ticket.each = nbytes
             self.nbytes += rows * nbytes
         else:
             ticket.nbytes = int(nbytes.sum())
             self.nbytes += ticket.nbytes
+
+    def _issue(self, ticket: Ticket, rows: int) -> int:
+        """Count rows that were posted, whose bytes are counted; return their ticket's number."""
         ticket.number = number = self._next
         self._next += 1
         self.tickets[number] = ticket

@@ -9,7 +9,8 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from tep.backends.base import DomainKey, Kind, ReadBatch, Status
+from tep.backends.base import Completions, DomainKey, Kind, ReadBatch, Status
+from tep.backends.libfabric import frames
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.efa.book import EfaBook
 from tep.backends.libfabric.efa.device import STATUSES, check_device
@@ -35,6 +36,7 @@ _OK: Final = int(Status.OK)
 class HardwareDomain(FabricDomain[Peer]):
     """One NIC."""
 
+    _book: EfaBook
     _rows: HardwareRows
     _rows_kind = HardwareRows
     _lone_reads_are_simple = False
@@ -54,6 +56,22 @@ class HardwareDomain(FabricDomain[Peer]):
         queue.landed, queue.landed_many = self._take_read, self._take_reads
         self._memory = HardwareRegions(nic, dmabuf)
         return slots, self._memory, mailbox, queue
+
+    def poll(self, out: Completions) -> int:
+        filled = super().poll(out)
+        self._see_to_peers()
+        return filled
+
+    def _see_to_peers(self) -> None:
+        """Do what is only due here at a poll: who has left, and doorbells that are owed."""
+        if self._nic.closed:
+            return
+        if self._book.departed:
+            self._book.settle()
+        slots = self._slots
+        if slots.unended is not None:  # any frame rings the doorbell that it waits for
+            peer, slots.unended = slots.unended, None
+            self._say(peer, frames.Welcome(self.address))
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         """Accept reads start.. of a batch; return how many."""
