@@ -2,12 +2,12 @@
 
 The receiver's half is `failures`. A peer is told as soon as it can be reached, by lists of
 immediates: how many of each were to come, and how many came, which it does not count any more.
-Rule 1: a list keeps its serial however often it is sent, so that it is applied once. Rule 2: if
-some of an immediate arrived, or may still, a later transfer of it to that peer is held until the
-peer knows of the failure, since it could not tell the arrivals apart. Rule 3: if rows of the failed
-one may still land, it is held until the peer has fenced their paths, has said what landed, and has
-opened them again. Rule 4: it is not held for ever: if the peer does not answer it fails, as its
-rows would.
+Rule 1: a list keeps its serial however often it is sent, so that it is applied once. Rule 2: a
+later transfer of an immediate to that peer is held until the peer knows of the failure, since it
+could not tell the arrivals apart, nor whether they came before the news. Rule 3: if rows of the
+failed one may still land, it is held until the peer has fenced their paths, has said what landed,
+and has opened them again. Rule 4: it is not held for ever: if the peer does not answer it fails, as
+its rows would.
 """
 
 from __future__ import annotations
@@ -116,14 +116,9 @@ class _Owed:
         """Whether an answer of the peer is awaited."""
         return any(each.out for each in self.lists.values())
 
-    def has(self, imm: int, *, late: bool) -> bool:
-        """Whether the peer was not told yet that some of an immediate came, or may still come.
-
-        `late`: also if none came for certain.
-        """
-        _, *fresh = self.new.get(imm, ("", 0, 0, 0))
-        lists = (each.imms.get(imm, (0, 0, 0)) for each in self.lists.values())
-        return any(numbers[1] or (late and numbers[2]) for numbers in (fresh, *lists))
+    def has(self, imm: int) -> bool:
+        """Whether the peer was not told yet that some of an immediate did not come."""
+        return imm in self.new or any(imm in each.imms for each in self.lists.values())
 
 
 class Telling:
@@ -255,8 +250,7 @@ class Telling:
             owed.clearing[path] = False
             self._wake(owed)
         owed.paths = {path: left for path, left in owed.paths.items() if left}
-        late = self._failover.able
-        if unsure or any(owed.has(imm, late=late) for imm in imms):
+        if unsure or any(owed.has(imm) for imm in imms):
             return True
         # While the last path is fenced nothing can be sent, whatever its immediate.
         ours = [nic for nic, alive in enumerate(self._group.alive) if alive]

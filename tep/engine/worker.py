@@ -378,6 +378,8 @@ class Worker:
             if self.closed:
                 self._end(transfer, State.FAILED, closed_error())
                 return
+            if self.group.ended:  # by a command before this one, and may have to be told
+                self._settle_ended()
             if self.telling.owed and self.telling.holds(transfer):
                 return
         try:
