@@ -697,8 +697,7 @@ class TransferEngine:
         table.refuse_claimed(imm)
         link = None if sender is None else self._peers.link(sender, "expect_imm_count")
         expectation = Expectation(machine, table, imm, count, link, self.driver.now_s())
-        command = self._worker.expect if link is None else self._worker.expect_from
-        machine.enqueue(command, expectation, on_done)
+        machine.enqueue(self._worker.expect, expectation, on_done)
         return expectation
 
     def fail(

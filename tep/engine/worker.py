@@ -155,6 +155,7 @@ class Worker:
         self.telling = channel.errand = self._new_telling(name, options)
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
+        self._doubted: list[Expectation] = []  # stated in this step, of immediates given up
         self._received: list[tuple[int, int]] = []
         self.outbox = Outbox(self.group, self._end)
         self._raised = [0 for _ in domains]  # by poll() of each NIC
@@ -213,6 +214,8 @@ class Worker:
             self._dispatch()
         if group.ended:
             self._settle_ended()
+        if self._doubted:
+            self._expect_doubted()
         if self.imms.reached:
             self._settle_reached()
         return work or self._settled != []
@@ -444,19 +447,33 @@ class Worker:
         if self.closed:
             self._end(expectation, State.FAILED, closed_error())
             return
-        if self.failures.broken and (error := self.failures.take(expectation)) is not None:
-            self._end(expectation, State.FAILED, error)
+        if expectation.imm in self.failures.broken:
+            self._doubted.append(expectation)
             return
+        self._enter(expectation)
+
+    def _expect_doubted(self) -> None:
+        """Enter the expectations whose immediate a peer gave up, if it was sent again since.
+
+        What has come again is known once the NICs were polled after the expectation was stated.
+        """
+        doubted, self._doubted = self._doubted, []
+        for expectation in doubted:
+            error = self.failures.take(expectation)
+            if error is not None:
+                self._end(expectation, State.FAILED, error)
+            else:
+                self._enter(expectation)
+
+    def _enter(self, expectation: Expectation) -> None:
+        """Enter an expectation; it fails if its sender is gone already."""
         try:
             self.imms.expect(expectation)
         except TepError as error:
             self._end(expectation, State.FAILED, error)
-
-    def expect_from(self, expectation: Expectation) -> None:
-        """Command: enter an expectation of a sender; it fails if the sender is gone already."""
-        self.expect(expectation)
-        assert expectation.sender is not None
-        self.members.check_sender(expectation.sender)
+            return
+        if expectation.sender is not None:
+            self.members.check_sender(expectation.sender)
 
     def is_early(self, expectation: Expectation) -> bool:
         """Whether its command would change nothing now; may be called from any thread."""
@@ -477,7 +494,10 @@ class Worker:
         if handle.finished:
             return
         if isinstance(handle, Expectation):
-            if self.imms.cancel(handle):
+            if handle in self._doubted:
+                self._doubted.remove(handle)
+                self._end(handle, State.CANCELLED)
+            elif self.imms.cancel(handle):
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Message):
             if self.outbox.cancel(handle):
@@ -663,6 +683,7 @@ class Worker:
                 self._lose(index)
         self._dispatch()
         self._settle_ended()
+        self._expect_doubted()
         self._settle_reached()
         self.leases.closed()
         for expectation in self.imms.give_up():

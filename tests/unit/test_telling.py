@@ -262,8 +262,9 @@ def test_nobody_takes_back_what_others_sent() -> None:
 def test_a_retry_cannot_overtake_the_news(seed: int) -> None:
     """What came of the retry is not taken for what had come when its sender gave up.
 
-    Nothing of the first transfer was posted, so there is nothing to tell apart; but the news and the
-    rows of the retry are under way together, and who expects the immediate afterwards is to get it.
+    Nothing of the first transfer was posted, so there is nothing to tell apart; but the news and
+    the rows of the retry would be under way together, and who expects the immediate afterwards is
+    to get it.
     """
     with Cluster(3, 2, chaos=Chaos(), seed=seed) as cluster:
         w = World(cluster)
