@@ -779,14 +779,16 @@ class DomainGroup:
         """Queue one row again on a path that works.
 
         Its bytes are written if a retransmission waits for them, else its immediate is sent without
-        bytes. If no path is left, it fails with `error`.
+        bytes. If no path is left, it fails with `error`; while the engine closes, with that.
         """
         try:
+            if self.closing is not None:  # nobody would post it
+                raise self.closing
             self.first_alive()
             fresh = self._moved(old, row, row + 1, turn=1)  # our NIC may be the one that failed
             fresh.tries = old.tries + 1
         except TepError:
-            self.lose(old.transfer, 1, error)
+            self.lose(old.transfer, 1, self.closing or error)
             if retransmission is not None:
                 self.finish_retransmission(retransmission)
             return

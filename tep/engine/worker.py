@@ -655,6 +655,7 @@ class Worker:
         self.take_all_commands()
         if self.closed:
             return
+        self.group.closing = closed_error()  # from now on nothing is queued again
         dropped = []
         for handle in tuple(self.open):
             if isinstance(handle, Transfer):
