@@ -343,10 +343,9 @@ def find(pid: int | None = None) -> list[Found]:
         with contextlib.suppress(OSError):
             uid = Path(f"/proc/{pid}").stat().st_uid
     given = os.environ.get(SWITCH)
-    folders = [Path(given)] if given and given != "off" else []
-    folders += _usual_folders(uid)
+    folders = _usual_folders(uid) if given in {None, "", "off"} else iter([Path(f"{given}")])
     found = []
-    for folder in dict.fromkeys(folders):
+    for folder in folders:
         if _unsafe(folder, uid) is not None:
             continue
         for path in folder.iterdir():

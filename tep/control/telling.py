@@ -195,6 +195,8 @@ class Telling:
         reason = "it was cancelled" if failure is None else str(failure)
         for link, imms in shortfalls(transfer, len(self._group.domains)).items():
             if link.current:
+                text = f"{link.addr.name} is told that {len(imms)} immediates do not come: {reason}"
+                self._group.journal.say("shortfall", text)
                 owed = self._at(link)
                 owed.why = owed.why or reason
                 for imm, short in imms.items():

@@ -20,6 +20,7 @@ from typing import Final, cast
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.core.events import Event, PeerNicDown, PeerRestarted
+from tep.core.journal import Journal
 from tep.core.path import FarEnds, Link, Path, PathEvent, Routes
 from tep.core.pending import (
     NO_IMM,
@@ -45,8 +46,6 @@ from tep.core.transfer import Pace, Transfer
 from tep.errors import FabricError, TepError
 
 __all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "not_made_good"]
-
-_log = logging.getLogger("tep")
 
 _TURNS_MAX: Final = 64
 """Batches offered to one NIC in one step: limited, so that posting cannot starve polling."""
@@ -97,6 +96,7 @@ class DomainGroup:
         acks: the sums of acknowledged immediates of all paths; None: there is no failover.
         events: what was found out about peers, for those that handle it.
         far_ends: the records of paths by address.
+        journal: where faults are told.
         routes: changes with the state of any NIC or path.
     """
 
@@ -107,6 +107,7 @@ class DomainGroup:
         *,
         failover: bool = False,
         why_not: str | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
@@ -120,7 +121,8 @@ class DomainGroup:
         self._rows_max = rows_max
         self._shares = len(domains) > 1
         self.in_doubt = 0
-        self.routes = Routes()
+        self.journal = Journal() if journal is None else journal
+        self.routes = Routes(self.journal)
         self._ctx = 0
         self._cursor = 0
         self._is_offered = False  # post() has done its work of this step
@@ -718,11 +720,15 @@ class DomainGroup:
 
     # ------------------------------------------------------------------ failing over
 
-    def nic_down(self, domain: int) -> None:
-        """One of our NICs is gone: move its queued rows to the others."""
+    def nic_down(self, domain: int, error: BaseException | None = None) -> None:
+        """One of our NICs is gone, perhaps by an error: move its queued rows to the others."""
         if self.alive[domain]:
             self.alive[domain] = False
             self.routes.version += 1
+            why, up = "" if error is None else f": {error}", sum(self.alive)
+            text = f"NIC {domain} ({self.domains[domain].caps.nic}) is down{why}; {up} are left"
+            level = logging.WARNING if error is None else logging.ERROR
+            self.journal.say("nic_down", text, level, error)
             self._reroute(lambda pending: pending.domain == domain)
 
     def give_up(self, domain: int, error: OSError | MemoryError) -> bool:
@@ -732,9 +738,7 @@ class DomainGroup:
         """
         if isinstance(error, OSError) and error.errno == errno.EINTR:
             return False
-        if self.alive[domain]:
-            _log.error("NIC %s is down: %s", self.domains[domain].caps.nic, error, exc_info=error)
-            self.nic_down(domain)
+        self.nic_down(domain, error)
         return True
 
     def lost(self, domain: int) -> None:

@@ -59,6 +59,8 @@ class Machine:
         driver: what turns it.
         domains: its NICs.
         worker: posts, polls and counts.
+        turn, tell: the worker's step() and deliver(), or what traces them.
+        tracer: who records it; None: nobody.
         life: the states of its peers.
         peers: the peers and their regions.
         regions: registered memory, by number.
@@ -108,6 +110,8 @@ class Machine:
             self.address, self.domains, options, driver, self._replaced, self._report_error
         )
         self._start = self.worker.start
+        self.turn, self.tell = self.worker.step, self.worker.deliver
+        self.tracer: object | None = None
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         self.life, self.peers = self.worker.members, self.worker.peers
         for domain in domains:
@@ -149,10 +153,10 @@ class Machine:
     def end(self) -> None:
         """Between two steps: settle everything, and close the NICs."""
         try:
-            self.worker.deliver()  # what arrived before this
+            self.tell()  # what arrived before this
             self.life.close()
             self.worker.close()
-            self.worker.deliver()
+            self.tell()
         finally:
             self.ended = True
 
@@ -162,13 +166,13 @@ class Machine:
         """Driver: turn once."""
         if self.closed:
             return False
-        work = self.worker.step()
+        work = self.turn()
         return (self.life.busy and self.life.step()) or work
 
     def deliver(self) -> None:
         """Driver: run callbacks."""
         if not self.closed:
-            self.worker.deliver()
+            self.tell()
 
     def owing(self) -> bool:
         """Driver: whether deliver() would run a user's function now."""

@@ -64,12 +64,17 @@ from tep.engine.report import engine_stats, explain
 from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
 from tep.memory import Buffer, Memory, adapt, copied
 from tep.topology import Topology, detect
+from tep.trace import Trace
+from tep.tracing import record
 from tep.turning import driver_for
 from tep.watch import Watcher
 from tep.wire import MrDesc, NetAddr, Target
 
 __all__ = ["TransferEngine"]
 
+
+TRACE_EVENTS_MAX: Final = 200_000
+"""Spans and marks of a trace, unless its user says otherwise: some 100 MB."""
 
 POOL_BUFFERS_MAX: Final = 2**20
 POOL_BYTES_MAX: Final = 2**34
@@ -846,6 +851,24 @@ class TransferEngine:
     def stats(self) -> EngineStats:
         """What this engine has done; see EngineStats."""
         return engine_stats(self._machine)
+
+    def trace(self, *, events_max: int = TRACE_EVENTS_MAX) -> Trace:
+        """Record what this engine does, until `stop()` of the result; use that by `with`.
+
+        Transfers, rows on each NIC, immediates, faults and steps, for `Trace.write` (Perfetto),
+        `summary` and `draw`. What is in flight when it begins is not recorded as a batch.
+
+        Args:
+            events_max: how many spans and marks are kept; later ones are only counted.
+
+        Raises:
+            UsageError: it is traced already.
+        """
+        self._machine.check_open("trace")
+        events_max = check_int("trace: events_max", events_max, 1, INT64_MAX)
+        trace = Trace("host", events_max)
+        trace.stops.append(record(self._machine, trace))
+        return trace
 
     def explain(self, peer: NetAddr | MrDesc | None = None) -> str:
         """Say which NICs, paths and shards are in use here, or towards one peer."""

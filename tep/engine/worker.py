@@ -41,6 +41,7 @@ from tep.core.events import DoubtsEnded, PathKeptShut, PeerHeard, PeerNicDown, P
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
 from tep.core.imm import ImmTable
+from tep.core.journal import Journal
 from tep.core.outbox import Outbox
 from tep.core.path import Link
 from tep.core.peers import PeerBook
@@ -91,6 +92,7 @@ class Worker:
 
     Attributes:
         group: the NICs.
+        journal: where faults are told.
         reads: the rows that bring bytes here.
         imms: the table of immediates.
         commands: users' requests that no step has taken yet.
@@ -121,7 +123,10 @@ class Worker:
         now_s, lock = driver.now_s, driver.lock
         why = why_unable(domains) if options.failover else None
         able = options.failover and why is None
-        self.group = group = DomainGroup(domains, options.post_rows_max, failover=able, why_not=why)
+        self.journal = journal = Journal(address.name, address.backend)
+        self.group = group = DomainGroup(
+            domains, options.post_rows_max, failover=able, why_not=why, journal=journal
+        )
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}
         self.watch = WatchPage()

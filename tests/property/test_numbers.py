@@ -132,6 +132,7 @@ def verbs(p: Pair) -> dict[str, Rules]:
             "dst": lambda v: single(8, dst=(p.desc, v)),
         },
         "submit_paged_writes": lists(paged, "imm"),
+        "trace": {"events_max": lambda v: e.trace(events_max=v).stop()},
         "submit_scatter": {
             **other,
             **numbers(scatter, "imm", "routing", dsts=[tep.ScatterDst(8, 0, (p.desc, 0))]),

@@ -206,7 +206,7 @@ class World:
         ]
         stats = [engine.stats() for engine in (self.a, self.b, self.c)]
         found = [self.log, ends, [each.tobytes() for each in self.targets + self.sources], stats]
-        return [*found, self.cluster.trace.digest()]
+        return [*found, self.cluster.fabric_trace.digest()]
 
 
 @settings(max_examples=120, deadline=None)

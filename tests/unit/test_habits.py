@@ -159,6 +159,9 @@ def values(desc: tep.MrDesc) -> list[object]:
         tep.Scatter(8, routing),
         tep.ScatterDst(8, 0, (desc, 0)),
         tep.Single(8, routing),
+        tep.Trace("host"),
+        tep.Span("step", "a", "worker", "step", 0.0, 1.0, {}),
+        tep.Mark("fault", "a", "faults", "NIC 0 is down", 0.5, {}),
     ]
 
 
@@ -170,7 +173,7 @@ def simulators() -> list[object]:
     return [
         cluster,
         cluster.env,
-        cluster.trace,
+        cluster.fabric_trace,
         chaos,
         SimDriver(chaos.env, chaos.node("a", 1)),
         sim.FlowFabric(sim.FabricEnv(), "cx7_400"),
