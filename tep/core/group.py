@@ -39,7 +39,7 @@ from tep.core.pending import (
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
-from tep.core.ready import Dealt, Ready
+from tep.core.ready import Dealt, Part, Ready
 from tep.core.region import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
@@ -279,6 +279,7 @@ class DomainGroup:
     def _push(self, pending: Pending) -> None:
         batch = pending.batch
         self._ctx = ctx = self._ctx + 1
+        # As _enter(), without the call.
         batch.ctx = ctx
         self.batches[ctx] = pending
         transfer = pending.transfer
@@ -287,11 +288,16 @@ class DomainGroup:
         self._queues[pending.domain].append(pending)
         self.backlog += batch.n
 
-    def enter(self, pending: Pending) -> None:
-        """Know a batch of reads, which `tep.core.reads` queues and posts."""
-        self._ctx = pending.batch.ctx = ctx = self._ctx + 1
+    def _enter(self, pending: Pending, ctx: int) -> None:
+        """Know a batch by its number."""
+        pending.batch.ctx = ctx
         self.batches[ctx] = pending
         pending.older, pending.transfer.queued = pending.transfer.queued, pending
+
+    def enter(self, pending: Pending) -> None:
+        """Know a batch of reads, which `tep.core.reads` queues and posts."""
+        self._ctx += 1
+        self._enter(pending, self._ctx)
         self.queued_reads += pending.batch.n
 
     def enqueue_imm(self, transfer: Transfer, remote: Remote, imm: int | None) -> None:
@@ -328,56 +334,62 @@ class DomainGroup:
     def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
         """start() of a prepared write; also post() if it is `alone`, without a backlog."""
         self._cursor = dealt.cursor
-        columns, imm = dealt.at(job.here, job.there), job.imm
-        batches, ctx, made = self.batches, self._ctx, []
-        for part, (src, dst) in zip(dealt.parts, columns, strict=True):
-            domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
-            ctx += 1
+        columns, imm, base = dealt.at(job.here, job.there), job.imm, self._ctx
+        if not alone:
+            for part in dealt.parts:
+                self._push(_of_part(transfer, part, columns, imm))
+            return
+        self._ctx = base + len(columns)
+        for part in dealt.by_nic:
+            place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
+            src, dst = columns[place]
+            # As _of_part() and _enter(), without the calls.
+            ctx = base + place + 1
             batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, ctx)
             pending = Pending(transfer, domain, batch, remotes, nics)
             pending.nbytes = total
-            if not alone:
-                self._push(pending)
-                continue
-            # As _push(), but into no queue.
-            batches[ctx] = pending
             pending.older = transfer.queued
-            transfer.queued = pending
-            made.append(pending)
-        self._ctx = ctx
-        for k, (place, domain, n, nbytes) in enumerate(dealt.posts if alone else ()):
-            pending = made[place]
+            transfer.queued = self.batches[ctx] = pending
             try:
-                taken = self.domains[domain].post(pending.batch, 0, n)
+                taken = self.domains[domain].post(batch, 0, n)
             except (OSError, MemoryError) as error:
-                self._go_on(pending, 0, [made[rest[0]] for rest in dealt.posts[k + 1 :]], error)
+                self._go_on(pending, 0, dealt, columns, error)
                 return
             if taken != n:
-                self._go_on(pending, taken, [made[rest[0]] for rest in dealt.posts[k + 1 :]])
+                self._go_on(pending, taken, dealt, columns)
                 return
             pending.at = n
             self.outstanding[domain] += n
             self.rows[domain] += n
-            self.nbytes[domain] += nbytes
-            transfer.count_posted(domain, n, nbytes)
+            self.nbytes[domain] += total
+            transfer.nic_rows[domain] += n
+            transfer.nic_bytes[domain] += total
 
     def _go_on(
         self,
         pending: Pending,
         taken: int,
-        rest: list[Pending],
+        dealt: Dealt,
+        columns: list[tuple[Column, Column]],
         error: OSError | MemoryError | None = None,
     ) -> None:
         """A NIC did not take all of a batch that was in no queue: go on as post() would."""
-        domain = pending.domain
+        domain, transfer = pending.domain, pending.transfer
         queue = self._queues[domain]
-        for waiting in (*rest, pending):
+        base = self._ctx - len(columns) + 1
+        places = [part.place for part in dealt.by_nic]
+        rest = dealt.by_nic[places.index(pending.batch.ctx - base) + 1 :]
+        for part in rest:
+            waiting = _of_part(transfer, part, columns, pending.batch.imm)
+            self._enter(waiting, base + part.place)
             self._queues[waiting.domain].append(waiting)
-            self.backlog += waiting.batch.n
+        queue.append(pending)
+        self.backlog += pending.batch.n + sum(part.n for part in rest)
         if error is not None:
             self.give_up(domain, error)
         else:
-            self._take(pending, domain, taken)
+            if taken:
+                self._take(pending, domain, taken)
             if taken or self.outstanding[domain] < self.domains[domain].caps.sq_depth:
                 self._post_on(domain, queue, refused=int(not taken))
         self.post(domain + 1)
@@ -459,7 +471,9 @@ class DomainGroup:
         self.backlog -= taken
         self.rows[domain] += taken
         self.nbytes[domain] += nbytes
-        pending.transfer.count_posted(domain, taken, nbytes)
+        transfer = pending.transfer
+        transfer.nic_rows[domain] += taken
+        transfer.nic_bytes[domain] += nbytes
 
     # ------------------------------------------------------------------ sharing long batches
     #
@@ -539,13 +553,11 @@ class DomainGroup:
         """Take back `count` rows of batch `ctx` from a NIC."""
         pending = self.batches[ctx]
         assert pending.domain == domain, (pending.domain, domain)
-        pending.back += count
-        assert pending.back <= pending.at, (
-            f"NIC {domain} returned more rows of batch {ctx} than it took"
-        )
+        pending.back = back = pending.back + count
+        assert back <= pending.at, f"NIC {domain} returned more rows of batch {ctx} than it took"
         self.outstanding[domain] -= count
         transfer = pending.transfer
-        over = pending.back == pending.stop  # else the batch is over when its rest is cut off
+        over = back == pending.stop  # else the batch is over when its rest is cut off
         held = status != _OK and self._fail_rows(pending, count, status, row)
         if not held:
             transfer.left -= count
@@ -825,6 +837,18 @@ class DomainGroup:
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
         routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])
+
+
+def _of_part(
+    transfer: Transfer, part: Part, columns: list[tuple[Column, Column]], imm: Column | None
+) -> Pending:
+    """A batch of a prepared write, without a number."""
+    place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
+    src, dst = columns[place]
+    batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, 0)
+    pending = Pending(transfer, domain, batch, remotes, nics)
+    pending.nbytes = total
+    return pending
 
 
 def _drop_ended(queue: deque[Pending]) -> None:

@@ -55,6 +55,7 @@ class ReadJob(Job):
 
     __slots__ = ("after", "leased", "owner_imm", "owners")
     is_read = True
+    is_plain = False
 
     def __init__(
         self,

@@ -238,7 +238,8 @@ class Reads:
         nbytes = pending.sum_bytes(start, pending.at)
         self.rows[domain] += taken
         self.nbytes[domain] += nbytes
-        pending.transfer.count_posted(domain, taken, nbytes)
+        pending.transfer.nic_rows[domain] += taken
+        pending.transfer.nic_bytes[domain] += nbytes
 
     # ------------------------------------------------------------------ completing
 

@@ -30,10 +30,12 @@ class Part(NamedTuple):
     """The rows of one batch, without what a submit adds: addresses, immediate, ctx.
 
     Attributes:
+        place: its number among the parts, in the order in which they are queued.
         total: bytes of all rows.
         remotes, nics: as of Pending.
     """
 
+    place: int
     domain: int
     n: int
     nbytes: Column
@@ -50,14 +52,14 @@ class Dealt(NamedTuple):
 
     Attributes:
         parts: in the order in which they are queued.
-        posts: in the order in which they are posted: number among the parts, NIC, rows, bytes.
+        by_nic: the same in the order in which they are posted.
         columns: source and target addresses of each part, at no offset.
         whole: both columns of all rows, and which rows each part has; None: addresses are ints.
         cursor: where the next request starts.
     """
 
     parts: tuple[Part, ...]
-    posts: tuple[tuple[int, int, int, int], ...]
+    by_nic: tuple[Part, ...]
     columns: list[tuple[Column, Column]]
     whole: tuple[U64, U64, list[slice]] | None
     cursor: int
@@ -115,15 +117,14 @@ class Laid:
         made.reverse()
         if len(self.dealt) >= _CURSORS_MAX:
             self.dealt.clear()
-        parts = tuple(map(_part, made))
-        posts = [(k, part.domain, part.n, part.total) for k, part in enumerate(parts)]
+        parts = tuple(_part(place, pending) for place, pending in enumerate(made))
         columns = [
             (shifted(each.batch.src, -job.here), shifted(each.batch.dst, -job.there))
             for each in made
         ]
         self.dealt[cursor % self.cycle] = Dealt(
             parts,
-            tuple(sorted(posts, key=lambda post: post[1])),
+            tuple(sorted(parts, key=lambda part: part.domain)),
             columns,
             _whole(job.base, columns),
             following,
@@ -142,7 +143,7 @@ class Ready(Job):
     """
 
     __slots__ = ("base", "here", "laid", "there")
-    is_ready = True
+    is_plain = False
 
     def __init__(self, base: Job, laid: Laid, here: int, there: int, imm: int | None) -> None:
         self.base = base
@@ -162,9 +163,10 @@ class Ready(Job):
         return self.base.moved(self.here, self.there, self.imm)
 
 
-def _part(pending: Pending) -> Part:
+def _part(place: int, pending: Pending) -> Part:
     batch = pending.batch
     return Part(
+        place,
         pending.domain,
         batch.n,
         batch.nbytes,

@@ -294,11 +294,11 @@ class Job:
         longest: no row is longer; bytes. `longest_row` is exact.
         routing: which NICs.
         split: the columns are whole writes that NICs share; `shares_of` makes their rows.
-        is_ready: it is a Ready, which has no columns of its own.
+        is_plain: it is neither a read nor a prepared write.
     """
 
     is_read = False
-    is_ready = False
+    is_plain = True
     __slots__ = (
         "dst",
         "imm",

@@ -95,14 +95,13 @@ class Transfer(Handle):
             queued rows are in these batches. None: no row is queued.
         kept: the last batch, as `queued` was, of each time that queued rows were dropped. It is
             set only in a transfer that fails or is cancelled; see `batches`.
+        nic_rows, nic_bytes: how many rows and bytes each NIC has taken.
         settled_s: when its last row came back, or None.
         reserved: how many rows `Machine.reserve` counted for it.
     """
 
     __slots__ = (
         "_doubts",
-        "_nic_bytes",
-        "_nic_rows",
         "dropped",
         "extra",
         "failed_rows",
@@ -111,6 +110,8 @@ class Transfer(Handle):
         "job",
         "kept",
         "left",
+        "nic_bytes",
+        "nic_rows",
         "pace",
         "queued",
         "reserved",
@@ -136,8 +137,8 @@ class Transfer(Handle):
         self.dropped = self.held = self.extra = 0
         self.pace: Pace | None = None
         self.queued: Queued | None = None
-        self._nic_rows = [0] * nics
-        self._nic_bytes = [0] * nics
+        self.nic_rows = [0] * nics
+        self.nic_bytes = [0] * nics
         self.settled_s: float | None = None
         self._doubts: dict[tuple[Remote, int, int], tuple[str, int]] | None = None
 
@@ -242,14 +243,9 @@ class Transfer(Handle):
         """Whether it will fail or be cancelled, so that nothing more of it needs to be posted."""
         return self.failure is not None or self.dropped > 0
 
-    def count_posted(self, domain: int, rows: int, nbytes: int) -> None:
-        """Count rows that a NIC has taken."""
-        self._nic_rows[domain] += rows
-        self._nic_bytes[domain] += nbytes
-
     def stats(self) -> TransferStats:
         """What it has done so far; see TransferStats."""
-        posted = sum(self._nic_rows)
+        posted = sum(self.nic_rows)
         end_s = self._owner.driver.now_s() if self.settled_s is None else self.settled_s
         return TransferStats(
             kind=self.job.kind,
@@ -261,7 +257,7 @@ class Transfer(Handle):
             rows_failed=self.failed_rows,
             rows_dropped=self.dropped,
             rows_again=self.extra,
-            nics=tuple(map(NicBytes, self._nic_rows, self._nic_bytes)),
+            nics=tuple(map(NicBytes, self.nic_rows, self.nic_bytes)),
             elapsed_s=end_s - self.submitted_s,
         )
 

@@ -317,16 +317,15 @@ class Machine:
         """Queue a write or read; what enqueue() and reserve() do, in one call."""
         if self.closed:
             self.check_open(f"submit ({job.kind})")
-        if job.longest > self._row_bytes_max:
-            self.check_longest(job)
         worker, driver, rows = self.worker, self.driver, job.n
         commands, group = worker.commands, worker.group
         start: Callable[[Transfer], None] = self._start
         reserved = reads = 0
-        if job.is_ready:
-            start = worker.start_ready
-        elif job.is_read:
-            start, reads = worker.start_read, group.queued_reads
+        if not job.is_plain:
+            start = worker.start_read if job.is_read else worker.start_ready
+            reads = group.queued_reads if job.is_read else 0
+        if job.longest > self._row_bytes_max:
+            self.check_longest(job)
         if commands or group.backlog + worker.outbox.waiting + reads + rows > self._backlog_max:
             reserved = self.reserve(job.kind, rows, reads)
         transfer = Transfer(self, job, rows, len(self.domains), driver.now_s(), reserved)
