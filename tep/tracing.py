@@ -60,10 +60,12 @@ class Traced(Protocol):
     driver: Driver
     tracer: object | None
     turn: Callable[[], bool]
-    tell: Callable[[], None]
 
     @property
     def worker(self) -> _Worker: ...
+
+    def observe(self, observer: Callable[[list[Handle]], object]) -> None: ...
+    def unobserve(self, observer: Callable[[list[Handle]], object]) -> None: ...
 
 
 class _Out:
@@ -184,7 +186,7 @@ class _Recorder:
         self.trace = trace
         self.now_s = machine.driver.now_s
         self._real = isinstance(machine.driver, ThreadDriver | InlineDriver)
-        self._turn, self._tell = machine.turn, machine.tell
+        self._turn = machine.turn
         self._nics: tuple[Domain, ...] = ()
         self._taps: list[_Tap] = []
 
@@ -199,17 +201,19 @@ class _Recorder:
         self._nics = group.domains
         self._taps = [_Tap(self, nic, index) for index, nic in enumerate(self._nics)]
         group.domains = cast("tuple[Domain, ...]", tuple(self._taps))
-        self.machine.turn, self.machine.tell = self.turn, self.tell
+        self.machine.turn = self.turn
+        self.machine.observe(self.settled)
         self.machine.worker.journal.listeners.append(self.note)
 
     def stop(self) -> None:
         """Between two steps: end, and record what is still open."""
         now_s, worker = self.now_s(), self.machine.worker
         worker.group.domains = self._nics
-        self.machine.turn, self.machine.tell = self._turn, self._tell
+        self.machine.turn = self._turn
+        self.machine.unobserve(self.settled)
         self.machine.tracer = None
         worker.journal.listeners.remove(self.note)
-        self._settle(now_s)
+        self.settled(worker._settled)
         for handle in worker.unsettled():
             self._add(handle, now_s)
         for tap in self._taps:
@@ -226,18 +230,15 @@ class _Recorder:
             self.trace.add(Span("step", name, "worker", "step", start_s, self.now_s(), args))
         return work
 
-    def tell(self) -> None:
-        """As the worker's deliver(), which forgets what has settled."""
-        self._settle(self.now_s())
-        self._tell()
-
     def note(self, kind: str, text: str) -> None:
         """The engine says that something has failed, or was mended."""
         args = {"kind": kind}
         self.trace.mark(Mark("fault", self.machine.name, "faults", text, self.now_s(), args))
 
-    def _settle(self, now_s: float) -> None:
-        for handle in self.machine.worker._settled:
+    def settled(self, handles: list[Handle]) -> None:
+        """These have settled."""
+        now_s = self.now_s()
+        for handle in handles:
             self._add(handle, now_s)
 
     def _add(self, handle: Handle, now_s: float) -> None:

@@ -30,6 +30,12 @@ class Journal:
         self._name = name
         self._log = logging.getLogger(f"tep.{backend}")
 
+    def decided(self, summary: str, why: Callable[[], str]) -> None:
+        """Log a decision: the summary at INFO, its reasons at DEBUG, which are made only then."""
+        self._log.info("%s: %s", self._name, summary)
+        if self._log.isEnabledFor(logging.DEBUG):
+            self._log.debug("%s: %s", self._name, why())
+
     def say(
         self, kind: str, text: str, level: int = logging.WARNING, error: BaseException | None = None
     ) -> None:

@@ -59,7 +59,7 @@ class Machine:
         driver: what turns it.
         domains: its NICs.
         worker: posts, polls and counts.
-        turn, tell: the worker's step() and deliver(), or what traces them.
+        turn, tell: the worker's step() and deliver(), or what watches them.
         tracer: who records it; None: nobody.
         life: the states of its peers.
         peers: the peers and their regions.
@@ -112,6 +112,7 @@ class Machine:
         self._start = self.worker.start
         self.turn, self.tell = self.worker.step, self.worker.deliver
         self.tracer: object | None = None
+        self._observers: tuple[Callable[[list[Handle]], object], ...] = ()
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         self.life, self.peers = self.worker.members, self.worker.peers
         for domain in domains:
@@ -173,6 +174,31 @@ class Machine:
         """Driver: run callbacks."""
         if not self.closed:
             self.tell()
+
+    def observe(self, observer: Callable[[list[Handle]], object]) -> None:
+        """Call observer(handles) with all that has settled, before their callbacks, from now on."""
+
+        def start() -> None:
+            self._observers = (*self._observers, observer)
+            self.tell = self._tell_observed
+
+        self.driver.call(start)
+
+    def unobserve(self, observer: Callable[[list[Handle]], object]) -> None:
+        """End observe()."""
+
+        def end() -> None:
+            self._observers = tuple(each for each in self._observers if each != observer)
+            if not self._observers:
+                self.tell = self.worker.deliver
+
+        self.driver.call(end)
+
+    def _tell_observed(self) -> None:
+        if settled := self.worker._settled:
+            for observer in self._observers:
+                self.worker.run_callback(observer, settled)
+        self.worker.deliver()
 
     def owing(self) -> bool:
         """Driver: whether deliver() would run a user's function now."""

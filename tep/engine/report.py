@@ -52,6 +52,11 @@ class Reported(Protocol):
 
 
 _LISTED_MAX: Final = 20
+_NOT_SHOWN: Final = {
+    "peers", "imms_unexpected", "control_dropped", "failover", "nics_up", "faults"
+}  # fmt: skip
+"""What a snapshot has in another form, or not at all."""
+
 _UNEXPECTED_MAX: Final = 1000
 
 
@@ -82,6 +87,8 @@ def engine_stats(engine: Reported) -> EngineStats:
         bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
         control_dropped=_drops(worker),
         failover=_failover(engine)[0],
+        nics_up=tuple(group.alive),
+        faults=tuple(worker.journal.counts.items()),
     )
 
 
@@ -287,9 +294,10 @@ def snapshot(engine: Reported) -> dict[str, object]:
         **{
             name: value
             for name in EngineStats.__slots__
-            if name not in {*numbers, "peers", "imms_unexpected", "control_dropped", "failover"}
+            if name not in {*numbers, *_NOT_SHOWN}
             for value in (getattr(stats, name),)
         },
         "failover": stats.failover.value,
         "control_dropped": dict(stats.control_dropped),
+        "faults": dict(stats.faults),
     }

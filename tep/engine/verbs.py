@@ -150,6 +150,8 @@ class TransferEngine:
             if opened.cpus and driver is None:
                 engine._machine.about += f"; worker on CPUs {', '.join(map(str, opened.cpus))}"
             engine._worker.watch.pin = opened.pin
+            opens = f"open, {len(opened.domains)} NICs on {backend}"
+            engine._worker.journal.decided(opens, engine.explain)
             return engine
         except OSError as error:
             for domain in opened.domains:

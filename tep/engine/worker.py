@@ -292,7 +292,7 @@ class Worker:
         """
         if self.members.events:
             for told, event in self.members.take_events():
-                self._run(told, event)
+                self.run_callback(told, event)
         if self._settled:
             settled, self._settled = self._settled, []
             for handle in settled:
@@ -300,12 +300,12 @@ class Worker:
         if self.imms.loose:
             loose, self.imms.loose = self.imms.loose, []
             for callback, imm, count in loose:
-                self._run(callback, imm, count)
+                self.run_callback(callback, imm, count)
         if self._received:
             self._hand_over()
         if self.watch.callbacks:
             for watching, old, new in self.watch.look():
-                self._run(watching, old, new)
+                self.run_callback(watching, old, new)
 
     def _hand_over(self) -> None:
         """Run the callback of each message that was received."""
@@ -315,7 +315,7 @@ class Worker:
                 break
             domain = self.group.domains[nic]
             if self.receive is not None:
-                self._run(self.receive, domain.recv_view(slot))
+                self.run_callback(self.receive, domain.recv_view(slot))
             if not self.closed:
                 domain.recv_done(slot)
 
@@ -328,7 +328,8 @@ class Worker:
                 return True
         return False
 
-    def _run(self, callback: Callable[..., object], *args: object) -> None:
+    def run_callback(self, callback: Callable[..., object], *args: object) -> None:
+        """Call a user's function; what it raises is reported, and ends nothing else."""
         try:
             callback(*args)
         except BaseException as error:  # noqa: BLE001  # a user's fault, reported
