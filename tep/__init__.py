@@ -54,7 +54,6 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from tep.opening import open_libfabric, open_local, open_loopback, open_verbs
-    from tep.trace import Mark, Span, Trace
     from tep.watch import Watcher
     from tep.wire import Lease, MrDesc, NetAddr
 
@@ -82,7 +81,6 @@ __all__ = [
     "InlineDriver",
     "Lease",
     "LeaseError",
-    "Mark",
     "Message",
     "MrDesc",
     "MrHandle",
@@ -103,12 +101,10 @@ __all__ = [
     "Scatter",
     "ScatterDst",
     "Single",
-    "Span",
     "StaleEpoch",
     "StallError",
     "TepError",
     "ThreadDriver",
-    "Trace",
     "Transfer",
     "TransferEngine",
     "TransferStats",
@@ -183,7 +179,6 @@ _ROOMS = {
         "TransferEngine",
     ),
     "tep.opening": ("open_libfabric", "open_local", "open_loopback", "open_verbs"),
-    "tep.trace": ("Mark", "Span", "Trace"),
     "tep.watch": ("Watcher",),
     "tep.core.stats": (
         "EngineStats",

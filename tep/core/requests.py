@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import GatherSrc, Pages, Routing, ScatterDst
+from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
 from tep.checks import check_int, check_kind, shown
 from tep.core.imm import check_imm
@@ -150,50 +150,40 @@ def paged_job(
 
 
 class Slices(NamedTuple):
-    """The slices of a scatter or gather as columns; nothing is checked yet.
-
-    Attributes:
-        lengths: bytes of each.
-        here: offset of each in the region here.
-        descs: the region of each at a peer.
-        there: offset of each in that region.
-    """
+    """A scatter's slices as columns, one value a target; nothing is checked yet."""
 
     lengths: tuple[int, ...]
-    here: tuple[int, ...]
+    sources: tuple[int, ...]
     descs: tuple[Target, ...]
-    there: tuple[int, ...]
+    offsets: tuple[int, ...]
 
 
-def slices_of(listed: Sequence[ScatterDst] | Sequence[GatherSrc], *, reads: bool = False) -> Slices:
-    """Turn a list of slices into columns; `reads`: it is a gather's.
+def slices_of(dsts: Sequence[ScatterDst]) -> Slices:
+    """Turn a list of slices into columns.
 
     Raises:
         BadRequest: something in it is no slice.
     """
     try:
-        if not listed:
+        if not dsts:
             return Slices((), (), (), ())
-        lengths, here, places = zip(*listed, strict=True)
-        return Slices(lengths, here, *zip(*places, strict=True))
+        lengths, sources, places = zip(*dsts, strict=True)
+        return Slices(lengths, sources, *zip(*places, strict=True))
     except (TypeError, ValueError):
-        raise _no_slices(listed, reads=reads) from None
+        raise _no_slices(dsts) from None
 
 
-def _no_slices(listed: object, *, reads: bool) -> BadRequest:
+def _no_slices(dsts: object) -> BadRequest:
     """Which of the slices is none."""
-    verb, name, kind, at = (
-        ("submit_gather", "srcs", "GatherSrc", "dst")
-        if reads
-        else ("submit_scatter", "dsts", "ScatterDst", "src")
-    )
-    form = f"a slice is tep.{kind}(nbytes, {at}, (descriptor, offset))"
-    for k, one in enumerate(listed if isinstance(listed, list | tuple) else ()):
+    form = "a slice is tep.ScatterDst(nbytes, src, (descriptor, offset))"
+    if not isinstance(dsts, list | tuple):
+        return BadRequest(f"submit_scatter: dsts={shown(dsts)} is no list of slices; {form}")
+    for k, dst in enumerate(dsts):
         try:
-            _, _, (_, _) = one
+            _, _, (_, _) = dst
         except (TypeError, ValueError):
-            return BadRequest(f"{verb}: slice {k} is {shown(one)}; {form}")
-    return BadRequest(f"{verb}: {name}={shown(listed)} is no list of slices; {form}")
+            return BadRequest(f"submit_scatter: slice {k} is {shown(dst)}; {form}")
+    return BadRequest(f"submit_scatter: dsts={shown(dsts)} is no list of slices; {form}")
 
 
 def scatter_job(

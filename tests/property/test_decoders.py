@@ -39,6 +39,7 @@ from tep.backends.verbs import address as verbs_address
 from tep.backends.verbs import handshake as verbs_handshake
 from tep.compat.nixl import wire as nixl_wire
 from tep.control import messages
+from tep.integrations.vllm import wire as vllm_wire
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
 from tep.wire import VERSION, Lease, MrDesc, NetAddr
@@ -156,6 +157,7 @@ CASES: dict[str, list[Case]] = {
         Case(nixl_wire.decode, structs(nixl_wire)),
         Case(nixl_wire.Remote.read, structs(nixl_wire)),
     ],
+    "tep/integrations/vllm/wire.py::decode": [Case(vllm_wire.decode, structs(vllm_wire))],
     "tep/apps/kvcache/messages.py::decode": [
         Case(kvcache_messages.decode, structs(kvcache_messages))
     ],

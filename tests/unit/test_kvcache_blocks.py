@@ -101,6 +101,25 @@ def test_a_stale_ticket_is_refused_by_the_receiver(pair):
     load.cancel()
 
 
+def test_a_ticket_is_claimed_once_by_each_rank(pair):
+    """A rank that claimed twice would stand for another rank, whose heads never came."""
+    sender, receiver, sources, sinks = pair
+    load = receiver.expect("r", [[7]])
+    sends = [sender.begin("r", [[2]], load.ticket) for _ in range(2)]
+    for send in sends:
+        for layer in range(LAYERS):
+            send.layer_done(layer)
+
+    poll_until((sender, receiver), (load, *sends))
+
+    assert load.ok
+    assert [False, True] == sorted(send.ok for send in sends)
+    assert any("has claimed" in why for why in receiver.refused) or "not any more" in str(
+        receiver.refused
+    )
+    assert (sources[0][2] == sinks[0][7]).all()
+
+
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 def test_cancel_from_either_side_names_the_blocks_that_failed(pair, side):
     """Who recomputes must know which blocks; who frees them must know when."""

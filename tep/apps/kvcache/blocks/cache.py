@@ -12,7 +12,7 @@ from threading import RLock
 from typing import Any
 
 from tep import BadDescriptor, MrDesc, MrHandle, NetAddr, TepError, TransferEngine, UsageError
-from tep.apps.kvcache.blocks.messages import Card, Message, decode, decode_as, encode
+from tep.apps.kvcache.blocks.messages import Card, Message, Note, decode, decode_as, encode
 from tep.apps.kvcache.blocks.strided import KvTensor, Placed, describe_tensor
 from tep.apps.kvcache.layout import held_heads
 
@@ -20,6 +20,11 @@ __all__ = ["KvBlocks", "PeerCache"]
 
 MESSAGE_BYTES = 32 * 1024
 BUFFERS = 64
+NOTE_BYTES = 6 * 1024
+"""Longest piece of a note: it fits into a datagram of every backend."""
+
+NOTES_MAX = 1024
+"""Notes of which pieces are missing; the oldest makes room."""
 
 
 class PeerCache:
@@ -68,6 +73,7 @@ class KvBlocks:
         self._regions: list[tuple[MrHandle, MrDesc]] = []
         self._under_way: dict[Hashable, tuple[int, int]] = {}
         self._handlers: dict[type[Message], Callable[..., object]] = {}
+        self._pieces: dict[tuple[object, ...], dict[int, bytes]] = {}
 
     def add(
         self,
@@ -183,7 +189,8 @@ class KvBlocks:
         Where copies of it are on their way, only every second, fourth, eighth call sends another:
         a loss can take long to be known, and messages must not pile up at a NIC that is slow.
         """
-        key = (peer.name, peer.epoch, type(message), message.claim)
+        part = message.part if isinstance(message, Note) else 0
+        key = (peer.name, peer.epoch, type(message), message.claim, part)
         copies, calls = self._under_way.get(key, (0, 0))
         self._under_way[key] = (copies, calls + 1)
         if calls + 1 >= 1 << copies:
@@ -200,6 +207,52 @@ class KvBlocks:
                 self._under_way[key] = (copies - 1, calls)
             else:
                 del self._under_way[key]
+
+    def send_note(self, peer: NetAddr, number: int, body: bytes) -> None:
+        """Send something of one's own to whoever stands on a peer's cache.
+
+        Notes may be lost, repeated and overtake each other. Who needs one sends it again.
+
+        Args:
+            peer: its engine.
+            number: of the note; the same number has the same body.
+            body: bytes of any length; they travel in pieces.
+        """
+        addr = self.engine.main_address.to_bytes()
+        parts = max(1, -(-len(body) // NOTE_BYTES))
+        with self.lock:
+            for part in range(parts):
+                piece = body[part * NOTE_BYTES : (part + 1) * NOTE_BYTES]
+                self.send(peer, Note(peer.epoch, number, addr, part, parts, piece))
+
+    def on_note(self, callback: Callable[[NetAddr, bytes], object]) -> None:
+        """Have callback(peer, body) called with each note, under the lock."""
+
+        def take(note: Note) -> None:
+            try:
+                addr = NetAddr.from_bytes(note.addr)
+            except TepError:
+                self.garbled += 1
+                return
+            body = self._join(note, (addr.name, addr.epoch, note.claim, note.parts))
+            if body is not None:
+                callback(addr, body)
+
+        self.handle({Note: take})
+
+    def _join(self, note: Note, key: tuple[object, ...]) -> bytes | None:
+        """The whole note, once its last piece is here."""
+        if not 0 <= note.part < note.parts:
+            self.garbled += 1
+            return None
+        pieces = self._pieces.setdefault(key, {})
+        pieces[note.part] = note.body
+        if len(pieces) < note.parts:
+            if len(self._pieces) > NOTES_MAX:
+                del self._pieces[next(iter(self._pieces))]
+            return None
+        del self._pieces[key]
+        return b"".join(pieces[part] for part in sorted(pieces))
 
     def _on_message(self, payload: memoryview) -> None:
         try:

@@ -1,17 +1,21 @@
-"""What `begin` and `expect` return, and what `poll` says. State only."""
+"""What `begin` and `expect` return, and what `poll` says."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import math
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
 from tep import WaitTimeout
+from tep.apps.kvcache.blocks.cache import KvBlocks
+from tep.apps.kvcache.heartbeat import Patience
 
-__all__ = ["KvEvent", "KvRequest"]
+__all__ = ["KvEvent", "KvRequest", "KvSide"]
 
 State = Literal["open", "done", "failed", "free"]
 
@@ -118,3 +122,30 @@ class KvRequest:
                     await asyncio.wait((changed,), timeout=pause_s)
             finally:
                 self._wakes.discard(wake)
+
+
+class KvSide(ABC):
+    """What a sender and a receiver have in common: a cache, patience, and events for `poll`."""
+
+    def __init__(self, blocks: KvBlocks, patience: Patience) -> None:
+        self.blocks = blocks
+        self._patience = patience
+        self._events: deque[KvEvent] = deque()
+
+    def poll(self) -> list[KvEvent]:
+        """What has happened since the last call; it also repeats messages and looks at deadlines.
+
+        Call it now and then, as from an engine's loop, unless requests are awaited.
+        """
+        self._turn()
+        with self.blocks.lock:
+            found = list(self._events)
+            self._events.clear()
+        return found
+
+    @abstractmethod
+    def _turn(self) -> float:
+        """Repeat what was not answered, and end what is late; return when to look again."""
+
+    def _now_s(self) -> float:
+        return self.blocks.engine.driver.now_s()

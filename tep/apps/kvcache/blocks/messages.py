@@ -14,8 +14,8 @@ from tep import BadDescriptor
 from tep.apps.kvcache.blocks.strided import Placed
 
 __all__ = [
-    "Cancel", "Card", "Claim", "Ended", "Go", "Message", "Over", "Refuse", "Ticket", "decode",
-    "decode_as", "encode",
+    "Cancel", "Card", "Claim", "Ended", "Go", "Message", "Note", "Over", "Refuse", "Ticket",
+    "decode", "decode_as", "encode",
 ]  # fmt: skip
 
 UNKNOWN = -1
@@ -133,7 +133,22 @@ class Over(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, t
     """Receiver -> sender: I know that it ended."""
 
 
-Message = Claim | Go | Refuse | Cancel | Ended | Over
+class Note(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Either way: a piece of what an integration has to say, see `KvBlocks.send_note`.
+
+    Attributes:
+        addr: NetAddr of its sender.
+        part, parts: which piece of how many.
+        body: of this piece.
+    """
+
+    addr: bytes
+    part: int
+    parts: int
+    body: bytes
+
+
+Message = Claim | Go | Refuse | Cancel | Ended | Over | Note
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, strict=True)

@@ -10,7 +10,6 @@ Rule 4: the lock of the cache guards everything here.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,7 +18,7 @@ import numpy as np
 from tep import BusyError, Expectation, NetAddr, PeerChange, PeerEvent, TepError, UsageError
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks.cache import KvBlocks
-from tep.apps.kvcache.blocks.handle import KvEvent, KvRequest
+from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
     UNKNOWN,
     Cancel,
@@ -72,10 +71,11 @@ class KvLoad(KvRequest):
         self._grants: dict[tuple[str, int, int], _Grant] = {}  # by sender and claim
         self._tp = 0  # of the senders, once one has claimed
         self._uncovered = receiver._heads_of(self)
+        self._claimed: set[tuple[str, int]] = set()  # tensors, and ranks of the senders
         self._told_s = -math.inf
 
 
-class KvReceiver:
+class KvReceiver(KvSide):
     """Expects blocks that other instances write to this rank's cache.
 
     Args:
@@ -98,13 +98,11 @@ class KvReceiver:
     ) -> None:
         blocks.handle({Claim: self._on_claim, Ended: self._on_ended})
         blocks.engine.on_peer(self._on_peer)
-        self.blocks = blocks
+        super().__init__(blocks, patience)
         self.imms = ImmSpace((blocks.engine,), imms)
         self.refused: dict[str, int] = {}
-        self._patience = patience
         self._serial = 0
         self._loads: dict[int, KvLoad] = {}
-        self._events: deque[KvEvent] = deque()
         self._dead: dict[str, int] = {}
 
     def expect(
@@ -133,17 +131,6 @@ class KvReceiver:
             self._loads[self._serial] = load
             self._settle(load)  # it may need nothing
         return load
-
-    def poll(self) -> list[KvEvent]:
-        """What has happened since the last call; it also repeats messages and looks at deadlines.
-
-        Call it now and then, as from an engine's loop, unless requests are awaited.
-        """
-        self._turn()
-        with self.blocks.lock:
-            found = list(self._events)
-            self._events.clear()
-        return found
 
     def fenced(self, name: str, epoch: int) -> None:
         """An incarnation of a sender's engine is certain to be dead: none of its rows lands.
@@ -223,6 +210,7 @@ class KvReceiver:
             raise
         for name, n in heads.items():
             load._uncovered[name] -= n
+            load._claimed.add((name, message.rank))
         load._tp = message.tp
         load._grants[addr.name, addr.epoch, message.claim] = grant
         return grant
@@ -235,6 +223,8 @@ class KvReceiver:
             place = self.blocks.placed.get(name)
             if place is None:
                 raise UsageError(f"there is no tensor {name!r}")
+            if (name, message.rank) in load._claimed:  # its heads would stand for another rank's
+                raise UsageError(f"rank {message.rank} of {message.tp} has claimed {name!r} before")
             tensor = place.tensor
             n = served_heads(tensor.heads, theirs, mine, name)[2]
             nbytes = n * tensor.tokens * tensor.run
@@ -344,9 +334,6 @@ class KvReceiver:
     def _on_peer(self, event: PeerEvent) -> None:
         if event.kind is PeerChange.RESTARTED:
             self.fenced(event.peer, event.epoch)
-
-    def _now_s(self) -> float:
-        return self.blocks.engine.driver.now_s()
 
     def _turn(self) -> float:
         """Repeat what was not answered, and end what is late; return when to look again."""

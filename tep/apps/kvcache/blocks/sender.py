@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tep import NetAddr, Pages, TepError, Transfer, UsageError
 from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache
-from tep.apps.kvcache.blocks.handle import KvEvent, KvRequest
+from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
     UNKNOWN,
     Cancel,
@@ -98,7 +98,7 @@ class KvSend(KvRequest):
         self._done: dict[int, float] = {}
 
 
-class KvSender:
+class KvSender(KvSide):
     """Writes this rank's blocks to the caches of other instances.
 
     Args:
@@ -114,17 +114,18 @@ class KvSender:
     def __init__(self, blocks: KvBlocks, *, patience: Patience = Patience()) -> None:
         stop = self._on_stop
         blocks.handle({Go: self._on_go, Refuse: stop, Cancel: stop, Over: self._on_over})
-        self.blocks = blocks
+        super().__init__(blocks, patience)
         self.layers = {one.tensor.layer for one in blocks.placed.values()}
-        self._patience = patience
         self._peers: dict[tuple[str, int], PeerCache] = {}
         self._claims: dict[int, _Claim] = {}
         self._open: set[KvSend] = set()
-        self._events: list[KvEvent] = []
         self._number = 0
 
-    def connect(self, card: bytes) -> None:
+    def connect(self, card: bytes) -> tuple[int, int]:
         """Get to know a receiver's cache; again after it has restarted.
+
+        Returns:
+            The degree of its instance's tensor parallelism, and its rank.
 
         Raises:
             BadDescriptor: no card.
@@ -144,6 +145,7 @@ class KvSender:
             raise UsageError(f"{peer.addr.name}'s KV cache has no tensor in common with ours")
         with self.blocks.lock:
             self._peers[peer.addr.name, peer.addr.epoch] = peer
+        return peer.card.tp, peer.card.rank
 
     def begin(
         self,
@@ -184,17 +186,6 @@ class KvSender:
             self._settle(send)
         self._turn()
         return send
-
-    def poll(self) -> list[KvEvent]:
-        """What has happened since the last call; it also repeats messages and looks at deadlines.
-
-        Call it now and then, as from an engine's loop, unless requests are awaited.
-        """
-        self._turn()
-        with self.blocks.lock:
-            found = list(self._events)
-            self._events.clear()
-        return found
 
     # ------------------------------------------------------------------ making claims
 
@@ -415,9 +406,6 @@ class KvSender:
         claim = self._claims.get(message.claim)
         if claim is not None and claim.ended:
             del self._claims[message.claim]
-
-    def _now_s(self) -> float:
-        return self.blocks.engine.driver.now_s()
 
     def _turn(self) -> float:
         """Repeat what was not answered, and end what is late; return when to look again."""

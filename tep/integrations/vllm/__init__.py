@@ -1,0 +1,5 @@
+"""A KV connector for vLLM: prefill and decode instances hand over KV blocks by tep.
+
+vLLM loads it by `kv_connector_module_path="tep.integrations.vllm.connector"` and
+`kv_connector="TepConnector"`. Only `connector` imports vLLM; see README.md.
+"""

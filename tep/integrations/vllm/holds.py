@@ -1,0 +1,219 @@
+"""The prefiller's half of a worker: blocks that are held, and written to decoders that ask.
+
+Rule 1: a request is reported as sent when no NIC reads its blocks and none will. Rule 2: a key that
+was given up is never begun again, and who asks for it is told. Rule 3: the cache's lock guards all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tep import NetAddr, TepError
+from tep.apps.kvcache import KvBlocks, KvSend, KvSender, Patience
+from tep.integrations.vllm.terms import Blocks, Hold, Step, Terms
+from tep.integrations.vllm.wire import Told, Want
+
+__all__ = ["Holds"]
+
+GONE_MAX = 4096
+"""Keys that are remembered to be gone, with the reason."""
+
+Receiver = tuple[str, int, bytes]
+"""One load of a decoder's rank: name and epoch of its engine, and its ticket."""
+
+
+class _Held:
+    """One key."""
+
+    def __init__(self, request: str, key: str, blocks: Blocks, ntokens: int) -> None:
+        self.request, self.key, self.blocks, self.ntokens = request, key, blocks, ntokens
+        self.done: dict[int, int] = {}  # tokens of each layer
+        self.until_s = math.inf  # from the end of the prefill on
+        self.sends: dict[Receiver, KvSend] = {}
+        self.served: set[int] = set()  # ranks of the decoder
+        self.wanted = 0  # how many ranks it has
+        self.final = False
+        self.why = ""  # it was given up
+
+    @property
+    def still(self) -> bool:
+        """Whether no NIC reads its blocks."""
+        return all(send.finished for send in self.sends.values())
+
+
+class Holds:
+    """All keys of one worker.
+
+    Args:
+        blocks: its cache.
+        terms: how long to wait.
+        meet: called with the address of each decoder's engine.
+    """
+
+    def __init__(self, blocks: KvBlocks, terms: Terms, meet: Callable[[NetAddr], object]) -> None:
+        patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s)
+        self.sender = KvSender(blocks, patience=patience)
+        self._blocks, self._terms, self._meet = blocks, terms, meet
+        self._held: dict[str, _Held] = {}
+        self._by_request: dict[str, _Held] = {}
+        self._cards: dict[tuple[str, int], tuple[int, int]] = {}  # tp and rank of known decoders
+        self._gone: dict[str, str] = {}
+        self._sent: set[str] = set()
+
+    # ------------------------------------------------------------------ the scheduler's orders
+
+    def step(self, step: Step) -> None:
+        """A request is being computed, and its blocks are known."""
+        if step.key not in self._gone and step.key not in self._held:
+            held = _Held(step.request, step.key, step.blocks, step.ntokens)
+            self._held[step.key] = self._by_request[step.request] = held
+
+    def layer_saved(self, step: Step, layer: int) -> None:
+        """One layer of a step is computed."""
+        held = self._held.get(step.key)
+        if held is not None and not held.why:
+            held.done[layer] = max(step.upto, held.done.get(layer, 0))
+            for send in held.sends.values():
+                send.layer_done(layer, step.upto)
+
+    def hold(self, order: Hold) -> None:
+        """A request is computed, all of it."""
+        held = self._held.get(order.key)
+        if order.key in self._gone if held is None else held.request != order.request:
+            self._sent.add(order.request)  # given up, or the key is another request's
+            return
+        if held is None:
+            held = _Held(order.request, order.key, order.blocks, order.ntokens)
+            self._held[order.key] = self._by_request[order.request] = held
+        held.final = True
+        held.until_s = self._now_s() + self._terms.lease_s
+        for layer in self.sender.layers:
+            held.done[layer] = order.ntokens
+            for send in held.sends.values():
+                send.layer_done(layer)
+        self._settle(held)
+
+    def end(self, request: str, key: str) -> None:
+        """The request was aborted; it is reported when nothing reads its blocks."""
+        held = self._by_request.get(request)
+        if held is None:
+            if key not in self._held:
+                self._forget(key, "the prefill was aborted")
+            self._sent.add(request)
+        else:
+            held.final = True
+            self._give_up(held, "the prefill was aborted")
+
+    def stop(self, request: str) -> bool:
+        """The request's blocks are about to be taken away; whether nothing reads them already."""
+        held = self._by_request.get(request)
+        if held is None or held.final:
+            return True
+        if not held.why:
+            held.why = "the prefill was preempted"
+            for send in held.sends.values():
+                send.cancel(held.why)
+        if held.still:
+            del self._held[held.key], self._by_request[request]  # it will be computed again
+        return held.still
+
+    def poll(self) -> set[str]:
+        """Requests that were sent since the last call; also looks at the times."""
+        self.sender.poll()
+        with self._blocks.lock:
+            now_s = self._now_s()
+            for held in tuple(self._held.values()):
+                if now_s >= held.until_s and held.still:
+                    self._give_up(held, f"it expired: nobody asked for {self._terms.lease_s} s")
+                self._settle(held)
+            sent, self._sent = self._sent, set()
+        return sent
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is held or under way."""
+        return bool(self._held or self._sent)
+
+    # ------------------------------------------------------------------ decoders
+
+    def answer(self, peer: NetAddr, want: Want) -> Told:
+        """What to tell a decoder's rank that wants something; it is begun as well."""
+        held = self._held.get(want.key)
+        if held is None or held.why:
+            why = held.why if held is not None else self._gone.get(want.key, "")
+            if want.kind == "drop":
+                self._forget(want.key, why or "the decoder dropped it")
+            elif want.early and not why:
+                return Told(want.number, want.key, "kept")
+            why = why or "no such key here: the prefiller has restarted, or it expired long ago"
+            return Told(want.number, want.key, "gone", why)
+        if want.kind == "drop":
+            self._give_up(held, "the decoder dropped it")
+            return Told(want.number, want.key, "gone", held.why)
+        if held.final:
+            held.until_s = self._now_s() + self._terms.lease_s
+        if want.kind == "keep":
+            return Told(want.number, want.key, "kept")
+        return self._begin(held, peer, want)
+
+    def _begin(self, held: _Held, peer: NetAddr, want: Want) -> Told:
+        who = (peer.name, peer.epoch)
+        receiver = (*who, want.ticket)
+        if receiver in held.sends:
+            return Told(want.number, want.key, "taken")
+        try:
+            if want.card:
+                self._cards[who] = self.sender.connect(want.card)
+                self._meet(peer)
+            if who not in self._cards:
+                return Told(want.number, want.key, "card")
+            send = self.sender.begin(
+                held.key,
+                held.blocks,
+                want.ticket,
+                ntokens=held.ntokens,
+                timeout_s=self._terms.load_s,
+            )
+        except TepError as error:
+            return Told(want.number, want.key, "gone", f"{type(error).__name__}: {error}")
+        held.sends[receiver] = send
+        tp, rank = self._cards[who]
+        held.wanted = tp
+        held.served.add(rank)
+        for layer, upto in held.done.items():
+            send.layer_done(layer, None if held.final else upto)
+        return Told(want.number, want.key, "taken")
+
+    def lost(self, name: str, epoch: int) -> None:
+        """A decoder is lost, or has restarted: stop what goes there."""
+        for held in tuple(self._held.values()):
+            for (other, its_epoch, _), send in held.sends.items():
+                if other == name and its_epoch <= epoch:
+                    send.cancel(f"decoder {name} is lost")
+        for who in [one for one in self._cards if one[0] == name and one[1] <= epoch]:
+            del self._cards[who]
+
+    # ------------------------------------------------------------------ ends
+
+    def _give_up(self, held: _Held, why: str) -> None:
+        if not held.why:
+            held.why = why
+            for send in held.sends.values():
+                send.cancel(why)
+        self._settle(held)
+
+    def _settle(self, held: _Held) -> None:
+        over = held.why or (held.wanted and len(held.served) == held.wanted)
+        if held.final and over and held.still and self._held.get(held.key) is held:
+            del self._held[held.key], self._by_request[held.request]
+            self._sent.add(held.request)
+            self._forget(held.key, held.why or "it was handed over")
+
+    def _forget(self, key: str, why: str) -> None:
+        self._gone[key] = why
+        while len(self._gone) > GONE_MAX:
+            del self._gone[next(iter(self._gone))]
+
+    def _now_s(self) -> float:
+        return self._blocks.engine.driver.now_s()

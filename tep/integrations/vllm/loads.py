@@ -1,0 +1,234 @@
+"""The decoder's half of a worker: loads that were ordered, and what became of them.
+
+Rule 1: a load is reported when nothing can be written to its blocks any more, or, `doubt_s` after
+it failed, as one in doubt: the scheduler keeps its blocks out of use until it is certain. Rule 2:
+every load is reported once. Rule 3: the cache's lock guards all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from tep import NetAddr
+from tep.apps.kvcache import KvBlocks, KvLoad, KvReceiver, Patience
+from tep.integrations.vllm import processes
+from tep.integrations.vllm.terms import Load, Report, Source, Terms
+from tep.integrations.vllm.wire import Kind, Told, Want, encode
+
+__all__ = ["Loads"]
+
+logger = logging.getLogger(__name__)
+
+DROPS = 8
+"""How often a prefiller is told that blocks are not wanted, unless it answers."""
+
+
+class _Ask:
+    """What one prefiller's rank is asked until it answers."""
+
+    def __init__(self, addr: NetAddr, want: Want, tries: float = math.inf) -> None:
+        self.addr, self.want, self.tries = addr, want, tries
+        self.told_s = -math.inf
+
+
+class _Loading:
+    """One load."""
+
+    def __init__(self, order: Load, load: KvLoad, asks: list[_Ask]) -> None:
+        self.order, self.load, self.asks = order, load, asks
+        self.failed_s = math.inf
+
+
+class Loads:
+    """All loads of one worker.
+
+    Args:
+        blocks: its cache.
+        terms: how long to wait.
+
+    Attributes:
+        receiver: what it stands on.
+        done: how many loads were whole.
+    """
+
+    def __init__(self, blocks: KvBlocks, terms: Terms) -> None:
+        patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s)
+        self.receiver = KvReceiver(blocks, patience=patience)
+        self._blocks, self._terms = blocks, terms
+        self._loading: dict[str, _Loading] = {}
+        self._doubtful: list[_Loading] = []
+        self._asks: dict[int, _Ask] = {}  # by number
+        self._keeps: dict[str, list[_Ask]] = {}
+        self._marks: dict[tuple[str, int], str] = {}  # processes of prefillers' ranks
+        self._dead: set[tuple[str, int]] = set()
+        self._gone: set[str] = set()
+        self._number = 0
+        self.done = 0
+
+    # ------------------------------------------------------------------ the scheduler's orders
+
+    def start(self, order: Load) -> list[NetAddr]:
+        """Have blocks written here; return the engines that will be asked."""
+        source = order.source
+        load = self.receiver.expect(source.key, order.blocks, timeout_s=self._terms.load_s)
+        with self._blocks.lock:
+            addrs = self._addrs(source)
+            asks = [self._ask(addr, source, "load", load.ticket) for addr in addrs]
+            self._loading[order.request] = _Loading(order, load, asks)
+            if any(self._is_dead(addr) for addr in addrs):
+                load.cancel("the prefiller is dead")
+        return addrs
+
+    def keep(self, sources: Sequence[Source]) -> None:
+        """Sources that requests here will load from, all of them."""
+        wanted = {source.key: source for source in sources}
+        for key in self._keeps.keys() - wanted.keys():
+            for ask in self._keeps.pop(key):
+                self._asks.pop(ask.want.number, None)
+        for key in wanted.keys() - self._keeps.keys():
+            source = wanted[key]
+            self._keeps[key] = [self._ask(a, source, "keep") for a in self._addrs(source)]
+
+    def drop(self, source: Source) -> None:
+        """Blocks of a source are not wanted."""
+        for addr in self._addrs(source):
+            self._ask(addr, source, "drop", tries=DROPS)
+
+    def end(self, request: str) -> bool:
+        """The request was aborted; it is reported once nothing is written there. Is it loading?"""
+        found = self._loading.get(request)
+        if found is not None:
+            found.load.cancel("the request was aborted")
+        return found is not None
+
+    # ------------------------------------------------------------------ prefillers
+
+    def told(self, peer: NetAddr, told: Told) -> None:
+        """A prefiller's rank has answered."""
+        ask = self._asks.get(told.number)
+        if ask is None or ask.addr != peer or ask.want.key != told.key:
+            return
+        kind = ask.want.kind
+        if told.state == "card" and kind == "load":
+            want = ask.want
+            fields = (want.key, want.kind, want.early, self._blocks.card(), want.ticket)
+            del self._asks[want.number]
+            self._number += 1
+            ask.want = Want(self._number, *fields)  # another body is another note
+            self._asks[self._number] = ask
+            self._say(ask)
+        elif told.state == "gone" or (told.state == "taken" and kind == "load"):
+            del self._asks[told.number]
+            if told.state == "gone" and kind == "load":
+                for one in self._loading.values():
+                    if ask in one.asks:
+                        one.load.cancel(f"{peer.name}: {told.reason}")
+            elif told.state == "gone" and kind == "keep":
+                self._gone.add(told.key)
+
+    def lost(self, name: str, epoch: int) -> None:
+        """A prefiller is lost, or has restarted: what it was to write will not come."""
+        for one in tuple(self._loading.values()):
+            if any(ask.addr.name == name and ask.addr.epoch <= epoch for ask in one.asks):
+                one.load.cancel(f"prefiller {name} is lost")
+        for ask in tuple(self._asks.values()):
+            if ask.want.kind != "load" and (ask.addr.name, ask.addr.epoch <= epoch) == (name, True):
+                self._asks.pop(ask.want.number)
+                if ask.want.kind == "keep":
+                    self._gone.add(ask.want.key)
+
+    # ------------------------------------------------------------------ time and results
+
+    def poll(self, report: Report) -> None:
+        """Repeat what was not answered, and add to a report what has happened."""
+        self.receiver.poll()
+        self._look_for_dead()
+        with self._blocks.lock:
+            now_s = self._now_s()
+            for ask in tuple(self._asks.values()):
+                if now_s - ask.told_s >= self._terms.beat_s:
+                    self._say(ask)
+            for one in tuple(self._loading.values()):
+                self._look(one, now_s, report)
+            rank = self._blocks.rank
+            for one in [one for one in self._doubtful if one.load.finished]:
+                self._doubtful.remove(one)
+                report.certain.setdefault(rank, set()).add(one.order.request)
+            report.gone |= self._gone
+            self._gone = set()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a load is under way, or a prefiller has yet to answer."""
+        return bool(self._loading or self._asks)
+
+    def _look(self, one: _Loading, now_s: float, report: Report) -> None:
+        load, request = one.load, one.order.request
+        if load.state == "failed":
+            one.failed_s = min(one.failed_s, now_s)
+        if not load.finished and not now_s - one.failed_s >= self._terms.doubt_s:
+            return
+        del self._loading[request]
+        for ask in one.asks:
+            self._asks.pop(ask.want.number, None)
+        report.received.add(request)
+        self.done += load.ok
+        if not load.finished:
+            self._doubtful.append(one)
+            report.failed.add(request)
+            report.doubt.setdefault(self._blocks.rank, set()).add(request)
+        elif not load.ok:
+            report.bad.update(block for group in load.failed_blocks for block in group)
+            if len(one.order.blocks) > 1:  # ids are unique in a group only
+                report.failed.add(request)
+        if not load.ok:
+            logger.warning("request %s was not loaded: %s", request, load.reason)
+            self.drop(one.order.source)
+
+    def _look_for_dead(self) -> None:
+        """Ask the system about prefillers of this machine on which a failed load waits."""
+        waited = [one.load for one in (*self._loading.values(), *self._doubtful)]
+        if not any(load.state in {"open", "failed"} for load in waited):
+            return
+        for who, mark in tuple(self._marks.items()):
+            if processes.has_ended(mark):
+                del self._marks[who]
+                self._dead.add(who)
+                self.lost(*who)
+                self.receiver.fenced(*who)
+
+    def _is_dead(self, addr: NetAddr) -> bool:
+        return (addr.name, addr.epoch) in self._dead
+
+    def _addrs(self, source: Source) -> list[NetAddr]:
+        addrs = [NetAddr.from_bytes(raw) for raw in source.ranks]
+        for addr, mark in zip(addrs, source.processes, strict=False):
+            if mark and not self._is_dead(addr):
+                self._marks[addr.name, addr.epoch] = mark
+        return addrs
+
+    def _ask(
+        self,
+        addr: NetAddr,
+        source: Source,
+        kind: Kind,
+        ticket: bytes = b"",
+        tries: float = math.inf,
+    ) -> _Ask:
+        self._number += 1
+        want = Want(self._number, source.key, kind, source.early, b"", ticket)
+        ask = self._asks[self._number] = _Ask(addr, want, tries)
+        self._say(ask)
+        return ask
+
+    def _say(self, ask: _Ask) -> None:
+        ask.told_s = self._now_s()
+        ask.tries -= 1
+        self._blocks.send_note(ask.addr, ask.want.number, encode(ask.want))
+        if ask.tries <= 0:
+            self._asks.pop(ask.want.number, None)
+
+    def _now_s(self) -> float:
+        return self._blocks.engine.driver.now_s()

@@ -1,0 +1,277 @@
+"""The scheduler's half of the connector, without vLLM: what to load, what to keep, what to free.
+
+Its methods are called where vLLM's interface says, with vLLM's objects; only the attributes that
+`Request` and `Scheduled` name are looked at. Rule: a request's blocks are vLLM's until it is told
+otherwise; whoever keeps them says so once, and lets them go once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tep import UsageError
+from tep.integrations.vllm.terms import (
+    Blocks,
+    Hold,
+    Load,
+    Orders,
+    Report,
+    Source,
+    Step,
+    Terms,
+    digest_of,
+)
+
+__all__ = ["Keeper", "Request", "Scheduled", "Scheduler"]
+
+logger = logging.getLogger(__name__)
+_COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+_NULL_BLOCK = 0
+"""vLLM's placeholder for blocks outside a sliding window."""
+
+
+class Request(Protocol):
+    """What is looked at of vLLM's Request."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int] | None
+    kv_transfer_params: dict[str, Any] | None
+    num_computed_tokens: int
+    status: Any
+
+
+class Scheduled(Protocol):
+    """What is looked at of vLLM's SchedulerOutput."""
+
+    scheduled_new_reqs: Sequence[Any]
+    scheduled_cached_reqs: Any
+    num_scheduled_tokens: Mapping[str, int]
+    preempted_req_ids: Iterable[str] | None
+
+
+class Keeper(Protocol):
+    """vLLM's pool of blocks, as far as blocks are kept out of use."""
+
+    def take(self, blocks: Sequence[int]) -> object:
+        """Count one more user of each."""
+
+    def give_back(self, blocks: Sequence[int]) -> object:
+        """Count one less."""
+
+
+class _Prefill:
+    """A request that is computed here for a decoder."""
+
+    def __init__(self, key: str, ntokens: int) -> None:
+        self.key, self.ntokens = key, ntokens
+        self.blocks: list[list[int]] = []
+
+
+class Scheduler:
+    """What one instance's scheduler knows of transfers.
+
+    Args:
+        block_tokens: tokens of a block of each group of layers.
+        terms: how long to wait.
+        token: part of the keys; another one after each start.
+
+    Attributes:
+        ranks, processes: addresses of this instance's ranks, and the marks of their processes.
+        keeper: the pool of blocks; None before vLLM has made it.
+        refused: sources that were not used, by reason.
+    """
+
+    def __init__(
+        self, block_tokens: Sequence[int], terms: Terms = Terms(), *, token: str = ""
+    ) -> None:
+        self._block_tokens, self._terms, self._token = tuple(block_tokens), terms, token
+        self.ranks: tuple[bytes, ...] = ()
+        self.processes: tuple[str, ...] = ()
+        self.keeper: Keeper | None = None
+        self.refused: dict[str, int] = {}
+        self._sources: dict[str, Source] = {}  # of requests that have no blocks yet
+        self._matched: dict[str, int] = {}
+        self._loading: dict[str, Blocks] = {}
+        self._prefills: dict[str, _Prefill] = {}
+        self._doubt: dict[tuple[int, str], tuple[int, ...]] = {}
+        self._orders = Orders()
+        self._serial = 0
+
+    # ------------------------------------------------------------------ decoder
+
+    def arrived(self, request: Request) -> None:
+        """A request is new here."""
+        params = request.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return
+        try:
+            found = params.get("tep")
+            source = Source.read(found)
+            prompt = request.prompt_token_ids
+            if prompt is None:
+                raise UsageError("the prompt has no tokens (embeddings?)")
+            digest = found.get("digest") if isinstance(found, Mapping) else None
+            if digest not in {None, digest_of(prompt)}:
+                self._orders.drops.append(source)
+                raise UsageError("the prefiller computed another prompt; the router mixes them up")
+        except UsageError as error:
+            self._refuse(request, str(error))
+            return
+        self._sources[request.request_id] = source
+
+    def matched(self, request: Request, ncomputed: int) -> tuple[int, bool]:
+        """How many tokens a prefiller has beyond `ncomputed`, and whether they come meanwhile."""
+        prompt = request.prompt_token_ids
+        if request.request_id not in self._sources or prompt is None:
+            return 0, False
+        self._matched[request.request_id] = ncomputed
+        count = len(prompt) - ncomputed
+        return (count, True) if count > 0 else (0, False)
+
+    def allocated(self, request: Request, blocks: Sequence[Sequence[int]], nexternal: int) -> None:
+        """The request got blocks, of which `nexternal` tokens are to be loaded."""
+        name, params = request.request_id, request.kv_transfer_params or {}
+        if params.get("do_remote_decode") and name not in self._prefills:
+            self._prefills[name] = self._prefill(request, params)
+        source = self._sources.pop(name, None)
+        ncomputed = self._matched.pop(name, 0)
+        if source is None:
+            return
+        params["do_remote_prefill"] = False  # it is loaded once
+        if nexternal <= 0:
+            self._orders.drops.append(source)
+            return
+        mine = tuple(
+            tuple(b for b in ids[ncomputed // n : -(-(ncomputed + nexternal) // n)] if b)
+            for ids, n in zip(blocks, self._block_tokens, strict=True)
+        )
+        self._loading[name] = mine
+        self._orders.loads.append(Load(name, source, mine))
+
+    def _refuse(self, request: Request, why: str) -> None:
+        logger.error("request %s is computed here: %s", request.request_id, why)
+        self.refused[why] = self.refused.get(why, 0) + 1
+        (request.kv_transfer_params or {})["do_remote_prefill"] = False
+
+    # ------------------------------------------------------------------ prefiller
+
+    def _prefill(self, request: Request, params: Mapping[str, Any]) -> _Prefill:
+        found = params.get("tep")
+        key = found.get("key") if isinstance(found, Mapping) else None
+        if not isinstance(key, str) or not key:
+            self._serial += 1
+            key = f"{request.request_id}/{self._token}/{self._serial}"
+        return _Prefill(key, len(request.prompt_token_ids or ()))
+
+    def _needed(self, ntokens: int) -> list[int]:
+        return [-(-ntokens // n) for n in self._block_tokens]
+
+    def _step(self, name: str, upto: int) -> None:
+        prefill = self._prefills[name]
+        need = self._needed(prefill.ntokens)
+        whole = all(len(ids) >= n for ids, n in zip(prefill.blocks, need, strict=True))
+        if whole and len(need) == 1:  # elsewhere windows move on while it is computed
+            blocks = tuple(tuple(ids[:n]) for ids, n in zip(prefill.blocks, need, strict=True))
+            ntokens = prefill.ntokens
+            order = Step(name, prefill.key, blocks, ntokens, min(upto, ntokens))
+            self._orders.steps.append(order)
+
+    def _look_at(self, scheduled: Scheduled) -> None:
+        """Follow the blocks of requests that are being computed for decoders."""
+        counts = scheduled.num_scheduled_tokens
+        for new in scheduled.scheduled_new_reqs:
+            if new.req_id in self._prefills:
+                self._prefills[new.req_id].blocks = [list(ids) for ids in new.block_ids]
+                self._step(new.req_id, new.num_computed_tokens + counts[new.req_id])
+        cached = scheduled.scheduled_cached_reqs
+        for name, fresh, ncomputed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            prefill = self._prefills.get(name)
+            if prefill is None:
+                continue
+            if name in cached.resumed_req_ids:
+                prefill.blocks = [list(ids) for ids in fresh or ()]
+            elif fresh is not None:
+                for ids, more in zip(prefill.blocks, fresh, strict=True):
+                    ids.extend(more)
+            self._step(name, ncomputed + counts[name])
+        for name in scheduled.preempted_req_ids or ():
+            if name in self._prefills:
+                self._orders.stops.add(name)
+
+    def finished(
+        self, request: Request, blocks: Sequence[Sequence[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """A request has ended: whether its blocks are kept, and what its client is told."""
+        name = request.request_id
+        source = self._sources.pop(name, None)
+        self._matched.pop(name, None)
+        if source is not None:  # it never got blocks
+            self._orders.drops.append(source)
+        if name in self._loading:
+            self._orders.ends[name] = ""
+        prefill = self._prefills.pop(name, None)
+        if prefill is None:
+            return False, None
+        prompt = request.prompt_token_ids or ()
+        computed = request.num_computed_tokens >= len(prompt)
+        if request.status.name not in _COMPUTED or not computed or not any(blocks):
+            self._orders.ends[name] = prefill.key
+            return True, None
+        need = self._needed(len(prompt))
+        held = tuple(
+            tuple(b for b in ids[:n] if b != _NULL_BLOCK)
+            for ids, n in zip(blocks, need, strict=True)
+        )
+        self._orders.holds.append(Hold(name, prefill.key, held, len(prompt)))
+        where = Source(prefill.key, self.ranks, processes=self.processes)
+        return True, {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "tep": where.params(prompt, self._terms.lease_s),
+        }
+
+    # ------------------------------------------------------------------ workers
+
+    def orders(self, scheduled: Scheduled) -> Orders:
+        """The workers' orders for a step."""
+        self._look_at(scheduled)
+        orders, self._orders = self._orders, Orders()
+        orders.keeps = list(self._sources.values())
+        return orders
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are orders that no step has taken along yet."""
+        waiting = self._orders
+        return bool(waiting.drops or waiting.ends or waiting.holds or waiting.loads)
+
+    def reported(self, report: Report | None, received: Iterable[str]) -> None:
+        """What the workers have to say, and the loads that have ended at all of them."""
+        if report is not None:
+            for rank, requests in report.doubt.items():
+                for name in requests:
+                    blocks = tuple(b for group in self._loading.get(name, ()) for b in group)
+                    self._doubt[rank, name] = blocks
+                    if self.keeper is not None:
+                        self.keeper.take(blocks)
+            for rank, requests in report.certain.items():
+                for name in requests:
+                    blocks = self._doubt.pop((rank, name), ())
+                    if self.keeper is not None:
+                        self.keeper.give_back(blocks)
+            if report.gone:
+                self._forget(report.gone)
+        for name in received:
+            self._loading.pop(name, None)
+
+    def _forget(self, gone: set[str]) -> None:
+        """Requests that wait for blocks here need not wait for what has expired."""
+        for name in [n for n, source in self._sources.items() if source.key in gone]:
+            key = self._sources.pop(name).key
+            why = "the prefiller does not have it any more"
+            logger.warning("request %s is computed here: %s: %s", name, key, why)
+            self.refused[why] = self.refused.get(why, 0) + 1

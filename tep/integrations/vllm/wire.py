@@ -1,0 +1,71 @@
+"""What workers of a decoder and of a prefiller say to each other, in notes of their KV caches.
+
+MessagePack; strict. Notes may be lost, repeated and overtake each other: a Want is repeated until
+it is answered, and an answer tells how things are now.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tep import BadDescriptor
+
+__all__ = ["Kind", "Told", "Want", "decode", "encode"]
+
+Kind = Literal["load", "keep", "drop"]
+
+
+class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Decoder -> prefiller, about the blocks of one key.
+
+    Attributes:
+        number: of the decoder's; the answer has it too.
+        key: of the transfer.
+        kind: "load": write them for this ticket. "keep": keep them, a load will come. "drop": they
+            are not wanted any more.
+        early: see Source.
+        card: of the decoder's cache, once it was asked for; else b"".
+        ticket: of the load.
+    """
+
+    number: int
+    key: str
+    kind: Kind
+    early: bool
+    card: bytes = b""
+    ticket: bytes = b""
+
+
+class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Prefiller -> decoder: the answer.
+
+    Attributes:
+        number, key: of the Want.
+        state: "taken": the load was begun. "kept": they are here, or will be. "gone": they are not,
+            and the reason says why. "card": ask again, with the card.
+        reason: why.
+    """
+
+    number: int
+    key: str
+    state: Literal["taken", "kept", "gone", "card"]
+    reason: str = ""
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Want | Told] = msgspec.msgpack.Decoder(Want | Told, strict=True)
+
+
+def encode(note: Want | Told) -> bytes:
+    """Turn a note into bytes."""
+    return _ENCODER.encode(note)
+
+
+def decode(raw: bytes) -> Want | Told:
+    """Read a note; BadDescriptor if the bytes are none."""
+    try:
+        return _DECODER.decode(raw)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadDescriptor(f"{len(raw)} bytes are no note of the connector: {error}") from error

@@ -1,0 +1,149 @@
+"""One worker's half of the connector, without vLLM: a KV cache that loads, and is loaded from.
+
+The engine's thread answers other workers, also while vLLM is between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tep import (
+    BadDescriptor,
+    BusyError,
+    NetAddr,
+    PeerChange,
+    PeerEvent,
+    PeerState,
+    PeerWatch,
+    StaleEpoch,
+    UsageError,
+)
+from tep.apps.kvcache import KvBlocks
+from tep.integrations.vllm.holds import Holds
+from tep.integrations.vllm.loads import Loads
+from tep.integrations.vllm.terms import Orders, Report, Step, Terms
+from tep.integrations.vllm.wire import Told, decode, encode
+
+__all__ = ["Worker"]
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """What one worker does with its scheduler's orders.
+
+    Args:
+        blocks: its cache, with all tensors.
+        terms: how long to wait.
+
+    Attributes:
+        holds, loads: the two halves.
+        garbled: notes that were none.
+    """
+
+    def __init__(self, blocks: KvBlocks, terms: Terms = Terms()) -> None:
+        self._blocks, self._terms = blocks, terms
+        self.holds = Holds(blocks, terms, self._meet)
+        self.loads = Loads(blocks, terms)
+        self.garbled = 0
+        self._steps: list[Step] = []
+        self._strangers: dict[tuple[str, int], NetAddr] = {}
+        self._watches: dict[tuple[str, int], PeerWatch | None] = {}
+        blocks.on_note(self._on_note)
+        blocks.engine.on_peer(self._on_peer)
+
+    @property
+    def address(self) -> bytes:
+        """NetAddr of its engine."""
+        return self._blocks.engine.main_address.to_bytes()
+
+    def stop(self, orders: Orders) -> set[str]:
+        """Before a step: preempted requests whose blocks are still being read; ask again."""
+        with self._blocks.lock:
+            return {request for request in orders.stops if not self.holds.stop(request)}
+
+    def obey(self, orders: Orders) -> None:
+        """Begin a step: everything but `stops`."""
+        with self._blocks.lock:
+            for step in orders.steps:
+                self.holds.step(step)
+            for hold in orders.holds:
+                self.holds.hold(hold)
+            for request, key in orders.ends.items():
+                if key:
+                    self.holds.end(request, key)
+                else:
+                    self.loads.end(request)
+            self.loads.keep(orders.keeps)
+            for source in orders.drops:
+                self.loads.drop(source)
+            self._steps = orders.steps
+        for order in orders.loads:
+            for addr in self.loads.start(order):
+                self._meet(addr)
+
+    def layer_saved(self, layer: int, steps: list[Step] | None = None) -> None:
+        """A layer of this step, or of an earlier one, is computed."""
+        with self._blocks.lock:
+            for step in self._steps if steps is None else steps:
+                self.holds.layer_saved(step, layer)
+
+    @property
+    def steps(self) -> list[Step]:
+        """Of the step that was begun last."""
+        return self._steps
+
+    def poll(self) -> Report:
+        """What has happened since the last call; it also repeats messages and looks at times."""
+        for who, addr in tuple(self._strangers.items()):
+            del self._strangers[who]
+            self._watch(addr)
+        for who, watch in tuple(self._watches.items()):
+            if watch is not None and watch.state is not PeerState.ALIVE:
+                self._lost(*who)  # also for what began after it was lost
+                if watch.state is PeerState.RESTARTED:
+                    del self._watches[who]
+        report = Report(sent=self.holds.poll())
+        self.loads.poll(report)
+        return report
+
+    # ------------------------------------------------------------------ other workers
+
+    def _on_note(self, peer: NetAddr, body: bytes) -> None:
+        try:
+            note = decode(body)
+        except BadDescriptor:
+            self.garbled += 1
+            return
+        if isinstance(note, Told):
+            self.loads.told(peer, note)
+            return
+        # Answers have numbers of their own: below 0, so that no Want of ours has the same.
+        self._blocks.send_note(peer, ~note.number, encode(self.holds.answer(peer, note)))
+
+    def _meet(self, addr: NetAddr) -> None:
+        """Watch an engine from the next poll on: to ask for it waits for the engine's thread."""
+        if (addr.name, addr.epoch) not in self._watches:
+            self._strangers[addr.name, addr.epoch] = addr
+
+    def _watch(self, addr: NetAddr) -> None:
+        who, terms = (addr.name, addr.epoch), self._terms
+        try:
+            self._watches[who] = self._blocks.engine.watch_peer(
+                addr, every_s=terms.beat_s, lost_after_s=terms.lost_after_s
+            )
+        except StaleEpoch:
+            self._lost(*who)
+        except (BusyError, UsageError) as error:
+            # Deadlines end what a peer leaves open that nobody can watch.
+            logger.warning("%s is not watched: %s", addr.name, error)
+            self._watches[who] = None
+
+    def _lost(self, name: str, epoch: int) -> None:
+        with self._blocks.lock:
+            self.holds.lost(name, epoch)
+            self.loads.lost(name, epoch)
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        if event.kind in {PeerChange.LOST, PeerChange.RESTARTED}:
+            self._lost(event.peer, event.epoch)
