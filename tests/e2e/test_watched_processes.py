@@ -107,9 +107,9 @@ def test_watched_peers_that_are_stopped_killed_and_started_again(nodes):
     assert [] == a.do("told", peer="b") + a.do("told", peer="c"), "it was held up itself"
 
     ports = c.do("ports") if nodes.provider == "tcp" else None
+    start_s = time.monotonic()  # before: on a busy machine they may be lost by the next line
     b.signal(signal.SIGSTOP)
     c.signal(signal.SIGKILL)
-    start_s = time.monotonic()
     for imm, name in ((1, "b"), (2, "c")):
         assert "PEER_LOST" == a.do("wait", tag=f"imm{imm}")
         assert f"its sender {name} was lost: no answer for" in a.do("error", tag=f"imm{imm}")
