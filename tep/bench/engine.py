@@ -21,7 +21,7 @@ from tep.drivers import InlineDriver, Machine
 from tep.engine import TransferEngine
 from tep.testing.null import NullDomain, null_memory, null_pair
 
-__all__ = ["engine_figures"]
+__all__ = ["engine_figures", "kind_of"]
 
 PAGE_BYTES: Final = 4096
 _RUST_NS: Final = 90.0
@@ -99,7 +99,7 @@ def _paged(
     median, best = median_ns(one, rounds)
     kind = "another immediate on each page" if distinct else "one immediate"
     return Figure(
-        what=f"{_kind(prepared)}paged write, {npages} pages, {nics} NICs, {kind}, both ends",
+        what=f"{kind_of(prepared)}paged write, {npages} pages, {nics} NICs, {kind}, both ends",
         value=median / npages,
         best=best / npages,
         unit="ns/page",
@@ -109,7 +109,8 @@ def _paged(
     )
 
 
-def _kind(prepared: bool) -> str:  # a word for a label
+def kind_of(prepared: bool) -> str:
+    """A word for the label of a figure."""
     return "prepared " if prepared else ""
 
 
@@ -162,7 +163,7 @@ def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
     for spent, what, aim in zip(times, whats, aims, strict=True):
         spent.sort()
         yield Figure(
-            what=f"{_kind(prepared)}single write, {nics} NICs: {what}",
+            what=f"{kind_of(prepared)}single write, {nics} NICs: {what}",
             value=spent[len(spent) // 2] / 1e3,
             best=spent[0] / 1e3,
             unit="us",
@@ -217,7 +218,7 @@ def _scatter(nics: int, rounds: int, *, prepared: bool, peers: int = 63) -> Figu
 
     median, best = median_ns(one, rounds)
     return Figure(
-        what=f"{_kind(prepared)}scatter to {peers} peers in a group, {nics} NICs: "
+        what=f"{kind_of(prepared)}scatter to {peers} peers in a group, {nics} NICs: "
         "submit to last post",
         value=median / 1e3,
         best=best / 1e3,

@@ -18,6 +18,7 @@ from tep.backends.base import WriteBatch
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.domain import VerbsDomain
 from tep.bench import Figure, median_ns
+from tep.bench.engine import kind_of
 from tep.drivers import InlineDriver, Machine
 from tep.engine import TransferEngine
 from tep.testing.verbs_stub import Knob, Stub, build
@@ -47,10 +48,14 @@ def verbs_stub_figures(rounds: int = 40) -> Iterator[Figure]:
     for npages, aim in ((256, 60.0), (1024, 30.0), (16384, 30.0)):
         yield _paged(stub, npages, aim, rounds * 4, 1)
     yield _paged(stub, 256, 60.0, rounds * 4, 2)
+    for npages, aim in ((256, 60.0), (1024, 25.0), (16384, 10.0)):
+        yield _paged(stub, npages, aim, rounds * 4, 1, prepared=True)
     yield _receive(stub, 0, 40.0, "equal", rounds * 10)
     yield _receive(stub, 1, 40.0, "all different", rounds * 10)
-    yield _single(stub, rounds * 50)
-    yield _scatter(stub, rounds * 25)
+    for prepared in (False, True):
+        yield _single(stub, rounds * 50, prepared=prepared)
+    for prepared in (False, True):
+        yield _scatter(stub, rounds * 25, prepared=prepared)
 
 
 class _Rig:
@@ -104,12 +109,17 @@ class _Rig:
             engine.close()
 
 
-def _paged(stub: Stub, npages: int, aim: float, rounds: int, regions: int) -> Figure:
-    """Page lists that are used again and again, each time for the next of some regions."""
+def _paged(
+    stub: Stub, npages: int, aim: float, rounds: int, regions: int, *, prepared: bool = False
+) -> Figure:
+    """Page lists that are used again and again, each time for the next of some regions.
+
+    A prepared list moves in its region instead, as the layers of a cache do.
+    """
     rig = _Rig(stub, 1, npages * _PAGE_BYTES)
     rng = np.random.default_rng(1)
     src, dst = rng.permutation(npages), rng.permutation(npages)
-    here, nbytes = rig.here, npages * _PAGE_BYTES
+    here, nbytes = rig.here, (npages + 1) * _PAGE_BYTES
     rounds = max(20, rounds * 1024 // npages if npages > 1024 else rounds)
     buffers = [np.zeros(nbytes, np.uint8) for _ in range(2 * regions)]
     lists = Pages(src), Pages(dst)
@@ -120,11 +130,17 @@ def _paged(stub: Stub, npages: int, aim: float, rounds: int, regions: int) -> Fi
         ]
     )
 
+    ready = here.prepare_paged_writes(_PAGE_BYTES, *next(turns))
+    offsets = itertools.cycle((0, _PAGE_BYTES))
+
     def one() -> int:
-        pages = next(turns)
+        pages, at = next(turns), next(offsets)
         goal = stub.rows() + npages
         start = time.thread_time_ns()
-        sent = here.submit_paged_writes(_PAGE_BYTES, *pages, imm=7)
+        if prepared:
+            sent = ready.submit(7, src_offset=at, dst_offset=at)
+        else:
+            sent = here.submit_paged_writes(_PAGE_BYTES, *pages, imm=7)
         here._machine.step()
         while stub.rows() < goal:
             here._machine.step()
@@ -137,7 +153,7 @@ def _paged(stub: Stub, npages: int, aim: float, rounds: int, regions: int) -> Fi
     found = median_ns(one, rounds)
     rig.close()
     return Figure(
-        what=f"paged write of {npages:,} pages, submit to posted chains, "
+        what=f"{kind_of(prepared)}paged write of {npages:,} pages, submit to posted chains, "
         f"{'the same region' if regions == 1 else 'regions in turn'}, a page",
         value=found[0] / npages,
         best=found[1] / npages,
@@ -178,16 +194,18 @@ def _receive(stub: Stub, step: int, aim: float | None, how: str, rounds: int) ->
     )
 
 
-def _single(stub: Stub, rounds: int) -> Figure:
+def _single(stub: Stub, rounds: int, *, prepared: bool) -> Figure:
     rig = _Rig(stub, 1, 1 << 20)
-    here, desc, mr = rig.here, rig.descs[0], rig.mr
-    found = median_ns(
-        lambda: _timed(rig, lambda: here.submit_single_write(65536, (mr, 0), (desc, 0), imm=7)),
-        rounds,
-    )
+    here, ends = rig.here, ((rig.mr, 0), (rig.descs[0], 0))
+    ready = here.prepare_single_write(65536, *ends)
+
+    def submit() -> object:
+        return ready.submit(7) if prepared else here.submit_single_write(65536, *ends, imm=7)
+
+    found = median_ns(lambda: _timed(rig, submit), rounds)
     rig.close()
     return Figure(
-        what="single write of 64 KiB, submit to post",
+        what=f"{kind_of(prepared)}single write of 64 KiB, submit to post",
         value=found[0] / 1000,
         best=found[1] / 1000,
         unit="us",
@@ -195,7 +213,7 @@ def _single(stub: Stub, rounds: int) -> Figure:
     )
 
 
-def _scatter(stub: Stub, rounds: int) -> Figure:
+def _scatter(stub: Stub, rounds: int, *, prepared: bool) -> Figure:
     rig = _Rig(stub, _PEERS, 1 << 20)
     here, mr, group = rig.here, rig.mr, rig.group
     # As in a mixture of experts: lengths and places of the source change with every token, where a
@@ -211,13 +229,17 @@ def _scatter(stub: Stub, rounds: int) -> Figure:
         ]
     )
 
+    ready = here.prepare_scatter(mr, next(turns), group=group)
+
     def submit() -> object:
+        if prepared:
+            return ready.submit(7)
         return here.submit_scatter(mr, next(turns), imm=7, group=group)
 
     found = median_ns(lambda: _timed(rig, submit), rounds)
     rig.close()
     return Figure(
-        what=f"scatter to {_PEERS} peers in a peer group, submit to last post",
+        what=f"{kind_of(prepared)}scatter to {_PEERS} peers in a peer group, submit to last post",
         value=found[0] / 1000,
         best=found[1] / 1000,
         unit="us",

@@ -75,6 +75,7 @@ class Proxy:
         self.mark = mark
         self.barrier_s: dict[int, float] = {}
         self._groups: dict[str, tep.PeerGroup] = {}
+        self._ready: dict[str, tep.Prepared] = {}  # what is the same in every turn
         self._pinned = [_FIRST_NIC]
         self._spread_private = config.private_scatter == "bytes"
         self._peers: Peers | None = None
@@ -88,6 +89,7 @@ class Proxy:
         # One a scatter: a group remembers the targets of its last request.
         names = ("routes", "private", "rest", "results", "barrier")
         self._groups = {name: self.engine.add_peer_group(addresses) for name in names}
+        self._ready = {}
         self._pinned = [
             tep.Routing(domain=nic, tell_failures=False) for nic in range(peers.nics(peers.rank))
         ]
@@ -157,9 +159,20 @@ class Proxy:
 
     def _scatter_routes(self, turn: Turn) -> None:
         peers, layout = self.peers, self.layout
-        there = layout.routes_in + peers.group * layout.route_bytes
-        slices = [(p, layout.routes_out, there, layout.route_bytes) for p in peers.targets]
-        self._scatter(turn, ROUTE, "routes", slices, spread=False)
+        if not peers.targets:
+            return
+        ready = self._ready.get("routes")
+        if ready is None:
+            there, n = layout.routes_in + peers.group * layout.route_bytes, layout.route_bytes
+            dsts = [
+                tep.ScatterDst(n, layout.routes_out, (peers.descs[p], there)) for p in peers.targets
+            ]
+            ready = self._ready["routes"] = self.engine.prepare_scatter(
+                self.mr, dsts, group=self._groups["routes"], routing=_BY_PEERS
+            )
+        sent = ready.submit(self._imm(turn, ROUTE))
+        self.guard.watch(sent)
+        turn.sent_tokens.append(sent)
 
     def private(self, peer: int, copies: int) -> tuple[int, int]:
         """How many of the copies for a peer fit this group's private area there, and its offset."""
@@ -288,10 +301,14 @@ class Proxy:
             return
         begun_s = asyncio.get_running_loop().time()
         came = self._expect(turn, kind, len(peers.others))
-        descs = [peers.descs[p] for p in peers.others]
-        barrier = self.engine.submit_barrier(
-            descs, self._imm(turn, kind), group=self._groups["barrier"], routing=_FIRST_NIC
-        )
+        ready = self._ready.get("barrier")
+        if ready is None:
+            ready = self._ready["barrier"] = self.engine.prepare_barrier(
+                [peers.descs[p] for p in peers.others],
+                group=self._groups["barrier"],
+                routing=_FIRST_NIC,
+            )
+        barrier = ready.submit(self._imm(turn, kind))
         self.guard.watch(barrier)
         await self.guard.wait(came, f"barrier of turn {turn.number}, {what}")
         self.barrier_s[kind] = asyncio.get_running_loop().time() - begun_s
