@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from tep import FabricError, MrDesc, Pages, TepError, ThreadDriver, TransferEngine, sim
+from tep import Access, FabricError, MrDesc, Pages, TepError, ThreadDriver, TransferEngine, sim
 from tep.backends import efa, local, verbs
 from tep.backends.libfabric import open_domains, probe
 from tep.units import KiB, MiB
@@ -98,6 +98,27 @@ class _Site:
             got.wait(20)
         return ", ".join(map(hex, values))
 
+    def reads(self) -> str:
+        """Pages that are read in random order; bytes exact."""
+        caps = self.a._domains[0].caps
+        if not caps.reads:
+            return f"none: {caps.no_reads}"
+        npages, page_bytes = 1024, 64 * KiB
+        rng = np.random.default_rng(1)
+        there = rng.integers(0, 256, page_bytes * npages, np.uint8)
+        here = np.zeros_like(there)
+        order = rng.permutation(npages)
+        mr, _ = self.a.reg_mr(here, access=Access.SINK)
+        _, desc = self.b.reg_mr(there, access=Access.READABLE)
+        start = self.now_s()
+        self.a.submit_paged_reads(
+            page_bytes, (desc, Pages(order)), (mr, Pages(np.arange(npages)))
+        ).wait(60)
+        took_s = self.now_s() - start
+        pages = here.reshape(npages, page_bytes)
+        assert bool((pages == there.reshape(npages, page_bytes)[order]).all()), "bytes differ"
+        return f"{npages} x {page_bytes} B, {here.nbytes / took_s / 1e9:.2f} GB/s"
+
     def bad_key(self) -> str:
         """A wrong key is an error with a name, and the next good row arrives."""
         mr, _ = self.a.reg_mr(bytearray(4096))
@@ -171,6 +192,7 @@ def main(argv: list[str]) -> int:
         check("immediates", site.immediates)
         for page_bytes, npages in ((4 * KiB, 4096), (64 * KiB, 1024), (MiB, 128)):
             check(f"pages of {page_bytes}", partial(site.pages, page_bytes, npages))
+        check("reads", site.reads)
         check("wrong key", site.bad_key)
         check("dead peer", site.dead_peer)
     finally:

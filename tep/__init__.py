@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         WaitTimeout,
     )
     from tep.opening import open_libfabric, open_local, open_loopback, open_verbs
+    from tep.trace import Mark, Span, Trace
     from tep.watch import Watcher
     from tep.wire import Lease, MrDesc, NetAddr
 
@@ -81,6 +82,7 @@ __all__ = [
     "InlineDriver",
     "Lease",
     "LeaseError",
+    "Mark",
     "Message",
     "MrDesc",
     "MrHandle",
@@ -101,10 +103,12 @@ __all__ = [
     "Scatter",
     "ScatterDst",
     "Single",
+    "Span",
     "StaleEpoch",
     "StallError",
     "TepError",
     "ThreadDriver",
+    "Trace",
     "Transfer",
     "TransferEngine",
     "TransferStats",
@@ -179,6 +183,7 @@ _ROOMS = {
         "TransferEngine",
     ),
     "tep.opening": ("open_libfabric", "open_local", "open_loopback", "open_verbs"),
+    "tep.trace": ("Mark", "Span", "Trace"),
     "tep.watch": ("Watcher",),
     "tep.core.stats": (
         "EngineStats",

@@ -1,4 +1,4 @@
-"""The drivers: what owns time and turns the engine. The only home of threads.
+"""The drivers: what owns time and turns the engine. The home of threads, but for `sight`.
 
 The engine has one verb, `step()`. A driver calls it, then `deliver()`, which runs the users'
 callbacks outside the step. Here are the thread driver (hardware, tcp, shm) and the inline driver
@@ -22,8 +22,9 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Final, Protocol, TypeVar, cast, runtime_checkable
 
-from tep.checks import check_int, check_seconds
+from tep.checks import check_int, check_seconds, unpicklable
 from tep.errors import ClosedError, UsageError, WaitTimeout
+from tep.sight import hide, show
 from tep.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
 
 __all__ = [
@@ -153,6 +154,11 @@ class InlineDriver:
         self._machine: Machine | None = None
         self._turning = False
         self.lock: AbstractContextManager[object] = threading.Lock()  # cheaper than a null context
+
+    __reduce__ = unpicklable("it turns an engine of this process; make another there")
+
+    def __repr__(self) -> str:
+        return f"InlineDriver(the caller turns {len(self.ring)} engines)"
 
     def start(self, machine: Machine) -> None:
         self._machine = machine
@@ -322,6 +328,15 @@ class ThreadDriver:
         self._bell = -1
         self.lock: AbstractContextManager[object] = threading.Lock()
 
+    __reduce__ = unpicklable("it is a thread of this process; make another there")
+
+    def __repr__(self) -> str:
+        worker, cpus = self._thread, ", ".join(map(str, sorted(self._cpus))) or "any"
+        state = "not started" if worker is None else "ended"
+        if worker is not None and worker.is_alive():
+            state = f"runs as thread {worker.native_id}"
+        return f"ThreadDriver({self._name!r}, {state}, CPUs {cpus}, spins {self._spin_s:g} s)"
+
     def start(self, machine: Machine) -> None:
         assert self._thread is None, "a driver turns one machine"
         self._is_timed = isinstance(machine, Timed)  # asked here once: it is slow
@@ -337,6 +352,7 @@ class ThreadDriver:
         # What was made last ends first: the worker before what it turns.
         weakref.finalize(self, _leave, weakref.ref(self))
         self._thread.start()
+        show(machine)
 
     def kick(self) -> None:
         # The flag saves the system call while the worker is awake: it clears the flag before its
@@ -460,11 +476,11 @@ class ThreadDriver:
             return
         self._closing = True
         self._ring()
-        if thread_id() in _WORKERS:  # of this engine, or of one that this one may wait for
-            return
-        thread.join(self._call_timeout_s)
-        if thread.is_alive():
-            raise WaitTimeout(self._lateness(_Call(self.close, self._inbox.set)))
+        if thread_id() not in _WORKERS:  # of this engine, or of one that this one may wait for
+            thread.join(self._call_timeout_s)
+            if thread.is_alive():
+                raise WaitTimeout(self._lateness(_Call(self.close, self._inbox.set)))
+        hide(self._machine_ref())
 
     def drop(self, end: Callable[[], object]) -> None:
         """Nobody holds the machine any more: have its worker end it, and wait for nothing."""

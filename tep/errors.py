@@ -16,12 +16,12 @@
       StallError                 nothing can end this wait (simulation)
       CallbackError              a callback raised; see `engine.callback_errors`
 
-A bug in tep is an `assert`.
+A bug in tep is an `assert`. `error.retryable` says whether the same call may succeed later.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 __all__ = [
     "BackendUnavailable",
@@ -43,8 +43,19 @@ __all__ = [
 ]
 
 
+_FOR_GOOD: Final = frozenset(
+    ("LOCAL_KEY", "REMOTE_KEY", "REMOTE_RANGE", "LENGTH", "STALE_PEER", "PEER_RESTARTED", "UNKNOWN")
+)
+"""Codes of a FabricError that the same request meets again."""
+
+
 class TepError(Exception):
     """The root of all exceptions of tep."""
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same call may succeed later, with nothing changed."""
+        return False
 
 
 class UsageError(TepError, ValueError):
@@ -71,6 +82,11 @@ class ClosedError(UsageError):
 
 class BusyError(TepError):
     """Not now: memory is in use or leased, or queues are full. The same call may succeed later."""
+
+    @property
+    def retryable(self) -> bool:
+        """True: memory and queues become free."""
+        return True
 
 
 class LeaseError(UsageError):
@@ -121,6 +137,14 @@ class FabricError(TepError):
         self.row = row
         self.in_doubt = in_doubt
 
+    @property
+    def retryable(self) -> bool:
+        """Whether a link, NIC or peer that comes back is all that it needs; see `in_doubt` first.
+
+        Not where the request itself is wrong for that peer: its keys, range, length or incarnation.
+        """
+        return self.code not in _FOR_GOOD
+
     def saying(self, more: str, in_doubt: tuple[InDoubt, ...] = ()) -> FabricError:
         """The same failure with more to say of it."""
         return FabricError(
@@ -135,6 +159,11 @@ class FabricError(TepError):
 
 class RendezvousError(TepError):
     """Processes that wanted to meet did not: one has left, does something else, or is no rank."""
+
+    @property
+    def retryable(self) -> bool:
+        """True: all may join again."""
+        return True
 
 
 class BackendUnavailable(TepError):
@@ -156,6 +185,11 @@ class Cancelled(TepError):
 
 class WaitTimeout(TepError, TimeoutError):
     """A wait ran out of time; the handle is still valid. The message is a stall report."""
+
+    @property
+    def retryable(self) -> bool:
+        """True: wait again."""
+        return True
 
 
 class StallError(TepError):

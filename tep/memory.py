@@ -46,6 +46,7 @@ class Memory:
         readonly: True if nobody may write there.
         owner: the object whose life keeps the bytes mapped; held as long as this record.
         stands_for: what these bytes are a copy of, in words; "" = nothing. `explain` tells it.
+        stride: bytes of one entry of the first axis, if it is an array; else 1.
     """
 
     ptr: int
@@ -54,6 +55,7 @@ class Memory:
     readonly: bool
     owner: object
     stands_for: str = ""
+    stride: int = 1
 
     @property
     def kind(self) -> str:
@@ -147,7 +149,19 @@ def adapt(buffer: Buffer) -> Memory:
     if view.nbytes == 0:
         raise BadRequest("reg_mr: the buffer has 0 bytes")
     flat = np.frombuffer(view, np.uint8)
-    return Memory(int(flat.ctypes.data), view.nbytes, "cpu", view.readonly, (buffer, view))
+    stride = _stride(view.nbytes, view.shape)
+    where = int(flat.ctypes.data), view.nbytes
+    return Memory(*where, "cpu", view.readonly, (buffer, view), stride=stride)
+
+
+def _stride(nbytes: int, shape: tuple[int, ...] | None) -> int:
+    """Bytes of one entry of the first axis of a contiguous array; without axes, all of them.
+
+    Elements of less than a byte may share one: then 1.
+    """
+    if not shape:
+        return nbytes
+    return 1 if nbytes % shape[0] else nbytes // shape[0]
 
 
 def copied(what: str, payload: Buffer) -> bytes:
@@ -189,7 +203,8 @@ def _from_array(array: npt.NDArray[Any]) -> Memory:
         )
     if array.nbytes == 0:
         raise BadRequest("reg_mr: the buffer has 0 bytes")
-    return Memory(int(array.ctypes.data), array.nbytes, "cpu", not array.flags.writeable, array)
+    where, stride = (int(array.ctypes.data), array.nbytes), _stride(array.nbytes, array.shape)
+    return Memory(*where, "cpu", not array.flags.writeable, array, stride=stride)
 
 
 def _from_raw(raw: tuple[object, ...]) -> Memory:
@@ -244,7 +259,8 @@ def _from_dlpack(exporter: Exporter) -> Memory:
         raise BadRequest(f"reg_mr: the {name} has 0 bytes")
     device = "cpu" if kind in KDL_CPU else f"cuda:{index}"
     owner = (exporter, tensor.capsule)
-    return Memory(tensor.ptr, tensor.nbytes, device, tensor.readonly, owner)
+    stride = _stride(tensor.nbytes, tensor.shape)
+    return Memory(tensor.ptr, tensor.nbytes, device, tensor.readonly, owner, stride=stride)
 
 
 def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
@@ -267,4 +283,5 @@ def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
         raise BadRequest("reg_mr: the CUDA array has 0 bytes")
     device = getattr(buffer, "device", None)
     index = getattr(device, "index", getattr(device, "id", 0))
-    return Memory(ptr, nbytes, f"cuda:{index or 0}", bool(readonly), buffer)
+    device_name, stride = f"cuda:{index or 0}", _stride(nbytes, shape)
+    return Memory(ptr, nbytes, device_name, bool(readonly), buffer, stride=stride)

@@ -8,7 +8,7 @@ The envelope of every object (all integers little-endian):
     offset  size  field     content
     0       3     magic     b"TEP"
     3       1     kind      ASCII: A = NetAddr, M = MrDesc, L = Lease
-    4       2     version   2
+    4       2     version   3
     6       4     length    bytes of the payload
     10      4     crc32     of bytes 0..9 followed by the payload
     14      ...   payload   MessagePack array of the object's fields, in their order in the class
@@ -24,18 +24,20 @@ from typing import Annotated, ClassVar, Final, Self, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from tep.checks import check_slice, shown
+from tep.checks import shown
 from tep.errors import BadDescriptor
+from tep.views import Axis0, check_slice
 
 __all__ = ["VERSION", "Lease", "MrDesc", "NetAddr", "Target"]
 
-VERSION: Final = 2
+VERSION: Final = 3
 _HEADER: Final = struct.Struct("<3scHII")
 _MAGIC: Final = b"TEP"
 
 # msgspec bounds integers by int64; 64-bit keys and addresses are checked for >= 0 and travel as
 # msgpack uint64.
 Unsigned = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1)]
 Nic = Annotated[bytes, Meta(min_length=1, max_length=256)]
 _NICS_MAX: Final = 64
 
@@ -176,6 +178,7 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         bases: what to add to an offset, for each NIC: the virtual address, or 0 where a provider
             wants offsets.
         readable: True for a region that peers may read.
+        stride: bytes of one entry of the first axis of the array that was registered; 1: none was.
     """
 
     KIND = b"M"
@@ -188,6 +191,7 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
     rkeys: tuple[Unsigned, ...]
     bases: tuple[Unsigned, ...]
     readable: bool = False
+    stride: Positive = 1
 
     def check(self) -> None:
         """Raise BadDescriptor unless the address is sound and every NIC has a key and a base."""
@@ -197,6 +201,8 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
             raise BadDescriptor(
                 f"MrDesc: {nics} NICs, {len(self.rkeys)} keys and {len(self.bases)} bases"
             )
+        if self.nbytes % self.stride:
+            raise BadDescriptor(f"MrDesc: {self.nbytes} bytes are no multiple of {self.stride}")
 
     __iter__ = None
 
@@ -206,9 +212,17 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         It is a descriptor like any other, and may travel. Keep one that is used again: each new one
         is resolved anew.
         """
-        start, stop = check_slice("desc", part, self.nbytes)
+        return self._view(*check_slice("desc", part, self.nbytes), 1)
+
+    @property
+    def axis0(self) -> Axis0[MrDesc]:
+        """Descriptors by the first axis of the owner's array: of KV blocks, `desc.axis0[3:5]`."""
+        return Axis0(self, "desc", self.nbytes, self.stride, self._view)
+
+    def _view(self, start: int, stop: int, stride: int) -> MrDesc:
         bases = tuple(base + start for base in self.bases)
-        return msgspec.structs.replace(self, nbytes=stop - start, bases=bases)
+        nbytes = stop - start
+        return msgspec.structs.replace(self, nbytes=nbytes, bases=bases, stride=stride)
 
     def __str__(self) -> str:
         return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Iterator
 from itertools import repeat
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column, ReadBatch, ReadRow, Row, WriteBatch
+from tep.backends.base import Batch, Column, ReadBatch, ReadRow, Row
 from tep.backends.columns import Rows, pick, spread
 from tep.memory import Memory
 
@@ -22,7 +23,6 @@ __all__ = [
     "Offsets",
     "copy_rows",
     "offsets_within",
-    "read_rows",
     "spell",
 ]
 
@@ -100,18 +100,14 @@ def _addresses(offsets: Offsets, origin: int, nrows: int) -> list[int]:
     return [origin + offset for offset in offsets.tolist()]
 
 
-def spell(batch: WriteBatch, rows: Rows, nrows: int) -> map[Row]:
+def spell(batch: Batch, rows: Rows, nrows: int) -> Iterator[Row | ReadRow]:
     """Spell out chosen rows as plain ints."""
 
     def column(value: Column) -> list[int]:
         return spread(pick(value, rows), nrows)
 
-    imms: list[int] | list[None] = [None] * nrows if batch.imm is None else column(batch.imm)
     columns = (batch.peer, batch.src, batch.lkey, batch.dst, batch.rkey, batch.nbytes)
-    return map(Row, *(column(value) for value in columns), imms)
-
-
-def read_rows(batch: ReadBatch, rows: Rows) -> list[tuple[int, ReadRow]]:
-    """Spell out chosen rows of a read, each with its index."""
-    indices = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
-    return [(index, next(batch.rows(index, index + 1))) for index in indices]
+    spelled = [column(value) for value in columns]
+    if isinstance(batch, ReadBatch):
+        return map(ReadRow, *spelled)
+    return map(Row, *spelled, repeat(None) if batch.imm is None else column(batch.imm))

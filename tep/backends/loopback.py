@@ -14,6 +14,7 @@ from typing import Final
 
 from tep.backends.base import (
     Access,
+    Batch,
     Completions,
     DomainCaps,
     DomainKey,
@@ -27,7 +28,7 @@ from tep.backends.base import (
 )
 from tep.backends.checks import check_memory
 from tep.backends.columns import Rows, pick, row_of
-from tep.backends.hostcopy import HostRegion, offsets_within, read_rows, spell
+from tep.backends.hostcopy import HostRegion, offsets_within, spell
 from tep.backends.loopback_port import (
     NAME_BYTES_MAX,
     NICS_MAX,
@@ -42,7 +43,7 @@ from tep.errors import UsageError
 from tep.memory import Memory
 from tep.units import MiB
 
-__all__ = ["HUB", "Hub", "LoopbackDomain", "open_domains", "probe"]
+__all__ = ["HUB", "Hub", "LoopbackDomain", "Way", "open_domains", "probe"]
 
 HUB: Final = Hub()
 """The hub that open_domains() uses unless told otherwise."""
@@ -68,6 +69,27 @@ class _State(Enum):
     CLOSED = auto()
 
 
+class Way:
+    """The rows of one NIC that write, or those that read: what differs between the two.
+
+    Attributes:
+        kind: of their completions, a `Kind`.
+        depth: rows that may be out.
+        died: what rows that are out end with when the NIC dies.
+        regions: memory here, by lkey: what writes are from, or what reads are to.
+        open: rows that are out.
+    """
+
+    __slots__ = ("depth", "died", "kind", "open", "regions")
+
+    def __init__(self, kind: int, depth: int, died: Status) -> None:
+        self.kind = kind
+        self.depth = depth
+        self.died = died
+        self.regions: dict[int, HostRegion] = {}
+        self.open = 0
+
+
 class LoopbackDomain:
     """One NIC of the loopback; `tep.backends.base.Domain` describes the methods.
 
@@ -90,12 +112,12 @@ class LoopbackDomain:
         self._hub = hub
         self._state = _State.OPEN
         self._numbers = itertools.count(1)
-        self._sources: dict[int, HostRegion] = {}
-        self._sinks: dict[int, HostRegion] = {}
+        self._writes = Way(_WRITE, caps.sq_depth, Status.NIC_DOWN)
+        # What is not copied when the NIC dies never is, so that FLUSHED is the truth (C30).
+        self._reads = Way(_READ, caps.reads, Status.FLUSHED)
         self._peer_ids: dict[bytes, int] = {}
         self._peer_addresses: list[bytes] = []
         self._peers: list[Port | Status] = []
-        self._open_rows = self._open_reads = 0
         self._open_messages = 0
         self._refused = False
         self._stalled: deque[Message] = deque()  # the peer has no receive posted
@@ -114,15 +136,15 @@ class LoopbackDomain:
         # Keys differ between NICs and incarnations, and no lkey is an rkey: a mix-up never works.
         number = (self.port.epoch << 24) + (next(self._numbers) << 8) + self.port.nic
         key = DomainKey(lkey=2 * number + 1, rkey=2 * number, base=base)
-        self._sources[key.lkey] = region
+        self._writes.regions[key.lkey] = region
         if access.sink:
-            self._sinks[key.lkey] = region
+            self._reads.regions[key.lkey] = region
         self.port.grant(key.rkey, region, readable=access.readable)
         return key
 
     def deregister(self, key: DomainKey) -> None:
-        self._sources.pop(key.lkey, None)
-        self._sinks.pop(key.lkey, None)
+        self._writes.regions.pop(key.lkey, None)
+        self._reads.regions.pop(key.lkey, None)
         self.port.revoke(key.rkey)
 
     def connect(self, peer: bytes) -> int:
@@ -143,58 +165,71 @@ class LoopbackDomain:
             found = self._peers[peer] = self._hub.find(self._peer_addresses[peer])
         return found
 
-    # --- writes
+    # --- writes and reads
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        return self._post(self._writes, batch, start, stop)
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        return self._post(self._reads, batch, start, stop)
+
+    def _post(self, way: Way, batch: Batch, start: int, stop: int) -> int:
         self._check_open()
         assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
-        take = min(stop - start, self.caps.sq_depth - self._open_rows)
+        take = min(stop - start, way.depth - way.open)
         if take > 0 and self._disorder is not None:
             take = self._disorder.shorten(take)
         if take <= 0:
             self._refused = True
             self.port.waker()  # polling is what makes room here
             return 0
-        self._open_rows += take
+        way.open += take
         if self._state is _State.DOWN:
-            self._fail_rows(batch, range(start, start + take), Status.NIC_DOWN)
+            self._fail_rows(way, batch, range(start, start + take), way.died)
         elif self._disorder is not None:
             self._disorder.hold_rows(batch, start, take)
         else:
-            self._carry_out(batch, slice(start, start + take), take)
+            self._carry_out(way, batch, slice(start, start + take), take)
         self.port.waker()
         return take
 
-    def _carry_out(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
+    def _way_of(self, batch: Batch) -> Way:
+        return self._reads if isinstance(batch, ReadBatch) else self._writes
+
+    def _carry_out(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
         if nrows == 1:
             index = rows.start if isinstance(rows, slice) else int(rows[0])
-            row = row_of(batch, index)
+            row: Row | ReadRow
+            if isinstance(batch, WriteBatch):
+                row = row_of(batch, index)
+            else:
+                row = next(spell(batch, slice(index, index + 1), 1))
             status = self._carry_row(row)
-            ok = status is Status.OK
-            self._finish(status, batch.ctx, row=0 if ok else index, nbytes=row.nbytes if ok else 0)
-        elif nrows < _VECTOR_ROWS or not self._carry_columns(batch, rows, nrows):
-            self._carry_each(batch, rows, nrows)
+            if status is Status.OK:
+                self._finish(way, status, batch.ctx, nbytes=row.nbytes)
+            else:
+                self._finish(way, status, batch.ctx, row=index)
+        elif nrows < _VECTOR_ROWS or not self._carry_columns(way, batch, rows, nrows):
+            self._carry_each(way, batch, rows, nrows)
 
-    def _carry_columns(self, batch: WriteBatch, rows: Rows, nrows: int) -> bool:
-        """Move rows of one length to one region at once; False = not that simple, nothing done."""
+    def _carry_columns(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> bool:
+        """Move rows of one length to or from one region at once; False: nothing was moved."""
         peer, rkey, nbytes = batch.peer, batch.rkey, batch.nbytes
         if not (isinstance(peer, int) and isinstance(rkey, int) and isinstance(nbytes, int)):
             return False
-        source = self._sources.get(batch.lkey)
-        target = self._reach(peer)
-        if source is None or isinstance(target, Status) or nbytes > self.caps.max_write_bytes:
+        mine = way.regions.get(batch.lkey)
+        port = self._reach(peer)
+        if mine is None or isinstance(port, Status) or nbytes > self.caps.max_write_bytes:
             return False
-        src = offsets_within(pick(batch.src, rows), source.origin, nbytes, source.nbytes)
-        if src is None:
+        here = offsets_within(pick(batch.src, rows), mine.origin, nbytes, mine.nbytes)
+        if here is None:
             return False
-        imms = None if batch.imm is None else pick(batch.imm, rows)
-        dst = pick(batch.dst, rows)
-        if not target.place_rows(rkey, dst, source, src, nbytes, nrows, imms, self.address):
+        if not port.carry_rows(batch, rows, nrows, mine, here, self.address):
             return False
-        self._finish(Status.OK, batch.ctx, count=nrows, nbytes=nrows * nbytes)
+        self._finish(way, Status.OK, batch.ctx, count=nrows, nbytes=nrows * nbytes)
         return True
 
-    def _carry_each(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
+    def _carry_each(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
         indices = range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
         moved = nbytes = 0
         for index, row in zip(indices, spell(batch, rows, nrows)):
@@ -203,24 +238,27 @@ class LoopbackDomain:
                 moved += 1
                 nbytes += row.nbytes
             else:
-                self._finish(status, batch.ctx, row=index)
+                self._finish(way, status, batch.ctx, row=index)
         if moved:
-            self._finish(Status.OK, batch.ctx, count=moved, nbytes=nbytes)
+            self._finish(way, Status.OK, batch.ctx, count=moved, nbytes=nbytes)
 
-    def _carry_row(self, row: Row) -> Status:
-        if row.nbytes:  # an empty row has no source
-            source = self._sources.get(row.lkey)
-            if source is None or not source.holds(row.src - source.origin, row.nbytes):
+    def _carry_row(self, row: Row | ReadRow) -> Status:
+        if row.nbytes:  # an empty row has no memory here
+            if isinstance(row, ReadRow):
+                mine, here = self._reads.regions.get(row.lkey), row.local
+            else:
+                mine, here = self._writes.regions.get(row.lkey), row.src
+            if mine is None or not mine.holds(here - mine.origin, row.nbytes):
                 return Status.LOCAL_KEY
         if row.nbytes > self.caps.max_write_bytes:
             return Status.LENGTH
-        target = self._reach(row.peer)
-        return target if isinstance(target, Status) else target.place_row(row, self.address)
+        port = self._reach(row.peer)
+        return port if isinstance(port, Status) else port.carry_row(row, self.address)
 
     def _finish(
-        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+        self, way: Way, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
     ) -> None:
-        self._own((_WRITE, int(status), count, 0, row, ctx, nbytes))
+        self._own((way.kind, int(status), count, 0, row, ctx, nbytes))
 
     def _own(self, entry: Entry) -> None:
         if self._disorder is None:
@@ -228,64 +266,9 @@ class LoopbackDomain:
         else:
             self._disorder.hold_entry(entry)
 
-    def _fail_rows(self, batch: WriteBatch, rows: Iterable[int], status: Status) -> None:
+    def _fail_rows(self, way: Way, batch: Batch, rows: Iterable[int], status: Status) -> None:
         for row in rows:
-            self._finish(status, batch.ctx, row=row)
-
-    # --- reads
-
-    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        self._check_open()
-        assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
-        take = min(stop - start, self.caps.reads - self._open_reads)
-        if take > 0 and self._disorder is not None:
-            take = self._disorder.shorten(take)
-        if take <= 0:
-            self._refused = True
-            self.port.waker()  # polling is what makes room here
-            return 0
-        self._open_reads += take
-        rows = slice(start, start + take)
-        if self._state is _State.DOWN:
-            self._fail_reads(batch, rows, Status.FLUSHED)
-        elif self._disorder is not None:
-            self._disorder.hold_rows(batch, start, take)
-        else:
-            self._read_each(batch, rows)
-        self.port.waker()
-        return take
-
-    def _read_each(self, batch: ReadBatch, rows: Rows) -> None:
-        moved = nbytes = 0
-        for index, row in read_rows(batch, rows):
-            status = self._read_row(row)
-            if status is Status.OK:
-                moved += 1
-                nbytes += row.nbytes
-            else:
-                self._finish_read(status, batch.ctx, row=index)
-        if moved:
-            self._finish_read(Status.OK, batch.ctx, count=moved, nbytes=nbytes)
-
-    def _read_row(self, row: ReadRow) -> Status:
-        if row.nbytes:
-            sink = self._sinks.get(row.lkey)
-            if sink is None or not sink.holds(row.local - sink.origin, row.nbytes):
-                return Status.LOCAL_KEY
-        if row.nbytes > self.caps.max_write_bytes:
-            return Status.LENGTH
-        owner = self._reach(row.peer)
-        return owner if isinstance(owner, Status) else owner.read_row(row, self.address)
-
-    def _finish_read(
-        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
-    ) -> None:
-        self._own((_READ, int(status), count, 0, row, ctx, nbytes))
-
-    def _fail_reads(self, batch: ReadBatch, rows: Rows, status: Status) -> None:
-        # What has not been copied by now never is, so that FLUSHED is the truth (C30).
-        for index, _ in read_rows(batch, rows):
-            self._finish_read(status, batch.ctx, row=index)
+            self._finish(way, status, batch.ctx, row=row)
 
     # --- messages
 
@@ -382,9 +365,9 @@ class LoopbackDomain:
                 out[filled] = entry
                 filled += 1
                 if entry[0] == _WRITE:
-                    self._open_rows -= entry[2]
+                    self._writes.open -= entry[2]
                 elif entry[0] == _READ:
-                    self._open_reads -= entry[2]
+                    self._reads.open -= entry[2]
                 elif entry[0] == _SENT:
                     self._open_messages -= 1
             else:
@@ -401,11 +384,7 @@ class LoopbackDomain:
     def _advance(self, disorder: Disorder) -> None:
         """Let one turn of the shuffle pass."""
         for batch, rows in disorder.rows.due():
-            if isinstance(batch, ReadBatch):
-                self._read_each(batch, rows)
-            else:
-                assert isinstance(batch, WriteBatch)
-                self._carry_out(batch, rows, len(rows))
+            self._carry_out(self._way_of(batch), batch, rows, len(rows))
         for message in disorder.messages.due():
             self._send(message)
         while self.port.arrived:
@@ -449,8 +428,8 @@ class LoopbackDomain:
     def _end(self, state: _State, status: Status) -> None:
         self._state = state
         self.port.shut()
-        self._sources.clear()
-        self._sinks.clear()
+        self._writes.regions.clear()
+        self._reads.regions.clear()
         disorder, self._disorder = self._disorder, None
         if disorder is not None:
             self._ready.extend(disorder.entries.drain())
@@ -458,11 +437,9 @@ class LoopbackDomain:
                 self._ready.append(self.port.arrived.popleft())
             self.port.arrived = self._ready
             for batch, rows in disorder.rows.drain():
-                if isinstance(batch, ReadBatch):
-                    self._fail_reads(batch, rows, Status.FLUSHED)
-                else:
-                    assert isinstance(batch, WriteBatch)
-                    self._fail_rows(batch, rows.tolist(), status)
+                way = self._way_of(batch)
+                end = way.died if state is _State.DOWN else status
+                self._fail_rows(way, batch, rows.tolist(), end)
             self._stalled.extend(disorder.messages.drain())
         for message in self._stalled:
             self._own((_SENT, int(status), 1, 0, 0, message.ctx, 0))

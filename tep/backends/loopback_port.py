@@ -20,7 +20,8 @@ from typing import Final
 import numpy as np
 
 from tep.backends import forks
-from tep.backends.base import COMPLETION, Column, Kind, ReadRow, Row, Status
+from tep.backends.base import COMPLETION, Batch, Column, Kind, ReadBatch, ReadRow, Row, Status
+from tep.backends.columns import Rows, pick
 from tep.backends.handing import ReceivePool, Unread
 from tep.backends.hostcopy import HostRegion, Offsets, copy_rows, offsets_within
 from tep.backends.shuffle import Entry
@@ -73,71 +74,63 @@ class Port:
 
     # --- on the senders' threads
 
-    def place_row(self, row: Row, sender: bytes) -> Status:
-        """Write one row, then hand over its immediate. The source has been checked."""
+    def carry_row(self, row: Row | ReadRow, peer: bytes) -> Status:
+        """Write one row here, then hand over its immediate; or copy what a row reads.
+
+        The memory at the peer's end has been checked.
+        """
         with self._lock:
-            if not self.alive or sender in self._fenced:
+            if not self.alive or peer in self._fenced:
                 return Status.UNREACHABLE
-            region = self._targets.get(row.rkey)
+            if isinstance(row, ReadRow):
+                region, there = self._readable.get(row.rkey), row.remote
+            else:
+                region, there = self._targets.get(row.rkey), row.dst
             if region is None and row.nbytes == 0:  # the immediate after a read (C9)
                 region = self._readable.get(row.rkey)
             if region is None:
                 return Status.REMOTE_KEY
-            offset = row.dst - region.base
+            offset = there - region.base
             if not region.holds(offset, row.nbytes):
                 return Status.REMOTE_RANGE
+            if isinstance(row, ReadRow):
+                ctypes.memmove(row.local, region.origin + offset, row.nbytes)
+                return Status.OK
             ctypes.memmove(region.origin + offset, row.src, row.nbytes)
             if row.imm is None:
                 return Status.OK
             # Within the lock: what is fenced out afterwards has been counted before.
-            self._hand_over(row.imm, 1, sender)
+            self._hand_over(row.imm, 1, peer)
         self.waker()
         return Status.OK
 
-    def place_rows(
-        self,
-        rkey: int,
-        dst: Column,
-        source: HostRegion,
-        src: Offsets,
-        nbytes: int,
-        nrows: int,
-        imms: Column | None,
-        sender: bytes,
+    def carry_rows(
+        self, batch: Batch, rows: Rows, nrows: int, mine: HostRegion, here: Offsets, peer: bytes
     ) -> bool:
-        """Write rows of one length to one region, and hand over their immediates.
+        """As carry_row() for rows of one length and key; False: one cannot be, none was carried.
 
-        False = one cannot be, nothing is written.
+        `mine` is the region at the peer's end, and `here` where in it each row is.
         """
+        rkey, nbytes = batch.rkey, batch.nbytes
+        assert isinstance(rkey, int)
+        assert isinstance(nbytes, int)
+        reads = isinstance(batch, ReadBatch)
         with self._lock:
-            if sender in self._fenced:
+            region = (self._readable if reads else self._targets).get(rkey)
+            if region is None or peer in self._fenced:
                 return False
-            region = self._targets.get(rkey)
-            if region is None:
+            there = offsets_within(pick(batch.dst, rows), region.base, nbytes, region.nbytes)
+            if there is None:
                 return False
-            offsets = offsets_within(dst, region.base, nbytes, region.nbytes)
-            if offsets is None:
-                return False
-            copy_rows(source, src, region, offsets, nbytes, nrows)
-            if imms is None:
+            if reads:
+                copy_rows(region, there, mine, here, nbytes, nrows)
+            else:
+                copy_rows(mine, here, region, there, nbytes, nrows)
+            if batch.imm is None:
                 return True
-            self._hand_over(imms, nrows, sender)
+            self._hand_over(pick(batch.imm, rows), nrows, peer)
         self.waker()
         return True
-
-    def read_row(self, row: ReadRow, reader: bytes) -> Status:
-        """Copy the bytes of one read to the reader's memory, which has been checked."""
-        with self._lock:
-            if not self.alive or reader in self._fenced:
-                return Status.UNREACHABLE
-            region = self._readable.get(row.rkey)
-            if region is None:
-                return Status.REMOTE_KEY
-            offset = row.remote - region.base
-            if not region.holds(offset, row.nbytes):
-                return Status.REMOTE_RANGE
-            ctypes.memmove(row.local, region.origin + offset, row.nbytes)
-        return Status.OK
 
     def announce(self, imms: Column, count: int, sender: bytes = b"") -> None:
         """Hand over immediates whose bytes are here."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import cast
 
 from tep.backends.base import Opened
+from tep.checks import nearest
 from tep.errors import BackendUnavailable, UsageError
 
 __all__ = ["open_domains", "probe"]
@@ -23,11 +24,9 @@ def open_domains(**options: object) -> Opened:
     Raises:
         UsageError: no node, no clock, or an option besides them.
     """
-    unknown = sorted(options.keys() - {"node", "env"})
-    if unknown:
-        raise UsageError(
-            f"backend 'sim': unknown options {', '.join(unknown)}; it has node and env"
-        )
+    for name in sorted(options.keys() - {"node", "env"}):
+        near = nearest(name, ("node", "env"))
+        raise UsageError(f"sim: no option {name!r}; there are: node, env{near}")
     from tep.sim.clock import FabricEnv
     from tep.sim.driver import SimDriver, SimNode
 

@@ -68,8 +68,8 @@ def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
             ("tcp", 64 * KiB, 1.05),
             ("tcp", MiB, 1.05),
             ("shm", 4 * KiB, 2.5),
-            ("shm", 64 * KiB, None),
-            ("shm", MiB, None),
+            ("shm", 64 * KiB, 1.3),
+            ("shm", MiB, 1.3),
         ):
             rows = max(128, min(4096, 64 * MiB // size))
             window = max(4, min(1024, 4 * MiB // size))
@@ -77,7 +77,7 @@ def libfabric_figures(rounds: int = 15) -> Iterator[Figure]:
                 f"{provider} {_spell(size)}: CPU a write, both ends",
                 partial(_Pair, provider, size, rows),
                 partial(_C, program, "cpu", provider, size, rows, window),
-                aim=None if most is None else partial(operator.mul, most),
+                aim=partial(operator.mul, most),
             )
         for provider in ("tcp", "shm"):
             yield compare(

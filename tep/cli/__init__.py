@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from tep import __version__
-from tep.cli import bench, demo, doctor, info, kvcache, moe, reproduce, rl, sim
+from tep.cli import bench, demo, doctor, info, kvcache, moe, reproduce, rl, sim, top
 from tep.errors import TepError
 
 __all__ = ["app", "main"]
@@ -47,6 +47,8 @@ app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 app.command("moe")(moe.moe)
 app.command("reproduce")(reproduce.reproduce)
+app.command("stall")(top.stall)
+app.command("top")(top.top)
 app.add_typer(bench.app, name="bench")
 app.add_typer(kvcache.app, name="kvcache")
 app.add_typer(rl.app, name="rl")

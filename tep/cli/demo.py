@@ -142,16 +142,18 @@ def _loopback(data: U8, page_bytes: int, seed: int) -> Moved:
 
 
 def _chaos(data: U8, page_bytes: int, seed: int, trace: Path | None) -> Moved:
-    with Cluster(nodes=2, nics=(2, 4), seed=seed, trace=trace is not None) as cluster:
+    with Cluster(nodes=2, nics=(2, 4), seed=seed) as cluster:
+        seen = None if trace is None else cluster.trace()
         sender, receiver = cluster.engines
         moved = move_file(f"chaos, seed {seed}", (sender, receiver), data, page_bytes, seed=seed)
-        if trace is not None:
-            cluster.trace.write_perfetto(trace)
+        if seen is not None and trace is not None:
+            seen.stop().write(trace)
         return moved
 
 
 def _timing(data: U8, page_bytes: int, seed: int, profile: str, trace: Path | None) -> Moved:
-    with Cluster(nodes=2, profile=profile, seed=seed, trace=trace is not None) as cluster:
+    with Cluster(nodes=2, profile=profile, seed=seed) as cluster:
+        seen = None if trace is None else cluster.trace()
         sender, receiver = cluster.engines
         published = paged_gbps(profile, page_bytes)
         moved = move_file(
@@ -162,8 +164,8 @@ def _timing(data: U8, page_bytes: int, seed: int, profile: str, trace: Path | No
             seed=seed,
             published_gbps=published,
         )
-        if trace is not None:
-            cluster.trace.write_perfetto(trace)
+        if seen is not None and trace is not None:
+            seen.stop().write(trace)
         return moved
 
 

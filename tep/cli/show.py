@@ -28,6 +28,7 @@ __all__ = [
     "Seed",
     "busy",
     "emit_json",
+    "make_table",
     "print_table",
     "progress",
     "refuse_unused",
@@ -92,23 +93,33 @@ def emit_json(document: object) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
-    """Print rows of a table; each row maps a column's name to what stands there, None = nothing.
-
-    Columns of numbers are set to the right, all others to the left. On a terminal long texts are
-    folded; into a pipe a row is one line (or as many as its text has), without borders.
-    """
+def make_table(
+    columns: Sequence[str],
+    rows: Iterable[Mapping[str, object]],
+    lines: box.Box = box.HEAVY_HEAD,
+    *,
+    edge: bool = True,
+) -> Table:
+    """A table of rows as `print_table` takes them, to be drawn by rich."""
     cells = [["" if row.get(name) is None else str(row[name]) for name in columns] for row in rows]
-    terminal = sys.stdout.isatty()
-    table = Table(
-        box=box.HEAVY_HEAD if terminal else box.SIMPLE, show_edge=terminal, pad_edge=False
-    )
+    table = Table(box=lines, show_edge=edge, pad_edge=False)
     for k, name in enumerate(columns):
         texts = [Text.from_markup(row[k]).plain.strip() for row in cells]
         numbers = any(texts) and all(_NUMBER.fullmatch(text) for text in texts if text)
         table.add_column(name, justify="right" if numbers else "left", overflow="fold")
     for row in cells:
         table.add_row(*row)
+    return table
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Print rows of a table; each row maps a column's name to what stands there, None = nothing.
+
+    Columns of numbers are set to the right, all others to the left. On a terminal long texts are
+    folded; into a pipe a row is one line (or as many as its text has), without borders.
+    """
+    terminal = sys.stdout.isatty()
+    table = make_table(columns, rows, box.HEAVY_HEAD if terminal else box.SIMPLE, edge=terminal)
     console = Console(width=None if terminal else 1 << 14)
     console.print(title, style="bold", markup=False, highlight=False)
     if terminal:

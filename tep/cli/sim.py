@@ -238,7 +238,7 @@ def _swarm(seed: int, runs: int, *, trace: Path | None, lines: int, json: bool) 
                 break
             bar.advance(bar.task_ids[0])
     if trace is not None:
-        record.write_perfetto(trace)
+        record.picture().write(trace)
     digest = record.digest() if violation is None else None
     if json:
         emit_json(
@@ -280,7 +280,7 @@ def _hunt(place: str, cases: list[Case], *, trace: Path | None, json: bool) -> N
             violation = str(found)
             break
     if trace is not None:
-        record.write_perfetto(trace)
+        record.picture().write(trace)
     if json:
         emit_json({"violation": violation, "case": repr(case), "digest": record.digest()})
     else:

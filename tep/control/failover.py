@@ -332,7 +332,7 @@ class Failover:
     def close(self, error: TepError) -> None:
         """The engine is about to close: lost rows fail, and no more are kept."""
         group = self._group
-        group.failover, group.closing = False, error
+        group.failover = False
         for loss in tuple(group.losses):
             for lost in loss.rows:
                 lost.pending.transfer.failure = lost.pending.transfer.failure or error

@@ -410,16 +410,15 @@ class _Fences:
 def grant_lease(
     owner: LeaseOwner,
     leases: Leases,
-    mr: MrHandle,
+    view: MrHandle,
     link: Link,
     for_s: float,
-    where: tuple[int, int],
     access: Access,
     *,
     fence: bool,
 ) -> Grant:
-    """Make a lease of the (offset, length) `where`, which `engine.lease` has checked."""
-    start, nbytes = where
+    """Make a lease of a region or a view of one, which `engine.lease` has checked."""
+    mr = view.root
     rights = Access.TARGET | Access.READABLE
     if not access & rights or access & ~rights:
         raise BadRequest(
@@ -429,12 +428,10 @@ def grant_lease(
         raise BadRequest(f"lease: {mr!r} was registered without Access.TARGET; nobody may write")
     if access.readable and not mr.access.readable:
         raise BadRequest(f"lease: {mr!r} was registered without Access.READABLE; nobody may read")
-    desc = msgspec.structs.replace(
-        mr.desc[start : start + nbytes], writable=access.target, readable=access.readable
-    )
+    desc = msgspec.structs.replace(view.desc, writable=access.target, readable=access.readable)
     holder = link.addr.domains[0]
     lease = Lease(desc, leases.next_number(), holder, _for_ns(for_s, "lease"))
-    grant = Grant(owner, leases, lease, link, mr, start, fence=fence)
+    grant = Grant(owner, leases, lease, link, mr, view.start, fence=fence)
     owner.run(lambda: leases.grant(grant))
     return grant
 

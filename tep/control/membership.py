@@ -9,6 +9,7 @@ refers to it has ended.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -59,6 +60,16 @@ class PeerChange(Enum):
     RESTARTED = "restarted"
     NIC_LOST = "NIC lost"
     NIC_BACK = "NIC back"
+
+
+_TOLD: Final = {
+    PeerChange.LOST: ("peer_lost", logging.WARNING),
+    PeerChange.BACK: ("peer_back", logging.INFO),
+    PeerChange.RESTARTED: ("peer_restarted", logging.WARNING),
+    PeerChange.NIC_LOST: ("peer_nic_lost", logging.WARNING),
+    PeerChange.NIC_BACK: ("peer_nic_back", logging.INFO),
+}
+"""How the journal calls each change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,8 +287,12 @@ class Membership:
         self.busy = bool(self._leaving) or self._due_ns is not None
 
     def _emit(self, peer: Peer, kind: PeerChange, reason: str, nic: int | None = None) -> None:
+        addr = peer.link.addr
+        event, level = _TOLD[kind]
+        which = "peer" if nic is None else f"NIC {nic} of peer"
+        text = f"{which} {addr.name} (epoch {addr.epoch}): {kind.value}: {reason}"
+        self._group.journal.say(event, text, level)
         if self.callbacks:
-            addr = peer.link.addr
             self.events.append(
                 PeerEvent(peer=addr.name, epoch=addr.epoch, kind=kind, reason=reason, nic=nic)
             )

@@ -2,12 +2,13 @@
 
 The receiver's half is `failures`. A peer is told as soon as it can be reached, by lists of
 immediates: how many of each were to come, and how many came, which it does not count any more.
-Rule 1: a list keeps its serial however often it is sent, so that it is applied once. Rule 2: if
-some of an immediate arrived, or may still, a later transfer of it to that peer is held until the
-peer knows of the failure, since it could not tell the arrivals apart. Rule 3: if rows of the failed
-one may still land, it is held until the peer has fenced their paths, has said what landed, and has
-opened them again. Rule 4: it is not held for ever: if the peer does not answer it fails, as its
-rows would.
+Rule 1: a list keeps its serial however often it is sent, so that it is applied once. Rule 2: a
+later transfer of an immediate to that peer is held until the peer knows of the failure, since it
+could not tell the arrivals apart, nor whether they came before the news. If nothing arrived, and
+the news is not on its way, the later transfer goes at once, and the news is dropped. Rule 3: if
+rows of the failed one may still land, it is held until the peer has fenced their paths, has said
+what landed, and has opened them again. Rule 4: it is not held for ever: if the peer does not answer
+it fails, as its rows would.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from tep.api import EngineOptions
@@ -116,14 +117,30 @@ class _Owed:
         """Whether an answer of the peer is awaited."""
         return any(each.out for each in self.lists.values())
 
-    def has(self, imm: int, *, late: bool) -> bool:
-        """Whether the peer was not told yet that some of an immediate came, or may still come.
+    def is_to_wait(self, imm: int) -> bool:
+        """Whether a later transfer of an immediate has to wait until the peer was told.
 
-        `late`: also if none came for certain.
+        If nothing of it came or may come, the later one makes up for it: then the news is dropped,
+        unless it is on its way.
         """
-        _, *fresh = self.new.get(imm, ("", 0, 0, 0))
-        lists = (each.imms.get(imm, (0, 0, 0)) for each in self.lists.values())
-        return any(numbers[1] or (late and numbers[2]) for numbers in (fresh, *lists))
+        numbers = self.new.get(imm)
+        wait = numbers is not None and any(numbers[2:])
+        if numbers is not None and not wait:
+            del self.new[imm]
+        for each in self.lists.values():
+            if imm not in each.imms:
+                continue
+            if each.out or any(each.imms[imm][1:]):
+                wait = True
+            else:
+                del each.imms[imm]
+        return wait
+
+    def close(self, each: _List) -> None:
+        """A list has been taken, or is empty."""
+        del self.lists[each.serial]
+        while self.window and self.window[0] not in self.lists:
+            self.window.popleft()
 
 
 class Telling:
@@ -178,6 +195,8 @@ class Telling:
         reason = "it was cancelled" if failure is None else str(failure)
         for link, imms in shortfalls(transfer, len(self._group.domains)).items():
             if link.current:
+                text = f"{link.addr.name} is told that {len(imms)} immediates do not come: {reason}"
+                self._group.journal.say("shortfall", text)
                 owed = self._at(link)
                 owed.why = owed.why or reason
                 for imm, short in imms.items():
@@ -239,12 +258,18 @@ class Telling:
         return owed is not None
 
     def _hold(self, transfer: Transfer) -> _Owed | None:
-        for link, imms in _towards(transfer.job):
-            owed = self.owed.get(link)
-            if owed is not None and link.current and self._must_wait(link, owed, imms):
+        for link, owed, imms in self._owing(transfer):
+            if self._must_wait(link, owed, imms):
                 owed.held[transfer] = None
                 return owed
         return None
+
+    def _owing(self, transfer: Transfer) -> Iterator[tuple[Link, _Owed, Iterable[int]]]:
+        """The targets of a transfer to whom something is owed, with the immediates for them."""
+        for link, imms in _towards(transfer.job):
+            owed = self.owed.get(link)
+            if owed is not None and link.current:
+                yield link, owed, imms
 
     def _must_wait(self, link: Link, owed: _Owed, imms: Iterable[int]) -> bool:
         """Whether a transfer with these immediates has to wait for a peer."""
@@ -255,8 +280,7 @@ class Telling:
             owed.clearing[path] = False
             self._wake(owed)
         owed.paths = {path: left for path, left in owed.paths.items() if left}
-        late = self._failover.able
-        if unsure or any(owed.has(imm, late=late) for imm in imms):
+        if unsure or any(owed.is_to_wait(imm) for imm in imms):
             return True
         # While the last path is fenced nothing can be sent, whatever its immediate.
         ours = [nic for nic, alive in enumerate(self._group.alive) if alive]
@@ -338,7 +362,9 @@ class Telling:
             owed.lists[fresh.serial] = fresh
             owed.window.append(fresh.serial)
         for each in tuple(owed.lists.values()):
-            if not each.out:
+            if not each.imms:
+                owed.close(each)
+            elif not each.out:
                 each.out = True
                 self._ask(link, owed, each)
         self._settle(link, owed)
@@ -371,9 +397,7 @@ class Telling:
                 each.refused += 1
                 self._wake(owed, _RETRY_S)
                 return
-            del owed.lists[each.serial]
-            while owed.window and owed.window[0] not in owed.lists:
-                owed.window.popleft()
+            owed.close(each)
             if owed.new:
                 self._wake(owed)
             self._settle(link, owed)
@@ -439,10 +463,13 @@ class Telling:
         text = f"{name} could not be told that earlier transfers with this immediate failed"
         text += f" ({owed.why}): {why}"
         held, owed.held = owed.held, {}
-        owed.clearing.clear()
         for transfer in held:
-            error = FabricError(f"{transfer.job.kind}: {text}", code="UNREACHABLE", peer=name)
-            self._group.lose(transfer, transfer.rows, error)
+            if any(self._must_wait(*each) for each in self._owing(transfer)):
+                error = FabricError(f"{transfer.job.kind}: {text}", code="UNREACHABLE", peer=name)
+                self._group.lose(transfer, transfer.rows, error)
+            else:
+                self._start(transfer)
+        owed.clearing.clear()
         if owed.asks:
             return  # another list may arrive
         owed.tries += 1

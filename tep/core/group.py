@@ -16,10 +16,11 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from typing import Final, cast
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.core.events import Event, PeerNicDown, PeerRestarted
+from tep.core.journal import Journal
 from tep.core.path import FarEnds, Link, Path, PathEvent, Routes
 from tep.core.pending import (
     NO_IMM,
@@ -33,20 +34,18 @@ from tep.core.pending import (
     on_lanes,
     pick,
     row_error,
-    shifted,
     template_of,
     varies,
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
-from tep.core.region import Job, Remote, Targets, Template, Way
+from tep.core.ready import Dealt, Part, Ready
+from tep.core.region import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
 from tep.errors import FabricError, TepError
 
 __all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "not_made_good"]
-
-_log = logging.getLogger("tep")
 
 _TURNS_MAX: Final = 64
 """Batches offered to one NIC in one step: limited, so that posting cannot starve polling."""
@@ -97,6 +96,7 @@ class DomainGroup:
         acks: the sums of acknowledged immediates of all paths; None: there is no failover.
         events: what was found out about peers, for those that handle it.
         far_ends: the records of paths by address.
+        journal: where faults are told.
         routes: changes with the state of any NIC or path.
     """
 
@@ -107,6 +107,7 @@ class DomainGroup:
         *,
         failover: bool = False,
         why_not: str | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.domains = domains
         self.alive = [True] * len(domains)
@@ -120,9 +121,11 @@ class DomainGroup:
         self._rows_max = rows_max
         self._shares = len(domains) > 1
         self.in_doubt = 0
-        self.routes = Routes()
+        self.journal = Journal() if journal is None else journal
+        self.routes = Routes(self.journal)
         self._ctx = 0
         self._cursor = 0
+        self._is_offered = False  # post() has done its work of this step
         self.failover = failover
         self.why_not = why_not
         self.closing: TepError | None = None
@@ -222,9 +225,7 @@ class DomainGroup:
                 src = pick(src, rows)
             nbytes, total = part.sizes(job)
             lkey = 0 if job.mr is None else job.mr.keys[domain].lkey
-            dst: Column = part.places(job.dst)
-            if job.dst_shift:
-                dst = shifted(dst, job.dst_shift)
+            dst = part.places(job.dst)
             batch = WriteBatch(part.n, part.peer, src, lkey, dst, part.rkey, nbytes, job.imm, 0)
             pending = Pending(transfer, domain, batch, part.remotes, part.nics)
             pending.nbytes = total
@@ -278,6 +279,7 @@ class DomainGroup:
     def _push(self, pending: Pending) -> None:
         batch = pending.batch
         self._ctx = ctx = self._ctx + 1
+        # As _enter(), without the call.
         batch.ctx = ctx
         self.batches[ctx] = pending
         transfer = pending.transfer
@@ -286,11 +288,16 @@ class DomainGroup:
         self._queues[pending.domain].append(pending)
         self.backlog += batch.n
 
-    def enter(self, pending: Pending) -> None:
-        """Know a batch of reads, which `tep.core.reads` queues and posts."""
-        self._ctx = pending.batch.ctx = ctx = self._ctx + 1
+    def _enter(self, pending: Pending, ctx: int) -> None:
+        """Know a batch by its number."""
+        pending.batch.ctx = ctx
         self.batches[ctx] = pending
         pending.older, pending.transfer.queued = pending.transfer.queued, pending
+
+    def enter(self, pending: Pending) -> None:
+        """Know a batch of reads, which `tep.core.reads` queues and posts."""
+        self._ctx += 1
+        self._enter(pending, self._ctx)
         self.queued_reads += pending.batch.n
 
     def enqueue_imm(self, transfer: Transfer, remote: Remote, imm: int | None) -> None:
@@ -308,23 +315,106 @@ class DomainGroup:
             raise FabricError(text, code="UNREACHABLE", peer=name)
         return found
 
+    # ------------------------------------------------------------------ prepared writes
+
+    def dealt(self, job: Ready) -> Dealt | None:
+        """How a prepared write is dealt out now, if it was dealt out so before."""
+        return job.laid.find(self._cursor, self.routes.version)
+
+    def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
+        """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
+        cursor, version = self._cursor, self.routes.version
+        self.start(transfer)
+        if version != self.routes.version or transfer.queued is None or transfer.is_ending():
+            return
+        made = cast("list[Pending]", list(transfer.batches()))
+        if not (self._shares and any(map(_is_long, made))):
+            job.laid.learn(cursor, job, transfer, self._cursor)
+
+    def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
+        """start() of a prepared write; also post() if it is `alone`, without a backlog."""
+        self._cursor = dealt.cursor
+        columns, imm, base = dealt.at(job.here, job.there), job.imm, self._ctx
+        if not alone:
+            for part in dealt.parts:
+                self._push(_of_part(transfer, part, columns, imm))
+            return
+        self._ctx = base + len(columns)
+        for part in dealt.by_nic:
+            place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
+            src, dst = columns[place]
+            # As _of_part() and _enter(), without the calls.
+            ctx = base + place + 1
+            batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, ctx)
+            pending = Pending(transfer, domain, batch, remotes, nics)
+            pending.nbytes = total
+            pending.older = transfer.queued
+            transfer.queued = self.batches[ctx] = pending
+            try:
+                taken = self.domains[domain].post(batch, 0, n)
+            except (OSError, MemoryError) as error:
+                self._go_on(pending, 0, dealt, columns, error)
+                return
+            if taken != n:
+                self._go_on(pending, taken, dealt, columns)
+                return
+            pending.at = n
+            self.outstanding[domain] += n
+            self.rows[domain] += n
+            self.nbytes[domain] += total
+            transfer.nic_rows[domain] += n
+            transfer.nic_bytes[domain] += total
+
+    def _go_on(
+        self,
+        pending: Pending,
+        taken: int,
+        dealt: Dealt,
+        columns: list[tuple[Column, Column]],
+        error: OSError | MemoryError | None = None,
+    ) -> None:
+        """A NIC did not take all of a batch that was in no queue: go on as post() would."""
+        domain, transfer = pending.domain, pending.transfer
+        queue = self._queues[domain]
+        base = self._ctx - len(columns) + 1
+        places = [part.place for part in dealt.by_nic]
+        rest = dealt.by_nic[places.index(pending.batch.ctx - base) + 1 :]
+        for part in rest:
+            waiting = _of_part(transfer, part, columns, pending.batch.imm)
+            self._enter(waiting, base + part.place)
+            self._queues[waiting.domain].append(waiting)
+        queue.append(pending)
+        self.backlog += pending.batch.n + sum(part.n for part in rest)
+        if error is not None:
+            self.give_up(domain, error)
+        else:
+            if taken:
+                self._take(pending, domain, taken)
+            if taken or self.outstanding[domain] < self.domains[domain].caps.sq_depth:
+                self._post_on(domain, queue, refused=int(not taken))
+        self.post(domain + 1)
+        self._is_offered = self.backlog > 0
+
     # ------------------------------------------------------------------ posting
 
-    def post(self) -> bool:
-        """Offer each NIC its queued batches in turn; True if one took a row."""
+    def post(self, first: int = 0) -> bool:
+        """Offer each NIC from `first` on its queued batches in turn; True if one took a row."""
+        if first == 0 and self._is_offered:  # by start_ready(), in this step
+            self._is_offered = False
+            return False
         work = False
         self.offered = self.backlog
         for domain, queue in enumerate(self._queues):
-            if queue:
+            if queue and domain >= first:
                 work |= self._post_on(domain, queue)
         # A NIC is full. If another one has nothing left to do, the links are not equally fast.
         if self.backlog >= _SHARED_ROWS and not all(self._queues):
             work |= self._share_backlog()
         return work
 
-    def _post_on(self, domain: int, queue: deque[Pending]) -> bool:
+    def _post_on(self, domain: int, queue: deque[Pending], refused: int = 0) -> bool:
+        """Offer a NIC its queue; of the last `refused` batches of it nothing was taken just now."""
         nic, work = self.domains[domain], False
-        refused = 0  # consecutive batches of which nothing was taken
         for _ in range(_TURNS_MAX):
             if refused >= len(queue):
                 break
@@ -359,25 +449,31 @@ class DomainGroup:
                 queue.rotate(-1)
                 continue
             refused, work = 0, True
-            at = start + taken
-            pending.at = at
-            self.outstanding[domain] += taken
-            self.backlog -= taken
-            nbytes = batch.nbytes
-            if not isinstance(nbytes, int):
-                nbytes = pending.sum_bytes(start, at)
-            elif taken > 1:
-                nbytes *= taken
-            self.rows[domain] += taken
-            self.nbytes[domain] += nbytes
-            pending.transfer.count_posted(domain, taken, nbytes)
-            if at < pending.stop:
+            self._take(pending, domain, taken)
+            if pending.at < pending.stop:
                 queue.rotate(-1)
                 continue
             queue.popleft()
             if not queue:
                 break
         return work
+
+    def _take(self, pending: Pending, domain: int, taken: int) -> None:
+        """A NIC has taken rows of a batch that is in its queue."""
+        at = pending.at + taken
+        nbytes = pending.batch.nbytes
+        if not isinstance(nbytes, int):
+            nbytes = pending.sum_bytes(pending.at, at)
+        elif taken > 1:
+            nbytes *= taken
+        pending.at = at
+        self.outstanding[domain] += taken
+        self.backlog -= taken
+        self.rows[domain] += taken
+        self.nbytes[domain] += nbytes
+        transfer = pending.transfer
+        transfer.nic_rows[domain] += taken
+        transfer.nic_bytes[domain] += nbytes
 
     # ------------------------------------------------------------------ sharing long batches
     #
@@ -457,13 +553,11 @@ class DomainGroup:
         """Take back `count` rows of batch `ctx` from a NIC."""
         pending = self.batches[ctx]
         assert pending.domain == domain, (pending.domain, domain)
-        pending.back += count
-        assert pending.back <= pending.at, (
-            f"NIC {domain} returned more rows of batch {ctx} than it took"
-        )
+        pending.back = back = pending.back + count
+        assert back <= pending.at, f"NIC {domain} returned more rows of batch {ctx} than it took"
         self.outstanding[domain] -= count
         transfer = pending.transfer
-        over = pending.back == pending.stop  # else the batch is over when its rest is cut off
+        over = back == pending.stop  # else the batch is over when its rest is cut off
         held = status != _OK and self._fail_rows(pending, count, status, row)
         if not held:
             transfer.left -= count
@@ -638,11 +732,15 @@ class DomainGroup:
 
     # ------------------------------------------------------------------ failing over
 
-    def nic_down(self, domain: int) -> None:
-        """One of our NICs is gone: move its queued rows to the others."""
+    def nic_down(self, domain: int, error: BaseException | None = None) -> None:
+        """One of our NICs is gone, perhaps by an error: move its queued rows to the others."""
         if self.alive[domain]:
             self.alive[domain] = False
             self.routes.version += 1
+            why, up = "" if error is None else f": {error}", sum(self.alive)
+            text = f"NIC {domain} ({self.domains[domain].caps.nic}) is down{why}; {up} are left"
+            level = logging.WARNING if error is None else logging.ERROR
+            self.journal.say("nic_down", text, level, error)
             self._reroute(lambda pending: pending.domain == domain)
 
     def give_up(self, domain: int, error: OSError | MemoryError) -> bool:
@@ -652,9 +750,7 @@ class DomainGroup:
         """
         if isinstance(error, OSError) and error.errno == errno.EINTR:
             return False
-        if self.alive[domain]:
-            _log.error("NIC %s is down: %s", self.domains[domain].caps.nic, error, exc_info=error)
-            self.nic_down(domain)
+        self.nic_down(domain, error)
         return True
 
     def lost(self, domain: int) -> None:
@@ -699,14 +795,16 @@ class DomainGroup:
         """Queue one row again on a path that works.
 
         Its bytes are written if a retransmission waits for them, else its immediate is sent without
-        bytes. If no path is left, it fails with `error`.
+        bytes. If no path is left, it fails with `error`; while the engine closes, with that.
         """
         try:
+            if self.closing is not None:  # nobody would post it
+                raise self.closing
             self.first_alive()
             fresh = self._moved(old, row, row + 1, turn=1)  # our NIC may be the one that failed
             fresh.tries = old.tries + 1
         except TepError:
-            self.lose(old.transfer, 1, error)
+            self.lose(old.transfer, 1, self.closing or error)
             if retransmission is not None:
                 self.finish_retransmission(retransmission)
             return
@@ -739,6 +837,18 @@ class DomainGroup:
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
         routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])
+
+
+def _of_part(
+    transfer: Transfer, part: Part, columns: list[tuple[Column, Column]], imm: Column | None
+) -> Pending:
+    """A batch of a prepared write, without a number."""
+    place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
+    src, dst = columns[place]
+    batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, 0)
+    pending = Pending(transfer, domain, batch, remotes, nics)
+    pending.nbytes = total
+    return pending
 
 
 def _drop_ended(queue: deque[Pending]) -> None:

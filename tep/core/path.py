@@ -10,11 +10,13 @@ by address.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Final, Protocol
 
 from tep.backends.base import Domain
+from tep.core.journal import Journal
 from tep.core.sums import PathSums
 from tep.errors import FabricError
 from tep.wire import NetAddr
@@ -78,6 +80,14 @@ TRANSITIONS: Final[Mapping[tuple[PathState, PathEvent], PathState]] = {
     (_REOPENING, PathEvent.OPENED): _UP,
 }
 """All changes that may happen. Any other is a bug: `Path.to` asserts."""
+
+
+_TOLD: Final = {
+    _SUSPECT: ("failover", logging.WARNING),
+    _FENCED: ("fence", logging.INFO),
+    _UP: ("reopen", logging.INFO),
+}
+"""How the journal calls it that a path gets into a state."""
 
 
 class Rows(Protocol):
@@ -150,6 +160,10 @@ class Path:
             self.link.routes.version += 1
         if event is PathEvent.FENCED:
             self.fences += 1
+        if now is not was and (told := _TOLD.get(now)) is not None:
+            kind, level = told
+            where = f"NIC {self.domain} to NIC {self.nic} of {self.link.addr.name}"
+            self.link.routes.journal.say(kind, f"path {where}: {event.value}", level)
 
 
 class Routes:
@@ -157,12 +171,14 @@ class Routes:
 
     Attributes:
         version: how often it has changed which NICs and paths rows are sent over.
+        journal: where changes of paths are told.
     """
 
-    __slots__ = ("version",)
+    __slots__ = ("journal", "version")
 
-    def __init__(self) -> None:
+    def __init__(self, journal: Journal | None = None) -> None:
         self.version = 0
+        self.journal = Journal() if journal is None else journal
 
 
 class Link:

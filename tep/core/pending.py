@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
 from tep.core.path import Link, Path
-from tep.core.region import Remote, Targets, Template
+from tep.core.region import Remote, Targets, Template, shifted
 from tep.core.transfer import Message, Queued, Transfer
 from tep.errors import FabricError
 
@@ -33,7 +33,6 @@ __all__ = [
     "on_lanes",
     "pick",
     "row_error",
-    "shifted",
     "template_of",
     "varies",
 ]
@@ -221,16 +220,6 @@ def as_slice(rows: list[int]) -> slice | npt.NDArray[np.int64]:
 def cut_column(column: Column | None, start: int, stop: int) -> Column | None:
     """Rows start..stop of a column, if there is one."""
     return column if column is None or isinstance(column, int) else column[start:stop]
-
-
-def shifted(column: Column | None, shift: int) -> Column:
-    """A column of addresses, all moved by the same distance, which may be negative."""
-    assert column is not None
-    if isinstance(column, int):
-        return column + shift
-    # Unsigned arithmetic wraps, so a negative shift is the addition of its complement. An array of
-    # no dimension adds in half of the time that a scalar needs.
-    return np.add(column, np.array(shift % 2**64, np.uint64)) if shift else column
 
 
 def row_error(domain: Domain, pending: Pending, row: int, status: int) -> FabricError:

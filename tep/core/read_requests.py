@@ -7,19 +7,20 @@ the owner. Nothing here queues or posts.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from tep.api import GatherSrc, Pages, Routing
+from tep.api import Pages, Routing
 from tep.backends.base import Column
 from tep.checks import check_int, shown
 from tep.core.imm import check_imm
 from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, plan_single
-from tep.core.region import Job, MrHandle, Remote, Targets, check_source
+from tep.core.region import Job, MrHandle, Remote, Targets, check_source, shifted
 from tep.core.requests import (
+    Slices,
     _addresses,
     _check_pages,
     _check_range,
@@ -54,11 +55,12 @@ class ReadJob(Job):
 
     __slots__ = ("after", "leased", "owner_imm", "owners")
     is_read = True
+    is_plain = False
 
     def __init__(
         self,
         kind: str,
-        mr: MrHandle,
+        mr: MrHandle | None,
         remotes: Remote | Targets,
         columns: tuple[Column, Column, Column],
         imm: int | None,
@@ -74,6 +76,14 @@ class ReadJob(Job):
         self.after: Pending | None = None
         super().__init__(kind, mr, remotes, columns, None, n + self.owners, total, longest, routing)
         self.split = kind == "single read" or (kind == "gather" and routing.scatter_by == "bytes")
+
+    def moved(self, here: int, there: int, imm: Column | None) -> ReadJob:
+        """The same read elsewhere, with this immediate for the owners."""
+        assert imm is None or isinstance(imm, int)
+        columns = shifted(self.src, here), shifted(self.dst, there), self.nbytes
+        n = self.n - self.owners
+        same = n, self.total, self.longest, self.routing
+        return ReadJob(self.kind, self.mr, self.remotes, columns, imm, *same)
 
 
 def check_sink(mr: object, owner: object, what: str) -> None:
@@ -174,8 +184,8 @@ def paged_read_job(
 
 def gather_job(
     mr: MrHandle,
-    srcs: Sequence[GatherSrc],
-    resolve: Callable[[Sequence[Target]], Targets],
+    slices: Slices,
+    targets: Targets,
     imm: int | None,
     routing: Routing,
     nlocal: int,
@@ -183,25 +193,20 @@ def gather_job(
     """Check a gather: one slice of each source comes to one place of the destination region.
 
     Raises:
-        BadRequest: no slices, or one outside its region, destination slices that overlap, an
-            immediate beyond 32 bits, or a NIC that is not there.
+        BadRequest: a slice outside its region, destination slices that overlap, an immediate
+            beyond 32 bits, or a NIC that is not there.
     """
     verb = "submit_gather"
-    try:
-        parts = [(nbytes, here, desc, there) for nbytes, here, (desc, there) in srcs]
-    except (TypeError, ValueError):
-        form = "a slice is tep.GatherSrc(nbytes, dst, (descriptor, offset))"
-        raise BadRequest(f"{verb}: srcs={shown(srcs)} is no list of slices; {form}") from None
     _check_routing(verb, routing, nlocal)
     if routing.scatter_by == "peers":
         _refuse_shards(verb, routing, "it needs scatter_by='bytes'")
-    targets = resolve([desc for _, _, desc, _ in parts])
     rows = []
-    for k, (remote, part) in enumerate(zip(targets.remotes, parts, strict=True)):
+    each = zip(targets.remotes, slices.lengths, slices.here, slices.there, strict=True)
+    for k, (remote, *part) in enumerate(each):
         what = f"{verb}: slice {k}"
         nbytes = check_int(f"{what}: nbytes", part[0])
         here = check_int(f"{what}: dst", part[1])
-        there = check_int(f"{what}: source offset", part[3])
+        there = check_int(f"{what}: source offset", part[2])
         _check_range(what, "destination", here, nbytes, mr.memory.nbytes, mr)
         _check_range(what, "source", there, nbytes, remote.nbytes, remote.desc)
         if nbytes > ROW_BYTES_MAX and routing.scatter_by == "peers":
@@ -213,8 +218,8 @@ def gather_job(
     sinks, places, lengths = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
     n = len(rows)
     if routing.scatter_by == "bytes":
-        each = zip((row[2] for row in rows), targets.nics, strict=True)
-        n = sum(len(plan_single(nbytes, nlocal, nics, 0, routing).shares) for nbytes, nics in each)
+        cut = zip((row[2] for row in rows), targets.nics, strict=True)
+        n = sum(len(plan_single(nbytes, nlocal, nics, 0, routing).shares) for nbytes, nics in cut)
     total, longest = sum(row[2] for row in rows), max(row[2] for row in rows)
     columns = (sinks, places, lengths)
     return ReadJob("gather", mr.root, targets, columns, imm, n, total, longest, routing)

@@ -17,10 +17,10 @@ from tep.api import EngineOptions
 from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
 from tep.core.events import PeerRestarted
 from tep.core.group import DomainGroup, not_made_good
-from tep.core.pending import Pending, cut_column, ints, row_error, shifted
+from tep.core.pending import Pending, cut_column, ints, row_error
 from tep.core.plan import lanes, plan_paged, plan_single, plan_targets
 from tep.core.read_requests import ReadJob
-from tep.core.region import Remote
+from tep.core.region import Remote, shifted
 from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
 
@@ -238,7 +238,8 @@ class Reads:
         nbytes = pending.sum_bytes(start, pending.at)
         self.rows[domain] += taken
         self.nbytes[domain] += nbytes
-        pending.transfer.count_posted(domain, taken, nbytes)
+        pending.transfer.nic_rows[domain] += taken
+        pending.transfer.nic_bytes[domain] += nbytes
 
     # ------------------------------------------------------------------ completing
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -15,27 +16,18 @@ import numpy.typing as npt
 
 from tep.api import Routing
 from tep.backends.base import Access, Column, Domain, DomainKey
-from tep.checks import check_slice, unpicklable
+from tep.checks import unpicklable
 from tep.core.path import Link
 from tep.core.quarantine import Quarantine
 from tep.errors import BadRequest, ClosedError
 from tep.memory import Memory
+from tep.views import Axis0, check_slice
 from tep.wire import MrDesc
 
 __all__ = [
-    "Job",
-    "MrHandle",
-    "MrView",
-    "PeerLease",
-    "Places",
-    "Remote",
-    "Targets",
-    "Template",
-    "Way",
-    "check_source",
-    "deregistered",
-    "register",
-]
+    "Job", "MrHandle", "MrView", "PeerLease", "Places", "Remote", "Targets", "Template", "Way",
+    "check_source", "deregistered", "register", "shifted", "summand",
+]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
 
@@ -107,10 +99,20 @@ class MrHandle:
         """A view of some of the bytes, by numpy's rules for slices.
 
         It stands wherever a region does as a source, in `lease`, and its `desc` is that of these
-        bytes. It counts bytes, whatever was registered: descriptors of peers know of no shapes.
+        bytes. It counts bytes, whatever was registered; `axis0` counts entries of an array.
         """
-        start, stop = check_slice("mr", part, self.memory.nbytes)
-        return MrView(self.root, self.start + start, self.start + stop)
+        return self._view(*check_slice("mr", part, self.memory.nbytes), 1)
+
+    @property
+    def axis0(self) -> Axis0[MrHandle]:
+        """Views by the first axis of the array that was registered: of KV blocks, `mr.axis0[3:5]`.
+
+        Of anything that is no array an entry is one byte.
+        """
+        return Axis0(self, "mr", self.memory.nbytes, self.memory.stride, self._view)
+
+    def _view(self, start: int, stop: int, stride: int) -> MrView:
+        return MrView(self.root, self.start + start, self.start + stop, stride)
 
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
@@ -133,16 +135,15 @@ class MrView(MrHandle):
 
     __slots__ = ("root", "start")
 
-    def __init__(self, root: MrHandle, start: int, stop: int) -> None:
+    def __init__(self, root: MrHandle, start: int, stop: int, stride: int) -> None:
         whole = root.memory
         self.root = root  # type: ignore[misc]  # a slot here, a property there
         self.start = start  # type: ignore[misc]  # a slot here, a property there
         self.owner, self.access, self.keys = root.owner, root.access, root.keys
-        self.memory = Memory(
-            whole.ptr + start, stop - start, whole.device, whole.readonly, whole.owner
-        )
+        what = whole.device, whole.readonly, whole.owner
+        self.memory = Memory(whole.ptr + start, stop - start, *what, stride=stride)
         self.ptr = np.array(self.memory.ptr, np.uint64)
-        self.desc = root.desc[start:stop]
+        self.desc = root.desc._view(start, stop, stride)
 
     @property
     def closed(self) -> bool:  # type: ignore[override]  # the region's
@@ -293,14 +294,13 @@ class Job:
         longest: no row is longer; bytes. `longest_row` is exact.
         routing: which NICs.
         split: the columns are whole writes that NICs share; `shares_of` makes their rows.
-        dst_shift: of several targets, if not split: is added to each of `dst`, bytes. A prepared
-            scatter moves so, and its column stays the one that the templates know.
+        is_plain: it is neither a read nor a prepared write.
     """
 
     is_read = False
+    is_plain = True
     __slots__ = (
         "dst",
-        "dst_shift",
         "imm",
         "kind",
         "lengths",
@@ -327,9 +327,7 @@ class Job:
         longest: int,
         routing: Routing,
         lengths: tuple[int, ...] = (),
-        dst_shift: int = 0,
     ) -> None:
-        self.dst_shift = dst_shift
         self.kind = kind
         self.mr = mr
         self.remotes = remotes
@@ -342,11 +340,37 @@ class Job:
         self.split = kind == "single" or (kind == "scatter" and routing.scatter_by == "bytes")
         self.lengths = lengths
 
+    def moved(self, here: int, there: int, imm: Column | None) -> Job:
+        """The same request so many bytes further here and there, with this immediate."""
+        columns = shifted(self.src, here), shifted(self.dst, there), self.nbytes
+        rest = self.n, self.total, self.longest, self.routing, self.lengths
+        return Job(self.kind, self.mr, self.remotes, columns, imm, *rest)
+
     def forget(self) -> None:
         """Let no later request find this one, whose memory was given back."""
         remote = self.remotes
         if isinstance(remote, Remote) and remote.steady is not None and remote.steady[1] is self:
             remote.steady = None
+
+
+def shifted(column: Column | None, shift: int) -> Column:
+    """A column of addresses, all moved by the same distance, which may be negative."""
+    assert column is not None
+    if isinstance(column, int):
+        return column + shift
+    return np.add(column, summand(shift)) if shift else column
+
+
+@lru_cache(maxsize=1024)
+def summand(shift: int) -> U64:
+    """What to add to a column of addresses.
+
+    Unsigned arithmetic wraps, so a negative shift is the addition of its complement. An array of no
+    dimension adds in half of the time that a scalar needs.
+    """
+    found = np.array(shift % 2**64, np.uint64)
+    found.flags.writeable = False
+    return found
 
 
 class Template:

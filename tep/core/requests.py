@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import Pages, Routing, ScatterDst
+from tep.api import GatherSrc, Pages, Routing, ScatterDst
 from tep.backends.base import Column
 from tep.checks import check_int, check_kind, shown
 from tep.core.imm import check_imm
@@ -150,40 +150,50 @@ def paged_job(
 
 
 class Slices(NamedTuple):
-    """A scatter's slices as columns, one value a target; nothing is checked yet."""
+    """The slices of a scatter or gather as columns; nothing is checked yet.
+
+    Attributes:
+        lengths: bytes of each.
+        here: offset of each in the region here.
+        descs: the region of each at a peer.
+        there: offset of each in that region.
+    """
 
     lengths: tuple[int, ...]
-    sources: tuple[int, ...]
+    here: tuple[int, ...]
     descs: tuple[Target, ...]
-    offsets: tuple[int, ...]
+    there: tuple[int, ...]
 
 
-def slices_of(dsts: Sequence[ScatterDst]) -> Slices:
-    """Turn a list of slices into columns.
+def slices_of(listed: Sequence[ScatterDst] | Sequence[GatherSrc], *, reads: bool = False) -> Slices:
+    """Turn a list of slices into columns; `reads`: it is a gather's.
 
     Raises:
         BadRequest: something in it is no slice.
     """
     try:
-        if not dsts:
+        if not listed:
             return Slices((), (), (), ())
-        lengths, sources, places = zip(*dsts, strict=True)
-        return Slices(lengths, sources, *zip(*places, strict=True))
+        lengths, here, places = zip(*listed, strict=True)
+        return Slices(lengths, here, *zip(*places, strict=True))
     except (TypeError, ValueError):
-        raise _no_slices(dsts) from None
+        raise _no_slices(listed, reads=reads) from None
 
 
-def _no_slices(dsts: object) -> BadRequest:
+def _no_slices(listed: object, *, reads: bool) -> BadRequest:
     """Which of the slices is none."""
-    form = "a slice is tep.ScatterDst(nbytes, src, (descriptor, offset))"
-    if not isinstance(dsts, list | tuple):
-        return BadRequest(f"submit_scatter: dsts={shown(dsts)} is no list of slices; {form}")
-    for k, dst in enumerate(dsts):
+    verb, name, kind, at = (
+        ("submit_gather", "srcs", "GatherSrc", "dst")
+        if reads
+        else ("submit_scatter", "dsts", "ScatterDst", "src")
+    )
+    form = f"a slice is tep.{kind}(nbytes, {at}, (descriptor, offset))"
+    for k, one in enumerate(listed if isinstance(listed, list | tuple) else ()):
         try:
-            _, _, (_, _) = dst
+            _, _, (_, _) = one
         except (TypeError, ValueError):
-            return BadRequest(f"submit_scatter: slice {k} is {shown(dst)}; {form}")
-    return BadRequest(f"submit_scatter: dsts={shown(dsts)} is no list of slices; {form}")
+            return BadRequest(f"{verb}: slice {k} is {shown(one)}; {form}")
+    return BadRequest(f"{verb}: {name}={shown(listed)} is no list of slices; {form}")
 
 
 def scatter_job(

@@ -68,7 +68,7 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """One engine.
+    """One engine, since it was opened. Names say the unit: rows, `nbytes`, counts of handles.
 
     Attributes:
         steps: how often it was turned.
@@ -91,6 +91,8 @@ class EngineStats:
         bytes_quarantined: here, that a NIC may touch although nothing is open.
         failover: whether rows of a NIC that dies are retransmitted.
         control_dropped: control messages of peers that were dropped, by reason; see the log.
+        nics_up: of each NIC, whether it is up.
+        faults: (kind, count) of what the log tells: "nic_down", "failover", "fence", and so on.
     """
 
     steps: int
@@ -114,3 +116,5 @@ class EngineStats:
     reads: tuple[NicBytes, ...] = ()
     reads_again: int = 0
     failover: Failover = Failover.AVAILABLE
+    nics_up: tuple[bool, ...] = ()
+    faults: tuple[tuple[str, int], ...] = ()

@@ -15,12 +15,14 @@ from typing import Final, Generic, TypeVar
 
 from tep.checks import check_flag, check_kind, check_seconds, unpicklable
 from tep.core.handle import Handle, Owner, until_finished, wait_for
+from tep.core.progress import Metered, Progress, Told
 from tep.errors import TepError, WaitTimeout
 from tep.waiting import escaped, raise_escaped
 
 __all__ = ["Completed", "Gathered", "as_completed", "gather"]
 
 H = TypeVar("H", bound=Handle)
+
 
 _LOOKS: Final = 16
 """Open handles that one look takes in: a wait that polls looks often, and may hold thousands."""
@@ -198,26 +200,56 @@ class Gathered(_Together[H]):
             raise self.error.with_traceback(None)
         return list(self.handles)
 
-    def wait(self, timeout_s: float | None = None) -> list[H | TepError]:
+    def wait(
+        self,
+        timeout_s: float | None = None,
+        *,
+        on_progress: Callable[[Progress], object] | None = None,
+        every_s: float = 1.0,
+    ) -> list[H | TepError]:
         """Block until finished; then as `result()`. The timeout is for all of it.
 
         Args:
             timeout_s: seconds; None = the largest `wait_timeout_s` of their engines.
+            on_progress: as of `Transfer.wait`; it gets the sum over the transfers among them.
+            every_s: seconds.
 
         Raises:
             WaitTimeout: with what is open, and reports of its engines.
         """
-        if timeout_s is None:
-            timeout_s = self.wait_timeout_s
-        timeout_s = check_seconds("gather: timeout_s", timeout_s, -math.inf, math.inf)
-        if not self._wait_until(timeout_s):
+        if on_progress is not None and self.handles:
+            told = self._told(timeout_s, every_s, on_progress)
+            timeout_s, done = told.timeout_s, told.wait(self._wait_until)
+        else:
+            if timeout_s is None:
+                timeout_s = self.wait_timeout_s
+            timeout_s = check_seconds("gather: timeout_s", timeout_s, -math.inf, math.inf)
+            done = self._wait_until(timeout_s)
+        if not done:
             raise self._late(timeout_s)
         return self.result()
 
-    async def wait_async(self, timeout_s: float | None = None) -> list[H | TepError]:
+    async def wait_async(
+        self,
+        timeout_s: float | None = None,
+        *,
+        on_progress: Callable[[Progress], object] | None = None,
+        every_s: float = 1.0,
+    ) -> list[H | TepError]:
         """`wait()` for coroutines; `await gathered` alone has no timeout, as is usual there."""
-        await wait_for(self, timeout_s)
+        if on_progress is not None and self.handles:
+            await self._told(timeout_s, every_s, on_progress).wait_async()
+        else:
+            await wait_for(self, timeout_s)
         return self.result()
+
+    def _told(
+        self, timeout_s: float | None, every_s: float, on_progress: Callable[[Progress], object]
+    ) -> Told:
+        handles: tuple[object, ...] = self.handles  # what mypy lets be a Metered as well
+        metered = [handle for handle in handles if isinstance(handle, Metered)]
+        clock = self.handles[0]._owner.driver
+        return Told("gather", self, metered, clock, timeout_s, every_s, on_progress)
 
     def __await__(self) -> Generator[object, None, list[H | TepError]]:
         yield from until_finished(self)

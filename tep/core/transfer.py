@@ -5,19 +5,18 @@ The worker updates the counts; users read them through `stats()` and `describe()
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Final, Protocol, Self
 
-from tep.checks import INT64_MAX, check_int, check_seconds, unpicklable
-from tep.core.handle import PENDING, Handle, Owner, wait_for
+from tep.checks import INT64_MAX, check_int, unpicklable
+from tep.core.handle import PENDING, Handle, Owner
 from tep.core.imm import ImmTable
 from tep.core.path import Link, Path
-from tep.core.progress import Meter, Progress
+from tep.core.progress import Progress, Told
 from tep.core.quarantine import doubts_text
 from tep.core.region import Job, Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import FabricError, InDoubt, TepError, WaitTimeout
+from tep.errors import FabricError, InDoubt, TepError
 from tep.waiting import escaped, raise_escaped
 
 __all__ = [
@@ -96,14 +95,13 @@ class Transfer(Handle):
             queued rows are in these batches. None: no row is queued.
         kept: the last batch, as `queued` was, of each time that queued rows were dropped. It is
             set only in a transfer that fails or is cancelled; see `batches`.
+        nic_rows, nic_bytes: how many rows and bytes each NIC has taken.
         settled_s: when its last row came back, or None.
         reserved: how many rows `Machine.reserve` counted for it.
     """
 
     __slots__ = (
         "_doubts",
-        "_nic_bytes",
-        "_nic_rows",
         "dropped",
         "extra",
         "failed_rows",
@@ -112,6 +110,8 @@ class Transfer(Handle):
         "job",
         "kept",
         "left",
+        "nic_bytes",
+        "nic_rows",
         "pace",
         "queued",
         "reserved",
@@ -137,8 +137,8 @@ class Transfer(Handle):
         self.dropped = self.held = self.extra = 0
         self.pace: Pace | None = None
         self.queued: Queued | None = None
-        self._nic_rows = [0] * nics
-        self._nic_bytes = [0] * nics
+        self.nic_rows = [0] * nics
+        self.nic_bytes = [0] * nics
         self.settled_s: float | None = None
         self._doubts: dict[tuple[Remote, int, int], tuple[str, int]] | None = None
 
@@ -205,17 +205,17 @@ class Transfer(Handle):
         """
         if on_progress is None:
             return Handle.wait(self, timeout_s)
-        left_s, every_s = self._limits(timeout_s, every_s)
-        meter, driver = Meter(self), self._owner.driver
-        end_s = driver.now_s() + left_s
-        while not self.finished:
-            left_s = end_s - driver.now_s()
-            if not driver.wait(self, max(0.0, min(every_s, left_s))) and left_s <= every_s:
-                raise_escaped()
-                raise self._late(timeout_s if timeout_s is not None else self._owner.wait_timeout_s)
+        driver = self._owner.driver
+        told = Told("wait", self, (self,), driver, timeout_s, every_s, on_progress)
+
+        def wait(slice_s: float) -> bool:
+            done = driver.wait(self, slice_s)
             if escaped:
                 raise_escaped()
-            on_progress(meter.read())
+            return done
+
+        if not told.wait(wait):
+            raise self._late(told.timeout_s)
         return self.result()
 
     async def wait_async(
@@ -228,24 +228,9 @@ class Transfer(Handle):
         """`wait()` for coroutines, with its timeout, report and progress; no thread is blocked."""
         if on_progress is None:
             return await Handle.wait_async(self, timeout_s)
-        left_s, every_s = self._limits(timeout_s, every_s)
-        meter, driver = Meter(self), self._owner.driver
-        end_s = driver.now_s() + left_s
-        while not self.finished:
-            left_s = end_s - driver.now_s()
-            try:
-                await wait_for(self, max(0.0, min(every_s, left_s)))
-            except WaitTimeout:
-                if left_s <= every_s:
-                    raise
-            on_progress(meter.read())
+        driver = self._owner.driver
+        await Told("wait", self, (self,), driver, timeout_s, every_s, on_progress).wait_async()
         return self.result()
-
-    def _limits(self, timeout_s: float | None, every_s: float) -> tuple[float, float]:
-        every_s = check_seconds("wait: every_s", every_s, 1e-6)
-        if timeout_s is None:
-            timeout_s = self._owner.wait_timeout_s
-        return check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf), every_s
 
     def failed_with(self) -> TepError | None:
         """Its error, with the bytes that are in doubt because of it."""
@@ -258,14 +243,9 @@ class Transfer(Handle):
         """Whether it will fail or be cancelled, so that nothing more of it needs to be posted."""
         return self.failure is not None or self.dropped > 0
 
-    def count_posted(self, domain: int, rows: int, nbytes: int) -> None:
-        """Count rows that a NIC has taken."""
-        self._nic_rows[domain] += rows
-        self._nic_bytes[domain] += nbytes
-
     def stats(self) -> TransferStats:
         """What it has done so far; see TransferStats."""
-        posted = sum(self._nic_rows)
+        posted = sum(self.nic_rows)
         end_s = self._owner.driver.now_s() if self.settled_s is None else self.settled_s
         return TransferStats(
             kind=self.job.kind,
@@ -277,7 +257,7 @@ class Transfer(Handle):
             rows_failed=self.failed_rows,
             rows_dropped=self.dropped,
             rows_again=self.extra,
-            nics=tuple(map(NicBytes, self._nic_rows, self._nic_bytes)),
+            nics=tuple(map(NicBytes, self.nic_rows, self.nic_bytes)),
             elapsed_s=end_s - self.submitted_s,
         )
 

@@ -7,11 +7,11 @@ import mmap
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-from tep.checks import check_int
+from tep.checks import check_int, unpicklable
 from tep.cuda.driver import Driver, driver
 from tep.cuda.words import device_number
 from tep.errors import BadRequest, ClosedError
-from tep.memory import Buffer, Memory, adapt
+from tep.memory import Buffer, Memory, adapt, copied
 
 if TYPE_CHECKING:
     from tep.backends.base import Access
@@ -41,6 +41,12 @@ class Arena:
         self._cuda = cuda
         self._closed = False
 
+    __reduce__ = unpicklable("it is memory of this process; register it, and send the descriptor")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"at {self.ptr:#x}"
+        return f"Arena({self.nbytes} bytes on {self.device}, {state})"
+
     def __tep_memory__(self) -> Memory:
         """What reg_mr registers; it keeps the bytes."""
         self._check(0, 0)
@@ -54,9 +60,9 @@ class Arena:
         where = (self.__tep_memory__().ptr, False)
         return {"shape": (self.nbytes,), "typestr": "|u1", "data": where, "version": 3}
 
-    def write(self, data: bytes | bytearray | memoryview, offset: int = 0) -> None:
-        """Copy bytes there."""
-        raw = bytes(data)
+    def write(self, data: Buffer, offset: int = 0) -> None:
+        """Copy the bytes of a buffer, array or tensor in CPU memory there."""
+        raw = copied("Arena.write", data)
         self._check(offset, len(raw))
         if not raw:
             return

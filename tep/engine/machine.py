@@ -59,6 +59,8 @@ class Machine:
         driver: what turns it.
         domains: its NICs.
         worker: posts, polls and counts.
+        turn, tell: the worker's step() and deliver(), or what watches them.
+        tracer: who records it; None: nobody.
         life: the states of its peers.
         peers: the peers and their regions.
         regions: registered memory, by number.
@@ -108,6 +110,9 @@ class Machine:
             self.address, self.domains, options, driver, self._replaced, self._report_error
         )
         self._start = self.worker.start
+        self.turn, self.tell = self.worker.step, self.worker.deliver
+        self.tracer: object | None = None
+        self._observers: tuple[Callable[[list[Handle]], object], ...] = ()
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         self.life, self.peers = self.worker.members, self.worker.peers
         for domain in domains:
@@ -149,10 +154,10 @@ class Machine:
     def end(self) -> None:
         """Between two steps: settle everything, and close the NICs."""
         try:
-            self.worker.deliver()  # what arrived before this
+            self.tell()  # what arrived before this
             self.life.close()
             self.worker.close()
-            self.worker.deliver()
+            self.tell()
         finally:
             self.ended = True
 
@@ -162,13 +167,38 @@ class Machine:
         """Driver: turn once."""
         if self.closed:
             return False
-        work = self.worker.step()
+        work = self.turn()
         return (self.life.busy and self.life.step()) or work
 
     def deliver(self) -> None:
         """Driver: run callbacks."""
         if not self.closed:
-            self.worker.deliver()
+            self.tell()
+
+    def observe(self, observer: Callable[[list[Handle]], object]) -> None:
+        """Call observer(handles) with all that has settled, before their callbacks, from now on."""
+
+        def start() -> None:
+            self._observers = (*self._observers, observer)
+            self.tell = self._tell_observed
+
+        self.driver.call(start)
+
+    def unobserve(self, observer: Callable[[list[Handle]], object]) -> None:
+        """End observe()."""
+
+        def end() -> None:
+            self._observers = tuple(each for each in self._observers if each != observer)
+            if not self._observers:
+                self.tell = self.worker.deliver
+
+        self.driver.call(end)
+
+    def _tell_observed(self) -> None:
+        if settled := self.worker._settled:
+            for observer in self._observers:
+                self.worker.run_callback(observer, settled)
+        self.worker.deliver()
 
     def owing(self) -> bool:
         """Driver: whether deliver() would run a user's function now."""
@@ -242,6 +272,10 @@ class Machine:
         """Say what each open handle waits for: which peer, NIC, counter, how many, since when."""
         return report.stall_report(self)
 
+    def snapshot(self) -> dict[str, object]:
+        """What it is and has done, for `tep top`; may be called from any thread."""
+        return report.snapshot(self)
+
     # ------------------------------------------------------------------ for regions and peers
 
     def new_region_number(self) -> int:
@@ -306,21 +340,25 @@ class Machine:
         )
 
     def submit(self, job: Job, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        """Queue a write; what enqueue() and reserve() do, in one call."""
+        """Queue a write or read; what enqueue() and reserve() do, in one call."""
         if self.closed:
             self.check_open(f"submit ({job.kind})")
-        if job.longest > self._row_bytes_max:
-            self.check_longest(job)
         worker, driver, rows = self.worker, self.driver, job.n
         commands, group = worker.commands, worker.group
-        reserved = 0
-        if commands or group.backlog + worker.outbox.waiting + rows > self._backlog_max:
-            reserved = self.reserve(job.kind, rows)
+        start: Callable[[Transfer], None] = self._start
+        reserved = reads = 0
+        if not job.is_plain:
+            start = worker.start_read if job.is_read else worker.start_ready
+            reads = group.queued_reads if job.is_read else 0
+        if job.longest > self._row_bytes_max:
+            self.check_longest(job)
+        if commands or group.backlog + worker.outbox.waiting + reads + rows > self._backlog_max:
+            reserved = self.reserve(job.kind, rows, reads)
         transfer = Transfer(self, job, rows, len(self.domains), driver.now_s(), reserved)
         if on_done is not None:
             transfer.add_done_callback(on_done)
         try:
-            commands.append((self._start, transfer))
+            commands.append((start, transfer))
             driver.kick()
         except BaseException:  # raised by a signal handler
             driver.kick()

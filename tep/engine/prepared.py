@@ -4,19 +4,23 @@ A prepared transfer follows its verb by construction. What is not known to be fi
 bounds, a peer that was replaced, a region that was given back, a lease) goes through the checks of
 the verb itself, with the arguments that the verb would have been given. Which NICs and paths carry
 the rows is decided at each submit, as for every transfer (`tep.core.group`).
+
+Offsets come in two orders: users say source and target; everything below `submit` says here and
+there, as jobs do, which differs for reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar, Final, NamedTuple
 
 from tep.api import Pages, Routing
 from tep.backends.base import Column
 from tep.checks import check_int, shown, unpicklable
 from tep.core.imm import check_imm
 from tep.core.peers import PeerBook, PeerGroup
-from tep.core.pending import shifted
+from tep.core.read_requests import check_sink, gather_job, paged_read_job, single_read_job
+from tep.core.ready import Laid, Ready
 from tep.core.region import Job, MrHandle, Remote, Targets, check_source
 from tep.core.requests import (
     ImmArg,
@@ -33,49 +37,68 @@ from tep.errors import BadRequest
 from tep.units import IMM_MAX
 from tep.wire import Target
 
-__all__ = ["Prepared", "PreparedBarrier", "PreparedPages", "PreparedScatter", "PreparedSingle"]
+__all__ = ["Prepared", "PreparedBarrier", "PreparedPages", "PreparedSingle", "PreparedSlices"]
 
 _PARTS_MAX: Final = 256
 """Parts of a page list that a prepared transfer remembers; beyond it all are forgotten."""
 
-Key = tuple[int, int, int, slice | None]
+Key = tuple[int | None, int, int, slice | None]
+Span = tuple[int, int]
+"""Where bytes of a request begin and end in their region."""
 
 
 class _Base(NamedTuple):
     """A request at no offset, and the offsets at which its bytes are inside their regions."""
 
     job: Job
-    src_min: int
-    src_max: int
-    dst_min: int
-    dst_max: int
+    laid: Laid
+    here_min: int
+    here_max: int
+    there_min: int
+    there_max: int
 
 
 class Prepared:
     """A request whose checks and columns are made once; each `submit` only posts it.
 
-    Made by `engine.prepare_single_write`, `prepare_paged_writes`, `prepare_scatter` and
-    `prepare_barrier`. It holds no room at the NICs; drop it when it is not needed any more. Any
-    thread may submit.
+    Made by `engine.prepare_single_write`, `prepare_paged_writes`, `prepare_scatter`,
+    `prepare_barrier`, `prepare_single_read`, `prepare_paged_reads` and `prepare_gather`. It holds
+    no room at the NICs; drop it when it is not needed any more. Any thread may submit.
 
     Attributes:
+        verb: the verb that it stands for.
         submitted: how many transfers it has submitted.
         laid_out: how often its checks were made: once, and again after a peer was replaced or
             removed; before each submit under a lease.
     """
 
     __slots__ = (
-        "__weakref__", "_base", "_book", "_generation", "_last", "_leased", "_machine",
-        "_mr", "_nlocal", "_parts", "_routing", "laid_out", "submitted",
+        "__weakref__", "_base", "_book", "_generation", "_group", "_last", "_leased", "_machine",
+        "_mr", "_nlocal", "_parts", "_reads", "_routing", "_targets", "laid_out", "submitted",
+        "verb",
     )  # fmt: skip
 
-    verb: str
+    verbs: ClassVar[tuple[str, ...]]
+    """The verb that writes, and the one that reads."""
 
-    def __init__(self, machine: Machine, mr: MrHandle | None, routing: Routing) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        mr: MrHandle | None,
+        targets: Target | tuple[Target, ...],
+        routing: Routing,
+        *,
+        group: PeerGroup | None = None,
+        reads: bool = False,
+    ) -> None:
+        self.verb = self.verbs[reads]
+        self._reads = reads
         self._machine = machine
         self._book: PeerBook = machine.peers
         self._nlocal = len(machine.domains)
         self._mr = mr
+        self._targets = targets
+        self._group = group
         self._routing = routing
         self.submitted = self.laid_out = 0
         machine.check_open(self.verb.replace("submit", "prepare"))
@@ -89,20 +112,21 @@ class Prepared:
 
     @property
     def rows(self) -> int:
-        """How many writes a submit makes, without `pages`."""
+        """How many writes or reads a submit makes, without `pages`."""
         return self._base.job.n
 
     @property
     def nbytes(self) -> int:
-        """How many bytes a submit writes, without `pages`."""
+        """How many bytes a submit moves, without `pages`."""
         return self._base.job.total
 
     def describe(self) -> str:
         """One line for reports."""
         job = self._base.job
         return (
-            f"{job.kind} of {job.n} rows, {job.total} bytes to {names_of(job.remotes)}, prepared: "
-            f"{self.submitted} submitted, laid out {self.laid_out} times"
+            f"{job.kind} of {job.n} rows, {job.total} bytes {'from' if self._reads else 'to'} "
+            f"{names_of(job.remotes)}, prepared: {self.submitted} submitted, laid out "
+            f"{self.laid_out} times"
         )
 
     def submit(
@@ -117,16 +141,17 @@ class Prepared:
         """Post it: the effect, the guarantees and the errors are those of the verb.
 
         Args:
-            imm: as of the verb: None or a 32-bit number; of pages also an array, one for each.
+            imm: as of the verb: None or a 32-bit number; of a paged write also an array, one for
+                each page.
             src_offset: added to every source offset, bytes; may be negative.
             dst_offset: added to every target offset, bytes; may be negative.
-            pages: of a paged write: these entries of both lists only, by numpy's rules for slices.
+            pages: of page lists: these entries of both lists only, by numpy's rules for slices.
             on_done: called with the transfer once it settles.
 
         Raises:
             BadRequest: bytes outside a region at these offsets; no immediate; no such pages.
             BusyError: too many rows wait already.
-            ClosedError, LeaseError, StaleEpoch: the engine is closed, the source region was given
+            ClosedError, LeaseError, StaleEpoch: the engine is closed, the region here was given
                 back, the peer is being removed or has restarted, the lease is over.
         """
         mr = self._mr
@@ -151,10 +176,6 @@ class Prepared:
 
     # ------------------------------------------------------------------ what the verbs differ in
 
-    def _resolve(self) -> Remote | Targets:
-        """Look all descriptors up, as the verb does."""
-        raise NotImplementedError
-
     def _job(
         self,
         remotes: Remote | Targets,
@@ -162,30 +183,51 @@ class Prepared:
         imm: ImmArg,
         pages: slice | None,
     ) -> Job:
-        """What the verb makes of the arguments; raises what it raises."""
+        """What the verb makes of the arguments; raises what it raises. `offsets`: here, there."""
         raise NotImplementedError
 
-    def _lay_out(self, remotes: Remote | Targets, pages: slice | None) -> _Base:
-        """The request at no offset, with its bounds."""
+    def _spans(self, pages: slice | None) -> tuple[list[Span], list[Span]]:
+        """The bytes here, and those at each target. Arguments that _job() has checked only."""
         raise NotImplementedError
+
+    def _imm(self, imm: ImmArg, _rows: int) -> Column | None:
+        return _one(imm)
+
+    def _part(self, pages: object) -> _Base:
+        raise BadRequest(
+            f"{self.verb}: pages={shown(pages)}; only page lists that were prepared have pages"
+        )
 
     # ------------------------------------------------------------------ inside
 
     def _renew(self) -> None:
         """Check everything again, and lay out anew what is not what it was."""
-        generation = self._book.generation  # first: it may grow meanwhile
+        book, verb, targets = self._book, self.verb, self._targets
+        generation = book.generation  # first: it may grow meanwhile
         if self._mr is not None:
-            check_source(self._mr, self._machine, self.verb)
-        remotes = self._resolve()
+            (check_sink if self._reads else check_source)(self._mr, self._machine, verb)
+        remotes: Remote | Targets
+        if isinstance(targets, tuple):
+            remotes = (book.sources if self._reads else book.targets)(targets, self._group, verb)
+        else:
+            remotes = (book.resolve_readable if self._reads else book.resolve)(targets, verb)
         base = self._lay_out(remotes, None)
         self._machine.check_longest(base.job)
-        each = [remotes] if isinstance(remotes, Remote) else remotes.remotes
-        self._leased = any(remote.held_lease is not None for remote in each)
+        self._leased = any(remote.held_lease is not None for remote in _each(remotes))
         self._base = base
         self._parts: dict[tuple[object, ...], _Base] = {}
         self._last: tuple[Key | None, Job] = None, base.job
         self._generation = generation
         self.laid_out += 1
+
+    def _lay_out(self, remotes: Remote | Targets, pages: slice | None) -> _Base:
+        """The request at no offset, with its bounds."""
+        job = self._job(remotes, (0, 0), None, pages)
+        here, there = self._spans(pages)
+        mine = 0 if self._mr is None else self._mr.memory.nbytes
+        limits = (remote.nbytes for remote in _each(remotes))
+        laid = Laid(remotes, self._nlocal)
+        return _Base(job, laid, *_room(here, [mine] * len(here)), *_room(there, limits))
 
     def _at(self, imm: ImmArg, src_offset: int, dst_offset: int, pages: slice | None) -> Job:
         """The request at these offsets, with this immediate."""
@@ -194,122 +236,102 @@ class Prepared:
             src_offset = check_int(f"{self.verb}: src_offset", src_offset)
         if type(dst_offset) is not int:
             dst_offset = check_int(f"{self.verb}: dst_offset", dst_offset)
+        here, there = (dst_offset, src_offset) if self._reads else (src_offset, dst_offset)
         job = base.job
         if not (
-            base.src_min <= src_offset <= base.src_max
-            and base.dst_min <= dst_offset <= base.dst_max
+            base.here_min <= here <= base.here_max and base.there_min <= there <= base.there_max
         ):
-            return self._refused(src_offset, dst_offset, imm, pages)
+            return self._refused((here, there), imm, pages)
         known = imm if type(imm) is int and 0 <= imm <= IMM_MAX else self._imm(imm, job.n)
-        src, dst, nbytes = job.src, job.dst, job.nbytes
-        src = shifted(src, src_offset) if src_offset else src
-        moves = not job.split and isinstance(job.remotes, Targets)  # by Job.dst_shift
-        dst = shifted(dst, dst_offset) if dst_offset and not moves else dst
-        found = Job(
-            job.kind, job.mr, job.remotes, (src, dst, nbytes), known, job.n, job.total,
-            job.longest, job.routing, job.lengths, dst_offset if moves else 0,
-        )  # fmt: skip
-        if isinstance(known, int):
-            self._last = (known, src_offset, dst_offset, pages), found
+        if self._reads or not (known is None or isinstance(known, int)):
+            return job.moved(here, there, known)  # a read's job is its transfer's own
+        found = Ready(job, base.laid, here, there, known)
+        self._last = (known, src_offset, dst_offset, pages), found
         return found
 
-    def _refused(self, src: int, dst: int, imm: ImmArg, pages: slice | None) -> Job:
+    def _refused(self, offsets: tuple[int, int], imm: ImmArg, pages: slice | None) -> Job:
         """What the verb says of these offsets: an error, since they are out of bounds."""
         try:
-            return self._job(self._base.job.remotes, (src, dst), imm, pages)
+            return self._job(self._base.job.remotes, offsets, imm, pages)
         except BadRequest as error:
+            src, dst = reversed(offsets) if self._reads else offsets
             at = f"prepared, at src_offset={shown(src)} dst_offset={shown(dst)}"
             raise BadRequest(f"{error} ({at})") from None
 
-    def _imm(self, imm: ImmArg, rows: int) -> Column | None:  # noqa: ARG002  # pages use it
-        return None if imm is None else check_imm(imm)  # type: ignore[arg-type]  # checked there
-
-    def _part(self, pages: object) -> _Base:
-        raise BadRequest(
-            f"{self.verb}: pages={shown(pages)}; only a paged write that was prepared has pages"
-        )
-
 
 class PreparedSingle(Prepared):
-    """A prepared single write."""
+    """A prepared single write or read."""
 
-    __slots__ = ("_dst", "_nbytes", "_src")
+    __slots__ = ("_here", "_nbytes", "_there")
 
-    verb = "submit_single_write"
+    verbs = "submit_single_write", "submit_single_read"
 
     def __init__(
         self,
         machine: Machine,
         nbytes: int,
-        src: tuple[MrHandle, int],
-        dst: tuple[Target, int],
+        here: tuple[MrHandle, int],
+        there: tuple[Target, int],
         routing: Routing,
+        *,
+        reads: bool = False,
     ) -> None:
-        self._nbytes, self._src, self._dst = nbytes, src, dst
-        super().__init__(machine, src[0], routing)
-
-    def _resolve(self) -> Remote:
-        return self._book.resolve(self._dst[0], self.verb)
+        self._nbytes, self._here, self._there = nbytes, here[1], there[1]
+        super().__init__(machine, here[0], there[0], routing, reads=reads)
 
     def _job(
         self,
         remotes: Remote | Targets,
         offsets: tuple[int, int],
         imm: ImmArg,
-        pages: slice | None,  # noqa: ARG002  # refused before
+        _pages: slice | None,
     ) -> Job:
-        (mr, src), (_, dst) = self._src, self._dst
         assert isinstance(remotes, Remote)
-        one = None if imm is None else check_imm(imm)  # type: ignore[arg-type]  # checked there
-        at, to = src + offsets[0], dst + offsets[1]
-        return single_job(self._nbytes, (mr, at), remotes, to, one, self._routing, self._nlocal)
+        assert self._mr is not None
+        here, there = self._here, self._there
+        if any(offsets):  # else they may be no numbers yet
+            here, there = here + offsets[0], there + offsets[1]
+        mine, rest = (self._mr, here), (_one(imm), self._routing, self._nlocal)
+        if self._reads:
+            return single_read_job(self._nbytes, (remotes, there), mine, *rest)
+        return single_job(self._nbytes, mine, remotes, there, *rest)
 
-    # A single write has no pages.
-    def _lay_out(self, remotes: Remote | Targets, pages: slice | None) -> _Base:  # noqa: ARG002
-        assert isinstance(remotes, Remote)
-        (mr, src), (_, dst) = self._src, self._dst
-        args = (mr, src), remotes, dst, None, self._routing, self._nlocal
-        job = single_job(self._nbytes, *args)
-        self._nbytes, self._src = job.total, (mr, int(src))  # plain, once they are checked
-        self._dst = self._dst[0], int(dst)
-        src_max = mr.memory.nbytes - job.total - int(src)
-        return _Base(job, -int(src), src_max, -int(dst), remotes.nbytes - job.total - int(dst))
+    def _spans(self, _pages: slice | None) -> tuple[list[Span], list[Span]]:
+        n, here, there = int(self._nbytes), int(self._here), int(self._there)
+        self._nbytes, self._here, self._there = n, here, there  # plain from now on
+        return [(here, here + n)], [(there, there + n)]
 
 
 class PreparedPages(Prepared):
-    """A prepared paged write."""
+    """Prepared paged writes or reads."""
 
-    __slots__ = ("_dst", "_page_bytes", "_src")
+    __slots__ = ("_lists", "_page_bytes")
 
-    verb = "submit_paged_writes"
+    verbs = "submit_paged_writes", "submit_paged_reads"
 
     def __init__(
         self,
         machine: Machine,
         page_bytes: int,
-        src: tuple[MrHandle, Pages],
-        dst: tuple[Target, Pages],
+        here: tuple[MrHandle, Pages],
+        there: tuple[Target, Pages],
         routing: Routing,
+        *,
+        reads: bool = False,
     ) -> None:
-        self._page_bytes, self._src, self._dst = page_bytes, src, dst
-        super().__init__(machine, src[0], routing)
+        self._page_bytes, self._lists = page_bytes, (here[1], there[1])
+        super().__init__(machine, here[0], there[0], routing, reads=reads)
 
-    def _resolve(self) -> Remote:
-        return self._book.resolve(self._dst[0], self.verb)
-
-    def _lists(
-        self, pages: slice | None, src_offset: int = 0, dst_offset: int = 0
-    ) -> tuple[Pages, Pages]:
+    def _cut(self, pages: slice | None, offsets: tuple[int, int] = (0, 0)) -> tuple[Pages, Pages]:
         """Both page lists, or a part of them, at these offsets."""
-        lists = self._src[1], self._dst[1]
-        if pages is None and not (src_offset or dst_offset):
-            return lists
+        if pages is None and not any(offsets):
+            return self._lists
         part = slice(None) if pages is None else pages
-        src, dst = (
+        here, there = (
             Pages(each.indices[part], stride=each.stride, offset=each.offset + offset)
-            for each, offset in zip(lists, (src_offset, dst_offset), strict=True)
+            for each, offset in zip(self._lists, offsets, strict=True)
         )
-        return src, dst
+        return here, there
 
     def _job(
         self,
@@ -319,20 +341,22 @@ class PreparedPages(Prepared):
         pages: slice | None,
     ) -> Job:
         assert isinstance(remotes, Remote)
-        src, dst = self._lists(pages, *offsets)
-        to, nlocal = (remotes, dst), self._nlocal
-        return paged_job(self._page_bytes, (self._src[0], src), to, imm, self._routing, nlocal)
+        assert self._mr is not None
+        here, there = self._cut(pages, offsets)
+        mine, theirs = (self._mr, here), (remotes, there)
+        if self._reads:
+            rest = _one(imm), self._routing, self._nlocal
+            return paged_read_job(self._page_bytes, theirs, mine, *rest)
+        return paged_job(self._page_bytes, mine, theirs, imm, self._routing, self._nlocal)
 
-    def _lay_out(self, remotes: Remote | Targets, pages: slice | None) -> _Base:
-        assert isinstance(remotes, Remote)
-        job = self._job(remotes, (0, 0), None, pages)
-        mr, (src, dst) = self._src[0], self._lists(pages)
-        page_bytes = job.longest
-        src_end = _end(src, page_bytes)
-        dst_end = _end(dst, page_bytes)
-        return _Base(
-            job, -src.offset, mr.memory.nbytes - src_end, -dst.offset, remotes.nbytes - dst_end
+    def _spans(self, pages: slice | None) -> tuple[list[Span], list[Span]]:
+        here, there = (
+            (each.offset, each.offset + each.index_max * stride + nbytes)
+            for each in self._cut(pages)
+            for nbytes in (int(self._page_bytes),)
+            for stride in (nbytes if each.stride is None else each.stride,)
         )
+        return [here], [there]
 
     def _part(self, pages: object) -> _Base:
         if not isinstance(pages, slice):
@@ -352,74 +376,61 @@ class PreparedPages(Prepared):
         return found
 
     def _imm(self, imm: ImmArg, rows: int) -> Column | None:
-        return imm_column(self.verb, imm, rows)
+        return _one(imm) if self._reads else imm_column(self.verb, imm, rows)
 
 
-class PreparedScatter(Prepared):
-    """A prepared scatter."""
+class PreparedSlices(Prepared):
+    """A prepared scatter or gather."""
 
-    __slots__ = ("_group", "_slices")
+    __slots__ = ("_slices",)
 
-    verb = "submit_scatter"
+    verbs = "submit_scatter", "submit_gather"
 
     def __init__(
         self,
         machine: Machine,
-        src: MrHandle,
+        mr: MrHandle,
         slices: Slices,
         group: PeerGroup | None,
         routing: Routing,
+        *,
+        reads: bool = False,
     ) -> None:
-        self._slices, self._group = slices, group
-        super().__init__(machine, src, routing)
-
-    def _resolve(self) -> Targets:
-        return self._book.targets(self._slices.descs, self._group, self.verb)
+        self._slices = slices
+        super().__init__(machine, mr, slices.descs, routing, group=group, reads=reads)
 
     def _job(
         self,
         remotes: Remote | Targets,
         offsets: tuple[int, int],
         imm: ImmArg,
-        pages: slice | None,  # noqa: ARG002  # refused before
+        _pages: slice | None,
     ) -> Job:
         assert isinstance(remotes, Targets)
         assert self._mr is not None
-        lengths, sources, descs, targets = self._slices
-        moved = sources, targets
+        slices = self._slices
         if any(offsets):
-            moved = (
-                tuple(int(at) + offsets[0] for at in sources),
-                tuple(int(at) + offsets[1] for at in targets),
-            )
-        one = None if imm is None else check_imm(imm)  # type: ignore[arg-type]  # checked there
-        slices = Slices(lengths, moved[0], descs, moved[1])
-        return scatter_job(self._mr, slices, remotes, one, self._routing, self._nlocal)
+            here = tuple(int(at) + offsets[0] for at in slices.here)
+            there = tuple(int(at) + offsets[1] for at in slices.there)
+            slices = Slices(slices.lengths, here, slices.descs, there)
+        make = gather_job if self._reads else scatter_job
+        return make(self._mr, slices, remotes, _one(imm), self._routing, self._nlocal)
 
-    def _lay_out(self, remotes: Remote | Targets, pages: slice | None) -> _Base:
-        assert isinstance(remotes, Targets)
-        assert self._mr is not None
-        job = self._job(remotes, (0, 0), None, pages)
-        lengths, sources, targets = (
-            tuple(map(int, column))
-            for column in (self._slices.lengths, self._slices.sources, self._slices.offsets)
+    def _spans(self, _pages: slice | None) -> tuple[list[Span], list[Span]]:
+        lengths, here, _, there = self._slices
+        mine, theirs = (
+            [(int(at), int(at) + int(n)) for at, n in zip(column, lengths, strict=True)]
+            for column in (here, there)
         )
-        ends = zip(remotes.remotes, targets, lengths, strict=True)
-        return _Base(
-            job,
-            -min(sources),
-            self._mr.memory.nbytes - max(map(sum, zip(sources, lengths, strict=True))),
-            -min(targets),
-            min(remote.nbytes - at - nbytes for remote, at, nbytes in ends),
-        )
+        return mine, theirs
 
 
 class PreparedBarrier(Prepared):
     """A prepared barrier."""
 
-    __slots__ = ("_descs", "_group")
+    __slots__ = ()
 
-    verb = "submit_barrier"
+    verbs = ("submit_barrier",)
 
     def __init__(
         self,
@@ -428,35 +439,39 @@ class PreparedBarrier(Prepared):
         group: PeerGroup | None,
         routing: Routing,
     ) -> None:
-        self._descs, self._group = tuple(descs), group
-        super().__init__(machine, None, routing)
-
-    def _resolve(self) -> Targets:
-        return self._book.targets(self._descs, self._group, self.verb)
+        super().__init__(machine, None, tuple(descs), routing, group=group)
 
     def _job(
         self,
         remotes: Remote | Targets,
         offsets: tuple[int, int],
         imm: ImmArg,
-        pages: slice | None,  # noqa: ARG002  # refused before
+        _pages: slice | None,
     ) -> Job:
         assert isinstance(remotes, Targets)
         if any(offsets):
             raise BadRequest(
                 f"{self.verb}: src_offset={offsets[0]} dst_offset={offsets[1]}; it has no bytes"
             )
-        one = check_imm(imm)  # type: ignore[arg-type]  # checked there
-        return barrier_job(remotes, one, self._routing, self._nlocal)
+        return barrier_job(remotes, _one(imm) or 0, self._routing, self._nlocal)
 
-    def _lay_out(self, remotes: Remote | Targets, pages: slice | None) -> _Base:
-        return _Base(self._job(remotes, (0, 0), 0, pages), 0, 0, 0, 0)
+    def _spans(self, _pages: slice | None) -> tuple[list[Span], list[Span]]:
+        return [], []
 
-    def _imm(self, imm: ImmArg, rows: int) -> Column | None:  # noqa: ARG002  # see the base
+    def _imm(self, imm: ImmArg, _rows: int) -> Column | None:
         return check_imm(imm)  # type: ignore[arg-type]  # checked there
 
 
-def _end(pages: Pages, page_bytes: int) -> int:
-    """Where the last page ends."""
-    stride = page_bytes if pages.stride is None else pages.stride
-    return pages.offset + pages.index_max * stride + page_bytes
+def _one(imm: ImmArg) -> int | None:
+    """No immediate, or one."""
+    return None if imm is None else check_imm(imm)  # type: ignore[arg-type]  # checked there
+
+
+def _each(remotes: Remote | Targets) -> Sequence[Remote]:
+    return [remotes] if isinstance(remotes, Remote) else remotes.remotes
+
+
+def _room(spans: Sequence[Span], limits: Iterable[int]) -> Span:
+    """The smallest and largest offset at which each span is inside its region."""
+    after = (limit - end for limit, (_, end) in zip(limits, spans, strict=False))
+    return -min((start for start, _ in spans), default=0), min(after, default=0)

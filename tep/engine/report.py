@@ -24,7 +24,7 @@ from tep.errors import UsageError
 from tep.units import MiB
 from tep.wire import NetAddr
 
-__all__ = ["Describes", "Reported", "engine_stats", "explain", "stall_report"]
+__all__ = ["Describes", "Reported", "engine_stats", "explain", "snapshot", "stall_report"]
 
 
 @runtime_checkable
@@ -52,6 +52,11 @@ class Reported(Protocol):
 
 
 _LISTED_MAX: Final = 20
+_NOT_SHOWN: Final = {
+    "peers", "imms_unexpected", "control_dropped", "failover", "nics_up", "faults"
+}  # fmt: skip
+"""What a snapshot has in another form, or not at all."""
+
 _UNEXPECTED_MAX: Final = 1000
 
 
@@ -82,6 +87,8 @@ def engine_stats(engine: Reported) -> EngineStats:
         bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
         control_dropped=_drops(worker),
         failover=_failover(engine)[0],
+        nics_up=tuple(group.alive),
+        faults=tuple(worker.journal.counts.items()),
     )
 
 
@@ -247,3 +254,50 @@ def stall_report(engine: Reported) -> str:
     if extra:
         lines.append(f"  immediates here that no expectation has used: {', '.join(extra)}")
     return "\n".join([*lines, *_quarantine_lines(engine)])
+
+
+def snapshot(engine: Reported) -> dict[str, object]:
+    """What `tep top` shows of an engine, as values that JSON knows; times are seconds."""
+    worker, stats, now_s = engine.worker, engine_stats(engine), engine.driver.now_s()
+    waiting = worker.unsettled()
+    numbers = ("rows_outstanding", "nics", "reads")
+    nics = [
+        {
+            "nic": domain.caps.nic,
+            "link_bps": domain.caps.link_bps,
+            "alive": alive,
+            "rows_outstanding": outstanding,
+            "rows": written.rows + read.rows,
+            "bytes_written": written.nbytes,
+            "bytes_read": read.nbytes,
+        }
+        for domain, alive, outstanding, written, read in zip(
+            engine.domains, worker.group.alive, *(getattr(stats, name) for name in numbers)
+        )
+    ]
+    return {
+        "name": engine.name,
+        "epoch": engine.address.epoch,
+        "backend": engine.address.backend,
+        "crashed": engine.crashed,
+        "now_s": now_s,
+        "nics": nics,
+        "peers": [
+            {"name": link.addr.name, "nics_alive": sum(link.alive), "nics": len(link.alive)}
+            for link in list(engine.peers.links.values())
+        ],
+        "open": len(waiting),
+        "oldest": [
+            {"what": handle.describe(), "for_s": now_s - handle.submitted_s}
+            for handle in waiting[:_LISTED_MAX]
+        ],
+        **{
+            name: value
+            for name in EngineStats.__slots__
+            if name not in {*numbers, *_NOT_SHOWN}
+            for value in (getattr(stats, name),)
+        },
+        "failover": stats.failover.value,
+        "control_dropped": dict(stats.control_dropped),
+        "faults": dict(stats.faults),
+    }

@@ -32,7 +32,6 @@ from tep.core.imm import check_imm
 from tep.core.path import Link
 from tep.core.peers import PeerGroup
 from tep.core.read_requests import (
-    ReadJob,
     check_sink,
     gather_job,
     paged_read_job,
@@ -57,20 +56,25 @@ from tep.engine.prepared import (
     Prepared,
     PreparedBarrier,
     PreparedPages,
-    PreparedScatter,
     PreparedSingle,
+    PreparedSlices,
 )
 from tep.engine.regions import keep_or_free
 from tep.engine.report import engine_stats, explain
 from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
 from tep.memory import Buffer, Memory, adapt, copied
 from tep.topology import Topology, detect
+from tep.trace import Trace
+from tep.tracing import record
 from tep.turning import driver_for
 from tep.watch import Watcher
 from tep.wire import MrDesc, NetAddr, Target
 
 __all__ = ["TransferEngine"]
 
+
+TRACE_EVENTS_MAX: Final = 200_000
+"""Spans and marks of a trace, unless its user says otherwise: some 100 MB."""
 
 POOL_BUFFERS_MAX: Final = 2**20
 POOL_BYTES_MAX: Final = 2**34
@@ -146,6 +150,8 @@ class TransferEngine:
             if opened.cpus and driver is None:
                 engine._machine.about += f"; worker on CPUs {', '.join(map(str, opened.cpus))}"
             engine._worker.watch.pin = opened.pin
+            opens = f"open, {len(opened.domains)} NICs on {backend}"
+            engine._worker.journal.decided(opens, engine.explain)
             return engine
         except OSError as error:
             for domain in opened.domains:
@@ -244,6 +250,7 @@ class TransferEngine:
             tuple(key.rkey for key in keys),
             tuple(key.base for key in keys),
             access.readable,
+            memory.stride,
         )
         handle = MrHandle(self._machine, memory, access, keys, desc)
         self._machine.regions[number] = handle
@@ -323,12 +330,11 @@ class TransferEngine:
         if nbytes < 1 or start + nbytes > mr.memory.nbytes:
             text = f"lease: bytes {start} .. {start + nbytes} are outside {mr!r}, or none"
             raise BadRequest(text)
-        mr, start = mr.root, mr.start + start
+        view = mr if nbytes == mr.memory.nbytes else mr[start : start + nbytes]
         fence = check_flag("lease: fence", fence)
         check_kind("lease: access", access, Access)
-        where = start, nbytes
         return grant_lease(
-            self._machine, self._worker.leases, mr, link, for_s, where, access, fence=fence
+            self._machine, self._worker.leases, view, link, for_s, access, fence=fence
         )
 
     # ------------------------------------------------------------------ writes
@@ -463,7 +469,7 @@ class TransferEngine:
         pair_of(what, src, dst, "offset")
         remote = self._source(src[0], dst[0], what)
         job = single_read_job(nbytes, (remote, src[1]), dst, imm, routing, len(self._domains))
-        return self._submit_read(job, on_done)
+        return self._machine.submit(job, on_done)
 
     def submit_paged_reads(
         self,
@@ -489,7 +495,7 @@ class TransferEngine:
         pair_of(what, src, dst, "pages")
         remote = self._source(src[0], dst[0], what)
         job = paged_read_job(page_bytes, (remote, src[1]), dst, imm, routing, len(self._domains))
-        return self._submit_read(job, on_done)
+        return self._machine.submit(job, on_done)
 
     def submit_gather(
         self,
@@ -508,15 +514,10 @@ class TransferEngine:
         what = "submit_gather"
         self._check_reads(what)
         check_sink(dst, self._machine, what)
-        job = gather_job(
-            dst,
-            srcs,
-            lambda descs: self._peers.sources(descs, group, what),
-            imm,
-            routing,
-            len(self._domains),
-        )
-        return self._submit_read(job, on_done)
+        slices = slices_of(srcs, reads=True)
+        targets = self._peers.sources(slices.descs, group, what)
+        job = gather_job(dst, slices, targets, imm, routing, len(self._domains))
+        return self._machine.submit(job, on_done)
 
     # ------------------------------------------------------------------ prepared transfers
 
@@ -562,7 +563,7 @@ class TransferEngine:
     ) -> Prepared:
         """Check a scatter once; offsets given to `submit` are added to those of every slice."""
         check_source(src, self._machine, "prepare_scatter")
-        return PreparedScatter(self._machine, src, slices_of(dsts), group, routing)
+        return PreparedSlices(self._machine, src, slices_of(dsts), group, routing)
 
     def prepare_barrier(
         self,
@@ -573,6 +574,47 @@ class TransferEngine:
     ) -> Prepared:
         """Check a barrier once: `submit(imm)` sends it."""
         return PreparedBarrier(self._machine, dsts, group, routing)
+
+    def prepare_single_read(
+        self,
+        nbytes: int,
+        src: tuple[Target, int],
+        dst: tuple[MrHandle, int],
+        *,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a single read once, as prepare_single_write does; `submit(imm)` tells the owner."""
+        what = "prepare_single_read"
+        self._check_reads(what)
+        pair_of(what, src, dst, "offset")
+        return PreparedSingle(self._machine, nbytes, dst, src, routing, reads=True)
+
+    def prepare_paged_reads(
+        self,
+        page_bytes: int,
+        src: tuple[Target, Pages],
+        dst: tuple[MrHandle, Pages],
+        *,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a paged read once, as prepare_paged_writes does; `submit(imm)` tells the owner."""
+        what = "prepare_paged_reads"
+        self._check_reads(what)
+        pair_of(what, src, dst, "pages")
+        return PreparedPages(self._machine, page_bytes, dst, src, routing, reads=True)
+
+    def prepare_gather(
+        self,
+        dst: MrHandle,
+        srcs: Sequence[GatherSrc],
+        *,
+        group: PeerGroup | None = None,
+        routing: Routing = DEFAULT,
+    ) -> Prepared:
+        """Check a gather once; offsets given to `submit` are added to those of every slice."""
+        self._check_reads("prepare_gather")
+        slices = slices_of(srcs, reads=True)
+        return PreparedSlices(self._machine, dst, slices, group, routing, reads=True)
 
     # ------------------------------------------------------------------ messages
 
@@ -662,8 +704,7 @@ class TransferEngine:
         table.refuse_claimed(imm)
         link = None if sender is None else self._peers.link(sender, "expect_imm_count")
         expectation = Expectation(machine, table, imm, count, link, self.driver.now_s())
-        command = self._worker.expect if link is None else self._worker.expect_from
-        machine.enqueue(command, expectation, on_done)
+        machine.enqueue(self._worker.expect, expectation, on_done)
         return expectation
 
     def fail(
@@ -813,6 +854,24 @@ class TransferEngine:
         """What this engine has done; see EngineStats."""
         return engine_stats(self._machine)
 
+    def trace(self, *, events_max: int = TRACE_EVENTS_MAX) -> Trace:
+        """Record what this engine does, until `stop()` of the result; use that by `with`.
+
+        Transfers, rows on each NIC, immediates, faults and steps, for `Trace.write` (Perfetto),
+        `summary` and `draw`. What is in flight when it begins is not recorded as a batch.
+
+        Args:
+            events_max: how many spans and marks are kept; later ones are only counted.
+
+        Raises:
+            UsageError: it is traced already.
+        """
+        self._machine.check_open("trace")
+        events_max = check_int("trace: events_max", events_max, 1, INT64_MAX)
+        trace = Trace("host", events_max)
+        trace.stops.append(record(self._machine, trace))
+        return trace
+
     def explain(self, peer: NetAddr | MrDesc | None = None) -> str:
         """Say which NICs, paths and shards are in use here, or towards one peer."""
         addr = peer.addr if isinstance(peer, MrDesc) else peer
@@ -821,16 +880,6 @@ class TransferEngine:
         return explain(self._machine, addr)
 
     # ------------------------------------------------------------------ inside
-
-    def _submit_read(self, job: ReadJob, on_done: Callable[[Transfer], object] | None) -> Transfer:
-        machine, worker = self._machine, self._worker
-        machine.check_open(f"submit ({job.kind})")
-        self._machine.check_longest(job)
-        reserved = machine.reserve(job.kind, job.n, worker.group.queued_reads)
-        nlocal, now_s = len(self._domains), self.driver.now_s()
-        transfer = Transfer(machine, job, job.n, nlocal, now_s, reserved)
-        machine.enqueue(worker.start_read, transfer, on_done)
-        return transfer
 
     def _source(self, src: Target, dst: MrHandle, what: str) -> Remote:
         self._check_reads(what)

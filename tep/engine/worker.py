@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Final, Protocol, assert_never
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from tep.api import EngineOptions
 from tep.backends.base import (
+    COMPLETION_BYTES,
     Completions,
     Domain,
     Entry,
@@ -40,10 +42,12 @@ from tep.core.events import DoubtsEnded, PathKeptShut, PeerHeard, PeerNicDown, P
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
 from tep.core.imm import ImmTable
+from tep.core.journal import Journal
 from tep.core.outbox import Outbox
 from tep.core.path import Link
 from tep.core.peers import PeerBook
 from tep.core.reads import Reads
+from tep.core.ready import Ready
 from tep.core.region import deregistered
 from tep.core.sums import Arrivals
 from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
@@ -60,6 +64,9 @@ _SCALAR_MAX: Final = 24
 
 Measured: the numpy work of one poll takes about 10 us.
 """
+
+_WHOLE_MAX: Final = 256
+"""Up to so many completions are compared whole; of more, the first 16 bytes of each."""
 
 _LAST_WORDS_S: Final = 0.05
 _LAST_TURNS: Final = 1000
@@ -89,6 +96,7 @@ class Worker:
 
     Attributes:
         group: the NICs.
+        journal: where faults are told.
         reads: the rows that bring bytes here.
         imms: the table of immediates.
         commands: users' requests that no step has taken yet.
@@ -119,12 +127,16 @@ class Worker:
         now_s, lock = driver.now_s, driver.lock
         why = why_unable(domains) if options.failover else None
         able = options.failover and why is None
-        self.group = group = DomainGroup(domains, options.post_rows_max, failover=able, why_not=why)
+        self.journal = journal = Journal(address.name, address.backend)
+        self.group = group = DomainGroup(
+            domains, options.post_rows_max, failover=able, why_not=why, journal=journal
+        )
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}
         self.watch = WatchPage()
         self.steps = self.submitted = self.taken = 0
         self.closed, self._now_s = False, now_s
+        self._is_stepping = False  # a step takes commands, and posts then
         self.settled = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
         self.receive: Receive | None = None
@@ -152,12 +164,14 @@ class Worker:
         self.telling = channel.errand = self._new_telling(name, options)
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
+        self._doubted: list[Expectation] = []  # stated in this step, of immediates given up
         self._received: list[tuple[int, int]] = []
         self.outbox = Outbox(self.group, self._end)
         self._raised = [0 for _ in domains]  # by poll() of each NIC
         self._gone: set[int] = set()  # NICs that were given up; their completions are ignored
         self._out: Completions = new_completions(options.poll_rows)
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
+        self._raw = memoryview(self._out.view("u1"))  # type: ignore[arg-type]  # an array
         # The first 8 and 16 of the 32 bytes of an entry: kind, status, count; immediate and row.
         self._heads, self._starts = self._out.view("u8")[::4], self._out.view("c16")[::2]
 
@@ -175,6 +189,7 @@ class Worker:
         self.steps += 1
         group, work = self.group, False
         if self.commands:
+            self._is_stepping = True
             work = self._take_commands()
         if group.backlog:
             work |= group.post()
@@ -197,10 +212,16 @@ class Worker:
             except (OSError, MemoryError) as error:
                 n = 0
                 work |= self._give_up(index, error)
-            if n and index not in self._gone:
+            if n and not (self._gone and index in self._gone):
                 work = True
                 if n == 1:
-                    self._take_rows(index, (take_completion(out),))
+                    entry = kind, status, count, imm, row, ctx, _ = take_completion(out)
+                    if kind == _WRITE:
+                        group.finish_rows(index, ctx, count, status, row)
+                    elif kind == _IMM and not self._arrivals:
+                        self.imms.add(imm, count)
+                    else:
+                        self._take_rows(index, (entry,))
                 elif n <= _SCALAR_MAX:
                     self._take_rows(index, first_completions(out, n))
                 else:
@@ -209,6 +230,8 @@ class Worker:
             self._dispatch()
         if group.ended:
             self._settle_ended()
+        if self._doubted:
+            self._expect_doubted()
         if self.imms.reached:
             self._settle_reached()
         return work or self._settled != []
@@ -269,7 +292,7 @@ class Worker:
         """
         if self.members.events:
             for told, event in self.members.take_events():
-                self._run(told, event)
+                self.run_callback(told, event)
         if self._settled:
             settled, self._settled = self._settled, []
             for handle in settled:
@@ -277,12 +300,12 @@ class Worker:
         if self.imms.loose:
             loose, self.imms.loose = self.imms.loose, []
             for callback, imm, count in loose:
-                self._run(callback, imm, count)
+                self.run_callback(callback, imm, count)
         if self._received:
             self._hand_over()
         if self.watch.callbacks:
             for watching, old, new in self.watch.look():
-                self._run(watching, old, new)
+                self.run_callback(watching, old, new)
 
     def _hand_over(self) -> None:
         """Run the callback of each message that was received."""
@@ -292,7 +315,7 @@ class Worker:
                 break
             domain = self.group.domains[nic]
             if self.receive is not None:
-                self._run(self.receive, domain.recv_view(slot))
+                self.run_callback(self.receive, domain.recv_view(slot))
             if not self.closed:
                 domain.recv_done(slot)
 
@@ -305,7 +328,8 @@ class Worker:
                 return True
         return False
 
-    def _run(self, callback: Callable[..., object], *args: object) -> None:
+    def run_callback(self, callback: Callable[..., object], *args: object) -> None:
+        """Call a user's function; what it raises is reported, and ends nothing else."""
         try:
             callback(*args)
         except BaseException as error:  # noqa: BLE001  # a user's fault, reported
@@ -374,6 +398,8 @@ class Worker:
             if self.closed:
                 self._end(transfer, State.FAILED, closed_error())
                 return
+            if self.group.ended:  # by a command before this one, and may have to be told
+                self._settle_ended()
             if self.telling.owed and self.telling.holds(transfer):
                 return
         try:
@@ -391,6 +417,32 @@ class Worker:
             transfer.dropped, transfer.left = transfer.rows, 0
             transfer.failure = transfer.failure or error
             self.group.ended.append(transfer)
+
+    def start_ready(self, transfer: Transfer) -> None:
+        """Command: start() of a prepared write, in less time where nothing is unusual.
+
+        It is posted at once if nothing else waits: post() of this step would find nothing else.
+        """
+        job, group = transfer.job, self.group
+        assert isinstance(job, Ready)
+        mr, dealt = job.mr, group.dealt(job)
+        if (
+            dealt is None
+            or self.telling.owed
+            or self.held_leases.known
+            or (mr is not None and mr.closed)
+            or self.closed
+        ):
+            transfer.job = job.placed()
+            self.start(transfer, partial(group.start_and_learn, job=job))
+            return
+        self.open[transfer] = None
+        self.submitted += 1
+        self.taken += transfer.reserved
+        if mr is not None:
+            mr.inflight += 1
+        alone = self._is_stepping and not (group.backlog or self.commands)
+        group.start_ready(transfer, job, dealt, alone=alone)
 
     def start_read(self, transfer: Transfer, *, was_held: bool = False) -> None:
         """Command: deal a read out; as start()."""
@@ -412,19 +464,33 @@ class Worker:
         if self.closed:
             self._end(expectation, State.FAILED, closed_error())
             return
-        if self.failures.broken and (error := self.failures.take(expectation)) is not None:
-            self._end(expectation, State.FAILED, error)
+        if expectation.imm in self.failures.broken:
+            self._doubted.append(expectation)
             return
+        self._enter(expectation)
+
+    def _expect_doubted(self) -> None:
+        """Enter the expectations whose immediate a peer gave up, if it was sent again since.
+
+        What has come again is known once the NICs were polled after the expectation was stated.
+        """
+        doubted, self._doubted = self._doubted, []
+        for expectation in doubted:
+            error = self.failures.take(expectation)
+            if error is not None:
+                self._end(expectation, State.FAILED, error)
+            else:
+                self._enter(expectation)
+
+    def _enter(self, expectation: Expectation) -> None:
+        """Enter an expectation; it fails if its sender is gone already."""
         try:
             self.imms.expect(expectation)
         except TepError as error:
             self._end(expectation, State.FAILED, error)
-
-    def expect_from(self, expectation: Expectation) -> None:
-        """Command: enter an expectation of a sender; it fails if the sender is gone already."""
-        self.expect(expectation)
-        assert expectation.sender is not None
-        self.members.check_sender(expectation.sender)
+            return
+        if expectation.sender is not None:
+            self.members.check_sender(expectation.sender)
 
     def is_early(self, expectation: Expectation) -> bool:
         """Whether its command would change nothing now; may be called from any thread."""
@@ -445,7 +511,10 @@ class Worker:
         if handle.finished:
             return
         if isinstance(handle, Expectation):
-            if self.imms.cancel(handle):
+            if handle in self._doubted:
+                self._doubted.remove(handle)
+                self._end(handle, State.CANCELLED)
+            elif self.imms.cancel(handle):
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Message):
             if self.outbox.cancel(handle):
@@ -481,7 +550,14 @@ class Worker:
     def _take_columns(self, domain: int, n: int) -> None:
         kinds, counts, imms, ctxs = self._columns
         kind, status, count, imm, *_ = take_completion(self._out)
-        # Comparing bytes takes a sixth of comparing columns.
+        # Comparing bytes takes a sixth of comparing columns; of few, whole entries take less.
+        if n <= _WHOLE_MAX and kind == _IMM and count == 1:
+            raw = self._raw[: n * COMPLETION_BYTES].tobytes()
+            if raw == raw[:COMPLETION_BYTES] * n:
+                if self._arrivals:
+                    self._arrivals[domain].add_columns(ctxs[:n], imms[:n])
+                self.imms.add(imm, n)
+                return
         if kind == _IMM and count == 1 and imm == imms[n - 1]:
             starts = self._starts[:n].tobytes()
             if starts == starts[:16] * n:
@@ -603,6 +679,7 @@ class Worker:
         self.take_all_commands()
         if self.closed:
             return
+        self.group.closing = closed_error()  # from now on nothing is queued again
         dropped = []
         for handle in tuple(self.open):
             if isinstance(handle, Transfer):
@@ -631,6 +708,7 @@ class Worker:
                 self._lose(index)
         self._dispatch()
         self._settle_ended()
+        self._expect_doubted()
         self._settle_reached()
         self.leases.closed()
         for expectation in self.imms.give_up():
@@ -669,6 +747,7 @@ class Worker:
 
     def take_all_commands(self) -> None:
         """Take every command, so that the caller comes after all that was submitted before."""
+        self._is_stepping = False  # nothing is posted here
         while self.commands:
             command, handle = self.commands.popleft()
             command(handle)

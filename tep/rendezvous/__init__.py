@@ -16,7 +16,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Self, TypeVar
 
-from tep.checks import check_seconds
+from tep.checks import check_seconds, unpicklable
 from tep.errors import UsageError
 from tep.rendezvous.place import Place
 from tep.rendezvous.ranks import AsyncGroup
@@ -103,6 +103,11 @@ class Group:
         self._runner = runner
         self._group = group
         self._closed = False
+
+    __reduce__ = unpicklable("its connections are this process's; each process joins by itself")
+
+    def __repr__(self) -> str:
+        return f"Group({self._group!r})"
 
     def all_gather(self, data: bytes, *, timeout_s: float = 60.0) -> list[bytes]:
         """Give every rank's bytes to every rank; returns them by rank. See AsyncGroup."""

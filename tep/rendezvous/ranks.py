@@ -14,7 +14,7 @@ import socket
 from collections.abc import Collection
 from typing import Final, Self
 
-from tep.checks import check_seconds
+from tep.checks import check_seconds, unpicklable
 from tep.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.door import Door
 from tep.rendezvous.place import Place
@@ -61,6 +61,12 @@ class AsyncGroup:
         self._door: Door | None = None  # at rank 0
         self._calling = False
         self._closed = False
+
+    __reduce__ = unpicklable("its connections are this process's; each process joins by itself")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._turn} calls so far"
+        return f"AsyncGroup(rank {self.rank} of {self.size}, {state})"
 
     # --- what users call
 

@@ -15,7 +15,7 @@ from tep.errors import BadDescriptor, UsageError
 from tep.hashing import below, draw
 from tep.sim.chaos_parts import Nic, NicState, StreamKeys
 from tep.sim.chaos_reads import ChaosReader
-from tep.sim.clock import FabricEnv
+from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.faults import (
     Chaos,
     Clog,
@@ -114,6 +114,12 @@ class ChaosFabric:
         self.healed = False
         if chaos.tie_shuffle:
             env.shuffle_ties(chaos.seed)
+
+    __reduce__ = in_one_process
+
+    def __repr__(self) -> str:
+        nodes = ", ".join(self.nodes)
+        return f"ChaosFabric(nodes {nodes or 'none'}; {self.rows} rows, {len(self.failed)} failed)"
 
     def node(self, name: str, nics: int) -> ChaosNode:
         """Add a host.

@@ -25,11 +25,19 @@ import simpy
 from simpy.core import EmptySchedule
 from simpy.events import NORMAL, Event, EventPriority
 
+from tep.checks import unpicklable
 from tep.errors import UsageError
 from tep.hashing import draw, stream_key
 from tep.sim.streams import Stream
 
-__all__ = ["FOREVER_PS", "Call", "FabricEnv", "Turned", "internals_as_expected"]
+__all__ = [
+    "FOREVER_PS",
+    "Call",
+    "FabricEnv",
+    "Turned",
+    "in_one_process",
+    "internals_as_expected",
+]
 
 T = TypeVar("T")
 
@@ -90,6 +98,12 @@ def internals_as_expected() -> bool:
     )
 
 
+in_one_process: Final = unpicklable(
+    "a simulation lives in one process; make another there, with the same seed"
+)
+"""The `__reduce__` of what lives in a simulation."""
+
+
 class FabricEnv(simpy.Environment):
     """A simpy environment in integer picoseconds, with call_at() and an inlined run().
 
@@ -118,6 +132,11 @@ class FabricEnv(simpy.Environment):
         if tie_seed is not None:
             self.shuffle_ties(tie_seed)
         self._fast = fast and internals_as_expected()
+
+    __reduce__ = in_one_process
+
+    def __repr__(self) -> str:
+        return f"FabricEnv(at {self.now} ps, {len(self._queue)} events)"
 
     def shuffle_ties(self, seed: int) -> None:
         """From now on, order the events of one instant by a hash of this seed."""

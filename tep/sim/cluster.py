@@ -6,20 +6,24 @@ Nothing is modelled here. The only room of `tep.sim` that knows `tep.engine`.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from tep.api import EngineOptions
 from tep.checks import U64_MAX, check_int, check_kind, check_seconds
 from tep.engine import TransferEngine
+from tep.engine.verbs import TRACE_EVENTS_MAX
 from tep.errors import UsageError
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_datagrams import Datagrams
-from tep.sim.clock import FabricEnv
+from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import SimDriver, SimNode
 from tep.sim.faults import Chaos, Fault, Faults, Restart
 from tep.sim.loop import current_env, run
 from tep.sim.trace import Trace
+from tep.trace import Trace as EngineTrace
+from tep.tracing import record
 from tep.units import PS_PER_US
 
 if TYPE_CHECKING:
@@ -29,6 +33,11 @@ if TYPE_CHECKING:
 __all__ = ["Cluster"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("tep.sim")
+if _log.level == logging.NOTSET:
+    # Faults of a simulation are its purpose: they are logged for who asks, by setLevel("INFO").
+    _log.setLevel(logging.ERROR)
 
 _NICS: int = 2
 _NICS_MAX: int = 64
@@ -80,7 +89,7 @@ class Cluster:
         faults: in place of `chaos`: knobs, and faults that happen at their times.
         names: of the nodes; None: "a", "b", ...
         options: of every engine.
-        trace: record what happens, for `trace`.
+        trace: record every row of the fabric, for `fabric_trace`.
         move_bytes: False, with a profile only: keep time and count, and copy nothing.
         network: with a profile only: what stands between the NICs; None: one perfect switch.
 
@@ -88,7 +97,7 @@ class Cluster:
         engines: one a node, in order; restart() replaces one.
         env: the clock; a simpy environment for processes beside the engines.
         fabric: the chaos or timing fabric underneath.
-        trace: what happened; reading it is a UsageError unless it was asked for.
+        fabric_trace: every row on the fabric; reading it is a UsageError unless it was asked for.
         happened: the faults so far, in order, those too that the fabric's own load brought about.
 
     Raises:
@@ -135,17 +144,18 @@ class Cluster:
         knobs = None if profile is not None else chaos or Chaos.draw(seed)
         tie_seed = knobs.seed if knobs is not None and knobs.tie_shuffle else None
         self.env = current_env() or FabricEnv(tie_seed=tie_seed)
-        self.trace = Trace(on=trace)
+        self.fabric_trace = Trace(on=trace)
+        self._tracing: list[EngineTrace] = []
         self.happened: list[Fault] = []
         self._datagrams: Datagrams | None = None
         self.fabric: ChaosFabric | _ProfileFabric
         if knobs is not None:
-            self.fabric = ChaosFabric(self.env, knobs, trace=self.trace)
+            self.fabric = ChaosFabric(self.env, knobs, trace=self.fabric_trace)
             self.fabric.happened = self.happened
         else:
             assert profile is not None
             self.fabric = _ProfileFabric(
-                self.env, profile, seed, self.trace, move_bytes=move_bytes, network=network
+                self.env, profile, seed, self.fabric_trace, move_bytes=move_bytes, network=network
             )
         nodes_made = [self.fabric.node(*pair) for pair in zip(self._names, counts, strict=True)]
         self.engines = [self._open(node) for node in nodes_made]
@@ -154,9 +164,24 @@ class Cluster:
 
     def _open(self, node: SimNode) -> TransferEngine:
         driver = SimDriver(self.env, node)
-        return TransferEngine(
+        engine = TransferEngine(
             node.domains, driver=driver, name=node.name, epoch=node.epoch, options=self._options
         )
+        for found in self._tracing:
+            found.stops.append(record(engine._machine, found))
+        return engine
+
+    def trace(self, *, events_max: int = TRACE_EVENTS_MAX) -> EngineTrace:
+        """Record what all engines do, until `stop()` of the result; as `TransferEngine.trace`.
+
+        Engines that restart meanwhile are recorded as well. Times are simulated.
+        """
+        found = EngineTrace("simulated", check_int("trace: events_max", events_max, 1))
+        found.stops.append(lambda: self._tracing.remove(found))
+        self._tracing.append(found)
+        for engine in self.engines:
+            found.stops.append(record(engine._machine, found))
+        return found
 
     # ------------------------------------------------------------------ time
 
@@ -269,8 +294,10 @@ class Cluster:
             error.add_note(f"the same cluster again: {self!r}")
         self.close()
 
+    __reduce__ = in_one_process
+
     def __repr__(self) -> str:
-        return f"tep.sim.Cluster({self._call}, trace={self.trace.on})"
+        return f"tep.sim.Cluster({self._call}, trace={self.fabric_trace.on})"
 
 
 def _names(nodes: int, names: Sequence[str] | None) -> list[str]:

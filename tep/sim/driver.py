@@ -16,7 +16,7 @@ from typing import Final, Protocol, TypeVar
 from tep.backends.base import Domain
 from tep.drivers import Machine, Settles, Timed
 from tep.errors import StallError, UsageError
-from tep.sim.clock import FOREVER_PS, FabricEnv, Turned
+from tep.sim.clock import FOREVER_PS, FabricEnv, Turned, in_one_process
 from tep.sim.loop import SimLoop
 from tep.units import PS_PER_NS, PS_PER_S, PS_PER_US
 from tep.waiting import Interrupts, escaped
@@ -77,6 +77,11 @@ class SimDriver:
         self._watching = False
         self._due_ps = FOREVER_PS
         self._report: Callable[[], str] | None = None
+
+    __reduce__ = in_one_process
+
+    def __repr__(self) -> str:
+        return f"SimDriver(node {self.node.name}, {self.env!r})"
 
     def start(self, machine: Machine) -> None:
         assert self._machine is None, "a driver turns one machine"

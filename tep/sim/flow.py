@@ -20,7 +20,7 @@ from typing import Final
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
-from tep.sim.clock import FOREVER_PS, FabricEnv
+from tep.sim.clock import FOREVER_PS, FabricEnv, in_one_process
 from tep.sim.profile import Profile, load_profile
 from tep.units import PS_PER_S
 
@@ -54,6 +54,11 @@ class FlowFabric:
         self.nics: list[FlowNic] = []
         self.numbers: dict[bytes, int] = {}
         self._epochs: dict[str, int] = {}
+
+    __reduce__ = in_one_process
+
+    def __repr__(self) -> str:
+        return f"FlowFabric({self.profile.name}; {len(self._epochs)} nodes, {self.rows} rows)"
 
     def node(self, name: str) -> FlowNode:
         """Start a host; a name used before is a later incarnation."""

@@ -11,7 +11,7 @@ import math
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal, localcontext
 from fractions import Fraction
 from functools import cache
@@ -166,7 +166,7 @@ class Profile:
     ack_ps: int
     jitter_ps: int
     peer_timeout_ps: int
-    numbers: Mapping[str, Number]
+    numbers: Mapping[str, Number] = field(repr=False)
     tail_ppm: int = 0
     tail_ps: int = 0
     loss_ppm: int = 0
@@ -280,9 +280,9 @@ def write_profile(profile: Profile, path: str | PathLike[str]) -> None:
         f"summary = {_quoted(profile.summary)}",
         *(f"{flag} = {str(getattr(profile, flag)).lower()}" for flag in _FLAGS),
     ]
-    for field, number in profile.numbers.items():
-        spec = FIELDS[field]
-        exact = Fraction(getattr(profile, field), _FACTORS[spec.unit][number.unit])
+    for name, number in profile.numbers.items():
+        spec = FIELDS[name]
+        exact = Fraction(getattr(profile, name), _FACTORS[spec.unit][number.unit])
         lines += [
             f"\n[{spec.path}]",
             f"value = {_decimal(exact)}",

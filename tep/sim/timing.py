@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Status
 from tep.errors import UsageError
-from tep.sim.clock import FabricEnv
+from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.late import Late
 from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
 from tep.sim.paths import LAST, NUMBER, Network, Paths, flights, no_flights
@@ -182,12 +182,16 @@ class TimingFabric:
 
     # ------------------------------------------------------------------ who is there
 
+    __reduce__ = in_one_process
+
+    def __repr__(self) -> str:
+        return f"TimingFabric({self.profile.name}; {len(self._epochs)} nodes)"
+
     def node(self, name: str) -> Node:
         """Start a node; a name used before is a later incarnation, and the earlier must be closed.
 
         Raises:
-            UsageError: the node of this name is still open, or the name is not 1 to 64 characters
-                without "/" and "#".
+            UsageError: that node is still open, or the name is not 1 to 64 characters but / and #.
         """
         if not 1 <= len(name) <= 64 or set("/#") & set(name):
             raise UsageError(f"node name {name!r}: 1 to 64 characters, without '/' and '#'")

@@ -1,4 +1,4 @@
-"""What happened on a simulated fabric, as records: a digest, columns for pictures, a Perfetto file.
+"""What happened on a simulated fabric, row by row: a digest, columns for pictures, a trace.
 
 Both fabrics write here, and only when the trace is on; nothing here models anything. A fabric must
 record every placement and every completion, since the digest stands for "the same run".
@@ -7,17 +7,15 @@ record every placement and every completion, since the digest stands for "the sa
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator
-from os import PathLike
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from tep import trace
 from tep.errors import UsageError
-from tep.units import PS_PER_US
+from tep.units import PS_PER_S
 
 __all__ = ["ARRIVAL", "Record", "Trace", "What"]
 
@@ -120,6 +118,9 @@ class Trace:
         self._items: list[Record | _Block] = []
         self.add = self._items.append
 
+    def __repr__(self) -> str:
+        return f"Trace({len(self._items)} items)" if self.on else "Trace(off)"
+
     def add_rows(
         self,
         n: int,
@@ -180,15 +181,22 @@ class Trace:
                 arrivals.setdefault((r.peer, r.node), []).append((r.t_ps, r.row))
         return sum(_overtakes(pairs) for pairs in arrivals.values())
 
-    def write_perfetto(self, path: str | PathLike[str]) -> None:
-        """Write Chrome's trace format, JSON, for ui.perfetto.dev: a process a node, a track a NIC.
-
-        A write is a span from its post to its completion; placements and immediates are instants.
-        Times are microseconds of simulated time.
-        """
-        events = list(_perfetto(self.records()))
-        text = json.dumps({"displayTimeUnit": "ns", "traceEvents": events})
-        Path(path).write_text(text, encoding="utf-8")
+    def picture(self) -> trace.Trace:
+        """The same as spans and marks: a span a row, from its post to its completion."""
+        found, last_ps = trace.Trace("simulated"), 0
+        open_rows: dict[tuple[str, int], Record] = {}
+        for r in self.records():
+            last_ps = max(last_ps, r.t_ps)
+            if r.what in _OPENS:
+                open_rows[_OPENS[r.what], r.row] = r
+            elif r.what in _CLOSES:
+                begun = open_rows.pop((_CLOSES[r.what], r.row))
+                found.add(_span(begun, r.t_ps, {"status": r.value} if r.value else {}))
+            else:
+                found.mark(_mark(r))
+        for begun in open_rows.values():
+            found.add(_span(begun, last_ps, {"in_flight": 1}))
+        return found
 
 
 def _overtakes(pairs: list[tuple[int, int]]) -> int:
@@ -203,25 +211,20 @@ _OPENS: Final = {"post": "write", "send": "message"}
 _CLOSES: Final = {"done": "write", "fail": "write", "sent": "message"}
 
 
-def _perfetto(records: Iterable[Record]) -> Iterator[dict[str, object]]:
-    pids: dict[str, int] = {}
-    for r in records:
-        if r.node not in pids:
-            pids[r.node] = len(pids) + 1
-            yield {
-                "ph": "M",
-                "name": "process_name",
-                "pid": pids[r.node],
-                "args": {"name": r.node},
-            }
-        event: dict[str, object] = {"pid": pids[r.node], "tid": r.nic, "ts": r.t_ps / PS_PER_US}
-        span = _OPENS.get(r.what) or _CLOSES.get(r.what)
-        if span is not None:
-            phase = "b" if r.what in _OPENS else "e"
-            event |= {"ph": phase, "cat": span, "name": f"{span} {r.row}", "id": r.row}
-        else:
-            event |= {"ph": "i", "s": "t", "name": r.what}
-        event["args"] = {
-            key: value for key, value in r._asdict().items() if key not in ("t_ps", "what", "node")
-        }
-        yield event
+def _span(r: Record, stop_ps: int, more: dict[str, object]) -> trace.Span:
+    args = {"nic": r.nic, "to": r.peer, "rows": 1, "bytes": r.nbytes, "ctx": r.ctx, **more}
+    name = f"{_OPENS[r.what]} {r.row}"
+    times = r.t_ps / PS_PER_S, stop_ps / PS_PER_S
+    return trace.Span("batch", r.node, f"NIC {r.nic}", name, *times, args)
+
+
+def _mark(r: Record) -> trace.Mark:
+    args: dict[str, object] = {"peer": r.peer, "row": r.row, "offset": r.offset, "bytes": r.nbytes}
+    name: str = r.what
+    if r.what == "imm":
+        args |= {"imm": r.value, "count": 1}
+        name = f"imm {r.value:#x}"
+    elif r.what == "fault":
+        name = f"fault: {r.peer}"
+    track = "faults" if r.what == "fault" else f"arrivals of NIC {r.nic}"
+    return trace.Mark(r.what, r.node, track, name, r.t_ps / PS_PER_S, args)

@@ -6,9 +6,9 @@ For benchmarks only. Every immediate reaches the target as an entry of its own, 
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -36,10 +36,8 @@ _COUNT_MAX: Final = 2**32 - 1
 _WRITE, _READ, _IMM, _OK = int(Kind.WRITE), int(Kind.READ), int(Kind.IMM), int(Status.OK)
 
 
-_ONE_IMM: Final = int.from_bytes(
-    bytes((_IMM, _OK, 0, 0)) + (1).to_bytes(4, sys.byteorder), sys.byteorder
-)
-"""Kind, status and count of one immediate: the first 8 bytes of an entry."""
+_entry: Final = Struct("=BBxxIIIQQ").pack
+"""The bytes of one completion: a burst of equal immediates costs one copy of them."""
 
 
 class NullDomain:
@@ -72,7 +70,8 @@ class NullDomain:
         self._out: Completions = new_completions(
             0
         )  # the last that poll() filled, and columns of it
-        self._heads = self._values = self._out["imm"]
+        self._values = self._out["imm"]
+        self._bytes = memoryview(b"")
         wire.append(self)
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
@@ -135,15 +134,18 @@ class NullDomain:
         while self._imms and at < room:
             imm, n = self._imms.popleft()
             take = min(n, room - at)
+            if out is not self._out:
+                self._out, self._values = out, out["imm"]
+                self._bytes = memoryview(out.view("u1"))  # type: ignore[arg-type]  # an array
+            one = imm if isinstance(imm, int) else 0 if take > 1 else int(imm[0])
             if take == 1:
-                one = imm if isinstance(imm, int) else int(imm[0])
                 put_completion(out, at * COMPLETION_BYTES, _IMM, _OK, 1, one, 0, 0, 0)
-            else:
-                if out is not self._out:
-                    self._out, self._heads = out, out.view(np.uint64)[::4]
-                    self._values = out["imm"]
-                self._heads[at : at + take] = _ONE_IMM
-                self._values[at : at + take] = imm if isinstance(imm, int) else imm[:take]
+                at += 1
+                continue
+            start, stop = at * COMPLETION_BYTES, (at + take) * COMPLETION_BYTES
+            self._bytes[start:stop] = _entry(_IMM, _OK, 1, one, 0, 0, 0) * take
+            if not isinstance(imm, int):
+                self._values[at : at + take] = imm[:take]
             if take < n:
                 self._imms.appendleft((imm if isinstance(imm, int) else imm[take:], n - take))
             at += take

@@ -10,20 +10,23 @@ from dataclasses import dataclass
 from typing import Final
 
 from tep.backends.base import (
+    Batch,
     Completions,
     DomainCaps,
     Opened,
+    ReadRow,
     Row,
     Status,
-    WriteBatch,
 )
 from tep.backends.columns import Rows
-from tep.backends.loopback import Hub, LoopbackDomain
+from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.testing.loopback_world import LoopbackWorld
 from tep.units import MiB
 
-__all__ = ["SPOILED", "ByRow", "Spoiled", "SpoiledWorld", "breaks", "keys_of"]
+__all__ = ["SPOILED", "AnyRow", "ByRow", "Spoiled", "SpoiledWorld", "breaks", "keys_of"]
+
+AnyRow = Row | ReadRow
 
 _DEPTH: Final = 64
 
@@ -44,8 +47,8 @@ class Spoiled:
 
     @property
     def name(self) -> str:
-        """What it does wrong."""
-        return self.make.__name__
+        """What it does wrong, and which clause must notice."""
+        return f"{self.make.__name__}-C{self.clause}"
 
     def world(self) -> SpoiledWorld:
         """Make a world of such domains."""
@@ -94,7 +97,7 @@ class SpoiledWorld(LoopbackWorld):
 def breaks(
     clause: int, seed: int | None = None
 ) -> Callable[[type[LoopbackDomain]], type[LoopbackDomain]]:
-    """List a class as breaking a clause."""
+    """List a class as breaking a clause; a class may break several."""
 
     def listed(make: type[LoopbackDomain]) -> type[LoopbackDomain]:
         SPOILED.append(Spoiled(clause, make, seed))
@@ -104,7 +107,10 @@ def breaks(
 
 
 class ByRow(LoopbackDomain):
-    """A healthy loopback that moves every row by itself, so that one of them can be spoiled."""
+    """A healthy loopback that moves every row by itself, so that one of them can be spoiled.
+
+    Spoil `write_row`, `read_row`, or both at once in `_carry_row`.
+    """
 
     def __init__(
         self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
@@ -112,13 +118,21 @@ class ByRow(LoopbackDomain):
         super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
         self.turns = 0
         self.nrows = 0
-        self._later: list[tuple[int, Row]] = []
+        self._later: list[tuple[int, AnyRow]] = []
 
-    def _carry_columns(self, batch: WriteBatch, rows: Rows, nrows: int) -> bool:
+    def _carry_columns(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> bool:
         return False
 
-    def _carry_row(self, row: Row) -> Status:
+    def _carry_row(self, row: AnyRow) -> Status:
+        return self.read_row(row) if isinstance(row, ReadRow) else self.write_row(row)
+
+    def write_row(self, row: Row) -> Status:
+        """Carry out one write."""
         self.nrows += 1
+        return super()._carry_row(row)
+
+    def read_row(self, row: ReadRow) -> Status:
+        """Carry out one read."""
         return super()._carry_row(row)
 
     def poll(self, out: Completions) -> int:
@@ -129,11 +143,11 @@ class ByRow(LoopbackDomain):
             super()._carry_row(row)
         return super().poll(out)
 
-    def carry_later(self, row: Row) -> None:
+    def carry_later(self, row: AnyRow) -> None:
         """Move a row three polls from now."""
         self._later.append((self.turns + 3, row))
 
-    def end_of(self, row: Row) -> Port | Status:
+    def end_of(self, row: AnyRow) -> Port | Status:
         """Who is at the other end of a row."""
         return self._reach(row.peer)
 

@@ -72,8 +72,8 @@ class FenceForGood(ByRow):
 class LateAfterAll(ByRow):
     """Goes on trying rows that it has said were refused, and they land once the fence is gone."""
 
-    def _carry_row(self, row: Row) -> Status:
-        status = super()._carry_row(row)
+    def write_row(self, row: Row) -> Status:
+        status = super().write_row(row)
         if status is Status.UNREACHABLE:
             self.carry_later(row)
         return status

@@ -1,5 +1,7 @@
 """Loopbacks that break one of C11 to C23 or C28 each: errors, ends, promises, messages.
 
+What writes and reads can get wrong in the same way breaks the clauses of both (C29, C31, C32).
+
 Every class is a plausible slip of a backend's author, beside the clause that must catch it.
 """
 
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import (
+    Batch,
     Completions,
     DomainCaps,
     DomainKey,
@@ -20,11 +23,11 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.backends.loopback import Hub, LoopbackDomain
+from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.backends.shuffle import Message
 from tep.errors import BadDescriptor
-from tep.testing.spoiled_base import ByRow, breaks, keys_of
+from tep.testing.spoiled_base import AnyRow, ByRow, breaks, keys_of
 
 __all__ = [
     "BlamesTheFirstRow",
@@ -69,12 +72,12 @@ _ELSEWHERE: Final = itertools.count(1)
 class TakesAnyKey(ByRow):
     """Finds memory whatever the key says."""
 
-    def _carry_row(self, row: Row) -> Status:
-        status = super()._carry_row(row)
+    def write_row(self, row: Row) -> Status:
+        status = super().write_row(row)
         target = self.end_of(row)
         if status is Status.REMOTE_KEY and isinstance(target, Port):
             for known in keys_of(target):
-                status = super()._carry_row(row._replace(rkey=known))
+                status = super().write_row(row._replace(rkey=known))
         return status
 
 
@@ -82,18 +85,19 @@ class TakesAnyKey(ByRow):
 class SwapsAKey(ByRow):
     """Uses the newest key of the peer for every row, whatever the row says."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         target = self.end_of(row)
         if isinstance(target, Port):
             row = row._replace(rkey=[row.rkey, *keys_of(target)][-1])
-        return super()._carry_row(row)
+        return super().write_row(row)
 
 
 @breaks(11)
+@breaks(31)
 class CutsRowsAtTheEndOfTheRegion(ByRow):
-    """Writes what fits, and says OK."""
+    """Writes or reads what fits, and says OK."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def _carry_row(self, row: AnyRow) -> Status:
         status = super()._carry_row(row)
         nbytes = row.nbytes
         while status is Status.REMOTE_RANGE and nbytes:
@@ -103,13 +107,14 @@ class CutsRowsAtTheEndOfTheRegion(ByRow):
 
 
 @breaks(11)
+@breaks(31)
 class BlamesTheFirstRow(ByRow):
     """Reports an error of the batch, not of its row."""
 
     def _finish(
-        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+        self, way: Way, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
     ) -> None:
-        super()._finish(status, ctx, row=0, count=count, nbytes=nbytes)
+        super()._finish(way, status, ctx, row=0, count=count, nbytes=nbytes)
 
 
 @breaks(11)
@@ -118,8 +123,8 @@ class NeverRecoversFromAnError(ByRow):
 
     broken = False
 
-    def _carry_row(self, row: Row) -> Status:
-        status = Status.FLUSHED if self.broken else super()._carry_row(row)
+    def write_row(self, row: Row) -> Status:
+        status = Status.FLUSHED if self.broken else super().write_row(row)
         self.broken |= status is not Status.OK
         return status
 
@@ -167,16 +172,17 @@ class WritesToTheNextIncarnation(ByRow):
             return next((port for port in known if port.address[20:] == name), found)
         return found
 
-    def _carry_row(self, row: Row) -> Status:
-        status = super()._carry_row(row)
+    def write_row(self, row: Row) -> Status:
+        status = super().write_row(row)
         target = self.end_of(row)
         if status is Status.REMOTE_KEY and isinstance(target, Port):
             key, region = next(iter(target._targets.items()))
-            return super()._carry_row(row._replace(rkey=key, dst=region.base))
+            return super().write_row(row._replace(rkey=key, dst=region.base))
         return status
 
 
 @breaks(14, seed=5)
+@breaks(32, seed=4)
 class LosesOpenRowsOnClose(LoopbackDomain):
     """Frees the queue with rows in it."""
 
@@ -201,7 +207,7 @@ class FlushesAgainOnEveryClose(ByRow):
 
     def close(self) -> None:
         super().close()
-        self._finish(Status.FLUSHED, 1)
+        self._finish(self._writes, Status.FLUSHED, 1)
 
 
 @breaks(15)
@@ -228,39 +234,42 @@ class SilentAboutDeadPeers(ByRow):
     """Retries for ever."""
 
     def _finish(
-        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+        self, way: Way, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
     ) -> None:
         if status is not Status.UNREACHABLE:
-            super()._finish(status, ctx, row=row, count=count, nbytes=nbytes)
+            super()._finish(way, status, ctx, row=row, count=count, nbytes=nbytes)
 
 
 @breaks(17)
+@breaks(32)
 class SaysOkToTheDead(ByRow):
     """Takes a row that left for one that arrived."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def _carry_row(self, row: AnyRow) -> Status:
         status = super()._carry_row(row)
         return Status.OK if status is Status.UNREACHABLE else status
 
 
 @breaks(17)
+@breaks(32)
 class RefusesForEverOnceThePeerIsDead(ByRow):
     """Says full where it means gone."""
 
-    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+    def _post(self, way: Way, batch: Batch, start: int, stop: int) -> int:
         assert isinstance(batch.peer, int)
         gone = isinstance(self._reach(batch.peer), Status)
-        return 0 if gone else super().post(batch, start, stop)
+        return 0 if gone else super()._post(way, batch, start, stop)
 
 
 @breaks(18)
+@breaks(29)
 class TakesMoreThanItsDepth(ByRow):
     """Counts what each post takes, and not what is out."""
 
-    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        open_rows, self._open_rows = self._open_rows, 0
-        taken = super().post(batch, start, stop)
-        self._open_rows += open_rows
+    def _post(self, way: Way, batch: Batch, start: int, stop: int) -> int:
+        open_rows, way.open = way.open, 0
+        taken = super()._post(way, batch, start, stop)
+        way.open += open_rows
         return taken
 
 

@@ -3,48 +3,29 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Final
+
+import numpy as np
 
 from tep.backends.base import (
     Access,
+    Batch,
     Completions,
     DomainCaps,
     DomainKey,
     Kind,
-    ReadBatch,
     ReadRow,
     Status,
 )
-from tep.backends.columns import Rows
-from tep.backends.hostcopy import read_rows
-from tep.backends.loopback import Hub
+from tep.backends.columns import Rows, at
+from tep.backends.hostcopy import spell
+from tep.backends.loopback import Hub, Way
 from tep.backends.loopback_port import Port
 from tep.memory import Memory
 from tep.testing.spoiled_base import ByRow, breaks
 
 __all__ = ["BringsWhatItReadBefore", "ReadsAnyMemory", "ReadsThroughTheFence", "WritesAfterTheEnd"]
-
-_LATER: Final = 3  # polls
-
-
-class _Later(ByRow):
-    """Can carry a read out some polls from now."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]  # as LoopbackDomain's
-        self._reads_later: list[tuple[int, ReadRow]] = []
-
-    def read_later(self, row: ReadRow) -> None:
-        """Carry a read out three polls from now."""
-        self._reads_later.append((self.turns + _LATER, row))
-
-    def poll(self, out: Completions) -> int:
-        due = [row for turn, row in self._reads_later if turn <= self.turns]
-        self._reads_later = [late for late in self._reads_later if late[0] > self.turns]
-        for row in due:
-            ByRow._read_row(self, row)
-        return super().poll(out)
-
 
 # ---------------------------------------------------------------------- C29
 
@@ -61,15 +42,6 @@ class SaysReadsAreWrites(ByRow):
 
 
 @breaks(29)
-class TakesMoreReadsThanItSays(ByRow):
-    """Counts what each post takes, and not what is out."""
-
-    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        self._open_reads = 0
-        return super().post_read(batch, start, stop)
-
-
-@breaks(29)
 class BringsWhatItReadBefore(ByRow):
     """Keeps pages that it has read, and never asks the owner again."""
 
@@ -79,12 +51,12 @@ class BringsWhatItReadBefore(ByRow):
         super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
         self._pages: dict[tuple[int, int, int], bytes] = {}
 
-    def _read_row(self, row: ReadRow) -> Status:
+    def read_row(self, row: ReadRow) -> Status:
         page = self._pages.get((row.rkey, row.remote, row.nbytes))
         if page is not None:
             ctypes.memmove(row.local, page, row.nbytes)
             return Status.OK
-        status = super()._read_row(row)
+        status = super().read_row(row)
         if status is Status.OK and row.nbytes:
             page = ctypes.string_at(row.local, row.nbytes)
             self._pages[row.rkey, row.remote, row.nbytes] = page
@@ -95,51 +67,52 @@ class BringsWhatItReadBefore(ByRow):
 class TellsTheOwner(ByRow):
     """Sends an immediate with every read."""
 
-    def _read_row(self, row: ReadRow) -> Status:
+    def read_row(self, row: ReadRow) -> Status:
         owner = self._reach(row.peer)
         if isinstance(owner, Port):
             owner.announce(0, 1)
-        return super()._read_row(row)
+        return super().read_row(row)
 
 
 @breaks(29)
 class LosesEmptyReads(ByRow):
     """Sends nothing for a row of no bytes, and hears nothing back."""
 
-    def _read_each(self, batch: ReadBatch, rows: Rows) -> None:
-        for index, row in read_rows(batch, rows):
-            if row.nbytes:
-                super()._read_each(batch, slice(index, index + 1))
+    def _carry_out(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
+        assert isinstance(rows, slice)
+        for index in range(rows.start, rows.stop):
+            if way is self._writes or at(batch.nbytes, index):
+                super()._carry_out(way, batch, slice(index, index + 1), 1)
 
 
 @breaks(29)
 class ReadsTheFirstRowForAll(ByRow):
     """Takes the column's first address for all rows."""
 
-    def _read_each(self, batch: ReadBatch, rows: Rows) -> None:
-        if not isinstance(batch.dst, int):
+    def _carry_each(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
+        if way is self._reads and not isinstance(batch.dst, int):
             batch.dst = int(batch.dst[0])
-        super()._read_each(batch, rows)
+        super()._carry_each(way, batch, rows, nrows)
 
 
 # ---------------------------------------------------------------------- C30
 
 
 @breaks(30)
-class WritesAfterTheEnd(_Later):
+class WritesAfterTheEnd(ByRow):
     """Says OK when the request has left, and writes when the answer is here."""
 
-    def _read_row(self, row: ReadRow) -> Status:
-        self.read_later(row)
-        return super()._read_row(row)
+    def read_row(self, row: ReadRow) -> Status:
+        self.carry_later(row)
+        return super().read_row(row)
 
 
 @breaks(30)
 class ReadsWholeWords(ByRow):
     """Copies by eight bytes."""
 
-    def _read_row(self, row: ReadRow) -> Status:
-        status = super()._read_row(row)
+    def read_row(self, row: ReadRow) -> Status:
+        status = super().read_row(row)
         over = -row.nbytes % 8
         if status is Status.OK and over:
             ctypes.memmove(row.local + row.nbytes, bytes(over), over)
@@ -151,10 +124,10 @@ class ReadsIntoWithdrawnMemory(ByRow):
     """Forgets that a region's end here ends the reads into it."""
 
     def deregister(self, key: DomainKey) -> None:
-        kept = self._sinks.get(key.lkey)
+        kept = self._reads.regions.get(key.lkey)
         super().deregister(key)
         if kept is not None:
-            self._sinks[key.lkey] = kept
+            self._reads.regions[key.lkey] = kept
 
 
 # ---------------------------------------------------------------------- C31
@@ -181,28 +154,9 @@ class WritesReadableMemory(ByRow):
 class FlushesWhatItRefuses(ByRow):
     """Says that a row was not tried, where it was refused."""
 
-    def _read_row(self, row: ReadRow) -> Status:
-        status = super()._read_row(row)
+    def read_row(self, row: ReadRow) -> Status:
+        status = super().read_row(row)
         return Status.FLUSHED if status is Status.REMOTE_KEY else status
-
-
-@breaks(31)
-class CutsReadsAtTheEnd(ByRow):
-    """Reads what there is, and says OK."""
-
-    def _read_row(self, row: ReadRow) -> Status:
-        status = super()._read_row(row)
-        return Status.OK if status is Status.REMOTE_RANGE else status
-
-
-@breaks(31)
-class BlamesTheFirstRead(ByRow):
-    """Reports an error of the batch, not of its row."""
-
-    def _finish_read(
-        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
-    ) -> None:
-        super()._finish_read(status, ctx, row=0, count=count, nbytes=nbytes)
 
 
 @breaks(31, seed=2)
@@ -217,33 +171,6 @@ class ReadsOnAfterDeregister(ByRow):
 
 
 # ---------------------------------------------------------------------- C32
-
-
-@breaks(32)
-class SaysOkToReadsOfTheDead(ByRow):
-    """Takes a request that left for an answer."""
-
-    def _read_row(self, row: ReadRow) -> Status:
-        status = super()._read_row(row)
-        return Status.OK if status is Status.UNREACHABLE else status
-
-
-@breaks(32)
-class NoReadsAfterADeath(ByRow):
-    """Refuses reads of the dead for ever."""
-
-    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        assert isinstance(batch.peer, int)
-        gone = isinstance(self._reach(batch.peer), Status)
-        return 0 if gone else super().post_read(batch, start, stop)
-
-
-@breaks(32, seed=4)
-class LosesReadsOnClose(ByRow):
-    """Frees the queue with reads in it."""
-
-    def _fail_reads(self, batch: ReadBatch, rows: Rows, status: Status) -> None:
-        pass
 
 
 @breaks(32, seed=4)
@@ -262,9 +189,11 @@ class ReadsOnAfterClose(ByRow):
         super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
         self._late_reads: list[ReadRow] = []
 
-    def _fail_reads(self, batch: ReadBatch, rows: Rows, status: Status) -> None:
-        self._late_reads += [row for _, row in read_rows(batch, rows)]
-        super()._fail_reads(batch, rows, status)
+    def _fail_rows(self, way: Way, batch: Batch, rows: Iterable[int], status: Status) -> None:
+        rows = np.fromiter(rows, np.intp)
+        spelled = spell(batch, rows, len(rows))
+        self._late_reads += [row for row in spelled if isinstance(row, ReadRow)]
+        super()._fail_rows(way, batch, rows.tolist(), status)
 
 
 # ---------------------------------------------------------------------- C33
@@ -274,11 +203,11 @@ class ReadsOnAfterClose(ByRow):
 class ReadsThroughTheFence(ByRow):
     """Has fences for what is written, and forgot what is read."""
 
-    def _read_row(self, row: ReadRow) -> Status:
-        status = super()._read_row(row)
+    def read_row(self, row: ReadRow) -> Status:
+        status = super().read_row(row)
         owner = self._reach(row.peer)
         if status is Status.UNREACHABLE and isinstance(owner, Port):
-            return owner.read_row(row, b"somebody else")
+            return owner.carry_row(row, b"somebody else")
         return status
 
 
@@ -292,5 +221,5 @@ class FencesReadsForGood(ByRow):
         self.was_fenced.add(source)
         super().fence(source, ctx)
 
-    def _read_row(self, row: ReadRow) -> Status:
-        return Status.UNREACHABLE if self.address in self.was_fenced else super()._read_row(row)
+    def read_row(self, row: ReadRow) -> Status:
+        return Status.UNREACHABLE if self.address in self.was_fenced else super().read_row(row)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 
 from tep.backends.base import (
+    Batch,
     Completions,
     DomainCaps,
     Kind,
@@ -16,7 +17,8 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.columns import Rows
-from tep.backends.loopback import Hub, LoopbackDomain
+from tep.backends.hostcopy import spell
+from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.backends.shuffle import Entry
 from tep.testing.spoiled_base import ByRow, breaks
@@ -80,7 +82,7 @@ class NeverCompletesOne(ByRow):
 class CompletesAtPostAndReadsTheSourceLater(ByRow):
     """Says OK when the row is queued, and reads its bytes when they leave."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         self.carry_later(row)
         return Status.OK
 
@@ -90,9 +92,9 @@ class KeepsOnly32BitsOfTheContext(ByRow):
     """Packs the context into half a work request id."""
 
     def _finish(
-        self, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
+        self, way: Way, status: Status, ctx: int, *, row: int = 0, count: int = 1, nbytes: int = 0
     ) -> None:
-        super()._finish(status, ctx & 0xFFFFFFFF, row=row, count=count, nbytes=nbytes)
+        super()._finish(way, status, ctx & 0xFFFFFFFF, row=row, count=count, nbytes=nbytes)
 
 
 @breaks(2)
@@ -123,7 +125,7 @@ class WaitsForRoomInPost(WaitsForNewsInPoll):
         return ByRow.poll(self, out)
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        if self._open_rows == self.caps.sq_depth:
+        if self._writes.open == self.caps.sq_depth:
             self._news.wait(60)
         return super().post(batch, start, stop)
 
@@ -135,7 +137,7 @@ class TakesMoreRowsThanItSays(ByRow):
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         taken = super().post(batch, start, stop)
         for row in batch.rows(start + taken, stop):
-            self._carry_row(row)
+            self.write_row(row)
         return taken
 
 
@@ -171,12 +173,11 @@ class HoldsRowsBehindAStuckMessage(ByRow):
 class DropsRowsThatAreOverwritten(ByRow):
     """As a write-combining queue would: only the last row to an address goes out."""
 
-    def _carry_each(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
-        assert isinstance(rows, slice)
-        last = {row.dst: row for row in batch.rows(rows.start, rows.stop)}
+    def _carry_each(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
+        last = {row.dst: row for row in spell(batch, rows, nrows) if isinstance(row, Row)}
         for row in last.values():
-            self._carry_row(row)
-        self._finish(Status.OK, batch.ctx, count=nrows)
+            self.write_row(row)
+        self._finish(way, Status.OK, batch.ctx, count=nrows)
 
 
 # ---------------------------------------------------------------------- C6, C7, C8
@@ -186,89 +187,89 @@ class DropsRowsThatAreOverwritten(ByRow):
 class ImmediateBeforeTheBytes(ByRow):
     """Reports the immediate when its header arrives."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         target = self.end_of(row)
         if row.imm is not None and isinstance(target, Port):
             target.announce(row.imm, 1)
             self.carry_later(row._replace(imm=None))
             return Status.OK
-        return super()._carry_row(row)
+        return super().write_row(row)
 
 
 @breaks(6)
 class LastByteAfterTheImmediate(ByRow):
     """Reports the immediate when all packets but the last are placed."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         if row.imm is None or row.nbytes < 2:
-            return super()._carry_row(row)
+            return super().write_row(row)
         last = row.nbytes - 1
         self.carry_later(row._replace(src=row.src + last, dst=row.dst + last, nbytes=1, imm=None))
-        return super()._carry_row(row._replace(nbytes=last))
+        return super().write_row(row._replace(nbytes=last))
 
 
 @breaks(7)
 class ZeroForRowsWithoutImmediate(ByRow):
     """Takes 0 for no immediate, on the way out."""
 
-    def _carry_row(self, row: Row) -> Status:
-        return super()._carry_row(row if row.imm is not None else row._replace(imm=0))
+    def write_row(self, row: Row) -> Status:
+        return super().write_row(row if row.imm is not None else row._replace(imm=0))
 
 
 @breaks(7)
 class EchoesTheImmediate(ByRow):
     """Puts what it sends into its own queue, too."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         if row.imm is not None:
             self.port.announce(row.imm, 1)
-        return super()._carry_row(row)
+        return super().write_row(row)
 
 
 @breaks(8)
 class LosesOneImmediate(ByRow):
     """Sends its thirtieth row without the immediate."""
 
-    def _carry_row(self, row: Row) -> Status:
-        return super()._carry_row(row._replace(imm=None) if self.nrows == 30 else row)
+    def write_row(self, row: Row) -> Status:
+        return super().write_row(row._replace(imm=None) if self.nrows == 30 else row)
 
 
 @breaks(8)
 class DoublesOneImmediate(ByRow):
     """Sends its thirtieth row again after a lost acknowledgement."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         if self.nrows == 30:
-            super()._carry_row(row)
-        return super()._carry_row(row)
+            super().write_row(row)
+        return super().write_row(row)
 
 
 @breaks(8)
 class KeepsOnly16BitsOfTheImmediate(ByRow):
     """Packs the immediate into 16 bits."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         imm = None if row.imm is None else row.imm & 0xFFFF
-        return super()._carry_row(row._replace(imm=imm))
+        return super().write_row(row._replace(imm=imm))
 
 
 @breaks(8)
 class SwapsTheBytesOfTheImmediate(ByRow):
     """Forgets that the wire is big-endian on one side only."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         imm = None if row.imm is None else int.from_bytes(row.imm.to_bytes(4, "little"), "big")
-        return super()._carry_row(row._replace(imm=imm))
+        return super().write_row(row._replace(imm=imm))
 
 
 @breaks(8)
 class FirstImmediateForTheWholeBatch(ByRow):
     """Takes the column's first value for all rows."""
 
-    def _carry_each(self, batch: WriteBatch, rows: Rows, nrows: int) -> None:
+    def _carry_each(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
         if batch.imm is not None and not isinstance(batch.imm, int):
             batch.imm = int(batch.imm[0])
-        super()._carry_each(batch, rows, nrows)
+        super()._carry_each(way, batch, rows, nrows)
 
 
 @breaks(8)
@@ -286,11 +287,11 @@ class ForgetsHowManyEqualImmediates(LoopbackDomain):
 class DropsWhatTheReceiveQueueDoesNotHold(ByRow):
     """Has 512 receives, and no way to hold senders up."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         target = self.end_of(row)
         if isinstance(target, Port) and len(target.arrived) >= 512:
             row = row._replace(imm=None)
-        return super()._carry_row(row)
+        return super().write_row(row)
 
 
 # ---------------------------------------------------------------------- C9, C10, C11
@@ -300,35 +301,35 @@ class DropsWhatTheReceiveQueueDoesNotHold(ByRow):
 class SkipsEmptyRows(ByRow):
     """Completes rows of no bytes without sending anything."""
 
-    def _carry_row(self, row: Row) -> Status:
-        return super()._carry_row(row) if row.nbytes else Status.OK
+    def write_row(self, row: Row) -> Status:
+        return super().write_row(row) if row.nbytes else Status.OK
 
 
 @breaks(9)
 class WantsASourceForEmptyRows(ByRow):
     """Looks up the source key of rows that have no source."""
 
-    def _carry_row(self, row: Row) -> Status:
-        if row.lkey not in self._sources:
+    def write_row(self, row: Row) -> Status:
+        if row.lkey not in self._writes.regions:
             return Status.LOCAL_KEY
-        return super()._carry_row(row)
+        return super().write_row(row)
 
 
 @breaks(10)
 class WritesOneByteTooMany(ByRow):
     """Treats the last byte's address as the length."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         status = Status.REMOTE_RANGE
         if row.nbytes:
-            status = super()._carry_row(row._replace(nbytes=row.nbytes + 1))
-        return status if status is Status.OK else super()._carry_row(row)
+            status = super().write_row(row._replace(nbytes=row.nbytes + 1))
+        return status if status is Status.OK else super().write_row(row)
 
 
 @breaks(10)
 class WritesWholeWords(ByRow):
     """Copies by eight bytes and forgets the rest."""
 
-    def _carry_row(self, row: Row) -> Status:
+    def write_row(self, row: Row) -> Status:
         cut = row.nbytes % 8 if row.nbytes > 8 else 0
-        return super()._carry_row(row._replace(nbytes=row.nbytes - cut))
+        return super().write_row(row._replace(nbytes=row.nbytes - cut))

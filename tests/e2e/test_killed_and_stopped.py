@@ -23,7 +23,9 @@ TIMEOUT_S = 1.0
 """After which a libfabric peer that does not answer is an error; `local` needs no clock."""
 
 PAGE, PAGES = 64 * KiB, 32
-STREAM = 1000  # the immediate of `a`'s first writes to `b`; later ones have later numbers
+STREAM = 1 << 24
+"""The immediate of `a`'s first writes to `b`; later ones have later numbers. Far from those of
+single writes, of which a fast wire makes a thousand a second."""
 
 
 class Three:

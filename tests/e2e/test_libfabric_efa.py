@@ -74,6 +74,98 @@ with tempfile.TemporaryFile() as file:
     assert "True" == out
 
 
+READS = """
+with engine("a") as a, engine("b") as b:
+    npages = 1024
+    there = np.random.default_rng(0).integers(0, 255, npages * 4096, dtype=np.uint8)
+    here = np.zeros_like(there)
+    mr, _ = a.reg_mr(here, access=tep.Access.SINK)
+    _, desc = b.reg_mr(there, access=tep.Access.READABLE)
+    a.submit_single_read(100, (desc, 4096), (mr, 0)).wait(20)
+    assert (here[:100] == there[4096:4196]).all()
+    pages = tep.Pages(np.arange(npages))
+    a.submit_paged_reads(4096, (desc, pages), (mr, pages)).wait(20)
+    print((here == there).all())
+"""
+
+
+def test_the_device_reads_and_rings_once_for_many_rows(provider):
+    """Reads by messages would cost the owner's processor, and ask no key."""
+    with fabric({"nics": 1}) as fake:
+        out = run(fake, provider, READS)
+        total = fake.total()
+    assert "True" == out
+    assert 1025 == total["reads"]
+    if provider == "efa-direct":
+        assert total["doorbells"] < 1025 // 4
+
+
+@pytest.mark.parametrize("caps", [14, 7], ids=["no RDMA read", "no RDMA write"])
+def test_a_device_that_cannot_write_and_read_is_refused(provider, caps):
+    """The provider would imitate it by messages: slow, and reads ask no key of the region."""
+    with fabric({"nics": 1, "caps": caps}) as fake:
+        out = run(
+            fake,
+            provider,
+            """
+try:
+    engine("a")
+except tep.BackendUnavailable as error:
+    print(error)
+""",
+        )
+    assert "RDMA" in out if provider == "efa" else "0 NICs of fabric 'efa-direct'" in out
+
+
+def test_memory_in_use_is_shut_to_peers_and_stays_registered_for_its_rows(provider):
+    """The provider may post a row again: a registration that went away would be read from."""
+    with fabric({"nics": 1}, ["slow us=3000"]) as fake:
+        out = run(
+            fake,
+            provider,
+            """
+from tep.backends.base import ReadBatch, WriteBatch, new_completions
+a, b = (
+    libfabric.open_domains(provider=PROVIDER, nics=1, name=x, peer_timeout_s=10.0).domains[0]
+    for x in "ab"
+)
+seen = {"a": [], "b": []}
+def turn():
+    for name, domain in (("a", a), ("b", b)):
+        out = new_completions(64)
+        n = domain.poll(out)
+        seen[name] += [(int(e["kind"]), int(e["status"])) for e in out[:n]]
+def until(done):
+    limit_s = time.monotonic() + 20
+    while not done() and time.monotonic() < limit_s:
+        turn()
+    assert done(), seen
+mine, other = np.full(4096, 7, np.uint8), np.zeros(8192, np.uint8)
+key = b.register(adapt(mine), Access.SOURCE_AND_TARGET | Access.READABLE)
+into = a.register(adapt(other), Access.SOURCE_AND_TARGET)
+peer, back = a.connect(b.address), b.connect(a.address)
+row = lambda domain, at, k, to, far, ctx: domain.post(
+    WriteBatch(1, at, k[0], k[1], to[0], to[1], 64, None, ctx), 0, 1
+)
+row(b, back, (mine.ctypes.data, key.lkey), (other.ctypes.data, into.rkey), 0, 1)
+until(lambda: (1, 0) in seen["b"])
+row(b, back, (mine.ctypes.data, key.lkey), (other.ctypes.data + 64, into.rkey), 0, 2)
+b.deregister(key)
+mine[:] = 9
+batch = ReadBatch(
+    1, peer, other.ctypes.data + 4096, into.lkey, mine.ctypes.data, key.rkey, 64, None, 3
+)
+assert a.post_read(batch, 0, 1) == 1
+until(lambda: seen["b"].count((1, 0)) == 2 and any(kind == 8 for kind, _ in seen["a"]))
+print([Status(status).name for kind, status in seen["a"] if kind == 8], other[4096:].any())
+print(len(b._regions.dying))
+a.close()
+b.close()
+""",
+        )
+    assert ["['REMOTE_KEY'] False", "0"] == out.splitlines()
+
+
 def test_one_long_row_is_one_immediate(provider):
     """`efa` cuts rows above the device's maximum, and each part has the immediate."""
     with fabric({"nics": 1, "max_rdma": 1 << 20}) as fake:

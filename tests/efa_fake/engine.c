@@ -243,6 +243,8 @@ static bool copy(bool write, uint32_t proc, uint64_t theirs, void *ours, uint64_
 	}
 	n = write ? process_vm_writev(fabric->procs[proc].pid, &local, 1, &remote, 1, 0)
 		  : process_vm_readv(fabric->procs[proc].pid, &local, 1, &remote, 1, 0);
+	if (n < 0 && errno == ESRCH) /* its memory is gone, and its last thread not yet */
+		fabric->procs[proc].dead = 1;
 	if (n < 0 && errno == EPERM)
 		fprintf(stderr, "fake EFA: may not copy to process %u: %s\n", fabric->procs[proc].pid,
 			strerror(errno));
@@ -383,6 +385,14 @@ static uint32_t check_local(struct sq *sq, struct op *op)
 	return OK;
 }
 
+/* The peer's device says no; unless the peer is just dying, and its registrations go with it. */
+static enum step refuse(struct op *op, struct qp *qp, uint32_t status)
+{
+	if (proc_is_alive(qp->proc))
+		answer(op, status);
+	return AGAIN;
+}
+
 /* The first look at a request, up to where its bytes may move. */
 static enum step begin(struct sq *sq, struct op *op, struct qp *qp, uint64_t now)
 {
@@ -414,10 +424,8 @@ static enum step begin(struct sq *sq, struct op *op, struct qp *qp, uint64_t now
 		}
 	}
 	target(op, qp, &status);
-	if (status) {
-		answer(op, status);
-		return AGAIN;
-	}
+	if (status)
+		return refuse(op, qp, status);
 	segment = fabric->set.segments ? fabric->set.mtu : UINT32_MAX;
 	op->seg_count = op->len / segment + (op->len % segment != 0);
 	op->seg_start = op->seg_done = 0;
@@ -450,10 +458,8 @@ static enum step move_segment(struct sq *sq, struct op *op, struct qp *qp)
 
 	if (!status)
 		status = move(sq, op, qp->proc, theirs, from, len);
-	if (status) {
-		answer(op, status);
-		return AGAIN;
-	}
+	if (status)
+		return refuse(op, qp, status);
 	COUNT(sq->port, bytes, len);
 	COUNT(sq->port, segments, 1);
 	if (++op->seg_done == op->seg_count)

@@ -43,7 +43,7 @@ def settles_when(early: Callable[[Transfer, DomainGroup], bool]) -> list[Change]
 @bug()
 def done_at_post() -> list[Change]:
     """A transfer is done when its last row is posted, not when it is back."""
-    return settles_when(lambda transfer, _: sum(transfer._nic_rows) == transfer.rows)
+    return settles_when(lambda transfer, _: sum(transfer.nic_rows) == transfer.rows)
 
 
 @bug()
@@ -58,7 +58,7 @@ def done_on_first_nic() -> list[Change]:
 
     def early(transfer: Transfer, group: DomainGroup) -> bool:
         open_on = {p.domain for p in group.batches.values() if p.transfer is transfer}
-        used = {k for k, rows in enumerate(transfer._nic_rows) if rows}
+        used = {k for k, rows in enumerate(transfer.nic_rows) if rows}
         return transfer.left > 0 and not used <= open_on
 
     return settles_when(early)

@@ -219,7 +219,8 @@ def posts(
             nbytes = size * taken if isinstance(size, int) else int(size[done].sum())
             self.rows[domain] += taken
             self.nbytes[domain] += nbytes
-            pending.transfer.count_posted(domain, taken, nbytes)
+            pending.transfer.nic_rows[domain] += taken
+            pending.transfer.nic_bytes[domain] += nbytes
             pending.at = start + taken
             if pending.at == pending.stop:
                 queue.popleft()

@@ -76,12 +76,13 @@ def numbers(call: Callable[..., object], *names: str, **fixed: object) -> Rules:
 def verbs(p: Pair) -> dict[str, Rules]:
     """What to do with each argument of each method of TransferEngine and of what it returns."""
     e, peer = p.a, p.b.main_address
-    names = "buffer access mr peer src dst dsts peers group on_done payload sender reason imms"
+    names = "buffer access mr peer src dst dsts srcs peers group on_done payload sender reason imms"
     other = dict.fromkeys(names.split(), NOT_A_NUMBER)
     pages = tep.Pages([0, 1])
     single = partial(e.submit_single_write, src=(p.mr, 0), dst=(p.desc, 0))
     paged = partial(e.submit_paged_writes, src=(p.mr, pages), dst=(p.desc, pages))
     prepare_pages = partial(e.prepare_paged_writes, src=(p.mr, pages), dst=(p.desc, pages))
+    prepare_reads = partial(e.prepare_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
     scatter = partial(e.submit_scatter, p.mr)
     read = partial(e.submit_single_read, src=(p.desc, 0), dst=(p.mr, 0))
     reads = partial(e.submit_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
@@ -107,6 +108,20 @@ def verbs(p: Pair) -> dict[str, Rules]:
             return
         e.submit_recvs(nbytes, count, repr)
 
+    def singles(call: Callable[..., object], src: object, dst: object) -> Rules:
+        ends = {"src": (src, 0), "dst": (dst, 0)}
+        return {
+            **other,
+            **numbers(partial(call, **ends), "nbytes"),
+            **numbers(partial(call, 8, **ends), "routing"),
+            "src": lambda v: call(8, (src, v), (dst, 0)),
+            "dst": lambda v: call(8, (src, 0), (dst, v)),
+        }
+
+    def lists(call: Callable[..., object], *more: str) -> Rules:
+        rest = numbers(call, "routing", *more, page_bytes=8)
+        return {**other, **numbers(call, "page_bytes"), **rest}
+
     one = {"routing": lambda v: single(8, routing=v), "imm": lambda v: single(8, imm=v)}
     return {
         "submit_single_write": {
@@ -116,11 +131,8 @@ def verbs(p: Pair) -> dict[str, Rules]:
             "src": lambda v: single(8, src=(p.mr, v)),
             "dst": lambda v: single(8, dst=(p.desc, v)),
         },
-        "submit_paged_writes": {
-            **other,
-            **numbers(paged, "page_bytes"),
-            **numbers(paged, "imm", "routing", page_bytes=8),
-        },
+        "submit_paged_writes": lists(paged, "imm"),
+        "trace": {"events_max": lambda v: e.trace(events_max=v).stop()},
         "submit_scatter": {
             **other,
             **numbers(scatter, "imm", "routing", dsts=[tep.ScatterDst(8, 0, (p.desc, 0))]),
@@ -138,33 +150,23 @@ def verbs(p: Pair) -> dict[str, Rules]:
             "src": lambda v: read(8, src=(p.desc, v)),
             "dst": lambda v: read(8, dst=(p.mr, v)),
         },
-        "submit_paged_reads": {
-            **other,
-            **numbers(reads, "page_bytes"),
-            **numbers(reads, "imm", "routing", page_bytes=8),
-        },
+        "submit_paged_reads": lists(reads, "imm"),
         "submit_gather": {
             **other,
             **numbers(gather, "imm", "routing", srcs=[tep.GatherSrc(8, 0, (p.desc, 0))]),
             "srcs": gather,
         },
-        "prepare_single_write": {
-            **other,
-            **numbers(partial(e.prepare_single_write, src=(p.mr, 0), dst=(p.desc, 0)), "nbytes"),
-            "routing": lambda v: e.prepare_single_write(8, (p.mr, 0), (p.desc, 0), routing=v),
-            "src": lambda v: e.prepare_single_write(8, (p.mr, v), (p.desc, 0)),
-            "dst": lambda v: e.prepare_single_write(8, (p.mr, 0), (p.desc, v)),
-        },
-        "prepare_paged_writes": {
-            **other,
-            **numbers(prepare_pages, "page_bytes"),
-            **numbers(prepare_pages, "routing", page_bytes=8),
-        },
+        "prepare_single_write": singles(e.prepare_single_write, p.mr, p.desc),
+        "prepare_single_read": singles(e.prepare_single_read, p.desc, p.mr),
+        "prepare_paged_writes": lists(prepare_pages),
+        "prepare_paged_reads": lists(prepare_reads),
         "prepare_scatter": {
             **other,
-            "routing": lambda v: e.prepare_scatter(
-                p.mr, [tep.ScatterDst(8, 0, (p.desc, 0))], routing=v
-            ),
+            **numbers(e.prepare_scatter, "routing", src=p.mr, dsts=[(8, 0, (p.desc, 0))]),
+        },
+        "prepare_gather": {
+            **other,
+            **numbers(e.prepare_gather, "routing", dst=p.mr, srcs=[(8, 0, (p.desc, 0))]),
         },
         "prepare_barrier": {**other, "routing": lambda v: e.prepare_barrier([p.desc], routing=v)},
         "Prepared.submit": {
@@ -277,7 +279,7 @@ DRIVERS = {
 """What drivers and handles call, and what takes no argument of its own."""
 
 
-INSIDE = {"add_doubt", "count_posted", "keep"}
+INSIDE = {"add_doubt", "keep"}
 """What only the engine calls on a transfer."""
 
 
@@ -362,7 +364,7 @@ def test_verbs_take_a_number_or_refuse_it_by_name(verb: str, argument: str) -> N
     with pair() as p:
         rule = verbs(p)[verb][argument]
         assert not isinstance(rule, str)
-        reads = (verb, argument) == ("submit_single_read", "dst")
+        reads = verb.endswith("_single_read") and argument == "dst"
         name = "destination" if reads else NAMED.get(argument, argument)
         for value in ODD:
             check(rule, name, value)

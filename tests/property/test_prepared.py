@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -10,15 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
+from tep.backends.base import Completions, WriteBatch
+from tep.drivers import InlineDriver
 from tep.sim import Cluster
+from tep.testing.null import NullDomain, null_memory
 from tep.units import PS_PER_US
 from tests.support.pairs import pair
 
 NBYTES = 4096
 PAGE = 32
 PAGES = 12
-KINDS = ("single", "pages", "scatter", "barrier", "leased")
+WRITES = ("single", "pages", "scatter", "barrier", "leased")
+READS = ("single read", "paged read", "gather", "leased read")
+PAGED = ("pages", "paged read")
+OPEN = tep.Access.SOURCE_AND_TARGET | tep.Access.READABLE
 END_US = 3000
+Log = list[tuple[object, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ imms = st.one_of(
 indices = st.one_of(st.none(), st.integers(-PAGES - 1, PAGES + 1))
 slices = st.builds(slice, indices, indices, st.sampled_from([None, 1, 2, 3, -1]))
 submits = st.builds(
-    Submit, st.sampled_from(KINDS), imms, numbers, numbers, st.one_of(st.none(), slices)
+    Submit, st.sampled_from(WRITES + READS), imms, numbers, numbers, st.one_of(st.none(), slices)
 )
 events = st.one_of(
     st.builds(Happens, st.just("pass"), st.integers(0, 40)),
@@ -69,13 +76,17 @@ class World:
         self.nics = nics
         a, b, c = self.cluster.engines
         self.a, self.b, self.c = a, b, c
-        self.mr, _ = a.reg_mr((np.arange(NBYTES) * 7 % 251).astype(np.uint8))
-        self.other, _ = a.reg_mr((np.arange(NBYTES) * 5 % 241).astype(np.uint8))
-        self.targets = [np.zeros(NBYTES, np.uint8) for _ in range(3)]
-        _, self.to_b = b.reg_mr(self.targets[0])
-        _, self.to_c = c.reg_mr(self.targets[1])
-        leased, _ = b.reg_mr(self.targets[2])
-        self.grant = b.lease(leased, a.main_address, for_s=1.0)
+        self.sources = [(np.arange(NBYTES) * step % 251).astype(np.uint8) for step in (7, 5)]
+        self.mr, self.other = (a.reg_mr(memory)[0] for memory in self.sources)
+        self.targets = [np.full(NBYTES, 7 + k, np.uint8) for k in range(4)]
+        _, self.to_b = b.reg_mr(self.targets[0], access=OPEN)
+        _, self.to_c = c.reg_mr(self.targets[1], access=OPEN)
+        self.grants = [
+            b.lease(b.reg_mr(memory, access=OPEN)[0], a.main_address, for_s=1.0, access=access)
+            for memory, access in zip(
+                self.targets[2:], (tep.Access.TARGET, tep.Access.READABLE), strict=True
+            )
+        ]
         order = np.random.default_rng(seed)
         self.lists = (
             tep.Pages(order.permutation(PAGES), offset=256),
@@ -91,7 +102,13 @@ class World:
             ),
             "scatter": a.prepare_scatter(self.other, self.slices(0, 0), group=self.group),
             "barrier": a.prepare_barrier(self.descs()),
-            "leased": a.prepare_single_write(64, (self.other, 64), (self.grant.lease, 64)),
+            "leased": a.prepare_single_write(64, (self.other, 64), (self.grants[0].lease, 64)),
+            "single read": a.prepare_single_read(96, (self.to_b, 200), (self.mr, 100)),
+            "paged read": a.prepare_paged_reads(
+                PAGE, (self.to_b, self.lists[0]), (self.mr, self.lists[1])
+            ),
+            "gather": a.prepare_gather(self.other, self.pieces(0, 0), group=self.group),
+            "leased read": a.prepare_single_read(64, (self.grants[1].lease, 64), (self.other, 64)),
         }
         self.handles: list[tep.Transfer] = []
         self.log: list[object] = []
@@ -102,9 +119,12 @@ class World:
     def slices(self, src: int, dst: int) -> list[tep.ScatterDst]:
         return [tep.ScatterDst(n, at + src, (d, to + dst)) for n, at, d, to in self.parts]
 
+    def pieces(self, src: int, dst: int) -> list[tep.GatherSrc]:
+        return [tep.GatherSrc(n, at + dst, (d, to + src)) for n, at, d, to in self.parts]
+
     def submit(self, s: Submit) -> tep.Transfer:
         """Submit it, one way or the other."""
-        a, pages = self.a, s.pages if s.kind == "pages" else None
+        a, pages = self.a, s.pages if s.kind in PAGED else None
         src, dst = (0, 0) if s.kind == "barrier" else (s.src_offset, s.dst_offset)
         if self.prepared:
             ready = self.ready[s.kind]
@@ -115,24 +135,33 @@ class World:
                     96, (self.mr, 100 + src), (self.to_b, 200 + dst), s.imm
                 )
             case "leased":
-                to = self.grant.lease, 64 + dst
+                to = self.grants[0].lease, 64 + dst
                 return a.submit_single_write(64, (self.other, 64 + src), to, s.imm)
             case "scatter":
                 return a.submit_scatter(self.other, self.slices(src, dst), s.imm, group=self.group)
             case "barrier":
                 return a.submit_barrier(self.descs(), s.imm)
+            case "single read":
+                return a.submit_single_read(96, (self.to_b, 200 + src), (self.mr, 100 + dst), s.imm)
+            case "leased read":
+                at = self.grants[1].lease, 64 + src
+                return a.submit_single_read(64, at, (self.other, 64 + dst), s.imm)
+            case "gather":
+                return a.submit_gather(self.other, self.pieces(src, dst), s.imm, group=self.group)
         part = slice(None) if pages is None else pages
-        mine, theirs = (
+        first, second = (
             tep.Pages(one.indices[part], stride=one.stride, offset=one.offset + offset)
             for one, offset in zip(self.lists, (src, dst), strict=True)
         )
-        return a.submit_paged_writes(PAGE, (self.mr, mine), (self.to_b, theirs), s.imm)
+        if s.kind == "pages":
+            return a.submit_paged_writes(PAGE, (self.mr, first), (self.to_b, second), s.imm)
+        return a.submit_paged_reads(PAGE, (self.to_b, first), (self.mr, second), s.imm)
 
     def is_no_list(self, s: Submit) -> bool:
         """Whether tep.Pages itself refuses the list of a submit."""
         offsets = self.lists[0].offset + s.src_offset, self.lists[1].offset + s.dst_offset
         none = s.pages is not None and not range(PAGES)[s.pages]
-        return s.kind == "pages" and (none or min(offsets) < 0)
+        return s.kind in PAGED and (none or min(offsets) < 0)
 
     def happens(self, event: Happens) -> None:
         """Change what is underneath."""
@@ -149,7 +178,8 @@ class World:
             case "deregister":
                 self.a.deregister(self.mr)
             case "revoke":
-                self.grant.revoke()
+                for grant in self.grants:
+                    grant.revoke()
             case "remove":
                 self.a.remove_peer(self.c.main_address)
 
@@ -175,8 +205,8 @@ class World:
             for handle in self.handles
         ]
         stats = [engine.stats() for engine in (self.a, self.b, self.c)]
-        found = [self.log, ends, [target.tobytes() for target in self.targets], stats]
-        return [*found, self.cluster.trace.digest()]
+        found = [self.log, ends, [each.tobytes() for each in self.targets + self.sources], stats]
+        return [*found, self.cluster.fabric_trace.digest()]
 
 
 @settings(max_examples=120, deadline=None)
@@ -203,23 +233,117 @@ def test_prepared_is_the_verb(
         assert theirs == mine
 
 
+reluctance = st.lists(st.sampled_from([0, 0, 1, 3, 9, 40, 40, -1]), max_size=30)
+
+
+class Reluctant(NullDomain):
+    """A NIC that takes what its script says of each post: so many rows, or it raises at -1."""
+
+    def __init__(self, index: int, wire: list[NullDomain], script: list[int], log: Log) -> None:
+        super().__init__(index, wire)
+        self.caps = replace(self.caps, sq_depth=24)
+        self.script, self.log = script, log
+        self.out = 0
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        takes = self.script.pop() if self.script else stop - start
+        taken = min(takes, stop - start, 24 - self.out)
+        self.log.append((self.caps.nic, batch.ctx, start, stop, taken, *batch.rows(start, stop)))
+        if takes < 0:
+            raise OSError(5, "the NIC broke")
+        self.out += taken
+        return super().post(batch, start, start + taken) if taken else 0
+
+    def poll(self, out: Completions) -> int:
+        self.out = 0
+        return super().poll(out)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    nics=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    scripts=st.lists(reluctance, min_size=3, max_size=3),
+    kinds=st.lists(st.sampled_from(["single", "long", "pages", "scatter", "step"]), max_size=12),
+)
+def test_a_reluctant_nic_is_asked_as_by_the_verb(
+    nics: tuple[int, int], scripts: list[list[int]], kinds: list[str]
+) -> None:
+    """What is posted at once is offered out of turn else, or twice in a step, or lost."""
+    found = []
+    for prepared in (True, False):
+        log: Log = []
+        wire: list[NullDomain] = []
+        here = [Reluctant(k, wire, list(scripts[k]), log) for k in range(nics[0])]
+        there = [NullDomain(nics[0] + k, wire) for k in range(nics[1])]
+        a, b = (
+            tep.TransferEngine(domains, driver=InlineDriver([]), name=name, epoch=1)
+            for name, domains in (("a", here), ("b", there))
+        )
+        mr, desc = a.reg_mr(null_memory(1 << 20))[0], b.reg_mr(null_memory(1 << 20))[1]
+        pages, group = tep.Pages(range(40)), a.add_peer_group([b.main_address])
+        slices = [tep.ScatterDst(8, 8 * k, (desc, 64 * k)) for k in range(5)]
+        ready = {
+            "single": a.prepare_single_write(64, (mr, 0), (desc, 0)),
+            "long": a.prepare_single_write(1 << 16, (mr, 0), (desc, 0)),
+            "pages": a.prepare_paged_writes(64, (mr, pages), (desc, pages)),
+            "scatter": a.prepare_scatter(mr, slices, group=group),
+        }
+        handles: list[tep.Transfer] = []
+        for imm, kind in enumerate(kinds * 3):
+            if kind == "step":
+                a._machine.step()
+            elif prepared:
+                handles.append(ready[kind].submit(imm, src_offset=64))
+            elif kind == "pages":
+                moved = tep.Pages(range(40), offset=64)
+                to = desc, pages
+                handles.append(a.submit_paged_writes(64, (mr, moved), to, imm))
+            elif kind == "scatter":
+                dsts = [tep.ScatterDst(n, src + 64, dst) for n, src, dst in slices]
+                handles.append(a.submit_scatter(mr, dsts, imm, group=group))
+            else:
+                n = 64 if kind == "single" else 1 << 16
+                handles.append(a.submit_single_write(n, (mr, 64), (desc, 0), imm))
+        for _ in range(40):
+            a._machine.step()
+        ends = [(str(each.error).splitlines()[0], each.stats().rows_back) for each in handles]
+        found.append((log, ends, a.stats()))
+
+    assert found[1] == found[0]
+
+
 def test_bad_input_is_refused_by_name() -> None:
     """A slice of another kind, or an offset that is no number, would be an error of numpy's."""
     with pair(nbytes=8192) as p:
         pages = tep.Pages(range(8))
         paged = p.a.prepare_paged_writes(64, (p.mr, pages), (p.desc, pages))
         single = p.a.prepare_single_write(64, (p.mr, 0), (p.desc, 0))
+        read = p.a.prepare_single_read(64, (p.desc, 0), (p.mr, 0))
         for call, words in (
             (lambda: paged.submit(1, pages=3), "pages=3 is no slice"),
             (lambda: paged.submit(1, pages=slice(8, 9)), "are none of 8 pages"),
             (lambda: paged.submit(1, pages=slice("a")), "pages=slice"),
-            (lambda: single.submit(1, pages=slice(1)), "only a paged write"),
+            (lambda: single.submit(1, pages=slice(1)), "only page lists"),
             (lambda: single.submit(1, src_offset=0.5), "src_offset"),
             (lambda: single.submit(1, dst_offset=8192), "outside the 8192 bytes"),
             (lambda: single.submit([1, 2]), "imm"),
             (lambda: p.a.prepare_single_write(64, p.mr, (p.desc, 0)), "prepare_single_write: src="),
             (lambda: p.a.prepare_single_write(9000, (p.mr, 0), (p.desc, 0)), "9000 are outside"),
             (lambda: p.a.prepare_scatter(p.mr, []), "no targets"),
+            (lambda: p.a.prepare_gather(p.mr, []), "no sources"),
+            (
+                lambda: p.a.prepare_gather(p.mr, [1]),
+                "submit_gather: slice 0 is 1; a slice is tep.G",
+            ),
+            (
+                lambda: p.a.prepare_paged_reads(64, p.desc, (p.mr, pages)),
+                "prepare_paged_reads: src=",
+            ),
+            (
+                lambda: read.submit(1, src_offset=8192),
+                "source bytes 8192 .. 8256 .*src_offset=8192",
+            ),
+            (lambda: read.submit(1, dst_offset=8192), "destination bytes 8192 .*dst_offset=8192"),
             (lambda: p.a.prepare_barrier([p.desc]).submit(), "imm=None"),
             (lambda: p.a.prepare_barrier([p.desc]).submit(1, src_offset=8), "it has no bytes"),
         ):

@@ -35,7 +35,7 @@ def digest_of(seed: int) -> str:
         for k in range(3):
             a.submit_send(b.main_address, b"%d" % k)
         cluster.env.run()
-        return cluster.trace.digest()
+        return cluster.fabric_trace.digest()
 
 
 def digest_of_all() -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -69,10 +70,10 @@ SPAN = PIECES * PAGE + 2 * GUARD
 
 
 class Run:
-    """Node 0 reads from nodes 1 and 2."""
+    """Node 0 reads from nodes 1 and 2; in every other run by prepared transfers, at offsets."""
 
     def __init__(self, cluster: Cluster, dice: random.Random, seed: int) -> None:
-        self.cluster, self.dice = cluster, dice
+        self.cluster, self.dice, self.prepares = cluster, dice, bool(seed % 2)
         self.version = 0
         base = np.random.default_rng(seed).integers(0, 200, (2, READS * SPAN), np.uint8)
         self.base = [base[0], base[1]]
@@ -153,37 +154,44 @@ class Run:
         first = number * SPAN + GUARD
         kind = dice.choice(["single", "paged", "strides", "gather", "slices"])
         owner = dice.randrange(2)
-        desc, mr = self.descs[owner], self.mr
+        desc, mr, reader = self.descs[owner], self.mr, self.reader
         owners: tuple[int, ...] = (owner,)
         pieces = [(owner, first, first, n * PAGE)]
+        # What is prepared reads the span of read 0, and is submitted at the offset of this one.
+        off = number * SPAN if self.prepares else 0
+        at, routing = first - off, Routing()
         if kind == "single":
-            lanes = len(self.reader.main_address.domains) * len(desc.addr.domains)
+            lanes = len(reader.main_address.domains) * len(desc.addr.domains)
             shards = dice.choice([None, 1, lanes]) if lanes in {1, 2, 3} else None
-            sent = self.reader.submit_single_read(
-                n * PAGE, (desc, first), (mr, first), imm, routing=Routing(num_shards=shards)
-            )
+            routing = Routing(num_shards=shards)
+            verbs = reader.submit_single_read, reader.prepare_single_read
+            args: tuple[Any, ...] = n * PAGE, (desc, at), (mr, at)
         elif kind in {"paged", "strides"}:
             nbytes = PAGE if kind == "paged" else dice.randint(0, PAGE)
             there, here = ([dice.randrange(n) for _ in range(n)], dice.sample(range(n), n))
             pieces = [
                 (owner, first + PAGE * there[k], first + PAGE * here[k], nbytes) for k in range(n)
             ]
-            sent = self.reader.submit_paged_reads(
-                nbytes,
-                (desc, Pages(there, stride=PAGE, offset=first)),
-                (mr, Pages(here, stride=PAGE, offset=first)),
-                imm,
-            )
+            verbs = reader.submit_paged_reads, reader.prepare_paged_reads
+            lists = [Pages(each, stride=PAGE, offset=at) for each in (there, here)]
+            args = nbytes, (desc, lists[0]), (mr, lists[1])
         else:
             owners = tuple(dice.randrange(2) for _ in range(n))
             sizes = [dice.randint(0, PAGE) for _ in range(n)]
             pieces = [(owners[k], first + k, first + PAGE * k, sizes[k]) for k in range(n)]
             slices = [
-                GatherSrc(nbytes, here, (self.descs[who], there))
+                GatherSrc(nbytes, here - off, (self.descs[who], there - off))
                 for who, there, here, nbytes in pieces
             ]
-            by = Routing(scatter_by="bytes" if kind == "slices" else "peers")
-            sent = self.reader.submit_gather(mr, slices, imm, routing=by)
+            routing = Routing(scatter_by="bytes" if kind == "slices" else "peers")
+            verbs = reader.submit_gather, reader.prepare_gather
+            args = mr, slices
+        submit, prepare = verbs
+        if self.prepares:
+            ready = prepare(*args, routing=routing)
+            sent = ready.submit(imm, src_offset=off, dst_offset=off)
+        else:
+            sent = submit(*args, imm, routing=routing)
         trial = Trial(sent, number, imm, tuple(set(owners)), pieces, self.version)
         self.trials.append(trial)
         sent.add_done_callback(lambda _: self.settled(trial))

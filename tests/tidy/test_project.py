@@ -182,7 +182,7 @@ def test_every_extra_is_needed_by_something() -> None:
     code = "\n".join(text(path) for path in files() if path.parts[0] == "tep")
     # Tensors come from whoever has torch; notebooks and pages are opened by a person.
     for extra in set(extras) - {"test", "all", "torch", "notebook", "docs"}:
-        assert re.search(rf"""install\(["']{extra}["']\)|need\("\w+", "{extra}",""", code), extra
+        assert re.search(rf"""install\(["']{extra}["']\)|need\("[\w.]+", "{extra}",""", code), extra
     everything = re.fullmatch(rf"{DISTRIBUTION}\[([\w,]+)\]", extras["all"][0])
     assert everything is not None
     assert set(extras) - {"test", "all"} == set(everything[1].split(","))

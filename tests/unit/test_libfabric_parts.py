@@ -263,7 +263,7 @@ def test_bounds_never_wrap(rows):
 def test_host_and_device_memory_are_described_to_the_header():
     """A descriptor of device memory in the wrong words registers somebody else's pages."""
     host = adapt(bytearray(4096))
-    attr, flags, kept = mr_attr(host, target=False)
+    attr, flags, kept = mr_attr(host, fi.FI_WRITE)
     where = iovec.from_address(attr.mr_iov)
 
     assert (host.ptr, 4096, 1, 0) == (where.iov_base, where.iov_len, attr.iov_count, flags)
@@ -271,7 +271,7 @@ def test_host_and_device_memory_are_described_to_the_header():
     assert kept is not None
 
     device = adapt((0x7000_0000_0000, 65536, "cuda:3"))
-    attr, flags, kept = mr_attr(device, target=True, dmabuf=(42, 8192))
+    attr, flags, kept = mr_attr(device, fi.FI_WRITE | fi.FI_REMOTE_WRITE, dmabuf=(42, 8192))
     exported = fi_mr_dmabuf.from_address(attr.mr_iov)
 
     assert (fi.FI_HMEM_CUDA, 3) == (attr.iface, attr.device.cuda)
@@ -292,13 +292,13 @@ class FakeEndpoint:
         self.emulated = emulated
 
     def option(self, option):
-        assert fi.FI_OPT_EFA_EMULATED_WRITE == option
+        assert option in {fi.FI_OPT_EFA_EMULATED_WRITE, fi.FI_OPT_EFA_EMULATED_READ}
         return self.emulated
 
 
 def test_a_device_without_rdma_write_is_refused():
     """p4d would imitate writes by messages, many times slower, and nobody would know why."""
-    with pytest.raises(BackendUnavailable, match="no RDMA write"):
+    with pytest.raises(BackendUnavailable, match="lacks RDMA write or RDMA read"):
         efa.check_device(FakeEndpoint(emulated=True), "rdmap0s6")
     efa.check_device(FakeEndpoint(emulated=False), "rdmap0s6")
     efa.check_device(FakeEndpoint(emulated=None), "rdmap0s6")  # an older provider does not say

@@ -204,12 +204,12 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 LIMITED = """
-import os, resource, sys, time
-import numpy as np, tep
+import itertools, os, resource, sys, time, numpy as np, tep
 e = tep.TransferEngine.open("local", name="limited")
 old, new = (tep.MrDesc.from_bytes(bytes.fromhex(text)) for text in sys.argv[1:])
 mr, _ = e.reg_mr(np.ones(64, np.uint8))
-write = lambda desc: e.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(20)
+imms = itertools.count()  # a retry of the same one would wait until the peer was told
+write = lambda desc: e.submit_single_write(8, (mr, 0), (desc, 0), next(imms)).wait(20)
 write(old)
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 used = len(os.listdir("/proc/self/fd")) - 1

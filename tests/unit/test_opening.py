@@ -9,6 +9,8 @@ import inspect
 import pytest
 
 import tep
+from tep.backends import BACKENDS as BACKENDS_ALL
+from tep.backends.auto import choose
 from tep.backends.verbs.settings import Settings
 
 BACKENDS = ["libfabric", "local", "loopback", "verbs"]
@@ -43,19 +45,30 @@ def test_they_open_what_open_opens() -> None:
         assert engine.submit_single_write(8, (mr, 0), (desc, 8)).wait().ok
 
 
-@pytest.mark.parametrize(
-    ("backend", "option", "near"),
-    [
-        ("loopback", "nisc", "nics"),
-        ("local", "spin_us", "spin_s"),
-        ("libfabric", "providers", "provider"),
-        ("verbs", "sqdepth", "sq_depth"),
-    ],
-)
-def test_a_misspelt_option_is_told_the_nearest(backend, option, near) -> None:
+def options_of(backend: str) -> list[str]:
+    """The keywords of a backend, those too that it takes as `**options`."""
+    open_domains = importlib.import_module(f"tep.backends.{backend}").open_domains
+    names = [
+        name
+        for name, found in inspect.signature(open_domains).parameters.items()
+        if found.kind is not found.VAR_KEYWORD
+    ]
+    more = {"verbs": [f.name for f in dataclasses.fields(Settings)], "sim": ["node", "env"]}
+    if backend == "auto":
+        return options_of(choose().backend)
+    return names + more.get(backend, [])
+
+
+@pytest.mark.parametrize("backend", BACKENDS_ALL)
+def test_a_misspelt_option_is_told_the_nearest(backend) -> None:
     """Twenty names in a row are not read; the one that was meant is."""
-    with pytest.raises(tep.UsageError, match=f"no option '?{option}'?; .* did you mean '{near}'"):
-        tep.TransferEngine.open(backend, **{option: 1})
+    assert options_of(backend)
+    for option in options_of(backend):
+        wrong = f"{option}z"
+        with pytest.raises(
+            tep.UsageError, match=f"no option '?{wrong}'?; .*did you mean '{option}'"
+        ):
+            tep.TransferEngine.open(backend, **{wrong: 1})
 
 
 def test_a_misspelt_backend_is_told_the_nearest() -> None:

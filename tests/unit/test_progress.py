@@ -79,3 +79,27 @@ def test_simulated_time_is_the_clock_in_a_simulation() -> None:
         assert len({p.nbytes for p in seen}) > 3
         assert n == seen[-1].nbytes
         assert 1e9 < n / seen[-1].elapsed_s < 50e9, "two NICs of 200 Gb/s"
+
+
+def test_several_transfers_tell_of_their_sum() -> None:
+    """A batch is many transfers; its bar has to add them up, and leave out what has no bytes."""
+    with pair() as p:
+        sent = [p.a.submit_single_write(1000 * k, (p.mr, 0), (p.desc, 0), 5) for k in (1, 2, 3)]
+        batch = tep.gather(*sent, p.b.expect_imm_count(5, 3))
+        seen: list[tep.Progress] = []
+        assert 4 == len(batch.wait(30, on_progress=seen.append, every_s=0.001))
+        assert (6000, 6000, 0.0) == (seen[-1].nbytes, seen[-1].total_bytes, seen[-1].left_s)
+        assert [] == tep.gather().wait(0, on_progress=seen.append)
+        never = tep.gather(p.b.expect_imm_count(6, 1))
+        with pytest.raises(tep.WaitTimeout, match=r"gather of 1 handles: .* after 0.01 s"):
+            never.wait(0.01, on_progress=seen.append, every_s=0.002)
+        assert (0, 0) == seen[-1][:2]
+
+    async def main(p) -> None:
+        sent = [p.a.submit_single_write(65536, (p.mr, 0), (p.desc, 0)) for _ in range(3)]
+        seen: list[tep.Progress] = []
+        assert sent == await tep.gather(*sent).wait_async(20, on_progress=seen.append, every_s=0.01)
+        assert [] == seen or 3 * 65536 == seen[-1].total_bytes
+
+    with pair(threads=True) as p:
+        asyncio.run(main(p))

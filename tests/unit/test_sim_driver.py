@@ -189,7 +189,7 @@ def test_faults_at_a_time() -> None:
         cluster.env.run()
         assert 2 == cluster.engines[0].main_address.epoch
         assert ["kill", "crash"] == [
-            r.peer for r in cluster.trace.records() if r.what == "fault" and r.nic == 0
+            r.peer for r in cluster.fabric_trace.records() if r.what == "fault" and r.nic == 0
         ][:2]
         with pytest.raises(UsageError, match="stands at"):
             cluster.at(1, KillNic("a", 1))
@@ -244,7 +244,7 @@ def test_a_profile_makes_the_same_program_run_on_a_model_of_a_machine() -> None:
         sent.wait()
         assert pages.arrived()
         assert 2 == len(cluster.engines[0].main_address.domains)
-        assert 24 == len(cluster.trace.columns("imm", "b"))
+        assert 24 == len(cluster.fabric_trace.columns("imm", "b"))
         for fault in (lambda: cluster.kill_nic("a", 0), lambda: cluster.at(1e6, Restart("a"))):
             with pytest.raises(UsageError, match="faults are the chaos fabric's"):
                 fault()
@@ -261,7 +261,7 @@ def test_the_backend_wants_a_node() -> None:
     """A simulated NIC without peers would be of no use; the message leads to Cluster."""
     with pytest.raises(UsageError, match=r"tep\.sim\.Cluster"):
         open_backend("sim")
-    with pytest.raises(UsageError, match="unknown options nics"):
+    with pytest.raises(UsageError, match="no option .nics."):
         open_backend("sim", nics=2)
     env = FabricEnv()
     node = ChaosFabric(env, Chaos()).node("a", 2)

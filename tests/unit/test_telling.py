@@ -256,3 +256,25 @@ def test_nobody_takes_back_what_others_sent() -> None:
         w.a.driver.kick()
         w.rest()
         assert PAGES == w.c.imm_counter(7).value
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_retry_cannot_overtake_the_news(seed: int) -> None:
+    """What came of the retry is not taken for what had come when its sender gave up.
+
+    Nothing of the first transfer was posted, so there is nothing to tell apart; but the news and
+    the rows of the retry would be under way together, and who expects the immediate afterwards is
+    to get it.
+    """
+    with Cluster(3, 2, chaos=Chaos(), seed=seed) as cluster:
+        w = World(cluster)
+        first = w.write(w.a)
+        first.cancel()
+        again = w.write(w.a)
+        w.rest()
+        assert first.cancelled
+        assert 0 == first.stats().rows_back
+        again.wait()
+
+        w.c.expect_imm_count(7, PAGES).wait()
+        assert 0 == w.c.imm_counter(7).value

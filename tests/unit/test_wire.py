@@ -28,6 +28,7 @@ DESC = MrDesc(
     rkeys=(2**64 - 1, 2),
     bases=(2**63, 0),
     readable=True,
+    stride=256,
 )
 
 ADDR_PAYLOAD = (
@@ -38,28 +39,29 @@ ADDR_PAYLOAD = (
     "92c4046e696330c4046e696331"  # two addresses as bin8
     "92cf0000002e90edd00000"  # 200 Gbit/s as uint64, and unknown
 )
-GOLDEN_ADDR = "54455041020025000000cc286846" + ADDR_PAYLOAD
+GOLDEN_ADDR = "5445504103002500000037de7b01" + ADDR_PAYLOAD
 GOLDEN_DESC = (
-    "5445504d02004b000000b1137a9c"
-    "98" + ADDR_PAYLOAD + "03"  # eight fields  # region
+    "5445504d03004e000000727e2a97"
+    "99" + ADDR_PAYLOAD + "03"  # nine fields  # region
     "ce00010000"  # 65,536 bytes
     "a6637564613a31"  # "cuda:1"
     "c3"  # writable
     "92cfffffffffffffffff02"  # rkeys: the largest 64-bit key, and 2
     "92cf800000000000000000"  # bases: 2**63, and 0
     "c3"  # readable
+    "cd0100"  # stride
 )
 
 LEASE = Lease(desc=DESC, number=5, holder=b"nic9", for_ns=10**9)
 GOLDEN_LEASE = (
-    "5445504c020058000000ccf448fa"
+    "5445504c03005b0000009c6d32e4"
     "94" + GOLDEN_DESC[28:] + "05"  # four fields  # number
     "c4046e696339"  # holder as bin8
     "ce3b9aca00"  # a second
 )
 
 
-def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 2, magic: bytes = b"TEP") -> bytes:
+def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 3, magic: bytes = b"TEP") -> bytes:
     """Put a payload into an envelope whose length and checksum are right."""
     head = magic + kind + version.to_bytes(2, "little") + len(payload).to_bytes(4, "little")
     return head + zlib.crc32(head + payload).to_bytes(4, "little") + payload
@@ -105,7 +107,7 @@ def test_payload_holds_the_fields_in_class_order() -> None:
     payload = msgspec.msgpack.decode(DESC.to_bytes()[14:])
 
     assert payload[1:5] == [DESC.region, DESC.nbytes, DESC.device, DESC.writable]
-    assert payload[5:] == [list(DESC.rkeys), list(DESC.bases), DESC.readable]
+    assert payload[5:] == [list(DESC.rkeys), list(DESC.bases), DESC.readable, DESC.stride]
     assert payload[0][:3] == [ADDR.backend, ADDR.name, ADDR.epoch]
 
 
@@ -137,7 +139,7 @@ def test_descriptions_name_owner_and_epoch() -> None:
     assert "region 3 (65536 bytes, cuda:1) of a@loopback/2 NICs, epoch 7" == str(DESC)
 
 
-FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0], False]
+FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0], False, 1]
 
 
 @pytest.mark.parametrize(
@@ -147,15 +149,15 @@ FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0], False]
         (b"\x80\x04pickle-of-something", "starts with .*; these bytes were not written by tep"),
         (ADDR.to_bytes(), "MrDesc: these bytes are a NetAddr, not a MrDesc"),
         (sealed(b"", kind=b"Z"), "MrDesc: these bytes are an unknown kind b'Z', not a MrDesc"),
-        (sealed(b"", version=1), "MrDesc: wire version 1, this tep reads 2; run the same release"),
+        (sealed(b"", version=1), "MrDesc: wire version 1, this tep reads 3; run the same release"),
         (sealed(b"", version=1, kind=b"Z"), "wire version 1"),
-        (DESC.to_bytes()[:-1], "74 payload bytes, the envelope says 75; truncated or padded"),
-        (DESC.to_bytes() + b"\0", "76 payload bytes, the envelope says 75; truncated or padded"),
-        (DESC.to_bytes()[:-1] + b"\1", "MrDesc: checksum 0x9c7a13b1 does not fit the bytes"),
+        (DESC.to_bytes()[:-1], "77 payload bytes, the envelope says 78; truncated or padded"),
+        (DESC.to_bytes() + b"\0", "79 payload bytes, the envelope says 78; truncated or padded"),
+        (DESC.to_bytes()[:-1] + b"\1", "MrDesc: checksum 0x972a7e72 does not fit the bytes"),
         (sealed(b""), "MrDesc: payload does not hold its fields"),
         (sealed(b"\xc1"), "MrDesc: payload does not hold its fields"),
         (sealed(msgspec.msgpack.encode({"a": 1})), "payload does not hold its fields"),
-        (sealed(msgspec.msgpack.encode(FIELDS[:-2])), "payload does not hold its fields"),
+        (sealed(msgspec.msgpack.encode(FIELDS[:-3])), "payload does not hold its fields"),
         (sealed(msgspec.msgpack.encode([*FIELDS, 0])), "payload does not hold its fields"),
         (sealed(msgspec.msgpack.encode([ADDR, -1, *FIELDS[2:]])), "payload does not hold"),
         (sealed(msgspec.msgpack.encode([ADDR, 3.0, *FIELDS[2:]])), "payload does not hold"),
@@ -168,6 +170,8 @@ FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0], False]
             sealed(msgspec.msgpack.encode([*FIELDS[:5], [1, 2], [0], True])),
             "2 NICs, 2 keys and 1 bases",
         ),
+        (sealed(msgspec.msgpack.encode([*FIELDS[:-1], 0])), "payload does not hold"),
+        (sealed(msgspec.msgpack.encode([*FIELDS[:-1], 5])), "65536 bytes are no multiple of 5"),
         (sealed(b"\x98\x95\xa1\xff"), "MrDesc: payload does not hold its fields"),
     ],
 )

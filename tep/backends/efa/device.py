@@ -96,10 +96,10 @@ class Endpoint:
 
     Attributes:
         address, ready: the queue pair, a pointer.
-        writemsg, writemsg_long: not called: rows go by the NIC's way.
+        writemsg, writemsg_long, readmsg: not called: rows go by the NIC's way.
     """
 
-    writemsg = writemsg_long = None
+    writemsg = writemsg_long = readmsg = None
 
     def __init__(self, nic: Nic) -> None:
         self._nic = nic

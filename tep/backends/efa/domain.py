@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from tep.backends.base import (
     Completions,
     DomainCaps,
-    DomainKey,
-    ReadBatch,
     WriteBatch,
 )
 from tep.backends.columns import part
 from tep.backends.efa import flight
 from tep.backends.efa.columns import Columns
 from tep.backends.efa.device import Nic
-from tep.backends.efa.rows import Rows
 from tep.backends.efa.rowwise import RowWise
-from tep.backends.efa.slots import READ, Slots
+from tep.backends.efa.slots import Slots
 from tep.backends.libfabric import completions, mailbox, regions
+from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.peer import Peer, State
@@ -71,7 +69,7 @@ class EfaDomain(HardwareDomain):
         caps, epoch, dmabuf, about: as for `HardwareDomain`.
     """
 
-    _rows_kind = Rows
+    _lone_reads_are_simple = True
 
     def __init__(
         self,
@@ -128,38 +126,6 @@ class EfaDomain(HardwareDomain):
                     return taken
         return super().post(batch, start, stop)
 
-    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        """Accept reads start.. of a batch; return how many."""
-        self._check_open()
-        slots = self._flight
-        room = min(self.caps.reads - slots.reads, slots.room - self._rows.waiting)
-        stop = min(stop, start + room)
-        if stop <= start:
-            return 0
-        marked = WriteBatch(
-            batch.n,
-            batch.peer,
-            batch.src,
-            batch.lkey,
-            batch.dst,
-            batch.rkey,
-            batch.nbytes,
-            None,
-            batch.ctx | READ,
-        )
-        nbytes = batch.nbytes
-        if nbytes if isinstance(nbytes, int) else nbytes.all():
-            taken = self.post(marked, start, stop)
-        else:
-            taken = cast("Rows", self._rows).post_each(marked, start, stop)
-        slots.reads += taken
-        return taken
-
-    def deregister(self, key: DomainKey) -> None:
-        if not (self._closed or self._device.closed):
-            self._memory.cut(key, self._flight.tickets.values())
-        super().deregister(key)
-
     def _post_lone(self, batch: WriteBatch, rkey: int, peer: Peer, region: Region) -> int | None:
         """Post the only row of a batch; None = it is not simple."""
         src, dst, nbytes, imm = batch.src, batch.dst, batch.nbytes, batch.imm
@@ -208,7 +174,9 @@ class EfaDomain(HardwareDomain):
         self._polls += 1
         if not self._polls % _LOOK_EVERY and not self._device.closed:
             self._device.read_event()
-        return super().poll(out)
+        filled = FabricDomain.poll(self, out)  # super() takes 0.1 us more
+        self._see_to_peers()
+        return filled
 
 
 def _no_call(*_: object) -> int:

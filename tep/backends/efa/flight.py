@@ -12,7 +12,6 @@ has failed is decided there, for both. The way that entries take is `RowWise` or
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -29,15 +28,16 @@ from tep.backends.base import (
 from tep.backends.efa.device import Nic
 from tep.backends.efa.entries import HAS_IMM, KINDS
 from tep.backends.efa.rowwise import Entries, Numbers, RowWise, Span
-from tep.backends.efa.slots import READ, STEP, Slots
+from tep.backends.efa.slots import STEP, Slots
 from tep.backends.libfabric import completions, mailbox, regions
+from tep.backends.libfabric.efa.reads import READ, HardwareRegions
 from tep.backends.libfabric.objects import CqError
-from tep.backends.libfabric.slots import Ticket
 from tep.ffi.ibverbs_wr import ENUMS
 from tep.memory import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:
     from tep.backends.efa.columns import Columns
+    from tep.backends.libfabric import slots as shared
     from tep.backends.libfabric.objects import Endpoint
     from tep.backends.libfabric.peer import Peer
 
@@ -58,7 +58,7 @@ _IMM: Final = int(Kind.IMM)
 _OK: Final = int(Status.OK)
 
 
-class Regions(regions.Regions):
+class Regions(HardwareRegions):
     """Registered memory.
 
     Args:
@@ -86,7 +86,7 @@ class Regions(regions.Regions):
         # and a mix-up should fail.
         self._turn += 1
         key = DomainKey(_LOCAL | self._turn << 24 | handle.lkey, handle.rkey, memory.ptr)
-        region = regions.Region(handle, memory, key, handle.lkey, target)
+        region = regions.Region((handle,), memory, key, handle.lkey, target)
         self.by_lkey[key.lkey] = region
         if target or access.readable:
             self.by_rkey[key.rkey] = region
@@ -94,7 +94,7 @@ class Regions(regions.Regions):
             self.readable[key.rkey] = region
         return region
 
-    def cut(self, key: DomainKey, tickets: Iterable[Ticket]) -> None:
+    def cut(self, key: DomainKey, slots: shared.Slots) -> None:
         """End a registration at once where peers may read, or reads in flight write.
 
         The device ends such rows by itself. Others wait for the rows in flight that read there.
@@ -103,7 +103,7 @@ class Regions(regions.Regions):
         if region is None:
             return
         if region.key.rkey in self.readable or any(
-            ticket.region is region and ticket.batch.ctx & READ for ticket in tickets
+            ticket.batch.ctx & READ for ticket in slots.of_region(region)
         ):
             self.readable.pop(region.key.rkey, None)
             region.close()
@@ -135,7 +135,9 @@ class Mailbox(mailbox.Mailbox):
         memory = self._map(frame_bytes, receives, sends)
         handle = nic.register(memory.ptr, memory.nbytes, ENUMS["IBV_ACCESS_LOCAL_WRITE"])
         self._lkey = handle.lkey
-        self.region = regions.Region(handle, memory, DomainKey(0, 0, 0), handle.lkey, target=False)
+        self.region = regions.Region(
+            (handle,), memory, DomainKey(0, 0, 0), handle.lkey, target=False
+        )
         self._contexts = first * STEP
         self._end = self._contexts + (receives + sends) * STEP
         self.idle: list[int] = list(range(receives))
@@ -277,6 +279,7 @@ class Queue(completions.Queue):
             context = number * STEP if number < self._rows else box.send_context(number)
         text = f"the device's status {status}"
         self.errors.append(CqError(context, flags, 5, status, text))
+        self.full = True
 
     def _take_entries(self, found: Entries, out: Completions, filled: int) -> int:
         """Sort entries by what they tell of: nearly always they are all of one kind."""

@@ -18,16 +18,14 @@ from tep.backends.efa.device import Nic
 from tep.backends.efa.entries import OP_READ, OP_WRITE
 from tep.backends.efa.rowwise import RowWise
 from tep.backends.libfabric import slots
+from tep.backends.libfabric.efa.reads import READ
 from tep.backends.libfabric.slots import Ticket
 
 if TYPE_CHECKING:
     from tep.backends.efa.columns import Columns
 
-__all__ = ["READ", "STEP", "Slots"]
+__all__ = ["STEP", "Slots"]
 
-READ: Final = 1 << 64
-"""In a ctx, above its 64 bits: the batch is one of reads. The shared parts carry a ctx, and never
-look at it; what is handed out has it no more."""
 STEP: Final = 64  # from one context to the next
 _IDS_PER_ROW: Final = 4  # so that ids come back before their turn comes again
 _LOOK_AHEAD: Final = 8192  # ids
@@ -44,9 +42,6 @@ class Slots(slots.Slots):
         rows_max: rows that may be in flight; the queue holds them and the messages.
         way: how rows are posted.
         nic: where peers are.
-
-    Attributes:
-        reads: those of the rows that are reads, and reads that wait for their peer.
     """
 
     chunk_rows = 4096
@@ -61,7 +56,6 @@ class Slots(slots.Slots):
         self._owner = np.zeros(count, np.int64)
         self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
         self._ids = np.arange(count, dtype=np.uint16)
-        self.reads = 0
         self._cursor = 0
         self._clear = count  # ids from the cursor on that are known to be free
 
@@ -110,7 +104,8 @@ class Slots(slots.Slots):
         self._cursor = last
         self._clear -= taken
         ticket.slots = cast("list[int]", range(first, last))
-        self._owner[first:last] = self._issue(ticket, taken, nbytes)
+        self._count_bytes(ticket, taken, nbytes)
+        self._owner[first:last] = self._issue(ticket, taken)
         return taken
 
     def _look_ahead(self, n: int) -> tuple[int, int]:
@@ -146,7 +141,9 @@ class Slots(slots.Slots):
         self._cursor = number + 1
         self._clear -= 1
         ticket.slots = [number]
-        self._owners[number] = self._issue(ticket, 1, nbytes)
+        ticket.each = nbytes
+        self.nbytes += nbytes
+        self._owners[number] = self._issue(ticket, 1)
         return 1
 
     def take_back(self, context: int) -> Ticket | None:

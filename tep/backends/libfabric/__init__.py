@@ -179,8 +179,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
             wakes=nic.wait_fd is not None,
             control_bytes=CONTROL_BYTES_MAX,
             deregister_fences=False,
-            reads=READS_MAX if software else 0,
-            no_reads="tep does not read through libfabric's EFA; its backend `efa` does",
+            reads=READS_MAX if software else rules.window_rows,
         )
         options = endpoint_options(cuda=how.cuda, same_host_shm=how.same_host_shm)
         return (SoftwareDomain if software else HardwareDomain)(

@@ -5,7 +5,6 @@ This is tcp's; shared memory and EFA have books of their own, which know when a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Generic
 
 from tep.backends.libfabric.objects import Nic
@@ -20,12 +19,7 @@ class Book(Generic[PeerT]):
     Args:
         nic: whose.
         raw: the address of its main endpoint; an attribute, too.
-
-    Attributes:
-        departed: peers that part() had to leave for settle(), which is called while there are some.
     """
-
-    departed: Sequence[PeerT] = ()
 
     def __init__(self, nic: Nic, raw: bytes) -> None:
         self._nic = nic
@@ -50,9 +44,6 @@ class Book(Generic[PeerT]):
 
     def let_go(self, peer: PeerT) -> None:
         """Nothing of ours goes to a peer any more."""
-
-    def settle(self) -> None:
-        """Do what part() had to leave for later."""
 
     def close(self, peer: PeerT) -> None:
         """This NIC closes."""

@@ -24,7 +24,7 @@ from tep.backends.base import (
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.rules import Rules
-from tep.backends.libfabric.slots import Slots
+from tep.backends.libfabric.slots import I64, Slots
 from tep.ffi import libfabric as fi
 from tep.ffi.libfabric_data import CQ_DATA_ENTRY
 
@@ -55,7 +55,8 @@ class Queue:
         frames: what came in, copied; the caller takes them.
         errors: what failed; the caller takes them.
         landed: is called with the context of a read that went well.
-        full: whether the last read filled its buffer, so that there may be more.
+        landed_many: is called with those of dozens.
+        full: whether there may be more to read, or there is something in `frames` or `errors`.
     """
 
     def __init__(self, nic: Nic, slots: Slots, mailbox: Mailbox, rules: Rules) -> None:
@@ -78,6 +79,7 @@ class Queue:
         self.frames: deque[bytes] = deque()
         self.errors: deque[CqError] = deque()
         self.landed: Callable[[int], object] = _nobody
+        self.landed_many: Callable[[I64], object] = self._land_each
         self.full = False
 
     def drain(self, done: deque[Entry], take_rest: Callable[[], None]) -> None:
@@ -86,7 +88,7 @@ class Queue:
         while True:
             n = self.read(out, 0)
             done.extend(out[:n].tolist())
-            more = bool(n or self.full or self.frames or self.errors)
+            more = bool(n or self.full)
             take_rest()
             if not more:
                 return
@@ -193,6 +195,11 @@ class Queue:
             filled = self._take_imms(self._data[:n][remote], out, filled)
         others = local & ((flags & np.uint64(fi.FI_WRITE)) == 0)
         if others.any():
+            reads = others & ((flags & np.uint64(fi.FI_READ)) != 0)
+            if reads.any():
+                self.landed_many(self._contexts[:n][reads])
+                local &= ~reads
+                others &= ~reads
             for entry in self._entries[:n][others].tolist():
                 self._take_frame(entry[0], entry[2])
             local &= ~others
@@ -230,8 +237,13 @@ class Queue:
         else:
             self.landed(context)
 
+    def _land_each(self, contexts: I64) -> None:
+        for context in contexts.tolist():
+            self.landed(context)
+
     def _keep(self, view: memoryview) -> None:
         self.frames.append(bytes(view))
+        self.full = True
 
 
 def _nobody(_context: int) -> None:

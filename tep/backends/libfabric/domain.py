@@ -266,7 +266,7 @@ class FabricDomain(Generic[PeerT]):
         if rows.budget != self._rules.turn_rows:  # some of it was used
             rows.new_turn()
         filled = queue.read(out, filled)
-        if queue.frames or queue.errors or queue.full:
+        if queue.full:
             filled = self._read_on(out, filled)
         slots = self._slots
         if self._restless:
@@ -288,11 +288,6 @@ class FabricDomain(Generic[PeerT]):
                 self._do_chores(now_s)
         if self._regions.dying:
             self._regions.bury()
-        if self._book.departed:
-            self._book.settle()
-        if slots.unended is not None:  # any frame rings the doorbell that it waits for
-            peer, slots.unended = slots.unended, None
-            self._say(peer, frames.Welcome(self.address))
         return filled
 
     def _read_on(self, out: Completions, filled: int) -> int:
@@ -304,7 +299,7 @@ class FabricDomain(Generic[PeerT]):
         for _ in range(_READS_MAX):
             self._take_rest()
             filled = queue.read(out, filled)
-            if filled >= len(out) or not (queue.frames or queue.errors or queue.full):
+            if filled >= len(out) or not queue.full:
                 break
         return filled
 

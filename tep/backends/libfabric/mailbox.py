@@ -67,12 +67,12 @@ class Mailbox:
         self._flags = fi.ready(fi.FI_MORE if rules.more else 0), fi.ready(0)
         memory = self._map(frame_bytes, rules.frames_in, rules.frames_out, _SLOT_BYTES)
         count = len(self._owner)
-        attr, flags, kept = mr_attr(memory, target=False, receives=True)
+        attr, flags, kept = mr_attr(memory, fi.FI_SEND | fi.FI_RECV | fi.FI_WRITE)
         attr.requested_key = (1 << 62) - 1  # no region's: those are random numbers with a counter
         handle = nic.register(attr, flags)
         del kept
         self._desc = int(handle.contents().mem_desc or 0)
-        self.region = Region(handle, memory, DomainKey(0, 0, 0), self._desc, target=False)
+        self.region = Region((handle,), memory, DomainKey(0, 0, 0), self._desc, target=False)
         self._contexts = memory.ptr + count * self._frame_bytes
         self._end = self._contexts + count * _SLOT_BYTES
         self._main: Endpoint | None = None

@@ -116,7 +116,7 @@ class Endpoint:
         ready: the same for the other calls, whose arguments are all made by fi.ready().
         writemsg: holds the interpreter's lock; for writes that take about a microsecond.
         writemsg_long: drops it; for writes that make a system call, or are copied inside the call.
-        readmsg: reads; drops it.
+        readmsg, readmsg_long: the same for reads.
         send, recvmsg: messages. send drops it, recvmsg holds it.
     """
 
@@ -130,7 +130,8 @@ class Endpoint:
         rma, msg = ep.rma.contents, ep.msg.contents
         self.writemsg = fi.op(rma, "writemsg", hold_gil=True, readied=True)
         self.writemsg_long = fi.op(rma, "writemsg", readied=True)
-        self.readmsg = fi.op(rma, "readmsg", readied=True)
+        self.readmsg = fi.op(rma, "readmsg", hold_gil=True, readied=True)
+        self.readmsg_long = fi.op(rma, "readmsg", readied=True)
         self.send = fi.op(msg, "send")
         self.recvmsg = fi.op(msg, "recvmsg", hold_gil=True, readied=True)
 

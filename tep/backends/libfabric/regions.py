@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import mmap
 import os
+from collections.abc import Sequence
 from ctypes import addressof
 from typing import Any, Final
 
@@ -43,12 +44,12 @@ class Region:
         start, end: addresses of its first byte, and behind its last.
     """
 
-    __slots__ = ("_handle", "desc", "end", "key", "memory", "open", "sink", "start", "target")
+    __slots__ = ("_handles", "desc", "end", "key", "memory", "open", "sink", "start", "target")
 
     def __init__(
-        self, handle: Any, memory: Memory, key: DomainKey, desc: int, target: bool
+        self, handles: Sequence[Any], memory: Memory, key: DomainKey, desc: int, target: bool
     ) -> None:
-        self._handle = handle
+        self._handles = handles
         self.memory = memory
         self.start = memory.ptr
         self.end = memory.ptr + memory.nbytes
@@ -63,9 +64,15 @@ class Region:
         first, end = bounds(src, nbytes)
         return self.start <= first and end <= self.end
 
+    def shut_out(self) -> None:
+        """End what peers may do, where that is a registration of its own."""
+        if len(self._handles) > 1:
+            self._handles[-1].close()
+
     def close(self) -> None:
         """Unregister."""
-        self._handle.close()
+        for handle in self._handles:
+            handle.close()
 
 
 class Regions:
@@ -107,25 +114,39 @@ class Regions:
             # Software providers take anything, and crash once a row arrives.
             _check_mapped(memory, self._nic.name)
         number = (self._salt << _COUNTER_BITS | next(self._numbers)) & ((1 << 63) - 1)
-        target = access.target
+        handles = []
         with contextlib.ExitStack() as stack:
             dmabuf = None
             if self._dmabuf is not None and memory.kind != "cpu":
                 dmabuf = stack.enter_context(exported(self._dmabuf, memory))
-            attr, flags, kept = mr_attr(
-                memory, target=target, readable=access.readable, dmabuf=dmabuf
-            )
-            if self._own_keys:
-                attr.requested_key = number & ((1 << self._key_bits) - 1)
-            handle = self._nic.register(attr, flags)
-            del kept
-        mr = handle.contents()
-        key = DomainKey(number ^ _LOCAL, int(mr.key), memory.ptr if self._virtual else 0)
-        region = Region(handle, memory, key, int(mr.mem_desc or 0), target)
+            for rights in self._rights(access):
+                attr, flags, kept = mr_attr(memory, rights, dmabuf=dmabuf)
+                if self._own_keys:
+                    attr.requested_key = number & ((1 << self._key_bits) - 1)
+                handles.append(self._nic.register(attr, flags))
+                del kept
+        rkey = int(handles[-1].contents().key)
+        key = DomainKey(number ^ _LOCAL, rkey, memory.ptr if self._virtual else 0)
+        desc = int(handles[0].contents().mem_desc or 0)
+        region = Region(handles, memory, key, desc, access.target)
         region.sink = access.sink
         if access.readable:
             self.readable[key.rkey] = region
         return self._keep(region)
+
+    def _rights(self, access: Access) -> tuple[int, ...]:
+        """What libfabric is told of memory, for each registration of it: ours first, peers' last.
+
+        FI_SEND is not among it: on the fabric `efa` it opens memory for peers to read.
+        """
+        rights = fi.FI_WRITE
+        if access.target:
+            rights |= fi.FI_REMOTE_WRITE
+        if access.readable:
+            # An empty row with an immediate may come under the key as well: what may be written the
+            # owner says by its leases.
+            rights |= fi.FI_REMOTE_READ | fi.FI_REMOTE_WRITE
+        return (rights,)
 
     def _keep(self, region: Region) -> Region:
         self.by_lkey[region.key.lkey] = region
@@ -180,41 +201,20 @@ class Regions:
 
 
 def mr_attr(
-    memory: Memory,
-    *,
-    target: bool,
-    readable: bool = False,
-    receives: bool = False,
-    reads: bool = False,
-    dmabuf: tuple[int, int] | None = None,
+    memory: Memory, rights: int, *, dmabuf: tuple[int, int] | None = None
 ) -> tuple[fi_mr_attr, int, object]:
     """Describe memory for fi_mr_regattr.
 
     Args:
         memory: host memory, or "cuda:N".
-        target: whether peers may write there.
-        readable: whether peers may read there. An empty row with an immediate may come under the
-            key as well, so that providers are told of writes, too: what may be written the owner
-            says by its leases.
-        receives: whether messages are received there.
-        reads: whether our own reads write there.
+        rights: FI_WRITE and so on; no more than is done, since FI_RECV or FI_READ asks the NIC for
+            write access, which memory that is mapped read-only refuses.
         dmabuf: (fd, offset) of memory that is exported so.
 
     Returns:
         The attributes, the flags, and what must live until the call has returned.
     """
-    # No more than is done: FI_RECV or FI_READ would ask the NIC for write access here, which memory
-    # that is mapped read-only refuses.
-    access = fi.FI_SEND | fi.FI_WRITE
-    if target:
-        access |= fi.FI_REMOTE_WRITE
-    if readable:
-        access |= fi.FI_REMOTE_READ | fi.FI_REMOTE_WRITE
-    if receives:
-        access |= fi.FI_RECV
-    if reads:
-        access |= fi.FI_READ
-    attr = fi_mr_attr(iov_count=1, access=access)
+    attr = fi_mr_attr(iov_count=1, access=rights)
     kind, _, index = memory.device.partition(":")
     if kind == "cuda":
         attr.iface = fi.FI_HMEM_CUDA

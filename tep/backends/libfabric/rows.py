@@ -25,6 +25,7 @@ from tep.backends.libfabric.slots import CHUNK_ROWS, Slots, Ticket
 from tep.units import MiB
 
 if TYPE_CHECKING:
+    from tep.backends.libfabric.objects import Endpoint
     from tep.backends.libfabric.rules import Rules
 
 __all__ = ["Rows"]
@@ -142,14 +143,16 @@ class Rows(Generic[PeerT]):
         return True
 
     def _post_lone(self, batch: WriteBatch, peer: PeerT, region: Region) -> bool:
-        """Post the only row of a batch; False = it is not as simple, nothing was done."""
-        src, dst, nbytes, rkey, imm = batch.src, batch.dst, batch.nbytes, batch.rkey, batch.imm
+        """Post the only row of a batch, under one int as its key; False = nothing was done."""
+        src, dst, nbytes, imm = batch.src, batch.dst, batch.nbytes, batch.imm
         if not (type(src) is int and type(dst) is int and type(nbytes) is int):
             return False
-        if type(rkey) is not int or not (imm is None or type(imm) is int):
+        if not (imm is None or type(imm) is int):
             return False
         slots = self._slots
-        if not slots.room or (slots.open and slots.nbytes + nbytes > self._window_bytes):
+        if (slots.open or slots.adrift) and (
+            not slots.room or (slots.open and slots.nbytes + nbytes > self._window_bytes)
+        ):
             return False
         if not (region.start <= src and src + nbytes <= region.end and 0 < nbytes <= self._longest):
             return False
@@ -158,7 +161,16 @@ class Rows(Generic[PeerT]):
         due_s = time.monotonic() + self._timeout_s + nbytes / _SLOWEST_BYTES_PER_S
         ticket = Ticket(batch, 0, peer, region, due_s)
         try:
-            taken = slots.post_row(call, endpoint.ready, ticket, src, dst, rkey, nbytes, imm)
+            taken = slots.post_row(
+                call,
+                endpoint.ready,
+                ticket,
+                src,
+                dst,
+                batch.rkey,  # type: ignore[arg-type]  # an int: see post()
+                nbytes,
+                imm,
+            )
         except OSError as error:
             self.refusal = error.errno or 0
             return False
@@ -193,7 +205,7 @@ class Rows(Generic[PeerT]):
             n = self.budget_bytes // longest or 1
         due_s = time.monotonic() + self._timeout_s + n * longest / _SLOWEST_BYTES_PER_S
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if longest >= self._releases_from else endpoint.writemsg
+        call = self._call(endpoint, batch, longest)
         taken = 0
         try:
             if n > _FEW:
@@ -290,7 +302,7 @@ class Rows(Generic[PeerT]):
             row = row._replace(src=region.memory.ptr)
         due_s = time.monotonic() + self._timeout_s + row.nbytes / _SLOWEST_BYTES_PER_S
         endpoint = self._peers.endpoint(peer)
-        call = endpoint.writemsg_long if row.nbytes >= self._releases_from else endpoint.writemsg
+        call = self._call(endpoint, batch, row.nbytes)
         ticket = Ticket(batch, index, peer, region, due_s)
         try:
             if slots.post_row(
@@ -304,6 +316,15 @@ class Rows(Generic[PeerT]):
         if peer.open:
             return False
         return self._refused(peer)
+
+    def _call(
+        self,
+        endpoint: Endpoint,
+        batch: WriteBatch,  # noqa: ARG002  # for efa/
+        nbytes: int,
+    ) -> Callable[..., int]:
+        """What posts rows of a batch; `nbytes` of the longest."""
+        return endpoint.writemsg_long if nbytes >= self._releases_from else endpoint.writemsg
 
     def fail(self, ctx: int, row: int, status: Status) -> None:
         """End a row here."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer
     from tep.backends.libfabric.regions import Region
 
-__all__ = ["CHUNK_ROWS", "Slots", "Ticket"]
+__all__ = ["CHUNK_ROWS", "I64", "Slots", "Ticket"]
 
 CHUNK_ROWS: Final = 256
 """Rows posted in one go: enough to make the fixed cost of a post, 12 us, small a row."""
@@ -123,6 +123,7 @@ class Slots:
         open: rows in flight.
         nbytes: bytes in flight.
         adrift: rows that were given up, and have not come back.
+        reads: those of the rows that are reads, and reads that wait for their peer; on EFA.
         unended: the peer of a chain that waits for its doorbell, since its last row was refused;
             the next post of any kind rings it.
     """
@@ -143,7 +144,7 @@ class Slots:
             for each in (flags, flags | fi.FI_REMOTE_CQ_DATA)
         )
         self._more = more
-        self.adrift = 0
+        self.adrift = self.reads = 0
         self.unended: Any = None  # a Peer, of the kind that its room knows
         self._next = _FREE + 1
         self._given_up: dict[int, Ticket] = {}  # tickets with rows that libfabric still has
@@ -235,8 +236,8 @@ class Slots:
         if n:
             slots = (contexts[:n] - self._base) >> 6
             ticket.slots = slots
-            lengths = nbytes if isinstance(nbytes, int) else src_len[:n]
-            self._owner[slots] = self._issue(ticket, n, lengths)
+            self._count_bytes(ticket, n, nbytes if isinstance(nbytes, int) else src_len[:n])
+            self._owner[slots] = self._issue(ticket, n)
             self._top -= n
         return n
 
@@ -272,18 +273,23 @@ class Slots:
             self.unended = None
         slot = (context - self._base) >> 6
         ticket.slots = [slot]
-        self._owners[slot] = self._issue(ticket, 1, nbytes)
+        ticket.each = nbytes
+        self.nbytes += nbytes
+        self._owners[slot] = self._issue(ticket, 1)
         self._top -= 1
         return 1
 
-    def _issue(self, ticket: Ticket, rows: int, nbytes: Column) -> int:
-        """Count rows that were posted; `nbytes` of each. Return their ticket's number."""
+    def _count_bytes(self, ticket: Ticket, rows: int, nbytes: Column) -> None:
+        """Count the bytes of rows that were posted; `nbytes` of each."""
         if isinstance(nbytes, int):
             ticket.each = nbytes
             self.nbytes += rows * nbytes
         else:
             ticket.nbytes = int(nbytes.sum())
             self.nbytes += ticket.nbytes
+
+    def _issue(self, ticket: Ticket, rows: int) -> int:
+        """Count rows that were posted, whose bytes are counted; return their ticket's number."""
         ticket.number = number = self._next
         self._next += 1
         self.tickets[number] = ticket
@@ -299,6 +305,14 @@ class Slots:
         for ticket in self.tickets.values():
             due.setdefault(ticket.peer, ticket.due_s)
         return due
+
+    def of_region(self, region: Region) -> list[Ticket]:
+        """The tickets whose rows libfabric still has, and that read or write in a region."""
+        return [
+            ticket
+            for ticket in (*self.tickets.values(), *self._given_up.values())
+            if ticket.region is region
+        ]
 
     # --- coming back
 

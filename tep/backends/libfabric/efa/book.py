@@ -16,7 +16,11 @@ __all__ = ["EfaBook"]
 
 
 class EfaBook(Book[Peer]):
-    """The address vector of one EFA device."""
+    """The address vector of one EFA device.
+
+    Attributes:
+        departed: peers that part() had to leave for settle(), which is called while there are some.
+    """
 
     def __init__(self, nic: Nic, raw: bytes) -> None:
         super().__init__(nic, raw)
@@ -33,6 +37,7 @@ class EfaBook(Book[Peer]):
         self.departed.append(peer)
 
     def settle(self) -> None:
+        """Do what part() had to leave for later."""
         for peer in self.departed:
             known = self._at.get(efa_place(peer.address.raw), {})
             if not peer.out and known == {peer.address.raw: peer}:

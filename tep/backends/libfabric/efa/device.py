@@ -107,16 +107,25 @@ def check_version(nic: str, version: tuple[int, int]) -> None:
 
 
 def check_device(endpoint: HasOptions, nic: str) -> None:
-    """Refuse a device that cannot write remotely by itself, such as p4d's.
+    """Refuse a device that cannot write and read remotely by itself, such as p4d's.
 
-    There the provider would imitate writes by messages, at a fraction of the speed, with the
-    target's processor.
+    There the provider would imitate that by messages, at a fraction of the speed, with the peer's
+    processor, and reads without asking the key. Without RDMA read it does not write by RDMA either.
 
     Raises:
-        BackendUnavailable: the provider says that it imitates writes.
+        BackendUnavailable: the provider says that it imitates writes or reads.
     """
-    if endpoint.option(fi.FI_OPT_EFA_EMULATED_WRITE):
+    imitated = [
+        word
+        for word, option in (
+            ("write", fi.FI_OPT_EFA_EMULATED_WRITE),
+            ("read", fi.FI_OPT_EFA_EMULATED_READ),
+        )
+        if endpoint.option(option)
+    ]
+    if imitated:
         raise BackendUnavailable(
-            f"{nic}: this EFA device has no RDMA write (p4d has none; p5, p5en, p6 and trn2 do): "
-            "libfabric would imitate it by messages; use provider='tcp' if that is what you want"
+            f"{nic}: this EFA device lacks RDMA write or RDMA read (p4d has no write; p5, p5en, p6 "
+            f"and trn2 have both), so that libfabric would imitate {' and '.join(imitated)} by "
+            "messages; use provider='tcp' if that is what you want"
         )

@@ -81,7 +81,7 @@ class SoftwareReads:
         self._stirred: dict[SoftwarePeer, None] = {}
         self._bytes = mmap.mmap(-1, _PIECES * (_PIECE_BYTES + _SLOT_BYTES))
         memory = adapt(self._bytes)
-        attr, flags, kept = mr_attr(memory, target=False, reads=True)
+        attr, flags, kept = mr_attr(memory, fi.FI_READ)
         attr.requested_key = _BOUNCE_KEY
         self._handle = nic.register(attr, flags)
         del kept
@@ -203,7 +203,7 @@ class SoftwareReads:
         record["here_len"] = record["there_len"] = nbytes
         record["there"], record["rkey"], record["peer"] = row.remote + at, row.rkey, peer.number
         endpoint = peer.endpoint or self._peers.endpoint(peer)
-        rc = endpoint.readmsg(endpoint.ready, self._messages[slot], self._flags)
+        rc = endpoint.readmsg_long(endpoint.ready, self._messages[slot], self._flags)
         if rc == -fi.FI_EAGAIN:
             return False
         if rc:

@@ -1,0 +1,199 @@
+"""Prepared writes on their way: what one submit adds to a request, and how the group dealt it out.
+
+Values only: the group posts. Rule: what is kept here was made by the group when it dealt the same
+request out, at another offset; so a prepared write goes where its verb would go.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.backends.base import Column
+from tep.core.pending import Pending
+from tep.core.region import Job, Remote, Targets, shifted, summand
+from tep.core.transfer import Transfer
+
+__all__ = ["Dealt", "Laid", "Part", "Ready"]
+
+U64 = npt.NDArray[np.uint64]
+
+_CURSORS_MAX: Final = 16
+"""Cursors for which a prepared write keeps its parts; unusual mixes of NIC counts have more."""
+
+
+class Part(NamedTuple):
+    """The rows of one batch, without what a submit adds: addresses, immediate, ctx.
+
+    Attributes:
+        place: its number among the parts, in the order in which they are queued.
+        total: bytes of all rows.
+        remotes, nics: as of Pending.
+    """
+
+    place: int
+    domain: int
+    n: int
+    nbytes: Column
+    total: int
+    peer: Column
+    lkey: int
+    rkey: Column
+    remotes: Remote | Sequence[Remote]
+    nics: int | Sequence[int]
+
+
+class Dealt(NamedTuple):
+    """How a request is dealt out at one cursor.
+
+    Attributes:
+        parts: in the order in which they are queued.
+        by_nic: the same in the order in which they are posted.
+        columns: source and target addresses of each part, at no offset.
+        whole: both columns of all rows, and which rows each part has; None: addresses are ints.
+        cursor: where the next request starts.
+    """
+
+    parts: tuple[Part, ...]
+    by_nic: tuple[Part, ...]
+    columns: list[tuple[Column, Column]]
+    whole: tuple[U64, U64, list[slice]] | None
+    cursor: int
+
+    def at(self, here: int, there: int) -> list[tuple[Column, Column]]:
+        """Source and target addresses of each part, at these offsets."""
+        if not (here or there):
+            return self.columns
+        if self.whole is None:
+            return [(src + here, dst + there) for src, dst in self.columns]
+        src, dst, rows = self.whole
+        if here:
+            src = np.add(src, summand(here))
+        if there:
+            dst = np.add(dst, summand(there))
+        if len(rows) == 1:
+            return [(src, dst)]
+        return [(src[part], dst[part]) for part in rows]
+
+
+class Laid:
+    """How the group dealt one prepared write out so far: good as long as no route changes.
+
+    Attributes:
+        cycle: the lanes are the same again after so many cursors.
+        version: of the group's routes.
+        dealt: by cursor.
+        is_long: it is posted in pieces, which are decided anew each time.
+    """
+
+    __slots__ = ("cycle", "dealt", "is_long", "version")
+
+    def __init__(self, remotes: Remote | Targets, nlocal: int) -> None:
+        nics = remotes.nics if isinstance(remotes, Remote) else remotes.cycle
+        self.cycle = math.lcm(nlocal, nics)
+        self.version = -1
+        self.dealt: dict[int, Dealt] = {}
+        self.is_long = False
+
+    def find(self, cursor: int, version: int) -> Dealt | None:
+        """How it is dealt out at this cursor, if that is known."""
+        if self.version != version:
+            self.dealt.clear()
+            self.version = version
+        return self.dealt.get(cursor % self.cycle)
+
+    def learn(self, cursor: int, job: Ready, transfer: Transfer, following: int) -> None:
+        """Keep how it was dealt out just now; nothing of it was posted."""
+        made: list[Pending] = []
+        pending = transfer.queued
+        while pending is not None:
+            assert isinstance(pending, Pending)
+            made.append(pending)
+            pending = pending.older
+        made.reverse()
+        if len(self.dealt) >= _CURSORS_MAX:
+            self.dealt.clear()
+        parts = tuple(_part(place, pending) for place, pending in enumerate(made))
+        columns = [
+            (shifted(each.batch.src, -job.here), shifted(each.batch.dst, -job.there))
+            for each in made
+        ]
+        self.dealt[cursor % self.cycle] = Dealt(
+            parts,
+            tuple(sorted(parts, key=lambda part: part.domain)),
+            columns,
+            _whole(job.base, columns),
+            following,
+        )
+
+
+class Ready(Job):
+    """A prepared write at its offsets, with its immediate.
+
+    What is not set here is the same for every submit, and is that of `base`.
+
+    Attributes:
+        base: the request at no offset.
+        laid: how it was dealt out so far.
+        here, there: what is added to the addresses at both ends.
+    """
+
+    __slots__ = ("base", "here", "laid", "there")
+    is_plain = False
+
+    def __init__(self, base: Job, laid: Laid, here: int, there: int, imm: int | None) -> None:
+        self.base = base
+        self.laid = laid
+        self.here = here
+        self.there = there
+        self.imm = imm
+        self.mr = base.mr
+        self.n = base.n
+        self.longest = base.longest
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.base, name)
+
+    def placed(self) -> Job:
+        """The same with columns of its own, to be dealt out as any other."""
+        return self.base.moved(self.here, self.there, self.imm)
+
+
+def _part(place: int, pending: Pending) -> Part:
+    batch = pending.batch
+    return Part(
+        place,
+        pending.domain,
+        batch.n,
+        batch.nbytes,
+        pending.sum_bytes(0, batch.n),
+        batch.peer,
+        batch.lkey,
+        batch.rkey,
+        pending.remotes,
+        pending.nics,
+    )
+
+
+def _whole(base: Job, columns: list[tuple[Column, Column]]) -> tuple[U64, U64, list[slice]] | None:
+    """The columns of all parts joined, so that a submit adds an offset once, and not once a part.
+
+    Where they are the request's own, which is usual, no copy is kept.
+    """
+    srcs, dsts = zip(*columns, strict=True)
+    if any(isinstance(column, int) for column in (*srcs, *dsts)):
+        return None
+    src, dst = np.concatenate(srcs), np.concatenate(dsts)
+    ends = np.cumsum([len(column) for column in srcs]).tolist()
+    rows = [slice(a, b) for a, b in zip((0, *ends), ends, strict=False)]
+    if isinstance(base.src, np.ndarray) and np.array_equal(src, base.src):
+        src = base.src
+    if isinstance(base.dst, np.ndarray) and np.array_equal(dst, base.dst):
+        dst = base.dst
+    for place, part in enumerate(rows):
+        columns[place] = src[part], dst[part]
+    return src, dst, rows

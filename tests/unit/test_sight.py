@@ -1,0 +1,260 @@
+"""Sight into running engines: who may ask, what is answered, and that no client can do harm."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tep
+from tep import sight
+from tep.cli import main
+from tests.support.descriptors import open_descriptors
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for sockets of this test alone, with a name short enough for one."""
+    path = tmp_path_factory.mktemp("s")
+    path.chmod(0o700)
+    monkeypatch.setenv(sight.SWITCH, str(path))
+    return path
+
+
+def mine() -> sight.Found:
+    [found] = sight.find(os.getpid())
+    return found
+
+
+def write_once(source: tep.TransferEngine, target: tep.TransferEngine) -> None:
+    src, _ = source.reg_mr(np.ones(4096, np.uint8))
+    _, dst = target.reg_mr(np.zeros(4096, np.uint8))
+    source.submit_single_write(4096, (src, 0), (dst, 0)).wait(60)
+
+
+def test_a_process_tells_what_its_engines_did_and_wait_for(folder: Path) -> None:
+    """`tep top` would show other numbers than stats(), or miss what has waited longest."""
+    with tep.open_local(2, name="ana") as ana, tep.open_local(1, name="bob") as bob:
+        write_once(ana, bob)
+        bob.expect_imm_count(77, 3)
+        answer = sight.ask(mine(), "top")
+        assert answer is not None
+        by_name = {engine["name"]: engine for engine in answer["engines"]}
+
+    assert answer["pid"] == os.getpid()
+    assert {"ana", "bob"} == by_name.keys()
+    assert 4096 == sum(nic["bytes_written"] for nic in by_name["ana"]["nics"])
+    assert 1 == by_name["ana"]["transfers_done"]
+    assert ["bob"] == [peer["name"] for peer in by_name["ana"]["peers"]]
+    assert 1 == by_name["bob"]["open"]
+    assert "0x4d: 0 of 3 arrived" in by_name["bob"]["oldest"][0]["what"]
+
+
+def test_the_last_engine_takes_thread_socket_and_descriptors_along(folder: Path) -> None:
+    """Engines that come and go would pile up threads, sockets or descriptors."""
+    with tep.open_local(name="first"):
+        pass  # what a first engine leaves open for good
+    gc.collect()  # drivers close what they have when they are collected
+    before, threads = open_descriptors(), set(threading.enumerate())
+    with tep.open_local(name="ana"), tep.open_local(name="bob"):
+        assert 1 == len(list(folder.iterdir()))
+    gc.collect()
+
+    assert [] == list(folder.iterdir())
+    assert before == open_descriptors()
+    assert set() == set(threading.enumerate()) - threads
+
+
+def test_an_engine_that_was_only_dropped_is_not_shown(folder: Path) -> None:
+    """The look-out would keep an engine alive that nobody holds."""
+    ana = tep.open_local(name="ana")
+    with tep.open_local(name="bob"):
+        warned = pytest.warns(ResourceWarning, match="ana")
+        del ana
+        with warned:
+            gc.collect()
+        answer = sight.ask(mine(), "top")
+        assert answer is not None
+
+        assert ["bob"] == [engine["name"] for engine in answer["engines"]]
+
+
+@pytest.mark.parametrize("switch", ["off", None])
+def test_it_can_be_switched_off_and_inline_engines_pay_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, switch: str | None
+) -> None:
+    """A process that asked for no look-out, or turns its engines itself, would have a thread."""
+    gc.collect()
+    threads = threading.active_count()
+    if switch is None:
+        with tep.open_loopback(driver=tep.InlineDriver()):
+            assert threads == threading.active_count()
+    else:
+        monkeypatch.setenv(sight.SWITCH, switch)
+        with tep.open_local():
+            assert threads + 1 == threading.active_count()
+
+    assert [] == list(folder.iterdir())
+
+
+def test_broken_clients_end_nothing_and_stall_nobody(folder: Path) -> None:
+    """A client that is silent, talks nonsense, or hangs up would end the answers or an engine."""
+    with tep.open_local(name="ana") as ana, tep.open_local(name="bob") as bob:
+        path = str(mine().path)
+        held = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for one in held:  # silent: each is given up after a second
+            one.connect(path)
+        for said in (b"", b"\0\xff" * 4000, b"top\n" * 1000, b"top"):
+            with socket.socket(socket.AF_UNIX) as rude:
+                rude.connect(path)
+                rude.sendall(said)  # and gone, whatever is answered
+        write_once(ana, bob)
+        answer = sight.ask(mine(), "top", 30)
+        odd = sight.ask(mine(), "weather", 30)
+        for one in held:
+            one.close()
+
+    assert answer is not None
+    assert 2 == len(answer["engines"])
+    assert odd is not None
+    assert "no such question: 'weather'" in odd["error"]
+
+
+def test_it_is_read_while_the_engine_is_busy(folder: Path) -> None:
+    """A table that changes while it is read would end the thread that answers."""
+    with tep.open_local(2, name="ana") as ana, tep.open_local(2, name="bob") as bob:
+        src, _ = ana.reg_mr(np.ones(4096, np.uint8))
+        _, dst = bob.reg_mr(np.zeros(4096, np.uint8))
+        expected = bob.expect_imm_count(1, 2 * 600)
+        open_ones = [
+            ana.submit_single_write(4096, (src, 0), (dst, 0), imm=1) for _ in range(300)
+        ]  # and so on while it is asked
+        for question in ("top", "stall") * 5:
+            open_ones += [
+                ana.submit_single_write(4096, (src, 0), (dst, 0), imm=1) for _ in range(30)
+            ]
+            answer = sight.ask(mine(), question, 30)
+            assert answer is not None
+            assert {"ana", "bob"} == {engine["name"] for engine in answer["engines"]}
+        for one in open_ones:
+            one.wait(60)
+        expected.cancel()
+
+
+def test_a_folder_that_others_may_open_is_not_used(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else could ask, or answer in the name of a process. Yet the engine opens."""
+    elsewhere = folder / "link"
+    elsewhere.symlink_to(folder, target_is_directory=True)
+    places = {folder: "mode 755", elsewhere: "is no folder", folder / ("x" * 200): "too long"}
+    for path, why in places.items():
+        folder.chmod(0o755 if path == folder else 0o700)
+        monkeypatch.setenv(sight.SWITCH, str(path))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tep"), tep.open_local(name="ana") as ana:
+            assert "ana" == ana.name
+            assert why in caplog.text
+            assert "cannot see this process" in caplog.text
+
+    assert [] == list(folder.glob("*.*")) + list((folder / ("x" * 200)).iterdir())
+
+
+def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
+    """Each process that was killed would be shown as one that does not answer, for ever."""
+    left = folder / f"{os.getpid()}.0123"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(left))
+    [found] = sight.find()
+
+    assert sight.ask(found, "top") is None
+    assert not left.exists()
+
+
+def test_a_child_of_a_fork_does_not_answer_for_its_parent(folder: Path) -> None:
+    """Questions to the parent would hang at the child, which has no thread to answer them."""
+    program = """if True:
+        import os, sys, tep
+        from tep import sight
+        with tep.open_local(name="ana"):
+            child = os.fork()
+            if child == 0:
+                assert not sight._Here.seen and sight._Here.thread is None
+                os.read(0, 1)
+                os._exit(0)
+            [found] = sight.find(os.getpid())
+            print(sight.ask(found, "top", 30)["engines"][0]["name"], flush=True)
+        [] == sight.find() or sys.exit("the socket is still there")
+        os.kill(child, 9)
+    """
+    ran = subprocess.run([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True,
+                         stdout=subprocess.PIPE, timeout=120, check=True)  # fmt: skip
+
+    assert "ana\n" == ran.stdout
+    assert [] == list(folder.iterdir())
+
+
+HANGS = """if True:
+    import threading, tep, numpy as np
+    def blocks(_): print("here", flush=True); threading.Event().wait()
+    with tep.open_local(name="ana") as ana, tep.open_local(name="bob") as bob:
+        src, _ = ana.reg_mr(np.ones(64, np.uint8))
+        _, dst = bob.reg_mr(np.ones(64, np.uint8))
+        late = bob.expect_imm_count(5, 2)
+        ana.submit_single_write(64, (src, 0), (dst, 0), imm=5, on_done=blocks)
+        ana.submit_single_write(64, (src, 0), (dst, 0)).wait()
+        late.wait(3600)
+"""
+
+
+def test_a_process_that_hangs_tells_what_it_waits_for(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The report would be missing just where it is needed: the thread of the engine is blocked."""
+    with subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE) as hanging:
+        try:
+            assert hanging.stdout is not None
+            assert b"here\n" == hanging.stdout.readline()
+            assert 0 == main(["stall", str(hanging.pid), "--timeout", "60"])
+            text = capsys.readouterr().out
+            assert 0 == main(["stall", str(hanging.pid), "--json", "--timeout", "60"])
+            document = json.loads(capsys.readouterr().out)
+            assert 0 == main(["top", str(hanging.pid), "--once", "--every", "0.1"])
+            table = capsys.readouterr().out
+            assert 0 == main(["top", "--json", "--every", "0.1"])
+            shown = json.loads(capsys.readouterr().out)
+            hanging.send_signal(signal.SIGSTOP)
+            assert 1 == main(["stall", str(hanging.pid), "--timeout", "0.2"])
+            stopped = capsys.readouterr().err
+        finally:
+            hanging.kill()
+
+    assert "imm 0x5: 1 of 2 arrived; pending" in text
+    assert "blocks (<string>:3)" in text
+    assert {"ana", "bob"} == {engine["name"] for engine in document["engines"]}
+    assert "ana/0" in table
+    assert "imm 0x5: 1 of 2 arrived" in table
+    assert {"ana", "bob"} == {engine["name"] for engine in shown["engines"]}
+    assert "kill -CONT" in stopped
+
+
+def test_a_process_without_engines_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped number would look like a process that waits for nothing."""
+    assert 1 == main(["stall", str(os.getpid())])
+    assert "shows no engine" in capsys.readouterr().err
+    assert 1 == main(["top", "4194304", "--once"])
+    assert "there is no process 4194304" in capsys.readouterr().err
+    assert 0 == main(["top", "--once", "--every", "0.1"])
+    assert "no engine is shown" in capsys.readouterr().out
