@@ -52,7 +52,7 @@ def _state(pid: int) -> str:
         "D": "it is in a system call that cannot be interrupted",
         "Z": "it has ended, and its parent has not asked how",
     }
-    return states.get(letter, "it computes or waits without letting the Python interpreter go")
+    return states.get(letter, "it is busy, or a C function in it holds the Python interpreter")
 
 
 def _not_seen(pid: int) -> UsageError:

@@ -17,7 +17,7 @@ import tep
 from tep.sim import Chaos, Cluster
 from tep.trace import Mark, Span, Trace, lanes_of, overtaken
 from tep.units import KiB
-from tests.support.here import require
+from tests.support.here import need_stub, require
 
 
 def check_format(trace: Trace) -> list[dict]:
@@ -126,10 +126,13 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 
 
 def _real(backend: str, name: str) -> tep.TransferEngine:
+    if backend == "verbs":
+        stub = {"ana": "stub0", "bob": "stub1"}[name]
+        return tep.open_verbs([stub], name=name, library=need_stub().path)
     return tep.TransferEngine.open(backend, name=name, nics=1 if backend == "libfabric" else 2)
 
 
-@pytest.mark.parametrize("backend", ["local", "libfabric", "loopback"])
+@pytest.mark.parametrize("backend", ["local", "libfabric", "loopback", "verbs"])
 def test_real_engines_and_simulated_ones_trace_alike(backend: str, tmp_path) -> None:
     """A tool made for one file would not read the other."""
     if backend == "libfabric":

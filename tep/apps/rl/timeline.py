@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
+from tep import Span as TraceSpan
+from tep import Trace
 from tep.apps.rl.ports import Span
 from tep.apps.rl.predict import MeshSpan
 
@@ -49,27 +49,14 @@ def from_reports(spans: Iterable[Span]) -> list[MeshSpan]:
 
 
 def write_perfetto(path: str | PathLike[str], spans: Iterable[MeshSpan]) -> None:
-    """Write Chrome's trace format for ui.perfetto.dev: a process a sub-mesh, a track a stage."""
-    events: list[dict[str, object]] = []
-    pids: dict[str, int] = {}
-    tids: dict[str, int] = {}
+    """Write a trace for ui.perfetto.dev: a process a sub-mesh, a track a stage."""
+    trace = Trace("host")
     for span in spans:
-        if span.mesh not in pids:
-            pids[span.mesh] = len(pids) + 1
-            name = {"name": span.mesh}
-            events.append({"ph": "M", "name": "process_name", "pid": pids[span.mesh], "args": name})
-        # Writes of several tasks overlap; they are on a track of their own, as asynchronous spans.
-        tid = tids.setdefault(span.stage, len(tids) + 1)
-        head = {"pid": pids[span.mesh], "tid": tid, "cat": span.stage, "name": span.task}
-        if span.stage == "write":
-            number = len(events)
-            events.append({**head, "ph": "b", "id": number, "ts": span.start_ms * 1e3})
-            events.append({**head, "ph": "e", "id": number, "ts": span.stop_ms * 1e3})
-        else:
-            length = (span.stop_ms - span.start_ms) * 1e3
-            events.append({**head, "ph": "X", "ts": span.start_ms * 1e3, "dur": length})
-    document = {"displayTimeUnit": "ms", "traceEvents": events}
-    Path(path).write_text(json.dumps(document), encoding="utf-8")
+        # Writes of several tasks overlap: they are pairs of begin and end, as transfers are.
+        kind: Literal["transfer", "step"] = "transfer" if span.stage == "write" else "step"
+        times = span.start_ms / 1e3, span.stop_ms / 1e3
+        trace.add(TraceSpan(kind, span.mesh, span.stage, span.task, *times, {}))
+    trace.write(path)
 
 
 def draw(axes: Axes, spans: Sequence[MeshSpan], lanes: Sequence[str]) -> None:
