@@ -7,6 +7,7 @@ its room when it is first used.
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -108,6 +109,11 @@ _ROOMS = {
     "swizzle": "faults_at",
 }
 _NAMES = {"profiles": "profile_names"}
+
+_log = logging.getLogger("tep.sim")
+if _log.level == logging.NOTSET:
+    # Faults of a simulation are its purpose: they are logged for who asks, by setLevel("INFO").
+    _log.setLevel(logging.ERROR)
 
 if not TYPE_CHECKING:  # a checker that saw __getattr__ would believe in every misspelt name
 

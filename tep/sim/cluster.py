@@ -6,7 +6,6 @@ Nothing is modelled here. The only room of `tep.sim` that knows `tep.engine`.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -33,11 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Cluster"]
 
 T = TypeVar("T")
-
-_log = logging.getLogger("tep.sim")
-if _log.level == logging.NOTSET:
-    # Faults of a simulation are its purpose: they are logged for who asks, by setLevel("INFO").
-    _log.setLevel(logging.ERROR)
 
 _NICS: int = 2
 _NICS_MAX: int = 64
