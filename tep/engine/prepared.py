@@ -243,8 +243,9 @@ class Prepared:
         ):
             return self._refused((here, there), imm, pages)
         known = imm if type(imm) is int and 0 <= imm <= IMM_MAX else self._imm(imm, job.n)
-        if self._reads or not (known is None or isinstance(known, int)):
-            return job.moved(here, there, known)  # a read's job is its transfer's own
+        # A read's job is its transfer's own. A lease is looked at when rows are dealt out.
+        if self._reads or self._leased or not (known is None or isinstance(known, int)):
+            return job.moved(here, there, known)
         found = Ready(job, base.laid, here, there, known)
         self._last = (known, src_offset, dst_offset, pages), found
         return found

@@ -426,13 +426,7 @@ class Worker:
         job, group = transfer.job, self.group
         assert isinstance(job, Ready)
         mr, dealt = job.mr, group.dealt(job)
-        if (
-            dealt is None
-            or self.telling.owed
-            or self.held_leases.known
-            or (mr is not None and mr.closed)
-            or self.closed
-        ):
+        if dealt is None or self.telling.owed or (mr is not None and mr.closed) or self.closed:
             transfer.job = job.placed()
             self.start(transfer, partial(group.start_and_learn, job=job))
             return

@@ -1,0 +1,150 @@
+"""The gate of prepared transfers: each planted bug makes a drawn run differ from the verbs' run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from tep.core.group import DomainGroup
+from tep.core.ready import Dealt, Laid
+from tep.engine import prepared
+from tep.engine.prepared import Prepared
+from tests.gate.registry import Change, changed
+from tests.property.test_prepared import NBYTES, READS, WRITES, Happens, Submit, World
+
+SEEDS = 150
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
+
+
+def run(seed: int) -> bool:
+    """Whether one drawn script has the same effect by prepared transfers and by the verbs."""
+    dice = random.Random(seed)
+    nics = dice.randint(1, 3), dice.randint(1, 3), dice.randint(1, 2)
+    script: list[Submit | Happens] = []
+    kinds = dice.sample(WRITES + READS, 2)  # few, so that a kind comes often at every cursor
+    for _ in range(50):
+        chance = dice.random()
+        if chance < 0.04:
+            what = dice.choice(["kill here", "kill there", "restart", "revoke", "remove"])
+            script.append(Happens(what, dice.randrange(3)))
+        elif chance < 0.5:
+            script.append(Happens("pass", dice.randrange(1, 20)))
+        else:
+            offsets = [dice.choice([0, 32, 64, -32, NBYTES]) for _ in range(2)]
+            pages = dice.choice([None, None, slice(2, 9)])
+            kind = dice.choice(kinds)
+            script.append(Submit(kind, dice.choice([3, 4, None]), *offsets, pages))
+    found = []
+    for by_prepared in (True, False):
+        world = World(seed, nics, prepared=by_prepared)
+        with world.cluster:
+            world.play(script)
+            found.append(world.result())
+    return found[0] == found[1]
+
+
+class _Same:
+    """Equal to every number."""
+
+    def __ne__(self, _: object) -> bool:
+        return False
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def after_renewal(change: Callable[[Prepared], object]) -> list[Change]:
+    """Change what every layout leaves behind."""
+    renew = Prepared._renew
+
+    def renewed(self):
+        renew(self)
+        change(self)
+
+    return [(Prepared, "_renew", renewed)]
+
+
+def leases_are_checked_once() -> list[Change]:
+    """A prepared transfer goes on to be submitted under a lease that is over."""
+    return after_renewal(lambda self: setattr(self, "_leased", False))
+
+
+def peers_are_looked_up_once() -> list[Change]:
+    """A peer that restarted, or was removed, is written to as before."""
+    return after_renewal(lambda self: setattr(self, "_generation", _Same()))
+
+
+def routes_are_looked_up_once() -> list[Change]:
+    """After a NIC has died, prepared writes go where they went before."""
+    return [(Laid, "find", lambda self, cursor, _: self.dealt.get(cursor % self.cycle))]
+
+
+def cursor_stands_still() -> list[Change]:
+    """Every submit begins at the lane at which the first one began."""
+    return [(Laid, "find", lambda self, *_: next(iter(self.dealt.values()), None))]
+
+
+def offsets_exchanged() -> list[Change]:
+    """The source's offset is added at the target."""
+    at = Dealt.at
+    return [(Dealt, "at", lambda self, here, there: at(self, there, here))]
+
+
+def parts_beside_a_backlog() -> list[Change]:
+    """A prepared write is posted at once although others wait."""
+    start = DomainGroup.start_ready
+
+    def first(self, transfer, job, dealt, *, alone):
+        start(self, transfer, job, dealt, alone=True)
+
+    return [(DomainGroup, "start_ready", first)]
+
+
+def bounds_forgotten() -> list[Change]:
+    """Offsets lead out of the regions."""
+    return [(prepared, "_room", lambda *_: (-(2**40), 2**40))]
+
+
+def reads_share_a_job() -> list[Change]:
+    """Two reads at the same offsets keep their owners' immediates in one place."""
+    at = Prepared._at
+
+    def kept(self, imm, src_offset, dst_offset, pages):
+        found = at(self, imm, src_offset, dst_offset, pages)
+        self._last = (imm, src_offset, dst_offset, pages), found
+        return found
+
+    return [(Prepared, "_at", kept)]
+
+
+BUGS = [
+    leases_are_checked_once,
+    peers_are_looked_up_once,
+    routes_are_looked_up_once,
+    cursor_stands_still,
+    offsets_exchanged,
+    parts_beside_a_backlog,
+    bounds_forgotten,
+    reads_share_a_job,
+]
+
+
+@pytest.mark.parametrize("plant", BUGS, ids=lambda plant: plant.__name__)
+def test_planted_bug_is_found(plant: Callable[[], list[Change]]) -> None:
+    """A prepared transfer that does not follow what changes is found here, or by a user."""
+    with changed(plant()):
+        for seed in range(SEEDS):
+            try:
+                if not run(seed):
+                    return
+            except Exception:  # noqa: BLE001  # whatever a broken engine raises is a finding
+                return
+    pytest.fail(f"{plant.__name__} survived {SEEDS} seeds")
+
+
+def test_prepared_transfers_are_clean() -> None:
+    """The bugs would be found in vain if the engine as it is differed, too."""
+    assert all(map(run, range(SEEDS)))
