@@ -48,18 +48,22 @@ def test_a_hanging_command_is_ended():
 
 
 def test_verbs_in_the_guest():
-    """The contract over one, two and four NICs, and the verbs tests, on the real library.
+    """The contract over four NICs, and the verbs tests, on the real library.
 
     What they are is in tests/verbs; here it counts that they ran, and that all of them passed.
+    The contract over one and two NICs as well takes the emulated processor twice as long: it is
+    for long runs.
     """
+    long = bool(os.environ.get("TEP_LONG"))
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(root)]
     # The guest starts cold and slow: leave out what these tests do not use.
     command += ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:hypothesispytest"]
     command += ["--confcutdir", str(root / "tests/verbs"), str(root / "tests/verbs")]
+    command += [] if long else ["-m", "not long"]
     found = run_in_guest(command, Options(nics=8, timeout_s=400))
     passed = re.search(r"(\d+) passed", found.output)
 
     assert 0 == found.status, f"logs in {found.kept}:\n{found.output[-6000:]}"
     assert passed is not None, found.output[-500:]
-    assert int(passed[1]) > 200, found.output[-500:]
+    assert int(passed[1]) > (200 if long else 100), found.output[-500:]

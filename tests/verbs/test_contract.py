@@ -25,12 +25,14 @@ class OnDevices(DomainContract):
             yield world
 
 
+@pytest.mark.long
 class TestOneNic(OnDevices):
     """Both nodes on one device: packets go round inside the NIC."""
 
     first = 1
 
 
+@pytest.mark.long
 class TestTwoNics(OnDevices):
     """One device a node."""
 
