@@ -24,6 +24,8 @@ def print_scenario(scenario: Scenario, title: str) -> None:
     rows = [{"what": "NICs of each engine", "drawn": ", ".join(map(str, scenario.nics))}]
     for k, transfer in enumerate(scenario.transfers):
         rows.append({"what": f"transfer {k}", "drawn": _changed(transfer)})
+    for k, read in enumerate(scenario.reads):
+        rows.append({"what": f"read {k}", "drawn": _changed(read)})
     for at_ps, fault in scenario.faults:
         text = f"{type(fault).__name__} {_changed(fault)}, at {at_ps / _PS_PER_US:.3f} us"
         rows.append({"what": "fault", "drawn": text})
@@ -31,7 +33,7 @@ def print_scenario(scenario: Scenario, title: str) -> None:
     rows += [
         {"what": field.name, "drawn": str(getattr(scenario, field.name))}
         for field in dataclasses.fields(scenario)
-        if field.name not in {"nics", "transfers", "faults", "chaos"}
+        if field.name not in {"nics", "transfers", "reads", "faults", "chaos"}
     ]
     print_table(title, ("what", "drawn"), rows)
 

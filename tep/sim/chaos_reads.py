@@ -36,12 +36,12 @@ class _ReadFlight:
         flying: whether nothing is known of its end yet.
         ended: whether its completion is made.
         ghost: whether fragments are placed even after that.
-        timed: whether the time it may be stuck on a link runs already.
+        stuck_ps: since when it is stuck on a link, while the time it may be so runs; else -1.
     """
 
     __slots__ = (
         "at", "bits", "ctx", "ended", "flying", "ghost", "index", "left", "nbytes", "number",
-        "peer", "remote", "rkey", "sink", "timed",
+        "peer", "remote", "rkey", "sink", "stuck_ps",
     )  # fmt: skip
 
     def __init__(
@@ -53,7 +53,8 @@ class _ReadFlight:
         self.at = 0
         self.left = -1
         self.flying = True
-        self.ended = self.ghost = self.timed = False
+        self.ended = self.ghost = False
+        self.stuck_ps = -1
 
 
 _Piece = tuple[_ReadFlight, int, int, bytes | None]
@@ -206,16 +207,18 @@ class ChaosReader(ChaosNic):
         """Whether a link is clogged, or this NIC deaf; then the same is tried again soon."""
         if not (self.link.clogs or target.link.clogs or (hears and self.link.mutes)):
             return False
-        if not read.timed:
-            read.timed = True
-            self._env.call_at(self._env.now + self._chaos.dead_after_ps, self._expire_read, read)
-        self._env.call_at(self._env.now + _AGAIN_PS, again, arg)
+        now = self._env.now
+        if read.stuck_ps < 0:
+            read.stuck_ps = now
+            self._env.call_at(now + self._chaos.dead_after_ps, self._expire_read, read)
+        # The longer it takes the rarer are the looks: some links are clogged for half a second.
+        self._env.call_at(now + max(_AGAIN_PS, (now - read.stuck_ps) // 8), again, arg)
         return True
 
     def _expire_read(self, read: _ReadFlight) -> None:
         target = read.peer.target
         assert target is not None
-        read.timed = False
+        read.stuck_ps = -1
         stuck = self.link.clogs or target.link.clogs or self.link.mutes
         if not read.flying or read.left == 0 or not stuck:
             return

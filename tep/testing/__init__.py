@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tep.testing.contract import DomainContract
     from tep.testing.hunting import Ran, hunt, run, sights, verify
     from tep.testing.oracle import Outcome, replay, run_scenario
-    from tep.testing.scenario import Scenario, TransferSpec
+    from tep.testing.scenario import ReadSpec, Scenario, TransferSpec
     from tep.testing.stage import Violation
     from tep.testing.strategies import (
         chaos,
@@ -65,6 +65,7 @@ __all__ = [
     "Outcome",
     "Pause",
     "Ran",
+    "ReadSpec",
     "Restart",
     "Revoke",
     "Scenario",
@@ -95,7 +96,7 @@ _ROOMS = {
     "tep.testing.hunting": ("Ran", "hunt", "run", "sights", "verify"),
     "tep.testing.contract": ("DomainContract",),
     "tep.testing.oracle": ("Outcome", "replay", "run_scenario"),
-    "tep.testing.scenario": ("Scenario", "TransferSpec"),
+    "tep.testing.scenario": ("ReadSpec", "Scenario", "TransferSpec"),
     "tep.testing.stage": ("Violation",),
     "tep.testing.strategies": ("chaos", "engine_scenarios", "scenarios", "shrink", "transfers"),
     "tep.testing.world": ("Ability", "Node", "OpenWorld", "World"),

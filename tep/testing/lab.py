@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from tep.api import EngineOptions
-from tep.backends.base import Access, WriteBatch
+from tep.backends.base import Access, Batch
 from tep.core.region import MrHandle
 from tep.engine import TransferEngine
 from tep.hashing import draw_array, stream_key
@@ -23,11 +23,14 @@ from tep.sim.clock import FabricEnv
 from tep.sim.driver import SimDriver
 from tep.sim.streams import Stream
 from tep.sim.trace import Trace
-from tep.testing.scenario import RECEIVERS, SENDER, Scenario, TransferSpec
+from tep.testing.scenario import READS_MAX, RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Ledger, Mover, Tap
 from tep.wire import MrDesc
 
-__all__ = ["BLANK", "REUSED", "USED", "Area", "Host", "Lab", "Piece", "areas_of"]
+__all__ = [
+    "BLANK", "READ_IMM", "REUSED", "USED", "Area", "Host", "Lab", "Piece", "Span", "areas_of",
+    "is_of_read",
+]  # fmt: skip
 
 BLANK: Final = b"\xee"
 """What target memory holds that nobody wrote."""
@@ -39,6 +42,9 @@ _GAP_BYTES: Final = 32
 USED: Final = b"\xbb"
 """What a receiver writes over bytes that it was told are complete."""
 
+READ_IMM: Final = 0x5EAD0000
+"""What owners are told with that a read is over; one more for each read."""
+
 _PROBE_MAX_S: Final = 80e-6
 
 _OPTIONS: Final = EngineOptions(
@@ -49,6 +55,42 @@ expect what was announced, and the oracle counts what arrived, also of transfers
 
 Piece = tuple[int, int, int]
 """One run of bytes: offset in the source, offset in the target, length."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The bytes of one read; the same offsets at the owners and at the reader.
+
+    Attributes:
+        start, stop: everything lies between them.
+        stride: from one page or slice to the next.
+        owners: who is read.
+        pieces: for each owner in turn: a page or slice each, or the whole read.
+    """
+
+    start: int
+    stop: int
+    stride: int
+    owners: tuple[str, ...]
+    pieces: tuple[tuple[Piece, ...], ...]
+
+
+def spans_of(scenario: Scenario) -> tuple[Span, ...]:
+    """Lay out what is read, with gaps that belong to nobody."""
+    at, found = _GAP_BYTES, []
+    for place, spec in enumerate(scenario.reads):
+        n, stride = 1 if spec.kind == "single" else spec.pages, spec.size + 8
+        pieces = [
+            (at + (17 * k + place) % n * stride, at + (17 * k + 5) % n * stride, spec.size)
+            for k in range(n)
+        ]
+        owners = RECEIVERS if spec.kind == "gather" and scenario.wide else RECEIVERS[:1]
+        shares = tuple(tuple(pieces[k :: len(owners)]) for k in range(len(owners)))
+        taking = [(name, share) for name, share in zip(owners, shares, strict=True) if share]
+        names, shares = zip(*taking, strict=True)
+        found.append(Span(at, at + n * stride, stride, names, shares))
+        at += n * stride + _GAP_BYTES
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +150,11 @@ def _pattern(nbytes: int) -> bytes:
     return bytes((words.view(np.uint8) & 0x7F)[:nbytes])
 
 
+def is_of_read(imm: object) -> bool:
+    """Whether an immediate, or what stands for one in a batch, tells an owner that it was read."""
+    return isinstance(imm, int) and READ_IMM <= imm < READ_IMM + READS_MAX
+
+
 class Host:
     """One incarnation of one node: engine, memory, and what crossed its seam.
 
@@ -116,6 +163,8 @@ class Host:
         ledger, taps: what crossed its seam, and who wrote it down.
         used: immediates of each value that its expectations and claims have used up.
         live: False once it crashed or its engine was closed.
+        shelf: what is read of b and c; where node a's reads bring it.
+        versions: how often a receiver has changed the bytes of each read.
     """
 
     def __init__(
@@ -124,7 +173,7 @@ class Host:
         node: ChaosNode,
         memory: bytearray,
         engine_class: type[TransferEngine],
-        find: Callable[[str, WriteBatch, int], Mover | None],
+        find: Callable[[str, Batch, int], Mover | None],
     ) -> None:
         self.name = node.name
         nics, depth = len(node.domains), lab.fabric.chaos.sq_depth
@@ -146,6 +195,13 @@ class Host:
         self.desc: MrDesc
         access = Access.SOURCE if node.name == SENDER else Access.SOURCE_AND_TARGET
         self.mr, self.desc = self.engine.reg_mr(memory, access=access)
+        self.shelf = bytearray(lab.shelf_of(node.name))
+        self.versions = [0] * len(lab.spans)
+        self.shelf_mr: MrHandle
+        self.shelf_desc: MrDesc
+        if lab.spans:
+            access = Access.SINK if node.name == SENDER else Access.READABLE
+            self.shelf_mr, self.shelf_desc = self.engine.reg_mr(self.shelf, access=access)
 
 
 class Lab:
@@ -153,6 +209,7 @@ class Lab:
 
     Attributes:
         original: the source's bytes before anybody wrote over them.
+        spans: of each read.
         hosts: the live incarnation of each node.
         first: the first incarnation of each node.
         options: of every engine.
@@ -163,13 +220,14 @@ class Lab:
         scenario: Scenario,
         engine_class: type[TransferEngine],
         trace: Trace | None,
-        find: Callable[[str, WriteBatch, int], Mover | None],
+        find: Callable[[str, Batch, int], Mover | None],
         env: FabricEnv | None,
     ) -> None:
         chaos = scenario.chaos
         self.env = env or FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)
         self.fabric = ChaosFabric(self.env, chaos, trace=trace)
         self.areas = areas_of(scenario)
+        self.spans = spans_of(scenario)
         nbytes = self.areas[-1][-1].stop + _GAP_BYTES
         self.original = _pattern(-(-nbytes // 1024) * 1024)[:nbytes]
         # So that what was fenced off is opened again while the scenario lasts. Control messages
@@ -196,6 +254,14 @@ class Lab:
         memory = bytearray(BLANK * len(self.original))
         fresh = self.hosts[name] = Host(self, node, memory, self._engine_class, self._find)
         return fresh
+
+    def shelf_of(self, name: str) -> bytes:
+        """What a node's readable memory holds at first; of node a, what no read has brought."""
+        nbytes = self.spans[-1].stop + _GAP_BYTES if self.spans else 0
+        if name == SENDER:
+            return BLANK * nbytes
+        shift = 64 * RECEIVERS.index(name)
+        return _pattern(-(-nbytes // 1024) * 1024 + shift)[shift : shift + nbytes]
 
     def landed(self, host: Host, pieces: tuple[Piece, ...]) -> bool:
         """Whether all bytes of these pieces are at a receiver, or were, and are used up."""

@@ -20,6 +20,10 @@ What must hold, whatever the fabric does:
 14. Nobody waits for another to end: while rows wait for a NIC no other batch gets two turns there,
     and no NIC with room ends a step with a batch that it was not offered.
 
+15. A read brings bytes that its owner had between its submit and its end, and nothing beside them;
+    once it has settled nothing of it is written, except to memory that is said to be in quarantine.
+16. An owner is told once that its memory was read, if the read is done, and not before its end.
+
 Of 6 there is an exception: after an error that spoke of something dead, bytes may still land, so
 that memory is not looked at (a path that is dead for the sender may be slow, not silent).
 """
@@ -34,11 +38,12 @@ from tep.core.stats import EngineStats
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.trace import Trace
-from tep.testing.lab import BLANK, USED, Host
+from tep.testing.lab import BLANK, USED, Host, is_of_read
 from tep.testing.liveness import go_on
 from tep.testing.play import Play
 from tep.testing.scenario import SENDER, Scenario
 from tep.testing.stage import Run, Stage, Violation, Wait
+from tep.testing.tap import Ledger
 
 __all__ = ["Outcome", "Violation", "replay", "run_scenario"]
 
@@ -131,6 +136,7 @@ def _judge(play: Play) -> None:
         stage.wrong += [str(error) for error in host.engine.callback_errors]
     play.mail.judge()
     stage.echo.judge()
+    play.reader.judge()
     if stage.wrong:
         stage.fail("")
     for run in stage.runs.values():
@@ -138,8 +144,10 @@ def _judge(play: Play) -> None:
     for host in hosts:
         if host.live:
             messages = play.mail.handles.values() if host.name == SENDER else ()
-            states = [handle.state.value for handle in messages]
-            _judge_engine(stage, host, states + stage.echo.states(host))
+            states = [handle.state.value for handle in messages] + stage.echo.states(host)
+            if host.name == SENDER:
+                states += play.reader.states()
+            _judge_engine(stage, host, states)
         if host.name != SENDER:
             _judge_memory(stage, host)
             _judge_counts(stage, host)
@@ -169,7 +177,7 @@ def _judge_run(stage: Stage, run: Run) -> None:
 def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
     """4 and 10: idle, and the statistics say what crossed the seam.
 
-    `others`: how its messages and answers ended.
+    `others`: how its messages, answers and reads ended.
     """
     engine, ledger = host.engine, host.ledger
     ended = Counter(others)
@@ -184,6 +192,7 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
         ("transfers failed", ended["failed"], stats.transfers_failed),
         ("transfers submitted", sum(ended.values()), stats.transfers_submitted),
         ("rows and bytes of each NIC", list(zip(ledger.rows, ledger.nbytes)), list(stats.nics)),
+        ("rows and bytes that were read", _read_by(ledger), list(stats.reads)),
         ("immediates counted", sum(ledger.imms.values()), stats.imms_counted),
         ("counts left over", left, dict(stats.imms_unexpected)),
         ("expectations open", open_waits, stats.expectations),
@@ -196,6 +205,12 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
         if true != told:
             stage.fail(f"engine {host.name}: {what}: it says {told}, but that is {true}")
     engine.deregister(host.mr)  # raises if a transfer is still thought to read from it
+    if stage.lab.spans:
+        engine.deregister(host.shelf_mr)
+
+
+def _read_by(ledger: Ledger) -> list[tuple[int, int]]:
+    return list(zip(ledger.reads, ledger.read_bytes))
 
 
 def _dropped(stats: EngineStats) -> dict[str, int]:
@@ -226,8 +241,9 @@ def _judge_counts(stage: Stage, host: Host) -> None:
             for imm, count, _ in stage.dues(place, number, host.name):
                 most[imm] += count
                 due[imm] += count * done
-    arrived = host.ledger.imms
+    arrived = {imm: n for imm, n in host.ledger.imms.items() if not is_of_read(imm)}
     for imm in {**arrived, **due}:
+        arrived.setdefault(imm, 0)
         if not due[imm] <= arrived[imm] <= most[imm] and host.live:
             stage.fail(
                 f"{arrived[imm]} immediates {imm:#x} arrived at {host.name}, "

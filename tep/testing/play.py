@@ -10,6 +10,7 @@ from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault, Restart
 from tep.sim.trace import Trace
 from tep.testing.mail import Mail
+from tep.testing.reader import Reader
 from tep.testing.receivers import Receivers
 from tep.testing.scenario import Scenario
 from tep.testing.sender import Sender
@@ -27,6 +28,7 @@ class Play:
     Attributes:
         stage: what is judged afterwards.
         mail: the messages.
+        reader: the reads.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class Play:
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
         Sender(stage)
+        self.reader = Reader(stage)
+        stage.find_read = self.reader.find
         if scenario.close is not None:
             t_ps, name = scenario.close
             stage.lab.env.call_at(t_ps, self._close, name)
@@ -65,6 +69,7 @@ class Play:
         stage.seen["restart"] += 1
         host = stage.lab.restart(fault.node)
         self.mail.open(host)
+        self.reader.open(host)
         self._receivers.restarted(host)
 
     def _close(self, name: str) -> None:

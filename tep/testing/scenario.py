@@ -23,9 +23,12 @@ __all__ = [
     "IMMS",
     "MESSAGES_MAX",
     "PAGES_MAX",
+    "READS_MAX",
     "RECEIVERS",
     "SENDER",
     "TRANSFERS_MAX",
+    "ReadKind",
+    "ReadSpec",
     "Scenario",
     "TransferKind",
     "TransferSpec",
@@ -34,6 +37,7 @@ __all__ = [
 T = TypeVar("T")
 
 TransferKind = Literal["single", "paged", "per_page", "scatter", "barrier"]
+ReadKind = Literal["single", "paged", "gather"]
 
 IMMS: Final = (1, 0x10001, 7, IMM_MAX, 0x20007, 3)
 """The immediate of each transfer, by its place: some alike in their lower 16 bits, the largest."""
@@ -41,6 +45,7 @@ IMMS: Final = (1, 0x10001, 7, IMM_MAX, 0x20007, 3)
 TRANSFERS_MAX: Final = len(IMMS)
 PAGES_MAX: Final = 12
 MESSAGES_MAX: Final = 8
+READS_MAX: Final = 4
 SENDER: Final = "a"
 RECEIVERS: Final = ("b", "c")
 
@@ -131,12 +136,49 @@ class TransferSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ReadSpec:
+    """One read of node a, and what the owners do. Times are ps.
+
+    Attributes:
+        kind: the verb; a gather reads from b and, where c takes part, from c by turns.
+        size: bytes of the read, of each page, or of each slice.
+        pages: of a paged read; slices of a gather.
+        by_bytes: a gather's slices go over all NICs.
+        told: the owners get an immediate when all is read, and free what was read.
+        start_ps: when it is submitted.
+        change_ps: when the owners write new bytes there, or None.
+        cancel_ps: when it is cancelled, counted from its start, or None.
+    """
+
+    kind: ReadKind = "single"
+    size: int = 8
+    pages: int = 1
+    by_bytes: bool = False
+    told: bool = False
+    start_ps: int = 1
+    change_ps: int | None = None
+    cancel_ps: int | None = None
+
+    def __post_init__(self) -> None:
+        assert self.kind in get_args(ReadKind), self.kind
+        for name in ("size", "pages", "start_ps"):
+            _settle(self, name, *_BOUNDS[name])
+        for name in ("change_ps", "cancel_ps"):
+            if getattr(self, name) is not None:
+                _settle(self, name, 0)
+
+    def __repr__(self) -> str:
+        return _literal(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Scenario:
-    """One run: node "a" sends to "b", and where a transfer is wide also to "c".
+    """One run: node "a" sends to "b", and where a transfer is wide also to "c"; and reads there.
 
     Attributes:
         nics: NICs of a, b and c.
         transfers: 1 to TRANSFERS_MAX.
+        reads: 0 to READS_MAX.
         chaos: the fabric's knobs.
         faults: (time in ps, fault); only receivers restart.
         close: (time in ps, node) at which one engine is closed, or None.
@@ -148,6 +190,7 @@ class Scenario:
 
     nics: tuple[int, int, int] = (1, 1, 1)
     transfers: tuple[TransferSpec, ...]
+    reads: tuple[ReadSpec, ...] = ()
     chaos: Chaos
     faults: tuple[tuple[int, Fault], ...] = ()
     close: tuple[int, str] | None = None
@@ -160,6 +203,7 @@ class Scenario:
         _settle(self, "messages", 0, MESSAGES_MAX)
         _settle(self, "buffers", 1)
         assert 1 <= len(self.transfers) <= TRANSFERS_MAX, len(self.transfers)
+        assert len(self.reads) <= READS_MAX, len(self.reads)
         if not isinstance(self.nics, tuple) or len(self.nics) != 3:
             raise BadRequest(f"Scenario: nics={shown(self.nics)} are not three numbers: of a, b, c")
         counts = tuple(check_int("Scenario: nics", n, 1, 4) for n in self.nics)
@@ -195,12 +239,18 @@ class Scenario:
         transfers = tuple(
             _draw_transfer(dice, place, theme, wide=wide) for place in range(1, count + 1)
         )
+        reads = _draw_reads(dice, theme)
+        chaos = _draw_chaos(dice, seed, theme)
+        faults = _draw_faults(dice, theme, nics, transfers) + _draw_trouble(dice, nics, transfers)
+        if reads and dice.below(0, 52, 2):
+            chaos = replace(chaos, late_land=1 + dice.below(0, 53, 2))
+            faults += _draw_stuck(dice, nics, reads)
         return cls(
             nics=nics,
             transfers=transfers,
-            chaos=_draw_chaos(dice, seed, theme),
-            faults=_draw_faults(dice, theme, nics, transfers)
-            + _draw_trouble(dice, nics, transfers),
+            reads=reads,
+            chaos=chaos,
+            faults=faults,
             close=_draw_close(dice, transfers) if theme == "close" else None,
             messages=0 if dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
             buffers=1 + dice.below(0, 32, 2),
@@ -298,6 +348,48 @@ def _draw_transfer(dice: _Dice, place: int, theme: str, *, wide: bool) -> Transf
         knobs["stale"] = dice.below(place, 19, 3) == 0
     knobs["probe"] = dice.below(place, 20, 8) == 0
     return TransferSpec(**knobs)
+
+
+def _draw_reads(dice: _Dice, theme: str) -> tuple[ReadSpec, ...]:
+    """In one run of three node a reads as well."""
+    if dice.below(0, 50, 3):
+        return ()
+    return tuple(_draw_read(dice, 500 + k, theme) for k in range(1 + dice.below(0, 51, 3)))
+
+
+def _draw_stuck(
+    dice: _Dice, nics: tuple[int, int, int], reads: tuple[ReadSpec, ...]
+) -> tuple[tuple[int, Fault], ...]:
+    """Cut links off under a read for so long that it is given up, and may come all the same."""
+    found: list[tuple[int, Fault]] = []
+    for entity in range(600, 601 + dice.below(0, 54, 3)):
+        number = dice.below(entity, 1, 2)
+        node, nic = (SENDER, RECEIVERS[0])[number], dice.below(entity, 2, nics[number])
+        for_ps = dice.pick(entity, 3, (1000, 2000, 4000)) * _NS
+        fault = Clog(node, nic, for_ps) if dice.below(entity, 4, 2) else Mute(node, nic, for_ps)
+        start_ps = reads[dice.below(entity, 5, len(reads))].start_ps
+        found.append((start_ps + dice.below(entity, 6, 300 * _NS), fault))
+    return tuple(found)
+
+
+def _draw_read(dice: _Dice, entity: int, theme: str) -> ReadSpec:
+    kind: ReadKind = dice.pick(entity, 1, ("single", "paged", "paged", "gather"))
+    span_ps = _SPREAD_PS if theme in ("kill", "restart") else _SPAN_PS
+    start_ps = 1 + dice.below(entity, 2, span_ps)
+    changes, cancels = (
+        dice.below(entity, 7, 2),
+        dice.below(entity, 9, 3 if theme == "cancel" else 10),
+    )
+    return ReadSpec(
+        kind=kind,
+        size=dice.pick(entity, 3, _SIZES if kind == "single" else (0, 8, 24, 32)),
+        pages=1 if kind == "single" else dice.pick(entity, 4, _PAGES),
+        by_bytes=dice.below(entity, 5, 2) == 1,
+        told=dice.below(entity, 6, 3) > 0,
+        start_ps=start_ps,
+        change_ps=start_ps + dice.below(entity, 8, _FAULT_PS) if changes else None,
+        cancel_ps=dice.below(entity, 10, 900 * _NS) if cancels == 0 else None,
+    )
 
 
 def _draw_faults(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
-from tep.backends.base import WriteBatch
+from tep.backends.base import Batch, ReadBatch
 from tep.core import plan
 from tep.core.handle import State
 from tep.core.transfer import Expectation, Transfer
@@ -21,7 +21,7 @@ from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
 from tep.sim.trace import Trace
 from tep.testing.case import Case
-from tep.testing.lab import Area, Host, Lab, Piece
+from tep.testing.lab import Area, Host, Lab, Piece, is_of_read
 from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Mover
 
@@ -77,6 +77,9 @@ class Run(Mover):
             return f"{self} was cancelled"
         return ""
 
+    def is_failing(self) -> bool:
+        return self.handle is not None and self.handle.failure is not None
+
     def take_snapshot(self) -> None:
         """Note its bytes at each receiver: from now on nothing may change them."""
         area = self.area
@@ -127,6 +130,7 @@ class Stage:
         seen: how often each thing worth seeing happened.
         probing: what rows belong to once all is judged, while the engines are tried once more.
         routings: of each transfer.
+        find_read: the read that a posted row belongs to.
     """
 
     def __init__(
@@ -154,6 +158,7 @@ class Stage:
             for place, rounds in enumerate(self.lab.areas)
             for number, area in enumerate(rounds)
         ]
+        self.find_read: Callable[[Batch, int], Mover | None] = lambda _batch, _start: None
         self.echo = Echo(self)
 
     @property
@@ -215,12 +220,14 @@ class Stage:
             scatter_by="bytes" if spec.by_bytes else "peers",
         )
 
-    def _find(self, name: str, batch: WriteBatch, start: int) -> Mover | None:
+    def _find(self, name: str, batch: Batch, start: int) -> Mover | None:
         """The run that a posted row belongs to: by its source address, or a barrier's immediate."""
         if self.probing is not None:
             return self.probing
         if name != SENDER:
             return self.echo.answers(self.lab.hosts[name])
+        if isinstance(batch, ReadBatch) or is_of_read(batch.imm):
+            return self.find_read(batch, start)
         src = batch.src if isinstance(batch.src, int) else int(batch.src[start])
         if src == 0:
             imm = batch.imm

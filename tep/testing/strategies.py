@@ -40,6 +40,8 @@ from tep.testing.scenario import (
     PAGES_MAX,
     RECEIVERS,
     SENDER,
+    ReadKind,
+    ReadSpec,
     Scenario,
     TransferKind,
     TransferSpec,
@@ -47,7 +49,7 @@ from tep.testing.scenario import (
 from tep.testing.stage import Violation
 from tep.units import PS_PER_MS, PS_PER_NS
 
-__all__ = ["chaos", "engine_scenarios", "scenarios", "shrink", "transfers"]
+__all__ = ["chaos", "engine_scenarios", "reads", "scenarios", "shrink", "transfers"]
 
 _NS = PS_PER_NS
 
@@ -123,6 +125,21 @@ def transfers(draw: DrawFn) -> TransferSpec:
 
 
 @st.composite
+def reads(draw: DrawFn) -> ReadSpec:
+    """One read of any kind; shrinks to a short one of bytes that do not change."""
+    return ReadSpec(
+        kind=draw(st.sampled_from(get_args(ReadKind))),
+        size=draw(st.sampled_from([8, 0, 1, 65, 257, 20_000])),
+        pages=draw(st.integers(1, PAGES_MAX)),
+        by_bytes=draw(st.booleans()),
+        told=draw(st.booleans()),
+        start_ps=draw(_times(4000)),
+        change_ps=draw(st.none() | _times(4000)),
+        cancel_ps=draw(st.none() | st.integers(0, 900 * _NS)),
+    )
+
+
+@st.composite
 def _faults(draw: DrawFn, nics: tuple[int, int, int], nodes: int) -> tuple[int, Fault]:
     names = (SENDER, *RECEIVERS)
     node = draw(st.integers(0, nodes - 1))
@@ -138,7 +155,7 @@ def _faults(draw: DrawFn, nics: tuple[int, int, int], nodes: int) -> tuple[int, 
 
 @st.composite
 def engine_scenarios(draw: DrawFn) -> Scenario:
-    """Any scenario, with up to four transfers and three faults at once."""
+    """Any scenario, with up to four transfers, two reads and three faults at once."""
     specs = tuple(draw(st.lists(transfers(), min_size=1, max_size=4)))
     nics = draw(st.tuples(*[st.integers(1, 4)] * 3))
     nodes = 3 if any(spec.wide for spec in specs) else 2
@@ -147,6 +164,7 @@ def engine_scenarios(draw: DrawFn) -> Scenario:
     return Scenario(
         nics=nics,
         transfers=specs,
+        reads=tuple(draw(st.lists(reads(), max_size=2))),
         chaos=draw(chaos()),
         faults=tuple(sorted(faults, key=lambda fault: fault[0])),
         close=draw(st.none() | st.none() | closes),

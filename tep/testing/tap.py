@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
 
-from tep.backends.base import Completions, Kind, Status, WriteBatch
+from tep.backends.base import Batch, Completions, Kind, ReadBatch, Status, WriteBatch
 from tep.control.membership import PeerChange, PeerEvent
-from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import NicState
+from tep.sim.chaos_reads import ChaosReader
 from tep.testing.turns import Turns
 
 __all__ = ["Ledger", "Mover", "Tap"]
 
 _WRITE, _IMM, _DOWN, _SENT = int(Kind.WRITE), int(Kind.IMM), int(Kind.DOWN), int(Kind.SENT)
+_READ: Final = int(Kind.READ)
 _OK = int(Status.OK)
 
 
@@ -31,16 +33,22 @@ class Mover:
     Attributes:
         posted, back, failed: rows that NICs took, handed back, and handed back with an error.
         faults: (status, NIC of the sender) of each kind of error that its rows had.
+        reads_out: rows among them that read, and that NICs hold.
     """
 
     posted: int = 0
     back: int = 0
     failed: int = 0
+    reads_out: int = 0
     faults: set[tuple[int, int]] = field(default_factory=set)
 
     def may_post(self) -> str:
         """Say why no row of it may be posted now; "" if it may."""
         return ""
+
+    def is_failing(self) -> bool:
+        """Whether it has an error, and will fail although none of its rows did."""
+        return False
 
 
 class Ledger:
@@ -54,14 +62,14 @@ class Ledger:
         was_silent: all that ever were.
         unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
             rows to them were flushed with a control message that got lost, or a message did not
-        get there. rows, nbytes: what each NIC took.
+        get there. rows, nbytes: what each NIC took; reads, read_bytes: of rows that read.
         turns: who waits for whom.
         seen: what happened here, for suites that want to have seen it.
     """
 
     def __init__(
         self,
-        find: Callable[[WriteBatch, int], Mover | None],
+        find: Callable[[Batch, int], Mover | None],
         nics: int,
         rows_max: int,
         depth: int,
@@ -69,12 +77,14 @@ class Ledger:
         self.find = find
         self.imms: defaultdict[int, int] = defaultdict(int)
         self.movers: dict[int, Mover] = {}
-        self.batches: dict[int, WriteBatch] = {}
+        self.batches: dict[int, Batch] = {}
         self.silent: dict[bytes, set[bytes]] = {}
         self.was_silent: set[bytes] = set()
         self.unsure: set[bytes] = set()
         self.rows = [0] * nics
         self.nbytes = [0] * nics
+        self.reads = [0] * nics
+        self.read_bytes = [0] * nics
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.wrong: list[str] = []
         self.turns = Turns(nics, rows_max, depth, self.wrong.append)
@@ -94,7 +104,7 @@ class Tap:
         fenced_off: whom its engine has ever fenced off.
     """
 
-    def __init__(self, nic: ChaosNic, ledger: Ledger) -> None:
+    def __init__(self, nic: ChaosReader, ledger: Ledger) -> None:
         self.nic = nic
         self.down = False
         self.fenced_off: set[bytes] = set()
@@ -160,7 +170,7 @@ class Tap:
             self._ledger.turns.offered(self.nic.number, mover, batch.ctx, taken, left)
         return taken
 
-    def _mover(self, batch: WriteBatch, start: int) -> Mover | None:
+    def _mover(self, batch: Batch, start: int) -> Mover | None:
         ledger = self._ledger
         mover = ledger.movers.get(batch.ctx)
         if mover is None or start == 0:
@@ -183,10 +193,24 @@ class Tap:
             self._check_silent(batch, start, taken)
         mover.posted += taken
         ledger.rows[self.nic.number] += taken
-        sizes = batch.nbytes
-        ledger.nbytes[self.nic.number] += (
-            sizes * taken if isinstance(sizes, int) else int(np.sum(sizes[start : start + taken]))
-        )
+        ledger.nbytes[self.nic.number] += _bytes_of(batch, start, taken)
+
+    def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
+        taken = self.nic.post_read(batch, start, stop)
+        ledger, number = self._ledger, self.nic.number
+        if self.down:
+            ledger.wrong.append(f"{self.caps.nic}: reads posted although it is known to be dead")
+        mover = self._mover(batch, start)
+        if mover is None or not taken:
+            return taken
+        why = mover.may_post()
+        if why:
+            ledger.wrong.append(f"{self.caps.nic}: {taken} rows of reads posted, but {why}")
+        mover.posted += taken
+        mover.reads_out += taken
+        ledger.reads[number] += taken
+        ledger.read_bytes[number] += _bytes_of(batch, start, taken)
+        return taken
 
     def close(self) -> None:
         self._ledger.turns.forget()
@@ -220,6 +244,8 @@ class Tap:
                         self._control_silent(ledger.batches[ctx], row)
                     elif status == Status.FLUSHED:
                         ledger.unsure.add(self._to(ledger.batches[ctx], row)[0])
+            elif kind == _READ:
+                self._read_back(count, status, ctx, row)
             elif kind == _SENT and status != _OK and ctx in self._messages:
                 # The engine may take that NIC for dead, and move what waits for it.
                 ledger.turns.forget()
@@ -228,17 +254,36 @@ class Tap:
                 self._lose()
                 ledger.seen["NIC down"] += 1
 
+    def _read_back(self, count: int, status: int, ctx: int, row: int) -> None:
+        ledger = self._ledger
+        mover = ledger.movers[ctx]
+        mover.back += count
+        mover.reads_out -= count
+        if status == _OK:
+            return
+        ledger.turns.forget()
+        mover.failed += count
+        mover.faults.add((status, self.nic.number))
+        ledger.seen[f"row of a read {Status(status).name}"] += 1
+        if status == Status.NIC_DOWN:
+            self._lose()
+        elif status in {Status.UNREACHABLE, Status.FLUSHED, Status.GIVEN_UP}:
+            # What an engine makes of it for writes is not said by the contract.
+            node, address = self._to(ledger.batches[ctx], row)
+            ledger.unsure.add(node)
+            ledger.was_silent.add(address)
+
     def _lose(self) -> None:
         self.down = True
         self._ledger.turns.lost(self.nic.number)
 
-    def _to(self, batch: WriteBatch, row: int) -> tuple[bytes, bytes]:
+    def _to(self, batch: Batch, row: int) -> tuple[bytes, bytes]:
         """Incarnation of a node, and address of its NIC, that a row goes to."""
         peer = batch.peer if isinstance(batch.peer, int) else int(batch.peer[row])
         address = self._addresses[peer]
         return _node_of(address), address
 
-    def _control_silent(self, batch: WriteBatch, row: int) -> None:
+    def _control_silent(self, batch: Batch, row: int) -> None:
         node, address = self._to(batch, row)
         silent = self._ledger.silent.setdefault(node, set())
         silent.add(address)
@@ -254,6 +299,14 @@ class Tap:
                 self._ledger.wrong.append(
                     f"{self.caps.nic}: a row posted to {address!r}, which is known not to answer"
                 )
+
+
+def _bytes_of(batch: Batch, start: int, rows: int) -> int:
+    """Bytes of some rows."""
+    sizes = batch.nbytes
+    if isinstance(sizes, int):
+        return sizes * rows
+    return int(np.sum(sizes[start : start + rows]))
 
 
 def _node_of(address: bytes) -> bytes:

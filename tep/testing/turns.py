@@ -26,6 +26,9 @@ class Waiting(Protocol):
     def may_post(self) -> str:
         """Why no row of it may be posted now; "" if it may."""
 
+    def is_failing(self) -> bool:
+        """Whether it has an error without a row that failed: e.g. every path is fenced off."""
+
 
 class Turns:
     """Who waits at the NICs of one engine.
@@ -122,4 +125,4 @@ class Turns:
 
 
 def _waits(who: Waiting) -> bool:
-    return not (who.failed or who.may_post())
+    return not (who.failed or who.is_failing() or who.may_post())

@@ -33,7 +33,6 @@ from tests.gate.test_lease_bugs import knobs_of
 from tests.gate.test_planted_bugs import WEAKER
 from tests.support.lease_trials import play
 from tests.support.lives import live
-from tests.support.read_trials import run as read_trial
 from tests.support.reopening import swarm
 
 START = 100_000
@@ -66,7 +65,7 @@ def all_hunts() -> Iterator[Hunt]:
     for bug in LEASE_BUGS.values():
         yield Hunt("leases", bug, partial(play, **knobs_of(bug.name)))
     for bug in READ_BUGS.values():
-        yield Hunt("reads", bug, read_trial)
+        yield Hunt("reads", bug, lambda seed: run_scenario(Scenario.draw(seed)))
     for bug in REOPENING.values():
         yield Hunt("reopening", bug, lambda seed: swarm(range(seed, seed + 1)))
 

@@ -198,6 +198,15 @@ def test_engine_is_clean_over_all_seeds(sights: Counter[str]) -> None:
         "row STALE_PEER",
         "row REMOTE_KEY",
         "row LOCAL_KEY",
+        "read done",
+        "read failed",
+        "read cancelled",
+        "read NIC_DOWN",
+        "read GIVEN_UP",
+        "read STALE_PEER",
+        "read placed after its end",
+        "read again by another NIC",
+        "owner told",
         "row FLUSHED",
         "answer",
         "deregister refused",
@@ -245,6 +254,7 @@ WEAKER: dict[str, Callable[[Scenario], Scenario]] = {
     "unordered": lambda s: replace(s, chaos=replace(s.chaos, ordered=False)),
     "whole rows": lambda s: replace(s, chaos=replace(s.chaos, fragments=1, dup_place=False)),
     "no skew": lambda s: replace(s, chaos=replace(s.chaos, skew_ps=(0,), burst_ps=0)),
+    "no reads": lambda s: replace(s, reads=()),
     "early read": lambda s: replace(s, chaos=replace(s.chaos, late_read=False)),
     "deep queues": lambda s: replace(
         s, chaos=replace(s.chaos, sq_depth=64, short_post=False, refuse_post=False)

@@ -14,6 +14,9 @@ class Who:
         self.failed = failed
         self.why = why
 
+    def is_failing(self) -> bool:
+        return False
+
     def may_post(self) -> str:
         return self.why
 

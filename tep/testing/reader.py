@@ -1,0 +1,272 @@
+"""Node a as a reader, and the owners of what it reads: their bytes change, and are freed.
+
+Version v of a byte is its first value plus v. What a read brings must be of versions that were
+there between its submit and its end. An owner that is told that its memory was read writes FREED
+over it, and the reader REUSED over what a settled read brought: neither may be brought, or
+overwritten, afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from tep.api import GatherSrc, Pages, Routing
+from tep.backends.base import Batch
+from tep.core.handle import State
+from tep.core.transfer import Transfer
+from tep.errors import ClosedError, StaleEpoch
+from tep.sim.faults import Clog, Mute
+from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Piece, Span
+from tep.testing.scenario import SENDER, ReadSpec
+from tep.testing.stage import Stage
+from tep.testing.tap import Mover
+
+__all__ = ["Reader"]
+
+_VALUES: Final = 128  # first values are below, and so are all versions
+
+
+@dataclass(slots=True, eq=False)
+class _Read(Mover):
+    """One read, from its submit on.
+
+    Attributes:
+        hosts: its owners, in the incarnations whose descriptors it names.
+        since: the version of each owner's bytes when it was submitted.
+        told: how often each owner was told that it is over.
+        reused: whether its memory here was written over when it settled.
+    """
+
+    place: int
+    spec: ReadSpec
+    span: Span
+    hosts: tuple[Host, ...]
+    since: tuple[int, ...]
+    told: dict[Host, int] = field(default_factory=dict)
+    handle: Transfer | None = None
+    settled: int = 0
+    cancelled: bool = False
+    reused: bool = False
+
+    def may_post(self) -> str:
+        if self.settled or (self.handle is not None and self.handle.finished):
+            return f"{self} has settled"
+        if self.cancelled and not self.failed:  # what failed before may have been posted again
+            return f"{self} was cancelled"
+        return ""
+
+    def is_failing(self) -> bool:
+        return self.handle is not None and self.handle.failure is not None
+
+    def pieces(self, host: Host) -> list[Piece]:
+        """What is read of one owner: offset there, offset here, length."""
+        owners = enumerate(self.hosts)
+        return [piece for k, at in owners if at is host for piece in self.span.pieces[k]]
+
+    def __str__(self) -> str:
+        return f"read {self.place} ({self.spec.kind})"
+
+
+class Reader:
+    """All reads of one run."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._reads: dict[int, _Read] = {}
+        env = stage.lab.env
+        for place, spec in enumerate(stage.scenario.reads):
+            env.call_at(spec.start_ps, self._begin, place)
+            if spec.change_ps is not None:
+                env.call_at(spec.change_ps, self._change, place)
+        for host in stage.lab.hosts.values():
+            self.open(host)
+
+    def open(self, host: Host) -> None:
+        """Have an owner hear that it was read."""
+        reads = len(self._stage.scenario.reads)
+        if reads and host.name != SENDER:
+            imms = range(READ_IMM, READ_IMM + reads)
+            host.engine.on_imm(imms, lambda imm, count: self._heard(host, imm - READ_IMM, count))
+
+    def find(self, batch: Batch, start: int) -> Mover | None:
+        """The read that a posted row belongs to: by its place here, or by its immediate."""
+        if isinstance(batch.imm, int):
+            return self._reads.get(batch.imm - READ_IMM)
+        here = batch.src if isinstance(batch.src, int) else int(batch.src[start])
+        offset = here - self._stage.sender.shelf_mr.memory.ptr
+        for read in self._reads.values():
+            if read.span.start <= offset <= read.span.stop:
+                return read
+        return None
+
+    # ------------------------------------------------------------------ the owners
+
+    def _change(self, place: int) -> None:
+        """The owners write the next version of their bytes, unless they have freed them."""
+        span = self._stage.lab.spans[place]
+        for host in self._stage.lab.hosts.values():
+            read = self._reads.get(place)
+            freed = read is not None and host in read.told
+            if host.name != SENDER and host.live and not freed:
+                part = host.shelf[span.start : span.stop]
+                host.shelf[span.start : span.stop] = bytes((v + 1) % _VALUES for v in part)
+                host.versions[place] += 1
+
+    def _heard(self, host: Host, place: int, count: int) -> None:
+        """An owner is told that a read is over: it frees what was read."""
+        stage, read = self._stage, self._reads.get(place)
+        stage.seen["owner told"] += count
+        host.used[READ_IMM + place] += count
+        if read is None or host not in read.hosts:
+            stage.blame(f"{host.name} was told of read {place}, and was not read")
+            return
+        read.told[host] = read.told.get(host, 0) + count
+        if read.reads_out:
+            stage.blame(f"{host.name} was told of {read} while NICs hold rows of it")
+        for there, _, n in read.pieces(host):
+            host.shelf[there : there + n] = USED * n
+
+    # ------------------------------------------------------------------ the reader
+
+    def _begin(self, place: int) -> None:
+        stage = self._stage
+        spec, span = stage.scenario.reads[place], stage.lab.spans[place]
+        hosts = tuple(stage.lab.hosts[name] for name in span.owners)
+        since = tuple(host.versions[place] for host in hosts)
+        read = self._reads[place] = _Read(place, spec, span, hosts, since)
+        try:
+            read.handle = self._submit(read)
+        except StaleEpoch:
+            if all(host.live for host in hosts):
+                stage.fail(f"{read}: fresh descriptors refused")
+            return
+        except ClosedError:
+            if stage.sender.live:
+                stage.fail(f"{read}: refused by an engine that is open")
+            return
+        stage.seen["read"] += 1
+        read.handle.add_done_callback(lambda handle: self._ended(read, handle))
+        if spec.cancel_ps is not None:
+            env = stage.lab.env
+            env.call_at(env.now + spec.cancel_ps, self._cancel, read)
+
+    def _submit(self, read: _Read) -> Transfer:
+        spec, span, sender = read.spec, read.span, self._stage.sender
+        engine, mr, descs = sender.engine, sender.shelf_mr, [h.shelf_desc for h in read.hosts]
+        imm = READ_IMM + read.place if spec.told else None
+        match spec.kind:
+            case "single":
+                ((there, here, nbytes),) = span.pieces[0]
+                return engine.submit_single_read(nbytes, (descs[0], there), (mr, here), imm)
+            case "paged":
+                there_pages, here_pages = (
+                    Pages([(piece[k] - span.start) // span.stride for piece in span.pieces[0]],
+                          stride=span.stride, offset=span.start)
+                    for k in (0, 1)
+                )  # fmt: skip
+                return engine.submit_paged_reads(
+                    spec.size, (descs[0], there_pages), (mr, here_pages), imm
+                )
+            case "gather":
+                slices = [
+                    GatherSrc(nbytes, here, (desc, there))
+                    for desc, pieces in zip(descs, span.pieces, strict=True)
+                    for there, here, nbytes in pieces
+                ]
+                by = Routing(scatter_by="bytes" if spec.by_bytes else "peers")
+                return engine.submit_gather(mr, slices, imm, routing=by)
+
+    def _cancel(self, read: _Read) -> None:
+        assert read.handle is not None
+        if not read.settled:
+            read.cancelled = True
+            read.handle.cancel()
+
+    def _ended(self, read: _Read, handle: Transfer) -> None:
+        """Judge what it brought, and use the memory for something else."""
+        stage, span = self._stage, read.span
+        stage.seen[f"read {handle.state.value}"] += 1
+        read.settled += 1
+        if read.settled != 1:
+            stage.blame(f"{read} settled twice")
+        if read.posted != read.back:
+            out = read.posted - read.back
+            stage.blame(f"{read} ended {handle.state.value} while NICs hold {out} of its rows")
+        stage.seen["read again by another NIC"] += bool(handle.ok and read.failed)
+        if handle.ok:
+            self._check_bytes(read)
+        elif handle.state is State.CANCELLED and not read.cancelled:
+            stage.blame(f"{read} ended cancelled, but nobody cancelled it")
+        elif handle.state is State.FAILED and not stage.harmed:
+            stage.blame(f"{read} failed without a cause: {handle.error}")
+        elif handle.state is State.FAILED and self._is_only_late():
+            stage.blame(f"{read} failed, though links were in trouble for a while only")
+        shelf = stage.sender.shelf
+        if handle.ok or not stage.sender.shelf_mr.quarantined:
+            shelf[span.start : span.stop] = REUSED * (span.stop - span.start)
+            read.reused = True
+
+    def _is_only_late(self) -> bool:
+        """Whether all that happened was over before any row could be given up."""
+        stage, chaos = self._stage, self._stage.scenario.chaos
+        if stage.closed or chaos.rnr_retries >= 0 or chaos.message_loss or chaos.cq_depth:
+            return False
+        lasts = [fault.for_ps if isinstance(fault, Clog | Mute) else None for fault in stage.broken]
+        return None not in lasts and sum(filter(None, lasts)) < chaos.dead_after_ps
+
+    def _check_bytes(self, read: _Read) -> None:
+        stage = self._stage
+        here = np.frombuffer(stage.sender.shelf, np.uint8)
+        for host, since, pieces in zip(read.hosts, read.since, read.span.pieces, strict=True):
+            first = np.frombuffer(stage.lab.shelf_of(host.name), np.uint8)
+            for there, at, n in pieces:
+                found = here[at : at + n]
+                age = (found - first[there : there + n]) % _VALUES
+                right = (found < _VALUES) & (since <= age) & (age <= host.versions[read.place])
+                if not right.all():
+                    stage.blame(f"{read} is done, but bytes of {host.name} differ at {at}")
+
+    # ------------------------------------------------------------------ the judgement
+
+    def states(self) -> list[str]:
+        """How those ended that the engine took."""
+        reads = self._reads.values()
+        return [read.handle.state.value for read in reads if read.handle is not None]
+
+    def judge(self) -> None:
+        """Look at all of it once nothing can happen any more."""
+        stage = self._stage
+        for read in self._reads.values():
+            self._judge_read(read)
+        rest = bytearray(stage.sender.shelf)
+        for read in self._reads.values():
+            start, stop = read.span.start, read.span.stop
+            if read.reused and rest[start:stop] != REUSED * (stop - start):
+                stage.blame(f"bytes of {read} were written after it had settled")
+            for pieces in read.span.pieces:
+                for _, here, n in pieces:
+                    rest[here : here + n] = BLANK * n
+            if read.reused:
+                rest[start:stop] = BLANK * (stop - start)
+        if rest.count(BLANK) != len(rest):
+            where = next(k for k, value in enumerate(rest) if value != BLANK[0])
+            stage.blame(f"a read wrote at byte {where} of {SENDER}, which is nobody's")
+
+    def _judge_read(self, read: _Read) -> None:
+        stage, handle = self._stage, read.handle
+        if handle is None:
+            if read.posted:
+                stage.blame(f"{read} was refused, and yet {read.posted} rows of it were posted")
+            return
+        if not read.settled:
+            stage.blame(f"{read} never ended: {handle.describe()}")
+        for host in dict.fromkeys(read.hosts):
+            told = read.told.get(host, 0)
+            due = int(read.spec.told and handle.ok and host.live)
+            if not due <= told <= int(read.spec.told):
+                stage.blame(
+                    f"{read} is {handle.state.value}, and {host.name} was told {told} times"
+                )
