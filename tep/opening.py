@@ -62,6 +62,7 @@ def open_local(
     sq_depth: int = 4096,
     allow_tracer: bool = True,
     spin_s: float | None = None,
+    copy_threads: int = 1,
 ) -> TransferEngine:
     """Open an engine that reaches processes of this host, memory to memory.
 

@@ -8,7 +8,8 @@ import errno
 import gc
 import mmap
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tep
 from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import copying as copying_room
+from tep.backends.local import crew as crew_room
 from tep.backends.local import outbound as outbound_room
 from tep.backends.local.memory import arena_of
 from tep.backends.local.rings import COPYING
@@ -33,8 +36,8 @@ NBYTES = 64 * 1024
 class Pair:
     """Two NICs of this process, and how to write from one to the other."""
 
-    def __init__(self) -> None:
-        self.a, self.b = (open_domains().domains[0] for _ in range(2))
+    def __init__(self, copy_threads: int = 1) -> None:
+        self.a, self.b = (open_domains(copy_threads=copy_threads).domains[0] for _ in range(2))
         assert isinstance(self.a, LocalDomain)
         assert isinstance(self.b, LocalDomain)
         self.peer = self.a.connect(self.b.address)
@@ -134,6 +137,104 @@ def test_rows_land_where_they_should_and_nowhere_else(pair, how, way, same_lengt
     assert {} == failed
     assert np.array_equal(expected, target)
     assert pair.imms == (len(rows) if how == "write" else 0)
+
+
+SLOT = 512
+
+
+@pytest.fixture
+def crowd(monkeypatch) -> Iterator[Pair]:
+    """NICs for which three threads copy, however little there is."""
+    monkeypatch.setattr(crew_room, "_SHARE_BYTES_MIN", 64)
+    monkeypatch.setattr(crew_room, "_MAPPED_ROW_MIN", 0)
+    monkeypatch.setattr(crew_room, "_PAGE", 16)
+    pair = Pair(copy_threads=3)
+    yield pair
+    pair.close()
+    assert settled(lambda: not [t for t in threading.enumerate() if t.name == "tep-copier"])
+
+
+def settled(done: Callable[[], bool]) -> bool:
+    """Let threads that were told to end do so."""
+    for thread in threading.enumerate():
+        if thread.name == "tep-copier":
+            thread.join(20)
+    return done()
+
+
+@pytest.mark.parametrize("how", ["write", "read"])
+@pytest.mark.parametrize("way", ["kernel", "mapped"])
+@pytest.mark.parametrize("same_length", [True, False])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_several_threads_copy_what_one_would(crowd, how, way, same_length, data) -> None:
+    """A share that begins one byte off leaves a hole in every long row."""
+    slots = NBYTES // SLOT
+    n = data.draw(st.integers(1, slots))
+    src = data.draw(st.permutations(range(slots)))[:n]
+    dst = data.draw(st.permutations(range(slots)))[:n]
+    sizes = data.draw(st.lists(st.integers(0, SLOT), min_size=n, max_size=n))
+    nbytes = [sizes[0]] * n if same_length else sizes
+    source = np.random.default_rng(n).integers(0, 256, NBYTES).astype(np.uint8)
+    target = np.zeros(NBYTES, np.uint8)
+    if way == "mapped":
+        shared = alloc_shared(NBYTES)
+        shared[:] = source if how == "read" else target
+        source, target = (shared, target) if how == "read" else (source, shared)
+    expected = np.zeros(NBYTES, np.uint8)
+    for here, there, size in zip(src, dst, nbytes, strict=True):
+        expected[there * SLOT : there * SLOT + size] = source[here * SLOT : here * SLOT + size]
+    crowd.imms = 0
+    move = crowd.write if how == "write" else crowd.read
+    failed = move(source, target, [k * SLOT for k in src], [k * SLOT for k in dst], nbytes)
+
+    assert {} == failed
+    assert np.array_equal(expected, target)
+    assert crowd.imms == (n if how == "write" else 0)
+
+
+def test_several_threads_name_the_row_that_failed(crowd) -> None:
+    """A failure is counted from the start of its share, and told of the row that it is."""
+    source = np.zeros(NBYTES, np.uint8)
+    gone = mmap.mmap(-1, NBYTES)
+    target = np.frombuffer(gone, np.uint8)
+    rows = [k * 4096 for k in range(16)]
+    ctypes.CDLL(None).mprotect(
+        ctypes.c_void_p(target.ctypes.data + 11 * 4096), ctypes.c_size_t(4096), 0
+    )
+    assert [11] == list(crowd.write(source, target, rows, rows, [4096] * 16))
+
+
+def test_an_error_of_a_copier_is_raised_where_it_was_asked_for() -> None:
+    """An exception that ends a copier's thread leaves its engine waiting for it."""
+    crew = crew_room.Crew(2)
+    with pytest.raises(ZeroDivisionError):
+        crew.run([lambda: 1, lambda: 1 // 0])
+    assert [1, 2] == crew.run([lambda: 1, lambda: 2])
+    with pytest.raises(ZeroDivisionError):
+        crew.run([lambda: 1 // 0, lambda: 2])
+    assert [3, 4] == crew.run([lambda: 3, lambda: 4]), "an answer was left behind"
+    crew.close()
+
+
+def test_the_engine_says_that_threads_copy() -> None:
+    """An option that takes cores must be seen in `explain`; by default there is none."""
+    with tep.open_local(copy_threads=2) as engine:
+        assert "2 threads copy for each NIC" in engine.explain()
+        buffer = np.arange(3 << 20, dtype=np.uint32).view(np.uint8)
+        there = np.zeros(len(buffer), np.uint8)
+        mr, _ = engine.reg_mr(buffer)
+        _, desc = engine.reg_mr(there, access=tep.Access.SOURCE_AND_TARGET | tep.Access.READABLE)
+        engine.submit_single_write(len(buffer), (mr, 0), (desc, 0)).wait(20)
+        assert np.array_equal(buffer, there)
+        back, _ = engine.reg_mr(again := np.zeros(len(buffer), np.uint8))
+        engine.submit_single_read(len(buffer), (desc, 0), (back, 0)).wait(20)
+        assert np.array_equal(buffer, again)
+    with tep.open_local() as engine:
+        assert "threads copy" not in engine.explain()
+    for wrong in (0, 17):
+        with pytest.raises(UsageError, match=f"local: copy_threads={wrong}; 1 to 16"):
+            tep.open_local(copy_threads=wrong)
 
 
 COLUMNS = st.one_of(

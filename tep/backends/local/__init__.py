@@ -3,8 +3,8 @@
 Bytes move by process_vm_writev and process_vm_readv, or by plain copies into memory of
 alloc_shared() and out of it; immediates and messages through rings in shared memory; a sleeping
 peer is woken by an eventfd. The rooms: `address`, `channel` (the socket), `memory` and `rings`
-(what is shared, and in which order it is written), `copying`, `outbound`, `sender`, `reads` and
-`letters`, `control`, `port`, `watches`, `domain`. Here a backend's two functions.
+(what is shared, and in which order it is written), `copying`, `crew`, `outbound`, `sender`, `reads`
+and `letters`, `control`, `port`, `watches`, `domain`. Here a backend's two functions.
 
 Whom a NIC trusts. Any user of the host can connect: without the address's token it is one of at
 most 64 callers, each for a second. Who has the token can write to what is registered as a target,
@@ -48,6 +48,7 @@ __all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe"]
 _NICS_MAX: Final = 64
 _NAME_BYTES_MAX: Final = 200
 _SQ_DEPTH: Final = 4096
+_COPY_THREADS_MAX: Final = 16
 _PEER_TIMEOUT_S: Final = 2.0
 """The kernel tells of a death at once; this is room for a poll that comes late."""
 
@@ -68,6 +69,7 @@ def open_domains(
     sq_depth: int = _SQ_DEPTH,
     allow_tracer: bool = True,
     spin_s: float | None = None,
+    copy_threads: int = 1,
 ) -> Opened:
     """Open the NICs of one engine.
 
@@ -81,6 +83,9 @@ def open_domains(
         spin_s: how long a wait() polls before it sleeps on the NICs' descriptors, seconds; 60 =
             spin: a core for as long as somebody waits, for the least latency. None = up to 100 us,
             while that pays; 0 = sleep at once. See `tep.turning`.
+        copy_threads: threads that move the bytes of rows of 1 MiB and more together, 1 to 16, with
+            the one that turns the engine. More than one takes cores, and pays where one core does
+            not use all of the memory's bandwidth. Rows then land in no order.
 
     Raises:
         UsageError: an impossible number or name.
@@ -89,6 +94,10 @@ def open_domains(
     name, epoch = identity(name, None)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"local: nics={nics}; 1 to {_NICS_MAX} are possible")
+    if not 1 <= copy_threads <= _COPY_THREADS_MAX:
+        raise UsageError(
+            f"local: copy_threads={copy_threads}; 1 to {_COPY_THREADS_MAX} are possible"
+        )
     if sq_depth < 1:
         raise UsageError(f"local: sq_depth={sq_depth}; 1 or more rows are possible")
     if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
@@ -98,13 +107,18 @@ def open_domains(
         _open_to_tracers()
     host = os.getpid(), process_start(), epoch, host_digest()
     domains = all_or_none(
-        LocalDomain(Address(nic, *host, os.urandom(16)), _caps(f"{name}/{nic}", sq_depth))
+        LocalDomain(
+            Address(nic, *host, os.urandom(16)),
+            _caps(f"{name}/{nic}", sq_depth, ordered=copy_threads == 1),
+            copy_threads,
+        )
         for nic in range(nics)
     )
-    return Opened(domains, epoch, name, CallersTurn(spin_s))
+    about = f"{copy_threads} threads copy for each NIC" if copy_threads > 1 else ""
+    return Opened(domains, epoch, name, CallersTurn(spin_s), about=about)
 
 
-def _caps(nic: str, sq_depth: int) -> DomainCaps:
+def _caps(nic: str, sq_depth: int, *, ordered: bool) -> DomainCaps:
     return DomainCaps(
         backend="local",
         nic=nic,
@@ -112,7 +126,7 @@ def _caps(nic: str, sq_depth: int) -> DomainCaps:
         sq_depth=sq_depth,
         max_write_bytes=1 << 40,
         max_msg_bytes=MESSAGE_BYTES_MAX,
-        ordered=True,
+        ordered=ordered,
         imm_eats_recv=False,
         peer_timeout_s=_PEER_TIMEOUT_S,
         control_bytes=CONTROL_BYTES_MAX,

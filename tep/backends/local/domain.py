@@ -37,7 +37,7 @@ from tep.backends.local.address import Address, engine_of
 from tep.backends.local.libc import why
 from tep.backends.local.port import ASLEEP, Inbound, Port
 from tep.backends.local.rings import EVENTS, NONSENSE, LaneReader, new_fence
-from tep.backends.local.sender import HELPING_BYTES, Sender
+from tep.backends.local.sender import Sender
 from tep.backends.local.watches import Watches
 from tep.backends.texts import closed, meaning, says
 from tep.errors import BackendUnavailable
@@ -69,12 +69,13 @@ class LocalDomain:
     Args:
         address: of this incarnation.
         caps: its limits.
+        copy_threads: threads that copy long rows.
 
     Raises:
         BackendUnavailable: no socket, no shared memory, no descriptor left.
     """
 
-    def __init__(self, address: Address, caps: DomainCaps) -> None:
+    def __init__(self, address: Address, caps: DomainCaps, copy_threads: int = 1) -> None:
         self.caps = caps
         self.address = address.to_bytes()
         self._state = _OPEN
@@ -83,7 +84,9 @@ class LocalDomain:
         self._sources: dict[int, HostRegion] = {}
         self._sinks: dict[int, HostRegion] = {}
         shared = self._watches, self._bell, self._fence
-        self._sender = Sender(self.address, caps, self._sources, self._sinks, *shared)
+        self._sender = Sender(
+            self.address, caps, self._sources, self._sinks, *shared, copy_threads=copy_threads
+        )
         try:
             self._port = Port(address, *shared, self._sender.controls.unread.add)
         except BackendUnavailable:
@@ -202,7 +205,7 @@ class LocalDomain:
                 self._awake()
             self._polls += 1
             sender, port = self._sender, self._port
-            sender.helping = HELPING_BYTES
+            sender.helping = sender.helping_bytes
             if sender.active or sender.lost:  # of a peer to whom nothing waits
                 sender.advance()
             if sender.done:

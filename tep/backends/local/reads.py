@@ -27,6 +27,7 @@ from tep.backends.local.copying import (
     inside,
     rows_within,
 )
+from tep.backends.local.crew import Crew, SharedMover
 from tep.backends.local.outbound import Outbound, Segment, Way
 from tep.backends.local.rings import COPYING, STRONG
 
@@ -47,6 +48,7 @@ class Reads:
         done: completions, for the owner to hand out.
         fence: a full barrier.
         meaning: the status that an errno of a call has.
+        crew: who copies long rows; None = the thread that asks, alone.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Reads:
         done: deque[Entry],
         fence: Callable[[], None],
         meaning: Callable[[Outbound, int, str], Status],
+        crew: Crew | None = None,
     ) -> None:
         self.open_rows = 0
         self._sinks = sinks
@@ -63,7 +66,7 @@ class Reads:
         self._done = done
         self._fence = fence
         self._meaning = meaning
-        self._mover = ReadMover()
+        self._mover = ReadMover() if crew is None else SharedMover(crew, ReadMover)
 
     def stand(self, out: Outbound, segment: Segment[ReadBatch]) -> bool:
         """Put rows into their peer's line; False = it is gone, and they have failed."""

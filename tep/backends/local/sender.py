@@ -31,6 +31,7 @@ from tep.backends.local.copying import (
     inside,
     rows_within,
 )
+from tep.backends.local.crew import Crew, SharedMover
 from tep.backends.local.letters import Letters
 from tep.backends.local.libc import why
 from tep.backends.local.outbound import Outbound, Segment, Way
@@ -61,7 +62,7 @@ class Sender:
         open_rows: rows taken and not handed out; the owner subtracts.
         active: peers with rows or messages in line, or open.
         lost: peers that were lost since the last poll.
-        helping: bytes that may be moved until the next poll.
+        helping: bytes that may be moved until the next poll; each opens `helping_bytes`.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
         controls: the control messages of this NIC.
         reads: its reads.
@@ -70,6 +71,7 @@ class Sender:
         me: address of this NIC.
         sources: registered memory by lkey; the owner keeps it.
         sinks: likewise, of what reads may write.
+        copy_threads: threads that copy long rows.
     """
 
     def __init__(
@@ -81,20 +83,22 @@ class Sender:
         watches: Watches,
         bell: int,
         fence: Callable[[], None],
+        copy_threads: int = 1,
     ) -> None:
         self.done: deque[Entry] = deque()
         self.open_rows = 0
         self.why = ""
         self.controls = ControlMessages(me, self.done)
         self._letters = Letters(caps.max_msg_bytes, self.done)
-        self.reads = Reads(sinks, caps, self.done, fence, self._status)
+        crew = self._crew = Crew(copy_threads) if copy_threads > 1 else None
+        self.reads = Reads(sinks, caps, self.done, fence, self._status, crew)
         self._caps = caps
         self._depth = caps.sq_depth
         self._sources = sources
         self._watches = watches
         self._bell = bell
         self._fence = fence
-        self._mover = Mover()
+        self._mover = Mover() if crew is None else SharedMover(crew, Mover)
         self._outs: list[Outbound] = []
         self._ids: dict[bytes, int] = {}
         self.active: dict[Outbound, None] = {}
@@ -103,7 +107,7 @@ class Sender:
         self._gone_addresses: deque[bytes] = deque()
         self._gone = self._new(Address.from_bytes(me))  # stands for every peer that is gone
         self._gone.release()
-        self.helping = HELPING_BYTES
+        self.helping = self.helping_bytes = HELPING_BYTES * copy_threads
 
     # --- peers
 
@@ -485,3 +489,5 @@ class Sender:
         for out in self._outs:
             out.release()
         self.lost.clear()
+        if self._crew is not None:
+            self._crew.close()
