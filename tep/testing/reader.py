@@ -17,6 +17,7 @@ from tep.api import GatherSrc, Pages, Routing
 from tep.backends.base import Batch
 from tep.core.handle import State
 from tep.core.transfer import Transfer
+from tep.engine import Prepared
 from tep.errors import ClosedError, StaleEpoch
 from tep.sim.faults import Clog, Mute
 from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Piece, Span
@@ -154,30 +155,44 @@ class Reader:
             env.call_at(env.now + spec.cancel_ps, self._cancel, read)
 
     def _submit(self, read: _Read) -> Transfer:
+        """Submit it; what is prepared reads from byte 0 on, and is submitted at its offset."""
         spec, span, sender = read.spec, read.span, self._stage.sender
         engine, mr, descs = sender.engine, sender.shelf_mr, [h.shelf_desc for h in read.hosts]
         imm = READ_IMM + read.place if spec.told else None
+        off = span.start if spec.prepared else 0
+        first = span.start - off
+        prepared: Prepared
         match spec.kind:
             case "single":
                 ((there, here, nbytes),) = span.pieces[0]
-                return engine.submit_single_read(nbytes, (descs[0], there), (mr, here), imm)
+                one = nbytes, (descs[0], there - off), (mr, here - off)
+                if not spec.prepared:
+                    return engine.submit_single_read(*one, imm)
+                prepared = engine.prepare_single_read(*one)
             case "paged":
-                there_pages, here_pages = (
-                    Pages([(piece[k] - span.start) // span.stride for piece in span.pieces[0]],
-                          stride=span.stride, offset=span.start)
+                lists = [
+                    Pages(
+                        [(piece[k] - span.start) // span.stride for piece in span.pieces[0]],
+                        stride=span.stride,
+                        offset=first,
+                    )
                     for k in (0, 1)
-                )  # fmt: skip
-                return engine.submit_paged_reads(
-                    spec.size, (descs[0], there_pages), (mr, here_pages), imm
-                )
+                ]
+                pages = spec.size, (descs[0], lists[0]), (mr, lists[1])
+                if not spec.prepared:
+                    return engine.submit_paged_reads(*pages, imm)
+                prepared = engine.prepare_paged_reads(*pages)
             case "gather":
                 slices = [
-                    GatherSrc(nbytes, here, (desc, there))
+                    GatherSrc(nbytes, here - off, (desc, there - off))
                     for desc, pieces in zip(descs, span.pieces, strict=True)
                     for there, here, nbytes in pieces
                 ]
                 by = Routing(scatter_by="bytes" if spec.by_bytes else "peers")
-                return engine.submit_gather(mr, slices, imm, routing=by)
+                if not spec.prepared:
+                    return engine.submit_gather(mr, slices, imm, routing=by)
+                prepared = engine.prepare_gather(mr, slices, routing=by)
+        return prepared.submit(imm, src_offset=off, dst_offset=off)
 
     def _cancel(self, read: _Read) -> None:
         assert read.handle is not None

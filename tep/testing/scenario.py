@@ -145,6 +145,7 @@ class ReadSpec:
         pages: of a paged read; slices of a gather.
         by_bytes: a gather's slices go over all NICs.
         told: the owners get an immediate when all is read, and free what was read.
+        prepared: it is prepared once, and submitted at an offset.
         start_ps: when it is submitted.
         change_ps: when the owners write new bytes there, or None.
         cancel_ps: when it is cancelled, counted from its start, or None.
@@ -155,6 +156,7 @@ class ReadSpec:
     pages: int = 1
     by_bytes: bool = False
     told: bool = False
+    prepared: bool = False
     start_ps: int = 1
     change_ps: int | None = None
     cancel_ps: int | None = None
@@ -386,6 +388,7 @@ def _draw_read(dice: _Dice, entity: int, theme: str) -> ReadSpec:
         pages=1 if kind == "single" else dice.pick(entity, 4, _PAGES),
         by_bytes=dice.below(entity, 5, 2) == 1,
         told=dice.below(entity, 6, 3) > 0,
+        prepared=dice.below(entity, 11, 3) == 0,
         start_ps=start_ps,
         change_ps=start_ps + dice.below(entity, 8, _FAULT_PS) if changes else None,
         cancel_ps=dice.below(entity, 10, 900 * _NS) if cancels == 0 else None,

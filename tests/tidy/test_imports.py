@@ -78,7 +78,7 @@ def test_only_the_drivers_have_threads() -> None:
     """A thread started elsewhere runs beside the engine's one owner. A Lock starts nothing.
 
     `tep/sight.py` has one that only reads, so that it answers while the owner hangs. The local
-    backend's copiers (`copy_threads`) move bytes while the owner waits for them, and know no engine.
+    backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine.
 
     The shipped tests may: they play the users.
     """
