@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import tep
 
 PAGE = Path(__file__).resolve().parents[2] / "COMING_FROM.md"
+API = PAGE.parent / "tests" / "abi" / "nixl_api.json"
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 HOLDERS = {
@@ -24,6 +26,14 @@ HOLDERS = {
 def test_the_examples_run(example) -> None:
     """A page for newcomers whose first program fails is their last."""
     exec(compile(example, str(PAGE), "exec"), {})
+
+
+def test_every_call_of_nixl_is_there() -> None:
+    """Who looks for a call and does not find it does not know whether tep has it."""
+    api = json.loads(API.read_text(encoding="utf-8"))
+    calls = [name for name in api["classes"]["nixl_agent"] if not name.startswith("_")]
+    assert len(calls) > 30
+    assert [] == [name for name in calls if not re.search(rf"`[^`]*\b{name}\b", TEXT)]
 
 
 def test_every_name_of_ours_exists() -> None:
