@@ -61,7 +61,12 @@ VLLM = Environment(
 )
 
 INTEGRATIONS = (
-    Integration("vLLM with tep's own connector, both sides killed", "vllm_tep.py", VLLM),
+    Integration(
+        "vLLM with tep's own connector, both sides killed",
+        "vllm_tep.py",
+        VLLM,
+        ("--rounds", "100", "--seconds", "480"),
+    ),
     Integration("vLLM's NixlConnector, a failed load is an error", "vllm_nixl.py", VLLM),
     Integration(
         "vLLM's NixlConnector, a failed load is computed again",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tep import BadDescriptor, TransferEngine, UsageError
-from tep.apps import kvcache
 from tep.apps.kvcache import Patience
 from tep.apps.kvcache.blocks import KvBlocks, KvReceiver, KvSender
 
@@ -220,9 +217,3 @@ def test_a_tensor_that_cannot_be_described_is_refused(engines, array, axes, text
     """A stride that is ignored sends the neighbour's bytes."""
     with pytest.raises(UsageError, match=text):
         KvBlocks(engines[0]).add("0", 0, array, axes)
-
-
-def test_the_example_of_the_readme_runs():
-    """An example that does not run is the first thing that a newcomer meets."""
-    page = Path(kvcache.__file__).with_name("README.md").read_text(encoding="utf-8")
-    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})

@@ -1,0 +1,27 @@
+"""The programs on the apps' pages: what people paste has to run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tep import apps
+
+PAGES = sorted(Path(apps.__file__).parent.glob("*/README.md"))
+
+
+def test_every_app_has_a_page():
+    """Who opens a folder of thirty files needs one that says where to begin."""
+    assert ["kvcache", "moe", "rl"] == [page.parent.name for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+def test_the_programs_of_a_page_run(page):
+    """An example that does not run is the first thing that a newcomer meets."""
+    programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+    assert programs
+    for program in programs:
+        exec(program, {})
