@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Routing,
         Scatter,
         ScatterDst,
+        Sender,
         Single,
     )
     from tep.backends.base import Access
@@ -102,6 +103,7 @@ __all__ = [
     "Routing",
     "Scatter",
     "ScatterDst",
+    "Sender",
     "Single",
     "Span",
     "StaleEpoch",
@@ -140,6 +142,7 @@ _ROOMS = {
         "Routing",
         "Scatter",
         "ScatterDst",
+        "Sender",
         "Single",
     ),
     "tep.drivers": ("InlineDriver", "ThreadDriver"),

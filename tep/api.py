@@ -23,7 +23,7 @@ from tep.checks import (
 )
 from tep.dlpack import as_array
 from tep.errors import BadRequest
-from tep.wire import Target
+from tep.wire import NetAddr, Target
 
 __all__ = [
     "Barrier",
@@ -36,6 +36,7 @@ __all__ = [
     "Routing",
     "Scatter",
     "ScatterDst",
+    "Sender",
     "Shape",
     "Single",
 ]
@@ -319,6 +320,26 @@ class EngineOptions:
             )
         for name in ("failover", "tell_failures"):
             _put(self, name, check_flag(f"EngineOptions: {name}", getattr(self, name)))
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Where a message came from; see `submit_recvs(..., with_sender=True)`.
+
+    Attributes:
+        nic: the address of the NIC that sent it.
+        engine: what all NICs of that engine's incarnation have in common, and no other's has.
+        peer: the engine's address, by which it can be answered; None: this engine has not met it.
+    """
+
+    nic: bytes
+    engine: bytes
+    peer: NetAddr | None
+
+    def __repr__(self) -> str:
+        if self.peer is None:
+            return f"Sender(NIC {self.nic!r} of an engine that was not met)"
+        return f"Sender(NIC {self.peer.domains.index(self.nic)} of {self.peer})"
 
 
 class CudaDevice(NamedTuple):

@@ -372,16 +372,16 @@ class Domain(Protocol):
         """
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
-        """Take one message, or say False = full, ask again.
-
-        Delivered at most once, acknowledged by SENT.
-        """
+        """Take one message, to be acknowledged by SENT, or say False = full, ask again."""
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         """Add `count` receive buffers of `nbytes` each to this NIC's rotating pool."""
 
     def recv_view(self, slot: int) -> memoryview:
         """The bytes of a received message; valid until recv_done(slot)."""
+
+    def recv_source(self, slot: int) -> bytes:
+        """The address of the NIC that sent it; valid until recv_done(slot). Clause C34."""
 
     def recv_done(self, slot: int) -> None:
         """Give a message's buffer back to the pool."""

@@ -72,6 +72,7 @@ class ReceivePool:
     def __init__(self) -> None:
         self._buffers: list[bytearray] = []
         self._lengths: dict[int, int] = {}
+        self._senders: dict[int, bytes] = {}
         self._free: deque[int] = deque()
         self._longest = 0
 
@@ -86,21 +87,29 @@ class ReceivePool:
         """Whether a message is longer than every buffer that there is."""
         return bool(self._buffers) and nbytes > self._longest
 
-    def take(self, nbytes: int) -> tuple[int, bytearray] | None:
-        """A free buffer for a message of this length, and its slot; None = there is none now."""
+    def take(self, nbytes: int, sender: bytes) -> tuple[int, bytearray] | None:
+        """A free buffer for a message of this length, and its slot; None = there is none now.
+
+        `sender` is the address of the NIC that it comes from.
+        """
         buffers = self._buffers
         slot = next((slot for slot in self._free if len(buffers[slot]) >= nbytes), None)
         if slot is None:
             return None
         self._free.remove(slot)
         self._lengths[slot] = nbytes
+        self._senders[slot] = sender
         return slot, buffers[slot]
 
     def view(self, slot: int) -> memoryview:
         """The message in a buffer."""
         return memoryview(self._buffers[slot])[: self._lengths[slot]].toreadonly()
 
+    def sender(self, slot: int) -> bytes:
+        """The address of the NIC that sent the message in a buffer."""
+        return self._senders[slot]
+
     def give_back(self, slot: int) -> None:
         """A buffer's message was read: it is free again."""
-        del self._lengths[slot]
+        del self._lengths[slot], self._senders[slot]
         self._free.append(slot)

@@ -348,6 +348,9 @@ class LoopbackDomain:
     def recv_view(self, slot: int) -> memoryview:
         return self.port.view(slot)
 
+    def recv_source(self, slot: int) -> bytes:
+        return self.port.message_from(slot)
+
     def recv_done(self, slot: int) -> None:
         self.port.give_back(slot)
 

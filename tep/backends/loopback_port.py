@@ -166,7 +166,7 @@ class Port:
                 return Status.UNREACHABLE
             if self._pool.never_fits(len(payload)):
                 return Status.LENGTH
-            found = self._pool.take(len(payload))
+            found = self._pool.take(len(payload), sender.address)
             if found is None:
                 self._starved[sender] = None
                 return None
@@ -221,6 +221,10 @@ class Port:
     def view(self, slot: int) -> memoryview:
         """The message in a buffer."""
         return self._pool.view(slot)
+
+    def message_from(self, slot: int) -> bytes:
+        """The address of the NIC that sent it."""
+        return self._pool.sender(slot)
 
     def give_back(self, slot: int) -> None:
         """Use a buffer again."""

@@ -137,6 +137,11 @@ class PeerBook:
         self._remotes: dict[int, Remote] = {}
         self._readable: dict[int, Remote] = {}  # as found by reads
 
+    def at(self, address: bytes) -> NetAddr | None:
+        """The peer that has a NIC at an address; None: it was not met."""
+        addrs = (link.addr for link in list(self.links.values()))
+        return next((addr for addr in addrs if address in addr.domains), None)
+
     def link(self, addr: NetAddr, what: str) -> Link:
         """The link to a peer's newest incarnation.
 

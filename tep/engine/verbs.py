@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Self
+from typing import Final, Literal, Self, overload
 
-from tep.api import EngineOptions, GatherSrc, Pages, Routing, ScatterDst
+from tep.api import EngineOptions, GatherSrc, Pages, Routing, ScatterDst, Sender
 from tep.backends import open_device
 from tep.backends.base import Access, Domain
 from tep.checks import (
@@ -642,8 +642,26 @@ class TransferEngine:
         self._machine.enqueue(self._worker.send, message, on_done)
         return message
 
+    @overload
+    def submit_recvs(
+        self,
+        nbytes: int,
+        count: int,
+        callback: Callable[[memoryview, Sender], object],
+        *,
+        with_sender: Literal[True],
+    ) -> None: ...
+    @overload
     def submit_recvs(
         self, nbytes: int, count: int, callback: Callable[[memoryview], object]
+    ) -> None: ...
+    def submit_recvs(
+        self,
+        nbytes: int,
+        count: int,
+        callback: Callable[..., object],
+        *,
+        with_sender: bool = False,
     ) -> None:
         """Open a rotating pool of `count` receive buffers of `nbytes` each on every NIC.
 
@@ -651,6 +669,12 @@ class TransferEngine:
         Without a free buffer a sender waits; a message longer than `nbytes` fails there: LENGTH.
         One call opens at most 2**20 buffers and 16 GiB a NIC. Another call with the same callback
         adds buffers; an engine has one callback.
+
+        Args:
+            nbytes: of a buffer.
+            count: of buffers.
+            callback: called with the message, as a memoryview, outside the engine's step.
+            with_sender: call it with a `tep.Sender` as well: callback(view, sender).
 
         Raises:
             BadRequest: impossible numbers, or the engine has another callback.
@@ -664,14 +688,16 @@ class TransferEngine:
                 f"more than {POOL_BYTES_MAX}; open a smaller pool"
             )
 
+        wanted = callback, check_flag("submit_recvs: with_sender", with_sender)
+
         def post() -> None:
             former = self._worker.receive
-            if former is not None and former != callback:
+            if former is not None and former != wanted:
                 raise BadRequest(
-                    f"submit_recvs: messages go to {shown(former)} already; have one callback tell "
-                    "them apart, or open another engine"
+                    f"submit_recvs: messages go to {shown(former[0])} already, with_sender="
+                    f"{former[1]}; have one callback tell them apart, or open another engine"
                 )
-            self._worker.receive = callback
+            self._worker.receive = wanted
             for domain in itertools.compress(self._domains, self._worker.group.alive):
                 domain.post_recvs(nbytes, count)
 

@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, Protocol, assert_never
+from typing import Final, Protocol, assert_never, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import EngineOptions
+from tep.api import EngineOptions, Sender
 from tep.backends.base import (
     COMPLETION_BYTES,
     Completions,
+    ControlDomain,
     Domain,
     Entry,
     Kind,
@@ -79,7 +80,7 @@ _WRITE, _IMM, _SENT, _RECV, _DOWN, _CONTROL, _FENCED, _READ = map(int, Kind)
 _OK: Final = int(Status.OK)
 _DONE: Final = State.DONE
 _CANCELLED: Final = State.CANCELLED
-Receive = Callable[[memoryview], object]
+Receive = Callable[..., object]
 
 
 class Clocked(Protocol):
@@ -139,7 +140,7 @@ class Worker:
         self._is_stepping = False  # a step takes commands, and posts then
         self.settled = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
-        self.receive: Receive | None = None
+        self.receive: tuple[Receive, bool] | None = None  # and whether it gets the sender
         self.report = report
         self.channel = channel = Channel(group, now_s)
         self.failover = Failover(group, channel)
@@ -315,9 +316,20 @@ class Worker:
                 break
             domain = self.group.domains[nic]
             if self.receive is not None:
-                self.run_callback(self.receive, domain.recv_view(slot))
+                callback, with_sender = self.receive
+                if with_sender:
+                    self.run_callback(callback, domain.recv_view(slot), self._sender(domain, slot))
+                else:
+                    self.run_callback(callback, domain.recv_view(slot))
             if not self.closed:
                 domain.recv_done(slot)
+
+    def _sender(self, domain: Domain, slot: int) -> Sender:
+        """Who sent a message."""
+        nic = domain.recv_source(slot)
+        speaks = domain.caps.control_bytes > 0
+        engine = cast("ControlDomain", domain).engine_of(nic) if speaks else nic
+        return Sender(nic, engine, self.peers.at(nic))
 
     def owing(self) -> bool:
         """Whether deliver() would run a user's function, or look at watched words."""

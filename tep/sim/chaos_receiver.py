@@ -40,6 +40,7 @@ class ChaosReceiver(ChaosPort):
         self._serving = False
         self._slots: list[bytearray] = []
         self._filled: list[int] = []
+        self._senders: list[bytes] = []
         self._free_slots: deque[int] = deque()
         self._controls: dict[int, tuple[bytes, bytes]] = {}
         self._controls_seen = 0
@@ -186,6 +187,7 @@ class ChaosReceiver(ChaosPort):
             return
         buffer[: row.nbytes] = row.payload
         self._filled[slot] = row.nbytes
+        self._senders[slot] = row.nic.address
         if self._trace is not None:
             self._note("recv", row, row.nic.node.name, value=slot)
         self._cq.push((_RECV, _OK, 1, 0, 0, slot, row.nbytes))
@@ -284,10 +286,14 @@ class ChaosReceiver(ChaosPort):
             self._free_slots.append(len(self._slots))
             self._slots.append(bytearray(nbytes))
             self._filled.append(0)
+            self._senders.append(b"")
         self._has_receives()
 
     def recv_view(self, slot: int) -> memoryview:
         return memoryview(self._slots[slot])[: self._filled[slot]]
+
+    def recv_source(self, slot: int) -> bytes:
+        return self._senders[slot]
 
     def recv_done(self, slot: int) -> None:
         assert slot not in self._free_slots, slot

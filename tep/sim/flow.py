@@ -165,7 +165,7 @@ class FlowNic:
         self._tx_free_ps = self._rx_free_ps = 0
         self._refused = self._closed = False
         self._flying: set[_Flow] = set()
-        self._slots: dict[int, bytes] = {}
+        self._slots: dict[int, tuple[bytes, bytes]] = {}  # sender and payload
         self._free_slots: list[int] = []
         self._mail: deque[tuple[FlowNic, bytes, int]] = deque()
         self._slot_bytes = 0
@@ -302,7 +302,7 @@ class FlowNic:
             self._env.call_at(ack_ps, source._end_send, (ctx, status))
             if fits:
                 slot = self._free_slots.pop()
-                self._slots[slot] = payload
+                self._slots[slot] = source.address, payload
                 self._ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
                 self._waker()
 
@@ -314,7 +314,10 @@ class FlowNic:
         self._hand_out()
 
     def recv_view(self, slot: int) -> memoryview:
-        return memoryview(self._slots[slot])
+        return memoryview(self._slots[slot][1])
+
+    def recv_source(self, slot: int) -> bytes:
+        return self._slots[slot][0]
 
     def recv_done(self, slot: int) -> None:
         del self._slots[slot]

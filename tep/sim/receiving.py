@@ -39,6 +39,7 @@ class Inlet:
         self._nic = nic
         self._slots: list[bytearray] = []
         self._lengths: dict[int, int] = {}
+        self._senders: dict[int, bytes] = {}
         self._idle: deque[int] = deque()
         self._starved: deque[int] = deque()
         self._unread: dict[int, tuple[bytes, bytes]] = {}  # control messages, by their numbers
@@ -173,9 +174,13 @@ class Inlet:
         """The bytes of a received message."""
         return memoryview(self._slots[slot])[: self._lengths[slot]].toreadonly()
 
+    def sender(self, slot: int) -> bytes:
+        """The address of the NIC that sent a received message."""
+        return self._senders[slot]
+
     def free(self, slot: int) -> None:
         """Put a buffer back."""
-        del self._lengths[slot]
+        del self._lengths[slot], self._senders[slot]
         self._idle.append(slot)
         self._feed()
 
@@ -204,10 +209,14 @@ class Inlet:
         """A control message needs no buffer."""
         fabric = self._fabric
         payload = fabric.payloads[number]
-        sender = fabric.nic(int(fabric.ledger.source[number - fabric.ledger.base]))
-        self._unread[number] = payload, sender.address
+        self._unread[number] = payload, self._sender(number)
         self._nic.ready.append((_CONTROL, _OK, 1, 0, 0, number, len(payload)))
         self._finish(number, time_ps)
+
+    def _sender(self, number: int) -> bytes:
+        """The address of the NIC that sent a message."""
+        ledger = self._fabric.ledger
+        return self._fabric.nic(int(ledger.source[number - ledger.base])).address
 
     def _give_up(self, number: int) -> None:
         if number in self._starved:
@@ -223,6 +232,7 @@ class Inlet:
         slot = self._idle.popleft()
         self._slots[slot][: len(payload)] = payload
         self._lengths[slot] = len(payload)
+        self._senders[slot] = self._sender(number)
         nic.ready.append((_RECV, _OK, 1, 0, 0, slot, len(payload)))
         self._finish(number, time_ps)
 

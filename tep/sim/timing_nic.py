@@ -300,6 +300,9 @@ class TimingNic:
     def recv_view(self, slot: int) -> memoryview:
         return self._inlet.view(slot)
 
+    def recv_source(self, slot: int) -> bytes:
+        return self._inlet.sender(slot)
+
     def recv_done(self, slot: int) -> None:
         self._inlet.free(slot)
 

@@ -1,4 +1,4 @@
-"""C21 to C23: messages and their pool, wake-ups, and a NIC that dies under its owner."""
+"""C21 to C23, C34: messages and their pool, wake-ups, and a NIC that dies under its owner."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ class MessagesContract:
         assert Counter(sent) == Counter(b.messages())
         assert 8 == a.acknowledged.total()
         assert [] == a.errors()
+
+    def test_c34_a_message_says_where_it_came_from(self, world: World) -> None:
+        """Two peers that are taken for each other get each other's answers."""
+        net = Net(world)
+        a, b = net.side(nics=2), net.side()
+        c = net.side()
+        c.domains[0].post_recvs(64, 8)
+        sent = [(a, 0), (b, 0), (a, 1), (a, 0), (b, 0)]
+        for side, nic in sent:
+            side.send(c, b"from %d" % nic, nic=nic)
+        net.settle()
+
+        expected = Counter(side.domains[nic].address for side, nic in sent)
+        assert expected == Counter(c.senders())
+        assert len(sent) == len(c.messages())
 
     def test_c21_the_payload_is_copied_at_once(self, world: World) -> None:
         """The caller's buffer is its own again when post_send() returns."""

@@ -248,14 +248,14 @@ class Side:
 
         self.net.until(offer, f"post() to take all {batch.n} rows")
 
-    def send(self, to: Side, payload: bytes, remote: int = 0) -> int:
+    def send(self, to: Side, payload: bytes, remote: int = 0, nic: int = 0) -> int:
         """Post a message, turning the net while the queue is full; return its ctx."""
         self._ctx += 1
         ctx = self._ctx
-        peer = self.peer(to, 0, remote)
+        peer = self.peer(to, nic, remote)
 
         def offer() -> bool:
-            return self.domains[0].post_send(peer, payload, ctx)
+            return self.domains[nic].post_send(peer, payload, ctx)
 
         self.net.until(offer, f"post_send() to take a message of {len(payload)} bytes")
         self.sent[ctx] += 1
@@ -344,6 +344,10 @@ class Side:
     def errors(self) -> list[Seen]:
         """Completions that say something failed."""
         return [seen for seen in self.seen if seen.status != Status.OK]
+
+    def senders(self) -> list[bytes]:
+        """The NICs that sent the messages that arrived and have not been taken."""
+        return [self.domains[seen.nic].recv_source(seen.ctx) for seen in self.unread]
 
     def messages(self) -> list[bytes]:
         """Take the messages that arrived and have not been taken, and give their buffers back."""

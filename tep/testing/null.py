@@ -111,6 +111,9 @@ class NullDomain:
     def recv_view(self, slot: int) -> memoryview:
         raise NotImplementedError("the null NIC has no messages")
 
+    def recv_source(self, slot: int) -> bytes:
+        raise NotImplementedError("the null NIC has no messages")
+
     def recv_done(self, slot: int) -> None:
         pass
 

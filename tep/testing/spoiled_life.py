@@ -328,6 +328,25 @@ class SendsAMessageTwice(ByRow):
         return super()._try_send(message)
 
 
+@breaks(34)
+class NamesTheLastSenderForAll(ByRow):
+    """Keeps one sender a NIC instead of one a message."""
+
+    def recv_source(self, slot: int) -> bytes:
+        del slot
+        return next(reversed(self.port._pool._senders.values()))
+
+
+@breaks(34)
+class NamesTheFirstNicOfAnEngine(ByRow):
+    """Says which engine a message came from, and not which NIC."""
+
+    def recv_source(self, slot: int) -> bytes:
+        found = super().recv_source(slot)
+        (wanted,) = {self.engine_of(found)}
+        return next(at for at in self.port._hub._by_address if self.engine_of(at) == wanted)
+
+
 @breaks(21)
 class ReusesABufferInUse(ByRow):
     """Puts a buffer into its pool twice."""

@@ -119,6 +119,7 @@ class Tap:
         self.deregister = nic.deregister
         self.post_recvs = nic.post_recvs
         self.recv_view = nic.recv_view
+        self.recv_source = nic.recv_source
         self.recv_done = nic.recv_done
         self.post_control = nic.post_control
         self.take_control = nic.take_control

@@ -8,7 +8,7 @@ from tep.testing.contract import first_failure
 from tep.testing.loopback_world import LoopbackWorld
 from tep.testing.spoiled import SPOILED
 
-CLAUSES = range(1, 34)
+CLAUSES = range(1, 35)
 
 
 @pytest.mark.parametrize("spoiled", SPOILED, ids=lambda spoiled: spoiled.name)

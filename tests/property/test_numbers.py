@@ -100,13 +100,13 @@ def verbs(p: Pair) -> dict[str, Rules]:
         given_lease.revoke()
         p.settle(given_lease.over)
 
-    def recvs(nbytes: int = 1, count: int = 1) -> None:
+    def recvs(nbytes: int = 1, count: int = 1, with_sender: Any = False) -> None:
         sound = all(isinstance(n, int | np.integer) for n in (nbytes, count))
         if sound and not (0 < nbytes * count < 2**20 or nbytes < 1 or count < 1):
             with pytest.raises(tep.BadRequest):  # else so much memory would be taken
                 e.submit_recvs(min(nbytes, 2**40), 2**40, repr)
             return
-        e.submit_recvs(nbytes, count, repr)
+        e.submit_recvs(nbytes, count, repr, with_sender=with_sender)
 
     def singles(call: Callable[..., object], src: object, dst: object) -> Rules:
         ends = {"src": (src, 0), "dst": (dst, 0)}
@@ -174,7 +174,7 @@ def verbs(p: Pair) -> dict[str, Rules]:
             **numbers(prepare_pages(8).submit, "imm", "src_offset", "dst_offset", "pages"),
         },
         "submit_send": other,
-        "submit_recvs": {**other, **numbers(recvs, "nbytes", "count")},
+        "submit_recvs": {**other, **numbers(recvs, "nbytes", "count", "with_sender")},
         "expect_imm_count": {
             **other,
             **numbers(partial(e.expect_imm_count, count=1), "imm"),

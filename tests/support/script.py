@@ -178,6 +178,9 @@ class ScriptNic:
         assert not self.closed, "a message was read on a closed NIC"
         return memoryview(self.slots[slot])
 
+    def recv_source(self, slot: int) -> bytes:
+        return b"nowhere"
+
     def recv_done(self, slot: int) -> None:
         assert not self.closed, "a buffer was given back to a closed NIC"
         del self.slots[slot]

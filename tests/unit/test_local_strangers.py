@@ -147,7 +147,8 @@ def test_what_strangers_send_along_is_closed() -> None:
     token = Address.from_bytes(victim.address).token
     before = open_descriptors()
     for number in (1, 2, 3, 4, 5):
-        for said in (Hello(bytes(16), "x"), Hello(token, "x"), channel_room.Control(b"s", b"p")):
+        hellos = Hello(bytes(16), "x", b"s"), Hello(token, "x", b"s")
+        for said in (*hellos, channel_room.Control(b"s", b"p")):
             with call(victim) as stranger, Path(os.devnull).open() as null:
                 socket.send_fds(stranger, [msgspec.msgpack.encode(said)], [null.fileno()] * number)
                 serve(victim)
@@ -239,14 +240,7 @@ def test_without_descriptors_a_new_peer_fails_in_time_and_nothing_else() -> None
     with tep.TransferEngine.open("local") as old, tep.TransferEngine.open("local") as new:
         memory = np.zeros(64, np.uint8)
         descs = [engine.reg_mr(memory)[1].to_bytes().hex() for engine in (old, new)]
-        code = LIMITED
-        ended = subprocess.run(
-            [sys.executable, "-c", code, *descs],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        ended = run(LIMITED, *descs)
 
     assert 0 == ended.returncode, ended.stderr
     assert "reached with" in ended.stdout

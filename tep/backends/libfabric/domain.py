@@ -234,6 +234,9 @@ class FabricDomain(Generic[PeerT]):
     def recv_view(self, slot: int) -> memoryview:
         return self._inbox.view(slot)
 
+    def recv_source(self, slot: int) -> bytes:
+        return self._inbox.source(slot)
+
     def recv_done(self, slot: int) -> None:
         self._inbox.give_back(self._peers, slot)
         if not self._closed:

@@ -188,7 +188,7 @@ class Inbox:
         if self._pool.never_fits(nbytes):
             peers.say(peer, frames.Ack(self._me, frame.number, Status.LENGTH))
             return
-        found = self._pool.take(nbytes)
+        found = self._pool.take(nbytes, frame.sender)
         if found is None:
             known = (peer, frame.number) in self._starved
             if known or len(self._starved) < _STARVED_MAX:
@@ -206,6 +206,10 @@ class Inbox:
     def view(self, slot: int) -> memoryview:
         """The bytes of a received message."""
         return self._pool.view(slot)
+
+    def source(self, slot: int) -> bytes:
+        """The address of the NIC that sent a message."""
+        return self._pool.sender(slot)
 
     def give_back(self, peers: Peers[Any], slot: int) -> None:
         """A buffer is free again."""

@@ -55,10 +55,12 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     Attributes:
         token: of the address that it was given.
         name: of its NIC, for reports.
+        sender: the address of its NIC.
     """
 
     token: bytes
     name: str
+    sender: Annotated[bytes, msgspec.Meta(min_length=1, max_length=256)]
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):

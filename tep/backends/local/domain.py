@@ -184,6 +184,9 @@ class LocalDomain:
     def recv_view(self, slot: int) -> memoryview:
         return self._pool.view(slot)
 
+    def recv_source(self, slot: int) -> bytes:
+        return self._pool.sender(slot)
+
     def recv_done(self, slot: int) -> None:
         self._pool.give_back(slot)
         self._feed()
@@ -274,7 +277,7 @@ class LocalDomain:
         assert lane is not None
         room = len(out)
         while at < room and (nbytes := self._next_message(inbound, lane)) is not None:
-            found = self._pool.take(nbytes)
+            found = self._pool.take(nbytes, inbound.sender)
             if found is not None:
                 slot, buffer = found
                 lane.take_message(nbytes, buffer, _OK)

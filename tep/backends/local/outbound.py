@@ -96,6 +96,7 @@ class Outbound:
         controls: control messages that wait for room in the socket, with their ctx.
 
     Args:
+        address: of the peer. sender: our own.
         patience_s: how long to call a peer that cannot answer, or for which there is no room here.
         lost: called when the way has ended, except by release(); or when nobody has let us in for
             so long: then what stands in line has to fail, and what comes later is tried anew.
@@ -104,6 +105,7 @@ class Outbound:
     def __init__(
         self,
         address: Address,
+        sender: bytes,
         name: str,
         watches: Watches,
         bell: int,
@@ -122,7 +124,7 @@ class Outbound:
         self.letters: deque[tuple[bytes, int]] = deque()
         self.open: deque[int] = deque()
         self.controls: deque[tuple[Control, int]] = deque()
-        self._name = name
+        self._name, self._sender = name, sender
         self._watches = watches
         self._bell = bell
         self._fence = fence
@@ -173,7 +175,8 @@ class Outbound:
             sock.close()
             raise
         self._channel = Channel(sock)
-        self._channel.say(Hello(self.address.token, self._name), self.lane.fd, self._bell)
+        hello = Hello(self.address.token, self._name, self._sender)
+        self._channel.say(hello, self.lane.fd, self._bell)
 
     def _call_again(self, reason: str) -> None:
         """It did not work this time: hang up, and try again soon, or give up what is in line."""

@@ -97,6 +97,7 @@ class Inbound:
         tails: its two words there.
         lane: its memory; None once it is dropped.
         bell: its eventfd.
+        sender: address of its NIC.
         may_map: whether the kernel would let its user write here, and so do we with alloc_shared().
         pidfd: readable once its process is dead, even if a forked child holds its socket; or -1.
         gone: it will write no more; what it wrote is still taken.
@@ -107,6 +108,7 @@ class Inbound:
     tails: memoryview
     lane: LaneReader | None
     bell: int
+    sender: bytes
     may_map: bool
     pidfd: int = -1
     gone: bool = False
@@ -351,14 +353,15 @@ class Port:
             if refusal:
                 channel.say(Refused(refusal))
             return False
-        self._take_in(channel, lane, bell)
+        self._take_in(channel, lane, bell, hello.sender)
         return True
 
-    def _take_in(self, channel: Channel, lane: LaneReader, bell: int) -> None:
+    def _take_in(self, channel: Channel, lane: LaneReader, bell: int, sender: bytes) -> None:
         del self.callers[channel]
         slot = self._free_slots.pop()
         at = BOARD + 2 * slot
-        inbound = Inbound(channel, slot, self.words[at : at + 2], lane, bell, channel.may_write)
+        tails, may_map = self.words[at : at + 2], channel.may_write
+        inbound = Inbound(channel, slot, tails, lane, bell, sender, may_map)
         self._inbounds[slot] = inbound
         inbound.tails[0] = inbound.tails[1] = 0
         self._seen = b""  # else the slot's last sender and this one could publish the same tail

@@ -92,7 +92,7 @@ class Sender:
         self._letters = Letters(caps.max_msg_bytes, self.done)
         crew = self._crew = Crew(copy_threads) if copy_threads > 1 else None
         self.reads = Reads(sinks, caps, self.done, fence, self._status, crew)
-        self._caps = caps
+        self._me, self._caps = me, caps
         self._depth = caps.sq_depth
         self._sources = sources
         self._watches = watches
@@ -125,7 +125,8 @@ class Sender:
 
     def _new(self, address: Address) -> Outbound:
         caps, shared = self._caps, (self._watches, self._bell, self._fence)
-        return Outbound(address, caps.nic, *shared, caps.peer_timeout_s, self.lost.append)
+        patience_s = caps.peer_timeout_s
+        return Outbound(address, self._me, caps.nic, *shared, patience_s, self.lost.append)
 
     def _forget(self, out: Outbound) -> None:
         """Keep of a peer that is gone its number, and for a while its address.

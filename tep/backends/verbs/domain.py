@@ -262,6 +262,9 @@ class VerbsDomain:
     def recv_view(self, slot: int) -> memoryview:
         return self._messages.view(slot)
 
+    def recv_source(self, slot: int) -> bytes:
+        return self.source(self._messages.sender(slot))
+
     def recv_done(self, slot: int) -> None:
         self._messages.done(slot)
 

@@ -80,6 +80,7 @@ class Messages:
         self._idle: deque[int] = deque()  # buffers not posted
         self._posted = 0
         self._lengths: dict[int, int] = {}
+        self._senders: dict[int, int] = {}
         self._out: dict[int, _Out] = {}
         self._free: deque[int] = deque(range(MESSAGES_OUT))
         self._slots: _Region | None = None
@@ -152,10 +153,11 @@ class Messages:
         self._idle.extend(range(first, first + count))
         self._fill()
 
-    def received(self, slot: int, nbytes: int) -> None:
-        """A message has arrived in a buffer."""
+    def received(self, slot: int, nbytes: int, peer: int) -> None:
+        """A message of a peer, by its PeerId, has arrived in a buffer."""
         self._posted -= 1
         self._lengths[slot] = nbytes
+        self._senders[slot] = peer
         self._ready.append((_RECV, _OK, 1, 0, 0, slot, nbytes))
         self._fill()
 
@@ -164,9 +166,13 @@ class Messages:
         region, at, _ = self._in[slot]
         return memoryview(region.memory)[at : at + self._lengths[slot]].toreadonly()
 
+    def sender(self, slot: int) -> int:
+        """The PeerId of who sent the message in a buffer."""
+        return self._senders[slot]
+
     def done(self, slot: int) -> None:
         """A buffer's message was read."""
-        del self._lengths[slot]
+        del self._lengths[slot], self._senders[slot]
         self._idle.append(slot)
         self._fill()
 

@@ -222,7 +222,7 @@ class Poller:
         else:
             assert kind == tags.MESSAGE_IN, f"completion of an unknown kind: {wr_id:#x}"
             if status == 0:
-                self._messages.received(number, nbytes)
+                self._messages.received(number, nbytes, self._peers.sources.of[qpn])
                 return
             self._messages.returned(number)
             conn = self._peers.conns.get(qpn)
