@@ -158,6 +158,7 @@ def values(desc: tep.MrDesc) -> list[object]:
         tep.Read(),
         tep.Scatter(8, routing),
         tep.ScatterDst(8, 0, (desc, 0)),
+        tep.Sender(b"nic 0 of b", b"b", None),
         tep.Single(8, routing),
         tep.Trace("host"),
         tep.Span("step", "a", "worker", "step", 0.0, 1.0, {}),
