@@ -8,9 +8,11 @@ Then the prefiller is killed, and the decoder has to report a failed load, or to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import queue
+import random
 import socket
 import subprocess
 import sys
@@ -95,12 +97,22 @@ def instance(role: str, folder: str, policy: str, connector: str) -> None:
         )
 
 
+def free_port() -> int:
+    """A port that nobody listens at, below those that the system gives to outgoing connections.
+
+    vLLM binds it only minutes later: one of the system's choice can be another process's by then.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 class Instance:
     """A process that runs instance()."""
 
     def __init__(self, role: str, folder: Path, options: list[str], log: Path) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         env = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
