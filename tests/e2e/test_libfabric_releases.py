@@ -57,8 +57,8 @@ SHM_AND_TCP = "(TestShm or (TestTcp and not Narrow))"
 @pytest.mark.parametrize(
     "clauses",
     [
-        pytest.param("c03 or c08 or c09 or c11 or c17", marks=pytest.mark.slow),
-        pytest.param("c0 or c1 or c2", marks=pytest.mark.long),
+        pytest.param("c03 or c08 or c09 or c11 or c17 or c31", marks=pytest.mark.slow),
+        pytest.param("c0 or c1 or c2 or c3", marks=pytest.mark.long),
     ],
 )
 def test_the_contract_holds_on_the_other_release(other, clauses):
