@@ -214,7 +214,7 @@ write = lambda desc: e.submit_single_write(8, (mr, 0), (desc, 0), next(imms)).wa
 write(old)
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 used = len(os.listdir("/proc/self/fd")) - 1
-for free in range(8):
+for free in range(20):
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
     try:
         write(new)

@@ -71,7 +71,7 @@ def test_a_second_callback_for_messages_is_refused() -> None:
 
         p.b.submit_recvs(64, 2, take)
         p.b.submit_recvs(64, 2, take)
-        with pytest.raises(tep.BadRequest, match=r"messages go to .*take.* already; have one"):
+        with pytest.raises(tep.BadRequest, match=r"messages go to .*take.* already, with"):
             p.b.submit_recvs(64, 2, lambda view: None)
         p.settle(p.a.submit_send(p.b.main_address, b"hello"))
         p.quiet(3)
