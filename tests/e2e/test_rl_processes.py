@@ -222,7 +222,7 @@ def test_the_command_line_updates_and_verifies(tmp_path, libfabric):
     assert row["ok"]
     assert row["verified"]
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    stages = {event.get("cat") for event in events}
+    stages = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert {"load", "gather", "make", "write", "barrier"} <= stages
 
 
