@@ -8,6 +8,7 @@ engines are turned until they rest. `every` runs through all choices there are.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,9 @@ from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
 
 Event = Callable[[], None]
+
+# Deaths are what these runs are about. pytest keeps every line that is logged: gigabytes.
+logging.getLogger("tep.orders").setLevel(logging.ERROR)
 
 
 class Chooser:
