@@ -228,10 +228,11 @@ def test_joining_and_leaving_costs_nothing(children, provider):
         for who in (0, 1):
             blocks, heap, fds = zip(*(mark[who] for mark in marks), strict=True)
             # What is resident says little: arenas fill and empty. What is left is the NIC's record
-            # of each peer that was ever met: some objects, and half a KiB in libfabric. Most spans
+            # of each peer that was ever met: some objects, and half a KiB in libfabric, in all
+            # 39 KiB for 20 of them. Most spans
             # of 20 are asked, not all: a table of CPython's doubles now and then, by half a MiB.
             assert usual_gain(blocks) < 800, f"blocks of Python gained in 20 cycles: {blocks}"
-            assert usual_gain(heap) < 40, f"KiB of C gained in 20 cycles: {heap}"
+            assert usual_gain(heap) < 50, f"KiB of C gained in 20 cycles: {heap}"
             assert fds[-1] <= max(fds[:4]) + 2, f"descriptors: {fds}"
     finally:
         b.end()
