@@ -410,8 +410,6 @@ class Worker:
             if self.closed:
                 self._end(transfer, State.FAILED, closed_error())
                 return
-            if self.group.ended:  # by a command before this one, and may have to be told
-                self._settle_ended()
             if self.telling.owed and self.telling.holds(transfer):
                 return
         try:
@@ -531,12 +529,11 @@ class Worker:
             assert isinstance(handle, Transfer)
             if self.telling.let_go(handle):
                 handle.dropped, handle.left = handle.rows, 0
-                self.group.ended.append(handle)
-                return
             # A transfer without a queued row has ended in this step, or all its rows are posted.
-            dropped = self.group.drop_queued(handle)
-            if dropped and handle.left == 0:
-                self.group.ended.append(handle)
+            elif not self.group.drop_queued(handle) or handle.left:
+                return
+            self.group.ended.append(handle)
+            self._settle_ended()  # the next command may be a retry, which waits for the news
 
     # ------------------------------------------------------------------ completions
 

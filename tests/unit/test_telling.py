@@ -258,8 +258,9 @@ def test_nobody_takes_back_what_others_sent() -> None:
         assert PAGES == w.c.imm_counter(7).value
 
 
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_a_retry_cannot_overtake_the_news(seed: int) -> None:
+def test_a_retry_cannot_overtake_the_news(seed: int, prepared: bool) -> None:
     """What came of the retry is not taken for what had come when its sender gave up.
 
     Nothing of the first transfer was posted, so there is nothing to tell apart; but the news and
@@ -268,9 +269,13 @@ def test_a_retry_cannot_overtake_the_news(seed: int) -> None:
     """
     with Cluster(3, 2, chaos=Chaos(), seed=seed) as cluster:
         w = World(cluster)
+        pages = Pages(range(PAGES))
+        ready = w.a.prepare_paged_writes(PAGE, (w.mrs["a"], pages), (w.desc, pages))
+        if prepared:  # the first submit learns how the rows are dealt out
+            ready.submit(8).wait()
         first = w.write(w.a)
         first.cancel()
-        again = w.write(w.a)
+        again = ready.submit(7) if prepared else w.write(w.a)
         w.rest()
         assert first.cancelled
         assert 0 == first.stats().rows_back
