@@ -235,13 +235,8 @@ class Tap:
                 mover.back += count
                 self._outstanding -= count
                 if status != _OK:
-                    ledger.turns.forget()
-                    mover.failed += count
-                    mover.faults.add((status, self.nic.number))
-                    ledger.seen[f"row {Status(status).name}"] += 1
-                    if status == Status.NIC_DOWN:
-                        self._lose()
-                    elif status == Status.UNREACHABLE:
+                    self._note_failed(mover, count, status, "row")
+                    if status == Status.UNREACHABLE:
                         self._control_silent(ledger.batches[ctx], row)
                     elif status == Status.FLUSHED:
                         ledger.unsure.add(self._to(ledger.batches[ctx], row)[0])
@@ -262,17 +257,20 @@ class Tap:
         mover.reads_out -= count
         if status == _OK:
             return
-        ledger.turns.forget()
-        mover.failed += count
-        mover.faults.add((status, self.nic.number))
-        ledger.seen[f"row of a read {Status(status).name}"] += 1
-        if status == Status.NIC_DOWN:
-            self._lose()
-        elif status in {Status.UNREACHABLE, Status.FLUSHED, Status.GIVEN_UP}:
+        self._note_failed(mover, count, status, "row of a read")
+        if status in {Status.UNREACHABLE, Status.FLUSHED, Status.GIVEN_UP}:
             # What an engine makes of it for writes is not said by the contract.
             node, address = self._to(ledger.batches[ctx], row)
             ledger.unsure.add(node)
             ledger.was_silent.add(address)
+
+    def _note_failed(self, mover: Mover, count: int, status: int, what: str) -> None:
+        self._ledger.turns.forget()
+        mover.failed += count
+        mover.faults.add((status, self.nic.number))
+        self._ledger.seen[f"{what} {Status(status).name}"] += 1
+        if status == Status.NIC_DOWN:
+            self._lose()
 
     def _lose(self) -> None:
         self.down = True

@@ -21,35 +21,16 @@ import threading
 import time
 from pathlib import Path
 
+from small_llama import make_model
+
 WAIT_S = 900.0  # for one answer of an instance; starting it on two busy cores takes minutes
 NTOKENS, NEW = 400, 8
-CONFIG = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.25,  # small weights would give the same token whatever the cache holds
-    "tie_word_embeddings": False,
-}
 
 
 def say(what: object) -> None:
     """One answer, a line that begins with a mark, since vLLM prints too."""
     sys.stdout.write(f"@@{json.dumps(what)}\n")
     sys.stdout.flush()
-
-
-def make_model(folder: Path) -> None:
-    """Write a small random Llama."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).float().save_pretrained(folder)
 
 
 def instance(role: str, folder: str, policy: str, connector: str) -> None:

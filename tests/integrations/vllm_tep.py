@@ -21,20 +21,10 @@ import time
 import traceback
 from pathlib import Path
 
+from small_llama import make_model
+
 WAIT_S = 300.0
 NEW, NTOKENS = 6, 300
-CONFIG = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.25,  # small weights would give the same token whatever the cache holds
-    "tie_word_embeddings": False,
-}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -43,15 +33,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-
-
-def make_model(folder: Path) -> None:
-    """Write a small random Llama."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).float().save_pretrained(folder)
 
 
 def prompt_of(seed: int) -> list[int]:

@@ -7,7 +7,6 @@ tests/support/kv_blocks.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,15 +18,10 @@ from tep.apps.kvcache.blocks.receiver import KvReceiver
 from tep.apps.kvcache.blocks.sender import KvSender, _Claim
 from tep.apps.kvcache.immediates import ImmSpace
 from tests.support.kv_blocks import Case, run_case
+from tests.support.planted import PlantedBugs, first_shown
 
 SEEDS = 150
-Bug = Callable[[pytest.MonkeyPatch], None]
-BUGS: dict[str, Bug] = {}
-
-
-def bug(plant: Bug) -> Bug:
-    BUGS[plant.__name__] = plant
-    return plant
+bug = PlantedBugs()
 
 
 @given(st.randoms(use_true_random=False))
@@ -210,20 +204,11 @@ def a_dead_sender_is_waited_for(patch):
     patch.setattr(KvReceiver, "fenced", lambda *_: None)
 
 
-def shows(limit: int) -> int | None:
-    """The first seed that shows the planted bug; None: none does."""
-    for seed in range(limit):
-        try:
-            if run_case(Case.draw(random.Random(seed))).violations:
-                return seed
-        except Exception:  # noqa: BLE001  # a hang or an error of the protocol shows it as well
-            return seed
-    return None
-
-
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", bug)
 def test_planted_bug_is_found(name, monkeypatch):
     """A bug that no drawn run shows is one that could be in the product."""
-    BUGS[name](monkeypatch)
+    bug[name](monkeypatch)
 
-    assert shows(SEEDS) is not None
+    seed = first_shown(lambda dice: run_case(Case.draw(dice)).violations, range(SEEDS))
+
+    assert seed is not None

@@ -22,15 +22,10 @@ from tep.apps.kvcache.sender import Lane, Route
 from tep.apps.kvcache.trial import Trial, run_trial
 from tep.apps.kvcache.world import World
 from tep.errors import StallError
+from tests.support.planted import PlantedBugs
 
 SEEDS = 120
-Bug = Callable[[pytest.MonkeyPatch], None]
-BUGS: dict[str, Bug] = {}
-
-
-def bug(plant: Bug) -> Bug:
-    BUGS[plant.__name__] = plant
-    return plant
+bug = PlantedBugs()
 
 
 def around(patch: pytest.MonkeyPatch, cls: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -231,12 +226,12 @@ def violations_of(seed: int, setting: str = "") -> list[str]:
 
 def first_caught(name: str, patch: pytest.MonkeyPatch, seeds: int) -> int | None:
     """The first seed whose scenario shows the bug."""
-    BUGS[name](patch)
+    bug[name](patch)
     return next((seed for seed in range(seeds) if violations_of(seed, name)), None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", bug)
 def test_planted_bugs_are_caught(name: str) -> None:
     """Scenarios that would not notice this bug would not notice its like either."""
     with pytest.MonkeyPatch.context() as patch:

@@ -7,7 +7,6 @@ tests/support/vllm_trials.py.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -18,19 +17,14 @@ from tep.integrations.vllm import holds, scheduler, terms
 from tep.integrations.vllm.holds import Holds
 from tep.integrations.vllm.loads import Loads
 from tep.integrations.vllm.scheduler import Scheduler
+from tests.support.planted import PlantedBugs, first_shown
 from tests.support.vllm_trials import Case, run_case
 
 SEEDS = 120
 FIRST = {"what_nobody_asks_for_is_kept_for_ever": 80, "an_aborted_prefill_keeps_its_blocks": 80}
 """Where the search for a rare one starts, since a run takes a third of a second."""
 
-Bug = Callable[[pytest.MonkeyPatch], None]
-BUGS: dict[str, Bug] = {}
-
-
-def bug(plant: Bug) -> Bug:
-    BUGS[plant.__name__] = plant
-    return plant
+bug = PlantedBugs()
 
 
 @settings(max_examples=min(settings().max_examples, 60))
@@ -191,21 +185,14 @@ def the_wrong_blocks_of_a_prompt_are_wanted(patch):
     patch.setattr(Scheduler, "matched", matched)
 
 
-def shows(first: int) -> int | None:
-    """The first seed from a given one on that shows the planted bug; None: none does."""
-    for seed in range(first, first + SEEDS):
-        try:
-            if run_case(Case.draw(random.Random(seed))).violations:
-                return seed
-        except Exception:  # noqa: BLE001  # a hang or an error of the protocol shows it as well
-            return seed
-    return None
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
+@pytest.mark.parametrize("name", bug)
 def test_planted_bug_is_found(name, monkeypatch):
     """A bug that no drawn run shows is one that could be in the product."""
-    BUGS[name](monkeypatch)
+    bug[name](monkeypatch)
 
-    assert shows(FIRST.get(name, 0)) is not None
+    first = FIRST.get(name, 0)
+    seeds = range(first, first + SEEDS)
+    seed = first_shown(lambda dice: run_case(Case.draw(dice)).violations, seeds)
+
+    assert seed is not None

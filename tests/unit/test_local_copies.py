@@ -111,6 +111,17 @@ ROWS = st.lists(
 )
 
 
+def memories(seed: int, how: str, way: str) -> tuple[np.ndarray, np.ndarray]:
+    """Source with random bytes, and target; mapped: the peer's of both is shared memory."""
+    source = np.random.default_rng(seed).integers(0, 256, NBYTES).astype(np.uint8)
+    target = np.zeros(NBYTES, np.uint8)
+    if way == "kernel":
+        return source, target
+    shared = alloc_shared(NBYTES)
+    shared[:] = source if how == "read" else target
+    return (shared, target) if how == "read" else (source, shared)
+
+
 @pytest.mark.parametrize("how", ["write", "read"])
 @pytest.mark.parametrize("way", ["kernel", "mapped"])
 @pytest.mark.parametrize("same_length", [True, False])
@@ -118,12 +129,7 @@ ROWS = st.lists(
 @given(rows=ROWS)
 def test_rows_land_where_they_should_and_nowhere_else(pair, how, way, same_length, rows) -> None:
     """Whatever the offsets and lengths: the target is as if its rows were copied one by one."""
-    source = np.random.default_rng(len(rows)).integers(0, 256, NBYTES).astype(np.uint8)
-    target = np.zeros(NBYTES, np.uint8)
-    if way == "mapped":
-        shared = alloc_shared(NBYTES)
-        shared[:] = source if how == "read" else target
-        source, target = (shared, target) if how == "read" else (source, shared)
+    source, target = memories(len(rows), how, way)
     expected = np.zeros(NBYTES, np.uint8)
     src = [at for at, _ in rows]
     dst = [NBYTES - 9000 - at for at in src]
@@ -175,12 +181,7 @@ def test_several_threads_copy_what_one_would(crowd, how, way, same_length, data)
     dst = data.draw(st.permutations(range(slots)))[:n]
     sizes = data.draw(st.lists(st.integers(0, SLOT), min_size=n, max_size=n))
     nbytes = [sizes[0]] * n if same_length else sizes
-    source = np.random.default_rng(n).integers(0, 256, NBYTES).astype(np.uint8)
-    target = np.zeros(NBYTES, np.uint8)
-    if way == "mapped":
-        shared = alloc_shared(NBYTES)
-        shared[:] = source if how == "read" else target
-        source, target = (shared, target) if how == "read" else (source, shared)
+    source, target = memories(n, how, way)
     expected = np.zeros(NBYTES, np.uint8)
     for here, there, size in zip(src, dst, nbytes, strict=True):
         expected[there * SLOT : there * SLOT + size] = source[here * SLOT : here * SLOT + size]
