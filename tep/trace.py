@@ -1,7 +1,7 @@
 """A trace: what engines did when, as spans and marks; a file for Perfetto, a picture, a summary.
 
 The one writer of traces, for hardware, for tcp and `local`, and for simulated runs. Values only:
-who records is `tep.tracing`, for engines, and `tep.sim.trace`, for rows of a simulated fabric.
+who records is `tep.tracing`, for engines, and `tep.sim.row_log`, for rows of a simulated fabric.
 """
 
 from __future__ import annotations

@@ -221,18 +221,18 @@ def whatif(
 
 def _swarm(seed: int, runs: int, *, trace: Path | None, lines: int, json: bool) -> None:
     """Run the engine's own scenarios, up to the first finding."""
-    from tep.sim import Trace  # numpy is loaded when something runs
+    from tep.sim import RowLog  # numpy is loaded when something runs
     from tep.testing.oracle import Violation, run_scenario
     from tep.testing.scenario import Scenario
 
     violation: str | None = None
-    scenario, record = Scenario.draw(seed), Trace()
+    scenario, record = Scenario.draw(seed), RowLog()
     with progress("seeds", runs, quiet=json or runs == 1) as bar:
         for one in range(seed, seed + runs):
             last = one == seed + runs - 1
-            scenario, record = Scenario.draw(one), Trace()
+            scenario, record = Scenario.draw(one), RowLog()
             try:
-                run_scenario(scenario, trace=record if last or trace is not None else None)
+                run_scenario(scenario, row_log=record if last or trace is not None else None)
             except Violation as error:
                 violation = str(error)
                 break
@@ -265,17 +265,17 @@ def _swarm(seed: int, runs: int, *, trace: Path | None, lines: int, json: bool) 
 
 def _hunt(place: str, cases: list[Case], *, trace: Path | None, json: bool) -> None:
     """Run somebody's protocol in cases, up to the first finding."""
-    from tep.sim import Trace
+    from tep.sim import RowLog
     from tep.testing.hunting import run
     from tep.testing.stage import Violation
 
     protocol: Protocol[object] = _load(place)
     violation: str | None = None
-    case, record = cases[0], Trace()
+    case, record = cases[0], RowLog()
     for case in cases:
-        record = Trace()
+        record = RowLog()
         try:
-            run(protocol, case, trace=record)
+            run(protocol, case, row_log=record)
         except Violation as found:
             violation = str(found)
             break

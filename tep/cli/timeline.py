@@ -11,7 +11,7 @@ import typer
 from tep.cli.show import print_table
 
 if TYPE_CHECKING:
-    from tep.sim.trace import Record, Trace
+    from tep.sim.row_log import Record, RowLog
     from tep.testing.scenario import Scenario
 
 __all__ = ["print_scenario", "print_timeline"]
@@ -53,12 +53,12 @@ def _changed(value: object) -> str:
     return ", ".join(parts)
 
 
-def print_timeline(trace: Trace, lines: int) -> None:
+def print_timeline(row_log: RowLog, lines: int) -> None:
     """Print the first events of a run in the order of their times."""
-    records = sorted(trace.records(), key=lambda one: one.t_ps)
+    records = sorted(row_log.records(), key=lambda one: one.t_ps)
     print_table("What happened", ("us", "where", "what"), _rows(records[:lines]))
     if len(records) > lines:
-        typer.echo(f"{lines} of {len(records)} events; --lines shows more, --trace FILE has all")
+        typer.echo(f"{lines} of {len(records)} events; --lines shows more, --row_log FILE has all")
 
 
 def _rows(records: Sequence[Record]) -> list[dict[str, str]]:

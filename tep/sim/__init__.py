@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from tep.sim.paths import Network
     from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
+    from tep.sim.row_log import RowLog
     from tep.sim.timing import TimingFabric
-    from tep.sim.trace import Trace
 
 __all__ = [
     "Chaos",
@@ -53,12 +53,12 @@ __all__ = [
     "Profile",
     "Restart",
     "Revoke",
+    "RowLog",
     "SimDriver",
     "SimNode",
     "Slow",
     "Swizzle",
     "TimingFabric",
-    "Trace",
     "clog",
     "current_env",
     "kill_nic",
@@ -94,7 +94,7 @@ _ROOMS = {
     "Slow": "faults_at",
     "Swizzle": "faults_at",
     "TimingFabric": "timing",
-    "Trace": "trace",
+    "RowLog": "row_log",
     "clog": "faults_at",
     "current_env": "loop",
     "kill_nic": "faults_at",

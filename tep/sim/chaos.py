@@ -29,7 +29,7 @@ from tep.sim.faults import (
     Slow,
     Swizzle,
 )
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 
 __all__ = ["ChaosFabric", "ChaosNode"]
 
@@ -97,13 +97,13 @@ class ChaosFabric:
     Args:
         env: the clock; `chaos.tie_shuffle` is switched on there.
         chaos: the knobs.
-        trace: where to record; None: nowhere.
+        row_log: where to record; None: nowhere.
     """
 
-    def __init__(self, env: FabricEnv, chaos: Chaos, *, trace: Trace | None = None) -> None:
+    def __init__(self, env: FabricEnv, chaos: Chaos, *, row_log: RowLog | None = None) -> None:
         self.env = env
         self.chaos = chaos
-        self.trace = trace if trace is not None and trace.on else None
+        self.row_log = row_log if row_log is not None and row_log.on else None
         self.keys = StreamKeys.of(chaos.seed)
         self.nodes: dict[str, ChaosNode] = {}
         self.rows = 0
@@ -137,12 +137,12 @@ class ChaosFabric:
         self.nodes[name] = made
         return made
 
-    def watch(self, trace: Trace) -> None:
-        """Record from now on; for a fabric that was made without a trace."""
-        self.trace = trace
+    def watch(self, row_log: RowLog) -> None:
+        """Record from now on; for a fabric that was made without a row log."""
+        self.row_log = row_log
         for node in self.nodes.values():
             for nic in node.domains:
-                nic.watch(trace)
+                nic.watch(row_log)
 
     def crash(self, name: str) -> None:
         """End a host as a pulled plug does; restart() can bring it back later."""

@@ -17,7 +17,7 @@ from tep.hashing import below, draw
 from tep.sim.chaos_link import Link
 from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Nic, NicState, nobody
 from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
-from tep.sim.trace import What
+from tep.sim.row_log import What
 from tep.units import PS_PER_NS
 
 __all__ = ["ChaosNic"]
@@ -108,7 +108,7 @@ class ChaosNic(ChaosReceiver):
         row.payload = bytes(payload)
         row.is_control = is_control
         row.nbytes = len(payload)
-        if self._trace is not None:
+        if self._row_log is not None:
             self._note("send", row, row.peer.name)
         if not self._is_hopeless(row, row.nbytes > self.caps.max_msg_bytes):
             if self._chaos.message_loss and self._is_lost(row):
@@ -174,7 +174,7 @@ class ChaosNic(ChaosReceiver):
                 self._doom(row, Status.LOCAL_KEY, ACK_PS)
                 return
             row.src = spec.src - region.ptr
-        if self._trace is not None:
+        if self._row_log is not None:
             self._note("post", row, row.peer.name, row.src)
         if self._is_hopeless(row, nbytes > self.caps.max_write_bytes):
             return
@@ -300,7 +300,7 @@ class ChaosNic(ChaosReceiver):
         row, status = ending
         if self._open.pop(row.number, None) is None:
             return  # close() was quicker
-        if self._trace is not None:
+        if self._row_log is not None:
             what: What = "sent" if row.payload is not None else "fail" if status else "done"
             self._note(what, row, row.peer.name, value=int(status))
         if status is not Status.OK:

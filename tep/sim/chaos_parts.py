@@ -18,8 +18,8 @@ from tep.sim.chaos_link import Link
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import Fault
+from tep.sim.row_log import RowLog
 from tep.sim.streams import Stream
-from tep.sim.trace import Trace
 
 __all__ = [
     "CompletionQueue",
@@ -232,7 +232,7 @@ class Fabric(Protocol):
 
     env: FabricEnv
     chaos: Chaos
-    trace: Trace | None
+    row_log: RowLog | None
     keys: StreamKeys
     rows: int
     failed: list[tuple[str, int, int, Status]]

@@ -1,7 +1,7 @@
-"""The control side of a chaos NIC: who it is, its regions, its peers, and its lines in the trace.
+"""The control side of a chaos NIC: who it is, its regions, its peers, and its lines in the row log.
 
 What moves rows is `chaos_nic`. Rule: no address of the process, and no `id`, reaches a draw or the
-trace; keys and bases are made up here.
+row_log; keys and bases are made up here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tep.sim.chaos_parts import (
     Peer,
     Region,
 )
-from tep.sim.trace import Record, Trace, What
+from tep.sim.row_log import Record, RowLog, What
 from tep.units import PS_PER_MS, PS_PER_S, GiB, KiB
 
 __all__ = ["ChaosPort"]
@@ -74,7 +74,7 @@ class ChaosPort:
         self._uid = (node.uid * 64 + number) << 32
         self._chaos = chaos
         self._env = fabric.env
-        self._trace = fabric.trace
+        self._row_log = fabric.row_log
         self._keys = fabric.keys
         self._cq = CompletionQueue(fabric.env, chaos, fabric.keys.post, self._uid)
         self._lkeys: dict[int, Region] = {}
@@ -84,9 +84,9 @@ class ChaosPort:
         self._peers: list[Peer] = []
         self._peer_ids: dict[bytes, int] = {}
 
-    def watch(self, trace: Trace) -> None:
+    def watch(self, row_log: RowLog) -> None:
         """Record from now on."""
-        self._trace = trace
+        self._row_log = row_log
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
         """Give a region keys that no other region or NIC here has, save a lost incarnation's."""
@@ -157,13 +157,13 @@ class ChaosPort:
         nbytes: int = -1,
         value: int = 0,
     ) -> None:
-        assert self._trace is not None
+        assert self._row_log is not None
         nbytes = row.nbytes if nbytes < 0 else nbytes
         now, name, number = self._env.now, self.node.name, self.number
-        self._trace.add(
+        self._row_log.add(
             Record(now, what, name, number, peer, row.number, row.ctx, offset, nbytes, value)
         )
 
     def _control_fault(self, fault: str) -> None:
-        if self._trace is not None:
-            self._trace.add(Record(self._env.now, "fault", self.node.name, self.number, fault))
+        if self._row_log is not None:
+            self._row_log.add(Record(self._env.now, "fault", self.node.name, self.number, fault))

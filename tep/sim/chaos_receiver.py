@@ -89,7 +89,7 @@ class ChaosReceiver(ChaosPort):
                     return
                 data = source.view[row.src + start : row.src + stop]
             region.view[offset + start : offset + stop] = data
-            if self._trace is not None:
+            if self._row_log is not None:
                 name = row.nic.node.name
                 self._note("place", row, name, offset + start, stop - start, zlib.crc32(data))
         row.left -= 1
@@ -125,7 +125,7 @@ class ChaosReceiver(ChaosPort):
             return
         region.view[offset + start : offset + stop] = ghost[start:stop]
         self.fabric.seen["landed after its error"] += 1
-        if self._trace is not None and stop > start:
+        if self._row_log is not None and stop > start:
             crc = zlib.crc32(ghost[start:stop])
             name = row.nic.node.name
             self._note("place", row, name, offset + start, stop - start, crc)
@@ -133,7 +133,7 @@ class ChaosReceiver(ChaosPort):
         imm = row.imm
         if row.left == 0 and imm is not None and self._chaos.late_land > 1 and self._credits:
             self._credits -= self._chaos.ordered
-            if self._trace is not None:
+            if self._row_log is not None:
                 self._note("imm", row, row.nic.node.name, value=imm)
             self._cq.push((_IMM, _OK, 1, imm, 0, self._source_of(row.nic.address), 0))
 
@@ -158,7 +158,7 @@ class ChaosReceiver(ChaosPort):
                     self._park(row)
                     return
                 self._credits -= 1
-            if self._trace is not None:
+            if self._row_log is not None:
                 self._note("imm", row, row.nic.node.name, value=imm)
             self._cq.push((_IMM, _OK, 1, imm, 0, self._source_of(row.nic.address), 0))
         self._answer(row)
@@ -188,7 +188,7 @@ class ChaosReceiver(ChaosPort):
         buffer[: row.nbytes] = row.payload
         self._filled[slot] = row.nbytes
         self._senders[slot] = row.nic.address
-        if self._trace is not None:
+        if self._row_log is not None:
             self._note("recv", row, row.nic.node.name, value=slot)
         self._cq.push((_RECV, _OK, 1, 0, 0, slot, row.nbytes))
         self._answer(row)

@@ -20,8 +20,8 @@ from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import SimDriver, SimNode
 from tep.sim.faults import Chaos, Fault, Faults, Restart
 from tep.sim.loop import current_env, run
-from tep.sim.trace import Trace
-from tep.trace import Trace as EngineTrace
+from tep.sim.row_log import RowLog
+from tep.trace import Trace
 from tep.tracing import record
 from tep.units import PS_PER_US
 
@@ -52,7 +52,7 @@ class _ProfileFabric:
         env: FabricEnv,
         profile: Profile | str,
         seed: int,
-        trace: Trace,
+        row_log: RowLog,
         *,
         move_bytes: bool,
         network: Network | None,
@@ -60,7 +60,7 @@ class _ProfileFabric:
         from tep.sim.timing import TimingFabric  # numpy models: only where a profile is asked for
 
         self.timing = TimingFabric(
-            env, profile, seed=seed, trace=trace, move_bytes=move_bytes, network=network
+            env, profile, seed=seed, row_log=row_log, move_bytes=move_bytes, network=network
         )
 
     def node(self, name: str, nics: int) -> SimNode:  # noqa: ARG002  # see the class
@@ -83,7 +83,7 @@ class Cluster:
         faults: in place of `chaos`: knobs, and faults that happen at their times.
         names: of the nodes; None: "a", "b", ...
         options: of every engine.
-        trace: record every row of the fabric, for `fabric_trace`.
+        row_log: log every row of the fabric, for the attribute of this name.
         move_bytes: False, with a profile only: keep time and count, and copy nothing.
         network: with a profile only: what stands between the NICs; None: one perfect switch.
 
@@ -91,7 +91,7 @@ class Cluster:
         engines: one a node, in order; restart() replaces one.
         env: the clock; a simpy environment for processes beside the engines.
         fabric: the chaos or timing fabric underneath.
-        fabric_trace: every row on the fabric; reading it is a UsageError unless it was asked for.
+        row_log: every row on the fabric; reading it is a UsageError unless it was asked for.
         happened: the faults so far, in order, those too that the fabric's own load brought about.
 
     Raises:
@@ -108,7 +108,7 @@ class Cluster:
         faults: Faults | None = None,
         names: Sequence[str] | None = None,
         options: EngineOptions = EngineOptions(),
-        trace: bool = False,
+        row_log: bool = False,
         move_bytes: bool = True,
         network: Network | None = None,
     ) -> None:
@@ -138,18 +138,18 @@ class Cluster:
         knobs = None if profile is not None else chaos or Chaos.draw(seed)
         tie_seed = knobs.seed if knobs is not None and knobs.tie_shuffle else None
         self.env = current_env() or FabricEnv(tie_seed=tie_seed)
-        self.fabric_trace = Trace(on=trace)
-        self._tracing: list[EngineTrace] = []
+        self.row_log = RowLog(on=row_log)
+        self._tracing: list[Trace] = []
         self.happened: list[Fault] = []
         self._datagrams: Datagrams | None = None
         self.fabric: ChaosFabric | _ProfileFabric
         if knobs is not None:
-            self.fabric = ChaosFabric(self.env, knobs, trace=self.fabric_trace)
+            self.fabric = ChaosFabric(self.env, knobs, row_log=self.row_log)
             self.fabric.happened = self.happened
         else:
             assert profile is not None
             self.fabric = _ProfileFabric(
-                self.env, profile, seed, self.fabric_trace, move_bytes=move_bytes, network=network
+                self.env, profile, seed, self.row_log, move_bytes=move_bytes, network=network
             )
         nodes_made = [self.fabric.node(*pair) for pair in zip(self._names, counts, strict=True)]
         self.engines = [self._open(node) for node in nodes_made]
@@ -165,12 +165,12 @@ class Cluster:
             found.stops.append(record(engine._machine, found))
         return engine
 
-    def trace(self, *, events_max: int = TRACE_EVENTS_MAX) -> EngineTrace:
+    def trace(self, *, events_max: int = TRACE_EVENTS_MAX) -> Trace:
         """Record what all engines do, until `stop()` of the result; as `TransferEngine.trace`.
 
         Engines that restart meanwhile are recorded as well. Times are simulated.
         """
-        found = EngineTrace("simulated", check_int("trace: events_max", events_max, 1))
+        found = Trace("simulated", check_int("trace: events_max", events_max, 1))
         found.stops.append(lambda: self._tracing.remove(found))
         self._tracing.append(found)
         for engine in self.engines:
@@ -212,6 +212,21 @@ class Cluster:
         name = self._name(node)
         number = None if nic is None else self._nic(name, nic)
         self._chaos("revoke()").revoke(name, number)
+
+    def slow_down(self, node: int | str, nic: int, times: float) -> None:
+        """Let one NIC take `times` as long for every byte from now on, both ways; with a profile.
+
+        1 makes it sound again. On the chaos fabric, which knows no rates, see `tep.sim.slow`.
+
+        Raises:
+            UsageError: there is no such NIC, times < 0.01, or the cluster has no profile.
+        """
+        name = self._name(node)
+        if isinstance(self.fabric, ChaosFabric):
+            raise UsageError(
+                "slow_down(): the chaos fabric has no rates; open the Cluster with a profile"
+            )
+        self.fabric.timing.slow_down(name, self._nic(name, nic), times)
 
     def restart(self, node: int | str) -> TransferEngine:
         """Crash a node and start it again; return the engine of its new incarnation.
@@ -275,7 +290,7 @@ class Cluster:
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
-        """Close every engine. Idempotent; the clock and the trace can still be read."""
+        """Close every engine. Idempotent; the clock and the row log can still be read."""
         with contextlib.ExitStack() as stack:  # one that fails must not leave the others open
             for engine in reversed(self.engines):
                 stack.callback(engine.close)
@@ -291,7 +306,7 @@ class Cluster:
     __reduce__ = in_one_process
 
     def __repr__(self) -> str:
-        return f"tep.sim.Cluster({self._call}, trace={self.fabric_trace.on})"
+        return f"tep.sim.Cluster({self._call}, row_log={self.row_log.on})"
 
 
 def _names(nodes: int, names: Sequence[str] | None) -> list[str]:

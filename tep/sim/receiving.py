@@ -16,7 +16,7 @@ from tep.backends.hostcopy import copy_rows
 from tep.sim.ledger import Hold
 from tep.sim.queues import Ints
 from tep.sim.timing_faces import Fabric, Nic, Region
-from tep.sim.timing_trace import trace_landed, trace_rows
+from tep.sim.timing_rows import trace_landed, trace_rows
 
 __all__ = ["Inlet"]
 
@@ -72,7 +72,7 @@ class Inlet:
     def _take_one(self, time_ps: int, number: int, times: Ints, rows: Ints) -> None:
         """The same for one row. Scatters land row by row: without columns it takes half the time.
 
-        What is not plain (bytes to copy, errors, a trace) goes the way of the columns.
+        What is not plain (bytes to copy, errors, a row log) goes the way of the columns.
         """
         fabric, ledger = self._fabric, self._fabric.ledger
         row = number - ledger.base
@@ -87,7 +87,7 @@ class Inlet:
         offset = -1 if target is None else int(ledger.dst[row]) - target.ptr
         fits = target is not None and 0 <= offset <= target.nbytes - nbytes
         moves = nbytes > 0 and fabric.move_bytes
-        if moves or not fits or ledger.status[row] != _OK or fabric.trace is not None:
+        if moves or not fits or ledger.status[row] != _OK or fabric.row_log is not None:
             self._take_rows(times, rows)
             return
         fabric.landed_bytes[self._nic.number] += nbytes
@@ -109,7 +109,7 @@ class Inlet:
                 sender.node.wakes.book()
             times, rows = times[good], rows[good]
         fabric.landed_bytes[nic.number] += int(ledger.nbytes[rows].sum())
-        if fabric.trace is not None:
+        if fabric.row_log is not None:
             trace_landed(nic, self.targets, times, rows)
         imms = ledger.imm[rows]
         imms = imms[imms >= 0]
@@ -240,7 +240,7 @@ class Inlet:
         """A message or control message has been taken."""
         fabric, nic = self._fabric, self._nic
         fabric.landed_bytes[nic.number] += len(fabric.payloads[number])
-        if fabric.trace is not None:
+        if fabric.row_log is not None:
             sender = fabric.ledger.source[number - fabric.ledger.base]
             trace_rows(nic, "recv", time_ps, np.array([number]), fabric.name_of(int(sender)))
         self._answer(number, Status.OK, time_ps)

@@ -29,10 +29,10 @@ from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
 from tep.sim.paths import LAST, NUMBER, Network, Paths, flights, no_flights
 from tep.sim.profile import Profile, load_profile
 from tep.sim.queues import Ints, Rate, fifo_grouped
+from tep.sim.row_log import RowLog
 from tep.sim.sendqueue import Units
 from tep.sim.timing_faces import Nic
 from tep.sim.timing_nic import TimingNic, address_of
-from tep.sim.trace import Trace
 from tep.sim.wakes import Wakes
 
 __all__ = ["Node", "TimingFabric"]
@@ -135,7 +135,7 @@ class TimingFabric:
         env: the clock.
         profile: the machine, or the name of one that comes with tep.
         seed: of the jitter of unordered profiles.
-        trace: where to record what happens; None: nowhere.
+        row_log: where to record what happens; None: nowhere.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
         network: what stands between the NICs; None: one perfect switch.
     """
@@ -146,13 +146,13 @@ class TimingFabric:
         profile: Profile | str,
         *,
         seed: int = 0,
-        trace: Trace | None = None,
+        row_log: RowLog | None = None,
         move_bytes: bool = True,
         network: Network | None = None,
     ) -> None:
         self.env = env
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
-        self.trace = trace if trace is not None and trace.on else None
+        self.row_log = row_log if row_log is not None and row_log.on else None
         self.move_bytes = move_bytes
         self.wire = Rate(self.profile.wire_bps)
         self.dma = Rate(self.profile.dma_bps)

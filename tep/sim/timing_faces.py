@@ -20,8 +20,8 @@ from tep.sim.late import Late
 from tep.sim.ledger import Agenda, Batches, Ledger
 from tep.sim.profile import Profile
 from tep.sim.queues import Ints, Rate
+from tep.sim.row_log import RowLog
 from tep.sim.sendqueue import SendQueue
-from tep.sim.trace import Trace
 
 __all__ = ["Entry", "Fabric", "Host", "Nic", "Region", "Wakeful"]
 
@@ -116,7 +116,7 @@ class Fabric(Protocol):
 
     env: FabricEnv
     profile: Profile
-    trace: Trace | None
+    row_log: RowLog | None
     move_bytes: bool
     wire: Rate
     dma: Rate

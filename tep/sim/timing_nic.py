@@ -33,7 +33,7 @@ from tep.sim.queues import Ints, cut_quanta
 from tep.sim.receiving import Inlet
 from tep.sim.sendqueue import SendQueue, Units
 from tep.sim.timing_faces import Entry, Fabric, Host, Region
-from tep.sim.timing_trace import trace_ends, trace_posts, trace_rows
+from tep.sim.timing_rows import trace_ends, trace_posts, trace_rows
 
 __all__ = ["TimingNic", "address_of"]
 
@@ -143,7 +143,7 @@ class TimingNic:
         costs = self._costs(n, peer)
         self.fabric.ledger.batch[where] = self._join_batch(batch, start, start + n)
         self.node.post(self, np.arange(where.start, where.stop) + self.fabric.ledger.base, costs)
-        if self.fabric.trace is not None:
+        if self.fabric.row_log is not None:
             trace_posts(self, where, batch.ctx)
         return n
 
@@ -288,7 +288,7 @@ class TimingNic:
         group = fabric.ledger.batch[where.start] = fabric.batches.begin(-1)
         fabric.batches.left[group] = 1
         fabric.batches.whole[group] = True
-        if fabric.trace is not None:
+        if fabric.row_log is not None:
             trace_rows(self, "send", fabric.env.now, np.array([number]), fabric.name_of(peer))
         self.node.post(self, np.array([number]), self._costs(1, peer))
         return True
@@ -346,14 +346,14 @@ class TimingNic:
         ledger = fabric.ledger
         times, numbers = self.outbox.take(now)
         rows = numbers - ledger.base
-        if len(rows) == 1 and fabric.trace is None and self._reap_one(int(rows[0]), now):
+        if len(rows) == 1 and fabric.row_log is None and self._reap_one(int(rows[0]), now):
             return
         for target in _distinct(ledger.target[rows]):
             if not fabric.gone[target]:
                 fabric.nic(target).take_landed(now)
         ledger.hold[rows] &= ~_SENDER
         self.open_rows -= len(rows)
-        if fabric.trace is not None:
+        if fabric.row_log is not None:
             trace_ends(self, times, numbers)
         sent = ledger.message[rows]
         failed = ledger.status[rows] != _OK
@@ -438,7 +438,7 @@ class TimingNic:
         rows = numbers - ledger.base
         ledger.status[rows] = Status.FLUSHED
         ledger.hold[rows] &= ~_SENDER
-        if fabric.trace is not None and len(rows):
+        if fabric.row_log is not None and len(rows):
             trace_ends(self, np.full(len(rows), now), numbers)
         entries = np.zeros(len(rows), COMPLETION)
         entries["kind"] = np.where(ledger.message[rows], _SENT, _WRITE)

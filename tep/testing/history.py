@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from tep.sim.trace import Record
+from tep.sim.row_log import Record
 
 __all__ = ["judge_history"]
 
@@ -36,7 +36,7 @@ def judge_history(
     ended well are not placed again. No receiver is told of more immediates than came.
 
     Args:
-        records: of a chaos fabric's Trace, in order.
+        records: of a chaos fabric's RowLog, in order.
         fired: by (node, immediate), how many of it have been used up by expectations that fired.
     """
     rows: dict[int, _Row] = {}

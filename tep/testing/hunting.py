@@ -22,7 +22,7 @@ from tep.checks import check_int, check_kind, check_seconds
 from tep.errors import StallError, TepError
 from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics
 from tep.testing.stage import Violation
 from tep.units import PS_PER_S, PS_PER_US
@@ -61,7 +61,7 @@ def run(
     *,
     may_fail: bool = True,
     deadline_s: float = DEADLINE_S,
-    trace: Trace | None = None,
+    row_log: RowLog | None = None,
 ) -> Ran:
     """Run a protocol in one case, and judge it.
 
@@ -75,7 +75,7 @@ def run(
         case: who is there, and what breaks.
         may_fail: whether it may end in a TepError if something broke; False: it must survive.
         deadline_s: simulated seconds after healing in which it must come to an end.
-        trace: takes everything that happens on the fabric.
+        row_log: takes everything that happens on the fabric.
 
     Raises:
         Violation: what is wrong; the last line of the message runs it again.
@@ -85,7 +85,7 @@ def run(
     try:
         with Cluster(nodes=case.nodes, nics=case.nics, faults=case.faults) as cluster:
             limit_s = case.heal_us * PS_PER_US / PS_PER_S + deadline_s
-            return _run(protocol, cluster, case, limit_s, may_fail=may_fail, trace=trace)
+            return _run(protocol, cluster, case, limit_s, may_fail=may_fail, row_log=row_log)
     except Violation as found:
         text = f"{found}\n{_again(protocol, case)}"
         raise Violation(text, case) from (found.__cause__ or None)
@@ -98,12 +98,12 @@ def _run(
     limit_s: float,
     *,
     may_fail: bool,
-    trace: Trace | None,
+    row_log: RowLog | None,
 ) -> Ran:
     fabric = cluster.fabric
     assert isinstance(fabric, ChaosFabric)
-    if trace is not None:
-        fabric.watch(trace)
+    if row_log is not None:
+        fabric.watch(row_log)
     cluster.at(case.heal_us, cluster.heal)
     result, error = None, None
     try:

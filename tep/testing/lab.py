@@ -21,8 +21,8 @@ from tep.hashing import draw_array, stream_key
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.driver import SimDriver
+from tep.sim.row_log import RowLog
 from tep.sim.streams import Stream
-from tep.sim.trace import Trace
 from tep.testing.scenario import READS_MAX, RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Ledger, Mover, Tap
 from tep.wire import MrDesc
@@ -219,13 +219,13 @@ class Lab:
         self,
         scenario: Scenario,
         engine_class: type[TransferEngine],
-        trace: Trace | None,
+        row_log: RowLog | None,
         find: Callable[[str, Batch, int], Mover | None],
         env: FabricEnv | None,
     ) -> None:
         chaos = scenario.chaos
         self.env = env or FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)
-        self.fabric = ChaosFabric(self.env, chaos, trace=trace)
+        self.fabric = ChaosFabric(self.env, chaos, row_log=row_log)
         self.areas = areas_of(scenario)
         self.spans = spans_of(scenario)
         nbytes = self.areas[-1][-1].stop + _GAP_BYTES

@@ -37,7 +37,7 @@ from tep.control.channel import Drop
 from tep.core.stats import EngineStats
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tep.testing.lab import BLANK, USED, Host, is_of_read
 from tep.testing.liveness import go_on
 from tep.testing.play import Play
@@ -66,16 +66,16 @@ class Outcome:
     end_ps: int
 
 
-def replay(seed: int, *, trace: Trace | None = None) -> Outcome:
+def replay(seed: int, *, row_log: RowLog | None = None) -> Outcome:
     """Play the scenario drawn from a seed. Raises Violation."""
-    return run_scenario(Scenario.draw(seed), trace=trace)
+    return run_scenario(Scenario.draw(seed), row_log=row_log)
 
 
 def run_scenario(
     scenario: Scenario,
     *,
     engine_class: type[TransferEngine] = TransferEngine,
-    trace: Trace | None = None,
+    row_log: RowLog | None = None,
     env: FabricEnv | None = None,
 ) -> Outcome:
     """Play a scenario to its end and judge it.
@@ -83,13 +83,13 @@ def run_scenario(
     Args:
         scenario: what happens.
         engine_class: the engine, or a subclass with something to prove.
-        trace: takes everything that happens on the fabric; its digest is the same each time.
+        row_log: takes everything that happens on the fabric; its digest is the same each time.
         env: the clock, where it is not an ordinary one; then there is no liveness phase.
 
     Raises:
         Violation: a promise was broken, or the engine raised where it must not.
     """
-    play = Play(scenario, engine_class, trace, env)
+    play = Play(scenario, engine_class, row_log, env)
     try:
         play.run()
         _judge(play)

@@ -8,7 +8,7 @@ from typing import Final
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault, Restart
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tep.testing.mail import Mail
 from tep.testing.reader import Reader
 from tep.testing.receivers import Receivers
@@ -35,10 +35,10 @@ class Play:
         self,
         scenario: Scenario,
         engine_class: type[TransferEngine],
-        trace: Trace | None,
+        row_log: RowLog | None,
         env: FabricEnv | None = None,
     ) -> None:
-        self.stage = stage = Stage(scenario, engine_class, trace, env)
+        self.stage = stage = Stage(scenario, engine_class, row_log, env)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
         Sender(stage)

@@ -19,7 +19,7 @@ from tep.core.transfer import Expectation, Transfer
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tep.testing.case import Case
 from tep.testing.lab import Area, Host, Lab, Piece, is_of_read
 from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
@@ -137,11 +137,11 @@ class Stage:
         self,
         scenario: Scenario,
         engine_class: type[TransferEngine],
-        trace: Trace | None,
+        row_log: RowLog | None,
         env: FabricEnv | None,
     ) -> None:
         self.scenario = scenario
-        self.lab = Lab(scenario, engine_class, trace, self._find, env)
+        self.lab = Lab(scenario, engine_class, row_log, self._find, env)
         self.sender = self.lab.hosts[SENDER]
         self.runs: dict[tuple[int, int], Run] = {}
         self.latest: dict[int, Run] = {}

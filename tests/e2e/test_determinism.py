@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tep.testing.oracle import Outcome, replay
 
 SEEDS = range(30)
@@ -21,9 +21,9 @@ for seed in SEEDS:
 
 def played(seed: int) -> tuple[str, Outcome]:
     """Play a seed: the digest of all that happened, and what the oracle has to say of it."""
-    trace = Trace()
-    outcome = replay(seed, trace=trace)
-    return trace.digest(), outcome
+    row_log = RowLog()
+    outcome = replay(seed, row_log=row_log)
+    return row_log.digest(), outcome
 
 
 def test_same_seed_same_run_in_one_process() -> None:

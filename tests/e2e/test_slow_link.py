@@ -35,9 +35,9 @@ def test_a_slow_link_costs_what_it_lacks_and_no_more(
             return cluster.now_us - begin
 
         full = write_us()
-        cluster.fabric.timing.slow_down(side, 1, times)
+        cluster.slow_down(side, 1, times)
         slow = write_us()
-        cluster.fabric.timing.slow_down(side, 1, 1)
+        cluster.slow_down(side, 1, 1)
         again = write_us()
 
         assert () == b.stats().imms_unexpected, "the number of immediates is the shape's"

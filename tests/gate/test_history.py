@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from tep.sim.faults import Chaos, Clog, KillNic, Mute
-from tep.sim.trace import Record, Trace
+from tep.sim.row_log import Record, RowLog
 from tep.testing.history import judge_history
 from tep.testing.oracle import replay
 from tests.unit.sim_seam import NS, Seam
@@ -17,10 +17,10 @@ def test_the_tapes_of_many_runs_are_clean() -> None:
     """Two judges that share nothing must agree: oracle and referee, over the same seeds."""
     rows = 0
     for seed in range(150):
-        trace = Trace()
-        replay(seed, trace=trace)
-        assert [] == judge_history(trace.records()), f"tep sim --seed {seed}"
-        rows += sum(record.what == "post" for record in trace.records())
+        row_log = RowLog()
+        replay(seed, row_log=row_log)
+        assert [] == judge_history(row_log.records()), f"tep sim --seed {seed}"
+        rows += sum(record.what == "post" for record in row_log.records())
     assert rows > 1000
 
 
@@ -93,11 +93,11 @@ def golden(name: str) -> str:
     """Twenty small runs at the seam, with no engine: one digest."""
     sha = hashlib.sha256()
     for seed in range(20):
-        trace = Trace()
+        row_log = RowLog()
         chaos = Chaos.draw(seed, harm=name == "late", pause_ps=0, dead_after_ps=300 * NS)
         if name == "ordered":
             chaos = Chaos.draw(seed, ordered=True, pause_ps=0, dead_after_ps=300 * NS)
-        seam = Seam(chaos, nics=2, trace=trace)
+        seam = Seam(chaos, nics=2, row_log=row_log)
         if name in ("kill", "late"):
             seam.env.call_at(700 * NS, seam.fabric.inflict, KillNic("ab"[seed % 2], 0))
         if name == "links":
@@ -107,7 +107,7 @@ def golden(name: str) -> str:
         seam.write(pages, seed, nic=0)
         seam.write(pages, list(range(8)), nic=1)
         seam.run()
-        sha.update(trace.digest().encode())
+        sha.update(row_log.digest().encode())
     return sha.hexdigest()[:16]
 
 

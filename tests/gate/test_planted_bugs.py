@@ -14,7 +14,7 @@ import pytest
 from tep.core.group import DomainGroup, Pending
 from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Fault, Mute, Slow, Swizzle
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tep.testing.oracle import Violation, replay, run_scenario
 from tep.testing.scenario import Scenario, TransferSpec
 from tep.units import PS_PER_MS
@@ -151,9 +151,9 @@ def sights() -> Counter[str]:
             for states in outcome.states:
                 seen.update(states)
     for seed in range(200):
-        trace = Trace()
-        replay(seed, trace=trace)
-        seen["immediate overtook another"] += trace.overtakes()
+        row_log = RowLog()
+        replay(seed, row_log=row_log)
+        seen["immediate overtook another"] += row_log.overtakes()
     return seen
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tep.backends.base import Kind, Status
 from tep.sim.faults import SWARM, Chaos, Fault, KillNic, Restart, Revoke
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tests.unit.sim_seam import NS, Seam, Seen
 
 SLOT = 320
@@ -73,8 +73,8 @@ class Run:
     """One scenario, run to its end, with what was seen."""
 
     def __init__(self, scenario: Scenario) -> None:
-        self.trace = Trace()
-        seam = self.seam = Seam(scenario.chaos, nics=scenario.nics, trace=self.trace)
+        self.row_log = RowLog()
+        seam = self.seam = Seam(scenario.chaos, nics=scenario.nics, row_log=self.row_log)
         self.late: list[Seen] = []
         self.rows: dict[int, list[tuple[int, int]]] = {}
         self.posts = scenario.posts
@@ -182,7 +182,7 @@ def test_c20_same_scenario_same_trace(scenario: Scenario) -> None:
     """A failure that cannot be run again cannot be repaired."""
     first, second = Run(scenario), Run(scenario)
 
-    assert first.trace.digest() == second.trace.digest()
+    assert first.row_log.digest() == second.row_log.digest()
     assert first.seam.seen == second.seam.seen
 
 
@@ -193,9 +193,9 @@ def test_the_swarm_is_hostile() -> None:
         chaos = Chaos.draw(seed)
         post = Post((257, 257, 257), 1, 0, 0, 0)
         run = Run(Scenario(chaos, 2, (post, Post((64, 64, 64), 2, 1, 0, 0))))
-        places = run.trace.columns("place", "b")
+        places = run.row_log.columns("place", "b")
         by_row = Counter(places["row"].tolist())
-        sometimes["overtaken"] += run.trace.overtakes() > 0
+        sometimes["overtaken"] += run.row_log.overtakes() > 0
         sometimes["torn"] += max(by_row.values()) > 1
         sometimes["placed twice"] += places["nbytes"].sum() > 3 * 257 + 3 * 64
         sometimes["counted together"] += any(s.count > 1 for s in run.seam.seen)

@@ -72,7 +72,7 @@ class World:
 
     def __init__(self, seed: int, nics: tuple[int, int, int], *, prepared: bool) -> None:
         self.prepared = prepared
-        self.cluster = Cluster(nodes=3, nics=nics, seed=seed, trace=True)
+        self.cluster = Cluster(nodes=3, nics=nics, seed=seed, row_log=True)
         self.nics = nics
         a, b, c = self.cluster.engines
         self.a, self.b, self.c = a, b, c
@@ -206,7 +206,7 @@ class World:
         ]
         stats = [engine.stats() for engine in (self.a, self.b, self.c)]
         found = [self.log, ends, [each.tobytes() for each in self.targets + self.sources], stats]
-        return [*found, self.cluster.fabric_trace.digest()]
+        return [*found, self.cluster.row_log.digest()]
 
 
 @settings(max_examples=120, deadline=None)

@@ -1,4 +1,4 @@
-"""Same seed, same trace: whole engines on the chaos fabric, in one process and in several."""
+"""Same seed, same row log: whole engines on the chaos fabric, in one process and in several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def digest_of(seed: int) -> str:
     """The digest of one scenario with engines, transfers and, in some, a fault."""
     nics = (1 + seed % 4, 1 + seed // 4 % 4)
-    with Cluster(nics=nics, seed=seed, trace=True) as cluster:
+    with Cluster(nics=nics, seed=seed, row_log=True) as cluster:
         a, b = cluster.engines
         src = (np.arange(6000) * 7 % 251).astype(np.uint8)
         mr, _ = a.reg_mr(src)
@@ -35,7 +35,7 @@ def digest_of(seed: int) -> str:
         for k in range(3):
             a.submit_send(b.main_address, b"%d" % k)
         cluster.env.run()
-        return cluster.fabric_trace.digest()
+        return cluster.row_log.digest()
 
 
 def digest_of_all() -> str:

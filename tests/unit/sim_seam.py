@@ -17,7 +17,7 @@ from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tep.units import PS_PER_NS
 
 NS = PS_PER_NS
@@ -70,10 +70,15 @@ class Seam:
     """
 
     def __init__(
-        self, chaos: Chaos = CALM, *, nics: int = 1, nbytes: int = 4096, trace: Trace | None = None
+        self,
+        chaos: Chaos = CALM,
+        *,
+        nics: int = 1,
+        nbytes: int = 4096,
+        row_log: RowLog | None = None,
     ) -> None:
         self.env = FabricEnv()
-        self.fabric = ChaosFabric(self.env, chaos, trace=trace)
+        self.fabric = ChaosFabric(self.env, chaos, row_log=row_log)
         self.seen: list[Seen] = []
         self.on_seen: Callable[[Seen], object] = lambda _: None
         self.accepted: Counter[int] = Counter()

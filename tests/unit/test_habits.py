@@ -174,7 +174,7 @@ def simulators() -> list[object]:
     return [
         cluster,
         cluster.env,
-        cluster.fabric_trace,
+        cluster.row_log,
         chaos,
         SimDriver(chaos.env, chaos.node("a", 1)),
         sim.FlowFabric(sim.FabricEnv(), "cx7_400"),

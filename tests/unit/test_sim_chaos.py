@@ -27,7 +27,7 @@ from tep.sim.faults import (
     Swizzle,
     groups_of,
 )
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tests.unit.sim_seam import CALM, NS, Seam
 
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
@@ -75,12 +75,12 @@ def test_f2_f3_bytes_of_one_row_land_apart_and_in_any_order(late_ps: int) -> Non
     last_first = torn = 0
     for seed in range(40):
         chaos = replace(CALM, seed=seed, fragments=5, reorder_ps=400 * NS, last_late_ps=late_ps)
-        trace = Trace()
-        seam = Seam(chaos, trace=trace)
+        row_log = RowLog()
+        seam = Seam(chaos, row_log=row_log)
         seam.write([(0, 64, 1000)], 1)
         seam.run()
-        places = trace.columns("place", "b")
-        imm_ps = trace.columns("imm", "b")["t_ps"][0]
+        places = row_log.columns("place", "b")
+        imm_ps = row_log.columns("imm", "b")["t_ps"][0]
         assert 1000 == places["nbytes"].sum()
         assert set(range(64, 1064)) == {
             byte for p in places for byte in range(p["offset"], p["offset"] + p["nbytes"])
@@ -100,11 +100,11 @@ def test_cuts_fall_at_any_byte() -> None:
     """Cuts at multiples of 4 or 64 would hide a reader that trusts in aligned words."""
     odd = set()
     for seed in range(30):
-        trace = Trace()
-        seam = Seam(replace(CALM, seed=seed, fragments=5), trace=trace)
+        row_log = RowLog()
+        seam = Seam(replace(CALM, seed=seed, fragments=5), row_log=row_log)
         seam.write([(0, 0, 777)])
         seam.run()
-        odd |= {int(p["offset"]) % 4 for p in trace.columns("place")}
+        odd |= {int(p["offset"]) % 4 for p in row_log.columns("place")}
 
     assert {0, 1, 2, 3} == odd
 
@@ -122,12 +122,12 @@ def test_f4_nics_run_apart() -> None:
 
 def test_f5_bytes_may_be_placed_twice_but_counted_once() -> None:
     """A retransmission writes again: only the completion says that the page is at rest."""
-    trace = Trace()
-    seam = Seam(replace(CALM, dup_place=True, fragments=3), trace=trace)
+    row_log = RowLog()
+    seam = Seam(replace(CALM, dup_place=True, fragments=3), row_log=row_log)
     seam.write(PAGES, 5)
     seam.run()
 
-    assert trace.columns("place")["nbytes"].sum() > 12 * 256
+    assert row_log.columns("place")["nbytes"].sum() > 12 * 256
     assert {5: 12} == seam.imms()
     assert {Status.OK: 12} == seam.ended()
 
@@ -193,18 +193,18 @@ def test_f10_immediates_beyond_the_receives_wait() -> None:
 
 def test_f10_nothing_passes_a_row_that_waits_for_a_receive() -> None:
     """On RC a write without immediate behind one that waits must wait too: order is promised."""
-    trace = Trace()
-    seam = Seam(replace(CALM, ordered=True, imm_credits=1), trace=trace)
+    row_log = RowLog()
+    seam = Seam(replace(CALM, ordered=True, imm_credits=1), row_log=row_log)
     seam.poll_after_ps = 5000 * NS
     seam.write(PAGES[:3], 1)
     seam.write(PAGES[3:6])
     seam.run()
-    order = [r.row for r in trace.records() if r.what == "place"]
-    imm_ps = trace.columns("imm", "b")["t_ps"]
+    order = [r.row for r in row_log.records() if r.what == "place"]
+    imm_ps = row_log.columns("imm", "b")["t_ps"]
 
     assert [1, 2, 3, 4, 5, 6] == order
     assert np.diff(imm_ps).min() > 5000 * NS, "each waits for the one before to be polled"
-    assert trace.columns("place")["t_ps"][3] > imm_ps[1]
+    assert row_log.columns("place")["t_ps"][3] > imm_ps[1]
 
 
 def test_f10_finite_retries_end_in_rnr_and_let_the_rest_through() -> None:

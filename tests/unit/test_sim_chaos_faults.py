@@ -12,7 +12,7 @@ from tep.memory import Memory, adapt
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos, Faults, KillNic, Restart, Revoke
-from tep.sim.trace import Trace
+from tep.sim.row_log import RowLog
 from tests.unit.sim_seam import CALM, NS, Seam
 
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
@@ -173,9 +173,9 @@ def test_f11_a_dead_nic_ends_rows_on_it_and_towards_it() -> None:
     """Silence is the hang; and a row that landed but was not acknowledged is still a failure."""
     ambiguous = {Status.NIC_DOWN: 0, Status.UNREACHABLE: 0}
     for seed in range(60):
-        trace = Trace()
+        row_log = RowLog()
         chaos = Chaos.draw(seed, sq_depth=6, dead_after_ps=300 * NS, pause_ps=0)
-        seam = Seam(chaos, nics=2, trace=trace)
+        seam = Seam(chaos, nics=2, row_log=row_log)
         on_dead = seam.write(PAGES, 1, nic=0)
         towards = seam.write(PAGES, 2, nic=1, remote=1)
         alive = seam.write(PAGES, 3, nic=1, remote=0)
@@ -189,7 +189,7 @@ def test_f11_a_dead_nic_ends_rows_on_it_and_towards_it() -> None:
             assert seam.accepted[ctx] == ended.total()
             assert set(ended) <= {Status.OK, status, Status.FLUSHED}
             ambiguous[status] += seam.imms()[1 if ctx == on_dead else 2] > ended[Status.OK]
-        at_dead = [r for r in trace.records() if (r.node, r.nic) == ("b", 1)]
+        at_dead = [r for r in row_log.records() if (r.node, r.nic) == ("b", 1)]
         assert [] == [r for r in at_dead if r.what in ("place", "imm") and r.t_ps > kill_at]
         downs = [(s.where, s.status) for s in seam.of(Kind.DOWN)]
         assert [("a/0", Status.NIC_DOWN), ("b/1", Status.NIC_DOWN)] == sorted(downs)
@@ -388,13 +388,13 @@ def test_f24_an_error_flushes_the_rows_to_that_peer_only() -> None:
 
 def test_scripted_faults_happen_at_their_time() -> None:
     """A scenario is replayed from its record alone."""
-    trace = Trace()
-    seam = Seam(trace=trace, nics=2)
+    row_log = RowLog()
+    seam = Seam(row_log=row_log, nics=2)
     seam.fabric.script(
         Faults(((5 * NS, KillNic("a", 1)), (9 * NS, Revoke("b")), (12 * NS, Restart("b"))))
     )
     seam.run()
-    told = [(r.t_ps // NS, r.node, r.nic, r.peer) for r in trace.records() if r.what == "fault"]
+    told = [(r.t_ps // NS, r.node, r.nic, r.peer) for r in row_log.records() if r.what == "fault"]
 
     assert [(5, "a", 1, "kill"), (9, "b", 0, "revoke"), (9, "b", 1, "revoke")] == told[:3]
     assert (12, "b", 0, "crash") in told

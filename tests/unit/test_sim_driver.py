@@ -178,7 +178,7 @@ def test_restart_brings_an_engine_with_a_later_epoch() -> None:
 
 def test_faults_at_a_time() -> None:
     """A scripted scenario: a NIC dies, then the node restarts, and the clock goes on."""
-    with Cluster(nics=2, chaos=Chaos(dead_after_ps=300_000), trace=True) as cluster:
+    with Cluster(nics=2, chaos=Chaos(dead_after_ps=300_000), row_log=True) as cluster:
         pages = Pages(cluster)
         cluster.at(0.3, KillNic("a", 0))
         cluster.at(90, Restart("a"))
@@ -189,7 +189,7 @@ def test_faults_at_a_time() -> None:
         cluster.env.run()
         assert 2 == cluster.engines[0].main_address.epoch
         assert ["kill", "crash"] == [
-            r.peer for r in cluster.fabric_trace.records() if r.what == "fault" and r.nic == 0
+            r.peer for r in cluster.row_log.records() if r.what == "fault" and r.nic == 0
         ][:2]
         with pytest.raises(UsageError, match="stands at"):
             cluster.at(1, KillNic("a", 1))
@@ -232,22 +232,27 @@ def test_shapes_and_names() -> None:
         assert [1, 2, 4] == [len(address.domains) for address in addresses]
         with pytest.raises(UsageError, match="no node 'w'"):
             cluster.kill_nic("w", 0)
+        with pytest.raises(UsageError, match="no rates; open the Cluster with a profile"):
+            cluster.slow_down("x", 0, 2.0)
         assert "seed=9" in repr(cluster)
 
 
 def test_a_profile_makes_the_same_program_run_on_a_model_of_a_machine() -> None:
     """The first cell of the first notebook; only the constructor differs from chaos."""
-    with Cluster(nodes=2, profile="efa_2x200", seed=7, trace=True) as cluster:
+    with Cluster(nodes=2, profile="efa_2x200", seed=7, row_log=True) as cluster:
         pages = Pages(cluster)
         got, sent = pages.expect(), pages.send()
         got.wait()
         sent.wait()
         assert pages.arrived()
         assert 2 == len(cluster.engines[0].main_address.domains)
-        assert 24 == len(cluster.fabric_trace.columns("imm", "b"))
+        assert 24 == len(cluster.row_log.columns("imm", "b"))
         for fault in (lambda: cluster.kill_nic("a", 0), lambda: cluster.at(1e6, Restart("a"))):
             with pytest.raises(UsageError, match="faults are the chaos fabric's"):
                 fault()
+        for node, nic, times in (("w", 0, 2.0), ("a", 2, 2.0), ("a", 0, 0.0)):
+            with pytest.raises(UsageError):
+                cluster.slow_down(node, nic, times)
 
 
 def test_a_failure_inside_the_cluster_names_its_seed() -> None:

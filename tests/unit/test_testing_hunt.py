@@ -13,7 +13,7 @@ from hypothesis import given
 
 import tep
 from tep.errors import UsageError
-from tep.sim import Cluster, Trace
+from tep.sim import Cluster, RowLog
 from tep.testing import (
     Case,
     Chaos,
@@ -194,11 +194,11 @@ def test_cases_are_read_and_nothing_is_executed() -> None:
 
 
 def test_a_run_is_the_same_again_with_its_trace() -> None:
-    """A trace that changed the run would show another one."""
+    """A row log that changed the run would show another one."""
     case = Case.draw(11, faults="order")
-    first, second = Trace(), Trace()
-    ran = run(one_write, case, trace=first)
-    assert ran == run(one_write, case, trace=second)
+    first, second = RowLog(), RowLog()
+    ran = run(one_write, case, row_log=first)
+    assert ran == run(one_write, case, row_log=second)
     assert first.digest() == second.digest()
     assert len(first) > 2
     assert ran == run(one_write, case)

@@ -184,7 +184,7 @@ def test_worker_with_a_backlog_takes_a_small_request_at_its_next_turn() -> None:
 @given(POSTS)
 def test_everything_sent_arrives_and_no_nic_beats_its_rate(posts) -> None:
     """Bytes lost, doubled or faster than the wire would make every bandwidth figure worthless."""
-    seam = Seam(PLAIN, 4, trace=True)
+    seam = Seam(PLAIN, 4, row_log=True)
     for post in sorted(posts):
         seam.env.call_at(post[0], lambda post: scatter(seam, post), post)
     seam.run()
@@ -195,7 +195,7 @@ def test_everything_sent_arrives_and_no_nic_beats_its_rate(posts) -> None:
         assert total == seam.fabric.landed_bytes[owner.nics[0].number]
         assert len([1 for _, target, _ in rows if target == k]) == len(owner.of(Kind.IMM))
         assert len([1 for source, _, _ in rows if source == k]) == len(owner.of(Kind.WRITE))
-        placed = seam.trace.columns("place", owner.node.name)
+        placed = seam.row_log.columns("place", owner.node.name)
         if len(placed):
             span = int(placed["t_ps"].max()) - min(post[0] for post in posts)
             assert total * 8e12 / PLAIN.wire_bps <= span
@@ -204,13 +204,13 @@ def test_everything_sent_arrives_and_no_nic_beats_its_rate(posts) -> None:
 
 
 def digest(seed: int) -> str:
-    seam = Seam(load_profile("efa_2x200"), 3, seed=seed, trace=True)
+    seam = Seam(load_profile("efa_2x200"), 3, seed=seed, row_log=True)
     a, b, c = seam.owners
     for nic in (0, 1):
         a.post([b, c] * 200, [3000] * 400, nic=nic, imm=5)
         c.post([b] * 300, [9000] * 300, nic=nic, imm=6)
     seam.run()
-    return seam.trace.digest()
+    return seam.row_log.digest()
 
 
 def test_same_seed_same_trace() -> None:

@@ -17,8 +17,8 @@ from tep.sim.clock import FabricEnv
 from tep.sim.ledger import Agenda
 from tep.sim.paths import Network
 from tep.sim.profile import Profile, load_profile
+from tep.sim.row_log import RowLog
 from tep.sim.timing import TimingFabric
-from tep.sim.trace import Trace
 
 US = 10**6
 FAR = 1 << 40  # an address that nothing is mapped at
@@ -96,18 +96,18 @@ class Seam:
         nodes: int = 2,
         *,
         seed: int = 0,
-        trace: bool = False,
+        row_log: bool = False,
         move_bytes: bool = False,
         nbytes: int = 1 << 34,
         network: Network | None = None,
     ) -> None:
         self.env = FabricEnv()
-        self.trace = Trace(on=trace)
+        self.row_log = RowLog(on=row_log)
         self.fabric = TimingFabric(
             self.env,
             profile,
             seed=seed,
-            trace=self.trace,
+            row_log=self.row_log,
             move_bytes=move_bytes,
             network=network,
         )

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from tep import sim
+from tep import Trace, sim
 from tep.apps.moe.alltoall import AllToAll
 from tep.apps.moe.group import local_groups
 from tep.apps.moe.kernels import Gpu, load_gpu
@@ -105,6 +105,7 @@ class Prediction:
         p99_us: the same two, of the slowest rank in a hundred.
         dispatch_parts, combine_parts: what the median rank's latency is made of, in order.
         barrier_us: of one barrier, for the last rank to come; it is in no latency.
+        trace: what all engines did, if asked for.
     """
 
     workload: Workload
@@ -114,6 +115,7 @@ class Prediction:
     dispatch_parts: dict[str, float] = field(default_factory=dict)
     combine_parts: dict[str, float] = field(default_factory=dict)
     barrier_us: float = 0.0
+    trace: Trace | None = None
 
 
 @dataclass(slots=True)
@@ -157,6 +159,7 @@ def predict(
     gpu: Gpu | None = None,
     machine: Profile | None = None,
     network: sim.Network | None = None,
+    trace: bool = False,
 ) -> Prediction:
     """Run the step on all ranks.
 
@@ -166,6 +169,7 @@ def predict(
         gpu: other kernels and proxy than those of the workload's NIC.
         machine: other NICs.
         network: as of sim.Cluster.
+        trace: record what all engines do, from the first turn on.
 
     Raises:
         UsageError: an unknown NIC, or numbers that contradict each other.
@@ -184,15 +188,7 @@ def predict(
             groups[number],
             kernels=gpu,
             carries_bytes=False,
-            num_experts=workload.experts,
-            topk=workload.topk,
-            hidden=workload.hidden,
-            num_scales=workload.scales,
-            max_tokens=workload.tokens,
-            private_tokens=workload.private_tokens,
-            private_sizes=workload.private_sizes,
-            private_scatter=workload.private_scatter,
-            sums=workload.sums,
+            **_shape(workload),
         )
         async with alltoall:
             for turn in range(workload.all_turns):
@@ -207,8 +203,26 @@ def predict(
         seen.barriers.append(alltoall.barrier_s)
 
     with _cluster(workload, profile, network) as cluster:
+        found = cluster.trace() if trace else None
         cluster.run(_all(rank(cluster, number) for number in range(workload.ep)))
-    return _summary(workload, profile, seen)
+        if found is not None:
+            found.stop()
+    return replace(_summary(workload, profile, seen), trace=found)
+
+
+def _shape(workload: Workload) -> dict[str, Any]:
+    """What AllToAll is told of a workload."""
+    return {
+        "num_experts": workload.experts,
+        "topk": workload.topk,
+        "hidden": workload.hidden,
+        "num_scales": workload.scales,
+        "max_tokens": workload.tokens,
+        "private_tokens": workload.private_tokens,
+        "private_sizes": workload.private_sizes,
+        "private_scatter": workload.private_scatter,
+        "sums": workload.sums,
+    }
 
 
 async def _all(ranks: Iterable[Coroutine[Any, Any, None]]) -> None:
@@ -220,8 +234,7 @@ def _cluster(workload: Workload, profile: Profile, network: sim.Network | None) 
         workload.ep, profile=profile, seed=workload.seed, move_bytes=False, network=network
     )
     if workload.slow_nic != 1:
-        assert not isinstance(cluster.fabric, sim.ChaosFabric), "there is a profile"
-        cluster.fabric.timing.slow_down(cluster.engines[0].name, 0, workload.slow_nic)
+        cluster.slow_down(0, 0, workload.slow_nic)
     return cluster
 
 

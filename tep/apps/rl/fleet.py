@@ -93,8 +93,7 @@ class Fleet:
         Raises:
             UsageError: there is no such NIC.
         """
-        assert not isinstance(self.cluster.fabric, tep.sim.ChaosFabric), "there is a profile"
-        self.cluster.fabric.timing.slow_down(node, nic, times)
+        self.cluster.slow_down(node, nic, times)
 
     def __enter__(self) -> Self:
         return self

@@ -1,6 +1,6 @@
-"""What the timing fabric writes into a trace: its columns as records. Nothing is modelled here.
+"""What the timing fabric writes into a row log: its columns as records. Nothing is modelled here.
 
-Called only where somebody asked for a trace.
+Called only where somebody asked for a row log.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import numpy as np
 
 from tep.backends.base import Status
 from tep.sim.queues import Ints
+from tep.sim.row_log import Record, What
 from tep.sim.timing_faces import Nic, Region
-from tep.sim.trace import Record, What
 
 __all__ = ["trace_ends", "trace_landed", "trace_posts", "trace_rows"]
 
@@ -23,10 +23,10 @@ _OK: Final = int(Status.OK)
 
 def trace_rows(nic: Nic, what: What, times: Ints | int, numbers: Ints, peer: str) -> None:
     """Record rows of one batch at a NIC that go to, or are from, one peer."""
-    ledger, trace = nic.fabric.ledger, nic.fabric.trace
-    assert trace is not None, "checked by the caller"
+    ledger, row_log = nic.fabric.ledger, nic.fabric.row_log
+    assert row_log is not None, "checked by the caller"
     rows = numbers - ledger.base
-    trace.add_rows(
+    row_log.add_rows(
         len(rows),
         times,
         what,
@@ -43,12 +43,12 @@ def trace_rows(nic: Nic, what: What, times: Ints | int, numbers: Ints, peer: str
 def trace_posts(nic: Nic, where: slice, ctx: int) -> None:
     """Record rows that a NIC has just accepted."""
     fabric = nic.fabric
-    ledger, trace = fabric.ledger, fabric.trace
-    assert trace is not None, "checked by the caller"
+    ledger, row_log = fabric.ledger, fabric.row_log
+    assert row_log is not None, "checked by the caller"
     region = nic.sources.get(int(ledger.lkey[where.start]))
     for target in np.unique(ledger.target[where]).tolist():
         rows = np.flatnonzero(ledger.target[where] == target) + where.start
-        trace.add_rows(
+        row_log.add_rows(
             len(rows),
             fabric.env.now,
             "post",
@@ -76,8 +76,8 @@ def trace_ends(nic: Nic, times: Ints, numbers: Ints) -> None:
 
 def trace_landed(nic: Nic, targets: Mapping[int, Region], times: Ints, rows: Ints) -> None:
     """Record placements and immediates of rows that landed well at a NIC."""
-    ledger, trace = nic.fabric.ledger, nic.fabric.trace
-    assert trace is not None, "checked by the caller"
+    ledger, row_log = nic.fabric.ledger, nic.fabric.row_log
+    assert row_log is not None, "checked by the caller"
     for time_ps, row in zip(times.tolist(), rows.tolist()):
         target = targets[int(ledger.rkey[row])]
         nbytes, offset = int(ledger.nbytes[row]), int(ledger.dst[row]) - target.ptr
@@ -86,6 +86,6 @@ def trace_landed(nic: Nic, targets: Mapping[int, Region], times: Ints, rows: Int
             crc = zlib.crc32(target.host.view[offset : offset + nbytes].data)
         peer = nic.fabric.name_of(int(ledger.source[row]))
         where = (nic.node.name, nic.index, peer, row + ledger.base, int(ledger.ctx[row]))
-        trace.add(Record(time_ps, "place", *where, offset, nbytes, crc))
+        row_log.add(Record(time_ps, "place", *where, offset, nbytes, crc))
         if ledger.imm[row] >= 0:
-            trace.add(Record(time_ps, "imm", *where, 0, nbytes, int(ledger.imm[row])))
+            row_log.add(Record(time_ps, "imm", *where, 0, nbytes, int(ledger.imm[row])))

@@ -1,4 +1,4 @@
-"""The trace: digests, counting of overtakes, the Perfetto file."""
+"""The row log: digests, counting of overtakes, the Perfetto file."""
 
 from __future__ import annotations
 
@@ -9,55 +9,55 @@ import pytest
 
 from tep.errors import UsageError
 from tep.sim.faults import Chaos
-from tep.sim.trace import Record, Trace
+from tep.sim.row_log import Record, RowLog
 from tests.unit.sim_seam import CALM, NS, Seam
 
 GOLDEN = ["371ab081f6fb0c7b", "0af745d189665532", "f67cb825940fd7b6", "a4de1c9186e8d21d"]
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
 
 
-def _traced(chaos: Chaos, fill: int = 0) -> Trace:
-    trace = Trace()
-    seam = Seam(chaos, trace=trace)
+def _traced(chaos: Chaos, fill: int = 0) -> RowLog:
+    row_log = RowLog()
+    seam = Seam(chaos, row_log=row_log)
     seam.a.src[fill] ^= 0xFF if fill else 0
     seam.write(PAGES, 1)
     seam.run()
-    return trace
+    return row_log
 
 
 def test_digest_covers_every_placement_and_completion() -> None:
     """A digest that misses something calls two different runs the same."""
     wild = replace(CALM, reorder_ps=400 * NS, fragments=4)
-    trace = _traced(wild)
+    row_log = _traced(wild)
     counts = {
-        what: sum(r.what == what for r in trace.records()) for what in ("post", "imm", "done")
+        what: sum(r.what == what for r in row_log.records()) for what in ("post", "imm", "done")
     }
 
     assert {"post": 12, "imm": 12, "done": 12} == counts
-    assert 12 * 256 == sum(r.nbytes for r in trace.records() if r.what == "place")
-    assert trace.digest() == _traced(wild).digest()
-    assert trace.digest() != _traced(replace(wild, seed=1)).digest()
-    assert trace.digest() != _traced(wild, fill=777).digest(), "one byte differs"
+    assert 12 * 256 == sum(r.nbytes for r in row_log.records() if r.what == "place")
+    assert row_log.digest() == _traced(wild).digest()
+    assert row_log.digest() != _traced(replace(wild, seed=1)).digest()
+    assert row_log.digest() != _traced(wild, fill=777).digest(), "one byte differs"
 
 
 def test_golden_digests() -> None:
     """A change that makes the fabric faster must not change a byte of what it does."""
     found = []
     for seed in range(4):
-        trace = Trace()
-        seam = Seam(Chaos.draw(seed), nics=2, trace=trace)
+        row_log = RowLog()
+        seam = Seam(Chaos.draw(seed), nics=2, row_log=row_log)
         seam.write(PAGES, list(range(12)), nic=0, remote=1)
         seam.write([(3000, 3000, 7), (0, 4000, 0)], 2**32 - 1, nic=1)
         seam.env.call_at(500 * NS + seed * 200 * NS, lambda _, s=seam: s.fabric.kill_nic("b", 1))
         seam.run()
-        found.append(trace.digest()[:16])
+        found.append(row_log.digest()[:16])
 
     assert GOLDEN == found, "if the fabric is meant to act otherwise, say so in CHANGELOG.md"
 
 
 def test_rows_in_columns_equal_rows_one_by_one() -> None:
     """The timing fabric writes columns, the chaos fabric records: one digest for one run."""
-    one, many = Trace(), Trace()
+    one, many = RowLog(), RowLog()
     for k in range(3):
         one.add(Record(10 + k, "place", "b", 1, "a", k, 7, 64 * k, 64, 5))
     t_ps, rows = np.arange(10, 13), np.arange(3)
@@ -71,37 +71,37 @@ def test_rows_in_columns_equal_rows_one_by_one() -> None:
 
 def test_overtakes_are_counted_per_pair() -> None:
     """The demo's 'arrived out of order' column is this number."""
-    trace = Trace()
+    row_log = RowLog()
     for t_ps, node, row in ((1, "b", 3), (2, "b", 1), (3, "b", 2), (4, "b", 4), (2, "c", 9)):
-        trace.add(Record(t_ps, "imm", node, 0, "a", row))
-    trace.add(Record(9, "imm", "c", 0, "z", 5))
+        row_log.add(Record(t_ps, "imm", node, 0, "a", row))
+    row_log.add(Record(9, "imm", "c", 0, "z", 5))
 
-    assert (1, 1, 0) == (trace.overtakes(), trace.overtakes("b"), trace.overtakes("c"))
+    assert (1, 1, 0) == (row_log.overtakes(), row_log.overtakes("b"), row_log.overtakes("c"))
     assert 0 == _traced(CALM).overtakes()
     assert 0 < _traced(replace(CALM, reorder_ps=3000 * NS)).overtakes() < 12
 
 
 def test_a_trace_that_is_off_says_so() -> None:
     """An empty picture would be taken for an empty run."""
-    trace = Trace(on=False)
-    seam = Seam(trace=trace)
+    row_log = RowLog(on=False)
+    seam = Seam(row_log=row_log)
     seam.write(PAGES, 1)
     seam.run()
 
-    assert 0 == len(trace)
-    with pytest.raises(UsageError, match="trace=True"):
-        trace.digest()
+    assert 0 == len(row_log)
+    with pytest.raises(UsageError, match="row_log=True"):
+        row_log.digest()
 
 
 def test_the_picture_has_a_span_for_each_row() -> None:
     """A span that never ends hides all others in the viewer."""
-    trace = Trace()
-    seam = Seam(replace(CALM, fragments=3), trace=trace)
+    row_log = RowLog()
+    seam = Seam(replace(CALM, fragments=3), row_log=row_log)
     seam.write(PAGES, 1)
     seam.run(us=0.3)
     seam.fabric.kill_nic("b", 0)
     seam.run()
-    picture = trace.picture()
+    picture = row_log.picture()
     events = picture.events()
     bars = [event for event in events if event["ph"] == "X"]
 

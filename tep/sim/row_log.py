@@ -1,6 +1,6 @@
-"""What happened on a simulated fabric, row by row: a digest, columns for pictures, a trace.
+"""What happened on a simulated fabric, row by row: a digest, columns for pictures, spans.
 
-Both fabrics write here, and only when the trace is on; nothing here models anything. A fabric must
+Both fabrics write here, and only when the log is on; nothing here models anything. A fabric must
 record every placement and every completion, since the digest stands for "the same run".
 """
 
@@ -17,7 +17,7 @@ from tep import trace
 from tep.errors import UsageError
 from tep.units import PS_PER_S
 
-__all__ = ["ARRIVAL", "Record", "Trace", "What"]
+__all__ = ["ARRIVAL", "Record", "RowLog", "What"]
 
 What = Literal["post", "place", "imm", "done", "fail", "send", "recv", "sent", "fault"]
 """post, done, fail, send, sent: at the sender; place, imm, recv: at the target; fault: anywhere."""
@@ -63,7 +63,7 @@ ARRIVAL: Final = np.dtype(
         ("value", "u4"),
     ]
 )
-"""One record as numbers: what Trace.columns() returns, for pictures and counting."""
+"""One record as numbers: what RowLog.columns() returns, for pictures and counting."""
 
 _Ints = int | npt.NDArray[np.integer]
 
@@ -105,7 +105,7 @@ class _Block(NamedTuple):
             )
 
 
-class Trace:
+class RowLog:
     """A list of records; a fabric holds None in its place when nobody asked for one.
 
     Attributes:
@@ -119,7 +119,7 @@ class Trace:
         self.add = self._items.append
 
     def __repr__(self) -> str:
-        return f"Trace({len(self._items)} items)" if self.on else "Trace(off)"
+        return f"RowLog({len(self._items)} items)" if self.on else "RowLog(off)"
 
     def add_rows(
         self,
@@ -143,7 +143,7 @@ class Trace:
     def records(self) -> Iterator[Record]:
         """Every record, in the order they were written."""
         if not self.on:
-            raise UsageError("nothing was traced: open the Cluster, or fabric, with trace=True")
+            raise UsageError("no rows were logged: open the Cluster, or fabric, with row_log=True")
         for item in self._items:
             if isinstance(item, Record):
                 yield item
