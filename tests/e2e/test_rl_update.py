@@ -10,6 +10,7 @@ import pytest
 
 import tep
 from tep.apps.rl.immediates import Kind, make_imm
+from tep.apps.rl.regions import Regions
 from tep.apps.rl.rollout import RolloutWorker
 from tep.apps.rl.stages import AtOnce, Timed
 from tep.apps.rl.training import TrainingWorker
@@ -266,7 +267,7 @@ def test_a_version_needs_both_counts():
     with cluster:
 
         async def main():
-            desc = tep.MrDesc.from_bytes(await actor.begin(1, 7, 2, 1))
+            (desc,) = Regions.from_bytes(await actor.begin(1, 7, 2, 1)).descs
             mr, _ = rank.reg_mr(np.ones(64, np.uint8))
             await rank.submit_barrier([desc], make_imm(Kind.FINISH, 1))
             await rank.submit_single_write(64, (mr, 0), (desc, 0), make_imm(Kind.DATA, 1))
@@ -341,7 +342,7 @@ def test_after_an_abort_old_keys_are_refused():
     with cluster:
 
         async def main():
-            desc = tep.MrDesc.from_bytes(await actor.begin(1, 7, 2, 1))
+            (desc,) = Regions.from_bytes(await actor.begin(1, 7, 2, 1)).descs
             mr, _ = rank.reg_mr(np.ones(64, np.uint8))
             await actor.abort()
             with pytest.raises(tep.FabricError, match="REMOTE_KEY"):

@@ -18,11 +18,10 @@ from tep.apps.rl.metadata import (
     SourceShard,
     TargetShard,
     TrainMeta,
-    box_shape,
     box_size,
     local_shape,
     nbytes_of,
-    scale_shape,
+    scale_bytes,
     whole,
 )
 from tep.apps.rl.models import model_from_config
@@ -68,7 +67,8 @@ def worlds(draw):
         for name in names:
             dtypes[name] = "bf16" if quantised else "fp32"
             _hold(draw, held, meshes, name, shape, unit)
-        dtype = "fp8" if quantised else "fp32"
+        kinds = ["fp8", "fp8_ue8m0", "fp8_channel"][: 3 if cuts == 1 else 2]
+        dtype = draw(st.sampled_from(kinds)) if quantised else "fp32"
         for receiver in range(receivers):
             for n, box in enumerate(_grid(draw, shape, unit)):
                 if draw(st.booleans()):
@@ -113,10 +113,10 @@ def _laid_out(draw, name, wanted):
         at += draw(st.sampled_from([0, 0, 16, 4096]))
         offset, at = at, at + nbytes_of(local_shape(parts), dtype)
         scales = -1
-        if dtype == "fp8":
+        if dtype.startswith("fp8"):
             at += draw(st.sampled_from([0, 16]))
-            scales = at
-            at += sum(nbytes_of(scale_shape(box_shape(p.box)), "fp32") for p in parts)
+            scales = at = -(-at // 4) * 4
+            at += scale_bytes(parts, dtype)
         shards.append(TargetShard(target, dtype, parts, offset, scales))
     return RolloutMeta(name, 1, tuple(shards), max(at, 1))
 

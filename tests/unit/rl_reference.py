@@ -5,6 +5,8 @@ Shares no code with tep.apps.rl but its records; the tests compare what landed w
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 
@@ -14,6 +16,8 @@ DTYPES = {
     "fp16": np.float16,
     "fp32": np.float32,
     "fp8": ml_dtypes.float8_e4m3fn,
+    "fp8_channel": ml_dtypes.float8_e4m3fn,
+    "fp8_ue8m0": ml_dtypes.float8_e4m3fn,
 }
 
 
@@ -24,8 +28,8 @@ def reference_region(meta, tensors):
     for shard in meta.shards:
         parts = [_cut(tensors[name], box) for name, box in shard.parts]
         axis = -2 if parts[0].ndim > 1 else 0
-        if shard.dtype == "fp8":
-            pairs = [_quantise(part) for part in parts]
+        if shard.dtype.startswith("fp8"):
+            pairs = [_quantise(part, shard.dtype) for part in parts]
             _place(region, owned, shard.offset, np.concatenate([p[0] for p in pairs], axis))
             _place(region, owned, shard.scale_offset, np.concatenate([p[1] for p in pairs], axis))
         else:
@@ -40,24 +44,24 @@ def _cut(tensor, box):
     return tensor
 
 
-def _quantise(values):
+def _quantise(values, dtype):
     rows, columns = values.shape[-2:]
     lead = values.shape[:-2]
+    high, wide = (1, columns) if dtype == "fp8_channel" else (BLOCK, BLOCK)
     out = np.zeros(values.shape, DTYPES["fp8"])
-    scales = np.zeros((*lead, -(-rows // BLOCK), -(-columns // BLOCK)), np.float32)
-    for at in np.ndindex(*lead):
-        for i in range(scales.shape[-2]):
-            for j in range(scales.shape[-1]):
-                area = (
-                    *at,
-                    slice(i * BLOCK, (i + 1) * BLOCK),
-                    slice(j * BLOCK, (j + 1) * BLOCK),
-                )
-                block = values[area].astype(np.float32)
-                scale = np.float32(np.abs(block).max()) / np.float32(448)
-                scale = scale if scale != 0 else np.float32(1)
-                scales[(*at, i, j)] = scale
-                out[area] = (block / scale).astype(DTYPES["fp8"])
+    scales = np.zeros((*lead, -(-rows // high), -(-columns // wide)), np.float32)
+    for at in np.ndindex(*scales.shape):
+        i, j = at[-2:]
+        area = (*at[:-2], slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+        block = values[area].astype(np.float32)
+        scale = np.float32(np.abs(block).max()) / np.float32(448)
+        scale = scale if scale != 0 else np.float32(1)
+        if dtype == "fp8_ue8m0":
+            scale = np.float32(2.0 ** math.ceil(math.log2(scale)))
+        scales[at] = scale
+        out[area] = (block / scale).astype(DTYPES["fp8"])
+    if dtype == "fp8_ue8m0":
+        return out, (np.log2(scales) + 127).astype(np.uint8)
     return out, scales
 
 

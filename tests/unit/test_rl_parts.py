@@ -25,9 +25,9 @@ from tep.apps.rl.metadata import (
     whole,
 )
 from tep.apps.rl.models import PUBLISHED, load_model, model_from_config
-from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
+from tep.apps.rl.placement import InferLayout, TrainLayout, lay_out, rollout_metas, train_metas
 from tep.apps.rl.ports import Span
-from tep.apps.rl.quantise import numpy_dtype, quantise
+from tep.apps.rl.quantise import check_finite, numpy_dtype, quantise
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import make_schedule
 from tep.apps.rl.timeline import from_reports, write_perfetto
@@ -181,6 +181,64 @@ def test_quantised_blocks_keep_their_own_scale():
     assert back[0, 0] == pytest.approx(1000.0, rel=0.01)
     assert back[0, 200] == pytest.approx(0.01, rel=0.04)
     assert (back[130:, 130:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_channel", "fp8_ue8m0"])
+@pytest.mark.parametrize("size", [1e-45, 1e-41, 1e-38, 1e-3, 1.0, 3e38])
+def test_quantised_values_are_near_at_any_size(dtype, size):
+    """A scale that rounds down makes values beyond 448, and those are NaN in silence."""
+    values = (np.linspace(-1, 1, 256 * 256).reshape(256, 256) * size).astype(np.float32)
+    fp8, scales = quantise(values, dtype)
+    wide = np.exp2(scales.astype(np.float32) - 127) if dtype == "fp8_ue8m0" else scales
+    each = np.repeat(np.repeat(wide, 256 // wide.shape[0], 0), 256 // wide.shape[1], 1)
+    back = fp8.astype(np.float64) * each
+
+    # e4m3 has three bits behind the point, and steps of 2**-9 below its normal numbers.
+    assert (np.abs(back - values) <= np.maximum(np.abs(values) / 16, each * 2.0**-10)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_no_number_is_refused_by_name(dtype, bad):
+    """One such weight makes a model that answers nonsense, and a block of fp8 that is all zero."""
+    values = np.ones((300, 300), numpy_dtype(dtype))
+    check_finite(values, "w")
+    values[170, 299] = bad
+
+    with pytest.raises(tep.UsageError, match=r"w: 1 of 90000 values.*\[170, 299\]"):
+        check_finite(values, "w")
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "message"),
+    [
+        (np.inf, "fp8", "t: 1 of 16384"),
+        (1e30, "fp16", "out as fp16: 1 of 16384"),
+        (1e30, "bf16", ""),
+    ],
+)
+def test_an_update_with_such_a_weight_fails(value, target, message):
+    """Also where the weight is too large for the target's dtype only."""
+    shape = (128, 128)
+    parts = (SourceShard("t", whole(shape)),)
+    groups = (MeshGroup("all", ("t",), ((0,),)),)
+    trains = [TrainMeta(0, 1, parts, {"t": "fp32"}, groups)]
+    rollouts = [RolloutMeta("r", 1, *lay_out([("out", target, parts)]))]
+    schedule = make_schedule(trains, rollouts, watermark_bytes=MiB)
+    values = np.ones(shape, np.float32)
+    values[5, 6] = value
+
+    def run():
+        (task,) = schedule.tasks
+        staging = np.zeros(task.nbytes, np.uint8)
+        load_shards(task, 0, {tuple(parts[0]): values}, staging)
+        make_outs(task, task.outs, unshard(task, staging), staging)
+
+    if not message:
+        run()
+        return
+    with pytest.raises(tep.UsageError, match=message):
+        run()
 
 
 @pytest.mark.parametrize("axis", [0, 1])

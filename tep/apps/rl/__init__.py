@@ -11,10 +11,25 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tep.apps.rl.boxes import Placed, flat_boxes, mesh_groups, placed_box, shard_of
     from tep.apps.rl.controller import Controller
-    from tep.apps.rl.metadata import MeshGroup, RolloutMeta, SourceShard, TargetShard, TrainMeta
+    from tep.apps.rl.metadata import (
+        Box,
+        DType,
+        MeshGroup,
+        RolloutMeta,
+        SourceShard,
+        TargetShard,
+        TrainMeta,
+    )
     from tep.apps.rl.models import Model, load_model
-    from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas, train_metas
+    from tep.apps.rl.placement import (
+        InferLayout,
+        TrainLayout,
+        lay_out,
+        rollout_metas,
+        train_metas,
+    )
     from tep.apps.rl.ports import RolloutPort, TrainingPort, UpdateReport
     from tep.apps.rl.predict import Prediction
     from tep.apps.rl.rollout import RolloutWorker
@@ -23,10 +38,13 @@ if TYPE_CHECKING:
     from tep.apps.rl.training import TrainingWorker
 
 __all__ = [
+    "Box",
     "Controller",
+    "DType",
     "InferLayout",
     "MeshGroup",
     "Model",
+    "Placed",
     "Prediction",
     "RolloutMeta",
     "RolloutPort",
@@ -39,17 +57,31 @@ __all__ = [
     "TrainingPort",
     "TrainingWorker",
     "UpdateReport",
+    "flat_boxes",
+    "lay_out",
     "load_model",
     "make_schedule",
+    "mesh_groups",
+    "placed_box",
     "rollout_metas",
+    "shard_of",
     "train_metas",
 ]
 
 _ROOMS = {
+    "boxes": ("Placed", "flat_boxes", "mesh_groups", "placed_box", "shard_of"),
     "controller": ("Controller",),
-    "metadata": ("MeshGroup", "RolloutMeta", "SourceShard", "TargetShard", "TrainMeta"),
+    "metadata": (
+        "Box",
+        "DType",
+        "MeshGroup",
+        "RolloutMeta",
+        "SourceShard",
+        "TargetShard",
+        "TrainMeta",
+    ),
     "models": ("Model", "load_model"),
-    "placement": ("InferLayout", "TrainLayout", "rollout_metas", "train_metas"),
+    "placement": ("InferLayout", "TrainLayout", "lay_out", "rollout_metas", "train_metas"),
     "ports": ("RolloutPort", "TrainingPort", "UpdateReport"),
     "predict": ("Prediction",),
     "rollout": ("RolloutWorker",),

@@ -38,6 +38,7 @@ from tep.apps.rl.compute import load_shards, make_outs, needed_outs, unshard
 from tep.apps.rl.immediates import ROUTING, Kind, count_rows, cut_rows, make_imm
 from tep.apps.rl.metadata import Box, box_bytes
 from tep.apps.rl.ports import Span, TrainReport
+from tep.apps.rl.regions import Regions
 from tep.apps.rl.routes import GatherPiece, Rows, Schedule, Task
 from tep.apps.rl.stages import Compute
 
@@ -71,7 +72,7 @@ class Rank:
     shards: Shards
     compute: Compute
     peers: Sequence[MrDesc]
-    rollouts: Mapping[str, MrDesc]
+    rollouts: Mapping[str, Regions]
 
 
 class Attempt:
@@ -240,9 +241,9 @@ class Attempt:
         for name, mine in self._by_receiver(rows):
             if name in self._lost:
                 continue
-            desc = self._rank.rollouts[name]
+            regions = self._rank.rollouts[name]
             dsts = [
-                ScatterDst(nbytes, base + src, (desc, dst))
+                ScatterDst(nbytes, base + src, regions.at(dst))
                 for src, dst, nbytes in zip(*(mine[c].tolist() for c in ("src", "dst", "nbytes")))
             ]
             try:
@@ -286,7 +287,8 @@ class Attempt:
         told = []
         for name in self._schedule.receivers:
             if name not in self._lost:
-                told.append((name, self._engine.submit_barrier([self._rank.rollouts[name]], imm)))
+                first = self._rank.rollouts[name].descs[0]
+                told.append((name, self._engine.submit_barrier([first], imm)))
                 self._track(told[-1][1])
         for name, transfer in told:
             try:

@@ -25,7 +25,7 @@ from tep.apps.rl.metadata import (
     nbytes_of,
     scale_shape,
 )
-from tep.apps.rl.quantise import numpy_dtype, quantise
+from tep.apps.rl.quantise import check_finite, numpy_dtype, quantise, scale_dtype
 from tep.apps.rl.routes import Gather, Out, Rows, Task
 
 if TYPE_CHECKING:
@@ -42,6 +42,9 @@ def load_shards(
     """Copy what a rank holds of a task's tensors to its place in staging; return the bytes.
 
     This is the copy from host to device where the weights are offloaded.
+
+    Raises:
+        UsageError: a tensor has an infinity or a NaN; its name is in the message.
     """
     copied = 0
     for gather in task.gathers:
@@ -49,6 +52,7 @@ def load_shards(
             if rank in piece.holders:
                 view = _view(staging, piece.offset, gather.dtype, box_shape(piece.box))
                 view[...] = as_array(shards[gather.name, piece.box])
+                check_finite(view, gather.name)
                 copied += box_bytes(piece.box, gather.dtype)
     return copied
 
@@ -122,14 +126,18 @@ def make_outs(task: Task, outs: Sequence[Out], tensors: Sequence[Array], staging
         values = _view(staging, out.offset, out.dtype, joined_shape(shapes))
         places = _along(values, axis, [shape[axis] for shape in shapes])
         if out.scale_nbytes:
-            scale_shapes = [scale_shape(shape) for shape in shapes]
-            scales = _view(staging, out.scale_offset, "fp32", joined_shape(scale_shapes))
+            scale_shapes = [scale_shape(shape, out.dtype) for shape in shapes]
+            raw = staging[out.scale_offset : out.scale_offset + out.scale_nbytes]
+            scales = raw.view(scale_dtype(out.dtype)).reshape(joined_shape(scale_shapes))
             blocks = _along(scales, axis, [shape[axis] for shape in scale_shapes])
             for part, place, block in zip(parts, places, blocks):
-                quantise(part, into=(place, block))
+                quantise(part, out.dtype, into=(place, block))
         else:
             for part, place in zip(parts, places):
-                place[...] = part
+                with np.errstate(over="ignore"):  # it is refused by name
+                    place[...] = part
+                if part.dtype != place.dtype:
+                    check_finite(place, f"{out.target} as {out.dtype}")
         made += out.nbytes + out.scale_nbytes
     return made
 

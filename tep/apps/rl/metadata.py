@@ -16,10 +16,12 @@ __all__ = [
     "ALIGN_BYTES",
     "BLOCK",
     "ITEM_BYTES",
+    "SCALINGS",
     "Box",
     "DType",
     "MeshGroup",
     "RolloutMeta",
+    "Scaling",
     "SourceShard",
     "TargetShard",
     "Tensor",
@@ -32,21 +34,52 @@ __all__ = [
     "joined_shape",
     "local_shape",
     "nbytes_of",
+    "scale_bytes",
     "scale_shape",
     "whole",
 ]
 
-DType = Literal["bf16", "fp16", "fp32", "fp8"]
-"""fp8 is e4m3 with one float32 scale for each block of BLOCK x BLOCK."""
+DType = Literal["bf16", "fp16", "fp32", "fp8", "fp8_channel", "fp8_ue8m0", "u8"]
+"""The fp8 are e4m3, with the scales of SCALINGS. u8 is any other, as bytes: never converted."""
 
 Box = tuple[tuple[int, int], ...]
 """A slice of a tensor: (start, stop) for each dimension."""
 
-ITEM_BYTES: Final[dict[DType, int]] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+ITEM_BYTES: Final[dict[DType, int]] = {
+    "bf16": 2,
+    "fp16": 2,
+    "fp32": 4,
+    "fp8": 1,
+    "fp8_channel": 1,
+    "fp8_ue8m0": 1,
+    "u8": 1,
+}
 
 BLOCK: Final = 128
 """Edge of a quantisation block. Source: `weight_block_size` in DeepSeek-V3's published config.json,
 [128, 128]; Kimi-K2's is the same. Quoted."""
+
+
+class Scaling(NamedTuple):
+    """What shares one scale in a quantised matrix.
+
+    Attributes:
+        rows: of a block.
+        columns: of a block; 0: all there are.
+        item: bytes of a scale: 4 is a float32, 1 the exponent of a power of two (UE8M0).
+    """
+
+    rows: int
+    columns: int
+    item: int
+
+
+SCALINGS: Final[dict[str, Scaling]] = {
+    "fp8": Scaling(BLOCK, BLOCK, 4),
+    "fp8_channel": Scaling(1, 0, 4),
+    "fp8_ue8m0": Scaling(BLOCK, BLOCK, 1),
+}
+"""By dtype. fp8_ue8m0 is DeepSeek-V3.1's `scale_fmt` "ue8m0", read from its config.json, quoted."""
 
 ALIGN_BYTES: Final = 16
 """Where tensors may begin in an arena or a staging area: what vector loads and TMA ask for."""
@@ -88,7 +121,7 @@ class TargetShard(NamedTuple):
         parts: pieces of source tensors, joined along the last axis but one (the only axis of
             vectors); all other extents are equal.
         offset: byte in the worker's region.
-        scale_offset: byte of the block scales, float32; -1 where dtype is not fp8.
+        scale_offset: byte of the scales; -1 where dtype is not quantised.
     """
 
     name: str
@@ -211,6 +244,13 @@ def local_shape(parts: Sequence[SourceShard]) -> tuple[int, ...]:
     return joined_shape(shapes)
 
 
-def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of the block scales of one part: a block edge covers BLOCK elements, the last fewer."""
-    return (*shape[:-2], *(-(-extent // BLOCK) for extent in shape[-2:]))
+def scale_shape(shape: tuple[int, ...], dtype: DType = "fp8") -> tuple[int, ...]:
+    """Shape of the scales of one part; the last block of an axis may cover fewer elements."""
+    rows, columns, _ = SCALINGS[dtype]
+    return (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns) if columns else 1)
+
+
+def scale_bytes(parts: Sequence[SourceShard], dtype: DType) -> int:
+    """Bytes of the scales of parts joined together."""
+    shapes = (scale_shape(box_shape(part.box), dtype) for part in parts)
+    return sum(math.prod(shape) * SCALINGS[dtype].item for shape in shapes)

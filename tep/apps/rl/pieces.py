@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from tep import UsageError
 from tep.apps.rl.metadata import (
-    BLOCK,
     ITEM_BYTES,
+    SCALINGS,
     Box,
     DType,
+    Scaling,
     SourceShard,
     box_shape,
     box_size,
@@ -67,30 +68,26 @@ def pieces_of(
     """
     shape = local_shape(parts)
     inner = [_inside(part.box, box) for part, box in zip(parts, boxes)]
-    if dtype == "fp8":
+    scaling = SCALINGS.get(dtype)
+    if scaling:
         if len(shape) < 2:
             raise UsageError(f"{target}: a vector cannot be quantised in blocks")
         for part, box in zip(parts, boxes):
-            _check_blocks(target, part, box)
+            _check_blocks(target, part, box, scaling)
     axis = joined_axis(len(shape))
     edges = np.cumsum([0, *(box_shape(part.box)[axis] for part in parts)]).tolist()
-    scales = [scale_shape(box_shape(part.box)) if dtype == "fp8" else () for part in parts]
+    scales = [scale_shape(box_shape(part.box), dtype) if scaling else () for part in parts]
     scale_edges = np.cumsum([0, *(found[axis] if found else 0 for found in scales)]).tolist()
     scale_whole = (*scales[0][:axis], scale_edges[-1], *scales[0][axis + 1 :]) if scales[0] else ()
     for first, last, box in _joined(inner, edges, axis):
         chosen = tuple((k, found) for k in range(first, last) if (found := boxes[k]) is not None)
         scale_box: Box = ()
-        if scale_whole:
-            low = scale_edges[first] + (box[axis][0] - edges[first]) // BLOCK
-            high = scale_edges[last - 1] + -(-(box[axis][1] - edges[last - 1]) // BLOCK)
-            scale_box = tuple(
-                (low, high)
-                if k == axis
-                else (start // BLOCK, -(-stop // BLOCK))
-                if k == len(box) - 1
-                else (start, stop)
-                for k, (start, stop) in enumerate(box)
-            )
+        if scaling:
+            low = scale_edges[first] + (box[axis][0] - edges[first]) // scaling.rows
+            high = scale_edges[last - 1] - (edges[last - 1] - box[axis][1]) // scaling.rows
+            start, stop = box[-1]
+            wide = scaling.columns or max(stop, 1)  # all columns: one block
+            scale_box = (*box[:-2], (low, high), (start // wide, -(-stop // wide)))
         item = ITEM_BYTES[dtype]
         yield Piece(
             target,
@@ -98,8 +95,10 @@ def pieces_of(
             chosen,
             box_size(box) * item,
             runs_of(shape, box, item),
-            box_size(scale_box) * 4 if scale_whole else 0,
-            runs_of(scale_whole, scale_box, 4) if scale_whole else (np.zeros(0, np.int64), 0),
+            box_size(scale_box) * scaling.item if scaling else 0,
+            runs_of(scale_whole, scale_box, scaling.item)
+            if scaling
+            else (np.zeros(0, np.int64), 0),
         )
 
 
@@ -130,14 +129,19 @@ def _joined(
             yield k, k + 1, (*found[:axis], moved, *found[axis + 1 :])
 
 
-def _check_blocks(target: str, part: SourceShard, box: Box | None) -> None:
+def _check_blocks(target: str, part: SourceShard, box: Box | None, scaling: Scaling) -> None:
     if box is None:
         return
-    for (start, stop), (part_start, part_stop) in zip(box[-2:], part.box[-2:]):
-        if start % BLOCK or part_start % BLOCK or (stop % BLOCK and stop != part_stop):
+    for block, (start, stop), (part_start, part_stop) in zip(scaling[:2], box[-2:], part.box[-2:]):
+        if not block and (start, stop) != (part_start, part_stop):
+            raise UsageError(
+                f"{target}: {part.name}{list(part.box)} is cut at {list(box)}; a scale of this "
+                "target needs whole rows in one sub-mesh"
+            )
+        if block and (start % block or part_start % block or (stop % block and stop != part_stop)):
             raise UsageError(
                 f"{target}: {part.name}{list(part.box)} is cut at {list(box)}, not at multiples of "
-                f"the {BLOCK} of a quantisation block"
+                f"the {block} of a quantisation block"
             )
 
 

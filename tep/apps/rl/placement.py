@@ -6,7 +6,7 @@ other as well. Rule 2: shards of quantised parameters begin at multiples of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,23 +14,32 @@ from tep import UsageError
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
     BLOCK,
+    SCALINGS,
     Box,
+    DType,
     MeshGroup,
     RolloutMeta,
     SourceShard,
     TargetShard,
     Tensor,
     TrainMeta,
-    box_shape,
     box_size,
     local_shape,
     nbytes_of,
-    scale_shape,
+    scale_bytes,
     whole,
 )
 from tep.apps.rl.models import Fused, Model
 
-__all__ = ["InferLayout", "TrainLayout", "cut", "rollout_metas", "target_shards", "train_metas"]
+__all__ = [
+    "InferLayout",
+    "TrainLayout",
+    "cut",
+    "lay_out",
+    "rollout_metas",
+    "target_shards",
+    "train_metas",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,26 +226,32 @@ def target_shards(
     Block scales stand right behind their weights, so that both are one write.
     """
     shapes = {tensor.name: tensor.shape for tensor in model.tensors}
+    parts = ((fused, _parts(fused, layout, index, shapes)) for fused in model.fused)
+    return lay_out((fused.name, fused.dtype, mine) for fused, mine in parts if mine)
+
+
+def lay_out(
+    targets: Iterable[tuple[str, DType, tuple[SourceShard, ...]]], *, apart: bool = False
+) -> tuple[tuple[TargetShard, ...], int]:
+    """Give targets their offsets, one after another, and say how many bytes that makes.
+
+    Args:
+        targets: name, dtype and parts of each.
+        apart: each has memory of its own: no row of a schedule may cover two of them.
+    """
     found, at = [], 0
-    for fused in model.fused:
-        parts = _parts(fused, layout, index, shapes)
-        if not parts:
-            continue
-        offset, at = at, at + _aligned(nbytes_of(local_shape(parts), fused.dtype))
+    gap = ALIGN_BYTES if apart else 0
+    for name, dtype, parts in targets:
+        offset, at = at, at + _aligned(nbytes_of(local_shape(parts), dtype)) + gap
         scales = -1
-        if fused.dtype == "fp8":
-            scales = at
-            at += _aligned(_scale_bytes(parts))
-        found.append(TargetShard(fused.name, fused.dtype, parts, offset, scales))
+        if dtype in SCALINGS:
+            scales, at = at, at + _aligned(scale_bytes(parts, dtype)) + gap
+        found.append(TargetShard(name, dtype, parts, offset, scales))
     return tuple(found), at
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
-
-
-def _scale_bytes(parts: tuple[SourceShard, ...]) -> int:
-    return sum(nbytes_of(scale_shape(box_shape(part.box)), "fp32") for part in parts)
 
 
 def _parts(

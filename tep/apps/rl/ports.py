@@ -97,7 +97,7 @@ class TrainingPort(Protocol):
         """Take a schedule; return the MrDesc of its staging, with keys that nobody has yet."""
 
     async def connect(self, peers: Sequence[bytes], rollouts: dict[str, bytes]) -> None:
-        """Learn where the other ranks' staging and the rollout workers' weights are."""
+        """Learn where the ranks' staging (MrDesc) and the rollouts' weights (Regions) are."""
 
     async def transfer_weights(self, attempt: int, skip: Sequence[str]) -> TrainReport:
         """Do its part of one update."""
@@ -113,7 +113,7 @@ class RolloutPort(Protocol):
         """What it holds."""
 
     async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
-        """End what runs, stop serving, and count; return the MrDesc of its weights."""
+        """End what runs, stop serving, and count; return the Regions of its weights."""
 
     async def finished(self, timeout_s: float) -> int:
         """Wait until all is counted; return the version it serves."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from tep import Expectation, MrDesc, TepError, TransferEngine, UsageError, WaitTimeout
+from tep import Expectation, TepError, TransferEngine, UsageError, WaitTimeout
 from tep.apps.rl.immediates import Kind, make_imm
 from tep.apps.rl.metadata import (
     RolloutMeta,
@@ -22,13 +22,18 @@ from tep.apps.rl.metadata import (
     joined_shape,
     local_shape,
     nbytes_of,
+    scale_bytes,
     scale_shape,
 )
 from tep.apps.rl.ports import RolloutState
-from tep.apps.rl.quantise import numpy_dtype
+from tep.apps.rl.quantise import numpy_dtype, scale_dtype
+from tep.apps.rl.regions import Regions
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]
+
+Parameter: TypeAlias = Any
+"""Memory of a parameter as reg_mr takes it, e.g. a tensor; or a pair: values, block scales."""
 
 __all__ = ["RolloutWorker"]
 
@@ -39,24 +44,29 @@ class RolloutWorker:
     Args:
         engine: of this worker's device; the caller closes it.
         meta: what it holds.
-        region: memory of meta.nbytes bytes for the weights; None: allocate it.
+        region: memory of meta.nbytes bytes for the weights; None: allocate it. Or the memory of
+            each parameter, by name, where `metadata.lay_out_apart` has laid them out.
     """
 
     def __init__(
         self,
         engine: TransferEngine,
         meta: RolloutMeta,
-        region: npt.NDArray[np.uint8] | None = None,
+        region: npt.NDArray[np.uint8] | Mapping[str, Parameter] | None = None,
     ) -> None:
-        self.region = np.zeros(meta.nbytes, np.uint8) if region is None else region
-        if self.region.nbytes != meta.nbytes:
-            raise UsageError(
-                f"{meta.name}: a region of {self.region.nbytes} bytes, the layout needs "
-                f"{meta.nbytes}"
-            )
+        self._parameters: Mapping[str, Parameter] = {}
+        if isinstance(region, Mapping):
+            self._parameters, self._memory = region, _memory_of(meta, region)
+        else:
+            arena = np.zeros(meta.nbytes, np.uint8) if region is None else region
+            if arena.nbytes != meta.nbytes:
+                raise UsageError(
+                    f"{meta.name}: a region of {arena.nbytes} bytes, the layout needs {meta.nbytes}"
+                )
+            self._memory = {0: (arena, meta.nbytes)}
         self.engine = engine
         self._meta = meta
-        self._mr, _ = engine.reg_mr(self.region)
+        self._register()
         self._attempt = 0
         self._waiting: list[Expectation] = []
         self._version = 0
@@ -66,6 +76,31 @@ class RolloutWorker:
         self._free.set()
         self._updating = False
         self._aborts = 0
+
+    def _register(self) -> None:
+        """Register all memory, with keys that nobody has yet."""
+        self._mrs = []
+        for start, (memory, nbytes) in self._memory.items():
+            mr, desc = self.engine.reg_mr(memory)
+            self._mrs.append(mr)
+            if desc.nbytes != nbytes:
+                self.close()
+                raise UsageError(
+                    f"{self._meta.name}: the memory at {start} has {desc.nbytes} bytes, the layout "
+                    f"needs {nbytes}"
+                )
+
+    @property
+    def region(self) -> npt.NDArray[np.uint8]:
+        """The one region of all weights.
+
+        Raises:
+            UsageError: each parameter has its own.
+        """
+        if self._parameters:
+            raise UsageError(f"{self._meta.name}: each parameter has a region of its own")
+        arena: npt.NDArray[np.uint8] = self._memory[0][0]
+        return arena
 
     @property
     def serving(self) -> int | None:
@@ -97,9 +132,9 @@ class RolloutWorker:
                 self._free.set()
 
     @property
-    def desc(self) -> MrDesc:
+    def regions(self) -> Regions:
         """Where the weights are, for the training ranks."""
-        return self._mr.desc
+        return Regions(tuple(self._memory), tuple(mr.desc for mr in self._mrs))
 
     async def param_meta(self) -> RolloutMeta:
         return self._meta
@@ -121,7 +156,7 @@ class RolloutWorker:
         self._waiting = [
             self.engine.expect_imm_count(make_imm(kind, attempt), count) for kind, count in counts
         ]
-        return self.desc.to_bytes()
+        return self.regions.to_bytes()
 
     async def finished(self, timeout_s: float) -> int:
         try:
@@ -138,7 +173,7 @@ class RolloutWorker:
     async def abort(self) -> RolloutState:
         """Give up on the update, unless all of it is here; return what is served then.
 
-        The region gets new keys, so that a write of a dead rank which is still on its way is
+        The memory gets new keys, so that a write of a dead rank which is still on its way is
         refused and does not land in the next version.
         """
         self._aborts += 1
@@ -150,8 +185,8 @@ class RolloutWorker:
         if self.serving is not None:
             return await self.state()  # all is counted, and every rank has said so
         self._waiting = []
-        self.engine.deregister(self._mr)
-        self._mr, _ = self.engine.reg_mr(self.region)
+        self.close()
+        self._register()
         for kind in (Kind.DATA, Kind.FINISH):
             self.engine.remove_imm(make_imm(kind, self._attempt))
         return await self.state()
@@ -161,7 +196,8 @@ class RolloutWorker:
         return RolloutState(self.serving, self._attempt, arrived, self._expected)
 
     def weights(self) -> dict[str, tuple[Array, Array | None]]:
-        """Views of the weights, and of the block scales of quantised ones, by name.
+        """Views of the weights, and of the block scales of quantised ones, by name; of parameters
+        with regions of their own, what the worker was made with.
 
         Raises:
             UsageError: they are mixed, or none are there.
@@ -171,17 +207,50 @@ class RolloutWorker:
         return {shard.name: self._views(shard) for shard in self._meta.shards}
 
     def _views(self, shard: TargetShard) -> tuple[Array, Array | None]:
+        if self._parameters:
+            own = self._parameters[shard.name]
+            return own if isinstance(own, tuple) else (own, None)
         shape = local_shape(shard.parts)
         nbytes = nbytes_of(shape, shard.dtype)
         raw = self.region[shard.offset : shard.offset + nbytes]
         values = raw.view(numpy_dtype(shard.dtype)).reshape(shape)
         if shard.scale_offset < 0:
             return values, None
-        shape = joined_shape([scale_shape(box_shape(part.box)) for part in shard.parts])
-        raw = self.region[shard.scale_offset : shard.scale_offset + nbytes_of(shape, "fp32")]
-        return values, raw.view(np.float32).reshape(shape)
+        boxes = [box_shape(part.box) for part in shard.parts]
+        shape = joined_shape([scale_shape(box, shard.dtype) for box in boxes])
+        nbytes = scale_bytes(shard.parts, shard.dtype)
+        raw = self.region[shard.scale_offset : shard.scale_offset + nbytes]
+        return values, raw.view(scale_dtype(shard.dtype)).reshape(shape)
 
     def close(self) -> None:
-        """Give the region back; the engine stays open."""
-        if not self._mr.closed:
-            self.engine.deregister(self._mr)
+        """Give the regions back; the engine stays open."""
+        for mr in self._mrs:
+            if not mr.closed:
+                self.engine.deregister(mr)
+
+
+def _memory_of(
+    meta: RolloutMeta, parameters: Mapping[str, Parameter]
+) -> dict[int, tuple[Parameter, int]]:
+    """Memory and bytes of each parameter, by the offset in the layout at which it begins.
+
+    Raises:
+        UsageError: a parameter without memory, or memory without a parameter.
+    """
+    odd = sorted({shard.name for shard in meta.shards} ^ set(parameters))
+    if odd:
+        raise UsageError(f"{meta.name}: layout and memory name different parameters: {odd[:4]}")
+    found: dict[int, tuple[Parameter, int]] = {}
+    for shard in meta.shards:
+        own = parameters[shard.name]
+        pair = own if isinstance(own, tuple) else (own,)
+        sizes = [nbytes_of(local_shape(shard.parts), shard.dtype)]
+        if shard.scale_offset >= 0:
+            sizes.append(scale_bytes(shard.parts, shard.dtype))
+        if len(pair) != len(sizes):
+            raise UsageError(
+                f"{meta.name}: {shard.name} is {shard.dtype}, and has {len(pair)} pieces of memory "
+                f"where {len(sizes)} are needed (values, and the scales of a quantised parameter)"
+            )
+        found.update(zip((shard.offset, shard.scale_offset), zip(pair, sizes)))
+    return dict(sorted(found.items()))

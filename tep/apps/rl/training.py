@@ -16,6 +16,7 @@ from tep import FabricError, MrDesc, MrHandle, TransferEngine, UsageError
 from tep.apps.rl.attempt import Attempt, Rank, Shards
 from tep.apps.rl.metadata import TrainMeta
 from tep.apps.rl.ports import TrainReport
+from tep.apps.rl.regions import Regions
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.stages import AtOnce, Compute
 
@@ -55,7 +56,7 @@ class TrainingWorker:
         self.compute = compute or AtOnce()
         self.staging: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.peers: list[MrDesc] = []
-        self.rollouts: dict[str, MrDesc] = {}
+        self.rollouts: dict[str, Regions] = {}
         self._meta = meta
         self._mr: MrHandle | None = None
         self._running: asyncio.Task[TrainReport] | None = None
@@ -86,7 +87,7 @@ class TrainingWorker:
 
     async def connect(self, peers: Sequence[bytes], rollouts: dict[str, bytes]) -> None:
         self.peers = [MrDesc.from_bytes(peer) for peer in peers]
-        self.rollouts = {name: MrDesc.from_bytes(desc) for name, desc in rollouts.items()}
+        self.rollouts = {name: Regions.from_bytes(data) for name, data in rollouts.items()}
 
     async def transfer_weights(self, attempt: int, skip: Sequence[str] = ()) -> TrainReport:
         if self.schedule is None or not self.peers:

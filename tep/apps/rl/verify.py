@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-from tep.apps.rl.metadata import RolloutMeta, joined_axis
+from tep.apps.rl.metadata import SCALINGS, RolloutMeta, joined_axis
 from tep.apps.rl.models import Model
 from tep.apps.rl.quantise import numpy_dtype, quantise
 from tep.apps.rl.weights import Checkpoint
@@ -24,8 +24,8 @@ def expected_region(
     for shard in meta.shards:
         parts = [checkpoint.read(tensors[part.name], part.box) for part in shard.parts]
         axis = joined_axis(parts[0].ndim)
-        if shard.dtype == "fp8":
-            pairs = [quantise(part) for part in parts]
+        if shard.dtype in SCALINGS:
+            pairs = [quantise(part, shard.dtype) for part in parts]
             scales = np.concatenate([scales for _, scales in pairs], axis)
             _put(region, shard.scale_offset, scales.view(np.uint8).reshape(-1))
             values = np.concatenate([values for values, _ in pairs], axis)
