@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tep.sim.paths import Network
     from tep.sim.profile import Profile, load_profile
     from tep.sim.profile import profile_names as profiles
+    from tep.sim.programs import Incarnation
     from tep.sim.row_log import RowLog
     from tep.sim.timing import TimingFabric
 
@@ -46,6 +47,7 @@ __all__ = [
     "Fault",
     "Faults",
     "FlowFabric",
+    "Incarnation",
     "KillNic",
     "Mute",
     "Network",
@@ -82,6 +84,7 @@ _ROOMS = {
     "Fault": "faults_at",
     "Faults": "faults",
     "FlowFabric": "flow",
+    "Incarnation": "programs",
     "KillNic": "faults_at",
     "Mute": "faults_at",
     "Network": "paths",

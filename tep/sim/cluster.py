@@ -5,7 +5,10 @@ Nothing is modelled here. The only room of `tep.sim` that knows `tep.engine`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -18,8 +21,9 @@ from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_datagrams import Datagrams
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import SimDriver, SimNode
-from tep.sim.faults import Chaos, Fault, Faults, Restart
-from tep.sim.loop import current_env, run
+from tep.sim.faults import Chaos, Fault, Faults, KillNic, Restart, Revoke
+from tep.sim.loop import SimLoop, current_env, run
+from tep.sim.programs import Incarnation, Main, Program
 from tep.sim.row_log import RowLog
 from tep.trace import Trace
 from tep.tracing import record
@@ -92,7 +96,8 @@ class Cluster:
         env: the clock; a simpy environment for processes beside the engines.
         fabric: the chaos or timing fabric underneath.
         row_log: every row on the fabric; reading it is a UsageError unless it was asked for.
-        happened: the faults so far, in order, those too that the fabric's own load brought about.
+        happened: the faults so far, in order: those of calls, those at times, and those that the
+            fabric's own load brought about.
 
     Raises:
         UsageError: numbers that contradict each other, an unknown profile, chaos with a profile.
@@ -142,6 +147,8 @@ class Cluster:
         self._tracing: list[Trace] = []
         self.happened: list[Fault] = []
         self._datagrams: Datagrams | None = None
+        self._lives: dict[str, Incarnation] = {}
+        self._programs: defaultdict[str, list[Program[Any]]] = defaultdict(list)
         self.fabric: ChaosFabric | _ProfileFabric
         if knobs is not None:
             self.fabric = ChaosFabric(self.env, knobs, row_log=self.row_log)
@@ -186,6 +193,7 @@ class Cluster:
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in this cluster's simulated time; as tep.sim.run()."""
+        __tracebackhide__ = True
         return run(main, self.env)
 
     def at(self, us: float, event: Fault | Callable[[], object]) -> None:
@@ -200,18 +208,66 @@ class Cluster:
             self._chaos("at() with a fault")
             self.env.call_at(t_ps, self._inflict, event)
 
+    # ------------------------------------------------------------------ programs
+
+    def spawn(self, node: int | str, main: Main[T]) -> asyncio.Future[T]:
+        """Run a program on a node: it ends with a crash of the node, and starts again after it.
+
+        Only inside of `run()`. A crash cancels the program's task, which should hold all it started
+        (asyncio.gather and TaskGroup do); what it does then reaches nobody any more. A program that
+        has returned is not started again.
+
+        Args:
+            node: name or number.
+            main: an async function of an Incarnation, which is one life of the node: its engine,
+                datagrams, timers, and a disk that outlives crashes.
+
+        Returns:
+            What the program returns. If it raises, that goes to whoever awaits this, else it ends
+            the run.
+        """
+        if current_env() is not self.env:
+            raise UsageError("spawn(): only inside of the coroutine that cluster.run() is given")
+        if not inspect.iscoroutinefunction(main):
+            raise UsageError(
+                f"spawn({node!r}, {main!r}): an async function of an Incarnation is needed, not a "
+                "coroutine, since it is called again after a crash"
+            )
+        name = self._name(node)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimLoop)
+        program = Program(main, loop)
+        if name not in self._lives:
+            self._live(name)
+        program.start(self._lives[name])
+        self._programs[name].append(program)
+        return program.end
+
+    def _live(self, name: str) -> None:
+        """Begin a life of a node: its programs start, with what its disk held at the crash."""
+        engine = self.engines[self._names.index(name)]
+        me = Incarnation(name, engine, self.env, lambda: self.datagrams)
+        if name in self._lives:
+            me.disk.update(self._lives[name].disk)
+        self._lives[name] = me
+        for program in self._programs[name]:
+            program.start(me)
+
     # ------------------------------------------------------------------ faults
 
     def kill_nic(self, node: int | str, nic: int) -> None:
         """Kill one NIC for good: rows on it end NIC_DOWN, rows towards it UNREACHABLE."""
         name = self._name(node)
-        self._chaos("kill_nic()").kill_nic(name, self._nic(name, nic))
+        fault = KillNic(name, self._nic(name, nic))
+        self._chaos("kill_nic()").inflict(fault)
+        self.happened.append(fault)
 
     def revoke(self, node: int | str, nic: int | None = None) -> None:
         """Lose the registrations of one NIC, or of all NICs, of a node."""
         name = self._name(node)
         number = None if nic is None else self._nic(name, nic)
-        self._chaos("revoke()").revoke(name, number)
+        self._chaos("revoke()").inflict(Revoke(name, number))
+        self.happened.append(Revoke(name, number))
 
     def slow_down(self, node: int | str, nic: int, times: float) -> None:
         """Let one NIC take `times` as long for every byte from now on, both ways; with a profile.
@@ -232,15 +288,22 @@ class Cluster:
         """Crash a node and start it again; return the engine of its new incarnation.
 
         The old engine is closed, so that what waits for it gets a ClosedError. The new one has a
-        later epoch, no regions and no peers.
+        later epoch, no regions and no peers. The node's programs (`spawn`) start again.
         """
         name = self._name(node)
         index = self._names.index(name)
         reborn = self._chaos("restart()").restart(name)
+        self.happened.append(Restart(name))
         if self._datagrams is not None:
             self._datagrams.forget(name)
+        if name in self._lives:
+            self._lives[name].alive = False
+        for program in self._programs[name]:
+            program.crash()
         self.engines[index].close()
         self.engines[index] = self._open(reborn)
+        if name in self._lives:
+            self._live(name)
         return self.engines[index]
 
     def heal(self) -> None:
@@ -262,10 +325,10 @@ class Cluster:
         fabric = self._chaos("at() with a fault")
         if fabric.healed:
             return
-        self.happened.append(fault)
         if isinstance(fault, Restart):
             self.restart(fault.node)
         else:
+            self.happened.append(fault)
             fabric.inflict(fault)
 
     def _chaos(self, what: str) -> ChaosFabric:

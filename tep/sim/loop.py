@@ -80,10 +80,17 @@ def _ticks(seconds: float) -> int:
 
 
 class SimLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop on a FabricEnv; `run()` makes one, drives it and closes it."""
+    """An asyncio loop on a FabricEnv; `run()` makes one, drives it and closes it.
+
+    Attributes:
+        main: the task of what run() was given.
+        failure: what ends the run in place of main's end.
+    """
 
     def __init__(self, env: FabricEnv) -> None:
         self.env = env
+        self.main: asyncio.Task[Any] | None = None
+        self.failure: BaseException | None = None
         self._news = False
         self._order: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self._started = 0
@@ -149,6 +156,12 @@ class SimLoop(asyncio.SelectorEventLoop):
         """
         self._clock_resolution = max(1 / PS_PER_S, 2 * math.ulp(self.time()))
 
+    def fail(self, error: BaseException) -> None:
+        """End the run with an exception for which nobody waits."""
+        if self.failure is None and self.main is not None:
+            self.failure = error
+            self.main.cancel()
+
     def stall(self) -> NoReturn:
         """Raise the StallError of this moment."""
         raise StallError(
@@ -209,6 +222,7 @@ def run(main: Coroutine[Any, Any, T], env: FabricEnv | None = None) -> T:
         StallError: main waits for what nothing can bring about; the message is a stall report.
         UsageError: called from within another simulation that is running.
     """
+    __tracebackhide__ = True  # a test that fails shows its own frames, not these
     if not asyncio.iscoroutine(main):
         raise UsageError(
             f"tep.sim.run() takes a coroutine, e.g. run(main()), not a {type(main).__name__}"
@@ -249,12 +263,19 @@ def _swap_task(
 
 def _run_to_end(loop: SimLoop, main: Coroutine[Any, Any, T]) -> T:
     """Run main; whatever comes of it, end the tasks and generators that it leaves behind."""
-    task = loop.create_task(main, name="main")
+    __tracebackhide__ = True
+    task = loop.main = loop.create_task(main, name="main")
     try:
-        return loop.run_until_complete(task)
+        found: T = loop.run_until_complete(task)
+    except asyncio.CancelledError:
+        if loop.failure is None:
+            raise
     finally:
         _cancel_rest(loop)
         loop.run_until_complete(loop.shutdown_asyncgens())
+    if loop.failure is not None:
+        raise loop.failure
+    return found
 
 
 def _cancel_rest(loop: SimLoop) -> None:

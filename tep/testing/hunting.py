@@ -12,22 +12,33 @@ import inspect
 import os
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import tep
 from tep.checks import check_int, check_kind, check_seconds
-from tep.errors import StallError, TepError
+from tep.errors import (
+    Cancelled,
+    ClosedError,
+    FabricError,
+    LeaseError,
+    StaleEpoch,
+    StallError,
+    TepError,
+    WaitTimeout,
+)
 from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
+from tep.sim.faults import Restart
 from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics
 from tep.testing.stage import Violation
 from tep.units import PS_PER_S, PS_PER_US
 
-__all__ = ["DEADLINE_S", "Protocol", "Ran", "hunt", "run", "sights", "verify"]
+__all__ = ["DEADLINE_S", "Protocol", "Ran", "Trial", "hunt", "run", "sights", "verify"]
 
 T = TypeVar("T")
 
@@ -44,15 +55,93 @@ class Ran:
 
     Attributes:
         result: what the protocol returned; None if it ended in an error that had a cause.
-        error: that error.
+        error: that error, or group of errors.
         end_us: simulated time when all was quiet.
         seen: how often each thing worth seeing happened, by name; see `sights`.
     """
 
     result: Any
-    error: TepError | None
+    error: Exception | None
     end_us: float
     seen: Counter[str]
+
+
+class Trial(Cluster):
+    """The cluster of one case, and the judgement of what a protocol does there.
+
+    What `run()` and the fixture `tep_cluster` have in common: trouble ends at the case's `heal_us`,
+    `run()` limits the time that a protocol may take after that, and `judge()` tells a finding from
+    an error that a fault has caused.
+
+    Args:
+        case: who is there, and what breaks.
+        may_fail: whether the protocol may end in an error that a fault has caused.
+        deadline_s: simulated seconds after healing in which it must come to an end.
+        row_log: takes everything that happens on the fabric.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        *,
+        may_fail: bool = True,
+        deadline_s: float = DEADLINE_S,
+        row_log: RowLog | None = None,
+    ) -> None:
+        super().__init__(nodes=case.nodes, nics=case.nics, faults=case.faults)
+        self._case = case
+        self._may_fail = may_fail
+        self._limit_s = case.heal_us * PS_PER_US / PS_PER_S + deadline_s
+        assert isinstance(self.fabric, ChaosFabric)
+        if row_log is not None:
+            self.fabric.watch(row_log)
+        self.at(case.heal_us, self.heal)
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in simulated time. Raises Violation if it does not end after healing."""
+        __tracebackhide__ = True
+        if not asyncio.iscoroutine(main):
+            return super().run(main)  # it says what is wrong
+        return super().run(self._within(main))
+
+    async def _within(self, main: Coroutine[Any, Any, T]) -> T:
+        __tracebackhide__ = True
+        try:
+            async with asyncio.timeout(self._limit_s) as limit:
+                return await main
+        except TimeoutError as late:
+            if not limit.expired():
+                raise
+            text = f"it has not ended {self._limit_s:.3f} simulated seconds after its start"
+            raise Violation(f"{text}.\n{self.env.stall_report()}") from late
+
+    def judge(self, error: Exception) -> None:
+        """Return if a protocol may end so, here and by now. Raises Violation."""
+        __tracebackhide__ = True
+        for one in _leaves(error):
+            what = self._finding(one)
+            if what:
+                raise Violation(what) from error
+
+    def _finding(self, error: Exception) -> str:
+        """What is wrong with ending in this error; "" if a fault excuses it."""
+        if isinstance(error, Violation):
+            return str(error)
+        if isinstance(error, StallError):
+            return f"it hangs: {error}"
+        if not isinstance(error, TepError):
+            return _told(error)  # an assertion of the protocol, or a mistake in it
+        ended = f"it ended in {_name(error)}"
+        excused = isinstance(error, _EXCUSED)
+        if isinstance(error, ClosedError):  # a crash closes engines, and nobody else
+            excused = any(isinstance(fault, Restart) for fault in self.happened)
+        if not excused:
+            return f"{ended}, which no fault excuses: {_told(error)}"
+        if not self._may_fail:
+            return f"{ended}: {error}"
+        if not (self.happened or self._case.without_events().may_fail):
+            return f"{ended}, though nothing broke: {error}"
+        return ""
 
 
 def run(
@@ -66,9 +155,10 @@ def run(
     """Run a protocol in one case, and judge it.
 
     It is found wrong if it raises an AssertionError, or any other exception that is no TepError; if
-    it raises a TepError and nothing broke that could have caused one; if it does not end after
-    healing; if a transfer or message that it posted never ends; if it posts on a NIC that it was
-    told is dead; or if a callback raised.
+    it raises a TepError that only a mistake in it can cause, as BadRequest; if it raises another
+    one and nothing broke that could have caused it; if it does not end after healing; if a transfer
+    or message that it posted never ends; if it posts on a NIC that it was told is dead; or if a
+    callback raised.
 
     Args:
         protocol: an async function of a Cluster.
@@ -80,61 +170,41 @@ def run(
     Raises:
         Violation: what is wrong; the last line of the message runs it again.
     """
+    __tracebackhide__ = True
     check_kind("run: case", case, Case)
     deadline_s = check_seconds("run: deadline_s", deadline_s)
+    result, error = None, None
     try:
-        with Cluster(nodes=case.nodes, nics=case.nics, faults=case.faults) as cluster:
-            limit_s = case.heal_us * PS_PER_US / PS_PER_S + deadline_s
-            return _run(protocol, cluster, case, limit_s, may_fail=may_fail, row_log=row_log)
+        with Trial(case, may_fail=may_fail, deadline_s=deadline_s, row_log=row_log) as trial:
+            try:
+                result = trial.run(_start(protocol, trial))
+            except Exception as raised:  # noqa: BLE001  # whatever it is, it is judged
+                trial.judge(raised)
+                error = raised
+            verify(trial)
+            return Ran(result, error, trial.now_us, sights(trial))
     except Violation as found:
         text = f"{found}\n{_again(protocol, case)}"
         raise Violation(text, case) from (found.__cause__ or None)
 
 
-def _run(
-    protocol: Protocol[T],
-    cluster: Cluster,
-    case: Case,
-    limit_s: float,
-    *,
-    may_fail: bool,
-    row_log: RowLog | None,
-) -> Ran:
-    fabric = cluster.fabric
-    assert isinstance(fabric, ChaosFabric)
-    if row_log is not None:
-        fabric.watch(row_log)
-    cluster.at(case.heal_us, cluster.heal)
-    result, error = None, None
-    try:
-        result = cluster.run(_within(protocol, cluster, limit_s))
-    except StallError as stalled:
-        raise Violation(f"it hangs: {stalled}") from stalled
-    except TepError as failed:
-        error = failed
-        if not may_fail:
-            raise Violation(f"it ended in {_name(failed)}: {failed}") from failed
-        if not (cluster.happened or case.without_events().may_fail):
-            text = f"it ended in {_name(failed)}, though nothing broke: {failed}"
-            raise Violation(text) from failed
-    except Violation:
-        raise
-    except Exception as wrong:  # an assertion of the protocol, or a mistake in it: a finding
-        raise Violation(_told(wrong)) from wrong
-    verify(cluster)
-    return Ran(result, error, cluster.now_us, sights(cluster))
+async def _start(protocol: Protocol[T], cluster: Cluster) -> T:
+    __tracebackhide__ = True
+    return await protocol(cluster)
 
 
-async def _within(protocol: Protocol[T], cluster: Cluster, limit_s: float) -> T:
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            return await protocol(cluster)
-    except TimeoutError as late:
-        if not limit.expired():
-            raise
-        reports = cluster.env.stall_report()
-        text = f"it has not ended {limit_s:.3f} simulated seconds after its start"
-        raise Violation(f"{text}.\n{reports}") from late
+_EXCUSED: Final = (FabricError, StaleEpoch, LeaseError, Cancelled, WaitTimeout)
+"""What a fault can make a correct protocol end in, beside the ClosedError of a crashed engine.
+All others say that a call was wrong, or came too early: those no fault excuses."""
+
+
+def _leaves(error: Exception) -> Iterator[Exception]:
+    """The exceptions of a group, or the only one."""
+    if isinstance(error, ExceptionGroup):
+        for one in error.exceptions:
+            yield from _leaves(one)
+    else:
+        yield error
 
 
 def verify(cluster: Cluster) -> None:
@@ -143,6 +213,7 @@ def verify(cluster: Cluster) -> None:
     Raises:
         Violation: something is open, or a callback raised, or a dead NIC was posted on.
     """
+    __tracebackhide__ = True
     fabric = cluster.fabric
     assert isinstance(fabric, ChaosFabric)
     try:
@@ -206,6 +277,7 @@ def hunt(
     Raises:
         Violation: of the first seed that found something.
     """
+    __tracebackhide__ = True
     runs = check_int("hunt: runs", runs, 0)
     seed = check_int("hunt: seed", seed, 0, 2**63 - 1)
     seen: Counter[str] = Counter()
@@ -217,13 +289,17 @@ def hunt(
     return seen
 
 
+_OURS: Final = (str(Path(tep.__file__).parent) + os.sep, str(Path(asyncio.__file__).parent))
+
+
 def _name(error: BaseException) -> str:
     return type(error).__name__
 
 
 def _told(error: BaseException) -> str:
-    """An exception with the line of the protocol that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """An exception with the line of the protocol that raised it, or called what raised it."""
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in found if not frame.filename.startswith(_OURS)] or found
     where = f" (line {frames[-1].lineno} of {frames[-1].name}: {frames[-1].line})" if frames else ""
     return f"{_name(error)}: {error}{where}"
 

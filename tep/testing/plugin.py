@@ -8,8 +8,10 @@ Installed with the package; loads nothing of tep until a test asks for it.
     @pytest.mark.tep(nodes=3, nics=(1, 4), faults="order nics", runs=50)
     def test_another(tep_cluster): ...
 
-Each test that asks for `tep_cluster` runs once a seed. Afterwards the cluster comes to rest, and
-everything posted must have ended. A failure prints the command that runs it again.
+Each test that asks for `tep_cluster` runs once a seed, and is judged as `tep.testing.run` judges:
+it may end in an error that a fault has caused, unless its mark says may_fail=False; it must end
+after healing; and afterwards the cluster comes to rest, and everything posted must have ended.
+A failure prints the command that runs it again.
 
     --tep-seed N      the first seed (0)
     --tep-runs N      seeds a test (20, or what its mark says)
@@ -24,13 +26,14 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 if TYPE_CHECKING:
-    from tep.sim.cluster import Cluster
     from tep.testing.case import Case
+    from tep.testing.hunting import Trial
 
 __all__ = [
     "pytest_addoption",
     "pytest_configure",
     "pytest_generate_tests",
+    "pytest_pyfunc_call",
     "pytest_runtest_makereport",
     "tep_case",
     "tep_cluster",
@@ -38,7 +41,7 @@ __all__ = [
 
 _RUNS: Final = 20
 _MARK: Final = (
-    "tep(nodes=2, nics=(1, 4), faults='all', heal_us=40.0, runs=20): "
+    "tep(nodes=2, nics=(1, 4), faults='all', heal_us=40.0, runs=20, may_fail=True): "
     "the shape of the clusters that tep_cluster draws for this test"
 )
 
@@ -91,27 +94,45 @@ def _shape(node: pytest.Item | Any, config: pytest.Config) -> dict[str, Any]:
 @pytest.fixture
 def tep_case(request: pytest.FixtureRequest) -> Case:
     """The case of this run: node names, NICs, faults."""
+    return _case(*request.param)
+
+
+def _case(seed: int, shape: dict[str, Any]) -> Case:
     from tep.testing.case import Case
 
-    seed, shape = request.param
-    wanted = {name: value for name, value in shape.items() if name != "runs"}
-    return Case.draw(seed, **wanted)
+    ours = ("runs", "may_fail")
+    return Case.draw(seed, **{name: value for name, value in shape.items() if name not in ours})
 
 
 @pytest.fixture
-def tep_cluster(tep_case: Case) -> Iterator[Cluster]:
+def tep_cluster(request: pytest.FixtureRequest, tep_case: Case) -> Iterator[Trial]:
     """A cluster in which things go wrong, drawn from this run's seed.
 
     Trouble ends at the case's `heal_us`. After the test the cluster comes to rest, and a transfer
     that has not ended then is an error of the test.
     """
-    from tep.sim.cluster import Cluster
-    from tep.testing.hunting import verify
+    from tep.testing.hunting import Trial, verify
 
-    with Cluster(nodes=tep_case.nodes, nics=tep_case.nics, faults=tep_case.faults) as cluster:
-        cluster.at(tep_case.heal_us, cluster.heal)
-        yield cluster
-        verify(cluster)
+    _, shape = request.node.callspec.params["tep_case"]
+    with Trial(tep_case, may_fail=shape.get("may_fail", True)) as trial:
+        yield trial
+        verify(trial)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Let a test pass that ends in an error which a fault of its cluster has caused."""
+    __tracebackhide__ = True
+    try:
+        return (yield)
+    except Exception as error:
+        from tep.errors import TepError
+
+        trial = getattr(pyfuncitem, "funcargs", {}).get("tep_cluster")
+        if trial is not None and isinstance(error, TepError | ExceptionGroup):
+            trial.judge(error)
+            return True
+        raise
 
 
 @pytest.hookimpl(wrapper=True)
@@ -129,8 +150,5 @@ def pytest_runtest_makereport(
         line = f"pytest '{name}' --tep-seed {seed} --tep-runs 1"
         if option is not None:
             line += f" --tep-faults '{faults}'"
-        from tep.testing.case import Case
-
-        wanted = {key: value for key, value in shape.items() if key != "runs"}
-        report.sections.append(("tep: run it again", f"{line}\n{Case.draw(seed, **wanted)!r}"))
+        report.sections.append(("tep: run it again", f"{line}\n{_case(seed, shape)!r}"))
     return report

@@ -33,7 +33,7 @@ def test_the_example_project_passes() -> None:
     status, told = run_pytest(EXAMPLE)
 
     assert 0 == status, told
-    assert "9 passed" in told
+    assert "13 passed" in told
 
 
 FRAGILE = """
@@ -67,6 +67,38 @@ def test_the_plugins_options_and_its_replay_line(tmp_path: Path) -> None:
     assert "unlucky" in told
     status, told = run_pytest(tmp_path, "-k", "fragile", "--tep-runs", "2", "--tep-faults", "order")
     assert (0, True) == (status, "2 passed" in told), told
+
+
+EXCUSED = """
+import pytest, tep
+
+async def write(cluster, nbytes):
+    a, b = cluster.engines
+    (mr, _), (_, desc) = a.reg_mr(bytearray(64)), b.reg_mr(bytearray(64))
+    await a.submit_single_write(nbytes, (mr, 0), (desc, 0))
+
+@pytest.mark.parametrize("nbytes", [64, 65])
+@pytest.mark.tep(nics=1, heal_us=0, runs=1)
+def test_killed(tep_cluster, nbytes):
+    tep_cluster.kill_nic("b", 0)
+    tep_cluster.run(write(tep_cluster, nbytes))
+
+@pytest.mark.tep(nics=1, runs=1, may_fail=False)
+def test_must_survive(tep_cluster):
+    test_killed(tep_cluster, 64)
+"""
+
+
+def test_the_fixture_judges_as_run_does(tmp_path: Path) -> None:
+    """An error that a dead NIC caused is no finding; a call that was wrong always is."""
+    (tmp_path / "test_it.py").write_text(EXCUSED)
+    status, told = run_pytest(tmp_path, "--tep-faults", "none", "--tb", "short")
+
+    assert 1 == status
+    assert "2 failed, 1 passed" in told
+    assert "it ended in BadRequest, which no fault excuses" in told
+    assert "it ended in FabricError: " in told
+    assert "hunting.py" not in told.partition("short test summary")[0], "frames of the kit"
 
 
 def test_the_fixture_judges_what_a_test_leaves_behind(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tep.testing import (
     Clog,
     Faults,
     KillNic,
+    Restart,
     Violation,
     hunt,
     run,
@@ -90,7 +91,7 @@ def test_a_correct_run_tells_what_it_saw() -> None:
         (waits_for_nothing, CALM, "it has not ended 60.000 simulated seconds"),
         (never_ends, CALM, "it has not ended 60.000 simulated seconds after its start"),
         (callback_raises, CALM, "raised ZeroDivisionError: division by zero"),
-        (lambda c: one_write(c, 65), CALM, "it ended in BadRequest, though nothing broke"),
+        (lambda c: one_write(c, 65), CALM, "it ended in BadRequest, which no fault excuses"),
         (lambda c: asyncio.sleep(1, c.nope), CALM, "AttributeError"),
     ],
 )
@@ -107,6 +108,31 @@ def test_an_error_with_a_cause_is_no_finding_unless_asked() -> None:
     run(one_write, KILLED)
     with pytest.raises(Violation, match="it ended in FabricError: single to b"):
         run(one_write, KILLED, may_fail=False)
+
+
+async def _fail_late(cluster: Cluster, error: BaseException) -> None:
+    await asyncio.sleep(1e-6)
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [tep.BadRequest("x"), tep.BusyError("x"), tep.ClosedError("x"), tep.BadDescriptor("x")],
+    ids=lambda error: type(error).__name__,
+)
+def test_programming_errors_are_never_excused(error: tep.TepError) -> None:
+    """A recovery path that always makes a wrong call survived while any fault excused it."""
+    for one in (error, ExceptionGroup("tasks", [tep.WaitTimeout("late"), error])):
+        with pytest.raises(Violation, match="which no fault excuses: .*: x"):
+            run(lambda c, one=one: _fail_late(c, one), KILLED)
+
+
+def test_what_faults_cause_is_excused_also_in_a_task_group() -> None:
+    """TaskGroup wraps errors; that is no mistake of the protocol."""
+    group = ExceptionGroup("tasks", [tep.FabricError("x"), tep.WaitTimeout("late")])
+    assert group is run(lambda c: _fail_late(c, group), KILLED).error
+    crashed = Case(nics=(1, 1), faults=Faults(((1, Restart("b")),), Chaos.calm()))
+    assert run(lambda c: _fail_late(c, tep.ClosedError("x")), crashed).error is not None
 
 
 def test_after_healing_a_protocol_can_end() -> None:

@@ -1,0 +1,131 @@
+"""Programs of nodes: coroutines that end with a crash of their node, and start again after it.
+
+`Cluster.spawn` starts them. No fabric and no fault is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+
+from tep.checks import check_seconds
+from tep.errors import ClosedError
+from tep.units import PS_PER_US
+
+if TYPE_CHECKING:
+    from tep.engine import TransferEngine
+    from tep.sim.chaos_datagrams import Datagrams
+    from tep.sim.clock import FabricEnv
+    from tep.sim.loop import SimLoop
+
+__all__ = ["Incarnation", "Main", "Program"]
+
+T = TypeVar("T")
+
+
+class Incarnation:
+    """One life of a node, from its start to its crash: what its programs see of the world.
+
+    Attributes:
+        name: of the node.
+        engine: of this life.
+        epoch: 1, and one more after each crash.
+        alive: False once the node has crashed.
+        disk: bytes by name, which outlive crashes. A program that a crash has ended, and that still
+            runs its `finally` blocks, writes to a copy that nobody reads.
+    """
+
+    def __init__(
+        self, name: str, engine: TransferEngine, env: FabricEnv, mail: Callable[[], Datagrams]
+    ) -> None:
+        self.name = name
+        self.engine = engine
+        self.epoch: int = engine.main_address.epoch
+        self.alive = True
+        self.disk: dict[str, bytes] = {}
+        self._env = env
+        self._mail = mail
+
+    def __repr__(self) -> str:
+        return f"Incarnation({self.name}, epoch {self.epoch}{'' if self.alive else ', crashed'})"
+
+    def send(self, node: str, payload: bytes) -> None:
+        """Send a datagram to a node: it arrives once, twice, or not at all."""
+        self._check_alive()
+        self._mail().send(self.name, node, payload)
+
+    async def receive(self) -> tuple[str, bytes]:
+        """Wait for the next datagram to this node; return who sent it, and its bytes."""
+        self._check_alive()
+        return await self._mail().receive(self.name)
+
+    def after(self, us: float, function: Callable[[], object]) -> None:
+        """Call a function in so many simulated microseconds, unless the node crashes before."""
+        self._check_alive()
+        delay_ps = round(check_seconds("after: us", us) * PS_PER_US)
+        self._env.call_at(self._env.now + delay_ps, lambda _: function() if self.alive else None)
+
+    def _check_alive(self) -> None:
+        if not self.alive:
+            raise ClosedError(f"{self.name} crashed in its epoch {self.epoch}")
+
+
+Main = Callable[[Incarnation], Coroutine[Any, Any, T]]
+
+
+class _End(asyncio.Future[T]):
+    """How a program ended.
+
+    Attributes:
+        watched: whether anybody waits for it, and so hears of an exception.
+    """
+
+    watched = False
+
+    def add_done_callback(self, *args: Any, **options: Any) -> None:
+        self.watched = True
+        super().add_done_callback(*args, **options)
+
+
+class Program(Generic[T]):
+    """One program of a node: a task in each life of the node, until one comes to its end.
+
+    Attributes:
+        end: the result of the task that came to its end, or its exception. An exception for which
+            nobody waits ends the run.
+    """
+
+    def __init__(self, main: Main[T], loop: SimLoop) -> None:
+        self.end: Final[_End[T]] = _End(loop=loop)
+        self._main = main
+        self._loop = loop
+        self._task: asyncio.Task[T] | None = None
+
+    def start(self, me: Incarnation) -> None:
+        """Begin in a new life of the node, unless the program has ended."""
+        if self.end.done() or self._loop.is_closed():
+            return
+        name = getattr(self._main, "__name__", "program")
+        self._task = self._loop.create_task(self._main(me), name=f"{me.name}: {name}")
+        self._task.add_done_callback(self._ended)
+
+    def crash(self) -> None:
+        """End with the node."""
+        task, self._task = self._task, None
+        if task is not None and not self._loop.is_closed():
+            task.cancel()
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if task is not self._task or self.end.done():
+            return  # its node has crashed: what its `finally` blocks raise is nobody's concern
+        if task.cancelled():
+            self.end.cancel()
+        elif error is None:
+            self.end.set_result(task.result())
+        else:
+            self.end.set_exception(error)
+            if not self.end.watched:
+                self.end.exception()  # it is told: the run ends with it
+                self._loop.fail(error)

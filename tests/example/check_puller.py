@@ -1,0 +1,32 @@
+"""What the puller promises whatever crashes, and that its wrong versions are found."""
+
+from __future__ import annotations
+
+import puller
+import pytest
+
+from tep.testing import Violation, hunt
+
+TROUBLE = "order posting receives links workers restarts control errors"
+"""All that ends: a NIC that is dead for good may end the puller's patience."""
+
+
+def test_every_block_arrives_whatever_crashes() -> None:
+    """When trouble is over the puller comes to its end, with every block as it was sent."""
+    seen = hunt(puller.pull, runs=60, faults=TROUBLE, may_fail=False)
+
+    assert seen["Restart"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        (puller.first_guess, "a torn block was kept"),
+        (puller.second_guess, "a torn block was kept"),
+        (puller.third_guess, "it has not ended"),
+    ],
+)
+def test_wrong_pullers_are_found(wrong, what: str) -> None:
+    """Each mistake needs another fault: disorder, a doubled datagram, a crash or loss."""
+    with pytest.raises(Violation, match=what):
+        hunt(wrong, runs=400, faults=TROUBLE, may_fail=False)
