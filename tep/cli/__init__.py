@@ -61,10 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     tep's own errors are printed without a traceback.
     """
     try:
-        app(args=None if argv is None else list(argv), standalone_mode=True)
+        app(args=_with_values(sys.argv[1:] if argv is None else argv), standalone_mode=True)
     except TepError as error:
         sys.stderr.write(f"tep: {type(error).__name__}: {error}\n")
         return 1
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 1
     return 0
+
+
+def _with_values(argv: Sequence[str]) -> list[str]:
+    """Give --ray its value where it stands alone: typer knows no options that may have one."""
+    following = [*argv[1:], "-"]
+    return [
+        "--ray=auto" if word == "--ray" and after.startswith("-") else word
+        for word, after in zip(argv, following)
+    ]

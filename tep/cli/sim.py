@@ -5,7 +5,6 @@ replayed here, of the engine's own swarm or of one over a protocol of yours.
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +22,10 @@ from tep.cli.show import (
 from tep.cli.timeline import print_scenario, print_timeline
 
 if TYPE_CHECKING:
-    from tep.testing.case import Case
-    from tep.testing.hunting import Protocol
+    from collections.abc import Sequence
+
+    from tep.sim.row_log import RowLog
+    from tep.testing.spreading import EngineJudge, Finding, ProtocolJudge
 
 __all__ = ["app"]
 
@@ -49,6 +50,18 @@ Groups = Annotated[
 ]
 Heal = Annotated[float, typer.Option("--heal-us", help="With --protocol: when trouble ends.")]
 Literal = Annotated[str, typer.Option("--case", help="With --protocol: a literal, not a seed.")]
+Findings = Annotated[
+    int, typer.Option("--findings", min=1, help="Go on until so many seeds broke a promise.")
+]
+Ray = Annotated[
+    str,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Spread the seeds over a Ray cluster: HOST:PORT, auto (what --ray alone means: the "
+        "one of RAY_ADDRESS or of this machine), or local (start one here).",
+    ),
+]
 
 
 @app.callback()
@@ -64,34 +77,37 @@ def sim(
     faults: Groups = "all",
     heal_us: Heal = 40.0,
     case: Literal = "",
+    findings: Findings = 1,
+    ray: Ray = "",
     json: Json = False,
 ) -> None:
     """Run a drawn scenario on the chaos fabric against the oracle, or, with --protocol, an async
-    function of yours in a drawn case; exit 1 on the first violation.
+    function of yours in a drawn case; exit 1 on the first violation, or after --findings of them.
     """
     if context.invoked_subcommand is not None:
         return
-    if protocol:
-        from tep.testing.case import Case
+    from tep.testing.spreading import (  # numpy is loaded when something runs
+        EngineJudge,
+        ProtocolJudge,
+    )
 
+    judge: EngineJudge | ProtocolJudge
+    seeds = range(seed, seed + runs)
+    if protocol:
         refuse_unused(context, "--protocol", ("lines",))
         if case:
-            refuse_unused(context, "--case", ("seed", "runs", "nodes", "nics", "faults", "heal_us"))
-        shape = _range(nics)
-        seeds = range(seed, seed + runs)
-        cases = (
-            [Case.parse(case)]
-            if case
-            else [
-                Case.draw(one, nodes=nodes, nics=shape, faults=faults, heal_us=heal_us)
-                for one in seeds
-            ]
-        )
-        _hunt(protocol, cases, trace=trace, json=json)
+            drawn = ("seed", "runs", "nodes", "nics", "faults", "heal_us", "findings", "ray")
+            refuse_unused(context, "--case", drawn)
+        judge = ProtocolJudge(protocol, nodes, _range(nics), faults, heal_us, case)
     else:
         mine = ("nodes", "nics", "faults", "heal_us", "case")
         refuse_unused(context, "the engine's own swarm (no --protocol)", mine)
-        _swarm(seed, runs, trace=trace, lines=lines, json=json)
+        judge = EngineJudge()
+    judge.case(seed)  # options that no case can have are refused before anything runs
+    found, record = _search(judge, seeds, findings, ray, quiet=json)
+    _show(judge, seeds, found, record, trace=trace, lines=lines, json=json)
+    if found:
+        raise typer.Exit(1)
 
 
 def _range(nics: str) -> tuple[int, int]:
@@ -219,94 +235,63 @@ def whatif(
         print_table(f"{profile}, changed", list(rows[0]), rows)
 
 
-def _swarm(seed: int, runs: int, *, trace: Path | None, lines: int, json: bool) -> None:
-    """Run the engine's own scenarios, up to the first finding."""
-    from tep.sim import RowLog  # numpy is loaded when something runs
-    from tep.testing.oracle import Violation, run_scenario
+def _search(
+    judge: EngineJudge | ProtocolJudge, seeds: range, most: int, ray: str, *, quiet: bool
+) -> tuple[Sequence[Finding], RowLog]:
+    """Look for findings, here or on Ray; with the rows of the first one's run, or of the last."""
+    from tep.testing.spreading import confirm, search, spread
+
+    with progress("seeds", len(seeds), quiet=quiet or len(seeds) == 1) as bar:
+
+        def judged(count: int) -> None:
+            bar.advance(bar.task_ids[0], count)
+
+        if not ray:
+            return search(judge, seeds, most=most, judged=judged)
+        from tep.integrations.ray.search import RayPool
+
+        with RayPool(judge, ray, most=most) as pool:
+            ended = spread(seeds, pool, most=most, judged=judged)
+    if ended.again:
+        typer.echo(f"lost workers: {ended.again} shares of seeds were done again", err=True)
+    return confirm(judge, ended.findings, seeds)
+
+
+def _show(
+    judge: EngineJudge | ProtocolJudge,
+    seeds: range,
+    found: Sequence[Finding],
+    record: RowLog,
+    *,
+    trace: Path | None,
+    lines: int,
+    json: bool,
+) -> None:
+    """Print what was found, or the last run."""
     from tep.testing.scenario import Scenario
 
-    violation: str | None = None
-    scenario, record = Scenario.draw(seed), RowLog()
-    with progress("seeds", runs, quiet=json or runs == 1) as bar:
-        for one in range(seed, seed + runs):
-            last = one == seed + runs - 1
-            scenario, record = Scenario.draw(one), RowLog()
-            try:
-                run_scenario(scenario, row_log=record if last or trace is not None else None)
-            except Violation as error:
-                violation = str(error)
-                break
-            bar.advance(bar.task_ids[0])
+    shown = judge.case(found[0].seed if found else seeds[-1])
+    digest = record.digest()
     if trace is not None:
         record.picture().write(trace)
-    digest = record.digest() if violation is None else None
     if json:
-        emit_json(
-            {
-                "seed": seed,
-                "runs": runs,
-                "violation": violation,
-                "scenario": repr(scenario),
-                "digest": digest,
-            }
-        )
-    else:
-        print_scenario(scenario, f"seed {scenario.chaos.seed}")
+        document = {
+            "seed": seeds.start,
+            "runs": len(seeds),
+            "violation": found[0].violation if found else None,
+            "findings": [one._asdict() for one in found],
+            "scenario" if isinstance(shown, Scenario) else "case": repr(shown),
+            "digest": digest,
+        }
+        emit_json(document)
+        return
+    if isinstance(shown, Scenario):
+        print_scenario(shown, f"seed {shown.chaos.seed}")
         if lines:
             print_timeline(record, lines)
-        typer.echo(
-            f"VIOLATION: {violation}"
-            if violation
-            else f"{runs} clean; digest of the last: {digest}"
-        )
-    if violation:
-        raise typer.Exit(1)
-
-
-def _hunt(place: str, cases: list[Case], *, trace: Path | None, json: bool) -> None:
-    """Run somebody's protocol in cases, up to the first finding."""
-    from tep.sim import RowLog
-    from tep.testing.hunting import run
-    from tep.testing.stage import Violation
-
-    protocol: Protocol[object] = _load(place)
-    violation: str | None = None
-    case, record = cases[0], RowLog()
-    for case in cases:
-        record = RowLog()
-        try:
-            run(protocol, case, row_log=record)
-        except Violation as found:
-            violation = str(found)
-            break
-    if trace is not None:
-        record.picture().write(trace)
-    if json:
-        emit_json({"violation": violation, "case": repr(case), "digest": record.digest()})
     else:
-        typer.echo(repr(case))
-        typer.echo(f"VIOLATION: {violation}" if violation else f"{len(cases)} clean")
-    if violation:
-        raise typer.Exit(1)
-
-
-def _load(place: str) -> Protocol[object]:
-    """Import FILE.py:NAME. Raises UsageError."""
-    import importlib.util
-    import inspect
-
-    from tep.errors import UsageError
-
-    path, _, name = place.rpartition(":")
-    spec = importlib.util.spec_from_file_location("tep_protocol", path) if path else None
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise UsageError(f"--protocol {place!r}: FILE.py:NAME is asked for, and a file that exists")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(Path(path).resolve().parent))  # as `python FILE.py` would
-    spec.loader.exec_module(module)
-    found: Protocol[object] | None = getattr(module, name, None)
-    if not inspect.iscoroutinefunction(found):
-        raise UsageError(f"--protocol {place!r}: {name} is no async function of {path}")
-    assert found is not None
-    return found
+        typer.echo(repr(shown))
+    for one in found:
+        typer.echo(f"VIOLATION: {one.violation}")
+    if not found:
+        typer.echo(f"{len(seeds)} clean; digest of the last: {digest}")

@@ -8,8 +8,10 @@ then all trouble ends, and the protocol has to come to an end: the liveness phas
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import os
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -28,6 +30,7 @@ from tep.errors import (
     StaleEpoch,
     StallError,
     TepError,
+    UsageError,
     WaitTimeout,
 )
 from tep.sim.chaos import ChaosFabric
@@ -38,7 +41,17 @@ from tep.testing.case import HEAL_US, Case, Nics
 from tep.testing.stage import Violation
 from tep.units import PS_PER_S, PS_PER_US
 
-__all__ = ["DEADLINE_S", "Protocol", "Ran", "Trial", "hunt", "run", "sights", "verify"]
+__all__ = [
+    "DEADLINE_S",
+    "Protocol",
+    "Ran",
+    "Trial",
+    "hunt",
+    "load_protocol",
+    "run",
+    "sights",
+    "verify",
+]
 
 T = TypeVar("T")
 
@@ -287,6 +300,29 @@ def hunt(
         seen += ran.seen
         seen["ended in an error"] += ran.error is not None
     return seen
+
+
+def load_protocol(place: str) -> Protocol[Any]:
+    """Import FILE.py:NAME, as `tep sim --protocol` does.
+
+    Raises:
+        UsageError: there is no such file, or no such async function in it.
+    """
+    path, _, name = place.rpartition(":")
+    spec = importlib.util.spec_from_file_location("tep_protocol", path) if path else None
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise UsageError(f"--protocol {place!r}: FILE.py:NAME is asked for, and a file that exists")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)  # as `python FILE.py` would
+    spec.loader.exec_module(module)
+    found: Protocol[object] | None = getattr(module, name, None)
+    if not inspect.iscoroutinefunction(found):
+        raise UsageError(f"--protocol {place!r}: {name} is no async function of {path}")
+    assert found is not None
+    return found
 
 
 _OURS: Final = (str(Path(tep.__file__).parent) + os.sep, str(Path(asyncio.__file__).parent))

@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 FENCE = re.compile(r"^``` ?(?P<head>[^\n]*)\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
 TWO_RANKS = Path(__file__).parent / "two_ranks.py"
-OTHERS = {"torchrun", "srun", "export", "wait", "ibv_devinfo"}
+OTHERS = {"torchrun", "srun", "ray", "export", "wait", "ibv_devinfo"}
 """Programs in shell lines that are not ours."""
 
 

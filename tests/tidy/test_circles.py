@@ -9,7 +9,7 @@ import ast
 from pathlib import Path
 
 import tep
-from tep import sim
+from tep import sim, testing
 from tep.apps import kvcache
 from tests.tidy.sources import python_files, tree
 
@@ -82,6 +82,7 @@ def test_what_stands_on_the_engine_uses_public_names() -> None:
     public = {
         "tep": set(tep.__all__),
         "tep.sim": set(sim.__all__),
+        "tep.testing": set(testing.__all__),
         "tep.apps.kvcache": set(kvcache.__all__),
     }
     own = ("tep.rendezvous", "tep.units", "tep.distribution")  # the last: the name in messages

@@ -1,0 +1,163 @@
+"""A pool of Ray workers for `tep.testing.spread`: each share of seeds is one task.
+
+Ray starts no task again by itself here: which seeds a lost worker leaves is the search's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import tep
+from tep.distribution import need
+from tep.testing import Judge, Judged, ProtocolJudge, Share, judge_share
+
+__all__ = ["RayPool", "connect"]
+
+_SHARE_S: Final = 2.0
+"""How long a worker judges before it answers: progress moves, and little is lost with a worker."""
+
+_JUNK: Final = [".git", ".venv", "**/__pycache__", "node_modules"]
+"""What does not travel with a protocol's folder."""
+
+
+def connect(address: str, **options: Any) -> tuple[Any, bool]:  # Ray's module
+    """Join a Ray cluster, unless this process has joined one.
+
+    Args:
+        address: HOST:PORT of a cluster; "auto": that of RAY_ADDRESS or of this machine; "local":
+            one is started here.
+        options: of `ray.init`.
+
+    Returns:
+        The module `ray`, and whether this call has joined.
+
+    Raises:
+        BackendUnavailable: Ray is not installed.
+        UsageError: there is no cluster at this address.
+    """
+    ray = need("ray", "ray", "tep.integrations.ray")
+    if ray.is_initialized():
+        return ray, False
+    if address == "local":
+        options["include_dashboard"] = False
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise tep.UsageError(
+            f"no Ray cluster can be joined at {address!r}: {str(error).strip()[:500]}. Start one "
+            "with `ray start --head`, name another as HOST:PORT, or use 'local'"
+        ) from error
+    return ray, True
+
+
+@cache
+def _code() -> str:
+    """A digest of tep's modules: workers with other code would find other things."""
+    root = Path(tep.__file__).parent
+    digest = sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _work(judge: Judge, share: Share, most: int, share_s: float) -> tuple[Judged, str, str]:
+    """Run by a worker: judge a share; with the digest of its code, and where it is."""
+    end_s = time.monotonic() + share_s
+    found = judge_share(judge, share, most, lambda: time.monotonic() >= end_s)
+    return found, _code(), tep.__file__
+
+
+class RayPool:
+    """Workers of a Ray cluster, one a CPU, for `tep.testing.spread`.
+
+    Nodes may come and go while it runs. All need the same tep, and Ray, installed. The folder of a
+    protocol's file is sent to them.
+
+    Args:
+        judge: what is done with each seed.
+        address: as for `connect`.
+        most: findings after which a share ends.
+        share_s: seconds after which a worker answers with what it has judged.
+
+    Raises:
+        BackendUnavailable: Ray is not installed.
+        UsageError: there is no cluster at this address; or the process is in one already, and the
+            judge has a protocol.
+    """
+
+    def __init__(
+        self, judge: Judge, address: str = "auto", *, most: int = 1, share_s: float = _SHARE_S
+    ) -> None:
+        options: dict[str, Any] = {}
+        if isinstance(judge, ProtocolJudge):
+            judge, folder = judge.moved()
+            options["runtime_env"] = {"working_dir": str(folder), "excludes": _JUNK}
+        self._ray, self._joined = connect(address, **options)
+        if options and not self._joined:
+            raise tep.UsageError(
+                "this process is in a Ray cluster already, and Ray sends a protocol's folder to "
+                "workers only when one is joined: call ray.shutdown() before"
+            )
+        self._most, self._share_s = most, share_s
+        self._judge = self._ray.put(judge)
+        self._task = self._ray.remote(_work).options(num_cpus=1, max_retries=0)
+        self._refs: dict[Any, Share] = {}
+
+    def room(self) -> int:
+        return max(1, int(self._ray.cluster_resources().get("CPU", 0)))
+
+    def start(self, share: Share) -> None:
+        self._refs[self._task.remote(self._judge, share, self._most, self._share_s)] = share
+
+    def ended(self, timeout_s: float) -> list[tuple[Share, Judged | str]]:
+        done, _ = self._ray.wait(list(self._refs), timeout=timeout_s)
+        return [(self._refs.pop(ref), self._answer(ref)) for ref in done]
+
+    def _answer(self, ref: Any) -> Judged | str:
+        """What a task gave: a result, or why its worker was lost; other errors are raised."""
+        errors = self._ray.exceptions
+        try:
+            judged, code, where = self._ray.get(ref)
+        except errors.RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, tep.TepError) else None
+            raise tep.UsageError(f"a worker cannot judge: {cause or error}") from error
+        except (errors.RuntimeEnvSetupError, errors.TaskUnschedulableError) as error:
+            raise tep.UsageError(f"Ray cannot start workers: {error}") from error
+        except errors.RayError as error:
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        if code != _code():
+            raise tep.UsageError(
+                f"a worker has another tep, at {where}: what it finds would not be what this one "
+                f"finds. Install tep {tep.__version__} as it is here on all nodes"
+            )
+        assert isinstance(judged, Judged)
+        return judged
+
+    def drop(self, share: Share) -> None:
+        for ref in [ref for ref, its in self._refs.items() if its == share]:
+            del self._refs[ref]
+            self._ray.cancel(ref, force=True)
+
+    def close(self) -> None:
+        """Drop what runs, and leave the cluster if the pool has joined it."""
+        for share in list(self._refs.values()):
+            self.drop(share)
+        if self._joined:
+            self._ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

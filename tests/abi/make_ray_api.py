@@ -1,0 +1,64 @@
+"""Record the parts of Ray's interface that tep.integrations.ray stands on, from a Python with Ray.
+
+Usage: PYTHON_WITH_RAY tests/abi/make_ray_api.py > tests/abi/ray_api.json
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+
+import ray
+from ray import exceptions
+from ray.remote_function import RemoteFunction
+
+CALLS = (
+    "cancel",
+    "cluster_resources",
+    "get",
+    "init",
+    "is_initialized",
+    "put",
+    "remote",
+    "shutdown",
+    "wait",
+)
+ERRORS = (
+    "NodeDiedError",
+    "OutOfMemoryError",
+    "RayError",
+    "RayTaskError",
+    "RuntimeEnvSetupError",
+    "TaskUnschedulableError",
+    "WorkerCrashedError",
+)
+
+
+def parameters(function: object) -> list[str]:
+    """The names of its parameters, *args and **kwargs with their stars."""
+    stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}
+    return [
+        stars.get(one.kind.name, "") + one.name
+        for one in inspect.signature(function).parameters.values()
+    ]
+
+
+def main() -> int:
+    """Print the record."""
+    found = {
+        "ray": ray.__version__,
+        "calls": {name: parameters(getattr(ray, name)) for name in CALLS},
+        "errors": {
+            name: [one.__name__ for one in getattr(exceptions, name).__mro__[1:]] for name in ERRORS
+        },
+        "a task's error": parameters(exceptions.RayTaskError.__init__),
+        "task": {"options": parameters(RemoteFunction.options)},
+        "task options": sorted(inspect.getmodule(RemoteFunction).ray_option_utils.task_options),
+    }
+    json.dump(found, sys.stdout, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,3 @@
+"""What ray_protocol.py imports."""
+
+NBYTES = 4096

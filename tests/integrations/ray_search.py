@@ -1,0 +1,68 @@
+"""`tep sim --ray` on a Ray of several nodes, of which one is killed: the same findings as here.
+
+Run by scripts/integrations.py in an environment that has Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+
+import ray_nodes
+
+from tep.cli import main as tep
+from tep.integrations.ray.search import RayPool
+from tep.testing.spreading import ProtocolJudge, search, spread
+
+RUNS, MOST, NODES = 5000, 120, 3
+
+
+def printed(*argv: str) -> str:
+    """What `tep` prints on stdout."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status = tep(argv)
+    assert out.getvalue(), (argv, status)
+    return out.getvalue()
+
+
+def main() -> int:
+    """Search with and without Ray."""
+    judge = ProtocolJudge(ray_nodes.here("ray_protocol.py:believes_in_its_nics"), faults="nics")
+    seeds = range(RUNS)
+    alone, _ = search(judge, seeds, most=MOST)
+    assert len(alone) == MOST, "the protocol is not wrong often enough"
+    last = alone[-1].seed
+    with ray_nodes.nodes(NODES) as (cluster, live):
+        moved: list[int] = []
+
+        def judged(count: int) -> None:
+            moved.append(count)  # 0: a share of a lost worker came back
+            late = sum(moved) > (last // 5) * (NODES - len(live) + 1)
+            if late and 0 not in moved and len(live) > 1:  # a node may have had nothing to do
+                ray_nodes.kill(live.pop())
+
+        with RayPool(judge, cluster.address, most=MOST, share_s=0.2) as pool:
+            found = spread(seeds, pool, most=MOST, judged=judged, timeout_s=120)
+        assert [one.seed for one in alone] == [one.seed for one in found.findings]
+        assert found.again, "the killed nodes had nothing to do"
+
+        swarm = ("sim", "--runs", "300", "--json")
+        place = ("--protocol", judge.place, "--faults", "nics", "--findings", "3")
+        hunt = ("sim", "--runs", str(last), *place, "--json")
+        for command in (swarm, hunt):
+            assert printed(*command) == printed(*command, "--ray", cluster.address)
+    result = {
+        "ok": True,
+        "nodes": f"{NODES}, {NODES - len(live)} killed",
+        "findings": f"{MOST} of {last + 1} seeds, as in one process",
+        "shares done again": found.again,
+    }
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

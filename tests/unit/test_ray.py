@@ -1,0 +1,102 @@
+"""tep on Ray, with a look-alike of Ray that is held to its recorded interface."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tep.cli import main
+from tep.errors import BackendUnavailable, UsageError
+from tep.integrations.ray import search as on_ray
+from tep.integrations.ray.search import RayPool
+from tep.testing.spreading import Finding, ProtocolJudge, spread
+from tests.support.fake_ray import FakeRay
+
+
+@pytest.fixture
+def ray(monkeypatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    return fake
+
+
+class Odd:
+    """A judge: every seventh seed is wrong."""
+
+    def __call__(self, seed, row_log=None):
+        return "odd" if seed % 7 == 3 else None
+
+
+def test_lost_workers_are_no_end(ray) -> None:
+    """A node that dies takes nothing of the search with it."""
+    errors = ray.exceptions
+    ray.script.extend([errors.NodeDiedError("gone"), None, errors.WorkerCrashedError("killed")])
+    ray.script.append(errors.OutOfMemoryError("too much"))
+
+    with RayPool(Odd(), "here:1", most=3) as pool:
+        found = spread(range(40), pool, most=3)
+
+    assert [Finding(seed, "odd") for seed in (3, 10, 17)] == list(found.findings)
+    assert 3 == found.again
+    assert not ray.refs
+    assert not ray.joined
+    assert "here:1" == ray.asked["address"]
+
+
+def test_other_errors_end_a_search(ray, monkeypatch) -> None:
+    """Workers that lack tep, or have another, must not pass for workers that found nothing."""
+    ray.script.append(ray.exceptions.RayTaskError("no module named tep"))
+    with pytest.raises(UsageError, match="cannot judge: no module named tep"):
+        spread(range(9), RayPool(Odd()))
+    ray.script.append(ray.exceptions.RuntimeEnvSetupError("no folder"))
+    with pytest.raises(UsageError, match="cannot start workers: no folder"):
+        spread(range(9), RayPool(Odd()))
+    codes = iter(["theirs", "ours"])
+    monkeypatch.setattr(on_ray, "_code", lambda: next(codes))
+    with pytest.raises(UsageError, match=r"a worker has another tep, at .*tep/__init__.py"):
+        spread(range(9), RayPool(Odd()))
+
+
+def test_a_cluster_that_is_not_there(ray, monkeypatch) -> None:
+    """The message says what to start, and which extra to install."""
+    with pytest.raises(UsageError, match=r"'nowhere:1': nobody is there. Start one with `ray sta"):
+        RayPool(Odd(), "nowhere:1")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(BackendUnavailable, match=r"pip install 'tep-engine\[ray\]'"):
+        RayPool(Odd())
+
+
+def test_a_protocols_folder_travels(ray, tmp_path) -> None:
+    """Ray sends it when a cluster is joined, and not later: then it would silently stay away."""
+    tmp_path.joinpath("p.py").write_text("async def p(cluster):\n    pass\n", encoding="utf-8")
+    judge = ProtocolJudge(f"{tmp_path}/p.py:p")
+    with RayPool(judge):
+        assert str(tmp_path) == ray.asked["runtime_env"]["working_dir"]
+        with pytest.raises(UsageError, match="in a Ray cluster already"):
+            RayPool(judge)
+
+
+def test_the_command_prints_the_same_with_ray_and_without(ray, tmp_path, capsys, monkeypatch):
+    """Who moves a search to a cluster gets the findings that one machine gives, in their order."""
+    source = (
+        "import tep\n\nasync def wrong(cluster):\n"
+        "    assert len(cluster.engines[0].main_address.domains) < 4, 'four'\n"
+    )
+    tmp_path.joinpath("my_protocol.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    hunt = ["sim", "--protocol", "my_protocol.py:wrong", "--runs", "60", "--findings", "3"]
+    for command in ([*hunt, "--json"], ["sim", "--runs", "20", "--json"], hunt):
+        statuses = [main(command)]
+        alone = capsys.readouterr().out
+        for more in (["--ray"], ["--ray", "h:1"]):
+            ray.script.append(ray.exceptions.NodeDiedError("gone"))
+            statuses.append(main([*command[:1], *more, *command[1:]]))
+            seen = capsys.readouterr()
+            assert alone == seen.out
+            assert "1 shares of seeds were done again" in seen.err
+            assert [*more, "auto"][1] == ray.asked["address"]
+        assert {1 if command[1] == "--protocol" else 0} == set(statuses)
+        if "--protocol" in command and "--json" in command:
+            assert 3 == len({one["seed"] for one in json.loads(alone)["findings"]})
