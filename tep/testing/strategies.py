@@ -7,10 +7,13 @@ small numbers, and prints as a literal. Seeds find faster; these explain better.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args
 
-from hypothesis import HealthCheck, Phase, find, settings
+from hypothesis import HealthCheck, Phase, configuration, find, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import DrawFn, SearchStrategy
@@ -293,7 +296,8 @@ def shrink(
         phases=(Phase.generate, Phase.shrink),
     )
     try:
-        simplest = find(scenarios(nodes, nics, faults), breaks, settings=quiet)
+        with _no_files():
+            simplest = find(scenarios(nodes, nics, faults), breaks, settings=quiet)
     except NoSuchExample:
         raise LookupError(f"{examples} cases, and none breaks it") from None
     try:
@@ -301,3 +305,21 @@ def shrink(
     except Violation as found:
         return found
     raise AssertionError("a case that broke it a moment ago does not")
+
+
+@contextlib.contextmanager
+def _no_files() -> Iterator[None]:
+    """Keep Hypothesis from leaving a folder in the working directory, which nobody asked for.
+
+    A folder that the environment or a program has chosen is used as it is.
+    """
+    chosen = vars(configuration).get("__hypothesis_home_directory")
+    if chosen is not None or "HYPOTHESIS_STORAGE_DIRECTORY" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        configuration.set_hypothesis_home_dir(folder)
+        try:
+            yield
+        finally:
+            configuration.set_hypothesis_home_dir(None)

@@ -1,14 +1,22 @@
-"""The notebooks run from top to bottom on the simulator."""
+"""The notebooks run from top to bottom, show pictures, and leave nothing behind."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
 
+CPU_S_MAX = 60.0
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+def cpu_s() -> float:
+    """What processes that have ended took of the CPU; wall time says more of the machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 @pytest.mark.notebook
@@ -21,7 +29,12 @@ def test_notebook_runs(path: Path, tmp_path: Path) -> None:
         book, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     )
 
+    before_s = cpu_s()
     client.execute()
 
+    assert cpu_s() - before_s < CPU_S_MAX
+    assert [] == list(tmp_path.iterdir()), "left in the working directory"
+    outputs = [out for cell in book.cells for out in cell.get("outputs", [])]
+    assert any("image/png" in out.get("data", {}) for out in outputs), "no picture"
     ran = [cell.execution_count for cell in book.cells if cell.cell_type == "code"]
     assert list(range(1, len(ran) + 1)) == ran

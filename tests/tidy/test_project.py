@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -116,6 +117,21 @@ def test_notebooks_tell_and_do_not_compute() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         ]
         assert sum(lengths) <= DEFINITION_LINES_MAX, source
+
+
+def test_notebooks_use_public_names_only() -> None:
+    """Who copies a cell builds on what may change without a word."""
+    found = []
+    for path, cell in code_cells():
+        for node in ast.walk(ast.parse("".join(cell["source"]))):
+            if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] == "tep":
+                public = getattr(importlib.import_module(str(node.module)), "__all__", ())
+                names = [f"{node.module}.{a.name}" for a in node.names if a.name not in public]
+                found += [f"{path}: {name}" for name in names if not importlib.util.find_spec(name)]
+            elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+                found.append(f"{path}: .{node.attr}")
+
+    assert [] == found
 
 
 def test_pins_are_exact_and_name_no_place() -> None:
