@@ -88,7 +88,7 @@ def stall(
     if not answers:
         raise _not_seen(pid)
     if json:
-        emit_json(answers[0])
+        emit_json({"processes": answers})
         return
     for answer in answers:
         typer.echo(f"process {answer['pid']}: {answer['command']}")

@@ -16,6 +16,7 @@ from tep.api import Pages, Routing
 from tep.backends.base import Column
 from tep.checks import check_int, shown
 from tep.core.imm import check_imm
+from tep.core.path import Link
 from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, plan_single
 from tep.core.region import Job, MrHandle, Remote, Targets, check_source, shifted
@@ -51,9 +52,10 @@ class ReadJob(Job):
         owners: how many immediates that are.
         after: these immediates, while they wait for the rows.
         leased: whether any of its sources is read under a lease.
+        silent: paths, by link and NICs, on which a row of it got no answer since one came back.
     """
 
-    __slots__ = ("after", "leased", "owner_imm", "owners")
+    __slots__ = ("after", "leased", "owner_imm", "owners", "silent")
     is_read = True
     is_plain = False
 
@@ -74,6 +76,7 @@ class ReadJob(Job):
         self.owners = 0 if imm is None else len({remote.link for remote in owners})
         self.leased = any(remote.held_lease is not None for remote in owners)
         self.after: Pending | None = None
+        self.silent: set[tuple[Link, int, int]] = set()
         super().__init__(kind, mr, remotes, columns, None, n + self.owners, total, longest, routing)
         self.split = kind == "single read" or (kind == "gather" and routing.scatter_by == "bytes")
 

@@ -9,6 +9,7 @@ immediates are queued when all rows of the transfer are back, and not at all if 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Final, cast
@@ -17,6 +18,7 @@ from tep.api import EngineOptions
 from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
 from tep.core.events import PeerRestarted
 from tep.core.group import DomainGroup, not_made_good
+from tep.core.path import Link
 from tep.core.pending import Pending, cut_column, ints, row_error
 from tep.core.plan import lanes, plan_paged, plan_single, plan_targets
 from tep.core.read_requests import ReadJob
@@ -255,14 +257,16 @@ class Reads:
         )
         self.outstanding[domain] -= count
         over = pending.back == pending.stop
-        again = status != _OK and self._fail_rows(pending, count, status, row)
         transfer = pending.transfer
+        job = transfer.job
+        assert isinstance(job, ReadJob)
+        if status == _OK and job.silent:
+            job.silent.clear()
+        again = status != _OK and self._fail_rows(pending, count, status, row)
         if not again:
             transfer.left -= count
         if over:
             del group.batches[ctx]
-        job = transfer.job
-        assert isinstance(job, ReadJob)
         if transfer.left == job.owners and not transfer.is_ending():  # all rows are back
             transfer.failure = self._late(transfer) if job.leased else None
             if transfer.failure is not None:
@@ -288,6 +292,7 @@ class Reads:
         if status == Status.NIC_DOWN:
             group.nic_down(domain)
         elif status in (Status.UNREACHABLE, Status.GIVEN_UP):
+            cast("ReadJob", transfer.job).silent.add((remote.link, domain, nic))
             ours = [i for i, up in enumerate(group.alive) if up and i != domain]
             others = group.mark_down(remote.link, nic) or remote.link.has_way(ours)
         elif status == Status.STALE_PEER:
@@ -300,6 +305,7 @@ class Reads:
                     transfer.extra += count
                     self.again += count
                     return True
+                error = not_made_good(error, "no other path is left that may answer")
             else:
                 error = not_made_good(error, f"it was tried {pending.tries} times before")
         transfer.failed_rows += count
@@ -342,7 +348,9 @@ class Reads:
         try:
             group.first_alive()
             here, there = group.route(old.domain + turn, remote.link, nic + turn)
-            if not turn and (here, there) == (old.domain, nic):
+            if turn:
+                here, there = self._answering(old.transfer, remote.link, (here, there))
+            elif (here, there) == (old.domain, nic):
                 return False
             batch = old.batch
             columns = [cut_column(c, start, stop) for c in (batch.src, batch.dst, batch.nbytes)]
@@ -358,6 +366,19 @@ class Reads:
             group.cut(old)
         self._push(made)
         return True
+
+    def _answering(self, transfer: Transfer, link: Link, path: tuple[int, int]) -> tuple[int, int]:
+        """This path, or else another on which no row of the transfer waited in vain.
+
+        Raises FabricError if there is none: each more would take a peer's silence once more.
+        """
+        silent = cast("ReadJob", transfer.job).silent
+        ours = [i for i, alive in enumerate(self._group.alive) if alive]
+        theirs = [j for j, alive in enumerate(link.alive) if alive]
+        for here, there in (path, *itertools.product(ours, theirs)):
+            if (link, here, there) not in silent and (link.is_up(here, there) or not silent):
+                return here, there
+        raise FabricError("no path is left for this read", code="UNREACHABLE")
 
     # ------------------------------------------------------------------ the owners' immediates
 

@@ -95,7 +95,10 @@ def test_what_efa_nics_can_do_is_asked_of_their_library(which):
 
 @pytest.mark.timeout(700)  # an emulated machine on a crowded one takes four times as long
 def test_the_commands_for_connectx_beside_soft_roce():
-    """Doctor, smoke test and benchmark over real libibverbs; counters that say the NIC was used."""
+    """Doctor and smoke test over real libibverbs; counters that say the NIC was used.
+
+    The benchmark of two nodes joins them in long runs.
+    """
     try:
         if missing := missing_tools():
             pytest.skip(f"not installed: {', '.join(missing)}; scripts/rxe --install gets them")
@@ -107,12 +110,14 @@ def test_the_commands_for_connectx_beside_soft_roce():
     commands = [
         f"cd {shlex.quote(str(ROOT))}",
         f"{python} scripts/verify_efa.py verbs",
-        f"{python} {bench}",
         f"{python} -c {shlex.quote(DOCTOR)}",
     ]
+    long = bool(os.environ.get("TEP_LONG"))  # the emulated processor takes a minute for it
+    if long:
+        commands.insert(2, f"{python} {bench}")
     ran = run_in_guest(["sh", "-c", " && ".join(commands)], Options(nics=2, timeout_s=600))
     assert "verbs: all checks held" in ran.output, ran.output[-3000:]
-    assert "bidirectional 1048576" in ran.output, ran.output[-3000:]
+    assert not long or "bidirectional 1048576" in ran.output, ran.output[-3000:]
     text = ran.output[ran.output.index('{\n  "passed"') :]
     found = json.loads(text[: text.rindex("}") + 1])["findings"]
     verbs = [one["text"] for one in found if one["area"] == "backend verbs"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 
 import pytest
 
 from tests.gate.bugs_leases import LEASE_BUGS
 from tests.gate.registry import changed
 from tests.support.lease_trials import play
+from tests.support.planted import first_shown
 
 SEEDS = 20_000 if os.environ.get("TEP_LONG") else 400
 
@@ -25,12 +27,9 @@ def test_planted_bug_is_found(name: str) -> None:
     """Memory that is freed under a writer is found here, or by a user."""
     bug = LEASE_BUGS[name]
     with changed(bug.plant()):
-        for seed in range(bug.budget):
-            try:
-                play(seed, **knobs_of(name))
-            except Exception:  # noqa: BLE001  # whatever a broken engine raises is a finding
-                return
-    pytest.fail(f"{name} survived {bug.budget} seeds")
+        found = first_shown(name, partial(play, **knobs_of(name)), range(bug.budget))
+
+    assert found is not None, f"{name} survived {bug.budget} seeds"
 
 
 @pytest.mark.parametrize("fences", [True, False])

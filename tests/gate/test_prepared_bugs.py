@@ -13,14 +13,15 @@ from tep.engine import prepared
 from tep.engine.prepared import Prepared
 from tests.gate.registry import Change, changed
 from tests.property.test_prepared import NBYTES, READS, WRITES, Happens, Submit, World
+from tests.support.planted import first_shown
 
 SEEDS = 150
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
-def run(seed: int) -> bool:
-    """Whether one drawn script has the same effect by prepared transfers and by the verbs."""
+def run(seed: int) -> None:
+    """One drawn script has the same effect by prepared transfers and by the verbs."""
     dice = random.Random(seed)
     nics = dice.randint(1, 3), dice.randint(1, 3), dice.randint(1, 2)
     script: list[Submit | Happens] = []
@@ -43,7 +44,7 @@ def run(seed: int) -> bool:
         with world.cluster:
             world.play(script)
             found.append(world.result())
-    return found[0] == found[1]
+    assert found[0] == found[1]
 
 
 class _Same:
@@ -136,15 +137,12 @@ BUGS = [
 def test_planted_bug_is_found(plant: Callable[[], list[Change]]) -> None:
     """A prepared transfer that does not follow what changes is found here, or by a user."""
     with changed(plant()):
-        for seed in range(SEEDS):
-            try:
-                if not run(seed):
-                    return
-            except Exception:  # noqa: BLE001  # whatever a broken engine raises is a finding
-                return
-    pytest.fail(f"{plant.__name__} survived {SEEDS} seeds")
+        found = first_shown(plant.__name__, run, range(SEEDS))
+
+    assert found is not None, f"{plant.__name__} survived {SEEDS} seeds"
 
 
 def test_prepared_transfers_are_clean() -> None:
     """The bugs would be found in vain if the engine as it is differed, too."""
-    assert all(map(run, range(SEEDS)))
+    for seed in range(SEEDS):
+        run(seed)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.gate.bugs_pruning import PRUNING
 from tests.gate.registry import changed
+from tests.support.planted import first_shown
 from tests.support.reopening import pruning_swarm
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -17,9 +18,8 @@ def test_planted_bug_is_found(name: str) -> None:
     bug = PRUNING[name]
     assert bug.plant.__doc__
     with changed(bug.plant()):
-        for seed in range(bug.budget):
-            try:
-                pruning_swarm(range(seed, seed + 1))
-            except Exception:  # noqa: BLE001  # a broken engine breaks in any way
-                return
-    pytest.fail(f"{name} survived {bug.budget} seeds")
+        found = first_shown(
+            name, lambda seed: pruning_swarm(range(seed, seed + 1)), range(bug.budget)
+        )
+
+    assert found is not None, f"{name} survived {bug.budget} seeds"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.gate.bugs_reads import READ_BUGS
 from tests.gate.registry import changed
-from tests.gate.test_planted_bugs import first_found
+from tests.gate.test_planted_bugs import search
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -16,5 +16,6 @@ def test_planted_bug_is_found(name: str) -> None:
     """A page that is overwritten by an old read is found here, or by a user."""
     bug = READ_BUGS[name]
     with changed(bug.plant()):
-        found = first_found(range(bug.budget), wanted=lambda scenario: bool(scenario.reads))
+        found = search(f"reads.{name}", bug.budget, lambda scenario: bool(scenario.reads))
+
     assert found is not None, f"{name} survived {bug.budget} seeds"

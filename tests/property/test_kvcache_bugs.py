@@ -22,7 +22,7 @@ from tep.apps.kvcache.sender import Lane, Route
 from tep.apps.kvcache.trial import Trial, run_trial
 from tep.apps.kvcache.world import World
 from tep.errors import StallError
-from tests.support.planted import PlantedBugs
+from tests.support.planted import PlantedBugs, first_shown
 
 SEEDS = 120
 bug = PlantedBugs()
@@ -224,18 +224,17 @@ def violations_of(seed: int, setting: str = "") -> list[str]:
             head_slices.cache_clear()
 
 
-def first_caught(name: str, patch: pytest.MonkeyPatch, seeds: int) -> int | None:
-    """The first seed whose scenario shows the bug."""
-    bug[name](patch)
-    return next((seed for seed in range(seeds) if violations_of(seed, name)), None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", bug)
 def test_planted_bugs_are_caught(name: str) -> None:
     """Scenarios that would not notice this bug would not notice its like either."""
+
+    def play(seed: int) -> None:
+        assert [] == violations_of(seed, name)
+
     with pytest.MonkeyPatch.context() as patch:
-        caught = first_caught(name, patch, SEEDS)
+        bug[name](patch)
+        caught = first_shown(name, play, range(SEEDS))
 
     assert caught is not None, f"{name} escaped {SEEDS} scenarios"
     assert [] == violations_of(caught, name), "the scenario finds fault with the protocol itself"

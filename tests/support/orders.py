@@ -9,6 +9,7 @@ engines are turned until they rest. `every` runs through all choices there are.
 from __future__ import annotations
 
 import logging
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -55,6 +56,17 @@ def every() -> Iterator[Chooser]:
     yield chooser
     while chooser.next():
         yield chooser
+
+
+class Drawn(Chooser):
+    """Answers that are drawn."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._dice = random.Random(seed)
+
+    def of(self, n: int) -> int:
+        return self._dice.randrange(n)
 
 
 class Flight:

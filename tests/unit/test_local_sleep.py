@@ -202,17 +202,17 @@ def test_a_peer_that_is_lost_while_nothing_waits_for_it_lets_the_worker_sleep() 
     with TransferEngine.open("local", name="idle-a") as a:
         (domain,) = a._domains
         sender = domain._sender
-        with TransferEngine.open("local", name="idle-b") as b:
+        with TransferEngine.open("local", name="idle-b") as b:  # open, so that it is lost only once
             mr, _ = a.reg_mr(np.zeros(8, np.uint8))
             _, desc = b.reg_mr(np.zeros(8, np.uint8))
             a.submit_single_write(8, (mr, 0), (desc, 0), 1).wait(20)
             (out,) = sender._numbers
 
-        def lose() -> bool:
-            sender.active.clear()
-            sender.lost.append(out)
-            domain.poll(a._worker._out)
-            return sender.runnable()
+            def lose() -> bool:
+                sender.active.clear()
+                sender.lost.append(out)
+                domain.poll(a._worker._out)
+                return sender.runnable()
 
-        assert not a.driver.call(lose)
-        assert [] == sender.lost
+            assert not a.driver.call(lose)
+            assert [] == sender.lost

@@ -160,6 +160,41 @@ def test_tries_are_limited(r) -> None:
         sent.result()
 
 
+def test_an_owner_that_is_silent_on_every_path_is_not_asked_for_each_row_again(r) -> None:
+    """Each silence takes as long as the backend waits: a long read would fail only after hours."""
+    askings = 0
+    for nic in r.me.nics:
+        nic.room = 1
+    sent = r.paged(16)
+    while not sent.finished and askings < 20:
+        askings += 1
+        for nic in r.me.nics:
+            nic.finish(status=Status.UNREACHABLE)
+            nic.room = 1
+        r.me.turn(2)
+
+    with pytest.raises(FabricError, match=r"UNREACHABLE.*no other path is left that may answer"):
+        sent.result()
+    assert askings < 8
+
+
+def test_a_path_that_was_silent_once_is_used_again_when_others_answer(r) -> None:
+    """A row that comes back shows that the owner lives: one lost packet is no dead path."""
+    sent = r.paged(16)
+    for nic in r.me.nics:
+        nic.finish(1, Status.UNREACHABLE)
+    r.me.turn(2)
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn(2)
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn()
+
+    assert sent.ok
+    assert 2 == sent.stats().rows_again
+
+
 def test_without_failover_nothing_is_posted_again() -> None:
     """EngineOptions(failover=False) promises that a request fails at once."""
     r = Reading(failover=False)

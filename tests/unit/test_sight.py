@@ -228,7 +228,7 @@ def test_a_process_that_hangs_tells_what_it_waits_for(
             assert 0 == main(["stall", str(hanging.pid), "--timeout", "60"])
             text = capsys.readouterr().out
             assert 0 == main(["stall", str(hanging.pid), "--json", "--timeout", "60"])
-            document = json.loads(capsys.readouterr().out)
+            (process,) = json.loads(capsys.readouterr().out)["processes"]
             assert 0 == main(["top", str(hanging.pid), "--once", "--every", "0.1"])
             table = capsys.readouterr().out
             assert 0 == main(["top", "--json", "--every", "0.1"])
@@ -241,7 +241,7 @@ def test_a_process_that_hangs_tells_what_it_waits_for(
 
     assert "imm 0x5: 1 of 2 arrived; pending" in text
     assert "blocks (<string>:3)" in text
-    assert {"ana", "bob"} == {engine["name"] for engine in document["engines"]}
+    assert {"ana", "bob"} == {engine["name"] for engine in process["engines"]}
     assert "ana/0" in table
     assert "imm 0x5: 1 of 2 arrived" in table
     assert {"ana", "bob"} == {engine["name"] for engine in shown["engines"]}
