@@ -68,6 +68,7 @@ RAY = Environment(
 
 INTEGRATIONS = (
     Integration("Ray: a search for bugs on nodes that are killed", "ray_search.py", RAY),
+    Integration("Ray: tensors of actors, and an actor that dies", "ray_transport.py", RAY),
     Integration(
         "vLLM with tep's own connector, both sides killed",
         "vllm_tep.py",

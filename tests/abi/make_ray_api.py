@@ -5,12 +5,15 @@ Usage: PYTHON_WITH_RAY tests/abi/make_ray_api.py > tests/abi/ray_api.json
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import sys
 
 import ray
 from ray import exceptions
+from ray.experimental import register_tensor_transport
+from ray.experimental.rdt import tensor_transport_manager as interface
 from ray.remote_function import RemoteFunction
 
 CALLS = (
@@ -53,6 +56,18 @@ def main() -> int:
             name: [one.__name__ for one in getattr(exceptions, name).__mro__[1:]] for name in ERRORS
         },
         "a task's error": parameters(exceptions.RayTaskError.__init__),
+        "transport": {
+            name: parameters(function)
+            for name, function in inspect.getmembers(
+                interface.TensorTransportManager, inspect.isfunction
+            )
+        },
+        "transport must have": sorted(interface.TensorTransportManager.__abstractmethods__),
+        "transport fields": {
+            name: [one.name for one in dataclasses.fields(getattr(interface, name))]
+            for name in ("CommunicatorMetadata", "FetchRequest", "TensorTransportMetadata")
+        },
+        "register_tensor_transport": parameters(register_tensor_transport),
         "task": {"options": parameters(RemoteFunction.options)},
         "task options": sorted(inspect.getmodule(RemoteFunction).ray_option_utils.task_options),
     }

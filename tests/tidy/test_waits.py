@@ -27,6 +27,8 @@ OWN = {
     "tep/core/transfer.py": "a transfer gives its time to its driver, which clamps it",
     "tep/drivers.py: self.wait": "a driver's own wait, begun again after a signal",
     "tep/drivers.py: thread.join": "at most 1e9 s, by check_seconds(); a join takes 292 years",
+    "tep/integrations/ray/pulling.py": "a transfer gives its time to its driver, which clamps it",
+    "tep/integrations/ray/transport.py": "a pull's wait, which ends in waits of its transfers",
     "tep/integrations/ray/search.py: self._ray.wait": "spread() clamps the time",
     "tep/turning.py: super().wait": "a driver's own wait, in the class above",
     "tep/testing/clauses_engine.py": "waits of handles, whose drivers clamp them",

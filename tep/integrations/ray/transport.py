@@ -1,0 +1,252 @@
+"""A tensor transport of Ray on tep: only this room and `search` know Ray.
+
+The receiver reads the sender's tensors by one-sided reads; an aborted transfer is cancelled, so Ray
+kills no actor because of one. Written against Ray 2.60, whose interface is marked alpha.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayDirectTransportError
+from ray.experimental import register_tensor_transport
+from ray.experimental.rdt.tensor_transport_manager import (
+    CommunicatorMetadata,
+    FetchRequest,
+    TensorTransportManager,
+    TensorTransportMetadata,
+)
+
+from tep import TepError, TransferEngine, UsageError, WaitTimeout
+from tep.integrations.ray.pulling import Part, Pull, Puller
+
+__all__ = ["NAME", "TepFetch", "TepMetadata", "TepTransport", "register"]
+
+NAME = "TEP"
+_ALIGN = 256  # of a tensor within the memory that takes an object: more than any dtype asks for
+
+
+def register() -> None:
+    """Have Ray know the transport "TEP".
+
+    To be called before a class of actors names it, in the process that makes the actors.
+    """
+    try:
+        register_tensor_transport(NAME, ["cuda", "cpu"], TepTransport, torch.Tensor)
+    except ValueError as error:
+        if "already registered" not in str(error):
+            raise
+
+
+@dataclass(eq=False)
+class TepMetadata(TensorTransportMetadata):  # type: ignore[misc]  # Ray is not typed here
+    """What a receiver needs: a descriptor of each tensor; b"" for one without elements."""
+
+    descs: tuple[bytes, ...] = ()
+
+
+@dataclass(eq=False)
+class TepFetch(FetchRequest):  # type: ignore[misc]  # Ray is not typed here
+    """A transfer under way, or None: there was nothing to move."""
+
+    pull: Pull | None = field(default=None)
+
+
+class TepTransport(TensorTransportManager):  # type: ignore[misc]  # Ray is not typed here
+    """Moves tensors between actors, and from actors to a driver.
+
+    The engine is opened when it is first needed: TEP_RAY_BACKEND names its backend (default
+    "auto"), TEP_RAY_OPTIONS its options as JSON. All processes need backends that reach each other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._puller: Puller | None = None
+        self._able: set[str] = set()
+
+    def tensor_transport_backend(self) -> str:
+        return NAME
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        return True
+
+    @staticmethod
+    def can_abort_transport() -> bool:
+        return True
+
+    def puller(self, device: str = "cpu") -> Puller:
+        """The one of this process, with an engine beside this device if it is opened now."""
+        with self._lock:
+            if self._puller is None:
+                options = _options()
+                if device.startswith("cuda"):
+                    options["device"] = device
+                backend = os.environ.get("TEP_RAY_BACKEND", "auto")
+                self._puller = Puller(TransferEngine.open(backend, **options))
+            return self._puller
+
+    def actor_has_tensor_transport(self, actor: Any) -> bool:
+        name = actor._actor_id.hex()
+        if name not in self._able:
+            call = actor.__ray_call__.options(concurrency_group="_ray_system")
+            if not ray.get(call.remote(_opens)):
+                return False
+            self._able.add(name)
+        return True
+
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[Any]) -> TepMetadata:
+        tensors = [_checked(tensor, rdt_object[0]) for tensor in rdt_object]
+        for device in {str(tensor.device) for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # what wrote them may still run
+        descs: list[bytes] = []
+        if tensors:
+            puller = self.puller(str(tensors[0].device))
+            pieces = [(t.data_ptr(), t.numel() * t.element_size(), _bytes(t)) for t in tensors]
+            descs = puller.offer(obj_id, pieces)
+        return TepMetadata(
+            tensor_meta=[(tensor.shape, tensor.dtype) for tensor in tensors],
+            tensor_device=tensors[0].device.type if tensors else None,
+            descs=tuple(descs),
+        )
+
+    def get_communicator_metadata(
+        self, src_actor: Any, dst_actor: Any, backend: str | None = None
+    ) -> CommunicatorMetadata:
+        return CommunicatorMetadata()
+
+    def recv_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: list[Any] | None = None,
+    ) -> list[Any]:
+        fetch = self.fetch_multiple_tensors(
+            obj_id, tensor_transport_metadata, communicator_metadata, target_buffers
+        )
+        return self.wait_fetch_complete(fetch)
+
+    def fetch_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: list[Any] | None = None,
+    ) -> TepFetch:
+        meta = tensor_transport_metadata
+        assert isinstance(meta, TepMetadata), meta
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in meta.tensor_meta]
+        if target_buffers:
+            tensors = list(target_buffers)
+            targets = [_bytes(tensor) for tensor, nbytes in zip(tensors, sizes) if nbytes]
+            places = [(k, 0) for k in range(len(targets))]
+        else:
+            tensors, targets, places = _room_for(meta)
+        if not targets:
+            return TepFetch(obj_id=obj_id, tensors=tensors)
+        moved = [(desc, nbytes) for desc, nbytes in zip(meta.descs, sizes, strict=True) if nbytes]
+        parts = [Part(desc, *place, nbytes) for (desc, nbytes), place in zip(moved, places)]
+        try:
+            pull = self.puller(str(targets[0].device)).pull(obj_id, parts, targets)
+        except TepError as error:
+            raise _failed(obj_id, error) from error
+        return TepFetch(obj_id=obj_id, tensors=tensors, pull=pull)
+
+    def wait_fetch_complete(self, fetch_request: FetchRequest, timeout: float = -1) -> list[Any]:
+        assert isinstance(fetch_request, TepFetch), fetch_request
+        if fetch_request.pull is not None:
+            try:
+                fetch_request.pull.wait(math.inf if timeout < 0 else timeout)
+            except WaitTimeout:
+                raise
+            except TepError as error:
+                raise _failed(fetch_request.obj_id, error) from error
+        return list(fetch_request.tensors)
+
+    def send_multiple_tensors(
+        self,
+        tensors: list[Any],
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+    ) -> None:
+        raise UsageError("the transport TEP is one-sided: receivers read, nobody sends")
+
+    def garbage_collect(
+        self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: list[Any]
+    ) -> None:
+        if self._puller is not None:
+            self._puller.withdraw(obj_id)
+
+    def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
+        self.puller().abort(obj_id)
+
+
+def _options() -> dict[str, Any]:
+    text = os.environ.get("TEP_RAY_OPTIONS", "{}")
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"TEP_RAY_OPTIONS={text!r} is no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise UsageError(f"TEP_RAY_OPTIONS={text!r}: an object of options is asked for")
+    return options
+
+
+def _opens(_actor: Any) -> bool:
+    """Run in an actor: whether an engine opens there."""
+    from ray.experimental.rdt.util import get_tensor_transport_manager
+
+    try:
+        get_tensor_transport_manager(NAME).puller()
+    except TepError:
+        return False
+    return True
+
+
+def _checked(tensor: Any, first: Any) -> Any:
+    if tensor.device.type != first.device.type:
+        raise ValueError(
+            f"tensors of one object are on {first.device} and {tensor.device}; one kind of device "
+            "is needed"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} is not contiguous; use contiguous()"
+        )
+    return tensor.detach()
+
+
+def _bytes(tensor: Any) -> Any:
+    """A tensor's elements as a row of bytes; the same memory."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _room_for(meta: TepMetadata) -> tuple[list[Any], list[Any], list[tuple[int, int]]]:
+    """New tensors in one stretch of memory: they, the memory, and the place of each non-empty."""
+    starts, end = [], 0
+    for shape, dtype in meta.tensor_meta:
+        starts.append(end)
+        end += -(-math.prod(shape) * dtype.itemsize // _ALIGN) * _ALIGN
+    memory = torch.empty(end, dtype=torch.uint8, device=meta.tensor_device)
+    tensors, places = [], []
+    for start, (shape, dtype) in zip(starts, meta.tensor_meta):
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensors.append(memory[start : start + nbytes].view(dtype).reshape(shape))
+        if nbytes:
+            places.append((0, start))
+    return tensors, [memory] if end else [], places
+
+
+def _failed(obj_id: str, error: TepError) -> RayDirectTransportError:
+    notes: Sequence[str] = getattr(error, "__notes__", ())
+    told = "\n".join([f"{type(error).__name__}: {error}", *notes])
+    return RayDirectTransportError(f"the transfer of object {obj_id} over tep failed: {told}")
