@@ -92,6 +92,8 @@ class DomainGroup:
         failover: whether lost rows are kept, to be retransmitted on other paths.
         why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
         closing: the error of retransmitted rows, since the engine is being closed; else None.
+        alone: whether a lone row that is started now may be posted at once: post() follows, and
+            would find nothing else.
         losses: lost rows that are kept, by path, in the order of their loss.
         acks: the sums of acknowledged immediates of all paths; None: there is no failover.
         events: what was found out about peers, for those that handle it.
@@ -126,6 +128,7 @@ class DomainGroup:
         self._ctx = 0
         self._cursor = 0
         self._is_offered = False  # post() has done its work of this step
+        self.alone = False
         self.failover = failover
         self.why_not = why_not
         self.closing: TepError | None = None
@@ -137,7 +140,7 @@ class DomainGroup:
     # ------------------------------------------------------------------ dealing out
 
     def start(self, transfer: Transfer) -> None:
-        """Deal a transfer's job out to the NICs' queues. Nothing is posted yet."""
+        """Deal a transfer's job out to the NICs' queues. Only a lone row may be posted already."""
         job = transfer.job
         remotes = job.remotes
         if True not in self.alive:
@@ -167,7 +170,27 @@ class DomainGroup:
             assert mr is not None
             lkey = mr.keys[domain].lkey
             batch = WriteBatch(1, peer, job.src, lkey, dst, rkey, job.nbytes, job.imm, 0)
-            self._push(Pending(transfer, domain, batch, remote, nic))
+            pending = Pending(transfer, domain, batch, remote, nic)
+            if not self.alone:
+                self._push(pending)
+                return
+            # As _push(), post() and _take(), in a third of the time.
+            self._ctx = ctx = self._ctx + 1
+            batch.ctx = ctx
+            transfer.queued = self.batches[ctx] = pending
+            try:
+                taken = self.domains[domain].post(batch, 0, 1)
+            except (OSError, MemoryError) as error:
+                self._go_on(pending, 0, [], error)
+                return
+            if taken != 1:
+                self._go_on(pending, taken, [])
+                return
+            pending.at = 1
+            self.outstanding[domain] += 1
+            self.rows[domain] += 1
+            self.nbytes[domain] += job.total
+            transfer.took = ((domain, 1, job.total),)
             return
         assert isinstance(job.src, int)
         assert isinstance(job.dst, int)
@@ -324,6 +347,7 @@ class DomainGroup:
     def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
         """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
         cursor, version = self._cursor, self.routes.version
+        self.alone = False
         self.start(transfer)
         if version != self.routes.version or transfer.queued is None or transfer.is_ending():
             return
@@ -353,38 +377,48 @@ class DomainGroup:
             try:
                 taken = self.domains[domain].post(batch, 0, n)
             except (OSError, MemoryError) as error:
-                self._go_on(pending, 0, dealt, columns, error)
+                rest = self._rest_of(pending, dealt, columns)
+                self._go_on(pending, 0, rest, error)
                 return
             if taken != n:
-                self._go_on(pending, taken, dealt, columns)
+                self._go_on(pending, taken, self._rest_of(pending, dealt, columns))
                 return
             pending.at = n
             self.outstanding[domain] += n
             self.rows[domain] += n
             self.nbytes[domain] += total
-            transfer.nic_rows[domain] += n
-            transfer.nic_bytes[domain] += total
+        transfer.took = dealt.took
+
+    def _rest_of(
+        self, stopped: Pending, dealt: Dealt, columns: list[tuple[Column, Column]]
+    ) -> list[Pending]:
+        """The batches of a prepared write behind one that was not taken whole.
+
+        What was taken before it is counted here.
+        """
+        transfer, base = stopped.transfer, self._ctx - len(columns) + 1
+        at = [part.place for part in dealt.by_nic].index(stopped.batch.ctx - base)
+        transfer.took = dealt.took[:at]
+        waiting = []
+        for part in dealt.by_nic[at + 1 :]:
+            waiting.append(_of_part(transfer, part, columns, stopped.batch.imm))
+            self._enter(waiting[-1], base + part.place)
+        return waiting
 
     def _go_on(
         self,
         pending: Pending,
         taken: int,
-        dealt: Dealt,
-        columns: list[tuple[Column, Column]],
+        rest: list[Pending],
         error: OSError | MemoryError | None = None,
     ) -> None:
         """A NIC did not take all of a batch that was in no queue: go on as post() would."""
-        domain, transfer = pending.domain, pending.transfer
+        domain = pending.domain
         queue = self._queues[domain]
-        base = self._ctx - len(columns) + 1
-        places = [part.place for part in dealt.by_nic]
-        rest = dealt.by_nic[places.index(pending.batch.ctx - base) + 1 :]
-        for part in rest:
-            waiting = _of_part(transfer, part, columns, pending.batch.imm)
-            self._enter(waiting, base + part.place)
+        for waiting in rest:
             self._queues[waiting.domain].append(waiting)
         queue.append(pending)
-        self.backlog += pending.batch.n + sum(part.n for part in rest)
+        self.backlog += pending.batch.n + sum(waiting.batch.n for waiting in rest)
         if error is not None:
             self.give_up(domain, error)
         else:
@@ -472,8 +506,10 @@ class DomainGroup:
         self.rows[domain] += taken
         self.nbytes[domain] += nbytes
         transfer = pending.transfer
-        transfer.nic_rows[domain] += taken
-        transfer.nic_bytes[domain] += nbytes
+        if transfer.took:
+            transfer.count_posted(domain, taken, nbytes)
+        else:
+            transfer.took = ((domain, taken, nbytes),)
 
     # ------------------------------------------------------------------ sharing long batches
     #

@@ -65,6 +65,9 @@ class Owner(Protocol):
     @property
     def wait_timeout_s(self) -> float: ...
 
+    @property
+    def domains(self) -> tuple[object, ...]: ...
+
     def cancel_handle(self, handle: Handle) -> None:
         """Queue a cancel."""
 

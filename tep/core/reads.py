@@ -240,8 +240,7 @@ class Reads:
         nbytes = pending.sum_bytes(start, pending.at)
         self.rows[domain] += taken
         self.nbytes[domain] += nbytes
-        pending.transfer.nic_rows[domain] += taken
-        pending.transfer.nic_bytes[domain] += nbytes
+        pending.transfer.count_posted(domain, taken, nbytes)
 
     # ------------------------------------------------------------------ completing
 

@@ -56,6 +56,7 @@ class Dealt(NamedTuple):
         columns: source and target addresses of each part, at no offset.
         whole: both columns of all rows, and which rows each part has; None: addresses are ints.
         cursor: where the next request starts.
+        took: NIC, rows and bytes of each part, as `by_nic`.
     """
 
     parts: tuple[Part, ...]
@@ -63,6 +64,7 @@ class Dealt(NamedTuple):
     columns: list[tuple[Column, Column]]
     whole: tuple[U64, U64, list[slice]] | None
     cursor: int
+    took: tuple[tuple[int, int, int], ...]
 
     def at(self, here: int, there: int) -> list[tuple[Column, Column]]:
         """Source and target addresses of each part, at these offsets."""
@@ -122,13 +124,10 @@ class Laid:
             (shifted(each.batch.src, -job.here), shifted(each.batch.dst, -job.there))
             for each in made
         ]
-        self.dealt[cursor % self.cycle] = Dealt(
-            parts,
-            tuple(sorted(parts, key=lambda part: part.domain)),
-            columns,
-            _whole(job.base, columns),
-            following,
-        )
+        by_nic = tuple(sorted(parts, key=lambda part: part.domain))
+        took = tuple((part.domain, part.n, part.total) for part in by_nic)
+        whole = _whole(job.base, columns)
+        self.dealt[cursor % self.cycle] = Dealt(parts, by_nic, columns, whole, following, took)
 
 
 class Ready(Job):

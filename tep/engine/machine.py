@@ -354,7 +354,7 @@ class Machine:
             self.check_longest(job)
         if commands or group.backlog + worker.outbox.waiting + reads + rows > self._backlog_max:
             reserved = self.reserve(job.kind, rows, reads)
-        transfer = Transfer(self, job, rows, len(self.domains), driver.now_s(), reserved)
+        transfer = Transfer(self, job, rows, driver.now_s(), reserved)
         if on_done is not None:
             transfer.add_done_callback(on_done)
         try:

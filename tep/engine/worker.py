@@ -188,10 +188,14 @@ class Worker:
     def step(self) -> bool:
         """Take commands, post, poll and count; True: there was work, so turn again soon."""
         self.steps += 1
-        group, work = self.group, False
-        if self.commands:
-            self._is_stepping = True
-            work = self._take_commands()
+        group, commands, work = self.group, self.commands, False
+        if commands:
+            self._is_stepping = work = True
+            if len(commands) == 1:  # as _take_commands(), without the call
+                command, handle = commands.popleft()
+                command(handle)
+            if commands:
+                self._take_commands()
         if group.backlog:
             work |= group.post()
         if group.queued_reads:
@@ -206,8 +210,9 @@ class Worker:
             work |= self.leases.step()
         if self.channel.busy:
             work |= self.channel.step()
-        out = self._out
-        for index, domain in enumerate(group.domains):
+        out, index = self._out, -1
+        for domain in group.domains:
+            index += 1  # enumerate() takes longer
             try:
                 n = domain.poll(out)
             except (OSError, MemoryError) as error:
@@ -419,7 +424,9 @@ class Worker:
             if self.held_leases.known:
                 self.held_leases.start(transfer)
             if deal is None:
-                self.group.start(transfer)
+                group = self.group
+                group.alone = self._is_stepping and not (group.backlog or self.commands)
+                group.start(transfer)
             else:
                 deal(transfer)
         except TepError as error:

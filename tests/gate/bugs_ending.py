@@ -30,9 +30,9 @@ def settles_when(early: Callable[[Transfer, DomainGroup], bool]) -> list[Change]
         self.ended += [t for t in again if not t.finished and t not in ended]
         end_early(self, transfer)
 
-    def post_all(self):
+    def post_all(self, first=0):
         waiting = [pending.transfer for queue in self._queues for pending in queue]
-        work = post(self)
+        work = post(self, first)
         for transfer in waiting:
             end_early(self, transfer)
         return work
@@ -43,7 +43,7 @@ def settles_when(early: Callable[[Transfer, DomainGroup], bool]) -> list[Change]
 @bug()
 def done_at_post() -> list[Change]:
     """A transfer is done when its last row is posted, not when it is back."""
-    return settles_when(lambda transfer, _: sum(transfer.nic_rows) == transfer.rows)
+    return settles_when(lambda transfer, _: transfer.stats().rows_posted == transfer.rows)
 
 
 @bug()
@@ -58,7 +58,7 @@ def done_on_first_nic() -> list[Change]:
 
     def early(transfer: Transfer, group: DomainGroup) -> bool:
         open_on = {p.domain for p in group.batches.values() if p.transfer is transfer}
-        used = {k for k, rows in enumerate(transfer.nic_rows) if rows}
+        used = {k for k, nic in enumerate(transfer.stats().nics) if nic.rows}
         return transfer.left > 0 and not used <= open_on
 
     return settles_when(early)

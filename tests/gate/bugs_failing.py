@@ -23,8 +23,8 @@ def dead_nic_queue_stuck() -> list[Change]:
 
     post_on = DomainGroup._post_on
 
-    def skip_dead(self, domain, queue):
-        return self.alive[domain] and post_on(self, domain, queue)
+    def skip_dead(self, domain, queue, refused=0):
+        return self.alive[domain] and post_on(self, domain, queue, refused)
 
     return [(DomainGroup, "nic_down", nic_down), (DomainGroup, "_post_on", skip_dead)]
 

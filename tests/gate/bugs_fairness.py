@@ -61,8 +61,8 @@ def nics_wait_for_each_other() -> list[Change]:
     """A NIC posts only when those before it have nothing left to post."""
     post_on = DomainGroup._post_on
 
-    def in_line(self, domain, queue):
-        return not any(self._queues[:domain]) and post_on(self, domain, queue)
+    def in_line(self, domain, queue, refused=0):
+        return not any(self._queues[:domain]) and post_on(self, domain, queue, refused)
 
     return [(DomainGroup, "_post_on", in_line)]
 
@@ -70,12 +70,18 @@ def nics_wait_for_each_other() -> list[Change]:
 @bug()
 def new_requests_wait_for_old_ones() -> list[Change]:
     """No request is taken while rows of others are queued."""
-    take = Worker._take_commands
+    step = Worker.step
 
     def later(self):
-        return not self.group.backlog and take(self)
+        if not self.group.backlog:
+            return step(self)
+        held, self.commands = self.commands, deque()
+        work = step(self)
+        held.extend(self.commands)
+        self.commands = held
+        return work
 
-    return [(Worker, "_take_commands", later)]
+    return [(Worker, "step", later)]
 
 
 @bug()
@@ -83,10 +89,10 @@ def small_ones_last() -> list[Change]:
     """The batch with most rows left is served first."""
     post_on = DomainGroup._post_on
 
-    def largest_first(self, domain, queue):
+    def largest_first(self, domain, queue, refused=0):
         most = max(queue, key=lambda pending: pending.stop - pending.at)
         queue.remove(most)
         queue.appendleft(most)
-        return post_on(self, domain, queue)
+        return post_on(self, domain, queue, refused)
 
     return [(DomainGroup, "_post_on", largest_first)]

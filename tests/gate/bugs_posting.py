@@ -56,6 +56,7 @@ def changes_rows(change: Callable[[Transfer, list[Pending]], list[Pending]]) -> 
             start(self, transfer)
             return
         found: list[Pending] = []
+        self.alone = False  # so that a lone row is pushed as well
         with mock.patch.object(DomainGroup, "_push", lambda _, pending: found.append(pending)):
             start(self, transfer)
         for pending in change(transfer, found) if found else ():
@@ -197,10 +198,10 @@ def posts(
 ) -> list[Change]:
     """DomainGroup._post_on with another idea of what a short post means."""
 
-    def post_on(self, domain, queue):
-        before, refused = self.outstanding[domain], 0
+    def post_on(self, domain, queue, refused=0):
+        before = self.outstanding[domain]
         for _ in range(64):
-            if refused == len(queue):
+            if refused >= len(queue):
                 break
             pending = queue[0]
             start, stop = pending.at, pending.stop
@@ -219,8 +220,7 @@ def posts(
             nbytes = size * taken if isinstance(size, int) else int(size[done].sum())
             self.rows[domain] += taken
             self.nbytes[domain] += nbytes
-            pending.transfer.nic_rows[domain] += taken
-            pending.transfer.nic_bytes[domain] += nbytes
+            pending.transfer.count_posted(domain, taken, nbytes)
             pending.at = start + taken
             if pending.at == pending.stop:
                 queue.popleft()
