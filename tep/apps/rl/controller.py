@@ -47,6 +47,7 @@ class Controller:
     Attributes:
         schedule: the routing in force.
         version: of the last update that went well; None before.
+        watermark_bytes, bundle_bytes: of the next schedule.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Controller:
         self._rollouts: dict[str, RolloutPort] = {}
         self._metas: dict[str, RolloutMeta] = {}
         self._train_metas: list[TrainMeta] = []
-        self._sizes = (watermark_bytes, bundle_bytes)
+        self.watermark_bytes, self.bundle_bytes = watermark_bytes, bundle_bytes
         self._timeout_s = timeout_s
         self._attempt = 0
         self._staging: list[bytes] = []
@@ -95,6 +96,12 @@ class Controller:
         if not 0 <= rank < len(self._trains):
             raise UsageError(f"no training rank {rank}; there are {len(self._trains)}")
         self._trains[rank] = train
+        self._train_metas = []
+        self._changed = True
+
+    def append(self, train: TrainingPort) -> None:
+        """Have another training rank take part from the next update on, with the next number."""
+        self._trains.append(train)
         self._train_metas = []
         self._changed = True
 
@@ -147,12 +154,11 @@ class Controller:
     async def _route(self) -> None:
         if not self._train_metas:
             self._train_metas = [await self._ask(port.param_meta()) for port in self._trains]
-        watermark, bundle = self._sizes
         self.schedule = make_schedule(
             self._train_metas,
             list(self._metas.values()),
-            watermark_bytes=watermark,
-            bundle_bytes=bundle,
+            watermark_bytes=self.watermark_bytes,
+            bundle_bytes=self.bundle_bytes,
         )
         self._encoded = self.schedule.to_bytes()
 

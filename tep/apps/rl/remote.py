@@ -250,6 +250,15 @@ class Listener:
             await self._news.wait_for(lambda: (role, name) in self._came)
             return self._came.pop((role, name))
 
+    async def next(self, role: str) -> Caller:
+        """Wait for any worker of a role that nobody has asked for yet."""
+        async with self._news:
+            while True:
+                found = next((key for key in self._came if key[0] == role), None)
+                if found is not None:
+                    return self._came.pop(found)
+                await self._news.wait()
+
 
 class RemoteTraining:
     """A training rank in another process."""

@@ -150,9 +150,12 @@ class RolloutWorker:
             self._updating = False
         if aborts != self._aborts:
             raise UsageError(f"{self._meta.name}: update {attempt} was aborted before it began")
+        # From the first byte on the weights are of two versions, and none is served. What was
+        # counted before goes first: with it, a new number whose counting cannot begin would be
+        # served.
+        self._waiting = []
         self._attempt, self._version, self._expected = attempt, version, data_imms
         counts = ((Kind.DATA, data_imms), (Kind.FINISH, finishers))
-        # From the first byte on the weights are of two versions, and none is served.
         self._waiting = [
             self.engine.expect_imm_count(make_imm(kind, attempt), count) for kind, count in counts
         ]

@@ -1,0 +1,313 @@
+"""One process of an update, for frameworks whose calls block: an engine, and a thread for asyncio.
+
+The hub listens in training rank 0; the other training ranks and all rollout ranks connect to it
+with a secret token. Only control goes there: weights are written from engine to engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import threading
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeVar
+
+from tep import FabricError, TepError, TransferEngine, UsageError, WaitTimeout
+from tep.apps.rl import Hello, Listener, Threads, UpdateReport, answer
+from tep.integrations.weights.hub import Hub, RemoteReceiver, RemoteSender
+from tep.integrations.weights.receiver import Wants, Weight, WeightReceiver, as_sent
+from tep.integrations.weights.sender import WeightSender
+
+__all__ = ["Fabric", "Meeting", "Member"]
+
+T = TypeVar("T")
+
+_RETRY_S: Final = 0.1
+_END_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """How a process reaches the others.
+
+    Attributes:
+        backend: a name of `tep info`.
+        options: of the backend, e.g. {"provider": "efa"}.
+        host: address of this machine at which the hub listens.
+        port: for it; 0: any.
+        timeout_s: of an update, and of each wait.
+    """
+
+    backend: str = "local"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 0
+    timeout_s: float = 300.0
+
+
+class Meeting(NamedTuple):
+    """Where the hub is."""
+
+    host: str
+    port: int
+    token: str
+
+
+class _Loop:
+    """An asyncio loop on a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        """Run a coroutine there and wait for it.
+
+        Raises:
+            WaitTimeout: it takes longer.
+        """
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result(timeout_s)
+        except TimeoutError:
+            if not future.done():
+                future.cancel()
+                raise WaitTimeout(f"{self._name}: not done in {timeout_s} s") from None
+            raise
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_END_S)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+class Member:
+    """This process: first `meet`, `lead`, `follow` or `receive_from`; `close` it at the end.
+
+    Args:
+        name: its own among all processes.
+        fabric: how to reach the others.
+
+    Attributes:
+        receiver: of a rollout rank.
+    """
+
+    def __init__(self, name: str, fabric: Fabric) -> None:
+        self.name = name
+        self.receiver: WeightReceiver | None = None
+        self._fabric = fabric
+        self._loop = _Loop(f"tep weights {name}")
+        self._engine: TransferEngine | None = None
+        self._listener: Listener | None = None
+        self._meeting: Meeting | None = None
+        self._sender: WeightSender | None = None
+        self._hub: Hub | None = None
+        self._world = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ------------------------------------------------------------------ coming together
+
+    def meet(self, token: str = "") -> Meeting:
+        """Begin to listen, as rank 0 may have to before anybody knows its rank."""
+        if self._meeting is None:
+            token = token or secrets.token_hex(16)
+            self._listener = Listener(token, self._fabric.host, self._fabric.port)
+            self._call(self._listener.__aenter__())
+            self._meeting = Meeting(self._fabric.host, self._listener.port, token)
+        return self._meeting
+
+    def lead(self, world: int) -> Meeting:
+        """Be training rank 0 of `world`: the hub is here."""
+        meeting = self.meet()
+        if self._sender is None:
+            self._world = world
+            self._sender = WeightSender(self._open(), 0, world, compute=Threads())
+            self._start(self._greet())
+        return meeting
+
+    def follow(self, meeting: Meeting, rank: int, world: int) -> None:
+        """Be another training rank."""
+        self._end_meeting()
+        if self._sender is None:
+            sender = WeightSender(self._open(), rank, world, compute=Threads())
+            self._sender = sender
+            hello = Hello(meeting.token, "sender", str(rank))
+            self._start(self._answer(sender, meeting, hello))
+
+    def receive_from(self, meeting: Meeting, wants: Wants = as_sent) -> None:
+        """Be a rollout rank; return when the hub knows it."""
+        self._end_meeting()
+        if self.receiver is None:
+            receiver = WeightReceiver(self._open(), self.name, wants)
+            self.receiver = receiver
+            hello = Hello(meeting.token, "receiver", self.name)
+            self._start(self._answer(receiver, meeting, hello))
+        self._call(self._welcomed(self.receiver, meeting))
+
+    async def _welcomed(self, receiver: WeightReceiver, meeting: Meeting) -> None:
+        waiting = asyncio.ensure_future(receiver.welcomed.wait())
+        await asyncio.wait({waiting, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            raise FabricError(
+                f"{self.name}: the hub at {meeting.host}:{meeting.port} did not take it: "
+                f"{receiver.why_gone or 'it hung up'}",
+                code="NO_HUB",
+            )
+
+    def _open(self) -> TransferEngine:
+        if self._engine is None:
+            options: dict[str, Any] = {"name": self.name, **self._fabric.options}
+            self._engine = TransferEngine.open(self._fabric.backend, **options)
+        return self._engine
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        async def start() -> None:
+            self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+        self._call(start())
+
+    async def _greet(self) -> None:
+        """Take in rollout ranks as they come."""
+        assert self._listener is not None
+        hub = self._hub_here()
+        while True:
+            caller = await self._listener.next("receiver")
+            with contextlib.suppress(TepError, OSError):  # it is gone again
+                await hub.add(caller.hello.name, RemoteReceiver(caller))
+
+    def _hub_here(self) -> Hub:
+        if self._hub is None:
+            assert self._sender is not None
+            self._hub = Hub([self._sender], timeout_s=self._fabric.timeout_s)
+        return self._hub
+
+    async def _answer(
+        self, service: WeightSender | WeightReceiver, meeting: Meeting, hello: Hello
+    ) -> None:
+        """Answer the hub until it hangs up, and then say so to whoever waits here."""
+        why = f"the hub at {meeting.host}:{meeting.port} hung up"
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._fabric.timeout_s
+        while True:
+            try:
+                await answer(service, meeting.host, meeting.port, hello)
+                break
+            except OSError as error:  # rank 0 may not listen yet
+                if loop.time() > end_s:
+                    why = f"no hub at {meeting.host}:{meeting.port}: {error}"
+                    break
+                await asyncio.sleep(_RETRY_S)
+            except TepError as error:
+                why = f"the hub sent what is no call: {error}"
+                break
+        await service.gone(why)
+
+    # ------------------------------------------------------------------ training ranks
+
+    def send(self, weights: Iterable[tuple[str, Any]], version: int) -> UpdateReport | None:
+        """Send this rank's part of a version; all training ranks call it. Rank 0 gets the report.
+
+        Raises:
+            TepError: not every rollout rank has the version; all go on with the one they have.
+        """
+        if self._sender is None:
+            raise UsageError(f"{self.name} is no training rank; lead() or follow() first")
+        self._sender.load(weights)
+        return self._call(self._send(self._sender, version), 4 * self._fabric.timeout_s)
+
+    async def _send(self, sender: WeightSender, version: int) -> UpdateReport | None:
+        sending = asyncio.ensure_future(sender.send(version, 3 * self._fabric.timeout_s))
+        if self._listener is None or self._world == 0:
+            await sending
+            return None
+        try:
+            report = await (await self._whole_hub()).update(version)
+            await sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        return report
+
+    async def _whole_hub(self) -> Hub:
+        """The hub, with all training ranks."""
+        assert self._listener is not None
+        hub = self._hub_here()
+        for rank in range(len(hub.senders), self._world):
+            try:
+                caller = await self._listener.wait_for("sender", str(rank), self._fabric.timeout_s)
+            except TimeoutError:
+                text = f"training rank {rank} of {self._world} has not come to the hub"
+                raise FabricError(text, code="TIMEOUT") from None
+            hub.add_sender(RemoteSender(caller))
+        return hub
+
+    def keep(self, names: Iterable[str]) -> None:
+        """At rank 0: only these rollout ranks take part from now on."""
+        self._hub_here().keep(list(names))
+
+    # ------------------------------------------------------------------ rollout ranks
+
+    async def wait_whole(self, version: int | None) -> int:
+        """Wait for a version, in any loop; see WeightReceiver.whole."""
+        waiting = self._here().whole(version, self._fabric.timeout_s)
+        future = asyncio.run_coroutine_threadsafe(waiting, self._loop.loop)
+        return await asyncio.wrap_future(future)
+
+    def whole(self, version: int | None, timeout_s: float) -> int:
+        """Wait for a version; see WeightReceiver.whole."""
+        return self._call(self._here().whole(version, timeout_s), timeout_s + _END_S)
+
+    @contextlib.contextmanager
+    def read(self, version: int) -> Iterator[list[Weight]]:
+        """Give out a version; see WeightReceiver.read."""
+        reading = self._here().read(version)
+
+        async def enter() -> list[Weight]:
+            return reading.__enter__()
+
+        async def leave() -> None:
+            reading.__exit__(None, None, None)
+
+        weights = self._call(enter())
+        try:
+            yield weights
+        finally:
+            self._call(leave())
+
+    def _here(self) -> WeightReceiver:
+        if self.receiver is None:
+            raise UsageError(f"{self.name} is no rollout rank; receive_from() first")
+        return self.receiver
+
+    # ------------------------------------------------------------------ the end
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+        return self._loop.call(work, timeout_s or self._fabric.timeout_s + _END_S)
+
+    def _end_meeting(self) -> None:
+        """Stop listening, as anybody but rank 0."""
+        if self._listener is not None:
+            self._call(self._listener.__aexit__())
+            self._listener = None
+
+    def close(self) -> None:
+        """Leave: end the thread, give back memory, close the engine."""
+
+        async def end() -> None:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self.receiver is not None:
+                self.receiver.close()
+
+        self._call(end())
+        self._end_meeting()
+        if self._engine is not None:
+            self._engine.close()
+        self._loop.close()

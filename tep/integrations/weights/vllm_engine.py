@@ -1,0 +1,274 @@
+"""vLLM's weight transfer (0.32 or later) over tep, by the name "tep"; see `vllm_plugin`.
+
+The weights of a version arrive beside the model, which goes on serving. Only `finish_weight_update`
+touches the model, in one call between two steps, when every rank of every worker has the version.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import uuid
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from tep import TepError, UsageError
+from tep.integrations.weights.loading import named_tensors
+from tep.integrations.weights.member import Fabric, Meeting, Member
+from tep.integrations.weights.vllm_plugin import NAME as PLUGIN
+
+__all__ = [
+    "ShardedSource",
+    "TepInitInfo",
+    "TepTrainerInitInfo",
+    "TepTrainerWeightTransferEngine",
+    "TepUpdateInfo",
+    "TepWeightTransferEngine",
+]
+
+
+@dataclass
+class TepInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's
+    """What the trainer tells a worker: where the hub is, and over which backend weights come."""
+
+    host: str
+    port: int
+    token: str
+    backend: str = "local"
+    options: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 300.0
+
+
+@dataclass
+class TepUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM's
+    """Which version is meant; `cancel` ends an update that some workers have begun."""
+
+    version: int
+    cancel: bool = False
+
+
+@dataclass
+class TepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's
+    """How a training rank takes part.
+
+    Attributes:
+        world: training ranks; with more than one, host, port and token are the same on all.
+        host, port, token: where rank 0 listens; port 0 and an empty token: rank 0 chooses.
+        backend, options: of the engines, on both sides.
+        timeout_s: of an update, and of each wait.
+    """
+
+    backend: ClassVar[str] = PLUGIN
+
+    world: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str = ""
+    fabric: str = "local"
+    options: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 300.0
+
+
+class TepWeightTransferEngine(
+    WeightTransferEngine[TepInitInfo, TepUpdateInfo],  # type: ignore[misc]  # vLLM's
+):
+    """The worker's side: one a rank."""
+
+    init_info_cls = TepInitInfo
+    update_info_cls = TepUpdateInfo
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self.version: int | None = None
+        self._member: Member | None = None
+        self._voted: int | None = None
+        self._timeout_s = 300.0
+        self._refusal: Any = None
+
+    def init_transfer_engine(self, init_info: TepInitInfo) -> None:
+        self.shutdown()
+        fabric = Fabric(init_info.backend, init_info.options, timeout_s=init_info.timeout_s)
+        self._timeout_s = init_info.timeout_s
+        self._member = Member(f"vllm-{uuid.uuid4().hex[:12]}", fabric)
+        try:
+            meeting = Meeting(init_info.host, init_info.port, init_info.token)
+            self._member.receive_from(meeting)
+        except TepError:
+            self.shutdown()
+            raise
+
+    def start_weight_update(self) -> None:
+        self._here()
+        self._voted = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # vLLM's own waits for the device after this; nothing has been sent there yet.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: TepUpdateInfo) -> None:
+        """Say whether all of a version is here; an error keeps every rank on the old one."""
+        if update_info.cancel:
+            raise UsageError(f"the update to version {update_info.version} was cancelled")
+        self._here().whole(update_info.version, self._timeout_s)
+        self._voted = update_info.version
+
+    def finish_weight_update(self) -> None:
+        """Load the version into the model."""
+        if self._voted is None:
+            raise UsageError("no version was received; update_weights comes before this")
+        version, self._voted = self._voted, None
+        with self._here().read(version) as weights:
+            self._load(version, named_tensors(weights, self.device))
+        self.version = version
+
+    def _load(self, version: int, tensors: Any) -> None:
+        from vllm.model_executor.model_loader.reload import (  # heavy, and not for trainers
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        self.version = None
+        self._serve_again()
+        try:
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(tensors)
+            finalize_layerwise_reload(self.model, self.model_config)
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the memory is written again after this
+        except BaseException as error:
+            # Some layers have the new version: no token may come from this model now.
+            text = f"loading version {version} failed ({error}); update the weights again"
+            self._refusal = self.model.register_forward_pre_hook(_refuse(text))
+            raise
+
+    def _serve_again(self) -> None:
+        if self._refusal is not None:
+            self._refusal.remove()
+            self._refusal = None
+
+    def _here(self) -> Member:
+        if self._member is None:
+            raise UsageError("init_weight_transfer_engine comes first")
+        return self._member
+
+    def shutdown(self) -> None:
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+
+
+def _refuse(text: str) -> Any:
+    def hook(*_: object) -> None:
+        raise UsageError(text)
+
+    return hook
+
+
+class ShardedSource(WeightSource):  # type: ignore[misc]  # vLLM's
+    """A module whose DTensors are sent as they are sharded, without a gather."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def metadata(self) -> list[Any]:
+        raise UsageError("tep asks the tensors themselves; another engine needs a ModuleSource")
+
+    def __iter__(self) -> Any:
+        yield from self._module.named_parameters()
+
+
+class TepTrainerWeightTransferEngine(
+    TrainerWeightTransferEngine[TepTrainerInitInfo],  # type: ignore[misc]  # vLLM's
+):
+    """The trainer's side: one a training rank."""
+
+    init_info_cls = TepTrainerInitInfo
+
+    def __init__(self, info: TepTrainerInitInfo, client: Any, source: Any) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender)
+        fabric = Fabric(info.fabric, info.options, info.host, info.port, info.timeout_s)
+        self._info = info
+        self._version = 0
+        self._pushed: int | None = None
+        self._member = Member(f"trainer-{info.rank}-{uuid.uuid4().hex[:12]}", fabric)
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TepTrainerInitInfo, *, client: Any, source: Any = None
+    ) -> Self:
+        if source is None:
+            raise UsageError("a source of weights is needed: ModuleSource, or ShardedSource")
+        if init_info.world > 1 and not (init_info.port and init_info.token):
+            raise UsageError("with several training ranks, host, port and token are given to all")
+        self = cls(init_info, client, source)
+        try:
+            self._come_together()
+        except BaseException:
+            self.shutdown()
+            raise
+        return self
+
+    def _come_together(self) -> None:
+        info = self._info
+        if not self.is_sender:
+            meeting = Meeting(info.host, info.port, info.token)
+            self._member.follow(meeting, info.rank, info.world)
+            return
+        self._member.meet(info.token or secrets.token_hex(16))
+        meeting = self._member.lead(info.world)
+        told = TepInitInfo(*meeting, info.fabric, dict(info.options), info.timeout_s)
+        self.client.init_weight_transfer_engine(asdict(told))
+
+    def send_weights(self) -> None:
+        """Bring all workers to the weights of now: `push_weights`, then `commit_weights`."""
+        self.push_weights()
+        self.commit_weights()
+
+    def push_weights(self) -> None:
+        """Write a version beside the models, which go on serving; on every training rank."""
+        self._version += 1
+        self._pushed = None
+        assert self.source is not None
+        weights = ((name, tensor) for name, tensor in self.source if tensor is not None)
+        self._member.send(weights, self._version)
+        self._pushed = self._version
+
+    def commit_weights(self, weight_version: str | None = None) -> None:
+        """Have all workers load what was pushed; pause them around this call.
+
+        Raises:
+            Exception: the client's; the workers then have the old version, or, if the error came
+                from `finish_weight_update`, refuse to compute until the next update.
+        """
+        if self._pushed is None:
+            raise UsageError("nothing was pushed, or it was committed already")
+        version, self._pushed = self._pushed, None
+        if not self.is_sender:
+            return
+        self.client.start_weight_update()
+        try:
+            self.client.update_weights({"version": version})
+        except BaseException:
+            self._cancel(version)
+            raise
+        self.client.finish_weight_update(weight_version or str(version))
+
+    def _cancel(self, version: int) -> None:
+        """End the update at the workers that have begun it, so that they can begin another."""
+        try:
+            self.client.update_weights({"version": version, "cancel": True})
+        except Exception as error:  # noqa: BLE001  # each worker answers a cancel with an error
+            sys.stderr.write(f"tep: the update to version {version} was cancelled: {error}\n")
+
+    def shutdown(self) -> None:
+        self._member.close()
