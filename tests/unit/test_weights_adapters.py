@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import importlib
 import json
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 
+import tep
 from tep.integrations import weights
 from tests.abi import make_weights_api
 
@@ -25,6 +34,8 @@ OURS = [  # package, room, our class, theirs, what is ours alone
         {"push_weights", "commit_weights"},
     ),
     ("vllm", "vllm_engine", "ShardedSource", "WeightSource", set()),
+    ("verl", "verl_engine", "TepCheckpointEngine", "CheckpointEngine", set()),
+    ("nemo_rl", "nemo_engine", "TepCheckpointEngine", "CheckpointEngine", set()),
 ]
 
 
@@ -64,3 +75,262 @@ def test_what_vllm_is_asked_for_is_there():
     assert ["rank"] == vllm["fields"]["TrainerInitInfo"]
     init = vllm["classes"]["TrainerWeightTransferEngine"]["__init__"]
     assert ["self", "client", "source", "is_sender"] == init
+
+
+# ---------------------------------------------------------------------- run, on stand-ins
+
+
+class Base:
+    """In place of a framework's base class."""
+
+    def __class_getitem__(cls, _):
+        return cls
+
+
+class Engine(Base):
+    """vLLM's, as far as ours leans on it."""
+
+    def __init__(self, config, vllm_config, device, model):
+        self.model_config, self.device, self.model = vllm_config, device, model
+
+    def parse_update_info(self, told):
+        return self.update_info_cls(**told)
+
+
+class Trainer(Base):
+    def __init__(self, *, client, source, is_sender):
+        self.client, self.source, self.is_sender = client, source, is_sender
+
+
+@dataclass
+class TrainerInfo:
+    rank: int = field(kw_only=True)
+
+    @property
+    def is_sender(self):
+        return self.rank == 0
+
+
+REGISTRY = {}
+
+
+def registered(name):
+    return lambda cls: REGISTRY.setdefault(name, cls)
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Import an adapter over stand-ins of what it is for; weights arrive as arrays, not tensors."""
+
+    def put(name, **names):
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    put("torch", nn=SimpleNamespace(Module=object), Tensor=(),
+        accelerator=SimpleNamespace(is_available=lambda: False))  # fmt: skip
+    bases = {"TrainerInitInfo": TrainerInfo, "TrainerWeightTransferEngine": Trainer}
+    empty = ("WeightSource", "WeightTransferInitInfo", "WeightTransferUpdateInfo")
+    bases |= {name: type(name, (), {}) for name in empty} | {"WeightTransferEngine": Engine}
+    put("vllm.distributed.weight_transfer.base", **bases)
+    reload = {f"{when}_layerwise_reload": lambda *_: None for when in ("initialize", "finalize")}
+    put("vllm.model_executor.model_loader.reload", **reload)
+    put("ray", util=SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1"))
+    registry = SimpleNamespace(register=registered)
+    put("verl.checkpoint_engine.base", CheckpointEngine=Base, CheckpointEngineRegistry=registry)
+    put("nemo_rl.utils.checkpoint_engines.base", CheckpointEngine=Base)
+
+    def get(name):
+        full = f"tep.integrations.weights.{name}"
+        monkeypatch.delitem(sys.modules, full, raising=False)
+        found = importlib.import_module(full)
+        monkeypatch.setitem(sys.modules, full, found)  # it goes away with the stand-ins
+
+        def arrays(found, _):
+            return ((one.param.name, one.values.copy()) for one in found)
+
+        monkeypatch.setattr(found, "named_tensors", arrays)
+        return found
+
+    return get
+
+
+class Source(dict):
+    """A WeightSource: name and tensor, each time anew."""
+
+    def __iter__(self):
+        return iter(self.items())
+
+
+class Model:
+    def __init__(self):
+        self.found, self.hooks, self.broken = {}, [], False
+
+    def load_weights(self, tensors):
+        self.found = dict(tensors)
+        if self.broken:
+            raise RuntimeError("half of it")
+
+    def register_forward_pre_hook(self, hook):
+        self.hooks.append(hook)
+        return SimpleNamespace(remove=self.hooks.clear)
+
+
+class Client:
+    """What vLLM's worker does with its engine when the trainer calls."""
+
+    def __init__(self, engine):
+        self.engine, self.active, self.lose = engine, False, False
+
+    def init_weight_transfer_engine(self, told):
+        self.engine.init_transfer_engine(self.engine.init_info_cls(**told))
+
+    def start_weight_update(self):
+        assert not self.active, "start_weight_update called while one is active"
+        self.engine.start_weight_update()
+        self.active = True
+
+    def update_weights(self, told):
+        try:
+            self.engine.update_weights(told)
+        except BaseException:
+            self.active = False
+            raise
+        if self.lose and not told.get("cancel"):
+            raise ConnectionError("lost")
+
+    def finish_weight_update(self, version=None):
+        self.engine.finish_weight_update()
+        self.active, self.version = False, version
+
+
+def test_vllm_loads_a_version_in_one_call(room):
+    """The model is touched by finish_weight_update alone, and a failure leaves it as it was."""
+    vllm = room("vllm_engine")
+    model = Model()
+    worker = vllm.TepWeightTransferEngine(None, None, "cpu", model)
+    client, source = Client(worker), Source(a=np.full(5, 1.0, np.float32))
+    info = vllm.TepTrainerInitInfo(rank=0, timeout_s=30.0)
+    trainer = vllm.TepTrainerWeightTransferEngine.trainer_init(info, client=client, source=source)
+    try:
+        trainer.push_weights()
+        assert ({}, None) == (model.found, worker.version)
+        trainer.commit_weights()
+        assert (1.0, 1, "1") == (model.found["a"][0], worker.version, client.version)
+        with pytest.raises(tep.UsageError, match="nothing was pushed"):
+            trainer.commit_weights()
+        source["a"][...], client.lose = 2.0, True
+        with pytest.raises(ConnectionError):
+            trainer.send_weights()
+        client.lose = False
+        assert (1.0, 1, False) == (model.found["a"][0], worker.version, client.active)
+        source["a"][...] = np.nan
+        with pytest.raises(tep.FabricError, match="a: 5 of 5 values are infinite or NaN"):
+            trainer.send_weights()
+        source["a"][...], model.broken = 3.0, True
+        with pytest.raises(RuntimeError, match="half of it"):
+            trainer.send_weights()
+        with pytest.raises(tep.UsageError, match="loading version 4 failed"):
+            model.hooks[0]()
+        client.active, model.broken = False, False
+        trainer.send_weights()
+        assert (3.0, 5, []) == (model.found["a"][0], worker.version, model.hooks)
+        with pytest.raises(tep.UsageError, match="no version was received"):
+            worker.finish_weight_update()
+    finally:
+        trainer.shutdown()
+        worker.shutdown()
+
+
+def test_vllm_says_what_is_missing(room):
+    """Several trainers that do not know where to meet would wait for each other."""
+    vllm = room("vllm_engine")
+    init = vllm.TepTrainerWeightTransferEngine.trainer_init
+    for info, source, message in [
+        (vllm.TepTrainerInitInfo(rank=0), None, "a source of weights"),
+        (vllm.TepTrainerInitInfo(rank=1, world=2), Source(), "host, port and token"),
+    ]:
+        with pytest.raises(tep.UsageError, match=message):
+            init(info, client=None, source=source)
+    with pytest.raises(tep.UsageError, match="init_weight_transfer_engine comes first"):
+        vllm.TepWeightTransferEngine(None, None, "cpu", Model()).start_weight_update()
+
+
+def verl_group(room):
+    """Two training ranks and two rollout ranks, as verl's manager brings them together."""
+    room("verl_engine")
+    cls = REGISTRY.pop("tep")
+    engines = [cls(bucket_size=1, timeout_s=30.0) for _ in range(4)]
+
+    def join(pool):
+        metadata = [one.prepare() for one in engines]
+        parts = cls.build_topology(2, 2, metadata)
+        told = [{key: values[k] for key, values in part.items()} for part in parts for k in (0, 1)]
+        list(pool.map(lambda pair: pair[0].init_process_group(**pair[1]), zip(engines, told)))
+
+    async def take(engine):
+        return {name: array async for name, array in engine.receive_weights(global_steps=1)}
+
+    return engines, join, take
+
+
+def nemo_group(room):
+    """The same as NeMo-RL does it."""
+    nemo = room("nemo_engine")
+    engines = [nemo.TepCheckpointEngine(40, timeout_s=30.0) for _ in range(4)]
+
+    def join(pool):
+        metadata = [one.prepare() for one in engines]
+        both = {"train_world_size": 2, "rollout_world_size": 2, "metadata": metadata}
+        calls = [(engines[k].init_policy_process_group, {"worker_rank": k}) for k in (0, 1)]
+        calls += [(engines[k].init_rollout_process_group, {"rollout_rank": k - 2}) for k in (2, 3)]
+        list(pool.map(lambda call: call[0](**call[1], **both), calls))
+
+    async def take(engine):
+        batches = [batch async for batch in engine.receive_weight_batches()]
+        assert [1, 1] == [len(batch) for batch in batches]  # 40 bytes and 4, in buckets of 40
+        return {name: array for batch in batches for name, array in batch}
+
+    return engines, join, take
+
+
+@pytest.mark.parametrize("group", [verl_group, nemo_group])
+def test_rounds_of_trainers_that_build_groups_anew(room, group):
+    """Each round prepares, joins, sends and receives; a round that fails fails on every rank."""
+    engines, join, take = group(room)
+    running = f"tep weights {engines[0].prepare()['name']}"
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for value in (1.0, 2.0, np.inf, 3.0):
+                join(pool)
+                sent = {"a": np.full(10, value, np.float32), "b": np.ones(1, np.int32)}
+                work = [
+                    lambda one=one, s=sent: one.send_weights(iter(s.items())) for one in engines[:2]
+                ]
+                work += [lambda one=one: take(one) for one in engines[2:]]
+                done = [pool.submit(lambda make=make: asyncio.run(make())) for make in work]
+                if value == np.inf:
+                    for one in done:
+                        with pytest.raises(tep.TepError, match="a: "):
+                            one.result(60)
+                    continue
+                for one in done[2:]:
+                    found = one.result(60)
+                    assert (value, ["a", "b"]) == (found["a"][9], list(found))
+                for one in done[:2]:
+                    one.result(60)
+    finally:
+        for engine in engines:
+            engine._worker.close()
+    assert running not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_worker_is_of_one_kind(room):
+    """A training rank that receives would wait for itself."""
+    verl = room("verl_engine")
+    REGISTRY.clear()
+    engine = verl.TepCheckpointEngine(bucket_size=1)
+    with pytest.raises(tep.UsageError, match="prepare"):
+        engine.init_process_group(0, 1, [{}])
+    with pytest.raises(tep.UsageError, match="no training rank"):
+        asyncio.run(engine.send_weights(iter(())))

@@ -10,7 +10,9 @@ import asyncio
 import contextlib
 import secrets
 import threading
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -216,10 +218,24 @@ class Member:
         Raises:
             TepError: not every rollout rank has the version; all go on with the one they have.
         """
+        with self.loading() as add:
+            for name, tensor in weights:
+                add(name, tensor)
+        return self.sending(version).result(4 * self._fabric.timeout_s)
+
+    def loading(self) -> AbstractContextManager[Callable[[str, Any], None]]:
+        """Take this rank's part of a version piece by piece; see WeightSender.loading."""
+        return self._sender_here().loading()
+
+    def sending(self, version: int) -> Future[UpdateReport | None]:
+        """Begin to send what was loaded; each wait in it has its limit of time."""
+        work = self._send(self._sender_here(), version)
+        return asyncio.run_coroutine_threadsafe(work, self._loop.loop)
+
+    def _sender_here(self) -> WeightSender:
         if self._sender is None:
             raise UsageError(f"{self.name} is no training rank; lead() or follow() first")
-        self._sender.load(weights)
-        return self._call(self._send(self._sender, version), 4 * self._fabric.timeout_s)
+        return self._sender
 
     async def _send(self, sender: WeightSender, version: int) -> UpdateReport | None:
         sending = asyncio.ensure_future(sender.send(version, 3 * self._fabric.timeout_s))

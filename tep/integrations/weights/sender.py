@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import numpy.typing as npt
 
 from tep import FabricError, TepError, TransferEngine, UsageError
@@ -68,11 +70,17 @@ class WeightSender:
         self._gone = ""
 
     def load(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Copy this rank's part of a version; see loading()."""
+        with self.loading() as add:
+            for name, tensor in weights:
+                add(name, tensor)
+
+    @contextmanager
+    def loading(self) -> Iterator[Callable[[str, Any], None]]:
         """Copy this rank's part of a version: nobody else may change it while it is sent.
 
-        Args:
-            weights: name and tensor; a DTensor is sent as it is sharded, of any other tensor each
-                rank sends a share. All ranks must give the same names.
+        Yields a function that takes a name and a tensor. A DTensor is sent as it is sharded, of any
+        other tensor each rank sends a share. All ranks must give the same names.
 
         Raises:
             UsageError: a name that comes twice, or what is no tensor.
@@ -80,17 +88,21 @@ class WeightSender:
         params: list[Param] = []
         boxes: dict[str, tuple[Box, ...]] = {}
         shards: dict[tuple[str, Box], Array] = {}
-        for name, tensor in weights:
+
+        def add(name: str, tensor: Any) -> None:
             if name in boxes:
                 raise UsageError(f"rank {self.rank}: the weights have {name!r} twice")
             param, box, values = piece_of(name, tensor, self.rank, self.world)
             params.append(param)
             boxes[name] = (box,) if box_size(box) else ()
             if boxes[name]:
-                old = self._shards.get((name, box))
-                fits = old is not None and old.dtype == values.dtype
-                mine = shards[name, box] = old if fits and old is not None else values.copy()
+                mine = self._shards.get((name, box))
+                if mine is None or mine.dtype != values.dtype:
+                    mine = np.empty_like(values)
                 mine[...] = values
+                shards[name, box] = mine
+
+        yield add
         self._shards.clear()
         self._shards.update(shards)  # the worker holds this dict
         self._held = Held(tuple(params), boxes)
