@@ -50,6 +50,12 @@ Groups = Annotated[
 ]
 Heal = Annotated[float, typer.Option("--heal-us", help="With --protocol: when trouble ends.")]
 Literal = Annotated[str, typer.Option("--case", help="With --protocol: a literal, not a seed.")]
+Survive = Annotated[
+    bool, typer.Option("--must-survive", help="With --protocol: no fault excuses an error.")
+]
+Shrink = Annotated[
+    bool, typer.Option("--shrink", help="Reduce the first finding to what matters; tell its story.")
+]
 Findings = Annotated[
     int, typer.Option("--findings", min=1, help="Go on until so many seeds broke a promise.")
 ]
@@ -77,6 +83,8 @@ def sim(
     faults: Groups = "all",
     heal_us: Heal = 40.0,
     case: Literal = "",
+    must_survive: Survive = False,
+    shrink: Shrink = False,
     findings: Findings = 1,
     ray: Ray = "",
     json: Json = False,
@@ -98,13 +106,17 @@ def sim(
         if case:
             drawn = ("seed", "runs", "nodes", "nics", "faults", "heal_us", "findings", "ray")
             refuse_unused(context, "--case", drawn)
-        judge = ProtocolJudge(protocol, nodes, _range(nics), faults, heal_us, case)
+        shape = (nodes, _range(nics), faults, heal_us, case)
+        judge = ProtocolJudge(protocol, *shape, may_fail=not must_survive)
     else:
-        mine = ("nodes", "nics", "faults", "heal_us", "case")
+        mine = ("nodes", "nics", "faults", "heal_us", "case", "must_survive")
         refuse_unused(context, "the engine's own swarm (no --protocol)", mine)
         judge = EngineJudge()
     judge.case(seed)  # options that no case can have are refused before anything runs
     found, record = _search(judge, seeds, findings, ray, quiet=json)
+    if found and shrink:
+        first = found[0]._replace(violation=_shrunk(judge, found[0].seed))
+        found = [first, *found[1:]]
     _show(judge, seeds, found, record, trace=trace, lines=lines, json=json)
     if found:
         raise typer.Exit(1)
@@ -255,6 +267,20 @@ def _search(
     if ended.again:
         typer.echo(f"lost workers: {ended.again} shares of seeds were done again", err=True)
     return confirm(judge, ended.findings, seeds)
+
+
+def _shrunk(judge: EngineJudge | ProtocolJudge, seed: int) -> str:
+    """The simplest run that shows the finding of a seed, and what happens there."""
+    from tep.testing.shrinking import shrink, story
+    from tep.testing.stage import Violation
+
+    try:
+        judge.play(seed)
+    except Violation as finding:
+        found = shrink(finding)
+        replay = str(found).rpartition("\n")[2]
+        return f"shrunk to {found.case!r}\n{story(found)}\n{replay}"
+    raise AssertionError(f"seed {seed} breaks no promise any more")
 
 
 def _show(

@@ -66,30 +66,7 @@ def _rows(records: Sequence[Record]) -> list[dict[str, str]]:
         {
             "us": f"{one.t_ps / _PS_PER_US:.3f}",
             "where": f"{one.node}/{one.nic}" if one.nic >= 0 else one.node,
-            "what": _sentence(one),
+            "what": one.sentence(),
         }
         for one in records
     ]
-
-
-def _sentence(one: Record) -> str:
-    row, size = f"row {one.row}", f"{one.nbytes} B"
-    match one.what:
-        case "post":
-            return f"posts {row} to {one.peer}, {size} from byte {one.offset}"
-        case "place":
-            return f"{size} of {row} from {one.peer} land at byte {one.offset}"
-        case "imm":
-            return f"immediate {one.value} of {row} from {one.peer} is handed out"
-        case "done":
-            return f"{row} to {one.peer} is acknowledged"
-        case "fail":
-            return f"{row} to {one.peer} fails: status {one.value}"
-        case "send":
-            return f"sends message {one.row} to {one.peer}, {size}"
-        case "recv":
-            return f"message {one.row} from {one.peer} is here, {size}"
-        case "sent":
-            return f"message {one.row} to {one.peer} has ended: status {one.value}"
-        case "fault":
-            return f"fault: {one.peer}"

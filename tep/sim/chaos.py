@@ -12,10 +12,11 @@ from typing import Final
 
 from tep.backends.base import Status
 from tep.errors import BadDescriptor, UsageError
-from tep.hashing import below, draw
-from tep.sim.chaos_parts import Nic, NicState, StreamKeys
+from tep.hashing import below
+from tep.sim.chaos_parts import Nic, NicState
 from tep.sim.chaos_reads import ChaosReader
 from tep.sim.clock import FabricEnv, in_one_process
+from tep.sim.draws import Draws
 from tep.sim.faults import (
     Chaos,
     Clog,
@@ -71,10 +72,10 @@ class ChaosNode:
         chaos = self.fabric.chaos
         self._steps += 1
         entity = (self.uid << 32) + self._steps
-        bits = draw(self.fabric.keys.step, entity)
+        bits = self.fabric.draws.step(entity)
         delay_ps = 1 + below(bits, chaos.poll_delay_ps)
         if chaos.pause_ps and bits & 0x3F == 0 and not self.fabric.healed:
-            delay_ps += below(draw(self.fabric.keys.step, entity, 1), chaos.pause_ps)
+            delay_ps += below(self.fabric.draws.step(entity, 1), chaos.pause_ps)
         return max(delay_ps, self._paused_ps - self.fabric.env.now)
 
     def pause(self, for_ps: int) -> None:
@@ -104,7 +105,7 @@ class ChaosFabric:
         self.env = env
         self.chaos = chaos
         self.row_log = row_log if row_log is not None and row_log.on else None
-        self.keys = StreamKeys.of(chaos.seed)
+        self.draws = Draws.of(chaos.seed, chaos.kept)
         self.nodes: dict[str, ChaosNode] = {}
         self.rows = 0
         self.failed: list[tuple[str, int, int, Status]] = []

@@ -11,9 +11,8 @@ from collections import deque
 from typing import Final
 
 from tep.errors import UsageError
-from tep.hashing import below, draw, stream_key
+from tep.hashing import below
 from tep.sim.chaos import ChaosFabric
-from tep.sim.streams import Stream
 from tep.units import PS_PER_NS
 
 __all__ = ["DATAGRAM_BYTES", "Datagrams"]
@@ -35,7 +34,7 @@ class Datagrams:
     def __init__(self, fabric: ChaosFabric) -> None:
         self.sent = self.lost = self.doubled = 0
         self._fabric = fabric
-        self._key = stream_key(fabric.chaos.seed, Stream.MESSAGE)
+        self._draw = fabric.draws.message
         self._boxes: dict[str, deque[tuple[str, bytes]]] = {}
         self._waiting: dict[str, deque[asyncio.Future[tuple[str, bytes]]]] = {}
 
@@ -53,7 +52,7 @@ class Datagrams:
         chaos, healed = self._fabric.chaos, self._fabric.healed
         self.sent += 1
         # Odd entities: even ones belong to the messages of the seam.
-        bits = draw(self._key, 2 * self.sent + 1, 5)
+        bits = self._draw(2 * self.sent + 1, 5)
         if not healed and bits & 15 < chaos.datagram_loss:
             self.lost += 1
             return
@@ -61,7 +60,7 @@ class Datagrams:
         self.doubled += copies - 1
         epoch = self._fabric.nodes[target].epoch
         for copy in range(copies):
-            drawn = draw(self._key, 2 * self.sent + 1, 6 + copy)
+            drawn = self._draw(2 * self.sent + 1, 6 + copy)
             due = self._fabric.env.now + _FLIGHT_PS + below(drawn, _SPREAD_PS)
             what = (target, epoch, source, bytes(payload))
             self._fabric.env.call_at(due, self._arrive, what)

@@ -13,7 +13,7 @@ from typing import Final
 
 from tep.backends.base import Kind, Row, Status, WriteBatch
 from tep.errors import UsageError
-from tep.hashing import below, draw
+from tep.hashing import below
 from tep.sim.chaos_link import Link
 from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Nic, NicState, nobody
 from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
@@ -113,7 +113,7 @@ class ChaosNic(ChaosReceiver):
         if not self._is_hopeless(row, row.nbytes > self.caps.max_msg_bytes):
             if self._chaos.message_loss and self._is_lost(row):
                 return True
-            drawn = draw(self._keys.message, self._uid + self.rows)
+            drawn = self._draws.message(self._uid + self.rows)
             self._book((row, 0, 0, None), self._env.now + self._flight_ps(drawn))
         return True
 
@@ -139,7 +139,7 @@ class ChaosNic(ChaosReceiver):
             return 0  # the completion that makes room wakes the owner
         if chaos.refuse_post or (chaos.short_post and room > 1):
             self._posts += 1
-            bits = draw(self._keys.post, self._uid + self._posts)
+            bits = self._draws.post(self._uid + self._posts)
             if chaos.refuse_post and (bits & 3) == 0:
                 self._env.call_at(self._env.now + _AGAIN_PS, self._cq.wake)
                 self.fabric.seen["post refused"] += 1
@@ -157,7 +157,7 @@ class ChaosNic(ChaosReceiver):
             )
         self.rows += 1
         number = self.fabric.rows = self.fabric.rows + 1
-        bits = draw(self._keys.row, self._uid + self.rows)
+        bits = self._draws.row(self._uid + self.rows)
         row = self._open[number] = Flight(self, self._peers[peer_id], number, bits, ctx)
         return row
 
@@ -208,7 +208,7 @@ class ChaosNic(ChaosReceiver):
         if pieces == 1:
             cuts = [0, nbytes]
         else:
-            places = draw(self._keys.row, uid, 1)
+            places = self._draws.row(uid, 1)
             cuts = [nbytes * ((places >> 16 * k) & 0xFFFF) >> 16 for k in range(pieces - 1)]
             cuts += [0, nbytes]
             cuts.sort()
@@ -220,7 +220,7 @@ class ChaosNic(ChaosReceiver):
         leaves = self._free_ps = max(self._env.now, self._free_ps) + takes_ps
         for k in range(pieces):
             start, stop = cuts[k], cuts[k + 1]
-            drawn = draw(self._keys.fragment, uid, k)
+            drawn = self._draws.fragment(uid, k)
             data = None
             if not chaos.late_read or (drawn & 0xFF) < 51:  # 20 % are read early
                 data = _snapshot(row, start, stop)
@@ -284,7 +284,7 @@ class ChaosNic(ChaosReceiver):
 
     def _error_delay(self, row: Flight, longest_ps: int) -> int:
         # Times beyond 2**32 ps do not fit one draw; thousandths of the longest are fine enough.
-        step = below(draw(self._keys.error, self._uid + row.number), 1000)
+        step = below(self._draws.error(self._uid + row.number), 1000)
         return 1 + longest_ps // 2 + longest_ps // 2 * step // 1000
 
     def refuse(self, row: Flight, status: Status) -> None:
@@ -323,7 +323,7 @@ class ChaosNic(ChaosReceiver):
         for row in self._open.values():
             if row.flying:
                 self._doom(row, Status.NIC_DOWN, self._error_delay(row, ACK_PS * 2))
-        delay_ps = below(draw(self._keys.error, self._uid), ACK_PS * 2)
+        delay_ps = below(self._draws.error(self._uid), ACK_PS * 2)
         self._env.call_at(self._env.now + delay_ps, self._announce_down)
         self.fabric.lost(self, Status.UNREACHABLE, acks_lost=True)
 

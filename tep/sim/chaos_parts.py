@@ -7,19 +7,18 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
 
 from tep.backends.base import Completions, DomainCaps, Entry, Kind, Status
-from tep.hashing import below, draw, stream_key
+from tep.hashing import below
 from tep.memory import Memory
 from tep.sim.chaos_link import Link
 from tep.sim.clock import FabricEnv
+from tep.sim.draws import Draw, Draws
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import Fault
 from tep.sim.row_log import RowLog
-from tep.sim.streams import Stream
 
 __all__ = [
     "CompletionQueue",
@@ -31,7 +30,6 @@ __all__ = [
     "NicState",
     "Peer",
     "Region",
-    "StreamKeys",
     "nobody",
 ]
 
@@ -43,31 +41,6 @@ class NicState(Enum):
     DEAD = auto()  # killed: it still hands out completions
     CLOSED = auto()  # by its owner
     GONE = auto()  # of an incarnation that crashed: nobody polls it any more
-
-
-@dataclass(frozen=True, slots=True)
-class StreamKeys:
-    """The keys of one seed's streams, made once a fabric."""
-
-    step: int
-    post: int
-    row: int
-    fragment: int
-    message: int
-    error: int
-
-    @classmethod
-    def of(cls, seed: int) -> StreamKeys:
-        """Make the keys of a seed."""
-        names = (
-            Stream.STEP,
-            Stream.POST,
-            Stream.ROW,
-            Stream.FRAGMENT,
-            Stream.MESSAGE,
-            Stream.ERROR,
-        )
-        return cls(*(stream_key(seed, name) for name in names))
 
 
 class Region:
@@ -233,7 +206,7 @@ class Fabric(Protocol):
     env: FabricEnv
     chaos: Chaos
     row_log: RowLog | None
-    keys: StreamKeys
+    draws: Draws
     rows: int
     failed: list[tuple[str, int, int, Status]]
     violations: list[str]
@@ -267,14 +240,14 @@ class CompletionQueue:
         down_seen: whether the owner was told that the NIC is gone.
     """
 
-    def __init__(self, env: FabricEnv, chaos: Chaos, key: int, uid: int) -> None:
+    def __init__(self, env: FabricEnv, chaos: Chaos, draw: Draw, uid: int) -> None:
         self.entries: deque[Entry] = deque()
         self.waker: Callable[[], object] = nobody
         self.imms_polled = 0
         self.down_seen = False
         self._env = env
         self._chaos = chaos
-        self._key = key
+        self._draw = draw
         self._uid = uid
         self._hidden: list[Entry] = []
         self._bursts = 0
@@ -294,7 +267,7 @@ class CompletionQueue:
         self._hidden.append(entry)
         if len(self._hidden) == 1:
             self._bursts += 1
-            delay_ps = below(draw(self._key, self._uid + self._bursts, 1), burst_ps)
+            delay_ps = below(self._draw(self._uid + self._bursts, 1), burst_ps)
             self._env.call_at(self._env.now + delay_ps, self._reveal)
 
     def _reveal(self, _: object) -> None:

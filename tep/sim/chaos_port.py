@@ -75,8 +75,8 @@ class ChaosPort:
         self._chaos = chaos
         self._env = fabric.env
         self._row_log = fabric.row_log
-        self._keys = fabric.keys
-        self._cq = CompletionQueue(fabric.env, chaos, fabric.keys.post, self._uid)
+        self._draws = fabric.draws
+        self._cq = CompletionQueue(fabric.env, chaos, fabric.draws.post, self._uid)
         self._lkeys: dict[int, Region] = {}
         self._rkeys: dict[int, Region] = {}
         self._sinks: dict[int, Region] = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from tep.backends.base import Kind, ReadBatch, ReadRow, Status
-from tep.hashing import below, draw
+from tep.hashing import below
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import Fabric, Flight, Host, Nic, NicState, Peer, Region
 from tep.sim.chaos_receiver import ACK_PS
@@ -75,7 +75,7 @@ class ChaosReader(ChaosNic):
         for index, spec in enumerate(batch.rows(start, start + room), start):
             self.rows += 1
             number = self.fabric.rows = self.fabric.rows + 1
-            bits = draw(self._keys.row, self._uid + self.rows)
+            bits = self._draws.row(self._uid + self.rows)
             read = _ReadFlight(spec, self._peers[spec.peer], number, bits, batch.ctx, index)
             self._reading[number] = read
             self._launch_read(read, spec)
@@ -99,7 +99,7 @@ class ChaosReader(ChaosNic):
             status = self.fabric.why_lost(peer.name, peer.epoch)
             self._doom_read(read, status, self._read_delay(read, self._chaos.dead_after_ps))
         else:
-            drawn = draw(self._keys.fragment, self._uid + self.rows, 5)
+            drawn = self._draws.fragment(self._uid + self.rows, 5)
             self._env.call_at(self._env.now + self._flight_ps(drawn), self._ask, read)
 
     # ------------------------------------------------------------------ at the owner
@@ -124,13 +124,13 @@ class ChaosReader(ChaosNic):
             return
         chaos, bits = self._chaos, read.bits
         pieces = 1 + ((bits & 0xFF) * chaos.fragments >> 8) if read.nbytes > 1 else 1
-        places = draw(self._keys.row, self._uid + read.number, 2)
+        places = self._draws.row(self._uid + read.number, 2)
         cuts = [read.nbytes * ((places >> 16 * k) & 0xFFFF) >> 16 for k in range(pieces - 1)]
         cuts = sorted([0, *cuts, read.nbytes])
         read.left = pieces
         slow = max(self.link.factor, target.link.factor)
         for k in range(pieces):
-            drawn = draw(self._keys.fragment, self._uid + read.number, 8 + k)
+            drawn = self._draws.fragment(self._uid + read.number, 8 + k)
             start, stop = cuts[k], cuts[k + 1]
             early = None if chaos.late_read and drawn & 3 else bytes(found[start:stop])
             due = self._env.now + slow * self._flight_ps(drawn)
@@ -256,7 +256,7 @@ class ChaosReader(ChaosNic):
         self._env.call_at(self._env.now + delay_ps, self._end_read, (read, status))
 
     def _read_delay(self, read: _ReadFlight, longest_ps: int) -> int:
-        step = below(draw(self._keys.error, self._uid + read.number, 1), 1000)
+        step = below(self._draws.error(self._uid + read.number, 1), 1000)
         return 1 + longest_ps // 2 + longest_ps // 2 * step // 1000
 
     def _end_read(self, ending: tuple[_ReadFlight, Status]) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 from typing import Final
 
 from tep.backends.base import Completions, Kind, Status
-from tep.hashing import below, draw
+from tep.hashing import below
 from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, NicState, Peer
 from tep.sim.chaos_port import ChaosPort
 from tep.sim.faults_at import KillNic
@@ -220,7 +220,7 @@ class ChaosReceiver(ChaosPort):
         """Receives were posted: let what waits try again, at its sender's next try."""
         if self._waiting and not self._serving:
             self._serving = True
-            drawn = draw(self._keys.error, self._uid, self.fabric.rows)
+            drawn = self._draws.error(self._uid, self.fabric.rows)
             delay_ps = 1 + below(drawn, self._chaos.rnr_timer_ps)
             self._env.call_at(self._env.now + delay_ps, self._serve)
 
@@ -260,7 +260,7 @@ class ChaosReceiver(ChaosPort):
         """Refuse rows of one NIC from now on; messages and control messages are no rows."""
         self._check_open()
         self._barred[source] = _ALL
-        delay_ps = 1 + below(draw(self._keys.error, self._uid, ctx), ACK_PS * 4)
+        delay_ps = 1 + below(self._draws.error(self._uid, ctx), ACK_PS * 4)
         self._env.call_at(self._env.now + delay_ps, self._say_fenced, ctx)
 
     def unfence(self, source: bytes) -> None:

@@ -9,13 +9,14 @@ recorded seed, alone. Rule 2: a knob may only do what some real fabric may do to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from tep.checks import U64_MAX, check_flag, check_int, shown
 from tep.errors import BadRequest, UsageError
 from tep.hashing import below, draw, stream_key
+from tep.sim.draws import Label, Recorder
 from tep.sim.faults_at import (
     Clog,
     Fault,
@@ -113,6 +114,8 @@ class Chaos:
         datagram_loss, datagram_dup: of 16 datagrams so many are lost, or arrive twice (F20).
         late_land: rows that failed because their path died may land after their error: 0 = no,
             1 = bytes only, 2 = the immediate too (F25).
+        kept: labels of the draws that are made, where all others come out tame, as `tep.sim.draws`
+            has them; None: all are made. What shrinking leaves of a run.
     """
 
     seed: int = 0
@@ -145,14 +148,17 @@ class Chaos:
     datagram_loss: int = 0
     datagram_dup: int = 0
     late_land: int = 0
+    kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
         for knob in fields(self):
             what, value = f"Chaos: {knob.name}", getattr(self, knob.name)
-            if knob.name == "skew_ps":
+            if knob.name == "kept":
+                sound: object = _check_kept(what, value)
+            elif knob.name == "skew_ps":
                 if not (isinstance(value, tuple | list) and value):
                     raise BadRequest(f"{what}={shown(value)} is no tuple of times, one a NIC")
-                sound: object = tuple(check_int(what, ps, 0, _PS_MAX) for ps in value)
+                sound = tuple(check_int(what, ps, 0, _PS_MAX) for ps in value)
             elif isinstance(knob.default, bool):
                 sound = check_flag(what, value)
             else:
@@ -187,6 +193,18 @@ class Chaos:
             if getattr(self, field.name) != field.default
         )
         return f"Chaos({', '.join(set_here)})"
+
+
+def _check_kept(what: str, value: object) -> Container[Label] | None:
+    """None, a recorder of draws, or a tuple of labels."""
+    if value is None or isinstance(value, Recorder):
+        return value
+    if isinstance(value, tuple) and all(isinstance(one, tuple) and len(one) == 3 for one in value):
+        stream, entity, index = zip(*value) if value else ((), (), ())
+        for k in (*stream, *entity, *index):
+            check_int(what, k, 0, U64_MAX)
+        return value
+    raise BadRequest(f"{what}={shown(value)} is no tuple of labels (stream, entity, index)")
 
 
 _SKEWS: Final = tuple(

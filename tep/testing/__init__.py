@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from tep.testing.hunting import Ran, hunt, run, sights, verify
     from tep.testing.oracle import Outcome, replay, run_scenario
     from tep.testing.scenario import ReadSpec, Scenario, TransferSpec
+    from tep.testing.shrinking import shrink, story
     from tep.testing.spreading import (
         EngineJudge,
         Finding,
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
         chaos,
         engine_scenarios,
         scenarios,
-        shrink,
         transfers,
     )
     from tep.testing.world import Ability, Node, OpenWorld, World
@@ -105,6 +105,7 @@ __all__ = [
     "shrink",
     "sights",
     "spread",
+    "story",
     "transfers",
     "verify",
 ]
@@ -119,12 +120,13 @@ _ROOMS = {
     "tep.testing.contract": ("DomainContract",),
     "tep.testing.oracle": ("Outcome", "replay", "run_scenario"),
     "tep.testing.scenario": ("ReadSpec", "Scenario", "TransferSpec"),
+    "tep.testing.shrinking": ("shrink", "story"),
     "tep.testing.spreading": (
         *("EngineJudge", "Finding", "Judge", "Judged", "ProtocolJudge"),
         *("Share", "confirm", "judge_share", "search", "spread"),
     ),
     "tep.testing.stage": ("Violation",),
-    "tep.testing.strategies": ("chaos", "engine_scenarios", "scenarios", "shrink", "transfers"),
+    "tep.testing.strategies": ("chaos", "engine_scenarios", "scenarios", "transfers"),
     "tep.testing.world": ("Ability", "Node", "OpenWorld", "World"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}

@@ -36,7 +36,7 @@ class Choices:
     __slots__ = ("_at", "_path")
 
     def __init__(self, path: Sequence[int] = ()) -> None:
-        self._path = [(choice, choice + 1) for choice in path]
+        self._path = [(choice, 0) for choice in path]  # of how many is not known yet
         self._at = 0
 
     @property
@@ -48,10 +48,10 @@ class Choices:
         """Choose one of n, 0 to n - 1."""
         if self._at == len(self._path):
             self._path.append((0, n))
-        else:
-            self._path[self._at] = self._path[self._at][0], n
-        choice = self._path[self._at][0]
-        assert choice < n, "the tree changed its shape: the run is not a function of its choices"
+        choice, known = self._path[self._at]
+        assert choice < n, "the run is not a function of its choices"
+        assert known in (0, n), "the run is not a function of its choices"
+        self._path[self._at] = choice, n
         self._at += 1
         return choice
 

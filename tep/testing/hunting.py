@@ -16,6 +16,7 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -197,8 +198,9 @@ def run(
             verify(trial)
             return Ran(result, error, trial.now_us, sights(trial))
     except Violation as found:
-        text = f"{found}\n{_again(protocol, case)}"
-        raise Violation(text, case) from (found.__cause__ or None)
+        text = f"{found}\n{_again(protocol, case, may_fail=may_fail)}"
+        again = partial(run, protocol, may_fail=may_fail, deadline_s=deadline_s)
+        raise Violation(text, case, again) from (found.__cause__ or None)
 
 
 async def _start(protocol: Protocol[T], cluster: Cluster) -> T:
@@ -340,13 +342,15 @@ def _told(error: BaseException) -> str:
     return f"{_name(error)}: {error}{where}"
 
 
-def _again(protocol: Protocol[T], case: Case) -> str:
+def _again(protocol: Protocol[T], case: Case, *, may_fail: bool) -> str:
     """The line that runs it again: for a shell where the protocol can be found, else for Python."""
     place = _place(protocol)
     if not place:
         name = getattr(protocol, "__name__", "protocol")
-        return f"replay: tep.testing.run({name}, tep.testing.{case!r})"
+        how = "" if may_fail else ", may_fail=False"
+        return f"replay: tep.testing.run({name}, tep.testing.{case!r}{how})"
     which = case.drawn or f'--case "{case!r}"'
+    which += "" if may_fail else " --must-survive"
     return f"replay: tep sim --protocol {place} {which}"
 
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 from tep.control.channel import Drop
 from tep.core.stats import EngineStats
@@ -96,11 +97,18 @@ def run_scenario(
         if play.stage.broken and env is None:
             go_on(play.stage)
     except Violation as found:
-        raise Violation(f"{found}\n{_again(scenario)}") from None
+        raise _told(str(found), scenario, engine_class, env) from None
     except Exception as error:  # whatever a broken engine raises is a finding
         what = f"the engine raised {type(error).__name__}: {error}"
-        raise Violation(f"{what}\n{_again(scenario)}") from error
+        raise _told(what, scenario, engine_class, env) from error
     return _outcome(play)
+
+
+def _told(
+    what: str, scenario: Scenario, engine_class: type[TransferEngine], env: FabricEnv | None
+) -> Violation:
+    again = None if env is not None else partial(run_scenario, engine_class=engine_class)
+    return Violation(f"{what}\n{_again(scenario)}", scenario, again)
 
 
 def _again(scenario: Scenario) -> str:

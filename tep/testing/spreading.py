@@ -75,12 +75,12 @@ class EngineJudge:
         """The scenario of a seed."""
         return Scenario.draw(seed)
 
+    def play(self, seed: int, row_log: RowLog | None = None) -> None:
+        """Run a seed. Raises Violation."""
+        run_scenario(self.case(seed), row_log=row_log)
+
     def __call__(self, seed: int, row_log: RowLog | None = None) -> str | None:
-        try:
-            run_scenario(self.case(seed), row_log=row_log)
-        except Violation as found:
-            return str(found)
-        return None
+        return _told(self.play, seed, row_log)
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ class ProtocolJudge:
         place: FILE.py:NAME of an async function of a Cluster.
         nodes, nics, faults, heal_us: as for Case.draw().
         literal: a case in place of those that are drawn, as `repr` printed it.
+        may_fail: as for run().
         protocol: the function that stands there.
     """
 
@@ -102,6 +103,7 @@ class ProtocolJudge:
     faults: str | Sequence[str] = "all"
     heal_us: float = HEAL_US
     literal: str = ""
+    may_fail: bool = True
     protocol: Protocol[Any] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -109,7 +111,7 @@ class ProtocolJudge:
 
     def __reduce__(self) -> tuple[object, ...]:
         shape = (self.place, self.nodes, self.nics, self.faults, self.heal_us)
-        return type(self), (*shape, self.literal)
+        return type(self), (*shape, self.literal, self.may_fail)
 
     def case(self, seed: int) -> Case:
         """The case of a seed."""
@@ -126,12 +128,20 @@ class ProtocolJudge:
         object.__setattr__(moved, "place", f"{Path(path).name}:{name}")
         return moved, Path(path).resolve().parent
 
+    def play(self, seed: int, row_log: RowLog | None = None) -> None:
+        """Run a seed. Raises Violation."""
+        run(self.protocol, self.case(seed), may_fail=self.may_fail, row_log=row_log)
+
     def __call__(self, seed: int, row_log: RowLog | None = None) -> str | None:
-        try:
-            run(self.protocol, self.case(seed), row_log=row_log)
-        except Violation as found:
-            return str(found)
-        return None
+        return _told(self.play, seed, row_log)
+
+
+def _told(play: Callable[..., None], seed: int, row_log: RowLog | None) -> str | None:
+    try:
+        play(seed, row_log)
+    except Violation as found:
+        return str(found)
+    return None
 
 
 @dataclass(frozen=True, slots=True, order=True)

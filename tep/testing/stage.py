@@ -38,12 +38,19 @@ class Violation(AssertionError):
     """A promise was broken; the message ends with the line that plays the run again.
 
     Attributes:
-        case: what a user's protocol was run in, where it was one.
+        case: the Case or Scenario in which it was found; None if that is not known.
+        again: runs a case as this one was run; None if nobody can.
     """
 
-    def __init__(self, what: str, case: Case | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        case: Case | Scenario | None = None,
+        again: Callable[..., object] | None = None,
+    ) -> None:
         super().__init__(what)
         self.case = case
+        self.again = again
 
 
 @dataclass(slots=True, eq=False)

@@ -7,15 +7,10 @@ small numbers, and prints as a literal. Seeds find faster; these explain better.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
-from hypothesis import HealthCheck, Phase, configuration, find, settings
 from hypothesis import strategies as st
-from hypothesis.errors import NoSuchExample
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from tep.sim.faults import (
@@ -37,7 +32,6 @@ from tep.sim.faults import (
     groups_of,
 )
 from tep.testing.case import Case, Nics, names_of, nics_range
-from tep.testing.hunting import Protocol, run
 from tep.testing.scenario import (
     MESSAGES_MAX,
     PAGES_MAX,
@@ -49,10 +43,9 @@ from tep.testing.scenario import (
     TransferKind,
     TransferSpec,
 )
-from tep.testing.stage import Violation
 from tep.units import PS_PER_MS, PS_PER_NS
 
-__all__ = ["chaos", "engine_scenarios", "reads", "scenarios", "shrink", "transfers"]
+__all__ = ["chaos", "engine_scenarios", "reads", "scenarios", "transfers"]
 
 _NS = PS_PER_NS
 
@@ -253,73 +246,3 @@ def _events(draw: DrawFn, nics: dict[str, int], kinds: list[Any]) -> tuple[int, 
     if kind is Pause:
         return t_ps, Pause(node, draw(_times(20_000)))
     return t_ps, kind(node, nic, draw(_LASTS))
-
-
-def shrink(
-    protocol: Protocol[Any],
-    *,
-    nodes: int = 2,
-    nics: Nics = (1, 4),
-    faults: str | Sequence[str] = "all",
-    may_fail: bool = True,
-    examples: int = 2000,
-) -> Violation:
-    """Find the simplest case in which a protocol breaks, and return how it does there.
-
-    The same every time: nothing is random but what the cases draw.
-
-    Args:
-        protocol: as for run().
-        nodes: how many there are.
-        nics: of each node, or the least and the most.
-        faults: groups of faults, as for scenarios().
-        may_fail: as for run().
-        examples: at most so many cases are looked at before the first finding.
-
-    Raises:
-        LookupError: nothing was found.
-    """
-
-    def breaks(case: Case) -> bool:
-        try:
-            run(protocol, case, may_fail=may_fail)
-        except Violation:
-            return True
-        return False
-
-    quiet = settings(
-        max_examples=examples,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
-    try:
-        with _no_files():
-            simplest = find(scenarios(nodes, nics, faults), breaks, settings=quiet)
-    except NoSuchExample:
-        raise LookupError(f"{examples} cases, and none breaks it") from None
-    try:
-        run(protocol, simplest, may_fail=may_fail)
-    except Violation as found:
-        return found
-    raise AssertionError("a case that broke it a moment ago does not")
-
-
-@contextlib.contextmanager
-def _no_files() -> Iterator[None]:
-    """Keep Hypothesis from leaving a folder in the working directory, which nobody asked for.
-
-    A folder that the environment or a program has chosen is used as it is.
-    """
-    chosen = vars(configuration).get("__hypothesis_home_directory")
-    if chosen is not None or "HYPOTHESIS_STORAGE_DIRECTORY" in os.environ:
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        configuration.set_hypothesis_home_dir(folder)
-        try:
-            yield
-        finally:
-            configuration.set_hypothesis_home_dir(None)

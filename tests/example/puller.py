@@ -4,7 +4,7 @@ The receiver asks for one block at a time, by datagram. Each try has memory of i
 of its own, which is also its immediate; what a late row of an older try does hurts nobody. Three
 wrong versions stand at the end: find what is wrong with them before you read why.
 
-    tep sim --protocol puller.py:first_guess --runs 200 --faults order,restarts,control --shrink
+    tep sim --protocol puller.py:first_guess --faults order --runs 200 --must-survive --shrink
 """
 
 from __future__ import annotations

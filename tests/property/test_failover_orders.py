@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tep.api import Pages, Routing, ScatterDst
-from tests.support.orders import Chooser, Fabric, every
+from tep.testing.explore import Choices
+from tests.support.orders import Fabric, every
 
 PAGE = 8
 IMM = 7
@@ -28,7 +29,7 @@ class Play:
     """
 
     def __init__(
-        self, chooser: Chooser, kind: str, rows: int, nics: tuple[int, int], doomed: tuple[int, ...]
+        self, chooser: Choices, kind: str, rows: int, nics: tuple[int, int], doomed: tuple[int, ...]
     ) -> None:
         fabric = Fabric(chooser, nics, doomed)
         a, b = fabric.engines

@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from tep.api import Pages
+from tep.testing.explore import Choices
 from tep.wire import Lease
 from tests.gate.bugs_leases import LEASE_BUGS
 from tests.gate.registry import changed
-from tests.support.orders import Chooser, Drawn, Fabric, every
+from tests.support.orders import Drawn, Fabric, every
 
 PAGE = 8
 FREE = 0xEE
 
 
-def play(chooser: Chooser, rows: int, nics: tuple[int, int], failover: bool) -> str:
+def play(chooser: Choices, rows: int, nics: tuple[int, int], failover: bool) -> str:
     """A write under a lease that is revoked, in one order; say how it and the lease ended."""
     fabric = Fabric(chooser, nics, doomed=tuple(range(sum(nics))))
     writer, owner = fabric.engines
@@ -34,7 +35,7 @@ def play(chooser: Chooser, rows: int, nics: tuple[int, int], failover: bool) -> 
     lease = Lease.from_bytes(grant.lease.to_bytes())
     pages = Pages(range(rows))
     sent = writer.submit_paged_writes(PAGE, (src, pages), (lease, pages))
-    if chooser.of(2):
+    if chooser.pick(2):
         fabric._rest()  # the rows are posted first
     grant.revoke()
     for _ in range(8):

@@ -2,7 +2,7 @@
 
 What may happen next (a row lands, an acknowledgement or an error comes back, a control message
 arrives, a
-fence closes, a NIC dies) is a list, and a `Chooser` says which of it does. Between two events both
+fence closes, a NIC dies) is a list, and `Choices` say which of it does. Between two events both
 engines are turned until they rest. `every` runs through all choices there are.
 """
 
@@ -17,6 +17,7 @@ from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
 from tep.control.channel import Drop
 from tep.drivers import InlineDriver
 from tep.engine import TransferEngine
+from tep.testing.explore import Choices
 
 Event = Callable[[], None]
 
@@ -24,49 +25,23 @@ Event = Callable[[], None]
 logging.getLogger("tep.orders").setLevel(logging.ERROR)
 
 
-class Chooser:
-    """Answers `of(n)` with 0 .. n - 1, and runs through all answers: an odometer."""
-
-    def __init__(self) -> None:
-        self._digits: list[list[int]] = []  # [answer, n]
-        self._at = 0
-
-    def of(self, n: int) -> int:
-        if self._at == len(self._digits):
-            self._digits.append([0, n])
-        answer, known = self._digits[self._at]
-        assert known == n, "the run is not the same as before"
-        self._at += 1
-        return answer
-
-    def next(self) -> bool:
-        """Go on to the next run; False: that was the last."""
-        self._at = 0
-        while self._digits:
-            self._digits[-1][0] += 1
-            if self._digits[-1][0] < self._digits[-1][1]:
-                return True
-            self._digits.pop()
-        return False
+def every() -> Iterator[Choices]:
+    """The choices of each way in which a run can go."""
+    choices = Choices()
+    yield choices
+    while choices.next():
+        yield choices
 
 
-def every() -> Iterator[Chooser]:
-    """One chooser for each way in which a run can go."""
-    chooser = Chooser()
-    yield chooser
-    while chooser.next():
-        yield chooser
-
-
-class Drawn(Chooser):
+class Drawn(Choices):
     """Answers that are drawn."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self._dice = random.Random(seed)
+        self.random = random.Random(seed)
 
-    def of(self, n: int) -> int:
-        return self._dice.randrange(n)
+    def pick(self, n: int) -> int:
+        return self.random.randrange(n)
 
 
 class Flight:
@@ -211,7 +186,7 @@ class Fabric:
         more: what else may happen, by the test's will.
     """
 
-    def __init__(self, chooser: Chooser, nics: tuple[int, int], doomed: tuple[int, ...]) -> None:
+    def __init__(self, chooser: Choices, nics: tuple[int, int], doomed: tuple[int, ...]) -> None:
         self.chooser = chooser
         self.nics: list[Nic] = []
         self.flights: list[Flight] = []
@@ -237,7 +212,7 @@ class Fabric:
         """Let everything happen that can, in the order that the chooser says."""
         self._rest()
         while events := self._events():
-            events[self.chooser.of(len(events))]()
+            events[self.chooser.pick(len(events))]()
             self._rest()
         for engine in self.engines:
             dropped = engine._worker.channel.dropped.keys() - {Drop.UNASKED}

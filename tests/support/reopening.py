@@ -6,7 +6,6 @@ bytes, no row lands where its reader was released, and in the end every path car
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -19,21 +18,12 @@ from tep.backends.base import Kind, Status
 from tep.core import sums
 from tep.core.path import Link
 from tep.core.transfer import Expectation, Transfer
-from tests.support.orders import Chooser, Fabric, Nic
+from tep.testing.explore import Choices
+from tests.support.orders import Drawn, Fabric, Nic
 
 PAGE = 8
 IMM = 7
 FREED = 0xEE
-
-
-class Dice:
-    """Chooses as a seed says."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def of(self, n: int) -> int:
-        return self.random.randrange(n)
 
 
 class Play:
@@ -60,7 +50,7 @@ class Play:
 
     def __init__(
         self,
-        chooser: Chooser | Dice,
+        chooser: Choices,
         nics: tuple[int, int] = (1, 2),
         *,
         rows: int = 2,
@@ -201,7 +191,7 @@ def swarm(seeds: range, **more: int) -> tuple[int, int]:
     """Play drawn cases; return how often rows were made good, and how many transfers failed."""
     good = failed = 0
     for seed in seeds:
-        dice = Dice(seed)
+        dice = Drawn(seed)
         nics = dice.random.choice([(1, 2), (2, 2), (2, 3)])
         drawn = {name: dice.random.randint(1, 4) for name in ("cuts", "strays", "rounds", "rows")}
         drawn |= {name: dice.random.random() < 0.4 for name in ("both", "scatter")}

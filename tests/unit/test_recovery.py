@@ -17,8 +17,9 @@ from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import mute
+from tep.testing.explore import Choices
 from tests.support.ends import Ends, finish_all
-from tests.support.orders import Chooser, Fabric
+from tests.support.orders import Fabric
 
 PAGE = 64
 PAGES = 12
@@ -130,7 +131,7 @@ def test_closing_meanwhile_ends_it() -> None:
 
 def test_closing_before_the_last_immediate_ends_it() -> None:
     """The bytes of a lost row are there again, and its immediate would be queued for ever."""
-    fabric = Fabric(Chooser(), (2, 2), ())
+    fabric = Fabric(Choices(), (2, 2), ())
     a, b = fabric.engines
     mr, _ = a.reg_mr(np.ones(8, np.uint8))
     _, desc = b.reg_mr(np.zeros(8, np.uint8))
@@ -193,7 +194,7 @@ def test_a_nic_that_is_deaf_is_not_tried_for_ever(nics: tuple[int, int]) -> None
 def test_a_path_with_rows_out_is_looked_at_in_constant_time() -> None:
     """While rows of a dead path are awaited each step would scan every posted row: milliseconds."""
     rows, steps = 4096, 50
-    fabric = Fabric(Chooser(), (1, 2), ())
+    fabric = Fabric(Choices(), (1, 2), ())
     a, b = fabric.engines
     mr, _ = a.reg_mr(np.ones(rows, np.uint8))
     _, desc = b.reg_mr(np.zeros(rows, np.uint8))
