@@ -1,10 +1,14 @@
 """Draw the figures of the documentation as SVG: `scripts/docs figures`, or this with a folder.
 
-Nothing here is data. Each figure explains one idea, and its sizes follow from the text in it.
+A figure that is drawn here explains one idea; nothing in it is data. Those of NOTEBOOKS are what a
+notebook shows: its cells are run, on the simulator, up to the figure.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,7 @@ mpl.use("svg")
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 INK, FAINT, BLUE, ORANGE, GREEN, RED = (
@@ -176,6 +181,29 @@ FIGURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
 }
 
 
+NOTEBOOKS: dict[str, tuple[str, int]] = {
+    "slow_link": ("06-striping-and-a-slow-link", 2),
+    "failover": ("07-a-failover-step-by-step", 1),
+    "moe_lanes": ("08-lanes-of-a-moe-step", 1),
+}
+"""Figure -> notebook, and which of its figures."""
+
+
+def figure_of(notebook: str, number: int) -> Figure:
+    """Run a notebook's cells until it has drawn so many figures; return the last of them."""
+    path = Path(__file__).parents[1] / "notebooks" / f"{notebook}.ipynb"
+    names: dict[str, object] = {}
+    before = set(plt.get_fignums())
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(compile("".join(cell["source"]), str(path), "exec"), names)  # noqa: S102  # ours
+        made = sorted(set(plt.get_fignums()) - before)
+        if len(made) == number:
+            return plt.figure(made[-1])
+    raise ValueError(f"{path}: draws fewer than {number} figures")
+
+
 def draw(folder: Path) -> list[Path]:
     """Draw every figure into a folder; return the files."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -192,6 +220,10 @@ def draw(folder: Path) -> list[Path]:
             made.append(folder / f"{name}.svg")
             figure.savefig(made[-1], metadata={"Date": None})
             plt.close(figure)
+        for name, where in NOTEBOOKS.items():
+            made.append(folder / f"{name}.svg")
+            figure_of(*where).savefig(made[-1], metadata={"Date": None})
+            plt.close("all")
     return made
 
 
