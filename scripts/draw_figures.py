@@ -196,8 +196,9 @@ def figure_of(notebook: str, number: int) -> Figure:
     before = set(plt.get_fignums())
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
+            program = compile("".join(cell["source"]), str(path), "exec")
             with contextlib.redirect_stdout(io.StringIO()):
-                exec(compile("".join(cell["source"]), str(path), "exec"), names)  # noqa: S102  # ours
+                exec(program, names)  # noqa: S102  # ours
         made = sorted(set(plt.get_fignums()) - before)
         if len(made) == number:
             return plt.figure(made[-1])
