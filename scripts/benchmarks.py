@@ -199,6 +199,12 @@ BENCHES: Final[dict[str, Bench]] = {
         "`not modelled`: something that matters is missing. Profiles say more: "
         "tep/sim/profiles/README.md, tep/apps/moe/profiles/README.md.",
     ),
+    "newcomer": Bench(
+        "A new user's path",
+        _bench("python tests/bench/bench_newcomer.py"),
+        _table,
+        "In a fresh clone, with nothing installed; the packages come from an index nearby.",
+    ),
     "install": Bench(
         "Installing and importing",
         ("python", "tests/bench/bench_install.py", "--json", *_PEERS),
