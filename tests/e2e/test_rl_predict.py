@@ -126,7 +126,7 @@ def test_a_slow_nic_costs_time_and_a_schedule_that_knows_wins_it_back():
     assert clean < knows < slow.total_ms
     assert receiver.total_ms == pytest.approx(alone, rel=0.1)
     assert "NIC 0 of rollout0, 2 times as slow" == receiver.links[0].name
-    with pytest.raises(tep.UsageError, match="there is no NIC 1 of 'train3'"):
+    with pytest.raises(tep.UsageError, match=r"node 'train3': nic=1 is outside 0 \.\. 0"):
         predict(base.schedule(), FREE, slow=SlowNic("train3", 1))
 
 
