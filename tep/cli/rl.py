@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tep.cli.show import InFile, Json, OutFile, Seed, emit_json, print_table, progress
+from tep.cli.show import InPath, Json, OutFile, Seed, emit_json, print_table, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,7 +206,9 @@ def _with_unit(key: str, value: object) -> str:
 
 @app.command("run")
 def run(
-    weights: Annotated[Path, InFile("--weights", help="A safetensors file.")],
+    weights: Annotated[
+        Path, InPath("--weights", help="A safetensors file, or the folder of several.")
+    ],
     model: Annotated[str, typer.Option("--model", help="Its config.json.")],
     train: Annotated[int, typer.Option("--train", min=1, help="Training processes.")] = 4,
     infer: Annotated[int, typer.Option("--infer", min=1, help="Inference processes.")] = 2,

@@ -263,10 +263,10 @@ def test_usual_layouts_are_balanced_without_incast(train, infer):
 
 
 @share(8)
-@given(LAYOUTS, INFERS)
-def test_usual_layouts_arrive_byte_for_byte(train, infer):
+@given(LAYOUTS, INFERS, st.sampled_from(["fp8", "fp8", "bf16", "fp8_channel", "fp8_ue8m0"]))
+def test_usual_layouts_arrive_byte_for_byte(train, infer, dtype):
     """The layouts that people use, fused projections, experts and replicas included, land as the
-    reference says.
+    reference says, in each dtype that inference may have.
     """
     model = model_from_config(
         CONFIG
@@ -279,7 +279,7 @@ def test_usual_layouts_arrive_byte_for_byte(train, infer):
         },
         name="small",
         source="this test",
-    )
+    ).quantised_as(dtype)
     trains, rollouts = train_metas(model, train), rollout_metas(model, infer)
     schedule = make_schedule(
         trains, rollouts[: infer.ep + 1], watermark_bytes=64 * MiB, bundle_bytes=MiB

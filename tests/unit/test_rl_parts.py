@@ -1,4 +1,4 @@
-"""The pure parts of weight updates: models, layouts, quantisation, immediates, files, errors."""
+"""The pure parts of weight updates: models, layouts, quantisation, immediates, errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from tep.apps.rl.metadata import (
     RolloutMeta,
     SourceShard,
     TargetShard,
-    Tensor,
     TrainMeta,
     box_shape,
     whole,
@@ -31,7 +30,6 @@ from tep.apps.rl.quantise import check_finite, numpy_dtype, quantise
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import make_schedule
 from tep.apps.rl.timeline import from_reports, write_perfetto
-from tep.apps.rl.weights import Checkpoint, write_safetensors
 from tests.support.tensors import TORCHES, get_torch
 
 MiB = 1 << 20
@@ -287,32 +285,6 @@ def test_immediates_of_kinds_attempts_and_tasks_never_meet():
         make_imm(Kind.READY, 1, 65536)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\x10\0\0\0\0\0\0\0{",
-        b"\x02\0\0\0\0\0\0\0[]"[:9],
-        b"\x09\0\0\0\0\0\0\0not json!",
-        b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"BF16","shape":[9],"data_offsets":[0,18]}}       ',
-        b'\x40\0\0\0\0\0\0\0{"a":{"dtype":"XX","shape":[1],"data_offsets":[0,2]}}          ',
-    ],
-)
-def test_files_that_are_no_checkpoint_are_refused(data, tmp_path):
-    """A truncated download must not become weights."""
-    (tmp_path / "x").write_bytes(data)
-
-    with pytest.raises(tep.UsageError):
-        Checkpoint(tmp_path / "x").names()
-
-
-def _small_file(path, change=()):
-    model = model_from_config(SMALL, name="small", source="test")
-    tensors = [(t, np.ones(t.shape, numpy_dtype(t.dtype))) for t in model.tensors]
-    write_safetensors(path, [*tensors, *change])
-    return model, Checkpoint(path)
-
-
 SMALL = {
     "model_type": "mixtral",
     "hidden_size": 8,
@@ -322,18 +294,6 @@ SMALL = {
     "num_attention_heads": 2,
     "vocab_size": 4,
 }
-
-
-def test_a_tensor_that_the_description_does_not_know_is_refused(tmp_path):
-    """It would keep the values of the first version for ever, and nobody would be told."""
-    model, checkpoint = _small_file(tmp_path / "a")
-    checkpoint.check(model)
-    extra = Tensor("model.layers.0.mlp.router.bias", (2,), "bf16", 0)
-
-    model, checkpoint = _small_file(tmp_path / "b", [(extra, np.ones(2, numpy_dtype("bf16")))])
-
-    with pytest.raises(tep.UsageError, match="would not be updated: model.layers.0.mlp.router"):
-        checkpoint.check(model)
 
 
 @pytest.mark.parametrize(
@@ -358,47 +318,6 @@ def test_families_name_their_tensors_in_their_own_way(change, name):
     model = model_from_config(SMALL | change, name="x", source="test")
 
     assert name in {tensor.name for tensor in model.tensors}
-
-
-def test_the_format_is_as_it_is_described(tmp_path):
-    """Eight bytes of length, JSON, values: a reader that reads only its own files is no reader."""
-    x, y = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float16)
-    entries = {
-        "__metadata__": {"format": "pt"},
-        "x": {"dtype": "F32", "shape": [2, 3], "data_offsets": [4, 28]},
-        "y": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]},
-    }
-    header = json.dumps(entries).encode()
-    data = len(header).to_bytes(8, "little") + header + y.tobytes() + x.tobytes()
-    (tmp_path / "theirs").write_bytes(data)
-    theirs = Checkpoint(tmp_path / "theirs")
-    tensors = Tensor("y", (2,), "fp16", 0), Tensor("x", (2, 3), "fp32", 0)
-    write_safetensors(tmp_path / "mine", zip(tensors, (y, x), strict=True))
-    mine = (tmp_path / "mine").read_bytes()
-    end = 8 + int.from_bytes(mine[:8], "little")
-
-    assert x.tolist() == theirs.whole("x").tolist()
-    assert y.tolist() == theirs.whole("y").tolist()
-    assert {name: entries[name] for name in "xy"} == json.loads(mine[8:end])
-    assert y.tobytes() + x.tobytes() == mine[end:]
-
-
-@pytest.fixture
-def reference():
-    """The package itself, which the tests do not ask for."""
-    return pytest.importorskip("safetensors.numpy")
-
-
-def test_the_format_is_that_of_the_safetensors_package(reference, tmp_path):
-    """A description can be misread; the package cannot."""
-    _, checkpoint = _small_file(tmp_path / "a")
-    values = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "y": np.ones(2, np.float16)}
-    reference.save_file(values, tmp_path / "b")
-
-    for name, array in values.items():
-        assert (array == Checkpoint(tmp_path / "b").whole(name)).all()
-    with reference.safe_open(tmp_path / "a", "numpy") as opened:
-        assert sorted(checkpoint.names()) == sorted(opened.keys())
 
 
 @pytest.fixture(params=TORCHES)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Final, Literal
 
 from tep import UsageError
-from tep.apps.rl.metadata import DType, Tensor
+from tep.apps.rl.metadata import SCALINGS, DType, Tensor
 
 __all__ = ["PUBLISHED", "Fused", "Model", "Published", "load_model", "model_from_config"]
 
@@ -71,6 +71,13 @@ class Model:
                 count *= extent
             total += count
         return total
+
+    def quantised_as(self, dtype: DType) -> Model:
+        """The same model with another dtype for what inference has in fp8, e.g. "bf16"."""
+        fused = tuple(
+            replace(one, dtype=dtype) if one.dtype in SCALINGS else one for one in self.fused
+        )
+        return replace(self, fused=fused)
 
 
 @dataclass(frozen=True, slots=True)

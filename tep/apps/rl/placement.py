@@ -13,7 +13,6 @@ from functools import cache
 from tep import UsageError
 from tep.apps.rl.metadata import (
     ALIGN_BYTES,
-    BLOCK,
     SCALINGS,
     Box,
     DType,
@@ -272,7 +271,8 @@ def _parts(
 
 
 def _slice(fused: Fused, extent: int, tp: int, index: int, units: int) -> tuple[int, int]:
-    unit = BLOCK if fused.dtype == "fp8" else 1
+    rows, columns, _ = SCALINGS.get(fused.dtype, (1, 1, 0))
+    unit = (rows if fused.split == "rows" else columns) or 1
     if not units:
         return cut(extent, tp, index, unit)
     if tp > units:
@@ -283,7 +283,7 @@ def _slice(fused: Fused, extent: int, tp: int, index: int, units: int) -> tuple[
     if start % unit or (stop % unit and stop != extent):
         raise UsageError(
             f"{fused.name}: tp={tp} cuts at {start} and {stop}, not at multiples of the "
-            f"{BLOCK} of a quantisation block; choose another tp"
+            f"{unit} of a quantisation block; choose another tp"
         )
     return start, stop
 

@@ -1,14 +1,15 @@
 """Weights in safetensors files: read slices without loading the file, write small ones.
 
 The format: eight bytes of length, a JSON header {name: {dtype, shape, data_offsets}}, raw values.
-Nothing of it is executed; every number is checked against the file.
+Nothing of it is executed; every number is checked against the file. The package safetensors (0.8.0)
+reads no fp8 as numpy arrays, so the format is read here and compared with the package in the tests.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,37 +31,33 @@ _DTYPES: Final[dict[str, DType]] = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"
 _DTYPE_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 _HEADER_MAX: Final = 100 << 20
 """Longest header that readers of the format accept. Source: safetensors' own limit, quoted."""
+_INDEX: Final = "model.safetensors.index.json"
+"""Source: the name that transformers writes and reads; its key weight_map too."""
 
 
-class Checkpoint:
-    """One safetensors file, mapped and read slice by slice.
-
-    Args:
-        path: of the file.
+class _File:
+    """One file, mapped.
 
     Raises:
         UsageError: it is no such file, truncated, or its header contradicts it.
     """
 
-    def __init__(self, path: str | PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path) -> None:
+        self.path = path
         size = self.path.stat().st_size
         with self.path.open("rb") as file:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
             if not 2 <= length <= min(size - 8, _HEADER_MAX):
                 raise UsageError(f"{path}: {size} bytes are no safetensors file")
-            try:
-                header = json.loads(file.read(length))
-            except ValueError as error:
-                raise UsageError(f"{path}: its header is no JSON: {error}") from error
+            header = _read_json(path, file.read(length), "its header")
         self._data = np.memmap(self.path, np.uint8, "r", 8 + length)
-        self._entries: dict[str, tuple[DType, tuple[int, ...], int]] = {}
+        self.entries: dict[str, tuple[DType, tuple[int, ...], int]] = {}
         for name, entry in header.items():
             if name != "__metadata__":
-                self._entries[name] = self._entry(name, entry)
+                self.entries[name] = self._entry(name, entry)
 
-    def _entry(self, name: str, entry: Mapping[str, Any]) -> tuple[DType, tuple[int, ...], int]:
+    def _entry(self, name: str, entry: Any) -> tuple[DType, tuple[int, ...], int]:
         try:
             dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
             start, stop = map(int, entry["data_offsets"])
@@ -72,9 +69,50 @@ class Checkpoint:
             raise UsageError(f"{self.path}: {name}: {entry!r}: bytes and shape do not fit")
         return dtype, shape, start
 
+    def whole(self, name: str) -> Array:
+        """A view of one tensor."""
+        dtype, shape, start = self.entries[name]
+        raw = self._data[start : start + nbytes_of(shape, dtype)]
+        return raw.view(numpy_dtype(dtype)).reshape(shape)
+
+
+class Checkpoint:
+    """A model's safetensors files, mapped and read slice by slice.
+
+    Args:
+        path: of the file, of the index of several (model.safetensors.index.json), or of the folder
+            that has either.
+
+    Raises:
+        UsageError: a file is no such file or truncated, its header contradicts it, or the index
+            does not say what the files hold.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = _found(Path(path))
+        self._files: dict[str, _File] = {}
+        if self.path.suffix != ".json":
+            file = _File(self.path)
+            self._files = dict.fromkeys(file.entries, file)
+            return
+        index = _read_json(self.path, self.path.read_bytes(), "the index").get("weight_map")
+        names = index if isinstance(index, dict) else {}
+        if not names or not all(_is_name(name) for name in names.values()):
+            raise UsageError(f"{self.path}: no weight_map from tensors to names of files beside it")
+        for name in dict.fromkeys(names.values()):
+            where = self.path.with_name(name)
+            if not where.is_file():
+                raise UsageError(f"{self.path}: {name} is not beside it")
+            file = _File(where)
+            mine = {tensor for tensor, of in names.items() if of == name}
+            if mine != set(file.entries):
+                odd = sorted(mine ^ set(file.entries))
+                raise UsageError(f"{self.path}: index and {name} differ in what it has: {odd[:3]}")
+            self._files |= dict.fromkeys(file.entries, file)
+
     def names(self) -> tuple[str, ...]:
         """All tensors in it."""
-        return tuple(self._entries)
+        return tuple(self._files)
 
     def check(self, model: Model) -> None:
         """See that the model's description knows every tensor of the file.
@@ -84,7 +122,7 @@ class Checkpoint:
         """
         known = {name for tensor in model.tensors for name in _names(tensor)}
         # Constants that old checkpoints carry.
-        found = (name for name in self._entries if not name.endswith(".rotary_emb.inv_freq"))
+        found = (name for name in self._files if not name.endswith(".rotary_emb.inv_freq"))
         unknown = [name for name in found if name not in known]
         if unknown:
             raise UsageError(
@@ -98,12 +136,10 @@ class Checkpoint:
         Raises:
             UsageError: there is none of this name.
         """
-        found = self._entries.get(name)
-        if found is None:
-            raise UsageError(f"{self.path}: no tensor {name!r} among its {len(self._entries)}")
-        dtype, shape, start = found
-        raw = self._data[start : start + nbytes_of(shape, dtype)]
-        return raw.view(numpy_dtype(dtype)).reshape(shape)
+        file = self._files.get(name)
+        if file is None:
+            raise UsageError(f"{self.path}: no tensor {name!r} among its {len(self._files)}")
+        return file.whole(name)
 
     def read(self, tensor: Tensor, box: Box) -> Array:
         """Copy a slice of a tensor; the experts of a stacked one are put together.
@@ -122,6 +158,37 @@ class Checkpoint:
                 )
             found[into] = values[cut]
         return found
+
+
+def _found(path: Path) -> Path:
+    """The file to begin with: in a folder, the index or the only file.
+
+    Raises:
+        UsageError: a folder has neither.
+    """
+    if not path.is_dir():
+        return path
+    if (path / _INDEX).is_file():
+        return path / _INDEX
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise UsageError(f"{path}: no {_INDEX}, and {len(files)} files *.safetensors; 1 is wanted")
+    return files[0]
+
+
+def _is_name(name: object) -> bool:
+    """Whether it names a file, and no path out of the folder."""
+    return isinstance(name, str) and name not in {"", ".", ".."} and Path(name).name == name
+
+
+def _read_json(path: Path, data: bytes, what: str) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: {what} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: {what} is no JSON object")
+    return found
 
 
 def _names(tensor: Tensor) -> Iterator[str]:
