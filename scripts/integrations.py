@@ -81,7 +81,23 @@ RAY = Environment(
     versions=("ray", "torch", "numpy"),
 )
 
+# Of what SGLang depends on, what its disaggregation imports; its kernels exist for GPUs only.
+SGLANG = Environment(
+    "sglang",
+    (
+        *("torch==2.13.0+cpu", "transformers==5.19.0", "triton==3.7.1", "apache-tvm-ffi==0.1.11"),
+        *("IPython", "aiohttp", "compressed-tensors", "dill", "einops", "fastapi", "msgspec"),
+        *("orjson", "partial_json_parser", "pillow", "prometheus-client", "psutil", "pybase64"),
+        *("pydantic", "pyzmq", "requests", "sentencepiece", "setproctitle", "uvicorn", "uvloop"),
+    ),
+    versions=("sglang", "torch", "numpy"),
+    alone=("sglang==0.5.23",),
+)
+
 INTEGRATIONS = (
+    Integration(
+        "SGLang's NIXL classes, pages compared, a prefiller killed", "sglang_nixl.py", SGLANG
+    ),
     Integration("Ray: a search for bugs on nodes that are killed", "ray_search.py", RAY),
     Integration("Ray: tensors of actors, and an actor that dies", "ray_transport.py", RAY),
     Integration(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from tep.compat.nixl import api, bindings, nixl_agent, nixl_agent_config
+from tep.compat.nixl import api as _api
+from tep.compat.nixl import bindings as _bindings
+from tep.compat.nixl import nixl_agent, nixl_agent_config
 
 __all__ = ["nixl_agent", "nixl_agent_config"]
 
-sys.modules["nixl._api"] = api
-sys.modules["nixl._bindings"] = bindings
+sys.modules["nixl._api"] = _api
+sys.modules["nixl._bindings"] = _bindings

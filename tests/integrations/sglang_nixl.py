@@ -1,0 +1,214 @@
+"""SGLang's own NIXL classes on tep: managers, senders, receivers, bootstrap server; no model.
+
+Run by scripts/integrations.py in an environment that has SGLang without its kernels, which exist
+for GPUs only. The disaggregation modules are the real ones and unchanged; what they import of
+kernels and images is stood in for by empty modules. Two processes play the scheduler: they call
+sender and receiver as SGLang's queues do, and compare the pages byte for byte.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+
+PAGES, PAGE_BYTES, LAYERS, AUX_BYTES, WAIT_S = 64, 4096, 3, 256, 90.0
+MISSING = {"torchvision", "sgl_kernel", "flashinfer", "gguf"}
+
+
+class Stand(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Empty modules for packages that are kernels, or belong to them."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in MISSING:
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__path__ = []
+        module.__getattr__ = lambda name: mock.MagicMock(name=name)
+        return module
+
+    def exec_module(self, module):
+        pass
+
+
+def load():
+    """SGLang's NIXL room, with tep in NIXL's place."""
+    sys.meta_path.insert(0, Stand())
+    import transformers.utils.import_utils as known
+
+    known.is_torchvision_available = lambda: False
+    known._torchvision_available = False
+    from tep.integrations import sglang
+
+    os.environ[sglang.SWITCH] = "1"
+    sglang.load()
+    import nixl._api
+    from sglang.srt.disaggregation.common import conn as common
+    from sglang.srt.disaggregation.nixl import conn
+
+    assert nixl._api.__name__ == "tep.compat.nixl.api"
+    return common, conn
+
+
+class Rank:
+    """One rank of one role: its cache, and a manager over it."""
+
+    def __init__(self, role: str, port: int) -> None:
+        common, conn = load()
+        self.common, self.conn, self.addr = common, conn, f"127.0.0.1:{port}"
+        parallel = SimpleNamespace(
+            dist_init_addr=None, attn_tp_size=1, attn_tp_rank=0, attn_cp_size=1, attn_cp_rank=0,
+            attn_dcp_size=1, attn_dcp_rank=0, attn_dp_size=1, attn_dp_rank=0, dp_size=1, pp_size=1,
+            nnodes=1, num_dp_ranks=1, pp_group=None, load_balance_method="round_robin",
+            enable_kv_cache_sharding=False, enable_dsa_cache_layer_split=False,
+            enable_cp_tp_group_sharing=False,
+        )  # fmt: skip
+        for room in (common, conn):
+            room.get_parallel = lambda: parallel
+            room.get_serving = lambda: SimpleNamespace(host="127.0.0.1", port=1)
+            room.get_device = lambda: SimpleNamespace(device="cpu")
+            room.get_disagg = lambda: SimpleNamespace(
+                disaggregation_bootstrap_port=port, disaggregation_decode_allocation_policy="early"
+            )
+        common.linear_attn_tp_size = lambda: 1
+        common.get_local_ip_auto = lambda: "127.0.0.1"
+        if role == "prefill":
+            self.server = conn.NixlKVBootstrapServer("127.0.0.1", port)
+        self.cache = [np.zeros((PAGES, PAGE_BYTES), np.uint8) for _ in range(2 * LAYERS)]
+        self.aux = np.zeros((8, AUX_BYTES), np.uint8)
+        args = common.KVArgs()
+        args.engine_rank = args.gpu_id = args.system_dp_rank = args.pp_rank = 0
+        args.kv_data_ptrs = [one.ctypes.data for one in self.cache]
+        args.kv_data_lens = [one.nbytes for one in self.cache]
+        args.kv_item_lens = [PAGE_BYTES for _ in self.cache]
+        args.kv_data_mem_kinds = ["DRAM" for _ in self.cache]
+        args.kv_layer_ids = [*range(LAYERS), *range(LAYERS)]
+        args.kv_cache_dtype_str, args.page_size, args.ib_device = "uint8", 1, ""
+        args.aux_data_ptrs, args.aux_data_lens = [self.aux.ctypes.data], [self.aux.nbytes]
+        args.aux_item_lens = [AUX_BYTES]
+        for name in ("types", "data_ptrs", "data_lens", "item_lens", "layer_ids", "dim_per_tensor",
+                     "slice_outer_counts", "conv_shard_groups"):  # fmt: skip
+            setattr(args, f"state_{name}", [])
+        args.kv_head_num = args.total_kv_head_num = 1
+        args.prefill_start_layer, args.prefill_end_layer = 0, LAYERS
+        args.mla_compression_ratios = args.swa_kv_cache_layout = args.rust_http_port = None
+        args.is_hybrid_mla_backend = False
+        mode = common.DisaggregationMode(role)
+        self.manager = conn.NixlKVManager(args, mode, SimpleNamespace(), False)
+
+    def until(self, handle, *states: int) -> int:
+        """Poll as SGLang's queues do."""
+        end_s = time.monotonic() + WAIT_S
+        while (state := int(handle.poll())) not in states:
+            assert time.monotonic() < end_s, f"{handle} is in state {state}"
+            threading.Event().wait(0.002)
+        return state
+
+
+def drawn(room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pages of a request at either side, and what its KV is."""
+    dice = np.random.default_rng(room)
+    count = int(dice.integers(1, 20))
+    src, dst = (dice.permutation(PAGES)[:count].astype(np.int32) for _ in range(2))
+    return src, dst, dice.integers(0, 256, (2 * LAYERS, count, PAGE_BYTES), dtype=np.uint8)
+
+
+def prefill(port: int, pipe) -> None:
+    """Send what rooms are asked for; stop before the last page if told so."""
+    rank = Rank("prefill", port)
+    pipe.send("ready")
+    while (task := pipe.recv()) is not None:
+        room, what = task
+        src, _, kv = drawn(room)
+        for layer, pages in zip(rank.cache, kv):
+            layer[src] = pages
+        rank.aux[room % 8] = room % 251
+        sender = rank.conn.NixlKVSender(rank.manager, rank.addr, room)
+        if what == "never":
+            pipe.send(rank.until(sender, 0))
+            continue
+        rank.until(sender, 2)
+        sender.init(len(src), room % 8)
+        for chunk in np.array_split(src, 1 if len(src) == 1 else 2):
+            sender.send(chunk)
+        pipe.send(rank.until(sender, 0, 4))
+        sender.clear()
+
+
+def decode(port: int, pipe) -> None:
+    """Receive rooms and compare."""
+    rank = Rank("decode", port)
+    rank.manager.try_ensure_parallel_info(rank.addr)
+    pipe.send("ready")
+    while (task := pipe.recv()) is not None:
+        room, what = task
+        _, dst, kv = drawn(room)
+        for layer in rank.cache:
+            layer[...] = 255
+        receiver = rank.conn.NixlKVReceiver(rank.manager, rank.addr, room)
+        receiver.init(0)
+        if what == "never":
+            rank.until(receiver, 2)
+            pipe.send("waits")
+            pipe.send((rank.until(receiver, 0), True))
+            continue
+        rank.until(receiver, 2)
+        receiver.send_metadata(dst, room % 8)
+        state = rank.until(receiver, 0, 4)
+        same = all(np.array_equal(layer[dst], pages) for layer, pages in zip(rank.cache, kv))
+        rest = np.setdiff1d(np.arange(PAGES), dst)
+        alone = all((layer[rest] == 255).all() for layer in rank.cache)
+        pipe.send((state, same and alone and (rank.aux[room % 8] == room % 251).all()))
+        receiver.clear()
+
+
+def main() -> int:
+    """Run both sides; kill the prefiller in the end."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    spawn = multiprocessing.get_context("spawn")
+    ends, children = {}, {}
+    for role in (prefill, decode):
+        ends[role], theirs = spawn.Pipe()
+        children[role] = spawn.Process(target=role, args=(port, theirs), daemon=True)
+        children[role].start()
+        assert ends[role].poll(WAIT_S), f"{role.__name__} did not start"
+        assert ends[role].recv() == "ready"
+
+    def told(role):
+        assert ends[role].poll(WAIT_S), f"{role.__name__} does not answer"
+        return ends[role].recv()
+
+    rooms = 20
+    for room in range(rooms):
+        for role in (prefill, decode):
+            ends[role].send((room, "all"))
+        assert told(decode) == (4, True), room
+        assert told(prefill) == 4, room
+    ends[decode].send((rooms, "never"))
+    assert told(decode) == "waits"
+    os.kill(children[prefill].pid, signal.SIGKILL)
+    assert told(decode) == (0, True)
+    children[decode].kill()
+    result = {"ok": True, "requests": f"{rooms}, pages equal", "a killed prefiller": "Failed"}
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
