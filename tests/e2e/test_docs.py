@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -140,6 +141,11 @@ def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     page = (tmp_path / "site" / "reference" / "engine" / "index.html").read_text("utf-8")
     assert "submit_paged_writes" in page
     assert (tmp_path / "site" / "img" / "counting.svg").exists()
+    assert "fonts.googleapis.com" not in page, "a page loads nothing from elsewhere"
+    index = json.loads((tmp_path / "site" / "search.json").read_text("utf-8"))
+    found = {item["location"].partition("#")[0].rstrip("/") for item in index["items"]}
+    paths = {str(p.relative_to(DOCS).with_suffix("")) for p in PAGES}
+    assert paths - {"index"} | {""} == found, "the search knows each page, and no other"
 
 
 def test_the_pictures_are_what_the_script_draws(tmp_path: Path) -> None:
