@@ -170,7 +170,8 @@ class Trace:
         pids = {name: pid for pid, name in enumerate(self.engines, 1)}
         for name, pid in pids.items():
             yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
-        tid, number = 0, 0
+        # Perfetto takes thread 0 for the one with its process's number, and drops what overlaps.
+        tid, number = len(pids) + 1, 0
         for (engine, track), found in sorted(tracks.items()):
             pid = pids[engine]
             pairs = [s for s in found if isinstance(s, Span) and s.kind in {"transfer", "wait"}]
@@ -188,12 +189,13 @@ class Trace:
                 }
             for span, lane in zip(bars, lanes, strict=True):
                 start = _us(span.start_s - zero)
-                length = round(_us(span.stop_s - zero) - start, 6)
+                length = round(_us(span.stop_s - zero) - start, 3)
                 head = {"name": span.name, "cat": span.kind, "pid": pid, "tid": tid + lane}
                 yield {**head, "ph": "X", "ts": start, "dur": length, "args": span.args}
             for span in pairs:
                 number += 1
-                head = {"name": span.name, "cat": span.kind, "pid": pid, "tid": tid, "id": number}
+                head = {"name": span.name, "cat": span.kind, "pid": pid, "tid": tid}
+                head["id2"] = {"local": hex(number)}  # of this process: Perfetto draws it there
                 yield {**head, "ph": "b", "ts": _us(span.start_s - zero), "args": span.args}
                 yield {**head, "ph": "e", "ts": _us(span.stop_s - zero)}
             for each in found:
@@ -360,8 +362,12 @@ def _longest_gap(spans: Sequence[Span]) -> tuple[float, float]:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds, to a picosecond."""
-    return round(seconds * _US, 6)
+    """Microseconds, to a nanosecond: Perfetto's step.
+
+    Finer times would be rounded there, start and length each by itself, and what then overlaps by
+    a nanosecond is dropped.
+    """
+    return round(seconds * _US, 3)
 
 
 def _time(seconds: float) -> str:
