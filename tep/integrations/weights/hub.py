@@ -167,7 +167,7 @@ class Hub:
             report = await self._controller.update(version)
             self._check(report)
         except _FAULTS as error:
-            why = f"version {version} failed: {error}"
+            why = f"version {version} failed: {type(error).__name__}: {error}"
             await self._tell_all(version, why)
             raise FabricError(why, code="UPDATE_FAILED") from error
         await self._all(receiver.complete(version) for receiver in self._receivers.values())
