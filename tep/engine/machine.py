@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Final, TypeVar
 
 import numpy as np
@@ -83,7 +84,7 @@ class Machine:
     ) -> None:
         if not domains:
             raise UsageError("an engine needs one NIC at the least")
-        np.empty(_HEAP_KEEPS, np.uint8)  # and freed; no byte of it is touched
+        _keep_heap()
         self.domains = tuple(domains)
         self.driver = driver
         self.name = name
@@ -414,6 +415,12 @@ class Machine:
             return self.driver.call(function)
         finally:
             self.driver.kick()
+
+
+@cache
+def _keep_heap() -> None:
+    """Free a block of _HEAP_KEEPS bytes, once a process; no byte of it is touched."""
+    np.empty(_HEAP_KEEPS, np.uint8)
 
 
 def _uncounted(worker: Worker) -> int:
