@@ -77,7 +77,7 @@ VERL = Environment(
 
 RAY = Environment(
     "ray",
-    ("ray==2.60.0", "torch==2.13.0+cpu", "psutil"),
+    ("ray==2.60.0", "torch==2.13.0+cpu", "ml_dtypes", "psutil"),
     versions=("ray", "torch", "numpy"),
 )
 
@@ -99,6 +99,7 @@ INTEGRATIONS = (
         "SGLang's NIXL classes, pages compared, a prefiller killed", "sglang_nixl.py", SGLANG
     ),
     Integration("Ray: a search for bugs on nodes that are killed", "ray_search.py", RAY),
+    Integration("Ray: an RL job whose ranks are actors, one killed", "ray_ranks.py", RAY),
     Integration("Ray: tensors of actors, and an actor that dies", "ray_transport.py", RAY),
     Integration(
         "vLLM with tep's own connector, both sides killed",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from tep.cli.show import InPath, Json, OutFile, Seed, emit_json, print_table, progress
+from tep.cli.show import InPath, Json, OutFile, Ray, Seed, busy, emit_json, print_table, progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from tep.apps.rl.job import Job
     from tep.apps.rl.ports import UpdateReport
     from tep.apps.rl.predict import Prediction
+    from tep.apps.rl.processes import LocalJob
     from tep.apps.rl.routes import Schedule
     from tep.apps.rl.study import Deployment
+    from tep.rendezvous import Place
 
 __all__ = ["app"]
 
@@ -218,19 +220,31 @@ def run(
         int, typer.Option(min=1, help="Temporary memory of a rank, MiB.")
     ] = 64,
     trace: Annotated[Path | None, OutFile("--trace", help="Write a Perfetto trace here.")] = None,
+    ray: Ray = "",
     json: Json = False,
 ) -> None:
-    """Update real weights between real processes on this machine, and compare every byte."""
-    import asyncio
-    import tempfile
+    """Update real weights between real processes on this machine, and compare every byte.
 
-    from tep.apps.rl import study, timeline
+    Started by torchrun or srun, once for each of 1 + --train + --infer processes, it starts none:
+    rank 0 is the controller, the next ranks train, the last ones serve. With --ray the ranks are
+    actors; the files must be on all nodes.
+    """
+    from tep.apps.rl import study
     from tep.apps.rl.job import Job
-    from tep.units import MiB
+    from tep.apps.rl.processes import work_as_rank
+    from tep.launch import own_address, place_here
 
+    if ray:
+        numbers = {"train": train, "infer": infer, "updates": updates, "backend": backend}
+        told = {"weights": weights.resolve(), "model": model, "watermark-mib": watermark_mib}
+        words = [f"--{name}={value}" for name, value in {**numbers, **told}.items()]
+        words += ([f"--trace={trace.resolve()}"] if trace else []) + (["--json"] if json else [])
+        _run_on_ray(words, 1 + train + infer, ray, quiet=json)
+    place = place_here()
     options: dict[str, str | int | list[str]] = {}
     if backend == "libfabric":
-        options = {"provider": "tcp", "nics": 1}
+        nics: int | list[str] = 1 if place is None else [own_address(place)]
+        options = {"provider": "tcp", "nics": nics}
     job = Job(
         model=str(Path(model).resolve()) if Path(model).is_file() else model,
         weights=str(weights.resolve()),
@@ -239,20 +253,60 @@ def run(
         backend=backend,
         options=options,
     )
+    if place is not None and place.rank:
+        work_as_rank(job, place)
+        return
+    _run_here(job, place, updates, watermark_mib, trace, json=json)
+
+
+def _run_on_ray(words: list[str], size: int, address: str, *, quiet: bool) -> NoReturn:
+    """Have Ray start the ranks, and print what rank 0 prints."""
+    from tep.integrations.ray.ranks import run_ranks
+
+    with busy("the job", quiet=quiet):
+        status, out = run_ranks("tep.cli:main", ["rl", "run", *words], size, address)
+    typer.echo(out.rstrip())
+    raise typer.Exit(status)
+
+
+def _run_here(
+    job: Job,
+    place: Place | None,
+    updates: int,
+    watermark_mib: int,
+    trace: Path | None,
+    *,
+    json: bool,
+) -> None:
+    """Be the controller of a job; start its workers, unless somebody else has."""
+    import asyncio
+    import tempfile
+
+    from tep.apps.rl import timeline
+    from tep.apps.rl.processes import LocalJob, RankedJob
+    from tep.launch import own_address
+    from tep.units import MiB
+
+    limit = watermark_mib * MiB
     with (
         tempfile.TemporaryDirectory() as folder,
         progress("updates", updates, quiet=json) as bar,
     ):
+        started = (
+            LocalJob(job, folder, watermark_bytes=limit)
+            if place is None
+            else RankedJob(job, place, own_address(place), watermark_bytes=limit)
+        )
         rows, reports = asyncio.run(
-            _updates(
-                job, folder, updates, watermark_mib * MiB, lambda: bar.advance(bar.task_ids[0])
-            )
+            _updates(started, updates, lambda: bar.advance(bar.task_ids[0]))
         )
     if trace is not None:
         spans = [span for report in reports[-1].trains for span in report.spans]
         timeline.write_perfetto(trace, timeline.from_reports(spans))
     if json:
-        emit_json({"job": {"backend": backend, "train": train, "infer": infer}, "updates": rows})
+        train, infer = job.train.world, job.infer.world
+        told = {"backend": job.backend, "train": train, "infer": infer}
+        emit_json({"job": told, "updates": rows})
     else:
         print_table("Updates", tuple(rows[0]), rows)
         typer.echo(reports[-1].table())
@@ -261,15 +315,15 @@ def run(
 
 
 async def _updates(
-    job: Job, folder: str, updates: int, watermark_bytes: int, tick: Callable[[], object]
+    started: LocalJob, updates: int, tick: Callable[[], object]
 ) -> tuple[list[dict[str, object]], list[UpdateReport]]:
     """Start the processes, update, compare each worker's region with the checkpoint."""
     from tep.apps.rl.models import load_model
     from tep.apps.rl.placement import rollout_metas
-    from tep.apps.rl.processes import LocalJob
     from tep.apps.rl.verify import expected_digest
     from tep.apps.rl.weights import Checkpoint
 
+    job = started.job
     model, checkpoint = load_model(job.model), Checkpoint(job.weights)
     checkpoint.check(model)
     expected = {
@@ -278,7 +332,7 @@ async def _updates(
     }
     rows: list[dict[str, object]] = []
     reports = []
-    async with LocalJob(job, folder, watermark_bytes=watermark_bytes) as fleet:
+    async with started as fleet:
         for version in range(1, updates + 1):
             report = await fleet.controller.update(version)
             found = {name: await actor.digest() for name, actor in fleet.rollouts.items()}

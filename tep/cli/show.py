@@ -25,6 +25,7 @@ __all__ = [
     "InPath",
     "Json",
     "OutFile",
+    "Ray",
     "Seed",
     "busy",
     "emit_json",
@@ -36,6 +37,16 @@ __all__ = [
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Seed = Annotated[int, typer.Option("--seed", help="Seed of everything that is drawn.")]
+
+Ray = Annotated[
+    str,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run on a Ray cluster: HOST:PORT, auto (what --ray alone means: the one of "
+        "RAY_ADDRESS or of this machine), or local (start one here).",
+    ),
+]
 
 _NUMBER: Final = re.compile(
     r"[+-]?(\d[\d,]*\.?\d*|\.\d+|nan|inf)(e[+-]?\d+)?\s?(%|x|[A-Za-z/]{1,9})?"

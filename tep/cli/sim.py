@@ -13,6 +13,7 @@ import typer
 from tep.cli.show import (
     Json,
     OutFile,
+    Ray,
     busy,
     emit_json,
     print_table,
@@ -58,15 +59,6 @@ Shrink = Annotated[
 ]
 Findings = Annotated[
     int, typer.Option("--findings", min=1, help="Go on until so many seeds broke a promise.")
-]
-Ray = Annotated[
-    str,
-    typer.Option(
-        "--ray",
-        metavar="ADDRESS",
-        help="Spread the seeds over a Ray cluster: HOST:PORT, auto (what --ray alone means: the "
-        "one of RAY_ADDRESS or of this machine), or local (start one here).",
-    ),
 ]
 
 

@@ -12,6 +12,7 @@ import sys
 
 import ray
 from ray import exceptions
+from ray._common import ray_option_utils
 from ray.experimental import register_tensor_transport
 from ray.experimental.rdt import tensor_transport_manager as interface
 from ray.remote_function import RemoteFunction
@@ -22,6 +23,7 @@ CALLS = (
     "get",
     "init",
     "is_initialized",
+    "kill",
     "put",
     "remote",
     "shutdown",
@@ -56,6 +58,7 @@ def main() -> int:
             name: [one.__name__ for one in getattr(exceptions, name).__mro__[1:]] for name in ERRORS
         },
         "a task's error": parameters(exceptions.RayTaskError.__init__),
+        "actor options": sorted(ray_option_utils.actor_options),
         "transport": {
             name: parameters(function)
             for name, function in inspect.getmembers(
@@ -69,7 +72,7 @@ def main() -> int:
         },
         "register_tensor_transport": parameters(register_tensor_transport),
         "task": {"options": parameters(RemoteFunction.options)},
-        "task options": sorted(inspect.getmodule(RemoteFunction).ray_option_utils.task_options),
+        "task options": sorted(ray_option_utils.task_options),
     }
     json.dump(found, sys.stdout, indent=1)
     return 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -13,10 +15,13 @@ from typer.testing import CliRunner
 from tep.apps.rl.job import Job
 from tep.apps.rl.models import load_model
 from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas
-from tep.apps.rl.processes import LocalJob
+from tep.apps.rl.processes import LocalJob, RankedJob, work_as_rank
 from tep.apps.rl.quantise import numpy_dtype
 from tep.apps.rl.weights import Checkpoint, write_safetensors
 from tep.cli.rl import app
+from tep.errors import UsageError
+from tep.launch import launch
+from tep.rendezvous import Place
 from tests.support.here import require
 from tests.unit.rl_reference import reference_region
 
@@ -237,3 +242,26 @@ def test_a_checkpoint_reads_back_what_was_written(tmp_path):
         box = tuple((extent // 3, extent // 3 + max(1, extent // 2)) for extent in tensor.shape)
         found = checkpoint.read(tensor, box)
         assert (found == tensors[tensor.name][tuple(slice(*pair) for pair in box)]).all()
+
+
+@pytest.mark.slow
+def test_ranks_that_others_have_started(tmp_path, libfabric) -> None:
+    """Under torchrun, srun and Ray nobody starts the workers: they must find their controller."""
+    config, weights = tmp_path / "config.json", tmp_path / "w.safetensors"
+    config.write_text(json.dumps(SMALL))
+    write_version(load_model(str(config)), 1, weights)
+    files = ["--weights", str(weights), "--model", str(config)]
+    program = [sys.executable, "-c", "import sys; from tep.cli import main; sys.exit(main())"]
+    options = ["--train", "1", "--infer", "1", "--updates", "1", "--json"]
+    job, out = [*program, "rl", "run", *files, *options], io.StringIO()
+    launch("local", ["127.0.0.1"] * 3, job, timeout_s=120, out=out)
+
+    assert [True] == [one["verified"] for one in json.loads(out.getvalue())["updates"]]
+    few = Place(rank=0, size=2, token="t")  # noqa: S106  # no secret
+    small = Job(
+        model=str(config), weights=str(weights), train=TrainLayout(fsdp=1), infer=InferLayout(ep=1)
+    )
+    with pytest.raises(UsageError, match="2 processes were started, and the job takes 3"):
+        RankedJob(small, few, "127.0.0.1", watermark_bytes=1 << 20)
+    with pytest.raises(UsageError, match="rank 0 is the controller"):
+        work_as_rank(small, Place(rank=0, size=3, token="t"))  # noqa: S106  # no secret

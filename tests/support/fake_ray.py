@@ -44,11 +44,32 @@ class Task:
         return ref
 
 
+class Rank:
+    """A class of actors, and an actor: its methods are tasks."""
+
+    def __init__(self, ray, kind) -> None:
+        self._ray, self._kind = ray, kind
+
+    def options(self, **options):
+        assert set(options) <= set(RECORD["actor options"]), options
+        return self
+
+    def remote(self):
+        actor = Rank(self._ray, self._kind)
+        actor._self = self._kind()
+        return actor
+
+    def __getattr__(self, name):
+        return Task(self._ray, getattr(self._self, name))
+
+
 class FakeRay:
     """What `need("ray", ...)` gives."""
 
     def __init__(self, *script) -> None:
         self.script, self.refs, self.objects, self.numbers = deque(script), {}, {}, count()
+        self.killed: list[Rank] = []
+        self.util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.1")
         self.exceptions, self.joined, self.asked = make_errors(), False, {}
         ours = {name for name in vars(FakeRay) if not name.startswith("_")}
         assert ours == set(RECORD["calls"]), ours
@@ -69,15 +90,18 @@ class FakeRay:
         return {"CPU": 2.0, "memory": 1e9}
 
     def remote(self, function):
-        return Task(self, function)
+        return Rank(self, function) if isinstance(function, type) else Task(self, function)
+
+    def kill(self, actor):
+        self.killed.append(actor)
 
     def put(self, value):
         self.objects[key := f"object {len(self.objects)}"] = pickle.dumps(value)
         return key
 
-    def wait(self, ray_waitables, *, timeout):
-        assert {"ray_waitables", "timeout"} <= set(RECORD["calls"]["wait"])
-        return ray_waitables[:1], ray_waitables[1:]
+    def wait(self, ray_waitables, *, num_returns=1, timeout=None):
+        assert {"ray_waitables", "num_returns", "timeout"} <= set(RECORD["calls"]["wait"])
+        return ray_waitables[:num_returns], ray_waitables[num_returns:]
 
     def get(self, object_refs):
         function, arguments = self.refs.pop(object_refs)

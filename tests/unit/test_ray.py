@@ -8,9 +8,11 @@ import sys
 import pytest
 
 from tep.cli import main
-from tep.errors import BackendUnavailable, UsageError
+from tep.errors import BackendUnavailable, RendezvousError, UsageError
 from tep.integrations.ray import search as on_ray
+from tep.integrations.ray.ranks import run_ranks
 from tep.integrations.ray.search import RayPool
+from tep.launch import place_here
 from tep.testing.spreading import Finding, ProtocolJudge, spread
 from tests.support.fake_ray import FakeRay
 
@@ -100,3 +102,31 @@ def test_the_command_prints_the_same_with_ray_and_without(ray, tmp_path, capsys,
         assert {1 if command[1] == "--protocol" else 0} == set(statuses)
         if "--protocol" in command and "--json" in command:
             assert 3 == len({one["seed"] for one in json.loads(alone)["findings"]})
+
+
+def tell(arguments: list[str]) -> int:
+    """A program of ranks."""
+    place = place_here()
+    sys.stdout.write(f"{place.rank} of {place.size} {' '.join(arguments)}")
+    return 3 if str(place.rank) in arguments else 0
+
+
+def test_ranks_find_what_torchrun_sets(ray, monkeypatch) -> None:
+    """What starts under torchrun and srun must start as Ray's actors; who fails is named."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TEP_TOKEN"):
+        monkeypatch.setenv(name, "")
+    program = f"{__name__}:tell"
+    monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or on_ray)
+    monkeypatch.setattr(sys.modules[__name__], "tell", tell, raising=False)
+
+    assert (0, "0 of 3 a b") == run_ranks(program, ["a", "b"], 3, "h:1")
+    assert (3, "0 of 2 0") == run_ranks(program, ["0"], 2)
+    with pytest.raises(RendezvousError, match="rank 1 ended with 3"):
+        run_ranks(program, ["1"], 3)
+    ray.script.extend([None, None, ray.exceptions.NodeDiedError("gone")])
+    with pytest.raises(RendezvousError, match="rank 1 was lost: NodeDiedError: gone"):
+        run_ranks(program, [], 2)
+    with pytest.raises(UsageError, match="size=0"):
+        run_ranks(program, [], 0)
+    assert 3 + 2 + 3 + 2 == len(ray.killed)
+    assert not ray.joined

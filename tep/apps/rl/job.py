@@ -27,7 +27,7 @@ from tep.apps.rl.stages import Threads
 from tep.apps.rl.training import TrainingWorker
 from tep.apps.rl.weights import Checkpoint
 
-__all__ = ["TOKEN", "Job", "RolloutService", "TrainingService", "main"]
+__all__ = ["TOKEN", "Job", "RolloutService", "TrainingService", "be_worker", "main"]
 
 TOKEN: Final = "TEP_RL_TOKEN"  # noqa: S105  # the name of the variable, not a secret
 """Environment variable that holds the secret which workers and controller share."""
@@ -158,8 +158,8 @@ class RolloutService:
                 await asyncio.sleep(0.005)
 
 
-async def _work(job: Job, role: str, name: str, host: str, port: int) -> None:
-    token = os.environ.get(TOKEN, "")
+async def be_worker(job: Job, role: str, name: str, host: str, port: int, token: str) -> None:
+    """Be one worker: connect to the controller, and answer until it hangs up."""
     model = load_model(job.model)
     hello = Hello(token, role, name)
     with job.open(name) as engine:
@@ -190,7 +190,8 @@ def main(argv: Sequence[str]) -> int:
     """Be one worker of a job until the controller hangs up."""
     path, role, name, host, port = argv
     try:
-        asyncio.run(_work(Job.read(path), role, name, host, int(port)))
+        token = os.environ.get(TOKEN, "")
+        asyncio.run(be_worker(Job.read(path), role, name, host, int(port), token))
     except TepError as error:
         sys.stderr.write(f"{role} {name}: {type(error).__name__}: {error}\n")
         return 1

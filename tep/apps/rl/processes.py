@@ -1,7 +1,7 @@
 """The controller's side of a job of real processes: start them, wire them up, end them.
 
-Workers run `tep.apps.rl.job` on this machine. On several machines start the same command on each
-and use `remote.Listener` as it is done here.
+`LocalJob` starts its workers, on this machine. Where something else has started the processes, on
+any machines, they are ranks: rank 0 is the controller (`RankedJob`), the others `work_as_rank`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 from pathlib import Path
 from typing import Final, Self
 
-from tep import FabricError
+from tep import FabricError, UsageError, rendezvous
 from tep.apps.rl.controller import Controller
-from tep.apps.rl.job import TOKEN, Job
+from tep.apps.rl.job import TOKEN, Job, be_worker
 from tep.apps.rl.remote import Caller, Listener, RemoteRollout, RemoteTraining
 from tep.units import MiB
 
-__all__ = ["LocalJob"]
+__all__ = ["LocalJob", "RankedJob", "work_as_rank"]
 
 _START_S: Final = 60.0
 _END_S: Final = 10.0
@@ -70,10 +70,10 @@ class LocalJob:
         return self
 
     async def _start_all(self) -> None:
-        names = [f"train{k}" for k in range(self.job.train.world)]
-        actors = [f"rollout{k}" for k in range(self.job.infer.world)]
-        await asyncio.gather(*(self._spawn("train", name) for name in names))
-        await asyncio.gather(*(self._spawn("rollout", name) for name in actors))
+        roles = _roles(self.job)
+        names = [name for role, name in roles if role == "train"]
+        actors = [name for role, name in roles if role == "rollout"]
+        await asyncio.gather(*(self._spawn(role, name) for role, name in roles))
         self.trains = [RemoteTraining(await self._caller("train", name)) for name in names]
         for name in actors:
             self.rollouts[name] = RemoteRollout(await self._caller("rollout", name))
@@ -145,3 +145,75 @@ class LocalJob:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
+
+
+def _roles(job: Job) -> list[tuple[str, str]]:
+    """(role, name) of each worker."""
+    trains = [("train", f"train{k}") for k in range(job.train.world)]
+    return trains + [("rollout", f"rollout{k}") for k in range(job.infer.world)]
+
+
+def _check_size(job: Job, place: rendezvous.Place) -> None:
+    train, infer = job.train.world, job.infer.world
+    if place.size != 1 + train + infer:
+        raise UsageError(
+            f"{place.size} processes were started, and the job takes {1 + train + infer}: a "
+            f"controller, {train} in training, {infer} in inference"
+        )
+
+
+class RankedJob(LocalJob):
+    """Rank 0 of a job whose processes torchrun, srun or Ray has started.
+
+    Args:
+        job: what to run.
+        place: of this process: rank 0 of as many as there are workers, and itself.
+        address: of this host, which the other ranks reach.
+        watermark_bytes: of the controller.
+
+    Raises:
+        UsageError: another number of processes was started.
+    """
+
+    def __init__(
+        self, job: Job, place: rendezvous.Place, address: str, *, watermark_bytes: int
+    ) -> None:
+        _check_size(job, place)
+        super().__init__(job, os.devnull, watermark_bytes=watermark_bytes)
+        self._listener = Listener(self._token, address)
+        self._place, self._address = place, address
+
+    async def __aenter__(self) -> Self:
+        await self._listener.__aenter__()
+        try:
+            said = f"{self._address} {self._listener.port} {self._token}".encode()
+            await rendezvous.exchange_async(said, self._place, timeout_s=_START_S)
+            await self._start_all()
+        except BaseException:
+            await self._listener.__aexit__()
+            raise
+        return self
+
+    async def _spawn(self, role: str, name: str) -> None:
+        """It was started by somebody else."""
+
+    async def _caller(self, role: str, name: str) -> Caller:
+        try:
+            return await self._listener.wait_for(role, name, _START_S)
+        except TimeoutError:
+            raise FabricError(f"{name} has not come within {_START_S:g} s", peer=name) from None
+
+
+def work_as_rank(job: Job, place: rendezvous.Place) -> None:
+    """Be one worker of a job, by rank, until the controller hangs up.
+
+    Raises:
+        UsageError: rank 0, which is the controller; or another number of processes was started.
+    """
+    _check_size(job, place)
+    if not place.rank:
+        raise UsageError("rank 0 is the controller: RankedJob")
+    said = rendezvous.exchange(b"", place, timeout_s=_START_S)[0].decode()
+    address, port, token = said.split()
+    role, name = _roles(job)[place.rank - 1]
+    asyncio.run(be_worker(job, role, name, address, int(port), token))
