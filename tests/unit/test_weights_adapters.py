@@ -12,12 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
 import tep
 from tep.integrations import weights
+from tep.integrations.weights.vllm_plugin import register
 from tests.abi import make_weights_api
 
 RECORD = json.loads(
@@ -334,3 +336,31 @@ def test_a_worker_is_of_one_kind(room):
         engine.init_process_group(0, 1, [{}])
     with pytest.raises(tep.UsageError, match="no training rank"):
         asyncio.run(engine.send_weights(iter(())))
+
+
+def test_the_plugin_registers_once_and_leaves_an_old_vllm_alone(monkeypatch):
+    """vLLM loads it in every process; one that raises is a vLLM that does not start."""
+    rooms = ["vllm", "vllm.distributed", "vllm.distributed.weight_transfer"]
+    for name in rooms[:2]:
+        module = ModuleType(name)
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, name, module)
+    register()  # there is no weight transfer in it
+
+    class Factory:
+        _registry: ClassVar = {}
+
+        @classmethod
+        def register_engine(cls, name, room, engine):
+            assert name not in cls._registry
+            cls._registry[name] = engine
+
+    package, factory = ModuleType(rooms[2]), ModuleType(f"{rooms[2]}.factory")
+    package.__spec__ = factory.__spec__ = SimpleNamespace()
+    package.factory, factory.WeightTransferEngineFactory = factory, Factory
+    monkeypatch.setitem(sys.modules, rooms[2], package)
+    monkeypatch.setitem(sys.modules, f"{rooms[2]}.factory", factory)
+    register()
+    register()
+
+    assert {"tep": "TepWeightTransferEngine"} == Factory._registry
