@@ -25,7 +25,10 @@ from tep.sim.chaos_parts import (
 from tep.sim.row_log import Record, RowLog, What
 from tep.units import PS_PER_MS, PS_PER_S, GiB, KiB
 
-__all__ = ["ChaosPort"]
+__all__ = ["CONTROL_BYTES", "ChaosPort"]
+
+CONTROL_BYTES: Final = KiB
+"""The longest control message."""
 
 _LINK_BPS: Final = 256_000_000_000
 """Nominal, and what chaos_nic's 32 bytes a ns make; no machine's figure."""
@@ -67,7 +70,7 @@ class ChaosPort:
             ordered=chaos.ordered,
             imm_eats_recv=chaos.ordered,
             peer_timeout_s=(chaos.dead_after_ps + chaos.pause_ps + PS_PER_MS) / PS_PER_S,
-            control_bytes=KiB,
+            control_bytes=CONTROL_BYTES,
             imm_source=True,
             reads=chaos.sq_depth,
         )

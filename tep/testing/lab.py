@@ -24,6 +24,7 @@ from tep.sim.driver import SimDriver
 from tep.sim.row_log import RowLog
 from tep.sim.streams import Stream
 from tep.testing.scenario import READS_MAX, RECEIVERS, SENDER, Scenario, TransferSpec
+from tep.testing.sizes import in_pieces
 from tep.testing.tap import Ledger, Mover, Tap
 from tep.wire import MrDesc
 
@@ -177,7 +178,9 @@ class Host:
     ) -> None:
         self.name = node.name
         nics, depth = len(node.domains), lab.fabric.chaos.sq_depth
-        self.ledger = Ledger(partial(find, node.name), nics, lab.options.post_rows_max, depth)
+        rows_max, pieces = lab.options.post_rows_max, in_pieces(lab.sizes)
+        finds = partial(find, node.name)
+        self.ledger = Ledger(finds, nics, rows_max, depth, in_pieces=pieces)
         self.driver = SimDriver(lab.env, node)
         self.taps = [Tap(nic, self.ledger) for nic in node.domains]
         self.engine = engine_class(
@@ -213,6 +216,7 @@ class Lab:
         hosts: the live incarnation of each node.
         first: the first incarnation of each node.
         options: of every engine.
+        sizes: constants of the engine that are small.
     """
 
     def __init__(
@@ -224,6 +228,7 @@ class Lab:
         env: FabricEnv | None,
     ) -> None:
         chaos = scenario.chaos
+        self.sizes = scenario.sizes
         self.env = env or FabricEnv(tie_seed=chaos.seed if chaos.tie_shuffle else None)
         self.fabric = ChaosFabric(self.env, chaos, row_log=row_log)
         self.areas = areas_of(scenario)

@@ -18,7 +18,8 @@ What must hold, whatever the fabric does:
 12. If only NICs died, and both ends have others, it ends as done, with exactly the count announced.
 13. When all trouble is over, a new write between two live engines is done.
 14. Nobody waits for another to end: while rows wait for a NIC no other batch gets two turns there,
-    and no NIC with room ends a step with a batch that it was not offered.
+    and no NIC with room ends a step with a batch that it was not offered. (Where an idle NIC may be
+    given rows of another, only: if all NICs have room, each new batch was offered to one of them.)
 
 15. A read brings bytes that its owner had between its submit and its end, and nothing beside them;
     once it has settled nothing of it is written, except to memory that is said to be in quarantine.
@@ -47,6 +48,7 @@ from tep.testing.lab import BLANK, USED, Host, is_of_read
 from tep.testing.liveness import go_on
 from tep.testing.play import Play
 from tep.testing.scenario import SENDER, Scenario
+from tep.testing.sizes import set_sizes
 from tep.testing.stage import Run, Stage, Violation, Wait
 from tep.testing.tap import Ledger
 
@@ -99,7 +101,7 @@ def run_scenario(
     Raises:
         Violation: a promise was broken, or the engine raised where it must not.
     """
-    with _without_collector():
+    with _without_collector(), set_sizes(scenario.sizes):
         return _play(scenario, engine_class, row_log, env)
 
 

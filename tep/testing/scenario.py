@@ -10,6 +10,7 @@ a new field leaves all others, and every recorded seed, as they were.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from tep.checks import check_int, shown
@@ -17,6 +18,7 @@ from tep.errors import BadRequest
 from tep.hashing import below, draw, stream_key
 from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Revoke, Slow, Swizzle
 from tep.sim.streams import Stream
+from tep.testing.sizes import Sizes, check_sizes, draw_sizes
 from tep.units import IMM_MAX, PS_PER_NS
 
 __all__ = [
@@ -188,6 +190,7 @@ class Scenario:
         buffers: receive buffers that b has for them.
         echo: each count that fires is answered by an empty write back to a.
         failover: whether engines make rows good whose NIC died.
+        sizes: constants of the engine that are small in this run, as `tep.testing.sizes` has them.
     """
 
     nics: tuple[int, int, int] = (1, 1, 1)
@@ -200,8 +203,10 @@ class Scenario:
     buffers: int = 2
     echo: bool = False
     failover: bool = True
+    sizes: Sizes = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", check_sizes(self.sizes))
         _settle(self, "messages", 0, MESSAGES_MAX)
         _settle(self, "buffers", 1)
         assert 1 <= len(self.transfers) <= TRANSFERS_MAX, len(self.transfers)
@@ -258,6 +263,7 @@ class Scenario:
             buffers=1 + dice.below(0, 32, 2),
             echo=dice.below(0, 33, 4) == 0,
             failover=dice.below(0, 35, 4) > 0,
+            sizes=draw_sizes(partial(dice.below, 700)) if dice.below(0, 60, 2) else (),
         )
 
 

@@ -73,6 +73,8 @@ class Ledger:
         nics: int,
         rows_max: int,
         depth: int,
+        *,
+        in_pieces: bool = False,
     ) -> None:
         self.find = find
         self.imms: defaultdict[int, int] = defaultdict(int)
@@ -87,7 +89,7 @@ class Ledger:
         self.read_bytes = [0] * nics
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.wrong: list[str] = []
-        self.turns = Turns(nics, rows_max, depth, self.wrong.append)
+        self.turns = Turns(nics, rows_max, depth, self.wrong.append, in_pieces=in_pieces)
 
     def heard_of(self, event: PeerEvent) -> None:
         """The engine says that something changed at a peer."""

@@ -38,14 +38,23 @@ class Turns:
         rows_max: most rows of one turn while others wait.
         depth: rows that a NIC holds.
         blame: takes who had to wait for whom, in words.
+        in_pieces: whether an idle NIC may be given queued rows of another one, which no tap sees:
+            then nobody knows what waits at one NIC, and only the rule about all NICs is left.
 
     Attributes:
         crowded: turns that somebody had while others waited.
     """
 
     def __init__(
-        self, nics: int, rows_max: int, depth: int, blame: Callable[[str], object]
+        self,
+        nics: int,
+        rows_max: int,
+        depth: int,
+        blame: Callable[[str], object],
+        *,
+        in_pieces: bool = False,
     ) -> None:
+        self._in_pieces = in_pieces
         self.crowded = 0
         self._blame = blame
         self._rows_max: Final = rows_max
@@ -81,7 +90,7 @@ class Turns:
         self._offered[nic].add(ctx)
         if taken and (self._fresh or len(queued) > (ctx in queued)):
             self._served(nic, ctx, taken)
-        if left:
+        if left and not self._in_pieces:
             queued[ctx] = who, set()
         else:
             queued.pop(ctx, None)

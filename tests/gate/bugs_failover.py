@@ -398,3 +398,15 @@ def mixed_burst_bypasses_its_page() -> list[Change]:
         return None
 
     return [BY_COLUMNS, ("tep.core.imm", "_SCALAR_MAX", 0), (Counts, "count", count)]
+
+
+@bug(budget=LATE)
+def first_part_of_the_answer_is_all() -> list[Change]:
+    """Of an answer in several messages the first is judged as if it were the whole."""
+    ask = Failover._ask
+
+    def once(self, loss):
+        ask(self, loss)
+        loss.left = 1
+
+    return [(Failover, "_ask", once)]
