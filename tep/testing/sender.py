@@ -15,7 +15,7 @@ from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import PeerGroup
 from tep.errors import BusyError, ClosedError, StaleEpoch
-from tep.sim.faults import Clog, KillNic, Mute, Revoke, Swizzle
+from tep.sim.faults import Clog, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
 from tep.testing.scenario import IMMS, SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
@@ -207,23 +207,35 @@ class Sender:
             status = Status(number)
             if not self._has_cause(run, status, nic):
                 self.stage.blame(f"{run} failed without a cause: {status.name} on NIC {nic}")
-        if self._should_survive(run):
+        excuse = self._excuse(run)
+        self.stage.seen[f"excused: {excuse}" if excuse else "failed without excuse"] += 1
+        if not excuse:
             self.stage.blame(f"{run} failed, though other NICs live at both ends: {handle.error}")
 
-    def _should_survive(self, run: Run) -> bool:
-        """Whether only NICs died, and each end has others: then everything has to end as done."""
+    def _excuse(self, run: Run) -> str:
+        """Why a transfer may fail here; "" if it has to be done: only NICs died, and others live.
+
+        Slow links and pauses excuse nothing.
+        """
         stage, chaos = self.stage, self.stage.scenario.chaos
-        if not stage.scenario.failover or stage.closed or chaos.message_loss:
-            return False
+        if not stage.scenario.failover:
+            return "no failover"
+        if stage.closed:
+            return "an engine was closed"
+        if chaos.message_loss:
+            return "messages are lost"
         if chaos.rnr_retries >= 0:
-            return False  # no NIC makes up for a receive that is not there
+            return "no receive"  # no NIC makes up for a receive that is not there
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
-            return False  # what is in doubt about a cancelled request may be in doubt for others
-        if not all(isinstance(fault, KillNic) for fault in stage.broken):
-            return False
+            # What is in doubt about a cancelled request may be in doubt for others.
+            return "a transfer was cancelled"
+        for fault in stage.broken:
+            if not isinstance(fault, KillNic | Slow | Pause):
+                return type(fault).__name__
         dead = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic)}
         ends = ((SENDER, len(stage.sender.taps)), *((h.name, len(h.taps)) for h in run.hosts))
-        return all(sum((name, nic) in dead for nic in range(n)) < n for name, n in ends)
+        gone = any(all((name, nic) in dead for nic in range(n)) for name, n in ends)
+        return "all NICs of one end died" if gone else ""
 
     def _has_cause(self, run: Run, status: Status, nic: int) -> bool:
         """Whether anything that broke so far explains an error."""

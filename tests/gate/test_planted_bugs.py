@@ -207,6 +207,23 @@ WANTED = [
 """What the seeds have to meet: a suite that never met a case says nothing about it."""
 
 
+EXCUSED = {
+    "no failover": 340,
+    "Restart": 150,
+    "an engine was closed": 140,
+    "messages are lost": 85,
+    "all NICs of one end died": 70,
+    "Revoke": 65,
+    "Mute": 55,
+    "a transfer was cancelled": 45,
+    "Clog": 45,
+    "Swizzle": 16,
+}
+"""Of a thousand seeds, so many transfers at the most may fail for this reason: what 5,000 showed,
+and a seventh more. Slow links and pauses are no reason. A number may be lowered, and not raised: an
+oracle that excuses much sees little, and nobody would notice that it excuses more."""
+
+
 def test_engine_is_clean_over_all_seeds() -> None:
     """A seed that finds something has its replay line in the error; here the rest is looked at."""
     seen = sights()
@@ -214,6 +231,10 @@ def test_engine_is_clean_over_all_seeds() -> None:
 
     assert seen["done"] > CLEAN
     assert {} == rare, f"of {CLEAN} seeds so few met it"
+    excused = {what.removeprefix("excused: "): seen[what] for what in seen if "excused: " in what}
+    assert {} == {
+        what: n for what, n in excused.items() if n > EXCUSED.get(what, 0) * CLEAN // 1000
+    }
 
 
 @pytest.mark.parametrize("seed", [6209, 8353])
