@@ -20,6 +20,7 @@ CPU_S_MAX = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # two minutes on a machine with much other work
 def test_a_new_user_gets_from_a_clone_to_a_first_bench(tmp_path: Path) -> None:
     """The first quarter of an hour decides whether there is a second one.
 
