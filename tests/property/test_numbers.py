@@ -279,7 +279,7 @@ DRIVERS = {
 """What drivers and handles call, and what takes no argument of its own."""
 
 
-INSIDE = {"add_doubt", "keep"}
+INSIDE = {"add_doubt", "count_posted", "keep"}
 """What only the engine calls on a transfer."""
 
 
