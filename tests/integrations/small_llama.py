@@ -18,10 +18,15 @@ CONFIG = {
 }
 
 
-def make_model(folder: Path) -> None:
-    """Write a small random Llama."""
+def model_of(seed: int):
+    """A small random Llama, in float32."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(1)
-    LlamaForCausalLM(LlamaConfig(**CONFIG)).float().save_pretrained(folder)
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**CONFIG)).float().eval()
+
+
+def make_model(folder: Path) -> None:
+    """Write a small random Llama."""
+    model_of(1).save_pretrained(folder)

@@ -17,19 +17,9 @@ import threading
 import time
 from pathlib import Path
 
+from small_llama import model_of
+
 NEW, PROMPTS, LOAD = 6, 6, 4
-CONFIG = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.25,
-    "tie_word_embeddings": False,
-}
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -37,15 +27,6 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-
-
-def model_of(seed: int):
-    """A small random Llama."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**CONFIG)).float().eval()
 
 
 def answers_of(model, prompts: list[list[int]]) -> list[list[int]]:
