@@ -457,8 +457,11 @@ class Telling:
 
     def _missed(self, link: Link, owed: _Owed, why: str) -> None:
         """A peer did not answer: try again later, and fail the transfers that wait for it."""
-        if not self._channel.able or self.owed.get(link) is not owed or not link.current:
+        if not self._channel.able or self.owed.get(link) is not owed:
             return  # the engine is being closed, or there is nothing left to say
+        if not link.current:  # removed, or replaced, while it was asked
+            self._wake(owed)  # step() forgets it, and starts what was held
+            return
         name = link.addr.name
         text = f"{name} could not be told that earlier transfers with this immediate failed"
         text += f" ({owed.why}): {why}"

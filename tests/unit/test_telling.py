@@ -16,6 +16,7 @@ from tep.engine import TransferEngine
 from tep.errors import FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
+from tep.units import PS_PER_NS
 from tests.support.pairs import pair
 from tests.support.script import scripted
 
@@ -256,6 +257,21 @@ def test_nobody_takes_back_what_others_sent() -> None:
         w.a.driver.kick()
         w.rest()
         assert PAGES == w.c.imm_counter(7).value
+
+
+@pytest.mark.parametrize("after_ns", range(0, 500, 50))
+def test_who_is_removed_while_it_is_told_holds_up_nothing(after_ns: int) -> None:
+    """The news is lost, and nobody is left to tell: a retry that was held goes on, and ends."""
+    with world(probe_first_s=20e-6, probe_max_s=40e-6) as w:
+        w.cut_off(w.write(w.a))
+        w.cluster.restart("c")
+        again = w.write(w.a)
+        w.cluster.env.run(until=w.cluster.env.now + after_ns * PS_PER_NS)
+        removal = w.a.remove_peer(w.c.main_address)
+        w.rest()
+
+        assert again.finished, again.describe()
+        assert removal.ok, removal.describe()
 
 
 @pytest.mark.parametrize("prepared", [False, True])
