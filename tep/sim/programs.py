@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from tep.checks import check_seconds
 from tep.errors import ClosedError
+from tep.sim.clock import in_one_process
 from tep.units import PS_PER_US
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Incarnation:
         self.disk: dict[str, bytes] = {}
         self._env = env
         self._mail = mail
+
+    __reduce__ = in_one_process
 
     def __repr__(self) -> str:
         return f"Incarnation({self.name}, epoch {self.epoch}{'' if self.alive else ', crashed'})"

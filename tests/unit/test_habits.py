@@ -176,6 +176,7 @@ def simulators() -> list[object]:
         cluster.env,
         cluster.row_log,
         chaos,
+        sim.Incarnation("a", cluster.engines[0], chaos.env, list),
         SimDriver(chaos.env, chaos.node("a", 1)),
         sim.FlowFabric(sim.FabricEnv(), "cx7_400"),
         sim.TimingFabric(sim.FabricEnv(), "cx7_400"),
