@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 
+import pytest
 from hypothesis import HealthCheck, Verbosity, settings
 
 _COMMON = {
@@ -22,6 +23,17 @@ settings.register_profile("fast", max_examples=15, derandomize=True, **_COMMON)
 settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
 settings.register_profile("long", max_examples=5000, **_COMMON)
 settings.load_profile(os.environ.get("TEP_PROFILE", "dev"))
+
+
+LONGEST = ["rxe_vm", "fake_efa", "doctor_machines", "notebooks", "newcomer", "distribution"]
+"""Files of tests/e2e that take longest, each by one worker: a late one leaves the others idle."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest files first, whatever order was drawn."""
+    place = {f"test_{name}": k for k, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 def pytest_collection_finish() -> None:
