@@ -99,7 +99,7 @@ INTEGRATIONS = (
         "SGLang's NIXL classes, pages compared, a prefiller killed", "sglang_nixl.py", SGLANG
     ),
     Integration("Ray: a search for bugs on nodes that are killed", "ray_search.py", RAY),
-    Integration("Ray: an RL job whose ranks are actors, one killed", "ray_ranks.py", RAY),
+    Integration("Ray: RL and KvCache jobs whose ranks are actors, one killed", "ray_ranks.py", RAY),
     Integration("Ray: tensors of actors, and an actor that dies", "ray_transport.py", RAY),
     Integration(
         "vLLM with tep's own connector, both sides killed",

@@ -11,10 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tep.cli.show import Json, Seed, busy, emit_json, print_table, progress, refuse_unused
+from tep.cli.show import (
+    Json,
+    Ray,
+    Seed,
+    busy,
+    emit_json,
+    print_table,
+    progress,
+    refuse_unused,
+    run_on_ray,
+)
 from tep.errors import UsageError
 
 if TYPE_CHECKING:
+    from tep.apps.kvcache.launch import Shape
     from tep.apps.kvcache.simulate import Plant, Report
 
 __all__ = ["app"]
@@ -38,9 +49,9 @@ class Fabric(StrEnum):
 _SHOWN = 20
 _LOAD, _SIZES = ("rate", "seconds", "tokens", "profile"), ("prefillers", "decoders", "tp")
 _UNUSED = {
-    Fabric.chaos: ("prompts", *_LOAD, *_SIZES),
-    Fabric.flow: ("prompts", "scenarios"),
-    Fabric.timing: ("prompts", "scenarios"),
+    Fabric.chaos: ("ray", "prompts", *_LOAD, *_SIZES),
+    Fabric.flow: ("ray", "prompts", "scenarios"),
+    Fabric.timing: ("ray", "prompts", "scenarios"),
     Fabric.tcp: ("scenarios", *_LOAD),
     Fabric.local: ("scenarios", *_LOAD),
 }
@@ -82,11 +93,15 @@ def kvcache(
         str, typer.Option("--profile", help="A profile's name or path; flow, timing.")
     ] = "efa_2x200",
     seed: Seed = 0,
+    ray: Ray = "",
     json: Json = False,
 ) -> None:
     """Run a cluster: a scheduler, prefillers and decoders. Exit 1 if anything is not as it must be.
 
-    On chaos the scenarios draw their own clusters, and say which seed replays a failure.
+    On chaos the scenarios draw their own clusters, and say which seed replays a failure. tcp and
+    local, started by torchrun or srun once for each of 1 + --prefillers + --decoders processes,
+    start none: rank 0 is the scheduler, the next ranks prefill, the last ones decode. With --ray
+    the ranks are actors.
     """
     if context.invoked_subcommand is not None:
         return
@@ -114,7 +129,7 @@ def kvcache(
             )
         _show_report(report, f"{fabric.value}, {profile}", json=json)
     else:
-        _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, json=json)
+        _real(fabric, (prefillers, decoders, tp or 1), prompts, seed, ray, json=json)
 
 
 @app.command("ttft")
@@ -240,15 +255,34 @@ def _show_report(report: Report, where: str, *, json: bool) -> None:
     _fail_on([f"{done.request}: {done.reason}" for done in report.failed], "FAILED")
 
 
+def _shape(fabric: Fabric, sizes: tuple[int, int, int], seed: int, address: str | None) -> Shape:
+    """The cluster; its NICs are those of this address, if any."""
+    from tep.apps.kvcache.launch import Shape
+
+    prefillers, decoders, tp = sizes
+    nics = {} if address is None else {"nics": [address]}
+    tcp = fabric is Fabric.tcp
+    return Shape(
+        prefillers=prefillers,
+        decoders=decoders,
+        prefill_tp=tp,
+        decode_tp=tp,
+        backend="libfabric" if tcp else "local",
+        options={"provider": "tcp", **nics} if tcp else {},
+        seed=seed,
+    )
+
+
 def _real(
-    fabric: Fabric, sizes: tuple[int, int, int], count: int, seed: int, *, json: bool
+    fabric: Fabric, sizes: tuple[int, int, int], count: int, seed: int, ray: str, *, json: bool
 ) -> None:
     import numpy as np
 
-    from tep.apps.kvcache.launch import Cluster, Shape
+    from tep.apps.kvcache.launch import Cluster
+    from tep.apps.kvcache.ranks import RankedCluster, work_as_rank
     from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
+    from tep.launch import own_address, place_here
 
-    tcp = fabric is Fabric.tcp
     prefillers, decoders, tp = sizes
     heads = TinyConfig().kv_heads
     if heads % tp:
@@ -257,20 +291,23 @@ def _real(
             "1, 2 and 4 can",
             param_hint="--tp",
         )
-    shape = Shape(
-        prefillers=prefillers,
-        decoders=decoders,
-        prefill_tp=tp,
-        decode_tp=tp,
-        backend="libfabric" if tcp else "local",
-        options={"provider": "tcp"} if tcp else {},
-        seed=seed,
-    )
+    if ray:
+        numbers = {"prefillers": prefillers, "decoders": decoders, "tp": tp, "prompts": count}
+        told = {"fabric": fabric.value, **numbers, "seed": seed}
+        words = [f"--{name}={value}" for name, value in told.items()] + ["--json"] * json
+        run_on_ray(["kvcache", *words], 1 + prefillers + decoders, ray, quiet=json)
+    place = place_here()
+    address = None if place is None else own_address(place)
+    shape = _shape(fabric, sizes, seed, address)
+    if place is not None and place.rank:
+        work_as_rank(shape, place)
+        return
     dice = np.random.default_rng(seed)
     prompts = [dice.integers(0, 256, n).astype(np.int32) for n in dice.integers(1, 200, count)]
 
     async def run() -> list[Any]:
-        async with Cluster(shape) as cluster:
+        started = Cluster(shape) if place is None else RankedCluster(shape, place, address or "")
+        async with started as cluster:
             return list(await cluster.generate(prompts, 12))
 
     with busy("processes are answering", quiet=json):

@@ -5,11 +5,21 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tep.cli.show import InPath, Json, OutFile, Ray, Seed, busy, emit_json, print_table, progress
+from tep.cli.show import (
+    InPath,
+    Json,
+    OutFile,
+    Ray,
+    Seed,
+    emit_json,
+    print_table,
+    progress,
+    run_on_ray,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -239,7 +249,7 @@ def run(
         told = {"weights": weights.resolve(), "model": model, "watermark-mib": watermark_mib}
         words = [f"--{name}={value}" for name, value in {**numbers, **told}.items()]
         words += ([f"--trace={trace.resolve()}"] if trace else []) + (["--json"] if json else [])
-        _run_on_ray(words, 1 + train + infer, ray, quiet=json)
+        run_on_ray(["rl", "run", *words], 1 + train + infer, ray, quiet=json)
     place = place_here()
     options: dict[str, str | int | list[str]] = {}
     if backend == "libfabric":
@@ -257,16 +267,6 @@ def run(
         work_as_rank(job, place)
         return
     _run_here(job, place, updates, watermark_mib, trace, json=json)
-
-
-def _run_on_ray(words: list[str], size: int, address: str, *, quiet: bool) -> NoReturn:
-    """Have Ray start the ranks, and print what rank 0 prints."""
-    from tep.integrations.ray.ranks import run_ranks
-
-    with busy("the job", quiet=quiet):
-        status, out = run_ranks("tep.cli:main", ["rl", "run", *words], size, address)
-    typer.echo(out.rstrip())
-    raise typer.Exit(status)
 
 
 def _run_here(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 from rich import box
@@ -33,6 +33,7 @@ __all__ = [
     "print_table",
     "progress",
     "refuse_unused",
+    "run_on_ray",
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -97,6 +98,16 @@ def refuse_unused(context: typer.Context, where: str, names: Iterable[str]) -> N
             raise typer.BadParameter(
                 f"it has no effect with {where}; leave it out", param_hint=flag
             )
+
+
+def run_on_ray(words: Sequence[str], size: int, address: str, *, quiet: bool) -> NoReturn:
+    """Have Ray start the ranks of a tep command, and print what rank 0 prints."""
+    from tep.integrations.ray.ranks import run_ranks
+
+    with busy("the job", quiet=quiet):
+        status, out = run_ranks("tep.cli:main", words, size, address)
+    typer.echo(out.rstrip())
+    raise typer.Exit(status)
 
 
 def emit_json(document: object) -> None:

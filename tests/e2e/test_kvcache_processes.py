@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
+import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+import tep
 from tep.apps.kvcache.launch import Cluster, Shape
 from tep.apps.kvcache.model import Completion
+from tep.apps.kvcache.pipes import Hello, Line, Pipe, Ready, Stop
+from tep.apps.kvcache.ranks import RankedCluster, work_as_rank
 from tep.apps.kvcache.transformer import PlainCache, TinyConfig, TinyTransformer
+from tep.errors import UsageError
+from tep.launch import launch
+from tep.rendezvous import Place
 from tests.support.here import require
+
+TOKEN = "t"  # noqa: S105  # no secret
 
 
 def options(backend: str) -> dict[str, Any]:
@@ -85,6 +97,119 @@ def test_a_killed_prefiller_costs_no_request() -> None:
             return await work
 
     check(asked, asyncio.run(main()))
+
+
+@pytest.mark.slow
+def test_ranks_that_others_have_started() -> None:
+    """Under torchrun, srun and Ray nobody starts the members: they must find their launcher."""
+    require("tcp")
+    program = [sys.executable, "-c", "import sys; from tep.cli import main; sys.exit(main())"]
+    options = ["--fabric", "tcp", "-p", "1", "-d", "1", "--prompts", "4", "--json"]
+    out = io.StringIO()
+
+    launch("local", ["127.0.0.1"] * 3, [*program, "kvcache", *options], timeout_s=120, out=out)
+
+    assert [True] * 4 == [row["same tokens"] for row in json.loads(out.getvalue())["rows"]]
+
+
+def test_a_wrong_number_of_ranks_is_refused() -> None:
+    """A rank too few would be waited for, a rank too many would wait."""
+    shape = Shape(prefillers=1, decoders=1)
+    with pytest.raises(UsageError, match="2 processes were started, and the cluster takes 3"):
+        RankedCluster(shape, Place(rank=0, size=2, token=TOKEN), "127.0.0.1")
+    with pytest.raises(UsageError, match="not the launcher"):
+        RankedCluster(shape, Place(rank=1, size=3, token=TOKEN), "127.0.0.1")
+    with pytest.raises(UsageError, match="4 processes were started"):
+        work_as_rank(shape, Place(rank=1, size=4, token=TOKEN))
+    with pytest.raises(UsageError, match="rank 0 is the launcher"):
+        work_as_rank(shape, Place(rank=0, size=3, token=TOKEN))
+
+
+class Witness:
+    """A decoder that notes what it is told."""
+
+    name = "d0"
+
+    def __init__(self) -> None:
+        self.fences: list[tuple[str, int]] = []
+
+    async def generate(self, *_: object) -> Completion:
+        raise NotImplementedError
+
+    def fenced(self, prefiller: str, epoch: int) -> None:
+        self.fences.append((prefiller, epoch))
+
+
+async def connect(
+    host: str, port: int, writers: list[asyncio.StreamWriter], *lines: Line
+) -> tuple[Pipe, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection(host, port)
+    writers.append(writer)
+    pipe = Pipe(reader, writer)
+    for line in lines:
+        pipe.send(line)
+    return pipe, writer
+
+
+@pytest.mark.parametrize("proven", [True, False], ids=["hung up", "timed out"])
+def test_strangers_stay_out_and_only_a_proven_end_is_fenced(
+    proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is let in without the secret takes a rank's place; and who is fenced while it still
+    writes has its pages handed to others.
+    """
+
+    async def main(addr: bytes, epoch: int) -> None:
+        said: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        async def exchange(data: bytes, *_: object, **__: object) -> None:
+            said.set_result(data)
+
+        monkeypatch.setattr(tep.rendezvous, "exchange_async", exchange)
+        place = Place(rank=0, size=2, token=TOKEN)
+        cluster = RankedCluster(Shape(prefillers=1, decoders=0), place, "127.0.0.1")
+        entering = asyncio.create_task(cluster.__aenter__())
+        host, port, secret = (await said).decode().split()
+        writers: list[asyncio.StreamWriter] = []
+
+        call = partial(connect, host, int(port), writers)
+        async with asyncio.timeout(60):
+            for line in (
+                Hello("wrong", "p0"),
+                Hello(secret, "p9"),
+                Hello("x" * 5000, "p0"),
+                Stop(),
+            ):
+                pipe, _ = await call(line)
+                assert await pipe.receive() is None
+            silent = [await call() for _ in range(65)]
+            assert await silent[0][0].receive() is None
+            _, writer = await call(Hello(secret, "p0"), Ready(epoch, addr))
+            await entering
+            second, _ = await call(Hello(secret, "p0"))
+            assert await second.receive() is None
+            assert ["p0"] == cluster.scheduler.prefillers
+            with pytest.raises(UsageError, match="another program"):
+                cluster.kill("p0")
+
+            witness, child = Witness(), cluster._children["p0"]
+            cluster.scheduler.join_decoder(witness)
+            if proven:
+                writer.close()
+            else:
+                child.pipe._reader.set_exception(TimeoutError("no answer"))
+            assert child.task is not None
+            await child.task
+            assert [] == cluster.scheduler.prefillers
+            assert [("p0", epoch)] * proven == witness.fences
+            await cluster.close()
+            for pipe, _ in silent:
+                assert await pipe.receive() is None
+        for writer in writers:
+            writer.transport.abort()
+
+    with tep.TransferEngine.open("loopback") as engine:
+        asyncio.run(main(engine.main_address.to_bytes(), engine.main_address.epoch))
 
 
 def test_what_is_generated_depends_on_the_whole_cache() -> None:

@@ -1,4 +1,4 @@
-"""An RL job on a Ray of several nodes: controller and workers are actors; then one is killed.
+"""An RL job and a KvCache cluster on a Ray of several nodes, each process an actor; one is killed.
 
 Run by scripts/integrations.py in an environment that has Ray.
 """
@@ -59,7 +59,7 @@ def kill_one() -> None:
 
 
 def main() -> int:
-    """Run the job; then another whose rank dies."""
+    """Run both; then another job whose rank dies."""
     with tempfile.TemporaryDirectory() as folder, ray_nodes.nodes(3) as (cluster, _):
         options = ["--train", "1", "--infer", "1", "--backend", "local", "--updates", "2", "--json"]
         out = io.StringIO()
@@ -70,6 +70,14 @@ def main() -> int:
         assert status == 0
         assert [True, True] == [one["verified"] for one in updates]
 
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            run = ["kvcache", "--fabric", "tcp", "-p", "1", "-d", "1", "--prompts", "6", "--json"]
+            status = command([*run, "--ray", cluster.address])
+        answers = [one["same tokens"] for one in json.loads(out.getvalue())["rows"]]
+        assert status == 0
+        assert [True] * 6 == answers
+
         threading.Thread(target=kill_one, daemon=True).start()
         endless = ["sim", "--runs", "100000000"]
         try:
@@ -77,7 +85,12 @@ def main() -> int:
             raise AssertionError("a killed rank was not noticed")
         except tep.RendezvousError as error:
             told = str(error).split(":")[0]
-    result = {"ok": True, "updates": "2, every byte compared", "a killed rank": told.strip()}
+    result = {
+        "ok": True,
+        "updates": "2, every byte compared",
+        "prompts": f"{len(answers)}, tokens as in one process",
+        "a killed rank": told.strip(),
+    }
     sys.stdout.write(json.dumps(result) + "\n")
     return 0
 

@@ -1,6 +1,7 @@
 """A disaggregated cluster of real processes on this machine: starts them, schedules, compares.
 
-The launcher knows for certain when a process has ended, and fences it.
+The launcher knows for certain when a process has ended, and fences it. `ranks` is the same for
+processes that others have started.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tep import FabricError, NetAddr, TepError
+from tep import BadDescriptor, FabricError, NetAddr, TepError
 from tep.apps.kvcache.model import Completion, Request
 from tep.apps.kvcache.pipes import (
     Done,
@@ -33,7 +34,9 @@ from tep.apps.kvcache.process import Settings
 from tep.apps.kvcache.routing import Lease, PrefillerCard, Router
 from tep.apps.kvcache.scheduler import Scheduler
 
-__all__ = ["Cluster", "Shape"]
+__all__ = ["Cluster", "Role", "Shape", "Started"]
+
+Role = Literal["prefiller", "decoder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +64,42 @@ class Shape:
     silent_s: float = 5.0
     start_s: float = 60.0
 
+    @property
+    def members(self) -> list[tuple[Role, str]]:
+        """Role and name of each process."""
+        members: list[tuple[Role, str]] = [("prefiller", f"p{k}") for k in range(self.prefillers)]
+        return members + [("decoder", f"d{k}") for k in range(self.decoders)]
+
+    def settings(self, role: Role, name: str) -> Settings:
+        """What a process of this cluster is told."""
+        return Settings(
+            role,
+            name,
+            self.prefill_tp if role == "prefiller" else self.decode_tp,
+            self.backend,
+            dict(self.options),
+            self.npages,
+            self.seed,
+            self.silent_s,
+        )
+
+
+class Started(Protocol):
+    """A process, whoever has started it."""
+
+    def kill(self) -> None:
+        """End it, or at least have no more to do with it."""
+
+    async def wait(self) -> object:
+        """Its exit status, once its pipe has ended."""
+
 
 @dataclass(slots=True, eq=False)
 class _Child:
     """One process."""
 
     settings: Settings
-    process: asyncio.subprocess.Process
+    process: Started
     pipe: Pipe
     ready: asyncio.Future[PrefillerCard]
     task: asyncio.Task[None] | None = None
@@ -133,35 +165,17 @@ class Cluster:
         """Kill a process, as a machine's failure would."""
         self._children[name].process.kill()
 
-    async def add(self, role: Literal["prefiller", "decoder"], name: str) -> None:
+    async def add(self, role: Role, name: str) -> None:
         """Start one more process and have it join.
 
         Raises:
             FabricError: it did not start; its stderr says why.
         """
         shape = self.shape
-        settings = Settings(
-            role,
-            name,
-            shape.prefill_tp if role == "prefiller" else shape.decode_tp,
-            shape.backend,
-            dict(shape.options),
-            shape.npages,
-            shape.seed,
-            shape.silent_s,
-        )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "tep.apps.kvcache.process",
-            msgspec.json.encode(settings).decode(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
+        settings = shape.settings(role, name)
+        process, pipe = await self._start(settings)
         ready: asyncio.Future[PrefillerCard] = asyncio.get_running_loop().create_future()
-        child = _Child(settings, process, Pipe(process.stdout, process.stdin), ready)
+        child = _Child(settings, process, pipe, ready)
         self._children[name] = child
         child.task = asyncio.create_task(self._listen(child), name=f"pipe of {name}")
         try:
@@ -173,6 +187,19 @@ class Cluster:
         else:
             self.scheduler.join_decoder(_RemoteDecoder(child))
 
+    async def _start(self, settings: Settings) -> tuple[Started, Pipe]:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tep.apps.kvcache.process",
+            msgspec.json.encode(settings).decode(),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        return process, Pipe(process.stdout, process.stdin)
+
     async def close(self) -> None:
         """Stop every process, decoders first; kill what does not go."""
         for role in ("decoder", "prefiller"):
@@ -182,16 +209,25 @@ class Cluster:
             await asyncio.gather(*(self._end(child) for child in mine))
 
     async def _end(self, child: _Child) -> None:
-        try:
-            await asyncio.wait_for(child.process.wait(), 20.0)
-        except TimeoutError:
+        assert child.task is not None
+        await asyncio.wait({child.task}, timeout=20.0)
+        if not child.task.done():
             child.process.kill()
-            await child.process.wait()
-        if child.task is not None:
-            await child.task
+        await child.task
 
     async def _listen(self, child: _Child) -> None:
         """Take what a process says until it ends; then settle what it leaves behind."""
+        who, pipe = f"{child.settings.role} {child.settings.name}", child.pipe
+        try:
+            await self._take_all(child)
+        except BadDescriptor as error:
+            pipe.lost = str(error)
+            child.process.kill()
+        code = await child.process.wait()
+        how = f"was lost: {pipe.lost}" if pipe.lost else f"has ended, exit {code}"
+        self._mourn(child, f"{who} {how}")
+
+    async def _take_all(self, child: _Child) -> None:
         while (line := await child.pipe.receive()) is not None:
             match line:
                 case Ready():
@@ -209,8 +245,6 @@ class Cluster:
                         lease.close(line.failure)
                 case _:
                     pass
-        code = await child.process.wait()
-        self._mourn(child, f"{child.settings.role} {child.settings.name} has ended, exit {code}")
 
     def _take_done(self, child: _Child, line: Done) -> None:
         place = child.pending.get(line.name)
@@ -222,6 +256,8 @@ class Cluster:
         name = child.settings.name
         if not child.ready.done():
             child.ready.set_exception(FabricError(f"{what}, before it was ready"))
+        elif child.pipe.lost:  # nobody knows whether it writes on: a fence would be a lie
+            self.scheduler.leave_prefiller(name)
         elif child.settings.role == "prefiller" and child.ready.exception() is None:
             self.scheduler.fenced(name, child.ready.result().epoch)
         self.scheduler.leave_decoder(name)
@@ -242,14 +278,9 @@ class Cluster:
         child.pipe.send(Leased(want.number, card.name, card.epoch, card.addr.to_bytes(), ""))
 
     async def __aenter__(self) -> Self:
-        shape = self.shape
-        roles: list[tuple[Literal["prefiller", "decoder"], str]] = [
-            ("prefiller", f"p{k}") for k in range(shape.prefillers)
-        ]
-        roles += [("decoder", f"d{k}") for k in range(shape.decoders)]
         async with contextlib.AsyncExitStack() as undo:
             undo.push_async_callback(self.close)
-            await asyncio.gather(*(self.add(*pair) for pair in roles))
+            await asyncio.gather(*(self.add(*pair) for pair in self.shape.members))
             undo.pop_all()
         return self
 

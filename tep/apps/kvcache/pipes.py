@@ -1,7 +1,7 @@
-"""What a launcher and its prefiller and decoder processes say over their pipes, and how.
+"""What a launcher and its prefiller and decoder processes say, over pipes or a socket, and how.
 
-Each frame is 4 bytes of length, little-endian, and MessagePack. This is the control plane of one
-machine's launcher, not a protocol between peers: those speak `messages` over the engine.
+Each frame is 4 bytes of length, little-endian, and MessagePack. This is the control plane of a
+launcher, not a protocol between peers: those speak `messages` over the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __all__ = [
     "Done",
     "Fenced",
     "Generate",
+    "Hello",
     "LeaseOver",
     "Leased",
     "Line",
@@ -30,6 +31,13 @@ _FRAME_BYTES_MAX = 1 << 26
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """One frame."""
+
+
+class Hello(_Line, frozen=True, forbid_unknown_fields=True):
+    """Process -> launcher, first, over a socket: the job's secret, and who I am."""
+
+    token: str
+    name: str
 
 
 class Ready(_Line, frozen=True, forbid_unknown_fields=True):
@@ -96,7 +104,7 @@ class Stop(_Line, frozen=True, forbid_unknown_fields=True):
     """Launcher -> process: end in good order."""
 
 
-Line = Ready | Generate | Done | WantLease | Leased | LeaseOver | Fenced | Stop
+Line = Hello | Ready | Generate | Done | WantLease | Leased | LeaseOver | Fenced | Stop
 
 _DECODER: msgspec.msgpack.Decoder[Line] = msgspec.msgpack.Decoder(Line, strict=True)
 
@@ -114,9 +122,16 @@ def decode(payload: bytes) -> Line:
 
 
 class Pipe:
-    """Both directions of one process's pipes."""
+    """Both directions of one process's pipes or socket.
+
+    Attributes:
+        over: the other side's stream has ended.
+        lost: why, if that does not prove that the other process has hung up.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.over = False
+        self.lost = ""
         self._reader = reader
         self._writer = writer
 
@@ -126,8 +141,8 @@ class Pipe:
         if not self._writer.is_closing():
             self._writer.write(len(payload).to_bytes(4, "little") + payload)
 
-    async def receive(self) -> Line | None:
-        """The next line; None at the end.
+    async def receive(self, limit: int = _FRAME_BYTES_MAX) -> Line | None:
+        """The next line, of so many bytes at most; None at the end.
 
         Raises:
             BadDescriptor: the bytes are none.
@@ -135,9 +150,12 @@ class Pipe:
         try:
             head = await self._reader.readexactly(4)
             nbytes = int.from_bytes(head, "little")
-            if nbytes > _FRAME_BYTES_MAX:
+            if nbytes > limit:
                 raise BadDescriptor(f"a line of {nbytes} bytes; did something else print here?")
             payload = await self._reader.readexactly(nbytes)
-        except (asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError) as error:
+            self.over = True
+            if not isinstance(error, asyncio.IncompleteReadError | ConnectionError):
+                self.lost = str(error)
             return None
         return decode(payload)

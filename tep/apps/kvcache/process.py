@@ -1,7 +1,7 @@
 """One prefiller or decoder as a process of its own: `python -m tep.apps.kvcache.process SETTINGS`.
 
 It speaks with its launcher over stdin and stdout, and with its peers over the engine. SETTINGS is a
-JSON document of `Settings`.
+JSON document of `Settings`. What others have started speaks over a socket: see `ranks`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.routing import PrefillerCard
 from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
 
-__all__ = ["Settings", "main"]
+__all__ = ["Settings", "main", "serve"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +98,8 @@ class _RemoteRouter:
             waiting.set_result(leased)
 
 
-async def _serve(settings: Settings, pipe: Pipe) -> None:
+async def serve(settings: Settings, pipe: Pipe) -> None:
+    """Be one process of a cluster until its launcher says stop, or hangs up."""
     config = TinyConfig(seed=settings.seed)
     model = TinyTransformer(config)
     side = SideOptions(
@@ -173,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
     settings = msgspec.json.decode(argv[0], type=Settings)
 
     async def run() -> None:
-        await _serve(settings, await _connect())
+        await serve(settings, await _connect())
 
     try:
         asyncio.run(run())

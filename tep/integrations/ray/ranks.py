@@ -11,6 +11,7 @@ import io
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, Final
@@ -69,7 +70,7 @@ def run_ranks(
         timeout_s: how long all may take; then they are ended.
 
     Returns:
-        Status and stdout of rank 0.
+        Status and stdout of rank 0; its stderr goes to stderr.
 
     Raises:
         BackendUnavailable: Ray is not installed.
@@ -126,6 +127,7 @@ def _collect(ray: Any, runs: dict[Any, int], timeout_s: float) -> tuple[int, str
                 why = f"{type(error).__name__}: {str(error).strip()[-1500:]}"
                 raise RendezvousError(f"rank {k} was lost: {why}") from error
             if k == 0:
+                sys.stderr.write(err)
                 first = status, out
             elif status:
                 raise RendezvousError(f"rank {k} ended with {status}:\n{(out + err)[-2000:]}")
