@@ -161,12 +161,21 @@ class Sender:
                 self._check_cancelled(run, handle)
             else:
                 self._check_failed(run, handle)
-            if _DEAD_PATHS.isdisjoint(status for status, _ in run.faults):
+            if not self._may_land(run):
                 run.take_snapshot()
         stage.sender.memory[area.start : area.stop] = REUSED * (area.stop - area.start)
         if handle.ok and run.number + 1 < run.spec.rounds:
             env = stage.lab.env
             env.call_at(env.now + 1, self._begin, (run.place, run.number + 1))
+
+    def _may_land(self, run: Run) -> bool:
+        """Whether rows of it that failed may still land: their path had died.
+
+        If its engine was closed before they came back, they come back as FLUSHED all the same.
+        """
+        found = {status for status, _ in run.faults}
+        late = self.stage.scenario.chaos.late_land > 0 and SENDER in self.stage.closed
+        return not _DEAD_PATHS.isdisjoint(found) or (late and Status.FLUSHED in found)
 
     def _check_done(self, run: Run, handle: Transfer) -> None:
         stage = self.stage

@@ -243,6 +243,22 @@ def test_a_nic_that_is_heard_again_is_posted_to_again(seed: int) -> None:
     assert replay(seed).seen["NIC back"]
 
 
+def test_a_row_whose_path_died_before_its_engine_closed_may_land() -> None:
+    """It comes back FLUSHED, not UNREACHABLE: an oracle that calls it a stray write is wrong."""
+    held_up = Clog(node="b", nic=0, for_ps=521510)
+    chaos = Chaos.calm(31059)
+    chaos = replace(chaos, imm_credits=1000, late_land=1, kept=((4, 274877906945, 0),))
+    found = run_scenario(
+        Scenario(
+            transfers=(TransferSpec(),),
+            chaos=chaos,
+            faults=((1, held_up),),
+            close=(517257, "a"),
+        )
+    )
+    assert found.seen["landed after its error"]
+
+
 def test_a_row_without_a_receive_may_fail_though_nics_live() -> None:
     """Another NIC is no cure for it: an oracle that asks for one is wrong, and was."""
     late = TransferSpec(size=0, kind="per_page", gap=8, start_ps=69418, claimed=True, probe=True)

@@ -237,6 +237,19 @@ def test_a_broken_engine_shrinks_as_well() -> None:
     assert run_scenario(found.case), "without the mistake nothing is wrong"
 
 
+def test_pairs_that_are_cut_in_two_are_no_runs() -> None:
+    """A time without the node that closes then cannot be run: shrinking passes over it."""
+
+    def again(scenario: Scenario) -> None:
+        t_ps, name = scenario.close
+        raise Violation(f"closed: {name} at {t_ps}", scenario, again)
+
+    with pytest.raises(Violation) as first:
+        again(replace(Scenario.draw(3), close=(500, "a")))
+
+    assert (1, "a") == shrink(first.value).case.close
+
+
 @given(scenarios(nodes=3, nics=(1, 2), faults="all"))
 def test_cases_print_as_themselves(case: Case) -> None:
     """A literal that reads otherwise replays another run."""
