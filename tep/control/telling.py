@@ -434,6 +434,7 @@ class Telling:
     def _clear(self, link: Link, owed: _Owed, path: Path) -> None:
         """Have a path fenced, once nothing is in flight there, learn what landed, and open it."""
         if any(self._may_land(owed, path, imm) for imm in tuple(owed.paths.get(path, ()))):
+            owed.clearing[path] = False  # it may have been opened for an earlier failure
             if path.is_up:
                 path.to(PathEvent.LOST)
             if path.asking or not self._failover.is_clear(path):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.support.lives import FATES, swarm
+from tests.support.lives import FATES, live, swarm
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +29,14 @@ def test_lives_go_as_they_must(seen: Counter[str]) -> None:
 def test_sometimes(seen: Counter[str], what: str) -> None:
     """A swarm that never saw a case says nothing about it."""
     assert seen[what] >= 3
+
+
+@pytest.mark.parametrize("seed", [10092, 11535])
+def test_lives_that_went_wrong_once(seed: int) -> None:
+    """A send that waited for ever for news to a peer that was removed; a path that stayed fenced,
+    since it was fenced again while its opening for an earlier failure was still noted.
+    """
+    live(seed)
 
 
 @pytest.mark.long
