@@ -233,9 +233,9 @@ class Node:
     def rounds(self):
         return self.rounds_done
 
-    def end_stream(self, timeout_s=20.0):
-        """How the last write of the stream ended, and how many were done."""
-        self.streaming = False
+    def end_stream(self, timeout_s=20.0, by_itself=False):
+        """How the last write of the stream ended, and how many were done. `by_itself`: it fails."""
+        self.streaming = self.streaming and by_itself
         if not self.stream_over.wait(timeout_s):
             return "timeout", self.rounds_done
         return self.wait("stream"), self.rounds_done
