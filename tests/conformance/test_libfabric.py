@@ -223,6 +223,38 @@ def test_a_peer_for_whom_no_endpoint_can_be_opened_is_tried_again(times):
             assert "Too many" not in domain.status_text(Status.UNREACHABLE)
 
 
+def test_c28_a_peer_that_asks_while_it_is_forgotten_is_answered(monkeypatch):
+    """Its question lies in the queue that is emptied when its endpoint closes."""
+    require("tcp")
+    with FabricWorld("tcp") as world:
+        net = Net(world)
+        a, b = net.pair()
+        net.write(a.batch(b, imm=1), a)
+        net.write(b.batch(a, imm=3), b)
+        (domain,) = a.domains
+        peer = domain._peers.all[a.peer(b)]
+        asks, cut = b.batch(a, imm=2), domain._peers.cut
+
+        def ask(closing):
+            cut(closing)
+            monkeypatch.undo()
+            for to in b_peers:
+                to.leases.clear()  # as if the row were the first under its key
+            b.post(asks)
+            net.sides.remove(a)
+            net.until(lambda: not any(to.outbox for to in b_peers), "b's question")
+            net.sides.append(a)
+
+        b_peers = b.domains[0]._peers.all
+        monkeypatch.setattr(domain._peers, "cut", ask)
+        domain.forget(a.peer(b))
+        net.until(lambda: peer.forget_s == 0.0, "the end of the endpoint")
+        net.settle()
+
+        assert {Status.OK: 1} == b.rows_ended(asks.ctx)
+        assert {2: 1, 3: 1} == a.imms()
+
+
 def fail_read(domain):
     """fi_cq_read fails as a whole, whatever is there."""
     domain._queue._read = lambda *_: -errno.EIO

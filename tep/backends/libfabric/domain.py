@@ -311,6 +311,10 @@ class FabricDomain(Generic[PeerT]):
         queue = self._queue
         while queue.frames:
             self._take_frame(queue.frames.popleft())
+        self._take_errors()
+
+    def _take_errors(self) -> None:
+        queue = self._queue
         while queue.errors:
             self._take_error(queue.errors.popleft())
         if self._nic.failure and not self._lost:

@@ -161,13 +161,16 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
 
     def _drop(self, peer: SoftwarePeer, status: Status, *, spare: bool, gone: bool = False) -> None:
         if self._rules.endpoint_per_peer:
-            # Its endpoint is closed: what surfaces in the queue now is the last of its rows.
-            self._drain()
+            # Its endpoint is closed: what surfaces in the queue now is the last of its rows. Frames
+            # wait until it has ended: one of its own greets it again.
+            self._queue.drain(self._done, self._take_errors)
             self._mailbox.reclaim(peer)
             gone = True
         if peer.reading:
             self._reads.end(peer, status, gone=gone)
         super()._drop(peer, status, spare=spare, gone=gone)
+        if self._rules.endpoint_per_peer:
+            self._take_rest()
 
     def _end_all(self, status: Status, *, gone: bool = True) -> None:
         for peer in self._peers.all:
