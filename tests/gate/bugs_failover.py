@@ -410,3 +410,16 @@ def first_part_of_the_answer_is_all() -> list[Change]:
         loss.left = 1
 
     return [(Failover, "_ask", once)]
+
+
+@bug(budget=8000)
+def lost_pieces_stay_out() -> list[Change]:
+    """A piece that lost a row keeps its place at its NIC: with two of them it gets no other."""
+    forget = DomainGroup._forget
+
+    def keep_place(self, pending):
+        is_piece, pending.is_piece = pending.is_piece, pending.is_piece and not pending.lost
+        forget(self, pending)
+        pending.is_piece = is_piece
+
+    return [(DomainGroup, "_forget", keep_place)]

@@ -10,6 +10,7 @@ from tep.control.failures import Failures
 from tep.control.telling import Telling
 from tep.core import shortfall
 from tep.core.imm import ImmTable
+from tep.core.pending import Acks
 from tests.gate.registry import Bug, Change
 
 TELLING: dict[str, Bug] = {}
@@ -132,6 +133,12 @@ def no_expectation_fails() -> list[Change]:
 def later_expectations_do_not_fail() -> list[Change]:
     """Who states an expectation after the word came waits for its timeout."""
     return [(Failures, "_keep", lambda *_: None)]
+
+
+@telling_bug
+def failed_rows_are_not_in_doubt() -> list[Change]:
+    """Rows of a failed transfer that landed are taken for those of its retry, once a path dies."""
+    return [(Acks, "doubt", lambda *_: None)]
 
 
 __all__ = ["TELLING"]
