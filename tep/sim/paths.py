@@ -21,9 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.errors import UsageError
+from tep.sim.profile import Profile
 from tep.sim.queues import Ints, Rate, fifo_grouped
 
-__all__ = ["LAST", "NUMBER", "Network", "Passing", "Paths", "flights", "no_flights"]
+__all__ = ["LAST", "NUMBER", "Network", "Passing", "Paths", "flights", "network_of", "no_flights"]
 
 NUMBER: Final = 0
 LAST: Final = 1
@@ -68,6 +69,24 @@ class Network:
             raise UsageError(
                 f"{self}: circuits need two leaves or more, and uplink_bps, their rate"
             )
+
+
+def network_of(profile: Profile) -> Network | None:
+    """The network that a profile says it stands in; None: one perfect switch.
+
+    Raises:
+        UsageError: its numbers contradict each other.
+    """
+    network = Network(
+        leaf_nodes=profile.leaf_nodes,
+        rails=bool(profile.rails),
+        uplink_bps=profile.uplink_bps,
+        spine_ps=profile.spine_ps,
+        circuit_up_ps=profile.circuit_up_ps,
+        circuit_down_ps=profile.circuit_down_ps,
+        leaves=profile.leaves,
+    )
+    return None if network == Network() else network
 
 
 @dataclass(slots=True)

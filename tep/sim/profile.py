@@ -1,7 +1,8 @@
 """Profiles of simulated machines: numbers of hardware, each with unit, source and confidence.
 
-A profile is a TOML file in which every number is a table of its own; `profiles/README.md` says what
-they mean and where the model is wrong. No model lives here, and no number either.
+A profile is a TOML file in which every number is a table of its own; what a file with a `base` does
+not say is that profile's. `profiles/README.md` says what the numbers mean and where the model is
+wrong. No model lives here, and no number either.
 """
 
 from __future__ import annotations
@@ -82,8 +83,17 @@ FIELDS: Final[Mapping[str, Field]] = {
     "tail_ps": Field("wire.tail", "ps", 0),
     "loss_ppm": Field("wire.loss", "ppm", 0),
     "retry_ps": Field("wire.retry", "ps", 0),
+    "poll_ps": Field("cpu.poll", "ps", 0),
+    "qp_depth": Field("nic.qp_depth", "count", 0),
+    "leaf_nodes": Field("network.leaf_nodes", "count", 0),
+    "rails": Field("network.rails", "count", 0),
+    "uplink_bps": Field("network.uplink", "bps", 0),
+    "spine_ps": Field("network.spine", "ps", 0),
+    "circuit_up_ps": Field("network.circuit_up", "ps", 0),
+    "circuit_down_ps": Field("network.circuit_down", "ps", 0),
+    "leaves": Field("network.leaves", "count", 0),
 }
-_OPTIONAL: Final = ("tail_ppm", "tail_ps", "loss_ppm", "retry_ps")
+_OPTIONAL: Final = tuple(FIELDS)[list(FIELDS).index("peer_timeout_ps") + 1 :]
 """Fields that a file may leave out; they are 0 then."""
 
 _FLAGS: Final = ("ordered", "imm_eats_recv")
@@ -140,6 +150,10 @@ class Profile:
             exponential time of this mean: a slow path among those that are sprayed over.
         loss_ppm, retry_ps: where rows are ordered: of a million packets so many are lost, and how
             long until one is missed; the rest of its row is sent again, and those behind it wait.
+        poll_ps: worker's CPU time for a completion that it polls.
+        qp_depth: rows to one peer that one NIC has outstanding at the most; 0: sq_depth alone.
+        leaf_nodes, rails, uplink_bps, spine_ps, circuit_up_ps, circuit_down_ps, leaves: what stands
+            between such machines, as of `tep.sim.Network`; rails is 0 or 1.
         numbers: field -> what the file says of it.
     """
 
@@ -171,6 +185,15 @@ class Profile:
     tail_ps: int = 0
     loss_ppm: int = 0
     retry_ps: int = 0
+    poll_ps: int = 0
+    qp_depth: int = 0
+    leaf_nodes: int = 0
+    rails: int = 0
+    uplink_bps: int = 0
+    spine_ps: int = 0
+    circuit_up_ps: int = 0
+    circuit_down_ps: int = 0
+    leaves: int = 0
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself: UsageError with both values."""
@@ -184,6 +207,8 @@ class Profile:
                 f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} or "
                 f"tail_ppm={self.tail_ppm} would reorder rows"
             )
+        if self.rails > 1:
+            raise UsageError(f"profile {self.name}: rails={self.rails}; 0 or 1")
         if self.loss_ppm and not self.ordered:
             raise UsageError(
                 f"profile {self.name}: loss_ppm={self.loss_ppm} is modelled for ordered rows; "
@@ -309,30 +334,42 @@ def _parse(text: str, where: str) -> Profile:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"profile {where}: not TOML: {error}") from error
+    base = _base(where, document.pop("base", None))
     tables: dict[str, object] = {key: document.pop(key, None) for key in _HEAD}
     given: dict[str, object] = {}
     for section, content in document.items():
         if not isinstance(content, dict):
-            raise UsageError(f"profile {where}: unknown key {section!r}; known: {', '.join(_HEAD)}")
+            raise UsageError(
+                f"profile {where}: unknown key {section!r}; known: base, {', '.join(_HEAD)}"
+            )
         given |= {f"{section}.{key}": table for key, table in content.items()}
-    paths = {field.path for field in FIELDS.values()}
+    if base is not None:
+        tables |= {flag: getattr(base, flag) for flag in _FLAGS if tables[flag] is None}
+    known = {} if base is None else dict(base.numbers)
+    paths = {spec.path for spec in FIELDS.values()}
     missing = [key for key, value in tables.items() if value is None]
-    left_out = {FIELDS[name].path for name in _OPTIONAL} - set(given)
+    left_out = {FIELDS[name].path for name in {*_OPTIONAL, *known}} - set(given)
     _check_keys(where, {*given, *(_HEAD)} - {*missing}, {*paths, *_HEAD} - left_out)
     for key, value in tables.items():
         kind = bool if key in _FLAGS else str
         if not isinstance(value, kind):
             raise UsageError(f"profile {where}: {key} = {value!r} is not a {kind.__name__}")
-    numbers = {
+    numbers = known | {
         field: _number(f"{where}: [{spec.path}]", given[spec.path], spec.unit)
         for field, spec in FIELDS.items()
-        if spec.path not in left_out
+        if spec.path in given
     }
     values = {
         field: _scaled(f"{where}: [{FIELDS[field].path}]", number, FIELDS[field])
         for field, number in numbers.items()
     }
     return Profile(**tables, **values, numbers=numbers)  # type: ignore[arg-type]  # checked above
+
+
+def _base(where: str, name: object) -> Profile | None:
+    if name is None or name in profile_names():
+        return None if name is None else _shipped(str(name))
+    raise UsageError(f"profile {where}: base = {name!r} is none of {', '.join(profile_names())}")
 
 
 def _check_keys(where: str, given: set[str], known: set[str]) -> None:

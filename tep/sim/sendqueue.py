@@ -6,6 +6,7 @@ started stays.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from tep.sim.queues import Ints, fifo, round_robin
 
-__all__ = ["SendQueue", "Units"]
+__all__ = ["Depths", "SendQueue", "Units"]
 
 
 class Units(NamedTuple):
@@ -137,3 +138,28 @@ class SendQueue:
         self.units = self.units.pick(slice(0, cut))
         self.starts = self.starts[:cut]
         return dropped
+
+
+class Depths:
+    """The rows outstanding on each queue pair of one NIC, where each has a depth of its own.
+
+    Args:
+        depth: rows that one queue pair takes.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._open: Counter[int] = Counter()
+
+    def take(self, peer: int | npt.NDArray[np.unsignedinteger], start: int, n: int) -> int:
+        """Take up to n rows of a batch, from row `start` on, up to the first that does not fit."""
+        peers = [peer] * n if isinstance(peer, int) else peer[start : start + n].tolist()
+        for taken, one in enumerate(peers):
+            if self._open[one] == self._depth:
+                return taken
+            self._open[one] += 1
+        return n
+
+    def free(self, peers: Ints) -> None:
+        """These rows are completed."""
+        self._open.subtract(peers.tolist())

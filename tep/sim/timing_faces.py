@@ -68,7 +68,7 @@ class Wakeful(Protocol):
 
 
 class Host(Protocol):
-    """A node as its NICs see it; `timing.Node` is one."""
+    """A node as its NICs see it; `timing_node.Node` is one."""
 
     name: str
     epoch: int
@@ -78,6 +78,9 @@ class Host(Protocol):
 
     def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
         """Have the worker post rows."""
+
+    def charge(self, cost_ps: int) -> None:
+        """Give the worker work."""
 
 
 class Nic(Protocol):

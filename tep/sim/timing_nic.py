@@ -31,7 +31,7 @@ from tep.memory import Memory
 from tep.sim.ledger import Agenda, Hold
 from tep.sim.queues import Ints, cut_quanta
 from tep.sim.receiving import Inlet
-from tep.sim.sendqueue import SendQueue, Units
+from tep.sim.sendqueue import Depths, SendQueue, Units
 from tep.sim.timing_faces import Entry, Fabric, Host, Region
 from tep.sim.timing_rows import trace_ends, trace_posts, trace_rows
 
@@ -65,6 +65,7 @@ class TimingNic:
         sources: lkey -> region.
         ready: completions that poll() hands out.
         open_rows: rows posted and not completed.
+        depths: the same of each queue pair, where that has a limit.
         waker: whom to call.
     """
 
@@ -90,6 +91,7 @@ class TimingNic:
         self._closed = False
         self._batches: dict[int, int] = {}
         self.open_rows = 0
+        self.depths = Depths(profile.qp_depth) if profile.qp_depth else None
         self.waker: Callable[[], None] = _nobody
         node.wakes.nics.append(self)
 
@@ -132,6 +134,8 @@ class TimingNic:
         self._check_open()
         assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
         n = min(stop - start, self.caps.sq_depth - self.open_rows)
+        if self.depths is not None and n > 0:
+            n = self.depths.take(batch.peer, start, n)
         if n <= 0:
             self.node.wakes.refuse(self)
             return 0
@@ -273,7 +277,9 @@ class TimingNic:
 
     def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         self._check_open()
-        if self.open_rows >= self.caps.sq_depth:
+        if self.open_rows >= self.caps.sq_depth or (
+            self.depths is not None and not self.depths.take(peer, 0, 1)
+        ):
             self.node.wakes.refuse(self)
             return False
         fabric = self.fabric
@@ -325,6 +331,8 @@ class TimingNic:
                 ready.appendleft(entry[fits:])
         if ready:
             self.waker()
+        if filled and self.fabric.profile.poll_ps:
+            self.node.charge(int(out["count"][:filled].sum()) * self.fabric.profile.poll_ps)
         return filled
 
     def take_in(self, now: int) -> None:
@@ -353,6 +361,8 @@ class TimingNic:
                 fabric.nic(target).take_landed(now)
         ledger.hold[rows] &= ~_SENDER
         self.open_rows -= len(rows)
+        if self.depths is not None:
+            self.depths.free(ledger.target[rows])
         if fabric.row_log is not None:
             trace_ends(self, times, numbers)
         sent = ledger.message[rows]
@@ -375,6 +385,8 @@ class TimingNic:
             return False
         ledger.hold[row] &= ~_SENDER
         self.open_rows -= 1
+        if self.depths is not None:
+            self.depths.free(ledger.target[row : row + 1])
         ctx, nbytes = int(ledger.ctx[row]), int(ledger.nbytes[row])
         self.ready.append((_WRITE, _OK, 1, 0, 0, ctx, nbytes))
         return True

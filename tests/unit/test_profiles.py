@@ -13,6 +13,7 @@ from tep.sim.profile import load_profile, profile_names, read_profile
 NAMES = [
     "cx7_400",
     "cx7_400_lossy",
+    "cx7_400_optical",
     "cx8_800",
     "efa_1x400",
     "efa_2x200",
@@ -34,7 +35,7 @@ def read(tmp_path, text: str):
 def test_the_published_machines_are_there() -> None:
     """The demo, the apps and the Cluster name them."""
     assert NAMES == profile_names()
-    assert [(1, 400), (1, 400), (1, 800), (1, 400), (2, 200), (2, 200), (4, 100)] == [
+    assert [(1, 400), (1, 400), (1, 400), (1, 800), (1, 400), (2, 200), (2, 200), (4, 100)] == [
         (profile.nics, profile.link_bps // 10**9) for profile in map(load_profile, NAMES)
     ]
 
@@ -79,7 +80,8 @@ def test_a_profile_is_a_value() -> None:
 def test_unknown_profile_lists_the_known() -> None:
     """A misspelt name should cost one look, not a search."""
     with pytest.raises(
-        UsageError, match="'cx7' is unknown; there are: cx7_400, cx7_400_lossy, cx8_800, "
+        UsageError,
+        match="'cx7' is unknown; there are: cx7_400, cx7_400_lossy, cx7_400_optical, cx8_800, ",
     ):
         load_profile("cx7")
 
@@ -123,6 +125,22 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path, old, new, message) -> None:
 
     with pytest.raises(UsageError, match=message):
         read(tmp_path, text.replace(old, new, 1))
+
+
+def test_a_profile_with_a_base_says_only_what_differs(tmp_path) -> None:
+    """A variant that repeats a machine's numbers goes on with the old ones when they are mended."""
+    head = 'name = "mine"\nsummary = "one rail"\nbase = "cx7_400"\n'
+    number = (
+        '[nic.qp_depth]\nvalue = 128\nunit = "1"\nsource = "a choice"\nconfidence = "guessed"\n'
+    )
+    base = load_profile("cx7_400")
+    expected = replace(base, name="mine", summary="one rail", qp_depth=128, numbers={})
+
+    mine = read(tmp_path, head + number)
+    assert expected == replace(mine, numbers={})
+    assert base.numbers | {"qp_depth": mine.numbers["qp_depth"]} == mine.numbers
+    with pytest.raises(UsageError, match="base = 'cx9' is none of cx7_400"):
+        read(tmp_path, head.replace("cx7_400", "cx9"))
 
 
 def test_empty_source_is_refused(tmp_path) -> None:
