@@ -151,10 +151,10 @@ BY_COLUMNS: Change = ("tep.engine.worker", "_SCALAR_MAX", 0)
 @bug()
 def column_counts_ignored() -> list[Change]:
     """In a column of completions each counts as one, whatever its count."""
+    counted = Worker._count
 
-    def count(self, imms, _):
-        if len(imms):
-            self.imms.add_many(imms)
+    def count(self, domain, imms, counts, sources):
+        counted(self, domain, imms, counts // counts, sources)
 
     return [BY_COLUMNS, (Worker, "_count", count)]
 
@@ -168,7 +168,8 @@ def mixed_columns_dropped() -> list[Change]:
         kinds = self._out["kind"][:n]
         if (kinds != kinds[0]).any():
             mine = kinds == Kind.IMM
-            self._count(self._out["imm"][:n][mine], self._out["count"][:n][mine])
+            columns = (self._out[name][:n][mine] for name in ("imm", "count", "ctx"))
+            self._count(domain, *columns)
         else:
             take(self, domain, n)
 

@@ -69,8 +69,8 @@ def source_not_held() -> list[Change]:
     """Transfers take no hold of their source region: it can be given back under a NIC's hands."""
     start, end = Worker.start, Worker._end
 
-    def start_free(self, transfer):
-        start(self, transfer)
+    def start_free(self, transfer, deal=None, **how):
+        start(self, transfer, deal, **how)
         if transfer.job.mr is not None:
             transfer.job.mr.inflight = 0
 

@@ -17,7 +17,7 @@ from tests.gate.registry import Change, bug
 def dead_nic_queue_stuck() -> list[Change]:
     """What is queued for a dead NIC stays there."""
 
-    def nic_down(self, domain):
+    def nic_down(self, domain, _error=None):
         self.alive[domain] = False
         self.routes.version += 1
 

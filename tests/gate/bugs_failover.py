@@ -342,7 +342,15 @@ def lost_question_not_repeated() -> list[Change]:
 @bug(budget=LATE)
 def given_up_at_the_first_lane() -> list[Change]:
     """A question that fails on one lane is not tried on the next."""
-    return [(Channel, "_failed", lambda self, delivery, why: self._lose(delivery, why))]
+    failed = Channel._failed
+
+    def give_up(self, delivery, why, **how):
+        if delivery.question is not None:
+            self._lose(delivery.question, why)
+        else:
+            failed(self, delivery, why, **how)
+
+    return [(Channel, "_failed", give_up)]
 
 
 @bug(budget=LATE)

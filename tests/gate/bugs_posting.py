@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
+from tep.api import Routing
 from tep.backends.base import WriteBatch
 from tep.core import plan as plans
 from tep.core.group import DomainGroup, Pending
@@ -135,7 +136,7 @@ def remainder_dropped() -> list[Change]:
     """Shards of equal length: what a division leaves over is not sent."""
     plan_single = plans.plan_single
 
-    def equal(nbytes, nlocal, nremote, cursor, routing):
+    def equal(nbytes, nlocal, nremote, cursor, routing=Routing()):
         good = plan_single(nbytes, nlocal, nremote, cursor, routing)
         n = len(good.shares)
         size = nbytes // n
@@ -176,7 +177,7 @@ def scatter_rows_misaligned() -> list[Change]:
     """The columns of a NIC's part of a scatter are taken from the front, not from its rows."""
 
     def pick(column, rows):
-        return column if isinstance(column, int) else column[: len(rows)]
+        return column if isinstance(column, int) else column[: len(column[rows])]
 
     return [("tep.core.group", "pick", pick)]
 

@@ -6,6 +6,7 @@ The product knows nothing of this, and pays nothing for it.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -58,5 +59,17 @@ def changed(changes: list[Change]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, attribute, replacement in changes:
             place = importlib.import_module(owner) if isinstance(owner, str) else owner
+            _check_fits(getattr(place, attribute), replacement)
             stack.enter_context(mock.patch.object(place, attribute, replacement))
         yield
+
+
+def _check_fits(original: object, replacement: object) -> None:
+    """A replacement takes what is given to the original; else its TypeError is what is found."""
+    if not (inspect.isroutine(original) and callable(replacement)):
+        return
+    takes = inspect.signature(replacement)
+    given = inspect.signature(original).parameters.values()
+    for needed in (given, [it for it in given if it.default is it.empty]):
+        places = [it for it in needed if it.kind in {it.POSITIONAL_ONLY, it.POSITIONAL_OR_KEYWORD}]
+        takes.bind(*places, **{it.name: it for it in needed if it.kind is it.KEYWORD_ONLY})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -33,9 +34,21 @@ def shows(play: Callable[[int], object], seed: int) -> bool:
     """Whether the run of a seed shows the bug: an oracle raises, or the product breaks."""
     try:
         play(seed)
-    except Exception:  # noqa: BLE001  # a hang or an error of the product shows it too
+    except Exception as error:  # noqa: BLE001  # a hang or an error of the product shows it too
+        _check_is_of_product(error)
         return True
     return False
+
+
+def _check_is_of_product(found: BaseException) -> None:
+    """Raise what was found if the patch that plants the bug has raised it: that is no finding."""
+    error: BaseException | None = found
+    while error is not None:
+        if isinstance(error, TypeError | NameError | AttributeError):
+            *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+            if "/tests/gate/" in frame.f_code.co_filename:
+                raise AssertionError("the patch that plants this bug is broken") from error
+        error = error.__cause__ or error.__context__
 
 
 def first_shown(name: str, play: Callable[[int], object], seeds: Iterable[int]) -> int | None:
