@@ -1,6 +1,6 @@
 """What spoiled loopbacks are made of: their list, their world, and a healthy base to spoil.
 
-Nothing broken lives here; that is in `spoiled_rows` and `spoiled_life`.
+Nothing broken lives here; `spoiled` says where that is.
 """
 
 from __future__ import annotations

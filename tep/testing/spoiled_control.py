@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from tep.backends.base import Completions, Kind, Row, Status
+from tep.backends.base import Access, Completions, DomainKey, Kind, Row, Status
+from tep.memory import Memory
 from tep.testing.spoiled_base import ByRow, breaks
 
 __all__ = ["ControlCutShort", "ForgetsWhoWrote", "OpenFence"]
@@ -32,6 +33,15 @@ class ControlFromNowhere(ByRow):
         return super().take_control(slot)[0], b"?"
 
 
+@breaks(24)
+class TakesEachNicForAnEngine(ByRow):
+    """Reads the NIC's number as part of its engine's name."""
+
+    @staticmethod
+    def engine_of(address: bytes) -> bytes:
+        return address
+
+
 @breaks(25)
 class ForgetsWhoWrote(ByRow):
     """Gives all immediates the same source."""
@@ -48,6 +58,15 @@ class OpenFence(ByRow):
 
     def fence(self, source: bytes, ctx: int) -> None:
         super().fence(b"somebody else", ctx)
+
+
+@breaks(26)
+class ConfirmsAFenceOnce(ByRow):
+    """Has nothing to do for a fence that is there already, and says nothing."""
+
+    def fence(self, source: bytes, ctx: int) -> None:
+        if source not in self.port._fenced:
+            super().fence(source, ctx)
 
 
 @breaks(26, seed=3)
@@ -103,3 +122,20 @@ class FencesOnce(ByRow):
 
     def fence(self, source: bytes, ctx: int) -> None:
         super().fence(b"somebody else" if source in self._lifted else source, ctx)
+
+
+@breaks(27)
+class UnfencingRevives(ByRow):
+    """Sets up the receiving side anew when a fence is lifted, on a dead device as well."""
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        key = super().register(memory, access)
+        self._known = {**getattr(self, "_known", {}), **self.port._targets}
+        return key
+
+    def unfence(self, source: bytes) -> None:
+        super().unfence(source)
+        if not self.port.alive:
+            self.port.alive = True
+            self.port._targets.update(self._known)
+            self._hub.attach(self.port)

@@ -1,4 +1,4 @@
-"""Loopbacks that break one of C11 to C23 or C28 each: errors, ends, promises, messages.
+"""Loopbacks that break one of C11 to C23 or C28 each: errors, ends, promises.
 
 What writes and reads can get wrong in the same way breaks the clauses of both (C29, C31, C32).
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import weakref
 from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import (
+    Access,
     Batch,
     Completions,
     DomainCaps,
@@ -27,32 +29,34 @@ from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.backends.shuffle import Message
 from tep.errors import BadDescriptor
+from tep.memory import Memory
 from tep.testing.spoiled_base import AnyRow, ByRow, breaks, keys_of
+from tep.units import KiB
 
 __all__ = [
     "BlamesTheFirstRow",
     "CrashesInTheChild",
-    "CutsLongMessages",
     "CutsRowsAtTheEndOfTheRegion",
     "DiesInSilence",
     "DrawsFromElsewhere",
     "FlushesAgainOnEveryClose",
     "ForgetsForGood",
-    "ImmediatesEatMessageBuffers",
+    "KeepsMessagesForTheDead",
     "LosesOpenMessagesOnClose",
     "LosesOpenRowsOnClose",
     "NeverRecoversFromAnError",
     "NewIdForEveryConnect",
+    "OneAddressForAllNics",
     "OneIdForAllNicsOfAPeer",
+    "PromisesLongerRows",
     "PromisesOrder",
     "RefusesForEverOnceThePeerIsDead",
-    "ReusesABufferInUse",
     "SaysOkToTheDead",
-    "SendsAMessageTwice",
     "SilentAboutDeadPeers",
     "SleepsWithNewsWaiting",
     "SwapsAKey",
     "TakesAnyKey",
+    "TakesAnyPointerForTheHosts",
     "TakesGarbageForAnAddress",
     "TakesMoreThanItsDepth",
     "WakesNobody",
@@ -63,6 +67,7 @@ __all__ = [
 
 _PARENT: Final = os.getpid()
 _ELSEWHERE: Final = itertools.count(1)
+_DEAF_POLLS: Final = 30
 
 
 # ---------------------------------------------------------------------- C11
@@ -147,6 +152,37 @@ class OneIdForAllNicsOfAPeer(ByRow):
 
     def connect(self, peer: bytes) -> int:
         return 0 if super().connect(peer) >= 0 else -1
+
+
+_CALLERS: Final[weakref.WeakKeyDictionary[Port, set[bytes]]] = weakref.WeakKeyDictionary()
+
+
+@breaks(12)
+class OneConnectionAPair(ByRow):
+    """Takes the peer's connection in place of its own, where both have asked for one."""
+
+    def connect(self, peer: bytes) -> int:
+        found = super().connect(peer)
+        target = self._reach(found)
+        if isinstance(target, Port):
+            _CALLERS.setdefault(target, set()).add(self.address)
+        return found
+
+    def write_row(self, row: Row) -> Status:
+        target = self.end_of(row)
+        undone = isinstance(target, Port) and target.address in _CALLERS.get(self.port, ())
+        return Status.UNREACHABLE if undone else super().write_row(row)
+
+
+@breaks(13)
+class OneAddressForAllNics(ByRow):
+    """Gives out the address of its engine's first NIC."""
+
+    def __init__(
+        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
+    ) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+        self.address = hub.address(name, 0, epoch)
 
 
 @breaks(13)
@@ -241,6 +277,38 @@ class SilentAboutDeadPeers(ByRow):
 
 
 @breaks(17)
+class KeepsMessagesForTheDead(ByRow):
+    """Takes a peer that is gone for one that posts no receive."""
+
+    def _try_send(self, message: Message) -> Status | None:
+        status = super()._try_send(message)
+        return None if status is Status.UNREACHABLE else status
+
+
+@breaks(17)
+class DeadOnceItWasDeaf(ByRow):
+    """Gives up a peer that has not polled for a while, and does not ask again."""
+
+    def __init__(
+        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
+    ) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+        self._silent = 0
+
+    def poll(self, out: Completions) -> int:
+        deaf = [k for k, port in enumerate(self._peers) if isinstance(port, Port) and port.arrived]
+        self._silent = self._silent + 1 if deaf else 0
+        if self._silent > _DEAF_POLLS:
+            for peer in deaf:
+                self._peers[peer] = Status.UNREACHABLE
+        return 0 if 0 < self._silent <= _DEAF_POLLS else super().poll(out)
+
+    def _reach(self, peer: int) -> Port | Status:
+        found = self._peers[peer]
+        return found if isinstance(found, Status) else super()._reach(peer)
+
+
+@breaks(17)
 @breaks(32)
 class SaysOkToTheDead(ByRow):
     """Takes a row that left for one that arrived."""
@@ -273,6 +341,22 @@ class TakesMoreThanItsDepth(ByRow):
         return taken
 
 
+@breaks(18)
+class PromisesLongerRows(ByRow):
+    """Takes rows of a page at the most, whatever its capabilities say."""
+
+    def write_row(self, row: Row) -> Status:
+        return Status.LENGTH if row.nbytes > 4 * KiB else super().write_row(row)
+
+
+@breaks(18)
+class TakesAnyPointerForTheHosts(ByRow):
+    """Registers memory of a device as if it were the host's."""
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        return super().register(dataclasses.replace(memory, device="cpu"), access)
+
+
 @breaks(18, seed=7)
 class PromisesOrder(LoopbackDomain):
     """Says ordered, and shuffles."""
@@ -294,6 +378,16 @@ class CrashesInTheChild(ByRow):
         super().close()
 
 
+@breaks(19)
+class PostsInTheChild(ByRow):
+    """Rings a doorbell that is not mapped in the child."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        if os.getpid() != _PARENT:
+            os._exit(3)
+        return super().post(batch, start, stop)
+
+
 @breaks(20, seed=8)
 class DrawsFromElsewhere(LoopbackDomain):
     """Draws its disorder from something besides the seed."""
@@ -305,69 +399,6 @@ class DrawsFromElsewhere(LoopbackDomain):
 
 
 # ---------------------------------------------------------------------- C21 to C23
-
-
-@breaks(21)
-class CutsLongMessages(ByRow):
-    """Delivers what fits of a message."""
-
-    def _try_send(self, message: Message) -> Status | None:
-        status = super()._try_send(message)
-        while status is Status.LENGTH:
-            message = message._replace(payload=message.payload[:-1])
-            status = super()._try_send(message)
-        return status
-
-
-@breaks(21)
-class SendsAMessageTwice(ByRow):
-    """Sends again before it knows that the first try failed."""
-
-    def _try_send(self, message: Message) -> Status | None:
-        super()._try_send(message)
-        return super()._try_send(message)
-
-
-@breaks(34)
-class NamesTheLastSenderForAll(ByRow):
-    """Keeps one sender a NIC instead of one a message."""
-
-    def recv_source(self, slot: int) -> bytes:
-        del slot
-        return next(reversed(self.port._pool._senders.values()))
-
-
-@breaks(34)
-class NamesTheFirstNicOfAnEngine(ByRow):
-    """Says which engine a message came from, and not which NIC."""
-
-    def recv_source(self, slot: int) -> bytes:
-        found = super().recv_source(slot)
-        (wanted,) = {self.engine_of(found)}
-        return next(at for at in self.port._hub._by_address if self.engine_of(at) == wanted)
-
-
-@breaks(21)
-class ReusesABufferInUse(ByRow):
-    """Puts a buffer into its pool twice."""
-
-    def post_recvs(self, nbytes: int, count: int) -> None:
-        super().post_recvs(nbytes, count)
-        self.port._pool._free.extend(range(count))
-
-
-@breaks(21)
-class ImmediatesEatMessageBuffers(ByRow):
-    """Lets each immediate consume a receive of the messages' pool."""
-
-    def poll(self, out: Completions) -> int:
-        n = super().poll(out)
-        for _ in range(int((out["kind"][:n] == Kind.IMM).sum())):
-            self.port.take_message(b"", self.port)
-        self._ready = self.port.arrived = type(self._ready)(
-            entry for entry in self._ready if not isinstance(entry, tuple) or entry[0] != Kind.RECV
-        )
-        return n
 
 
 @breaks(28)

@@ -20,7 +20,7 @@ from tep.backends.base import (
 )
 from tep.backends.columns import Rows, at
 from tep.backends.hostcopy import spell
-from tep.backends.loopback import Hub, Way
+from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.memory import Memory
 from tep.testing.spoiled_base import ByRow, breaks
@@ -130,6 +130,30 @@ class ReadsIntoWithdrawnMemory(ByRow):
             self._reads.regions[key.lkey] = kept
 
 
+@breaks(30, seed=6)
+class ReadsOnAfterAnError(ByRow):
+    """Says that the owner is gone, and writes what had left it before."""
+
+    def __init__(
+        self, hub: Hub, name: str, nic: int, *, epoch: int, caps: DomainCaps, seed: int | None
+    ) -> None:
+        super().__init__(hub, name, nic, epoch=epoch, caps=caps, seed=seed)
+        self._late: list[ReadRow] = []
+
+    def read_row(self, row: ReadRow) -> Status:
+        status = super().read_row(row)
+        self._late += [row] * (status is Status.UNREACHABLE)
+        return status
+
+    def poll(self, out: Completions) -> int:
+        n = super().poll(out)
+        if not (n or self._disorder):
+            while self._late:
+                row = self._late.pop()
+                ctypes.memset(row.local, 1, row.nbytes)
+        return n
+
+
 # ---------------------------------------------------------------------- C31
 
 
@@ -148,6 +172,15 @@ class WritesReadableMemory(ByRow):
     def register(self, memory: Memory, access: Access) -> DomainKey:
         both = access | Access.TARGET if access.readable else access
         return super().register(memory, both)
+
+
+@breaks(31)
+class OneRightARegion(ByRow):
+    """Has one right for both ways, and reading was asked for last."""
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        one = access & ~Access.TARGET if access.readable else access
+        return super().register(memory, one)
 
 
 @breaks(31)
@@ -171,6 +204,16 @@ class ReadsOnAfterDeregister(ByRow):
 
 
 # ---------------------------------------------------------------------- C32
+
+
+@breaks(32, seed=4)
+class LosesReadsOfADeadNic(LoopbackDomain):
+    """Forgets what is out when its device dies."""
+
+    def fail(self) -> None:
+        if self._disorder is not None:
+            self._disorder.rows.drain()
+        super().fail()
 
 
 @breaks(32, seed=4)

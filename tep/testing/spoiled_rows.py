@@ -1,16 +1,21 @@
-"""Loopbacks that break one of C1 to C10 each: rows and immediates.
+"""Loopbacks that break one of C1 to C11 each: rows and immediates.
 
 Every class is a plausible slip of a backend's author, beside the clause that must catch it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 
+import numpy as np
+
 from tep.backends.base import (
+    Access,
     Batch,
     Completions,
     DomainCaps,
+    DomainKey,
     Kind,
     Row,
     Status,
@@ -21,6 +26,7 @@ from tep.backends.hostcopy import spell
 from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.backends.shuffle import Entry
+from tep.memory import Memory
 from tep.testing.spoiled_base import ByRow, breaks
 
 __all__ = [
@@ -169,6 +175,17 @@ class HoldsRowsBehindAStuckMessage(ByRow):
         return 0 if self._stalled else super().post(batch, start, stop)
 
 
+@breaks(4, seed=3)
+class OneBatchForAPoll(ByRow):
+    """Reads the batch of the first completion, and takes it for all that came with it."""
+
+    def poll(self, out: Completions) -> int:
+        n = super().poll(out)
+        mine = np.flatnonzero(out["kind"][:n] == Kind.WRITE)
+        out["ctx"][mine] = out["ctx"][mine[:1]]
+        return n
+
+
 @breaks(5)
 class DropsRowsThatAreOverwritten(ByRow):
     """As a write-combining queue would: only the last row to an address goes out."""
@@ -306,6 +323,16 @@ class SkipsEmptyRows(ByRow):
 
 
 @breaks(9)
+class LosesRowsThatDoNothing(ByRow):
+    """Sends nothing for a row of no bytes and no immediate, and hears nothing back."""
+
+    def post(self, batch: WriteBatch, start: int, stop: int) -> int:
+        if batch.imm is None and isinstance(batch.nbytes, int) and batch.nbytes == 0:
+            return stop - start
+        return super().post(batch, start, stop)
+
+
+@breaks(9)
 class WantsASourceForEmptyRows(ByRow):
     """Looks up the source key of rows that have no source."""
 
@@ -333,3 +360,22 @@ class WritesWholeWords(ByRow):
     def write_row(self, row: Row) -> Status:
         cut = row.nbytes % 8 if row.nbytes > 8 else 0
         return super().write_row(row._replace(nbytes=row.nbytes - cut))
+
+
+@breaks(10)
+class FirstSourceForTheWholeBatch(ByRow):
+    """Takes the column's first address for all rows."""
+
+    def _carry_each(self, way: Way, batch: Batch, rows: Rows, nrows: int) -> None:
+        if way is self._writes and not isinstance(batch.src, int):
+            batch.src = int(batch.src[0])
+        super()._carry_each(way, batch, rows, nrows)
+
+
+@breaks(11)
+@breaks(31)
+class EverythingIsATarget(ByRow):
+    """Registers all memory for writing, since it costs no more."""
+
+    def register(self, memory: Memory, access: Access) -> DomainKey:
+        return super().register(dataclasses.replace(memory, readonly=False), access | Access.TARGET)
