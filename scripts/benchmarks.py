@@ -79,6 +79,22 @@ def _published(data: Any) -> list[Row]:
     return rows
 
 
+def _scale(data: Any) -> list[Row]:
+    """Of `tep bench scale`."""
+    return [
+        {
+            "what": one["what"],
+            "CPU, s": _number(one["cpu_s"]),
+            "aim": _aim({**one, "aim": one["aim_s"], "more_is_better": False}),
+            "memory, GiB": f"{one['memory_gib']:.2f}",
+            "events": _shown(one["events"]),
+            "loop, ns": _number(one["loop_ns"]),
+            "result": one["result"],
+        }
+        for one in data["runs"]
+    ]
+
+
 def _table(data: Any) -> list[Row]:
     """Of programs that print one row, or rows."""
     rows = data if isinstance(data, list) else data.get("rows", data.get("results", [data]))
@@ -185,11 +201,12 @@ BENCHES: Final[dict[str, Bench]] = {
         _table,
         "Runs until the tests find a bug that was planted in the engine.",
     ),
-    "kvcache-scale": Bench(
-        "A large KvCache cluster, simulated",
-        _bench("python tests/bench/bench_kvcache.py --seconds 60"),
-        _table,
-        "One simulated minute on the flow fabric.",
+    "scale": Bench(
+        "Large simulations",
+        _bench("tep bench scale --rounds 3"),
+        _scale,
+        "CPU, memory and events of each run in a process of its own. `loop` is one round of a "
+        "fixed Python loop, measured just before the run: on a busy machine it grows as CPU does.",
     ),
     "published": Bench(
         "The simulator against published figures",

@@ -7,13 +7,16 @@ import os
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tep.bench import Figure
 from tep.cli.show import Json, emit_json, print_table, progress
 from tep.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from tep.bench.scale import Cost
 
 __all__ = ["app"]
 
@@ -42,6 +45,58 @@ def sim(rounds: Rounds = 5, json: Json = False) -> None:
     from tep.bench.simulator import simulator_figures
 
     _show("tep bench sim", simulator_figures(rounds), 4, json=json)
+
+
+@app.command("scale")
+def scale(
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PART", help="Runs whose name holds this; can be repeated."),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="Runs of each; the one with the median CPU.")
+    ] = 1,
+    json: Json = False,
+) -> None:
+    """What large simulations cost: CPU, memory and counts of events, each in its own process.
+
+    All of them take minutes. loop is one round of a fixed Python loop: on a busy machine it grows
+    as CPU does, so compare CPU only where loop is the same.
+    """
+    from tep.bench.scale import scale_costs, select
+
+    title = "tep bench scale"
+    names = only or []
+    with progress(title, len(select(names)), quiet=json) as bar:
+        found = []
+        for cost in scale_costs(names, rounds):
+            found.append(cost)
+            bar.advance(bar.task_ids[0])
+    if json:
+        rows = [asdict(cost) | {"reached": cost.reached} for cost in found]
+        emit_json({"command": title, "machine": _machine(), "runs": rows})
+        return
+    table = (
+        {
+            "what": cost.what,
+            "CPU": f"{cost.cpu_s:.2f} s",
+            "aim": _scale_aim(cost),
+            "memory": f"{cost.memory_gib:.2f} GiB",
+            "events": f"{cost.events:,}",
+            "passes": f"{cost.passes:,}",
+            "loop": f"{cost.loop_ns:.0f} ns",
+            "result": cost.result,
+        }
+        for cost in found
+    )
+    columns = ("what", "CPU", "aim", "memory", "events", "passes", "loop", "result")
+    print_table(f"{title} ({_machine()})", columns, table)
+
+
+def _scale_aim(cost: Cost) -> str | None:
+    if cost.aim_s is None:
+        return None
+    return f"< {cost.aim_s:g} {'reached' if cost.reached else 'MISSED'}"
 
 
 @app.command("verbs-stub")
@@ -102,7 +157,7 @@ def _show(
         for figure in figures:
             found.append(figure)
             bar.advance(bar.task_ids[0])
-    machine = f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
+    machine = _machine()
     if json:
         emit_json(
             {
@@ -129,6 +184,10 @@ def _show(
         figure.reference_source for figure in found if figure.reference_source
     ):
         typer.echo(f"compared to: {source}")
+
+
+def _machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
 
 
 def _document(figure: Figure) -> dict[str, object]:

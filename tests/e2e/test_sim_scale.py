@@ -1,63 +1,74 @@
-"""What large simulations cost, by counts that no load of a machine moves: events, and passes.
+"""What large simulations cost, by counts that no load of a machine moves: events, passes, calls.
 
-`python tests/bench/bench_scale.py` prints seconds and memory of the full sizes.
+`tep bench scale` prints seconds and memory of the full sizes.
 """
 
 from __future__ import annotations
 
-from functools import partial
+import cProfile
+import json
+import subprocess
+import sys
 
 import pytest
 
 from tep.apps.kvcache.simulate import Load, Plant, simulate
-from tep.apps.moe.predict import Workload, predict
-from tep.reproduce.whatif import Machine, effects
-from tep.sim.clock import FabricEnv
-from tep.sim.profile import load_profile
-from tep.sim.timing import TimingFabric
-from tests.bench.bench_scale import alltoall
+from tep.apps.rl import study
+from tep.apps.rl.models import load_model
+from tep.apps.rl.predict import predict
+from tep.apps.rl.published import StageTimes
+from tep.bench.scale import alltoall, counted, moe_step, select
+from tep.errors import UsageError
 
 
-def moe() -> None:
-    predict(Workload(ep=16, turns=1))
-
-
-def rl() -> None:
-    machine = Machine(profile=load_profile("cx7_400"))
-    effects(machine, machine, ["rl"])
-
-
-def kvcache() -> None:
+def kvcache(seconds: int) -> str:
     plant = Plant(prefillers=1, decoders=1)
-    simulate(plant, Load(rate=2.0, duration_s=2.0, ntokens=(8192,)))
+    return str(simulate(plant, Load(rate=2.0, duration_s=seconds, ntokens=(8192,))))
+
+
+def weights(infers: int) -> str:
+    """With rates of its own schedule; those of the published update cost ten times as much."""
+    train, infer = study.train_layout(2 * infers), study.infer_layout(infers)
+    model = load_model("qwen3-235b")
+    schedule = study.Deployment(model=model, train=train, infer=infer).schedule()
+    return str(predict(schedule, StageTimes.of(schedule)))
 
 
 @pytest.mark.parametrize(
-    ("work", "events", "passes"),
+    ("work", "size", "events", "passes", "calls"),
     [
-        (moe, 2576, 52),
-        (partial(alltoall, 64), 5795, 7),
-        (rl, 2 * 5486, 2 * 65),
-        (kvcache, 14_886, 0),
+        (moe_step, 16, 2576, 52, 357_315),
+        (alltoall, 64, 5795, 7, 641_589),
+        (weights, 4, 13_329, 486, 1_952_451),
+        (kvcache, 2, 14_886, 0, 560_238),
     ],
-    ids=["moe", "alltoall", "rl", "kvcache"],
 )
-def test_no_more_events_than_when_this_was_written(work, events, passes, monkeypatch) -> None:
-    """A thousand engines stay affordable only while a row, or a page, costs no event of its own."""
-    counted = {"call_at": 0, "_settle": 0}
+def test_no_more_events_than_when_this_was_written(work, size, events, passes, calls) -> None:
+    """A thousand engines stay affordable only while a row, or a page, costs no event of its own,
+    and an event costs no more calls than it does.
+    """
+    profile = cProfile.Profile()
+    with profile:
+        _, seen_events, seen_passes = counted(lambda: work(size))
+    seen_calls = sum(entry.callcount for entry in profile.getstats())
 
-    def count(owner: type, name: str) -> None:
-        inner = getattr(owner, name)
+    assert seen_events <= 1.05 * events
+    assert seen_passes <= 1.05 * passes
+    assert seen_calls <= 1.1 * calls
 
-        def outer(*args: object) -> object:
-            counted[name] += 1
-            return inner(*args)
 
-        monkeypatch.setattr(owner, name, outer)
+def test_the_command_measures_a_run_and_names_what_it_does_not_know() -> None:
+    """A table of scale that nobody can make any more proves nothing."""
+    words = ["bench", "scale", "--json", "--only", "of 64 RANKS"]
+    program = f"import sys; from tep.cli import main; sys.exit(main({words}))"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300
+    )
+    (run,) = json.loads(found.stdout)["runs"]
 
-    count(FabricEnv, "call_at")
-    count(TimingFabric, "_settle")
-    work()
-
-    assert counted["call_at"] <= 1.05 * events
-    assert counted["_settle"] <= 1.05 * passes
+    assert "all-to-all of 64 ranks" == run["what"]
+    assert run["events"] <= 1.05 * 5795
+    assert run["cpu_s"] > 0
+    assert run["memory_gib"] > 0
+    with pytest.raises(UsageError, match="no run is called 'of 65 ranks'; there are: KvCache"):
+        select(["of 65 ranks"])

@@ -1,0 +1,244 @@
+"""What large simulations cost: CPU, memory and counts of each run, each in a process of its own.
+
+Seconds hang on the machine and on what else it does. Counts do not: the same code makes as many
+events on each machine, so tests hold the counts, and `tep bench scale` shows both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Final
+
+from tep.api import ScatterDst
+from tep.apps.kvcache.simulate import Load, Plant, simulate
+from tep.apps.moe.predict import Workload, predict
+from tep.apps.rl import study
+from tep.apps.rl.models import load_model
+from tep.errors import UsageError
+from tep.sim import Cluster, FabricEnv, TimingFabric
+from tep.units import KiB
+
+__all__ = [
+    "RUNS",
+    "Cost",
+    "Run",
+    "alltoall",
+    "counted",
+    "measure",
+    "moe_step",
+    "scale_costs",
+    "select",
+]
+
+_LIMIT_S: Final = 3600
+_LOOP_ROUNDS: Final = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One large run.
+
+    Attributes:
+        work: does it, and says what came of it.
+        aim_s: CPU seconds that it should stay under; None: no aim was set.
+        without: a run that leaves out what is to be measured; its cost is taken off.
+    """
+
+    work: Callable[[], str]
+    aim_s: float | None = None
+    without: Callable[[], str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a run cost.
+
+    Attributes:
+        what: which run.
+        cpu_s: of the process, without its imports; the median of its rounds.
+        aim_s: what it should stay under.
+        memory_gib: the most that the process held.
+        events: calls that the simulated clock made.
+        passes: times that the timing fabric computed what was sent; none on the flow fabric.
+        loop_ns: CPU nanoseconds of one round of a fixed loop of this Python, measured just before:
+            on a machine that is busy or slow it grows as cpu_s does.
+        result: what the run said.
+    """
+
+    what: str
+    cpu_s: float
+    aim_s: float | None
+    memory_gib: float
+    events: int
+    passes: int
+    loop_ns: float
+    result: str
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the aim is reached, if there is one."""
+        return None if self.aim_s is None else self.cpu_s <= self.aim_s
+
+
+def kvcache(rate: float, duration_s: float) -> str:
+    """1,000 engines on the flow fabric; 32,768 tokens a request."""
+    load = Load(rate=rate, duration_s=duration_s)
+    report = simulate(Plant(prefillers=125, decoders=125), load)
+    assert not report.failed, report.failed
+    return f"{report.writes:,} paged writes of {report.rows:,} pages"
+
+
+def rl(trains: int, infers: int) -> str:
+    """Schedule and predict one weight update of Kimi-K2."""
+    deployment = study.Deployment(
+        model=load_model("kimi-k2"),
+        train=study.train_layout(trains),
+        infer=study.infer_layout(infers),
+    )
+    found = deployment.predict()
+    return f"{found.total_ms:,.0f} ms, {found.rows:,} writes"
+
+
+def moe_step(ep: int, turns: int = 1) -> str:
+    """Decode steps on ConnectX-7: dispatch, combine, and their barriers."""
+    found = predict(Workload(ep=ep, turns=turns, experts=max(256, ep)))
+    return f"dispatch {found.dispatch_us:.0f} us, combine {found.combine_us:.0f} us"
+
+
+def alltoall(ranks: int) -> str:
+    """Have every rank write 16 KiB to every other, in one scatter each."""
+    with Cluster(ranks, profile="cx7_400", move_bytes=False) as cluster:
+        engines = cluster.engines
+        regions = [engine.reg_mr((1 << 40, 1 << 30, "cpu")) for engine in engines]
+
+        async def one(rank: int) -> None:
+            others = [(rank + k) % ranks for k in range(1, ranks)]
+            dsts = [ScatterDst(16 * KiB, 0, (regions[peer][1], 0)) for peer in others]
+            got = engines[rank].expect_imm_count(1, ranks - 1)
+            engines[rank].submit_scatter(regions[rank][0], dsts, 1)
+            await got
+
+        async def main() -> None:
+            await asyncio.gather(*map(one, range(ranks)))
+
+        cluster.run(main())
+        return f"{cluster.now_us:,.0f} us"
+
+
+RUNS: Final[dict[str, Run]] = {
+    "KvCache, 1,000 engines, one minute of 20 requests/s": Run(partial(kvcache, 20.0, 60.0), 60.0),
+    "RL, Kimi-K2, 256 to 128 GPUs": Run(partial(rl, 256, 128), 10.0),
+    "RL, Kimi-K2, 4,096 to 2,048 GPUs": Run(partial(rl, 4096, 2048)),
+    "MoE EP64, one more step": Run(partial(moe_step, 64, 2), 0.6, partial(moe_step, 64, 1)),
+    "MoE EP64, set-up and one step": Run(partial(moe_step, 64)),
+    "MoE EP256, set-up and one step": Run(partial(moe_step, 256)),
+    "all-to-all of 64 ranks": Run(partial(alltoall, 64)),
+    "all-to-all of 256 ranks": Run(partial(alltoall, 256)),
+    "all-to-all of 1,024 ranks": Run(partial(alltoall, 1024)),
+}
+"""What is measured, by name. Aims were set for an idle core of the machine this was written on."""
+
+
+def counted(work: Callable[[], str]) -> tuple[str, int, int]:
+    """Run; what it said, the calls of the simulated clock, the passes of the timing fabric."""
+    counts = {"call_at": 0, "_settle": 0}
+
+    def count(owner: type, name: str) -> Callable[[], None]:
+        inner = getattr(owner, name)
+
+        def outer(*args: object) -> object:
+            counts[name] += 1
+            return inner(*args)
+
+        setattr(owner, name, outer)
+        return lambda: setattr(owner, name, inner)
+
+    undo = count(FabricEnv, "call_at"), count(TimingFabric, "_settle")
+    try:
+        said = work()
+    finally:
+        for back in undo:
+            back()
+    return said, counts["call_at"], counts["_settle"]
+
+
+def measure(name: str, run: Run) -> Cost:
+    """Measure a run in this process, which counts as well: that costs about 1 % of its CPU."""
+    loop_ns = _loop_ns()
+    off_s, events_off, passes_off = 0.0, 0, 0
+    if run.without is not None:
+        run.without()  # once for the caches that live as long as the process
+        started_s = time.process_time()
+        _, events_off, passes_off = counted(run.without)
+        off_s = time.process_time() - started_s
+    started_s = time.process_time()
+    said, events, passes = counted(run.work)
+    spent_s = time.process_time() - started_s
+    return Cost(
+        what=name,
+        cpu_s=spent_s - off_s,
+        aim_s=run.aim_s,
+        memory_gib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        events=events - events_off,
+        passes=passes - passes_off,
+        loop_ns=loop_ns,
+        result=said,
+    )
+
+
+def _loop_ns() -> float:
+    started_ns = time.thread_time_ns()
+    total = 0
+    for k in range(_LOOP_ROUNDS):
+        total += k & 7
+    return (time.thread_time_ns() - started_ns) / _LOOP_ROUNDS
+
+
+def scale_costs(names: Sequence[str] = (), rounds: int = 1) -> Iterator[Cost]:
+    """Measure runs, each round in a process of its own; the round with the median CPU of each.
+
+    Args:
+        names: parts of names of RUNS, in any case; none: all runs.
+        rounds: an odd number has a round in the middle; of an even one the dearer is taken.
+
+    Raises:
+        UsageError: no run has such a name, or a run failed.
+    """
+    for name in select(names):
+        found = [_in_a_process(name) for _ in range(rounds)]
+        yield sorted(found, key=lambda cost: cost.cpu_s)[rounds // 2]
+
+
+def select(names: Sequence[str]) -> list[str]:
+    """The runs whose name holds one of these parts; none given: all.
+
+    Raises:
+        UsageError: a part is in no name.
+    """
+    for part in names:
+        if not any(part.lower() in name.lower() for name in RUNS):
+            raise UsageError(f"no run is called {part!r}; there are: {'; '.join(RUNS)}")
+    parts = [part.lower() for part in names]
+    return [name for name in RUNS if not parts or any(part in name.lower() for part in parts)]
+
+
+def _in_a_process(name: str) -> Cost:
+    command = [sys.executable, "-m", "tep.bench.scale", name]
+    done = subprocess.run(  # noqa: S603  # this module
+        command, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+    )
+    if done.returncode:
+        raise UsageError(f"{name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return Cost(**json.loads(done.stdout))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(measure(sys.argv[1], RUNS[sys.argv[1]]))))
