@@ -218,6 +218,17 @@ class Paths:
         self._ups, self._downs = passing._ups, passing._downs
         self._below, self._near = passing._below, passing._near
 
+    def waited(self, passing: Passing) -> Ints:
+        """How long each quantum that landed stood behind others, or before a circuit."""
+        rows = passing.flights
+        far = self._leaf[rows[:, SOURCE]] != self._leaf[rows[:, TARGET]]
+        slowest = rows[:, SERVICE]
+        if self._rate is not None:
+            slowest = np.maximum(slowest, np.where(far, self._rate.ps(rows[:, NBYTES]), 0))
+        begun = self._leave(rows)[:, FIRST] - rows[:, FIRST] + rows[:, START]
+        found: Ints = passing.done - begun - slowest - np.where(far, self.network.spine_ps, 0)
+        return found
+
     def _serve(self, rows: Ints, server: Ints, free: Ints) -> Ints:
         """Pass uplinks or downlinks; `free` is brought forward."""
         if self._rate is None or not len(rows):

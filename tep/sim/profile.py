@@ -83,6 +83,11 @@ FIELDS: Final[Mapping[str, Field]] = {
     "tail_ps": Field("wire.tail", "ps", 0),
     "loss_ppm": Field("wire.loss", "ppm", 0),
     "retry_ps": Field("wire.retry", "ps", 0),
+    "credit_bytes": Field("wire.credit", "bytes", 0),
+    "ecn_bytes": Field("wire.ecn", "bytes", 0),
+    "ecn_every_ps": Field("wire.ecn_every", "ps", 0),
+    "ecn_recover_ps": Field("wire.ecn_recover", "ps", 0),
+    "ecn_grow_bps": Field("wire.ecn_grow", "bps", 0),
     "poll_ps": Field("cpu.poll", "ps", 0),
     "qp_depth": Field("nic.qp_depth", "count", 0),
     "leaf_nodes": Field("network.leaf_nodes", "count", 0),
@@ -150,6 +155,12 @@ class Profile:
             exponential time of this mean: a slow path among those that are sprayed over.
         loss_ppm, retry_ps: where rows are ordered: of a million packets so many are lost, and how
             long until one is missed; the rest of its row is sent again, and those behind it wait.
+        credit_bytes: a queue pair has at most so many under way that were not given back; 0: any.
+        ecn_bytes: a quantum that more than so many bytes stand before is marked; 0: none is.
+        ecn_every_ps: a receiver tells a sender of a mark at most once in this time.
+        ecn_recover_ps: a rate that was halved comes back by a step in each such time: to half way
+            from where it was, and after five steps that is raised by
+        ecn_grow_bps.
         poll_ps: worker's CPU time for a completion that it polls.
         qp_depth: rows to one peer that one NIC has outstanding at the most; 0: sq_depth alone.
         leaf_nodes, rails, uplink_bps, spine_ps, circuit_up_ps, circuit_down_ps, leaves: what stands
@@ -185,6 +196,11 @@ class Profile:
     tail_ps: int = 0
     loss_ppm: int = 0
     retry_ps: int = 0
+    credit_bytes: int = 0
+    ecn_bytes: int = 0
+    ecn_every_ps: int = 0
+    ecn_recover_ps: int = 0
+    ecn_grow_bps: int = 0
     poll_ps: int = 0
     qp_depth: int = 0
     leaf_nodes: int = 0
@@ -206,6 +222,12 @@ class Profile:
             raise UsageError(
                 f"profile {self.name}: ordered, but jitter_ps={self.jitter_ps} or "
                 f"tail_ppm={self.tail_ppm} would reorder rows"
+            )
+        if self.ecn_bytes and not (self.ecn_recover_ps and self.ecn_grow_bps):
+            raise UsageError(
+                f"profile {self.name}: ecn_bytes={self.ecn_bytes}, but ecn_recover_ps="
+                f"{self.ecn_recover_ps} and ecn_grow_bps={self.ecn_grow_bps}: a rate that was "
+                "halved would never come back"
             )
         if self.rails > 1:
             raise UsageError(f"profile {self.name}: rails={self.rails}; 0 or 1")

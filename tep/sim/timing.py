@@ -25,7 +25,19 @@ from tep.errors import UsageError
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.late import Late
 from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
-from tep.sim.paths import LAST, NUMBER, Network, Paths, flights, network_of, no_flights
+from tep.sim.pacing import Marks, PacedQueue, is_paced
+from tep.sim.paths import (
+    LAST,
+    NBYTES,
+    NUMBER,
+    SOURCE,
+    TARGET,
+    Network,
+    Paths,
+    flights,
+    network_of,
+    no_flights,
+)
 from tep.sim.profile import Profile, load_profile
 from tep.sim.queues import Ints, Rate, fifo_grouped
 from tep.sim.row_log import RowLog
@@ -80,6 +92,7 @@ class TimingFabric:
         self.active: dict[int, Nic] = {}
         self.refused: dict[int, Nic] = {}
         self.late = Late(self.profile, seed)
+        self.marks = Marks(self.profile) if is_paced(self.profile) else None
         self._epochs: dict[str, int] = {}
         self._numbers: dict[bytes, int] = {}
         self._nics: list[Nic | None] = []
@@ -227,12 +240,36 @@ class TimingFabric:
         times. The window follows what the last pass kept.
         """
         limit_ps = NEVER_PS
+        if self.marks is not None:
+            return self._news_ps(nics)
         for nic in nics:
             queue, at = nic.queue, nic.queue.at
             if len(queue) > self._window:
                 first_ps = int(queue.starts[at])
                 limit_ps = min(limit_ps, max(int(queue.starts[at + self._window]), first_ps + 1))
         return limit_ps
+
+    def _news_ps(self, nics: list[Nic]) -> int:
+        """Before when no sender can hear of a quantum that is not settled: `pacing`'s rule."""
+        firsts = [int(nic.queue.starts[nic.queue.at]) for nic in nics]
+        flying_ps = None if self.paths is None else self.paths.due_ps()
+        return (
+            min([*firsts, NEVER_PS if flying_ps is None else flying_ps]) + self.profile.latency_ps
+        )
+
+    def _tell(self, marks: Marks, quanta: Ints, waited: Ints, done: Ints) -> None:
+        """Tell senders of quanta that were taken: a row each of sender, target, bytes."""
+        told = marks.told(quanta[:, 0], quanta[:, 1], waited, done)
+        heard = (done + self.profile.latency_ps).tolist()
+        queues: dict[int, PacedQueue] = {}
+        for (source, target, nbytes), marked, time_ps in zip(quanta.tolist(), told, heard):
+            if source not in queues:
+                queue = self.nic(source).queue
+                assert isinstance(queue, PacedQueue), "all of a fabric are"
+                queues[source] = queue
+            queues[source].tell(time_ps, target, nbytes, marked=marked)
+        for queue in queues.values():
+            queue.foresee()
 
     def _settle(self, taken: list[tuple[Nic, int]]) -> None:
         spans = [slice(nic.queue.at, stop) for nic, stop in taken]
@@ -242,6 +279,9 @@ class TimingFabric:
         source = self.ledger.source[units.number - self.ledger.base]
         receiving = self._receiving(source, units.target, units.service)
         done = fifo_grouped(arrive, receiving, units.target, self._free)
+        if self.marks is not None:
+            quanta = np.stack((source, units.target, units.nbytes), 1)
+            self._tell(self.marks, quanta, done - receiving - arrive, done)
         ends = units.last.nonzero()[0]
         here = done if not self.slow else np.maximum(done, arrive + units.service)
         landed = self._late(units.number[ends], here[ends])
@@ -281,6 +321,9 @@ class TimingFabric:
             limit_ps = wake_ps
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
         paths.keep(passing)
+        if self.marks is not None:
+            quanta = passing.flights[:, [SOURCE, TARGET, NBYTES]]
+            self._tell(self.marks, quanta, paths.waited(passing), passing.done)
         self._free = passing.receivers
         for nic, stop in taken:
             nic.queue.at = stop

@@ -29,6 +29,7 @@ from tep.backends.checks import check_memory
 from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
 from tep.sim.ledger import Agenda, Hold
+from tep.sim.pacing import PacedQueue, is_paced
 from tep.sim.queues import Ints, cut_quanta
 from tep.sim.receiving import Inlet
 from tep.sim.sendqueue import Depths, SendQueue, Units
@@ -80,7 +81,7 @@ class TimingNic:
         self.node = node
         self.index = index
         self.number = fabric.attach(self)
-        self.queue = SendQueue()
+        self.queue = PacedQueue(profile) if is_paced(profile) else SendQueue()
         self.inbox = Agenda()
         self.outbox = Agenda()
         self.sources: dict[int, Region] = {}

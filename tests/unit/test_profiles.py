@@ -12,6 +12,8 @@ from tep.sim.profile import load_profile, profile_names, read_profile
 
 NAMES = [
     "cx7_400",
+    "cx7_400_credit",
+    "cx7_400_ecn",
     "cx7_400_lossy",
     "cx7_400_optical",
     "cx8_800",
@@ -35,7 +37,7 @@ def read(tmp_path, text: str):
 def test_the_published_machines_are_there() -> None:
     """The demo, the apps and the Cluster name them."""
     assert NAMES == profile_names()
-    assert [(1, 400), (1, 400), (1, 400), (1, 800), (1, 400), (2, 200), (2, 200), (4, 100)] == [
+    assert [*[(1, 400)] * 5, (1, 800), (1, 400), (2, 200), (2, 200), (4, 100)] == [
         (profile.nics, profile.link_bps // 10**9) for profile in map(load_profile, NAMES)
     ]
 
@@ -81,7 +83,7 @@ def test_unknown_profile_lists_the_known() -> None:
     """A misspelt name should cost one look, not a search."""
     with pytest.raises(
         UsageError,
-        match="'cx7' is unknown; there are: cx7_400, cx7_400_lossy, cx7_400_optical, cx8_800, ",
+        match="'cx7' is unknown; there are: " + ", ".join(NAMES),
     ):
         load_profile("cx7")
 
