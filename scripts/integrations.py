@@ -117,6 +117,12 @@ INTEGRATIONS = (
         VLLM,
         ("--policy", "recompute"),
     ),
+    Integration(
+        "vLLM's NixlPushConnector, both requests with one id",
+        "vllm_nixl.py",
+        VLLM,
+        ("--connector", "NixlPushConnector"),
+    ),
 )
 
 

@@ -17,7 +17,7 @@ from tep.backends.verbs import open_domains
 from tep.drivers import InlineDriver, ThreadDriver
 from tep.engine import TransferEngine
 
-FAST = {"handshake_s": 1.0, "timeout": 12, "retry_cnt": 5, "drain_s": 0.5}
+FAST = {"handshake_s": 1.0, "timeout": 14, "retry_cnt": 5, "drain_s": 0.5}
 
 
 def buffer(nbytes):
