@@ -12,7 +12,7 @@ import pytest
 from tep.testing.vm.guest import TIMED_OUT, Options, run_in_guest
 from tep.testing.vm.kernel import GuestError, cache_folder, fetch, install, missing_tools
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +61,7 @@ def test_verbs_in_the_guest():
     command += ["-p", "no:cacheprovider", "-p", "no:randomly", "-p", "no:hypothesispytest"]
     command += ["--confcutdir", str(root / "tests/verbs"), str(root / "tests/verbs")]
     command += [] if long else ["-m", "not long"]
-    found = run_in_guest(command, Options(nics=8, timeout_s=400))
+    found = run_in_guest(command, Options(nics=8, timeout_s=900))
     passed = re.search(r"(\d+) passed", found.output)
 
     assert 0 == found.status, f"logs in {found.kept}:\n{found.output[-6000:]}"
