@@ -308,10 +308,10 @@ def _judge_open(stage: Stage, wait: Wait, *, first: bool) -> None:
     """Nothing is left to happen, and this never fired: was it right?"""
     host = wait.host
     spare = host.ledger.imms[wait.imm] - host.used[wait.imm]
-    run = stage.runs.get((wait.place, wait.number))
-    sent = run is not None and host in run.hosts and run.state == "done"
+    runs = [stage.runs.get((place, wait.number)) for place, _ in wait.shares]
+    sent = all(run is not None and host in run.hosts and run.state == "done" for run in runs)
     if sent or (first and spare >= wait.count):
         stage.fail(
             f"imm {wait.imm:#x} at {host.name} never fired: {spare} of {wait.count} are here"
-            + (f", and {run} is done" if sent else "")
+            + (f", and {runs} are done" if sent else "")
         )

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tep.core.transfer import Expectation
-from tep.testing.lab import USED, Host
-from tep.testing.scenario import RECEIVERS
-from tep.testing.stage import Run, Stage, Wait
+from tep.testing.lab import USED, Host, Piece
+from tep.testing.scenario import RECEIVERS, TransferSpec
+from tep.testing.stage import Run, Shares, Stage, Wait
 
 __all__ = ["Receivers"]
 
@@ -33,8 +33,7 @@ class Receivers:
         """A receiver is back, and has to be told of what was not begun before."""
         stage = self.stage
         for place, spec in enumerate(stage.scenario.transfers):
-            takes_part = host.name in (RECEIVERS if spec.wide else RECEIVERS[:1])
-            if takes_part and (place, 0) not in stage.runs:
+            if takes_part(spec, host) and (place, 0) not in stage.runs:
                 self._prepare(place, host, stage.lab.env.now)
 
     def _prepare(self, place: int, host: Host, now_ps: int) -> None:
@@ -49,8 +48,20 @@ class Receivers:
             self.stage.lab.env.call_at(t_ps, self._state, (place, 0, host))
 
     def _waits(self, place: int, number: int, host: Host) -> list[Wait]:
-        dues = self.stage.dues(place, number, host.name)
-        return [Wait(host, place, number, *due) for due in dues]
+        """What a receiver waits for; the first that takes part waits for all that share with it."""
+        scenario = self.stage.scenario
+        mates = [k for k in scenario.mates(place) if takes_part(scenario.transfers[k], host)]
+        if place != mates[0]:
+            return []
+        dues = {mate: self.stage.dues(mate, number, host.name) for mate in mates}
+        parts: list[tuple[int, int, Shares]]
+        if len(mates) == 1:
+            parts = [(imm, count, ((place, pieces),)) for imm, count, pieces in dues[place]]
+        else:
+            count = sum(count for parts in dues.values() for _, count, _ in parts)
+            shares = tuple((mate, parts[-1][2]) for mate, parts in dues.items())
+            parts = [(scenario.imm(place), count, shares)]
+        return [Wait(host, place, number, *part) for part in parts]
 
     def _state(self, stated: tuple[int, int, Host]) -> None:
         """State the expectations of one round."""
@@ -109,23 +120,24 @@ class Receivers:
             )
         elif here > used:
             stage.seen["surplus"] += 1
-        run = stage.runs.get((wait.place, wait.number))
-        if run is None or host not in run.hosts:
-            stage.blame(
-                f"imm {wait.imm:#x} at {host.name} fired for transfer {wait.place}, "
-                "which sent nothing there"
-            )
-        elif not stage.lab.landed(host, wait.pieces):
-            stage.blame(
-                f"imm {wait.imm:#x} at {host.name} fired before all bytes of {run} were there"
-            )
-        else:
-            self._use_up(wait, run)
+        stage.seen["sum of several"] += len(wait.shares) > 1
+        for place, pieces in wait.shares:
+            run = stage.runs.get((place, wait.number))
+            if run is None or host not in run.hosts:
+                stage.blame(
+                    f"imm {wait.imm:#x} at {host.name} fired for transfer {place}, "
+                    "which sent nothing there"
+                )
+            elif not stage.lab.landed(host, pieces):
+                stage.blame(
+                    f"imm {wait.imm:#x} at {host.name} fired before all bytes of {run} were there"
+                )
+            else:
+                self._use_up(host, pieces, run)
 
-    def _use_up(self, wait: Wait, run: Run) -> None:
+    def _use_up(self, host: Host, pieces: tuple[Piece, ...], run: Run) -> None:
         """Do with the bytes what a reader may do: they are his, and nobody writes there again."""
-        host = wait.host
-        for _, dst, n in wait.pieces:
+        for _, dst, n in pieces:
             host.memory[dst : dst + n] = USED * n
             run.used.append((host, dst, n))
         if run.snapshot:
@@ -189,3 +201,8 @@ class Receivers:
                 if left >= 0 and not wait.settled:
                     wait.settled = 1
                     self._fired(wait, host.used[imm] - left)
+
+
+def takes_part(spec: TransferSpec, host: Host) -> bool:
+    """Whether a node is a receiver of a transfer."""
+    return host.name in (RECEIVERS if spec.wide else RECEIVERS[:1])

@@ -93,6 +93,7 @@ class TransferSpec:
         cancel_ps: when it is cancelled, counted from its start, or None.
         stale: it names the receivers by the descriptors they had before a restart.
         probe: right after its submit somebody tries to give the source region back.
+        shared: all that are shared have one immediate, and receivers expect the sum of them.
     """
 
     kind: TransferKind = "single"
@@ -114,6 +115,7 @@ class TransferSpec:
     cancel_ps: int | None = None
     stale: bool = False
     probe: bool = False
+    shared: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(TransferKind), self.kind
@@ -123,6 +125,7 @@ class TransferSpec:
             if getattr(self, name) is not None:
                 _settle(self, name, 0)
         assert not (self.silent and self.kind == "barrier"), "a barrier is just its immediate"
+        assert not self.shared or self.may_share, "alone with its immediate"
 
     def __repr__(self) -> str:
         return _literal(self)
@@ -131,6 +134,11 @@ class TransferSpec:
     def wide(self) -> bool:
         """Whether it goes to all receivers, and not to the first alone."""
         return self.kind in ("scatter", "barrier")
+
+    @property
+    def may_share(self) -> bool:
+        """Whether others may have its immediate: rows without bytes are known by it, rounds too."""
+        return self.kind in ("single", "paged", "scatter") and not self.silent and self.rounds == 1
 
     def page_imm(self, imm: int, page: int) -> int:
         """The immediate of one page; no two pages, and no two transfers, share one."""
@@ -226,6 +234,16 @@ class Scenario:
         """Whether node c takes part."""
         return any(spec.wide for spec in self.transfers)
 
+    def mates(self, place: int) -> tuple[int, ...]:
+        """The places of the transfers under the immediate of one of them, itself included."""
+        if not self.transfers[place].shared:
+            return (place,)
+        return tuple(k for k, spec in enumerate(self.transfers) if spec.shared)
+
+    def imm(self, place: int) -> int:
+        """The immediate of a transfer."""
+        return IMMS[self.mates(place)[0]]
+
     @classmethod
     def draw(cls, seed: int) -> Scenario:
         """Draw one run of a swarm: first what happens at all, then how much of it.
@@ -246,6 +264,11 @@ class Scenario:
         transfers = tuple(
             _draw_transfer(dice, place, theme, wide=wide) for place in range(1, count + 1)
         )
+        if dice.below(0, 61, 3) == 0:
+            near_ps = transfers[0].start_ps
+            transfers = tuple(
+                _draw_shared(dice, place, spec, near_ps) for place, spec in enumerate(transfers, 1)
+            )
         reads = _draw_reads(dice, theme)
         chaos = _draw_chaos(dice, seed, theme)
         faults = _draw_faults(dice, theme, nics, transfers) + _draw_trouble(dice, nics, transfers)
@@ -356,6 +379,13 @@ def _draw_transfer(dice: _Dice, place: int, theme: str, *, wide: bool) -> Transf
         knobs["stale"] = dice.below(place, 19, 3) == 0
     knobs["probe"] = dice.below(place, 20, 8) == 0
     return TransferSpec(**knobs)
+
+
+def _draw_shared(dice: _Dice, place: int, spec: TransferSpec, near_ps: int) -> TransferSpec:
+    """Have most transfers of a run share one immediate, and be in flight together."""
+    if not spec.may_share or dice.below(place, 23, 4) == 0:
+        return spec
+    return replace(spec, shared=True, start_ps=near_ps + dice.below(place, 24, 200 * _NS))
 
 
 def _draw_reads(dice: _Dice, theme: str) -> tuple[ReadSpec, ...]:

@@ -96,7 +96,7 @@ class Sender:
     def _submit(self, run: Run) -> Transfer:
         spec, area, hosts = run.spec, run.area, run.hosts
         engine, mr = self.stage.sender.engine, self.stage.sender.mr
-        imm = None if spec.silent else IMMS[run.place]
+        imm = None if spec.silent else self.stage.scenario.imm(run.place)
         routing = self.stage.routings[run.place]
         match spec.kind:
             case "single":
@@ -231,17 +231,17 @@ class Sender:
             return "no failover"
         if stage.closed:
             return "an engine was closed"
-        if chaos.message_loss:
-            return "messages are lost"
         if chaos.rnr_retries >= 0:
             return "no receive"  # no NIC makes up for a receive that is not there
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
             # What is in doubt about a cancelled request may be in doubt for others.
             return "a transfer was cancelled"
-        for fault in stage.broken:
-            if not isinstance(fault, KillNic | Slow | Pause):
-                return type(fault).__name__
         dead = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic)}
+        others = [f for f in stage.broken if not isinstance(f, KillNic | Slow | Pause)]
+        if chaos.message_loss and (others or len(dead) > 1):
+            return "messages are lost"
+        if others:
+            return type(others[0]).__name__
         ends = ((SENDER, len(stage.sender.taps)), *((h.name, len(h.taps)) for h in run.hosts))
         gone = any(all((name, nic) in dead for nic in range(n)) for name, n in ends)
         return "all NICs of one end died" if gone else ""

@@ -25,10 +25,13 @@ from tep.testing.lab import Area, Host, Lab, Piece, is_of_read
 from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
 from tep.testing.tap import Mover
 
-__all__ = ["Due", "Run", "Stage", "Violation", "Wait"]
+__all__ = ["Due", "Run", "Shares", "Stage", "Violation", "Wait"]
 
 Due = tuple[int, int, tuple[Piece, ...]]
 """An immediate, how many of it, and the bytes that are there once all of them are."""
+
+Shares = tuple[tuple[int, tuple[Piece, ...]], ...]
+"""The place of each transfer under one immediate, and its bytes."""
 
 ECHO_IMM: Final = 0xEC40
 """What receivers send when a count has fired, so that all engines send and receive at once."""
@@ -104,7 +107,7 @@ class Run(Mover):
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One expectation, or claim: `count` immediates, upon which `pieces` are to be there.
+    """One expectation, or claim: `count` immediates, upon which the bytes of `shares` are there.
 
     Attributes:
         recalled: whether it was cancelled, to be stated again.
@@ -117,7 +120,7 @@ class Wait:
     number: int
     imm: int
     count: int
-    pieces: tuple[Piece, ...]
+    shares: Shares
     claimed: bool = False
     handle: Expectation | None = None
     settled: int = 0
@@ -205,7 +208,7 @@ class Stage:
 
     def _count(self, place: int, number: int, name: str) -> list[Due]:
         spec = self.scenario.transfers[place]
-        imm = IMMS[place]
+        imm = self.scenario.imm(place)
         where = RECEIVERS.index(name)
         pieces = self.lab.areas[place][number].pieces[where if spec.wide else 0]
         if spec.kind == "per_page":

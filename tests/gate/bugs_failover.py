@@ -257,6 +257,16 @@ def written_after_release() -> list[Change]:
 
 
 @bug(budget=LATE)
+def only_the_first_transfer_is_written_again() -> list[Change]:
+    """Transfers under one immediate lost rows together: the bytes of one are written again."""
+
+    def first(rows, missing):
+        return [row for row in rows if row.pending.transfer is rows[0].pending.transfer], missing
+
+    return writes_again(first)
+
+
+@bug(budget=LATE)
 def first_row_written_again() -> list[Change]:
     """Of a batch that lost rows the first is written again, not those."""
     repost = DomainGroup.repost

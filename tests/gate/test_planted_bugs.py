@@ -157,6 +157,7 @@ def sights() -> Counter[str]:
 WANTED = [
     "early immediate",
     "surplus",
+    "sum of several",
     "claimed",
     "recalled",
     "short post",
@@ -211,7 +212,7 @@ EXCUSED = {
     "no failover": 340,
     "Restart": 150,
     "an engine was closed": 140,
-    "messages are lost": 85,
+    "messages are lost": 77,
     "all NICs of one end died": 70,
     "Revoke": 65,
     "Mute": 55,
