@@ -8,6 +8,7 @@ small numbers, and prints as a literal. Seeds find faster; these explain better.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 from hypothesis import strategies as st
@@ -43,6 +44,7 @@ from tep.testing.scenario import (
     TransferKind,
     TransferSpec,
 )
+from tep.testing.sizes import SIZES, Sizes
 from tep.units import PS_PER_MS, PS_PER_NS
 
 __all__ = ["chaos", "engine_scenarios", "reads", "scenarios", "transfers"]
@@ -104,7 +106,7 @@ def transfers(draw: DrawFn) -> TransferSpec:
         knobs["by_bytes"] = draw(st.booleans())
     if kind in ("scatter", "barrier"):
         knobs["grouped"] = draw(st.booleans())
-    return TransferSpec(
+    spec = TransferSpec(
         pinned=draw(st.booleans()),
         start_ps=draw(_times(4000)),
         expect_ps=draw(st.sampled_from([1, 300 * _NS, 2500 * _NS])),
@@ -118,6 +120,7 @@ def transfers(draw: DrawFn) -> TransferSpec:
         probe=draw(st.booleans()),
         **knobs,
     )
+    return replace(spec, shared=spec.may_share and draw(st.booleans()))
 
 
 @st.composite
@@ -138,16 +141,9 @@ def reads(draw: DrawFn) -> ReadSpec:
 
 @st.composite
 def _faults(draw: DrawFn, nics: tuple[int, int, int], nodes: int) -> tuple[int, Fault]:
-    names = (SENDER, *RECEIVERS)
-    node = draw(st.integers(0, nodes - 1))
-    kind = draw(st.sampled_from(["kill", "revoke", "restart"]))
-    nic = draw(st.integers(0, nics[node] - 1))
-    t_ps = draw(_times(4000))
-    if kind == "kill":
-        return t_ps, KillNic(names[node], nic)
-    if kind == "revoke":
-        return t_ps, Revoke(names[node], draw(st.sampled_from([nic, None])))
-    return t_ps, Restart(names[max(node, 1)])
+    names = (SENDER, *RECEIVERS)[:nodes]
+    t_ps, fault = draw(_events(dict(zip(names, nics)), list(_EVENTS)))
+    return t_ps, Restart(RECEIVERS[0]) if fault == Restart(SENDER) else fault
 
 
 @st.composite
@@ -162,13 +158,27 @@ def engine_scenarios(draw: DrawFn) -> Scenario:
         nics=nics,
         transfers=specs,
         reads=tuple(draw(st.lists(reads(), max_size=2))),
-        chaos=draw(chaos()),
+        chaos=replace(
+            draw(chaos()),
+            late_land=draw(st.integers(0, 2)),
+            message_loss=draw(st.sampled_from([0, 2, 6])),
+            peer_depth=draw(st.integers(0, 2)),
+        ),
         faults=tuple(sorted(faults, key=lambda fault: fault[0])),
         close=draw(st.none() | st.none() | closes),
         messages=draw(st.integers(0, MESSAGES_MAX)),
         buffers=draw(st.integers(1, 2)),
         echo=draw(st.booleans()),
+        failover=draw(st.sampled_from([True, True, False])),
+        sizes=draw(_sizes()),
     )
+
+
+@st.composite
+def _sizes(draw: DrawFn) -> Sizes:
+    """Which constants are small; shrinks to none."""
+    found = [(name, draw(st.none() | st.sampled_from(values))) for name, values in SIZES.items()]
+    return tuple((name, value) for name, value in found if value is not None)
 
 
 # ---------------------------------------------------------------------- for protocols of users
