@@ -34,12 +34,16 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
             "published": f"{one.point.published:g}",
             "simulated": _number(one.simulated),
             "error": _error(one, one.simulated) + ("" if one.holds else " !"),
-            "left out": _error(one, one.left_out),
+            "left out": _error(one, one.left_out) or _NO_VALUE[one.point.kind],
             "class": one.point.kind,
             "of": one.point.of,
         }
         for one in outcomes
     ]
+
+
+_NO_VALUE: Final = {"fitted": "nothing left", "predicted": "not asked", "not modelled": ""}
+"""What stands in the column "left out" where there is no value."""
 
 
 def _number(value: float | None) -> str:
@@ -62,15 +66,31 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
         errors = [abs(one.error) for one in mine if one.error is not None]
         found[kind] = len(mine)
         found[f"{kind}, largest error"] = round(max(errors, default=0.0), 2)
+    found["fitted, of them inputs"] = sum(one.point.is_input for one in outcomes)
     found["beyond their tolerance"] = sum(not one.holds for one in outcomes)
     numbers = {
         (one.table.name, name)
         for one in outcomes
-        if one.point.kind == "fitted" and "." in one.point.of and "input" not in one.point.of
+        if one.point.kind == "fitted" and not one.point.is_input
         for name in one.point.of.split()
     }
     found["numbers fitted"] = sorted({f"{name} ({table})" for table, name in numbers})
+    found |= _waiting(outcomes)
     return found
+
+
+def _waiting(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """What of the weight update's total goes in, and what comes out."""
+    found = {one.point.name: one for one in outcomes if one.table.name == "rl"}
+    if not found:
+        return {}
+    total, wait = found["total ms"], found["wait ms"]
+    given = total.point.published - wait.point.published
+    said = f"{total.point.published:g} ms published, of which {given:g} are inputs; waiting"
+    said += f" {wait.point.published:g} published, {_number(wait.simulated)} simulated"
+    if wait.left_out is not None:
+        said += f", {_number(wait.left_out)} without sight of it"
+    return {"rl": said}
 
 
 def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
@@ -81,7 +101,10 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines = ["# Published and simulated", ""]
-    lines += [f"- {key}: {value}" for key, value in summary(outcomes).items()]
+    for key, value in summary(outcomes).items():
+        said = f"{len(value)}: {', '.join(value)}" if isinstance(value, list) else value
+        lines.append(f"- {key}: {said}")
+    lines += ["", *_COLUMNS_SAID]
     paths = []
     for table, group in groupby(outcomes, lambda one: one.table):
         mine = list(group)
@@ -97,6 +120,15 @@ def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [path, *paths]
+
+
+_COLUMNS_SAID: Final = (
+    "Every published point is in one class. Fitted: numbers of the simulator were fitted to it, or",
+    "it is an input itself. Predicted: nothing was. Not modelled: something that matters is",
+    "missing; the last column says what, and a value, if any, is no prediction. Left out: how far",
+    "off the simulation is without the point. Numbers fitted to it then come from all other",
+    "points, from the other NIC, or from an earlier guess.",
+)
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -123,7 +155,7 @@ def _draw(outcomes: Sequence[Outcome], curves: Callable[[Axes], str], path: Path
     axes.set_title(outcomes[0].table.title, fontsize=10)
     axes.set_ylabel(outcomes[0].table.unit)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
     plt.close(figure)
 
 
@@ -177,13 +209,23 @@ def _by_ep(table: str) -> Callable[[Axes], str]:
 def _private(axes: Axes) -> str:
     tokens = (32, 24, 16, 8, 4, 2)
     for nic in NIC_PROFILES:
-        for ep in ("8", "64"):
+        for ep, style in (("8", ":"), ("16", "-."), ("32", "--"), ("64", "-")):
             values = [
                 reproduce_at("moe-private", private_tokens=str(n), nic=nic, ep=ep) for n in tokens
             ]
-            axes.plot(tokens, values, label=f"{nic} {ep}")
+            axes.plot(tokens, values, style, label=f"{nic} {ep}")
     axes.set(xlabel="private tokens a peer")
     return "private_tokens"
+
+
+def _scatter(axes: Axes) -> str:
+    sizes = (4, 8, 16, 32, 64, 128)
+    for nic in NIC_PROFILES:
+        keys = {"stage": "post_all", "nic": nic, "quantile": "p50"}
+        values = [reproduce_at("scatter", ep=str(ep), **keys) for ep in sizes]
+        axes.plot(sizes, values, label=" ".join(keys.values()))
+    axes.set(xscale="log", yscale="log", xlabel="ranks", xticks=sizes, xticklabels=sizes)
+    return "ep"
 
 
 _CURVES: Final[Mapping[str, Callable[[Axes], str]]] = {
@@ -192,5 +234,6 @@ _CURVES: Final[Mapping[str, Callable[[Axes], str]]] = {
     "moe-decode": _by_ep("moe-decode"),
     "moe-prefill": _by_ep("moe-prefill"),
     "moe-private": _private,
+    "scatter": _scatter,
 }
 """Table -> draws its simulated curves, labelled like the points' other keys; returns the x key."""

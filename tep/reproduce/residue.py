@@ -1,6 +1,8 @@
-"""Points left out: what a fit to all other points would say of each. Costs some minutes of CPU.
+"""Points left out: what the simulation says of each without it. Costs some minutes of CPU.
 
-A point to which the only number that it determines was fitted has no such value: nothing is left.
+A fitted point: its numbers come from all other points; where these determine one no more, from the
+other NIC's points, or from a guess that was made without this point. A predicted point: what is
+simulated, as nothing was fitted to it. An input has no such value where nothing else says it.
 """
 
 from __future__ import annotations
@@ -13,13 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import sim
-from tep.apps.kvcache.ttft import PUBLISHED, PUBLISHED_ROWS, QWEN3_235B, fit
+from tep.apps.kvcache import ttft
+from tep.apps.kvcache.ttft import PUBLISHED, PUBLISHED_ROWS, QWEN3_235B
 from tep.apps.moe.kernels import Gpu, load_gpu
 from tep.apps.moe.predict import Workload, predict, profile_of
-from tep.reproduce.runs import Outcome
+from tep.apps.rl import study
+from tep.apps.rl.schedule import WATERMARK_BYTES
+from tep.reproduce.runs import Outcome, post_all_us
 from tep.reproduce.tables import NIC_PROFILES, Point, load_table
-from tep.sim.fit import Measured, left_out
-from tep.units import KiB
+from tep.sim.fit import Measured, fit, left_out, model_gbps
+from tep.units import PS_PER_US, KiB
 
 __all__ = ["leave_one_out"]
 
@@ -33,21 +38,37 @@ _SHIFT: Final = 0.02
 
 
 def leave_one_out(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Fill in `left_out` where a point was fitted to and others determine the number as well."""
+    """Fill in `left_out` of every point of which something is known without it."""
     values: dict[Key, float] = {}
     names = {outcome.table.name for outcome in outcomes}
     for name, work in _WORK.items():
         if names & set(name.split()):
             values |= work()
+    for one in outcomes:
+        if one.point.kind == "predicted" and one.simulated is not None:
+            values[one.table.name, one.point.name] = one.simulated
     return [replace(one, left_out=values.get((one.table.name, one.point.name))) for one in outcomes]
 
 
 def _p2p() -> dict[Key, float]:
+    """By a fit to the NIC's other points.
+
+    Of the two smaller single writes one alone determines only the sum of `fill` and `ack`: then
+    `fill`, in bytes of the whole device, is the other NIC's.
+    """
     found: dict[Key, float] = {}
-    for nic, profile in NIC_PROFILES.items():
+    machines = {nic: sim.load_profile(name) for nic, name in NIC_PROFILES.items()}
+    for nic, machine in machines.items():
         points = [point for point in load_table("p2p").points if point.keys["nic"] == nic]
         measured = [Measured(p.keys["kind"], int(p.keys["bytes"]), p.published) for p in points]
-        values = left_out(measured, sim.load_profile(profile))
+        values = left_out(measured, machine)
+        fills = {one.fill_bytes * one.nics for name, one in machines.items() if name != nic}
+        like_other = replace(machine, fill_bytes=fills.pop() // machine.nics)
+        largest = max(one.nbytes for one in measured if one.kind == "single")
+        for k, one in enumerate(measured):
+            if one.kind == "single" and one.nbytes < largest:
+                rest = [*measured[:k], *measured[k + 1 :]]
+                values[k] = model_gbps(fit(rest, like_other, held=("fill_bytes",)).profile, one)
         found |= {("p2p", point.name): value for point, value in zip(points, values, strict=True)}
     return found
 
@@ -56,7 +77,7 @@ def _kvcache() -> dict[Key, float]:
     found: dict[Key, float] = {}
     for k, row in enumerate(PUBLISHED_ROWS):
         rest = [*PUBLISHED_ROWS[:k], *PUBLISHED_ROWS[k + 1 :]]
-        said = fit(QWEN3_235B, PUBLISHED.chunk_tokens, rest).predict(row.ntokens)
+        said = ttft.fit(QWEN3_235B, PUBLISHED.chunk_tokens, rest).predict(row.ntokens)
         values = {
             "ttft_same_node": said.ttft_same_node_s,
             "ttft_disaggregated": said.ttft_s,
@@ -136,10 +157,64 @@ def _gpu_says(gpu: Gpu, keys: Sequence[tuple[str, Point]]) -> Floats:
     return np.array(values)
 
 
+def _rest_peer() -> dict[Key, float]:
+    """What a second burst costs the proxy, taken from the other NIC: each has one point for it."""
+    gpus = {"EFA": load_gpu("efa"), "CX7": load_gpu("cx7")}
+    found = {}
+    for point in load_table("moe-private").points:
+        if "rest_peer" not in point.of:
+            continue
+        nic, ep = point.keys["nic"], int(point.keys["ep"])
+        other = next(gpu for name, gpu in gpus.items() if name != nic)
+        gpu = replace(gpus[nic], rest_peer=other.rest_peer)
+        took = [
+            predict(Workload(ep=ep, nic=nic.lower(), private_tokens=tokens), gpu=gpu).dispatch_us
+            for tokens in (int(point.keys["private_tokens"]), 32)
+        ]
+        found["moe-private", point.name] = 100 * (took[0] / took[1] - 1)
+    return found
+
+
+def _kernels() -> dict[Key, float]:
+    """Both NICs have one kernel: the other NIC's published time."""
+    points = [point for point in load_table("moe-kernels").points if point.is_input]
+    return {
+        ("moe-kernels", point.name): other.published
+        for point in points
+        for other in points
+        if other is not point and other.keys["kernel"] == point.keys["kernel"]
+    }
+
+
+def _post_all() -> dict[Key, float]:
+    """The cost of a row, from what the same NIC's scatters to fewer peers take."""
+    points = [p for p in load_table("scatter").points if p.name.endswith("p50")]
+    found = {}
+    for point in (p for p in points if p.is_input and p.keys["stage"] == "post_all"):
+        nic, peers = point.keys["nic"], int(point.keys["ep"]) - 1
+        rest = [p for p in points if p.keys["nic"] == nic and p is not point]
+        row_us = sum(p.published / (int(p.keys["ep"]) - 1) for p in rest) / len(rest)
+        machine = replace(
+            sim.load_profile(NIC_PROFILES[nic]), post_first_ps=round(row_us * PS_PER_US)
+        )
+        found["scatter", point.name] = post_all_us(machine, peers)
+    return found
+
+
+def _rl() -> dict[Key, float]:
+    """With the watermark that `make_schedule` has for everybody, guessed without the table."""
+    plain = replace(study.published_deployment(), watermark_bytes=WATERMARK_BYTES).predict()
+    return {("rl", "wait ms"): plain.wait_ms, ("rl", "total ms"): plain.total_ms}
+
+
 _WORK: Final[Mapping[str, Callable[[], dict[Key, float]]]] = {
     "p2p": _p2p,
     "kvcache": _kvcache,
     "moe-decode": _quantum,
     "moe-prefill moe-private": _gpu,
+    "moe-private": _rest_peer,
+    "moe-kernels": _kernels,
+    "scatter": _post_all,
+    "rl": _rl,
 }
 """Names of tables -> what leaves out their points."""

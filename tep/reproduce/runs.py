@@ -25,7 +25,7 @@ from tep.apps.rl.predict import Prediction as Update
 from tep.reproduce.tables import NIC_PROFILES, Point, Table, load_table
 from tep.units import PS_PER_US
 
-__all__ = ["Outcome", "paged_us", "pair", "reproduce", "reproduce_at", "single_us"]
+__all__ = ["Outcome", "paged_us", "pair", "post_all_us", "reproduce", "reproduce_at", "single_us"]
 
 _PAGES: Final = 16_384
 _DEEPEP: Final = "DeepEP_CX7"
@@ -38,8 +38,8 @@ class Outcome:
     Attributes:
         table, point: as published.
         simulated: in the table's unit; None: not modelled.
-        left_out: predicted by a fit to all other points; None: nothing was fitted to it, or nothing
-            would be left.
+        left_out: what the simulation makes of it without it, see residue.leave_one_out; None: not
+            asked for, or nothing says.
     """
 
     table: Table
@@ -200,7 +200,11 @@ def _scatter(keys: Mapping[str, str]) -> float:
         # Their sum is the profile's: enqueue, and a worker that picks it up.
         parts = {"enqueue": 0.120, "worker_pickup": 0.855}
         return profile.step_delay_ps / PS_PER_US * parts[keys["stage"]] / sum(parts.values())
-    peers = int(keys["ep"]) - 1
+    return post_all_us(profile, int(keys["ep"]) - 1)
+
+
+def post_all_us(profile: sim.Profile, peers: int) -> float:
+    """From before the first write of a scatter to after its last, on the worker's CPU."""
     machine = dataclasses.replace(profile, jitter_ps=0)
     with sim.Cluster(peers + 1, profile=machine, move_bytes=False) as cluster:
         first, *others = cluster.engines

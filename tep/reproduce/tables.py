@@ -53,6 +53,11 @@ class Point:
         """The keys in a line."""
         return " ".join(self.keys.values())
 
+    @property
+    def is_input(self) -> bool:
+        """Whether the published number itself goes in, so that its error says nothing."""
+        return self.kind == "fitted" and self.of.startswith(("input", "the base"))
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -117,13 +117,20 @@ def _start(base: Profile, fields: Sequence[str]) -> Floats:
     return np.log([max(1.0, guesses[name]) for name in fields])
 
 
-def fit(points: Iterable[Measured], base: Profile, *, source: str = "measured points") -> Fit:
+def fit(
+    points: Iterable[Measured],
+    base: Profile,
+    *,
+    source: str = "measured points",
+    held: Collection[str] = (),
+) -> Fit:
     """Fit a profile: least squares of the relative error.
 
     Args:
         points: measured; of several sizes and both kinds, or some numbers stay the base's.
         base: the machine's kind; gives all other numbers.
         source: what the fitted numbers say they are from.
+        held: fields that stay the base's.
 
     Raises:
         UsageError: no points, or one that cannot be.
@@ -134,7 +141,7 @@ def fit(points: Iterable[Measured], base: Profile, *, source: str = "measured po
             raise UsageError(f"fit: {point} is no measurement: kind, bytes and Gb/s above 0")
     if not given:
         raise UsageError("fit: no points")
-    fields = fitted_fields(base)
+    fields = tuple(name for name in fitted_fields(base) if name not in held)
     values = _solve(given, base, fields, _start(base, fields))
     seen = [k for k in range(len(fields)) if _is_seen(given, base, fields, values, k)]
     found = _with(base, fields, values)
