@@ -188,7 +188,9 @@ def whatif(
     ] = None,
     profile: Annotated[str, typer.Option(help="The machine: a name or a path.")] = "cx7_400",
     to: Annotated[str, typer.Option(help="Another machine in its place.")] = "",
-    system: Annotated[list[str] | None, typer.Option(help="moe, kvcache, rl; all.")] = None,
+    system: Annotated[
+        list[str] | None, typer.Option(help="moe, kvcache, rl: all; or failover.")
+    ] = None,
     slow_nic: Annotated[float, typer.Option(help="One NIC takes so many times as long.")] = 1.0,
     leaf_gpus: Annotated[int, typer.Option(min=0, help="GPUs below one leaf switch.")] = 0,
     rails: Annotated[bool, typer.Option("--rails", help="A rail for each NIC of a GPU.")] = False,

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
-from tep import UsageError
+import numpy as np
+
+from tep import Pages, UsageError
 from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.apps.moe.predict import Workload, predict
 from tep.apps.rl import study
@@ -19,12 +21,13 @@ from tep.apps.rl.models import PUBLISHED, model_from_config
 from tep.apps.rl.placement import InferLayout, TrainLayout
 from tep.apps.rl.predict import SlowNic
 from tep.apps.rl.predict import predict as predict_update
-from tep.sim import Network, Profile
+from tep.sim import Cluster, Network, Profile
 from tep.sim.profile import with_number
 from tep.units import PS_PER_US, GiB
 
 __all__ = ["Effect", "Machine", "change", "effects"]
 
+_THREE: Final = ("moe", "kvcache", "rl")
 _PAIRS: Final = 2  # prefillers, and decoders
 
 
@@ -125,7 +128,7 @@ def effects(before: Machine, after: Machine, systems: Sequence[str] = ()) -> lis
     Args:
         before: the machine as it is.
         after: and changed.
-        systems: of "moe", "kvcache", "rl"; none: all.
+        systems: of "moe", "kvcache", "rl" and "failover"; none: the first three.
 
     Raises:
         UsageError: a system that is none of these.
@@ -134,7 +137,7 @@ def effects(before: Machine, after: Machine, systems: Sequence[str] = ()) -> lis
     if unknown:
         raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(_SYSTEMS)}")
     found = []
-    for name in systems or _SYSTEMS:
+    for name in systems or _THREE:
         figures = _SYSTEMS[name]
         was, is_ = figures(before), figures(after)
         for (figure, unit), value in was.items():
@@ -192,4 +195,30 @@ def _rl(machine: Machine) -> _Figures:
     return {("update, 16 to 8 GPUs", "ms"): found.total_ms, ("its waiting", "ms"): found.wait_ms}
 
 
-_SYSTEMS: Final = {"moe": _moe, "kvcache": _kvcache, "rl": _rl}
+def _failover(machine: Machine) -> _Figures:
+    """One write of 4 MiB over each NIC, two at the least, and what a NIC's death halfway adds."""
+    profile = replace(machine.profile, nics=max(2, machine.profile.nics))
+
+    def end_us(node: int | None, at_us: float = 0.0) -> float:
+        npages = 64 * profile.nics
+        with Cluster(
+            profile=profile, network=machine.network, move_bytes=False, mortal=True
+        ) as cluster:
+            a, b = cluster.engines
+            mr, _ = a.reg_mr((1 << 40, npages << 16, "cpu"))
+            _, desc = b.reg_mr((1 << 41, npages << 16, "cpu"))
+            if node is not None:
+                cluster.at(at_us, lambda: cluster.kill_nic(node, 0))
+            pages = Pages(np.arange(npages))
+            a.submit_paged_writes(1 << 16, (mr, pages), (desc, pages), imm=1).wait()
+            return cluster.now_us
+
+    whole_us = end_us(None)
+    return {
+        ("write over all NICs, 2 or more", "us"): whole_us,
+        ("a NIC of the sender dies: longer by", "us"): end_us(0, whole_us / 2) - whole_us,
+        ("a NIC of the receiver dies: longer by", "us"): end_us(1, whole_us / 2) - whole_us,
+    }
+
+
+_SYSTEMS: Final = {"moe": _moe, "kvcache": _kvcache, "rl": _rl, "failover": _failover}

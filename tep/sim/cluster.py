@@ -21,7 +21,7 @@ from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_datagrams import Datagrams
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.driver import SimDriver, SimNode
-from tep.sim.faults import Chaos, Fault, Faults, KillNic, Restart, Revoke
+from tep.sim.faults import Chaos, Clog, Fault, Faults, KillNic, Restart, Revoke
 from tep.sim.loop import SimLoop, current_env, run
 from tep.sim.programs import Incarnation, Main, Program
 from tep.sim.row_log import RowLog
@@ -60,11 +60,18 @@ class _ProfileFabric:
         *,
         move_bytes: bool,
         network: Network | None,
+        mortal: bool,
     ) -> None:
         from tep.sim.timing import TimingFabric  # numpy models: only where a profile is asked for
 
         self.timing = TimingFabric(
-            env, profile, seed=seed, row_log=row_log, move_bytes=move_bytes, network=network
+            env,
+            profile,
+            seed=seed,
+            row_log=row_log,
+            move_bytes=move_bytes,
+            network=network,
+            mortal=mortal,
         )
 
     def node(self, name: str, nics: int) -> SimNode:  # noqa: ARG002  # see the class
@@ -89,7 +96,9 @@ class Cluster:
         options: of every engine.
         row_log: log every row of the fabric, for the attribute of this name.
         move_bytes: False, with a profile only: keep time and count, and copy nothing.
-        network: with a profile only: what stands between the NICs; None: one perfect switch.
+        network: with a profile only: what stands between the NICs; None: what the profile says.
+        mortal: with a profile only: its NICs can die (`kill_nic`) and lose their link (`cut_link`),
+            and the engines make good what is lost. It costs control messages in simulated time.
 
     Attributes:
         engines: one a node, in order; restart() replaces one.
@@ -116,13 +125,14 @@ class Cluster:
         row_log: bool = False,
         move_bytes: bool = True,
         network: Network | None = None,
+        mortal: bool = False,
     ) -> None:
         nodes = check_int("Cluster: nodes", nodes, 1, _NODES_MAX)
         seed = check_int("Cluster: seed", seed, 0, U64_MAX)
         check_kind("Cluster: options", options, EngineOptions)
         self._call = f"nodes={nodes}, nics={nics!r}, profile={profile!r}, seed={seed}"
         self._call += f", chaos={chaos!r}, names={names!r}, options={options!r}"
-        self._call += f", move_bytes={move_bytes}, network={network!r}"
+        self._call += f", move_bytes={move_bytes}, network={network!r}, mortal={mortal}"
         if faults is not None:
             self._call += f", faults={faults!r}"
             if chaos is not None:
@@ -130,15 +140,7 @@ class Cluster:
             chaos = faults.chaos
         self._names = _names(nodes, names)
         counts = _counts(nodes, nics)
-        if profile is not None and (chaos is not None or nics is not None):
-            raise UsageError(
-                f"Cluster(profile={profile!r}): a profile has its own NICs and no chaos; "
-                "leave out nics and chaos, or the profile"
-            )
-        if profile is None and network is not None:
-            raise UsageError("Cluster(network=...): the chaos fabric has none; name a profile")
-        if profile is None and not move_bytes:
-            raise UsageError("Cluster(move_bytes=False): the chaos fabric always moves bytes")
+        _check_kind_of_fabric(profile, chaos, nics, network, move_bytes, mortal)
         self._options = options
         knobs = None if profile is not None else chaos or Chaos.draw(seed)
         tie_seed = knobs.seed if knobs is not None and knobs.tie_shuffle else None
@@ -156,7 +158,13 @@ class Cluster:
         else:
             assert profile is not None
             self.fabric = _ProfileFabric(
-                self.env, profile, seed, self.row_log, move_bytes=move_bytes, network=network
+                self.env,
+                profile,
+                seed,
+                self.row_log,
+                move_bytes=move_bytes,
+                network=network,
+                mortal=mortal,
             )
         nodes_made = [self.fabric.node(*pair) for pair in zip(self._names, counts, strict=True)]
         self.engines = [self._open(node) for node in nodes_made]
@@ -256,10 +264,36 @@ class Cluster:
     # ------------------------------------------------------------------ faults
 
     def kill_nic(self, node: int | str, nic: int) -> None:
-        """Kill one NIC for good: rows on it end NIC_DOWN, rows towards it UNREACHABLE."""
+        """Kill one NIC for good: rows on it end NIC_DOWN, rows towards it UNREACHABLE.
+
+        Raises:
+            UsageError: no such NIC, or the cluster has a profile and is not mortal.
+        """
         name = self._name(node)
         fault = KillNic(name, self._nic(name, nic))
-        self._chaos("kill_nic()").inflict(fault)
+        if isinstance(self.fabric, ChaosFabric):
+            self.fabric.inflict(fault)
+        else:
+            self.fabric.timing.kill_nic(name, fault.nic)
+        self.happened.append(fault)
+
+    def cut_link(self, node: int | str, nic: int, us: float) -> None:
+        """Let one NIC's link carry nothing for so many microseconds; with a profile, and mortal.
+
+        What is under way is lost: it ends UNREACHABLE after the profile's `wire.peer_timeout`, and
+        so does what is sent meanwhile. On the chaos fabric, which has no such time, see `clog`.
+
+        Raises:
+            UsageError: no such NIC, the cluster is not mortal, or the time is below the timeout.
+        """
+        name = self._name(node)
+        fault = Clog(
+            name, self._nic(name, nic), round(check_seconds("cut_link: us", us) * PS_PER_US)
+        )
+        if isinstance(self.fabric, ChaosFabric):
+            raise UsageError("cut_link(): open the Cluster with a profile, or use tep.sim.clog")
+        assert fault.for_ps is not None
+        self.fabric.timing.cut_link(name, fault.nic, fault.for_ps)
         self.happened.append(fault)
 
     def revoke(self, node: int | str, nic: int | None = None) -> None:
@@ -378,6 +412,28 @@ def _names(nodes: int, names: Sequence[str] | None) -> list[str]:
     if len(names) != nodes:
         raise UsageError(f"Cluster: {len(names)} names for {nodes} nodes")
     return list(names)
+
+
+def _check_kind_of_fabric(
+    profile: Profile | str | None,
+    chaos: Chaos | None,
+    nics: int | Sequence[int] | None,
+    network: Network | None,
+    move_bytes: bool,
+    mortal: bool,
+) -> None:
+    """Refuse options of one fabric for the other."""
+    if profile is not None and (chaos is not None or nics is not None):
+        raise UsageError(
+            f"Cluster(profile={profile!r}): a profile has its own NICs and no chaos; "
+            "leave out nics and chaos, or the profile"
+        )
+    if profile is None and network is not None:
+        raise UsageError("Cluster(network=...): the chaos fabric has none; name a profile")
+    if profile is None and mortal:
+        raise UsageError("Cluster(mortal=True): the NICs of the chaos fabric always are")
+    if profile is None and not move_bytes:
+        raise UsageError("Cluster(move_bytes=False): the chaos fabric always moves bytes")
 
 
 def _counts(nodes: int, nics: int | Sequence[int] | None) -> list[int]:

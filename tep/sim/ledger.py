@@ -205,6 +205,14 @@ class Agenda:
         index = self._at + n - 1
         return int(self._times[index]) if index < len(self._times) else NEVER_PS
 
+    def put_off(self, numbers: Ints, times: Ints) -> None:
+        """Let rows be at other times, whether they were here or not."""
+        was, rows = self.take(NEVER_PS)
+        others = ~np.isin(rows, numbers)
+        if others.any():
+            self.add(was[others], rows[others])
+        self.add(times, numbers)
+
     def clear(self) -> Ints:
         """Take all; return their numbers."""
         return self.take(NEVER_PS)[1]

@@ -14,7 +14,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Quanta", "Rate", "cut_quanta", "fifo", "fifo_grouped", "round_robin"]
+__all__ = [
+    "Ints",
+    "Quanta",
+    "Rate",
+    "by_value",
+    "cut_quanta",
+    "fifo",
+    "fifo_grouped",
+    "round_robin",
+]
 
 Ints = npt.NDArray[np.int64]
 Quanta = tuple[Ints, Ints, npt.NDArray[np.bool_]]
@@ -107,6 +116,21 @@ def _fifo_few(arrive: Ints, service: Ints, group: Ints, free: Ints, values: list
             times = arrive[mine]
         found[mine] = fifo(times, service[mine], int(free[value]))
     return found
+
+
+def by_value(key: Ints, left_out: npt.NDArray[np.bool_]) -> list[tuple[int, Ints]]:
+    """The indices of each value of `key`, by value, but for those left out."""
+    which = (~left_out).nonzero()[0]
+    keys = key[which]
+    counts = np.bincount(keys)
+    values = counts.nonzero()[0]
+    if len(values) == 1:
+        return [(int(values[0]), which)]
+    if len(values) <= _FEW:
+        return [(value, which[keys == value]) for value in values.tolist()]
+    order = np.argsort(keys, kind="stable")
+    cuts = np.cumsum(counts[values])[:-1]
+    return list(zip(values.tolist(), np.split(which[order], cuts)))
 
 
 def cut_quanta(nbytes: Ints, quantum_bytes: int) -> Quanta:

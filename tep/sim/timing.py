@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Status
 from tep.errors import UsageError
@@ -39,10 +38,11 @@ from tep.sim.paths import (
     no_flights,
 )
 from tep.sim.profile import Profile, load_profile
-from tep.sim.queues import Ints, Rate, fifo_grouped
+from tep.sim.queues import Ints, Rate, by_value, fifo_grouped
 from tep.sim.row_log import RowLog
 from tep.sim.sendqueue import Units
 from tep.sim.timing_faces import Nic
+from tep.sim.timing_faults import MortalNic
 from tep.sim.timing_nic import address_of
 from tep.sim.timing_node import Node
 
@@ -50,10 +50,9 @@ __all__ = ["TimingFabric"]
 
 _WIRE: Final = np.uint8(Hold.WIRE)
 _NICS_MIN: Final = 16
-_FEW: Final = 4  # so many masks are quicker than a sort
 _WINDOW_MIN: Final = 1024
 """Quanta of one NIC that are settled in one pass, at the least. No result depends on it."""
-_COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes")
+_COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps")
 
 
 class TimingFabric:
@@ -65,6 +64,7 @@ class TimingFabric:
         seed: of the jitter of unordered profiles.
         row_log: where to record what happens; None: nowhere.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
+        mortal: whether NICs can die, and fence others off; costs control messages.
         network: what stands between the NICs; None: what the profile says, a perfect switch mostly.
     """
 
@@ -77,11 +77,13 @@ class TimingFabric:
         row_log: RowLog | None = None,
         move_bytes: bool = True,
         network: Network | None = None,
+        mortal: bool = False,
     ) -> None:
         self.env = env
         self.profile = load_profile(profile) if isinstance(profile, str) else profile
         self.row_log = row_log if row_log is not None and row_log.on else None
         self.move_bytes = move_bytes
+        self.mortal = mortal
         self.wire = Rate(self.profile.wire_bps)
         self.dma = Rate(self.profile.dma_bps)
         self.ledger = Ledger()
@@ -109,6 +111,7 @@ class TimingFabric:
         self.soft_acks = np.zeros(_NICS_MIN, np.int64)
         self.gone = np.ones(_NICS_MIN, np.bool_)
         self.landed_bytes = np.zeros(_NICS_MIN, np.int64)
+        self.cut_ps = np.zeros(_NICS_MIN, np.int64)  # until when its link carries nothing
 
     # ------------------------------------------------------------------ who is there
 
@@ -181,12 +184,45 @@ class TimingFabric:
         Raises:
             UsageError: no such NIC, or times < 0.01.
         """
-        number = self._numbers.get(address_of(name, self._epochs.get(name, 0), index))
-        if number is None or self.gone[number]:
-            raise UsageError(f"slow_down: there is no NIC {index} of {name!r}")
+        number = self._living("slow_down", name, index).number
         if times < 0.01:
             raise UsageError(f"slow_down: times={times}; 0.01 at the least")
         self.slow[number] = round(100 * times)
+
+    def kill_nic(self, name: str, index: int) -> None:
+        """Let one NIC die for good.
+
+        Raises:
+            UsageError: no such NIC, or the fabric is not mortal.
+        """
+        self._mortal("kill_nic", name, index).kill()
+
+    def cut_link(self, name: str, index: int, for_ps: int) -> None:
+        """Let one NIC's link carry nothing for a while, either way; what is on it is lost.
+
+        Raises:
+            UsageError: no such NIC, the fabric is not mortal, or the time is below the peer timeout
+                of the profile: NICs would then send again by themselves, which is not modelled.
+        """
+        if for_ps < self.profile.peer_timeout_ps:
+            raise UsageError(
+                f"cut_link({name!r}, {index}): {for_ps} ps; {self.profile.peer_timeout_ps} ps, "
+                f"wire.peer_timeout of {self.profile.name}, at the least, as what is shorter is "
+                "made good by the NICs, which is not modelled"
+            )
+        self._mortal("cut_link", name, index).cut(self.env.now + for_ps)
+
+    def _living(self, what: str, name: str, index: int) -> Nic:
+        number = self._numbers.get(address_of(name, self._epochs.get(name, 0), index))
+        if number is None or self.gone[number]:
+            raise UsageError(f"{what}: there is no NIC {index} of {name!r}")
+        return self.nic(number)
+
+    def _mortal(self, what: str, name: str, index: int) -> MortalNic:
+        nic = self._living(what, name, index)
+        if not isinstance(nic, MortalNic):
+            raise UsageError(f"{what}: NICs of this fabric live for ever; open it with failover")
+        return nic
 
     # ------------------------------------------------------------------ the wire
 
@@ -396,14 +432,16 @@ class TimingFabric:
         seen, acked = landed + profile.receive_ps, landed + profile.ack_ps
         touched: dict[int, None] = {}
         gone = self.gone[target]
+        if self.mortal:
+            gone = gone | (landed < np.maximum(self.cut_ps[target], self.cut_ps[source]))
         if gone.any():
             self._lose(numbers[gone], landed[gone], touched)
-        for number, which in _by(target, gone):
+        for number, which in by_value(target, gone):
             nic = self.nic(number)
             nic.inbox.add(seen[which], numbers[which])
             touched[number] = None
         # A message is completed where it lands: it may have to wait for a buffer there.
-        for number, which in _by(source, gone | self.gone[source] | ledger.message[rows]):
+        for number, which in by_value(source, gone | self.gone[source] | ledger.message[rows]):
             self.nic(number).outbox.add(acked[which], numbers[which])
             touched[number] = None
         mine = counts.nonzero()[0]
@@ -443,18 +481,3 @@ class TimingFabric:
             self.nic(target).node.wakes.must(landed_ps + profile.receive_ps)
         self.nic(source).node.wakes.must(landed_ps + profile.ack_ps)
         batches.end(number)
-
-
-def _by(key: Ints, left_out: npt.NDArray[np.bool_]) -> list[tuple[int, Ints]]:
-    """The indices of each value of `key`, by value, but for those left out."""
-    which = (~left_out).nonzero()[0]
-    keys = key[which]
-    counts = np.bincount(keys)
-    values = counts.nonzero()[0]
-    if len(values) == 1:
-        return [(int(values[0]), which)]
-    if len(values) <= _FEW:
-        return [(value, which[keys == value]) for value in values.tolist()]
-    order = np.argsort(keys, kind="stable")
-    cuts = np.cumsum(counts[values])[:-1]
-    return list(zip(values.tolist(), np.split(which[order], cuts)))

@@ -121,6 +121,7 @@ class Fabric(Protocol):
     profile: Profile
     row_log: RowLog | None
     move_bytes: bool
+    mortal: bool
     wire: Rate
     dma: Rate
     ledger: Ledger
@@ -134,6 +135,7 @@ class Fabric(Protocol):
     soft_acks: Ints
     gone: npt.NDArray[np.bool_]
     landed_bytes: Ints
+    cut_ps: Ints
 
     def attach(self, nic: Nic) -> int: ...
 

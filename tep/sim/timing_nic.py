@@ -200,7 +200,7 @@ class TimingNic:
         fabric = self.fabric
         ledger, profile = fabric.ledger, fabric.profile
         rows = numbers - ledger.base
-        if self._closed:
+        if fabric.gone[self.number]:
             self._drop(rows)
             return
         bad = self._flaws(rows)
@@ -436,26 +436,31 @@ class TimingNic:
     def close(self) -> None:
         if self._closed:
             return
+        self.take_in(self.fabric.env.now)
+        self._closed = True
+        self._end(Status.FLUSHED)
+        self.node.wakes.nics.remove(self)
+        self.sources.clear()
+
+    def _end(self, status: Status) -> None:
+        """End all that is open here with a status."""
         fabric = self.fabric
         ledger, now = fabric.ledger, fabric.env.now
-        self.take_in(now)
-        self._closed = True
         fabric.gone[self.number] = True
         fabric.refused.pop(self.number, None)
-        self.node.wakes.nics.remove(self)
         dropped = self.queue.drop_waiting(now)
         self._drop(dropped.number[dropped.last] - ledger.base)
         for number in self._batches.values():
             fabric.batches.whole[number] = True
         numbers = ledger.of_sender(self.number)
         rows = numbers - ledger.base
-        ledger.status[rows] = Status.FLUSHED
+        ledger.status[rows] = status
         ledger.hold[rows] &= ~_SENDER
         if fabric.row_log is not None and len(rows):
             trace_ends(self, np.full(len(rows), now), numbers)
         entries = np.zeros(len(rows), COMPLETION)
         entries["kind"] = np.where(ledger.message[rows], _SENT, _WRITE)
-        entries["status"] = Status.FLUSHED
+        entries["status"] = status
         entries["count"] = 1
         entries["row"] = ledger.row[rows]
         entries["ctx"] = ledger.ctx[rows]
@@ -463,7 +468,6 @@ class TimingNic:
             self.ready.append(entries)
         self.outbox.clear()
         self._inlet.close()
-        self.sources.clear()
 
 
 def _nobody() -> None:
@@ -485,5 +489,6 @@ _STATUS_TEXT: Final = {
     int(Status.LENGTH): "longer than the NIC, or the receive buffer, can take",
     int(Status.RNR): "the peer posted no receive buffer in time",
     int(Status.UNREACHABLE): "the peer's NIC is closed, or was never there",
+    int(Status.NIC_DOWN): "this NIC was killed; whether the row landed is unknown",
     int(Status.STALE_PEER): "the peer has restarted; ask it for new addresses and descriptors",
 }

@@ -12,6 +12,7 @@ import numpy as np
 
 from tep.sim.queues import Ints
 from tep.sim.timing_faces import Fabric, Nic
+from tep.sim.timing_faults import MortalNic
 from tep.sim.timing_nic import TimingNic
 from tep.sim.wakes import Wakes
 
@@ -38,8 +39,9 @@ class Node:
         self._fabric = fabric
         self._posts: list[_Post] = []
         self.wakes = Wakes(fabric)
+        make = MortalNic if fabric.mortal else TimingNic
         self.domains: Sequence[TimingNic] = [
-            TimingNic(fabric, self, index) for index in range(fabric.profile.nics)
+            make(fabric, self, index) for index in range(fabric.profile.nics)
         ]
 
     def step_delay_ps(self) -> int:

@@ -88,15 +88,17 @@ class TimingWorld(_SimWorld):
     Args:
         profile: name of the machine; its number of NICs is what each test asks for.
         seed: of the jitter.
+        mortal: whether its NICs can die.
     """
 
-    abilities = frozenset({Ability.KILL, Ability.RESTART, Ability.TWIN, Ability.FORK})
-
-    def __init__(self, profile: str, seed: int = 0) -> None:
+    def __init__(self, profile: str, seed: int = 0, *, mortal: bool = False) -> None:
         super().__init__(_TIMING_TURN_PS)
+        self.abilities = frozenset({Ability.KILL, Ability.RESTART, Ability.TWIN, Ability.FORK})
+        if mortal:
+            self.abilities |= {Ability.FAIL_NIC}
         self._profile = profile
         self._seed = seed
-        self._fabric = TimingFabric(self.env, profile, seed=seed)
+        self._fabric = TimingFabric(self.env, profile, seed=seed, mortal=mortal)
         self._nodes: list[TimingNode] = []
 
     def node(self, nics: int = 1) -> TimingNode:
@@ -116,8 +118,12 @@ class TimingWorld(_SimWorld):
         self._nodes.append(made)
         return made
 
+    def fail_nic(self, node: Node, nic: int) -> None:
+        assert isinstance(node, TimingNode), node
+        self._fabric.kill_nic(node.name, nic)
+
     def twin(self) -> TimingWorld:
-        return TimingWorld(self._profile, self._seed)
+        return TimingWorld(self._profile, self._seed, mortal=self._fabric.mortal)
 
     def close(self) -> None:
         for node in self._nodes:

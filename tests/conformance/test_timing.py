@@ -18,9 +18,9 @@ class TestConnectX7(DomainContract):
 
 
 class TestEfa(DomainContract):
-    """SRD as the profile efa_2x200 has it; the jitter is drawn from the seed."""
+    """SRD as the profile efa_2x200 has it; the jitter is drawn from the seed. Its NICs can die."""
 
     @pytest.fixture
     def world(self):
-        with TimingWorld("efa_2x200", seed=4) as world:
+        with TimingWorld("efa_2x200", seed=4, mortal=True) as world:
             yield world

@@ -46,6 +46,18 @@ def test_topologies_and_slow_nics_cost_what_they_take(knobs, least, most) -> Non
     assert least <= dispatch <= most
 
 
+def test_a_failover_takes_what_the_timeout_takes_where_the_peer_dies() -> None:
+    """The sender knows at once that its own NIC died; of a silent peer only its timer tells."""
+    efa = Machine(profile=load_profile("efa_2x200"))
+    quick = change(efa, numbers=["wire.peer_timeout=1 ms"])
+
+    whole, mine, peers = effects(efa, quick, ["failover"])
+    assert (1, 1) == (whole.factor, mine.factor)
+    assert 0 < mine.after < whole.after
+    assert 1000 < peers.after < 2000
+    assert 1e6 < peers.before < 1.001e6
+
+
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
