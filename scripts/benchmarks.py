@@ -105,6 +105,23 @@ def _scale(data: Any) -> list[Row]:
     ]
 
 
+def _peers(data: Any) -> list[Row]:
+    """Of `tep bench peers`."""
+    rows: list[Row] = []
+    for one in data["rows"]:
+        row: Row = {"who": one["who"], "version": one["about"], "what": one["what"]}
+        if one["median"] is not None:
+            row["median"] = f"{_number(one['median'])} {one['unit']}"
+            row["least to most"] = f"{_number(one['least'])} to {_number(one['most'])}"
+            row["CPU, ms"] = _number(one["cpu_ms"])
+        if one["ratio"] is not None and one["who"] != "tep":
+            middle, least, most = map(_number, one["ratio"])
+            row["ratio to tep"] = f"{middle} ({least} to {most})"
+        row["absent"] = one["absent"]
+        rows.append(row)
+    return rows
+
+
 def _table(data: Any) -> list[Row]:
     """Of programs that print one row, or rows."""
     rows = data if isinstance(data, list) else data.get("rows", data.get("results", [data]))
@@ -187,11 +204,14 @@ BENCHES: Final[dict[str, Bench]] = {
         _figures,
         "The device is simulated, so these are costs of the host and say nothing of a NIC.",
     ),
-    "same-host": Bench(
-        "Between processes of one host",
-        ("python", "tests/bench/same_host/bench_same_host.py", "--json", "{json}"),
-        _table,
-        "The backend `local` in turns with plain calls of process_vm_writev and memcpy.",
+    "peers": Bench(
+        "Beside other engines, between processes of one host",
+        _bench("tep bench peers"),
+        _peers,
+        "Wall time from submit until the receiver knows, in turns, each engine in an environment "
+        "of its own; least and most are over rounds. The ratio is to tep in the same round, above "
+        "1 where the other is better. CPU is of both processes. ucxx sends messages, having no "
+        "one-sided writes in Python.",
     ),
     "sim": Bench(
         "The simulator's speed",

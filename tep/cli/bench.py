@@ -7,12 +7,13 @@ import os
 import platform
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tep.bench import Figure
-from tep.cli.show import Json, emit_json, print_table, progress
+from tep.cli.show import Json, busy, emit_json, print_table, progress
 from tep.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -97,6 +98,60 @@ def _scale_aim(cost: Cost) -> str | None:
     if cost.aim_s is None:
         return None
     return f"< {cost.aim_s:g} {'reached' if cost.reached else 'MISSED'}"
+
+
+@app.command("peers")
+def peers(
+    peer: Annotated[
+        list[str] | None,
+        typer.Option("--peer", metavar="NAME=PYTHON", help="Python of a peer's own environment."),
+    ] = None,
+    envs: Annotated[
+        Path | None,
+        typer.Option(
+            "--envs",
+            envvar="TEP_PEER_ENVS",
+            exists=True,
+            file_okay=False,
+            help="Folder of such environments: FOLDER/nixl/bin/python and so on.",
+        ),
+    ] = None,
+    rounds: Rounds = 9,
+    json: Json = False,
+) -> None:
+    """tep beside NIXL, Mooncake, ucxx and MPI between two processes of this host, in turns.
+
+    Each has an environment of its own, with numpy; who has none is named as absent. Ratios are to
+    tep in the same round, above 1 where the other is better.
+    """
+    from tep.bench.peers import find_peers, peer_rows
+
+    title = "tep bench peers"
+    pythons = find_peers(peer or [], envs)
+    try:
+        with busy(title, quiet=json):
+            found = peer_rows(pythons, rounds)
+    except LookupError as error:
+        raise BackendUnavailable("the players are missing", (("peers", str(error)),)) from error
+    if json:
+        rows = [asdict(row) for row in found]
+        emit_json({"command": title, "machine": _machine(), "rounds": rounds, "rows": rows})
+        return
+    table = (
+        {
+            "who": row.who,
+            "what": row.what,
+            "median": None if row.median is None else f"{row.median:.2f} {row.unit}",
+            "least": None if row.least is None else f"{row.least:.2f}",
+            "most": None if row.most is None else f"{row.most:.2f}",
+            "to tep": None if row.ratio is None else "{:.2g} ({:.2g} to {:.2g})".format(*row.ratio),
+            "CPU": None if row.cpu_ms is None else f"{row.cpu_ms:.2f} ms",
+            "absent": row.absent or None,
+        }
+        for row in found
+    )
+    columns = ("who", "what", "median", "least", "most", "to tep", "CPU", "absent")
+    print_table(f"{title} ({_machine()}; wall time, {rounds} rounds)", columns, table)
 
 
 @app.command("verbs-stub")

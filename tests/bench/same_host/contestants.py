@@ -297,6 +297,96 @@ class Ucxx:
         pass
 
 
+class Mooncake:
+    """Mooncake's transfer engine over tcp; 1,024 rows a batch: it refuses 4,096."""
+
+    def __init__(self, role, link, nbytes, options) -> None:
+        import importlib.metadata
+
+        from mooncake.engine import TransferEngine, TransferNotify, TransferOpcode
+
+        self.notify, self.write = TransferNotify, TransferOpcode.Write
+        self.buffer = blank(nbytes)
+        self.base = self.buffer.ctypes.data
+        self.engine = TransferEngine()
+        self._expect_zero(self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""))
+        self._expect_zero(self.engine.register_memory(self.base, nbytes))
+        mine = f"127.0.0.1:{self.engine.get_rpc_port()} {self.base}"
+        self.peer, base = link.swap(mine.encode()).decode().split()
+        self.peer_base = int(base)
+        self.sent = self.awaited = 0
+        self.seen: set[str] = set()
+        name = "mooncake-transfer-engine-non-cuda"
+        self.about = f"{name} {importlib.metadata.version(name)}"
+        link.swap()
+
+    def _expect_zero(self, status) -> None:
+        if status != 0:
+            raise RuntimeError(f"Mooncake: status {status}")
+
+    def prepare(self, src, dst, nbytes) -> None:
+        pass
+
+    def send(self, src, dst, nbytes) -> None:
+        self.sent += 1
+        mine, theirs = (src + self.base).tolist(), (dst + self.peer_base).tolist()
+        for at in range(0, len(mine), 1024):
+            here, there = mine[at : at + 1024], theirs[at : at + 1024]
+            last = at + 1024 >= len(mine)
+            note = self.notify("bench", str(self.sent)) if last else None
+            self._expect_zero(
+                self.engine.batch_transfer_sync(
+                    self.peer, here, there, [nbytes] * len(here), self.write, note
+                )
+            )
+
+    def receive(self, rows) -> None:
+        self.awaited += 1
+        until = time.monotonic() + PATIENCE_S
+        while str(self.awaited) not in self.seen:
+            self.seen.update(note.msg for note in self.engine.get_notifies())
+            if time.monotonic() > until:
+                raise TimeoutError("Mooncake: no notification")
+        self.seen.discard(str(self.awaited))
+
+    def close(self) -> None:
+        pass
+
+
+class Mpi:
+    """MPI's one-sided writes: a put a row, a flush, and a message to notify; under its mpiexec."""
+
+    def __init__(self, role, link, nbytes, options) -> None:
+        from mpi4py import MPI
+
+        self.comm, self.byte = MPI.COMM_WORLD, MPI.BYTE
+        self.peer = 1 - self.comm.rank
+        self.buffer = blank(nbytes)
+        self.window = MPI.Win.Create(self.buffer, 1, comm=self.comm)
+        self.window.Lock_all()
+        self.note = np.zeros(1, np.uint8)
+        self.about = MPI.Get_library_version().split(",")[0].splitlines()[0]
+        link.swap()
+
+    def prepare(self, src, dst, nbytes) -> None:
+        pass
+
+    def send(self, src, dst, nbytes) -> None:
+        put, rows = self.window.Put, self.buffer
+        for here, there in zip(src.tolist(), dst.tolist(), strict=True):
+            put(rows[here : here + nbytes], self.peer, (there, nbytes, self.byte))
+        self.window.Flush(self.peer)
+        self.comm.Send(self.note, self.peer)
+
+    def receive(self, rows) -> None:
+        self.comm.Recv(self.note, self.peer)
+        self.window.Sync()
+
+    def close(self) -> None:
+        self.window.Unlock_all()
+        self.window.Free()
+
+
 CONTESTANTS = {
     "tep": Tep,
     "tep spinning": TepSpinning,
@@ -304,4 +394,6 @@ CONTESTANTS = {
     "memcpy": Memcpy,
     "nixl": Nixl,
     "ucxx": Ucxx,
+    "mooncake": Mooncake,
+    "mpi": Mpi,
 }

@@ -1,9 +1,10 @@
-"""One of the two processes of a contestant: does as its control pipe says, and times itself.
+"""One of the two processes of a contestant: does as its control socket says, and times itself.
 
-    python player.py CONTESTANT sender|receiver SOCKET_FD [OPTION=VALUE ...]
+    python player.py CONTESTANT FOLDER RANK [OPTION=VALUE ...]
 
-Started by bench_same_host.py; it needs numpy and what the contestant needs. The clock starts when
-the sender submits and stops when the receiver knows; both processes read one monotonic clock.
+Started by tep/bench/peers.py, which listens at FOLDER/control; rank 0 sends, rank 1 receives, and
+"-" is the rank that mpiexec gave. It needs numpy and what the contestant needs. The clock starts
+when the sender submits and stops when the receiver knows; both processes read one monotonic clock.
 """
 
 from __future__ import annotations
@@ -25,8 +26,14 @@ MIB = 1 << 20
 BUFFER_BYTES = 256 * MIB
 BURST = 20
 HALVES_MAX = 2000
-PLANS = {"whole": (256 * MIB, 1), "64k": (65536, 1024), "4k": (4096, 16384)}
-"""Name -> bytes a page, pages; targets are scattered."""
+PLANS = {
+    "weights": (256 * MIB, 1),
+    "KV pages": (65536, 1024),
+    "small pages": (4096, 16384),
+    "tokens": (7168, 1024),
+}
+"""Name -> bytes a row, rows; targets are scattered. RL's weights are few large writes; KvCache's
+pages are many of one size, 4 KiB at the least; a MoE rank sends 128 tokens, each to 8 experts."""
 
 
 class Link:
@@ -126,15 +133,19 @@ def check(contestant, link: Link, role: str, plan: str) -> bool:
 
 def main() -> int:
     """Answer one JSON line for each that comes, until they end."""
-    name, role, fd = sys.argv[1:4]
+    name, folder, rank = sys.argv[1:4]
     options = dict(option.split("=", 1) for option in sys.argv[4:])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print must not come between the answers
-    link = Link(int(fd))
+    number = int(os.environ["OMPI_COMM_WORLD_RANK"] if rank == "-" else rank)
+    role = ("sender", "receiver")[number]
+    control = socket.socket(socket.AF_UNIX)
+    control.connect(f"{folder}/control")
+    control.sendall(json.dumps({"rank": number, "pid": os.getpid()}).encode() + b"\n")
+    link = Link(socket.recv_fds(control, 1, 1)[1][0])
+    answers, orders = control.makefile("w"), control.makefile("r")
     try:
         contestant = CONTESTANTS[name](role, link, BUFFER_BYTES, options)
         print(json.dumps({"ready": contestant.about}), file=answers, flush=True)
-        for line in sys.stdin:
+        for line in orders:
             what, argument = json.loads(line)
             if what == "bulk":
                 answer = bulk(contestant, link, role, argument)

@@ -1,0 +1,328 @@
+"""tep beside other engines between two processes of one host, in turns: writes, and who notices.
+
+Each contestant is two processes that stay open, and are stopped while others have their turn. A
+round gives each of them one transfer of each plan and one ping-pong, so that what else the machine
+does meets all alike. Ratios are of one round, and then the median over rounds. The programs that
+are started, and what each engine does, are in tests/bench/same_host, which is in a checkout only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import tep
+from tep.errors import UsageError
+
+__all__ = ["PEERS", "PLANS", "Row", "find_peers", "peer_rows"]
+
+PLAYER: Final = Path(tep.__file__).parents[1] / "tests" / "bench" / "same_host" / "player.py"
+
+PEERS: Final[Mapping[str, str]] = {
+    "nixl": "nixl_cu12._api",
+    "mooncake": "mooncake.engine",
+    "ucxx": "ucxx",
+    "mpi": "mpi4py.MPI",
+}
+"""Engines that can be compared -> what must be importable in their environment."""
+
+PLANS: Final[Mapping[str, tuple[str, int]]] = {
+    "weights": ("RL, 256 MiB", 256 << 20),
+    "KV pages": ("KvCache, 1,024 x 64 KiB", 64 << 20),
+    "small pages": ("KvCache, 16,384 x 4 KiB", 64 << 20),
+    "tokens": ("MoE, 1,024 x 7 KiB", 7 << 20),
+}
+"""As in player.py -> title, bytes."""
+
+PING: Final = "8 B, half a round trip"
+
+_OURS: Final = (
+    ("tep", "tep", ()),
+    ("tep, shared memory", "tep", ("memory=shared",)),
+    ("tep, spinning", "tep spinning", ()),
+    ("limit: memcpy", "memcpy", ()),
+    ("limit: process_vm_writev", "writev", ()),
+)
+_PINGS_S: Final = 0.5
+_START_S: Final = 120.0
+_ANSWER_S: Final = 180.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One contestant in one plan; least and most are over rounds.
+
+    Attributes:
+        who: the contestant.
+        about: its version.
+        what: the plan.
+        unit: of median, least and most.
+        median, least, most: what was measured; None: it did not take part, see `absent`.
+        ratio: to tep in the same round, above 1 where it is better than tep; median, least, most.
+        cpu_ms: of both processes, median; of the ping-pong, of a half trip.
+        absent: why there is no figure.
+    """
+
+    who: str
+    about: str = ""
+    what: str = ""
+    unit: str = ""
+    median: float | None = None
+    least: float | None = None
+    most: float | None = None
+    ratio: tuple[float, float, float] | None = None
+    cpu_ms: float | None = None
+    absent: str = ""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One contestant, open."""
+
+    label: str
+    folder: str
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    controls: list[tuple[TextIO, TextIO]] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    about: str = ""
+    error: str = ""
+    values: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def ask(self, what: str, argument: object) -> list[dict[str, Any]] | None:
+        """Have both processes do something; their answers, or None if one has failed."""
+        if self.error:
+            return None
+        self._signal(signal.SIGCONT)
+        try:
+            for _, orders in self.controls:
+                print(json.dumps([what, argument]), file=orders, flush=True)
+        except OSError as error:
+            self.error = str(error)
+            return None
+        found = self.answers()
+        self._signal(signal.SIGSTOP)
+        return found
+
+    def answers(self) -> list[dict[str, Any]] | None:
+        """One answer of each process."""
+        found: list[dict[str, Any]] = []
+        for answers, _ in self.controls:
+            try:
+                line = answers.readline()
+            except TimeoutError:
+                line = json.dumps({"error": f"no answer within {_ANSWER_S:g} s"})
+            answer = json.loads(line) if line else {"error": "a process ended without a word"}
+            if "error" in answer:
+                self.error = str(answer["error"]).strip().splitlines()[-1]
+                self.close()
+                return None
+            found.append(answer)
+        return found
+
+    def _signal(self, number: int) -> None:
+        """Stopped between its turns: the threads of some spin for ever, in everybody's way."""
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def close(self) -> None:
+        """End both processes."""
+        self._signal(signal.SIGCONT)
+        for files in self.controls:
+            for file in files:
+                with contextlib.suppress(OSError):
+                    file.close()
+        for process in self.processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
+    """Start a contestant's two processes and let them meet."""
+    entry = _Entry(label, tempfile.mkdtemp(prefix="tep-peers-"))
+    player = [python, str(PLAYER), name, entry.folder]
+    commands = [[*player, rank, *options] for rank in ("0", "1")]
+    if name == "mpi":
+        mpiexec = str(Path(python).with_name("mpiexec"))
+        words = ["--allow-run-as-root", "--oversubscribe", "-n", "2"]
+        commands = [[mpiexec, *words, *player, "-", *options]]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{entry.folder}/control")
+        listener.listen()
+        listener.settimeout(_START_S)
+        quiet = subprocess.DEVNULL
+        env = os.environ | {"UCX_LOG_LEVEL": "error"}
+        for command in commands:
+            entry.processes.append(
+                subprocess.Popen(  # noqa: S603  # the player, in an environment that was named
+                    command, stdin=quiet, stdout=quiet, stderr=quiet, env=env
+                )
+            )
+        try:
+            with contextlib.ExitStack() as stack:
+                ends = [stack.enter_context(end) for end in socket.socketpair()]
+                met = sorted(_meet(listener, ends) for _ in range(2))
+        except TimeoutError:
+            entry.error = f"its two processes did not come within {_START_S:g} s"
+            entry.close()
+            return entry
+    entry.controls = [files for _, _, files in met]
+    entry.pids = [pid for _, pid, _ in met]
+    answers = entry.answers()
+    if answers is not None:
+        entry.about = str(answers[0]["ready"])
+        entry._signal(signal.SIGSTOP)
+    return entry
+
+
+def _meet(
+    listener: socket.socket, ends: Sequence[socket.socket]
+) -> tuple[int, int, tuple[TextIO, TextIO]]:
+    """Rank, process id, and the two directions of a process that has connected.
+
+    It is given its end of the socket between the two processes.
+    """
+    connection, _ = listener.accept()
+    with connection:  # the files keep it open until they are closed
+        connection.settimeout(_ANSWER_S)
+        files = connection.makefile("r"), connection.makefile("w")
+        hello = json.loads(files[0].readline())
+        rank = int(hello["rank"])
+        socket.send_fds(connection, [b"x"], [ends[rank].fileno()])
+    return rank, int(hello["pid"]), files
+
+
+def find_peers(named: Sequence[str] = (), folder: Path | None = None) -> dict[str, str]:
+    """Where each of PEERS has its Python.
+
+    Args:
+        named: "nixl=PYTHON", Python of an environment that has it.
+        folder: of environments: FOLDER/nixl/bin/python; those that are named go first.
+
+    Returns:
+        Name -> Python; peers without an environment are not in it.
+
+    Raises:
+        UsageError: an unknown peer, or a Python that is not there.
+    """
+    found: dict[str, str] = {}
+    for one in named:
+        name, _, python = one.partition("=")
+        if name not in PEERS or not python:
+            raise UsageError(f"--peer {one}: not NAME=PYTHON with a name of: {', '.join(PEERS)}")
+        if not Path(python).exists():
+            raise UsageError(f"--peer {one}: there is no {python}")
+        found[name] = python
+    for name in PEERS if folder is not None else ():
+        assert folder is not None
+        python = str(folder / name / "bin" / "python")
+        if name not in found and Path(python).exists():
+            found[name] = python
+    return found
+
+
+def peer_rows(pythons: Mapping[str, str], rounds: int = 9) -> list[Row]:
+    """Play, and make the rows; a peer that is absent, or fails, has one that says why.
+
+    Raises:
+        LookupError: this is no checkout.
+    """
+    if not PLAYER.exists():
+        raise LookupError(f"no {PLAYER}: it is in a checkout only")
+    wanted = [(label, sys.executable, name, options) for label, name, options in _OURS]
+    absent: list[Row] = []
+    for name, module in PEERS.items():
+        why = _why_absent(name, module, pythons.get(name))
+        if why:
+            absent.append(Row(who=name, absent=why))
+            continue
+        wanted.append((name, pythons[name], name, ()))
+        if name == "nixl":
+            wanted.append(("nixl, its defaults", pythons[name], name, ("defaults=1",)))
+    entries: list[_Entry] = []
+    try:
+        entries.extend(_open(*one) for one in wanted)
+        _play(entries, rounds)
+        for entry in entries:
+            for plan in PLANS if entry.label != "limit: memcpy" else ():
+                answers = entry.ask("check", plan)
+                if answers is not None and not answers[1]["good"]:
+                    entry.error = f"it delivered wrong bytes ({plan})"
+    finally:
+        for entry in entries:
+            entry.close()
+    return [row for entry in entries for row in _rows(entry, entries[0])] + absent
+
+
+def _why_absent(name: str, module: str, python: str | None) -> str:
+    """Why a peer cannot take part; "" if it can."""
+    if python is None:
+        return f"no environment: --peer {name}=PYTHON, or --envs FOLDER with {name}/bin/python"
+    done = subprocess.run(  # noqa: S603  # as above
+        [python, "-c", f"import numpy, {module}"],
+        capture_output=True, text=True, timeout=_START_S, check=False,
+    )  # fmt: skip
+    return (done.stderr.strip().splitlines() or ["it cannot be imported"])[-1] * (
+        done.returncode != 0
+    )
+
+
+def _play(entries: Sequence[_Entry], rounds: int) -> None:
+    """Rounds of everything, interleaved; each round begins with another contestant."""
+    for k in range(rounds + 1):  # the first one warms up
+        order = [*entries[k % len(entries) :], *entries[: k % len(entries)]]
+        for plan, (_, nbytes) in PLANS.items():
+            for entry in order:
+                answers = entry.ask("bulk", plan)
+                if answers is not None and k:
+                    rate = nbytes / float(answers[1]["wall_s"]) / 1e9
+                    cpu_ms = 1e3 * sum(float(answer["cpu_s"]) for answer in answers)
+                    entry.values.setdefault(plan, []).append((rate, cpu_ms))
+        for entry in order:
+            answers = entry.ask("ping-pong", _PINGS_S) if "memcpy" not in entry.label else None
+            if answers is not None and k:
+                half_us = statistics.median(answers[0]["halves_us"])
+                cpu_ms = sum(float(answer["cpu_us"]) for answer in answers) / 1e3
+                entry.values.setdefault(PING, []).append((half_us, cpu_ms))
+
+
+def _rows(entry: _Entry, ours: _Entry) -> list[Row]:
+    """What a contestant did; and why it did no more."""
+    rows = []
+    for what, found in entry.values.items():
+        values = [value for value, _ in found]
+        theirs = [value for value, _ in ours.values.get(what, ())]
+        pairs = zip(values, theirs, strict=False)
+        better = [b / a if what == PING else a / b for a, b in pairs]
+        rows.append(
+            Row(
+                who=entry.label,
+                about=entry.about,
+                what=PLANS[what][0] if what in PLANS else what,
+                unit="us" if what == PING else "GB/s",
+                median=statistics.median(values),
+                least=min(values),
+                most=max(values),
+                ratio=(statistics.median(better), min(better), max(better)) if better else None,
+                cpu_ms=statistics.median(cpu_ms for _, cpu_ms in found),
+            )
+        )
+    if entry.error:
+        rows.append(Row(who=entry.label, about=entry.about, absent=entry.error))
+    return rows
