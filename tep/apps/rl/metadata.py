@@ -189,7 +189,10 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 def box_size(box: Box) -> int:
     """Number of elements; 0 if empty."""
-    return math.prod(stop - start for start, stop in box)
+    size = 1
+    for start, stop in box:  # called half a million times for a trillion parameters
+        size *= stop - start
+    return size
 
 
 def nbytes_of(shape: tuple[int, ...], dtype: DType) -> int:

@@ -115,7 +115,7 @@ def _check_sizes(layout: object, names: tuple[str, ...]) -> None:
 def cut(extent: int, pieces: int, index: int, unit: int = 1) -> tuple[int, int]:
     """Piece `index` of `pieces` near-equal ones, which begin at multiples of `unit`."""
     units = -(-extent // unit)
-    start, stop = (units * k // pieces * unit for k in (index, index + 1))
+    start, stop = units * index // pieces * unit, units * (index + 1) // pieces * unit
     return min(start, extent), min(stop, extent)
 
 
