@@ -93,6 +93,7 @@ class TransferSpec:
         cancel_ps: when it is cancelled, counted from its start, or None.
         stale: it names the receivers by the descriptors they had before a restart.
         probe: right after its submit somebody tries to give the source region back.
+        prepared: it is prepared in its first round, and submitted at an offset in the others.
         shared: all that are shared have one immediate, and receivers expect the sum of them.
     """
 
@@ -115,6 +116,7 @@ class TransferSpec:
     cancel_ps: int | None = None
     stale: bool = False
     probe: bool = False
+    prepared: bool = False
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -378,6 +380,7 @@ def _draw_transfer(dice: _Dice, place: int, theme: str, *, wide: bool) -> Transf
     if theme == "restart":
         knobs["stale"] = dice.below(place, 19, 3) == 0
     knobs["probe"] = dice.below(place, 20, 8) == 0
+    knobs["prepared"] = dice.below(place, 25, 4) == 0
     return TransferSpec(**knobs)
 
 

@@ -5,7 +5,7 @@ Here are the checks that belong to the moment in which a transfer settles.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from tep.api import Pages, ScatterDst
 from tep.backends.base import Access, Status
 from tep.core.handle import State
 from tep.core.transfer import Transfer
-from tep.engine import PeerGroup
+from tep.engine import PeerGroup, Prepared
 from tep.errors import BusyError, ClosedError, StaleEpoch
 from tep.sim.faults import Clog, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
-from tep.testing.scenario import IMMS, SENDER, TransferSpec
+from tep.testing.scenario import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
 
 __all__ = ["Sender"]
@@ -35,6 +35,7 @@ class Sender:
         self.stage = stage
         self._groups: dict[tuple[int, ...], PeerGroup] = {}
         self._epochs: dict[str, int] = {}
+        self._prepared: dict[object, tuple[Prepared, int]] = {}
         for place, spec in enumerate(stage.scenario.transfers):
             stage.lab.env.call_at(spec.start_ps, self._begin, (place, 0))
 
@@ -94,38 +95,47 @@ class Sender:
         sender.mr, _ = sender.engine.reg_mr(sender.memory, access=Access.SOURCE)
 
     def _submit(self, run: Run) -> Transfer:
-        spec, area, hosts = run.spec, run.area, run.hosts
-        engine, mr = self.stage.sender.engine, self.stage.sender.mr
-        imm = None if spec.silent else self.stage.scenario.imm(run.place)
-        routing = self.stage.routings[run.place]
+        spec, area, hosts, stage = run.spec, run.area, run.hosts, self.stage
+        engine, mr = stage.sender.engine, stage.sender.mr
+        imm: Any = None if spec.silent else stage.scenario.imm(run.place)
+        how: dict[str, Any] = {"routing": stage.routings[run.place]}
+        what: tuple[Any, ...]
+        verb: Any
+        prepare: Any
         match spec.kind:
             case "single":
-                src, dst = (mr, area.start), (hosts[0].desc, area.start)
-                return engine.submit_single_write(spec.size, src, dst, imm, routing=routing)
+                verb, prepare = engine.submit_single_write, engine.prepare_single_write
+                what = spec.size, (mr, area.start), (hosts[0].desc, area.start)
             case "paged" | "per_page":
+                verb, prepare = engine.submit_paged_writes, engine.prepare_paged_writes
                 stride = spec.size + spec.gap
-                imms: int | np.ndarray | None = imm
                 if imm is not None and spec.kind == "per_page":
                     each = [spec.page_imm(imm, page) for page in range(spec.pages)]
-                    imms = np.array(each, np.uint32)
-                return engine.submit_paged_writes(
-                    spec.size,
-                    (mr, Pages(area.src_indices, stride=stride, offset=area.start)),
-                    (hosts[0].desc, Pages(area.dst_indices, stride=stride, offset=area.start)),
-                    imms,
-                    routing=routing,
-                )
+                    imm = np.array(each, np.uint32)
+                src = Pages(area.src_indices, stride=stride, offset=area.start)
+                dst = Pages(area.dst_indices, stride=stride, offset=area.start)
+                what = spec.size, (mr, src), (hosts[0].desc, dst)
             case "scatter":
+                verb, prepare = engine.submit_scatter, engine.prepare_scatter
                 slices = [
                     ScatterDst(n, src_offset, (host.desc, dst_offset))
                     for host, ((src_offset, dst_offset, n),) in zip(hosts, area.pieces)
                 ]
-                group = self._group(spec, hosts)
-                return engine.submit_scatter(mr, slices, imm, group=group, routing=routing)
+                what = mr, slices
+                how["group"] = self._group(spec, hosts)
             case "barrier":
-                descs = [host.desc for host in hosts]
-                group = self._group(spec, hosts)
-                return engine.submit_barrier(descs, IMMS[run.place], group=group, routing=routing)
+                verb, prepare = engine.submit_barrier, engine.prepare_barrier
+                what = ([host.desc for host in hosts],)
+                how["group"] = self._group(spec, hosts)
+        if not spec.prepared:
+            sent: Transfer = verb(*what, imm, **how)
+            return sent
+        key = run.place, mr, area.src_indices, area.dst_indices
+        if key not in self._prepared:
+            self._prepared[key] = prepare(*what, **how), area.start
+        prepared, start = self._prepared[key]
+        moved = 0 if spec.kind == "barrier" else area.start - start
+        return prepared.submit(imm, src_offset=moved, dst_offset=moved)
 
     def _group(self, spec: TransferSpec, hosts: tuple[Host, ...]) -> PeerGroup | None:
         """The peer group of these incarnations, made when first asked for."""

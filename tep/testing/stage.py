@@ -15,6 +15,7 @@ from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.backends.base import Batch, ReadBatch
 from tep.core import plan
 from tep.core.handle import State
+from tep.core.requests import DEFAULT
 from tep.core.transfer import Expectation, Transfer
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
@@ -224,11 +225,12 @@ class Stage:
         most = min(plan.lanes(self.nlocal, n) for n in nics)
         cut = spec.kind == "single" or (spec.kind == "scatter" and spec.by_bytes)
         shards = min(spec.shards, most // self.nlocal if spec.pinned else most) if cut else 0
-        return Routing(
+        routing = Routing(
             num_shards=shards or None,
             domain=spec.size % self.nlocal if spec.pinned else None,
             scatter_by="bytes" if spec.by_bytes else "peers",
         )
+        return DEFAULT if routing == DEFAULT else routing  # the same object has paths of its own
 
     def _find(self, name: str, batch: Batch, start: int) -> Mover | None:
         """The run that a posted row belongs to: by its source address, or a barrier's immediate."""

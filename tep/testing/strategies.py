@@ -118,6 +118,7 @@ def transfers(draw: DrawFn) -> TransferSpec:
         cancel_ps=draw(st.none() | st.integers(0, 900 * _NS)),
         stale=draw(st.booleans()),
         probe=draw(st.booleans()),
+        prepared=draw(st.booleans()),
         **knobs,
     )
     return replace(spec, shared=spec.may_share and draw(st.booleans()))
