@@ -181,8 +181,8 @@ class ChaosFabric:
                 self._node(name).pause(for_ps)
             case Slow(name, nic, factor, for_ps):
                 self._nic(name, nic).link.slow(factor, for_ps)
-            case Clog(name, nic, for_ps):
-                self._nic(name, nic).link.trouble("clog", for_ps)
+            case Clog(name, nic, for_ps, inward):
+                self._nic(name, nic).link.trouble("deaf" if inward else "clog", for_ps)
             case Mute(name, nic, for_ps):
                 self._nic(name, nic).link.trouble("mute", for_ps)
             case Swizzle():

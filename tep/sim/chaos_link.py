@@ -1,4 +1,4 @@
-"""The link of one chaos NIC: slow, clogged, or deaf to acknowledgements, for a time.
+"""The link of one chaos NIC: slow, clogged, deaf, or deaf to acknowledgements, for a time.
 
 It holds what cannot pass and lets it go in the order it came. What a row that waits too long ends
 in is the NIC's matter.
@@ -13,7 +13,7 @@ from tep.sim.clock import FabricEnv
 
 __all__ = ["Link", "Trouble"]
 
-Trouble = Literal["clog", "mute"]
+Trouble = Literal["clog", "deaf", "mute"]
 
 FragmentT = TypeVar("FragmentT")
 RowT = TypeVar("RowT")
@@ -23,7 +23,9 @@ class Link(Generic[FragmentT, RowT]):
     """What becomes of fragments and acknowledgements on their way to or from one NIC.
 
     Attributes:
-        clogs, mutes: how many faults of the kind last; 0: none.
+        clogs: how many faults last by which nothing passes; 0: none.
+        deafs: the same of those by which nothing comes in.
+        mutes: the same of those by which no acknowledgement comes in.
         factor: how many times as long as usual everything takes.
 
     Args:
@@ -41,6 +43,7 @@ class Link(Generic[FragmentT, RowT]):
         "_land",
         "_slows",
         "clogs",
+        "deafs",
         "factor",
         "mutes",
     )
@@ -52,6 +55,7 @@ class Link(Generic[FragmentT, RowT]):
         acknowledge: Callable[[RowT], None],
     ) -> None:
         self.clogs = 0
+        self.deafs = 0
         self.mutes = 0
         self.factor = 1
         self._env = env
@@ -72,10 +76,7 @@ class Link(Generic[FragmentT, RowT]):
 
     def trouble(self, what: Trouble, for_ps: int | None) -> None:
         """Begin a clog, or deafness."""
-        if what == "clog":
-            self.clogs += 1
-        else:
-            self.mutes += 1
+        self._count(what, 1)
         if for_ps is not None:
             self._env.call_at(self._env.now + for_ps, self._ends, (what, self._healed))
 
@@ -89,7 +90,7 @@ class Link(Generic[FragmentT, RowT]):
     def heal(self) -> None:
         """End every trouble at once."""
         self._healed += 1
-        self.clogs = self.mutes = 0
+        self.clogs = self.deafs = self.mutes = 0
         self._slows.clear()
         self.factor = 1
         self._let_go()
@@ -98,11 +99,17 @@ class Link(Generic[FragmentT, RowT]):
         what, healed = which
         if healed != self._healed:
             return
-        if what == "clog":
-            self.clogs -= 1
-        else:
-            self.mutes -= 1
+        self._count(what, -1)
         self._let_go()
+
+    def _count(self, what: Trouble, change: int) -> None:
+        match what:
+            case "clog":
+                self.clogs += change
+            case "deaf":
+                self.deafs += change
+            case "mute":
+                self.mutes += change
 
     def _hurries(self, which: tuple[int, int]) -> None:
         factor, healed = which

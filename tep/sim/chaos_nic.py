@@ -28,10 +28,12 @@ _BYTES_PER_NS: Final = 32
 _LATENCY_PS: Final = 200 * PS_PER_NS
 _AGAIN_PS: Final = 100 * PS_PER_NS  # after a post that was refused for no reason
 _REPEAT_PS: Final = 50 * PS_PER_NS
+_COPY_PS: Final = 4000 * PS_PER_NS  # how much later than a control message its copy comes
 _MESSAGES_MAX: Final = 64
 """Messages have room of their own: one that waits for its reader holds back no row to others."""
 
-_PATH_DIED: Final = (Status.NIC_DOWN, Status.UNREACHABLE)
+_LATE: Final = (Status.NIC_DOWN, Status.UNREACHABLE, Status.FLUSHED)
+"""What rows end with that may still land: their path died, or an error of others flushed them."""
 
 _OK: Final = int(Status.OK)
 _WRITE: Final = int(Kind.WRITE)
@@ -114,7 +116,10 @@ class ChaosNic(ChaosReceiver):
             if self._chaos.message_loss and self._is_lost(row):
                 return True
             drawn = self._draws.message(self._uid + self.rows)
-            self._book((row, 0, 0, None), self._env.now + self._flight_ps(drawn))
+            due = self._book((row, 0, 0, None), self._env.now + self._flight_ps(drawn))
+            twice = 15 - (row.bits >> 52 & 15) < self._chaos.control_dup
+            if is_control and twice and not self.fabric.healed:
+                self._env.call_at(due + 1 + below(drawn, _COPY_PS), _copy, row)
         return True
 
     def _is_lost(self, row: Flight) -> bool:
@@ -250,7 +255,8 @@ class ChaosNic(ChaosReceiver):
             return
         target = row.peer.target
         assert target is not None
-        for link, deaf in ((self.link, self.link.mutes), (target.link, 0)):
+        mine = self.link
+        for link, deaf in ((mine, mine.mutes or mine.deafs), (target.link, 0)):
             if link.clogs or deaf:
                 link.hold_ack(row)
                 self.stuck(row)
@@ -259,7 +265,10 @@ class ChaosNic(ChaosReceiver):
             self._doom(row, Status.UNREACHABLE, self._error_delay(row, ACK_PS * 2))
             return
         row.flying = False
-        self._end((row, Status.OK))
+        odd = row.payload is None and 255 - (row.bits >> 56) < self._chaos.odd_errors
+        if odd and not self.fabric.healed:
+            self.fabric.seen["row PROVIDER"] += 1
+        self._end((row, Status.PROVIDER if odd and not self.fabric.healed else Status.OK))
 
     def stuck(self, row: Flight) -> None:
         """A row, or its answer, cannot pass a link: it has so much time for that, and no more."""
@@ -271,16 +280,21 @@ class ChaosNic(ChaosReceiver):
         target = row.peer.target
         assert target is not None
         row.timed = False
-        deaf = row.left < 0 and self.link.mutes
-        if row.flying and (self.link.clogs or target.link.clogs or deaf):
+        mine, its = self.link, target.link
+        deaf = (mine.mutes or mine.deafs) if row.left < 0 else its.deafs
+        if row.flying and (mine.clogs or its.clogs or deaf):
             self.refuse(row, Status.UNREACHABLE)
 
     def _doom(self, row: Flight, status: Status, delay_ps: int) -> None:
         """From now on nothing of the row lands, unless late; its error comes after a delay."""
         row.flying = False
-        if self._chaos.late_land and status in _PATH_DIED and row.left > 0 and row.bits >> 48 & 1:
-            row.ghost = _snapshot(row, 0, row.nbytes) or b""
+        if status in _LATE:
+            self._may_land_late(row)
         self._env.call_at(self._env.now + delay_ps, self._end, (row, status))
+
+    def _may_land_late(self, row: Flight) -> None:
+        if self._chaos.late_land and row.left > 0 and row.bits >> 48 & 1:
+            row.ghost = _snapshot(row, 0, row.nbytes) or b""
 
     def _error_delay(self, row: Flight, longest_ps: int) -> int:
         # Times beyond 2**32 ps do not fit one draw; thousandths of the longest are fine enough.
@@ -337,6 +351,8 @@ class ChaosNic(ChaosReceiver):
         self.state = NicState.GONE
         self._control_fault("crash")
         for row in self._open.values():
+            if row.flying and row.payload is None:
+                self._may_land_late(row)
             row.flying = False
         self._cq.waker = nobody
         self.revoke()
@@ -372,12 +388,20 @@ def _land(fragment: Fragment) -> None:
     row = fragment[0]
     target = row.peer.target
     assert target is not None, "a row without a target never leaves"
-    for link in (target.link, row.nic.link):
-        if link.clogs:
-            link.hold(fragment)
-            row.nic.stuck(row)
-            return
+    its, mine = target.link, row.nic.link
+    if its.clogs or its.deafs or mine.clogs:
+        (its if its.clogs or its.deafs else mine).hold(fragment)
+        row.nic.stuck(row)
+        return
     target.land(fragment)
+
+
+def _copy(row: Flight) -> None:
+    target = row.peer.target
+    assert target is not None
+    its = target.link
+    if target.state is NicState.UP and not (its.clogs or its.deafs or row.nic.link.clogs):
+        target.take_copy(row)
 
 
 def _acknowledge(row: Flight) -> None:

@@ -190,6 +190,9 @@ class Nic(Protocol):
     ) -> memoryview | Status:
         """The bytes that a read asks for, or why it may not have them."""
 
+    def take_copy(self, row: Flight) -> None:
+        """Take a control message once more."""
+
     def acknowledge(self, row: Flight) -> None:
         """Learn that a row of this NIC has landed."""
 

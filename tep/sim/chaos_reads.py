@@ -205,7 +205,9 @@ class ChaosReader(ChaosNic):
         hears: bool = False,
     ) -> bool:
         """Whether a link is clogged, or this NIC deaf; then the same is tried again soon."""
-        if not (self.link.clogs or target.link.clogs or (hears and self.link.mutes)):
+        mine, its = self.link, target.link
+        deaf = (mine.mutes or mine.deafs) if hears else its.deafs
+        if not (mine.clogs or its.clogs or deaf):
             return False
         now = self._env.now
         if read.stuck_ps < 0:
@@ -219,7 +221,8 @@ class ChaosReader(ChaosNic):
         target = read.peer.target
         assert target is not None
         read.stuck_ps = -1
-        stuck = self.link.clogs or target.link.clogs or self.link.mutes
+        mine, its = self.link, target.link
+        stuck = mine.clogs or its.clogs or mine.mutes or mine.deafs or its.deafs
         if not read.flying or read.left == 0 or not stuck:
             return
         if self._chaos.late_land and read.bits >> 48 & 1:

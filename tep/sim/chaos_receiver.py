@@ -46,6 +46,7 @@ class ChaosReceiver(ChaosPort):
         self._controls_seen = 0
         self._sources: dict[bytes, int] = {}
         self._barred: dict[bytes, int] = {}  # by sender, the last row that may not land
+        self._fencing: dict[bytes, set[int]] = {}  # by sender, the fences that are not confirmed
 
     def kill(self) -> None:
         """Die; the sending side knows how."""
@@ -55,7 +56,11 @@ class ChaosReceiver(ChaosPort):
         """A fragment of somebody's row is here, at its target."""
         row, start, stop, early = fragment
         if not row.flying:
-            self._land_late(fragment)
+            if row.ghost is not None and self._chaos.late_ps:
+                late_ps = below(row.bits, self._chaos.late_ps)
+                self._env.call_at(self._env.now + late_ps, self._land_late, fragment)
+            else:
+                self._land_late(fragment)
             return
         peer = row.peer
         if peer.held is not None:
@@ -171,9 +176,7 @@ class ChaosReceiver(ChaosPort):
     def _take_message(self, row: Flight) -> None:
         assert row.payload is not None
         if row.is_control:
-            self._controls_seen += 1
-            self._controls[self._controls_seen] = (row.payload, row.nic.address)
-            self._cq.push((_CONTROL, _OK, 1, 0, 0, self._controls_seen, row.nbytes))
+            self._hear(row)
             self._answer(row)
             return
         if not self._free_slots:
@@ -192,6 +195,17 @@ class ChaosReceiver(ChaosPort):
             self._note("recv", row, row.nic.node.name, value=slot)
         self._cq.push((_RECV, _OK, 1, 0, 0, slot, row.nbytes))
         self._answer(row)
+
+    def _hear(self, row: Flight) -> None:
+        assert row.payload is not None
+        self._controls_seen += 1
+        self._controls[self._controls_seen] = (row.payload, row.nic.address)
+        self._cq.push((_CONTROL, _OK, 1, 0, 0, self._controls_seen, row.nbytes))
+
+    def take_copy(self, row: Flight) -> None:
+        """A control message is here once more."""
+        self.fabric.seen["control message doubled"] += 1
+        self._hear(row)
 
     def _park(self, row: Flight) -> None:
         """No receive is posted: the row waits here, and on an ordered fabric all behind it too."""
@@ -257,15 +271,18 @@ class ChaosReceiver(ChaosPort):
         return self._sources.setdefault(address, len(self._sources))
 
     def fence(self, source: bytes, ctx: int) -> None:
-        """Refuse rows of one NIC from now on; messages and control messages are no rows."""
+        """Refuse rows of one NIC, now or soon; messages and control messages are no rows."""
         self._check_open()
-        self._barred[source] = _ALL
+        if not self._chaos.late_fence:
+            self._barred[source] = _ALL
+        self._fencing.setdefault(source, set()).add(ctx)
         delay_ps = 1 + below(self._draws.error(self._uid, ctx), ACK_PS * 4)
-        self._env.call_at(self._env.now + delay_ps, self._say_fenced, ctx)
+        self._env.call_at(self._env.now + delay_ps, self._say_fenced, (source, ctx))
 
     def unfence(self, source: bytes) -> None:
         """Take rows that a NIC posts from now on; what is still flying here was posted before."""
         self._check_open()
+        self._fencing.pop(source, None)
         if source in self._barred:
             self._barred[source] = min(self._barred[source], self.fabric.rows)
 
@@ -276,7 +293,11 @@ class ChaosReceiver(ChaosPort):
     def _is_barred(self, row: Flight) -> bool:
         return row.number <= self._barred.get(row.nic.address, 0)
 
-    def _say_fenced(self, ctx: int) -> None:
+    def _say_fenced(self, fence: tuple[bytes, int]) -> None:
+        source, ctx = fence
+        if ctx in self._fencing.get(source, ()):  # it was not lifted meanwhile
+            self._fencing[source].remove(ctx)
+            self._barred[source] = _ALL
         if self.state in (NicState.UP, NicState.DEAD):
             self._cq.push((_FENCED, _OK, 1, 0, 0, ctx, 0))
 

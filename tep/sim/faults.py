@@ -68,6 +68,8 @@ _BOUNDS: Final = {
     "datagram_loss": (0, 16),
     "datagram_dup": (0, 16),
     "late_land": (0, 2),
+    "control_dup": (0, 16),
+    "odd_errors": (0, 256),
     **dict.fromkeys(
         ("sq_depth", "imm_credits", "cqe_limit", "poll_delay_ps", "dead_after_ps"), (1, _PS_MAX)
     ),
@@ -112,8 +114,13 @@ class Chaos:
             NIC; 0 = any number (F9).
         message_loss: of 16 messages so many end UNREACHABLE, half of them after they arrived (F20).
         datagram_loss, datagram_dup: of 16 datagrams so many are lost, or arrive twice (F20).
-        late_land: rows that failed because their path died may land after their error: 0 = no,
-            1 = bytes only, 2 = the immediate too (F25).
+        late_land: rows that failed because their path died, or that were flushed, may land after
+            their error, and rows of a host after its crash: 0 = no, 1 = bytes only, 2 = the
+            immediate too (F25).
+        late_ps: how much later, at the most, than they would have landed.
+        late_fence: a fence shuts out rows from its FENCED entry on; False: from the call on (F26).
+        control_dup: of 16 control messages so many arrive twice (F20).
+        odd_errors: of 256 rows that have landed so many end PROVIDER (F27).
         kept: labels of the draws that are made, where all others come out tame, as `tep.sim.draws`
             has them; None: all are made. What shrinking leaves of a run.
     """
@@ -148,6 +155,10 @@ class Chaos:
     datagram_loss: int = 0
     datagram_dup: int = 0
     late_land: int = 0
+    late_ps: int = 0
+    late_fence: bool = False
+    control_dup: int = 0
+    odd_errors: int = 0
     kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
@@ -244,6 +255,7 @@ SWARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
     (19, "key_reuse", (False, True)),
     (20, "offsets", (False, True)),
     (21, "tie_shuffle", (False, True)),
+    (22, "late_fence", (False, True)),
 )
 """Number, name and choices of each knob that Chaos.draw() draws."""
 # Quoted: 0.5 s for a dead peer is the shortest that RC with retry_cnt 7 and timeout 14 takes; 3 ms
@@ -257,6 +269,9 @@ HARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
     (42, "datagram_loss", (0, 1, 4)),
     (43, "datagram_dup", (0, 1, 4)),
     (44, "late_land", (0, 1, 1, 2)),
+    (45, "late_ps", (0, 0, 5000 * _NS, 100_000 * _NS)),
+    (46, "control_dup", (0, 0, 4)),
+    (47, "odd_errors", (0, 0, 0, 6)),
 )
 """Number, name and choices of each knob that Chaos.draw(harm=True) draws besides."""
 
@@ -292,8 +307,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "links": ("Slow", "Clog", "Mute", "Swizzle"),
     "keys": ("offsets", "Revoke"),
     "restarts": ("key_reuse", "Restart"),
-    "control": ("message_loss", "datagram_loss", "datagram_dup"),
-    "errors": ("flush_on_error", "late_land"),
+    "control": ("message_loss", "control_dup", "datagram_loss", "datagram_dup"),
+    "errors": ("flush_on_error", "late_land", "late_ps", "late_fence", "odd_errors"),
 }
 """The knobs and records of each group that a swarm can be restricted to."""
 
@@ -319,7 +334,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F19": ("workers pause", ("poll_delay_ps", "pause_ps", "Pause")),
     "F20": (
         "control messages are lost, doubled, reordered",
-        ("message_loss", "datagram_loss", "datagram_dup"),
+        ("message_loss", "control_dup", "datagram_loss", "datagram_dup"),
     ),
     "F21": ("data arrives, acknowledgements do not", ("Mute",)),
     "F22": ("links are clogged one by one, let go in another order", ("Swizzle",)),
@@ -328,7 +343,9 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         ("burst_ps", "merge_cqes", "cqe_limit", "tie_shuffle"),
     ),
     "F24": ("one error flushes the queue pair", ("flush_on_error",)),
-    "F25": ("bytes of a failed row stay, or land after the error", ("late_land",)),
+    "F25": ("bytes of a failed row stay, or land after the error", ("late_land", "late_ps")),
+    "F26": ("what is in flight lands until the fence is confirmed", ("late_fence",)),
+    "F27": ("a row that landed ends in an error of the provider's own", ("odd_errors",)),
 }
 """Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 
@@ -426,7 +443,7 @@ def _draw_event(dice: int, place: int, possible: Sequence[str], nics: Mapping[st
         case "Slow":
             return Slow(node, nic, 3 + below(draw(dice, 8, place), 20), for_ps)
         case "Clog":
-            return Clog(node, nic, for_ps)
+            return Clog(node, nic, for_ps, inward=below(draw(dice, 9, place), 3) == 0)
         case "Mute":
             return Mute(node, nic, for_ps)
         case "Swizzle":

@@ -68,14 +68,18 @@ class Slow:
 
 @dataclass(frozen=True, slots=True)
 class Clog:
-    """A link carries nothing, either way, and then all that was held; a flap, if short (F12, F22).
+    """A link carries nothing, and then all that was held; a flap, if short (F12, F22).
 
     A row that waits longer than `Chaos.dead_after_ps` ends UNREACHABLE.
+
+    Attributes:
+        inward: nothing reaches the NIC, and what it sends gets through; False: nothing either way.
     """
 
     node: str
     nic: int
     for_ps: int | None = None
+    inward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +159,12 @@ def slow(node: str, nic: int, factor: int = 10, us: float | None = None) -> Slow
     return Slow(node, nic, factor, _ps(us))
 
 
-def clog(node: str, nic: int, us: float | None = None) -> Clog:
-    """Say that a link carries nothing for some microseconds; None: until the fabric is healed."""
-    return Clog(node, nic, _ps(us))
+def clog(node: str, nic: int, us: float | None = None, *, inward: bool = False) -> Clog:
+    """Say that a link carries nothing for some microseconds; None: until the fabric is healed.
+
+    `inward`: nothing reaches the NIC, and what it sends gets through.
+    """
+    return Clog(node, nic, _ps(us), inward)
 
 
 def mute(node: str, nic: int, us: float | None = None) -> Mute:

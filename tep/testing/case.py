@@ -74,7 +74,7 @@ class Case:
     def may_fail(self) -> bool:
         """Whether anything in it makes a transfer or message of a correct engine fail."""
         chaos = self.faults.chaos
-        harm = chaos.cq_depth or chaos.message_loss or chaos.datagram_loss
+        harm = chaos.cq_depth or chaos.message_loss or chaos.datagram_loss or chaos.odd_errors
         return bool(harm or self.faults.events or chaos.rnr_retries >= 0)
 
     @classmethod

@@ -496,6 +496,9 @@ def _draw_trouble(
             fault = Pause(node, for_ps or _SPREAD_PS)
         else:
             fault = Clog(node, nic, for_ps) if kind is Clog else Mute(node, nic, for_ps)
+            if kind is Clog and dice.below(entity, 8, 3) == 0:
+                # Not for ever: a NIC whose questions arrive, and no answer, goes on asking.
+                fault = Clog(node, nic, for_ps or 5 * _SPREAD_PS, inward=True)
         start_ps = transfers[dice.below(entity, 6, len(transfers))].start_ps
         found.append((start_ps + dice.below(entity, 7, _FAULT_PS), fault))
     return tuple(found)

@@ -179,12 +179,9 @@ class Sender:
             env.call_at(env.now + 1, self._begin, (run.place, run.number + 1))
 
     def _may_land(self, run: Run) -> bool:
-        """Whether rows of it that failed may still land: their path had died.
-
-        If its engine was closed before they came back, they come back as FLUSHED all the same.
-        """
+        """Whether rows of it that failed may still land: their path had died, or was flushed."""
         found = {status for status, _ in run.faults}
-        late = self.stage.scenario.chaos.late_land > 0 and SENDER in self.stage.closed
+        late = self.stage.scenario.chaos.late_land > 0
         return not _DEAD_PATHS.isdisjoint(found) or (late and Status.FLUSHED in found)
 
     def _check_done(self, run: Run, handle: Transfer) -> None:
@@ -243,6 +240,8 @@ class Sender:
             return "an engine was closed"
         if chaos.rnr_retries >= 0:
             return "no receive"  # no NIC makes up for a receive that is not there
+        if stage.lab.fabric.seen["row PROVIDER"]:
+            return "an error of the provider's"
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
             # What is in doubt about a cancelled request may be in doubt for others.
             return "a transfer was cancelled"
@@ -278,5 +277,7 @@ class Sender:
                 return flushed or not self.stage.sender.live
             case Status.RNR:
                 return chaos.rnr_retries >= 0
+            case Status.PROVIDER:
+                return chaos.odd_errors > 0
             case _:
                 return False

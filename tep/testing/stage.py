@@ -181,7 +181,7 @@ class Stage:
     def harmed(self) -> bool:
         """Whether anything happened, or may happen, that a row or message fails for."""
         chaos = self.scenario.chaos
-        risky = chaos.rnr_retries >= 0 or chaos.message_loss > 0
+        risky = chaos.rnr_retries >= 0 or chaos.message_loss > 0 or chaos.odd_errors > 0
         return bool(self.broken or self.closed) or risky
 
     def blame(self, what: str) -> None:

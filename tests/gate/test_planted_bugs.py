@@ -183,6 +183,7 @@ WANTED = [
     "Swizzle",
     "completion queue overrun",
     "message lost",
+    "control message doubled",
     "landed after its error",
     "row NIC_DOWN",
     "row UNREACHABLE",
@@ -199,6 +200,7 @@ WANTED = [
     "read again by another NIC",
     "owner told",
     "row FLUSHED",
+    "row PROVIDER",
     "answer",
     "deregister refused",
     "restart",
@@ -219,6 +221,7 @@ EXCUSED = {
     "a transfer was cancelled": 45,
     "Clog": 45,
     "Swizzle": 16,
+    "an error of the provider's": 17,
 }
 """Of a thousand seeds, so many transfers at the most may fail for this reason: what 5,000 showed,
 and a seventh more. Slow links and pauses are no reason. A number may be lowered, and not raised: an

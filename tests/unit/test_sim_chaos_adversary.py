@@ -1,0 +1,170 @@
+"""What only real fabrics did: late fences, rows of the dead, one-way cuts, doubled messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tep.backends.base import Kind, Status
+from tep.sim.chaos_link import Trouble
+from tep.sim.faults import Clog, KillNic, Mute
+from tests.unit.sim_seam import CALM, NS, Seam
+
+PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
+SPREAD = replace(CALM, fragments=4, reorder_ps=3000 * NS)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_f26_rows_land_until_the_fence_is_confirmed(late: bool) -> None:
+    """Who takes the sums when it asks for a fence, and not when it is there, counts short."""
+    between = 0
+    for seed in range(20):
+        seam = Seam(replace(SPREAD, seed=seed, late_fence=late))
+        inbox, source = seam.b.node.domains[0], seam.a.node.domains[0].address
+        seam.write(PAGES, 5)
+        states = []
+
+        def fence(_: object, seam=seam, inbox=inbox, source=source, states=states) -> None:
+            inbox.fence(source, 77)
+            states.append(bytes(seam.b.dst))
+
+        seam.env.call_at(1500 * NS, fence)
+        seam.on_seen = lambda s, seam=seam, states=states: (
+            states.append(bytes(seam.b.dst)) if s.kind is Kind.FENCED else None
+        )
+        seam.run()
+
+        at_call, at_entry = states
+        assert at_entry == bytes(seam.b.dst), "nothing lands afterwards"
+        [fenced] = seam.of(Kind.FENCED)
+        assert all(seen.t_ps <= fenced.t_ps for seen in seam.of(Kind.IMM))
+        between += at_call != at_entry
+    assert late == (between > 0)
+
+
+def test_f26_a_fence_that_is_lifted_before_its_entry_does_not_bite() -> None:
+    """A question that is put twice has two fences; the second may be under way at the lifting."""
+    seam = Seam(replace(CALM, late_fence=True))
+    inbox, source = seam.b.node.domains[0], seam.a.node.domains[0].address
+    inbox.fence(source, 77)
+    inbox.unfence(source)
+    seam.run()
+    assert [77] == [seen.ctx for seen in seam.of(Kind.FENCED)]
+    ctx = seam.write(PAGES, 5)
+    seam.run()
+
+    assert {Status.OK: 12} == seam.ended(ctx)
+
+
+@pytest.mark.parametrize("late_ps", [0, 100_000 * NS])
+def test_f25_rows_of_a_crashed_host_land(late_ps: int) -> None:
+    """A packet on the way does not know that its sender is gone, and may take long."""
+    changed = last_ps = 0
+    for seed in range(20):
+        seam = Seam(replace(SPREAD, seed=seed, late_land=2, late_ps=late_ps))
+        seam.write(PAGES, 5)
+        at_crash = []
+
+        def crash(_: object, seam=seam, at_crash=at_crash) -> None:
+            at_crash.append(bytes(seam.b.dst))
+            seam.fabric.restart("a")
+
+        seam.env.call_at(1000 * NS, crash)
+        seam.run()
+        changed += at_crash[0] != bytes(seam.b.dst)
+        last_ps = max(last_ps, seam.env.now)
+    assert changed > 10
+    assert (last_ps > 50_000 * NS) == (late_ps > 0)
+
+
+def test_f25_flushed_rows_land() -> None:
+    """An error flushes what the other side may have in its hands already."""
+    late = 0
+    for seed in range(40):
+        chaos = replace(SPREAD, seed=seed, ordered=True, flush_on_error=True, late_land=2)
+        seam = Seam(chaos)
+        key = seam.b.targets[0]
+        wrong = seam.batch(PAGES[:1])
+        wrong.rkey = key.rkey + (1 << 20)
+        seam.offer(wrong)
+        ctx = seam.write(PAGES, 5)
+        seam.run()
+        assert {Status.FLUSHED} >= set(seam.ended(ctx)) - {Status.OK}
+        late += seam.imms()[5] > seam.ended(ctx)[Status.OK]
+    assert late > 10
+
+
+def test_f12_a_cut_of_one_direction() -> None:
+    """Half a broken cable: what a NIC says arrives, and it hears nothing, answers included."""
+    for inward_at in "ab":
+        seam = Seam(replace(CALM, dead_after_ps=300 * NS))
+        seam.fabric.inflict(Clog(inward_at, 0, inward=True))
+        seam.write(PAGES, 5)
+        seam.run()
+        assert {Status.UNREACHABLE: 12} == seam.ended()
+        assert (12 if inward_at == "a" else 0) == seam.imms()[5], "a's rows get out"
+        seam.fabric.heal()
+        ctx = seam.write(PAGES, 6)
+        seam.run()
+        assert {Status.OK: 12} == seam.ended(ctx)
+
+
+def test_f12_a_short_cut_of_one_direction_is_no_error() -> None:
+    """What was held comes, and nobody hears of it."""
+    for inward_at in "ab":
+        seam = Seam(replace(CALM, dead_after_ps=50_000 * NS))
+        seam.fabric.inflict(Clog(inward_at, 0, 5000 * NS, inward=True))
+        seam.fabric.inflict(Mute("a", 0, 2000 * NS))
+        seam.write(PAGES, 5)
+        seam.run()
+        assert {Status.OK: 12} == seam.ended()
+        assert 12 == seam.imms()[5]
+
+
+def test_troubles_of_a_link_are_counted_apart() -> None:
+    """The end of one trouble must not be that of another."""
+    link = Seam().a.node.domains[0].link
+    kinds: tuple[Trouble, ...] = ("clog", "deaf", "mute")
+    for kind in kinds:
+        link.trouble(kind, None)
+    assert (1, 1, 1) == (link.clogs, link.deafs, link.mutes)
+    link.heal()
+    assert (0, 0, 0) == (link.clogs, link.deafs, link.mutes)
+
+
+@pytest.mark.parametrize("control_dup", [0, 4, 16])
+def test_f20_control_messages_come_twice(control_dup: int) -> None:
+    """A datagram that was sent again since its answer was late comes twice, and its sender's
+    engine hears of one.
+    """
+    seam = Seam(replace(CALM, control_dup=control_dup))
+    sender = seam.a.node.domains[0]
+    peer = sender.connect(seam.b.node.domains[0].address)
+    for ctx in range(1, 41):
+        assert sender.post_control(peer, b"%d" % ctx, ctx)
+        seam.run()
+    taken = Counter(
+        seam.b.node.domains[0].take_control(seen.ctx)[0] for seen in seam.of(Kind.CONTROL)
+    )
+
+    assert 40 == len(seam.of(Kind.SENT)) == len(taken)
+    doubled = sum(times == 2 for times in taken.values())
+    assert {1, 2} >= set(taken.values())
+    assert {0: doubled == 0, 4: 0 < doubled < 40, 16: doubled == 40}[control_dup]
+
+
+def test_f27_a_row_that_landed_ends_in_an_odd_error() -> None:
+    """An error of the provider's own says nothing about the row."""
+    seam = Seam(replace(CALM, odd_errors=128))
+    seam.write(PAGES, 5)
+    seam.run()
+
+    assert 12 == seam.imms()[5]
+    assert {Status.OK, Status.PROVIDER} == set(seam.ended())
+    seam.fabric.heal()
+    ctx = seam.write(PAGES, 6)
+    seam.run()
+    assert {Status.OK: 12} == seam.ended(ctx)
+    assert not any(isinstance(fault, KillNic) for fault in seam.fabric.happened)
