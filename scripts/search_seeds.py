@@ -1,0 +1,85 @@
+"""Search many seeds of the engine as it is, a share at a time; it can be stopped, and goes on.
+
+    .venv/bin/python scripts/search_seeds.py --seeds 1000000 --workers 2
+
+The state is a file: which commit, how many seeds from which one on, and what they found. It is
+written after each share, so that Ctrl-C or a crash loses one share a worker. On another commit a
+new entry begins, at the seed after the last one: the same seeds would mostly show the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import multiprocessing
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+from tep.testing.oracle import replay
+from tep.testing.stage import Violation
+
+ROOT: Final = Path(__file__).parents[1]
+STATE: Final = ROOT / "tests" / "gate" / "searched.json"
+SHARE: Final = 500
+
+
+def search(first: int) -> tuple[int, list[tuple[int, str]], Counter[str], float]:
+    """Play one share of seeds; return its first, the findings, what was seen, and CPU seconds."""
+    logging.disable(logging.CRITICAL)
+    start_s = time.process_time()
+    found: list[tuple[int, str]] = []
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + SHARE):
+        try:
+            seen.update(replay(seed).seen)
+        except Violation as violation:
+            found.append((seed, str(violation).splitlines()[0]))
+    return first, found, seen, time.process_time() - start_s
+
+
+def commit() -> str:
+    """The commit that is searched; with a + if files differ from it."""
+    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(describe, check=True, capture_output=True)  # noqa: S603  # as above
+    return found.stdout.decode().strip()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Search until so many seeds are done on this commit; status 1 if any broke a promise."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, default=1_000_000)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--state", type=Path, default=STATE)
+    given = parser.parse_args(argv)
+    entries: list[dict[str, Any]] = []
+    if given.state.exists():
+        entries = json.loads(given.state.read_text())
+    here = commit()
+    if not entries or entries[-1]["commit"] != here:
+        first = sum(entries[-1][part] for part in ("first", "seeds")) if entries else 0
+        fresh = {"commit": here, "first": first, "seeds": 0, "cpu_s": 0.0}
+        entries.append(fresh | {"findings": [], "seen": {}})
+    entry = entries[-1]
+    starts = range(entry["first"] + entry["seeds"], entry["first"] + given.seeds, SHARE)
+    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
+        for _, found, seen, cpu_s in pool.imap(search, starts):
+            entry["seeds"] += SHARE
+            entry["cpu_s"] = round(entry["cpu_s"] + cpu_s, 1)
+            entry["findings"] += found
+            entry["seen"] = dict(sorted((Counter(entry["seen"]) + seen).items()))
+            new = given.state.with_suffix(".new")
+            new.write_text(json.dumps(entries, indent=1) + "\n")
+            new.replace(given.state)
+            for seed, text in found:
+                print(f"seed {seed}: {text}", flush=True)
+    print(f"{entry['seeds']} seeds at {here}: {len(entry['findings'])} findings")
+    return 1 if entry["findings"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
