@@ -1,9 +1,10 @@
 """The way between two NICs when it is not one perfect switch: leaves, uplinks, circuits, distances.
 
-A quantum passes its servers one behind the other: the uplink of its sender's leaf and the downlink
-of its receiver's (or the optical circuit between the two), then the receiving NIC. Each serves in
-order of arrival of first bytes. Bytes flow through: the next server begins a latency after this one
-began, and a quantum has landed when its last byte is through the slowest.
+A quantum passes its servers one behind the other: its node's bus, if all NICs of a node share one,
+the uplink of its sender's leaf and the downlink of its receiver's (or the optical circuit between
+the two), the receiving node's bus, then the receiving NIC. A bus is two servers, one each way. Each
+serves in order of arrival of first bytes. Bytes flow through: the next server begins a latency
+after this one began, and a quantum has landed when its last byte is through the slowest.
 
 Rule (lookahead): what is not known yet starts at the limit or later, so it cannot arrive at a
 server before the limit plus the shortest way there. What arrives later than that waits in a pool.
@@ -72,7 +73,7 @@ class Network:
 
 
 def network_of(profile: Profile) -> Network | None:
-    """The network that a profile says it stands in; None: one perfect switch.
+    """The network that a profile says it stands in; None: one perfect switch, and no bus to share.
 
     Raises:
         UsageError: its numbers contradict each other.
@@ -86,7 +87,7 @@ def network_of(profile: Profile) -> Network | None:
         circuit_down_ps=profile.circuit_down_ps,
         leaves=profile.leaves,
     )
-    return None if network == Network() else network
+    return None if network == Network() and not profile.bus_bps else network
 
 
 @dataclass(slots=True)
@@ -106,6 +107,8 @@ class Passing:
     _downs: Ints
     _below: Ints
     _near: Ints
+    _buses: Ints
+    _out: Ints
 
 
 def no_flights() -> Ints:
@@ -139,15 +142,21 @@ class Paths:
         network: what it is.
         latency_ps: of every way, without what the network adds.
         receiving: (sources, targets, services) -> how long each holds its receiver.
+        bus_bps: what the NICs of a node can move together, each way; 0: as much as they want.
     """
 
     def __init__(
-        self, network: Network, latency_ps: int, receiving: Callable[[Ints, Ints, Ints], Ints]
+        self,
+        network: Network,
+        latency_ps: int,
+        receiving: Callable[[Ints, Ints, Ints], Ints],
+        bus_bps: int = 0,
     ) -> None:
         self.network = network
         self._latency_ps = latency_ps
         self._receiving = receiving
         self._rate = Rate(network.uplink_bps) if network.uplink_bps else None
+        self._bus = Rate(bus_bps) if bus_bps else None
         self._nodes: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._leaf = np.zeros(16, np.int64)
@@ -155,6 +164,9 @@ class Paths:
         self._downs = np.zeros(16, np.int64)
         self._below = _NONE  # on their way to a downlink
         self._near = _NONE  # on their way to a receiver
+        self._out = _NONE  # behind their node's bus
+        self._host = np.zeros(16, np.int64)
+        self._buses = np.zeros(16, np.int64)  # outwards, inwards, of each node
 
     def place(self, number: int, node: str, index: int) -> None:
         """Say where a NIC stands: which node, and which of its NICs.
@@ -170,6 +182,9 @@ class Paths:
             raise UsageError(f"node {node!r}, NIC {index} is below leaf {leaf} of {network.leaves}")
         self._leaf = _longer(self._leaf, number)
         self._leaf[number] = leaf
+        self._host = _longer(self._host, number)
+        self._host[number] = turn
+        self._buses = _longer(self._buses, 2 * turn + 1)
         if network.circuit_up_ps:
             leaf = network.leaves**2
         self._ups, self._downs = _longer(self._ups, leaf), _longer(self._downs, leaf)
@@ -179,6 +194,8 @@ class Paths:
         times = [int(self._near[:, FIRST].min())] if len(self._near) else []
         if len(self._below):
             times.append(int(self._below[:, FIRST].min()) + self._latency_ps)
+        if len(self._out):
+            times.append(int(self._out[:, FIRST].min()) + self._latency_ps)
         return min(times, default=None)
 
     def advance(self, new: Ints, limit_ps: int, receivers: Ints) -> Passing:
@@ -190,20 +207,30 @@ class Paths:
             receivers: when each receiving NIC is free; not changed.
         """
         ups, downs, below = self._ups.copy(), self._downs.copy(), self._below
+        buses, out = self._buses, self._out
+        if self._bus is not None:
+            buses = buses.copy()
+            new = self._serve(new, 2 * self._host[new[:, SOURCE]], buses, self._bus)
+            new = np.concatenate((out, new))
+            early = new[:, FIRST] < limit_ps
+            new, out = new[early], new[~early]
         far = self._leaf[new[:, SOURCE]] != self._leaf[new[:, TARGET]]
         near = [self._near, self._leave(new[~far])]
         if self.network.circuit_up_ps:
             near.append(self._leave(self._switch(new[far], ups)))
         else:
-            crossing = self._serve(new[far], self._leaf[new[far][:, SOURCE]], ups)
+            crossing = self._serve(new[far], self._leaf[new[far][:, SOURCE]], ups, self._rate)
             crossing[:, [FIRST, TAIL]] += self.network.spine_ps
             below = np.concatenate((below, crossing))
             known = below[:, FIRST] < limit_ps + self.network.spine_ps
             coming, below = below[known], below[~known]
-            near.append(self._leave(self._serve(coming, self._leaf[coming[:, TARGET]], downs)))
+            served = self._serve(coming, self._leaf[coming[:, TARGET]], downs, self._rate)
+            near.append(self._leave(served))
         rows = np.concatenate(near)
         known = rows[:, FIRST] < limit_ps + self._latency_ps
         rows, waiting = _in_order(rows[known]), rows[~known]
+        if self._bus is not None:
+            rows = self._serve(rows, 2 * self._host[rows[:, TARGET]] + 1, buses, self._bus)
         done, free = rows[:, TAIL], receivers
         if len(rows):
             service = self._receiving(rows[:, SOURCE], rows[:, TARGET], rows[:, SERVICE])
@@ -211,12 +238,13 @@ class Paths:
             free = receivers.copy()
             np.maximum.at(free, rows[:, TARGET], served)
             done = np.maximum(done, served)
-        return Passing(rows, done, free, ups, downs, below, waiting)
+        return Passing(rows, done, free, ups, downs, below, waiting, buses, out)
 
     def keep(self, passing: Passing) -> None:
         """Let a pass have happened."""
         self._ups, self._downs = passing._ups, passing._downs
         self._below, self._near = passing._below, passing._near
+        self._buses, self._out = passing._buses, passing._out
 
     def waited(self, passing: Passing) -> Ints:
         """How long each quantum that landed stood behind others, or before a circuit."""
@@ -225,17 +253,20 @@ class Paths:
         slowest = rows[:, SERVICE]
         if self._rate is not None:
             slowest = np.maximum(slowest, np.where(far, self._rate.ps(rows[:, NBYTES]), 0))
+        if self._bus is not None:
+            slowest = np.maximum(slowest, self._bus.ps(rows[:, NBYTES]))
         begun = self._leave(rows)[:, FIRST] - rows[:, FIRST] + rows[:, START]
         found: Ints = passing.done - begun - slowest - np.where(far, self.network.spine_ps, 0)
         return found
 
-    def _serve(self, rows: Ints, server: Ints, free: Ints) -> Ints:
-        """Pass uplinks or downlinks; `free` is brought forward."""
-        if self._rate is None or not len(rows):
+    @staticmethod
+    def _serve(rows: Ints, server: Ints, free: Ints, rate: Rate | None) -> Ints:
+        """Pass buses, uplinks or downlinks; `free` is brought forward."""
+        if rate is None or not len(rows):
             return rows.copy()
         order = _order(rows)
         rows, server = rows[order], server[order]
-        service = self._rate.ps(rows[:, NBYTES])
+        service = rate.ps(rows[:, NBYTES])
         done = fifo_grouped(rows[:, FIRST], service, server, free)
         np.maximum.at(free, server, done)
         rows[:, FIRST] = done - service

@@ -90,6 +90,7 @@ FIELDS: Final[Mapping[str, Field]] = {
     "ecn_grow_bps": Field("wire.ecn_grow", "bps", 0),
     "poll_ps": Field("cpu.poll", "ps", 0),
     "qp_depth": Field("nic.qp_depth", "count", 0),
+    "bus_bps": Field("node.bus", "bps", 0),
     "leaf_nodes": Field("network.leaf_nodes", "count", 0),
     "rails": Field("network.rails", "count", 0),
     "uplink_bps": Field("network.uplink", "bps", 0),
@@ -163,6 +164,7 @@ class Profile:
         ecn_grow_bps.
         poll_ps: worker's CPU time for a completion that it polls.
         qp_depth: rows to one peer that one NIC has outstanding at the most; 0: sq_depth alone.
+        bus_bps: what the NICs of a node move together, each way: a PCIe that they share; 0: any.
         leaf_nodes, rails, uplink_bps, spine_ps, circuit_up_ps, circuit_down_ps, leaves: what stands
             between such machines, as of `tep.sim.Network`; rails is 0 or 1.
         numbers: field -> what the file says of it.
@@ -203,6 +205,7 @@ class Profile:
     ecn_grow_bps: int = 0
     poll_ps: int = 0
     qp_depth: int = 0
+    bus_bps: int = 0
     leaf_nodes: int = 0
     rails: int = 0
     uplink_bps: int = 0

@@ -103,7 +103,8 @@ class TimingFabric:
         self.paths: Paths | None = None
         network = network or network_of(self.profile)
         if network is not None:
-            self.paths = Paths(network, self.profile.latency_ps, self._receiving)
+            latency_ps, bus_bps = self.profile.latency_ps, self.profile.bus_bps
+            self.paths = Paths(network, latency_ps, self._receiving, bus_bps)
         # Of each NIC by its number: when its receiving side is free; from when on news, and
         # completions, may wake its owner though no must; whether it is gone; bytes landed here.
         self._free = np.zeros(_NICS_MIN, np.int64)

@@ -55,6 +55,31 @@ def test_lands_when_the_slow_model_says(posts, knobs) -> None:
     assert dict(enumerate(expected)) == landings(network, posts)
 
 
+@given(POSTS, st.one_of(st.none(), SPINES, CIRCUITS), st.sampled_from([40 * 10**9, 500 * 10**9]))
+def test_nodes_with_a_bus_do_as_the_slow_model(posts, knobs, bus_bps) -> None:
+    """What comes off a bus late must not be overtaken at an uplink by what was not known yet."""
+    network = None if knobs is None else Network(**knobs)
+    profile = replace(PLAIN, bus_bps=bus_bps)
+    columns = [(t, who, [r[0] for r in rows], [r[1] for r in rows]) for t, who, rows in posts]
+    expected = slow_model(profile, sorted(columns), network)
+
+    assert dict(enumerate(expected)) == landings(network, posts, profile)
+
+
+@pytest.mark.parametrize("share", [1, 2, 4])
+def test_nics_that_share_a_bus_get_its_rate_together(share) -> None:
+    """Closed form: 4 NICs with 1 / share of what their wires carry take `share` times as long."""
+    profile = replace(PLAIN, nics=4, bus_bps=4 * PLAIN.wire_bps // share)
+    seam = Seam(profile, 2)
+    landed = watch_landings(seam.owners)
+    for nic in range(4):
+        seam.owners[0].post([seam.owners[1]], [16 * MiB], nic=nic)
+    seam.run()
+
+    wire_ps = 16 * MiB * 8e12 / PLAIN.wire_bps
+    assert share * wire_ps == pytest.approx(max(landed.values()), rel=0.06)
+
+
 @given(POSTS)
 def test_a_network_without_limits_is_the_perfect_switch(posts) -> None:
     """Two ways to compute the same thing: what they disagree about one of them has wrong."""

@@ -162,7 +162,8 @@ def slow_model(
         arrival for source in sorted(rows) for arrival in _send(profile, source, rows[source])
     ]
     landed = [0] * number
-    if network is not None:
+    if network is not None or profile.bus_bps:
+        network = network or Network()
         _pass(network, profile, arrivals, landed)
         return landed
     free_at: dict[int, int] = {}
@@ -221,7 +222,7 @@ def _pass(network: Network, profile: Profile, arrivals, landed: list[int]) -> No
     heap = []
     for arrive, source, turn, target, work, row, last, size in arrivals:
         start = arrive - latency
-        heap.append((start, source, turn, "leave", target, work, row, last, size, start + work))
+        heap.append((start, source, turn, "bus", target, work, row, last, size, start + work))
     heapify(heap)
 
     def serve(server, at: int, work: int, tail: int) -> tuple[int, int]:
@@ -234,7 +235,15 @@ def _pass(network: Network, profile: Profile, arrivals, landed: list[int]) -> No
         leaf, other = source // leaves, target // leaves
         link = _ps(size, network.uplink_bps) if network.uplink_bps else 0
         way = latency + network.extra_ps.get((f"n{source}", f"n{target}"), 0)
+        bus = _ps(size, profile.bus_bps) if profile.bus_bps else 0
+        if stage == "bus":
+            if profile.bus_bps:
+                at, tail = serve(("bus", source, 0), at, bus, tail)
+            heappush(heap, (at, source, turn, "leave", target, work, row, last, size, tail))
+            continue
         if stage == "near":
+            if profile.bus_bps:
+                at, tail = serve(("bus", target, 1), at, bus, tail)
             _, tail = serve(("nic", target, 0), at, work, tail)
             if last:
                 landed[row] = tail
