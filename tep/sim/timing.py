@@ -287,12 +287,11 @@ class TimingFabric:
         return limit_ps
 
     def _news_ps(self, nics: list[Nic]) -> int:
-        """Before when no sender can hear of a quantum that is not settled: `pacing`'s rule."""
-        firsts = [int(nic.queue.starts[nic.queue.at]) for nic in nics]
+        """Before when nobody can hear of a quantum that is not settled: `pacing`'s rule."""
+        first_ps = min([int(nic.queue.starts[nic.queue.at]) for nic in nics], default=NEVER_PS)
         flying_ps = None if self.paths is None else self.paths.due_ps()
-        return (
-            min([*firsts, NEVER_PS if flying_ps is None else flying_ps]) + self.profile.latency_ps
-        )
+        limit_ps = first_ps + self.profile.latency_ps
+        return limit_ps if flying_ps is None else min(limit_ps, flying_ps)
 
     def _tell(self, marks: Marks, quanta: Ints, waited: Ints, done: Ints) -> None:
         """Tell senders of quanta that were taken: a row each of sender, target, bytes."""
@@ -355,6 +354,7 @@ class TimingFabric:
             wake_ps = self._first_wake_ps(numbers, landed)
             if wake_ps >= limit_ps:
                 break
+            assert self.marks is None, "a paced plan is made once"
             limit_ps = wake_ps
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
         paths.keep(passing)

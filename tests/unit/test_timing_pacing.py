@@ -6,7 +6,7 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tep.errors import UsageError
@@ -148,6 +148,7 @@ def test_lands_when_the_slow_model_says(posts, knobs) -> None:
 
 
 @given(POSTS, st.booleans())
+@example([(149, 1, [(3, 70_000)]), (12_510_685, 1, [(0, 70_000)])], True)
 def test_who_is_never_held_back_sends_as_ever(posts, far) -> None:
     """With more credit than there are bytes the plan must be that of the plain NIC."""
     profile = replace(PLAIN, credit_bytes=1 << 50)
