@@ -168,20 +168,23 @@ def _open(label: str, python: str, name: str, options: Sequence[str]) -> _Entry:
         listener.settimeout(_START_S)
         quiet = subprocess.DEVNULL
         env = os.environ | {"UCX_LOG_LEVEL": "error"}
-        for command in commands:
-            entry.processes.append(
-                subprocess.Popen(  # noqa: S603  # the player, in an environment that was named
-                    command, stdin=quiet, stdout=quiet, stderr=quiet, env=env
-                )
-            )
         try:
+            for command in commands:
+                entry.processes.append(
+                    subprocess.Popen(  # noqa: S603  # the player, in an environment that was named
+                        command, stdin=quiet, stdout=quiet, stderr=quiet, env=env
+                    )
+                )
             with contextlib.ExitStack() as stack:
                 ends = [stack.enter_context(end) for end in socket.socketpair()]
                 met = sorted(_meet(listener, ends) for _ in range(2))
         except TimeoutError:
             entry.error = f"its two processes did not come within {_START_S:g} s"
-            entry.close()
-            return entry
+        except (OSError, ValueError) as error:  # no mpiexec; or it died before it said who it is
+            entry.error = f"it could not be started: {error}"
+    if entry.error:
+        entry.close()
+        return entry
     entry.controls = [files for _, _, files in met]
     entry.pids = [pid for _, pid, _ in met]
     answers = entry.answers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +45,17 @@ def test_a_ratio_is_of_one_round_and_above_one_where_the_other_is_better() -> No
     assert (2.0, 2.0, 2.0) == ping.ratio
     assert "us" == ping.unit
     assert ("it died", None) == (why.absent, why.median)
+
+
+def test_one_that_cannot_be_started_says_so_and_leaves_nothing() -> None:
+    """mpi4py without an mpiexec beside its Python must not end the rounds of all others."""
+    entry = peers._open("mpi", "/nowhere/python", "mpi", ())
+    (row,) = peers._rows(entry, entry)
+
+    assert "it could not be started: " in row.absent
+    assert "/nowhere/mpiexec" in row.absent
+    assert entry.ask("bulk", "weights") is None
+    assert not Path(entry.folder).exists()
 
 
 @pytest.mark.slow
