@@ -247,6 +247,12 @@ def test_a_nic_that_is_heard_again_is_posted_to_again(seed: int) -> None:
     assert replay(seed).seen["NIC back"]
 
 
+@pytest.mark.parametrize("seed", [41946, 42150])
+def test_a_read_fails_if_its_owner_cannot_be_told(seed: int) -> None:
+    """The immediate after a read is a row: an oracle that forgets its errors is wrong, and was."""
+    assert replay(seed).seen["row PROVIDER"]
+
+
 def test_a_row_whose_path_died_before_its_engine_closed_may_land() -> None:
     """It comes back FLUSHED, not UNREACHABLE: an oracle that calls it a stray write is wrong."""
     held_up = Clog(node="b", nic=0, for_ps=521510)
