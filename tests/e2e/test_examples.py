@@ -1,4 +1,4 @@
-"""The programs of examples/, in small: they run, and what they show follows from their numbers."""
+"""notebooks/examples, in small: they run, and what they show follows from their numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tep.sim import load_profile
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples"
+FOLDER = Path(__file__).resolve().parents[2] / "notebooks" / "examples"
 LINES_MAX = 150
 
 
@@ -25,7 +25,7 @@ def example(name: str) -> ModuleType:
 
 def test_each_is_short_and_listed() -> None:
     """A program that no page lists is found by nobody."""
-    page = (FOLDER.parent / "docs" / "examples.md").read_text("utf-8")
+    page = (FOLDER.parents[1] / "docs" / "examples.md").read_text("utf-8")
     programs = sorted(FOLDER.glob("*.py"))
 
     assert 6 == len(programs)

@@ -9,7 +9,8 @@ direct: each rank writes its block to each other rank, in one scatter. doubling:
 exchanges all that it has with rank ^ 2**k. ring: each rank passes on to the next rank what came
 from the one before; it is left out above 64 ranks, where it takes ranks**2 writes.
 
-    python examples/collectives_1024_ranks.py [--ranks N] [--kib N] [--way direct --way doubling]
+    python notebooks/examples/collectives_1024_ranks.py [--ranks N] [--kib N]
+        [--way direct --way doubling]
 """
 
 from __future__ import annotations

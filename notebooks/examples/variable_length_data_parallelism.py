@@ -10,7 +10,7 @@ exceeds a rank's fair share of work is split over as many ranks as bring it belo
 whole. Leaves out: linear layers, the backward pass, overlap of compute and traffic, NVLink.
 A rank's attention speed is a guess: 400 Tflop/s; K and V are 8 heads of 128 in bf16, one layer.
 
-    python examples/variable_length_data_parallelism.py [--ranks N] [--sequences N]
+    python notebooks/examples/variable_length_data_parallelism.py [--ranks N] [--sequences N]
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ and that all wait for the slowest rank. Leaves out: what sending from a kernel t
 compute units, caches (Iris counts their loss as well), and NVLink: peers are reached by NICs. Times
 of tiles and launches are guesses.
 
-    python examples/multi_gpu_tax.py [--ranks N] [--tiles N]
+    python notebooks/examples/multi_gpu_tax.py [--ranks N] [--tiles N]
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ other, when all are asked at once, and when pages are stored compressed and deco
 Leaves out: lookup, eviction, what decompression takes from the GPU, the loss by compression.
 A tier is a rate and a delay in front of a simulated NIC; all numbers of tiers are guesses.
 
-    python examples/prefix_kv_many_tiers.py [--pages N] [--profile cx7_400]
+    python notebooks/examples/prefix_kv_many_tiers.py [--pages N] [--profile cx7_400]
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ memory pool that both hosts map. Leaves out: how hosts keep their caches coheren
 The pool's numbers are guesses: a load of pooled CXL memory takes some 600 ns, a x16 link of
 PCIe gen 5 carries 504 Gb/s, and half of that is left for one writer's stores.
 
-    python examples/cxl_shared_memory.py [--trips N]
+    python notebooks/examples/cxl_shared_memory.py [--trips N]
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ instance has the layers' weights already. Leaves out: when to migrate and what, 
 weights into kernels, attention split between two instances. Each decoded token changes the last KV
 page of each request in each layer that moves; the time of a token is a guess.
 
-    python examples/kv_and_module_migration.py [--requests N] [--layers N]
+    python notebooks/examples/kv_and_module_migration.py [--requests N] [--layers N]
 """
 
 from __future__ import annotations
