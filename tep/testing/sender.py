@@ -27,6 +27,9 @@ _MADE_GOOD: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.FLUSH
 
 _DEAD_PATHS: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.STALE_PEER))
 
+_LOST_MAX: Final = 4
+"""Of sixteen messages. Where more are lost, so may be all questions that could save a transfer."""
+
 
 class Sender:
     """Node a."""
@@ -247,7 +250,8 @@ class Sender:
             return "a transfer was cancelled"
         dead = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic)}
         others = [f for f in stage.broken if not isinstance(f, KillNic | Slow | Pause)]
-        if chaos.message_loss and (others or len(dead) > 1):
+        often = chaos.message_loss > _LOST_MAX
+        if often or (chaos.message_loss and (others or len(dead) > 1)):
             return "messages are lost"
         if others:
             return type(others[0]).__name__

@@ -214,7 +214,7 @@ EXCUSED = {
     "no failover": 340,
     "Restart": 150,
     "an engine was closed": 140,
-    "messages are lost": 77,
+    "messages are lost": 85,
     "all NICs of one end died": 70,
     "Revoke": 65,
     "Mute": 55,
