@@ -222,7 +222,9 @@ class TimingFabric:
     def _mortal(self, what: str, name: str, index: int) -> MortalNic:
         nic = self._living(what, name, index)
         if not isinstance(nic, MortalNic):
-            raise UsageError(f"{what}: NICs of this fabric live for ever; open it with failover")
+            raise UsageError(
+                f"{what}: the NICs of this fabric never fail; open the Cluster with mortal=True"
+            )
         return nic
 
     # ------------------------------------------------------------------ the wire
