@@ -134,17 +134,6 @@ INTEGRATIONS = (
         "vllm_nixl.py",
         VLLM_NEXT,
     ),
-    Integration(
-        "vLLM 0.33's Python files on 0.32's kernels: tep's own connector, both sides killed",
-        "vllm_tep.py",
-        VLLM_NEXT,
-        ("--rounds", "20", "--seconds", "120"),
-    ),
-    Integration(
-        "vLLM 0.33's Python files on 0.32's kernels: weights change under load",
-        "vllm_weights.py",
-        VLLM_NEXT,
-    ),
 )
 
 

@@ -6,6 +6,7 @@ touches the model, in one call between two steps, when every rank of every worke
 
 from __future__ import annotations
 
+import functools
 import secrets
 import sys
 import uuid
@@ -180,6 +181,7 @@ class ShardedSource(WeightSource):  # type: ignore[misc]  # vLLM's
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
 
+    @functools.cached_property  # vLLM 0.33 insists; 0.32 has a method, which only others call
     def metadata(self) -> list[Any]:
         raise UsageError("tep asks the tensors themselves; another engine needs a ModuleSource")
 
