@@ -232,8 +232,9 @@ def find_peers(named: Sequence[str] = (), folder: Path | None = None) -> dict[st
         if not Path(python).exists():
             raise UsageError(f"--peer {one}: there is no {python}")
         found[name] = python
-    for name in PEERS if folder is not None else ():
-        assert folder is not None
+    if folder is None:
+        return found
+    for name in PEERS:
         python = str(folder / name / "bin" / "python")
         if name not in found and Path(python).exists():
             found[name] = python

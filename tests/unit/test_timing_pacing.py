@@ -14,7 +14,7 @@ from tep.sim.paths import Network
 from tep.sim.queues import Rate
 from tests.unit.test_timing import POSTS
 from tests.unit.test_timing_paths import landings
-from tests.unit.timing_seam import PLAIN, US, _ps, slow_model
+from tests.unit.timing_seam import PLAIN, US, _ps, ready_rows, slow_model
 
 MiB = 1 << 20
 FULL = 1 << 20
@@ -102,18 +102,10 @@ class Sender:
 
 def slow_pacing(profile, posts) -> list[int]:
     """When rows land: all NICs in one loop, always the earliest thing that happens anywhere."""
-    rows, number, cpu = {k: [] for k in range(4)}, 0, {}
-    for now, source, targets, sizes in posts:
-        free, before = max(now, cpu.get(source, 0)), None
-        for target, nbytes in zip(targets, sizes, strict=True):
-            free += profile.post_next_ps if target == before else profile.post_first_ps
-            before = target
-            fill = _ps(min(nbytes, profile.fill_bytes), profile.dma_bps)
-            rows[source].append((free + fill, target, nbytes, number))
-            number += 1
-        cpu[source] = free
-    senders = [Sender(profile, rows[k]) for k in range(4)]
-    landed, news, free, told = [0] * number, [], {}, {}
+    rows = ready_rows(profile, posts)
+    senders = [Sender(profile, rows.get(k, [])) for k in range(4)]
+    landed = [0] * sum(map(len, rows.values()))
+    news, free, told = [], {}, {}
     waits = _ps(profile.ecn_bytes, profile.wire_bps)
     while True:
         starts = [(*found, k) for k, one in enumerate(senders) if (found := one.next())]

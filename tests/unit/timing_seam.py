@@ -142,10 +142,10 @@ Posted = tuple[int, int, list[int], list[int]]
 """When, by which node, to which nodes, and how many bytes each row has."""
 
 
-def slow_model(
-    profile: Profile, posts: Iterable[Posted], network: Network | None = None
-) -> list[int]:
-    """When each row lands, one quantum after the other, with all posts known beforehand."""
+def ready_rows(
+    profile: Profile, posts: Iterable[Posted]
+) -> dict[int, list[tuple[int, int, int, int]]]:
+    """What each source has posted: when the row is ready to leave, target, bytes, number."""
     cpu: dict[int, int] = {}
     rows: dict[int, list[tuple[int, int, int, int]]] = {}
     number = 0
@@ -158,10 +158,18 @@ def slow_model(
             rows.setdefault(source, []).append((free + fill, target, nbytes, number))
             number += 1
         cpu[source] = free
+    return rows
+
+
+def slow_model(
+    profile: Profile, posts: Iterable[Posted], network: Network | None = None
+) -> list[int]:
+    """When each row lands, one quantum after the other, with all posts known beforehand."""
+    rows = ready_rows(profile, posts)
     arrivals = [
         arrival for source in sorted(rows) for arrival in _send(profile, source, rows[source])
     ]
-    landed = [0] * number
+    landed = [0] * sum(map(len, rows.values()))
     if network is not None or profile.bus_bps:
         network = network or Network()
         _pass(network, profile, arrivals, landed)
