@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import threading
 import time
@@ -13,7 +12,7 @@ import pytest
 
 from tep.drivers import InlineDriver, ThreadDriver
 from tep.errors import ClosedError, UsageError
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import descriptors, opened_since
 from tests.support.machines import FakeMachine, Handle
 
 PATIENCE_S = 20.0
@@ -169,16 +168,14 @@ def test_kick_after_close_is_harmless(driver: ThreadDriver) -> None:
 
 def test_the_descriptor_is_freed_with_the_driver(machine: Machine) -> None:
     """A thousand engines opened and closed must not exhaust the process's descriptors."""
-    gc.collect()
-    before = open_descriptors()
+    before = descriptors()
     for _ in range(20):
         driver = ThreadDriver("test")
         driver.start(machine)
         driver.close()
         del driver
-    gc.collect()
 
-    assert before == open_descriptors()
+    assert set() == opened_since(before)
 
 
 def test_wait_returns_when_the_handle_settles(driver: ThreadDriver, machine: Machine) -> None:

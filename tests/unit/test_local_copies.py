@@ -28,7 +28,7 @@ from tep.backends.local.memory import arena_of
 from tep.backends.local.rings import COPYING
 from tep.errors import FabricError, UsageError
 from tep.memory import adapt
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import descriptors, opened_since
 
 NBYTES = 64 * 1024
 
@@ -276,8 +276,7 @@ def test_shared_memory_is_mapped_once_and_let_go_with_its_last_region(pair) -> N
 
 def test_alloc_shared_is_freed_with_its_last_array() -> None:
     """Memory that nobody can reach any more must not fill /dev/shm's memory."""
-    gc.collect()
-    before = open_descriptors()
+    before = descriptors()
     whole = alloc_shared(5000)
     part = whole[100:200]
     address = part.ctypes.data
@@ -289,7 +288,7 @@ def test_alloc_shared_is_freed_with_its_last_array() -> None:
     gc.collect()
 
     assert arena_of(address, 100) is None
-    assert before == open_descriptors()
+    assert set() == opened_since(before)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 1.5, "4096"])

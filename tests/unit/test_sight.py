@@ -19,7 +19,7 @@ import pytest
 import tep
 from tep import sight
 from tep.cli import main
-from tests.support.descriptors import open_descriptors
+from tests.support.descriptors import descriptors, opened_since
 
 
 @pytest.fixture
@@ -65,13 +65,13 @@ def test_the_last_engine_takes_thread_socket_and_descriptors_along(folder: Path)
     with tep.open_local(name="first"):
         pass  # what a first engine leaves open for good
     gc.collect()  # drivers close what they have when they are collected
-    before, threads = open_descriptors(), set(threading.enumerate())
+    before, threads = descriptors(), set(threading.enumerate())
     with tep.open_local(name="ana"), tep.open_local(name="bob"):
         assert 1 == len(list(folder.iterdir()))
     gc.collect()
 
     assert [] == list(folder.iterdir())
-    assert before == open_descriptors()
+    assert set() == opened_since(before)
     assert set() == set(threading.enumerate()) - threads
 
 

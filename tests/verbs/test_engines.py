@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import hashlib
 import itertools
 import json
@@ -17,6 +16,7 @@ import tep
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.units import KiB, MiB
 from tep.wire import MrDesc
+from tests.support.descriptors import open_descriptors
 from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 
@@ -142,5 +142,4 @@ def test_a_hundred_engines_come_and_go(devices):
 def _holds(hub):
     """Descriptors of this process, and queue pairs of the hub once those of guests are gone."""
     turn_until(hub, lambda: not hub._domains[0]._peers.draining.conns)
-    gc.collect()  # what earlier tests have left
-    return len(list(Path("/proc/self/fd").iterdir())), len(hub._domains[0]._peers.conns)
+    return open_descriptors(), len(hub._domains[0]._peers.conns)
