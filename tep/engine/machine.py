@@ -216,6 +216,11 @@ class Machine:
             return None
         return sooner(worker.due_s(), life.due_s())
 
+    def at_rest(self) -> bool:
+        """Driver: whether a turn now would find nothing to do unless a NIC has news."""
+        # A trace has the turns that find nothing as well.
+        return self.tracer is None and self.worker.at_rest()
+
     def watching(self) -> bool:
         """Driver: whether there are watched words."""
         return len(self.worker.watch) > 0

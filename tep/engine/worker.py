@@ -364,6 +364,30 @@ class Worker:
             or (self.channel.busy and self.channel.queued)
         )
 
+    def at_rest(self) -> bool:
+        """Whether step() and deliver() now would do nothing unless a poll finds something."""
+        group = self.group
+        return not (
+            self.commands
+            or group.backlog
+            or self.channel.busy
+            or group.queued_reads
+            or self.outbox.turns
+            or group.losses
+            or self._large
+            or self.leases.granted
+            or group.events
+            or group.ended
+            or self._doubted
+            or self.imms.reached
+            or self.imms.loose
+            or self._settled
+            or self._received
+            or self.members.events
+            or self.members.busy
+            or self.watch.callbacks
+        )
+
     def due_s(self) -> float | None:
         """When step() must be called even if no NIC has news, seconds of the driver's clock."""
         return sooner(self.channel.due_s() if self.channel.busy else None, self.leases.due_s())

@@ -34,12 +34,16 @@ __all__ = [
     "FOREVER_PS",
     "Call",
     "FabricEnv",
+    "Place",
     "Turned",
     "in_one_process",
     "internals_as_expected",
 ]
 
 T = TypeVar("T")
+
+Place = tuple[int, EventPriority, int]
+"""Where an event stands in the order of all: time, rank, number."""
 
 FOREVER_PS: Final = 1 << 100
 """Later than any event: the deadline of what has none."""
@@ -113,6 +117,7 @@ class FabricEnv(simpy.Environment):
         running: True while events are being processed, or an asyncio loop on this clock runs.
         deadline_ps: when the present run comes back at the latest, and others may act again; a
             model that computes ahead must not settle what lies behind it.
+        keeps_places: whether reserve() and what goes with it can be called.
         reporters: give the text of a stall report each; engines' drivers put theirs here.
 
     Args:
@@ -129,9 +134,10 @@ class FabricEnv(simpy.Environment):
         self._daemons = 0
         self._tie_key: int | None = None
         self._ties = 0
+        self._head: tuple[Any, ...] = (-1,)  # what was processed last
         if tie_seed is not None:
             self.shuffle_ties(tie_seed)
-        self._fast = fast and internals_as_expected()
+        self._fast = self.keeps_places = fast and internals_as_expected()
 
     __reduce__ = in_one_process
 
@@ -165,6 +171,27 @@ class FabricEnv(simpy.Environment):
             event = Call(fn, arg)
         rank = NORMAL if self._tie_key is None else self._rank()
         heappush(self._queue, (t_ps, rank, next(self._eid), event))
+
+    def reserve(self, t_ps: int) -> Place:
+        """The place in the order of events that call_at(t_ps) would take now, with no event.
+
+        Whoever then finds that the call is needed after all has it by `call_in_place`.
+        """
+        assert t_ps >= self._now, (t_ps, self._now)
+        return t_ps, NORMAL if self._tie_key is None else self._rank(), next(self._eid)
+
+    def is_ahead(self, place: Place) -> bool:
+        """Whether an event in this place would still be to come."""
+        t_ps, now = place[0], self._now
+        return t_ps > now or (t_ps == now and self._head[0] == now and place > self._head)
+
+    def call_in_place(self, place: Place, fn: Callable[[Any], object]) -> None:
+        """Call fn(None) in a place that was reserved, if `is_ahead` says so, once."""
+        event = self._pool.pop() if self._pool else Call(fn, None)
+        event.fn, event.arg = fn, None
+        t_ps, rank, number = place
+        assert t_ps >= self._now, (t_ps, self._now)
+        heappush(self._queue, (t_ps, rank, number, event))
 
     def call_daemon(self, t_ps: int, fn: Callable[[Any], object], arg: object = None) -> None:
         """As call_at, for periodic looks: an environment with only daemons left counts as empty."""
@@ -212,10 +239,12 @@ class FabricEnv(simpy.Environment):
             raise EmptySchedule
         event = queue[0][3]
         if type(event) is Call and self._fast:
-            self._now = heappop(queue)[0]
+            self._head = heappop(queue)
+            self._now = self._head[0]
             event.fn(event.arg)
             self._pool.append(event)
         else:
+            self._head = queue[0]
             super().step()
 
     def revive(self) -> bool:
@@ -223,7 +252,7 @@ class FabricEnv(simpy.Environment):
         for _ in range(self._daemons):
             if len(self._queue) > self._daemons:
                 break
-            head = heappop(self._queue)
+            head = self._head = heappop(self._queue)
             self._now = head[0]
             assert type(head[3]) is Call, head
             head[3].fn(head[3].arg)
@@ -260,6 +289,7 @@ class FabricEnv(simpy.Environment):
                     self._now = deadline_ps
                     return Turned.DEADLINE
                 event = head[3]
+                self._head = head
                 if type(event) is Call and fast:
                     heappop(queue)
                     self._now = head[0]

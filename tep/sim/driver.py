@@ -1,7 +1,8 @@
 """The simulated driver: turns one engine on the simulated clock. It knows no fabric, only a node.
 
 `kick()` books one step after the node's poll delay, and not before the node's worker is free again;
-a step runs `machine.step()` and `machine.deliver()`, and books the next one if there was work.
+a step runs `machine.step()` and `machine.deliver()`, and books the next one if there was work, but
+not where that one would find nothing and the fabric tells of all its news.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar, runtime_checkable
 
 from tep.backends.base import Domain
 from tep.drivers import Machine, Settles, Timed
 from tep.errors import StallError, UsageError
-from tep.sim.clock import FOREVER_PS, FabricEnv, Turned, in_one_process
+from tep.sim.clock import FOREVER_PS, FabricEnv, Place, Turned, in_one_process
 from tep.sim.loop import SimLoop
 from tep.units import PS_PER_NS, PS_PER_S, PS_PER_US
 from tep.waiting import Interrupts, escaped
@@ -59,6 +60,25 @@ class SimNode(Protocol):
         """How long from a kick to the step; 0 or more."""
 
 
+@runtime_checkable
+class NewsNode(Protocol):
+    """A node where a poll finds nothing of which nobody was told.
+
+    Attributes:
+        on_news: told of news that wake nobody, but that a poll would find.
+    """
+
+    on_news: Callable[[], object]
+
+
+@runtime_checkable
+class Restful(Protocol):
+    """A machine that says when it needs no further turn."""
+
+    def at_rest(self) -> bool:
+        """Whether a turn now would find nothing to do unless a NIC has news."""
+
+
 class SimDriver:
     """Drives one engine of one node.
 
@@ -74,6 +94,8 @@ class SimDriver:
         self._machine: Machine | None = None
         self._timed: Timed | None = None
         self._booked = False
+        self._restful: Restful | None = None
+        self._idle: Place | None = None  # of the step after one that had work
         self._watching = False
         self._due_ps = FOREVER_PS
         self._report: Callable[[], str] | None = None
@@ -88,6 +110,9 @@ class SimDriver:
         self._machine = machine
         Interrupts.forget()
         self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
+        node, able = self.node, self.env.keeps_places
+        if able and isinstance(machine, Restful) and isinstance(node, NewsNode):
+            node.on_news, self._restful = self.look, machine
         report = getattr(machine, "stall_report", None)
         if report is not None:
             self._report = report
@@ -97,10 +122,13 @@ class SimDriver:
         if self._booked or self._machine is None:
             return
         self._booked = True
-        env = self.env
+        env, idle = self.env, self._idle
+        self._idle = None
         try:
-            due = env.now + self.node.step_delay_ps()
-            env.call_at(max(due, self.node.busy_until_ps), self._run)
+            if idle is not None and env.is_ahead(idle):
+                env.call_in_place(idle, self._run)
+                return
+            env.call_at(self._next_ps(), self._run)
         except BaseException:  # a signal handler's: a step too many does no harm
             self._booked = False
             raise
@@ -175,12 +203,37 @@ class SimDriver:
         if self._machine is None:  # closed by a callback
             return
         if work:
+            if self._rests():
+                return
             self.kick()
         elif self._timed is not None:
             self._set_alarm(self._timed.due_s())
         if not self._watching and not self._booked and machine.watching():
             self._watching = True
             self.env.call_daemon(self.env.now + WATCH_PS, self._look)
+
+    def _rests(self) -> bool:
+        """After a step that had work: whether the next one can be left out.
+
+        An engine turns until it finds nothing to do, so half of all turns were in vain. The
+        place of this one is kept: whoever kicks before its time has it then, so that every step
+        happens at the time, and in the order, that it has where each such turn is made.
+        """
+        if self._booked or self._restful is None or not self._restful.at_rest():
+            return False
+        self._idle = self.env.reserve(self._next_ps())
+        return True
+
+    def _next_ps(self) -> int:
+        """When a step is made that is asked for now."""
+        node = self.node
+        due_ps, busy_ps = self.env.now + node.step_delay_ps(), node.busy_until_ps
+        return max(due_ps, busy_ps)
+
+    def look(self) -> None:
+        """A NIC has news of which it wakes nobody: a turn that was left out would find it."""
+        if self._idle is not None and self.env.is_ahead(self._idle):
+            self.kick()
 
     def _set_alarm(self, due_s: float | None) -> None:
         """Have the machine turned at a time, unless that is booked already."""

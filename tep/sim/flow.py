@@ -74,6 +74,7 @@ class FlowNode:
         domains: its NICs.
         busy_until_ps: when the worker can take its next turn.
         cpu_free_ps: when the worker has posted all that it was given.
+        on_news: never called, since every news wakes the worker.
     """
 
     def __init__(self, fabric: FlowFabric, name: str, epoch: int) -> None:
@@ -83,6 +84,7 @@ class FlowNode:
         self._fabric = fabric
         self._step_delay_ps = fabric.profile.step_delay_ps
         self._posts: list[tuple[FlowNic, WriteBatch, int, int, int]] = []
+        self.on_news: Callable[[], object] = _nobody
         self.domains = tuple(FlowNic(fabric, self, k) for k in range(fabric.profile.nics))
 
     def step_delay_ps(self) -> int:

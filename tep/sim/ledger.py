@@ -183,6 +183,9 @@ class Agenda:
             return
         bunches = [(self._times[self._at :], self._numbers[self._at :]), *self._more]
         self._more = []
+        if len(bunches) == 2 and not len(bunches[0][0]) and len(bunches[1][0]) == 1:
+            (self._times, self._numbers), self._at = bunches[1], 0  # as most rows of scatters
+            return
         times = np.concatenate([times for times, _ in bunches])
         numbers = np.concatenate([numbers for _, numbers in bunches])
         order = np.lexsort((numbers, times))

@@ -72,6 +72,7 @@ class Host(Protocol):
 
     name: str
     epoch: int
+    on_news: Callable[[], object]
 
     @property
     def wakes(self) -> Wakeful: ...

@@ -348,6 +348,7 @@ class TimingNic:
         if self.inbox.first_ps <= now:
             self._inlet.take(now)
             self.node.wakes.gather()
+            self.node.on_news()
 
     def _reap(self, now: int) -> None:
         """Complete rows of this sender whose acknowledgement is here."""

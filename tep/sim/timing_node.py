@@ -5,7 +5,7 @@ The CPU is one server. It posts the rows of one instant on all NICs in turn, a r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Node:
         domains: its NICs.
         busy_until_ps: when the worker can take its next turn.
         wakes: when the worker is woken.
+        on_news: told of news that wake nobody, but that a poll would find.
     """
 
     def __init__(self, fabric: Fabric, name: str, epoch: int) -> None:
@@ -39,6 +40,7 @@ class Node:
         self._fabric = fabric
         self._posts: list[_Post] = []
         self.wakes = Wakes(fabric)
+        self.on_news: Callable[[], object] = _nobody
         make = MortalNic if fabric.mortal else TimingNic
         self.domains: Sequence[TimingNic] = [
             make(fabric, self, index) for index in range(fabric.profile.nics)
@@ -93,6 +95,10 @@ class Node:
             numbers = np.concatenate([post.numbers for post in found])
             found[0].nic.launch(numbers, done[at : at + size])
             at += size
+
+
+def _nobody() -> None:
+    """Tells nobody: no driver has asked."""
 
 
 class _Post(NamedTuple):

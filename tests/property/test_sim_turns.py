@@ -1,0 +1,94 @@
+"""Turns that the simulated driver leaves out: nothing else may be different."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tep import Pages, ScatterDst
+from tep.engine.machine import Machine
+from tep.sim import Cluster, run
+
+_ROOM = 1 << 20
+_PROFILES = "cx7_400", "efa_2x200", "efa_4x100", "efa_2x200_congested"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of one of three engines, some time after the start."""
+
+    after_ns: int
+    source: int
+    rows: int
+    nbytes: int
+    scatter: bool
+
+
+requests = st.lists(
+    st.builds(
+        Request,
+        after_ns=st.integers(0, 4_000),
+        source=st.integers(0, 2),
+        rows=st.integers(1, 12),
+        nbytes=st.sampled_from([1, 64, 4096, 65536]),
+        scatter=st.booleans(),
+    ),
+    min_size=2,
+    max_size=16,
+)
+
+
+def _story(profile: str, wanted: list[Request]) -> tuple[list[str], list[tuple[int, int]], int]:
+    """What every row did, when each request and its immediates were complete, and all turns."""
+    ends: list[tuple[int, int]] = []
+    with Cluster(3, profile=profile, row_log=True) as cluster:
+        regions = [engine.reg_mr(np.zeros(_ROOM, np.uint8)) for engine in cluster.engines]
+
+        async def one(index: int, asked: Request) -> None:
+            await asyncio.sleep(asked.after_ns / 1e9)
+            engine, (mr, _) = cluster.engines[asked.source], regions[asked.source]
+            others = [k for k in range(3) if k != asked.source]
+            got = []
+            if asked.scatter:
+                dsts = [
+                    ScatterDst(asked.nbytes, 0, (regions[others[k % 2]][1], k * asked.nbytes))
+                    for k in range(asked.rows)
+                ]
+                sent = engine.submit_scatter(mr, dsts, index)
+            else:
+                peer, where = others[0], Pages(np.arange(asked.rows))
+                to = (regions[peer][1], where)
+                got = [cluster.engines[peer].expect_imm_count(index, asked.rows)]
+                sent = engine.submit_paged_writes(asked.nbytes, (mr, where), to, imm=index)
+            for handle in (*got, sent):
+                await handle
+                ends.append((index, cluster.env.now))
+
+        async def main() -> None:
+            await asyncio.gather(*(one(index, asked) for index, asked in enumerate(wanted)))
+
+        run(main(), cluster.env)
+        turns = sum(engine._machine.worker.steps for engine in cluster.engines)
+        return [str(record) for record in cluster.row_log.records()], ends, turns
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(_PROFILES), requests)
+def test_turns_left_out_change_no_time(profile: str, wanted: list[Request]) -> None:
+    """An engine that is not turned where a turn would find nothing must meet every row, and end
+    every request, at the very picosecond at which it does if no turn is left out.
+    """
+    rows, ends, turns = _story(profile, wanted)
+    at_rest, Machine.at_rest = Machine.at_rest, lambda _: False
+    try:
+        all_rows, all_ends, all_turns = _story(profile, wanted)
+    finally:
+        Machine.at_rest = at_rest
+
+    assert all_rows == rows
+    assert all_ends == ends
+    assert turns < all_turns
