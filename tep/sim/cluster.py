@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from tep.sim.paths import Network
     from tep.sim.profile import Profile
 
+    _Profiles = Profile | str | Sequence[Profile | str]
+
 __all__ = ["Cluster"]
 
 T = TypeVar("T")
@@ -49,12 +51,13 @@ class _Fabric(Protocol):
 
 
 class _ProfileFabric:
-    """The timing fabric, whose profile says how many NICs a node has."""
+    """The timing fabric, whose profiles say how many NICs a node has."""
 
     def __init__(
         self,
         env: FabricEnv,
-        profile: Profile | str,
+        profile: _Profiles,
+        names: Sequence[str],
         seed: int,
         row_log: RowLog,
         *,
@@ -73,9 +76,10 @@ class _ProfileFabric:
             network=network,
             mortal=mortal,
         )
+        self._machines = dict(zip(names, profile)) if isinstance(profile, list | tuple) else {}
 
     def node(self, name: str, nics: int) -> SimNode:  # noqa: ARG002  # see the class
-        return self.timing.node(name)
+        return self.timing.node(name, self._machines.get(name))
 
 
 class Cluster:
@@ -88,7 +92,8 @@ class Cluster:
     Args:
         nodes: how many engines.
         nics: NICs of every node, or one number a node; 2 if not said. A profile has its own.
-        profile: one of `tep.sim.profiles()`, or a Profile read from a file; None for chaos.
+        profile: one of `tep.sim.profiles()`, or a Profile read from a file; or one a node, of
+            machines that speak to each other: EFA's, or ConnectX's. None for chaos.
         seed: of everything drawn; the same seed makes the same run, byte for byte.
         chaos: the knobs, or None to draw them from the seed.
         faults: in place of `chaos`: knobs, and faults that happen at their times.
@@ -109,14 +114,15 @@ class Cluster:
             fabric's own load brought about.
 
     Raises:
-        UsageError: numbers that contradict each other, an unknown profile, chaos with a profile.
+        UsageError: numbers that contradict each other, an unknown profile, profiles of machines
+            that cannot speak to each other, chaos with a profile.
     """
 
     def __init__(
         self,
         nodes: int = 2,
         nics: int | Sequence[int] | None = None,
-        profile: Profile | str | None = None,
+        profile: _Profiles | None = None,
         seed: int = 0,
         chaos: Chaos | None = None,
         faults: Faults | None = None,
@@ -140,7 +146,7 @@ class Cluster:
             chaos = faults.chaos
         self._names = _names(nodes, names)
         counts = _counts(nodes, nics)
-        _check_kind_of_fabric(profile, chaos, nics, network, move_bytes, mortal)
+        _check_kind_of_fabric(nodes, profile, chaos, nics, network, move_bytes, mortal)
         self._options = options
         knobs = None if profile is not None else chaos or Chaos.draw(seed)
         tie_seed = knobs.seed if knobs is not None and knobs.tie_shuffle else None
@@ -160,6 +166,7 @@ class Cluster:
             self.fabric = _ProfileFabric(
                 self.env,
                 profile,
+                self._names,
                 seed,
                 self.row_log,
                 move_bytes=move_bytes,
@@ -415,14 +422,17 @@ def _names(nodes: int, names: Sequence[str] | None) -> list[str]:
 
 
 def _check_kind_of_fabric(
-    profile: Profile | str | None,
+    nodes: int,
+    profile: _Profiles | None,
     chaos: Chaos | None,
     nics: int | Sequence[int] | None,
     network: Network | None,
     move_bytes: bool,
     mortal: bool,
 ) -> None:
-    """Refuse options of one fabric for the other."""
+    """Refuse options of one fabric for the other, and profiles of more or fewer nodes."""
+    if isinstance(profile, list | tuple) and len(profile) != nodes:
+        raise UsageError(f"Cluster: {len(profile)} profiles for {nodes} nodes; one a node")
     if profile is not None and (chaos is not None or nics is not None):
         raise UsageError(
             f"Cluster(profile={profile!r}): a profile has its own NICs and no chaos; "

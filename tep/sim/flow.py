@@ -14,14 +14,15 @@ one. Ranges and page lists have been checked by the engine; keys are checked her
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
 from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
 from tep.sim.clock import FOREVER_PS, FabricEnv, in_one_process
-from tep.sim.profile import Profile, load_profile
+from tep.sim.machines import Machines, ack_ps, latency_ps
+from tep.sim.profile import Profile
 from tep.units import PS_PER_S
 
 __all__ = ["FlowFabric", "FlowNic", "FlowNode"]
@@ -31,24 +32,30 @@ _OK: Final = int(Status.OK)
 
 
 class FlowFabric:
-    """A switched network of equal machines.
+    """A switched network of machines, equal ones or of one transport.
 
     Args:
         env: the clock.
-        profile: the machine, or the name of one that comes with tep.
+        profile: the machine, or the name of one that comes with tep; or several: see `node`.
         ack_gather_s: a sender learns of rows that went well at most this late; it bounds how long
             pages stay held, and saves a turn of the engine for every flow.
 
     Attributes:
-        env, profile: as given.
+        env, profile: as given; of several profiles the first.
+        machines: those there are.
         flows, rows, nbytes: carried so far.
     """
 
     def __init__(
-        self, env: FabricEnv, profile: Profile | str, *, ack_gather_s: float = 0.0
+        self,
+        env: FabricEnv,
+        profile: Profile | str | Sequence[Profile | str],
+        *,
+        ack_gather_s: float = 0.0,
     ) -> None:
         self.env = env
-        self.profile = load_profile(profile) if isinstance(profile, str) else profile
+        self.machines = Machines(profile, 0, None)
+        self.profile = self.machines.first.profile
         self.ack_gather_ps = round(ack_gather_s * PS_PER_S)
         self.flows = self.rows = self.nbytes = 0
         self.nics: list[FlowNic] = []
@@ -58,12 +65,18 @@ class FlowFabric:
     __reduce__ = in_one_process
 
     def __repr__(self) -> str:
-        return f"FlowFabric({self.profile.name}; {len(self._epochs)} nodes, {self.rows} rows)"
+        return f"FlowFabric({self.machines.names}; {len(self._epochs)} nodes, {self.rows} rows)"
 
-    def node(self, name: str) -> FlowNode:
-        """Start a host; a name used before is a later incarnation."""
+    def node(self, name: str, profile: Profile | str | None = None) -> FlowNode:
+        """Start a host; a name used before is a later incarnation.
+
+        Args:
+            name: of its engine.
+            profile: of its machine, one of the fabric's; None: the first of them.
+        """
+        machine = self.machines.find(profile).profile
         epoch = self._epochs[name] = self._epochs.get(name, 0) + 1
-        return FlowNode(self, name, epoch)
+        return FlowNode(self, name, epoch, machine)
 
 
 class FlowNode:
@@ -71,21 +84,23 @@ class FlowNode:
 
     Attributes:
         name, epoch: who it is.
+        profile: of its machine.
         domains: its NICs.
         busy_until_ps: when the worker can take its next turn.
         cpu_free_ps: when the worker has posted all that it was given.
         on_news: never called, since every news wakes the worker.
     """
 
-    def __init__(self, fabric: FlowFabric, name: str, epoch: int) -> None:
+    def __init__(self, fabric: FlowFabric, name: str, epoch: int, profile: Profile) -> None:
         self.name = name
         self.epoch = epoch
+        self.profile = profile
         self.busy_until_ps = self.cpu_free_ps = 0
         self._fabric = fabric
-        self._step_delay_ps = fabric.profile.step_delay_ps
+        self._step_delay_ps = profile.step_delay_ps
         self._posts: list[tuple[FlowNic, WriteBatch, int, int, int]] = []
         self.on_news: Callable[[], object] = _nobody
-        self.domains = tuple(FlowNic(fabric, self, k) for k in range(fabric.profile.nics))
+        self.domains = tuple(FlowNic(fabric, self, k) for k in range(profile.nics))
 
     def step_delay_ps(self) -> int:
         """From a kick, or news from a NIC, to the worker's turn."""
@@ -93,7 +108,7 @@ class FlowNode:
 
     def charge(self, n: int) -> tuple[int, int]:
         """Give the worker n rows to post; return when it begins and ends."""
-        profile, now = self._fabric.profile, self._fabric.env.now
+        profile, now = self.profile, self._fabric.env.now
         begin_ps = max(now, self.cpu_free_ps)
         self.cpu_free_ps = begin_ps + profile.post_first_ps + (n - 1) * profile.post_next_ps
         turn_ps = profile.turn_rows * profile.post_first_ps
@@ -124,7 +139,7 @@ class FlowNode:
 class _Flow:
     """Rows of one batch that were posted at one time, on their way."""
 
-    __slots__ = ("arrive_ps", "batch", "n", "source", "start", "target", "wire_ps")
+    __slots__ = ("arrive_ps", "batch", "holds_ps", "n", "source", "start", "target", "wire_ps")
 
     def __init__(
         self,
@@ -139,7 +154,7 @@ class _Flow:
         self.target = target
         self.batch = batch
         self.start, self.n = rows
-        self.wire_ps = wire_ps
+        self.wire_ps = self.holds_ps = wire_ps  # `holds_ps`: of its receiver
         self.arrive_ps = arrive_ps
 
 
@@ -152,7 +167,7 @@ class FlowNic:
     """
 
     def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
-        profile = fabric.profile
+        profile = node.profile
         nic = f"{node.name}/{index}"
         self.caps = profile.caps(nic, moves_bytes=False, control_bytes=0)
         self.address = f"flow:{node.name}/{index}#{node.epoch}".encode()
@@ -230,8 +245,12 @@ class FlowNic:
         fabric.flows += 1
         fabric.rows += n
         fabric.nbytes += total
+        target = fabric.nics[peer]
         arrive_ps = leave_ps + self._profile.latency_ps
-        flow = _Flow(self, fabric.nics[peer], batch, rows, wire_ps, arrive_ps)
+        flow = _Flow(self, target, batch, rows, wire_ps, arrive_ps)
+        if target._profile is not self._profile:
+            flow.arrive_ps = arrive_ps = leave_ps + latency_ps(self._profile, target._profile)
+            flow.holds_ps = _taking_ps(target._profile, n, total)
         self._flying.add(flow)
         self._env.call_at(arrive_ps, _arrive, flow)
 
@@ -254,8 +273,8 @@ class FlowNic:
             return False
         self._open += 1
         leave_ps, wire_ps = self._occupy(1, len(payload), self.node.charge(1))
-        at_ps = leave_ps + wire_ps + self._profile.latency_ps
         target = self._fabric.nics[peer]
+        at_ps = leave_ps + wire_ps + latency_ps(self._profile, target._profile)
         self._env.call_at(at_ps, target._deliver, (self, bytes(payload), ctx))
         return True
 
@@ -263,8 +282,10 @@ class FlowNic:
 
     def _serve(self, flow: _Flow) -> int:
         """Take a flow whose first bytes are here; return when its last row is in."""
-        done_ps = max(self._rx_free_ps, flow.arrive_ps) + flow.wire_ps
+        done_ps = max(self._rx_free_ps, flow.arrive_ps) + flow.holds_ps
         self._rx_free_ps = done_ps
+        if flow.holds_ps < flow.wire_ps:  # a slower sender: not before it was sent
+            done_ps = max(done_ps, flow.arrive_ps + flow.wire_ps)
         return done_ps
 
     def _count(self, flow: _Flow) -> None:
@@ -287,7 +308,7 @@ class FlowNic:
         if self._closed:
             source, _, ctx = letter
             source._env.call_at(
-                self._env.now + self._profile.peer_timeout_ps,
+                self._env.now + source._profile.peer_timeout_ps,
                 source._end_send,
                 (ctx, int(Status.UNREACHABLE)),
             )
@@ -296,12 +317,13 @@ class FlowNic:
         self._hand_out()
 
     def _hand_out(self) -> None:
-        ack_ps = self._env.now + self._profile.ack_ps - self._profile.receive_ps
+        seen_ps = self._env.now - self._profile.receive_ps
         while self._mail and self._free_slots:
             source, payload, ctx = self._mail.popleft()
+            told_ps = seen_ps + ack_ps(source._profile, self._profile)
             fits = len(payload) <= self._slot_bytes
             status = _OK if fits else int(Status.LENGTH)
-            self._env.call_at(ack_ps, source._end_send, (ctx, status))
+            self._env.call_at(told_ps, source._end_send, (ctx, status))
             if fits:
                 slot = self._free_slots.pop()
                 self._slots[slot] = source.address, payload
@@ -440,11 +462,20 @@ def _arrive(flow: _Flow) -> None:
         env.call_at(late_ps, source._fail, (flow, Status.UNREACHABLE))
         return
     if not target.knows(rkey if isinstance(rkey, int) else int(rkey[flow.start])):
-        env.call_at(env.now + profile.ack_ps, source._fail, (flow, Status.REMOTE_KEY))
+        late_ps = env.now + ack_ps(profile, target._profile)
+        env.call_at(late_ps, source._fail, (flow, Status.REMOTE_KEY))
         return
     done_ps = target._serve(flow)
-    env.call_at(done_ps + profile.receive_ps, target._count, flow)
-    source._ack(flow, done_ps + profile.ack_ps)
+    other = target._profile
+    env.call_at(done_ps + other.receive_ps, target._count, flow)
+    way_ps = profile.ack_ps if other is profile else ack_ps(profile, other)
+    source._ack(flow, done_ps + way_ps)
+
+
+def _taking_ps(profile: Profile, n: int, nbytes: int) -> int:
+    """How long a NIC of a machine takes for n rows from an unlike one."""
+    dma_ps = n * profile.op_ps + nbytes * 8 * PS_PER_S // profile.dma_bps
+    return max(nbytes * 8 * PS_PER_S // profile.wire_bps, dma_ps)
 
 
 def _nobody() -> None:

@@ -15,17 +15,17 @@ from tep.sim.profile import Profile
 from tep.sim.queues import Ints, Rate
 from tep.sim.streams import Stream
 
-__all__ = ["Late"]
+__all__ = ["InOrder", "Late"]
 
 _PACKET_BYTES: Final = 4096
 _PPM: Final = 1e-6
 
 
 class Late:
-    """The delays of one fabric's rows.
+    """The delays of the rows that the NICs of one machine send.
 
     Args:
-        profile: of its machines.
+        profile: of the machine.
         seed: of the draws.
     """
 
@@ -33,7 +33,6 @@ class Late:
         self._profile = profile
         self._key = stream_key(seed, Stream.TIMING)
         self._wire = Rate(profile.wire_bps)
-        self._last: dict[tuple[int, int], int] = {}
 
     def extra_ps(self, numbers: Ints, nbytes: Ints) -> Ints | int:
         """How much later each row lands.
@@ -64,14 +63,14 @@ class Late:
         """Even between 0 and 1, 0 left out."""
         return (self._bits(numbers, index).astype(np.float64) + 1) / 2.0**64
 
-    # ------------------------------------------------------------------ order
 
-    @property
-    def keeps_order(self) -> bool:
-        """Whether a late row holds up those behind it."""
-        return self._profile.ordered and self._profile.loss_ppm > 0
+class InOrder:
+    """The latest landing of each pair, where rows are ordered: a late one holds up others."""
 
-    def in_order(self, source: Ints, target: Ints, numbers: Ints, landed: Ints) -> Ints:
+    def __init__(self) -> None:
+        self._last: dict[tuple[int, int], int] = {}
+
+    def settle(self, source: Ints, target: Ints, numbers: Ints, landed: Ints) -> Ints:
         """Landings where none overtakes: rows of one pair of NICs in the order of their numbers."""
         order = np.lexsort((numbers, target, source))
         pairs = list(zip(source[order].tolist(), target[order].tolist(), strict=True))

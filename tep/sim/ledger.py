@@ -126,7 +126,8 @@ class Batches:
 
     Attributes:
         left: rows posted that have not landed.
-        landed_ps: when the latest of its rows landed.
+        seen_ps: when the latest of its rows can be seen where it landed.
+        acked_ps: when its sender learns of the last; kept where machines are not all alike.
         whole: whether all its rows are posted.
         target: the NIC that all its rows go to; -1: several.
     """
@@ -134,7 +135,8 @@ class Batches:
     def __init__(self) -> None:
         self._free: list[int] = []
         self.left = np.zeros(0, np.int64)
-        self.landed_ps = np.zeros(0, np.int64)
+        self.seen_ps = np.zeros(0, np.int64)
+        self.acked_ps = np.zeros(0, np.int64)
         self.whole = np.zeros(0, np.bool_)
         self.target = np.zeros(0, np.int64)
 
@@ -142,12 +144,12 @@ class Batches:
         """Return the number of a new batch, without rows so far."""
         if not self._free:
             old = len(self.left)
-            for name in ("left", "landed_ps", "whole", "target"):
+            for name in ("left", "seen_ps", "acked_ps", "whole", "target"):
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate((column, np.zeros(max(64, old), column.dtype))))
             self._free = list(range(len(self.left) - 1, old - 1, -1))
         number = self._free.pop()
-        self.left[number] = self.landed_ps[number] = 0
+        self.left[number] = self.seen_ps[number] = self.acked_ps[number] = 0
         self.whole[number] = False
         self.target[number] = target
         return number

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from tep.sim.ledger import NEVER_PS
+from tep.sim.machines import Pairs
 from tep.sim.profile import Profile
 from tep.sim.queues import Ints, Rate
 from tep.sim.sendqueue import SendQueue, Units
@@ -42,6 +43,7 @@ class _Quantum(NamedTuple):
     number: int
     last: bool
     nbytes: int
+    holds_ps: int
 
 
 class _Pair:
@@ -81,11 +83,11 @@ class PacedQueue(SendQueue):
 
     def add(self, units: Units, now_ps: int) -> None:  # noqa: ARG002  # the plan is behind it
         """Take more units."""
-        for number, target, ready, service, last, nbytes in zip(*(c.tolist() for c in units)):
+        for number, target, ready, service, last, nbytes, holds in units.rows():
             pair = self._pairs.get(target)
             if pair is None:
                 pair = self._pairs[target] = _Pair(self._rows)
-            pair.waiting.append(_Quantum(ready, service, number, last, nbytes))
+            pair.waiting.append(_Quantum(ready, service, number, last, nbytes, holds))
             self._rows += 1
         self.foresee()
 
@@ -98,7 +100,7 @@ class PacedQueue(SendQueue):
 
     def before(self, limit_ps: int) -> int:
         """Plan what leaves before the limit; the number of units that do, from `at` = 0 on."""
-        found: list[tuple[int, int, int, int, bool, int]] = []
+        found: list[_Row] = []
         starts: list[int] = []
         while True:
             start_ps, target = self._first()
@@ -158,7 +160,7 @@ class PacedQueue(SendQueue):
         room = self._credit_bytes - pair.waiting[0].nbytes
         return bool(self._credit_bytes) and 0 < pair.open_bytes > room
 
-    def _send(self, start_ps: int, target: int) -> tuple[int, int, int, int, bool, int]:
+    def _send(self, start_ps: int, target: int) -> _Row:
         pair = self._pairs[target]
         quantum = pair.waiting.popleft()
         self._recover(pair, start_ps)
@@ -194,9 +196,13 @@ class PacedQueue(SendQueue):
             pair.rate = (pair.rate + pair.goal + 1) // 2
 
 
-def _units(rows: list[tuple[int, int, int, int, bool, int]]) -> Units:
-    number, target, ready, service, last, nbytes = np.array(rows, np.int64).reshape(-1, 6).T
-    return Units(number, target, ready, service, last.astype(np.bool_), nbytes)
+_Row = tuple[int, int, int, int, bool, int, int]
+"""One quantum, in the order of the columns of `Units`."""
+
+
+def _units(rows: list[_Row]) -> Units:
+    number, target, ready, service, last, nbytes, holds = np.array(rows, np.int64).reshape(-1, 7).T
+    return Units(number, target, ready, service, last.astype(np.bool_), nbytes, holds)
 
 
 class Marks:
@@ -204,9 +210,11 @@ class Marks:
 
     Args:
         profile: of the machines.
+        pairs: where they are not all alike.
     """
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, pairs: Pairs | None = None) -> None:
+        self._pairs = pairs
         self._waits_ps = int(Rate(profile.wire_bps).ps(np.array([profile.ecn_bytes]))[0])
         self._every_ps = profile.ecn_every_ps
         self._on = bool(profile.ecn_bytes)
@@ -224,7 +232,8 @@ class Marks:
         found = [False] * len(done)
         if not self._on:
             return found
-        for place in (waited > self._waits_ps).nonzero()[0].tolist():
+        waits = self._waits_ps if self._pairs is None else self._pairs.waits_ps(target)
+        for place in (waited > waits).nonzero()[0].tolist():
             pair, now = (int(source[place]), int(target[place])), int(done[place])
             if now >= self._told_ps.get(pair, -self._every_ps) + self._every_ps:
                 self._told_ps[pair] = now

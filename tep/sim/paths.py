@@ -14,23 +14,33 @@ against a loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.errors import UsageError
 from tep.sim.profile import Profile
-from tep.sim.queues import Ints, Rate, fifo_grouped
+from tep.sim.queues import Ints, Rate, fifo_grouped, spans_ps
+from tep.sim.sendqueue import Units
 
-__all__ = ["LAST", "NUMBER", "Network", "Passing", "Paths", "flights", "network_of", "no_flights"]
+__all__ = [
+    "LAST",
+    "NETWORK",
+    "NUMBER",
+    "Network",
+    "Passing",
+    "Paths",
+    "flights",
+    "network_of",
+    "no_flights",
+]
 
 NUMBER: Final = 0
 LAST: Final = 1
-TARGET, SERVICE, NBYTES, SOURCE, START, FIRST, TAIL = range(2, 9)
-_COLUMNS: Final = 9
+TARGET, SERVICE, NBYTES, SOURCE, START, FIRST, TAIL, HOLDS = range(2, 10)
+_COLUMNS: Final = 10
 _NONE: Final = np.empty((0, _COLUMNS), np.int64)
 
 
@@ -72,21 +82,17 @@ class Network:
             )
 
 
+NETWORK: Final = tuple(one.name for one in fields(Network) if one.name != "extra_ps")
+"""What a profile says of its network, in fields of the same names."""
+
+
 def network_of(profile: Profile) -> Network | None:
     """The network that a profile says it stands in; None: one perfect switch, and no bus to share.
 
     Raises:
         UsageError: its numbers contradict each other.
     """
-    network = Network(
-        leaf_nodes=profile.leaf_nodes,
-        rails=bool(profile.rails),
-        uplink_bps=profile.uplink_bps,
-        spine_ps=profile.spine_ps,
-        circuit_up_ps=profile.circuit_up_ps,
-        circuit_down_ps=profile.circuit_down_ps,
-        leaves=profile.leaves,
-    )
+    network = Network(**{name: getattr(profile, name) for name in NETWORK})
     return None if network == Network() and not profile.bus_bps else network
 
 
@@ -116,22 +122,14 @@ def no_flights() -> Ints:
     return _NONE
 
 
-def flights(
-    columns: Sequence[npt.NDArray[np.generic]], starts: Ints, source: int, nbytes: Ints
-) -> Ints:
-    """Put quanta into rows.
-
-    Args:
-        columns: number, whether it is the last of its row, target, service.
-        starts: when each leaves.
-        source: the NIC that they leave.
-        nbytes: of each.
-    """
+def flights(units: Units, starts: Ints, source: int) -> Ints:
+    """Put quanta into rows, which leave a NIC at their starts."""
     rows = np.empty((len(starts), _COLUMNS), np.int64)
-    for k, column in zip((NUMBER, LAST, TARGET, SERVICE), columns, strict=True):
-        rows[:, k] = column
-    rows[:, NBYTES], rows[:, SOURCE], rows[:, START] = nbytes, source, starts
-    rows[:, FIRST], rows[:, TAIL] = starts, starts + rows[:, SERVICE]
+    rows[:, NUMBER], rows[:, LAST], rows[:, TARGET] = units.number, units.last, units.target
+    rows[:, NBYTES], rows[:, SOURCE], rows[:, START] = units.nbytes, source, starts
+    rows[:, FIRST], rows[:, TAIL] = starts, starts + units.service
+    rows[:, SERVICE] = units.service
+    rows[:, HOLDS] = units.service if units.holds is None else units.holds
     return rows
 
 
@@ -140,9 +138,9 @@ class Paths:
 
     Args:
         network: what it is.
-        latency_ps: of every way, without what the network adds.
-        receiving: (sources, targets, services) -> how long each holds its receiver.
-        bus_bps: what the NICs of a node can move together, each way; 0: as much as they want.
+        latency_ps: of every way, or of the shortest, without what the network adds.
+        receiving: (sources, targets, holds) -> how long each holds its receiver.
+        ways: (sources, targets) -> the latency of each; None: `latency_ps`.
     """
 
     def __init__(
@@ -150,13 +148,14 @@ class Paths:
         network: Network,
         latency_ps: int,
         receiving: Callable[[Ints, Ints, Ints], Ints],
-        bus_bps: int = 0,
+        ways: Callable[[Ints, Ints], Ints] | None = None,
     ) -> None:
         self.network = network
         self._latency_ps = latency_ps
         self._receiving = receiving
+        self._ways = ways
         self._rate = Rate(network.uplink_bps) if network.uplink_bps else None
-        self._bus = Rate(bus_bps) if bus_bps else None
+        self._scale = 0 if self._rate is None else self._rate.scale
         self._nodes: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._leaf = np.zeros(16, np.int64)
@@ -165,11 +164,15 @@ class Paths:
         self._below = _NONE  # on their way to a downlink
         self._near = _NONE  # on their way to a receiver
         self._out = _NONE  # behind their node's bus
+        self._has_bus = False
         self._host = np.zeros(16, np.int64)
         self._buses = np.zeros(16, np.int64)  # outwards, inwards, of each node
+        self._bus_scale = np.zeros(16, np.int64)  # as of Rate, of each node; 0: no bus
 
-    def place(self, number: int, node: str, index: int) -> None:
-        """Say where a NIC stands: which node, and which of its NICs.
+    def place(self, number: int, node: str, index: int, bus_bps: int = 0) -> None:
+        """Say where a NIC stands: which node, which of its NICs, and what its node's bus carries.
+
+        A bus carries so much each way; 0: as much as the NICs of the node want.
 
         Raises:
             UsageError: more leaves than the network has.
@@ -185,6 +188,9 @@ class Paths:
         self._host = _longer(self._host, number)
         self._host[number] = turn
         self._buses = _longer(self._buses, 2 * turn + 1)
+        self._bus_scale = _longer(self._bus_scale, turn)
+        self._bus_scale[turn] = Rate(bus_bps).scale if bus_bps else 0
+        self._has_bus |= bus_bps > 0
         if network.circuit_up_ps:
             leaf = network.leaves**2
         self._ups, self._downs = _longer(self._ups, leaf), _longer(self._downs, leaf)
@@ -208,9 +214,10 @@ class Paths:
         """
         ups, downs, below = self._ups.copy(), self._downs.copy(), self._below
         buses, out = self._buses, self._out
-        if self._bus is not None:
+        if self._has_bus:
             buses = buses.copy()
-            new = self._serve(new, 2 * self._host[new[:, SOURCE]], buses, self._bus)
+            host = self._host[new[:, SOURCE]]
+            new = self._serve(new, 2 * host, buses, self._bus_scale[host])
             new = np.concatenate((out, new))
             early = new[:, FIRST] < limit_ps
             new, out = new[early], new[~early]
@@ -219,21 +226,22 @@ class Paths:
         if self.network.circuit_up_ps:
             near.append(self._leave(self._switch(new[far], ups)))
         else:
-            crossing = self._serve(new[far], self._leaf[new[far][:, SOURCE]], ups, self._rate)
+            crossing = self._serve(new[far], self._leaf[new[far][:, SOURCE]], ups, self._scale)
             crossing[:, [FIRST, TAIL]] += self.network.spine_ps
             below = np.concatenate((below, crossing))
             known = below[:, FIRST] < limit_ps + self.network.spine_ps
             coming, below = below[known], below[~known]
-            served = self._serve(coming, self._leaf[coming[:, TARGET]], downs, self._rate)
+            served = self._serve(coming, self._leaf[coming[:, TARGET]], downs, self._scale)
             near.append(self._leave(served))
         rows = np.concatenate(near)
         known = rows[:, FIRST] < limit_ps + self._latency_ps
         rows, waiting = _in_order(rows[known]), rows[~known]
-        if self._bus is not None:
-            rows = self._serve(rows, 2 * self._host[rows[:, TARGET]] + 1, buses, self._bus)
+        if self._has_bus:
+            host = self._host[rows[:, TARGET]]
+            rows = self._serve(rows, 2 * host + 1, buses, self._bus_scale[host])
         done, free = rows[:, TAIL], receivers
         if len(rows):
-            service = self._receiving(rows[:, SOURCE], rows[:, TARGET], rows[:, SERVICE])
+            service = self._receiving(rows[:, SOURCE], rows[:, TARGET], rows[:, HOLDS])
             served = fifo_grouped(rows[:, FIRST], service, rows[:, TARGET], receivers)
             free = receivers.copy()
             np.maximum.at(free, rows[:, TARGET], served)
@@ -250,23 +258,29 @@ class Paths:
         """How long each quantum that landed stood behind others, or before a circuit."""
         rows = passing.flights
         far = self._leaf[rows[:, SOURCE]] != self._leaf[rows[:, TARGET]]
-        slowest = rows[:, SERVICE]
+        slowest = np.maximum(rows[:, SERVICE], rows[:, HOLDS])
         if self._rate is not None:
             slowest = np.maximum(slowest, np.where(far, self._rate.ps(rows[:, NBYTES]), 0))
-        if self._bus is not None:
-            slowest = np.maximum(slowest, self._bus.ps(rows[:, NBYTES]))
+        if self._has_bus:
+            for end in (SOURCE, TARGET):
+                scale = self._bus_scale[self._host[rows[:, end]]]
+                slowest = np.maximum(slowest, spans_ps(rows[:, NBYTES], scale))
         begun = self._leave(rows)[:, FIRST] - rows[:, FIRST] + rows[:, START]
         found: Ints = passing.done - begun - slowest - np.where(far, self.network.spine_ps, 0)
         return found
 
     @staticmethod
-    def _serve(rows: Ints, server: Ints, free: Ints, rate: Rate | None) -> Ints:
-        """Pass buses, uplinks or downlinks; `free` is brought forward."""
-        if rate is None or not len(rows):
+    def _serve(rows: Ints, server: Ints, free: Ints, scale: Ints | int) -> Ints:
+        """Pass buses, uplinks or downlinks; `free` is brought forward.
+
+        Their scale is that of a Rate, one for all or of each row's server; 0: no server, for all.
+        """
+        if (isinstance(scale, int) and not scale) or not len(rows):
             return rows.copy()
         order = _order(rows)
         rows, server = rows[order], server[order]
-        service = rate.ps(rows[:, NBYTES])
+        scales = scale if isinstance(scale, int) else scale[order]
+        service = spans_ps(rows[:, NBYTES], scales)
         done = fifo_grouped(rows[:, FIRST], service, server, free)
         np.maximum.at(free, server, done)
         rows[:, FIRST] = done - service
@@ -304,10 +318,12 @@ class Paths:
         """On the way to the receiver: the latency of the pair."""
         rows = rows.copy()
         way: Ints | int = self._latency_ps
+        if self._ways is not None:
+            way = self._ways(rows[:, SOURCE], rows[:, TARGET])[:, None]
         if self.network.extra_ps and len(rows):
             pairs = zip(rows[:, SOURCE].tolist(), rows[:, TARGET].tolist(), strict=True)
             more = [self._extra_ps(*pair) for pair in pairs]
-            way = self._latency_ps + np.array(more, np.int64)[:, None]
+            way = way + np.array(more, np.int64)[:, None]
         rows[:, [FIRST, TAIL]] += way
         return rows
 

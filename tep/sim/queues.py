@@ -23,6 +23,7 @@ __all__ = [
     "fifo",
     "fifo_grouped",
     "round_robin",
+    "spans_ps",
 ]
 
 Ints = npt.NDArray[np.int64]
@@ -51,6 +52,12 @@ class Rate:
         """Time that `nbytes` take, each 0 .. 2**36."""
         found: Ints = nbytes * self.scale >> _FRACTION_BITS
         return found
+
+
+def spans_ps(nbytes: Ints, scale: Ints | int) -> Ints:
+    """As Rate.ps, with the scale of each; 0: no time at all."""
+    found: Ints = nbytes * scale >> _FRACTION_BITS
+    return found
 
 
 def fifo(arrive: Ints, service: Ints, free_ps: int) -> Ints:

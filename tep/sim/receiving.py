@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tep.backends.base import COMPLETION, Kind, Status
 from tep.backends.hostcopy import copy_rows
 from tep.sim.ledger import Hold
+from tep.sim.machines import ack_ps
 from tep.sim.queues import Ints
 from tep.sim.timing_faces import Fabric, Nic, Region
 from tep.sim.timing_rows import trace_landed, trace_rows
@@ -103,10 +104,10 @@ class Inlet:
             self._place(rows[same])
         good = ledger.status[rows] == _OK
         if not good.all():
-            ack_ps = fabric.profile.ack_ps - fabric.profile.receive_ps
             for index in (~good).nonzero()[0].tolist():
                 sender = fabric.nic(int(ledger.source[rows[index]]))
-                sender.node.wakes.must(max(int(times[index]) + ack_ps, fabric.env.now))
+                told_ps = int(times[index]) + _gap_ps(sender, nic)
+                sender.node.wakes.must(max(told_ps, fabric.env.now))
                 sender.node.wakes.book()
             times, rows = times[good], rows[good]
         fabric.landed_bytes[nic.number] += int(ledger.nbytes[rows].sum())
@@ -203,7 +204,8 @@ class Inlet:
         # No buffer. As on RC with an endless RNR retry it waits, but not for ever.
         self._starved.append(number)
         fabric = self._fabric
-        due_ps = max(time_ps + fabric.profile.peer_timeout_ps, fabric.env.now)
+        sender = fabric.nic(int(fabric.ledger.source[number - fabric.ledger.base]))
+        due_ps = max(time_ps + sender.profile.peer_timeout_ps, fabric.env.now)
         fabric.env.call_at(due_ps, self._give_up, number)
 
     def _keep_control(self, number: int, time_ps: int) -> None:
@@ -255,8 +257,7 @@ class Inlet:
         row = number - ledger.base
         ledger.status[row] = status
         sender = fabric.nic(int(ledger.source[row]))
-        profile = fabric.profile
-        sent_ps = max(time_ps + profile.ack_ps - profile.receive_ps, fabric.env.now)
+        sent_ps = max(time_ps + _gap_ps(sender, self._nic), fabric.env.now)
         sender.outbox.add(np.array([sent_ps]), np.array([number]))
         sender.node.wakes.must(sent_ps)
         sender.node.wakes.book()
@@ -277,6 +278,11 @@ class Inlet:
                 self._answer(number, Status.UNREACHABLE, fabric.env.now)
         self._starved.clear()
         self.targets.clear()
+
+
+def _gap_ps(sender: Nic, receiver: Nic) -> int:
+    """From when a row can be seen to when its sender learns of it."""
+    return ack_ps(sender.profile, receiver.profile) - receiver.profile.receive_ps
 
 
 def _runs(*columns: npt.NDArray[np.generic]) -> list[slice | Ints]:

@@ -7,6 +7,7 @@ started stays.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ class Units(NamedTuple):
         service: how long it holds the wire, ps.
         last: whether the row ends with it.
         nbytes: of it.
+        holds: how long it holds its receiver, ps; None: `service`.
     """
 
     number: Ints
@@ -35,13 +37,25 @@ class Units(NamedTuple):
     service: Ints
     last: npt.NDArray[np.bool_]
     nbytes: Ints
+    holds: Ints | None = None
 
     def pick(self, which: slice | Ints) -> Units:
         """Select some."""
-        number, target, ready, service, last, nbytes = self
+        number, target, ready, service, last, nbytes, holds = self
         return Units(
-            number[which], target[which], ready[which], service[which], last[which], nbytes[which]
+            number[which],
+            target[which],
+            ready[which],
+            service[which],
+            last[which],
+            nbytes[which],
+            None if holds is None else holds[which],
         )
+
+    def rows(self) -> Iterator[tuple[int, int, int, int, bool, int, int]]:
+        """All columns, a quantum each."""
+        columns = (*self[:-1], self.service if self.holds is None else self.holds)
+        return zip(*(column.tolist() for column in columns))
 
     @staticmethod
     def join(parts: list[Units]) -> Units:
@@ -55,6 +69,10 @@ class Units(NamedTuple):
             np.concatenate([part.service for part in parts]),
             np.concatenate([part.last for part in parts]),
             np.concatenate([part.nbytes for part in parts]),
+            # Only a plan that nothing was added to so far, and that is empty, has none.
+            None
+            if parts[-1].holds is None
+            else np.concatenate([p.service if p.holds is None else p.holds for p in parts]),
         )
 
 

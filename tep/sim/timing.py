@@ -15,6 +15,7 @@ Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -22,8 +23,9 @@ import numpy as np
 from tep.backends.base import Status
 from tep.errors import UsageError
 from tep.sim.clock import FabricEnv, in_one_process
-from tep.sim.late import Late
+from tep.sim.late import InOrder
 from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger
+from tep.sim.machines import Machines
 from tep.sim.pacing import Marks, PacedQueue, is_paced
 from tep.sim.paths import (
     LAST,
@@ -34,11 +36,10 @@ from tep.sim.paths import (
     Network,
     Paths,
     flights,
-    network_of,
     no_flights,
 )
-from tep.sim.profile import Profile, load_profile
-from tep.sim.queues import Ints, Rate, by_value, fifo_grouped
+from tep.sim.profile import Profile
+from tep.sim.queues import Ints, by_value, fifo_grouped
 from tep.sim.row_log import RowLog
 from tep.sim.sendqueue import Units
 from tep.sim.timing_faces import Nic
@@ -56,11 +57,11 @@ _COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps
 
 
 class TimingFabric:
-    """A switched network of equal machines.
+    """A switched network of machines, equal ones or of one transport.
 
     Args:
         env: the clock.
-        profile: the machine, or the name of one that comes with tep.
+        profile: the machine, or the name of one that comes with tep; or several: see `node`.
         seed: of the jitter of unordered profiles.
         row_log: where to record what happens; None: nowhere.
         move_bytes: False: rows take time and immediates arrive, but nothing is copied.
@@ -71,7 +72,7 @@ class TimingFabric:
     def __init__(
         self,
         env: FabricEnv,
-        profile: Profile | str,
+        profile: Profile | str | Sequence[Profile | str],
         *,
         seed: int = 0,
         row_log: RowLog | None = None,
@@ -80,12 +81,13 @@ class TimingFabric:
         mortal: bool = False,
     ) -> None:
         self.env = env
-        self.profile = load_profile(profile) if isinstance(profile, str) else profile
+        self.machines = Machines(profile, seed, network)
+        self.pairs = self.machines.pairs
+        self.profile = self.machines.first.profile
+        self._shortest_ps = self.machines.shortest_ps
         self.row_log = row_log if row_log is not None and row_log.on else None
         self.move_bytes = move_bytes
         self.mortal = mortal
-        self.wire = Rate(self.profile.wire_bps)
-        self.dma = Rate(self.profile.dma_bps)
         self.ledger = Ledger()
         self.batches = Batches()
         self.payloads: dict[int, bytes] = {}
@@ -93,18 +95,17 @@ class TimingFabric:
         self.slow: dict[int, int] = {}
         self.active: dict[int, Nic] = {}
         self.refused: dict[int, Nic] = {}
-        self.late = Late(self.profile, seed)
-        self.marks = Marks(self.profile) if is_paced(self.profile) else None
+        self.in_order = InOrder() if any(p.loss_ppm for p in self.machines.profiles) else None
+        self.marks = Marks(self.profile, self.pairs) if is_paced(self.profile) else None
         self._epochs: dict[str, int] = {}
         self._numbers: dict[bytes, int] = {}
         self._nics: list[Nic | None] = []
         self._due_ps = NEVER_PS
         self._window = _WINDOW_MIN
         self.paths: Paths | None = None
-        network = network or network_of(self.profile)
-        if network is not None:
-            latency_ps, bus_bps = self.profile.latency_ps, self.profile.bus_bps
-            self.paths = Paths(network, latency_ps, self._receiving, bus_bps)
+        if self.machines.network is not None:
+            ways = None if self.pairs is None else self.pairs.latency_ps
+            self.paths = Paths(self.machines.network, self._shortest_ps, self._receiving, ways)
         # Of each NIC by its number: when its receiving side is free; from when on news, and
         # completions, may wake its owner though no must; whether it is gone; bytes landed here.
         self._free = np.zeros(_NICS_MIN, np.int64)
@@ -119,14 +120,19 @@ class TimingFabric:
     __reduce__ = in_one_process
 
     def __repr__(self) -> str:
-        return f"TimingFabric({self.profile.name}; {len(self._epochs)} nodes)"
+        return f"TimingFabric({self.machines.names}; {len(self._epochs)} nodes)"
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str, profile: Profile | str | None = None) -> Node:
         """Start a node; a name used before is a later incarnation, and the earlier must be closed.
 
+        Args:
+            name: 1 to 64 characters but / and #.
+            profile: of its machine, one of the fabric's; None: the first of them.
+
         Raises:
-            UsageError: that node is still open, or the name is not 1 to 64 characters but / and #.
+            UsageError: that node is still open, or no such name, or machine, is possible.
         """
+        machine = self.machines.find(profile)
         if not 1 <= len(name) <= 64 or set("/#") & set(name):
             raise UsageError(f"node name {name!r}: 1 to 64 characters, without '/' and '#'")
         epoch = self._epochs.get(name, 0) + 1
@@ -134,7 +140,7 @@ class TimingFabric:
         if old is not None and not self.gone[old]:
             raise UsageError(f"node {name!r} is open; close its NICs before it starts again")
         self._epochs[name] = epoch
-        return Node(self, name, epoch)
+        return Node(self, name, epoch, machine)
 
     def attach(self, nic: Nic) -> int:
         """Give a NIC its number."""
@@ -143,7 +149,9 @@ class TimingFabric:
         self._nics[number] = nic
         self.gone[number] = False
         if self.paths is not None:
-            self.paths.place(number, nic.node.name, nic.index)
+            self.paths.place(number, nic.node.name, nic.index, nic.profile.bus_bps)
+        if self.pairs is not None:
+            self.pairs.place(number, nic.node.machine.kind)
         return number
 
     def number_of(self, address: bytes) -> int:
@@ -205,10 +213,11 @@ class TimingFabric:
             UsageError: no such NIC, the fabric is not mortal, or the time is below the peer timeout
                 of the profile: NICs would then send again by themselves, which is not modelled.
         """
-        if for_ps < self.profile.peer_timeout_ps:
+        longest = max(self.machines.profiles, key=lambda profile: profile.peer_timeout_ps)
+        if for_ps < longest.peer_timeout_ps:
             raise UsageError(
-                f"cut_link({name!r}, {index}): {for_ps} ps; {self.profile.peer_timeout_ps} ps, "
-                f"wire.peer_timeout of {self.profile.name}, at the least, as what is shorter is "
+                f"cut_link({name!r}, {index}): {for_ps} ps; {longest.peer_timeout_ps} ps, "
+                f"wire.peer_timeout of {longest.name}, at the least, as what is shorter is "
                 "made good by the NICs, which is not modelled"
             )
         self._mortal("cut_link", name, index).cut(self.env.now + for_ps)
@@ -232,7 +241,7 @@ class TimingFabric:
     def sending(self, nic: Nic) -> None:
         """A NIC has units to send: see that they are resolved when the first arrives."""
         self.active[nic.number] = nic
-        self._arm(int(nic.queue.starts[nic.queue.at]) + self.profile.latency_ps)
+        self._arm(int(nic.queue.starts[nic.queue.at]) + self._shortest_ps)
 
     def _arm(self, due_ps: int) -> None:
         due_ps = max(due_ps, self.env.now)
@@ -260,7 +269,7 @@ class TimingFabric:
                 firsts.append(int(queue.starts[queue.at]))
             else:
                 del self.active[nic.number]
-        due = [min(firsts) + self.profile.latency_ps] if firsts else []
+        due = [min(firsts) + self._shortest_ps] if firsts else []
         flying_ps = None if self.paths is None else self.paths.due_ps()
         if flying_ps is not None:
             due.append(flying_ps)
@@ -292,13 +301,13 @@ class TimingFabric:
         """Before when nobody can hear of a quantum that is not settled: `pacing`'s rule."""
         first_ps = min([int(nic.queue.starts[nic.queue.at]) for nic in nics], default=NEVER_PS)
         flying_ps = None if self.paths is None else self.paths.due_ps()
-        limit_ps = first_ps + self.profile.latency_ps
+        limit_ps = first_ps + self._shortest_ps
         return limit_ps if flying_ps is None else min(limit_ps, flying_ps)
 
     def _tell(self, marks: Marks, quanta: Ints, waited: Ints, done: Ints) -> None:
         """Tell senders of quanta that were taken: a row each of sender, target, bytes."""
         told = marks.told(quanta[:, 0], quanta[:, 1], waited, done)
-        heard = (done + self.profile.latency_ps).tolist()
+        heard = (done + self.machines.latency_ps(quanta[:, 1], quanta[:, 0])).tolist()
         queues: dict[int, PacedQueue] = {}
         for (source, target, nbytes), marked, time_ps in zip(quanta.tolist(), told, heard):
             if source not in queues:
@@ -313,7 +322,7 @@ class TimingFabric:
         spans = [slice(nic.queue.at, stop) for nic, stop in taken]
         units = Units.join([nic.queue.units.pick(span) for (nic, _), span in zip(taken, spans)])
         starts = np.concatenate([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
-        arrive = starts + self.profile.latency_ps
+        arrive = starts + self._shortest_ps  # all ways are alike where there are no `paths`
         source = self.ledger.source[units.number - self.ledger.base]
         receiving = self._receiving(source, units.target, units.service)
         done = fifo_grouped(arrive, receiving, units.target, self._free)
@@ -372,9 +381,7 @@ class TimingFabric:
     @staticmethod
     def _flights(nic: Nic, stop: int) -> Ints:
         span = slice(nic.queue.at, stop)
-        units, starts = nic.queue.units.pick(span), nic.queue.starts[span]
-        columns = (units.number, units.last, units.target, units.service)
-        return flights(columns, starts, nic.number, units.nbytes)
+        return flights(nic.queue.units.pick(span), nic.queue.starts[span], nic.number)
 
     def _receiving(self, source: Ints, target: Ints, service: Ints) -> Ints:
         """How long each quantum holds its receiver: as long as its sender, but for slow NICs.
@@ -392,20 +399,19 @@ class TimingFabric:
         """When rows land whose last bytes are in."""
         rows = numbers - self.ledger.base
         landed: Ints = done + self.ledger.extra_ps[rows]
-        if not self.late.keeps_order or not len(rows):
+        if self.in_order is None or not len(rows):
             return landed
-        return self.late.in_order(
-            self.ledger.source[rows], self.ledger.target[rows], numbers, landed
-        )
+        source, target = self.ledger.source[rows], self.ledger.target[rows]
+        return self.in_order.settle(source, target, numbers, landed)
 
     def _first_wake_ps(self, numbers: Ints, landed: Ints) -> int:
         """A time before which these rows, landing then, wake nobody."""
         if not len(numbers):
             return NEVER_PS
-        profile, ledger, batches = self.profile, self.ledger, self.batches
+        ledger, batches = self.ledger, self.batches
         rows = numbers - ledger.base
         source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
-        seen, acked = landed + profile.receive_ps, landed + profile.ack_ps
+        seen, acked = self.machines.told_ps(source, target, landed)
         first = int(np.maximum(seen, self.soft[target]).min())
         first = min(first, int(np.maximum(acked, self.soft_acks[source]).min()))
         counts = np.bincount(batch, minlength=len(batches.left))
@@ -415,24 +421,26 @@ class TimingFabric:
         # Of a batch with one target only the last row is a must.
         closing = mine[batches.whole[mine] & (batches.left[mine] == counts[mine])]
         if len(closing):
-            latest = batches.landed_ps.copy()
-            np.maximum.at(latest, batch, landed)
-            first = min(first, int(latest[closing].min()) + profile.receive_ps)
+            latest = batches.seen_ps.copy()
+            np.maximum.at(latest, batch, seen)
+            first = min(first, int(latest[closing].min()))
         for number, nic in self.refused.items():
             first = min(first, nic.node.wakes.room_ps(nic, acked[source == number]))
         return first
 
     def _land(self, numbers: Ints, landed: Ints) -> None:
         """Write rows with known arrivals into the books of both ends, and see that they wake."""
-        profile, ledger, batches = self.profile, self.ledger, self.batches
+        ledger, batches = self.ledger, self.batches
         rows = numbers - ledger.base
         source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
-        if self.late.keeps_order:
-            self.late.keep(source, target, landed)
+        if self.in_order is not None:
+            self.in_order.keep(source, target, landed)
         counts = np.bincount(batch, minlength=len(batches.left))
         batches.left -= counts
-        np.maximum.at(batches.landed_ps, batch, landed)
-        seen, acked = landed + profile.receive_ps, landed + profile.ack_ps
+        seen, acked = self.machines.told_ps(source, target, landed)
+        np.maximum.at(batches.seen_ps, batch, seen)
+        if self.pairs is not None:
+            np.maximum.at(batches.acked_ps, batch, acked)
         touched: dict[int, None] = {}
         gone = self.gone[target]
         if self.mortal:
@@ -467,20 +475,26 @@ class TimingFabric:
         ledger.hold[rows] &= ~_WIRE
         for number, row, landed_ps in zip(numbers.tolist(), rows.tolist(), landed.tolist()):
             ledger.status[row] = self._why_gone(int(ledger.target[row]))
-            source, failed_ps = int(ledger.source[row]), landed_ps + self.profile.peer_timeout_ps
+            source = int(ledger.source[row])
             if self.gone[source]:
                 continue
-            self.nic(source).outbox.add(np.array([failed_ps]), np.array([number]))
-            self.nic(source).node.wakes.must(failed_ps)
+            nic = self.nic(source)
+            failed_ps = landed_ps + nic.profile.peer_timeout_ps
+            nic.outbox.add(np.array([failed_ps]), np.array([number]))
+            nic.node.wakes.must(failed_ps)
             self.payloads.pop(number, None)
             self.controls.discard(number)
             touched[source] = None
 
     def _close_batch(self, number: int, source: int) -> None:
         """The last row of a batch has landed: both ends must know at that very time."""
-        batches, profile = self.batches, self.profile
-        landed_ps, target = int(batches.landed_ps[number]), int(batches.target[number])
+        batches = self.batches
+        seen_ps, target = int(batches.seen_ps[number]), int(batches.target[number])
         if target >= 0 and not self.gone[target]:
-            self.nic(target).node.wakes.must(landed_ps + profile.receive_ps)
-        self.nic(source).node.wakes.must(landed_ps + profile.ack_ps)
+            self.nic(target).node.wakes.must(seen_ps)
+        if self.pairs is None:
+            acked_ps = seen_ps + self.profile.ack_ps - self.profile.receive_ps
+        else:
+            acked_ps = int(batches.acked_ps[number])
+        self.nic(source).node.wakes.must(acked_ps)
         batches.end(number)

@@ -16,10 +16,10 @@ from tep.backends.base import DomainCaps
 from tep.backends.hostcopy import HostRegion
 from tep.memory import Memory
 from tep.sim.clock import FabricEnv
-from tep.sim.late import Late
 from tep.sim.ledger import Agenda, Batches, Ledger
+from tep.sim.machines import Machine, Pairs
 from tep.sim.profile import Profile
-from tep.sim.queues import Ints, Rate
+from tep.sim.queues import Ints
 from tep.sim.row_log import RowLog
 from tep.sim.sendqueue import SendQueue
 
@@ -73,6 +73,7 @@ class Host(Protocol):
     name: str
     epoch: int
     on_news: Callable[[], object]
+    machine: Machine
 
     @property
     def wakes(self) -> Wakeful: ...
@@ -91,6 +92,7 @@ class Nic(Protocol):
     index: int
     address: bytes
     caps: DomainCaps
+    profile: Profile
     inbox: Agenda
     outbox: Agenda
     ready: deque[Entry]
@@ -119,15 +121,12 @@ class Fabric(Protocol):
     """The fabric as its NICs see it; `timing.TimingFabric` is one, and says what these are."""
 
     env: FabricEnv
-    profile: Profile
+    pairs: Pairs | None
     row_log: RowLog | None
     move_bytes: bool
     mortal: bool
-    wire: Rate
-    dma: Rate
     ledger: Ledger
     batches: Batches
-    late: Late
     payloads: dict[int, bytes]
     controls: set[int]
     slow: dict[int, int]

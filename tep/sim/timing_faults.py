@@ -16,7 +16,7 @@ from tep.backends.base import COMPLETION, Kind, Status, WriteBatch
 from tep.sim.ledger import NEVER_PS, Hold
 from tep.sim.queues import Ints
 from tep.sim.receiving import Inlet
-from tep.sim.timing_faces import Fabric, Host
+from tep.sim.timing_faces import Fabric, Host, Nic
 from tep.sim.timing_nic import TimingNic
 
 __all__ = ["MortalNic"]
@@ -112,7 +112,7 @@ class MortalNic(TimingNic):
         fabric = self.fabric
         ledger, now = fabric.ledger, fabric.env.now
         self.take_in(now)
-        self._lose(*self.inbox.take(NEVER_PS))
+        self._lose(self, *self.inbox.take(NEVER_PS))
         sent = ledger.of_sender(self.number)
         for target in np.unique(ledger.target[sent - ledger.base]).tolist():
             if fabric.gone[target]:
@@ -123,10 +123,10 @@ class MortalNic(TimingNic):
             mine = ledger.source[numbers - ledger.base] == self.number
             if (~mine).any():
                 nic.inbox.add(times[~mine], numbers[~mine])
-            self._lose(times[mine], numbers[mine])
+            self._lose(nic, times[mine], numbers[mine])
 
-    def _lose(self, seen: Ints, numbers: Ints) -> None:
-        """Fail rows that were booked to be seen then: their senders learn it by a timeout."""
+    def _lose(self, target: Nic, seen: Ints, numbers: Ints) -> None:
+        """Fail rows that a NIC was booked to see then: their senders learn it by a timeout."""
         fabric, ledger = self.fabric, self.fabric.ledger
         rows = numbers - ledger.base
         ledger.hold[rows] &= ~_WIRE
@@ -134,14 +134,15 @@ class MortalNic(TimingNic):
         for number in numbers[ledger.message[rows]].tolist():
             fabric.payloads.pop(number, None)
             fabric.controls.discard(number)
-        failed = seen - fabric.profile.receive_ps + fabric.profile.peer_timeout_ps
+        landed = seen - target.profile.receive_ps
         for sender in np.unique(ledger.source[rows]).tolist():
             if fabric.gone[sender]:
                 continue
             mine = (ledger.source[rows] == sender).nonzero()[0]
             nic = fabric.nic(sender)
-            nic.outbox.put_off(numbers[mine], failed[mine])
-            for time_ps in np.unique(failed[mine]).tolist():
+            failed = landed[mine] + nic.profile.peer_timeout_ps
+            nic.outbox.put_off(numbers[mine], failed)
+            for time_ps in np.unique(failed).tolist():
                 nic.node.wakes.must(time_ps)
             nic.node.wakes.book()
 

@@ -58,6 +58,7 @@ class TimingNic:
     Attributes:
         caps, address: of the seam.
         fabric, node: where it is.
+        profile: of its machine.
         index: of this NIC in its node.
         number: of this NIC on its fabric.
         queue: what it still has to send.
@@ -71,7 +72,8 @@ class TimingNic:
     """
 
     def __init__(self, fabric: Fabric, node: Host, index: int) -> None:
-        profile = fabric.profile
+        self._machine = node.machine
+        self.profile = profile = node.machine.profile
         self.caps = profile.caps(
             f"{node.name}/{index}",
             moves_bytes=fabric.move_bytes,
@@ -174,7 +176,7 @@ class TimingNic:
 
     def _costs(self, n: int, peer: int | npt.NDArray[np.unsignedinteger]) -> Ints:
         """CPU time of posting each of n rows."""
-        profile = self.fabric.profile
+        profile = self.profile
         costs = np.full(n, profile.post_next_ps)
         costs[0] = profile.post_first_ps
         if not isinstance(peer, int):
@@ -198,7 +200,7 @@ class TimingNic:
     def launch(self, numbers: Ints, ready: Ints) -> None:
         """Queue rows, which are with the NIC at `ready`, for the wire. Unfit ones fail here."""
         fabric = self.fabric
-        ledger, profile = fabric.ledger, fabric.profile
+        ledger, profile, machine = fabric.ledger, self.profile, self._machine
         rows = numbers - ledger.base
         if fabric.gone[self.number]:
             self._drop(rows)
@@ -210,21 +212,22 @@ class TimingNic:
             if not len(rows):
                 return
         nbytes, target = ledger.nbytes[rows], ledger.target[rows]
-        ledger.extra_ps[rows] = fabric.late.extra_ps(numbers, nbytes)
-        ready = ready + fabric.dma.ps(np.minimum(nbytes, profile.fill_bytes))
+        ledger.extra_ps[rows] = machine.late.extra_ps(numbers, nbytes)
+        ready = ready + machine.dma.ps(np.minimum(nbytes, profile.fill_bytes))
         if int(nbytes.max()) <= profile.quantum_bytes:
-            last, sizes = np.ones(len(numbers), np.bool_), nbytes
-            service = np.maximum(fabric.wire.ps(nbytes), profile.op_ps + fabric.dma.ps(nbytes))
+            first, last, sizes = None, np.ones(len(numbers), np.bool_), nbytes
         else:
             row, sizes, last = cut_quanta(nbytes, profile.quantum_bytes)
-            # The NIC's own time for a row comes with its first quantum; all else is the wire.
             first = np.concatenate(([True], last[:-1]))
-            work = np.where(first, profile.op_ps, 0) + fabric.dma.ps(sizes)
-            service = np.maximum(fabric.wire.ps(sizes), work)
             numbers, target, ready = numbers[row], target[row], ready[row]
+        service, holds = machine.service_ps(sizes, first), None
+        if fabric.pairs is not None:
+            holds = fabric.pairs.holds_ps(target, sizes, first)
         if self.number in fabric.slow:
-            service = service * fabric.slow[self.number] // 100
-        self.queue.add(Units(numbers, target, ready, service, last, sizes), fabric.env.now)
+            percent = fabric.slow[self.number]
+            service = service * percent // 100
+            holds = None if holds is None else holds * percent // 100
+        self.queue.add(Units(numbers, target, ready, service, last, sizes, holds), fabric.env.now)
         fabric.sending(self)
 
     def _flaws(self, rows: Ints) -> npt.NDArray[np.bool_] | None:
@@ -332,8 +335,8 @@ class TimingNic:
                 ready.appendleft(entry[fits:])
         if ready:
             self.waker()
-        if filled and self.fabric.profile.poll_ps:
-            self.node.charge(int(out["count"][:filled].sum()) * self.fabric.profile.poll_ps)
+        if filled and self.profile.poll_ps:
+            self.node.charge(int(out["count"][:filled].sum()) * self.profile.poll_ps)
         return filled
 
     def take_in(self, now: int) -> None:

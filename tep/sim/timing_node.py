@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tep.sim.machines import Machine
 from tep.sim.queues import Ints
 from tep.sim.timing_faces import Fabric, Nic
 from tep.sim.timing_faults import MortalNic
@@ -25,30 +26,33 @@ class Node:
     Attributes:
         name: of the engine.
         epoch: this incarnation's number.
+        machine: which one it is.
         domains: its NICs.
         busy_until_ps: when the worker can take its next turn.
         wakes: when the worker is woken.
         on_news: told of news that wake nobody, but that a poll would find.
     """
 
-    def __init__(self, fabric: Fabric, name: str, epoch: int) -> None:
+    def __init__(self, fabric: Fabric, name: str, epoch: int, machine: Machine) -> None:
         self.name = name
         self.epoch = epoch
+        self.machine = machine
+        self._profile = profile = machine.profile
         self.busy_until_ps = 0
         self._cpu_free_ps = 0
-        self._turn_ps = fabric.profile.turn_rows * fabric.profile.post_first_ps
+        self._turn_ps = profile.turn_rows * profile.post_first_ps
         self._fabric = fabric
         self._posts: list[_Post] = []
         self.wakes = Wakes(fabric)
         self.on_news: Callable[[], object] = _nobody
         make = MortalNic if fabric.mortal else TimingNic
         self.domains: Sequence[TimingNic] = [
-            make(fabric, self, index) for index in range(fabric.profile.nics)
+            make(fabric, self, index) for index in range(profile.nics)
         ]
 
     def step_delay_ps(self) -> int:
         """How long from a kick, or news from a NIC, to the worker's turn."""
-        return self._fabric.profile.step_delay_ps
+        return self._profile.step_delay_ps
 
     def charge(self, cost_ps: int) -> None:
         """Give the worker work, to be done when it is through with what it has."""
@@ -72,7 +76,7 @@ class Node:
         posts, self._posts = self._posts, []
         now = self._fabric.env.now
         rows = sum(len(post.numbers) for post in posts)
-        if rows <= self._fabric.profile.turn_rows:
+        if rows <= self._profile.turn_rows:
             # A worker with a backlog takes new requests at its next turn. What it had planned for
             # that time is not put off, but the CPU time is charged behind the backlog.
             cpu_free_ps = min(cpu_free_ps, now + self._turn_ps)

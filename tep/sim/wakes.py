@@ -73,7 +73,7 @@ class Wakes:
             nic: whose queue.
             acked: times of completions that are not in its outbox yet.
         """
-        need = max(1, nic.open_rows - self._fabric.profile.sq_depth // 4)
+        need = max(1, nic.open_rows - nic.caps.sq_depth // 4)
         booked = len(nic.outbox)
         if need <= booked:
             return nic.outbox.nth_ps(need)

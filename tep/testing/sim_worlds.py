@@ -102,8 +102,8 @@ class TimingWorld(_SimWorld):
         self._nodes: list[TimingNode] = []
 
     def node(self, nics: int = 1) -> TimingNode:
-        self._fabric.profile = dataclasses.replace(load_profile(self._profile), nics=nics)
-        made = self._fabric.node(f"node{len(self._nodes)}")
+        machine = dataclasses.replace(load_profile(self._profile), nics=nics)
+        made = self._fabric.node(f"node{len(self._nodes)}", machine)
         self._nodes.append(made)
         return made
 
@@ -114,7 +114,7 @@ class TimingWorld(_SimWorld):
 
     def restart(self, node: Node) -> TimingNode:
         assert isinstance(node, TimingNode), node
-        made = self._fabric.node(node.name)
+        made = self._fabric.node(node.name, node.machine.profile)
         self._nodes.append(made)
         return made
 

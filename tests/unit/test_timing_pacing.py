@@ -14,7 +14,7 @@ from tep.sim.paths import Network
 from tep.sim.queues import Rate
 from tests.unit.test_timing import POSTS
 from tests.unit.test_timing_paths import landings
-from tests.unit.timing_seam import PLAIN, US, _ps, ready_rows, slow_model
+from tests.unit.timing_seam import PLAIN, US, _ps, held, latency_of, of, ready_rows, slow_model
 
 MiB = 1 << 20
 FULL = 1 << 20
@@ -34,18 +34,20 @@ MARKED = st.fixed_dictionaries(
 class Sender:
     """A NIC that holds its queue pairs back, one event after the other."""
 
-    def __init__(self, profile, rows) -> None:
-        self.profile, self.free, self.turn = profile, 0, len(rows)
+    def __init__(self, machines, source, rows) -> None:
+        self.profile = profile = of(machines, source)
+        self.free, self.turn = 0, len(rows)
         self.waiting, self.place = {}, {}
         for place, (ready, target, nbytes, number) in enumerate(rows):
-            left, op = nbytes, profile.op_ps
+            left, first = nbytes, True
             while True:
                 size = min(left, profile.quantum_bytes)
                 left -= size
-                work = max(_ps(size, profile.wire_bps), op + _ps(size, profile.dma_bps))
-                self.waiting.setdefault(target, []).append((ready, work, number, left == 0, size))
+                hold = held(of(machines, target), size, first)
+                quantum = (ready, held(profile, size, first), number, left == 0, size, hold)
+                self.waiting.setdefault(target, []).append(quantum)
                 self.place.setdefault(target, place)
-                op = 0
+                first = False
                 if not left:
                     break
         zero = dict.fromkeys(self.waiting, 0)
@@ -100,34 +102,39 @@ class Sender:
             self.rate[target] = (self.rate[target] + self.goal[target] + 1) // 2
 
 
-def slow_pacing(profile, posts) -> list[int]:
+def slow_pacing(machines, posts) -> list[int]:
     """When rows land: all NICs in one loop, always the earliest thing that happens anywhere."""
-    rows = ready_rows(profile, posts)
-    senders = [Sender(profile, rows.get(k, [])) for k in range(4)]
+    rows = ready_rows(machines, posts)
+    senders = [Sender(machines, k, rows.get(k, [])) for k in range(4)]
     landed = [0] * sum(map(len, rows.values()))
-    news, free, told = [], {}, {}
-    waits = _ps(profile.ecn_bytes, profile.wire_bps)
+    news, wire, free, told = [], [], {}, {}
     while True:
-        starts = [(*found, k) for k, one in enumerate(senders) if (found := one.next())]
-        first = min(((start, k, target) for start, target, k in starts), default=None)
-        if news and (first is None or news[0][0] <= first[0]):
+        starts = [(found[0], k, found[1]) for k, one in enumerate(senders) if (found := one.next())]
+        first = min(starts, default=(1 << 62, 0, 0))
+        if wire and wire[0][0] <= min([first[0], *(one[0] for one in news[:1])]):
+            arrive, k, _, target, work, hold, row, last, size = heappop(wire)
+            profile = of(machines, target)
+            done = max(arrive + work, max(arrive, free.get(target, arrive)) + hold)
+            free[target] = max(arrive, free.get(target, arrive)) + hold
+            waits = done - arrive - max(work, hold) > _ps(profile.ecn_bytes, profile.wire_bps)
+            due = done >= told.get((k, target), -(1 << 60)) + profile.ecn_every_ps
+            marked = bool(profile.ecn_bytes and due and waits)
+            if marked:
+                told[k, target] = done
+            back = latency_of(machines, target, k)
+            heappush(news, (done + back, k, target, size, marked))
+            if last:
+                landed[row] = done
+        elif news and news[0][0] <= first[0]:
             now, source, *said = heappop(news)
             senders[source].hear(now, *said)
-            continue
-        if first is None:
+        elif starts:
+            start, k, target = first
+            _, work, row, last, size, hold = senders[k].send(start, target)
+            arrive = start + latency_of(machines, k, target)
+            heappush(wire, (arrive, k, start, target, work, hold, row, last, size))
+        else:
             return landed
-        start, k, target = first
-        _, work, row, last, size = senders[k].send(start, target)
-        arrive = start + profile.latency_ps
-        begin = max(arrive, free.get(target, 0))
-        done = free[target] = begin + work
-        due = profile.ecn_bytes and done >= told.get((k, target), -(1 << 60)) + profile.ecn_every_ps
-        marked = bool(due and begin - arrive > waits)
-        if marked:
-            told[k, target] = done
-        heappush(news, (done + profile.latency_ps, k, target, size, marked))
-        if last:
-            landed[row] = done
 
 
 @given(POSTS, st.one_of(CREDITS, MARKED))

@@ -32,9 +32,11 @@ PLAIN = replace(
 class Owner:
     """A node, polled at every wake."""
 
-    def __init__(self, fabric: TimingFabric, name: str, nbytes: int) -> None:
+    def __init__(
+        self, fabric: TimingFabric, name: str, nbytes: int, profile: Profile | str | None = None
+    ) -> None:
         self.fabric = fabric
-        self.node = fabric.node(name)
+        self.node = fabric.node(name, profile)
         self.nics = self.node.domains
         self.seen: list[tuple[int, int, int, int, int, int]] = []
         self.real = None
@@ -92,7 +94,7 @@ class Seam:
 
     def __init__(
         self,
-        profile: Profile | str = PLAIN,
+        profile: Profile | str | list[Profile] = PLAIN,
         nodes: int = 2,
         *,
         seed: int = 0,
@@ -111,7 +113,8 @@ class Seam:
             move_bytes=move_bytes,
             network=network,
         )
-        self.owners = [Owner(self.fabric, f"n{k}", nbytes) for k in range(nodes)]
+        machines = profile if isinstance(profile, list) else [profile] * nodes
+        self.owners = [Owner(self.fabric, f"n{k}", nbytes, machines[k]) for k in range(nodes)]
 
     def run(self) -> None:
         self.env.run()
@@ -134,8 +137,29 @@ def watch_landings(owners: list[Owner]) -> dict[int, int]:
     for owner in owners:
         for nic in owner.nics:
             nic.inbox = ControlDomain()
-            nic.inbox.receive_ps = owner.fabric.profile.receive_ps
+            nic.inbox.receive_ps = nic.profile.receive_ps
     return landed
+
+
+Machines = Profile | list[Profile]
+"""One for all nodes, or one a node."""
+
+
+def of(machines: Machines, node: int) -> Profile:
+    """The machine that a node is."""
+    return machines[node] if isinstance(machines, list) else machines
+
+
+def latency_of(machines: Machines, source: int, target: int) -> int:
+    """Half of either end's."""
+    one, other = of(machines, source).latency_ps, of(machines, target).latency_ps
+    return one // 2 + other - other // 2
+
+
+def held(profile: Profile, size: int, first: bool) -> int:
+    """How long a NIC takes for one quantum."""
+    work = _ps(size, profile.dma_bps) + (profile.op_ps if first else 0)
+    return max(work, _ps(size, profile.wire_bps))
 
 
 Posted = tuple[int, int, list[int], list[int]]
@@ -143,14 +167,14 @@ Posted = tuple[int, int, list[int], list[int]]
 
 
 def ready_rows(
-    profile: Profile, posts: Iterable[Posted]
+    machines: Machines, posts: Iterable[Posted]
 ) -> dict[int, list[tuple[int, int, int, int]]]:
     """What each source has posted: when the row is ready to leave, target, bytes, number."""
     cpu: dict[int, int] = {}
     rows: dict[int, list[tuple[int, int, int, int]]] = {}
     number = 0
     for now, source, targets, sizes in posts:
-        free, before = max(now, cpu.get(source, 0)), None
+        free, before, profile = max(now, cpu.get(source, 0)), None, of(machines, source)
         for target, nbytes in zip(targets, sizes, strict=True):
             free += profile.post_next_ps if target == before else profile.post_first_ps
             before = target
@@ -162,23 +186,23 @@ def ready_rows(
 
 
 def slow_model(
-    profile: Profile, posts: Iterable[Posted], network: Network | None = None
+    machines: Machines, posts: Iterable[Posted], network: Network | None = None
 ) -> list[int]:
     """When each row lands, one quantum after the other, with all posts known beforehand."""
-    rows = ready_rows(profile, posts)
+    rows = ready_rows(machines, posts)
     arrivals = [
-        arrival for source in sorted(rows) for arrival in _send(profile, source, rows[source])
+        arrival for source in sorted(rows) for arrival in _send(machines, source, rows[source])
     ]
     landed = [0] * sum(map(len, rows.values()))
-    if network is not None or profile.bus_bps:
-        network = network or Network()
-        _pass(network, profile, arrivals, landed)
+    all_ = machines if isinstance(machines, list) else [machines]
+    if network is not None or any(profile.bus_bps for profile in all_):
+        _pass(network or Network(), machines, arrivals, landed)
         return landed
     free_at: dict[int, int] = {}
-    for arrive, _, _, target, work, row, last, _ in sorted(arrivals):
-        free_at[target] = max(arrive, free_at.get(target, 0)) + work
+    for arrive, _, _, target, work, hold, row, last, _ in sorted(arrivals):
+        free_at[target] = max(arrive, free_at.get(target, 0)) + hold
         if last:
-            landed[row] = free_at[target]
+            landed[row] = max(arrive + work, free_at[target])
     return landed
 
 
@@ -187,19 +211,19 @@ def _ps(nbytes: int, bps: int) -> int:
 
 
 def _send(
-    profile: Profile, source: int, rows: list[tuple[int, int, int, int]]
-) -> list[tuple[int, int, int, int, int, int, bool, int]]:
+    machines: Machines, source: int, rows: list[tuple[int, int, int, int]]
+) -> list[tuple[int, int, int, int, int, int, int, bool, int]]:
     """Quanta of one NIC in the order they leave; the same active list as a NIC's arbiter has."""
-    waiting: dict[int, list[tuple[int, int, int, bool, int]]] = {}
+    profile = of(machines, source)
+    waiting: dict[int, list[tuple[int, int, int, int, bool, int]]] = {}
     order: dict[int, int] = {}
     for place, (ready, target, nbytes, number) in enumerate(rows):
         left, first = nbytes, True
         while True:
             size = min(left, profile.quantum_bytes)
             left -= size
-            work = _ps(size, profile.dma_bps) + (profile.op_ps if first else 0)
-            work = max(work, _ps(size, profile.wire_bps))
-            waiting.setdefault(target, []).append((ready, work, number, left == 0, size))
+            work, hold = held(profile, size, first), held(of(machines, target), size, first)
+            waiting.setdefault(target, []).append((ready, work, hold, number, left == 0, size))
             order.setdefault(target, place)
             first = False
             if left == 0:
@@ -211,26 +235,26 @@ def _send(
             for target, queue in waiting.items()
         }
         target = min(waiting, key=lambda t: (*joins[t], order[t], t))
-        _, work, number, last, size = waiting[target].pop(0)
+        _, work, hold, number, last, size = waiting[target].pop(0)
         start = max(free, joins[target][0])
         free = ended[target] = start + work
         turn += 1
         order[target] = turn
-        arrive = start + profile.latency_ps
-        found.append((arrive, source, turn, target, work, number, last, size))
+        arrive = start + latency_of(machines, source, target)
+        found.append((arrive, source, turn, target, work, hold, number, last, size))
         if not waiting[target]:
             del waiting[target]
     return found
 
 
-def _pass(network: Network, profile: Profile, arrivals, landed: list[int]) -> None:
+def _pass(network: Network, machines: Machines, arrivals, landed: list[int]) -> None:
     """Let quanta pass the servers of a network, an event for each arrival at a server."""
-    latency, leaves = profile.latency_ps, network.leaf_nodes or 1 << 30
+    leaves = network.leaf_nodes or 1 << 30
     free: dict[tuple[str, int, int], int] = {}
     heap = []
-    for arrive, source, turn, target, work, row, last, size in arrivals:
-        start = arrive - latency
-        heap.append((start, source, turn, "bus", target, work, row, last, size, start + work))
+    for arrive, source, turn, target, work, *rest in arrivals:
+        start = arrive - latency_of(machines, source, target)
+        heap.append((start, source, turn, "bus", target, start + work, *rest))
     heapify(heap)
 
     def serve(server, at: int, work: int, tail: int) -> tuple[int, int]:
@@ -239,20 +263,22 @@ def _pass(network: Network, profile: Profile, arrivals, landed: list[int]) -> No
         return begin, max(tail, begin + work)
 
     while heap:
-        at, source, turn, stage, target, work, row, last, size, tail = heappop(heap)
+        at, source, turn, stage, target, tail, hold, row, last, size = heappop(heap)
         leaf, other = source // leaves, target // leaves
         link = _ps(size, network.uplink_bps) if network.uplink_bps else 0
-        way = latency + network.extra_ps.get((f"n{source}", f"n{target}"), 0)
-        bus = _ps(size, profile.bus_bps) if profile.bus_bps else 0
+        way = latency_of(machines, source, target)
+        way += network.extra_ps.get((f"n{source}", f"n{target}"), 0)
+        bus_bps = of(machines, source if stage == "bus" else target).bus_bps
+        bus = _ps(size, bus_bps) if bus_bps else 0
         if stage == "bus":
-            if profile.bus_bps:
+            if bus_bps:
                 at, tail = serve(("bus", source, 0), at, bus, tail)
-            heappush(heap, (at, source, turn, "leave", target, work, row, last, size, tail))
+            heappush(heap, (at, source, turn, "leave", target, tail, hold, row, last, size))
             continue
         if stage == "near":
-            if profile.bus_bps:
+            if bus_bps:
                 at, tail = serve(("bus", target, 1), at, bus, tail)
-            _, tail = serve(("nic", target, 0), at, work, tail)
+            _, tail = serve(("nic", target, 0), at, hold, tail)
             if last:
                 landed[row] = tail
             continue
@@ -268,7 +294,7 @@ def _pass(network: Network, profile: Profile, arrivals, landed: list[int]) -> No
             if network.uplink_bps:
                 at, tail = serve(("up", leaf, 0), at, link, tail)
             at, tail, stage = at + network.spine_ps, tail + network.spine_ps, "below"
-        heappush(heap, (at, source, turn, stage, target, work, row, last, size, tail))
+        heappush(heap, (at, source, turn, stage, target, tail, hold, row, last, size))
 
 
 def _circuit(network: Network, free, leaf: int, other: int, at: int, work: int) -> tuple[int, int]:
