@@ -56,6 +56,20 @@ class _GivenUp(NamedTuple):
     seen: int | None
 
 
+class _Arrived(NamedTuple):
+    """What came from one engine.
+
+    Attributes:
+        sums: how many of each immediate that was asked about, less what was pruned.
+        generations: how many lists of its NICs were pruned.
+        pruned: how many immediates were in these lists, of any value.
+    """
+
+    sums: list[int]
+    generations: int
+    pruned: int
+
+
 class _Heard:
     """Lists of missing immediates of one engine that were applied.
 
@@ -208,7 +222,7 @@ class Failures:
             why = _not_yet(message, arrived)
             if not why:
                 heard.serials.add(message.serial)
-                self._apply(engine, address, message, None if arrived is None else arrived[0])
+                self._apply(engine, address, message, arrived)
         if message.done > heard.done:
             heard.done = message.done
             heard.serials = {serial for serial in heard.serials if serial >= message.done}
@@ -221,7 +235,7 @@ class Failures:
         self._channel.tell(nic, address, message.number, why)
 
     def _apply(
-        self, engine: bytes, address: bytes, message: Missing, arrived: list[int] | None
+        self, engine: bytes, address: bytes, message: Missing, arrived: _Arrived | None
     ) -> None:
         """Fail expectations of the immediates in a list, and do not count what came of them."""
         imms = self._imms
@@ -230,9 +244,9 @@ class Failures:
         for first, n, sent, came, _, total in message.imms:
             for imm in range(first, first + n):
                 more, mine = 0, came
-                if arrived is not None:  # then no peer can take back what others have sent
-                    mine = min(came, arrived[place])
-                    more = arrived[place] - total if total >= 0 else 0
+                if arrived is not None:  # then no peer can take back more than it has sent
+                    mine = min(came, arrived.sums[place] + arrived.pruned)
+                    more = arrived.sums[place] - total if total >= 0 else 0
                 place += 1
                 if not imms.is_claimed(imm):
                     short[imm] = sent, mine, more
@@ -280,11 +294,11 @@ class Failures:
 
     # ------------------------------------------------------------------ how many came
 
-    def _arrived(self, engine: bytes, imms: Sequence[int]) -> tuple[list[int], int] | None:
-        """How many of each immediate an engine sent here, and its generations; None: not known."""
+    def _arrived(self, engine: bytes, imms: Sequence[int]) -> _Arrived | None:
+        """How many of each immediate an engine sent here; None: not known."""
         if not self._arrivals:
             return None
-        sums, generations = [0] * len(imms), 0
+        sums, generations, pruned = [0] * len(imms), 0, 0
         for number, (nic, arrivals) in enumerate(zip(self._nics, self._arrivals, strict=True)):
 
             def is_its(address: bytes, number: int = number) -> bool:
@@ -295,23 +309,23 @@ class Failures:
                 return None
             sums = [one + other for one, other in zip(sums, found[0], strict=True)]
             generations += found[1]
-        return sums, generations
+            pruned += found[2]
+        return _Arrived(sums, generations, pruned)
 
     def _seen(self, engine: bytes, imm: int) -> int:
         """How many of an immediate came from an engine; if that is not known, how many are here."""
         arrived = self._arrived(engine, (imm,))
-        return self._imms.counts.get(imm) if arrived is None else arrived[0][0]
+        return self._imms.counts.get(imm) if arrived is None else arrived.sums[0]
 
 
-def _not_yet(message: Missing, arrived: tuple[list[int], int] | None) -> str:
+def _not_yet(message: Missing, arrived: _Arrived | None) -> str:
     """Why a list cannot be applied yet: of what was acknowledged not all has been counted here."""
     if arrived is None or any(total < 0 for *_, total in message.imms):
         return ""
-    sums, generations = arrived
-    if generations != message.pruned:
+    if arrived.generations != message.pruned:
         return "sums are being pruned"
     totals = [total for _, n, *_, total in message.imms for _ in range(n)]
-    if any(total > came for total, came in zip(totals, sums, strict=True)):
+    if any(total > came for total, came in zip(totals, arrived.sums, strict=True)):
         return "not all that were acknowledged have been counted yet"
     return ""
 

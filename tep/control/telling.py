@@ -398,8 +398,8 @@ class Telling:
                 self._wake(owed, _RETRY_S)
                 return
             owed.close(each)
-            if owed.new:
-                self._wake(owed)
+            if owed.new or not all(other.out for other in owed.lists.values()):
+                self._wake(owed)  # a list that got lost meanwhile is not booked anywhere
             self._settle(link, owed)
 
         def lost(why: str) -> None:

@@ -266,12 +266,13 @@ def runs_of(sums: Iterable[tuple[int, int]], longest: int) -> Iterable[Run]:
 class Arrivals:
     """The receiver's sums of one NIC: immediates by their sender, less what was pruned."""
 
-    __slots__ = ("_columns", "_forgotten", "_pruned", "_sources", "counted")
+    __slots__ = ("_columns", "_forgotten", "_gone", "_pruned", "_sources", "counted")
 
     def __init__(self) -> None:
         self.counted = Sums(full=self._drop_largest)
         self._forgotten: dict[int, str] = {}  # and why
         self._pruned: dict[bytes, int] = {}  # the last generation, by address
+        self._gone: Counter[bytes] = Counter()  # immediates in all generations, by address
         self._sources: set[int] = set()  # senders so far, except those in mixed columns
         self._columns = False  # whether mixed columns came since `_sources` was completed
 
@@ -307,18 +308,23 @@ class Arrivals:
 
     def totals(
         self, nic: ControlDomain, is_its: Callable[[bytes], bool], imms: Sequence[int]
-    ) -> tuple[list[int], int] | None:
+    ) -> tuple[list[int], int, int] | None:
         """How many of each came from the NICs for whose addresses is_its(address) is true.
 
         Returns:
-            The sums, less what was pruned, and the sum of the NICs' generations; None: sums of one
-            of them are not complete.
+            The sums, less what was pruned, the sum of the NICs' generations, and how many
+            immediates of any value were pruned; None: sums of one of them are not complete.
         """
         if any(is_its(nic.source(source)) for source in self._forgotten):
             return None
         mine = [source << _SOURCE_BITS for source in self._known() if is_its(nic.source(source))]
         sums = [sum(self.counted.sum(at | imm) for at in mine) for imm in imms]
-        return sums, sum(number for at, number in self._pruned.items() if is_its(at))
+        pruned = [at for at in self._pruned if is_its(at)]
+        return (
+            sums,
+            sum(map(self._pruned.__getitem__, pruned)),
+            sum(map(self._gone.__getitem__, pruned)),
+        )
 
     def sums(self, nic: ControlDomain, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
         """How many of each came from the NIC at an address, less what was pruned."""
@@ -343,6 +349,7 @@ class Arrivals:
         for source in self._of(nic, (address,)):
             if self.counted.take(expand(runs, source)):
                 self._pruned[address] = generation
+                self._gone[address] += sum(n * count for _, n, count in runs)
                 return None
         return "not all of these have been counted"
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
 
 import tep
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.control.channel import Channel
 from tep.control.failures import SERIALS_MAX
 from tep.control.messages import Missing
 from tep.engine import TransferEngine
@@ -86,6 +88,34 @@ def test_a_retry_counts_from_zero() -> None:
         assert again.ok
         assert w.c.expect_imm_count(7, PAGES).wait().ok
         assert 0 == w.c.imm_counter(7).value
+
+
+def test_what_came_before_sums_were_pruned_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruned sums say nothing of it, and the retry's reader would be released early."""
+    monkeypatch.setattr("tep.core.sums.PRUNE_AT", 0)
+    with world() as w:
+        w.c.expect_imm_count(7, PAGES)
+        assert 0 < w.cut_off(w.write(w.a))
+        w.rest()
+        assert 0 == w.c.imm_counter(7).value
+
+
+def test_a_list_that_got_lost_is_sent_once_another_one_arrives() -> None:
+    """It was booked for no time, since the other's answer was awaited: its reader hung."""
+    with world() as w:
+        asked: list[tuple] = []
+        ask = Channel.ask
+        with mock.patch.object(Channel, "ask", lambda *those: asked.append(those)):
+            waits = [w.c.expect_imm_count(imm, PAGES) for imm in (7, 8)]
+            for imm in (7, 8):
+                w.cut_off(w.write(w.a, imm))
+                w.rest()
+        (*_, lost), second = asked
+        lost("nobody answered")
+        ask(*second)
+        w.a.driver.kick()
+        w.rest()
+        assert [True, True] == [wait.failed for wait in waits]
 
 
 def test_an_expectation_that_is_stated_later_fails_once() -> None:
