@@ -56,9 +56,15 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(text(path), str(path))
 
 
+@functools.cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a Python file's syntax tree, as ast.walk finds them."""
+    return tuple(ast.walk(tree(path)))
+
+
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of every import, those inside functions too; `from a import b` is a.b."""
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

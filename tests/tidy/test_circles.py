@@ -11,7 +11,7 @@ from pathlib import Path
 import tep
 from tep import sim, testing
 from tep.apps import kvcache, rl
-from tests.tidy.sources import python_files, tree
+from tests.tidy.sources import nodes, python_files
 
 ABOVE = ("tep.apps", "tep.integrations")
 """What stands on the engine and uses public names only."""
@@ -27,7 +27,7 @@ def _imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in modules.items():
         found[name] = set()
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 found[name] |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -93,7 +93,7 @@ def test_what_stands_on_the_engine_uses_public_names() -> None:
         top = next((top for top in ABOVE if _module(path).startswith(top)), None)
         if top is None:
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.ImportFrom) and node.module and node.module[:3] == "tep":
                 if node.module.startswith((top, *own)):
                     continue

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from tests.tidy.sources import python_files, text, tree
+from tests.tidy.sources import nodes, python_files, text
 
 
 def clauses() -> set[int]:
@@ -21,7 +21,7 @@ def tested() -> dict[int, list[str]]:
     for path in python_files("tep"):
         if path.parts[1] != "testing":
             continue
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if isinstance(node, ast.FunctionDef) and (hit := re.match(r"test_c(\d\d)_", node.name)):
                 found.setdefault(int(hit[1]), []).append(node.name)
     return found

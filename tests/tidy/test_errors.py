@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tep import errors
-from tests.tidy.sources import dotted, python_files, text, tree
+from tests.tidy.sources import dotted, nodes, python_files, text
 
 NAMES = [name for name in errors.__all__ if name != "TepError"]
 
@@ -22,7 +22,7 @@ def calls() -> set[str]:
         dotted(node.func).removeprefix("errors.")
         for path in python_files("tep")
         if path != Path("tep/errors.py")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
     }
 
@@ -56,7 +56,7 @@ def test_errors_live_in_one_room() -> None:
         f"{path}:{node.lineno} {node.name}"
         for path in python_files("tep")
         if path not in {Path("tep/errors.py"), Path("tep/compat/nixl/bindings.py")}  # NIXL's own
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.ClassDef)
         and {dotted(base).rpartition(".")[2] for base in node.bases} & {*bases, "Exception"}
     ]

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tidy.sources import dotted, imported, python_files, tree
+from tests.tidy.sources import dotted, imported, nodes, python_files
 
 _NOUNS = "api checks dlpack errors hashing memory units watch wire"
 NOUNS = [Path("tep", f"{name}.py") for name in _NOUNS.split()]
@@ -66,7 +66,7 @@ def test_core_reads_no_clock_no_dice_no_environment() -> None:
     for path in CORE:
         found += [
             f"{path}:{node.lineno} {dotted(node)}"
-            for node in ast.walk(tree(path))
+            for node in nodes(path)
             if isinstance(node, ast.Attribute)
             and dotted(node) in {"os.environ", "os.getenv", "np.random", "os.urandom"}
         ]
@@ -109,7 +109,7 @@ def test_only_the_drivers_have_threads() -> None:
     found += [
         f"{path}:{node.lineno} {dotted(node)}"
         for path in rooms
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and dotted(node).startswith("threading.")
         and dotted(node) not in locks

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.tidy.sources import dotted, files, python_files, text, tree
+from tests.tidy.sources import dotted, files, nodes, python_files, text, tree
 
 LINE_MAX, FUNCTION_MAX, FILE_MAX = 100, 60, 500
 
@@ -32,7 +32,7 @@ LONGER: dict[str, str] = {
 
 
 def _functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(tree(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
 
@@ -152,7 +152,7 @@ def test_no_exception_is_caught_blindly() -> None:
     found = []
     for path in python_files():
         lines = text(path).splitlines()
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -189,7 +189,7 @@ def test_tests_do_not_sleep() -> None:
     found = [
         f"{path}:{node.lineno}"
         for path in python_files("tests")
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and dotted(node.func) in {"time.sleep", "sleep"}
     ]
 
@@ -200,7 +200,7 @@ def test_skips_and_expected_failures_have_a_reason() -> None:
     """A silent skip is a test that nobody misses until it is needed."""
     found = []
     for path in python_files("tests", "tep"):
-        for node in ast.walk(tree(path)):
+        for node in nodes(path):
             target = node.func if isinstance(node, ast.Call) else node
             name = dotted(target) if isinstance(target, ast.expr) else ""
             if not re.fullmatch(r"(pytest\.)?(mark\.)?(skip|skipif|xfail)", name):
@@ -260,7 +260,7 @@ def test_what_a_peer_has_written_is_not_asserted() -> None:
     found = [
         f"{path}:{node.lineno}"
         for path in map(Path, READS_PEERS)
-        for node in ast.walk(tree(path))
+        for node in nodes(path)
         if isinstance(node, ast.Assert)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import math
 import re
 import select
@@ -69,11 +70,11 @@ def unclamped(module: ast.Module) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, function) for _ in times(node))
 
 
-def found() -> Iterator[tuple[Path, int, str]]:
+@functools.cache
+def found() -> list[tuple[Path, int, str]]:
     """Every such wait of the project."""
-    for path in python_files("tep"):
-        if path != Path("tep/waiting.py"):
-            yield from ((path, *each) for each in unclamped(tree(path)))
+    paths = [path for path in python_files("tep") if path != Path("tep/waiting.py")]
+    return [(path, *each) for path in paths for each in unclamped(tree(path))]
 
 
 def test_every_wait_takes_its_time_from_the_clamp() -> None:
