@@ -52,8 +52,8 @@ def shell(folder: Path, *words: str) -> str:
 
 
 def borrow(home: Path) -> None:
-    """Make .venv with the packages of this Python at hand, so that none is installed again."""
-    venv.create(home / ".venv", with_pip=True)
+    """Make .venv with the packages of this Python at hand, pip too: none is installed again."""
+    venv.create(home / ".venv", with_pip=False)
     (there,) = (home / ".venv").glob("lib/python*/site-packages")
     (there / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 

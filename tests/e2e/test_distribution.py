@@ -112,10 +112,11 @@ def run(bare: Path, *command: str, check: bool = True) -> str:
 def bare(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and what it asks for, and nothing else."""
     folder = tmp_path_factory.mktemp("bare")
-    venv.create(folder / "env", with_pip=True)
-    pip = [folder / "env/bin/python", "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    venv.create(folder / "env", with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--python", folder / "env/bin/python", "--no-input"]
+    install = ["--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     done = subprocess.run(
-        [*pip, "install", "--quiet", "-c", ROOT / "constraints.txt", built[0]],
+        [*pip, *install, "-c", ROOT / "constraints.txt", built[0]],
         capture_output=True,
         text=True,
         timeout=240,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tep.backends.base import Kind, Status
 from tep.sim.faults import SWARM, Chaos, Fault, KillNic, Restart, Revoke
 from tep.sim.row_log import RowLog
+from tests.support.effort import effort
 from tests.unit.sim_seam import NS, Seam, Seen
 
 SLOT = 320
@@ -137,7 +138,7 @@ def _check_always(run: Run) -> None:
     assert seam.imms() <= asked, "no immediate is invented or doubled"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=effort(150, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(faults=False))
 def test_without_faults_everything_arrives(scenario: Scenario) -> None:
     """Whatever the knobs: reliable means that bytes, immediates and completions all come."""
@@ -150,7 +151,7 @@ def test_without_faults_everything_arrives(scenario: Scenario) -> None:
     assert expected == run.seam.imms()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=effort(150, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(faults=True))
 def test_with_a_fault_rows_fail_with_cause(scenario: Scenario) -> None:
     """A failure without a cause would be blamed on the engine; a success without bytes is worse."""
@@ -175,7 +176,7 @@ def test_with_a_fault_rows_fail_with_cause(scenario: Scenario) -> None:
         assert (run.frozen == run.seam.b.dst).all(), "old memory is out of reach after a restart"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=effort(40, 10), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(scenarios(faults=True))
 @example(Scenario(Chaos(seed=1, tie_shuffle=True), 2, (Post((64, 1), 1, 0, 1, 0),)))
 def test_c20_same_scenario_same_trace(scenario: Scenario) -> None:

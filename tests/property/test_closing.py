@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import tep
 from tep.sim import Cluster
 from tep.units import KiB
+from tests.support.effort import effort
 
 
 @given(
@@ -22,7 +23,7 @@ from tep.units import KiB
 )
 @example(seed=7, sizes=[1, 5], nics=(2, 1), kill_us=0.5, close_us=1000, reads=False)
 @example(seed=7, sizes=[11], nics=(2, 1), kill_us=0.5, close_us=1000, reads=False)
-@settings(max_examples=100)
+@settings(max_examples=effort(100, 15))
 def test_an_engine_closes_at_any_moment_of_a_failover(
     seed: int,
     sizes: list[int],

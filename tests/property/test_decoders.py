@@ -44,6 +44,7 @@ from tep.integrations.vllm import wire as vllm_wire
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
 from tep.wire import VERSION, Lease, MrDesc, NetAddr
+from tests.support.effort import effort
 from tests.tidy.sources import python_files, text
 
 NAMES = {"from_bytes", "decode", "_decode", "parse", "check_address", "unpack_hellos"}
@@ -318,7 +319,7 @@ def test_what_a_stranger_sends_is_a_value_or_a_typed_error(case: Case) -> None:
     for bomb in BOMBS:
         check(case, case.seal(bomb))
 
-    @settings(max_examples=120)
+    @settings(max_examples=effort(120, 15))
     @given(data=altered(case.samples))
     def fuzz(data: bytes) -> None:
         check(case, case.seal(data))

@@ -20,6 +20,7 @@ import tep
 from tep.api import Pages
 from tep.backends.loopback import Hub
 from tep.control.messages import ControlMessage, Renewed, decode, encode
+from tests.support.effort import effort
 
 KINDS = typing.get_args(ControlMessage)
 PAGE, PAGES, IMM = 8, 64, 7
@@ -131,7 +132,7 @@ def test_every_kind_of_message_can_be_drawn() -> None:
         messages([b"x"])
 
 
-@settings(max_examples=15)
+@settings(max_examples=effort(15, 5))
 @given(st.data())
 def test_hostile_messages_change_nothing_between_others(data: st.DataObject) -> None:
     """Else one peer fences others off, ends their leases, or ends the engines."""
@@ -157,7 +158,7 @@ def test_a_hundred_thousand_hostile_messages_fill_nothing() -> None:
     world = World()
     pool: list[bytes] = []
 
-    @settings(max_examples=200, derandomize=True, database=None)
+    @settings(max_examples=effort(200, 15), derandomize=True, database=None)
     @given(messages(world.addresses))
     def draw(message: bytes) -> None:
         pool.append(message)
@@ -168,7 +169,7 @@ def test_a_hundred_thousand_hostile_messages_fill_nothing() -> None:
     own, lease = world.c.main_address.domains[0], 0
     sizes = []
     for _ in range(2):
-        for k in range(12_500):  # each goes to four NICs
+        for k in range(effort(12_500, 2_500)):  # each goes to four NICs
             message = msgspec.structs.replace(rng.choice(known), number=rng.randrange(1 << 62))
             if k % 4 == 0:  # fresh names of things are what fills tables
                 lease += 1

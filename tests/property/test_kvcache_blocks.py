@@ -17,6 +17,7 @@ from tep.apps.kvcache.blocks import sender
 from tep.apps.kvcache.blocks.receiver import KvReceiver
 from tep.apps.kvcache.blocks.sender import KvSender, _Claim
 from tep.apps.kvcache.immediates import ImmSpace
+from tests.support.effort import effort
 from tests.support.kv_blocks import Case, run_case
 from tests.support.planted import PlantedBugs, first_shown
 
@@ -41,7 +42,7 @@ def test_bytes_equal_the_reference_and_no_block_is_written_after_it_was_given_ba
 @pytest.mark.parametrize("tp", [(1, 8), (8, 1), (4, 2), (2, 4), (8, 8)])
 def test_without_trouble_every_request_is_complete(tp):
     """Unequal parallelism that loses a head, or brings one twice, never completes."""
-    for seed in range(4):
+    for seed in range(effort(4, 1)):
         case = Case.draw(random.Random(f"{tp} {seed}"), trouble=False)
         case.tp = tp
         found = run_case(case)

@@ -15,6 +15,7 @@ from tep.drivers import InlineDriver
 from tep.sim import Cluster
 from tep.testing.null import NullDomain, null_memory
 from tep.units import PS_PER_US
+from tests.support.effort import effort
 from tests.support.pairs import pair
 
 NBYTES = 4096
@@ -209,7 +210,7 @@ class World:
         return [*found, self.cluster.row_log.digest()]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=effort(120, 15), deadline=None)
 @given(
     script=scripts,
     seed=st.integers(0, 2**20),
@@ -259,7 +260,7 @@ class Reluctant(NullDomain):
         return super().poll(out)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=effort(150, 15), deadline=None)
 @given(
     nics=st.tuples(st.integers(1, 3), st.integers(1, 3)),
     scripts=st.lists(reluctance, min_size=3, max_size=3),

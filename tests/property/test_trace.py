@@ -17,6 +17,7 @@ import tep
 from tep.sim import Chaos, Cluster
 from tep.trace import Mark, Span, Trace, lanes_of, overtaken
 from tep.units import KiB
+from tests.support.effort import effort
 from tests.support.here import need_stub, require
 
 
@@ -89,7 +90,7 @@ def memory(engine: tep.TransferEngine, nbytes: int, **rights: tep.Access) -> tup
     kill=st.booleans(),
     nics=st.lists(st.integers(1, 3), min_size=2, max_size=2),
 )
-@settings(max_examples=25)
+@settings(max_examples=effort(25, 6))
 def test_a_trace_of_any_run_agrees_with_the_statistics(
     seed: int, writes: list[tuple[int, int]], kill: bool, nics: list[int]
 ) -> None:

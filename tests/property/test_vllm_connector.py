@@ -17,6 +17,7 @@ from tep.integrations.vllm import holds, scheduler, terms
 from tep.integrations.vllm.holds import Holds
 from tep.integrations.vllm.loads import Loads
 from tep.integrations.vllm.scheduler import Scheduler
+from tests.support.effort import effort
 from tests.support.planted import PlantedBugs, first_shown
 from tests.support.vllm_trials import Case, run_case
 
@@ -42,7 +43,7 @@ def test_answers_are_right_blocks_come_back_and_nobody_waits_in_vain(dice):
 def test_without_trouble_prompts_are_loaded_and_not_computed_twice(tp):
     """A connector that always computes again would pass every other test."""
     loaded = 0
-    for seed in range(6):
+    for seed in range(effort(6, 2)):
         case = Case.draw(random.Random(f"{tp} {seed}"), trouble=False)
         case.tp = tp
         found = run_case(case)

@@ -20,6 +20,7 @@ from tep.reproduce.runs import paged_us, single_us
 from tep.reproduce.tables import NIC_PROFILES, load_table
 from tep.sim.fit import RUN_PAGES, Measured, fit, fitted_fields, model_gbps
 from tep.sim.profile import load_profile, write_profile
+from tests.support.effort import effort
 
 SIZES = [1 << k for k in range(12, 26)]
 PAGES = [1 << k for k in range(10, 17)]
@@ -66,7 +67,7 @@ def test_the_closed_form_is_what_engines_do(nic) -> None:
     ack=st.integers(2, 40),
     base=st.sampled_from(["cx7_400", "efa_2x200"]),
 )
-@settings(max_examples=15)
+@settings(max_examples=effort(15, 5))
 def test_a_fit_finds_the_numbers_of_a_simulated_machine(wire, small, fill, ack, base) -> None:
     """Who measures a machine that is as the model must get that machine back."""
     start = load_profile(base)

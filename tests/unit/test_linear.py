@@ -77,7 +77,7 @@ def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -
 @pytest.mark.parametrize("make", [writes, messages, expectations])
 def test_closing_is_linear_in_what_is_open(monkeypatch, make) -> None:
     """A server with 10^4 open transfers that shuts down must not take minutes for it."""
-    half, whole = (cost(monkeypatch, n, make, lambda p, _: p.a.close()) for n in (5_000, 10_000))
+    half, whole = (cost(monkeypatch, n, make, lambda p, _: p.a.close()) for n in (1_000, 2_000))
 
     assert whole < 2.2 * half
 
@@ -95,6 +95,6 @@ def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:
             p.a._machine.deliver()
         assert sum(handle.cancelled for handle in handles) > len(handles) - 100
 
-    half, whole = (cost(monkeypatch, n, make, cancel) for n in (1_500, 3_000))
+    half, whole = (cost(monkeypatch, n, make, cancel) for n in (500, 1_000))
 
     assert whole < 2.3 * half

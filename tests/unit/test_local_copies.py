@@ -29,6 +29,7 @@ from tep.backends.local.rings import COPYING
 from tep.errors import FabricError, UsageError
 from tep.memory import adapt
 from tests.support.descriptors import descriptors, opened_since
+from tests.support.effort import effort
 
 NBYTES = 64 * 1024
 
@@ -125,7 +126,7 @@ def memories(seed: int, how: str, way: str) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("how", ["write", "read"])
 @pytest.mark.parametrize("way", ["kernel", "mapped"])
 @pytest.mark.parametrize("same_length", [True, False])
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(25, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=ROWS)
 def test_rows_land_where_they_should_and_nowhere_else(pair, how, way, same_length, rows) -> None:
     """Whatever the offsets and lengths: the target is as if its rows were copied one by one."""
@@ -171,7 +172,7 @@ def settled(done: Callable[[], bool]) -> bool:
 @pytest.mark.parametrize("how", ["write", "read"])
 @pytest.mark.parametrize("way", ["kernel", "mapped"])
 @pytest.mark.parametrize("same_length", [True, False])
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(25, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_several_threads_copy_what_one_would(crowd, how, way, same_length, data) -> None:
     """A share that begins one byte off leaves a hole in every long row."""
@@ -244,7 +245,7 @@ COLUMNS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=effort(400, 15))
 @given(at=COLUMNS, nbytes=COLUMNS, origin=st.integers(0, 60), size=st.integers(0, 100))
 def test_rows_lie_inside_only_if_each_of_them_does(at, nbytes, origin, size) -> None:
     """A check of the first start, or the last length, writes over what lies beside a region."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tep.backends.local import rings
 from tep.backends.local.memory import SharedMap, new_memfd
 from tep.backends.local.rings import ACKS, EVENTS, LANE_BYTES, LaneReader, LaneWriter, new_fence
+from tests.support.effort import effort
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def publish(writer: LaneWriter, reader: LaneReader) -> None:
 IMMS = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=30)
+@settings(max_examples=effort(30, 7))
 @given(st.lists(st.tuples(st.integers(1, 6000), st.integers(0, 6000)), max_size=12), IMMS)
 def test_events_come_out_once_and_in_order_whatever_the_bursts(bursts, first) -> None:
     """Bursts wrap around the ring's end at any place, on both sides, and never overtake it."""
@@ -81,7 +82,7 @@ def test_a_full_ring_has_no_room_until_something_is_taken() -> None:
         assert 1 == writer.room()
 
 
-@settings(max_examples=40)
+@settings(max_examples=effort(40, 10))
 @given(st.lists(st.tuples(st.binary(max_size=200), st.integers(1, 900)), max_size=40))
 def test_messages_come_out_whole_and_are_acknowledged_in_order(script) -> None:
     """Messages of any length wrap anywhere; each is acknowledged once, with its own status."""

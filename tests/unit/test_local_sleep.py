@@ -15,6 +15,7 @@ from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.engine import TransferEngine
 from tep.memory import adapt
+from tests.support.effort import effort
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -121,7 +122,7 @@ TURNS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=effort(60, 15))
 @given(turns=TURNS)
 def test_who_sleeps_for_want_of_room_is_woken_when_there_is_some(turns) -> None:
     """A bell is asked for only where half a ring is taken; missing one would sleep for ever."""

@@ -30,6 +30,7 @@ from tep.backends.local.memory import new_memfd
 from tep.backends.local.port import TABLE
 from tep.memory import adapt
 from tests.support.descriptors import descriptors, open_descriptors, opened_since
+from tests.support.effort import effort
 
 PATIENCE_S = 20.0
 U64 = st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 70_000), st.just(2**64 - 1))
@@ -331,7 +332,7 @@ def test_words_of_a_peer_that_make_no_sense_end_its_connection_only(victim) -> N
     good.close()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(60, 15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     port=st.lists(st.tuples(st.integers(8, TABLE + 40), U64), max_size=8),
     lane=st.lists(st.tuples(st.sampled_from([8, 16, 24, 32, 40, 64, 512, 8704]), U64), max_size=6),

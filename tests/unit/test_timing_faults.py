@@ -16,6 +16,7 @@ from tep.sim.cluster import Cluster
 from tep.sim.faults_at import Clog, KillNic
 from tep.sim.profile import Profile, load_profile
 from tep.units import PS_PER_MS
+from tests.support.effort import effort
 from tests.unit.timing_seam import US
 
 TIMEOUT_US = 1000
@@ -59,7 +60,7 @@ async def _idle() -> None:
     await asyncio.sleep(0.01)
 
 
-@settings(max_examples=25)
+@settings(max_examples=effort(25, 6))
 @given(
     st.sampled_from([CX7, EFA]),
     st.integers(1, 300),

@@ -14,6 +14,7 @@ from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
 from tep.errors import BadRequest
 from tep.memory import adapt
+from tests.support.effort import effort
 
 ALLOCATED = 1 << 16
 GPU = 0x7F_0000_0000_0000  # nobody maps this: a provider that reads there crashes
@@ -64,7 +65,7 @@ def write(source, target, here, there, nbytes):
     return ended
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=effort(25, 6), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.tuples(st.integers(0, ALLOCATED - 64), st.integers(1, 64)),
     st.tuples(st.integers(0, ALLOCATED - 64), st.integers(64, 64)),

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
+from tests.support.effort import effort
 from tests.support.pairs import pair
 
 N = 4096
 ENDS = st.none() | st.integers(-2 * N, 2 * N)
 
 
-@settings(max_examples=60, derandomize=True)
+@settings(max_examples=effort(60, 15), derandomize=True)
 @given(ENDS, ENDS, ENDS, ENDS, st.integers(0, N))
 def test_views_are_numpys(a, b, c, d, nbytes) -> None:
     """Who slices as in numpy and gets other bytes overwrites what is not his."""
@@ -84,7 +85,7 @@ def test_a_transfer_from_a_view_keeps_the_region() -> None:
 SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=effort(100, 15), derandomize=True)
 @given(SHAPES, st.sampled_from(["u1", "<i2", "f4", "c16"]), st.integers(-9, 9), ENDS, ENDS)
 def test_axis0_is_numpys(shape, dtype, k, start, stop) -> None:
     """Blocks of a cache are counted by its array; another block's bytes are another request's."""
