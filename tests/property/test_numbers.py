@@ -25,7 +25,6 @@ import tep
 from tep.core.transfer import ImmCounter
 from tep.memory import adapt
 from tep.sim.faults import Chaos
-from tests.support.effort import effort
 from tests.support.pairs import Pair, pair
 
 DTYPES = [np.int8, np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64]
@@ -322,10 +321,7 @@ def quiet_numpy() -> Iterator[None]:
 
 
 CHECKED = settings(
-    deadline=None,
-    max_examples=effort(20, 5),
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
+    deadline=None, max_examples=20, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
