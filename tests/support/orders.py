@@ -1,9 +1,13 @@
 """A fabric on which every order of events can be tried, one after the other. Not a test.
 
 What may happen next (a row lands, an acknowledgement or an error comes back, a control message
-arrives, a
-fence closes, a NIC dies) is a list, and `Choices` say which of it does. Between two events both
-engines are turned until they rest. `every` runs through all choices there are.
+arrives, is lost or comes twice, a fence closes, a NIC dies) is a list, and `Choices` say which of
+it does. Between two events both engines are turned until they rest.
+
+`explored` goes through all choices there are, and through each state once. An engine is a function
+of what it was given, in its order. So two runs in which each engine was given the same, and the
+fabric and the memory are the same, go on alike: the order between events of different engines makes
+no difference, and the second run ends there.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
+from typing import TypeVar
 
 from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
 from tep.control.channel import Drop
@@ -25,12 +31,54 @@ Event = Callable[[], None]
 logging.getLogger("tep.orders").setLevel(logging.ERROR)
 
 
-def every() -> Iterator[Choices]:
-    """The choices of each way in which a run can go."""
-    choices = Choices()
-    yield choices
-    while choices.next():
-        yield choices
+T = TypeVar("T")
+
+
+class Known(Exception):
+    """A run has come to a state from which an earlier run went on, or will."""
+
+
+class Tree(Choices):
+    """All choices, one path after the other, and the states that were met.
+
+    Args:
+        merge: whether a run ends where it meets a state again; False: each path is its own.
+    """
+
+    __slots__ = ("_merge", "_states")
+
+    def __init__(self, *, merge: bool = True) -> None:
+        super().__init__()
+        self._merge = merge
+        self._states: set[int] = set()
+
+    def meet(self, state: Callable[[], Hashable]) -> None:
+        """Raise Known if a run before this one has met this state."""
+        if not self._merge or self._at < len(self._path):
+            return  # this part of the path is that of the run before
+        key = hash(state())
+        if key in self._states:
+            raise Known
+        self._states.add(key)
+
+
+def explored(
+    play: Callable[[Choices], T], *, merge: bool = True, runs_max: int | None = None
+) -> list[T]:
+    """Play all orders; return what the runs returned that came to an end of their own.
+
+    Args:
+        play: one run, a function of its choices. A run that raises ends the search.
+        merge: as in Tree.
+        runs_max: give up after so many runs, those that were cut short included; None: never.
+    """
+    tree, found, runs = Tree(merge=merge), [], 0
+    while True:
+        runs += 1
+        with suppress(Known):
+            found.append(play(tree))
+        if not tree.next() or runs == runs_max:
+            return found
 
 
 class Drawn(Choices):
@@ -61,12 +109,12 @@ class Flight:
 class Nic:
     """One NIC of the fabric; see `tep.backends.base.ControlDomain`."""
 
-    def __init__(self, fabric: Fabric, name: str, index: int) -> None:
+    def __init__(self, fabric: Fabric, name: str, index: int, owner: int) -> None:
         self.caps = DomainCaps(
             backend="orders",
             nic=f"{name}/{index}",
             link_bps=0,
-            sq_depth=64,
+            sq_depth=fabric.depth,
             max_write_bytes=1 << 20,
             max_msg_bytes=64,
             ordered=False,
@@ -78,11 +126,31 @@ class Nic:
         self.fabric = fabric
         self.address = f"{name}/{index}".encode()
         self.dead = False
+        self.slots = 0
         self.regions = {}
         self.fenced = set()
+        self.fencing = set()
         self.controls = {}
         self.cq = deque()
+        self.owner = owner
+        self.gone = False  # its engine has crashed
         fabric.nics.append(self)
+
+    def push(self, kind, status, imm, row, ctx, nbytes=0, *, says=()) -> None:
+        """Hand the engine a completion. `says`: what else it learns by it."""
+        self.cq.append((kind, status, 1, imm, row, ctx, nbytes))
+        self.fabric.note(self.owner, (self.address, kind, status, imm, row, ctx, says))
+
+    def push_control(self, payload: bytes, address: bytes) -> None:
+        """Hand the engine a control message."""
+        slot = self.slots = self.slots + 1
+        self.controls[slot] = (payload, address)
+        self.push(Kind.CONTROL, Status.OK, 0, 0, slot, len(payload), says=(payload, address))
+
+    @property
+    def lost(self) -> bool:
+        """Whether nothing arrives here any more."""
+        return self.dead or self.gone
 
     def register(self, memory, access) -> DomainKey:
         # Another key and base on each NIC, so that a mix-up shows.
@@ -100,6 +168,8 @@ class Nic:
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         assert not self.dead or any(entry[0] == Kind.DOWN for entry in self.cq), "known to be dead"
+        out = sum(f.here is self and not f.ended for f in self.fabric.flights)
+        stop = min(stop, start + self.fabric.depth - out)
         for index in range(start, stop):
             peer = batch.peer if isinstance(batch.peer, int) else int(batch.peer[index])
             self.fabric.flights.append(Flight(self, self.fabric.nics[peer], batch, index))
@@ -122,8 +192,8 @@ class Nic:
         return self.fabric.nics[number].address
 
     def fence(self, source: bytes, ctx: int) -> None:
-        self.fenced.add(source)
-        self.fabric.fences.append((self, ctx))
+        self.fencing.add(source)
+        self.fabric.fences.append((self, source, ctx))
 
     def unfence(self, source: bytes) -> None:
         if source in self.fenced:
@@ -157,8 +227,7 @@ class Nic:
         for flight in self.fabric.flights:
             if flight.here is self and not flight.ended:
                 flight.ended = True
-                entry = (Kind.WRITE, Status.FLUSHED, 1, 0, flight.index, flight.ctx, 0)
-                self.cq.append(entry)
+                self.push(Kind.WRITE, Status.FLUSHED, 0, flight.index, flight.ctx)
 
 
 class Still(InlineDriver):
@@ -179,44 +248,102 @@ class Fabric:
         chooser: who.
         nics: of each engine.
         doomed: the NICs of which one dies, numbered over both engines; empty: none does.
+        losses: control messages that may get lost, though their sender is told that they arrived.
+        copies: control messages that may come twice, the second time at any later moment.
+        flush: whether an error may end all other rows of its path as FLUSHED.
+        depth: rows that a NIC takes.
 
     Attributes:
         now_s: the time of both engines; a slow machine must not make them ask a second time.
         cuts: pairs of NICs between which nothing gets through.
         more: what else may happen, by the test's will.
+        state: what `more` and the test's end depend on beside the engines, memory and the fabric.
     """
 
-    def __init__(self, chooser: Choices, nics: tuple[int, int], doomed: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        chooser: Choices,
+        nics: tuple[int, int],
+        doomed: tuple[int, ...],
+        *,
+        losses: int = 0,
+        copies: int = 0,
+        flush: bool = False,
+        depth: int = 64,
+    ) -> None:
         self.chooser = chooser
+        self.depth = depth
         self.nics: list[Nic] = []
         self.flights: list[Flight] = []
-        self.controls: list[tuple[Nic, Nic, bytes, int]] = []
-        self.fences: list[tuple[Nic, int]] = []
+        self.controls: list[tuple[Nic, Nic, bytes, int | None]] = []
+        self.fences: list[tuple[Nic, bytes, int]] = []
         self.doomed = doomed
-        self.slots = 0
+        self.losses, self.copies, self.flush = losses, copies, flush
         self.ring = []
         self.now_s = 0.0
         self.cuts: set[tuple[Nic, Nic]] = set()
         self.more: Callable[[], list[Event]] = list
-        self.engines = [
-            TransferEngine(
-                [Nic(self, name, k) for k in range(n)],
-                driver=Still(self),
-                name=name,
-                epoch=1,
-            )
-            for name, n in zip("ab", nics, strict=True)
-        ]
+        self.state: Callable[[], Hashable] = tuple
+        self.told = [0, 0]
+        self.engines: list[TransferEngine] = []
+        for owner, (name, n) in enumerate(zip("ab", nics, strict=True)):
+            self.engines.append(self._engine(name, n, owner, 1))
+
+    def _engine(self, name: str, n: int, owner: int, epoch: int) -> TransferEngine:
+        host = name if epoch == 1 else f"{name}#{epoch}"
+        nics = [Nic(self, host, k, owner) for k in range(n)]
+        return TransferEngine(nics, driver=Still(self), name=name, epoch=epoch)
+
+    def note(self, owner: int, what: Hashable) -> None:
+        """An engine was given something; what it will do is a function of all that it was given."""
+        self.told[owner] = hash((self.told[owner], what))
+
+    def restart(self, owner: int) -> TransferEngine:
+        """Crash an engine and start it again. What it had sent may arrive all the same."""
+        old = self.engines[owner]
+        mine = [nic for nic in self.nics if nic.owner == owner and not nic.gone]
+        for nic in mine:
+            nic.gone = True
+        for flight in self.flights:
+            flight.ended |= flight.here.gone
+        self.fences = [entry for entry in self.fences if not entry[0].gone]
+        self.ring.remove(old._machine)
+        self.note(owner, "restart")
+        self.engines[owner] = self._engine(old.name, len(mine), owner, old._peers.own.epoch + 1)
+        return self.engines[owner]
 
     def run(self) -> None:
         """Let everything happen that can, in the order that the chooser says."""
         self._rest()
         while events := self._events():
+            if isinstance(self.chooser, Tree):
+                self.chooser.meet(self._state)
             events[self.chooser.pick(len(events))]()
             self._rest()
         for engine in self.engines:
             dropped = engine._worker.channel.dropped.keys() - {Drop.UNASKED}
             assert not dropped, f"{engine.name} dropped messages of its peer: {dropped}"
+
+    def _state(self) -> Hashable:
+        """All that the rest of the run depends on, but for its choices."""
+        number = self.nics.index
+        return (
+            tuple(self.told),
+            tuple(
+                (
+                    nic.dead,
+                    tuple(sorted(nic.fenced)),
+                    tuple(bytes(memory) for memory, _, _ in nic.regions.values()),
+                    tuple((f.landed, f.ended, f.barred) for f in self.flights if f.here is nic),
+                )
+                for nic in self.nics
+            ),
+            tuple(sorted((number(a), number(b), p, c or 0) for a, b, p, c in self.controls)),
+            tuple(sorted((number(nic), ctx) for nic, _, ctx in self.fences)),
+            tuple(sorted((number(a), number(b)) for a, b in self.cuts)),
+            (self.doomed, self.losses, self.copies, self.now_s),
+            self.state(),
+        )
 
     def _rest(self) -> None:
         for _ in range(1000):
@@ -232,7 +359,12 @@ class Fabric:
         found: list[Event] = []
         for flight in self.flights:
             found += self._of(flight)
-        found += [lambda k=k: self._deliver(k) for k in range(len(self.controls))]
+        for k, (_, _, _, ctx) in enumerate(self.controls):
+            found.append(lambda k=k: self._deliver(k))
+            if self.losses and ctx is not None:
+                found.append(lambda k=k: self._lose(k))
+            if self.copies and ctx is not None:
+                found.append(lambda k=k: self._copy(k))
         found += [lambda k=k: self._fence(k) for k in range(len(self.fences))]
         # Dying is a choice as long as it makes a difference to any row.
         if self.doomed and any(not flight.ended for flight in self.flights):
@@ -242,8 +374,10 @@ class Fabric:
     def _of(self, flight: Flight) -> list[Event]:
         here, there = flight.here, flight.there
         fenced = flight.barred or here.address in there.fenced
-        broken = here.dead or there.dead or fenced or (here, there) in self.cuts
-        may_land = not there.dead and not fenced
+        # A fence that has begun may end rows, and keeps none out before it is told to be there.
+        closing = here.address in there.fencing
+        broken = here.dead or there.lost or fenced or closing or (here, there) in self.cuts
+        may_land = not there.lost and not fenced
         found: list[Event] = []
         # A row whose sender has been told that it failed may land all the same, until it is
         # fenced. Once nothing else is to come that makes no difference.
@@ -253,9 +387,18 @@ class Fabric:
         if not flight.ended:
             if broken:
                 found.append(lambda: self._fail(flight))
+                if self.flush and any(self._behind(flight)):
+                    found.append(lambda: self._flush(flight))
             elif flight.landed:
                 found.append(lambda: self._end(flight, Status.OK))
         return found
+
+    def _behind(self, flight: Flight) -> Iterator[Flight]:
+        """The other rows of its path that have not ended."""
+        for other in self.flights:
+            mine = other.here is flight.here and other.there is flight.there
+            if mine and other is not flight and not other.ended:
+                yield other
 
     def _land(self, flight: Flight) -> None:
         flight.landed = True
@@ -268,33 +411,57 @@ class Fabric:
             target[at : at + row.nbytes] = source[src : src + row.nbytes]
         if row.imm is not None:
             number = self.nics.index(flight.here)
-            there.cq.append((Kind.IMM, Status.OK, 1, row.imm, 0, number, 0))
+            there.push(Kind.IMM, Status.OK, row.imm, 0, number)
 
     def _end(self, flight: Flight, status: Status) -> None:
         flight.ended = True
         row = 0 if status is Status.OK else flight.index
-        flight.here.cq.append((Kind.WRITE, status, 1, 0, row, flight.ctx, 0))
+        flight.here.push(Kind.WRITE, status, 0, row, flight.ctx)
 
     def _fail(self, flight: Flight) -> None:
-        dead = flight.here.dead
-        self._end(flight, Status.NIC_DOWN if dead else Status.UNREACHABLE)
+        self._end(flight, self._why(flight.here, flight.there))
+
+    def _why(self, here: Nic, there: Nic) -> Status:
+        if here.dead:
+            return Status.NIC_DOWN
+        return Status.STALE_PEER if there.gone else Status.UNREACHABLE
+
+    def _flush(self, flight: Flight) -> None:
+        others = list(self._behind(flight))
+        self._fail(flight)
+        for other in others:
+            self._end(other, Status.FLUSHED)
 
     def _deliver(self, k: int) -> None:
         here, there, payload, ctx = self.controls.pop(k)
         status = Status.OK
-        if here.dead or there.dead or {(here, there), (there, here)} & self.cuts:
-            status = Status.NIC_DOWN if here.dead else Status.UNREACHABLE
+        if here.dead or there.lost or {(here, there), (there, here)} & self.cuts:
+            status = self._why(here, there)
         else:
-            slot = self.slots = self.slots + 1
-            there.controls[slot] = (payload, here.address)
-            there.cq.append((Kind.CONTROL, Status.OK, 1, 0, 0, slot, len(payload)))
-        here.cq.append((Kind.SENT, status, 1, 0, 0, ctx, 0))
+            there.push_control(payload, here.address)
+        self._sent(here, ctx, status)
+
+    def _sent(self, here: Nic, ctx: int | None, status: Status = Status.OK) -> None:
+        if ctx is not None and not here.gone:
+            here.push(Kind.SENT, status, 0, 0, ctx)
+
+    def _lose(self, k: int) -> None:
+        self.losses -= 1
+        here, _, _, ctx = self.controls.pop(k)
+        self._sent(here, ctx)
+
+    def _copy(self, k: int) -> None:
+        self.copies -= 1
+        here, there, payload, _ = self.controls[k]
+        self.controls.append((here, there, payload, None))
 
     def _fence(self, k: int) -> None:
-        nic, ctx = self.fences.pop(k)
-        nic.cq.append((Kind.FENCED, Status.OK, 1, 0, 0, ctx, 0))
+        nic, source, ctx = self.fences.pop(k)
+        nic.fencing.discard(source)
+        nic.fenced.add(source)
+        nic.push(Kind.FENCED, Status.OK, 0, 0, ctx)
 
     def _die(self, nic: Nic) -> None:
         self.doomed = ()
         nic.dead = True
-        nic.cq.append((Kind.DOWN, Status.NIC_DOWN, 1, 0, 0, 0, 0))
+        nic.push(Kind.DOWN, Status.NIC_DOWN, 0, 0, 0)

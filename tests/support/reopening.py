@@ -7,14 +7,13 @@ bytes, no row lands where its reader was released, and in the end every path car
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from unittest import mock
 
 import numpy as np
 
 from tep.api import Pages, ScatterDst
-from tep.backends.base import Kind, Status
 from tep.core import sums
 from tep.core.path import Link
 from tep.core.transfer import Expectation, Transfer
@@ -76,20 +75,26 @@ class Play:
         self.fired: list[int] = []
         self.sent: list[Transfer] = []
         self.targets: list[np.ndarray] = []
-        fabric.more = self._more
+        fabric.more, fabric.state = self._more, self._state
         self._send()
         fabric.run()
         self._check()
 
+    def _state(self) -> Hashable:
+        late = tuple((self.fabric.nics.index(nic), payload) for nic, payload, _ in self.kept)
+        return self.cuts, self.strays, self.copies, len(self.sent), late
+
     def _send(self) -> None:
+        lost = sum(not sent.ok for sent in self.sent)
         for way in range(self.ways):
+            self.fabric.note(way, ("send", len(self.sent), lost))
+            self.fabric.note(1 - way, ("expect", len(self.sent), lost))
             a, b = self.engines[way], self.engines[1 - way]
             number = len(self.sent)
             mr, _ = a.reg_mr(np.full(self.rows * PAGE, number + 1, np.uint8))
             self.targets.append(np.zeros(self.rows * PAGE, np.uint8))
             _, desc = b.reg_mr(self.targets[-1])
             # What a failed transfer has left of its immediates would count for the next one.
-            lost = sum(not sent.ok for sent in self.sent)
             self.imms.append(IMM + (1000 * lost + number % self.values if self.values else number))
             imm, pages = self.imms[-1], Pages(range(self.rows))
             b.expect_imm_count(imm, self.rows, on_done=partial(self._reached, number))
@@ -149,9 +154,7 @@ class Play:
     def _late(self) -> None:
         """The oldest copy comes."""
         there, payload, address = self.kept.pop(0)
-        slot = self.fabric.slots = self.fabric.slots + 1
-        there.controls[slot] = (payload, address)
-        there.cq.append((Kind.CONTROL, Status.OK, 1, 0, 0, slot, len(payload)))
+        there.push_control(payload, address)
 
     def _stray(self) -> None:
         self.strays -= 1
@@ -159,6 +162,8 @@ class Play:
 
     def _wait(self) -> None:
         self.fabric.now_s += 1.0
+        for owner in range(2):
+            self.fabric.note(owner, "wait")
         assert self.fabric.now_s < 200, "a path was never taken into use again"
 
     def _check(self) -> None:

@@ -194,7 +194,7 @@ def test_a_nic_that_is_deaf_is_not_tried_for_ever(nics: tuple[int, int]) -> None
 def test_a_path_with_rows_out_is_looked_at_in_constant_time() -> None:
     """While rows of a dead path are awaited each step would scan every posted row: milliseconds."""
     rows, steps = 4096, 50
-    fabric = Fabric(Choices(), (1, 2), ())
+    fabric = Fabric(Choices(), (1, 2), (), depth=3 * rows)
     a, b = fabric.engines
     mr, _ = a.reg_mr(np.ones(rows, np.uint8))
     _, desc = b.reg_mr(np.zeros(rows, np.uint8))
