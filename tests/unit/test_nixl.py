@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tep.compat import nixl
 from tep.compat.nixl import api, bindings, nixl_agent, nixl_agent_config
@@ -184,6 +186,62 @@ def test_partial_metadata_and_what_is_known(world):
         world.b.deregister_memory(reg)
     world.a.remove_remote_agent("B")
     assert not world.a.check_remote_metadata("B")
+
+
+NUMBER = st.one_of(st.integers(0, 2**16), st.integers(-2, 2**64 - 1))
+ROWS = st.lists(st.tuples(NUMBER, NUMBER, st.integers(-1, 8)), min_size=1, max_size=4)
+
+
+@given(rows=ROWS, dtype=st.sampled_from([np.int64, np.uint64, object]))
+def test_descriptors_as_an_array_are_those_as_tuples(rows, dtype):
+    """Two ways in that differ would register one memory and read another."""
+    try:
+        array = np.array(rows, dtype)
+    except OverflowError:
+        array = np.array(rows, object)
+    one_by_one = bindings.nixlXferDList(bindings.DRAM_SEG)
+    try:
+        for row in rows:
+            one_by_one.append(row)
+    except TypeError:
+        for form in (array, rows):
+            with pytest.raises(TypeError):
+                bindings.nixlXferDList(bindings.DRAM_SEG, form)
+        return
+    if array.dtype == object:
+        with pytest.raises(TypeError, match="whole numbers in 3 columns"):
+            bindings.nixlXferDList(bindings.DRAM_SEG, array)
+        array = rows
+    for form in (array, rows):
+        whole = bindings.nixlXferDList(bindings.DRAM_SEG, form)
+        assert len(rows) == len(whole) == whole.descCount()
+        assert (np.array(rows, np.int64) == whole.rows()).all()
+        assert one_by_one == whole
+        assert rows == list(whole)
+        whole.append(rows[0])
+        whole.remDesc(0)
+        assert [*rows[1:], rows[0]] == list(whole) == list(map(tuple, whole.rows().tolist()))
+        whole.clear()
+        assert whole.isEmpty()
+
+
+def test_the_blocks_of_a_whole_cache_are_never_looked_at_one_by_one(world, monkeypatch):
+    """The list of a cache took half a minute beside a thread that spins: leases ran out meanwhile.
+
+    vLLM makes such a list, of each block of each layer, when two of its engines meet.
+    """
+    at = world.mine.ctypes.data + np.arange(100_000) % NBYTES
+    array = np.stack([at, np.ones_like(at), np.zeros_like(at)], 1)
+
+    def called(*_):
+        pytest.fail("a descriptor was checked by itself")
+
+    monkeypatch.setattr(bindings.nixlXferDList, "append", called)
+    for form in (array, array.astype(np.uint64), list(map(tuple, array.tolist()))):
+        descs = world.a.get_xfer_descs(form, "DRAM")
+        handle = world.a.prep_xfer_dlist("", descs)
+        assert (array == world.a._lists[handle._handle].rows).all()
+        assert [] == descs._tuples
 
 
 def test_descriptor_lists_travel(world):

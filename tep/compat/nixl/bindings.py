@@ -87,6 +87,31 @@ class nixlXferTelemetry:
     descCount: int = 0
 
 
+def _as_array(descs: Any) -> Any:
+    """A list of whole numbers as an array, or what was given."""
+    try:
+        found = np.array(descs)
+    except (ValueError, OverflowError):  # not all of one length: the check of each says which
+        return descs
+    return found if found.ndim == 2 and found.dtype.kind in "iu" else descs
+
+
+def _checked_array(descs: np.ndarray) -> Rows:
+    """Rows of address, length and device, each checked like one descriptor."""
+    if descs.ndim != 2 or descs.shape[1] != 3 or descs.dtype.kind not in "iu":
+        raise TypeError(
+            f"descriptors as an array of {descs.dtype}, shape {descs.shape}: give whole numbers in "
+            "3 columns, address, length and device"
+        )
+    limit = np.uint64(1 << 63)
+    bad = (descs < 0).any(1) | (descs.astype(np.uint64) >= limit).any(1)
+    bad |= descs[:, 0].astype(np.uint64) + descs[:, 1].astype(np.uint64) >= limit
+    if bad.any():
+        at = int(np.argmax(bad))
+        raise TypeError(f"descriptor {at}, {descs[at].tolist()}, is no address, length and device")
+    return descs.astype(np.int64)
+
+
 class nixlXferDList:
     """Memory of one kind: tuples of address, length and device."""
 
@@ -94,11 +119,28 @@ class nixlXferDList:
 
     def __init__(self, mem: nixl_mem_t, descs: Any = ()) -> None:
         self._mem = nixl_mem_t(mem)
-        self._rows: list[tuple[Any, ...]] = []
+        self._array: Rows | None = None
+        self._tuples: list[tuple[Any, ...]] = []
+        if not isinstance(descs, np.ndarray) and self._WIDTH == 3:
+            descs = _as_array(descs)
         if isinstance(descs, np.ndarray):
-            descs = [(*map(int, row), *self._rest()) for row in descs]
-        for desc in descs:
-            self.append(desc)
+            self._array = _checked_array(descs)
+        else:
+            for desc in descs:
+                self.append(desc)
+
+    @property
+    def _rows(self) -> list[tuple[Any, ...]]:
+        """The descriptors as tuples, for those who look at one or change one.
+
+        An engine gives the blocks of a whole cache at once, hundreds of thousands: as an array they
+        cost milliseconds, as tuples seconds, and many more beside a thread that spins.
+        """
+        if self._array is not None:
+            rest = self._rest()
+            self._tuples = [(*row, *rest) for row in self._array.tolist()]
+            self._array = None
+        return self._tuples
 
     @classmethod
     def _rest(cls) -> tuple[Any, ...]:
@@ -122,11 +164,11 @@ class nixlXferDList:
 
     def clear(self) -> None:
         """Remove all."""
-        self._rows.clear()
+        self._tuples, self._array = [], None
 
     def descCount(self) -> int:
         """How many there are."""
-        return len(self._rows)
+        return len(self)
 
     def getType(self) -> nixl_mem_t:
         """The kind of memory."""
@@ -139,7 +181,7 @@ class nixlXferDList:
 
     def isEmpty(self) -> bool:
         """Whether there is none."""
-        return not self._rows
+        return not len(self)
 
     def print(self) -> None:
         """Show it."""
@@ -151,10 +193,12 @@ class nixlXferDList:
 
     def rows(self) -> Rows:
         """Addresses, lengths and devices."""
-        return np.array([row[:3] for row in self._rows], np.int64).reshape(-1, 3)
+        if self._array is not None:
+            return self._array.copy()
+        return np.array([row[:3] for row in self._tuples], np.int64).reshape(-1, 3)
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._tuples if self._array is None else self._array)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         return self._rows[index]
@@ -166,8 +210,9 @@ class nixlXferDList:
         return iter(self._rows)
 
     def __eq__(self, other: object) -> bool:
-        same = type(other) is type(self)
-        return same and vars(self) == vars(other)
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._mem == other._mem and self._rows == other._rows
 
     __hash__ = None  # type: ignore[assignment]  # it changes
 
