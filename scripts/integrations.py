@@ -130,6 +130,12 @@ INTEGRATIONS = (
         ("--policy", "recompute"),
     ),
     Integration(
+        "vLLM's NixlPushConnector, the prefiller writes",
+        "vllm_nixl.py",
+        VLLM,
+        ("--connector", "NixlPushConnector"),
+    ),
+    Integration(
         "vLLM 0.33's Python files on 0.32's kernels: NixlConnector, a failed load is an error",
         "vllm_nixl.py",
         VLLM_NEXT,

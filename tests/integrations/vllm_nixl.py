@@ -83,6 +83,20 @@ def instance(role: str, folder: str, policy: str, connector: str) -> None:
         )
 
 
+def stay_unpinned() -> None:
+    """Keep vLLM's NIXL worker from pinning itself to the last core of its NUMA node.
+
+    On CPUs it does so (0.32: base_worker.py, rsv_cores_for_kv), and two instances of one host then
+    share that core. One that waits for a push spins there with sched_yield, and Linux 6.18 was seen
+    to give the other no time for 30 s, until the lease of the blocks had run out.
+    """
+    os.sched_setaffinity = lambda *_: None
+
+
+if "--role" in sys.argv:  # also in the processes that an instance spawns: they import this file
+    stay_unpinned()
+
+
 def free_port() -> int:
     """A port that nobody listens at, below those that the system gives to outgoing connections.
 

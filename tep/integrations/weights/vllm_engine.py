@@ -185,8 +185,10 @@ class ShardedSource(WeightSource):  # type: ignore[misc]  # vLLM's
     def metadata(self) -> list[Any]:
         raise UsageError("tep asks the tensors themselves; another engine needs a ModuleSource")
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Any:  # vLLM 0.32 iterates a source
         yield from self._module.named_parameters()
+
+    iter_full = __iter__  # vLLM 0.33 calls this
 
 
 class TepTrainerWeightTransferEngine(
@@ -198,6 +200,7 @@ class TepTrainerWeightTransferEngine(
 
     def __init__(self, info: TepTrainerInitInfo, client: Any, source: Any) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
+        self.rank = info.rank  # vLLM 0.33 has it as an argument, 0.32 has not
         fabric = Fabric(info.fabric, info.options, info.host, info.port, info.timeout_s)
         self._info = info
         self._version = 0
@@ -241,7 +244,11 @@ class TepTrainerWeightTransferEngine(
         self._version += 1
         self._pushed = None
         assert self.source is not None
-        weights = ((name, tensor) for name, tensor in self.source if tensor is not None)
+        has_iter_full = hasattr(
+            self.source, "iter_full"
+        )  # vLLM 0.33 has it, 0.32 iterates a source
+        found = self.source.iter_full() if has_iter_full else self.source
+        weights = ((name, tensor) for name, tensor in found if tensor is not None)
         self._member.send(weights, self._version)
         self._pushed = self._version
 
