@@ -117,7 +117,7 @@ INTEGRATIONS = (
         "vLLM with tep's own connector, both sides killed",
         "vllm_tep.py",
         VLLM,
-        ("--rounds", "100", "--seconds", "480"),
+        ("--rounds", "100", "--seconds", "420"),
     ),
     Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
     Integration("weights: torch's boxes, fp8 and files", "torch_weights.py", VERL),
@@ -138,6 +138,17 @@ INTEGRATIONS = (
     Integration(
         "vLLM 0.33's Python files on 0.32's kernels: NixlConnector, a failed load is an error",
         "vllm_nixl.py",
+        VLLM_NEXT,
+    ),
+    Integration(
+        "vLLM 0.33's Python files on 0.32's kernels: tep's own connector, both sides killed",
+        "vllm_tep.py",
+        VLLM_NEXT,
+        ("--rounds", "15", "--seconds", "120"),
+    ),
+    Integration(
+        "vLLM 0.33's Python files on 0.32's kernels: weights that change under load",
+        "vllm_weights.py",
         VLLM_NEXT,
     ),
 )

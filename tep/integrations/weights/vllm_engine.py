@@ -244,10 +244,8 @@ class TepTrainerWeightTransferEngine(
         self._version += 1
         self._pushed = None
         assert self.source is not None
-        has_iter_full = hasattr(
-            self.source, "iter_full"
-        )  # vLLM 0.33 has it, 0.32 iterates a source
-        found = self.source.iter_full() if has_iter_full else self.source
+        # vLLM 0.33 asks a source for its whole tensors, 0.32 iterates it.
+        found = self.source.iter_full() if hasattr(self.source, "iter_full") else self.source
         weights = ((name, tensor) for name, tensor in found if tensor is not None)
         self._member.send(weights, self._version)
         self._pushed = self._version
