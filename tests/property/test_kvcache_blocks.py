@@ -210,6 +210,7 @@ def a_dead_sender_is_waited_for(patch):
     patch.setattr(KvReceiver, "fenced", lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", bug)
 def test_planted_bug_is_found(name, monkeypatch):
     """A bug that no drawn run shows is one that could be in the product."""

@@ -132,7 +132,9 @@ def run_trial(seed):
     return trial
 
 
-@pytest.mark.parametrize("seed", FAULTY)
+@pytest.mark.parametrize(
+    "seed", [*FAULTY[:2], *(pytest.param(seed, marks=pytest.mark.slow) for seed in FAULTY[2:])]
+)
 def test_no_fault_mixes_versions(seed):
     """A model of two versions answers nonsense and says nothing: at every moment of updates among
     deaths, flaps, revoked keys, restarts and rows that land late, what a worker serves is one
