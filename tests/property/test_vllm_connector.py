@@ -30,7 +30,7 @@ def play(seed: int) -> None:
     assert [] == run_case(Case.draw(random.Random(seed))).violations
 
 
-@settings(max_examples=min(settings().max_examples, 60))
+@settings(max_examples=min(settings().max_examples, effort(60, 6)))
 @given(st.randoms(use_true_random=False))
 def test_answers_are_right_blocks_come_back_and_nobody_waits_in_vain(dice):
     """A stale block is a wrong answer with status 200; a lost one makes the instance smaller."""
