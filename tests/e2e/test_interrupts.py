@@ -59,7 +59,6 @@ class Injector:
         Without the garbage collector: when it runs is chance, and the engines that it would end are
         those of earlier rounds.
         """
-        gc.collect()
         gc.disable()
         sys.settrace(self._enter)
         try:
