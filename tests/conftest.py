@@ -25,7 +25,10 @@ settings.register_profile("long", max_examples=5000, **_COMMON)
 settings.load_profile(os.environ.get("TEP_PROFILE", "dev"))
 
 
-LONGEST = ["rxe_vm", "notebooks", "newcomer", "fake_efa", "distribution", "doctor_machines"]
+LONGEST = [
+    *("rxe_vm", "notebooks", "newcomer", "fake_efa", "distribution", "doctor_machines"),
+    *("libfabric_efa", "libfabric_two_processes", "cli", "reproduce"),
+]
 """Files of tests/e2e that take longest, each by one worker: a late one leaves the others idle. Two
 with a virtual machine, or with one and the fake device, would take each other's processors.
 """
