@@ -188,6 +188,13 @@ def whatif(
     ] = None,
     profile: Annotated[str, typer.Option(help="The machine: a name or a path.")] = "cx7_400",
     to: Annotated[str, typer.Option(help="Another machine in its place.")] = "",
+    beside: Annotated[
+        str,
+        typer.Option(
+            help="Another machine beside it: of half of MoE's ranks, of the decoders, of the "
+            "rollout workers."
+        ),
+    ] = "",
     system: Annotated[
         list[str] | None, typer.Option(help="moe, kvcache, rl: all; or failover.")
     ] = None,
@@ -215,7 +222,9 @@ def whatif(
         raise UsageError(f"--optical {optical!r}: UP:DOWN, microseconds") from None
     base = Machine(profile=load_profile(profile))
     changed = change(
-        Machine(profile=load_profile(to or profile)),
+        Machine(
+            profile=load_profile(to or profile), other=load_profile(beside) if beside else None
+        ),
         numbers=numbers or (),
         slow_nic=slow_nic,
         leaf_gpus=leaf_gpus,

@@ -33,15 +33,18 @@ _PAIRS: Final = 2  # prefillers, and decoders
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A cluster of equal machines.
+    """A cluster of equal machines, or of two halves.
 
     Attributes:
         profile: of each.
+        other: of the second half, where that is another: of the second half of MoE's ranks, of
+            KvCache's decoders, of RL's rollout workers, of the receiver of a failover.
         network: between them; None: one perfect switch.
         slow_nic: one NIC takes so many times as long for every byte.
     """
 
     profile: Profile
+    other: Profile | None = None
     network: Network | None = None
     slow_nic: float = 1.0
 
@@ -83,7 +86,8 @@ def change(
 
     Args:
         machine: as it is.
-        numbers: "nic.wire=800 Gb/s": keys of a profile's file, with new values and units.
+        numbers: "nic.wire=800 Gb/s": keys of a profile's file, with new values and units; of the
+            first half, where there are two.
         slow_nic: as of Machine.
         leaf_gpus: GPUs below one leaf.
         rails: every NIC of a GPU on a rail of its own.
@@ -103,13 +107,16 @@ def change(
         if oversubscription or spine_us or optical_us:
             raise UsageError("a spine needs leaves: name leaf_gpus, or rails")
         return replace(machine, profile=profile, slow_nic=slow_nic)
-    share = gpus if rails else leaf_gpus * profile.nics
-    uplink = share * profile.wire_bps / oversubscription if oversubscription else 0.0
-    leaves = profile.nics if rails else -(-gpus // leaf_gpus)
+    both = profile, machine.other or profile  # all leaves are alike: as wide as the widest
+    wide = gpus * max(one.wire_bps for one in both)
+    if not rails:
+        wide = leaf_gpus * max(one.nics * one.wire_bps for one in both)
+    uplink = wide / oversubscription if oversubscription else 0.0
+    leaves = max(one.nics for one in both) if rails else -(-gpus // leaf_gpus)
     up_us, down_us = optical_us or (0.0, 0.0)
     if optical_us and not uplink:
         # A circuit for each pair of leaves, all of them together as wide as the leaf.
-        uplink = share * profile.wire_bps / max(1, leaves - 1)
+        uplink = wide / max(1, leaves - 1)
     network = Network(
         leaf_nodes=0 if rails else leaf_gpus,
         rails=rails,
@@ -151,7 +158,9 @@ _Figures = dict[tuple[str, str], float]
 def _moe(machine: Machine) -> _Figures:
     nic = "cx7" if machine.profile.ordered else "efa"
     workload = Workload(ep=32, nic=nic, slow_nic=machine.slow_nic, turns=3)
-    found = predict(workload, machine=machine.profile, network=machine.network)
+    half, other = workload.ep // 2, machine.other
+    ranks = machine.profile if other is None else [machine.profile] * half + [other] * half
+    found = predict(workload, machine=ranks, network=machine.network)
     return {
         ("dispatch EP32 p50", "us"): found.dispatch_us,
         ("combine EP32 p50", "us"): found.combine_us,
@@ -164,6 +173,7 @@ def _kvcache(machine: Machine) -> _Figures:
         prefillers=_PAIRS,
         decoders=_PAIRS,
         profile=machine.profile,
+        decode_profile=machine.other,
         fabric="timing",
         network=machine.network,
         slow_nic=machine.slow_nic,
@@ -191,18 +201,20 @@ def _rl(machine: Machine) -> _Figures:
         profile=machine.profile,
         slow=slow,
         network=machine.network,
+        rollout_profile=machine.other,
     )
     return {("update, 16 to 8 GPUs", "ms"): found.total_ms, ("its waiting", "ms"): found.wait_ms}
 
 
 def _failover(machine: Machine) -> _Figures:
     """One write of 4 MiB over each NIC, two at the least, and what a NIC's death halfway adds."""
-    profile = replace(machine.profile, nics=max(2, machine.profile.nics))
+    pair = machine.profile, machine.other or machine.profile
+    profiles = [replace(profile, nics=max(2, profile.nics)) for profile in pair]
 
     def end_us(node: int | None, at_us: float = 0.0) -> float:
-        npages = 64 * profile.nics
+        npages = 64 * profiles[0].nics
         with Cluster(
-            profile=profile, network=machine.network, move_bytes=False, mortal=True
+            profile=profiles, network=machine.network, move_bytes=False, mortal=True
         ) as cluster:
             a, b = cluster.engines
             mr, _ = a.reg_mr((1 << 40, npages << 16, "cpu"))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
+from tep.apps.kvcache.simulate import Load, Plant, simulate
+from tep.apps.moe import predict as moe
 from tep.cli import app
 from tep.errors import UsageError
 from tep.reproduce.whatif import Machine, change, effects
@@ -46,6 +49,38 @@ def test_topologies_and_slow_nics_cost_what_they_take(knobs, least, most) -> Non
     assert least <= dispatch <= most
 
 
+def test_a_faster_half_helps_where_the_other_half_is_not_the_limit() -> None:
+    """8 rollout workers receive what 16 training ranks send: their NICs are the limit."""
+    whole = Machine(profile=load_profile("cx8_800"))
+    faster, slower = replace(CX7, other=whole.profile), replace(whole, other=CX7.profile)
+
+    rollouts, _ = factors(faster, "rl")
+    trains, _ = factors(slower, "rl")
+    both, _ = factors(whole, "rl")
+    assert both <= rollouts < 0.8
+    assert 0.99 < trains < 1.01
+
+
+@pytest.mark.parametrize("names", [("efa_4x100", "efa_2x200"), ("cx8_800", "cx7_400")])
+def test_systems_run_on_two_kinds_of_machines(names) -> None:
+    """Immediates are counted by the NICs of both sides: who counts by its own waits for ever."""
+    one, other = map(load_profile, names)
+    workload = moe.Workload(ep=16, tokens=16, turns=1, nic="cx7" if one.ordered else "efa")
+    mixed = moe.predict(workload, machine=[one] * 8 + [other] * 8)
+    whole = [moe.predict(workload, machine=machine) for machine in (one, other)]
+    plants = [
+        Plant(prefillers=1, decoders=1, profile=one, decode_profile=other, fabric=fabric)
+        for fabric in ("flow", "timing")
+    ]
+    load = Load(rate=4.0, duration_s=0.5, ntokens=(2048,))
+    flow, timing = (simulate(plant, load) for plant in plants)
+
+    assert min(found.dispatch_us for found in whole) < mixed.dispatch_us
+    assert mixed.combine_us < 1.3 * max(found.combine_us for found in whole)
+    assert [] == flow.failed == timing.failed
+    assert flow.ttft_s() == pytest.approx(timing.ttft_s(), rel=0.001)
+
+
 def test_a_failover_takes_what_the_timeout_takes_where_the_peer_dies() -> None:
     """The sender knows at once that its own NIC died; of a silent peer only its timer tells."""
     efa = Machine(profile=load_profile("efa_2x200"))
@@ -73,15 +108,25 @@ def test_changes_that_make_no_sense_are_refused(knobs, said) -> None:
         change(CX7, **knobs)
 
 
+def test_two_halves_that_cannot_speak_to_each_other_are_refused() -> None:
+    """SRD and RC never meet: there is no such cluster to ask about."""
+    with pytest.raises(UsageError, match="two transports"):
+        effects(CX7, replace(CX7, other=load_profile("efa_2x200")), ["failover"])
+
+
 def test_the_command_prints_before_and_after() -> None:
     """What people read, and programs."""
-    found = CliRunner().invoke(
-        app, ["sim", "whatif", "--to", "efa_2x200", "--system", "kvcache", "--json"]
-    )
+    times = []
+    for machines in ("--beside efa_4x100", "--to efa_4x100", "--to efa_4x100 --beside efa_2x200"):
+        words = f"sim whatif --profile efa_2x200 {machines} --system failover --json"
+        found = CliRunner().invoke(app, words.split())
+        assert 0 == found.exit_code, found.output
+        write, *_ = json.loads(found.stdout)
+        assert "failover: write over all NICs, 2 or more" == write["figure"]
+        times.append(float(write["times"]))
 
-    assert 0 == found.exit_code, found.output
-    (row,) = json.loads(found.stdout)
-    assert "kvcache: first token, p50" == row["figure"]
+    assert 1.05 < times[0] < 1.2  # the last pages all go to one of the slower NICs
+    assert 1.5 < times[1] < times[2] < 2  # twice as many NICs, and bytes; 358 Gb/s take them
     assert isinstance(
         CliRunner().invoke(app, ["sim", "whatif", "--optical", "9"]).exception, UsageError
     )

@@ -26,6 +26,7 @@ LONGER: dict[str, str] = {
     "tep/cli/kvcache.py::kvcache": "a command: most of its lines are its options and their checks",
     "tep/cli/moe.py::moe": "a command: most of its lines are its options and their checks",
     "tep/cli/rl.py::plan": "a command: most of its lines are its options and their checks",
+    "tep/cli/sim.py::whatif": "a command: most of its lines are its options and their checks",
     "tep/backends/loopback.py": "one NIC: what each call of the seam does is one thought",
     "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }

@@ -42,6 +42,7 @@ class Plant:
         prefillers, decoders: instances at the start.
         prefill_tp, decode_tp: ranks of each; each rank is an engine.
         profile: the machine: a name of tep.sim.profiles(), or a Profile.
+        decode_profile: the decoders' machine; None: the same.
         fabric: "flow" or "timing".
         network: what stands between the NICs of the timing fabric.
         slow_nic: there, the first prefiller's first NIC takes so many times as long for every byte.
@@ -57,6 +58,7 @@ class Plant:
     prefill_tp: int = 4
     decode_tp: int = 4
     profile: Profile | str = "efa_2x200"
+    decode_profile: Profile | str | None = None
     fabric: Literal["flow", "timing"] = "flow"
     network: Network | None = None
     slow_nic: float = 1.0
@@ -173,13 +175,14 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
     """
     started_s = time.process_time()
     env = FabricEnv()
+    machines = [plant.profile, plant.decode_profile or plant.profile]
     if plant.fabric == "flow":
         fabric: FlowFabric | TimingFabric = FlowFabric(
-            env, plant.profile, ack_gather_s=plant.ack_gather_s
+            env, machines, ack_gather_s=plant.ack_gather_s
         )
     elif plant.fabric == "timing":
         network = plant.network
-        fabric = TimingFabric(env, plant.profile, seed=load.seed, move_bytes=False, network=network)
+        fabric = TimingFabric(env, machines, seed=load.seed, move_bytes=False, network=network)
     else:
         raise UsageError(f"Plant.fabric={plant.fabric!r} is neither 'flow' nor 'timing'")
     side = SideOptions(
@@ -200,6 +203,7 @@ def simulate(plant: Plant, load: Load, events: Sequence[tuple[float, Event]] = (
         paint=False,
         watch=told_word,
         scheduler=Scheduler(wait_s=plant.patience.request_s),
+        decode_profile=plant.decode_profile,
     )
     arrivals = _arrivals(load)
     completions: list[Completion] = []

@@ -21,7 +21,7 @@ from tep.apps.kvcache.options import SideOptions
 from tep.apps.kvcache.pool import PagePool
 from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.scheduler import Scheduler
-from tep.sim import ChaosFabric, FabricEnv, SimDriver, SimNode, run
+from tep.sim import ChaosFabric, FabricEnv, Profile, SimDriver, SimNode, run
 
 __all__ = ["Fabric", "Member", "World"]
 
@@ -69,6 +69,7 @@ class World:
         paint: check that free pages are not written.
         watch: see Prefiller; None: the engine's watched words.
         decoder_options: more arguments of Decoder.
+        decode_profile: the decoders' machine, one of a fabric that has several.
 
     Attributes:
         env: the clock.
@@ -92,6 +93,7 @@ class World:
         watch: Watch | None = None,
         decoder_options: dict[str, Any] | None = None,
         scheduler: Scheduler | None = None,
+        decode_profile: Profile | str | None = None,
     ) -> None:
         self.fabric = fabric
         self.env: FabricEnv = fabric.env
@@ -106,21 +108,24 @@ class World:
         self._paint = paint
         self._watch = watch
         self._decoder_options = decoder_options or {}
+        self._machines = {"d": decode_profile}
         self._fences: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------ coming
 
     def add_prefiller(self, name: str, tp: int) -> Prefiller:
         """Start one and have it join."""
-        return self._start_prefiller(name, [self._host(f"{name}.{rank}") for rank in range(tp)])
+        nodes = [self._host(f"{name}.{rank}", "p") for rank in range(tp)]
+        return self._start_prefiller(name, nodes)
 
     def add_decoder(self, name: str, tp: int) -> Decoder:
         """Start one and have it join."""
-        return self._start_decoder(name, [self._host(f"{name}.{rank}") for rank in range(tp)])
+        nodes = [self._host(f"{name}.{rank}", "d") for rank in range(tp)]
+        return self._start_decoder(name, nodes)
 
-    def _host(self, name: str) -> SimNode:
+    def _host(self, name: str, side: str) -> SimNode:
         chaos = isinstance(self.fabric, ChaosFabric)
-        node: SimNode = self.fabric.node(name, self._nics) if chaos else self.fabric.node(name)
+        node: SimNode = self.fabric.node(name, self._nics if chaos else self._machines.get(side))
         return node
 
     def _start_prefiller(self, name: str, nodes: Sequence[SimNode]) -> Prefiller:
@@ -207,7 +212,8 @@ class World:
             self._die(member)
         else:
             self._die(member)
-            nodes = [self._host(engine.name) for engine in member.engines]
+            side = "p" if isinstance(member.side, Prefiller) else "d"
+            nodes = [self._host(engine.name, side) for engine in member.engines]
         self.past.append(member)
         if isinstance(member.side, Prefiller):
             self._start_prefiller(name, nodes)

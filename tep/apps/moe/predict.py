@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -157,7 +157,7 @@ def predict(
     indices: Indices | None = None,
     *,
     gpu: Gpu | None = None,
-    machine: Profile | None = None,
+    machine: Profile | Sequence[Profile] | None = None,
     network: sim.Network | None = None,
     trace: bool = False,
 ) -> Prediction:
@@ -167,14 +167,14 @@ def predict(
         workload: what.
         indices: the routing; None: drawn.
         gpu: other kernels and proxy than those of the workload's NIC.
-        machine: other NICs.
+        machine: other NICs; those of every rank, or of each.
         network: as of sim.Cluster.
         trace: record what all engines do, from the first turn on.
 
     Raises:
         UsageError: an unknown NIC, or numbers that contradict each other.
     """
-    profile = machine or profile_of(workload)
+    machine = machine or profile_of(workload)
     gpu = gpu or load_gpu(family_of(workload))
     speed = NvlinkTimes(bytes_s=gpu.nvlink_bytes_s, latency_s=gpu.nvlink_latency_s)
     nvlink = Nvlink(speed, carries_bytes=False)
@@ -202,12 +202,13 @@ def predict(
                     seen.marks["combine"].append(alltoall.marks_s)
         seen.barriers.append(alltoall.barrier_s)
 
-    with _cluster(workload, profile, network) as cluster:
+    with _cluster(workload, machine, network) as cluster:
         found = cluster.trace() if trace else None
         cluster.run(_all(rank(cluster, number) for number in range(workload.ep)))
         if found is not None:
             found.stop()
-    return replace(_summary(workload, profile, seen), trace=found)
+    first = machine if isinstance(machine, Profile) else machine[0]
+    return replace(_summary(workload, first, seen), trace=found)
 
 
 def _shape(workload: Workload) -> dict[str, Any]:
@@ -229,9 +230,11 @@ async def _all(ranks: Iterable[Coroutine[Any, Any, None]]) -> None:
     await asyncio.gather(*ranks)
 
 
-def _cluster(workload: Workload, profile: Profile, network: sim.Network | None) -> sim.Cluster:
+def _cluster(
+    workload: Workload, machine: Profile | Sequence[Profile], network: sim.Network | None
+) -> sim.Cluster:
     cluster = sim.Cluster(
-        workload.ep, profile=profile, seed=workload.seed, move_bytes=False, network=network
+        workload.ep, profile=machine, seed=workload.seed, move_bytes=False, network=network
     )
     if workload.slow_nic != 1:
         cluster.slow_down(0, 0, workload.slow_nic)

@@ -80,7 +80,7 @@ def _chain_s(schedule: Schedule, replicas: int, pieces: int, profile: str) -> fl
     """Simulated seconds until the first worker of the last replica has so many pieces."""
     ranks = schedule.ranks
     with Fleet(ranks, replicas, profile, region_bytes=pieces * _PIPELINE) as fleet:
-        rows = count_imms(Single(_PIPELINE), fleet.nics, fleet.nics)
+        rows = count_imms(Single(_PIPELINE), *fleet.nics)
         senders = fleet.trains[1:] or fleet.trains
 
         def send(piece: int) -> None:
@@ -148,7 +148,7 @@ def _ring_s(schedule: Schedule, pieces: int, profile: str) -> float:
     """Simulated seconds until the last worker of the ring has so many pieces."""
     workers = len(schedule.receivers)
     with Fleet(1, workers, profile, region_bytes=pieces * _PIPELINE) as fleet:
-        rows = count_imms(Single(_PIPELINE), fleet.nics, fleet.nics)
+        rows = count_imms(Single(_PIPELINE), *fleet.nics)
 
         async def main() -> float:
             hops = [asyncio.ensure_future(_hop(fleet, k, pieces, rows)) for k in range(workers)]

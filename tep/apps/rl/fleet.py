@@ -31,9 +31,11 @@ class Fleet:
         seed: of the fabric's jitter.
         region_bytes: of every region.
         network: as of sim.Cluster.
+        rollout_profile: of the rollout workers' machines, where those are others.
 
     Attributes:
         cluster: underneath.
+        machine, rollout_machine: of the training ranks, and of the rollout workers.
         trains, rollouts: engines.
         sources: a region of each training rank.
         targets: a region of each rollout worker, as its peers see it.
@@ -49,13 +51,19 @@ class Fleet:
         region_bytes: int,
         quantum_bytes: int = QUANTUM_BYTES,
         network: tep.sim.Network | None = None,
+        rollout_profile: str | tep.sim.Profile | None = None,
     ) -> None:
-        machine = load_profile(profile) if isinstance(profile, str) else profile
-        machine = dataclasses.replace(machine, quantum_bytes=quantum_bytes)
-        self.machine = machine
+        self.machine, self.rollout_machine = (
+            dataclasses.replace(
+                load_profile(one) if isinstance(one, str) else one, quantum_bytes=quantum_bytes
+            )
+            for one in (profile, rollout_profile or profile)
+        )
         self.cluster = tep.sim.Cluster(
             nodes=trains + rollouts,
-            profile=machine,
+            profile=self.machine
+            if rollout_profile is None
+            else [self.machine] * trains + [self.rollout_machine] * rollouts,
             seed=seed,
             names=[
                 *(f"train{k}" for k in range(trains)),
@@ -78,14 +86,13 @@ class Fleet:
         self.targets = [desc for _, desc in regions[trains:]]
 
     @property
-    def nics(self) -> int:
-        """NICs of each machine."""
-        return self.machine.nics
+    def nics(self) -> tuple[int, int]:
+        """NICs of a training rank, and of a rollout worker."""
+        return self.machine.nics, self.rollout_machine.nics
 
-    @property
-    def device_bps(self) -> int:
-        """Payload that the NICs of one device carry, bits a second."""
-        return self.machine.wire_bps * self.machine.nics
+    def machine_of(self, node: str) -> tep.sim.Profile:
+        """The machine of a node of this name, or of this kind."""
+        return self.machine if node.startswith("train") else self.rollout_machine
 
     def slow_down(self, node: str, nic: int, times: float) -> None:
         """Let one NIC take so many times as long for every byte, both ways.

@@ -125,6 +125,7 @@ def predict(
     gpus_per_node: int | None = GPUS_PER_NODE,
     quantum_bytes: int = QUANTUM_BYTES,
     network: Network | None = None,
+    rollout_profile: str | Profile | None = None,
 ) -> Prediction:
     """Simulate one update.
 
@@ -140,6 +141,7 @@ def predict(
             is an input; that it takes bandwidth from the writes is simulated. None: leave it out.
         quantum_bytes: see QUANTUM_BYTES.
         network: as of sim.Cluster.
+        rollout_profile: of the rollout workers' machines, where those are others.
     """
     began_s = time.process_time()
     ends = schedule.rows["dst"] + schedule.rows["nbytes"]
@@ -152,6 +154,7 @@ def predict(
         region_bytes=region,
         quantum_bytes=quantum_bytes,
         network=network,
+        rollout_profile=rollout_profile,
     ) as fleet:
         if slow is not None:
             fleet.slow_down(*slow)
@@ -177,22 +180,29 @@ def _links(
     fleet: Fleet, schedule: Schedule, slow: SlowNic | None, total_ms: float
 ) -> tuple[Busy, ...]:
     """What the busiest device of each kind carried, all traffic counted, and the slow NIC."""
-    line = fleet.device_bps / 8e3  # bytes a millisecond
+
+    def line(node: str) -> float:
+        """What the NICs of a node carry together, bytes a millisecond."""
+        machine = fleet.machine_of(node)
+        return machine.wire_bps * machine.nics / 8e3
+
     out = [sum(nic.nbytes for nic in engine.stats().nics) for engine in fleet.trains]
     into = schedule.received_bytes().tolist()
     carried = {f"train{k}": nbytes for k, nbytes in enumerate(out)}
     carried |= {f"rollout{k}": nbytes for k, nbytes in enumerate(into)}
     found = []
     if slow is not None:
-        nbytes = carried.pop(slow.node) // fleet.nics
+        nics = fleet.machine_of(slow.node).nics
+        nbytes = carried.pop(slow.node) // nics
         name = f"NIC {slow.nic} of {slow.node}, {slow.times:g} times as slow"
-        found.append(Busy(name, nbytes, nbytes * fleet.nics * slow.times / line / total_ms))
+        fraction = nbytes * nics * slow.times / line(slow.node) / total_ms
+        found.append(Busy(name, nbytes, fraction))
     for kind, name in (
         ("train", "NICs of the training ranks, sending"),
         ("rollout", "NICs of the rollout workers, receiving"),
     ):
         most = max((n for node, n in carried.items() if node.startswith(kind)), default=0)
-        found.append(Busy(name, most, most / line / total_ms))
+        found.append(Busy(name, most, most / line(kind) / total_ms))
     return tuple(sorted(found, key=lambda busy: -busy.fraction))
 
 
@@ -371,7 +381,7 @@ class _Run:
         for k, engine in enumerate(fleet.rollouts):
             sizes, times = np.unique(rows["nbytes"][rows["receiver"] == k], return_counts=True)
             total = sum(
-                count_rows([nbytes], fleet.nics, fleet.nics) * n
+                count_rows([nbytes], *fleet.nics) * n
                 for nbytes, n in zip(sizes.tolist(), times.tolist())
             )
             for kind, count in ((Kind.DATA, total), (Kind.FINISH, self._schedule.ranks)):
