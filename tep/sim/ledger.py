@@ -204,6 +204,24 @@ class Agenda:
         self.first_ps = int(self._times[self._at]) if left else NEVER_PS
         return self._times[begin : self._at], self._numbers[begin : self._at]
 
+    def take_one(self, now_ps: int) -> tuple[int, int] | None:
+        """Take what is due if it is one row, without columns: time and number; else None."""
+        if self._more:
+            self._merge()
+        times, at = self._times, self._at
+        later = at + 1
+        if later < len(times):
+            next_ps: int = times.item(later)
+            if next_ps <= now_ps:
+                return None
+        else:
+            next_ps = NEVER_PS
+        due_ps = self.first_ps
+        if due_ps > now_ps:
+            return None
+        self._at, self.first_ps = later, next_ps
+        return due_ps, self._numbers.item(at)
+
     def nth_ps(self, n: int) -> int:
         """When the n-th from now is, n >= 1; NEVER_PS if there are fewer."""
         self._merge()

@@ -23,6 +23,7 @@ __all__ = ["Inlet"]
 
 _SENDER: Final = np.uint8(Hold.SENDER)
 _WIRE: Final = np.uint8(Hold.WIRE)
+_SENDER_BIT, _WIRE_BIT = int(Hold.SENDER), int(Hold.WIRE)
 _OK: Final = int(Status.OK)
 _IMM, _RECV, _CONTROL = int(Kind.IMM), int(Kind.RECV), int(Kind.CONTROL)
 
@@ -52,12 +53,13 @@ class Inlet:
         inbox = self._nic.inbox
         if inbox.first_ps > now:
             return
+        one = inbox.take_one(now)
+        if one is not None:
+            self._take_one(*one)
+            return
         ledger = self._fabric.ledger
         times, numbers = inbox.take(now)
         rows = numbers - ledger.base
-        if len(rows) == 1:
-            self._take_one(int(times[0]), int(numbers[0]), times, rows)
-            return
         ledger.hold[rows] &= ~_WIRE
         wanted = (ledger.hold[rows] & _SENDER) != 0  # else the sender is gone: nothing lands
         messages = ledger.message[rows]
@@ -70,30 +72,30 @@ class Inlet:
         if len(rows):
             self._take_rows(times, rows)
 
-    def _take_one(self, time_ps: int, number: int, times: Ints, rows: Ints) -> None:
+    def _take_one(self, time_ps: int, number: int) -> None:
         """The same for one row. Scatters land row by row: without columns it takes half the time.
 
         What is not plain (bytes to copy, errors, logs, fences) goes the way of the columns.
         """
         fabric, ledger = self._fabric, self._fabric.ledger
         row = number - ledger.base
-        hold = ledger.hold[row]
-        ledger.hold[row] = hold & ~_WIRE
-        if not hold & _SENDER:
+        hold = ledger.hold.item(row)
+        ledger.hold[row] = hold & ~_WIRE_BIT
+        if not hold & _SENDER_BIT:
             return
-        if ledger.message[row]:
+        if ledger.message.item(row):
             self._take_message(number, time_ps)
             return
-        target, nbytes = self.targets.get(int(ledger.rkey[row])), int(ledger.nbytes[row])
-        offset = -1 if target is None else int(ledger.dst[row]) - target.ptr
+        target, nbytes = self.targets.get(ledger.rkey.item(row)), ledger.nbytes.item(row)
+        offset = -1 if target is None else ledger.dst.item(row) - target.ptr
         fits = target is not None and 0 <= offset <= target.nbytes - nbytes
         moves = nbytes > 0 and fabric.move_bytes
         logged = fabric.row_log is not None or fabric.mortal
-        if moves or not fits or ledger.status[row] != _OK or logged:
-            self._take_rows(times, rows)
+        if moves or not fits or logged or ledger.status.item(row) != _OK:
+            self._take_rows(np.array([time_ps]), np.array([row]))
             return
         fabric.landed_bytes[self._nic.number] += nbytes
-        imm = int(ledger.imm[row])
+        imm = ledger.imm.item(row)
         if imm >= 0:
             self._nic.ready.append((_IMM, _OK, 1, imm, 0, 0, 0))
 

@@ -357,10 +357,12 @@ class TimingNic:
         """Complete rows of this sender whose acknowledgement is here."""
         fabric = self.fabric
         ledger = fabric.ledger
-        times, numbers = self.outbox.take(now)
-        rows = numbers - ledger.base
-        if len(rows) == 1 and fabric.row_log is None and self._reap_one(int(rows[0]), now):
+        one = self.outbox.take_one(now)
+        logs = fabric.row_log is not None
+        if one is not None and not logs and self._reap_one(one[1] - ledger.base, now):
             return
+        times, numbers = self.outbox.take(now) if one is None else tuple(np.array([one]).T)
+        rows = numbers - ledger.base
         for target in _distinct(ledger.target[rows]):
             if not fabric.gone[target]:
                 fabric.nic(target).take_landed(now)
@@ -383,16 +385,16 @@ class TimingNic:
     def _reap_one(self, row: int, now: int) -> bool:
         """The same for one row, without columns; False if it has not gone well, or is a message."""
         fabric, ledger = self.fabric, self.fabric.ledger
-        target = int(ledger.target[row])
-        if not fabric.gone[target]:
+        target = ledger.target.item(row)
+        if not fabric.gone.item(target):
             fabric.nic(target).take_landed(now)
-        if ledger.message[row] or ledger.status[row] != _OK:
+        if ledger.message.item(row) or ledger.status.item(row) != _OK:
             return False
         ledger.hold[row] &= ~_SENDER
         self.open_rows -= 1
         if self.depths is not None:
             self.depths.free(ledger.target[row : row + 1])
-        ctx, nbytes = int(ledger.ctx[row]), int(ledger.nbytes[row])
+        ctx, nbytes = ledger.ctx.item(row), ledger.nbytes.item(row)
         self.ready.append((_WRITE, _OK, 1, 0, 0, ctx, nbytes))
         return True
 

@@ -109,7 +109,7 @@ class Wakes:
         told = [nic for nic in self.nics if nic.ready or nic.number in self._fabric.refused]
         for nic in told:
             self._fabric.refused.pop(nic.number, None)
-        if told:
+        if told and not self._told:
             # Gathered news waits for the owner's poll from here on: an owner that never polls must
             # not be woken for ever.
             self._tell(told=True)
