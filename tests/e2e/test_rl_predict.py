@@ -101,6 +101,19 @@ def test_without_compute_the_receivers_nics_are_the_limit():
     assert "receiving" in found.links[0].name
 
 
+def test_submitting_costs_each_rank_its_own_writes():
+    """With a task for each parameter one rank may write to all workers while others write nothing.
+    If all of them were charged what the busiest submits, the prediction would grow with ranks.
+    """
+    schedule = small(bundle_bytes=0).schedule()
+    each_s = 1e-6
+
+    found = predict(schedule, StageTimes({}, {}, each_s), gpus_per_node=None)
+
+    mean_ms = 1e3 * each_s * len(schedule.rows) / schedule.ranks
+    assert found.stages["submit"] == pytest.approx(mean_ms)
+
+
 def test_the_same_seed_predicts_the_same():
     """A figure that cannot be repeated cannot be checked."""
     schedule = small().schedule()

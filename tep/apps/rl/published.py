@@ -148,8 +148,8 @@ class StageTimes:
         per_row = operations["submit"].total_ms / 1e3 * ranks / len(schedule.rows)
         return cls(per_byte, per_tensor, per_row)
 
-    def seconds(self, task: Task, rows: int) -> dict[str, float]:
-        """Compute time of one task on one of its ranks, which writes so many rows."""
+    def seconds(self, task: Task, rows: float) -> dict[str, float]:
+        """Compute time of one task on one of its ranks, which writes so many rows in the mean."""
         own = task.gather_bytes / len(task.members)
         found = {
             name: rate * (own if name == "load" else task.gather_bytes)
