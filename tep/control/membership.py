@@ -395,8 +395,13 @@ class Membership:
             self._group.events.append(PeerHeard(peer.link))
 
     def reopen(self, path: Path) -> None:
-        """Ask a peer to open a path again that it has fenced."""
+        """Ask a peer to open a path again that it has fenced, until it does."""
         self._reopening.begin(path)
+        nic = self._peer(path.link).nics[path.nic]
+        if path.link.current and self._channel.able and nic.due_ns is None:
+            nic.wait_ns = nic.wait_ns or self._ns(self._options.probe_first_s)
+            nic.due_ns = self._now_ns() + nic.wait_ns
+            self._book()
 
     def _find(self, address: bytes) -> tuple[Link, int] | None:
         found = self._nics.get(address)

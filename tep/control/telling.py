@@ -52,7 +52,8 @@ _REFUSED_MAX: Final = 100
 """So often a peer may refuse a list because sums differ; then it is sent without sums."""
 
 _TRIES_MAX: Final = 30
-"""So often a peer that does not answer is tried again. Then it is tried when it is heard."""
+"""So often a peer that does not answer is tried again. Then it is tried when it is heard, or when
+something is sent to it."""
 
 _NAME_BYTES: Final = 120
 _REASON_BYTES: Final = 150
@@ -252,6 +253,9 @@ class Telling:
 
     def holds(self, transfer: Transfer) -> bool:
         """Whether a transfer has to wait until a peer knows of an earlier failure; it is kept."""
+        for _, known, _ in self._owing(transfer):
+            if known.due_s is None and (known.new or known.lists) and not known.asks:
+                self._wake(known)  # it was given up; perhaps the peer can be reached now
         owed = self._hold(transfer)
         if owed is not None and not owed.asks:
             self._wake(owed)  # whatever the time of the next try

@@ -13,17 +13,20 @@ from tep.backends.base import Access
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.sim.chaos_parts import NicState
+from tep.sim.faults import Fault
 from tep.testing.lab import Host
 from tep.testing.scenario import SENDER
 from tep.testing.stage import Stage
 from tep.testing.tap import Mover
-from tep.units import PS_PER_S
+from tep.units import PS_PER_NS, PS_PER_S
 
-__all__ = ["go_on"]
+__all__ = ["go_on", "hear_of_failures", "lasts"]
 
 _IMM: Final = 0x7E570000
 _BYTES: Final = bytes(range(1, 98))
 _EVENTS_MAX: Final = 20_000
+_TURNS_MAX: Final = 6
+_SHORT_PS: Final = 30_000 * PS_PER_NS
 
 
 def go_on(stage: Stage) -> None:
@@ -61,11 +64,53 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
             return
         if not reachable and handle.state is State.FAILED:
             return
-        # A path that is shut is asked for within this time, and when the engine is turned.
-        wait_ps = round(stage.lab.options.probe_max_s * PS_PER_S)
-        stage.lab.env.call_at(stage.lab.env.now + wait_ps, lambda _: sender.engine.driver.kick())
-        _rest(stage)
+        _turn(stage)
     stage.fail(f"after healing {tries} writes to {host.name} failed: {handle.error}")
+
+
+def lasts(fault: Fault) -> bool:
+    """Whether trouble may outlast the tries of a sender that has something to tell."""
+    for_ps: int | None = getattr(fault, "for_ps", None)
+    return for_ps is None or for_ps > _SHORT_PS
+
+
+def hear_of_failures(stage: Stage, turns: int = _TURNS_MAX) -> None:
+    """Nobody who can be reached waits for what does not come, if its sender is turned so often.
+
+    Raises Violation.
+    """
+    for _ in range(turns):
+        if not _untold(stage):
+            return
+        _turn(stage)
+    untold = _untold(stage)
+    if untold:
+        stage.fail(untold)
+
+
+def _untold(stage: Stage) -> str:
+    """An expectation of what failed for good, whose receiver does not know; "" if there is none."""
+    for wait in stage.waits:
+        host = wait.host
+        if wait.settled or wait.claimed or not (host.live and stage.sender.live):
+            continue
+        if len(wait.shares) > 1 and wait.handle is not None and wait.handle.arrived:
+            continue  # what came of others may be taken for the next try
+        told_ps = stage.told.get((host.name, wait.imm), -1)
+        for place, _ in wait.shares:
+            tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
+            failed = bool(tries) and tries[-1].state in ("failed", "cancelled")
+            if failed and told_ps < stage.over.get(place, 0) and _has_way(stage.sender, host):
+                return f"{tries[-1]} {tries[-1].state}, and {host.name} was not told"
+    return ""
+
+
+def _turn(stage: Stage) -> None:
+    """Turn the sender once more: it asks for paths that are shut when it is turned."""
+    env = stage.lab.env
+    wait_ps = round(stage.lab.options.probe_max_s * PS_PER_S)
+    env.call_at(env.now + wait_ps, lambda _: stage.sender.engine.driver.kick())
+    _rest(stage)
 
 
 def _has_way(sender: Host, host: Host) -> bool:

@@ -24,6 +24,8 @@ What must hold, whatever the fabric does:
 15. A read brings bytes that its owner had between its submit and its end, and nothing beside them;
     once it has settled nothing of it is written, except to memory that is said to be in quarantine.
 16. An owner is told once that its memory was read, if the read is done, and not before its end.
+17. A receiver is told of each immediate that does not come, and of no other; what came of a
+    transfer that failed is not counted for the next try, nor are bytes of two tries mixed.
 
 Of 6 there is an exception: after an error that spoke of something dead, bytes may still land, so
 that memory is not looked at (a path that is dead for the sender may be slow, not silent).
@@ -45,7 +47,7 @@ from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.row_log import RowLog
 from tep.testing.lab import BLANK, USED, Host, is_of_read
-from tep.testing.liveness import go_on
+from tep.testing.liveness import go_on, hear_of_failures, lasts
 from tep.testing.play import Play
 from tep.testing.scenario import SENDER, Scenario
 from tep.testing.sizes import set_sizes
@@ -134,8 +136,13 @@ def _play(
     try:
         play.run()
         _judge(play)
+        tells = scenario.tell_failures and env is None
+        if tells and not any(lasts(fault) for fault in play.stage.broken):
+            hear_of_failures(play.stage, 0)
         if play.stage.broken and env is None:
             go_on(play.stage)
+        if tells:
+            hear_of_failures(play.stage)
     except Violation as found:
         raise _told(str(found), scenario, engine_class, env) from None
     except Exception as error:  # whatever a broken engine raises is a finding
@@ -169,7 +176,7 @@ def _outcome(play: Play) -> Outcome:
             seen[what] = times
     states = []
     for place, spec in enumerate(stage.scenario.transfers):
-        runs = (stage.runs.get((place, number)) for number in range(spec.rounds))
+        runs = (stage.runs.get((place, k)) for k in range(spec.rounds + spec.again))
         states.append(tuple("" if run is None else run.state for run in runs))
     return Outcome(tuple(states), dict(seen), stage.lab.fabric.rows, stage.lab.env.now)
 
@@ -232,8 +239,10 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
     if host.name == SENDER:
         ended.update(run.state for run in stage.runs.values() if run.handle is not None)
     open_waits = sum(w.host is host and not w.settled and not w.claimed for w in stage.waits)
-    left = {imm: n - host.used[imm] for imm, n in ledger.imms.items() if n != host.used[imm]}
     stats = engine.stats()
+    left = {imm: n - host.used[imm] for imm, n in ledger.imms.items() if n != host.used[imm]}
+    if stage.scenario.tell_failures:
+        left = _left(stage, host, left, dict(stats.imms_unexpected))
     facts: tuple[tuple[str, object, object], ...] = (
         ("transfers done", ended["done"], stats.transfers_done),
         ("transfers cancelled", ended["cancelled"], stats.transfers_cancelled),
@@ -255,6 +264,31 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
     engine.deregister(host.mr)  # raises if a transfer is still thought to read from it
     if stage.lab.spans:
         engine.deregister(host.shelf_mr)
+
+
+def _left(stage: Stage, host: Host, here: dict[int, int], told: dict[int, int]) -> dict[int, int]:
+    """17: the counts that are left over, less what came of transfers that failed.
+
+    `here` are the arrivals of each immediate that were not used up, and `told` what the engine
+    says: of a transfer that failed for good nobody else knows.
+    """
+    left, failed, unsure = dict(here), set[int](), set[int]()
+    done: Counter[int] = Counter()
+    for (place, number), run in stage.runs.items():
+        if host not in run.hosts or run.spec.silent:
+            continue
+        for imm, count, _ in stage.dues(place, number, host.name):
+            if run.state == "done":
+                done[imm] += count
+            else:
+                failed.add(imm)
+            if not stage.over.keys().isdisjoint(stage.scenario.mates(place)):
+                unsure.add(imm)
+    for imm in failed:
+        left[imm] = done[imm] - host.used[imm]
+        if imm in unsure:
+            left[imm] = min(here.get(imm, 0), told.get(imm, 0))
+    return {imm: n for imm, n in left.items() if n}
 
 
 def _read_by(ledger: Ledger) -> list[tuple[int, int]]:
@@ -308,8 +342,10 @@ def _judge_open(stage: Stage, wait: Wait, *, first: bool) -> None:
     """Nothing is left to happen, and this never fired: was it right?"""
     host = wait.host
     spare = host.ledger.imms[wait.imm] - host.used[wait.imm]
-    runs = [stage.runs.get((place, wait.number)) for place, _ in wait.shares]
-    sent = all(run is not None and host in run.hosts and run.state == "done" for run in runs)
+    if stage.scenario.tell_failures:  # some of it may be taken back
+        spare = min(spare, host.engine.imm_counter(wait.imm).value)
+    runs = [stage.tries(place, wait.round) for place, _ in wait.shares]
+    sent = all(any(host in run.hosts and run.state == "done" for run in tries) for tries in runs)
     if sent or (first and spare >= wait.count):
         stage.fail(
             f"imm {wait.imm:#x} at {host.name} never fired: {spare} of {wait.count} are here"

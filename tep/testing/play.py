@@ -19,7 +19,8 @@ from tep.testing.stage import Stage
 __all__ = ["Play"]
 
 _EVENTS_MAX: Final = 20_000
-"""A correct run takes about 100, the longest ones some 2,000."""
+"""A correct run takes about 100, the longest ones some 2,000; five times as many where a peer that
+is gone has to be told something: that is tried 30 times."""
 
 
 class Play:
@@ -52,10 +53,11 @@ class Play:
 
     def run(self) -> None:
         """Let it all happen. Raises Violation if there is no end of it."""
+        most = _EVENTS_MAX * (5 if self.stage.scenario.tell_failures else 1)
         try:
-            self.stage.lab.env.run_until(repeat(False, _EVENTS_MAX).__next__)
+            self.stage.lab.env.run_until(repeat(False, most).__next__)
         except StopIteration:
-            self.stage.fail(f"still not quiet after {_EVENTS_MAX} events")
+            self.stage.fail(f"still not quiet after {most} events")
 
     def _inflict(self, fault: Fault) -> None:
         stage = self.stage

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tep.core.transfer import Expectation
+from tep.errors import FabricError
 from tep.testing.lab import USED, Host, Piece
 from tep.testing.scenario import RECEIVERS, TransferSpec
 from tep.testing.stage import Run, Shares, Stage, Wait
@@ -47,35 +48,35 @@ class Receivers:
             t_ps = max(spec.expect_ps, now_ps + 1)
             self.stage.lab.env.call_at(t_ps, self._state, (place, 0, host))
 
-    def _waits(self, place: int, number: int, host: Host) -> list[Wait]:
+    def _waits(self, place: int, round_: int, host: Host) -> list[Wait]:
         """What a receiver waits for; the first that takes part waits for all that share with it."""
         scenario = self.stage.scenario
         mates = [k for k in scenario.mates(place) if takes_part(scenario.transfers[k], host)]
         if place != mates[0]:
             return []
-        dues = {mate: self.stage.dues(mate, number, host.name) for mate in mates}
+        dues = {mate: self.stage.dues(mate, round_, host.name) for mate in mates}
         parts: list[tuple[int, int, Shares]]
         if len(mates) == 1:
-            parts = [(imm, count, ((place, pieces),)) for imm, count, pieces in dues[place]]
+            parts = [(imm, count, ((place, k),)) for k, (imm, count, _) in enumerate(dues[place])]
         else:
             count = sum(count for parts in dues.values() for _, count, _ in parts)
-            shares = tuple((mate, parts[-1][2]) for mate, parts in dues.items())
+            shares = tuple((mate, len(parts) - 1) for mate, parts in dues.items())
             parts = [(scenario.imm(place), count, shares)]
-        return [Wait(host, place, number, *part) for part in parts]
+        return [Wait(host, place, round_, *part) for part in parts]
 
     def _state(self, stated: tuple[int, int, Host]) -> None:
         """State the expectations of one round."""
-        place, number, host = stated
-        if not host.live:
+        place, round_, host = stated
+        if not host.live or (round_ and place in self.stage.over):
             return
         spec = self.stage.scenario.transfers[place]
-        waits = self._waits(place, number, host)
-        if number + 1 < spec.rounds:
+        waits = self._waits(place, round_, host)
+        if round_ + 1 < spec.rounds:
             if spec.lined_up:
-                for later in range(number + 1, spec.rounds):
+                for later in range(round_ + 1, spec.rounds):
                     waits += self._waits(place, later, host)
             else:
-                waits[-1].then = lambda: self._state((place, number + 1, host))
+                waits[-1].then = lambda: self._state((place, round_ + 1, host))
         for wait in waits:
             self._expect(wait)
 
@@ -97,6 +98,11 @@ class Receivers:
         if not handle.ok:
             if not wait.host.live:
                 return  # its engine was closed
+            error = handle.error
+            tells = self.stage.scenario.tell_failures
+            if tells and isinstance(error, FabricError) and error.code == "PEER_FAILED":
+                self._told(wait)
+                return
             self.stage.blame(f"an expectation of imm {wait.imm:#x} ended {handle.state.value}")
         used = wait.host.used
         used[wait.imm] += wait.count
@@ -110,6 +116,24 @@ class Receivers:
         else:
             wait.then()
 
+    def _told(self, wait: Wait) -> None:
+        """The sender says that its immediates do not come: wait once more if it tries again."""
+        stage, host = self.stage, wait.host
+        stage.seen["told"] += 1
+        places = [place for place, _ in wait.shares]
+        found = [run for run in stage.runs.values() if run.place in places and host in run.hosts]
+        if not any(run.settled and run.state != "done" for run in found):
+            stage.blame(f"imm {wait.imm:#x} at {host.name} is said to fail, and nothing of it did")
+        stage.told[host.name, wait.imm] = stage.lab.env.now
+        spec = stage.scenario.transfers[wait.place]
+        if spec.again and stage.over.keys().isdisjoint(places):
+            env = stage.lab.env
+            env.call_at(env.now + spec.restate_ps, self._expect_again, wait)
+
+    def _expect_again(self, wait: Wait) -> None:
+        if wait.host.live and self.stage.over.keys().isdisjoint(place for place, _ in wait.shares):
+            self._expect(replace(wait, settled=0))
+
     def _fired(self, wait: Wait, used: int) -> None:
         """A count was reached: its immediates and bytes must be here."""
         stage, host = self.stage, wait.host
@@ -121,19 +145,27 @@ class Receivers:
         elif here > used:
             stage.seen["surplus"] += 1
         stage.seen["sum of several"] += len(wait.shares) > 1
-        for place, pieces in wait.shares:
-            run = stage.runs.get((place, wait.number))
-            if run is None or host not in run.hosts:
+        for place, part in wait.shares:
+            stage.reached.add((place, wait.round))
+            tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
+            if not tries:
                 stage.blame(
                     f"imm {wait.imm:#x} at {host.name} fired for transfer {place}, "
                     "which sent nothing there"
                 )
-            elif not stage.lab.landed(host, pieces):
-                stage.blame(
-                    f"imm {wait.imm:#x} at {host.name} fired before all bytes of {run} were there"
-                )
+                continue
+            for run in reversed(tries):
+                pieces = stage.dues(place, run.number, host.name)[part][2]
+                if stage.lab.landed(host, pieces):
+                    self._use_up(host, pieces, run)
+                    if run is not tries[-1]:  # its sender missed that, and has sent it once more
+                        stage.give_up(place)
+                    break
             else:
-                self._use_up(host, pieces, run)
+                stage.blame(
+                    f"imm {wait.imm:#x} at {host.name} fired before all bytes of {tries[-1]} "
+                    "were there"
+                )
 
     def _use_up(self, host: Host, pieces: tuple[Piece, ...], run: Run) -> None:
         """Do with the bytes what a reader may do: they are his, and nobody writes there again."""
@@ -181,7 +213,7 @@ class Receivers:
 
     def _claim(self, place: int, host: Host) -> None:
         rounds = self.stage.scenario.transfers[place].rounds
-        waits = [wait for number in range(rounds) for wait in self._waits(place, number, host)]
+        waits = [wait for round_ in range(rounds) for wait in self._waits(place, round_, host)]
         for wait in waits:
             wait.claimed = True
         self.stage.waits += waits

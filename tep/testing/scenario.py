@@ -64,6 +64,9 @@ _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
     "start_ps": (1, None),
     "expect_ps": (1, None),
     "rounds": (1, None),
+    "again": (0, None),
+    "again_ps": (1, None),
+    "restate_ps": (1, None),
 }
 """The least and the most of each number of a TransferSpec."""
 
@@ -95,6 +98,9 @@ class TransferSpec:
         probe: right after its submit somebody tries to give the source region back.
         prepared: it is prepared in its first round, and submitted at an offset in the others.
         shared: all that are shared have one immediate, and receivers expect the sum of them.
+        again: how often it is tried again, from other bytes, after it failed or was cancelled.
+        again_ps: time from its end to the next try.
+        restate_ps: time after which receivers state an expectation again that failed.
     """
 
     kind: TransferKind = "single"
@@ -118,6 +124,9 @@ class TransferSpec:
     probe: bool = False
     prepared: bool = False
     shared: bool = False
+    again: int = 0
+    again_ps: int = 1
+    restate_ps: int = 1
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(TransferKind), self.kind
@@ -128,6 +137,7 @@ class TransferSpec:
                 _settle(self, name, 0)
         assert not (self.silent and self.kind == "barrier"), "a barrier is just its immediate"
         assert not self.shared or self.may_share, "alone with its immediate"
+        assert not self.again or self.may_retry, "a retry would be counted on top of what came"
 
     def __repr__(self) -> str:
         return _literal(self)
@@ -141,6 +151,13 @@ class TransferSpec:
     def may_share(self) -> bool:
         """Whether others may have its immediate: rows without bytes are known by it, rounds too."""
         return self.kind in ("single", "paged", "scatter") and not self.silent and self.rounds == 1
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether it may be tried again as a whole: its receiver waits for one count of it."""
+        kept = self.silent or self.claimed or self.split or self.lined_up
+        one = self.kind in ("single", "paged") and self.size > 0  # bytes tell the tries apart
+        return one and not kept and self.recall_ps is None
 
     def page_imm(self, imm: int, page: int) -> int:
         """The immediate of one page; no two pages, and no two transfers, share one."""
@@ -200,6 +217,7 @@ class Scenario:
         buffers: receive buffers that b has for them.
         echo: each count that fires is answered by an empty write back to a.
         failover: whether engines make rows good whose NIC died.
+        tell_failures: whether receivers are told which immediates do not come.
         sizes: constants of the engine that are small in this run, as `tep.testing.sizes` has them.
     """
 
@@ -213,6 +231,7 @@ class Scenario:
     buffers: int = 2
     echo: bool = False
     failover: bool = True
+    tell_failures: bool = False
     sizes: Sizes = ()
 
     def __post_init__(self) -> None:
@@ -227,6 +246,11 @@ class Scenario:
         object.__setattr__(self, "nics", counts)
         for _, fault in self.faults:
             assert not (isinstance(fault, Restart) and fault.node == SENDER), fault
+        for spec in self.transfers if self.tell_failures else ():
+            assert spec.recall_ps is None, "what fails is not taken back"
+            assert not spec.lined_up, "what fails is stated again before the next one"
+        if not (self.tell_failures and self.failover):
+            assert not any(spec.again for spec in self.transfers), "rows in doubt would count"
 
     def __repr__(self) -> str:
         return _literal(self)
@@ -276,7 +300,18 @@ class Scenario:
         faults = _draw_faults(dice, theme, nics, transfers) + _draw_trouble(dice, nics, transfers)
         if reads and dice.below(0, 52, 2):
             chaos = replace(chaos, late_land=1 + dice.below(0, 53, 2))
-            faults += _draw_stuck(dice, nics, reads)
+            faults += _draw_stuck(dice, 600, nics, [spec.start_ps for spec in reads])
+        failover = dice.below(0, 35, 4) > 0
+        tells = dice.below(0, 62, 4) == 0
+        if tells:
+            transfers = tuple(
+                _draw_again(dice, place, spec, failover=failover)
+                for place, spec in enumerate(transfers, 1)
+            )
+            if failover and dice.below(0, 63, 3):
+                loss = dice.pick(0, 65, (chaos.message_loss, 2, 6))  # answers too
+                chaos = replace(chaos, late_land=dice.below(0, 64, 3), message_loss=loss)
+                faults += _draw_stuck(dice, 650, nics, [spec.start_ps for spec in transfers])
         return cls(
             nics=nics,
             transfers=transfers,
@@ -287,7 +322,8 @@ class Scenario:
             messages=0 if dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
             buffers=1 + dice.below(0, 32, 2),
             echo=dice.below(0, 33, 4) == 0,
-            failover=dice.below(0, 35, 4) > 0,
+            failover=failover,
+            tell_failures=tells,
             sizes=draw_sizes(partial(dice.below, 700)) if dice.below(0, 60, 2) else (),
         )
 
@@ -391,6 +427,25 @@ def _draw_shared(dice: _Dice, place: int, spec: TransferSpec, near_ps: int) -> T
     return replace(spec, shared=True, start_ps=near_ps + dice.below(place, 24, 200 * _NS))
 
 
+def _draw_again(dice: _Dice, place: int, spec: TransferSpec, *, failover: bool) -> TransferSpec:
+    """Have most transfers tried again under their immediate, and some of them cancelled."""
+    # What fails is stated again on its own: nobody takes it back, or has stated the next one.
+    spec = replace(spec, recall_ps=None, lined_up=False)
+    if not failover or dice.below(place, 31, 6) == 0:
+        return spec
+    spec = replace(spec, claimed=False, split=False)
+    if not spec.may_retry:
+        return spec
+    if dice.below(place, 26, 3) == 0:
+        spec = replace(spec, cancel_ps=dice.below(place, 27, 900 * _NS))
+    return replace(
+        spec,
+        again=dice.pick(place, 28, (0, 1, 2, 4)),
+        again_ps=dice.pick(place, 29, (1, 1, 3000 * _NS, 30_000 * _NS)),
+        restate_ps=dice.pick(place, 30, (1, 20_000 * _NS)),
+    )
+
+
 def _draw_reads(dice: _Dice, theme: str) -> tuple[ReadSpec, ...]:
     """In one run of three node a reads as well."""
     if dice.below(0, 50, 3):
@@ -399,16 +454,16 @@ def _draw_reads(dice: _Dice, theme: str) -> tuple[ReadSpec, ...]:
 
 
 def _draw_stuck(
-    dice: _Dice, nics: tuple[int, int, int], reads: tuple[ReadSpec, ...]
+    dice: _Dice, first: int, nics: tuple[int, int, int], starts_ps: list[int]
 ) -> tuple[tuple[int, Fault], ...]:
-    """Cut links off under a read for so long that it is given up, and may come all the same."""
+    """Cut links off under a request for so long that it is given up, and may come all the same."""
     found: list[tuple[int, Fault]] = []
-    for entity in range(600, 601 + dice.below(0, 54, 3)):
+    for entity in range(first, first + 1 + dice.below(0, 54, 3)):
         number = dice.below(entity, 1, 2)
         node, nic = (SENDER, RECEIVERS[0])[number], dice.below(entity, 2, nics[number])
         for_ps = dice.pick(entity, 3, (1000, 2000, 4000)) * _NS
         fault = Clog(node, nic, for_ps) if dice.below(entity, 4, 2) else Mute(node, nic, for_ps)
-        start_ps = reads[dice.below(entity, 5, len(reads))].start_ps
+        start_ps = starts_ps[dice.below(entity, 5, len(starts_ps))]
         found.append((start_ps + dice.below(entity, 6, 300 * _NS), fault))
     return tuple(found)
 

@@ -40,19 +40,22 @@ class Sender:
         self._epochs: dict[str, int] = {}
         self._prepared: dict[object, tuple[Prepared, int]] = {}
         for place, spec in enumerate(stage.scenario.transfers):
-            stage.lab.env.call_at(spec.start_ps, self._begin, (place, 0))
+            stage.lab.env.call_at(spec.start_ps, self._begin, (place, 0, 0))
 
-    def _begin(self, which: tuple[int, int]) -> None:
+    def _begin(self, which: tuple[int, int, int]) -> None:
         stage = self.stage
-        place, number = which
+        place, number, round_ = which
         spec = stage.scenario.transfers[place]
+        if place in stage.over or (number > round_ and (place, round_) in stage.reached):
+            stage.give_up(place)
+            return
         if number:
             hosts = stage.runs[place, 0].hosts
         else:
             hosts = stage.receivers(spec)
             if spec.stale:
                 hosts = tuple(stage.lab.first[host.name] for host in hosts)
-        run = Run(place, number, spec, stage.lab.areas[place][number], hosts)
+        run = Run(place, number, round_, spec, stage.lab.areas[place][number], hosts)
         stage.runs[place, number] = stage.latest[place] = run
         try:
             run.handle = self._submit(run)
@@ -60,10 +63,12 @@ class Sender:
             if all(host.live for host in hosts):
                 stage.fail(f"{run}: fresh descriptors refused")
             stage.seen["stale descriptor refused"] += 1
+            stage.give_up(place)
             return
         except ClosedError:
             if stage.sender.live:
                 stage.fail(f"{run}: refused by an engine that is open")
+            stage.give_up(place)
             return
         self._accepted(run)
         if spec.probe and spec.kind != "barrier":
@@ -83,7 +88,15 @@ class Sender:
             if epoch < newest:
                 self.stage.fail(f"{run}: {host.name} is known in epoch {newest} already")
             self._epochs[host.name] = epoch
-        self.stage.sender.ledger.turns.submitted(run)
+        if not self._may_be_held():
+            self.stage.sender.ledger.turns.submitted(run)
+
+    def _may_be_held(self) -> bool:
+        """Whether a request may have to wait until a receiver knows of an earlier failure."""
+        stage = self.stage
+        return stage.scenario.tell_failures and any(
+            run.settled and run.state != "done" for run in stage.runs.values()
+        )
 
     def _probe(self, run: Run) -> None:
         """Try to give back the memory that a transfer reads from."""
@@ -177,9 +190,14 @@ class Sender:
             if not self._may_land(run):
                 run.take_snapshot()
         stage.sender.memory[area.start : area.stop] = REUSED * (area.stop - area.start)
-        if handle.ok and run.number + 1 < run.spec.rounds:
-            env = stage.lab.env
-            env.call_at(env.now + 1, self._begin, (run.place, run.number + 1))
+        env, number = stage.lab.env, run.number + 1
+        if handle.ok and run.round + 1 < run.spec.rounds:
+            env.call_at(env.now + 1, self._begin, (run.place, number, run.round + 1))
+        elif not handle.ok and number - run.round <= run.spec.again:
+            stage.seen["tried again"] += 1
+            env.call_at(env.now + run.spec.again_ps, self._begin, (run.place, number, run.round))
+        elif not handle.ok:
+            stage.give_up(run.place)
 
     def _may_land(self, run: Run) -> bool:
         """Whether rows of it that failed may still land: their path had died, or was flushed."""
@@ -220,14 +238,16 @@ class Sender:
     def _check_failed(self, run: Run, handle: Transfer) -> None:
         sender = self.stage.sender
         hopeless = not sender.live or all(tap.down for tap in sender.taps)
-        if not (run.failed or hopeless or self._was_fenced_off(run)):
+        if not (run.failed or hopeless or self._was_fenced_off(run) or self._may_be_held()):
             self.stage.blame(f"{run} failed, but none of its rows did: {handle.error}")
         for number, nic in run.faults:
             status = Status(number)
             if not self._has_cause(run, status, nic):
                 self.stage.blame(f"{run} failed without a cause: {status.name} on NIC {nic}")
         excuse = self._excuse(run)
-        self.stage.seen[f"excused: {excuse}" if excuse else "failed without excuse"] += 1
+        told = self.stage.scenario.tell_failures  # then what follows is judged as well
+        kind = "and told" if told else excuse
+        self.stage.seen[f"excused: {kind}" if excuse else "failed without excuse"] += 1
         if not excuse:
             self.stage.blame(f"{run} failed, though other NICs live at both ends: {handle.error}")
 

@@ -31,8 +31,8 @@ __all__ = ["Due", "Run", "Shares", "Stage", "Violation", "Wait"]
 Due = tuple[int, int, tuple[Piece, ...]]
 """An immediate, how many of it, and the bytes that are there once all of them are."""
 
-Shares = tuple[tuple[int, tuple[Piece, ...]], ...]
-"""The place of each transfer under one immediate, and its bytes."""
+Shares = tuple[tuple[int, int], ...]
+"""The place of each transfer under one immediate, and which of its dues has its bytes."""
 
 ECHO_IMM: Final = 0xEC40
 """What receivers send when a count has fired, so that all engines send and receive at once."""
@@ -59,9 +59,11 @@ class Violation(AssertionError):
 
 @dataclass(slots=True, eq=False)
 class Run(Mover):
-    """One round of one transfer, from its submit on.
+    """One try of one round of one transfer, from its submit on.
 
     Attributes:
+        number: of all tries of all rounds.
+        round: the round that it is for; the number, as long as nothing was tried again.
         hosts: the receivers, in the incarnations whose descriptors it names.
         handle: None if the submit raised.
         settled: how often its callback came.
@@ -72,6 +74,7 @@ class Run(Mover):
 
     place: int
     number: int
+    round: int
     spec: TransferSpec
     area: Area
     hosts: tuple[Host, ...]
@@ -102,8 +105,9 @@ class Run(Mover):
         return "refused" if self.handle is None else self.handle.state.value
 
     def __str__(self) -> str:
-        round_of = f" round {self.number}" if self.spec.rounds > 1 else ""
-        return f"transfer {self.place}{round_of} ({self.spec.kind})"
+        round_of = f" round {self.round}" if self.spec.rounds > 1 else ""
+        again = f" retry {self.number - self.round}" if self.number > self.round else ""
+        return f"transfer {self.place}{round_of}{again} ({self.spec.kind})"
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +122,7 @@ class Wait:
 
     host: Host
     place: int
-    number: int
+    round: int
     imm: int
     count: int
     shares: Shares
@@ -133,7 +137,11 @@ class Stage:
     """One scenario on its lab.
 
     Attributes:
-        runs: by (place of the transfer, round).
+        runs: by (place of the transfer, number of the try).
+        over: transfers that failed for good, or of which nobody knows whether they came, by place:
+            since when. Nothing of them is sent, or expected, any more.
+        reached: rounds of which a receiver has everything, as (place, round).
+        told: when a receiver last heard that an immediate does not come, by node and immediate.
         waits: every expectation and claim, in the order they were stated.
         wrong: what has gone wrong, in words; the first is the finding.
         closed: nodes whose engine was closed.
@@ -156,6 +164,9 @@ class Stage:
         self.sender = self.lab.hosts[SENDER]
         self.runs: dict[tuple[int, int], Run] = {}
         self.latest: dict[int, Run] = {}
+        self.over: dict[int, int] = {}
+        self.reached: set[tuple[int, int]] = set()
+        self.told: dict[tuple[str, int], int] = {}
         self.waits: list[Wait] = []
         self.wrong: list[str] = []
         self.closed: set[str] = set()
@@ -199,8 +210,17 @@ class Stage:
             return tuple(hosts[name] for name in RECEIVERS)
         return (hosts[RECEIVERS[0]],)
 
+    def tries(self, place: int, round_: int) -> list[Run]:
+        """The tries so far of one round of a transfer."""
+        found = (self.runs.get((place, k)) for k in range(round_, len(self.lab.areas[place])))
+        return [run for run in found if run is not None and run.round == round_]
+
+    def give_up(self, place: int) -> None:
+        """Nothing more is tried under the immediate of a transfer."""
+        self.over.setdefault(place, self.lab.env.now)
+
     def dues(self, place: int, number: int, name: str) -> list[Due]:
-        """What one round of a transfer brings one receiver, by the public rule of counting."""
+        """What one try of a transfer brings one receiver, by the public rule of counting."""
         key = (place, number, name)
         found = self._dues.get(key)
         if found is None:

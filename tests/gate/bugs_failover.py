@@ -160,7 +160,7 @@ def path_not_fenced() -> list[Change]:
     return [(Fencing, "_asked", at_once)]
 
 
-@bug(budget=LATE)
+@bug(budget=4 * LATE)
 def sums_taken_before_the_fence() -> list[Change]:
     """The sums are those of the moment of the question; the fence comes after."""
     asked, tell = Fencing._asked, Fencing._tell

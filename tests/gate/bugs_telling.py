@@ -1,4 +1,7 @@
-"""Planted bugs: peers are told wrongly, or not at all, which immediates do not come."""
+"""Planted bugs: peers are told wrongly, or not at all, which immediates do not come.
+
+Their gate, `test_telling`, looks for most in those of the oracle's runs that tell: one in four.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from tests.gate.registry import Bug, Change
 
 TELLING: dict[str, Bug] = {}
 
-BUDGET = 1500
+BUDGET = 10_000
 
 
 def telling_bug(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug, to be looked for by `tests.support.telling_trials.play`."""
+    """Register a bug, with the seeds it may take to be found; one in four can show it."""
     TELLING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
     return plant
 

@@ -206,26 +206,30 @@ WANTED = [
     "restart",
     "stale descriptor refused",
     "closed",
+    "told",
+    "tried again",
 ]
 """What the seeds have to meet: a suite that never met a case says nothing about it."""
 
 
 EXCUSED = {
-    "no failover": 340,
-    "Restart": 150,
-    "an engine was closed": 140,
-    "messages are lost": 85,
-    "all NICs of one end died": 70,
-    "Revoke": 65,
-    "Mute": 55,
-    "a transfer was cancelled": 45,
-    "Clog": 45,
-    "Swizzle": 16,
-    "an error of the provider's": 17,
+    "and told": 350,
+    "no failover": 260,
+    "Restart": 135,
+    "an engine was closed": 110,
+    "messages are lost": 60,
+    "all NICs of one end died": 60,
+    "Revoke": 55,
+    "a transfer was cancelled": 42,
+    "Mute": 40,
+    "Clog": 37,
+    "an error of the provider's": 15,
+    "Swizzle": 12,
 }
-"""Of a thousand seeds, so many transfers at the most may fail for this reason: what 5,000 showed,
+"""Of a thousand seeds, so many transfers at the most may fail for this reason: what 4,000 showed,
 and a seventh more. Slow links and pauses are no reason. A number may be lowered, and not raised: an
-oracle that excuses much sees little, and nobody would notice that it excuses more."""
+oracle that excuses much sees little, and nobody would notice that it excuses more. Where receivers
+are told, tries count as well, and it is judged what becomes of each that failed."""
 
 
 def test_engine_is_clean_over_all_seeds() -> None:
@@ -245,6 +249,14 @@ def test_engine_is_clean_over_all_seeds() -> None:
 def test_a_nic_that_is_heard_again_is_posted_to_again(seed: int) -> None:
     """An oracle that does not know of its return calls every row to it a mistake."""
     assert replay(seed).seen["NIC back"]
+
+
+@pytest.mark.parametrize("seed", [402258, 501780])
+def test_receivers_hear_of_what_fails(seed: int) -> None:
+    """No NIC was taken for down, so that nobody tried again; and a path that was fenced because of
+    the news was asked for only once.
+    """
+    assert replay(seed).seen["told"]
 
 
 @pytest.mark.parametrize("seed", [41946, 42150])
@@ -306,7 +318,9 @@ WEAKER: dict[str, Callable[[Scenario], Scenario]] = {
     "no faults": lambda s: replace(
         s, faults=(), close=None, chaos=replace(s.chaos, cq_depth=0, message_loss=0)
     ),
-    "no failover": lambda s: replace(s, failover=False),
+    "no failover": lambda s: replace(
+        s, failover=False, transfers=tuple(replace(t, again=0) for t in s.transfers)
+    ),
     "no link trouble": lambda s: replace(
         s, faults=tuple(f for f in s.faults if not isinstance(f[1], Clog | Mute | Slow | Swizzle))
     ),

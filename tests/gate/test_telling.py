@@ -1,4 +1,8 @@
-"""The gate of failures that peers are told of: drawn runs find each planted bug, and no other."""
+"""The gate of failures that receivers are told of: drawn runs find each planted bug, and no other.
+
+Most bugs are looked for in those of the oracle's runs that tell. Two are too rare there: they need
+a second sender under the same immediate, or a receiver that counts late. `telling_trials` has both.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,27 @@ import pytest
 
 from tests.gate.bugs_telling import TELLING
 from tests.gate.registry import changed
+from tests.gate.test_planted_bugs import search
 from tests.support.planted import first_shown
 from tests.support.telling_trials import play
 
-SEEDS = 20_000 if os.environ.get("TEP_LONG") else 600
+SEEDS = 20_000 if os.environ.get("TEP_LONG") else 300
+
+OF_TRIALS = ("a_new_serial_each_time", "uncounted_arrivals_are_not_awaited")
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
 @pytest.mark.parametrize("name", TELLING)
 def test_planted_bug_is_found(name: str) -> None:
-    """A receiver that is told wrongly reads bytes of two attempts, or waits for its timeout."""
+    """A receiver that is told wrongly reads bytes of two tries, or waits for its timeout."""
     bug = TELLING[name]
     assert bug.plant.__doc__
     with changed(bug.plant()):
-        found = first_shown(name, play, range(bug.budget))
+        if name in OF_TRIALS:
+            found = first_shown(name, play, range(bug.budget))
+        else:
+            found = search(f"telling.{name}", bug.budget, lambda scenario: scenario.tell_failures)
 
     assert found is not None, f"{name} survived {bug.budget} seeds"
 

@@ -118,6 +118,22 @@ def test_a_list_that_got_lost_is_sent_once_another_one_arrives() -> None:
         assert [True, True] == [wait.failed for wait in waits]
 
 
+def test_news_that_was_given_up_goes_with_the_next_transfer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A peer that was cut off, and of which no row was lost, would never be told."""
+    monkeypatch.setattr("tep.control.telling._TRIES_MAX", 0)
+    with world() as w:
+        wait = w.c.expect_imm_count(7, PAGES)
+        with mock.patch.object(Channel, "ask", lambda *those: those[-1]("nobody answered")):
+            w.cut_off(w.write(w.a))
+            w.rest()
+        assert not wait.finished
+        w.write(w.a, 9)
+        w.rest()
+        assert wait.failed
+
+
 def test_an_expectation_that_is_stated_later_fails_once() -> None:
     """Nobody can tell a late reader of the first attempt from one of the second: it asks again."""
     with world() as w:
