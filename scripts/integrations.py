@@ -113,6 +113,7 @@ INTEGRATIONS = (
     Integration("Ray: a search for bugs on nodes that are killed", "ray_search.py", RAY),
     Integration("Ray: RL and KvCache jobs whose ranks are actors, one killed", "ray_ranks.py", RAY),
     Integration("Ray: tensors of actors, and an actor that dies", "ray_transport.py", RAY),
+    Integration("torchrun and Slurm: RL and KvCache jobs, a rank killed", "launched.py", VLLM),
     Integration(
         "vLLM with tep's own connector, both sides killed",
         "vllm_tep.py",

@@ -57,6 +57,7 @@ class Request:
     shown: int = -1  # blocks that the connector knows of; -1: no step had the request yet
     resumed: bool = False  # it was preempted
     ended: asyncio.Event = field(default_factory=asyncio.Event)
+    load_began_s: float | None = None
 
 
 def content(prompt: list[int], block: int, layer: int) -> np.ndarray:
@@ -279,6 +280,7 @@ class Instance:
         request.shown = -1
         if later:
             request.status = Status.WAITING_FOR_REMOTE_KVS
+            request.load_began_s = asyncio.get_running_loop().time()
             request.num_computed_tokens += external
         return not later
 

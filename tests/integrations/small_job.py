@@ -1,0 +1,51 @@
+"""A small RL job and a KvCache cluster as commands of `tep`, for those who start ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tep.apps.rl.models import load_model
+from tep.apps.rl.quantise import numpy_dtype
+from tep.apps.rl.weights import write_safetensors
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "vocab_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+KVCACHE = ["kvcache", "--fabric", "tcp", "-p", "1", "-d", "1", "--prompts", "6", "--json"]
+
+
+def rl_job(folder: Path, train: int, updates: int) -> list[str]:
+    """Write a small model and its weights; the command of a job with so many training ranks."""
+    config, weights = folder / "config.json", folder / "w.safetensors"
+    config.write_text(json.dumps(CONFIG))
+    dice = np.random.default_rng(1)
+    tensors = [
+        (one, (dice.standard_normal(one.shape) / 50).astype(numpy_dtype(one.dtype)))
+        for one in load_model(str(config)).tensors
+    ]
+    write_safetensors(weights, tensors)
+    job = ["rl", "run", "--train", str(train), "--infer", "1", "--backend", "local", "--json"]
+    return [*job, "--updates", str(updates), "--weights", str(weights), "--model", str(config)]
+
+
+def verified(printed: str) -> int:
+    """How many updates an RL job has compared, byte by byte; all have to be right."""
+    updates = json.loads(printed[printed.index("{") :])["updates"]
+    assert all(one["verified"] for one in updates), updates
+    return len(updates)
+
+
+def same_tokens(printed: str) -> int:
+    """How many prompts a KvCache cluster has answered; all as one process does."""
+    rows = json.loads(printed[printed.index("{") :])["rows"]
+    assert all(one["same tokens"] for one in rows), rows
+    return len(rows)
