@@ -9,13 +9,13 @@ from tep.testing.contract import DomainContract
 from tep.testing.sim_worlds import ChaosWorld
 
 SLOW = pytest.mark.slow
-"""The fast run keeps the first four records."""
+"""The fast run keeps the first two records."""
 
 
 class TestChaos(DomainContract):
     """Twelve drawn records: both orders, every burst and refusal among them."""
 
-    @pytest.fixture(params=[*range(4), *(pytest.param(k, marks=SLOW) for k in range(4, 12))])
+    @pytest.fixture(params=[*range(2), *(pytest.param(k, marks=SLOW) for k in range(2, 12))])
     def world(self, request):
         with ChaosWorld(Chaos.draw(request.param)) as world:
             yield world

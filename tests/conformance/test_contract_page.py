@@ -43,6 +43,7 @@ def test_the_ten_lines_of_the_page_test_a_backend(tmp_path) -> None:
     assert len(lines.splitlines()) <= 12
 
 
+@pytest.mark.slow
 def test_a_gap_that_has_closed_is_noticed(tmp_path) -> None:
     """A list of known gaps that only grows is an excuse."""
     (tmp_path / "test_gap.py").write_text(

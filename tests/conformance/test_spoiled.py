@@ -12,6 +12,7 @@ CLAUSES = range(1, 35)
 TESTS = [name for clause in CLAUSES for name in tests_of(clause)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoiled", SPOILED, ids=lambda spoiled: spoiled.name)
 def test_a_spoiled_backend_fails_its_clause(spoiled):
     """A clause whose tests pass a backend that breaks it protects nobody."""
@@ -41,6 +42,7 @@ def fails(name: str, spoiled: Spoiled) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TESTS)
 def test_every_test_is_seen_to_fail(name):
     """A test that nothing here fails may pass whatever a backend does."""

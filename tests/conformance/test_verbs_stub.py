@@ -39,6 +39,7 @@ class TestSprayed(DomainContract):
             yield world
 
 
+@pytest.mark.slow
 class TestLossyAndShallow(DomainContract):
     """Queues of three rows, sixteen receives, and every third handshake datagram is lost."""
 

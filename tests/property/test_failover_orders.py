@@ -22,7 +22,9 @@ def in_every_order(kind: str, rows: int, nics: tuple[int, int], doomed: tuple[in
     return len(good)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[2:])]
+)
 def test_two_rows_and_any_nic_of_either_side(kind: str) -> None:
     """An immediate twice releases the next reader early, one that is missing hangs this one."""
     assert 40 < in_every_order(kind, 2, (2, 2), (0, 1, 2, 3))
@@ -41,6 +43,7 @@ QUICK = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in FAILOVER],
@@ -56,6 +59,7 @@ def test_every_order_of_a_small_case(case: str) -> None:
     assert 20 < len(good)
 
 
+@pytest.mark.slow
 def test_runs_that_end_at_a_known_state_miss_nothing() -> None:
     """A state that leaves something out would end runs that have more to show."""
     play = FAILOVER["cancelled, with one NIC left"]
@@ -67,6 +71,7 @@ def test_runs_that_end_at_a_known_state_miss_nothing() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_machine_that_stalls_plays_the_same_orders() -> None:
     """Where a slow machine asks twice, its orders are others, and the odometer misses some."""
     quick = in_every_order("page", 2, (2, 1), (0, 1))

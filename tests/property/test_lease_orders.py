@@ -25,6 +25,7 @@ def test_any_nic_of_either_side_dies(failover: bool) -> None:
     orders_end_well(in_every_order(1, (2, 1), failover), failover)
 
 
+@pytest.mark.slow
 def test_any_nic_dies_where_rows_are_made_good() -> None:
     """Some of the orders that `scripts/test --long` tries all."""
     ends = Counter(play(Drawn(seed), 1, (2, 1), failover=True) for seed in range(1000))

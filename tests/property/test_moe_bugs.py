@@ -283,6 +283,7 @@ def tokens_staged_after_the_word() -> list[Change]:
 # ---------------------------------------------------------------- the search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name) -> None:
     """A suite that this mistake slips through would let it into the product as well."""
@@ -295,6 +296,7 @@ def test_a_planted_bug_is_found(name) -> None:
     assert first_shown(name, play, range(BUDGET)) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_correct_code_is_clean(name) -> None:
     """The same layers without the bug: else it is not the bug that was found."""

@@ -23,6 +23,7 @@ def test_a_path_is_taken_into_use_again_in_every_order(rows: int, least: int) ->
     assert 0 == sum(failed for _, failed in plays)
 
 
+@pytest.mark.slow
 def test_drawn_cases() -> None:
     """Late copies of questions, second cuts, probes in the middle of a failover."""
     good, failed = swarm(range(400))
@@ -31,6 +32,7 @@ def test_drawn_cases() -> None:
     assert failed < 100, "hardly anything was made good"
 
 
+@pytest.mark.slow
 def test_drawn_cases_with_pruned_sums() -> None:
     """Both ends subtract the same, whatever comes late, twice or not at all."""
     good, failed = pruning_swarm(range(400))

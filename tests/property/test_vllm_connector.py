@@ -39,7 +39,9 @@ def test_answers_are_right_blocks_come_back_and_nobody_waits_in_vain(dice):
     assert [] == run_case(case).violations, case
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "tp", [(1, 1), (1, 2), *(pytest.param(tp, marks=pytest.mark.slow) for tp in [(2, 1), (2, 2)])]
+)
 def test_without_trouble_prompts_are_loaded_and_not_computed_twice(tp):
     """A connector that always computes again would pass every other test."""
     loaded = 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from tep import EngineOptions, sim
 from tep.integrations.vllm.terms import Source
-from tep.units import PS_PER_US
+from tep.units import PS_PER_S, PS_PER_US
 from tests.support.fake_vllm import TERMS, US, Instance, Request
 
 
@@ -52,8 +52,9 @@ class Run:
 class Play:
     """One case: two instances, prefill and decode, and clients that go from one to the other."""
 
-    def __init__(self, case: Case, cluster: sim.Cluster) -> None:
+    def __init__(self, case: Case, cluster: sim.Cluster, dead_after_s: float) -> None:
         self.case, self.cluster, self.found = case, cluster, Run()
+        self.dead_after_s = dead_after_s  # so long a NIC holds rows to a peer that is gone
         self.dice = random.Random(case.seed)
         self.silent = [False, False]
         self.tasks: list[asyncio.Task] = []
@@ -171,7 +172,9 @@ class Play:
     async def _drain(self) -> None:
         """Let leases run out and loads end."""
         excused = any(self.silent)  # what is left then is no violation
-        limit_s = 2 * TERMS.lease_s if excused else TERMS.load_s + 3 * TERMS.lease_s
+        limit_s = (
+            2 * TERMS.lease_s if excused else TERMS.load_s + 3 * TERMS.lease_s + self.dead_after_s
+        )
         until_us = self.cluster.now_us + limit_s / US
         while self.cluster.now_us < until_us:
             await asyncio.sleep(20 * TERMS.beat_s)
@@ -207,8 +210,9 @@ def run_case(case: Case) -> Run:
     probing = EngineOptions(probe_first_s=50 * US, probe_max_s=400 * US)
 
     async def main() -> Run:
-        play = Play(case, cluster)
-        await asyncio.wait_for(play.play(), 0.3)
+        dead_after_s = chaos.dead_after_ps / PS_PER_S
+        play = Play(case, cluster, dead_after_s)
+        await asyncio.wait_for(play.play(), 0.3 + dead_after_s)
         return play.found
 
     with sim.Cluster(

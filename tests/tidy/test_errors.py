@@ -27,12 +27,14 @@ def calls() -> set[str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_error_is_raised_somewhere(name: str) -> None:
     """An exception that nothing raises is a promise in the documentation only."""
     assert name in calls(), f"{name} is never made"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_error_is_named_in_a_test(name: str) -> None:
     """An error path that no test walks is wrong when it is needed."""

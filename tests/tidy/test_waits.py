@@ -77,6 +77,7 @@ def found() -> list[tuple[Path, int, str]]:
     return [(path, *each) for path in paths for each in unclamped(tree(path))]
 
 
+@pytest.mark.slow
 def test_every_wait_takes_its_time_from_the_clamp() -> None:
     """poll() overflows at 24.8 days, a lock at 292 years: a long time-out ended the worker."""
     wrong = [
@@ -87,6 +88,7 @@ def test_every_wait_takes_its_time_from_the_clamp() -> None:
     assert [] == wrong
 
 
+@pytest.mark.slow
 def test_no_exception_is_left_over() -> None:
     """An exception for what is gone would let the next mistake through."""
     there = {text for path, _, call in found() for text in (str(path), f"{path}: {call}")}

@@ -82,7 +82,10 @@ def test_closing_is_linear_in_what_is_open(monkeypatch, make) -> None:
     assert whole < 2.2 * half
 
 
-@pytest.mark.parametrize("order", [in_order, backwards, at_random])
+@pytest.mark.parametrize(
+    "order",
+    [*(pytest.param(one, marks=pytest.mark.slow) for one in (in_order, at_random)), backwards],
+)
 @pytest.mark.parametrize("make", [writes, messages, expectations])
 def test_cancelling_is_linear_in_what_is_open(monkeypatch, make, order) -> None:
     """A request that timed out cancels what it had queued, while others queue behind it."""

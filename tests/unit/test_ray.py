@@ -80,6 +80,7 @@ def test_a_protocols_folder_travels(ray, tmp_path) -> None:
             RayPool(judge)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_same_with_ray_and_without(ray, tmp_path, capsys, monkeypatch):
     """Who moves a search to a cluster gets the findings that one machine gives, in their order."""
     source = (

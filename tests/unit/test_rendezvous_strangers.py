@@ -165,6 +165,7 @@ def test_silent_strangers_are_bounded_and_keep_nobody_out(capfd, monkeypatch) ->
     assert "" == capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_silent_stranger_is_dropped_at_a_deadline(monkeypatch) -> None:
     """Whoever says nothing held a descriptor of rank 0 for as long as it waited."""
     monkeypatch.setattr("tep.rendezvous.door.STRANGER_S", 0.05)
@@ -202,6 +203,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.slow
 def test_a_rank_gets_in_while_strangers_hold_all_descriptors() -> None:
     """At the limit of descriptors asyncio's server logs each attempt and stops for a second.
 

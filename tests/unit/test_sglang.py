@@ -65,6 +65,7 @@ def loaded(switch: str, before: str = "") -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_the_switch() -> None:
     """Whoever has NIXL and installs tep beside SGLang must keep NIXL until they say otherwise."""
     other = "sys.modules['nixl'] = types.ModuleType('nixl'); sys.modules['nixl'].__file__ = '/x'"

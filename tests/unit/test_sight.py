@@ -107,6 +107,7 @@ def test_it_can_be_switched_off_and_inline_engines_pay_nothing(
     assert [] == list(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_broken_clients_end_nothing_and_stall_nobody(folder: Path) -> None:
     """A client that is silent, talks nonsense, or hangs up would end the answers or an engine."""
     with tep.open_local(name="ana") as ana, tep.open_local(name="bob") as bob:
