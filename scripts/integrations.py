@@ -118,7 +118,7 @@ INTEGRATIONS = (
         "vLLM with tep's own connector, both sides killed",
         "vllm_tep.py",
         VLLM,
-        ("--rounds", "100", "--seconds", "420"),
+        ("--rounds", "100", "--seconds", "500"),
     ),
     Integration("weights: vLLM's change under load, never mixed", "vllm_weights.py", VLLM),
     Integration("weights: torch's boxes, fp8 and files", "torch_weights.py", VERL),
