@@ -25,6 +25,7 @@ from tep.cli.timeline import print_scenario, print_timeline
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tep.rendezvous import Place as RankPlace
     from tep.sim.row_log import RowLog
     from tep.testing.spreading import EngineJudge, Finding, ProtocolJudge
 
@@ -83,9 +84,12 @@ def sim(
 ) -> None:
     """Run a drawn scenario on the chaos fabric against the oracle, or, with --protocol, an async
     function of yours in a drawn case; exit 1 on the first violation, or after --findings of them.
+
+    Started by torchrun or srun the ranks share the seeds, and rank 0 prints.
     """
     if context.invoked_subcommand is not None:
         return
+    from tep.launch import place_here
     from tep.testing.spreading import (  # numpy is loaded when something runs
         EngineJudge,
         ProtocolJudge,
@@ -105,7 +109,10 @@ def sim(
         refuse_unused(context, "the engine's own swarm (no --protocol)", mine)
         judge = EngineJudge()
     judge.case(seed)  # options that no case can have are refused before anything runs
-    found, record = _search(judge, seeds, findings, ray, quiet=json)
+    place = None if ray else place_here()
+    found, record = _search(judge, seeds, findings, ray, place, quiet=json)
+    if place is not None and place.rank:
+        return  # rank 0 prints
     if found and shrink:
         first = found[0]._replace(violation=_shrunk(judge, found[0].seed))
         found = [first, *found[1:]]
@@ -251,16 +258,34 @@ def whatif(
 
 
 def _search(
-    judge: EngineJudge | ProtocolJudge, seeds: range, most: int, ray: str, *, quiet: bool
+    judge: EngineJudge | ProtocolJudge,
+    seeds: range,
+    most: int,
+    ray: str,
+    place: RankPlace | None,
+    *,
+    quiet: bool,
 ) -> tuple[Sequence[Finding], RowLog]:
-    """Look for findings, here or on Ray; with the rows of the first one's run, or of the last."""
-    from tep.testing.spreading import confirm, search, spread
+    """Look for findings, here, with other ranks or on Ray.
 
-    with progress("seeds", len(seeds), quiet=quiet or len(seeds) == 1) as bar:
+    Also returns the rows of the first one's run, or of the last; a rank that is not the first has
+    nothing to return.
+    """
+    from tep import rendezvous
+    from tep.sim.row_log import RowLog
+    from tep.testing.spreading import confirm, search, search_in_ranks, spread
+
+    with progress(
+        "seeds", len(seeds), quiet=quiet or len(seeds) == 1 or bool(place and place.rank)
+    ) as bar:
 
         def judged(count: int) -> None:
             bar.advance(bar.task_ids[0], count)
 
+        if place is not None:
+            with rendezvous.join(place) as group:
+                found = search_in_ranks(judge, seeds, group, most=most, judged=judged)
+            return confirm(judge, found, seeds) if place.rank == 0 else ((), RowLog())
         if not ray:
             return search(judge, seeds, most=most, judged=judged)
         from tep.integrations.ray.search import RayPool

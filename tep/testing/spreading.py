@@ -9,6 +9,7 @@ order they answer and which of them die changes only how long it takes.
 
 from __future__ import annotations
 
+import json
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from typing import Protocol as Interface
 
 from tep.checks import check_int, check_seconds
 from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.rendezvous import Group
 from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics
 from tep.testing.hunting import Protocol, load_protocol, run
@@ -41,11 +43,15 @@ __all__ = [
     "confirm",
     "judge_share",
     "search",
+    "search_in_ranks",
     "spread",
 ]
 
 SHARE_MAX: Final = 4096
 """Seeds of one share. Workers stop by the clock, so this bounds only what a message says."""
+
+TURN_MAX: Final = 256
+"""Seeds that a rank of torchrun or srun judges before it tells the others."""
 
 LOSSES_MAX: Final = 5
 """So many workers in a row may die of one seed before the search gives up."""
@@ -226,6 +232,48 @@ def confirm(
     if not findings:
         judge(seeds[-1], first)
     return again, first
+
+
+def search_in_ranks(
+    judge: Judge,
+    seeds: range,
+    group: Group,
+    *,
+    most: int = 1,
+    timeout_s: float = 600.0,
+    judged: Callable[[int], object] = lambda _count: None,
+) -> list[Finding]:
+    """Search seeds in processes that torchrun or srun has started; each calls this alike.
+
+    In each turn every rank judges some seeds, and all tell each other what they found.
+
+    Args:
+        judge: of one seed, the same in all ranks.
+        seeds: consecutive, the same in all ranks.
+        group: all ranks, of `tep.rendezvous.join`.
+        most: the search ends with so many findings.
+        timeout_s: how long a turn of the slowest rank may take.
+        judged: called with the number of seeds that all ranks together have judged in a turn.
+
+    Returns:
+        At most `most` findings, those of the first seeds; their texts may be cut.
+
+    Raises:
+        WaitTimeout, RendezvousError: a rank was late, or is lost.
+    """
+    count = min(max(len(seeds) // (8 * group.size), 1), TURN_MAX)
+    findings: list[Finding] = []
+    for turn in range(seeds.start, seeds.stop, count * group.size):
+        first = turn + group.rank * count
+        left = min(count, seeds.stop - first)
+        found = judge_share(judge, Share(first, left), most).findings if left > 0 else ()
+        told = json.dumps([(one.seed, one.violation[:300]) for one in found]).encode()
+        for raw in group.all_gather(told, timeout_s=timeout_s):
+            findings += [Finding(seed, text) for seed, text in json.loads(raw)]
+        judged(min(count * group.size, seeds.stop - turn))
+        if len(findings) >= most:
+            break
+    return sorted(findings)[:most]
 
 
 class Pool(Interface):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.rendezvous import Place, join
 from tep.testing import spreading
 from tep.testing.spreading import (
     EngineJudge,
@@ -19,10 +22,13 @@ from tep.testing.spreading import (
     confirm,
     judge_share,
     search,
+    search_in_ranks,
     spread,
 )
+from tests.support.effort import effort
 
 FIRST = 1000
+TOKEN = "of this job"
 
 
 class Bad:
@@ -166,3 +172,28 @@ def test_the_swarm_as_a_judge() -> None:
     found, record = search(EngineJudge(), range(7, 10))
     assert not found
     assert record.digest() == confirm(EngineJudge(), (), range(7, 10))[1].digest()
+
+
+@given(
+    bad=st.sets(st.integers(FIRST, FIRST + 40), max_size=8),
+    n=st.integers(1, 40),
+    ranks=st.integers(1, 4),
+    most=st.integers(1, 3),
+)
+@settings(max_examples=effort(12, 4), deadline=None)
+def test_ranks_of_torchrun_find_what_one_loop_finds(bad, n, ranks, most) -> None:
+    """The first finding is not that of the fastest rank, and a rank without seeds keeps up."""
+    seeds = range(FIRST, FIRST + n)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+
+    def rank(number: int) -> list[Finding]:
+        place = Place(rank=number, size=ranks, port=port, token=TOKEN)
+        with join(place, listener=None if number else listener) as group:
+            return search_in_ranks(Bad(bad), seeds, group, most=most, timeout_s=30.0)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(rank, range(ranks)))
+
+    alone, _ = search(Bad(bad), seeds, most=most)
+    assert [list(alone)] * ranks == found
