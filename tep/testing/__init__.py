@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         confirm,
         judge_share,
         search,
+        search_in_ranks,
         spread,
     )
     from tep.testing.stage import Violation
@@ -102,6 +103,7 @@ __all__ = [
     "run_scenario",
     "scenarios",
     "search",
+    "search_in_ranks",
     "shrink",
     "sights",
     "spread",
@@ -123,7 +125,7 @@ _ROOMS = {
     "tep.testing.shrinking": ("shrink", "story"),
     "tep.testing.spreading": (
         *("EngineJudge", "Finding", "Judge", "Judged", "ProtocolJudge"),
-        *("Share", "confirm", "judge_share", "search", "spread"),
+        *("Share", "confirm", "judge_share", "search", "search_in_ranks", "spread"),
     ),
     "tep.testing.stage": ("Violation",),
     "tep.testing.strategies": ("chaos", "engine_scenarios", "scenarios", "transfers"),
