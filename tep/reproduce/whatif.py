@@ -158,8 +158,8 @@ _Figures = dict[tuple[str, str], float]
 def _moe(machine: Machine) -> _Figures:
     nic = "cx7" if machine.profile.ordered else "efa"
     workload = Workload(ep=32, nic=nic, slow_nic=machine.slow_nic, turns=3)
-    half, other = workload.ep // 2, machine.other
-    ranks = machine.profile if other is None else [machine.profile] * half + [other] * half
+    half = workload.ep // 2
+    ranks = [machine.profile] * half + [machine.other or machine.profile] * half
     found = predict(workload, machine=ranks, network=machine.network)
     return {
         ("dispatch EP32 p50", "us"): found.dispatch_us,

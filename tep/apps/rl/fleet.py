@@ -61,9 +61,7 @@ class Fleet:
         )
         self.cluster = tep.sim.Cluster(
             nodes=trains + rollouts,
-            profile=self.machine
-            if rollout_profile is None
-            else [self.machine] * trains + [self.rollout_machine] * rollouts,
+            profile=[self.machine] * trains + [self.rollout_machine] * rollouts,
             seed=seed,
             names=[
                 *(f"train{k}" for k in range(trains)),
