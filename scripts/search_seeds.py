@@ -43,10 +43,16 @@ def search(first: int) -> tuple[int, list[tuple[int, str]], Counter[str], float]
 
 
 def commit() -> str:
-    """The commit that is searched; with a + if files differ from it."""
-    describe = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    found = subprocess.run(describe, check=True, capture_output=True)  # noqa: S603  # as above
-    return found.stdout.decode().strip()
+    """The commit that is searched; with a + if files differ from it, other than the state."""
+    head = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{STATE}")
+    return head + "+" * bool(changed)
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(ROOT), *words]
+    done = subprocess.run(command, check=True, capture_output=True)  # noqa: S603  # git alone
+    return done.stdout.decode().strip()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -249,8 +249,12 @@ class Scenario:
         for spec in self.transfers if self.tell_failures else ():
             assert spec.recall_ps is None, "what fails is not taken back"
             assert not spec.lined_up, "what fails is stated again before the next one"
+        again = {spec.shared for spec in self.transfers if spec.again}
         if not (self.tell_failures and self.failover):
-            assert not any(spec.again for spec in self.transfers), "rows in doubt would count"
+            assert not again, "rows in doubt would count"
+        if True in again:
+            claims = any(spec.shared and spec.claimed for spec in self.transfers)
+            assert not claims, "a claimed arrival was handed out: nobody takes it back"
 
     def __repr__(self) -> str:
         return _literal(self)
@@ -432,7 +436,7 @@ def _draw_again(dice: _Dice, place: int, spec: TransferSpec, *, failover: bool) 
     # What fails is stated again on its own: nobody takes it back, or has stated the next one.
     spec = replace(spec, recall_ps=None, lined_up=False)
     if not failover or dice.below(place, 31, 6) == 0:
-        return spec
+        return replace(spec, claimed=spec.claimed and not spec.shared)  # others are tried again
     spec = replace(spec, claimed=False, split=False)
     if not spec.may_retry:
         return spec
