@@ -47,13 +47,15 @@ class _GivenUp(NamedTuple):
     Attributes:
         address: the NIC that said so.
         error: what the next expectation fails with.
-        seen: how many had come when it said so; if more have come since, it has sent it again.
-            None: it does not matter.
+        seen: how many had come when it said so; if more than `late` have come since, it has sent
+            it again. None: it does not matter.
+        late: how many of those that it gave up may have come since, as far as nobody fences them.
     """
 
     address: bytes
     error: FabricError
     seen: int | None
+    late: int = 0
 
 
 class _Arrived(NamedTuple):
@@ -172,14 +174,18 @@ class Failures:
         """Take the error of a new expectation that a peer gave up already; it is used once."""
         imm = expectation.imm
         given = self.broken.get(imm, {})
-        for engine, (address, error, seen) in tuple(given.items()):
-            if not _is_from(expectation, address):
+        for engine, news in tuple(given.items()):
+            if not _is_from(expectation, news.address):
                 continue
             del given[engine]
             if not given:
                 self.broken.pop(imm, None)
-            if seen is None or seen >= self._seen(engine, imm):
-                return error
+            if news.seen is None:
+                return news.error
+            since = self._seen(engine, imm) - news.seen
+            short = self._imms.counts.get(imm) < expectation.count
+            if since <= 0 or (since <= news.late and short):
+                return news.error
         return None
 
     # ------------------------------------------------------------------ what peers say
@@ -239,9 +245,10 @@ class Failures:
     ) -> None:
         """Fail expectations of the immediates in a list, and do not count what came of them."""
         imms = self._imms
-        short: dict[int, tuple[int, int, int]] = {}  # to come, came, came besides
+        # To come, came, came besides, and may come with nothing to say whether it did.
+        short: dict[int, tuple[int, int, int, int]] = {}
         place = 0
-        for first, n, sent, came, _, total in message.imms:
+        for first, n, sent, came, late, total in message.imms:
             for imm in range(first, first + n):
                 more, mine = 0, came
                 if arrived is not None:  # then no peer can take back more than it has sent
@@ -249,11 +256,11 @@ class Failures:
                     more = arrived.sums[place] - total if total >= 0 else 0
                 place += 1
                 if not imms.is_claimed(imm):
-                    short[imm] = sent, mine, more
+                    short[imm] = sent, mine, more, late if total < 0 else 0
         # A transfer of which all came after all, and was used up: its sender only missed that.
         over = {
             imm
-            for imm, (sent, came, more) in short.items()
+            for imm, (sent, came, more, _) in short.items()
             if sent and more >= sent - came and imms.counts.get(imm) < sent
         }
 
@@ -269,9 +276,10 @@ class Failures:
             return given_up(handle.imm, message, f"; {came}")
 
         failed = self.fail(meant, error, take_back)
-        for imm, (sent, _, _) in short.items():
+        for imm, (sent, _, _, loose) in short.items():
             if sent and imm not in failed and imm not in over:
-                given = _GivenUp(address, given_up(imm, message, ""), self._seen(engine, imm))
+                news = given_up(imm, message, "")
+                given = _GivenUp(address, news, self._seen(engine, imm), loose)
                 self._keep(engine, imm, given)
 
     def _keep(self, engine: bytes, imm: int, given: _GivenUp) -> None:

@@ -154,6 +154,26 @@ def test_a_retry_that_has_begun_is_not_failed() -> None:
         assert w.c.expect_imm_count(7, PAGES).wait().ok
 
 
+def test_a_row_that_comes_late_is_no_retry_where_nobody_fences_it() -> None:
+    """It was taken for one, and who stated its expectation after it waited for its whole timeout.
+
+    Found by a search of drawn runs. Of 40 rows 39 have come; the last arrives after the news.
+    """
+    with world(failover=False) as w:
+        came = Pages(range(PAGES - 1))
+        w.a.submit_paged_writes(PAGE, (w.mrs["a"], came), (w.desc, came), 7).wait()
+        link = w.a._peers.link(w.c.main_address, "test")
+        short = (7, 1, PAGES, PAGES - 1, 1, -1)
+        w.a._worker.channel.say_once(link, lambda n: Missing(n, 1, 1, "a", "no", 0, (short,)))
+        w.a.driver.kick()
+        w.rest()
+        late = w.a.submit_single_write(PAGE, (w.mrs["a"], 0), (w.desc, 0), 7)
+        late.wait()
+        w.rest()
+        with pytest.raises(FabricError, match="gave it up: no"):
+            w.c.expect_imm_count(7, PAGES).wait(1)
+
+
 def test_counts_that_several_senders_share_stay_right() -> None:
     """One sender fails: who waits for both learns of it, and what the other sent still counts."""
     with world() as w:
