@@ -41,6 +41,7 @@ _SCALAR_MAX: Final = 8
 _IMM, _OK, _FLUSHED = int(Kind.IMM), int(Status.OK), int(Status.FLUSHED)
 _UNREACHABLE: Final = int(Status.UNREACHABLE)
 _ROWS: Final = frozenset({tags.RUN, tags.TAIL, tags.LOOSE})
+_RUNS_END: Final = tags.tag(tags.RUN + 1)  # the ids of rows of runs are less
 
 _HEAD: Final = np.dtype({"names": ["head"], "formats": ["V16"], "offsets": [0], "itemsize": 48})
 """Id, status and opcode of a completion."""
@@ -175,13 +176,19 @@ class Poller:
     def _take_each(self, rows: list[tuple[int, ...]]) -> None:
         used = 0
         ready, sources = self._ready, self._peers.sources.of
-        for wr_id, status, nbytes, imm, qpn, vendor in rows:
+        for at, (wr_id, status, nbytes, imm, qpn, vendor) in enumerate(rows, 1):
             if wr_id == IMM_ID:
                 used += 1
                 if status == 0:
                     ready.append((_IMM, _OK, 1, imm, 0, sources[qpn], 0))
             elif wr_id >> tags.KIND_SHIFT in _ROWS:
-                self._end_row(wr_id, status, qpn, vendor)
+                # Of rows of runs, most likely of one, the last that went well tells of all.
+                if (
+                    at == len(rows)
+                    or not wr_id < (after := rows[at])[0] < _RUNS_END
+                    or (status, after[1], after[4]) != (0, 0, qpn)
+                ):
+                    self._end_row(wr_id, status, qpn, vendor)
             else:
                 self._take_other(wr_id, status, nbytes, qpn, vendor)
         if used:

@@ -38,7 +38,7 @@ __all__ = ["ROWS_FEW", "Fan", "Writer"]
 ROWS_FEW: Final = 6
 """Up to here rows are packed and posted one by one; from there on columns cost less."""
 
-_RUN_MAX: Final = 1024
+_RUN_MAX: Final = 2048
 _SETS_MASK: Final = 2**32 - 1  # a set is not out for as many posts
 _SIGNALED: Final = ENUMS["IBV_SEND_SIGNALED"]
 _INLINE: Final = _SIGNALED | ENUMS["IBV_SEND_INLINE"]
@@ -276,11 +276,15 @@ class Writer:
     # --- completing
 
     def complete_run(self, conn: Conn, wr_id: int, status: int) -> None:
-        """Take the completion of a row of a connection's oldest run, or of its tail."""
+        """Take the completion of a row of a connection's oldest run, or of its tail.
+
+        A row behind the end of that run is of a later one: it tells that all before it went well.
+        """
         row = wr_id & ROW_MASK
         if not conn.runs:
             return  # a tail's own, after the row that it stands behind has failed and had one too
-        run = conn.runs[0]
+        while row >= (run := conn.runs[0]).n:
+            self._finish(conn.runs.popleft(), run.n - run.back, _OK)
         before = row - run.back
         if before < 0:
             return  # likewise
