@@ -267,7 +267,7 @@ def test_a_version_needs_both_counts():
     with cluster:
 
         async def main():
-            (desc,) = Regions.from_bytes(await actor.begin(1, 7, 2, 1)).descs
+            (desc,) = Regions.from_bytes(await actor.begin(1, 7, 2)).descs
             mr, _ = rank.reg_mr(np.ones(64, np.uint8))
             await rank.submit_barrier([desc], make_imm(Kind.FINISH, 1))
             await rank.submit_single_write(64, (mr, 0), (desc, 0), make_imm(Kind.DATA, 1))
@@ -277,7 +277,7 @@ def test_a_version_needs_both_counts():
             assert 7 == await actor.finished(1.0)
             with actor.lease() as version:
                 assert 7 == version
-                begin = asyncio.create_task(actor.begin(2, 8, 1, 1))
+                begin = asyncio.create_task(actor.begin(2, 8, 1))
                 await asyncio.sleep(1e-3)
                 assert not begin.done()
                 assert 7 == actor.serving
@@ -342,7 +342,7 @@ def test_after_an_abort_old_keys_are_refused():
     with cluster:
 
         async def main():
-            (desc,) = Regions.from_bytes(await actor.begin(1, 7, 2, 1)).descs
+            (desc,) = Regions.from_bytes(await actor.begin(1, 7, 2)).descs
             mr, _ = rank.reg_mr(np.ones(64, np.uint8))
             await actor.abort()
             with pytest.raises(tep.FabricError, match="REMOTE_KEY"):

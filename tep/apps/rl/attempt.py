@@ -282,10 +282,10 @@ class Attempt:
         self._spans.append(Span(rank, "barrier", f"barrier {number}", start_s, self._now()))
 
     async def _finish(self) -> None:
-        """Tell the rollout workers that every rank has written everything."""
+        """Tell this rank's share of the rollout workers that all ranks have written everything."""
         imm = make_imm(Kind.FINISH, self._attempt)
         told = []
-        for name in self._schedule.receivers:
+        for name in self._schedule.receivers[self._schedule.finishes(self._rank.rank)]:
             if name not in self._lost:
                 first = self._rank.rollouts[name].descs[0]
                 told.append((name, self._engine.submit_barrier([first], imm)))

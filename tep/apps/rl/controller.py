@@ -233,7 +233,7 @@ class Controller:
         counts = self._counts()
         answers = await self._ask_all(
             self._rollouts,
-            lambda name, port: port.begin(self._attempt, version, counts[name], len(self._trains)),
+            lambda name, port: port.begin(self._attempt, version, counts[name]),
         )
         self._descs = {name: found for name, found in answers.items() if isinstance(found, bytes)}
         return {

@@ -35,7 +35,7 @@ class Kind(IntEnum):
     DATA = 4
     """A row of weights is in the rollout worker's region."""
     FINISH = 5
-    """A training rank knows that all ranks have written everything."""
+    """All training ranks have written everything; of the one that tells this rollout worker."""
 
 
 def make_imm(kind: Kind, attempt: int, number: int = 0) -> int:

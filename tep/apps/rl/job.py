@@ -118,8 +118,8 @@ class RolloutService:
     async def param_meta(self) -> RolloutMeta:
         return await self._worker.param_meta()
 
-    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
-        return await self._worker.begin(attempt, version, data_imms, finishers)
+    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
+        return await self._worker.begin(attempt, version, data_imms)
 
     async def finished(self, timeout_s: float) -> int:
         return await self._worker.finished(timeout_s)

@@ -112,7 +112,7 @@ class RolloutPort(Protocol):
     async def param_meta(self) -> RolloutMeta:
         """What it holds."""
 
-    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
+    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
         """End what runs, stop serving, and count; return the Regions of its weights."""
 
     async def finished(self, timeout_s: float) -> int:

@@ -372,13 +372,15 @@ class _Run:
 
     def _finish(self) -> None:
         imm = make_imm(Kind.FINISH, 1)
-        for engine in self._fleet.trains:
-            engine.submit_barrier(self._fleet.targets, imm)
+        for rank, engine in enumerate(self._fleet.trains):
+            told = self._fleet.targets[self._schedule.finishes(rank)]
+            if told:
+                engine.submit_barrier(told, imm)
 
     # ------------------------------------------------------------------ the others
 
     def _expectations(self) -> list[Expectation]:
-        """What the rollout workers wait for: their rows, and every training rank's word."""
+        """What each rollout worker waits for: its rows, and the word that all are through."""
         fleet, rows = self._fleet, self._schedule.rows
         found: list[Expectation] = []
         for k, engine in enumerate(fleet.rollouts):
@@ -387,7 +389,7 @@ class _Run:
                 count_rows([nbytes], *fleet.nics) * n
                 for nbytes, n in zip(sizes.tolist(), times.tolist())
             )
-            for kind, count in ((Kind.DATA, total), (Kind.FINISH, self._schedule.ranks)):
+            for kind, count in ((Kind.DATA, total), (Kind.FINISH, 1)):
                 expectation = engine.expect_imm_count(make_imm(kind, 1), count)
                 found.append(expectation)
         return found

@@ -295,8 +295,8 @@ class RemoteRollout:
     async def param_meta(self) -> RolloutMeta:
         return await self.caller.call(RolloutMeta, "param_meta")
 
-    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
-        return await self.caller.call(bytes, "begin", attempt, version, data_imms, finishers)
+    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
+        return await self.caller.call(bytes, "begin", attempt, version, data_imms)
 
     async def finished(self, timeout_s: float) -> int:
         return await self.caller.call(int, "finished", timeout_s)

@@ -106,8 +106,8 @@ class RolloutWorker:
     def serving(self) -> int | None:
         """Version that may be served; None while the weights are mixed, or none are there.
 
-        Two counts make a version: all of its rows are here, and every training rank has said that
-        all of them are through.
+        Two counts make a version: all of its rows are here, and a training rank has said that all
+        ranks are through.
         """
         whole = bool(self._waiting) and all(waiting.ok for waiting in self._waiting)
         return self._version if whole else None
@@ -139,7 +139,7 @@ class RolloutWorker:
     async def param_meta(self) -> RolloutMeta:
         return self._meta
 
-    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
+    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
         if any(not waiting.finished for waiting in self._waiting):
             await self.abort()  # of an update that the controller has given up
         self._updating = True
@@ -155,7 +155,7 @@ class RolloutWorker:
         # served.
         self._waiting = []
         self._attempt, self._version, self._expected = attempt, version, data_imms
-        counts = ((Kind.DATA, data_imms), (Kind.FINISH, finishers))
+        counts = ((Kind.DATA, data_imms), (Kind.FINISH, 1))
         self._waiting = [
             self.engine.expect_imm_count(make_imm(kind, attempt), count) for kind, count in counts
         ]

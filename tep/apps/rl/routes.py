@@ -182,6 +182,14 @@ class Schedule:
         """The tasks that a rank takes part in, in order."""
         return (task for task in self.tasks if rank in task.members)
 
+    def finishes(self, rank: int) -> slice:
+        """The receivers that a rank tells when all ranks are through, each receiver by one rank.
+
+        One is enough: no rank is past the last barrier before all have entered it. If every rank
+        told every receiver, 4,096 ranks would send millions of words that say the same.
+        """
+        return slice(rank, None, self.ranks)
+
     def sent_bytes(self) -> npt.NDArray[np.int64]:
         """Bytes that each training rank writes to rollout workers."""
         return self._sums("sender", self.ranks)

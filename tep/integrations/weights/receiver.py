@@ -222,8 +222,8 @@ class WeightReceiver:
     async def param_meta(self) -> RolloutMeta:
         return await self._described().param_meta()
 
-    async def begin(self, attempt: int, version: int, data_imms: int, finishers: int) -> bytes:
-        regions = await self._described().begin(attempt, version, data_imms, finishers)
+    async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
+        regions = await self._described().begin(attempt, version, data_imms)
         self._complete = self._failed = None
         return regions
 
