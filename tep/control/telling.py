@@ -279,10 +279,12 @@ class Telling:
         """Whether a transfer with these immediates has to wait for a peer."""
         if not any(self._group.alive):
             return False
-        unsure = {p for p in tuple(owed.paths) for imm in imms if self._may_land(owed, p, imm)}
-        for path in unsure - owed.clearing.keys():
-            owed.clearing[path] = False
-            self._wake(owed)
+        # In order, as a set is not: fences are asked for in it, and runs must be repeatable.
+        unsure = {p: 0 for p in owed.paths for imm in imms if self._may_land(owed, p, imm)}
+        for path in unsure:
+            if path not in owed.clearing:
+                owed.clearing[path] = False
+                self._wake(owed)
         owed.paths = {path: left for path, left in owed.paths.items() if left}
         if unsure or any(owed.is_to_wait(imm) for imm in imms):
             return True

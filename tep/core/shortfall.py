@@ -36,7 +36,7 @@ class Shortfall:
     def __init__(self, sent: int) -> None:
         self.sent = sent
         self.came = self.late = 0
-        self.paths: set[Path] = set()
+        self.paths: dict[Path, None] = {}  # in order: a set's would differ from run to run
 
 
 def shortfalls(transfer: Transfer, nlocal: int) -> dict[Link, dict[int, Shortfall]]:
@@ -63,7 +63,7 @@ def shortfalls(transfer: Transfer, nlocal: int) -> dict[Link, dict[int, Shortfal
     }
     for path in transfer.doubtful_paths():
         for each in found.get(path.link, {}).values():
-            each.paths.add(path)
+            each.paths[path] = None
     return found
 
 
@@ -111,4 +111,4 @@ def _count(pending: Pending, found: dict[Link, dict[int, Shortfall]]) -> None:
         short.came -= 1
         if status not in _NONE_COMES:
             short.late += 1
-            short.paths.add(remote.link.path(pending.domain, nic))
+            short.paths[remote.link.path(pending.domain, nic)] = None

@@ -168,13 +168,14 @@ class Transfer(Handle):
             if remote.link.current and remote.link.path(domain, nic).fences == fences
         )
 
-    def doubtful_paths(self) -> set[Path]:
-        """The paths on which its bytes may still land."""
-        return {
+    def doubtful_paths(self) -> list[Path]:
+        """The paths on which its bytes may still land, each once."""
+        found = (
             path
             for (remote, domain, nic), (_, fences) in (self._doubts or {}).items()
             if (path := remote.link.path(domain, nic)).fences == fences
-        }
+        )
+        return list(dict.fromkeys(found))
 
     def doubts(self) -> list[tuple[Remote, int, int]]:
         """(region, our NIC, its NIC) of rows that may still land, fenced or not."""
