@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tep.sim.faults import (
         Chaos,
         Clog,
+        Cut,
         Fault,
         Faults,
         KillNic,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         Slow,
         Swizzle,
     )
-    from tep.sim.faults_at import clog, kill_nic, mute, pause, restart, revoke, slow, swizzle
+    from tep.sim.faults_at import clog, cut, kill_nic, mute, pause, restart, revoke, slow, swizzle
     from tep.sim.flow import FlowFabric
     from tep.sim.loop import current_env, run
     from tep.sim.paths import Network
@@ -43,6 +44,7 @@ __all__ = [
     "ChaosFabric",
     "Clog",
     "Cluster",
+    "Cut",
     "FabricEnv",
     "Fault",
     "Faults",
@@ -63,6 +65,7 @@ __all__ = [
     "TimingFabric",
     "clog",
     "current_env",
+    "cut",
     "kill_nic",
     "load_profile",
     "mute",
@@ -80,6 +83,7 @@ _ROOMS = {
     "ChaosFabric": "chaos",
     "Clog": "faults_at",
     "Cluster": "cluster",
+    "Cut": "faults_at",
     "FabricEnv": "clock",
     "Fault": "faults_at",
     "Faults": "faults",
@@ -100,6 +104,7 @@ _ROOMS = {
     "RowLog": "row_log",
     "clog": "faults_at",
     "current_env": "loop",
+    "cut": "faults_at",
     "kill_nic": "faults_at",
     "load_profile": "profile",
     "mute": "faults_at",

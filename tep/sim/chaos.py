@@ -20,6 +20,7 @@ from tep.sim.draws import Draws
 from tep.sim.faults import (
     Chaos,
     Clog,
+    Cut,
     Fault,
     Faults,
     KillNic,
@@ -183,6 +184,11 @@ class ChaosFabric:
                 self._nic(name, nic).link.slow(factor, for_ps)
             case Clog(name, nic, for_ps, inward):
                 self._nic(name, nic).link.trouble("deaf" if inward else "clog", for_ps)
+            case Cut(name, nic, peer, peer_nic, for_ps, one_way):
+                here, there = self._nic(name, nic).link, self._nic(peer, peer_nic).link
+                there.cut(here, for_ps)
+                if not one_way:
+                    here.cut(there, for_ps)
             case Mute(name, nic, for_ps):
                 self._nic(name, nic).link.trouble("mute", for_ps)
             case Swizzle():

@@ -1,4 +1,4 @@
-"""The link of one chaos NIC: slow, clogged, deaf, or deaf to acknowledgements, for a time.
+"""The link of one chaos NIC: slow, clogged, deaf, cut off from some, or without acknowledgements.
 
 It holds what cannot pass and lets it go in the order it came. What a row that waits too long ends
 in is the NIC's matter.
@@ -26,6 +26,7 @@ class Link(Generic[FragmentT, RowT]):
         clogs: how many faults last by which nothing passes; 0: none.
         deafs: the same of those by which nothing comes in.
         mutes: the same of those by which no acknowledgement comes in.
+        cuts: how many faults last by which nothing comes in from a link; not in it: none.
         factor: how many times as long as usual everything takes.
 
     Args:
@@ -43,6 +44,7 @@ class Link(Generic[FragmentT, RowT]):
         "_land",
         "_slows",
         "clogs",
+        "cuts",
         "deafs",
         "factor",
         "mutes",
@@ -57,6 +59,7 @@ class Link(Generic[FragmentT, RowT]):
         self.clogs = 0
         self.deafs = 0
         self.mutes = 0
+        self.cuts: dict[Link[FragmentT, RowT], int] = {}
         self.factor = 1
         self._env = env
         self._land = land
@@ -65,6 +68,14 @@ class Link(Generic[FragmentT, RowT]):
         self._fragments: list[FragmentT] = []
         self._acks: list[RowT] = []
         self._healed = 0
+
+    def lets_in(self, source: Link[FragmentT, RowT]) -> bool:
+        """Whether fragments from another link come in here now."""
+        return not (self.clogs or self.deafs or source.clogs or source in self.cuts)
+
+    def hears(self, target: Link[FragmentT, RowT]) -> bool:
+        """Whether answers of another link to what was sent from here come in now."""
+        return not self.mutes and self.lets_in(target)
 
     def hold(self, fragment: FragmentT) -> None:
         """Keep a fragment until the clog is gone."""
@@ -80,6 +91,12 @@ class Link(Generic[FragmentT, RowT]):
         if for_ps is not None:
             self._env.call_at(self._env.now + for_ps, self._ends, (what, self._healed))
 
+    def cut(self, source: Link[FragmentT, RowT], for_ps: int | None) -> None:
+        """Let nothing in that comes from another link."""
+        self.cuts[source] = self.cuts.get(source, 0) + 1
+        if for_ps is not None:
+            self._env.call_at(self._env.now + for_ps, self._joins, (source, self._healed))
+
     def slow(self, factor: int, for_ps: int | None) -> None:
         """Take `factor` times as long; of several the slowest counts."""
         self._slows.append(factor)
@@ -91,6 +108,7 @@ class Link(Generic[FragmentT, RowT]):
         """End every trouble at once."""
         self._healed += 1
         self.clogs = self.deafs = self.mutes = 0
+        self.cuts.clear()
         self._slows.clear()
         self.factor = 1
         self._let_go()
@@ -101,6 +119,15 @@ class Link(Generic[FragmentT, RowT]):
             return
         self._count(what, -1)
         self._let_go()
+
+    def _joins(self, which: tuple[Link[FragmentT, RowT], int]) -> None:
+        source, healed = which
+        if healed != self._healed:
+            return
+        self.cuts[source] -= 1
+        if not self.cuts[source]:
+            del self.cuts[source]
+            self._let_go()
 
     def _count(self, what: Trouble, change: int) -> None:
         match what:

@@ -255,12 +255,12 @@ class ChaosNic(ChaosReceiver):
             return
         target = row.peer.target
         assert target is not None
-        mine = self.link
-        for link, deaf in ((mine, mine.mutes or mine.deafs), (target.link, 0)):
-            if link.clogs or deaf:
-                link.hold_ack(row)
-                self.stuck(row)
-                return
+        mine, its = self.link, target.link
+        if not mine.hears(its):
+            stays = its.clogs and not (mine.clogs or mine.mutes or mine.deafs)
+            (its if stays else mine).hold_ack(row)
+            self.stuck(row)
+            return
         if row.unheard:
             self._doom(row, Status.UNREACHABLE, self._error_delay(row, ACK_PS * 2))
             return
@@ -281,8 +281,8 @@ class ChaosNic(ChaosReceiver):
         assert target is not None
         row.timed = False
         mine, its = self.link, target.link
-        deaf = (mine.mutes or mine.deafs) if row.left < 0 else its.deafs
-        if row.flying and (mine.clogs or its.clogs or deaf):
+        passes = mine.hears(its) if row.left < 0 else its.lets_in(mine)
+        if row.flying and not passes:
             self.refuse(row, Status.UNREACHABLE)
 
     def _doom(self, row: Flight, status: Status, delay_ps: int) -> None:
@@ -389,18 +389,17 @@ def _land(fragment: Fragment) -> None:
     target = row.peer.target
     assert target is not None, "a row without a target never leaves"
     its, mine = target.link, row.nic.link
-    if its.clogs or its.deafs or mine.clogs:
-        (its if its.clogs or its.deafs else mine).hold(fragment)
-        row.nic.stuck(row)
+    if its.lets_in(mine):
+        target.land(fragment)
         return
-    target.land(fragment)
+    (its if its.clogs or its.deafs or not mine.clogs else mine).hold(fragment)
+    row.nic.stuck(row)
 
 
 def _copy(row: Flight) -> None:
     target = row.peer.target
     assert target is not None
-    its = target.link
-    if target.state is NicState.UP and not (its.clogs or its.deafs or row.nic.link.clogs):
+    if target.state is NicState.UP and target.link.lets_in(row.nic.link):
         target.take_copy(row)
 
 

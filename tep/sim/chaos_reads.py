@@ -204,10 +204,9 @@ class ChaosReader(ChaosNic):
         *,
         hears: bool = False,
     ) -> bool:
-        """Whether a link is clogged, or this NIC deaf; then the same is tried again soon."""
+        """Whether a link lets nothing through; then the same is tried again soon."""
         mine, its = self.link, target.link
-        deaf = (mine.mutes or mine.deafs) if hears else its.deafs
-        if not (mine.clogs or its.clogs or deaf):
+        if mine.hears(its) if hears else its.lets_in(mine):
             return False
         now = self._env.now
         if read.stuck_ps < 0:
@@ -222,8 +221,7 @@ class ChaosReader(ChaosNic):
         assert target is not None
         read.stuck_ps = -1
         mine, its = self.link, target.link
-        stuck = mine.clogs or its.clogs or mine.mutes or mine.deafs or its.deafs
-        if not read.flying or read.left == 0 or not stuck:
+        if not read.flying or read.left == 0 or (mine.hears(its) and its.lets_in(mine)):
             return
         if self._chaos.late_land and read.bits >> 48 & 1:
             read.ghost = True

@@ -19,6 +19,7 @@ from tep.hashing import below, draw, stream_key
 from tep.sim.draws import Label, Recorder
 from tep.sim.faults_at import (
     Clog,
+    Cut,
     Fault,
     KillNic,
     Mute,
@@ -39,6 +40,7 @@ __all__ = [
     "SWARM",
     "Chaos",
     "Clog",
+    "Cut",
     "Fault",
     "Faults",
     "KillNic",
@@ -304,7 +306,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "receives": ("imm_credits",),
     "workers": ("poll_delay_ps", "pause_ps", "Pause"),
     "nics": ("dead_after_ps", "KillNic", "cq_depth"),
-    "links": ("Slow", "Clog", "Mute", "Swizzle"),
+    "links": ("Slow", "Clog", "Cut", "Mute", "Swizzle"),
     "keys": ("offsets", "Revoke"),
     "restarts": ("key_reuse", "Restart"),
     "control": ("message_loss", "control_dup", "datagram_loss", "datagram_dup"),
@@ -346,6 +348,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F25": ("bytes of a failed row stay, or land after the error", ("late_land", "late_ps")),
     "F26": ("what is in flight lands until the fence is confirmed", ("late_fence",)),
     "F27": ("a row that landed ends in an error of the provider's own", ("odd_errors",)),
+    "F28": ("two NICs reach all others and not each other, or only one way", ("Cut",)),
 }
 """Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 
@@ -443,6 +446,12 @@ def _draw_event(dice: int, place: int, possible: Sequence[str], nics: Mapping[st
         case "Slow":
             return Slow(node, nic, 3 + below(draw(dice, 8, place), 20), for_ps)
         case "Clog":
+            others = [name for name in names if name != node]
+            if others and below(draw(dice, 10, place), 3) == 0:
+                peer = others[below(draw(dice, 11, place), len(others))]
+                theirs = below(draw(dice, 12, place), nics[peer])
+                one_way = below(draw(dice, 13, place), 2) == 1
+                return Cut(node, nic, peer, theirs, for_ps, one_way)
             return Clog(node, nic, for_ps, inward=below(draw(dice, 9, place), 3) == 0)
         case "Mute":
             return Mute(node, nic, for_ps)

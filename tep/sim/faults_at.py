@@ -14,6 +14,7 @@ from tep.units import PS_PER_US
 
 __all__ = [
     "Clog",
+    "Cut",
     "Fault",
     "KillNic",
     "Mute",
@@ -23,6 +24,7 @@ __all__ = [
     "Slow",
     "Swizzle",
     "clog",
+    "cut",
     "kill_nic",
     "mute",
     "pause",
@@ -83,6 +85,27 @@ class Clog:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Nothing passes from one NIC to another, while both reach all others (F28).
+
+    A row that waits longer than `Chaos.dead_after_ps` ends UNREACHABLE; what is held lands later.
+
+    Attributes:
+        node, nic: where it comes from.
+        peer, peer_nic: where it would go to.
+        one_way: what the peer sends arrives, and is not acknowledged; False: nothing passes either
+            way.
+    """
+
+    node: str
+    nic: int
+    peer: str
+    peer_nic: int
+    for_ps: int | None = None
+    one_way: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Mute:
     """A NIC hears no acknowledgement: its rows land, and it does not know (F21).
 
@@ -132,7 +155,7 @@ class Swizzle:
         )
 
 
-Fault = KillNic | Revoke | Restart | Slow | Clog | Mute | Pause | Swizzle
+Fault = KillNic | Revoke | Restart | Slow | Clog | Cut | Mute | Pause | Swizzle
 
 
 def _ps(us: float | None) -> int | None:
@@ -165,6 +188,22 @@ def clog(node: str, nic: int, us: float | None = None, *, inward: bool = False) 
     `inward`: nothing reaches the NIC, and what it sends gets through.
     """
     return Clog(node, nic, _ps(us), inward)
+
+
+def cut(
+    node: str,
+    nic: int,
+    peer: str,
+    peer_nic: int,
+    us: float | None = None,
+    *,
+    one_way: bool = False,
+) -> Cut:
+    """Say that nothing passes between two NICs for a while; None: until the fabric is healed.
+
+    `one_way`: what the peer's NIC sends arrives.
+    """
+    return Cut(node, nic, peer, peer_nic, _ps(us), one_way)
 
 
 def mute(node: str, nic: int, us: float | None = None) -> Mute:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tep.sim.faults import (
         Chaos,
         Clog,
+        Cut,
         Faults,
         KillNic,
         Mute,
@@ -69,6 +70,7 @@ __all__ = [
     "Case",
     "Chaos",
     "Clog",
+    "Cut",
     "DomainContract",
     "EngineJudge",
     "Faults",
@@ -114,7 +116,7 @@ __all__ = [
 
 _ROOMS = {
     "tep.sim.faults": (
-        *("Chaos", "Clog", "Faults", "KillNic", "Mute", "Pause"),
+        *("Chaos", "Clog", "Cut", "Faults", "KillNic", "Mute", "Pause"),
         *("Restart", "Revoke", "Slow", "Swizzle"),
     ),
     "tep.testing.case": ("Case",),

@@ -19,7 +19,7 @@ from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import Prepared
 from tep.errors import ClosedError, StaleEpoch
-from tep.sim.faults import Clog, Mute
+from tep.sim.faults import Clog, Cut, Mute
 from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Piece, Span
 from tep.testing.scenario import SENDER, ReadSpec
 from tep.testing.stage import Stage
@@ -231,7 +231,9 @@ class Reader:
             return False
         if stage.lab.fabric.seen["row PROVIDER"]:  # of an owner who was to be told, perhaps
             return False
-        lasts = [fault.for_ps if isinstance(fault, Clog | Mute) else None for fault in stage.broken]
+        lasts = [
+            fault.for_ps if isinstance(fault, Clog | Cut | Mute) else None for fault in stage.broken
+        ]
         return None not in lasts and sum(filter(None, lasts)) < chaos.dead_after_ps
 
     def _check_bytes(self, read: _Read) -> None:

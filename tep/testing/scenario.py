@@ -16,7 +16,19 @@ from typing import Any, Final, Literal, TypeVar, get_args
 from tep.checks import check_int, shown
 from tep.errors import BadRequest
 from tep.hashing import below, draw, stream_key
-from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Revoke, Slow, Swizzle
+from tep.sim.faults import (
+    Chaos,
+    Clog,
+    Cut,
+    Fault,
+    KillNic,
+    Mute,
+    Pause,
+    Restart,
+    Revoke,
+    Slow,
+    Swizzle,
+)
 from tep.sim.streams import Stream
 from tep.testing.sizes import Sizes, check_sizes, draw_sizes
 from tep.units import IMM_MAX, PS_PER_NS
@@ -306,6 +318,8 @@ class Scenario:
             chaos = replace(chaos, late_land=1 + dice.below(0, 53, 2))
             faults += _draw_stuck(dice, 600, nics, [spec.start_ps for spec in reads])
         failover = dice.below(0, 35, 4) > 0
+        if failover:
+            faults += _draw_cuts(dice, nics, transfers)
         tells = dice.below(0, 62, 4) == 0
         if tells:
             transfers = tuple(
@@ -560,6 +574,31 @@ def _draw_trouble(
                 fault = Clog(node, nic, for_ps or 5 * _SPREAD_PS, inward=True)
         start_ps = transfers[dice.below(entity, 6, len(transfers))].start_ps
         found.append((start_ps + dice.below(entity, 7, _FAULT_PS), fault))
+    return tuple(found)
+
+
+def _draw_cuts(
+    dice: _Dice, nics: tuple[int, int, int], transfers: tuple[TransferSpec, ...]
+) -> tuple[tuple[int, Fault], ...]:
+    """In one run of six a NIC of node a and one of a receiver do not reach each other any more."""
+    if dice.below(0, 70, 6):
+        return ()
+    found: list[tuple[int, Fault]] = []
+    for entity in range(1100, 1101 + dice.below(0, 71, 3)):
+        number = 1 + dice.below(entity, 1, 2 if any(spec.wide for spec in transfers) else 1)
+        pair = [
+            (SENDER, dice.below(entity, 2, nics[0])),
+            (RECEIVERS[number - 1], dice.below(entity, 3, nics[number])),
+        ]
+        (node, nic), (peer, peer_nic) = pair if dice.below(entity, 4, 2) else reversed(pair)
+        one_way = dice.below(entity, 5, 2) == 1
+        last_ns = dice.pick(entity, 6, _LASTS_NS)
+        for_ps = None if last_ns is None else last_ns * _NS
+        if one_way:  # not for ever: who is heard, and hears no answer, goes on asking
+            for_ps = for_ps or 5 * _SPREAD_PS
+        start_ps = transfers[dice.below(entity, 7, len(transfers))].start_ps
+        start_ps += dice.below(entity, 8, _FAULT_PS)
+        found.append((start_ps, Cut(node, nic, peer, peer_nic, for_ps, one_way)))
     return tuple(found)
 
 

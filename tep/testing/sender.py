@@ -15,7 +15,7 @@ from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import PeerGroup, Prepared
 from tep.errors import BusyError, ClosedError, StaleEpoch
-from tep.sim.faults import Clog, KillNic, Mute, Pause, Revoke, Slow, Swizzle
+from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
 from tep.testing.scenario import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
@@ -252,9 +252,9 @@ class Sender:
             self.stage.blame(f"{run} failed, though other NICs live at both ends: {handle.error}")
 
     def _excuse(self, run: Run) -> str:
-        """Why a transfer may fail here; "" if it has to be done: only NICs died, and others live.
+        """Why a transfer may fail here; "" if it has to be done: another path was there all along.
 
-        Slow links and pauses excuse nothing.
+        Slow links and pauses excuse nothing; dead NICs and cuts only that no path is left.
         """
         stage, chaos = self.stage, self.stage.scenario.chaos
         if not stage.scenario.failover:
@@ -269,15 +269,24 @@ class Sender:
             # What is in doubt about a cancelled request may be in doubt for others.
             return "a transfer was cancelled"
         dead = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic)}
-        others = [f for f in stage.broken if not isinstance(f, KillNic | Slow | Pause)]
+        cut = [{(f.node, f.nic), (f.peer, f.peer_nic)} for f in stage.broken if isinstance(f, Cut)]
+        others = [f for f in stage.broken if not isinstance(f, KillNic | Cut | Slow | Pause)]
         often = chaos.message_loss > _LOST_MAX
-        if often or (chaos.message_loss and (others or len(dead) > 1)):
+        if often or (chaos.message_loss and (others or len(dead) + len(cut) > 1)):
             return "messages are lost"
         if others:
             return type(others[0]).__name__
-        ends = ((SENDER, len(stage.sender.taps)), *((h.name, len(h.taps)) for h in run.hosts))
-        gone = any(all((name, nic) in dead for nic in range(n)) for name, n in ends)
-        return "all NICs of one end died" if gone else ""
+        for host in run.hosts:
+            left = [
+                {ours, theirs}
+                for ours in sorted({(SENDER, nic) for nic in range(len(stage.sender.taps))} - dead)
+                for theirs in sorted({(host.name, nic) for nic in range(len(host.taps))} - dead)
+            ]
+            if not left:
+                return "all NICs of one end died"
+            if all(pair in cut for pair in left):
+                return "Cut"
+        return ""
 
     def _has_cause(self, run: Run, status: Status, nic: int) -> bool:
         """Whether anything that broke so far explains an error."""
@@ -288,7 +297,7 @@ class Sender:
                 return KillNic(SENDER, nic) in broken
             case Status.UNREACHABLE:
                 killed = {fault.node for fault in broken if isinstance(fault, KillNic)}
-                troubled = any(isinstance(f, Clog | Mute | Swizzle) for f in broken)
+                troubled = any(isinstance(f, Clog | Cut | Mute | Swizzle) for f in broken)
                 return troubled or not peers.isdisjoint(killed | self.stage.closed)
             case Status.STALE_PEER:
                 return not all(host.live for host in run.hosts)

@@ -21,6 +21,7 @@ from tep.sim.faults import (
     SWARM,
     Chaos,
     Clog,
+    Cut,
     Fault,
     Faults,
     KillNic,
@@ -235,7 +236,7 @@ def _knobs(draw: DrawFn, free: set[str]) -> Chaos:
     return Chaos.calm(**knobs)
 
 
-_EVENTS = (KillNic, Clog, Mute, Slow, Pause, Swizzle, Revoke, Restart)
+_EVENTS = (KillNic, Clog, Cut, Mute, Slow, Pause, Swizzle, Revoke, Restart)
 
 
 @st.composite
@@ -254,6 +255,13 @@ def _events(draw: DrawFn, nics: dict[str, int], kinds: list[Any]) -> tuple[int, 
         return t_ps, Slow(node, nic, draw(st.integers(2, 20)), draw(_LASTS))
     if kind is Swizzle:
         return t_ps, Swizzle(node, nics[node], draw(_times(4000)), draw(st.integers(0, 99)))
+    if kind is Cut:
+        peer = draw(st.sampled_from(sorted(nics)))
+        theirs = draw(st.integers(0, nics[peer] - 1))
+        one_way = draw(st.booleans())
+        return t_ps, Cut(
+            node, nic, peer, theirs, draw(_times(4000) if one_way else _LASTS), one_way
+        )
     if kind is Pause:
         return t_ps, Pause(node, draw(_times(20_000)))
     return t_ps, kind(node, nic, draw(_LASTS))

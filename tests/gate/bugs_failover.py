@@ -16,11 +16,12 @@ from tep.control.messages import Answer
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State
 from tep.core.imm import Counts
+from tep.core.path import Link
 from tep.core.pending import Acks
 from tep.core.sums import Arrivals, Sums
 from tep.core.transfer import Transfer
 from tep.engine.worker import Worker
-from tep.sim.faults import Clog, KillNic, Mute, Swizzle
+from tep.sim.faults import Clog, Cut, KillNic, Mute, Swizzle
 from tep.testing.scenario import Scenario
 from tests.gate.bugs_counting import BY_COLUMNS
 from tests.gate.registry import Bug, Change, bug
@@ -31,7 +32,7 @@ LATE = 2000
 
 def can_show(scenario: Scenario) -> bool:
     """Whether a row may have to be made good in this scenario; in others these bugs are asleep."""
-    trouble = any(isinstance(f, KillNic | Clog | Mute | Swizzle) for _, f in scenario.faults)
+    trouble = any(isinstance(f, KillNic | Clog | Cut | Mute | Swizzle) for _, f in scenario.faults)
     return scenario.failover and (trouble or scenario.chaos.cq_depth > 0)
 
 
@@ -441,6 +442,32 @@ def lost_pieces_stay_out() -> list[Change]:
         pending.is_piece = is_piece
 
     return [(DomainGroup, "_forget", keep_place)]
+
+
+# ---------------------------------------------------------------------- paths, not NICs
+
+CUT = 2000
+"""Seeds for what shows only where two NICs do not reach each other, and both reach others."""
+
+
+@bug(budget=CUT)
+def routes_go_by_nics() -> list[Change]:
+    """A path is used if both of its NICs work, though it is shut, and others are not."""
+    route = Link.route
+
+    def by_nics(self, here, domain, nic):
+        closed, self.closed = self.closed, 0
+        found = route(self, here, domain, nic)
+        self.closed = closed
+        return found
+
+    return [(Link, "route", by_nics)]
+
+
+@bug(budget=CUT)
+def our_other_nics_are_no_way() -> list[Change]:
+    """A row that got no answer fails where the peer has no other NIC, though we have one."""
+    return [(Link, "has_way", lambda *_: False)]
 
 
 # ---------------------------------------------------------------------- no drawn run shows these

@@ -81,6 +81,8 @@ MISSED: Final[dict[str, str]] = {
     "questions_share_a_number": "one question at a time is open here",
     "first_part_of_the_answer_is_all": "an answer has one part here",
     "lost_pieces_stay_out": "nothing is posted in pieces here",
+    "routes_go_by_nics": "no two NICs here fail to reach each other, and reach others",
+    "our_other_nics_are_no_way": "no two NICs here fail to reach each other, and reach others",
     "no_callback_after_failure": "nothing here waits for the callback of a failed transfer",
     "called_back_too_early": "callbacks here look only at transfers that are done",
     # leases

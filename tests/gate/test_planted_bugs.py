@@ -13,7 +13,7 @@ import pytest
 
 from tep.core.group import DomainGroup, Pending
 from tep.engine.worker import Worker
-from tep.sim.faults import Chaos, Clog, Fault, Mute, Slow, Swizzle
+from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
 from tep.sim.row_log import RowLog
 from tep.testing.oracle import Violation, replay, run_scenario
 from tep.testing.scenario import Scenario, TransferSpec
@@ -178,6 +178,7 @@ WANTED = [
     "Restart",
     "Slow",
     "Clog",
+    "Cut",
     "Mute",
     "Pause",
     "Swizzle",
@@ -223,6 +224,7 @@ EXCUSED = {
     "a transfer was cancelled": 42,
     "Mute": 40,
     "Clog": 37,
+    "Cut": 9,
     "an error of the provider's": 15,
     "Swizzle": 12,
 }
@@ -302,6 +304,8 @@ def test_engine_is_clean_by_columns() -> None:
         assert first_found(range(100_000, 100_000 + SEEDS // 10)) is None
 
 
+LINKS = Clog | Cut | Mute | Slow | Swizzle
+
 WEAKER: dict[str, Callable[[Scenario], Scenario]] = {
     "in order": lambda s: replace(
         s, chaos=replace(s.chaos, ordered=True, reorder_ps=0, last_late_ps=0)
@@ -322,7 +326,7 @@ WEAKER: dict[str, Callable[[Scenario], Scenario]] = {
         s, failover=False, transfers=tuple(replace(t, again=0) for t in s.transfers)
     ),
     "no link trouble": lambda s: replace(
-        s, faults=tuple(f for f in s.faults if not isinstance(f[1], Clog | Mute | Slow | Swizzle))
+        s, faults=tuple(f for f in s.faults if not isinstance(f[1], LINKS))
     ),
     "nothing lands late": lambda s: replace(s, chaos=replace(s.chaos, late_land=0)),
     "no cancel": lambda s: replace(
@@ -338,6 +342,8 @@ def on_first_nic(booked: tuple[int, Fault]) -> tuple[int, Fault]:
     t_ps, fault = booked
     if isinstance(fault, Swizzle):
         return t_ps, replace(fault, nics=1)
+    if isinstance(fault, Cut):
+        return t_ps, replace(fault, nic=0, peer_nic=0)
     return t_ps, replace(fault, nic=0) if hasattr(fault, "nic") else fault
 
 

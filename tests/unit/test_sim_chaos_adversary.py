@@ -9,7 +9,7 @@ import pytest
 
 from tep.backends.base import Kind, Status
 from tep.sim.chaos_link import Trouble
-from tep.sim.faults import Clog, KillNic, Mute
+from tep.sim.faults import Clog, Cut, KillNic, Mute
 from tests.unit.sim_seam import CALM, NS, Seam
 
 PAGES = [(256 * k, 256 * k, 256) for k in range(12)]
@@ -121,6 +121,38 @@ def test_f12_a_short_cut_of_one_direction_is_no_error() -> None:
         seam.run()
         assert {Status.OK: 12} == seam.ended()
         assert 12 == seam.imms()[5]
+
+
+@pytest.mark.parametrize("one_way", [False, True])
+def test_f28_two_nics_do_not_reach_each_other_and_both_reach_others(one_way: bool) -> None:
+    """A fault that takes a whole NIC never shows an engine that takes paths for NICs."""
+    for mine, (node, peer) in enumerate(("ab", "ba")):
+        seam = Seam(replace(CALM, dead_after_ps=300 * NS), nics=2)
+        for for_ps in (None, 5000 * NS):  # the end of the second one is not that of the first
+            seam.fabric.inflict(Cut(node, 0, peer, 1, for_ps, one_way))
+        lost = seam.write(PAGES, 5, nic=mine, remote=1 - mine)
+        others = [seam.write(PAGES, 6 + k, nic=k) for k in range(2)]
+        seam.run()
+        assert {Status.UNREACHABLE: 12} == seam.ended(lost)
+        assert (12 if one_way and node == "b" else 0) == seam.imms()[5], "a's rows get there"
+        assert [{Status.OK: 12}] * 2 == [seam.ended(ctx) for ctx in others]
+        seam.fabric.heal()
+        again = seam.write(PAGES, 8, nic=mine, remote=1 - mine)
+        seam.run()
+        assert {Status.OK: 12} == seam.ended(again)
+
+
+def test_f28_a_short_cut_is_no_error() -> None:
+    """What was held comes when both NICs reach each other again, and its answers too."""
+    for ends in ("ab", "ba"):
+        seam = Seam(replace(CALM, dead_after_ps=50_000 * NS))
+        for for_ps, one_way in ((2000 * NS, False), (4000 * NS, True)):
+            seam.fabric.inflict(Cut(ends[0], 0, ends[1], 0, for_ps, one_way))
+        seam.write(PAGES, 5)
+        seam.run()
+        assert {Status.OK: 12} == seam.ended()
+        assert min(seen.t_ps for seen in seam.of(Kind.WRITE)) >= 4000 * NS
+        assert {} == seam.b.node.domains[0].link.cuts
 
 
 def test_troubles_of_a_link_are_counted_apart() -> None:
