@@ -449,7 +449,8 @@ class Worker:
                 self.held_leases.start(transfer)
             if deal is None:
                 group = self.group
-                group.alone = self._is_stepping and not (group.backlog or self.commands)
+                stepping = self._is_stepping and not was_held  # those start after the posting
+                group.alone = stepping and not (group.backlog or self.commands)
                 group.start(transfer)
             else:
                 deal(transfer)
