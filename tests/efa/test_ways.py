@@ -79,7 +79,8 @@ def batches(post, seed, count, send):
     rng = np.random.default_rng(seed)
     end = _End(post, send=send)
     free, spare = list(range(send)), 64
-    end.way.receive(np.arange(64))
+    end.way.stage(np.arange(64))
+    end.way.receive()
     kinds = {"rows": 0, "imms": 0, "messages": 0}
     for _ in range(count):
         n, with_imm = int(rng.integers(1, send + 1)), rng.random() < 0.5
@@ -135,7 +136,8 @@ def _settle(end, free, spare, kinds):
             kinds["imms" if flags & 0x20 else "messages"] += 1
             assert flags & 0x20 == 0 or flags & 8
     if back:
-        end.way.receive(np.array(back))
+        end.way.stage(np.array(back))
+        end.way.receive()
         spare += len(back)
     return free, spare
 

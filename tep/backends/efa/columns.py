@@ -308,16 +308,19 @@ class Columns:
         self._fence()
         self._bell.value = pc & 0xFFFF
 
-    def receive(self, indices: Numbers) -> None:
-        """Post receive buffers."""
+    def stage(self, indices: Numbers) -> None:
+        """Write receive buffers into the queue; the device learns of them from `receive`."""
         n, size = len(indices), self._rx_size
         at = self._rx_pc & (size - 1)
-        split = min(n, size - at)
-        for first, here, there in ((0, split, at), (split, n, 0)):
-            if first < here:
-                into = self._rx[there : there + here - first]
-                self._receives.take(indices[first:here], axis=0, out=into, mode="clip")
         self._rx_pc += n
+        split = size - at
+        if n > split:
+            self._receives.take(indices[split:], axis=0, out=self._rx[: n - split], mode="clip")
+            indices, n = indices[:split], split
+        self._receives.take(indices, axis=0, out=self._rx[at : at + n], mode="clip")
+
+    def receive(self) -> None:
+        """Post the receive buffers that are staged."""
         self._fence()
         self._rx_bell.value = self._rx_pc & 0xFFFF
 

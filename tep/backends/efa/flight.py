@@ -141,7 +141,6 @@ class Mailbox(mailbox.Mailbox):
         self._contexts = first * STEP
         self._end = self._contexts + (receives + sends) * STEP
         self.idle: list[int] = list(range(receives))
-        self._spent: list[Numbers] = []
         self.unposted = receives
         self.refill_from = max(1, receives // _REFILL_SHARE)
         self._started = False
@@ -154,14 +153,13 @@ class Mailbox(mailbox.Mailbox):
     def refill(self) -> int:
         if not self._started or self._device.closed or self._device.failure:
             return 0
-        spent, self._spent = self._spent, []
-        self.unposted = 0
         if self.idle:
-            spent.append(np.array(self.idle, np.uint16))
+            self._way.stage(np.array(self.idle, np.uint16))
             self.idle.clear()
-        if spent:
+        if self.unposted:
+            self.unposted = 0
             try:
-                self._way.receive(spent[0] if len(spent) == 1 else np.concatenate(spent))
+                self._way.receive()
             except OSError as error:
                 self._device.lose(f"{error.strerror}: {error.errno}")
         return 0
@@ -182,8 +180,8 @@ class Mailbox(mailbox.Mailbox):
         self.unposted += 1
 
     def take_spent(self, indices: Numbers) -> None:
-        """Receives have been used by immediates."""
-        self._spent.append(indices.copy())
+        """Receives have been used by immediates: refill() posts them again, with others."""
+        self._way.stage(indices)
         self.unposted += len(indices)
 
     def receive_context(self, number: int) -> int:
@@ -306,10 +304,10 @@ class Queue(completions.Queue):
         if flags & _WRITE_FLAG:
             self._box.take_spent(numbers)
             imms = found["imm"]
-            imm = int(imms[0])
-            if (imms == imm).all():
+            n, values = len(imms), imms.tobytes()
+            if values == values[:4] * n:  # a third of what comparing columns takes
                 at = filled * COMPLETION_BYTES
-                put_completion(out, at, _IMM, _OK, len(imms), imm, 0, 0, 0)
+                put_completion(out, at, _IMM, _OK, n, int(imms[0]), 0, 0, 0)
                 return filled + 1
             return self._take_imms(imms, out, filled)
         for number, length in zip(numbers.tolist(), found["length"].tolist(), strict=True):

@@ -85,6 +85,7 @@ class RowWise:
         self._recvs["sg_list"] = self._sges.ctypes.data + SGE.itemsize * np.arange(n)
         self._recvs["num_sge"] = 1
         self._bad = np.zeros(1, np.uint64)
+        self._staged: list[Numbers] = []
 
     # --- posting; all or none is taken
 
@@ -164,8 +165,14 @@ class RowWise:
         if rc:
             raise OSError(rc, "ibv_wr_complete")
 
-    def receive(self, indices: Numbers) -> None:
-        """Post receive buffers."""
+    def stage(self, indices: Numbers) -> None:
+        """Take receive buffers; `receive` posts them."""
+        self._staged.append(indices.copy())
+
+    def receive(self) -> None:
+        """Post the receive buffers that are staged."""
+        indices = np.concatenate(self._staged)
+        self._staged.clear()
         at = self._recvs.ctypes.data + RECV_WR.itemsize * indices.astype(np.uint64)
         following = np.zeros_like(at)
         following[:-1] = at[1:]
