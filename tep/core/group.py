@@ -473,7 +473,8 @@ class DomainGroup:
             try:
                 taken = nic.post(batch, start, stop)
             except (OSError, MemoryError) as error:
-                return self.give_up(domain, error)
+                self.give_up(domain, error)
+                return True  # no NIC has news of it: turn again
             assert 0 <= taken <= stop - start, (taken, start, stop)
             if taken == 0:
                 if self.outstanding[domain] >= nic.caps.sq_depth:

@@ -141,7 +141,8 @@ class Outbox:
         try:
             taken = group.domains[domain].post_send(peer, message.payload, self._ctx + 1)
         except (OSError, MemoryError) as error:
-            return group.give_up(domain, error)  # the next try uses another NIC
+            group.give_up(domain, error)
+            return True  # the next try uses another NIC, or the same one after a signal
         if not taken:
             return False
         self._take_first(line)

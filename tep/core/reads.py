@@ -221,7 +221,8 @@ class Reads:
                 taken = nic.post_read(pending.batch, start, stop)
             except (OSError, MemoryError) as error:
                 queue.appendleft(pending)
-                return group.give_up(domain, error)
+                group.give_up(domain, error)
+                return True  # no NIC has news of it: turn again
             assert 0 <= taken <= stop - start, (taken, start, stop)
             self._take(pending, domain, taken)
             if pending.at < pending.stop:

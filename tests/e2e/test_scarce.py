@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import tep
+from tep.backends.base import Access
 from tep.backends.loopback import open_domains
 from tep.drivers import ThreadDriver
 from tep.engine import TransferEngine
@@ -107,6 +108,36 @@ def test_what_a_nic_raises_ends_no_engine(
         p.settle(p.b.submit_single_write(8, (p.dst_mr, 0), (there, 0), 4))
         p.a.close()
         assert p.a.stats().callback_errors == 0
+
+
+@pytest.mark.parametrize("verb", ["post", "post_read", "post_send"])
+def test_what_signals_interrupt_again_and_again_is_called_again(
+    verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine slept beside what it had to post: EINTR took nothing, and no NIC has news."""
+    with pair(1, 1, threads=True) as p:
+        p.b.submit_recvs(64, 8, lambda _: None)
+        p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 1).wait(WAIT_S)
+        sink, _ = p.a.reg_mr(np.zeros(8, np.uint8), access=Access.SINK)
+        _, there = p.b.reg_mr(np.zeros(8, np.uint8), access=Access.READABLE)
+        nic, left = p.a._domains[0], [9]
+        healthy = getattr(type(nic), verb)
+
+        def interrupted(self: object, *args: object) -> object:
+            if self is nic and left[0]:
+                left[0] -= 1
+                raise OSError(errno.EINTR, "interrupted")
+            return healthy(self, *args)
+
+        monkeypatch.setattr(type(nic), verb, interrupted)
+        match verb:
+            case "post":
+                p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 2).wait(WAIT_S)
+            case "post_read":
+                p.a.submit_single_read(8, (there, 0), (sink, 0)).wait(WAIT_S)
+            case _:
+                p.a.submit_send(p.b.main_address, b"x").wait(WAIT_S)
+        assert 0 == left[0]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), MemoryError("broken")], ids=repr)
