@@ -72,6 +72,20 @@ class NewsNode(Protocol):
 
 
 @runtime_checkable
+class TurningNode(Protocol):
+    """A node that wants to know when a turn has posted all that it posts.
+
+    Attributes:
+        in_turn: set before a turn.
+    """
+
+    in_turn: bool
+
+    def end_turn(self) -> None:
+        """The turn is over."""
+
+
+@runtime_checkable
 class Restful(Protocol):
     """A machine that says when it needs no further turn."""
 
@@ -95,6 +109,7 @@ class SimDriver:
         self._timed: Timed | None = None
         self._booked = False
         self._restful: Restful | None = None
+        self._turning = node if isinstance(node, TurningNode) else None
         self._idle: Place | None = None  # of the step after one that had work
         self._watching = False
         self._due_ps = FOREVER_PS
@@ -198,7 +213,13 @@ class SimDriver:
         machine = self._machine
         if machine is None:
             return
-        work = machine.step()
+        turning = self._turning
+        if turning is None:
+            work = machine.step()
+        else:
+            turning.in_turn = True
+            work = machine.step()
+            turning.end_turn()
         machine.deliver()
         if self._machine is None:  # closed by a callback
             return

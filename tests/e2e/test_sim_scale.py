@@ -39,8 +39,8 @@ def weights(infers: int) -> str:
     [
         (moe_step, 16, 2015, 52, 372_143),
         (alltoall, 64, 4515, 7, 678_247),
-        (weights, 4, 9089, 486, 1_745_920),
-        (kvcache, 2, 11_523, 0, 493_749),
+        (weights, 4, 9053, 486, 1_732_133),
+        (kvcache, 2, 6707, 0, 461_500),
     ],
 )
 def test_no_more_events_than_when_this_was_written(work, size, events, passes, calls) -> None:
