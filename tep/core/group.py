@@ -618,17 +618,14 @@ class DomainGroup:
             self.nic_down(pending.domain)
             lost = any(self.alive)
         elif status == Status.UNREACHABLE:
-            others = [i for i, up in enumerate(self.alive) if up and i != pending.domain]
-            lost = self.mark_down(remote.link, nic) or remote.link.has_way(others)
+            lost = self.has_lost(pending.domain, remote.link, nic)
         elif status == Status.STALE_PEER:
             self.events.append(PeerRestarted(remote.link))
         elif status == Status.FLUSHED:
             far = self.far_ends.get(pending.domain, remote.link.addr.domains[nic])
-            if far is not None and far.unheard:
-                self.mark_down(
-                    remote.link, nic
-                )  # the error of a control message flushed these rows
-            lost = not remote.link.is_up(pending.domain, nic)
+            if far is not None and far.unheard:  # the error of what was not flushed these rows
+                lost = self.has_lost(pending.domain, remote.link, nic)
+            lost = lost or not remote.link.is_up(pending.domain, nic)
             lost = lost or not (self.alive[pending.domain] and remote.link.alive[nic])
         known = transfer.failure
         error = row_error(self.domains[pending.domain], pending, row, status)
@@ -672,6 +669,11 @@ class DomainGroup:
         if pending.row_bytes(row):
             remote, nic = pending.target(row)
             self.in_doubt += pending.transfer.add_doubt(remote, pending.domain, nic, code)
+
+    def has_lost(self, domain: int, link: Link, nic: int) -> bool:
+        """A peer's NIC did not answer ours: mark it down; return whether there is another path."""
+        others = [i for i, up in enumerate(self.alive) if up and i != domain]
+        return self.mark_down(link, nic) or link.has_way(others)
 
     def mark_down(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: move its queued rows to the peer's other NICs.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 
 import tep.testing
-from tep.testing import Scenario, engine_scenarios, run_scenario
+from tep.sim.faults import Chaos, Cut
+from tep.testing import ReadSpec, Scenario, TransferSpec, engine_scenarios, run_scenario
 
 
 @given(engine_scenarios())
@@ -19,3 +20,19 @@ def test_scenario_prints_as_itself(scenario: Scenario) -> None:
     """A failing scenario is reported as a literal; one that reads otherwise replays another run."""
     names = {name: getattr(tep.testing, name) for name in tep.testing.__all__}
     assert scenario == eval(repr(scenario), names)  # noqa: S307  # a literal of our own records
+
+
+def test_writes_that_a_read_without_an_answer_flushed_are_made_good() -> None:
+    """One path is cut, another lives; the read was repeated there, and the writes failed.
+
+    Found by a search of drawn runs. The connection flushes what is behind the error of the read.
+    """
+    run_scenario(
+        Scenario(
+            nics=(2, 1, 1),
+            transfers=(TransferSpec(kind="paged", pages=2),),
+            reads=(ReadSpec(kind="paged", pages=2),),
+            chaos=Chaos(ordered=True, flush_on_error=True, short_post=False, reorder_ps=0),
+            faults=((1, Cut("b", 0, peer="a", peer_nic=1)),),
+        )
+    )
