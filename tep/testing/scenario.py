@@ -307,10 +307,7 @@ class Scenario:
             _draw_transfer(dice, place, theme, wide=wide) for place in range(1, count + 1)
         )
         if dice.below(0, 61, 3) == 0:
-            near_ps = transfers[0].start_ps
-            transfers = tuple(
-                _draw_shared(dice, place, spec, near_ps) for place, spec in enumerate(transfers, 1)
-            )
+            transfers = _draw_shared(dice, transfers)
         reads = _draw_reads(dice, theme)
         chaos = _draw_chaos(dice, seed, theme)
         faults = _draw_faults(dice, theme, nics, transfers) + _draw_trouble(dice, nics, transfers)
@@ -322,14 +319,19 @@ class Scenario:
             faults += _draw_cuts(dice, nics, transfers)
         tells = dice.below(0, 62, 4) == 0
         if tells:
+            unheard = failover and dice.below(0, 66, 3) == 0
+            if unheard:  # a list that was taken is sent again, when the retry has arrived
+                transfers, faults = _draw_shared(dice, transfers), ()
+                chaos = replace(chaos, message_loss=15)
             transfers = tuple(
-                _draw_again(dice, place, spec, failover=failover)
+                _draw_again(dice, place, spec, failover=failover, cancels=3 - unheard)
                 for place, spec in enumerate(transfers, 1)
             )
-            if failover and dice.below(0, 63, 3):
+            if failover and not unheard and dice.below(0, 63, 3):
                 loss = dice.pick(0, 65, (chaos.message_loss, 2, 6))  # answers too
                 chaos = replace(chaos, late_land=dice.below(0, 64, 3), message_loss=loss)
-                faults += _draw_stuck(dice, 650, nics, [spec.start_ps for spec in transfers])
+                starts_ps = [spec.start_ps for spec in transfers]
+                faults += _draw_stuck(dice, 650, nics, starts_ps, (Mute, Clog, Pause, Swizzle))
         return cls(
             nics=nics,
             transfers=transfers,
@@ -438,15 +440,22 @@ def _draw_transfer(dice: _Dice, place: int, theme: str, *, wide: bool) -> Transf
     return TransferSpec(**knobs)
 
 
-def _draw_shared(dice: _Dice, place: int, spec: TransferSpec, near_ps: int) -> TransferSpec:
+def _draw_shared(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[TransferSpec, ...]:
     """Have most transfers of a run share one immediate, and be in flight together."""
-    if not spec.may_share or dice.below(place, 23, 4) == 0:
-        return spec
-    return replace(spec, shared=True, start_ps=near_ps + dice.below(place, 24, 200 * _NS))
+    near_ps, found = transfers[0].start_ps, []
+    for place, spec in enumerate(transfers, 1):
+        if spec.may_share and dice.below(place, 23, 4):
+            start_ps = near_ps + dice.below(place, 24, 200 * _NS)
+            found.append(replace(spec, shared=True, start_ps=start_ps))
+        else:
+            found.append(spec)
+    return tuple(found)
 
 
-def _draw_again(dice: _Dice, place: int, spec: TransferSpec, *, failover: bool) -> TransferSpec:
-    """Have most transfers tried again under their immediate, and some of them cancelled."""
+def _draw_again(
+    dice: _Dice, place: int, spec: TransferSpec, *, failover: bool, cancels: int
+) -> TransferSpec:
+    """Have most transfers tried again under their immediate, one of `cancels` after a cancel."""
     # What fails is stated again on its own: nobody takes it back, or has stated the next one.
     spec = replace(spec, recall_ps=None, lined_up=False)
     if not failover or dice.below(place, 31, 6) == 0:
@@ -454,7 +463,7 @@ def _draw_again(dice: _Dice, place: int, spec: TransferSpec, *, failover: bool) 
     spec = replace(spec, claimed=False, split=False)
     if not spec.may_retry:
         return spec
-    if dice.below(place, 26, 3) == 0:
+    if dice.below(place, 26, cancels) == 0:
         spec = replace(spec, cancel_ps=dice.below(place, 27, 900 * _NS))
     return replace(
         spec,
@@ -472,7 +481,11 @@ def _draw_reads(dice: _Dice, theme: str) -> tuple[ReadSpec, ...]:
 
 
 def _draw_stuck(
-    dice: _Dice, first: int, nics: tuple[int, int, int], starts_ps: list[int]
+    dice: _Dice,
+    first: int,
+    nics: tuple[int, int, int],
+    starts_ps: list[int],
+    kinds: tuple[type[Fault], ...] = (Mute, Clog),
 ) -> tuple[tuple[int, Fault], ...]:
     """Cut links off under a request for so long that it is given up, and may come all the same."""
     found: list[tuple[int, Fault]] = []
@@ -480,7 +493,14 @@ def _draw_stuck(
         number = dice.below(entity, 1, 2)
         node, nic = (SENDER, RECEIVERS[0])[number], dice.below(entity, 2, nics[number])
         for_ps = dice.pick(entity, 3, (1000, 2000, 4000)) * _NS
-        fault = Clog(node, nic, for_ps) if dice.below(entity, 4, 2) else Mute(node, nic, for_ps)
+        kind = dice.pick(entity, 4, kinds)
+        fault: Fault
+        if kind is Pause:
+            fault = Pause(node, for_ps)
+        elif kind is Swizzle:
+            fault = Swizzle(node, nics[number], for_ps, entity)
+        else:
+            fault = Clog(node, nic, for_ps) if kind is Clog else Mute(node, nic, for_ps)
         start_ps = starts_ps[dice.below(entity, 5, len(starts_ps))]
         found.append((start_ps + dice.below(entity, 6, 300 * _NS), fault))
     return tuple(found)

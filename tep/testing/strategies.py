@@ -156,6 +156,9 @@ def engine_scenarios(draw: DrawFn) -> Scenario:
     nodes = 3 if any(spec.wide for spec in specs) else 2
     closes = st.tuples(_times(3000), st.sampled_from((SENDER, *RECEIVERS)[:nodes]))
     faults = draw(st.lists(_faults(nics, nodes), max_size=3))
+    failover, tells = draw(st.sampled_from([True, True, False])), draw(st.booleans())
+    if tells:
+        specs = tuple(draw(_told(spec, tries=failover)) for spec in specs)
     return Scenario(
         nics=nics,
         transfers=specs,
@@ -171,9 +174,21 @@ def engine_scenarios(draw: DrawFn) -> Scenario:
         messages=draw(st.integers(0, MESSAGES_MAX)),
         buffers=draw(st.integers(1, 2)),
         echo=draw(st.booleans()),
-        failover=draw(st.sampled_from([True, True, False])),
+        failover=failover,
+        tell_failures=tells,
         sizes=draw(_sizes()),
     )
+
+
+@st.composite
+def _told(draw: DrawFn, spec: TransferSpec, *, tries: bool) -> TransferSpec:
+    """The same where receivers are told of failures: it may be tried again under its immediate."""
+    spec = replace(spec, recall_ps=None, lined_up=False, claimed=spec.claimed and not spec.shared)
+    if not (tries and spec.may_retry):
+        return spec
+    waits = st.sampled_from([1, 3000 * _NS, 30_000 * _NS])
+    again = draw(st.integers(0, 2))
+    return replace(spec, again=again, again_ps=draw(waits), restate_ps=draw(waits))
 
 
 @st.composite

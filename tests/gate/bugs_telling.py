@@ -1,6 +1,6 @@
 """Planted bugs: peers are told wrongly, or not at all, which immediates do not come.
 
-Their gate, `test_telling`, looks for most in those of the oracle's runs that tell: one in four.
+Their gate, `test_telling`, looks for them in those of the oracle's runs that tell: one in four.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.gate.registry import Bug, Change
 
 TELLING: dict[str, Bug] = {}
 
-BUDGET = 10_000
+BUDGET = 20_000
 
 
 def telling_bug(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:

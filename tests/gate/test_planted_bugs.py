@@ -214,7 +214,7 @@ WANTED = [
 
 
 EXCUSED = {
-    "and told": 350,
+    "and told": 280,
     "no failover": 260,
     "Restart": 135,
     "an engine was closed": 110,
