@@ -50,6 +50,7 @@ class ChaosPort:
     Attributes:
         state: how much of it is left.
         rows: rows and messages accepted so far.
+        entries: what poll() can return now.
     """
 
     def __init__(self, fabric: Fabric, node: Host, number: int) -> None:
@@ -80,6 +81,7 @@ class ChaosPort:
         self._row_log = fabric.row_log
         self._draws = fabric.draws
         self._cq = CompletionQueue(fabric.env, chaos, fabric.draws.post, self._uid)
+        self.entries = self._cq.entries
         self._lkeys: dict[int, Region] = {}
         self._rkeys: dict[int, Region] = {}
         self._sinks: dict[int, Region] = {}

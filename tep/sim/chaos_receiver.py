@@ -322,9 +322,9 @@ class ChaosReceiver(ChaosPort):
         self._has_receives()
 
     def poll(self, out: Completions) -> int:
-        cq = self._cq
-        if not cq.entries:
+        if not self.entries:
             return 0
+        cq = self._cq
         before = cq.imms_polled
         found = cq.poll(out)
         self._credits += cq.imms_polled - before

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from typing import Any, Final, TypeVar
 
@@ -118,6 +118,8 @@ class FabricEnv(simpy.Environment):
         deadline_ps: when the present run comes back at the latest, and others may act again; a
             model that computes ahead must not settle what lies behind it.
         keeps_places: whether reserve() and what goes with it can be called.
+        passes_places: a run that comes to its end stands at the last place that was reserved and
+            not taken, as if the call had been there. False: it stands at its last event.
         reporters: give the text of a stall report each; engines' drivers put theirs here.
 
     Args:
@@ -132,9 +134,11 @@ class FabricEnv(simpy.Environment):
         self.reporters: list[Callable[[], str]] = []
         self._pool: list[Call] = []
         self._daemons = 0
-        self._tie_key: int | None = None
+        self._draw_tie: Callable[[int], int] | None = None
         self._ties = 0
-        self._head: tuple[Any, ...] = (-1,)  # what was processed last
+        self.passes_places = False
+        self._reserved: tuple[Any, ...] = (-1,)  # the last of all places
+        self._head: tuple[Any, ...] = (-1,)  # the last place of which an event was processed
         if tie_seed is not None:
             self.shuffle_ties(tie_seed)
         self._fast = self.keeps_places = fast and internals_as_expected()
@@ -146,7 +150,7 @@ class FabricEnv(simpy.Environment):
 
     def shuffle_ties(self, seed: int) -> None:
         """From now on, order the events of one instant by a hash of this seed."""
-        self._tie_key = stream_key(seed, Stream.TIES)
+        self._draw_tie = partial(draw, stream_key(seed, Stream.TIES))
 
     @property
     def now(self) -> int:
@@ -169,7 +173,7 @@ class FabricEnv(simpy.Environment):
             event.arg = arg
         else:
             event = Call(fn, arg)
-        rank = NORMAL if self._tie_key is None else self._rank()
+        rank = NORMAL if self._draw_tie is None else self._rank()
         heappush(self._queue, (t_ps, rank, next(self._eid), event))
 
     def reserve(self, t_ps: int) -> Place:
@@ -178,7 +182,10 @@ class FabricEnv(simpy.Environment):
         Whoever then finds that the call is needed after all has it by `call_in_place`.
         """
         assert t_ps >= self._now, (t_ps, self._now)
-        return t_ps, NORMAL if self._tie_key is None else self._rank(), next(self._eid)
+        rank = NORMAL if self._draw_tie is None else self._rank()
+        place = t_ps, rank, next(self._eid)
+        self._reserved = max(self._reserved, place)
+        return place
 
     def is_ahead(self, place: Place) -> bool:
         """Whether an event in this place would still be to come."""
@@ -213,15 +220,15 @@ class FabricEnv(simpy.Environment):
                 f"delay {delay!r}: simulated time is an integer count of picoseconds; "
                 "multiply by tep.units.PS_PER_US and round"
             ) from None
-        if self._tie_key is not None and priority == NORMAL:
+        if self._draw_tie is not None and priority == NORMAL:
             priority = self._rank()
         super().schedule(event, priority, whole)
 
     def _rank(self) -> EventPriority:
         """A hashed priority behind URGENT: shuffles the events of one instant, never instants."""
-        assert self._tie_key is not None
-        self._ties += 1
-        return EventPriority(NORMAL + (draw(self._tie_key, self._ties) >> 8))
+        assert self._draw_tie is not None
+        self._ties = ties = self._ties + 1
+        return 1 + (self._draw_tie(ties) >> 8)  # type: ignore[return-value]  # its call takes time
 
     # ---- turning
 
@@ -237,14 +244,15 @@ class FabricEnv(simpy.Environment):
         queue = self._queue
         if len(queue) <= self._daemons and not self.revive():
             raise EmptySchedule
-        event = queue[0][3]
+        head = queue[0]
+        event = head[3]
+        self._head = max(self._head, head)
         if type(event) is Call and self._fast:
-            self._head = heappop(queue)
-            self._now = self._head[0]
+            heappop(queue)
+            self._now = head[0]
             event.fn(event.arg)
             self._pool.append(event)
         else:
-            self._head = queue[0]
             super().step()
 
     def revive(self) -> bool:
@@ -252,7 +260,8 @@ class FabricEnv(simpy.Environment):
         for _ in range(self._daemons):
             if len(self._queue) > self._daemons:
                 break
-            head = self._head = heappop(self._queue)
+            head = heappop(self._queue)
+            self._head = max(self._head, head)
             self._now = head[0]
             assert type(head[3]) is Call, head
             head[3].fn(head[3].arg)
@@ -289,7 +298,9 @@ class FabricEnv(simpy.Environment):
                     self._now = deadline_ps
                     return Turned.DEADLINE
                 event = head[3]
-                self._head = head
+                # With shuffled ties an event may be made for a place before that of its maker.
+                if head > self._head:  # noqa: PLR1730  # max() takes twice as long
+                    self._head = head
                 if type(event) is Call and fast:
                     heappop(queue)
                     self._now = head[0]
@@ -306,7 +317,17 @@ class FabricEnv(simpy.Environment):
             if settled():
                 return Turned.SETTLED
             if not revived:
-                return Turned.EMPTY
+                return self._end(deadline_ps)
+
+    def _end(self, deadline_ps: int) -> Turned:
+        """No event is left: let what would have been called in places that nobody took pass."""
+        place = self._reserved
+        if self.passes_places and place > self._head:
+            if place[0] > deadline_ps:
+                self._now = deadline_ps
+                return Turned.DEADLINE
+            self._head, self._now = place, place[0]
+        return Turned.EMPTY
 
     def enter(self) -> None:
         """Mark the clock as running; whoever calls this sets `running` back to False."""

@@ -62,13 +62,16 @@ class SimNode(Protocol):
 
 @runtime_checkable
 class NewsNode(Protocol):
-    """A node where a poll finds nothing of which nobody was told.
+    """A node where a poll finds nothing of which nobody was told, unless `has_more()`.
 
     Attributes:
         on_news: told of news that wake nobody, but that a poll would find.
     """
 
     on_news: Callable[[], object]
+
+    def has_more(self) -> bool:
+        """Whether the last poll has left news behind of which it told nobody."""
 
 
 @runtime_checkable
@@ -110,6 +113,7 @@ class SimDriver:
         self._booked = False
         self._restful: Restful | None = None
         self._turning = node if isinstance(node, TurningNode) else None
+        self._has_more: Callable[[], bool] = bool
         self._idle: Place | None = None  # of the step after one that had work
         self._watching = False
         self._due_ps = FOREVER_PS
@@ -127,7 +131,7 @@ class SimDriver:
         self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
         node, able = self.node, self.env.keeps_places
         if able and isinstance(machine, Restful) and isinstance(node, NewsNode):
-            node.on_news, self._restful = self.look, machine
+            node.on_news, self._restful, self._has_more = self.look, machine, node.has_more
         report = getattr(machine, "stall_report", None)
         if report is not None:
             self._report = report
@@ -241,6 +245,8 @@ class SimDriver:
         happens at the time, and in the order, that it has where each such turn is made.
         """
         if self._booked or self._restful is None or not self._restful.at_rest():
+            return False
+        if self._has_more():
             return False
         self._idle = self.env.reserve(self._next_ps())
         return True
