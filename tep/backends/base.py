@@ -141,7 +141,6 @@ put_completion: Final[Callable[..., None]] = Struct("=BBxxIIIQQ").pack_into
 Its stubs, unlike the arrays, do not say that these are buffers.
 """
 
-
 take_completion: Final[Callable[..., Entry]] = Struct("=BBxxIIIQQ").unpack_from
 """(out, offset in bytes): one entry as plain ints."""
 
@@ -228,12 +227,11 @@ class WriteBatch(Batch):
 
     def rows(self, start: int, stop: int) -> Iterator[Row]:
         """Spell out rows start..stop as plain ints, for backends that work row by row."""
-        n = stop - start
-        imms: list[int] | list[None] = [None] * n
+        imms: list[int] | list[None] = [None] * (stop - start)
         if self.imm is not None:
             imms = _spelled(self.imm, start, stop)
         columns = (self.peer, self.src, self.lkey, self.dst, self.rkey, self.nbytes)
-        return map(Row, *(_spelled(column, start, stop) for column in columns), imms)
+        return map(Row, *[_spelled(column, start, stop) for column in columns], imms)
 
 
 class ReadBatch(Batch):
@@ -263,11 +261,13 @@ class ReadBatch(Batch):
     def rows(self, start: int, stop: int) -> Iterator[ReadRow]:
         """Spell out rows start..stop as plain ints, for backends that work row by row."""
         columns = (self.peer, self.src, self.lkey, self.dst, self.rkey, self.nbytes)
-        return map(ReadRow, *(_spelled(column, start, stop) for column in columns))
+        return map(ReadRow, *[_spelled(column, start, stop) for column in columns])
 
 
 def _spelled(column: Column, start: int, stop: int) -> list[int]:
-    return [column] * (stop - start) if isinstance(column, int) else column[start:stop].tolist()
+    if isinstance(column, int):
+        return [column] * (stop - start)
+    return column[start:stop].tolist() if stop - start > 1 else [column.item(start)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,11 +74,11 @@ class ChaosNic(ChaosReceiver):
     # ------------------------------------------------------------------ sending
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        rows_open = len(self._open) - self._messages
+        free = self._chaos.sq_depth - len(self._open) + self._messages
         wanted = stop - start
-        if self._chaos.peer_depth:
+        if free > 0 and self._chaos.peer_depth:
             wanted = self._ahead(batch, start, stop)
-        room = self._room(wanted, self._chaos.sq_depth - rows_open)
+        room = self._room(wanted, free)
         if room == 0:
             return 0
         for index, row in enumerate(batch.rows(start, start + room), start):
@@ -87,11 +87,13 @@ class ChaosNic(ChaosReceiver):
 
     def _ahead(self, batch: WriteBatch, start: int, stop: int) -> int:
         """How many rows come before the first one to a peer that holds as many as it may."""
-        held = Counter(id(row.peer) for row in self._open.values() if row.payload is None)
-        for ahead, row in enumerate(batch.rows(start, stop)):
-            peer = id(self._peers[row.peer])
-            held[peer] += 1
-            if held[peer] > self._chaos.peer_depth:
+        depth, peers = self._chaos.peer_depth, self._peers
+        if isinstance(batch.peer, int):
+            return min(stop - start, max(0, depth - peers[batch.peer].rows))
+        more: Counter[int] = Counter()
+        for ahead, peer in enumerate(batch.peer[start:stop].tolist()):
+            more[peer] += 1
+            if peers[peer].rows + more[peer] > depth:
                 return ahead
         return stop - start
 
@@ -168,6 +170,7 @@ class ChaosNic(ChaosReceiver):
 
     def _launch(self, spec: Row, ctx: int, index: int) -> None:
         row = self._accept(spec.peer, ctx)
+        row.peer.rows += 1
         row.index = index
         row.dst = spec.dst
         row.rkey = spec.rkey
@@ -323,6 +326,8 @@ class ChaosNic(ChaosReceiver):
         if row.payload is not None:
             kind = _SENT
             self._messages -= 1
+        else:
+            row.peer.rows -= 1
         nbytes = 0 if status else row.nbytes
         self._cq.push((kind, int(status), 1, 0, row.index, row.ctx, nbytes))
 

@@ -13,7 +13,16 @@ from typing import Final
 
 import numpy as np
 
-from tep.backends.base import Batch, Completions, Kind, ReadBatch, Status, WriteBatch
+from tep.backends.base import (
+    Batch,
+    Completions,
+    Entry,
+    Kind,
+    ReadBatch,
+    Status,
+    WriteBatch,
+    first_completions,
+)
 from tep.control.membership import PeerChange, PeerEvent
 from tep.sim.chaos_parts import NicState
 from tep.sim.chaos_reads import ChaosReader
@@ -116,6 +125,7 @@ class Tap:
         self._outstanding = 0
         self._addresses: dict[int, bytes] = {}
         self._messages: dict[int, int] = {}  # the peer of each message, by ctx
+        self._number, self._stepped, self._poll = nic.number, ledger.turns.stepped, nic.poll
         # Bound methods in place of forwarding ones: what is not watched costs nothing.
         self.register = nic.register
         self.deregister = nic.deregister
@@ -221,13 +231,13 @@ class Tap:
 
     def poll(self, out: Completions) -> int:
         if not self.down:
-            self._ledger.turns.stepped(self.nic.number, self._outstanding)
-        n = self.nic.poll(out)
+            self._stepped(self._number, self._outstanding)
+        n = self._poll(out)
         if n:
-            self._read(out[:n].tolist())
+            self._read(first_completions(out, n))
         return n
 
-    def _read(self, entries: list[tuple[int, ...]]) -> None:
+    def _read(self, entries: list[Entry]) -> None:
         ledger = self._ledger
         for kind, status, count, imm, row, ctx, _nbytes in entries:
             if kind == _IMM:

@@ -121,13 +121,17 @@ class Turns:
             nic: which; they come in order.
             outstanding: rows that it holds.
         """
-        offered, self._offered[nic] = self._offered[nic], set()
-        self._idle.discard(nic)
-        if outstanding < self._depth:
+        offered, queued = self._offered[nic], self._queued[nic]
+        if outstanding >= self._depth:
+            self._idle.discard(nic)
+        else:
             self._idle.add(nic)
-            for ctx, (who, _) in self._queued[nic].items():
-                if ctx not in offered and _waits(who):
-                    self._blame(f"NIC {nic} has room, and was not offered {who}")
+            if queued:
+                for ctx, (who, _) in queued.items():
+                    if ctx not in offered and _waits(who):
+                        self._blame(f"NIC {nic} has room, and was not offered {who}")
+        if offered:
+            offered.clear()
         if self._fresh and nic == max(self._live, default=-1) and self._idle >= self._live:
             for who in filter(_waits, self._fresh):
                 self._blame(f"every NIC has room, and none was offered {who}")
