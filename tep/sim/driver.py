@@ -62,16 +62,15 @@ class SimNode(Protocol):
 
 @runtime_checkable
 class NewsNode(Protocol):
-    """A node where a poll finds nothing of which nobody was told, unless `has_more()`.
+    """A node where a poll finds nothing of which nobody was told.
+
+    One whose poll leaves something behind and wakes nobody says so by `has_more() -> bool`.
 
     Attributes:
         on_news: told of news that wake nobody, but that a poll would find.
     """
 
     on_news: Callable[[], object]
-
-    def has_more(self) -> bool:
-        """Whether the last poll has left news behind of which it told nobody."""
 
 
 @runtime_checkable
@@ -131,7 +130,11 @@ class SimDriver:
         self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
         node, able = self.node, self.env.keeps_places
         if able and isinstance(machine, Restful) and isinstance(node, NewsNode):
-            node.on_news, self._restful, self._has_more = self.look, machine, node.has_more
+            node.on_news, self._restful, self._has_more = (
+                self.look,
+                machine,
+                getattr(node, "has_more", bool),
+            )
         report = getattr(machine, "stall_report", None)
         if report is not None:
             self._report = report

@@ -110,10 +110,6 @@ class FlowNode:
         """From a kick, or news from a NIC, to the worker's turn."""
         return self._step_delay_ps
 
-    def has_more(self) -> bool:
-        """Never: a poll that leaves something behind wakes the worker."""
-        return False
-
     def charge(self, n: int) -> tuple[int, int]:
         """Give the worker n rows to post; return when it begins and ends."""
         profile, now = self.profile, self._fabric.env.now

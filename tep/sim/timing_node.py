@@ -54,10 +54,6 @@ class Node:
         """How long from a kick, or news from a NIC, to the worker's turn."""
         return self._profile.step_delay_ps
 
-    def has_more(self) -> bool:
-        """Never: a poll that leaves something behind wakes the worker."""
-        return False
-
     def charge(self, cost_ps: int) -> None:
         """Give the worker work, to be done when it is through with what it has."""
         now = self._fabric.env.now
