@@ -672,8 +672,8 @@ class DomainGroup:
 
     def has_lost(self, domain: int, link: Link, nic: int) -> bool:
         """A peer's NIC did not answer ours: mark it down; return whether there is another path."""
-        others = [i for i, up in enumerate(self.alive) if up and i != domain]
-        return self.mark_down(link, nic) or link.has_way(others)
+        ours = [i for i, up in enumerate(self.alive) if up]
+        return self.mark_down(link, nic) or link.has_way(ours, but=(domain, nic))
 
     def mark_down(self, link: Link, nic: int) -> bool:
         """A peer's NIC does not answer: move its queued rows to the peer's other NICs.

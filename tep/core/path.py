@@ -254,9 +254,10 @@ class Link:
                     return i, j
         return ours[0], theirs[0]
 
-    def has_way(self, ours: Iterable[int]) -> bool:
-        """Whether a path from one of these NICs of ours is UP."""
-        return any(self.is_up(i, j) for i in ours for j in range(len(self.alive)))
+    def has_way(self, ours: Iterable[int], but: tuple[int, int] | None = None) -> bool:
+        """Whether a path from one of these NICs of ours is UP, other than `but`."""
+        paths = ((i, j) for i in ours for j in range(len(self.alive)))
+        return any(path != but and self.is_up(*path) for path in paths)
 
     def forget(self) -> None:
         """Drop the sums of its paths, and make the NICs forget its connections."""

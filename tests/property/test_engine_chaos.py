@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 
 import tep.testing
@@ -34,5 +35,22 @@ def test_writes_that_a_read_without_an_answer_flushed_are_made_good() -> None:
             reads=(ReadSpec(kind="paged", pages=2),),
             chaos=Chaos(ordered=True, flush_on_error=True, short_post=False, reorder_ps=0),
             faults=((1, Cut("b", 0, peer="a", peer_nic=1)),),
+        )
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_only_path_that_is_left_is_found_from_the_same_nic(seed: int) -> None:
+    """Three of four paths are cut. The last was passed over, as both NICs of the peer had failed.
+
+    Found by a search of drawn runs.
+    """
+    cuts = [(1, 0), (0, 1), (1, 1)]
+    run_scenario(
+        Scenario(
+            nics=(2, 2, 1),
+            transfers=(TransferSpec(kind="paged", pages=5),),
+            chaos=Chaos(seed=seed, sq_depth=1, refuse_post=True, short_post=False),
+            faults=tuple((1, Cut("b", there, peer="a", peer_nic=here)) for there, here in cuts),
         )
     )
