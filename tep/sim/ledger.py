@@ -6,6 +6,7 @@ A row has a number, counted over the whole fabric in the order of posting. Colum
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from enum import IntFlag
 from typing import Final
 
@@ -22,6 +23,7 @@ NEVER_PS: Final = 1 << 62
 
 _ROWS_MIN: Final = 4096
 _NONE: Final = np.empty(0, np.int64)
+_FEW: Final = 6  # so many rows one by one are quicker than columns
 
 
 class Hold(IntFlag):
@@ -203,6 +205,20 @@ class Agenda:
         left = self._at < len(self._times)
         self.first_ps = int(self._times[self._at]) if left else NEVER_PS
         return self._times[begin : self._at], self._numbers[begin : self._at]
+
+    def take_few(self, now_ps: int) -> list[tuple[int, int]] | None:
+        """Take what is due if it is a few rows, without columns: times and numbers; else None.
+
+        After take_one() found that it is not one.
+        """
+        at = self._at
+        times = self._times[at : at + _FEW + 1].tolist()
+        count = bisect_right(times, now_ps)
+        if count > _FEW:
+            return None
+        self._at = at + count
+        self.first_ps = times[count] if count < len(times) else NEVER_PS
+        return list(zip(times[:count], self._numbers[at : at + count].tolist()))
 
     def take_one(self, now_ps: int) -> tuple[int, int] | None:
         """Take what is due if it is one row, without columns: time and number; else None."""

@@ -57,6 +57,11 @@ class Inlet:
         if one is not None:
             self._take_one(*one)
             return
+        few = inbox.take_few(now)
+        if few is not None:
+            for time_ps, number in few:
+                self._take_one(time_ps, number)
+            return
         ledger = self._fabric.ledger
         times, numbers = inbox.take(now)
         rows = numbers - ledger.base

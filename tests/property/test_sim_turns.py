@@ -1,4 +1,4 @@
-"""Turns that the simulated driver leaves out: nothing else may be different."""
+"""Turns and wakes that the simulation leaves out: nothing else may be different."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tep import Pages, ScatterDst
 from tep.engine.machine import Machine
 from tep.sim import Cluster, run
 from tep.sim.row_log import RowLog
+from tep.sim.wakes import Wakes
 from tep.testing.oracle import Outcome, replay
 
 _ROOM = 1 << 20
@@ -44,10 +45,12 @@ requests = st.lists(
 )
 
 
-def _story(profile: str, wanted: list[Request]) -> tuple[list[str], list[tuple[int, int]], int]:
+def _story(
+    profile: str, wanted: list[Request], *, row_log: bool = True
+) -> tuple[list[str], list[tuple[int, int]], int]:
     """What every row did, when each request and its immediates were complete, and all turns."""
     ends: list[tuple[int, int]] = []
-    with Cluster(3, profile=profile, row_log=True) as cluster:
+    with Cluster(3, profile=profile, row_log=row_log) as cluster:
         regions = [engine.reg_mr(np.zeros(_ROOM, np.uint8)) for engine in cluster.engines]
 
         async def one(index: int, asked: Request) -> None:
@@ -59,6 +62,10 @@ def _story(profile: str, wanted: list[Request]) -> tuple[list[str], list[tuple[i
                 dsts = [
                     ScatterDst(asked.nbytes, 0, (regions[others[k % 2]][1], k * asked.nbytes))
                     for k in range(asked.rows)
+                ]
+                got = [
+                    cluster.engines[peer].expect_imm_count(index, len(range(k, asked.rows, 2)))
+                    for k, peer in enumerate(others[: asked.rows])
                 ]
                 sent = engine.submit_scatter(mr, dsts, index)
             else:
@@ -75,7 +82,8 @@ def _story(profile: str, wanted: list[Request]) -> tuple[list[str], list[tuple[i
 
         run(main(), cluster.env)
         turns = sum(engine._machine.worker.steps for engine in cluster.engines)
-        return [str(record) for record in cluster.row_log.records()], ends, turns
+        records = cluster.row_log.records() if row_log else ()
+        return [str(record) for record in records], ends, turns
 
 
 @settings(max_examples=25)
@@ -110,3 +118,19 @@ def test_turns_left_out_change_no_drawn_run(monkeypatch) -> None:
     monkeypatch.setattr(Machine, "at_rest", lambda _: False)
 
     assert _scenarios(range(40)) == found
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(_PROFILES), requests)
+def test_wakes_left_out_change_no_time(profile: str, wanted: list[Request]) -> None:
+    """Rows that land between a wake and the poll make no event: what later wakes depend on, and
+    every end, must be as if each had made one.
+    """
+    _, ends, _ = _story(profile, wanted, row_log=False)
+    must_row, Wakes.must_row = Wakes.must_row, Wakes.must
+    try:
+        _, all_ends, _ = _story(profile, wanted, row_log=False)
+    finally:
+        Wakes.must_row = must_row
+
+    assert sorted(all_ends) == sorted(ends)

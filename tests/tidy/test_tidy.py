@@ -27,6 +27,8 @@ LONGER: dict[str, str] = {
     "tep/cli/moe.py::moe": "a command: most of its lines are its options and their checks",
     "tep/cli/rl.py::plan": "a command: most of its lines are its options and their checks",
     "tep/cli/sim.py::whatif": "a command: most of its lines are its options and their checks",
+    "tep/sim/timing.py": "one thought: what becomes of rows between two NICs, and when",
+    "tep/sim/timing_nic.py": "one NIC: what each call of the seam does is one thought",
     "tep/backends/loopback.py": "one NIC: what each call of the seam does is one thought",
     "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }
