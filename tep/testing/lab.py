@@ -235,9 +235,11 @@ class Lab:
         nbytes = self.areas[-1][-1].stop + _GAP_BYTES
         self.original = _pattern(-(-nbytes // 1024) * 1024)[:nbytes]
         # So that what was fenced off is opened again while the scenario lasts. Control messages
-        # that come back
-        # later than the next ones go out would turn their engine for ever: hence the longest wait.
-        probe_max_s = max(_PROBE_MAX_S, 4e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
+        # that come back later than the next ones go out would turn their engine for ever: hence
+        # the longest wait, in which each NIC of the peers is asked, one after the other at worst.
+        asked = sum(scenario.nics[1:]) if scenario.wide else scenario.nics[1]
+        turns = max(4, 2 * asked // chaos.sq_depth)
+        probe_max_s = max(_PROBE_MAX_S, turns * 1e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
         self.options = replace(
             _OPTIONS,
             failover=scenario.failover,
