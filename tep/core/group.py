@@ -80,11 +80,10 @@ class DomainGroup:
     Attributes:
         domains: the NICs, in order.
         alive: which of them can still be posted on.
+        rows, nbytes: how many rows and bytes each NIC has taken so far.
         backlog: queued rows of all NICs, without reads.
         queued_reads: queued rows of reads, and immediates that wait for them; see `core.reads`.
         offered: the backlog when post() began.
-        outstanding: rows in flight, of each NIC.
-        rows, nbytes: how many rows and bytes each NIC has taken so far.
         ended: transfers without a row in flight or queued; the caller empties the list, and a
             transfer may be in it twice.
         batches: batches that are not over, by ctx.
@@ -114,9 +113,9 @@ class DomainGroup:
         self.domains = domains
         self.alive = [True] * len(domains)
         self.backlog = self.offered = self.queued_reads = 0
-        self.outstanding = [0] * len(domains)
         self.rows = [0] * len(domains)
         self.nbytes = [0] * len(domains)
+        self._back = [0] * len(domains)
         self.ended: list[Transfer] = []
         self.batches: dict[int, Pending] = {}
         self._queues: list[deque[Pending]] = [deque() for _ in domains]
@@ -136,6 +135,16 @@ class DomainGroup:
         self.acks = Acks() if failover else None
         self.events: list[Event] = []
         self.far_ends = FarEnds()
+
+    @property
+    def outstanding(self) -> list[int]:
+        """Rows in flight, of each NIC."""
+        back = self._back.copy()  # first: another thread may ask, and none is back before it is out
+        return [rows - over for rows, over in zip(self.rows, back, strict=True)]
+
+    def _is_full(self, domain: int) -> bool:
+        out = self.rows[domain] - self._back[domain]
+        return out >= self.domains[domain].caps.sq_depth
 
     # ------------------------------------------------------------------ dealing out
 
@@ -187,7 +196,6 @@ class DomainGroup:
                 self._go_on(pending, taken, [])
                 return
             pending.at = 1
-            self.outstanding[domain] += 1
             self.rows[domain] += 1
             self.nbytes[domain] += job.total
             transfer.took = ((domain, 1, job.total),)
@@ -364,29 +372,32 @@ class DomainGroup:
                 self._push(_of_part(transfer, part, columns, imm))
             return
         self._ctx = base + len(columns)
-        for part in dealt.by_nic:
-            place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
+        base += 1
+        domains, batches, rows, sums = self.domains, self.batches, self.rows, self.nbytes
+        last: Pending | None = None
+        for place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics in dealt.by_nic:
             src, dst = columns[place]
             # As _of_part() and _enter(), without the calls.
-            ctx = base + place + 1
+            ctx = base + place
             batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, ctx)
             pending = Pending(transfer, domain, batch, remotes, nics)
             pending.nbytes = total
-            pending.older = transfer.queued
-            transfer.queued = self.batches[ctx] = pending
+            pending.older = last
+            batches[ctx] = last = pending
             try:
-                taken = self.domains[domain].post(batch, 0, n)
+                taken = domains[domain].post(batch, 0, n)
             except (OSError, MemoryError) as error:
-                rest = self._rest_of(pending, dealt, columns)
-                self._go_on(pending, 0, rest, error)
+                transfer.queued = last
+                self._go_on(pending, 0, self._rest_of(pending, dealt, columns), error)
                 return
             if taken != n:
+                transfer.queued = last
                 self._go_on(pending, taken, self._rest_of(pending, dealt, columns))
                 return
             pending.at = n
-            self.outstanding[domain] += n
-            self.rows[domain] += n
-            self.nbytes[domain] += total
+            rows[domain] += n
+            sums[domain] += total
+        transfer.queued = last
         transfer.took = dealt.took
 
     def _rest_of(
@@ -424,7 +435,7 @@ class DomainGroup:
         else:
             if taken:
                 self._take(pending, domain, taken)
-            if taken or self.outstanding[domain] < self.domains[domain].caps.sq_depth:
+            if not self._is_full(domain):
                 self._post_on(domain, queue, refused=int(not taken))
         self.post(domain + 1)
         self._is_offered = self.backlog > 0
@@ -477,7 +488,7 @@ class DomainGroup:
                 return True  # no NIC has news of it: turn again
             assert 0 <= taken <= stop - start, (taken, start, stop)
             if taken == 0:
-                if self.outstanding[domain] >= nic.caps.sq_depth:
+                if self._is_full(domain):
                     break
                 # The NIC is not full: this peer's rows must wait, and others need not.
                 refused += 1
@@ -487,6 +498,8 @@ class DomainGroup:
             self._take(pending, domain, taken)
             if pending.at < pending.stop:
                 queue.rotate(-1)
+                if self._is_full(domain):
+                    break
                 continue
             queue.popleft()
             if not queue:
@@ -502,7 +515,6 @@ class DomainGroup:
         elif taken > 1:
             nbytes *= taken
         pending.at = at
-        self.outstanding[domain] += taken
         self.backlog -= taken
         self.rows[domain] += taken
         self.nbytes[domain] += nbytes
@@ -592,7 +604,7 @@ class DomainGroup:
         assert pending.domain == domain, (pending.domain, domain)
         pending.back = back = pending.back + count
         assert back <= pending.at, f"NIC {domain} returned more rows of batch {ctx} than it took"
-        self.outstanding[domain] -= count
+        self._back[domain] += count
         transfer = pending.transfer
         over = back == pending.stop  # else the batch is over when its rest is cut off
         held = status != _OK and self._fail_rows(pending, count, status, row)
