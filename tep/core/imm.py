@@ -289,20 +289,23 @@ class ImmTable(Generic[W]):
         self.total += count
         if self._claims and self._claimed(imm, count):
             return
-        have = self.counts.get(imm) + count
-        line = self._lines.get(imm)
+        counts, line = self.counts, self._lines.get(imm)
+        # As counts.get(), without the call where there are no pages.
+        have = count + (counts.get(imm) if counts._pages else counts._rest.get(imm, 0))
         if line is None:
-            if self.counts.dropped and have == count:
-                self.counts.dropped += count  # what is in the table stays exact
+            if counts.dropped and have == count:
+                counts.dropped += count  # what is in the table stays exact
                 return
-            self.counts.put(imm, have)
-            if self.counts.is_full:
-                self.counts.drop_newest(self._lines)
+            counts.put(imm, have)
+            if counts.is_full:
+                counts.drop_newest(self._lines)
         elif have < line[0].count:
-            self.counts.put(imm, have)
-        elif count == have == line[0].count and len(line) == 1:  # as _fire(), in half the time
+            counts.put(imm, have)
+        elif have == line[0].count and len(line) == 1:  # as _fire(), in half the time
             self.reached.append(line[0])
             del self._lines[imm]
+            if have != count:
+                counts.put(imm, 0)
         else:
             self._fire(imm, line, have)
 
