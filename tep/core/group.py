@@ -24,6 +24,7 @@ from tep.core.journal import Journal
 from tep.core.path import FarEnds, Link, Path, PathEvent, Routes
 from tep.core.pending import (
     NO_IMM,
+    NO_ROWS,
     Acks,
     Loss,
     LostRow,
@@ -39,7 +40,7 @@ from tep.core.pending import (
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
-from tep.core.ready import Dealt, Part, Ready
+from tep.core.ready import Dealt, Ready
 from tep.core.region import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
@@ -350,7 +351,8 @@ class DomainGroup:
 
     def dealt(self, job: Ready) -> Dealt | None:
         """How a prepared write is dealt out now, if it was dealt out so before."""
-        return job.laid.find(self._cursor, self.routes.version)
+        laid = job.laid()
+        return None if laid is None else laid.find(self._cursor, self.routes.version)
 
     def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
         """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
@@ -360,61 +362,67 @@ class DomainGroup:
         if version != self.routes.version or transfer.queued is None or transfer.is_ending():
             return
         made = cast("list[Pending]", list(transfer.batches()))
-        if not (self._shares and any(map(_is_long, made))):
-            job.laid.learn(cursor, job, transfer, self._cursor)
+        laid = job.laid()
+        if laid is not None and not (self._shares and any(map(_is_long, made))):
+            laid.learn(cursor, job, transfer, self._cursor)
 
     def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
         """start() of a prepared write; also post() if it is `alone`, without a backlog."""
         self._cursor = dealt.cursor
-        columns, imm, base = dealt.at(job.here, job.there), job.imm, self._ctx
         if not alone:
+            columns = dealt.at(job.here, job.there)
             for part in dealt.parts:
-                self._push(_of_part(transfer, part, columns, imm))
+                self._push(part.pending(transfer, columns[part.place], job.imm))
             return
-        self._ctx = base + len(columns)
-        base += 1
-        domains, batches, rows, sums = self.domains, self.batches, self.rows, self.nbytes
+        base = self._ctx + 1
+        self._ctx += len(dealt.parts)
+        domains, batches, rows, nbytes = self.domains, self.batches, self.rows, self.nbytes
+        posts, imm = dealt.posts(transfer, job), job.imm
         last: Pending | None = None
-        for place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics in dealt.by_nic:
-            src, dst = columns[place]
-            # As _of_part() and _enter(), without the calls.
-            ctx = base + place
-            batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, ctx)
-            pending = Pending(transfer, domain, batch, remotes, nics)
-            pending.nbytes = total
+        for (domain, n, total), place, pending in zip(dealt.took, dealt.places, posts):
+            batch = pending.batch
+            # As _enter(), without the call.
+            batch.ctx = ctx = base + place
+            batch.imm = imm
+            pending.transfer = transfer
+            pending.at = pending.back = 0
+            pending.lost = NO_ROWS
             pending.older = last
             batches[ctx] = last = pending
             try:
                 taken = domains[domain].post(batch, 0, n)
             except (OSError, MemoryError) as error:
-                transfer.queued = last
-                self._go_on(pending, 0, self._rest_of(pending, dealt, columns), error)
+                self._stop(pending, 0, dealt, posts, error)
                 return
             if taken != n:
-                transfer.queued = last
-                self._go_on(pending, taken, self._rest_of(pending, dealt, columns))
+                self._stop(pending, taken, dealt, posts)
                 return
             pending.at = n
             rows[domain] += n
-            sums[domain] += total
+            nbytes[domain] += total
         transfer.queued = last
         transfer.took = dealt.took
 
-    def _rest_of(
-        self, stopped: Pending, dealt: Dealt, columns: list[tuple[Column, Column]]
-    ) -> list[Pending]:
-        """The batches of a prepared write behind one that was not taken whole.
-
-        What was taken before it is counted here.
-        """
-        transfer, base = stopped.transfer, self._ctx - len(columns) + 1
-        at = [part.place for part in dealt.by_nic].index(stopped.batch.ctx - base)
-        transfer.took = dealt.took[:at]
-        waiting = []
-        for part in dealt.by_nic[at + 1 :]:
-            waiting.append(_of_part(transfer, part, columns, stopped.batch.imm))
-            self._enter(waiting[-1], base + part.place)
-        return waiting
+    def _stop(
+        self,
+        stopped: Pending,
+        taken: int,
+        dealt: Dealt,
+        posts: list[Pending],
+        error: OSError | MemoryError | None = None,
+    ) -> None:
+        """Queue what is left of a prepared write of which a batch was not taken whole."""
+        transfer, dealt.kept = stopped.transfer, []
+        at = posts.index(stopped)
+        transfer.queued, transfer.took = stopped, dealt.took[:at]
+        base = stopped.batch.ctx - dealt.by_nic[at].place
+        rest = []
+        for part, post in zip(dealt.by_nic[at + 1 :], posts[at + 1 :], strict=True):
+            batch = post.batch  # it may be of the submit before, but for its columns
+            waiting = part.pending(transfer, (batch.src, batch.dst), stopped.batch.imm)
+            self._enter(waiting, base + part.place)
+            rest.append(waiting)
+        self._go_on(stopped, taken, rest, error)
 
     def _go_on(
         self,
@@ -888,18 +896,6 @@ class DomainGroup:
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
         routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])
-
-
-def _of_part(
-    transfer: Transfer, part: Part, columns: list[tuple[Column, Column]], imm: Column | None
-) -> Pending:
-    """A batch of a prepared write, without a number."""
-    place, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = part
-    src, dst = columns[place]
-    batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, 0)
-    pending = Pending(transfer, domain, batch, remotes, nics)
-    pending.nbytes = total
-    return pending
 
 
 def _drop_ended(queue: deque[Pending]) -> None:

@@ -20,6 +20,7 @@ from tep.errors import FabricError
 __all__ = [
     "NEVER_LANDED",
     "NO_IMM",
+    "NO_ROWS",
     "Acks",
     "Loss",
     "LostRow",
@@ -41,7 +42,7 @@ __all__ = [
 _WIDE_MAX: Final = 1024
 """Kinds of scatters that are counted as a whole; with more, they are counted target by target."""
 
-_NO_ROWS: Final[dict[int, int]] = {}
+NO_ROWS: Final[dict[int, int]] = {}
 """The lost rows of every batch that has lost none; it is never changed."""
 
 NO_IMM: Final = frozenset((Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH))
@@ -148,7 +149,7 @@ class Pending:
         self.back = 0
         self.stop = batch.n
         self.nbytes = -1
-        self.lost: dict[int, int] = _NO_ROWS
+        self.lost: dict[int, int] = NO_ROWS
         self.retransmission: Retransmission | None = None
         self.is_piece = False
         self.tries = 0

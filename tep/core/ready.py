@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
+from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column
+from tep.backends.base import Column, WriteBatch
 from tep.core.pending import Pending
 from tep.core.region import Job, Remote, Targets, shifted, summand
 from tep.core.transfer import Transfer
@@ -21,6 +22,9 @@ from tep.core.transfer import Transfer
 __all__ = ["Dealt", "Laid", "Part", "Ready"]
 
 U64 = npt.NDArray[np.uint64]
+
+_KEPT_ROWS_MAX: Final = 2048
+"""Rows of the longest write whose batches are kept: of longer ones making them is a small part."""
 
 _CURSORS_MAX: Final = 16
 """Cursors for which a prepared write keeps its parts; unusual mixes of NIC counts have more."""
@@ -46,9 +50,23 @@ class Part(NamedTuple):
     remotes: Remote | Sequence[Remote]
     nics: int | Sequence[int]
 
+    def pending(
+        self, transfer: Transfer, columns: tuple[Column, Column], imm: Column | None
+    ) -> Pending:
+        """The batch of a submit, without a number."""
+        _, domain, n, nbytes, total, peer, lkey, rkey, remotes, nics = self
+        src, dst = columns
+        batch = WriteBatch(n, peer, src, lkey, dst, rkey, nbytes, imm, 0)
+        pending = Pending(transfer, domain, batch, remotes, nics)
+        pending.nbytes = total
+        return pending
 
-class Dealt(NamedTuple):
+
+class Dealt:
     """How a request is dealt out at one cursor.
+
+    The batches of the last submit that was posted at once are kept with their columns, and posted
+    again once it has ended well: then only the offsets are added, in place.
 
     Attributes:
         parts: in the order in which they are queued.
@@ -56,15 +74,32 @@ class Dealt(NamedTuple):
         columns: source and target addresses of each part, at no offset.
         whole: both columns of all rows, and which rows each part has; None: addresses are ints.
         cursor: where the next request starts.
-        took: NIC, rows and bytes of each part, as `by_nic`.
+        took, places: NIC, rows and bytes of each part, and its place, as `by_nic`.
+        kept: the batches, as `by_nic`.
     """
 
-    parts: tuple[Part, ...]
-    by_nic: tuple[Part, ...]
-    columns: list[tuple[Column, Column]]
-    whole: tuple[U64, U64, list[slice]] | None
-    cursor: int
-    took: tuple[tuple[int, int, int], ...]
+    __slots__ = (
+        "_at", "_moved", "by_nic", "columns", "cursor", "kept", "parts", "places", "took",
+        "whole",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        parts: tuple[Part, ...],
+        columns: list[tuple[Column, Column]],
+        whole: tuple[U64, U64, list[slice]] | None,
+        cursor: int,
+    ) -> None:
+        self.parts = parts
+        self.by_nic = tuple(sorted(parts, key=lambda part: part.domain))
+        self.columns = columns
+        self.whole = whole
+        self.cursor = cursor
+        self.took = tuple((part.domain, part.n, part.total) for part in self.by_nic)
+        self.places = tuple(part.place for part in self.by_nic)
+        self.kept: list[Pending] = []
+        self._at = 0, 0
+        self._moved: tuple[U64, U64] | None = None
 
     def at(self, here: int, there: int) -> list[tuple[Column, Column]]:
         """Source and target addresses of each part, at these offsets."""
@@ -81,6 +116,45 @@ class Dealt(NamedTuple):
             return [(src, dst)]
         return [(src[part], dst[part]) for part in rows]
 
+    def posts(self, transfer: Transfer, job: Ready) -> list[Pending]:
+        """The batches of a submit, as `by_nic`.
+
+        Kept ones are as the submit before left them, but for their columns: what belongs to one
+        submit is for the caller to set.
+        """
+        kept, here, there = self.kept, job.here, job.there
+        if kept and kept[0].transfer.ok:
+            if (here, there) != self._at:
+                self._at = here, there
+                self._move(kept, here, there)
+            return kept
+        columns = self.at(here, there)
+        fresh = [part.pending(transfer, columns[part.place], job.imm) for part in self.by_nic]
+        if transfer.rows <= _KEPT_ROWS_MAX:
+            self.kept, self._at, self._moved = fresh, (here, there), None
+        return fresh
+
+    def _move(self, kept: list[Pending], here: int, there: int) -> None:
+        """Write the addresses at these offsets into the columns of the kept batches."""
+        if self._moved is not None:
+            base, moved = self._moved
+            if here == there:
+                np.add(base, summand(here), moved)
+            else:
+                n = len(base) // 2
+                np.add(base[:n], summand(here), moved[:n])
+                np.add(base[n:], summand(there), moved[n:])
+            return
+        columns = self.at(here, there)
+        if self.whole is not None:  # columns of their own, to be written to from now on
+            src, dst, rows = self.whole
+            moved = np.concatenate((np.add(src, summand(here)), np.add(dst, summand(there))))
+            self._moved = np.concatenate((src, dst)), moved
+            src, dst = moved[: len(src)], moved[len(src) :]
+            columns = [(src[part], dst[part]) for part in rows]
+        for part, pending in zip(self.by_nic, kept, strict=True):
+            pending.batch.src, pending.batch.dst = columns[part.place]
+
 
 class Laid:
     """How the group dealt one prepared write out so far: good as long as no route changes.
@@ -92,7 +166,7 @@ class Laid:
         is_long: it is posted in pieces, which are decided anew each time.
     """
 
-    __slots__ = ("cycle", "dealt", "is_long", "version")
+    __slots__ = ("__weakref__", "cycle", "dealt", "is_long", "version")
 
     def __init__(self, remotes: Remote | Targets, nlocal: int) -> None:
         nics = remotes.nics if isinstance(remotes, Remote) else remotes.cycle
@@ -124,10 +198,8 @@ class Laid:
             (shifted(each.batch.src, -job.here), shifted(each.batch.dst, -job.there))
             for each in made
         ]
-        by_nic = tuple(sorted(parts, key=lambda part: part.domain))
-        took = tuple((part.domain, part.n, part.total) for part in by_nic)
         whole = _whole(job.base, columns)
-        self.dealt[cursor % self.cycle] = Dealt(parts, by_nic, columns, whole, following, took)
+        self.dealt[cursor % self.cycle] = Dealt(parts, columns, whole, following)
 
 
 class Ready(Job):
@@ -137,7 +209,8 @@ class Ready(Job):
 
     Attributes:
         base: the request at no offset.
-        laid: how it was dealt out so far.
+        laid: names how it was dealt out so far, which its Prepared holds: batches that are kept
+            there know their transfer, and by that this request.
         here, there: what is added to the addresses at both ends.
     """
 
@@ -146,7 +219,7 @@ class Ready(Job):
 
     def __init__(self, base: Job, laid: Laid, here: int, there: int, imm: int | None) -> None:
         self.base = base
-        self.laid = laid
+        self.laid = ref(laid)
         self.here = here
         self.there = there
         self.imm = imm

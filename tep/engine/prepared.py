@@ -237,16 +237,14 @@ class Prepared:
         if type(dst_offset) is not int:
             dst_offset = check_int(f"{self.verb}: dst_offset", dst_offset)
         here, there = (dst_offset, src_offset) if self._reads else (src_offset, dst_offset)
-        job = base.job
-        if not (
-            base.here_min <= here <= base.here_max and base.there_min <= there <= base.there_max
-        ):
+        job, laid, here_min, here_max, there_min, there_max = base
+        if not (here_min <= here <= here_max and there_min <= there <= there_max):
             return self._refused((here, there), imm, pages)
         known = imm if type(imm) is int and 0 <= imm <= IMM_MAX else self._imm(imm, job.n)
         # A read's job is its transfer's own. A lease is looked at when rows are dealt out.
-        if self._reads or self._leased or not (known is None or isinstance(known, int)):
+        if self._reads or self._leased or not (known is None or type(known) is int):
             return job.moved(here, there, known)
-        found = Ready(job, base.laid, here, there, known)
+        found = Ready(job, laid, here, there, known)
         self._last = (known, src_offset, dst_offset, pages), found
         return found
 

@@ -104,6 +104,24 @@ def parts_beside_a_backlog() -> list[Change]:
     return [(DomainGroup, "start_ready", first)]
 
 
+def batches_in_use_are_posted() -> list[Change]:
+    """The batches of the submit before are filled anew while NICs still have rows of them."""
+    posts = Dealt.posts
+
+    def posted(self, transfer, job):
+        if not self.kept:
+            return posts(self, transfer, job)
+        self._move(self.kept, job.here, job.there)
+        return self.kept
+
+    return [(Dealt, "posts", posted)]
+
+
+def columns_stay() -> list[Change]:
+    """Batches that are posted again go where they went before."""
+    return [(Dealt, "_move", lambda *_: None)]
+
+
 def bounds_forgotten() -> list[Change]:
     """Offsets lead out of the regions."""
     return [(prepared, "_room", lambda *_: (-(2**40), 2**40))]
@@ -128,6 +146,8 @@ BUGS = [
     cursor_stands_still,
     offsets_exchanged,
     parts_beside_a_backlog,
+    batches_in_use_are_posted,
+    columns_stay,
     bounds_forgotten,
     reads_share_a_job,
 ]
