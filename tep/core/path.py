@@ -130,10 +130,16 @@ class Path:
         self.state = PathState.UP
         self.fences = 0
         self.peer_id = _UNKNOWN
-        self.sums = PathSums(forgot=link.again)
         self.losses: list[Unsettled] = []
         self.seen: Rows | None = None
         self.asking = self.unclear = False
+
+    def __getattr__(self, name: str) -> PathSums:
+        """Make the sums when they are first used: engines that count none have many paths."""
+        if name != "sums":
+            raise AttributeError(f"'Path' object has no attribute {name!r}")
+        self.sums = PathSums(forgot=self.link.again)
+        return self.sums
 
     def __repr__(self) -> str:
         return f"Path({self.domain} -> {self.link.addr.name} NIC {self.nic}: {self.state.name})"

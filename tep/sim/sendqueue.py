@@ -110,43 +110,46 @@ class SendQueue:
     def add(self, units: Units, now_ps: int) -> None:
         """Take more units and plan again what has not started."""
         cut = self.cut(now_ps)
-        waiting = self.units.pick(slice(cut, None))
-        self._control_ended(cut, waiting)
-        target = int(units.target[0])
-        if (units.target == target).all() and (waiting.target == target).all():
+        self._control_ended(cut)
+        waits = len(self.starts) - cut
+        target = units.target.item(0)
+        if (units.target == target).all() and (
+            not waits or (self.units.target[cut:] == target).all()
+        ):
             # One queue pair: what waits keeps its place, the new stands behind it.
             busy_ps = self._free_ps
-            if len(waiting.number):
-                busy_ps = int(self.starts[-1] + waiting.service[-1])
+            if waits:
+                busy_ps = self.starts.item(-1) + self.units.service.item(-1)
             starts = fifo(units.ready, units.service, busy_ps) - units.service
             kept, planned = slice(self.at, None), units
         else:
-            both = Units.join([waiting, units]) if len(waiting.number) else units
+            both = Units.join([self.units.pick(slice(cut, None)), units]) if waits else units
             order, starts = round_robin(
                 both.target, both.ready, both.service, self._free_ps, self._ended
             )
             kept, planned = slice(self.at, cut), both.pick(order)
-        self.starts = np.concatenate((self.starts[kept], starts))
-        self.units = Units.join([self.units.pick(kept), planned])
+        if self.at == (len(self.starts) if kept.stop is None else cut):
+            self.starts, self.units = starts, planned
+        else:
+            self.starts = np.concatenate((self.starts[kept], starts))
+            self.units = Units.join([self.units.pick(kept), planned])
         self.at = 0
 
-    def _control_ended(self, cut: int, waiting: Units) -> None:
+    def _control_ended(self, cut: int) -> None:
         """Remember when the wire is free, and when each queue pair that waits was served last."""
         if not cut:
             return
-        started = self.units.pick(slice(0, cut))
-        ends = self.starts[:cut] + started.service
-        self._free_ps = int(ends[-1])
+        targets, services = self.units.target, self.units.service
+        self._free_ps = self.starts.item(cut - 1) + services.item(cut - 1)
         # Of a queue pair with nothing waiting only the service that may still go on matters.
-        alive = {int(started.target[-1])}
-        if len(waiting.target):
-            target = int(waiting.target[0])
-            one = bool((waiting.target == target).all())
-            alive |= {target} if one else set(waiting.target.tolist())
-        if alive == {int(started.target[-1])}:
-            self._ended = dict.fromkeys(alive, self._free_ps)
+        last = targets.item(cut - 1)
+        waiting = targets[cut:]
+        if not len(waiting) or (waiting == last).all():
+            self._ended = {last: self._free_ps}
             return
-        latest = self._ended | dict(zip(started.target.tolist(), ends.tolist()))
+        alive = {last, *waiting.tolist()}
+        ends = self.starts[:cut] + services[:cut]
+        latest = self._ended | dict(zip(targets[:cut].tolist(), ends.tolist()))
         self._ended = {target: end for target, end in latest.items() if target in alive}
 
     def drop_waiting(self, now_ps: int) -> Units:

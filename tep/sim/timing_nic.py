@@ -237,6 +237,8 @@ class TimingNic:
     def _flaws(self, rows: Ints) -> npt.NDArray[np.bool_] | None:
         """Say which rows have no readable source or are too long, and set their status."""
         ledger = self.fabric.ledger
+        if len(rows) == 1 and self._is_sound(rows.item(0)):
+            return None
         nbytes, lkeys, messages = ledger.nbytes[rows], ledger.lkey[rows], ledger.message[rows]
         bad = nbytes > self.caps.max_write_bytes
         if messages.any():
@@ -257,6 +259,17 @@ class TimingNic:
             ledger.status[rows[lost & ~bad]] = Status.LOCAL_KEY
             bad |= lost
         return bad if bad.any() else None
+
+    def _is_sound(self, row: int) -> bool:
+        """The same of one row: True if it is no message and has no flaw."""
+        ledger = self.fabric.ledger
+        nbytes = ledger.nbytes.item(row)
+        if ledger.message.item(row) or nbytes > self.caps.max_write_bytes:
+            return False
+        region = self.sources.get(ledger.lkey.item(row))
+        if region is None or not nbytes:
+            return not nbytes
+        return 0 <= ledger.src.item(row) - region.ptr <= region.nbytes - nbytes
 
     def _fail_here(self, numbers: Ints, times: Ints) -> None:
         """Complete rows, whose status is set, that never leave."""
@@ -367,7 +380,10 @@ class TimingNic:
         logs = fabric.row_log is not None
         if one is not None and not logs and self._reap_one(one[1] - ledger.base, now):
             return
-        times, numbers = self.outbox.take(now) if one is None else tuple(np.array([one]).T)
+        few = [one] if one is not None else None if logs else self.outbox.take_few(now)
+        if few and one is None and self._reap_few([n - ledger.base for _, n in few], now):
+            return
+        times, numbers = self.outbox.take(now) if few is None else tuple(np.array(few).T)
         rows = numbers - ledger.base
         for target in _distinct(ledger.target[rows]):
             if not fabric.gone[target]:
@@ -402,6 +418,28 @@ class TimingNic:
             self.depths.free(ledger.target[row : row + 1])
         ctx, nbytes = ledger.ctx.item(row), ledger.nbytes.item(row)
         self.ready.append((_WRITE, _OK, 1, 0, 0, ctx, nbytes))
+        return True
+
+    def _reap_few(self, rows: list[int], now: int) -> bool:
+        """The same for a few rows, which are reported in the order of _report_done()."""
+        fabric, ledger = self.fabric, self.fabric.ledger
+        for target in sorted({ledger.target.item(row) for row in rows}):
+            if not fabric.gone.item(target):
+                fabric.nic(target).take_landed(now)
+        done: dict[int, tuple[int, int]] = {}
+        for row in rows:
+            if ledger.message.item(row) or ledger.status.item(row) != _OK:
+                return False
+            ctx = ledger.ctx.item(row)
+            count, nbytes = done.get(ctx, (0, 0))
+            done[ctx] = count + 1, nbytes + ledger.nbytes.item(row)
+        ledger.hold[rows] &= ~_SENDER
+        self.open_rows -= len(rows)
+        if self.depths is not None:
+            self.depths.free(ledger.target[rows])
+        for ctx in sorted(done):
+            count, nbytes = done[ctx]
+            self.ready.append((_WRITE, _OK, count, 0, 0, ctx, nbytes))
         return True
 
     def _report_done(self, rows: Ints) -> None:

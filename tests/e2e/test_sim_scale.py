@@ -37,9 +37,9 @@ def weights(infers: int) -> str:
 @pytest.mark.parametrize(
     ("work", "size", "events", "passes", "calls"),
     [
-        (moe_step, 16, 1588, 52, 370_195),
-        (alltoall, 64, 2140, 6, 643_021),
-        (weights, 4, 9053, 486, 1_732_133),
+        (moe_step, 16, 1588, 52, 368_224),
+        (alltoall, 64, 2140, 6, 626_546),
+        (weights, 4, 9053, 486, 1_743_826),
         (kvcache, 2, 6707, 0, 461_500),
     ],
 )

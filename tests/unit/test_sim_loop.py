@@ -264,6 +264,25 @@ def test_other_threads_are_refused() -> None:
     run(main())
 
 
+def test_pythons_collector_is_left_as_it_was_found() -> None:
+    """A run looks at old objects more rarely; a program that goes on must not."""
+    before = gc.get_threshold()
+
+    async def main() -> tuple[int, int, int]:
+        return gc.get_threshold()
+
+    young, _, old = run(main())
+    try:
+        gc.set_threshold(0)
+        off = run(main())
+        assert (0, off) == (gc.get_threshold()[0], gc.get_threshold())
+    finally:
+        gc.set_threshold(*before)
+
+    assert (young, old) > (before[0], before[2])
+    assert before == gc.get_threshold()
+
+
 def test_run_inside_run_is_refused() -> None:
     """Two clocks in one program would run apart."""
 
