@@ -16,6 +16,7 @@ The envelope of every object (all integers little-endian):
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
 from functools import lru_cache
@@ -42,24 +43,28 @@ Nic = Annotated[bytes, Meta(min_length=1, max_length=256)]
 _NICS_MAX: Final = 64
 
 
+_UNSOUND: Final = (
+    *(msgspec.MsgspecError, OverflowError, UnicodeEncodeError, TypeError, RecursionError),
+)
+
+
 class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """An object with an envelope."""
 
     KIND: ClassVar[bytes]
 
     def __post_init__(self) -> None:
-        for name, hint in _hints(type(self)).items():
+        kind = type(self)
+        with contextlib.suppress(*_UNSOUND):  # all at once; if that fails, one by one to name it
+            values = [getattr(self, name) for name in kind.__struct_fields__]
+            msgspec.msgpack.encode(msgspec.convert(values, _row(kind), strict=True))
+            return
+        for name, hint in _hints(kind).items():
             value = getattr(self, name)
             try:
                 sound = msgspec.convert(value, hint, strict=True)
                 msgspec.msgpack.encode(sound)  # integers beyond 64 bits, text that is not UTF-8
-            except (
-                msgspec.MsgspecError,
-                OverflowError,
-                UnicodeEncodeError,
-                TypeError,
-                RecursionError,
-            ) as error:
+            except _UNSOUND as error:
                 what = f"{type(self).__name__}: {name}={shown(value)}"
                 raise BadDescriptor(f"{what} cannot be: {error}") from None
 
@@ -92,6 +97,13 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     def check(self) -> None:
         """Raise BadDescriptor where fields contradict each other."""
+
+
+@lru_cache(maxsize=8)
+def _row(cls: type[_Wire]) -> type[msgspec.Struct]:
+    """The fields of a class as a type of their own, which makes no checks but theirs."""
+    fields = [(name, hint) for name, hint in _hints(cls).items()]
+    return msgspec.defstruct(f"{cls.__name__}Row", fields, array_like=True)
 
 
 @lru_cache(maxsize=8)
