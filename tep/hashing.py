@@ -10,12 +10,13 @@ number generators", with Stafford's variant 13 of the constants), over a sum wit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["below", "below_array", "draw", "draw_array", "hash64", "stream_key"]
+__all__ = ["below", "below_array", "draw", "draw_array", "draws", "hash64", "stream_key"]
 
 _M64: Final = (1 << 64) - 1
 _GOLDEN: Final = 0x9E3779B97F4A7C15
@@ -43,6 +44,17 @@ def draw(key: int, entity: int, index: int = 0) -> int:
     x = (x ^ (x >> 30)) * _MUL1 & _M64
     x = (x ^ (x >> 27)) * _MUL2 & _M64
     return x ^ (x >> 31)
+
+
+def draws(key: int, entity: int = 0) -> Iterator[int]:
+    """Draw for one entity after the other, without end: for half the time of so many calls."""
+    mask, golden, mul1, mul2 = _M64, _GOLDEN, _MUL1, _MUL2
+    at = key + entity * golden & mask
+    while True:
+        x = (at ^ (at >> 30)) * mul1 & mask
+        x = (x ^ (x >> 27)) * mul2 & mask
+        yield x ^ (x >> 31)
+        at = at + golden & mask
 
 
 def hash64(seed: int, stream: int, entity: int, index: int = 0) -> int:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Final
 
-from tep.hashing import draw, stream_key
+from tep.hashing import draw, draws, stream_key
 from tep.sim.streams import Stream
 
 __all__ = ["Draw", "Draws", "Label", "Recorder", "describe"]
@@ -49,7 +50,7 @@ class Recorder(Container[Label]):
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """The streams of one run."""
+    """The streams of one run; `steps(entity)` is `step` of one entity after the other."""
 
     step: Draw
     post: Draw
@@ -57,11 +58,20 @@ class Draws:
     fragment: Draw
     message: Draw
     error: Draw
+    steps: Callable[[int], Callable[[], int]]
 
     @classmethod
     def of(cls, seed: int, kept: Container[Label] | None) -> Draws:
         """Make the streams of a seed; with `kept`, all draws are tame but those."""
-        return cls(*(_stream(seed, stream, kept) for stream in _STREAMS))
+        step, *others = (_stream(seed, stream, kept) for stream in _STREAMS)
+        post, row, fragment, message, error = others
+
+        def steps(first: int) -> Callable[[], int]:
+            if kept is None:
+                return draws(stream_key(seed, Stream.STEP), first).__next__
+            return map(step, count(first)).__next__
+
+        return cls(step, post, row, fragment, message, error, steps)
 
 
 def _stream(seed: int, stream: Stream, kept: Container[Label] | None) -> Draw:

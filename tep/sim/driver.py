@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, Protocol, TypeVar, runtime_checkable
+from typing import Final, Protocol, TypeVar, cast
 
 from tep.backends.base import Domain
 from tep.drivers import Machine, Settles, Timed
@@ -60,7 +60,6 @@ class SimNode(Protocol):
         """How long from a kick to the step; 0 or more."""
 
 
-@runtime_checkable
 class NewsNode(Protocol):
     """A node where a poll finds nothing of which nobody was told.
 
@@ -73,7 +72,6 @@ class NewsNode(Protocol):
     on_news: Callable[[], object]
 
 
-@runtime_checkable
 class TurningNode(Protocol):
     """A node that wants to know when a turn has posted all that it posts.
 
@@ -87,7 +85,6 @@ class TurningNode(Protocol):
         """The turn is over."""
 
 
-@runtime_checkable
 class Restful(Protocol):
     """A machine that says when it needs no further turn."""
 
@@ -111,7 +108,7 @@ class SimDriver:
         self._timed: Timed | None = None
         self._booked = False
         self._restful: Restful | None = None
-        self._turning = node if isinstance(node, TurningNode) else None
+        self._turning = cast("TurningNode", node) if hasattr(node, "in_turn") else None
         self._has_more: Callable[[], bool] = bool
         self._idle: Place | None = None  # of the step after one that had work
         self._watching = False
@@ -127,14 +124,14 @@ class SimDriver:
         assert self._machine is None, "a driver turns one machine"
         self._machine = machine
         Interrupts.forget()
-        self._timed = machine if isinstance(machine, Timed) else None  # asked here once: it is slow
-        node, able = self.node, self.env.keeps_places
-        if able and isinstance(machine, Restful) and isinstance(node, NewsNode):
-            node.on_news, self._restful, self._has_more = (
-                self.look,
-                machine,
-                getattr(node, "has_more", bool),
-            )
+        # By one method each: isinstance() with a protocol takes longer than all of a small engine.
+        node = self.node
+        if hasattr(machine, "due_s"):
+            self._timed = cast("Timed", machine)
+        if self.env.keeps_places and hasattr(machine, "at_rest") and hasattr(node, "on_news"):
+            self._restful = cast("Restful", machine)
+            cast("NewsNode", node).on_news = self.look
+            self._has_more = getattr(node, "has_more", bool)
         report = getattr(machine, "stall_report", None)
         if report is not None:
             self._report = report
@@ -150,7 +147,8 @@ class SimDriver:
             if idle is not None and env.is_ahead(idle):
                 env.call_in_place(idle, self._run)
                 return
-            env.call_at(self._next_ps(), self._run)
+            t_ps, busy_ps = env.now + self.node.step_delay_ps(), self.node.busy_until_ps
+            env.call_at(max(t_ps, busy_ps), self._run)  # _next_ps()
         except BaseException:  # a signal handler's: a step too many does no harm
             self._booked = False
             raise

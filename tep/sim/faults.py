@@ -164,6 +164,16 @@ class Chaos:
     kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
+        for name, kind, low, high in _RANGES:  # most runs have plain and possible numbers only
+            number: Any = getattr(self, name)
+            as_is = type(number) is kind
+            if not as_is or number < low or number > high:
+                break
+        else:
+            skews = self.skew_ps
+            whole = type(skews) is tuple and all(type(ps) is int for ps in skews)
+            if whole and skews and min(skews) >= 0 and max(skews) <= _PS_MAX and self.kept is None:
+                return
         for knob in fields(self):
             what, value = f"Chaos: {knob.name}", getattr(self, knob.name)
             if knob.name == "kept":
@@ -206,6 +216,13 @@ class Chaos:
             if getattr(self, field.name) != field.default
         )
         return f"Chaos({', '.join(set_here)})"
+
+
+_RANGES: Final[tuple[tuple[str, type, int, int], ...]] = tuple(
+    (knob.name, type(knob.default), *_BOUNDS.get(knob.name, (0, _PS_MAX)))
+    for knob in fields(Chaos)
+    if knob.name not in ("kept", "skew_ps")
+)
 
 
 def _check_kept(what: str, value: object) -> Container[Label] | None:

@@ -28,6 +28,7 @@ from tep.testing.tap import Mover
 __all__ = ["Reader"]
 
 _VALUES: Final = 128  # first values are below, and so are all versions
+_NEXT: Final = bytes((value + 1) % _VALUES for value in range(256))
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +114,7 @@ class Reader:
             freed = read is not None and host in read.told
             if host.name != SENDER and host.live and not freed:
                 part = host.shelf[span.start : span.stop]
-                host.shelf[span.start : span.stop] = bytes((v + 1) % _VALUES for v in part)
+                host.shelf[span.start : span.stop] = part.translate(_NEXT)
                 host.versions[place] += 1
 
     def _heard(self, host: Host, place: int, count: int) -> None:

@@ -630,7 +630,10 @@ def _draw_close(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[int, 
 
 def _settle(record: Any, name: str, low: int, high: int | None = None) -> None:
     """Check an integer, and keep it as a plain one: numpy's do not print as literals."""
-    value = check_int(f"{type(record).__name__}: {name}", getattr(record, name), low, high)
+    value = getattr(record, name)
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return
+    value = check_int(f"{type(record).__name__}: {name}", value, low, high)
     object.__setattr__(record, name, value)
 
 

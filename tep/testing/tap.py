@@ -126,6 +126,8 @@ class Tap:
         self._addresses: dict[int, bytes] = {}
         self._messages: dict[int, int] = {}  # the peer of each message, by ctx
         self._number, self._stepped, self._poll = nic.number, ledger.turns.stepped, nic.poll
+        self._fresh, self._queued, self._offered = ledger.turns.watched(nic.number)
+        self._entries = nic.entries
         # Bound methods in place of forwarding ones: what is not watched costs nothing.
         self.register = nic.register
         self.deregister = nic.deregister
@@ -230,8 +232,10 @@ class Tap:
         self.nic.close()
 
     def poll(self, out: Completions) -> int:
-        if not self.down:
+        if (self._fresh or self._queued or self._offered) and not self.down:
             self._stepped(self._number, self._outstanding)
+        if not self._entries:
+            return 0
         n = self._poll(out)
         if n:
             self._read(first_completions(out, n))

@@ -8,7 +8,7 @@ room ends a step with a batch that it was not offered. Whatever may have moved o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Final, Protocol
 
 __all__ = ["Turns", "Waiting"]
@@ -67,6 +67,10 @@ class Turns:
         self._fresh: dict[Waiting, tuple[list[set[int]], set[int]]] = {}
         self._idle: set[int] = set()
         self._live = set(range(nics))
+
+    def watched(self, nic: int) -> tuple[Sized, Sized, Sized]:
+        """While all of these are empty, stepped() of a NIC has nothing to judge."""
+        return self._fresh, self._queued[nic], self._offered[nic]
 
     def submitted(self, who: Waiting) -> None:
         """Somebody has rows to be posted, from the next step on."""
