@@ -40,7 +40,7 @@ from tep.core.pending import (
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
 from tep.core.quarantine import MAY_LAND
-from tep.core.ready import Dealt, Ready
+from tep.core.ready import IN_TURN_ROWS, Dealt, Ready
 from tep.core.region import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
@@ -121,6 +121,7 @@ class DomainGroup:
         self.batches: dict[int, Pending] = {}
         self._queues: list[deque[Pending]] = [deque() for _ in domains]
         self._rows_max = rows_max
+        self._in_turn_rows = min(IN_TURN_ROWS, rows_max)
         self._shares = len(domains) > 1
         self.in_doubt = 0
         self.journal = Journal() if journal is None else journal
@@ -369,7 +370,7 @@ class DomainGroup:
     def start_ready(self, transfer: Transfer, job: Ready, dealt: Dealt, *, alone: bool) -> None:
         """start() of a prepared write; also post() if it is `alone`, without a backlog."""
         self._cursor = dealt.cursor
-        if not alone:
+        if not alone or dealt.in_turn:
             columns = dealt.at(job.here, job.there)
             for part in dealt.parts:
                 self._push(part.pending(transfer, columns[part.place], job.imm))
@@ -487,8 +488,9 @@ class DomainGroup:
                     continue
                 pending = queue[0]
                 batch, start, stop = pending.batch, pending.at, pending.stop
-            if stop - start > self._rows_max and len(queue) > 1:
-                stop = start + self._rows_max
+            if len(queue) > 1 and stop - start > self._in_turn_rows:
+                most = self._in_turn_rows if _is_in_turn(pending, queue) else self._rows_max
+                stop = min(stop, start + most)
             try:
                 taken = nic.post(batch, start, stop)
             except (OSError, MemoryError) as error:
@@ -896,6 +898,18 @@ class DomainGroup:
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
         routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
         return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])
+
+
+def _is_in_turn(pending: Pending, queue: deque[Pending]) -> bool:
+    """Whether a batch stands beside one of its own transfer that goes to another NIC of the peer.
+
+    Posted one behind the other, these would keep first the one and then the other busy; where that
+    side is the slower, the transfer takes longer by the time for which one of its NICs is idle.
+    """
+    for beside in (queue[1], queue[-1]):
+        if beside.transfer is pending.transfer and beside.nics != pending.nics:
+            return not pending.is_piece
+    return False
 
 
 def _drop_ended(queue: deque[Pending]) -> None:

@@ -19,12 +19,15 @@ from tep.core.pending import Pending
 from tep.core.region import Job, Remote, Targets, shifted, summand
 from tep.core.transfer import Transfer
 
-__all__ = ["Dealt", "Laid", "Part", "Ready"]
+__all__ = ["IN_TURN_ROWS", "Dealt", "Laid", "Part", "Ready"]
 
 U64 = npt.NDArray[np.uint64]
 
 _KEPT_ROWS_MAX: Final = 2048
 """Rows of the longest write whose batches are kept: of longer ones making them is a small part."""
+
+IN_TURN_ROWS: Final = 16
+"""Rows that a NIC takes at a time of each of its batches of one transfer to several NICs."""
 
 _CURSORS_MAX: Final = 16
 """Cursors for which a prepared write keeps its parts; unusual mixes of NIC counts have more."""
@@ -74,12 +77,14 @@ class Dealt:
         columns: source and target addresses of each part, at no offset.
         whole: both columns of all rows, and which rows each part has; None: addresses are ints.
         cursor: where the next request starts.
+        in_turn: some NIC has several parts that it takes in turn, so that they are queued.
         took, places: NIC, rows and bytes of each part, and its place, as `by_nic`.
         kept: the batches, as `by_nic`.
     """
 
     __slots__ = (
-        "_at", "_moved", "by_nic", "columns", "cursor", "kept", "parts", "places", "took",
+        "_at", "_moved", "by_nic", "columns", "cursor", "in_turn", "kept", "parts", "places",
+        "took",
         "whole",
     )  # fmt: skip
 
@@ -95,6 +100,9 @@ class Dealt:
         self.columns = columns
         self.whole = whole
         self.cursor = cursor
+        self.in_turn = len(parts) > len({part.domain for part in parts}) and any(
+            part.n > IN_TURN_ROWS for part in parts
+        )
         self.took = tuple((part.domain, part.n, part.total) for part in self.by_nic)
         self.places = tuple(part.place for part in self.by_nic)
         self.kept: list[Pending] = []
