@@ -400,7 +400,11 @@ class TransferEngine:
         return self._machine.submit(job, on_done)
 
     def add_peer_group(self, peers: Sequence[NetAddr]) -> PeerGroup:
-        """Resolve and connect peers in advance, for submit_scatter and submit_barrier."""
+        """Resolve and connect peers in advance, for submit_scatter and submit_barrier.
+
+        Raises:
+            FabricError: a NIC cannot connect to a peer now; a later call may succeed.
+        """
         self._machine.check_open("add_peer_group")
         links = tuple(self._peers.link(peer, "add_peer_group") for peer in peers)
 

@@ -8,6 +8,7 @@ order, unless `Chaos.ordered`. Rule 2: every accepted row is in `_open` until it
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
 from typing import Final
 
@@ -17,6 +18,7 @@ from tep.hashing import below
 from tep.sim.chaos_link import Link
 from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Nic, NicState, nobody
 from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
+from tep.sim.faults_at import KillNic
 from tep.sim.row_log import What
 from tep.units import PS_PER_NS
 
@@ -105,7 +107,7 @@ class ChaosNic(ChaosReceiver):
         return self._send(peer, payload, ctx, is_control=True)
 
     def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
-        if self._room(1, _MESSAGES_MAX - self._messages) == 0:
+        if self._room(1, _MESSAGES_MAX - self._messages, is_control=is_control) == 0:
             return False
         self._messages += 1
         row = self._accept(peer, ctx)
@@ -135,9 +137,11 @@ class ChaosNic(ChaosReceiver):
             self._doom(row, Status.UNREACHABLE, delay_ps)
         return not row.unheard
 
-    def _room(self, wanted: int, room: int) -> int:
+    def _room(self, wanted: int, room: int, *, is_control: bool = False) -> int:
         """How many of the rows offered are taken this time, where there is room for some."""
         self._check_open()
+        if self._chaos.post_fails and (why := self._fails(self._chaos.post_fails, 4)):
+            self._fail_post(why, is_control=is_control)
         if self.state is NicState.DEAD and self._cq.down_seen:
             self.fabric.violations.append(f"{self.caps.nic}: posted on after its DOWN was polled")
         chaos = self._chaos
@@ -156,6 +160,20 @@ class ChaosNic(ChaosReceiver):
         if room < wanted:
             self.fabric.seen["short post"] += 1
         return room
+
+    def _fail_post(self, why: int, *, is_control: bool) -> None:
+        """Raise what a post raises. Its owner calls again, or posts no more rows here."""
+        if is_control:  # another NIC may be able to
+            self.fabric.seen["control post failed"] += 1
+            raise OSError(errno.ENOMEM, f"{self.caps.nic}: no memory for a control message (F29)")
+        if why == 1:
+            self.fabric.seen["post interrupted"] += 1
+            raise OSError(errno.EINTR, f"{self.caps.nic}: interrupted by a signal (F29)")
+        self.fabric.seen["post failed"] += 1
+        self.fabric.happened.append(KillNic(self.node.name, self.number))
+        if why == 2:
+            raise MemoryError(f"{self.caps.nic}: no memory for a row (F29)")
+        raise OSError(errno.ENOMEM, f"{self.caps.nic}: no memory for a row (F29)")
 
     def _accept(self, peer_id: int, ctx: int) -> Flight:
         if not 0 <= peer_id < len(self._peers):

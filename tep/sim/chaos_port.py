@@ -6,12 +6,13 @@ row_log; keys and bases are made up here.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Access, DomainCaps, DomainKey, Status
 from tep.backends.checks import check_memory
-from tep.errors import ClosedError
+from tep.errors import ClosedError, FabricError
 from tep.memory import Memory
 from tep.sim.chaos_parts import (
     CompletionQueue,
@@ -60,6 +61,7 @@ class ChaosPort:
         self.number = number
         self.state = NicState.UP
         self.rows = 0
+        self._calls = 0
         self.address = f"sim:{node.name}/{number}#{node.epoch}".encode()
         self.caps = DomainCaps(
             backend="sim",
@@ -93,10 +95,18 @@ class ChaosPort:
         """Record from now on."""
         self._row_log = row_log
 
+    @property
+    def regions(self) -> int:
+        """How many regions are registered."""
+        return len(self._lkeys)
+
     def register(self, memory: Memory, access: Access) -> DomainKey:
         """Give a region keys that no other region or NIC here has, save a lost incarnation's."""
         self._check_open()
         check_memory(self.caps, memory, access)
+        if self._fails(self._chaos.register_fails, 2):
+            self.fabric.seen["register failed"] += 1
+            raise FabricError(f"{self.caps.nic}: no memory for a key (F29)", code="PROVIDER")
         number = self.node.next_key()
         key = (number << 6 | self.number) << 1
         region = Region(memory, 0 if self._chaos.offsets else (number & 0xFFFF) << 40 | 0x1000)
@@ -130,9 +140,20 @@ class ChaosPort:
         known = self._peer_ids.get(peer)
         if known is None:
             name, nic, epoch = self.fabric.parse(peer)
+            if self._fails(self._chaos.connect_fails, 3):
+                self.fabric.seen["connect failed"] += 1
+                raise OSError(errno.EMFILE, f"{self.caps.nic}: no descriptor for a peer (F29)")
             known = self._peer_ids[peer] = len(self._peers)
             self._peers.append(Peer(name, nic, epoch))
         return known
+
+    def _fails(self, often: int, index: int) -> int:
+        """Draw whether a call finds too few resources, `often` of 256 times; 0: it does not."""
+        if not often or self.fabric.healed:
+            return 0
+        self._calls += 1
+        bits = self._draws.post(self._uid + self._calls, index)
+        return 1 + (bits >> 8 & 3) if 255 - (bits & 0xFF) < often else 0
 
     def forget(self, peer: int) -> None:
         """Nothing is kept of a peer that could be given back."""

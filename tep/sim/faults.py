@@ -72,6 +72,7 @@ _BOUNDS: Final = {
     "late_land": (0, 2),
     "control_dup": (0, 16),
     "odd_errors": (0, 256),
+    **dict.fromkeys(("post_fails", "connect_fails", "register_fails"), (0, 255)),
     **dict.fromkeys(
         ("sq_depth", "imm_credits", "cqe_limit", "poll_delay_ps", "dead_after_ps"), (1, _PS_MAX)
     ),
@@ -123,6 +124,8 @@ class Chaos:
         late_fence: a fence shuts out rows from its FENCED entry on; False: from the call on (F26).
         control_dup: of 16 control messages so many arrive twice (F20).
         odd_errors: of 256 rows that have landed so many end PROVIDER (F27).
+        post_fails, connect_fails, register_fails: of 256 posts, new connections and registrations
+            so many raise for want of resources; a signal may also interrupt a post (F29).
         kept: labels of the draws that are made, where all others come out tame, as `tep.sim.draws`
             has them; None: all are made. What shrinking leaves of a run.
     """
@@ -161,6 +164,9 @@ class Chaos:
     late_fence: bool = False
     control_dup: int = 0
     odd_errors: int = 0
+    post_fails: int = 0
+    connect_fails: int = 0
+    register_fails: int = 0
     kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
@@ -291,6 +297,8 @@ HARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
     (45, "late_ps", (0, 0, 5000 * _NS, 100_000 * _NS)),
     (46, "control_dup", (0, 0, 4)),
     (47, "odd_errors", (0, 0, 0, 6)),
+    (48, "post_fails", (0, 0, 0, 2)),
+    (49, "connect_fails", (0, 0, 0, 24)),
 )
 """Number, name and choices of each knob that Chaos.draw(harm=True) draws besides."""
 
@@ -328,6 +336,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "restarts": ("key_reuse", "Restart"),
     "control": ("message_loss", "control_dup", "datagram_loss", "datagram_dup"),
     "errors": ("flush_on_error", "late_land", "late_ps", "late_fence", "odd_errors"),
+    "resources": ("post_fails", "connect_fails"),
 }
 """The knobs and records of each group that a swarm can be restricted to."""
 
@@ -366,6 +375,10 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F26": ("what is in flight lands until the fence is confirmed", ("late_fence",)),
     "F27": ("a row that landed ends in an error of the provider's own", ("odd_errors",)),
     "F28": ("two NICs reach all others and not each other, or only one way", ("Cut",)),
+    "F29": (
+        "memory or descriptors are used up: a call raises",
+        ("post_fails", "connect_fails", "register_fails"),
+    ),
 }
 """Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 

@@ -75,6 +75,7 @@ class Case:
         """Whether anything in it makes a transfer or message of a correct engine fail."""
         chaos = self.faults.chaos
         harm = chaos.cq_depth or chaos.message_loss or chaos.datagram_loss or chaos.odd_errors
+        harm = harm or chaos.post_fails or chaos.connect_fails or chaos.register_fails
         return bool(harm or self.faults.events or chaos.rnr_retries >= 0)
 
     @classmethod

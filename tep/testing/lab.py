@@ -17,6 +17,7 @@ from tep.api import EngineOptions
 from tep.backends.base import Access, Batch
 from tep.core.region import MrHandle
 from tep.engine import TransferEngine
+from tep.errors import FabricError
 from tep.hashing import draw_array, stream_key
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
@@ -196,14 +197,29 @@ class Host:
         self.mr: MrHandle
         self.desc: MrDesc
         access = Access.SOURCE if node.name == SENDER else Access.SOURCE_AND_TARGET
-        self.mr, self.desc = self.engine.reg_mr(memory, access=access)
+        self.mr, self.desc = self.register(memory, access)
         self.shelf = bytearray(lab.shelf_of(node.name))
         self.versions = [0] * len(lab.spans)
         self.shelf_mr: MrHandle
         self.shelf_desc: MrDesc
         if lab.spans:
             access = Access.SINK if node.name == SENDER else Access.READABLE
-            self.shelf_mr, self.shelf_desc = self.engine.reg_mr(self.shelf, access=access)
+            self.shelf_mr, self.shelf_desc = self.register(self.shelf, access)
+
+    @property
+    def unconnected(self) -> int:
+        """How often one of its NICs could not connect to a peer."""
+        return sum(tap.unconnected for tap in self.taps)
+
+    def register(self, memory: bytearray, access: Access) -> tuple[MrHandle, MrDesc]:
+        """Register memory with its engine, and try again as often as a NIC has no room for it."""
+        while True:
+            before = [tap.nic.regions for tap in self.taps]
+            try:
+                return self.engine.reg_mr(memory, access=access)
+            except FabricError as error:
+                if [tap.nic.regions for tap in self.taps] != before:
+                    self.ledger.wrong.append(f"reg_mr failed, and some NICs keep it: {error}")
 
 
 class Lab:

@@ -12,7 +12,6 @@ from typing import Final
 from tep.backends.base import Access
 from tep.core.handle import State
 from tep.core.transfer import Transfer
-from tep.sim.chaos_parts import NicState
 from tep.sim.faults import Fault
 from tep.testing.lab import Host
 from tep.testing.scenario import SENDER
@@ -115,8 +114,8 @@ def _turn(stage: Stage) -> None:
 
 def _has_way(sender: Host, host: Host) -> bool:
     """Whether a NIC that lives here can reach one there that lives and has not fenced it off."""
-    here = [tap.nic for tap in sender.taps if tap.nic.state is NicState.UP]
-    there = [tap.nic for tap in host.taps if tap.nic.state is NicState.UP]
+    here = [tap.nic for tap in sender.taps if tap.is_useful]
+    there = [tap.nic for tap in host.taps if tap.is_useful]
     return any(not its.has_fenced(ours.address) for ours in here for its in there)
 
 

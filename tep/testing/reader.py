@@ -230,6 +230,8 @@ class Reader:
         stage, chaos = self._stage, self._stage.scenario.chaos
         if stage.closed or chaos.rnr_retries >= 0 or chaos.message_loss or chaos.cq_depth:
             return False
+        if stage.sender.unconnected:
+            return False
         if stage.lab.fabric.seen["row PROVIDER"]:  # of an owner who was to be told, perhaps
             return False
         lasts = [

@@ -314,6 +314,8 @@ class Scenario:
         if reads and dice.below(0, 52, 2):
             chaos = replace(chaos, late_land=1 + dice.below(0, 53, 2))
             faults += _draw_stuck(dice, 600, nics, [spec.start_ps for spec in reads])
+        if dice.below(0, 72, 8) == 0:
+            chaos = replace(chaos, register_fails=64)
         failover = dice.below(0, 35, 4) > 0
         if failover:
             faults += _draw_cuts(dice, nics, transfers)

@@ -14,11 +14,12 @@ from tep.backends.base import Access, Status
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import PeerGroup, Prepared
-from tep.errors import BusyError, ClosedError, StaleEpoch
+from tep.errors import BusyError, ClosedError, FabricError, StaleEpoch
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
 from tep.testing.scenario import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
+from tep.wire import NetAddr
 
 __all__ = ["Sender"]
 
@@ -108,7 +109,7 @@ class Sender:
             return
         if run.handle is None or not run.handle.finished:  # it failed at once: no path is open
             stage.fail(f"the source was deregistered right after {run} was submitted")
-        sender.mr, _ = sender.engine.reg_mr(sender.memory, access=Access.SOURCE)
+        sender.mr, _ = sender.register(sender.memory, Access.SOURCE)
 
     def _submit(self, run: Run) -> Transfer:
         spec, area, hosts, stage = run.spec, run.area, run.hosts, self.stage
@@ -160,8 +161,19 @@ class Sender:
         epochs = tuple(host.desc.addr.epoch for host in hosts)
         if epochs not in self._groups:
             peers = [host.desc.addr for host in hosts]
-            self._groups[epochs] = self.stage.sender.engine.add_peer_group(peers)
+            self._groups[epochs] = self._join(peers)
         return self._groups[epochs]
+
+    def _join(self, peers: list[NetAddr]) -> PeerGroup:
+        """Make a peer group, and try again as often as a NIC cannot connect."""
+        sender = self.stage.sender
+        while True:
+            before = sender.unconnected
+            try:
+                return sender.engine.add_peer_group(peers)
+            except FabricError:
+                if sender.unconnected == before:
+                    raise
 
     def _cancel(self, run: Run) -> None:
         assert run.handle is not None
@@ -238,6 +250,7 @@ class Sender:
     def _check_failed(self, run: Run, handle: Transfer) -> None:
         sender = self.stage.sender
         hopeless = not sender.live or all(tap.down for tap in sender.taps)
+        hopeless = hopeless or sender.unconnected > 0
         if not (run.failed or hopeless or self._was_fenced_off(run) or self._may_be_held()):
             self.stage.blame(f"{run} failed, but none of its rows did: {handle.error}")
         for number, nic in run.faults:
@@ -286,7 +299,7 @@ class Sender:
                 return "all NICs of one end died"
             if all(pair in cut for pair in left):
                 return "Cut"
-        return ""
+        return "no connection" if stage.sender.unconnected else ""
 
     def _has_cause(self, run: Run, status: Status, nic: int) -> bool:
         """Whether anything that broke so far explains an error."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
-from tep.backends.base import Batch, ReadBatch
+from tep.backends.base import Access, Batch, ReadBatch
 from tep.core import plan
 from tep.core.handle import State
 from tep.core.requests import DEFAULT
@@ -193,6 +193,7 @@ class Stage:
         """Whether anything happened, or may happen, that a row or message fails for."""
         chaos = self.scenario.chaos
         risky = chaos.rnr_retries >= 0 or chaos.message_loss > 0 or chaos.odd_errors > 0
+        risky = risky or chaos.connect_fails > 0
         return bool(self.broken or self.closed) or risky
 
     def blame(self, what: str) -> None:
@@ -303,7 +304,7 @@ class Echo:
         self._all: list[_Answers] = []
         sender = stage.sender
         if stage.scenario.echo:
-            _, self._inbox = sender.engine.reg_mr(bytearray(8))
+            _, self._inbox = sender.register(bytearray(8), Access.SOURCE_AND_TARGET)
             sender.engine.on_imm(range(ECHO_IMM, ECHO_IMM + 1), self._heard)
 
     def _heard(self, imm: int, count: int) -> None:

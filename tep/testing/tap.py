@@ -6,6 +6,7 @@ is written here, and shares no code with the engine.
 
 from __future__ import annotations
 
+import errno
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -113,12 +114,14 @@ class Tap:
     Attributes:
         down: whether the engine was told that this NIC is gone.
         fenced_off: whom its engine has ever fenced off.
+        unconnected: how often it could not connect.
     """
 
     def __init__(self, nic: ChaosReader, ledger: Ledger) -> None:
         self.nic = nic
         self.down = False
         self.fenced_off: set[bytes] = set()
+        self.unconnected = 0
         self.caps = nic.caps
         self.address = nic.address
         self._ledger = ledger
@@ -146,10 +149,15 @@ class Tap:
 
     def is_closed_to(self, other: Tap) -> bool:
         """Whether another NIC may know of no way: one is dead, was silent, or was fenced off."""
-        alive = self.nic.state is other.nic.state is NicState.UP
+        alive = self.is_useful and other.is_useful
         ledger = other._ledger
         unheard = self.address in ledger.was_silent or _node_of(self.address) in ledger.unsure
         return not alive or unheard or other.address in self.fenced_off
+
+    @property
+    def is_useful(self) -> bool:
+        """Whether its NIC lives, and its engine has not given it up."""
+        return self.nic.state is NicState.UP and not self.down
 
     def fence(self, source: bytes, ctx: int) -> None:
         self.fenced_off.add(source)
@@ -163,16 +171,34 @@ class Tap:
         self.nic.forget(peer)
 
     def connect(self, peer: bytes) -> int:
-        found = self.nic.connect(peer)
+        try:
+            found = self.nic.connect(peer)
+        except OSError:
+            self.unconnected += 1
+            raise
         self._addresses[found] = peer
         return found
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._messages[ctx] = peer
-        return self.nic.post_send(peer, payload, ctx)
+        try:
+            return self.nic.post_send(peer, payload, ctx)
+        except (OSError, MemoryError) as error:
+            self._raised(error)
+            raise
+
+    def _raised(self, error: OSError | MemoryError) -> None:
+        """A post raised: unless a signal interrupted it, its engine posts no more rows here."""
+        self._ledger.turns.forget()
+        if not (isinstance(error, OSError) and error.errno == errno.EINTR):
+            self._lose()
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        taken = self.nic.post(batch, start, stop)
+        try:
+            taken = self.nic.post(batch, start, stop)
+        except (OSError, MemoryError) as error:
+            self._raised(error)
+            raise
         if self.down:
             self._ledger.wrong.append(f"{self.caps.nic}: posted on although it is known to be dead")
         if taken < stop - start:
@@ -211,7 +237,11 @@ class Tap:
         ledger.nbytes[self.nic.number] += _bytes_of(batch, start, taken)
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        taken = self.nic.post_read(batch, start, stop)
+        try:
+            taken = self.nic.post_read(batch, start, stop)
+        except (OSError, MemoryError) as error:
+            self._raised(error)
+            raise
         ledger, number = self._ledger, self.nic.number
         if self.down:
             ledger.wrong.append(f"{self.caps.nic}: reads posted although it is known to be dead")

@@ -10,6 +10,9 @@ from tep.core import plan as plans
 from tep.core.group import DomainGroup, Pending
 from tests.gate.registry import Change, bug
 
+LATE = 2000
+"""Seeds for what one run in fifty meets."""
+
 # ---------------------------------------------------------------------- failing over
 
 
@@ -141,3 +144,33 @@ def shards_from_live_nics() -> list[Change]:
             deal(self, transfer, job, remote)
 
     return [(DomainGroup, "_deal_single", deal_living)]
+
+
+# ---------------------------------------------------------------------- too few resources
+
+
+@bug(budget=LATE)
+def registered_in_part() -> list[Change]:
+    """Memory that one NIC does not register stays known to those that were asked before."""
+
+    def register(domains, memory, access):
+        return tuple(domain.register(memory, access) for domain in domains)
+
+    return [("tep.engine.verbs", "register", register)]
+
+
+@bug(budget=LATE)
+def a_nic_that_raised_is_posted_on() -> list[Change]:
+    """A NIC whose post raises is offered the next rows as before."""
+    return [(DomainGroup, "give_up", lambda *_: False)]
+
+
+@bug(budget=2 * LATE)
+def a_signal_is_an_end() -> list[Change]:
+    """A NIC whose post is interrupted by a signal is taken for dead."""
+
+    def give_up(self, domain, error):
+        self.nic_down(domain, error)
+        return True
+
+    return [(DomainGroup, "give_up", give_up)]

@@ -103,7 +103,14 @@ def golden(name: str) -> str:
     sha = hashlib.sha256()
     for seed in range(20):
         row_log = RowLog()
-        chaos = Chaos.draw(seed, harm=name == "late", pause_ps=0, dead_after_ps=300 * NS)
+        chaos = Chaos.draw(
+            seed,
+            harm=name == "late",
+            pause_ps=0,
+            dead_after_ps=300 * NS,
+            post_fails=0,
+            connect_fails=0,
+        )
         if name == "ordered":
             chaos = Chaos.draw(seed, ordered=True, pause_ps=0, dead_after_ps=300 * NS)
         seam = Seam(chaos, nics=2, row_log=row_log)

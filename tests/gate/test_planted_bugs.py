@@ -207,6 +207,10 @@ WANTED = [
     "restart",
     "stale descriptor refused",
     "closed",
+    "post failed",
+    "post interrupted",
+    "connect failed",
+    "register failed",
     "told",
     "tried again",
 ]
@@ -227,6 +231,7 @@ EXCUSED = {
     "Cut": 9,
     "an error of the provider's": 15,
     "Swizzle": 12,
+    "no connection": 5,
 }
 """Of a thousand seeds, so many transfers at the most may fail for this reason: what 4,000 showed,
 and a seventh more. Slow links and pauses are no reason. A number may be lowered, and not raised: an
@@ -327,6 +332,9 @@ WEAKER: dict[str, Callable[[Scenario], Scenario]] = {
     ),
     "no link trouble": lambda s: replace(
         s, faults=tuple(f for f in s.faults if not isinstance(f[1], LINKS))
+    ),
+    "enough of everything": lambda s: replace(
+        s, chaos=replace(s.chaos, post_fails=0, connect_fails=0, register_fails=0)
     ),
     "nothing lands late": lambda s: replace(s, chaos=replace(s.chaos, late_land=0)),
     "no cancel": lambda s: replace(

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
-from tep.backends.base import Kind, Status
+from tep.backends.base import Access, Kind, Status
+from tep.errors import FabricError
+from tep.memory import adapt
+from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_link import Trouble
+from tep.sim.clock import FabricEnv
 from tep.sim.faults import Clog, Cut, KillNic, Mute
 from tests.unit.sim_seam import CALM, NS, Seam
 
@@ -153,6 +159,44 @@ def test_f28_a_short_cut_is_no_error() -> None:
         assert {Status.OK: 12} == seam.ended()
         assert min(seen.t_ps for seen in seam.of(Kind.WRITE)) >= 4000 * NS
         assert {} == seam.b.node.domains[0].link.cuts
+
+
+def test_f29_calls_raise_for_want_of_resources() -> None:
+    """An engine that takes what was raised for taken, or for the end of it all, must be shown."""
+    for seed in range(20):
+        chaos = replace(CALM, seed=seed, post_fails=200, connect_fails=128, register_fails=128)
+        fabric = ChaosFabric(FabricEnv(), chaos)
+        nic = fabric.node("a", 1).domains[0]
+        raised: Counter[object] = Counter()
+        for _ in range(20):
+            before = nic.regions
+            try:
+                nic.register(adapt(bytearray(8)), Access.SOURCE)
+            except FabricError:
+                raised["register"] += 1
+                assert before == nic.regions
+            try:
+                peer = nic.connect(nic.address)
+            except OSError as error:
+                raised[error.errno] += 1
+                continue
+            try:
+                nic.post_send(peer, b"x", 1)
+            except (OSError, MemoryError) as error:
+                raised["post"] += 1
+                raised[getattr(error, "errno", MemoryError)] += 1
+            with suppress(OSError):
+                nic.post_control(peer, b"x", 1)
+        seen = fabric.seen
+        failed = (seen["post failed"], seen["post interrupted"])
+        assert raised["register"] == seen["register failed"] > 0
+        assert raised[errno.EMFILE] == seen["connect failed"]
+        assert (sum(failed), failed[1]) == (raised["post"], raised[errno.EINTR])
+        assert len(fabric.happened) == failed[0] > 0
+        assert (
+            fabric.rows
+            == 20 + 20 - sum(failed) - seen["control post failed"] - 2 * seen["connect failed"]
+        )
 
 
 def test_troubles_of_a_link_are_counted_apart() -> None:
