@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Chaos,
         Clog,
         Cut,
+        Drift,
         Fault,
         Faults,
         KillNic,
@@ -29,7 +30,18 @@ if TYPE_CHECKING:
         Slow,
         Swizzle,
     )
-    from tep.sim.faults_at import clog, cut, kill_nic, mute, pause, restart, revoke, slow, swizzle
+    from tep.sim.faults_at import (
+        clog,
+        cut,
+        drift,
+        kill_nic,
+        mute,
+        pause,
+        restart,
+        revoke,
+        slow,
+        swizzle,
+    )
     from tep.sim.flow import FlowFabric
     from tep.sim.loop import current_env, run
     from tep.sim.paths import Network
@@ -45,6 +57,7 @@ __all__ = [
     "Clog",
     "Cluster",
     "Cut",
+    "Drift",
     "FabricEnv",
     "Fault",
     "Faults",
@@ -66,6 +79,7 @@ __all__ = [
     "clog",
     "current_env",
     "cut",
+    "drift",
     "kill_nic",
     "load_profile",
     "mute",
@@ -84,6 +98,7 @@ _ROOMS = {
     "Clog": "faults_at",
     "Cluster": "cluster",
     "Cut": "faults_at",
+    "Drift": "faults_at",
     "FabricEnv": "clock",
     "Fault": "faults_at",
     "Faults": "faults",
@@ -105,6 +120,7 @@ _ROOMS = {
     "clog": "faults_at",
     "current_env": "loop",
     "cut": "faults_at",
+    "drift": "faults_at",
     "kill_nic": "faults_at",
     "load_profile": "profile",
     "mute": "faults_at",

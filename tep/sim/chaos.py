@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Status
+from tep.checks import check_int
 from tep.errors import BadDescriptor, UsageError
 from tep.hashing import below
 from tep.sim.chaos_parts import Nic, NicState, nobody
@@ -22,6 +23,7 @@ from tep.sim.faults import (
     Chaos,
     Clog,
     Cut,
+    Drift,
     Fault,
     Faults,
     KillNic,
@@ -48,6 +50,7 @@ class ChaosNode:
         epoch: 1 for the first incarnation, then 2, ...
         uid: number of the host on its fabric; part of every draw.
         domains: its NICs.
+        on_drift: told how fast its engine's clock runs now, in millionths, and how far it jumps.
         busy_until_ps: always 0: what a worker's time costs is the timing fabric's business.
         on_news: never called, since every news wakes the worker.
     """
@@ -59,6 +62,7 @@ class ChaosNode:
         self.epoch = epoch
         self.busy_until_ps = 0
         self.on_news: Callable[[], object] = nobody
+        self.on_drift: Callable[[int, int], object] = _nobody
         self._paused_ps = 0
         self._steps = uid << 32  # of this incarnation; part of every draw
         self._next_step = fabric.draws.steps(self._steps + 1)
@@ -94,6 +98,10 @@ class ChaosNode:
     def pause(self, for_ps: int) -> None:
         """Have the worker's next steps wait; 0 ends a pause."""
         self._paused_ps = self.fabric.env.now + for_ps
+
+
+def _nobody(_speed: int, _ahead_ps: int) -> None:
+    """There is no engine, and so no clock."""
 
 
 class ChaosFabric:
@@ -191,6 +199,11 @@ class ChaosFabric:
                 self.revoke(name, nic)
             case Restart(name):
                 self.restart(name)
+            case Drift(name, ppm, ahead_ps):
+                check_int("Drift: ppm", ppm, -999_999)
+                self._node(name).on_drift(
+                    1_000_000 + ppm, check_int("Drift: ahead_ps", ahead_ps, 0)
+                )
             case Pause(name, for_ps):
                 self._node(name).pause(for_ps)
             case Slow(name, nic, factor, for_ps):

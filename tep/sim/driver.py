@@ -12,6 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
 from tep.backends.base import Domain
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 _LONG_S: Final = 1e9
 """What is due later than this, or never, is not booked; seconds."""
+
+_MILLION: Final = 1_000_000
 
 WATCH_PS: Final = 500 * PS_PER_NS
 """How often watched words are read while nothing else steps the engine; a guess, as a poll on an
@@ -92,6 +95,34 @@ class Restful(Protocol):
         """Whether a turn now would find nothing to do unless a NIC has news."""
 
 
+class DriftingNode(Protocol):
+    """A node whose clock may run at another speed than the simulation's.
+
+    Attributes:
+        on_drift: told the new speed in millionths of the simulation's, and by how much the clock
+            jumps ahead, in ps.
+    """
+
+    on_drift: Callable[[int, int], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Clock:
+    """A clock that read `reads_ps` at time `at_ps`, and runs at `speed` millionths since."""
+
+    at_ps: int
+    reads_ps: int
+    speed: int
+
+    def read(self, now_ps: int) -> int:
+        """What it reads at a time."""
+        return self.reads_ps + (now_ps - self.at_ps) * self.speed // _MILLION
+
+    def when(self, reads_ps: int) -> int:
+        """The first time at which it reads so much."""
+        return self.at_ps - (self.reads_ps - reads_ps) * _MILLION // self.speed
+
+
 class SimDriver:
     """Drives one engine of one node.
 
@@ -113,6 +144,7 @@ class SimDriver:
         self._idle: Place | None = None  # of the step after one that had work
         self._watching = False
         self._due_ps = FOREVER_PS
+        self._clock: _Clock | None = None  # the simulation's
         self._report: Callable[[], str] | None = None
 
     __reduce__ = in_one_process
@@ -132,6 +164,8 @@ class SimDriver:
             self._restful = cast("Restful", machine)
             cast("NewsNode", node).on_news = self.look
             self._has_more = getattr(node, "has_more", bool)
+        if hasattr(node, "on_drift"):
+            cast("DriftingNode", node).on_drift = self.drift
         report = getattr(machine, "stall_report", None)
         if report is not None:
             self._report = report
@@ -205,7 +239,17 @@ class SimDriver:
         )
 
     def now_s(self) -> float:
-        return self.env.now / PS_PER_S
+        clock, now_ps = self._clock, self.env.now
+        return (now_ps if clock is None else clock.read(now_ps)) / PS_PER_S
+
+    def drift(self, speed: int, ahead_ps: int) -> None:
+        """Let the engine's clock jump ahead, and run at another speed from now on."""
+        now_ps, clock = self.env.now, self._clock
+        reads_ps = now_ps if clock is None else clock.read(now_ps)
+        self._clock = _Clock(now_ps, reads_ps + ahead_ps, speed)
+        self._due_ps = FOREVER_PS
+        if self._timed is not None and self._machine is not None:
+            self._set_alarm(self._timed.due_s())
 
     def close(self) -> None:
         self._machine = None
@@ -267,6 +311,8 @@ class SimDriver:
         """Have the machine turned at a time, unless that is booked already."""
         if due_s is not None and due_s < _LONG_S:
             due_ps = math.ceil(due_s * PS_PER_S) + 1  # so that the time has come then
+            if self._clock is not None:
+                due_ps = self._clock.when(due_ps)
             if due_ps < self._due_ps:
                 self._due_ps = due_ps
                 self.env.call_at(max(due_ps, self.env.now + 1), self._ring, due_ps)
@@ -277,7 +323,7 @@ class SimDriver:
         if self._machine is None or self._timed is None or self._booked:
             return
         due_s = self._timed.due_s()  # what it was booked for may have been settled meanwhile
-        if due_s is not None and due_s * PS_PER_S <= self.env.now:
+        if due_s is not None and due_s <= self.now_s():
             self.kick()
         else:
             self._set_alarm(due_s)

@@ -20,6 +20,7 @@ from tep.sim.draws import Label, Recorder
 from tep.sim.faults_at import (
     Clog,
     Cut,
+    Drift,
     Fault,
     KillNic,
     Mute,
@@ -41,6 +42,7 @@ __all__ = [
     "Chaos",
     "Clog",
     "Cut",
+    "Drift",
     "Fault",
     "Faults",
     "KillNic",
@@ -329,7 +331,7 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "posting": ("short_post", "refuse_post", "sq_depth"),
     "receives": ("imm_credits",),
-    "workers": ("poll_delay_ps", "pause_ps", "Pause"),
+    "workers": ("poll_delay_ps", "pause_ps", "Pause", "Drift"),
     "nics": ("dead_after_ps", "KillNic", "cq_depth"),
     "links": ("Slow", "Clog", "Cut", "Mute", "Swizzle"),
     "keys": ("offsets", "Revoke"),
@@ -379,6 +381,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
         "memory or descriptors are used up: a call raises",
         ("post_fails", "connect_fails", "register_fails"),
     ),
+    "F30": ("clocks of two engines run apart, and jump", ("Drift",)),
 }
 """Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 
@@ -457,6 +460,9 @@ _EVENTS: Final = (
     *("KillNic", "KillNic", "KillNic"),
     *("Restart", "Revoke", "Slow", "Clog", "Clog", "Mute", "Swizzle", "Pause"),
 )
+DRIFTS: Final = (-500_000, -100, 100, 1_000_000)
+"""Millionths: half as fast, twice as fast, and what quartz does at its worst."""
+_AHEAD_PS: Final = PS_PER_MS
 _LASTS: Final = (300 * _NS, 2000 * _NS, 8000 * _NS, None)
 
 
@@ -488,4 +494,7 @@ def _draw_event(dice: int, place: int, possible: Sequence[str], nics: Mapping[st
         case "Swizzle":
             return Swizzle(node, nics[node], for_ps or _LASTS[1] or 1, place)
         case _:
+            if below(draw(dice, 10, place), 3) == 0:
+                ppm = DRIFTS[below(draw(dice, 11, place), len(DRIFTS))]
+                return Drift(node, ppm, below(draw(dice, 12, place), _AHEAD_PS))
             return Pause(node, for_ps or _LASTS[2] or 1)

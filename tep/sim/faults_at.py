@@ -15,6 +15,7 @@ from tep.units import PS_PER_US
 __all__ = [
     "Clog",
     "Cut",
+    "Drift",
     "Fault",
     "KillNic",
     "Mute",
@@ -25,6 +26,7 @@ __all__ = [
     "Swizzle",
     "clog",
     "cut",
+    "drift",
     "kill_nic",
     "mute",
     "pause",
@@ -118,6 +120,22 @@ class Mute:
 
 
 @dataclass(frozen=True, slots=True)
+class Drift:
+    """An engine's clock jumps ahead, and runs faster or slower from then on (F30).
+
+    Only the engine reads it: for time-outs, heartbeats and leases. It never goes back.
+
+    Attributes:
+        ppm: so many millionths faster than the simulation's clock; above -1,000,000.
+        ahead_ps: of the jump.
+    """
+
+    node: str
+    ppm: int = 0
+    ahead_ps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Pause:
     """A worker does not step for a while, as under a long callback or a stopped process (F19)."""
 
@@ -155,7 +173,7 @@ class Swizzle:
         )
 
 
-Fault = KillNic | Revoke | Restart | Slow | Clog | Cut | Mute | Pause | Swizzle
+Fault = KillNic | Revoke | Restart | Slow | Clog | Cut | Drift | Mute | Pause | Swizzle
 
 
 def _ps(us: float | None) -> int | None:
@@ -204,6 +222,11 @@ def cut(
     `one_way`: what the peer's NIC sends arrives.
     """
     return Cut(node, nic, peer, peer_nic, _ps(us), one_way)
+
+
+def drift(node: str, ppm: int = 0, ahead_us: float = 0) -> Drift:
+    """Say that an engine's clock jumps ahead, and is `ppm` millionths too fast from then on."""
+    return Drift(node, ppm, round(ahead_us * PS_PER_US))
 
 
 def mute(node: str, nic: int, us: float | None = None) -> Mute:

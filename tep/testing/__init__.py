@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Chaos,
         Clog,
         Cut,
+        Drift,
         Faults,
         KillNic,
         Mute,
@@ -72,6 +73,7 @@ __all__ = [
     "Clog",
     "Cut",
     "DomainContract",
+    "Drift",
     "EngineJudge",
     "Faults",
     "Finding",
@@ -116,7 +118,7 @@ __all__ = [
 
 _ROOMS = {
     "tep.sim.faults": (
-        *("Chaos", "Clog", "Cut", "Faults", "KillNic", "Mute", "Pause"),
+        *("Chaos", "Clog", "Cut", "Drift", "Faults", "KillNic", "Mute", "Pause"),
         *("Restart", "Revoke", "Slow", "Swizzle"),
     ),
     "tep.testing.case": ("Case",),

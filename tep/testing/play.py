@@ -7,7 +7,7 @@ from typing import Final
 
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
-from tep.sim.faults import Fault, Restart
+from tep.sim.faults import Drift, Fault, Restart
 from tep.sim.row_log import RowLog
 from tep.testing.mail import Mail
 from tep.testing.reader import Reader
@@ -63,8 +63,11 @@ class Play:
         stage = self.stage
         if fault.node not in stage.lab.hosts:
             return
-        stage.broken.append(fault)
         stage.seen[type(fault).__name__] += 1
+        if isinstance(fault, Drift):  # no excuse for anything
+            stage.lab.fabric.inflict(fault)
+            return
+        stage.broken.append(fault)
         if not isinstance(fault, Restart):
             stage.lab.fabric.inflict(fault)
             return

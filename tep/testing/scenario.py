@@ -17,9 +17,11 @@ from tep.checks import check_int, shown
 from tep.errors import BadRequest
 from tep.hashing import below, draw, stream_key
 from tep.sim.faults import (
+    DRIFTS,
     Chaos,
     Clog,
     Cut,
+    Drift,
     Fault,
     KillNic,
     Mute,
@@ -317,6 +319,7 @@ class Scenario:
         if dice.below(0, 72, 8) == 0:
             chaos = replace(chaos, register_fails=64)
         failover = dice.below(0, 35, 4) > 0
+        faults += _draw_drift(dice, transfers)
         if failover:
             faults += _draw_cuts(dice, nics, transfers)
         tells = dice.below(0, 62, 4) == 0
@@ -622,6 +625,16 @@ def _draw_cuts(
         start_ps += dice.below(entity, 8, _FAULT_PS)
         found.append((start_ps, Cut(node, nic, peer, peer_nic, for_ps, one_way)))
     return tuple(found)
+
+
+def _draw_drift(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[tuple[int, Fault], ...]:
+    """In one run of two the clock of one engine jumps, and runs at a speed of its own."""
+    if dice.below(0, 73, 2):
+        return ()
+    names = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
+    ahead_ns = dice.pick(0, 76, (0, 1000, 1_000_000))
+    fault = Drift(dice.pick(0, 74, names), dice.pick(0, 75, DRIFTS), ahead_ns * _NS)
+    return ((1 + dice.below(0, 77, _FAULT_PS), fault),)
 
 
 def _draw_close(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[int, str]:

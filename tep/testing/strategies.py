@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from tep.sim.faults import (
+    DRIFTS,
     FRAGMENTS_MAX,
     GROUPS,
     HARM,
@@ -22,6 +23,7 @@ from tep.sim.faults import (
     Chaos,
     Clog,
     Cut,
+    Drift,
     Fault,
     Faults,
     KillNic,
@@ -251,7 +253,7 @@ def _knobs(draw: DrawFn, free: set[str]) -> Chaos:
     return Chaos.calm(**knobs)
 
 
-_EVENTS = (KillNic, Clog, Cut, Mute, Slow, Pause, Swizzle, Revoke, Restart)
+_EVENTS = (KillNic, Clog, Cut, Mute, Slow, Pause, Drift, Swizzle, Revoke, Restart)
 
 
 @st.composite
@@ -277,6 +279,8 @@ def _events(draw: DrawFn, nics: dict[str, int], kinds: list[Any]) -> tuple[int, 
         return t_ps, Cut(
             node, nic, peer, theirs, draw(_times(4000) if one_way else _LASTS), one_way
         )
+    if kind is Drift:
+        return t_ps, Drift(node, draw(st.sampled_from(DRIFTS)), draw(st.integers(0, PS_PER_MS)))
     if kind is Pause:
         return t_ps, Pause(node, draw(_times(20_000)))
     return t_ps, kind(node, nic, draw(_LASTS))

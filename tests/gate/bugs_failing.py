@@ -6,6 +6,8 @@ from collections.abc import Callable
 from unittest import mock
 
 from tep.api import Routing
+from tep.control.channel import Channel
+from tep.control.messages import Pong
 from tep.core import plan as plans
 from tep.core.group import DomainGroup, Pending
 from tests.gate.registry import Change, bug
@@ -174,3 +176,19 @@ def a_signal_is_an_end() -> list[Change]:
         return True
 
     return [(DomainGroup, "give_up", give_up)]
+
+
+# ---------------------------------------------------------------------- clocks
+
+
+@bug(budget=3 * LATE)
+def times_of_two_clocks_are_compared() -> list[Change]:
+    """Who is asked whether it is there answers with its own time, not with that of the question."""
+    answer = Channel.answer
+
+    def own_time(self, nic, address, message):
+        if isinstance(message, Pong):
+            message = Pong(int(self._now_s() * 1e9))
+        answer(self, nic, address, message)
+
+    return [(Channel, "answer", own_time)]

@@ -179,6 +179,7 @@ WANTED = [
     "Slow",
     "Clog",
     "Cut",
+    "Drift",
     "Mute",
     "Pause",
     "Swizzle",

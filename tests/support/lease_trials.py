@@ -26,7 +26,19 @@ from tep.errors import BusyError, FabricError, TepError
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
-from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Restart, Slow, Swizzle
+from tep.sim.faults import (
+    DRIFTS,
+    Chaos,
+    Clog,
+    Drift,
+    Fault,
+    KillNic,
+    Mute,
+    Pause,
+    Restart,
+    Slow,
+    Swizzle,
+)
 from tep.units import PS_PER_US
 from tep.wire import Lease
 
@@ -55,6 +67,7 @@ class Trial:
         self.cluster = cluster
         self.dice = random.Random(seed)
         self.late_dice = random.Random(f"late {seed}")
+        self.clock_dice = random.Random(f"clock {seed}")
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.owner, *self.writers = cluster.engines
@@ -83,6 +96,10 @@ class Trial:
             at(dice.uniform(0.2, 8), self.probe)
         for _ in range(dice.choice([0, 1, 1, 1, 2, 3])):
             at(dice.uniform(0.1, 7), self.fault())
+        for engine in self.cluster.engines:  # a lease lasts as long as two clocks say
+            drift = self.clock_dice.choice(DRIFTS), self.clock_dice.choice([0, 20_000_000])
+            if self.clock_dice.random() < 0.3:
+                at(self.clock_dice.uniform(0.1, 7), Drift(engine.name, *drift))
         if dice.random() < 0.2:  # what a crashed writer had sent may still be on its way
             k, at_us = 1 + dice.randrange(2), dice.uniform(0.3, 5)
             nics = len(self.cluster.engines[k].main_address.domains)

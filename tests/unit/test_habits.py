@@ -186,6 +186,7 @@ def simulators() -> list[object]:
         sim.load_profile("cx7_400"),
         sim.Clog("a", 0, 5),
         sim.Cut("a", 0, "b", 1, 5),
+        sim.Drift("a", 100, 5),
         sim.KillNic("a", 0),
         sim.Mute("a", 0, 5),
         sim.Pause("a", 5),
