@@ -319,24 +319,18 @@ class Scenario:
         if dice.below(0, 72, 8) == 0:
             chaos = replace(chaos, register_fails=64)
         failover = dice.below(0, 35, 4) > 0
+        if failover and theme == "kill" and dice.below(0, 80, 3) == 0:
+            nics = (max(2, nics[0]), *nics[1:])
+            transfers, faults = _draw_together(dice, nics[0], count)
+            chaos = replace(chaos, **_APART)
         faults += _draw_drift(dice, transfers)
         if failover:
             faults += _draw_cuts(dice, nics, transfers)
         tells = dice.below(0, 62, 4) == 0
         if tells:
-            unheard = failover and dice.below(0, 66, 3) == 0
-            if unheard:  # a list that was taken is sent again, when the retry has arrived
-                transfers, faults = _draw_shared(dice, transfers), ()
-                chaos = replace(chaos, message_loss=15)
-            transfers = tuple(
-                _draw_again(dice, place, spec, failover=failover, cancels=3 - unheard)
-                for place, spec in enumerate(transfers, 1)
+            transfers, faults, chaos = _draw_telling(
+                dice, nics, transfers, faults, chaos, failover=failover
             )
-            if failover and not unheard and dice.below(0, 63, 3):
-                loss = dice.pick(0, 65, (chaos.message_loss, 2, 6))  # answers too
-                chaos = replace(chaos, late_land=dice.below(0, 64, 3), message_loss=loss)
-                starts_ps = [spec.start_ps for spec in transfers]
-                faults += _draw_stuck(dice, 650, nics, starts_ps, (Mute, Clog, Pause, Swizzle))
         return cls(
             nics=nics,
             transfers=transfers,
@@ -455,6 +449,72 @@ def _draw_shared(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[Tran
         else:
             found.append(spec)
     return tuple(found)
+
+
+def _draw_together(
+    dice: _Dice, nlocal: int, count: int
+) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...]]:
+    """Transfers that share an immediate are on their way over one NIC when it dies.
+
+    Some have landed then and others not, and none is acknowledged: the NIC heard no answer.
+    """
+    nic = dice.below(0, 81, nlocal)
+    start_ps = 1 + dice.below(0, 82, _SPAN_PS)
+    found = []
+    for place in range(1, count + 1):
+        nbytes = dice.pick(place, 40, (8, 200, 515, 20_000))
+        expect_ps = 1 + dice.below(place, 42, _SPAN_PS)
+        found.append(
+            TransferSpec(
+                size=nbytes - nbytes % nlocal + nic,  # which says where it is pinned to
+                pinned=True,
+                shared=True,
+                start_ps=start_ps + dice.below(place, 41, 100 * _NS),
+                expect_ps=expect_ps,
+            )
+        )
+    died_ps = start_ps + 500 * _NS + dice.below(0, 83, 2500 * _NS)
+    mute = Mute(SENDER, nic, 4000 * _NS)
+    return tuple(found), ((start_ps, mute), (died_ps, KillNic(SENDER, nic)))
+
+
+_APART: Final[dict[str, Any]] = {
+    "ordered": False,
+    "fragments": 1,
+    "last_late_ps": 0,
+    "reorder_ps": 3000 * _NS,
+    "skew_ps": (0,),
+    "sq_depth": 6,
+    "peer_depth": 0,
+    "message_loss": 0,
+}
+"""Knobs by which rows that are posted together land far apart."""
+
+
+def _draw_telling(
+    dice: _Dice,
+    nics: tuple[int, int, int],
+    transfers: tuple[TransferSpec, ...],
+    faults: tuple[tuple[int, Fault], ...],
+    chaos: Chaos,
+    *,
+    failover: bool,
+) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...], Chaos]:
+    """What changes in a run whose receivers are told of failures."""
+    unheard = failover and dice.below(0, 66, 3) == 0
+    if unheard:  # a list that was taken is sent again, when the retry has arrived
+        transfers, faults = _draw_shared(dice, transfers), ()
+        chaos = replace(chaos, message_loss=15)
+    transfers = tuple(
+        _draw_again(dice, place, spec, failover=failover, cancels=3 - unheard)
+        for place, spec in enumerate(transfers, 1)
+    )
+    if failover and not unheard and dice.below(0, 63, 3):
+        loss = dice.pick(0, 65, (chaos.message_loss, 2, 6))  # answers too
+        chaos = replace(chaos, late_land=dice.below(0, 64, 3), message_loss=loss)
+        starts_ps = [spec.start_ps for spec in transfers]
+        faults += _draw_stuck(dice, 650, nics, starts_ps, (Mute, Clog, Pause, Swizzle))
+    return transfers, faults, chaos
 
 
 def _draw_again(

@@ -283,7 +283,12 @@ class Sender:
             return "a transfer was cancelled"
         dead = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic)}
         cut = [{(f.node, f.nic), (f.peer, f.peer_nic)} for f in stage.broken if isinstance(f, Cut)]
-        others = [f for f in stage.broken if not isinstance(f, KillNic | Cut | Slow | Pause)]
+        others = [
+            fault
+            for fault in stage.broken
+            if not isinstance(fault, KillNic | Cut | Slow | Pause)
+            and not (isinstance(fault, Mute) and (fault.node, fault.nic) in dead)
+        ]
         often = chaos.message_loss > _LOST_MAX
         if often or (chaos.message_loss and (others or len(dead) + len(cut) > 1)):
             return "messages are lost"

@@ -24,7 +24,7 @@ from tep.engine.worker import Worker
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Swizzle
 from tep.testing.scenario import Scenario
 from tests.gate.bugs_counting import BY_COLUMNS
-from tests.gate.registry import Bug, Change, bug
+from tests.gate.registry import Change, bug
 
 LATE = 2000
 """Seeds for what needs a NIC to die at its moment: one run in twenty makes a row good."""
@@ -267,6 +267,23 @@ def only_the_first_transfer_is_written_again() -> list[Change]:
     return writes_again(first)
 
 
+@bug(budget=4 * LATE)
+def sharing_transfers_are_written_again_apart() -> list[Change]:
+    """Of transfers under one immediate each is written again by itself: the missing immediates of
+    one may stand for bytes of another that are still on their way.
+    """
+    write_again = Failover._write_again
+
+    def apart(self, rows, missing):
+        for transfer in dict.fromkeys(row.pending.transfer for row in rows):
+            mine = [row for row in rows if row.pending.transfer is transfer]
+            write_again(self, mine, [row for row in missing if row.pending.transfer is transfer])
+        if not rows:
+            write_again(self, rows, missing)
+
+    return [(Failover, "_write_again", apart)]
+
+
 @bug(budget=LATE)
 def first_row_written_again() -> list[Change]:
     """Of a batch that lost rows the first is written again, not those."""
@@ -468,30 +485,3 @@ def routes_go_by_nics() -> list[Change]:
 def our_other_nics_are_no_way() -> list[Change]:
     """A row that got no answer fails where the peer has no other NIC, though we have one."""
     return [(Link, "has_way", lambda *_: False)]
-
-
-# ---------------------------------------------------------------------- no drawn run shows these
-
-ORDER_BUGS: dict[str, Bug] = {}
-"""Found by `test_orders`, where all orders of a few rows are played; seeds have not met them."""
-
-
-def sharing_transfers_are_written_again_apart() -> list[Change]:
-    """Of transfers under one immediate each is written again by itself: the missing immediates of
-    one may stand for bytes of another that are still on their way.
-    """
-    write_again = Failover._write_again
-
-    def apart(self, rows, missing):
-        for transfer in dict.fromkeys(row.pending.transfer for row in rows):
-            mine = [row for row in rows if row.pending.transfer is transfer]
-            write_again(self, mine, [row for row in missing if row.pending.transfer is transfer])
-        if not rows:
-            write_again(self, rows, missing)
-
-    return [(Failover, "_write_again", apart)]
-
-
-ORDER_BUGS["sharing_transfers_are_written_again_apart"] = Bug(
-    "sharing_transfers_are_written_again_apart", sharing_transfers_are_written_again_apart, 0
-)

@@ -18,7 +18,7 @@ from tests.support.order_cases import FAILOVER, LEASES, REOPENING, Cases, first_
 
 FAILOVER_BUGS: Final = {
     name: bug for name, bug in BUGS.items() if bug.plant.__module__ == bugs_failover.__name__
-} | bugs_failover.ORDER_BUGS
+}
 
 ROOMS: Final[dict[str, tuple[dict[str, Bug], Cases]]] = {
     "failover": (FAILOVER_BUGS, FAILOVER),

