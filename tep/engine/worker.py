@@ -41,7 +41,7 @@ from tep.control.pruning import Pruning
 from tep.control.telling import Telling
 from tep.core.events import DoubtsEnded, PathKeptShut, PeerHeard, PeerNicDown, PeerRestarted
 from tep.core.group import DomainGroup
-from tep.core.handle import Handle, State, closed_error
+from tep.core.handle import PENDING, Handle, State, closed_error
 from tep.core.imm import ImmTable
 from tep.core.journal import Journal
 from tep.core.outbox import Outbox
@@ -691,7 +691,8 @@ class Worker:
     def _settle_reached(self) -> None:
         reached, self.imms.reached = self.imms.reached, []
         for expectation in reached:
-            expectation._settle(_DONE)
+            assert expectation._state is PENDING, f"settled twice: {expectation.describe()}"
+            expectation._state = _DONE  # as _settle(), without the call
             del self.open[expectation]
         self._settled += reached
 
@@ -707,7 +708,10 @@ class Worker:
             self.settled[state] += 1
         elif handle.counted:
             self.settled[state] += 1
-        handle._settle(state, error)
+        if state is _DONE and handle._state is PENDING:
+            handle._state = state  # as _settle(), without the call
+        else:
+            handle._settle(state, error)
         del self.open[handle]
         self._settled.append(handle)
 
