@@ -24,12 +24,12 @@ FAST = {"handshake_s": 0.3, "timeout": 8, "drain_s": 0.3, "resend_s": 0.005}
 class Nodes:
     """Single NICs, each on a device of its own, with memory that any may write to."""
 
-    def __init__(self, stub, names="abc"):
+    def __init__(self, stub, names="abc", **options):
         self.nics = {}
         self.seen = {name: [] for name in names}
         self.out = new_completions(1024)
         for k, name in enumerate(names):
-            opened = open_domains([f"stub{k}"], name=name, library=stub.path, **FAST)
+            opened = open_domains([f"stub{k}"], name=name, library=stub.path, **FAST | options)
             self.nics[name] = opened.domains[0]
         self.memory = {name: np.arange(1 << 14, dtype=np.uint8) for name in names}
         self.keys = {
@@ -94,8 +94,8 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(stub):
-    found = Nodes(stub)
+def nodes(stub, request):
+    found = Nodes(stub, **getattr(request, "param", {}))
     yield found
     for nic in found.nics.values():
         nic.close()
@@ -179,6 +179,7 @@ def test_a_fence_waits_for_what_was_not_drained_and_then_says_so(nodes):
 @pytest.mark.parametrize("lossy", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("noticed", [False, True])
 @pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("nodes", [{"handshake_s": 3.0}], indirect=True)  # others may have the CPU
 def test_rows_of_a_pair_wait_for_what_they_need_once_its_fences_are_lifted(
     stub, nodes, both, noticed, lossy
 ):
