@@ -16,7 +16,7 @@ Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -54,6 +54,29 @@ _NICS_MIN: Final = 16
 _WINDOW_MIN: Final = 1024
 """Quanta of one NIC that are settled in one pass, at the least. No result depends on it."""
 _COLUMNS: Final = ("_free", "soft", "soft_acks", "gone", "landed_bytes", "cut_ps")
+
+
+class _Rows(NamedTuple):
+    """Rows whose arrival is known, with what the books say of them.
+
+    Attributes:
+        numbers, landed: which rows, and when they land.
+        rows, source, target, batch: of each, in the ledger.
+        seen, acked: when the receiver can see each, and when the sender learns of it.
+        counts: rows of each batch.
+        mine: batches that have some.
+    """
+
+    numbers: Ints
+    landed: Ints
+    rows: Ints
+    source: Ints
+    target: Ints
+    batch: Ints
+    seen: Ints
+    acked: Ints
+    counts: Ints
+    mine: Ints
 
 
 class TimingFabric:
@@ -342,20 +365,22 @@ class TimingFabric:
         landed = self._late(units.number[ends], here[ends])
         # The wakes that these rows cause are events as well; what leaves after the first of them
         # may meet rows that are posted then, and has to wait. What leaves before is not affected.
-        limit_ps = self._first_wake_ps(units.number[ends], landed)
+        rows = self._rows(units.number[ends], landed)
+        limit_ps = self._first_wake_ps(rows)
         target = units.target
         if int(starts.max()) >= limit_ps:
             kept = starts < limit_ps
             keeps = kept[ends]
-            landed, ends = landed[keeps], ends[keeps]
+            if not keeps.all():
+                rows = self._rows(units.number[ends[keeps]], landed[keeps])
             target, done = target[kept], done[kept]
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
         np.maximum.at(self._free, target, done)
         self._window = max(_WINDOW_MIN, 2 * max(stop - nic.queue.at for nic, stop in taken))
         for nic, stop in taken:
             nic.queue.at = stop
-        if len(ends):
-            self._land(units.number[ends], landed)
+        if len(rows.numbers):
+            self._land(rows)
 
     def _settle_paths(self, paths: Paths, taken: list[tuple[Nic, int]], limit_ps: int) -> None:
         """The same where the way has servers of its own, in a pass that may have to be shortened.
@@ -369,8 +394,8 @@ class TimingFabric:
             passing = paths.advance(new, limit_ps, self._free)
             ends = passing.flights[:, LAST] != 0
             numbers = passing.flights[ends, NUMBER]
-            landed = self._late(numbers, passing.done[ends])
-            wake_ps = self._first_wake_ps(numbers, landed)
+            rows = self._rows(numbers, self._late(numbers, passing.done[ends]))
+            wake_ps = self._first_wake_ps(rows)
             if wake_ps >= limit_ps:
                 break
             assert self.marks is None, "a paced plan is made once"
@@ -384,7 +409,7 @@ class TimingFabric:
         for nic, stop in taken:
             nic.queue.at = stop
         if len(numbers):
-            self._land(numbers, landed)
+            self._land(rows)
 
     @staticmethod
     def _flights(nic: Nic, stop: int) -> Ints:
@@ -412,18 +437,24 @@ class TimingFabric:
         source, target = self.ledger.source[rows], self.ledger.target[rows]
         return self.in_order.settle(source, target, numbers, landed)
 
-    def _first_wake_ps(self, numbers: Ints, landed: Ints) -> int:
-        """A time before which these rows, landing then, wake nobody."""
-        if not len(numbers):
-            return NEVER_PS
-        ledger, batches = self.ledger, self.batches
+    def _rows(self, numbers: Ints, landed: Ints) -> _Rows:
+        """What the books say of rows, and what becomes of them if they land then."""
+        ledger = self.ledger
         rows = numbers - ledger.base
         source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
-        seen, acked = self.machines.told_ps(source, target, landed)
+        told = self.machines.told_ps(source, target, landed)
+        counts = np.bincount(batch, minlength=len(self.batches.left))
+        mine = counts.nonzero()[0]
+        return _Rows(numbers, landed, rows, source, target, batch, *told, counts, mine)
+
+    def _first_wake_ps(self, found: _Rows) -> int:
+        """A time before which these rows, landing then, wake nobody."""
+        if not len(found.numbers):
+            return NEVER_PS
+        batches = self.batches
+        _, _, _, source, target, batch, seen, acked, counts, mine = found
         first = int(np.maximum(seen, self.soft[target]).min())
         first = min(first, int(np.maximum(acked, self.soft_acks[source]).min()))
-        counts = np.bincount(batch, minlength=len(batches.left))
-        mine = counts.nonzero()[0]
         if (batches.target[mine] < 0).any():
             first = min(first, int(seen[batches.target[batch] < 0].min()))
         # Of a batch with one target only the last row is a must.
@@ -436,16 +467,13 @@ class TimingFabric:
             first = min(first, nic.node.wakes.room_ps(nic, acked[source == number]))
         return first
 
-    def _land(self, numbers: Ints, landed: Ints) -> None:
+    def _land(self, found: _Rows) -> None:
         """Write rows with known arrivals into the books of both ends, and see that they wake."""
         ledger, batches = self.ledger, self.batches
-        rows = numbers - ledger.base
-        source, target, batch = ledger.source[rows], ledger.target[rows], ledger.batch[rows]
+        numbers, landed, rows, source, target, batch, seen, acked, counts, mine = found
         if self.in_order is not None:
             self.in_order.keep(source, target, landed)
-        counts = np.bincount(batch, minlength=len(batches.left))
         batches.left -= counts
-        seen, acked = self.machines.told_ps(source, target, landed)
         np.maximum.at(batches.seen_ps, batch, seen)
         if self.pairs is not None:
             np.maximum.at(batches.acked_ps, batch, acked)
@@ -463,7 +491,6 @@ class TimingFabric:
         for number, which in by_value(source, gone | self.gone[source] | ledger.message[rows]):
             self.nic(number).outbox.add(acked[which], numbers[which])
             touched[number] = None
-        mine = counts.nonzero()[0]
         if (batches.target[mine] < 0).any():
             several = ((batches.target[batch] < 0) & ~gone).nonzero()[0]
             columns = (column[several].tolist() for column in (target, seen, ledger.message[rows]))
