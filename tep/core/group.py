@@ -694,6 +694,9 @@ class DomainGroup:
 
     def has_lost(self, domain: int, link: Link, nic: int) -> bool:
         """A peer's NIC did not answer ours: mark it down; return whether there is another path."""
+        link.path(domain, nic).silent = True
+        if not link.alive[nic]:  # rows for it were sent on, as no other path was up
+            self._reroute(lambda waiting: goes_to(waiting, link, nic))
         ours = [i for i, up in enumerate(self.alive) if up]
         return self.mark_down(link, nic) or link.has_way(ours, but=(domain, nic))
 
@@ -721,11 +724,13 @@ class DomainGroup:
         assert any(alive), link.addr
         link.alive[:] = alive
         self.routes.version += 1
+        for path in link.paths():
+            path.silent &= not alive[path.nic]
 
     def reopen(self, path: Path) -> None:
         """Use a path again: the peer has lifted its fence."""
         path.to(PathEvent.OPENED)
-        path.unclear = False
+        path.unclear = path.silent = False
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Remove a transfer's queued rows from the queues; return how many there were."""

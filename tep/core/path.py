@@ -116,11 +116,12 @@ class Path:
         seen: the batch that was last found to have rows in flight on it.
         asking: whether the peer is being asked to open it again, or to fence it before that.
         unclear: whether the peer could not say which rows in doubt landed on it.
+        silent: whether it is why the peer's NIC was marked down.
     """
 
     __slots__ = (
-        "asking", "domain", "fences", "link", "losses", "nic", "peer_id", "seen", "state", "sums",
-        "unclear",
+        "asking", "domain", "fences", "link", "losses", "nic", "peer_id", "seen", "silent", "state",
+        "sums", "unclear",
     )  # fmt: skip
 
     def __init__(self, link: Link, domain: int, nic: int) -> None:
@@ -132,7 +133,7 @@ class Path:
         self.peer_id = _UNKNOWN
         self.losses: list[Unsettled] = []
         self.seen: Rows | None = None
-        self.asking = self.unclear = False
+        self.asking = self.unclear = self.silent = False
 
     def __getattr__(self, name: str) -> PathSums:
         """Make the sums when they are first used: engines that count none have many paths."""
@@ -245,7 +246,8 @@ class Link:
         """The path to use for rows that were planned for a path; `here`: which of our NICs work.
 
         It is the planned path if both of its NICs work, else one of the next NICs on each side. A
-        path that is not UP is used only if none is, and a fenced one only if all are fenced.
+        path that is not UP is used only if none is, and a fenced one only if all are fenced. A NIC
+        of the peer that is marked down comes before these: perhaps only one of ours misses it.
         """
         there = self.alive
         ours = [i for k in range(len(here)) if here[i := (domain + k) % len(here)]]
@@ -254,6 +256,11 @@ class Link:
             pairs = list(itertools.product(ours, theirs))
             for i, j in pairs:
                 if self.is_up(i, j):
+                    return i, j
+            down = (j for j, alive in enumerate(there) if not alive)
+            for i, j in itertools.product(ours, down):
+                found = self._paths[i][j]
+                if found is None or (found.is_up and not found.silent):
                     return i, j
             for i, j in pairs:
                 if not self.is_fenced(i, j):

@@ -68,7 +68,8 @@ class Ledger:
         imms: arrivals handed to the engine, by immediate.
         movers: the transfer of each batch, by its ctx.
         batches: the last batch of each ctx.
-        silent: NICs of peers that did not answer, by node; all of them again once all were silent.
+        silent: NICs of peers that did not answer one of this engine's, by node: its number and
+            their address; all of them again once all were silent.
         was_silent: all that ever were.
         unsure: nodes of which an engine may know more than that: a NIC of theirs was heard again,
             rows to them were flushed with a control message that got lost, or a message did not
@@ -90,7 +91,7 @@ class Ledger:
         self.imms: defaultdict[int, int] = defaultdict(int)
         self.movers: dict[int, Mover] = {}
         self.batches: dict[int, Batch] = {}
-        self.silent: dict[bytes, set[bytes]] = {}
+        self.silent: dict[bytes, set[tuple[int, bytes]]] = {}
         self.was_silent: set[bytes] = set()
         self.unsure: set[bytes] = set()
         self.rows = [0] * nics
@@ -331,16 +332,17 @@ class Tap:
     def _control_silent(self, batch: Batch, row: int) -> None:
         node, address = self._to(batch, row)
         silent = self._ledger.silent.setdefault(node, set())
-        silent.add(address)
+        silent.add((self._number, address))
         self._ledger.was_silent.add(address)
         name = node.partition(b":")[2].rpartition(b"#")[0].decode()
-        if len(silent) == len(self.nic.fabric.nodes[name].domains):
+        if len({its for _, its in silent}) == len(self.nic.fabric.nodes[name].domains):
             del self._ledger.silent[node]  # perhaps it is back: everything may be tried again
 
     def _check_silent(self, batch: WriteBatch, start: int, taken: int) -> None:
         for row in range(start, start + taken):
             node, address = self._to(batch, row)
-            if address in self._ledger.silent.get(node, ()) and node not in self._ledger.unsure:
+            known = (self._number, address) in self._ledger.silent.get(node, ())
+            if known and node not in self._ledger.unsure:
                 self._ledger.wrong.append(
                     f"{self.caps.nic}: a row posted to {address!r}, which is known not to answer"
                 )

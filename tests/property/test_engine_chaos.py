@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 import tep.testing
-from tep.sim.faults import Chaos, Cut
+from tep.sim.faults import Chaos, Cut, KillNic
 from tep.testing import ReadSpec, Scenario, TransferSpec, engine_scenarios, run_scenario
 
 
@@ -52,5 +52,25 @@ def test_the_only_path_that_is_left_is_found_from_the_same_nic(seed: int) -> Non
             transfers=(TransferSpec(kind="paged", pages=5),),
             chaos=Chaos(seed=seed, sq_depth=1, refuse_post=True, short_post=False),
             faults=tuple((1, Cut("b", there, peer="a", peer_nic=here)) for there, here in cuts),
+        )
+    )
+
+
+def test_a_nic_that_only_one_of_ours_misses_is_used_by_the_other() -> None:
+    """One NIC of the peer dies, the other cannot be reached from one of ours: one path is left.
+
+    Found by a search of drawn runs: both of its NICs were marked down, and their paths passed over.
+    """
+    cut = Cut("b", 1, peer="a", peer_nic=0)
+    tame = Chaos(
+        peer_depth=1, reorder_ps=0, fragments=1, poll_delay_ps=10_000, short_post=False, kept=()
+    )
+    run_scenario(
+        Scenario(
+            nics=(2, 2, 1),
+            transfers=(TransferSpec(), TransferSpec(kind="per_page", pages=4, pinned=True)),
+            reads=(ReadSpec(told=True),),
+            chaos=tame,
+            faults=((1, cut), (210_407, KillNic("b", 0))),
         )
     )
