@@ -7,6 +7,7 @@ new.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -30,21 +31,27 @@ class WatchPage:
     """All watched words of one engine.
 
     Attributes:
-        words: all of them, watched or not.
         callbacks: of those that are watched, by index.
         pin: maps the page for a GPU; None = there is none, and only the host writes words.
         device_ptr: where kernels find the page, once it is pinned; else None.
     """
 
     def __init__(self) -> None:
-        raw = np.zeros(2 * WORDS, np.uint64)  # room for one whole page at a page's start
-        skip = -raw.ctypes.data % _PAGE_BYTES // 8
-        self.words: npt.NDArray[np.uint64] = raw[skip : skip + WORDS]
         self.pin: Callable[[Memory], int] | None = None
         self.device_ptr: int | None = None
         self._why_not = "the engine was opened without device='cuda:N'"
-        self._seen = np.zeros(WORDS, np.uint64)
         self.callbacks: dict[int, Callback] = {}
+
+    @cached_property
+    def words(self) -> npt.NDArray[np.uint64]:
+        """All of them, watched or not; made when first asked for: few engines watch any."""
+        raw = np.zeros(2 * WORDS, np.uint64)  # room for one whole page at a page's start
+        skip = -raw.ctypes.data % _PAGE_BYTES // 8
+        return raw[skip : skip + WORDS]
+
+    @cached_property
+    def _seen(self) -> npt.NDArray[np.uint64]:
+        return np.zeros(WORDS, np.uint64)
 
     def __len__(self) -> int:
         return len(self.callbacks)

@@ -139,7 +139,8 @@ class ChaosNic(ChaosReceiver):
 
     def _room(self, wanted: int, room: int, *, is_control: bool = False) -> int:
         """How many of the rows offered are taken this time, where there is room for some."""
-        self._check_open()
+        if self.state is not NicState.UP:
+            self._check_open()
         if self._chaos.post_fails and (why := self._fails(self._chaos.post_fails, 4)):
             self._fail_post(why, is_control=is_control)
         if self.state is NicState.DEAD and self._cq.down_seen:

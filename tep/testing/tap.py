@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,6 +23,7 @@ from tep.backends.base import (
     Status,
     WriteBatch,
     first_completions,
+    take_completion,
 )
 from tep.control.membership import PeerChange, PeerEvent
 from tep.sim.chaos_parts import NicState
@@ -269,10 +270,10 @@ class Tap:
             return 0
         n = self._poll(out)
         if n:
-            self._read(first_completions(out, n))
+            self._read((take_completion(out),) if n == 1 else first_completions(out, n))
         return n
 
-    def _read(self, entries: list[Entry]) -> None:
+    def _read(self, entries: Sequence[Entry]) -> None:
         ledger = self._ledger
         for kind, status, count, imm, row, ctx, _nbytes in entries:
             if kind == _IMM:
