@@ -62,6 +62,7 @@ class ChaosPort:
         self.state = NicState.UP
         self.rows = 0
         self._calls = 0
+        self._given_back: list[int] = []  # numbers of regions, with `key_again`
         self.address = f"sim:{node.name}/{number}#{node.epoch}".encode()
         self.caps = DomainCaps(
             backend="sim",
@@ -101,13 +102,13 @@ class ChaosPort:
         return len(self._lkeys)
 
     def register(self, memory: Memory, access: Access) -> DomainKey:
-        """Give a region keys that no other region or NIC here has, save a lost incarnation's."""
+        """Give a region keys that no other region or NIC here has now."""
         self._check_open()
         check_memory(self.caps, memory, access)
         if self._fails(self._chaos.register_fails, 2):
             self.fabric.seen["register failed"] += 1
             raise FabricError(f"{self.caps.nic}: no memory for a key (F29)", code="PROVIDER")
-        number = self.node.next_key()
+        number = self._given_back.pop() if self._given_back else self.node.next_key()
         key = (number << 6 | self.number) << 1
         region = Region(memory, 0 if self._chaos.offsets else (number & 0xFFFF) << 40 | 0x1000)
         self._lkeys[key] = region
@@ -126,6 +127,8 @@ class ChaosPort:
         self._readable.pop(key.rkey, None)
         if region is not None:
             region.alive = False
+            if self._chaos.key_again:
+                self._given_back.append(key.lkey >> 7)
 
     def revoke(self) -> None:
         """Lose every registration of this moment."""

@@ -113,6 +113,7 @@ class Chaos:
         merge_cqes: neighbouring equal completions come out as one with a count (F23).
         flush_on_error: on an ordered fabric an error flushes the other rows to that peer (F24).
         key_reuse: a new incarnation gives its regions the key values of the old one (F16).
+        key_again: a region gets the key values of one that was given back (F31).
         offsets: keys have base 0, as where a provider wants offsets; False: a made-up address.
         tie_shuffle: events of one instant come in an order drawn from the seed.
         cq_depth: completions that an unordered NIC holds; an immediate that finds no room kills the
@@ -155,6 +156,7 @@ class Chaos:
     merge_cqes: bool = False
     flush_on_error: bool = False
     key_reuse: bool = False
+    key_again: bool = False
     offsets: bool = False
     tie_shuffle: bool = False
     cq_depth: int = 0
@@ -377,11 +379,9 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F26": ("what is in flight lands until the fence is confirmed", ("late_fence",)),
     "F27": ("a row that landed ends in an error of the provider's own", ("odd_errors",)),
     "F28": ("two NICs reach all others and not each other, or only one way", ("Cut",)),
-    "F29": (
-        "memory or descriptors are used up: a call raises",
-        ("post_fails", "connect_fails", "register_fails"),
-    ),
+    "F29": ("resources are used up", ("post_fails", "connect_fails", "register_fails")),
     "F30": ("clocks of two engines run apart, and jump", ("Drift",)),
+    "F31": ("a key comes back for other memory, in one incarnation", ("key_again",)),
 }
 """Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 

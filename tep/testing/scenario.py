@@ -335,7 +335,8 @@ class Scenario:
             nics=nics,
             transfers=transfers,
             reads=reads,
-            chaos=chaos,
+            # Where rows land late, what failed would land in the memory that has its key then.
+            chaos=replace(chaos, key_again=dice.below(0, 78, 2) > 0 and not chaos.late_land),
             faults=faults,
             close=_draw_close(dice, transfers) if theme == "close" else None,
             messages=0 if dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),

@@ -248,12 +248,24 @@ class Trial:
             mine = self.memory[grant.start : grant.stop]
             mine[:] = FREE
             self.still.append((str(grant), mine, mine.copy()))
+            if len(self.grants) == LEASES and all(one.over.ok for one in self.grants):
+                self.tried(self.move_in)
             return
         self.seen["quarantined"] += 1
         if self.dice.random() < 0.5:  # try again
             again = grant.revoke()
             if again is not end:
                 again.add_done_callback(lambda end: self.over(grant, end))
+
+    def move_in(self) -> None:
+        """All leases have ended well: other memory gets the keys, and nobody may write there."""
+        if self.owner._machine.closed or self.mr.closed:
+            return
+        tenant = np.zeros(len(self.memory), np.uint8)
+        self.owner.deregister(self.mr)
+        self.mr, _ = self.owner.reg_mr(tenant)
+        self.still.append(("the next memory with its keys", tenant, tenant.copy()))
+        self.seen["keys again"] += 1
 
     # ------------------------------------------------------------------ the judgement
 
@@ -287,7 +299,7 @@ def play(seed: int, *, fences: bool = True) -> Trial:
     dice = random.Random(seed)
     nics = [dice.choice([1, 2, 2, 3]) for _ in range(3)]
     late, loss = dice.choice([0, 1, 1, 2]), dice.choice([0, 0, 0, 2, 6])
-    chaos = Chaos.draw(seed, late_land=late, message_loss=loss)
+    chaos = Chaos.draw(seed, late_land=late, message_loss=loss, key_again=True)
     # Control messages that come back later than the next ones go out turn their engine for ever.
     probe_max_s = max(320e-6, 4e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
     options = EngineOptions(probe_first_s=20e-6, probe_max_s=probe_max_s)

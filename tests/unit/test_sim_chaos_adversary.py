@@ -161,6 +161,28 @@ def test_f28_a_short_cut_is_no_error() -> None:
         assert {} == seam.b.node.domains[0].link.cuts
 
 
+@pytest.mark.parametrize("key_again", [False, True])
+def test_f31_a_key_comes_back_for_other_memory(key_again: bool) -> None:
+    """What is sent under a key of before lands in the next memory: nobody may send it."""
+    seam = Seam(replace(CALM, key_again=key_again))
+    nic, old = seam.b.node.domains[0], seam.b.targets[0]
+    seam.write(PAGES, 5)
+    seam.run()
+    nic.deregister(old)
+    tenant = bytearray(4096)
+    key = nic.register(adapt(tenant), Access.SOURCE_AND_TARGET)
+    assert key_again == (key == old)
+    ctx = seam.write(PAGES, 6)
+    seam.run()
+
+    assert {Status.OK if key_again else Status.REMOTE_KEY: 12} == seam.ended(ctx)
+    assert key_again == any(tenant)
+    nic.deregister(key)
+    nic.deregister(key)  # twice: its number comes back once
+    fresh = [nic.register(adapt(bytearray(8)), Access.SOURCE) for _ in range(2)]
+    assert 2 == len(set(fresh))
+
+
 def test_f29_calls_raise_for_want_of_resources() -> None:
     """An engine that takes what was raised for taken, or for the end of it all, must be shown."""
     for seed in range(20):
