@@ -60,7 +60,9 @@ def first_shown(name: str, play: Callable[[int], object], seeds: Iterable[int]) 
         seeds: those to try, after the one that is known.
     """
     name = f"{play.__module__.rpartition('.')[2]}.{name}"
-    known = json.loads(KNOWN.read_text()).get(name)
+    with KNOWN.open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # another worker may be writing it
+        known = json.load(file).get(name)
     if known is not None and "TEP_LONG" not in os.environ and shows(play, known):
         return int(known)
     for tried, seed in enumerate(seeds):
