@@ -136,7 +136,7 @@ def alltoall(ranks: int) -> str:
 RUNS: Final[dict[str, Run]] = {
     "KvCache, 1,000 engines, one minute of 20 requests/s": Run(partial(kvcache, 20.0, 60.0), 60.0),
     "RL, Kimi-K2, 256 to 128 GPUs": Run(partial(rl, 256, 128), 10.0),
-    "RL, Kimi-K2, 4,096 to 2,048 GPUs": Run(partial(rl, 4096, 2048)),
+    "RL, Kimi-K2, 4,096 to 2,048 GPUs": Run(partial(rl, 4096, 2048), 600.0),
     "MoE EP64, one more step": Run(partial(moe_step, 64, 2), 0.6, partial(moe_step, 64, 1)),
     "MoE EP64, set-up and one step": Run(partial(moe_step, 64)),
     "MoE EP256, set-up and one step": Run(partial(moe_step, 256)),

@@ -27,7 +27,7 @@ from tep.apps.rl.models import PUBLISHED, load_model, model_from_config
 from tep.apps.rl.placement import InferLayout, TrainLayout, lay_out, rollout_metas, train_metas
 from tep.apps.rl.ports import Span
 from tep.apps.rl.quantise import check_finite, numpy_dtype, quantise
-from tep.apps.rl.routes import Schedule
+from tep.apps.rl.routes import ROW, Schedule
 from tep.apps.rl.schedule import make_schedule
 from tep.apps.rl.timeline import from_reports, write_perfetto
 from tests.support.tensors import TORCHES, get_torch
@@ -268,6 +268,16 @@ def test_a_task_needs_no_memory_beside_its_staging(axis):
     assert task.gather_bytes == 4 * math.prod(shape)
     assert peak < task.gather_bytes / 4
     assert task.nbytes <= schedule.watermark_bytes
+
+
+@pytest.mark.parametrize(("ranks", "receivers"), [(1, 3), (4, 4), (3, 8), (8, 3)])
+def test_each_rollout_worker_is_told_by_one_rank_that_all_are_through(ranks, receivers):
+    """One that nobody tells never serves; two that tell one release it for the next update."""
+    names = tuple(f"rollout{k}" for k in range(receivers))
+    schedule = Schedule(ranks, names, (), (), np.zeros(0, ROW), 0)
+    told = [name for rank in range(ranks) for name in names[schedule.finishes(rank)]]
+
+    assert sorted(told) == sorted(names)
 
 
 def test_immediates_of_kinds_attempts_and_tasks_never_meet():
