@@ -34,6 +34,7 @@ that memory is not looked at (a path that is dead for the sender may be slow, no
 from __future__ import annotations
 
 import gc
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,8 +104,22 @@ def run_scenario(
     Raises:
         Violation: a promise was broken, or the engine raised where it must not.
     """
-    with _without_collector(), set_sizes(scenario.sizes):
+    with _without_collector(), _unlogged(), set_sizes(scenario.sizes):
         return _play(scenario, engine_class, row_log, env)
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keep what engines log of drawn faults off stderr, unless the program has set up logging."""
+    log, handler = logging.getLogger("tep"), logging.NullHandler()
+    if log.hasHandlers():
+        yield
+        return
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
 
 
 @contextmanager

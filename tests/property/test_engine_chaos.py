@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 from hypothesis import given
 
@@ -74,3 +76,14 @@ def test_a_nic_that_only_one_of_ours_misses_is_used_by_the_other() -> None:
             faults=((1, cut), (210_407, KillNic("b", 0))),
         )
     )
+
+
+def test_drawn_faults_are_not_reported_on_stderr(monkeypatch, capsys) -> None:
+    """Each NIC that a run takes away printed a traceback, and what was found stood between them."""
+    monkeypatch.setattr(logging.getLogger("tep"), "propagate", False)  # away from pytest's handlers
+    dying = Chaos(post_fails=8)
+    transfers = (TransferSpec(kind="paged", pages=12),)
+    seen = run_scenario(Scenario(nics=(4, 1, 1), transfers=transfers, chaos=dying)).seen
+
+    assert seen["post failed"]
+    assert "" == capsys.readouterr().err
