@@ -30,8 +30,8 @@ from tep.testing.tap import Ledger, Mover, Tap
 from tep.wire import MrDesc
 
 __all__ = [
-    "BLANK", "READ_IMM", "REUSED", "USED", "Area", "Host", "Lab", "Piece", "Span", "areas_of",
-    "is_of_read",
+    "BLANK", "FREED", "READ_IMM", "REUSED", "USED", "Area", "Host", "Lab", "Piece", "Span",
+    "areas_of", "is_of_read",
 ]  # fmt: skip
 
 BLANK: Final = b"\xee"
@@ -43,6 +43,9 @@ REUSED: Final = b"\xaa"
 _GAP_BYTES: Final = 32
 USED: Final = b"\xbb"
 """What a receiver writes over bytes that it was told are complete."""
+
+FREED: Final = b"\xcc"
+"""What a receiver writes over bytes of which a lease is over."""
 
 READ_IMM: Final = 0x5EAD0000
 """What owners are told with that a read is over; one more for each read."""
@@ -160,6 +163,7 @@ class Host:
     Attributes:
         memory: the source of node a; the target of b and c.
         ledger, taps: what crossed its seam, and who wrote it down.
+        freed: from where to where it wrote FREED.
         used: immediates of each value that its expectations and claims have used up.
         live: False once it crashed or its engine was closed.
         shelf: what is read of b and c; where node a's reads bring it.
@@ -192,6 +196,7 @@ class Host:
         )
         self.engine.on_peer(self.ledger.heard_of)
         self.memory = memory
+        self.freed: list[tuple[int, int]] = []
         self.used: defaultdict[int, int] = defaultdict(int)
         self.live = True
         self.mr: MrHandle
@@ -291,8 +296,9 @@ class Lab:
         return _pattern(-(-nbytes // 1024) * 1024 + shift)[shift : shift + nbytes]
 
     def landed(self, host: Host, pieces: tuple[Piece, ...]) -> bool:
-        """Whether all bytes of these pieces are at a receiver, or were, and are used up."""
+        """Whether all bytes of these pieces are at a receiver, or were, and are overwritten."""
         there, sent = host.memory, self.original
         return all(
-            there[dst : dst + n] in (sent[src : src + n], USED * n) for src, dst, n in pieces
+            there[dst : dst + n] in (sent[src : src + n], USED * n, FREED * n)
+            for src, dst, n in pieces
         )

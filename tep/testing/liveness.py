@@ -45,6 +45,8 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
     """Write to one receiver, under a new immediate each time, until it is done."""
     sender = stage.sender
     reachable = _has_way(sender, host)
+    if not stage.scenario.failover and any(tap.fenced_off for tap in host.taps):
+        reachable = False  # a lease shut a path; without failover nobody asks to have it opened
     target = bytearray(len(_BYTES))
     mr, _ = sender.engine.reg_mr(_BYTES, access=Access.SOURCE)
     _, desc = host.engine.reg_mr(target)

@@ -26,6 +26,8 @@ What must hold, whatever the fabric does:
 16. An owner is told once that its memory was read, if the read is done, and not before its end.
 17. A receiver is told of each immediate that does not come, and of no other; what came of a
     transfer that failed is not counted for the next try, nor are bytes of two tries mixed.
+18. Once the end of a lease says that its bytes are free, nothing changes there; until then their
+    region cannot be deregistered. Only a lease that was asked back refuses a write or fails it.
 
 Of 6 there is an exception: after an error that spoke of something dead, bytes may still land, so
 that memory is not looked at (a path that is dead for the sender may be slow, not silent).
@@ -47,7 +49,7 @@ from tep.core.stats import EngineStats
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.row_log import RowLog
-from tep.testing.lab import BLANK, USED, Host, is_of_read
+from tep.testing.lab import BLANK, FREED, USED, Host, is_of_read
 from tep.testing.liveness import go_on, hear_of_failures, lasts
 from tep.testing.play import Play
 from tep.testing.scenario import SENDER, Scenario
@@ -233,7 +235,7 @@ def _judge_run(stage: Stage, run: Run) -> None:
     if not run.settled:
         stage.fail(f"{run} never ended: {handle.describe()}")
     for host, dst, n in run.used:
-        if host.live and host.memory[dst : dst + n] != USED * n:
+        if host.live and host.memory[dst : dst + n] not in (USED * n, FREED * n):
             stage.fail(f"bytes of {run} landed at {host.name} after its count had fired")
     if run.state == "done":
         for host, pieces in zip(run.hosts, run.area.pieces):
@@ -271,6 +273,7 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
         ("rows outstanding", 0, sum(stats.rows_outstanding)),
         ("rows in the backlog", 0, stats.rows_backlog),
         ("control messages dropped", {}, _dropped(stats)),
+        ("leases", 0, stats.leases),
         ("busy", False, engine._machine.busy()),
     )
     for what, true, told in facts:
@@ -318,6 +321,10 @@ def _dropped(stats: EngineStats) -> dict[str, int]:
 def _judge_memory(stage: Stage, host: Host) -> None:
     """2 and 9: what no transfer to this incarnation aimed at is as it was."""
     memory = bytearray(host.memory)
+    for start, stop in host.freed:
+        if memory.count(FREED, start, stop) != stop - start:
+            stage.fail(f"bytes {start} .. {stop} of {host.name} changed after their lease was over")
+        memory[start:stop] = BLANK * (stop - start)
     for run in stage.runs.values():
         for at, pieces in zip(run.hosts, run.area.pieces):
             if at is host:

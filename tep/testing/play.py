@@ -15,6 +15,7 @@ from tep.testing.receivers import Receivers
 from tep.testing.scenario import Scenario
 from tep.testing.sender import Sender
 from tep.testing.stage import Stage
+from tep.testing.tenancy import Tenancy
 
 __all__ = ["Play"]
 
@@ -42,7 +43,7 @@ class Play:
         self.stage = stage = Stage(scenario, engine_class, row_log, env)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
-        Sender(stage)
+        Sender(stage, Tenancy(stage))
         self.reader = Reader(stage)
         stage.find_read = self.reader.find
         if scenario.close is not None:

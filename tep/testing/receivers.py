@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from tep.core.transfer import Expectation
 from tep.errors import FabricError
-from tep.testing.lab import USED, Host, Piece
+from tep.testing.lab import FREED, USED, Host, Piece
 from tep.testing.scenario import RECEIVERS, TransferSpec
 from tep.testing.stage import Run, Shares, Stage, Wait
 
@@ -179,8 +179,9 @@ class Receivers:
     def _use_up(self, host: Host, pieces: tuple[Piece, ...], run: Run) -> None:
         """Do with the bytes what a reader may do: they are his, and nobody writes there again."""
         for _, dst, n in pieces:
-            host.memory[dst : dst + n] = USED * n
-            run.used.append((host, dst, n))
+            if host.memory[dst : dst + n] != FREED * n:
+                host.memory[dst : dst + n] = USED * n
+                run.used.append((host, dst, n))
         if run.snapshot:
             run.take_snapshot()
 

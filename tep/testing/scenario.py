@@ -81,6 +81,7 @@ _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
     "again": (0, None),
     "again_ps": (1, None),
     "restate_ps": (1, None),
+    "lead_ps": (0, None),
 }
 """The least and the most of each number of a TransferSpec."""
 
@@ -115,6 +116,9 @@ class TransferSpec:
         again: how often it is tried again, from other bytes, after it failed or was cancelled.
         again_ps: time from its end to the next try.
         restate_ps: time after which receivers state an expectation again that failed.
+        lease_ps: the receivers lease the bytes of each round for so long; None: no leases.
+        lead_ps: how long before its start the first leases are granted.
+        revoke_ps: when the receivers ask a lease back, counted from its grant, or None.
     """
 
     kind: TransferKind = "single"
@@ -141,16 +145,20 @@ class TransferSpec:
     again: int = 0
     again_ps: int = 1
     restate_ps: int = 1
+    lease_ps: int | None = None
+    lead_ps: int = 0
+    revoke_ps: int | None = None
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(TransferKind), self.kind
         for name, (low, high) in _BOUNDS.items():
             _settle(self, name, low, high)
-        for name in ("recall_ps", "cancel_ps"):
+        for name in ("recall_ps", "cancel_ps", "lease_ps", "revoke_ps"):
             if getattr(self, name) is not None:
                 _settle(self, name, 0)
         assert not (self.silent and self.kind == "barrier"), "a barrier is just its immediate"
         assert not self.shared or self.may_share, "alone with its immediate"
+        assert not self.leased or self.may_lease, "no bytes, or those of earlier tries"
         assert not self.again or self.may_retry, "a retry would be counted on top of what came"
 
     def __repr__(self) -> str:
@@ -171,7 +179,18 @@ class TransferSpec:
         """Whether it may be tried again as a whole: its receiver waits for one count of it."""
         kept = self.silent or self.claimed or self.split or self.lined_up
         one = self.kind in ("single", "paged") and self.size > 0  # bytes tell the tries apart
-        return one and not kept and self.recall_ps is None
+        return one and not (kept or self.leased) and self.recall_ps is None
+
+    @property
+    def leased(self) -> bool:
+        """Whether it goes to leased bytes."""
+        return self.lease_ps is not None
+
+    @property
+    def may_lease(self) -> bool:
+        """Whether it can be written under leases of each try's own: it has bytes, and no past."""
+        has_bytes = self.size > 0 or self.kind == "scatter"
+        return has_bytes and self.kind != "barrier" and not (self.stale or self.prepared)
 
     def page_imm(self, imm: int, page: int) -> int:
         """The immediate of one page; no two pages, and no two transfers, share one."""
@@ -331,6 +350,9 @@ class Scenario:
             transfers, faults, chaos = _draw_telling(
                 dice, nics, transfers, faults, chaos, failover=failover
             )
+        if dice.below(0, 67, 6) == 0:
+            transfers, more = _draw_leasing(dice, nics, transfers, failover=failover)
+            chaos, faults = replace(chaos, late_land=dice.below(0, 68, 3)), faults + more
         return cls(
             nics=nics,
             transfers=transfers,
@@ -539,6 +561,35 @@ def _draw_again(
     )
 
 
+def _draw_leasing(
+    dice: _Dice,
+    nics: tuple[int, int, int],
+    transfers: tuple[TransferSpec, ...],
+    *,
+    failover: bool,
+) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...]]:
+    """Write most transfers under leases; where rows are made good, with trouble beneath them."""
+    leased = tuple(_draw_leased(dice, place, spec) for place, spec in enumerate(transfers, 1))
+    if not failover:
+        return leased, ()
+    kinds, lasts_ns = (Mute, Clog, Pause, KillNic), (1000, 4000, 30_000, 400_000)
+    starts_ps = [spec.start_ps for spec in leased]
+    return leased, _draw_stuck(dice, 680, nics, starts_ps, kinds, lasts_ns)
+
+
+def _draw_leased(dice: _Dice, place: int, spec: TransferSpec) -> TransferSpec:
+    """Have most transfers written under leases that run out, or are asked back."""
+    spec = replace(spec, prepared=False, stale=False, again=0)
+    if not spec.may_lease or dice.below(place, 33, 5) == 0:
+        return spec
+    return replace(
+        spec,
+        lease_ps=dice.pick(place, 34, (300, 1000, 5000, 40_000, 2_000_000)) * _NS,
+        lead_ps=dice.pick(place, 35, (0, 500, 2500)) * _NS,
+        revoke_ps=dice.below(place, 37, _FAULT_PS) if dice.below(place, 36, 2) else None,
+    )
+
+
 def _draw_reads(dice: _Dice, theme: str) -> tuple[ReadSpec, ...]:
     """In one run of three node a reads as well."""
     if dice.below(0, 50, 3):
@@ -552,16 +603,19 @@ def _draw_stuck(
     nics: tuple[int, int, int],
     starts_ps: list[int],
     kinds: tuple[type[Fault], ...] = (Mute, Clog),
+    lasts_ns: tuple[int, ...] = (1000, 2000, 4000),
 ) -> tuple[tuple[int, Fault], ...]:
     """Cut links off under a request for so long that it is given up, and may come all the same."""
     found: list[tuple[int, Fault]] = []
     for entity in range(first, first + 1 + dice.below(0, 54, 3)):
         number = dice.below(entity, 1, 2)
         node, nic = (SENDER, RECEIVERS[0])[number], dice.below(entity, 2, nics[number])
-        for_ps = dice.pick(entity, 3, (1000, 2000, 4000)) * _NS
+        for_ps = dice.pick(entity, 3, lasts_ns) * _NS
         kind = dice.pick(entity, 4, kinds)
         fault: Fault
-        if kind is Pause:
+        if kind is KillNic:
+            fault = KillNic(node, nic)
+        elif kind is Pause:
             fault = Pause(node, for_ps)
         elif kind is Swizzle:
             fault = Swizzle(node, nics[number], for_ps, entity)

@@ -5,6 +5,7 @@ Here are the checks that belong to the moment in which a transfer settles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -14,12 +15,13 @@ from tep.backends.base import Access, Status
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import PeerGroup, Prepared
-from tep.errors import BusyError, ClosedError, FabricError, StaleEpoch
+from tep.errors import BusyError, ClosedError, FabricError, LeaseError, StaleEpoch
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
 from tep.testing.scenario import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
-from tep.wire import NetAddr
+from tep.testing.tenancy import Tenancy
+from tep.wire import Lease, MrDesc, NetAddr
 
 __all__ = ["Sender"]
 
@@ -33,10 +35,11 @@ _LOST_MAX: Final = 4
 
 
 class Sender:
-    """Node a."""
+    """Node a; `tenancy`: the leases that it is given."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, tenancy: Tenancy) -> None:
         self.stage = stage
+        self._tenancy = tenancy
         self._groups: dict[tuple[int, ...], PeerGroup] = {}
         self._epochs: dict[str, int] = {}
         self._prepared: dict[object, tuple[Prepared, int]] = {}
@@ -50,7 +53,13 @@ class Sender:
         if place in stage.over or (number > round_ and (place, round_) in stage.reached):
             stage.give_up(place)
             return
-        if number:
+        leased = self._tenancy.leases((place, number)) if spec.leased else ()
+        if spec.leased and not leased:
+            stage.give_up(place)
+            return
+        if leased:
+            hosts = tuple(each.host for each in leased)
+        elif number:
             hosts = stage.runs[place, 0].hosts
         else:
             hosts = stage.receivers(spec)
@@ -59,7 +68,13 @@ class Sender:
         run = Run(place, number, round_, spec, stage.lab.areas[place][number], hosts)
         stage.runs[place, number] = stage.latest[place] = run
         try:
-            run.handle = self._submit(run)
+            run.handle = self._submit(run, [each.lease for each in leased])
+        except LeaseError as error:
+            if not self._tenancy.may_refuse(run):
+                stage.fail(f"{run} was refused, and its lease is not asked back: {error}")
+            stage.seen["refused under a lease"] += 1
+            stage.give_up(place)
+            return
         except StaleEpoch:
             if all(host.live for host in hosts):
                 stage.fail(f"{run}: fresh descriptors refused")
@@ -83,6 +98,7 @@ class Sender:
         """The engine took it: it must be open, and the descriptors no older than it knows."""
         if not self.stage.sender.live:
             self.stage.fail(f"{run}: accepted by an engine that is closed")
+        self._tenancy.check_accepted(run)
         for host in run.hosts:
             epoch = host.desc.addr.epoch
             newest = self._epochs.get(host.name, 0)
@@ -111,8 +127,11 @@ class Sender:
             stage.fail(f"the source was deregistered right after {run} was submitted")
         sender.mr, _ = sender.register(sender.memory, Access.SOURCE)
 
-    def _submit(self, run: Run) -> Transfer:
+    def _submit(self, run: Run, leases: list[Lease]) -> Transfer:
+        """Submit it, to the leased bytes where there are leases."""
         spec, area, hosts, stage = run.spec, run.area, run.hosts, self.stage
+        targets: Sequence[Lease | MrDesc] = leases or [host.desc for host in hosts]
+        base = area.start if leases else 0
         engine, mr = stage.sender.engine, stage.sender.mr
         imm: Any = None if spec.silent else stage.scenario.imm(run.place)
         how: dict[str, Any] = {"routing": stage.routings[run.place]}
@@ -122,7 +141,7 @@ class Sender:
         match spec.kind:
             case "single":
                 verb, prepare = engine.submit_single_write, engine.prepare_single_write
-                what = spec.size, (mr, area.start), (hosts[0].desc, area.start)
+                what = spec.size, (mr, area.start), (targets[0], area.start - base)
             case "paged" | "per_page":
                 verb, prepare = engine.submit_paged_writes, engine.prepare_paged_writes
                 stride = spec.size + spec.gap
@@ -130,13 +149,13 @@ class Sender:
                     each = [spec.page_imm(imm, page) for page in range(spec.pages)]
                     imm = np.array(each, np.uint32)
                 src = Pages(area.src_indices, stride=stride, offset=area.start)
-                dst = Pages(area.dst_indices, stride=stride, offset=area.start)
-                what = spec.size, (mr, src), (hosts[0].desc, dst)
+                dst = Pages(area.dst_indices, stride=stride, offset=area.start - base)
+                what = spec.size, (mr, src), (targets[0], dst)
             case "scatter":
                 verb, prepare = engine.submit_scatter, engine.prepare_scatter
                 slices = [
-                    ScatterDst(n, src_offset, (host.desc, dst_offset))
-                    for host, ((src_offset, dst_offset, n),) in zip(hosts, area.pieces)
+                    ScatterDst(n, src_offset, (target, dst_offset - base))
+                    for target, ((src_offset, dst_offset, n),) in zip(targets, area.pieces)
                 ]
                 what = mr, slices
                 how["group"] = self._group(spec, hosts)
@@ -251,13 +270,18 @@ class Sender:
         sender = self.stage.sender
         hopeless = not sender.live or all(tap.down for tap in sender.taps)
         hopeless = hopeless or sender.unconnected > 0
-        if not (run.failed or hopeless or self._was_fenced_off(run) or self._may_be_held()):
+        ended = isinstance(handle.error, LeaseError)
+        if ended and not self._tenancy.may_refuse(run):
+            self.stage.blame(f"{run} failed, and its lease is not asked back: {handle.error}")
+        if not (
+            run.failed or hopeless or ended or self._was_fenced_off(run) or self._may_be_held()
+        ):
             self.stage.blame(f"{run} failed, but none of its rows did: {handle.error}")
         for number, nic in run.faults:
             status = Status(number)
             if not self._has_cause(run, status, nic):
                 self.stage.blame(f"{run} failed without a cause: {status.name} on NIC {nic}")
-        excuse = self._excuse(run)
+        excuse = "its lease was asked back" if ended else self._excuse(run)
         told = self.stage.scenario.tell_failures  # then what follows is judged as well
         kind = "and told" if told else excuse
         self.stage.seen[f"excused: {kind}" if excuse else "failed without excuse"] += 1
@@ -274,6 +298,8 @@ class Sender:
             return "no failover"
         if stage.closed:
             return "an engine was closed"
+        if self._tenancy.have_fenced(run.hosts):
+            return "fenced off because of a lease"
         if chaos.rnr_retries >= 0:
             return "no receive"  # no NIC makes up for a receive that is not there
         if stage.lab.fabric.seen["row PROVIDER"]:
@@ -316,6 +342,7 @@ class Sender:
             case Status.UNREACHABLE:
                 killed = {fault.node for fault in broken if isinstance(fault, KillNic)}
                 troubled = any(isinstance(f, Clog | Cut | Mute | Swizzle) for f in broken)
+                troubled = troubled or self._tenancy.have_fenced(run.hosts)
                 return troubled or not peers.isdisjoint(killed | self.stage.closed)
             case Status.STALE_PEER:
                 return not all(host.live for host in run.hosts)

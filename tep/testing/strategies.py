@@ -124,6 +124,13 @@ def transfers(draw: DrawFn) -> TransferSpec:
         prepared=draw(st.booleans()),
         **knobs,
     )
+    if spec.may_lease and draw(st.sampled_from([False, False, True])):
+        spec = replace(
+            spec,
+            lease_ps=draw(st.sampled_from([40_000, 300, 5000, 2_000_000])) * _NS,
+            lead_ps=draw(st.sampled_from([0, 2500])) * _NS,
+            revoke_ps=draw(st.none() | _times(2000)),
+        )
     return replace(spec, shared=spec.may_share and draw(st.booleans()))
 
 
