@@ -165,6 +165,9 @@ class Receivers:
                 if self._is_rest(wait):
                     stage.seen["excused: the rest of what failed"] += 1
                     continue
+                if self._has_surplus(wait):
+                    stage.seen["excused: a retry of what had come"] += 1
+                    continue
                 stage.blame(
                     f"imm {wait.imm:#x} at {host.name} fired before all bytes of {tries[-1]} "
                     "were there"
@@ -175,6 +178,20 @@ class Receivers:
         scenario = self.stage.scenario
         told = (wait.host.name, wait.imm) in self.stage.told
         return told and scenario.transfers[wait.place].split and not scenario.failover
+
+    def _has_surplus(self, wait: Wait) -> bool:
+        """Whether one of several that share the count came, and its sender has sent it once more.
+
+        It had reported a failure, since it was not told that all came; so a protocol has to ask
+        its receiver before it tries again.
+        """
+        stage, host = self.stage, wait.host
+        for place, part in wait.shares if len(wait.shares) > 1 else ():
+            tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
+            for run in tries[:-1]:
+                if stage.lab.landed(host, stage.dues(place, run.number, host.name)[part][2]):
+                    return True
+        return False
 
     def _use_up(self, host: Host, pieces: tuple[Piece, ...], run: Run) -> None:
         """Do with the bytes what a reader may do: they are his, and nobody writes there again."""
