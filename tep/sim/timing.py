@@ -111,7 +111,6 @@ class TimingFabric:
         self.row_log = row_log if row_log is not None and row_log.on else None
         self.move_bytes = move_bytes
         self.mortal = mortal
-        self.gathers = False  # whether rows were posted that wake nobody when they land
         self.ledger = Ledger()
         self.batches = Batches()
         self.payloads: dict[int, bytes] = {}
@@ -259,13 +258,6 @@ class TimingFabric:
                 f"{what}: the NICs of this fabric never fail; open the Cluster with mortal=True"
             )
         return nic
-
-    def gather(self) -> None:
-        """Rows are posted that wake nobody when they land: see `Wakes`."""
-        self.gathers = True
-        for nic in self._nics:
-            if nic is not None:
-                nic.node.wakes.book()
 
     # ------------------------------------------------------------------ the wire
 
@@ -493,10 +485,8 @@ class TimingFabric:
             touched[number] = None
         if (batches.target[mine] < 0).any():
             several = ((batches.target[batch] < 0) & ~gone).nonzero()[0]
-            columns = (column[several].tolist() for column in (target, seen, ledger.message[rows]))
-            for number, time_ps, message in zip(*columns):
-                wakes = self.nic(number).node.wakes
-                (wakes.must if message else wakes.must_row)(time_ps)
+            for number, time_ps in zip(target[several].tolist(), seen[several].tolist()):
+                self.nic(number).node.wakes.must(time_ps)
         closing = mine[batches.whole[mine] & (batches.left[mine] == 0)]
         if len(closing):
             source_of = dict(zip(batch[::-1].tolist(), source[::-1].tolist()))

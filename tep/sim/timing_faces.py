@@ -56,13 +56,9 @@ class Wakeful(Protocol):
 
     def must(self, time_ps: int) -> None: ...
 
-    def must_row(self, time_ps: int) -> None: ...
-
     def book(self) -> None: ...
 
     def poll(self) -> None: ...
-
-    def catch_up(self) -> None: ...
 
     def gather(self) -> None: ...
 
@@ -76,15 +72,11 @@ class Host(Protocol):
 
     name: str
     epoch: int
-    busy_until_ps: int
     on_news: Callable[[], object]
     machine: Machine
 
     @property
     def wakes(self) -> Wakeful: ...
-
-    def step_delay_ps(self) -> int:
-        """How long from news to the worker's turn."""
 
     def post(self, nic: Nic, numbers: Ints, costs: Ints) -> None:
         """Have the worker post rows."""
@@ -133,7 +125,6 @@ class Fabric(Protocol):
     row_log: RowLog | None
     move_bytes: bool
     mortal: bool
-    gathers: bool
     ledger: Ledger
     batches: Batches
     payloads: dict[int, bytes]
@@ -155,5 +146,3 @@ class Fabric(Protocol):
     def name_of(self, number: int) -> str: ...
 
     def sending(self, nic: Nic) -> None: ...
-
-    def gather(self) -> None: ...

@@ -136,8 +136,6 @@ class TimingNic:
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         self._check_open()
         assert 0 <= start < stop <= batch.n, (start, stop, batch.n)
-        if stop - start > self.caps.sq_depth - self.open_rows:
-            self.node.wakes.catch_up()
         n = min(stop - start, self.caps.sq_depth - self.open_rows)
         if self.depths is not None and n > 0:
             n = self.depths.take(batch.peer, start, n)
@@ -192,8 +190,6 @@ class TimingNic:
         if number < 0:
             one = isinstance(batch.peer, int) or batch.n == 1
             target = batch.peer if isinstance(batch.peer, int) else int(batch.peer[0])
-            if one and batch.n > 1 and not self.fabric.gathers:
-                self.fabric.gather()
             number = batches.begin(target if one else -1)
         batches.left[number] += stop - start
         batches.whole[number] = stop == batch.n
@@ -298,8 +294,6 @@ class TimingNic:
 
     def _send(self, peer: int, payload: bytes, ctx: int, *, is_control: bool) -> bool:
         self._check_open()
-        if self.open_rows >= self.caps.sq_depth:
-            self.node.wakes.catch_up()
         if self.open_rows >= self.caps.sq_depth or (
             self.depths is not None and not self.depths.take(peer, 0, 1)
         ):

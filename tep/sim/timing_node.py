@@ -43,7 +43,7 @@ class Node:
         self._turn_ps = profile.turn_rows * profile.post_first_ps
         self._fabric = fabric
         self._posts: list[_Post] = []
-        self.wakes = Wakes(fabric, self)
+        self.wakes = Wakes(fabric)
         self.on_news: Callable[[], object] = _nobody
         make = MortalNic if fabric.mortal else TimingNic
         self.domains: Sequence[TimingNic] = [

@@ -1,4 +1,4 @@
-"""Turns and wakes that the simulation leaves out: nothing else may be different."""
+"""Turns that the simulated driver leaves out: nothing else may be different."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tep import Pages, ScatterDst
 from tep.engine.machine import Machine
 from tep.sim import Cluster, run
 from tep.sim.row_log import RowLog
-from tep.sim.wakes import Wakes
 from tep.testing.oracle import Outcome, replay
 
 _ROOM = 1 << 20
@@ -118,19 +117,3 @@ def test_turns_left_out_change_no_drawn_run(monkeypatch) -> None:
     monkeypatch.setattr(Machine, "at_rest", lambda _: False)
 
     assert _scenarios(range(40)) == found
-
-
-@settings(max_examples=30)
-@given(st.sampled_from(_PROFILES), requests)
-def test_wakes_left_out_change_no_time(profile: str, wanted: list[Request]) -> None:
-    """Rows that land between a wake and the poll make no event: what later wakes depend on, and
-    every end, must be as if each had made one.
-    """
-    _, ends, _ = _story(profile, wanted, row_log=False)
-    must_row, Wakes.must_row = Wakes.must_row, Wakes.must
-    try:
-        _, all_ends, _ = _story(profile, wanted, row_log=False)
-    finally:
-        Wakes.must_row = must_row
-
-    assert sorted(all_ends) == sorted(ends)
