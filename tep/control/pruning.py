@@ -27,6 +27,9 @@ __all__ = ["Pruning"]
 _RETRY_S: Final = 0.01
 """Time from a refusal to the next try; usually the receiver has not counted everything yet."""
 
+_RETRY_MAX_S: Final = 60.0
+"""The longest time to the next try where nobody answers: it doubles from one to the next."""
+
 
 class Pruning:
     """The sender's half, for one engine; the receiver's is `fencing`.
@@ -67,7 +70,7 @@ class Pruning:
         source, nic = self._group.domains[path.domain].address, path.nic
 
         def told(answer: Answer) -> None:
-            sums.asking = False
+            sums.asking, sums.wait_s = False, 0.0
             sums.why = answer.why
             if answer.why:
                 sums.retry_s = self._now_s() + _RETRY_S
@@ -77,7 +80,8 @@ class Pruning:
 
         def lost(why: str) -> None:
             sums.asking, sums.why = False, why
-            sums.retry_s = self._now_s() + _RETRY_S
+            sums.wait_s = min(2 * sums.wait_s or _RETRY_S, _RETRY_MAX_S)
+            sums.retry_s = self._now_s() + sums.wait_s
 
         sums.asking = True
         self._channel.ask(

@@ -206,10 +206,11 @@ class PathSums:
             and then do not change until the receiver is known to have pruned them.
         asking: whether the receiver is being asked to prune the first ones.
         retry_s: when to ask again.
+        wait_s: the time from the last question without an answer to the next; 0: it answered.
         why: why the receiver did not prune them the last time; "" = it did.
     """
 
-    __slots__ = ("asking", "doubt", "pruned", "retry_s", "sent", "waiting", "why")
+    __slots__ = ("asking", "doubt", "pruned", "retry_s", "sent", "wait_s", "waiting", "why")
 
     def __init__(self, *, forgot: bool = False) -> None:
         self.sent = Sums(large_at=PRUNE_AT)
@@ -218,7 +219,7 @@ class PathSums:
         self.pruned = 0
         self.waiting: deque[tuple[Run, ...]] = deque()
         self.asking = False
-        self.retry_s = 0.0
+        self.retry_s = self.wait_s = 0.0
         self.why = ""
 
     def why_forgot(self) -> str:

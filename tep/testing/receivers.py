@@ -175,9 +175,8 @@ class Receivers:
 
     def _is_rest(self, wait: Wait) -> bool:
         """Whether an earlier part of a count failed, and nobody took rows in doubt off the rest."""
-        scenario = self.stage.scenario
         told = (wait.host.name, wait.imm) in self.stage.told
-        return told and scenario.transfers[wait.place].split and not scenario.failover
+        return told and self.stage.scenario.transfers[wait.place].split
 
     def _has_surplus(self, wait: Wait) -> bool:
         """Whether one of several that share the count came, and its sender has sent it once more.
@@ -190,6 +189,7 @@ class Receivers:
             tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
             for run in tries[:-1]:
                 if stage.lab.landed(host, stage.dues(place, run.number, host.name)[part][2]):
+                    stage.give_up(place)
                     return True
         return False
 
