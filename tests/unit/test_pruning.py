@@ -1,12 +1,165 @@
-"""Pruning asks a peer that does not answer less and less often."""
+"""Sums of a lane stay short however many immediates go over it; failover is exact afterwards."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from unittest import mock
 
+import numpy as np
+import pytest
+
+import tep
+from tep.api import EngineOptions, Pages
+from tep.backends.loopback import Hub
+from tep.control.messages import Prune, decode, encode, runs_max
 from tep.control.pruning import Pruning
-from tep.core.sums import PathSums
+from tep.core import sums
+from tep.core.stats import Failover
+from tep.core.sums import Arrivals, PathSums, Sums, expand, runs_of
+
+PAGES = 512
+
+
+class Lanes:
+    """Engine a writes to b, each page with an immediate of its own."""
+
+    def __init__(self, **kw: object) -> None:
+        hub = Hub()
+        self.a, self.b = (
+            tep.TransferEngine.open(
+                "loopback", name=name, nics=2, hub=hub, seed=None, driver=tep.InlineDriver(), **kw
+            )
+            for name in "ab"
+        )
+        self.mr, _ = self.a.reg_mr(np.ones(PAGES, np.uint8))
+        _, self.desc = self.b.reg_mr(np.zeros(PAGES, np.uint8))
+        self.at = 0
+
+    def turn(self, times: int = 4) -> None:
+        for _ in range(times):
+            self.a.driver.turn()
+            self.b.driver.turn()
+
+    def send(self, imms: np.ndarray | int) -> tep.Transfer:
+        pages = Pages(range(PAGES))
+        return self.a.submit_paged_writes(1, (self.mr, pages), (self.desc, pages), imm=imms)
+
+    def go_on(self, values: int) -> None:
+        """Use so many further immediates, and take their counts."""
+        for first in range(self.at, self.at + values, PAGES):
+            sent = self.send(np.arange(first, first + PAGES, dtype=np.uint32))
+            while not sent.finished:
+                self.turn(1)
+            self.turn(1)
+            assert sent.ok
+            for imm in range(first, first + PAGES):
+                self.b._worker.imms.counts.pop(imm)
+        self.at += values
+
+    def sums(self) -> int:
+        """Values that both ends hold."""
+        lanes = [path.sums.sent for link in self.a._peers.links.values() for path in link.paths()]
+        ends = [arrivals.counted for arrivals in self.b._worker._arrivals]
+        return sum(len(end.items()) for end in (*lanes, *ends))
+
+    def fail_over(self) -> None:
+        """A NIC of b dies under rows, with values that were used before."""
+        again = np.arange(PAGES, dtype=np.uint32) % 7
+        sent = self.send(again)
+        self.b._domains[0].fail()
+        for _ in range(400):
+            self.turn(1)
+        assert sent.ok, sent.error or sent.describe()
+        assert sent.stats().rows_again > 0, "no row was lost: this shows nothing"
+        left = dict(self.b.stats().imms_unexpected)
+        assert left == {v: int((again == v).sum()) for v in range(7)}
+
+
+@pytest.mark.parametrize("limit", [256, 1])
+def test_sums_stay_short_and_failover_exact(limit: int) -> None:
+    """A server takes a new immediate for each request: it would run out of failover in a day."""
+    with (
+        mock.patch.object(sums, "PRUNE_AT", limit),
+        mock.patch.object(sums, "_ROWS_MAX", 64),
+    ):
+        lanes = Lanes()
+        for _ in range(4):
+            lanes.go_on(20 * PAGES)
+            assert lanes.sums() < 5000, "they grow"
+        assert lanes.a.stats().failover is lanes.b.stats().failover is Failover.AVAILABLE
+        assert "failover: available" in lanes.a.explain()
+        lanes.fail_over()
+
+
+def test_few_values_cost_no_message() -> None:
+    """Most paths never hold thousands of values: their control messages do not change."""
+    lanes = Lanes()
+    lanes.go_on(4 * PAGES)
+    assert lanes.sums() == 8 * PAGES
+    assert not lanes.a._worker.channel.busy
+
+
+def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
+    """A failover that is not there any more must be known before the NIC dies."""
+    lanes = Lanes()
+    lanes.go_on(PAGES)
+    with mock.patch.object(Arrivals, "prune", return_value="not today"):
+        link = next(iter(lanes.a._peers.links.values()))
+        for path in link.paths():
+            path.sums.sent._mark, path.sums.sent._limit = 1, 2 * PAGES
+        with mock.patch.object(sums, "_ROWS_MAX", 64):
+            lanes.go_on(20 * PAGES)
+    assert lanes.a.stats().failover is Failover.PARTIAL
+    assert "did not prune them (not today)" in lanes.a.explain()
+    with pytest.raises(AssertionError, match=r"sums are forgotten"):
+        lanes.fail_over()
+
+
+def test_why_there_is_none_at_all() -> None:
+    """Whoever relies on it asks before."""
+    off = Lanes(options=EngineOptions(failover=False))
+    assert off.a.stats().failover is Failover.OFF
+    assert "failover: no, because EngineOptions(failover=False)" in off.a.explain()
+
+
+def test_one_sender_uses_up_nobody_elses_room() -> None:
+    """A peer that sends ever new values loses its own failover, and no other's."""
+    arrivals = Arrivals()
+    arrivals.counted._limit = arrivals.counted._mark = 100
+    arrivals.add(1, 7, 3)
+    for value in range(1000):
+        arrivals.add(2, value, 1)
+    nic = mock.Mock()
+    nic.source = lambda number: b"xy"[number - 1 : number]
+    assert 1 == len(arrivals.forgotten)
+    assert arrivals.forgot(nic, b"x") is None
+    assert "forgotten" in arrivals.forgot(nic, b"y")
+    assert (3,) == arrivals.sums(nic, b"x", (7,))
+
+
+def test_runs_say_what_the_sums_are_and_fit_into_a_message() -> None:
+    """A value that two runs name, or none does, is a sum that is wrong at one end."""
+    rng = np.random.default_rng(1)
+    sums = {int(v): int(n) for v, n in zip(rng.integers(0, 90, 60), rng.integers(1, 3, 60))}
+    sums |= dict.fromkeys(range(100, 200), 5) | {2**32 - 1: 2**62}
+    runs = list(runs_of(sums.items(), 16))
+    assert dict(expand(runs)) == sums
+    assert max(n for _, n, _ in runs) == 16
+    worst = ((2**32 - 2, 1, 2**62),) * runs_max(512)
+    assert len(encode(Prune(2**62, b"x" * 256, 63, 2**62, worst[:1]))) < 512
+    whole = Sums()
+    for value, n in sums.items():
+        whole.add(value, n)
+    assert not whole.take([(100, 6)])
+    assert whole.take(expand(runs))
+    assert 0 == len(whole)
+
+
+@pytest.mark.parametrize("runs", [((5, 3, 1), (7, 1, 1)), ((2**32 - 1, 2, 1),), ((0, 0, 1),), ()])
+def test_runs_that_cannot_be_are_refused(runs: tuple) -> None:
+    """They would have the receiver subtract a value twice, or count up to the moon."""
+    with pytest.raises(ValueError):  # by the type, or when it is decoded
+        decode(encode(Prune(1, b"x", 0, 1, runs)))
 
 
 def test_a_peer_that_does_not_answer_is_asked_less_and_less_often() -> None:
@@ -16,9 +169,9 @@ def test_a_peer_that_does_not_answer_is_asked_less_and_less_often() -> None:
     """
     lost: list[Callable[[str], None]] = []
     clock_s = 0.0
-    sums = PathSums()
-    sums.sent.add(7, 3)
-    path = mock.Mock(sums=sums, domain=0, nic=0)
+    short = PathSums()
+    short.sent.add(7, 3)
+    path = mock.Mock(sums=short, domain=0, nic=0)
     channel = mock.Mock(control_bytes=340)
     channel.ask = lambda _link, _make, _told, gone: lost.append(gone)
     group = mock.Mock(acks=mock.Mock(large={path: None}), domains=[mock.Mock()])
