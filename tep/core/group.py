@@ -730,7 +730,7 @@ class DomainGroup:
     def reopen(self, path: Path) -> None:
         """Use a path again: the peer has lifted its fence."""
         path.to(PathEvent.OPENED)
-        path.unclear = path.silent = False
+        path.unclear = False
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Remove a transfer's queued rows from the queues; return how many there were."""
