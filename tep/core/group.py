@@ -681,6 +681,10 @@ class DomainGroup:
             path.losses.append(loss)
             self.losses.append(loss)
             path.to(PathEvent.LOST)
+            if remote.link.has_way(i for i, up in enumerate(self.alive) if up):
+                # A row posted from now on may land before the peer fences the path, and would be
+                # taken for a lost one.
+                self._reroute(lambda w: w.domain == path.domain and goes_to(w, path.link, nic))
         assert isinstance(loss, Loss)
         loss.rows.append(LostRow(pending, row, error))
         transfer.held += 1
@@ -695,6 +699,8 @@ class DomainGroup:
     def has_lost(self, domain: int, link: Link, nic: int) -> bool:
         """A peer's NIC did not answer ours: mark it down; return whether there is another path."""
         link.path(domain, nic).silent = True
+        # On a connection that an error flushes, what is behind ends with it.
+        self.far_ends.at(domain, link.addr.domains[nic]).unheard = True
         if not link.alive[nic]:  # rows for it were sent on, as no other path was up
             self._reroute(lambda waiting: goes_to(waiting, link, nic))
         ours = [i for i, up in enumerate(self.alive) if up]

@@ -319,8 +319,8 @@ class FarEnd:
         fence: ours against its rows; None: there is none.
         asked, reopened: numbers of the last questions to fence it, and to open it again.
         leases: leases that keep our fence up until their holder answers.
-        unheard: whether the last control message, or a read since, had no answer. On a connection
-            that an error flushes, the rows on the same path ended with it.
+        unheard: whether the last control message, or a row or message since, had no answer. On a
+            connection that an error flushes, the rows on the same path ended with it.
     """
 
     __slots__ = ("asked", "fence", "leases", "reopened", "unheard")

@@ -293,8 +293,6 @@ class Reads:
             group.nic_down(domain)
         elif status in (Status.UNREACHABLE, Status.GIVEN_UP):
             cast("ReadJob", transfer.job).silent.add((remote.link, domain, nic))
-            # On a connection that an error flushes, writes end with it.
-            group.far_ends.at(domain, remote.link.addr.domains[nic]).unheard = True
             others = group.has_lost(domain, remote.link, nic)
         elif status == Status.STALE_PEER:
             group.events.append(PeerRestarted(remote.link))
