@@ -378,7 +378,8 @@ class Channel:
         """Take a NIC's completion of a control message."""
         delivery = self._out.pop(ctx)
         question = delivery.question
-        self._far_ends.control_heard(*delivery.way, heard=status != Status.UNREACHABLE)
+        if status in (Status.OK, Status.UNREACHABLE):  # another error says nothing of the peer
+            self._far_ends.control_heard(*delivery.way, heard=status == Status.OK)
         if status == Status.OK:
             if question is not None and delivery.round == question.round:
                 question.out -= 1

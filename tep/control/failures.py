@@ -49,7 +49,7 @@ class _GivenUp(NamedTuple):
         error: what the next expectation fails with.
         seen: how many had come when it said so; if more than `late` have come since, it has sent
             it again. None: it does not matter.
-        late: how many of those that it gave up may have come since, as far as nobody fences them.
+        late: how many of those that it gave up may have come since; 0 once their paths are fenced.
     """
 
     address: bytes
@@ -245,7 +245,7 @@ class Failures:
     ) -> None:
         """Fail expectations of the immediates in a list, and do not count what came of them."""
         imms = self._imms
-        # To come, came, came besides, and may come with nothing to say whether it did.
+        # To come, came, came besides, and may come.
         short: dict[int, tuple[int, int, int, int]] = {}
         place = 0
         for first, n, sent, came, late, total in message.imms:
@@ -256,7 +256,7 @@ class Failures:
                     more = arrived.sums[place] - total if total >= 0 else 0
                 place += 1
                 if not imms.is_claimed(imm):
-                    short[imm] = sent, mine, more, late if total < 0 else 0
+                    short[imm] = sent, mine, more, late
         # A transfer of which all came after all, and was used up: its sender only missed that.
         over = {
             imm
@@ -276,11 +276,15 @@ class Failures:
             return given_up(handle.imm, message, f"; {came}")
 
         failed = self.fail(meant, error, take_back)
-        for imm, (sent, _, _, loose) in short.items():
+        for imm, (sent, _, _, late) in short.items():
+            known = self.broken.get(imm, {}).get(engine)
             if sent and imm not in failed and imm not in over:
                 news = given_up(imm, message, "")
-                given = _GivenUp(address, news, self._seen(engine, imm), loose)
+                given = _GivenUp(address, news, self._seen(engine, imm), late)
                 self._keep(engine, imm, given)
+            elif not sent and known is not None and known.seen is not None:  # its paths are fenced
+                given = known._replace(seen=self._seen(engine, imm), late=0)
+                self.broken[imm][engine] = given
 
     def _keep(self, engine: bytes, imm: int, given: _GivenUp) -> None:
         """Keep what the next expectation of an immediate fails with."""

@@ -22,6 +22,7 @@ from tep.hashing import draw_array, stream_key
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.driver import SimDriver
+from tep.sim.faults_at import Drift
 from tep.sim.row_log import RowLog
 from tep.sim.streams import Stream
 from tep.testing.scenario import READS_MAX, RECEIVERS, SENDER, Scenario, TransferSpec
@@ -260,6 +261,8 @@ class Lab:
         # the longest wait, in which each NIC of the peers is asked, one after the other at worst.
         asked = sum(scenario.nics[1:]) if scenario.wide else scenario.nics[1]
         turns = max(4, 2 * asked // chaos.sq_depth)
+        if any(isinstance(fault, Drift) for _, fault in scenario.faults):
+            turns *= 2  # a clock may run at twice the speed
         probe_max_s = max(_PROBE_MAX_S, turns * 1e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
         self.options = replace(
             _OPTIONS,
