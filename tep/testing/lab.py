@@ -260,7 +260,7 @@ class Lab:
         # that come back later than the next ones go out would turn their engine for ever: hence
         # the longest wait, in which each NIC of the peers is asked, one after the other at worst.
         asked = sum(scenario.nics[1:]) if scenario.wide else scenario.nics[1]
-        turns = max(4, 2 * asked // chaos.sq_depth)
+        turns = max(4, asked + 1, 2 * asked // chaos.sq_depth)
         if any(isinstance(fault, Drift) for _, fault in scenario.faults):
             turns *= 2  # a clock may run at twice the speed
         probe_max_s = max(_PROBE_MAX_S, turns * 1e-12 * max(chaos.dead_after_ps, chaos.pause_ps))

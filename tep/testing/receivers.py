@@ -154,20 +154,16 @@ class Receivers:
                     "which sent nothing there"
                 )
                 continue
-            for run in reversed(tries):
-                pieces = stage.dues(place, run.number, host.name)[part][2]
-                if stage.lab.landed(host, pieces):
-                    self._use_up(host, pieces, run)
-                    if run is not tries[-1]:  # its sender missed that, and has sent it once more
-                        stage.give_up(place)
-                    break
+            whole = [run for run in tries if stage.lab.landed(host, self._pieces(run, part, host))]
+            if whole:
+                self._use_up(host, self._pieces(whole[-1], part, host), whole[-1])
+                if whole[0] is not tries[-1]:  # its sender missed that, and has sent it once more
+                    stage.give_up(place)
+            elif self._is_rest(wait):
+                stage.seen["excused: the rest of what failed"] += 1
+            elif self._has_surplus(wait):
+                stage.seen["excused: a retry of what had come"] += 1
             else:
-                if self._is_rest(wait):
-                    stage.seen["excused: the rest of what failed"] += 1
-                    continue
-                if self._has_surplus(wait):
-                    stage.seen["excused: a retry of what had come"] += 1
-                    continue
                 stage.blame(
                     f"imm {wait.imm:#x} at {host.name} fired before all bytes of {tries[-1]} "
                     "were there"
@@ -187,11 +183,14 @@ class Receivers:
         stage, host = self.stage, wait.host
         for place, part in wait.shares if len(wait.shares) > 1 else ():
             tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
-            for run in tries[:-1]:
-                if stage.lab.landed(host, stage.dues(place, run.number, host.name)[part][2]):
-                    stage.give_up(place)
-                    return True
+            if any(stage.lab.landed(host, self._pieces(run, part, host)) for run in tries[:-1]):
+                stage.give_up(place)
+                return True
         return False
+
+    def _pieces(self, run: Run, part: int, host: Host) -> tuple[Piece, ...]:
+        """What one part of a try brings a receiver."""
+        return self.stage.dues(run.place, run.number, host.name)[part][2]
 
     def _use_up(self, host: Host, pieces: tuple[Piece, ...], run: Run) -> None:
         """Do with the bytes what a reader may do: they are his, and nobody writes there again."""
