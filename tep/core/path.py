@@ -56,6 +56,7 @@ class PathEvent(Enum):
 
 
 _UP, _SUSPECT, _FENCING, _FENCED, _REOPENING = PathState
+_SHUT: Final = (_FENCING, _FENCED, _REOPENING)
 
 TRANSITIONS: Final[Mapping[tuple[PathState, PathEvent], PathState]] = {
     (_UP, PathEvent.LOST): _SUSPECT,
@@ -152,8 +153,12 @@ class Path:
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the peer has fenced it off, and not lifted the fence."""
-        return self.state is _FENCED or self.state is _REOPENING
+        """Whether the peer has fenced it off, or is asked to, and has not lifted the fence.
+
+        A row that is posted while it is asked may land before the fence, and be counted for a row
+        that was lost.
+        """
+        return self.state in _SHUT
 
     def to(self, event: PathEvent) -> None:
         """Change the state by an event."""
@@ -238,7 +243,7 @@ class Link:
         return found is None or found.state is _UP
 
     def is_fenced(self, domain: int, nic: int) -> bool:
-        """Whether the peer has fenced a path off."""
+        """Whether the peer has fenced a path off, or is asked to."""
         found = self._paths[domain][nic]
         return found is not None and found.is_fenced
 
@@ -246,7 +251,7 @@ class Link:
         """The path to use for rows that were planned for a path; `here`: which of our NICs work.
 
         It is the planned path if both of its NICs work, else one of the next NICs on each side. A
-        path that is not UP is used only if none is, and a fenced one only if all are fenced. A NIC
+        path that is not UP is used only if none is, and a fenced one only if all are. A NIC
         of the peer that is marked down comes before these: perhaps only one of ours misses it.
         """
         there = self.alive
