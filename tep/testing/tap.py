@@ -10,7 +10,7 @@ import errno
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -31,6 +31,8 @@ from tep.sim.chaos_reads import ChaosReader
 from tep.testing.turns import Turns
 
 __all__ = ["Ledger", "Mover", "Tap"]
+
+_Taken = TypeVar("_Taken")
 
 _WRITE, _IMM, _DOWN, _SENT = int(Kind.WRITE), int(Kind.IMM), int(Kind.DOWN), int(Kind.SENT)
 _READ: Final = int(Kind.READ)
@@ -183,24 +185,20 @@ class Tap:
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._messages[ctx] = peer
-        try:
-            return self.nic.post_send(peer, payload, ctx)
-        except (OSError, MemoryError) as error:
-            self._raised(error)
-            raise
+        return self._try(self.nic.post_send, peer, payload, ctx)
 
-    def _raised(self, error: OSError | MemoryError) -> None:
-        """A post raised: unless a signal interrupted it, its engine posts no more rows here."""
-        self._ledger.turns.forget()
-        if not (isinstance(error, OSError) and error.errno == errno.EINTR):
-            self._lose()
+    def _try(self, post: Callable[..., _Taken], *args: object) -> _Taken:
+        """Post. If that raises, and no signal was why, its engine posts no more rows here."""
+        try:
+            return post(*args)
+        except (OSError, MemoryError) as error:
+            self._ledger.turns.forget()
+            if not (isinstance(error, OSError) and error.errno == errno.EINTR):
+                self._lose()
+            raise
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
-        try:
-            taken = self.nic.post(batch, start, stop)
-        except (OSError, MemoryError) as error:
-            self._raised(error)
-            raise
+        taken = self._try(self.nic.post, batch, start, stop)
         if self.down:
             self._ledger.wrong.append(f"{self.caps.nic}: posted on although it is known to be dead")
         if taken < stop - start:
@@ -239,11 +237,7 @@ class Tap:
         ledger.nbytes[self.nic.number] += _bytes_of(batch, start, taken)
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        try:
-            taken = self.nic.post_read(batch, start, stop)
-        except (OSError, MemoryError) as error:
-            self._raised(error)
-            raise
+        taken = self._try(self.nic.post_read, batch, start, stop)
         ledger, number = self._ledger, self.nic.number
         if self.down:
             ledger.wrong.append(f"{self.caps.nic}: reads posted although it is known to be dead")
