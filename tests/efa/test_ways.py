@@ -79,7 +79,7 @@ def batches(post, seed, count, send):
     rng = np.random.default_rng(seed)
     end = _End(post, send=send)
     free, spare = list(range(send)), 64
-    end.way.stage(np.arange(64))
+    end.way.stage(np.arange(64, dtype=np.uint16).tobytes())
     end.way.receive()
     kinds = {"rows": 0, "imms": 0, "messages": 0}
     for _ in range(count):
@@ -136,7 +136,7 @@ def _settle(end, free, spare, kinds):
             kinds["imms" if flags & 0x20 else "messages"] += 1
             assert flags & 0x20 == 0 or flags & 8
     if back:
-        end.way.stage(np.array(back))
+        end.way.stage(np.array(back, np.uint16).tobytes())
         end.way.receive()
         spare += len(back)
     return free, spare

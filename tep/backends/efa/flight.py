@@ -11,6 +11,7 @@ has failed is decided there, for both. The way that entries take is `RowWise` or
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
@@ -154,7 +155,7 @@ class Mailbox(mailbox.Mailbox):
         if not self._started or self._device.closed or self._device.failure:
             return 0
         if self.idle:
-            self._way.stage(np.array(self.idle, np.uint16))
+            self._way.stage(array("H", self.idle).tobytes())
             self.idle.clear()
         if self.unposted:
             self.unposted = 0
@@ -181,7 +182,11 @@ class Mailbox(mailbox.Mailbox):
 
     def take_spent(self, indices: Numbers) -> None:
         """Receives have been used by immediates: refill() posts them again, with others."""
-        self._way.stage(indices)
+        ids = indices.tobytes()
+        if self.idle:  # they were used before
+            ids = array("H", self.idle).tobytes() + ids
+            self.idle.clear()
+        self._way.stage(ids)
         self.unposted += len(indices)
 
     def receive_context(self, number: int) -> int:

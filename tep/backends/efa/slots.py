@@ -56,6 +56,7 @@ class Slots(slots.Slots):
         self._owner = np.zeros(count, np.int64)
         self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
         self._ids = np.arange(count, dtype=np.uint16)
+        self._back: list[npt.NDArray[np.signedinteger]] = []  # ids that `_owner` still names
         self._cursor = 0
         self._clear = count  # ids from the cursor on that are known to be free
 
@@ -110,6 +111,7 @@ class Slots(slots.Slots):
 
     def _look_ahead(self, n: int) -> tuple[int, int]:
         """Move the cursor to the next free ids: the first of them, and n or how many there are."""
+        self._free_back()
         owner, at = self._owner, self._cursor
         while True:
             at %= self.count
@@ -146,7 +148,15 @@ class Slots(slots.Slots):
         self._owners[number] = self._issue(ticket, 1)
         return 1
 
+    def _free_back(self) -> None:
+        """Free the ids of rows that came back while their ticket was the only one."""
+        for numbers in self._back:
+            self._owner[numbers] = 0
+        self._back.clear()
+
     def take_back(self, context: int) -> Ticket | None:
+        if self._back:
+            self._free_back()
         number = context // STEP
         owner = self._owners[number]
         assert owner, f"a row completed twice: request id {number}"
@@ -164,6 +174,10 @@ class Slots(slots.Slots):
             return None
         return ticket, ticket.row + context // STEP - int(ticket.slots[0])
 
+    def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
+        self._free_back()
+        return super().give_up(ticket, gone=gone)
+
     def give_back_many(self, numbers: npt.NDArray[np.signedinteger]) -> dict[int, int]:
         """Take finished rows back, by their request ids; how many of each batch, by its ctx."""
         n, owner = len(numbers), self._owner
@@ -173,9 +187,12 @@ class Slots(slots.Slots):
             if n == ticket.open:
                 first = ticket.slots[0]
                 owner[first : first + len(ticket.slots)] = 0
+                self._back.clear()
             else:
-                owner[numbers] = 0
+                self._back.append(numbers)
             return self._settle({ticket.number: n})
+        if self._back:
+            self._free_back()
         owners = owner[numbers]
         owner[numbers] = 0
         least = int(owners.min())
