@@ -316,7 +316,7 @@ class ThreadDriver:
         self._nice = check_int("nice", nice, 0, _NICE_MAX, UsageError)
         self._spin_s = check_seconds("spin_s", spin_s, never=True, error=UsageError)
         self._watch_s = check_seconds("watch_s", watch_s, never=True, error=UsageError)
-        self._kicked = False
+        self._kicked = self._kicked_here = False  # here: by a NIC, within a turn of a TurnDriver
         self._calls: deque[_Call] = deque()
         self._inbox = threading.Event()  # the worker waits for another one: a call came, or ended
         self._call_timeout_s = check_seconds(
@@ -555,12 +555,12 @@ class ThreadDriver:
         """Worker: turn while there is work, and a little longer; False = the driver was closed."""
         spin_until = 0.0
         while True:
-            self._kicked = False
+            self._kicked = self._kicked_here = False
             while self._calls:
                 self._calls.popleft().run()
             work = machine.step()
             machine.deliver()
-            if work or self._calls:
+            if work or self._calls or self._kicked or self._kicked_here:
                 spin_until = 0.0
                 continue
             if self._closing:

@@ -73,7 +73,6 @@ class TurnDriver(ThreadDriver):
         self._rests = self._rested = 0  # waits that sleep at once, since polling has not paid
         self._turn = Lock()
         self._turner = 0  # the thread that holds the turn, or 0
-        self._kicked_here = False  # by who holds the turn: a NIC, or a callback on the worker
         self._due = True  # the worker is on its way: callers keep off
         self._asleep = False  # a caller holds the turn and sleeps: ring
         self._muted = False
@@ -217,7 +216,7 @@ class TurnDriver(ThreadDriver):
             now = time.monotonic()
             if now >= deadline:
                 break
-            if work:
+            if work or self._kicked_here:
                 poll_until = 0.0
                 continue
             poll_until = poll_until or now + polls_s

@@ -29,6 +29,7 @@ LONGER: dict[str, str] = {
     "tep/cli/sim.py::whatif": "a command: most of its lines are its options and their checks",
     "tep/sim/timing.py": "one thought: what becomes of rows between two NICs, and when",
     "tep/sim/timing_nic.py": "one NIC: what each call of the seam does is one thought",
+    "tep/backends/local/sender.py": "one thought: rows in line, and each way to carry them out",
     "tep/backends/loopback.py": "one NIC: what each call of the seam does is one thought",
     "tep/backends/libfabric/domain.py": "one NIC: what each call of the seam does is one thought",
 }

@@ -266,6 +266,50 @@ def test_a_long_wait_sleeps(driver: TurnDriver) -> None:
     assert time.process_time() - before < 0.04
 
 
+@pytest.mark.parametrize("who", ["a wait", "the worker"])
+def test_a_nic_that_kicks_within_a_turn_is_turned_again_at_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """It moves a long row and has no completion yet: a sleep of 67 us between its parts is lost."""
+    driver, handle, slept = TurnDriver("test", spin_s=0), Handle(), []
+    driver.start(machine)
+    try:
+        let_go(driver)
+        turns = 0
+
+        def move() -> None:
+            nonlocal turns
+            turns += 1
+            if turns < 20:
+                machine.todo.append(move)
+                driver.kick()
+            else:
+                handle.finished = True
+                machine.ended.append(handle)
+
+        def note(what: object = "arm") -> bool:
+            if turns and not handle.finished:
+                slept.append(what)
+            return True
+
+        step = machine.step
+        monkeypatch.setattr(machine, "step", lambda: step() and handle.finished)
+        monkeypatch.setattr(machine, "arm", note)
+        monkeypatch.setattr(time, "sleep", note)
+        machine.is_busy = True
+        machine.todo.append(move)
+        if who == "a wait":
+            assert driver.wait(handle, PATIENCE_S)
+        driver._ring()
+        until = time.monotonic() + PATIENCE_S
+        while not handle.finished:
+            assert time.monotonic() < until
+            os.sched_yield()
+        assert (20, []) == (turns, slept)
+    finally:
+        driver.close()
+
+
 def test_a_wait_that_is_to_spin_does_not_sleep(machine: Machine) -> None:
     """Who asks for spinning pays a core in order not to be woken from a sleep."""
     driver = TurnDriver("test", spin_s=60.0)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
+from tep.backends.local import sender as sending
 from tep.engine import TransferEngine
 from tep.memory import adapt
 from tests.support.effort import effort
@@ -165,6 +166,90 @@ def test_who_sleeps_for_want_of_room_is_woken_when_there_is_some(turns) -> None:
     finally:
         a.close()
         b.close()
+
+
+def one_list(row: WriteBatch, n: int) -> WriteBatch:
+    """The same row n times, as a list with one immediate."""
+    src = np.full(n, row.src, np.uint64)
+    return WriteBatch(n, row.peer, src, row.lkey, row.dst, row.rkey, 8, 7, 1)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows of 8 bytes are a helping, twelve are shown without a bell."""
+    monkeypatch.setattr(sending, "HELPING_BYTES", 32)
+    monkeypatch.setattr(sending, "_UNRUNG_BYTES_MAX", 96)
+
+
+def test_a_long_list_wakes_a_sleeper_seldom_and_at_its_end(small: None, nics) -> None:
+    """Each wake-up takes both sides time; but a peer that is never woken waits for ever."""
+    a, b = nics
+    batch = one_list(meet(a, b), 40)
+    assert b.arm()
+    assert 40 == a.post(batch, 0, 40)
+    got, unrung = 0, 4
+    while got < 40:
+        assert wakes(b) == (unrung >= 12 or unrung + got == 40)
+        if wakes(b):
+            got += unrung
+            out = new_completions(16)
+            assert unrung == sum(entry[2] for entry in out[: b.poll(out)].tolist())
+            assert b.arm()
+            unrung = 0
+        a._sender.small_helpings()
+        assert poll(a) or got == 40
+        unrung += 4
+    assert not wakes(b)
+
+
+def test_the_end_of_one_list_rings_although_another_follows(small: None, nics) -> None:
+    """Somebody may wait for the first list alone."""
+    a, b = nics
+    row = meet(a, b)
+    assert b.arm()
+    assert 6 == a.post(one_list(row, 6), 0, 6)
+    assert 40 == a.post(one_list(row, 40), 0, 40)
+    assert not wakes(b)
+    assert [Kind.WRITE] * 3 == poll(a)  # four rows, then the last two and two of the second list
+    assert wakes(b)
+
+
+def test_helpings_grow_while_there_is_nothing_else_to_do(small: None, nics) -> None:
+    """Small ones cost a tenth of a long list's time; large ones keep all else waiting."""
+    a, b = nics
+    row = meet(a, b)
+    back = meet(b, a)
+    assert 200 == a.post(one_list(row, 200), 0, 200)
+
+    def helping() -> int:
+        out = new_completions(16)
+        entries = out[: a.poll(out)].tolist()
+        return sum(entry[2] for entry in entries if entry[0] == Kind.WRITE)
+
+    assert [4 + 4, 16, 32, 32] == [helping() for _ in range(4)]  # the first four with the post
+    assert 1 == b.post(back, 0, 1)
+    assert [32, 4, 16] == [helping() for _ in range(3)]  # an immediate arrives with the first
+    assert 1 == a.post(row, 0, 1)
+    assert [4, 16] == [helping() for _ in range(2)]
+
+
+@pytest.mark.parametrize("length", [1000, 100])
+def test_a_nic_in_the_middle_of_a_row_says_that_it_has_work(small: None, nics, length) -> None:
+    """No completion tells of it, and a driver that takes it for idle sleeps between the parts."""
+    a, b = nics
+    here, there = adapt(blank(length)), adapt(blank(length))
+    lkey = a.register(here, Access.SOURCE).lkey
+    target = b.register(there, Access.SOURCE_AND_TARGET)
+    row = meet(a, b)
+    kicks: list[int] = []
+    a.set_waker(lambda: kicks.append(1))
+    batch = WriteBatch(1, row.peer, here.ptr, lkey, target.base, target.rkey, length, 7, 1)
+    assert 1 == a.post(batch, 0, 1)
+    polls = 1
+    while not poll(a):
+        assert polls == len(kicks)
+        polls += 1
+    assert polls == len(kicks) + 1 > 1
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final, Generic, TypeVar
 
-from tep.backends.base import Batch, ReadBatch, Status, WriteBatch
+from tep.backends.base import Batch, Column, ReadBatch, Status, WriteBatch
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.channel import (
@@ -33,7 +33,7 @@ from tep.backends.local.channel import (
     close_all,
     is_bell,
 )
-from tep.backends.local.copying import Target, can_reach
+from tep.backends.local.copying import Target, can_reach, cut, extent, inside
 from tep.backends.local.libc import SHORT, why
 from tep.backends.local.memory import SharedMap, Witness
 from tep.backends.local.port import (
@@ -70,15 +70,37 @@ class Way(Enum):
 
 
 class Segment(Generic[B]):
-    """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already."""
+    """Rows `at` to `stop` of a batch, in line; `moved` bytes of row `at` are there already.
 
-    __slots__ = ("at", "batch", "moved", "stop")
+    Attributes:
+        checked: the two regions that all rows were found to lie in, if so.
+    """
+
+    __slots__ = ("at", "batch", "checked", "moved", "stop")
 
     def __init__(self, batch: B, at: int, stop: int) -> None:
         self.batch = batch
         self.at = at
         self.stop = stop
         self.moved = 0
+        self.checked: tuple[HostRegion, Target] | None = None
+
+    def inside(
+        self, here: Column, there: Column, region: HostRegion, target: Target, longest: int
+    ) -> bool:
+        """Whether all rows lie in two regions and are not too long; looked up once for a pair."""
+        if self.checked == (region, target):
+            return True
+        part = slice(self.at, self.stop)
+        here, there, nbytes = cut(here, part), cut(there, part), cut(self.batch.nbytes, part)
+        good = (
+            extent(nbytes, 1)[0] <= longest
+            and inside(here, nbytes, region.origin, region.nbytes)
+            and inside(there, nbytes, target.base, target.nbytes)
+        )
+        if good:
+            self.checked = region, target
+        return good
 
 
 class Outbound:
@@ -94,6 +116,7 @@ class Outbound:
         letters: messages that wait for room in the lane: payload, ctx.
         open: ctx of the messages in the lane, in order.
         controls: control messages that wait for room in the socket, with their ctx.
+        unrung: bytes of the row list at the head of the line that were shown without a bell.
 
     Args:
         address: of the peer. sender: our own.
@@ -124,6 +147,7 @@ class Outbound:
         self.letters: deque[tuple[bytes, int]] = deque()
         self.open: deque[int] = deque()
         self.controls: deque[tuple[Control, int]] = deque()
+        self.unrung = 0
         self._name, self._sender = name, sender
         self._watches = watches
         self._bell = bell
@@ -391,13 +415,15 @@ class Outbound:
 
     # --- telling it
 
-    def publish(self) -> None:
+    def publish(self, *, ring: bool = True) -> None:
         """Let the peer see what was put into the lane, and wake it if it sleeps."""
         words, lane = self.words, self.lane
         if not STRONG:
             self._fence()
         words[self._board] = lane.tail
         words[self._board + 1] = lane.mtail
+        if not ring:
+            return
         self._fence()
         if words[ASLEEP]:
             words[ASLEEP] = 0

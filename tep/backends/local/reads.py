@@ -24,7 +24,6 @@ from tep.backends.local.copying import (
     at_row,
     cut,
     extent,
-    inside,
     rows_within,
 )
 from tep.backends.local.crew import Crew, SharedMover
@@ -105,14 +104,11 @@ class Reads:
         sink, target = self._sinks.get(batch.lkey), out.readable(batch.rkey)
         if sink is None or target is None or (target.mapped is None and not out.pid):
             return 0
-        longest, total = extent(nbytes, n)
-        if (
-            longest > self._longest
-            or not inside(here, nbytes, sink.origin, sink.nbytes)
-            or not inside(there, nbytes, target.base, target.nbytes)
-            or not out.begin_copy(target)
-        ):
+        if not segment.inside(batch.local, batch.remote, sink, target, self._longest):
             return 0
+        if not out.begin_copy(target):
+            return 0
+        _, total = extent(nbytes, n)
         codes = dict(self._mover.move_rows(out.pid, target, sink, here, there, nbytes))
         self._end_copy(out)
         segment.at += n
