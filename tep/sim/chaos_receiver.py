@@ -273,6 +273,10 @@ class ChaosReceiver(ChaosPort):
     def fence(self, source: bytes, ctx: int) -> None:
         """Refuse rows of one NIC, now or soon; messages and control messages are no rows."""
         self._check_open()
+        if self._fails(self._chaos.fence_fails, 5):
+            self.fabric.seen["fence failed"] += 1
+            self._env.call_at(self._env.now + ACK_PS, self._say_failed, ctx)
+            return
         if not self._chaos.late_fence:
             self._barred[source] = _ALL
         self._fencing.setdefault(source, set()).add(ctx)
@@ -300,6 +304,10 @@ class ChaosReceiver(ChaosPort):
             self._barred[source] = _ALL
         if self.state in (NicState.UP, NicState.DEAD):
             self._cq.push((_FENCED, _OK, 1, 0, 0, ctx, 0))
+
+    def _say_failed(self, ctx: int) -> None:
+        if self.state in (NicState.UP, NicState.DEAD):
+            self._cq.push((_FENCED, int(Status.PROVIDER), 1, 0, 0, ctx, 0))
 
     def post_recvs(self, nbytes: int, count: int) -> None:
         self._check_open()

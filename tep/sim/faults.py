@@ -60,7 +60,6 @@ FRAGMENTS_MAX: Final = 5
 
 _NS: Final = PS_PER_NS
 
-
 _PS_MAX: Final = 2**62 - 1
 
 _BOUNDS: Final = {
@@ -68,13 +67,10 @@ _BOUNDS: Final = {
     "fragments": (1, FRAGMENTS_MAX),
     "reorder_ps": (0, 2**32 - 2),
     "rnr_retries": (-1, _PS_MAX),
-    "message_loss": (0, 16),
-    "datagram_loss": (0, 16),
-    "datagram_dup": (0, 16),
     "late_land": (0, 2),
-    "control_dup": (0, 16),
+    **dict.fromkeys(("message_loss", "control_dup", "datagram_loss", "datagram_dup"), (0, 16)),
     "odd_errors": (0, 256),
-    **dict.fromkeys(("post_fails", "connect_fails", "register_fails"), (0, 255)),
+    **dict.fromkeys(("post_fails", "connect_fails", "register_fails", "fence_fails"), (0, 255)),
     **dict.fromkeys(
         ("sq_depth", "imm_credits", "cqe_limit", "poll_delay_ps", "dead_after_ps"), (1, _PS_MAX)
     ),
@@ -129,6 +125,7 @@ class Chaos:
         odd_errors: of 256 rows that have landed so many end PROVIDER (F27).
         post_fails, connect_fails, register_fails: of 256 posts, new connections and registrations
             so many raise for want of resources; a signal may also interrupt a post (F29).
+        fence_fails: of 256 fences so many end PROVIDER, and keep nothing out (F32).
         kept: labels of the draws that are made, where all others come out tame, as `tep.sim.draws`
             has them; None: all are made. What shrinking leaves of a run.
     """
@@ -171,6 +168,7 @@ class Chaos:
     post_fails: int = 0
     connect_fails: int = 0
     register_fails: int = 0
+    fence_fails: int = 0
     kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
@@ -382,6 +380,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F29": ("resources are used up", ("post_fails", "connect_fails", "register_fails")),
     "F30": ("clocks of two engines run apart, and jump", ("Drift",)),
     "F31": ("a key comes back for other memory, in one incarnation", ("key_again",)),
+    "F32": ("a NIC cannot fence another one off", ("fence_fails",)),
 }
 """Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 

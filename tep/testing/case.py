@@ -76,6 +76,7 @@ class Case:
         chaos = self.faults.chaos
         harm = chaos.cq_depth or chaos.message_loss or chaos.datagram_loss or chaos.odd_errors
         harm = harm or chaos.post_fails or chaos.connect_fails or chaos.register_fails
+        harm = harm or chaos.fence_fails
         return bool(harm or self.faults.events or chaos.rnr_retries >= 0)
 
     @classmethod

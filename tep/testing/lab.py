@@ -281,12 +281,12 @@ class Lab:
         self.first = dict(self.hosts)
 
     def restart(self, name: str) -> Host:
-        """Crash a node and bring it back, with blank memory."""
+        """Crash a node and bring it back, with blank memory, or node a with what it sends."""
         old = self.hosts[name]
         old.live = False
         old.driver.close()
         node = self.fabric.restart(name)
-        memory = bytearray(BLANK * len(self.original))
+        memory = bytearray(self.original if name == SENDER else BLANK * len(self.original))
         fresh = self.hosts[name] = Host(self, node, memory, self._engine_class, self._find)
         return fresh
 

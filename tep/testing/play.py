@@ -43,7 +43,7 @@ class Play:
         self.stage = stage = Stage(scenario, engine_class, row_log, env)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
-        Sender(stage, Tenancy(stage))
+        self._sender = Sender(stage, Tenancy(stage))
         self.reader = Reader(stage)
         stage.find_read = self.reader.find
         if scenario.close is not None:
@@ -74,6 +74,10 @@ class Play:
             return
         stage.seen["restart"] += 1
         host = stage.lab.restart(fault.node)
+        if host is stage.sender:
+            stage.seen["sender restarted"] += 1
+            self._sender.restarted()
+            return
         self.mail.open(host)
         self.reader.open(host)
         self._receivers.restarted(host)

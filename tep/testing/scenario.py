@@ -119,6 +119,8 @@ class TransferSpec:
         lease_ps: the receivers lease the bytes of each round for so long; None: no leases.
         lead_ps: how long before its start the first leases are granted.
         revoke_ps: when the receivers ask a lease back, counted from its grant, or None.
+        renew_ps: when they renew it, likewise.
+        unfenced: no path that is up is fenced off to end a lease.
     """
 
     kind: TransferKind = "single"
@@ -148,12 +150,14 @@ class TransferSpec:
     lease_ps: int | None = None
     lead_ps: int = 0
     revoke_ps: int | None = None
+    renew_ps: int | None = None
+    unfenced: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(TransferKind), self.kind
         for name, (low, high) in _BOUNDS.items():
             _settle(self, name, low, high)
-        for name in ("recall_ps", "cancel_ps", "lease_ps", "revoke_ps"):
+        for name in ("recall_ps", "cancel_ps", "lease_ps", "revoke_ps", "renew_ps"):
             if getattr(self, name) is not None:
                 _settle(self, name, 0)
         assert not (self.silent and self.kind == "barrier"), "a barrier is just its immediate"
@@ -244,7 +248,8 @@ class Scenario:
         transfers: 1 to TRANSFERS_MAX.
         reads: 0 to READS_MAX.
         chaos: the fabric's knobs.
-        faults: (time in ps, fault); only receivers restart.
+        faults: (time in ps, fault); node a restarts only where it writes, and nothing else: no
+            reads, messages and answers, no end of an engine, and nobody is told of failures.
         close: (time in ps, node) at which one engine is closed, or None.
         messages: how many messages a sends to b, one after the other from the start.
         buffers: receive buffers that b has for them.
@@ -277,8 +282,9 @@ class Scenario:
             raise BadRequest(f"Scenario: nics={shown(self.nics)} are not three numbers: of a, b, c")
         counts = tuple(check_int("Scenario: nics", n, 1, 4) for n in self.nics)
         object.__setattr__(self, "nics", counts)
-        for _, fault in self.faults:
-            assert not (isinstance(fault, Restart) and fault.node == SENDER), fault
+        if any(isinstance(fault, Restart) and fault.node == SENDER for _, fault in self.faults):
+            more = self.reads or self.messages or self.echo or self.tell_failures or self.close
+            assert not more, "node a restarts, and does more than to write"
         for spec in self.transfers if self.tell_failures else ():
             assert spec.recall_ps is None, "what fails is not taken back"
             assert not spec.lined_up, "what fails is stated again before the next one"
@@ -335,8 +341,6 @@ class Scenario:
         if reads and dice.below(0, 52, 2):
             chaos = replace(chaos, late_land=1 + dice.below(0, 53, 2))
             faults += _draw_stuck(dice, 600, nics, [spec.start_ps for spec in reads])
-        if dice.below(0, 72, 8) == 0:
-            chaos = replace(chaos, register_fails=64)
         failover = dice.below(0, 35, 4) > 0
         if failover and theme == "kill" and dice.below(0, 80, 3) == 0:
             nics = (max(2, nics[0]), *nics[1:])
@@ -352,18 +356,20 @@ class Scenario:
             )
         if dice.below(0, 67, 6) == 0:
             transfers, more = _draw_leasing(dice, nics, transfers, failover=failover)
-            chaos, faults = replace(chaos, late_land=dice.below(0, 68, 3)), faults + more
+            faults += more + _draw_end(dice, nics, transfers, stays=tells or theme == "close")
+            chaos = _draw_late(dice, chaos)
+        reborn = any(fault == Restart(SENDER) for _, fault in faults)
         return cls(
             nics=nics,
             transfers=transfers,
-            reads=reads,
+            reads=() if reborn else reads,
             # Where rows land late, what failed would land in the memory that has its key then.
             chaos=replace(chaos, key_again=dice.below(0, 78, 2) > 0 and not chaos.late_land),
             faults=faults,
             close=_draw_close(dice, transfers) if theme == "close" else None,
-            messages=0 if dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
+            messages=0 if reborn or dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
             buffers=1 + dice.below(0, 32, 2),
-            echo=dice.below(0, 33, 4) == 0,
+            echo=dice.below(0, 33, 4) == 0 and not reborn,
             failover=failover,
             tell_failures=tells,
             sizes=draw_sizes(partial(dice.below, 700)) if dice.below(0, 60, 2) else (),
@@ -577,6 +583,35 @@ def _draw_leasing(
     return leased, _draw_stuck(dice, 680, nics, starts_ps, kinds, lasts_ns)
 
 
+_ENDS: Final = ("plain", "fences fail", "NIC dies", "restart")
+"""What makes bytes land after the end of their transfer in a run with leases."""
+
+
+def _draw_late(dice: _Dice, chaos: Chaos) -> Chaos:
+    """Knobs by which bytes land long after the end of their transfer."""
+    how = dice.pick(0, 84, _ENDS)
+    if how == "plain":
+        return replace(chaos, late_land=dice.below(0, 68, 3))
+    late_ps = dice.pick(0, 86, (5000, 100_000, 1_000_000)) * _NS
+    fails = dice.pick(0, 89, (64, 255)) if how == "fences fail" else 0
+    return replace(chaos, late_land=1 + dice.below(0, 85, 2), late_ps=late_ps, fence_fails=fails)
+
+
+def _draw_end(
+    dice: _Dice,
+    nics: tuple[int, int, int],
+    transfers: tuple[TransferSpec, ...],
+    *,
+    stays: bool,
+) -> tuple[tuple[int, Fault], ...]:
+    """A NIC of node a dies, or the node restarts unless it stays, while it writes under leases."""
+    how = dice.pick(0, 84, _ENDS)
+    t_ps = transfers[dice.below(0, 87, len(transfers))].start_ps + dice.below(0, 88, _FAULT_PS)
+    if how == "restart":
+        return () if stays else ((t_ps, Restart(SENDER)),)
+    return () if how == "plain" else ((t_ps, KillNic(SENDER, dice.below(0, 90, nics[0]))),)
+
+
 def _draw_leased(dice: _Dice, place: int, spec: TransferSpec) -> TransferSpec:
     """Have most transfers written under leases that run out, or are asked back."""
     spec = replace(spec, prepared=False, stale=False, again=0)
@@ -587,6 +622,8 @@ def _draw_leased(dice: _Dice, place: int, spec: TransferSpec) -> TransferSpec:
         lease_ps=dice.pick(place, 34, (300, 1000, 5000, 40_000, 2_000_000)) * _NS,
         lead_ps=dice.pick(place, 35, (0, 500, 2500)) * _NS,
         revoke_ps=dice.below(place, 37, _FAULT_PS) if dice.below(place, 36, 2) else None,
+        renew_ps=dice.below(place, 44, 2 * _FAULT_PS) if dice.below(place, 43, 4) == 0 else None,
+        unfenced=dice.below(place, 45, 6) == 0,
     )
 
 
@@ -676,9 +713,13 @@ def _draw_faults(
 def _draw_chaos(dice: _Dice, seed: int, theme: str) -> Chaos:
     """The knobs; in some runs those too that make rows and messages fail without an event."""
     peer_depth = dice.pick(0, 43, (0, 0, 0, 1, 2))
+    fixed: dict[str, Any] = {
+        "peer_depth": peer_depth,
+        "register_fails": 0 if dice.below(0, 72, 8) else 64,
+    }
     if dice.below(0, 40, 3):
-        return Chaos.draw(seed, peer_depth=peer_depth)
-    drawn = Chaos.draw(seed, harm=True, datagram_loss=0, datagram_dup=0, peer_depth=peer_depth)
+        return Chaos.draw(seed, **fixed)
+    drawn = Chaos.draw(seed, harm=True, datagram_loss=0, datagram_dup=0, **fixed)
     return drawn if theme in ("kill", "plain") else replace(drawn, cq_depth=0)
 
 

@@ -46,6 +46,17 @@ class Sender:
         for place, spec in enumerate(stage.scenario.transfers):
             stage.lab.env.call_at(spec.start_ps, self._begin, (place, 0, 0))
 
+    def restarted(self) -> None:
+        """Node a is back, and goes on with what it had not begun before; receivers hear of it."""
+        stage = self.stage
+        self._groups.clear()
+        self._prepared.clear()
+        for place, _ in stage.runs:
+            stage.give_up(place)
+        for host in stage.lab.hosts.values():
+            if host.live and host is not stage.sender:
+                join(host, [stage.sender.desc.addr])
+
     def _begin(self, which: tuple[int, int, int]) -> None:
         stage = self.stage
         place, number, round_ = which
@@ -65,7 +76,8 @@ class Sender:
             hosts = stage.receivers(spec)
             if spec.stale:
                 hosts = tuple(stage.lab.first[host.name] for host in hosts)
-        run = Run(place, number, round_, spec, stage.lab.areas[place][number], hosts)
+        area = stage.lab.areas[place][number]
+        run = Run(place, number, round_, spec, area, stage.sender, hosts)
         stage.runs[place, number] = stage.latest[place] = run
         try:
             run.handle = self._submit(run, [each.lease for each in leased])
@@ -180,19 +192,8 @@ class Sender:
         epochs = tuple(host.desc.addr.epoch for host in hosts)
         if epochs not in self._groups:
             peers = [host.desc.addr for host in hosts]
-            self._groups[epochs] = self._join(peers)
+            self._groups[epochs] = join(self.stage.sender, peers)
         return self._groups[epochs]
-
-    def _join(self, peers: list[NetAddr]) -> PeerGroup:
-        """Make a peer group, and try again as often as a NIC cannot connect."""
-        sender = self.stage.sender
-        while True:
-            before = sender.unconnected
-            try:
-                return sender.engine.add_peer_group(peers)
-            except FabricError:
-                if sender.unconnected == before:
-                    raise
 
     def _cancel(self, run: Run) -> None:
         assert run.handle is not None
@@ -304,6 +305,8 @@ class Sender:
             return "no receive"  # no NIC makes up for a receive that is not there
         if stage.lab.fabric.seen["row PROVIDER"]:
             return "an error of the provider's"
+        if stage.lab.fabric.seen["fence failed"]:
+            return "a fence failed"
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
             # What is in doubt about a cancelled request may be in doubt for others.
             return "a transfer was cancelled"
@@ -359,3 +362,14 @@ class Sender:
                 return chaos.odd_errors > 0
             case _:
                 return False
+
+
+def join(host: Host, peers: list[NetAddr]) -> PeerGroup:
+    """Make a peer group, and try again as often as a NIC cannot connect."""
+    while True:
+        before = host.unconnected
+        try:
+            return host.engine.add_peer_group(peers)
+        except FabricError:
+            if host.unconnected == before:
+                raise

@@ -64,6 +64,7 @@ class Run(Mover):
     Attributes:
         number: of all tries of all rounds.
         round: the round that it is for; the number, as long as nothing was tried again.
+        sender: the incarnation of node a that submits it.
         hosts: the receivers, in the incarnations whose descriptors it names.
         handle: None if the submit raised.
         settled: how often its callback came.
@@ -77,6 +78,7 @@ class Run(Mover):
     round: int
     spec: TransferSpec
     area: Area
+    sender: Host
     hosts: tuple[Host, ...]
     handle: Transfer | None = None
     settled: int = 0
@@ -94,6 +96,12 @@ class Run(Mover):
     def is_failing(self) -> bool:
         return self.handle is not None and self.handle.failure is not None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether its sender lives, has posted rows of it, and has not ended it."""
+        going = self.handle is not None and not self.handle.finished
+        return self.sender.live and self.posted > 0 and going
+
     def take_snapshot(self) -> None:
         """Note its bytes at each receiver: from now on nothing may change them."""
         area = self.area
@@ -101,7 +109,7 @@ class Run(Mover):
 
     @property
     def state(self) -> str:
-        """How it ended; "refused" if the submit raised."""
+        """How it ended; "refused" if the submit raised, "pending" if its sender crashed."""
         return "refused" if self.handle is None else self.handle.state.value
 
     def __str__(self) -> str:
@@ -161,7 +169,6 @@ class Stage:
     ) -> None:
         self.scenario = scenario
         self.lab = Lab(scenario, engine_class, row_log, self._find, env)
-        self.sender = self.lab.hosts[SENDER]
         self.runs: dict[tuple[int, int], Run] = {}
         self.latest: dict[int, Run] = {}
         self.over: dict[int, int] = {}
@@ -184,6 +191,11 @@ class Stage:
         self.echo = Echo(self)
 
     @property
+    def sender(self) -> Host:
+        """Node a as it is now."""
+        return self.lab.hosts[SENDER]
+
+    @property
     def broken(self) -> list[Fault]:
         """Faults so far, those too that the fabric's own load brought about."""
         return self.lab.fabric.happened
@@ -194,6 +206,7 @@ class Stage:
         chaos = self.scenario.chaos
         risky = chaos.rnr_retries >= 0 or chaos.message_loss > 0 or chaos.odd_errors > 0
         risky = risky or chaos.connect_fails > 0
+        risky = risky or chaos.fence_fails > 0
         return bool(self.broken or self.closed) or risky
 
     def blame(self, what: str) -> None:

@@ -130,6 +130,8 @@ def transfers(draw: DrawFn) -> TransferSpec:
             lease_ps=draw(st.sampled_from([40_000, 300, 5000, 2_000_000])) * _NS,
             lead_ps=draw(st.sampled_from([0, 2500])) * _NS,
             revoke_ps=draw(st.none() | _times(2000)),
+            renew_ps=draw(st.none() | _times(2000)),
+            unfenced=draw(st.booleans()),
         )
     return replace(spec, shared=spec.may_share and draw(st.booleans()))
 

@@ -12,15 +12,18 @@ from typing import Final
 
 from tep.control.held_leases import MARGIN
 from tep.control.leases import Grant, Revocation
-from tep.errors import BusyError, ClosedError
+from tep.errors import BusyError, ClosedError, LeaseError
 from tep.sim.faults_at import Drift
 from tep.testing.lab import FREED, Area, Host
-from tep.testing.scenario import SENDER
+from tep.testing.scenario import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
-from tep.units import PS_PER_S
+from tep.units import PS_PER_NS, PS_PER_S
 from tep.wire import Lease
 
 __all__ = ["Leased", "Tenancy"]
+
+_AGAIN_PS: Final = 20_000 * PS_PER_NS
+"""How long after its end in quarantine a lease is asked back once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,13 @@ class Leased:
     """The bytes of one try at one receiver, leased to node a.
 
     Attributes:
+        holder: the incarnation of node a that it was given to.
         lease: what node a was given.
         grant: the owner's end.
     """
 
     host: Host
+    holder: Host
     lease: Lease
     grant: Grant
 
@@ -76,30 +81,59 @@ class Tenancy:
             for_s=(spec.lease_ps or 0) / PS_PER_S,
             offset=area.start,
             nbytes=area.stop - area.start,
+            fence=not spec.unfenced,
         )
         stage.seen["leased"] += 1
         grant.over.add_done_callback(lambda end: self._over(which, host, area, end))
+        env = stage.lab.env
         if spec.revoke_ps is not None:
-            stage.lab.env.call_at(stage.lab.env.now + spec.revoke_ps, lambda _: grant.revoke())
+            env.call_at(env.now + spec.revoke_ps, lambda _: grant.revoke())
+        if spec.renew_ps is not None:
+            env.call_at(env.now + spec.renew_ps, lambda _: self._renew(host, grant, spec))
         try:
             host.engine.deregister(host.mr)
         except BusyError:
             pass
         else:
             stage.fail(f"{host.name} deregistered its region under {grant}")
-        return Leased(host, Lease.from_bytes(grant.lease.to_bytes()), grant)
+        return Leased(host, stage.sender, Lease.from_bytes(grant.lease.to_bytes()), grant)
 
-    def _over(self, which: tuple[int, int], host: Host, area: Area, end: Revocation) -> None:
+    def _renew(self, host: Host, grant: Grant, spec: TransferSpec) -> None:
+        """Make a lease last once more as long; only one that is asked back cannot be renewed."""
+        stage, ended = self._stage, grant.ending or grant.over.finished
+        try:
+            grant.renew((spec.lease_ps or 0) / PS_PER_S)
+        except LeaseError as error:
+            if not ended:
+                stage.fail(f"{grant} was not asked back, and cannot be renewed: {error}")
+        else:
+            stage.seen["lease renewed"] += 1
+            if ended:
+                stage.fail(f"{grant} was renewed after it was asked back")
+
+    def _ask_back(self, which: tuple[int, int], host: Host, area: Area, old: Revocation) -> None:
+        """Try once more to end a lease that is in quarantine."""
+        end = old.grant.revoke()
+        if end is not old:
+            self._stage.seen["asked back once more"] += 1
+            end.add_done_callback(lambda end: self._over(which, host, area, end, last=True))
+
+    def _over(
+        self, which: tuple[int, int], host: Host, area: Area, end: Revocation, *, last: bool = False
+    ) -> None:
         """A lease is over: if its bytes are free, their owner writes over them."""
         stage, run = self._stage, self._stage.runs.get(which)
         if not end.ok:
             stage.seen["lease in quarantine"] += 1
             if not stage.harmed:
                 stage.blame(f"{end.grant} ended in quarantine without a cause: {end.error}")
+            if not last:
+                again_ps = stage.lab.env.now + _AGAIN_PS
+                stage.lab.env.call_at(again_ps, lambda _: self._ask_back(which, host, area, end))
             return
         stage.seen["lease fenced" if end.grant.why else "lease free"] += 1
         answered = host.live and not end.grant.why
-        if answered and run is not None and run.handle is not None and not run.handle.finished:
+        if answered and run is not None and run.is_open:
             stage.blame(f"{end.grant} is over, and {run} under it is not")
         host.memory[area.start : area.stop] = FREED * (area.stop - area.start)
         host.freed.append((area.start, area.stop))
@@ -127,7 +161,8 @@ class Tenancy:
             or self._stage.lab.env.now >= self._granted_ps.get((run.place, run.number), 0) + ran_ps
         )
         leases = self._of.get((run.place, run.number), ())
-        return late or any(each.grant.ending or not each.host.live for each in leases)
+        gone = any(not (each.host.live and each.holder.live) for each in leases)
+        return late or gone or any(each.grant.ending for each in leases)
 
     def have_fenced(self, hosts: tuple[Host, ...]) -> bool:
         """Whether a lease may have made one of these fence node a off."""

@@ -29,9 +29,7 @@ from tests.gate.bugs_reads import READ_BUGS
 from tests.gate.bugs_reopening import REOPENING
 from tests.gate.planted import BUGS
 from tests.gate.registry import Bug, changed
-from tests.gate.test_lease_bugs import knobs_of
 from tests.gate.test_planted_bugs import WEAKER
-from tests.support.lease_trials import play
 from tests.support.lives import live
 from tests.support.reopening import swarm
 
@@ -63,7 +61,7 @@ def all_hunts() -> Iterator[Hunt]:
     for bug, fates, knobs in LIVES.values():
         yield Hunt("lives", bug, partial(live, fates=fates, **knobs))
     for bug in LEASE_BUGS.values():
-        yield Hunt("leases", bug, partial(play, **knobs_of(bug.name)))
+        yield Hunt("leases", bug, lambda seed: run_scenario(Scenario.draw(seed)))
     for bug in READ_BUGS.values():
         yield Hunt("reads", bug, lambda seed: run_scenario(Scenario.draw(seed)))
     for bug in REOPENING.values():

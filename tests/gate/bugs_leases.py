@@ -1,6 +1,6 @@
 """Planted bugs: leases that end too early, on either side, and doubts that are forgotten.
 
-Their gate, `test_lease_bugs`, looks for most in those of the oracle's runs that lease: one in six.
+Their gate, `test_lease_bugs`, looks for them in those of the oracle's runs that lease: one in six.
 """
 
 from __future__ import annotations
@@ -22,20 +22,16 @@ __all__ = ["LEASE_BUGS"]
 LEASE_BUGS: dict[str, Bug] = {}
 
 
-def bug(budget: int = 20_000) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
-    """Register a bug, with the seeds it may take to be found."""
-
-    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-        LEASE_BUGS[plant.__name__] = Bug(plant.__name__, plant, budget)
-        return plant
-
-    return register
+def bug(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    """Register a bug; few of the seeds have leases."""
+    LEASE_BUGS[plant.__name__] = Bug(plant.__name__, plant, budget=20_000)
+    return plant
 
 
 # ---------------------------------------------------------------------- the owner
 
 
-@bug()
+@bug
 def free_when_run_out() -> list[Change]:
     """A lease that has run out counts as over, and nobody is asked."""
 
@@ -47,13 +43,13 @@ def free_when_run_out() -> list[Change]:
     return [(Leases, "end", end)]
 
 
-@bug()
+@bug
 def silence_is_consent() -> list[Change]:
     """A writer that does not answer is taken for dead, and not fenced off."""
     return [(Leases, "_silent", lambda self, grant, _: self._fence(grant, ()))]
 
 
-@bug()
+@bug
 def silent_writer_is_let_in_again() -> list[Change]:
     """A writer that was cut off comes back, with a lease that it believes in."""
     lift = Fencing.lift
@@ -65,7 +61,7 @@ def silent_writer_is_let_in_again() -> list[Change]:
     return [(Fencing, "lift", let_in)]
 
 
-@bug(budget=200)
+@bug
 def restart_is_an_end() -> list[Change]:
     """A writer that has restarted cannot write: what it had sent before may land all the same."""
     silent = Leases._silent
@@ -79,7 +75,7 @@ def restart_is_an_end() -> list[Change]:
     return [(Leases, "_silent", trusting)]
 
 
-@bug()
+@bug
 def paths_ignored() -> list[Change]:
     """The writer names paths over which bytes may come, and the owner fences none of them."""
     stopped = Leases._stopped
@@ -90,7 +86,7 @@ def paths_ignored() -> list[Change]:
     return [(Leases, "_stopped", deaf)]
 
 
-@bug()
+@bug
 def paths_turned_round() -> list[Change]:
     """The owner takes the writer's NIC for its own, and its own for the writer's."""
     stopped = Leases._stopped
@@ -102,20 +98,20 @@ def paths_turned_round() -> list[Change]:
     return [(Leases, "_stopped", mixed)]
 
 
-@bug(budget=100)
+@bug
 def failed_fence_is_a_fence() -> list[Change]:
     """A NIC that cannot fence is taken for one that has."""
     fenced = Leases._fenced
     return [(Leases, "_fenced", lambda self, grant, _: fenced(self, grant, ()))]
 
 
-@bug()
+@bug
 def deregistered_under_a_writer() -> list[Change]:
     """A region is given back although a lease of it is not over."""
     return [(Leases, "refuse", lambda *_: None)]
 
 
-@bug()
+@bug
 def never_runs_out() -> list[Change]:
     """Nobody looks at the clock: what is not revoked is never over."""
     return [(Leases, "step", lambda _: False), (Leases, "due_s", lambda _: None)]
@@ -124,7 +120,7 @@ def never_runs_out() -> list[Change]:
 # ---------------------------------------------------------------------- the writer
 
 
-@bug()
+@bug
 def answered_at_once() -> list[Change]:
     """The writer says that it has stopped while rows of it are posted."""
     ended, answer = HeldLeases._ended, HeldLeases._answer
@@ -138,7 +134,7 @@ def answered_at_once() -> list[Change]:
     return [(HeldLeases, "_ended", hasty)]
 
 
-@bug()
+@bug
 def written_after_the_end() -> list[Change]:
     """The writer forgets that the lease was asked back."""
     check = HeldLeases._check
@@ -153,7 +149,7 @@ def written_after_the_end() -> list[Change]:
     return [(HeldLeases, "_check", forgiving)]
 
 
-@bug()
+@bug
 def end_not_remembered() -> list[Change]:
     """The writer hears of the end of a lease before it meets the lease, and forgets it."""
     ended = HeldLeases._ended
@@ -167,7 +163,7 @@ def end_not_remembered() -> list[Change]:
     return [(HeldLeases, "_ended", forgetful)]
 
 
-@bug()
+@bug
 def doubts_kept_back() -> list[Change]:
     """The writer does not say over which paths bytes may still come."""
     answer = HeldLeases._answer
@@ -179,19 +175,19 @@ def doubts_kept_back() -> list[Change]:
     return [(HeldLeases, "_answer", silent)]
 
 
-@bug()
+@bug
 def dead_end_is_an_end() -> list[Change]:
     """A row whose target did not answer counts as one that cannot land."""
     return [(groups, "MAY_LAND", MAY_LAND - {Status.UNREACHABLE})]
 
 
-@bug(budget=400)
+@bug
 def own_death_is_an_end() -> list[Change]:
     """A row whose own NIC died counts as one that cannot land."""
     return [(groups, "MAY_LAND", MAY_LAND - {Status.NIC_DOWN})]
 
 
-@bug(budget=800)
+@bug
 def given_up_and_forgotten() -> list[Change]:
     """Rows that failover could not make good are not in doubt."""
     give_up = Failover._give_up

@@ -217,6 +217,11 @@ WANTED = [
     "leased",
     "lease free",
     "lease fenced",
+    "lease renewed",
+    "lease in quarantine",
+    "asked back once more",
+    "fence failed",
+    "sender restarted",
     "free after a failure",
     "refused under a lease",
 ]
@@ -240,6 +245,7 @@ EXCUSED = {
     "an error of the provider's": 15,
     "Swizzle": 12,
     "no connection": 6,
+    "a fence failed": 6,
 }
 """Of a thousand seeds, so many transfers at the most may fail for this reason: what 4,000 showed,
 and a seventh more. Slow links and pauses are no reason. A number may be lowered, and not raised: an
@@ -342,7 +348,8 @@ WEAKER: dict[str, Callable[[Scenario], Scenario]] = {
         s, faults=tuple(f for f in s.faults if not isinstance(f[1], LINKS))
     ),
     "enough of everything": lambda s: replace(
-        s, chaos=replace(s.chaos, post_fails=0, connect_fails=0, register_fails=0)
+        s,
+        chaos=replace(s.chaos, post_fails=0, connect_fails=0, register_fails=0, fence_fails=0),
     ),
     "nothing lands late": lambda s: replace(s, chaos=replace(s.chaos, late_land=0)),
     "no cancel": lambda s: replace(
