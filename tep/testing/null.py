@@ -32,7 +32,6 @@ from tep.memory import Memory
 
 __all__ = ["NullDomain", "null_pair"]
 
-_COUNT_MAX: Final = 2**32 - 1
 _WRITE, _READ, _IMM, _OK = int(Kind.WRITE), int(Kind.READ), int(Kind.IMM), int(Status.OK)
 
 
@@ -63,9 +62,7 @@ class NullDomain:
         self.address = index.to_bytes(4, "little")
         self.posted = 0
         self._wire = wire
-        self._done: deque[tuple[int, int]] = deque()
-        self._read: deque[tuple[int, int]] = deque()
-        self._imms: deque[tuple[Column, int]] = deque()
+        self._news: deque[tuple[int, Column, int]] = deque()  # kind, ctx or immediate, rows
         self._scattered: deque[tuple[npt.NDArray[np.unsignedinteger], Column]] = deque()
         self._out: Completions = new_completions(
             0
@@ -87,20 +84,20 @@ class NullDomain:
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         n = stop - start
-        self._done.append((batch.ctx, n))
+        self._news.append((_WRITE, batch.ctx, n))
         self.posted += n
         imm, peer = batch.imm, batch.peer
         if imm is None:
             return n
         if isinstance(peer, int):
             part = imm if isinstance(imm, int) else imm[start:stop]
-            self._wire[peer]._imms.append((part, n))
+            self._wire[peer]._news.append((_IMM, part, n))
         else:
             self._scattered.append((peer[start:stop], imm))
         return n
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
-        self._read.append((batch.ctx, stop - start))
+        self._news.append((_READ, batch.ctx, stop - start))
         self.posted += stop - start
         return stop - start
 
@@ -120,46 +117,44 @@ class NullDomain:
         pass
 
     def poll(self, out: Completions) -> int:
-        if not (self._done or self._imms or self._scattered or self._read):
+        news = self._news
+        if not news:
             return 0
-        at, room = 0, len(out)
         while self._scattered:  # here and not in post(), so that a post's time is the engine's own
-            peers, one = self._scattered.popleft()
+            peers, imm = self._scattered.popleft()
             for peer in peers.tolist():
-                self._wire[peer]._imms.append((one, 1))
-        while self._done and at < room:
-            ctx, n = self._done.popleft()
-            put_completion(
-                out, at * COMPLETION_BYTES, _WRITE, _OK, min(n, _COUNT_MAX), 0, 0, ctx, 0
-            )
-            at += 1
-        while self._read and at < room:
-            ctx, n = self._read.popleft()
-            count = min(n, _COUNT_MAX)
-            put_completion(out, at * COMPLETION_BYTES, _READ, _OK, count, 0, 0, ctx, 0)
-            at += 1
-        while self._imms and at < room:
-            imm, n = self._imms.popleft()
-            take = min(n, room - at)
-            if out is not self._out:
-                self._out, self._values = out, out["imm"]
-                self._bytes = memoryview(out.view("u1"))  # type: ignore[arg-type]  # an array
-            one = imm if isinstance(imm, int) else 0 if take > 1 else int(imm[0])
-            if take == 1:
-                put_completion(out, at * COMPLETION_BYTES, _IMM, _OK, 1, one, 0, 0, 0)
+                self._wire[peer]._news.append((_IMM, imm, 1))
+        at, room = 0, len(out)
+        while news and at < room:
+            kind, value, n = news.popleft()
+            if kind != _IMM:
+                put_completion(out, at * COMPLETION_BYTES, kind, _OK, n, 0, 0, value, 0)
                 at += 1
-                continue
-            start, stop = at * COMPLETION_BYTES, (at + take) * COMPLETION_BYTES
-            if (one, take) != self._burst:
-                self._burst = one, take
-                self._entries = _entry(_IMM, _OK, 1, one, 0, 0, 0) * take
-            self._bytes[start:stop] = self._entries
-            if not isinstance(imm, int):
-                self._values[at : at + take] = imm[:take]
-            if take < n:
-                self._imms.appendleft((imm if isinstance(imm, int) else imm[take:], n - take))
-            at += take
+            elif n == 1:
+                one = value if isinstance(value, int) else int(value[0])
+                put_completion(out, at * COMPLETION_BYTES, kind, _OK, 1, one, 0, 0, 0)
+                at += 1
+            else:
+                at = self._arrive(out, at, value, n)
         return at
+
+    def _arrive(self, out: Completions, at: int, imm: Column, n: int) -> int:
+        """Fill `out` from an entry on with immediates; return where they end."""
+        take = min(n, len(out) - at)
+        if out is not self._out:
+            self._out, self._values = out, out["imm"]
+            self._bytes = memoryview(out.view("u1"))  # type: ignore[arg-type]  # an array
+        one = imm if isinstance(imm, int) else 0
+        if (one, take) != self._burst:
+            self._burst = one, take
+            self._entries = _entry(_IMM, _OK, 1, one, 0, 0, 0) * take
+        self._bytes[at * COMPLETION_BYTES : (at + take) * COMPLETION_BYTES] = self._entries
+        if not isinstance(imm, int):
+            self._values[at : at + take] = imm[:take]
+        if take < n:
+            rest = imm if isinstance(imm, int) else imm[take:]
+            self._news.appendleft((_IMM, rest, n - take))
+        return at + take
 
     def status_text(self, status: int) -> str:
         return ""
@@ -174,7 +169,7 @@ class NullDomain:
         return None
 
     def arm(self) -> bool:
-        return not (self._done or self._imms or self._read)
+        return not self._news
 
     def close(self) -> None:
         pass
