@@ -233,6 +233,23 @@ def test_helpings_grow_while_there_is_nothing_else_to_do(small: None, nics) -> N
     assert [4, 16] == [helping() for _ in range(2)]
 
 
+def test_a_row_that_a_helping_cuts_does_not_slow_down_the_rows_behind_it(small: None, nics) -> None:
+    """Its rest goes alone, and the list as columns: one row at a time takes three times as long."""
+    a, b = nics
+    row = one_list(meet(a, b), 200)
+    alone, mover = [], a._sender._mover
+    move_row = mover.move_row
+    mover.move_row = lambda *args: alone.append(args) or move_row(*args)
+    batch = WriteBatch(200, row.peer, row.src, row.lkey, row.dst, row.rkey, 6, 7, 1)
+    assert 200 == a.post(batch, 0, 200)
+    polls = 0
+    while a._sender.open_rows:
+        poll(a)
+        poll(b)
+        polls += 1
+    assert len(alone) <= 2 * polls + 2
+
+
 @pytest.mark.parametrize("length", [1000, 100])
 def test_a_nic_in_the_middle_of_a_row_says_that_it_has_work(small: None, nics, length) -> None:
     """No completion tells of it, and a driver that takes it for idle sleeps between the parts."""

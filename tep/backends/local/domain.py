@@ -208,11 +208,13 @@ class LocalDomain:
                 self._awake()
             self._polls += 1
             sender, port = self._sender, self._port
-            used_up = sender.go_on()
+            if sender.active or sender.lost:  # of a peer to whom nothing waits
+                if sender.go_on() and not sender.done:
+                    self._waker()  # part of a row has moved: no completion tells of the work
+            else:
+                sender.helping = sender.least
             if sender.done:
                 at = self._hand_out(out)
-            elif used_up:
-                self._waker()  # part of a row has moved: no completion tells of the work
             if port.scan():
                 sender.small_helpings()
                 at = self._collect(out, at)

@@ -76,6 +76,7 @@ class Sender:
         active: peers with rows or messages in line, or open.
         lost: peers that were lost since the last poll.
         helping: bytes that may be moved until the next poll; each opens a new helping.
+        least: bytes of a helping where others wait.
         why: the last cause of a PROVIDER or UNREACHABLE status, in words.
         controls: the control messages of this NIC.
         reads: its reads.
@@ -120,7 +121,7 @@ class Sender:
         self._gone_addresses: deque[bytes] = deque()
         self._gone = self._new(Address.from_bytes(me))  # stands for every peer that is gone
         self._gone.release()
-        self._least = self._next = self.helping = HELPING_BYTES * copy_threads
+        self.least = self._next = self.helping = HELPING_BYTES * copy_threads
 
     # --- peers
 
@@ -175,7 +176,7 @@ class Sender:
         if take <= 0:
             return 0
         self.open_rows += take
-        self._next = self._least
+        self._next = self.least
         peer = batch.peer
         if isinstance(peer, int):
             out = self._outs[peer]
@@ -194,6 +195,7 @@ class Sender:
         if take <= 0:
             return 0
         self.reads.open_rows += take
+        self._next = self.least
         for out, at, upto in self._by_peer(batch, start, start + take):
             if self.reads.stand(out, Segment(batch, at, upto)):
                 if self.helping > 0 and out.way is _UP:
@@ -231,16 +233,15 @@ class Sender:
         The next one is four times as large if this went to one peer and nothing is posted
         meanwhile; see also small_helpings().
         """
-        least, alone = self._least, len(self.active) == 1
+        least, alone = self.least, len(self.active) == 1
         self.helping = self._next
         self._next = min(4 * self._next, _TIMES_MAX * least) if alone else least
-        if self.active or self.lost:
-            self._advance()
+        self._advance()
         return self.helping <= 0
 
     def small_helpings(self) -> None:
         """Something else is to be done: poll again soon."""
-        self._next = self._least
+        self._next = self.least
 
     def _advance(self) -> None:
         for out in list(self.active):
@@ -304,7 +305,8 @@ class Sender:
     def _fitting(self, out: Outbound, segment: _Part) -> int:
         """How many rows go next; 0 = there is no room in the lane."""
         batch, at = segment.batch, segment.at
-        n = min(segment.stop - at, ROWS_MAX)
+        # The rest of a row goes alone, so that all rows behind it can go as columns.
+        n = 1 if segment.moved else min(segment.stop - at, ROWS_MAX)
         if batch.imm is not None:
             n = min(n, out.lane.room())
         return n if n <= 1 else rows_within(batch.nbytes, at, n, self.helping)
