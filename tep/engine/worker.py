@@ -173,8 +173,9 @@ class Worker:
         self._out: Completions = new_completions(options.poll_rows)
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
         self._raw = memoryview(self._out.view("u1"))  # type: ignore[arg-type]  # an array
-        self._equal, self._equal_imm = b"", 0  # the last burst of equal immediates
-        # The first 8 and 16 of the 32 bytes of an entry: kind, status, count; immediate and row.
+        # The last burst of equal immediates; how many came again, and are not counted yet.
+        self._equal, self._equal_imm, self._again = b"", 0, 0
+        # Of an entry's 32 bytes, 8: kind, status, count; and 16: immediate and row as well.
         self._heads, self._starts = self._out.view("u8")[::4], self._out.view("c16")[::2]
 
     def _new_telling(self, name: str, options: EngineOptions) -> Telling:
@@ -233,6 +234,9 @@ class Worker:
                     self._take_rows(index, first_completions(out, n))
                 else:
                     self._take_columns(index, n)
+        if self._again:  # as _count_again(), without the call
+            again, self._again = self._again, 0
+            self.imms.add(self._equal_imm, again)
         if group.events:
             self._dispatch()
         if group.ended:
@@ -571,6 +575,8 @@ class Worker:
     # ------------------------------------------------------------------ completions
 
     def _take_rows(self, domain: int, rows: Sequence[Entry]) -> None:
+        if self._again:
+            self._count_again()
         imms = self.imms
         noted = self._arrivals[domain].add if self._arrivals else None
         for kind, status, count, imm, row, ctx, _ in rows:
@@ -591,8 +597,10 @@ class Worker:
         if raw and raw == self._equal:
             if self._arrivals:
                 self._arrivals[domain].add_columns(ctxs[:n], imms[:n])
-            self.imms.add(self._equal_imm, n)
+            self._again += n  # the next NIC has more of them, as a rule: counted together
             return
+        if self._again:
+            self._count_again()
         kind, status, count, imm, _, _, _ = take_completion(self._out)
         if raw and kind == _IMM and count == 1 and raw == raw[:COMPLETION_BYTES] * n:
             self._equal, self._equal_imm = raw, imm
@@ -622,6 +630,10 @@ class Worker:
         mine = kinds[:n] == _IMM
         self._count(domain, imms[:n][mine], counts[:n][mine], ctxs[:n][mine])
         self._take_rows(domain, self._out[:n][~mine].tolist())
+
+    def _count_again(self) -> None:
+        again, self._again = self._again, 0
+        self.imms.add(self._equal_imm, again)
 
     def _finish_uniform(self, domain: int, ctxs: npt.NDArray[np.uint64], count: int) -> None:
         """Take back a burst of rows that all completed with OK, `count` for each entry."""

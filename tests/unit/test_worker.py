@@ -134,6 +134,23 @@ def test_burst_of_every_kind_in_one_poll_is_sorted_out() -> None:
     assert () == own.engine.stats().imms_unexpected
 
 
+def test_bursts_of_several_nics_are_counted_before_what_came_after_them() -> None:
+    """Equal bursts are counted together: a word that came after them must not overtake them."""
+    own = scripted(3)
+    told: list[tuple[int, int]] = []
+    own.engine.on_imm(range(1, 3), lambda imm, count: told.append((imm, count)))
+    for _ in range(3):  # it takes two to know that they are equal
+        told.clear()
+        for nic, (imm, count) in zip(own.nics, ((1, 30), (1, 30), (2, 2)), strict=True):
+            for _ in range(count):
+                nic.arrive(imm)
+        own.turn()
+        assert sorted(imm for imm, _ in told) == [imm for imm, _ in told]
+        assert 62 == sum(count for _, count in told)
+    assert (1, 60) == told[0]
+    assert 3 * 62 == own.engine.stats().imms_counted
+
+
 def test_burst_larger_than_one_poll_is_not_cut() -> None:
     """What did not fit the buffer comes with the next turn, which step() must ask for."""
     own = scripted(options=EngineOptions(poll_rows=8))
