@@ -173,8 +173,7 @@ class Worker:
         self._out: Completions = new_completions(options.poll_rows)
         self._columns = tuple(self._out[name] for name in ("kind", "count", "imm", "ctx"))
         self._raw = memoryview(self._out.view("u1"))  # type: ignore[arg-type]  # an array
-        # The last burst of equal immediates; how many came again, and are not counted yet.
-        self._equal, self._equal_imm, self._again = b"", 0, 0
+        self._equal, self._equal_imm, self._again = bytearray(), 0, 0  # see _take_columns()
         # Of an entry's 32 bytes, 8: kind, status, count; and 16: immediate and row as well.
         self._heads, self._starts = self._out.view("u8")[::4], self._out.view("c16")[::2]
 
@@ -590,20 +589,26 @@ class Worker:
                 self._take_other(domain, kind, status, count, row, ctx)
 
     def _take_columns(self, domain: int, n: int) -> None:
+        """Take many entries.
+
+        `_equal` has the last burst of equal immediates, which are `_equal_imm`; `_again` is how
+        many of them came again and are not counted yet.
+        """
         kinds, counts, imms, ctxs = self._columns
         # Comparing bytes takes a sixth of comparing columns; of few, whole entries take less. Most
-        # often they are the same as the last time, which costs least.
-        raw = self._raw[: n * COMPLETION_BYTES].tobytes() if n <= _WHOLE_MAX else b""
-        if raw and raw == self._equal:
+        # often they are the same as the last time, which costs least: no byte is copied.
+        entries = self._raw[: n * COMPLETION_BYTES]
+        if self._equal == entries:
             if self._arrivals:
                 self._arrivals[domain].add_columns(ctxs[:n], imms[:n])
             self._again += n  # the next NIC has more of them, as a rule: counted together
             return
         if self._again:
             self._count_again()
+        raw = entries.tobytes() if n <= _WHOLE_MAX else b""
         kind, status, count, imm, _, _, _ = take_completion(self._out)
         if raw and kind == _IMM and count == 1 and raw == raw[:COMPLETION_BYTES] * n:
-            self._equal, self._equal_imm = raw, imm
+            self._equal, self._equal_imm = bytearray(raw), imm
             if self._arrivals:
                 self._arrivals[domain].add_columns(ctxs[:n], imms[:n])
             self.imms.add(imm, n)
