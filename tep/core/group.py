@@ -131,6 +131,7 @@ class DomainGroup:
         self._is_offered = False  # post() has done its work of this step
         self.alone = False
         self.failover = failover
+        self._can_fence = all(domain.caps.imm_source for domain in domains)
         self.why_not = why_not
         self.closing: TepError | None = None
         self.losses: list[Loss] = []
@@ -697,6 +698,13 @@ class DomainGroup:
             self.in_doubt += pending.transfer.add_doubt(remote, pending.domain, nic, code)
 
     def has_lost(self, domain: int, link: Link, nic: int) -> bool:
+        """A row had no answer: mark the peer's NIC down; return whether there is another path."""
+        others = self.is_silent(domain, link, nic)
+        if self._can_fence:  # perhaps the peer has fenced the path, for a lease: have it opened
+            self.suspect(link.path(domain, nic))
+        return others
+
+    def is_silent(self, domain: int, link: Link, nic: int) -> bool:
         """A peer's NIC did not answer ours: mark it down; return whether there is another path."""
         link.path(domain, nic).silent = True
         # On a connection that an error flushes, what is behind ends with it.

@@ -176,5 +176,5 @@ class Outbox:
             return
         error = message_error(message, self._group.domains[domain], domain, status)
         if status == Status.UNREACHABLE:  # the next message uses another NIC of the peer
-            self._group.has_lost(domain, message.link, message.nic)
+            self._group.is_silent(domain, message.link, message.nic)
         self._end(message, _FAILED, error)

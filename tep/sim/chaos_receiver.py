@@ -290,10 +290,6 @@ class ChaosReceiver(ChaosPort):
         if source in self._barred:
             self._barred[source] = min(self._barred[source], self.fabric.rows)
 
-    def has_fenced(self, source: bytes) -> bool:
-        """Whether rows that a NIC posts now are refused."""
-        return self._barred.get(source) == _ALL
-
     def _is_barred(self, row: Flight) -> bool:
         return row.number <= self._barred.get(row.nic.address, 0)
 

@@ -198,3 +198,9 @@ def given_up_and_forgotten() -> list[Change]:
         self._group.doubt = doubt
 
     return [(Failover, "_give_up", careless)]
+
+
+@bug
+def shut_for_ever() -> list[Change]:
+    """Nobody asks to have a path opened that was fenced off for a lease."""
+    return [(groups.DomainGroup, "has_lost", groups.DomainGroup.is_silent)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import tep
+from tep.api import EngineOptions
 from tep.backends.base import Kind, Status
 from tep.backends.loopback import Hub
 from tep.control import held_leases
@@ -34,8 +35,10 @@ BYTES = 1024
 class Pair:
     """An owner a and a writer b on a calm fabric, a region of a, a source of b."""
 
-    def __init__(self, nics: int = 2, **knobs: object) -> None:
-        self.cluster = Cluster(2, nics, chaos=Chaos.calm(**knobs))
+    def __init__(
+        self, nics: int = 2, options: EngineOptions = EngineOptions(), **knobs: object
+    ) -> None:
+        self.cluster = Cluster(2, nics, chaos=Chaos.calm(**knobs), options=options)
         self.a, self.b = self.cluster.engines
         self.memory = np.zeros(BYTES, np.uint8)
         self.mr, self.desc = self.a.reg_mr(self.memory)
@@ -218,6 +221,26 @@ def test_a_silent_writer_is_fenced_off(pair: Pair) -> None:
     with pytest.raises(tep.TepError):
         late.wait(10)
     assert {9} == set(pair.memory)
+
+
+@pytest.mark.parametrize("failover", [True, False])
+def test_a_writer_that_was_fenced_off_comes_back(*, failover: bool) -> None:
+    """Without failover nobody asked to have the path opened: its rows failed for ever."""
+    pair = Pair(nics=1, options=EngineOptions(failover=failover, probe_first_s=1e-3))
+    grant, lease = pair.lease(for_s=1e-3)
+    pair.write(lease).wait(1)
+    pair.b.driver.node.pause(10**11)
+    grant.over.wait(1)
+    assert "did not say that it had stopped" in grant.why
+    pair.pass_s(0.2)
+
+    _, desc = pair.a.reg_mr(np.zeros(8, np.uint8))
+    tries = []
+    for _ in range(5):  # a NIC is asked in the steps that a submit causes
+        tries.append(pair.b.submit_single_write(8, (pair.src, 0), (desc, 0)))
+        pair.pass_s(0.1)
+    assert tries[0].failed
+    assert tries[-1].ok, tries[-1].describe()
 
 
 def cannot_fence(self: ChaosNic, _: bytes, ctx: int) -> None:
