@@ -77,18 +77,26 @@ class HeldLeases:
     Args:
         group: its NICs.
         channel: control messages from and to the owners.
+        take_back: drops the rows of a transfer that are not posted, and says how many there were.
         now_s: the clock.
 
     Attributes:
         known: every lease that was used or ended here, by owner and number.
     """
 
-    def __init__(self, group: DomainGroup, channel: Channel, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        group: DomainGroup,
+        channel: Channel,
+        take_back: Callable[[Transfer], int],
+        now_s: Callable[[], float],
+    ) -> None:
         self.known: dict[Key, HeldLease] = {}
         self._over: dict[bytes, deque[HeldLease]] = {}  # by owner
         self._forgotten: dict[bytes, int] = {}
         self._own = group.domains[0].address
-        self._group, self._channel, self._now_s = group, channel, now_s
+        self._group, self._channel = group, channel
+        self._take_back, self._now_s = take_back, now_s
         channel.hear(Ended, self._ended)
         channel.hear(Renewed, self._renewed)
 
@@ -159,7 +167,7 @@ class HeldLeases:
     # ------------------------------------------------------------------ the owner's messages
 
     def _ended(self, nic: int, address: bytes, message: Ended) -> None:
-        """The owner wants its memory back: drop queued rows, and wait for the posted ones."""
+        """The owner wants its memory back: drop waiting rows, and wait for the posted ones."""
         known = (message.owner, message.lease) in self.known or message.owner in self._over
         if not known and len(self._over) >= _OWNERS_MAX:
             self._channel.drop(Drop.FULL, address, f"leases of {_OWNERS_MAX} owners are remembered")
@@ -176,7 +184,7 @@ class HeldLeases:
             f"lease {message.lease} was asked back by its owner before this was posted"
         )
         for transfer in list(held.open):
-            if self._group.drop_queued(transfer):
+            if self._take_back(transfer):
                 transfer.failure = transfer.failure or error
                 if transfer.left == 0:
                     self._group.ended.append(transfer)

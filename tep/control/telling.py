@@ -25,7 +25,7 @@ from tep.control.failover import Failover
 from tep.control.messages import SHORTFALL_BYTES, WHY_MAX, Answer, Missing, encode
 from tep.control.messages import Shortfall as Entry
 from tep.core.group import DomainGroup
-from tep.core.path import Link, Path, PathEvent, PathState
+from tep.core.path import Link, Path, PathState
 from tep.core.read_requests import ReadJob
 from tep.core.region import Job, Remote
 from tep.core.shortfall import Shortfall, shortfalls
@@ -442,7 +442,7 @@ class Telling:
         if any(self._may_land(owed, path, imm) for imm in tuple(owed.paths.get(path, ()))):
             owed.clearing[path] = False  # it may have been opened for an earlier failure
             if path.is_up:
-                path.to(PathEvent.LOST)
+                self._group.suspect(path)
             if path.asking or not self._failover.is_clear(path):
                 self._wake(owed, _RETRY_S)  # rows that are in flight end in time (C17)
                 return

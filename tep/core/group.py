@@ -681,15 +681,22 @@ class DomainGroup:
             loss = Loss(path)
             path.losses.append(loss)
             self.losses.append(loss)
-            path.to(PathEvent.LOST)
-            if remote.link.has_way(i for i, up in enumerate(self.alive) if up):
-                # A row posted from now on may land before the peer fences the path, and would be
-                # taken for a lost one.
-                self._reroute(lambda w: w.domain == path.domain and goes_to(w, path.link, nic))
+            self.suspect(path)
         assert isinstance(loss, Loss)
         loss.rows.append(LostRow(pending, row, error))
         transfer.held += 1
         return None
+
+    def suspect(self, path: Path) -> None:
+        """Leave a path that is to be fenced: rows that wait for it go over others, if there are.
+
+        A row posted on it from now on may land before the peer fences it, and would be taken for a
+        lost one; or the fence stops it.
+        """
+        path.to(PathEvent.LOST)
+        link, nic = path.link, path.nic
+        if link.has_way(i for i, up in enumerate(self.alive) if up):
+            self._reroute(lambda w: w.domain == path.domain and goes_to(w, link, nic))
 
     def doubt(self, pending: Pending, row: int, code: str) -> None:
         """Record a row that has ended and whose bytes may still land."""

@@ -148,7 +148,7 @@ class Worker:
         self._large = self.pruning.large
         self._arrivals = [Arrivals() for _ in domains] if able else []
         self.fencing = Fencing(group, self._arrivals, channel)
-        self.held_leases = HeldLeases(group, channel, now_s)
+        self.held_leases = HeldLeases(group, channel, self.take_back, now_s)
         self.reads = Reads(group, options, self.held_leases.late)
         self.leases = Leases(
             channel, self.fencing, group.far_ends, now_s, self.open, self._end, domains
@@ -443,14 +443,14 @@ class Worker:
             if self.closed:
                 self._end(transfer, State.FAILED, closed_error())
                 return
-            if self.telling.owed and self.telling.holds(transfer):
-                return
         try:
             if mr is not None and mr.closed:  # between the check at submit and this command
                 transfer.job.forget()
                 raise deregistered(mr, transfer.job.kind)
             if self.held_leases.known:
                 self.held_leases.start(transfer)
+            if not was_held and self.telling.owed and self.telling.holds(transfer):
+                return
             if deal is None:
                 group = self.group
                 stepping = self._is_stepping and not was_held  # those start after the posting
@@ -563,13 +563,18 @@ class Worker:
             pass  # it was sent already, and cannot be taken back
         else:
             assert isinstance(handle, Transfer)
-            if self.telling.let_go(handle):
-                handle.dropped, handle.left = handle.rows, 0
             # A transfer without a queued row has ended in this step, or all its rows are posted.
-            elif not self.group.drop_queued(handle) or handle.left:
+            if not self.take_back(handle) or handle.left:
                 return
             self.group.ended.append(handle)
             self._settle_ended()  # the next command may be a retry, which waits for the news
+
+    def take_back(self, transfer: Transfer) -> int:
+        """Drop the rows of a transfer that are queued or held; return how many there were."""
+        if not self.telling.let_go(transfer):
+            return self.group.drop_queued(transfer)
+        transfer.dropped, transfer.left = transfer.rows, 0
+        return transfer.rows
 
     # ------------------------------------------------------------------ completions
 
@@ -746,9 +751,7 @@ class Worker:
         dropped = []
         for handle in tuple(self.open):
             if isinstance(handle, Transfer):
-                if self.telling.let_go(handle):
-                    handle.dropped, handle.left = handle.rows, 0
-                elif not self.group.drop_queued(handle):
+                if not self.take_back(handle):
                     continue
                 dropped.append(handle)
                 handle.failure = handle.failure or closed_error()

@@ -98,9 +98,8 @@ class Run(Mover):
 
     @property
     def is_open(self) -> bool:
-        """Whether its sender lives, has posted rows of it, and has not ended it."""
-        going = self.handle is not None and not self.handle.finished
-        return self.sender.live and self.posted > 0 and going
+        """Whether its sender lives, has begun it, and has not ended it."""
+        return self.sender.live and self.handle in self.sender.engine._worker.open
 
     def take_snapshot(self) -> None:
         """Note its bytes at each receiver: from now on nothing may change them."""
