@@ -94,6 +94,7 @@ MISSED: Final[dict[str, str]] = {
     "never_runs_out": "leases are revoked here, and do not run out",
     "written_after_the_end": "nothing is written after the end here",
     "end_not_remembered": "the writer has met each lease before its end here",
+    "shut_for_ever": "nobody opens a path again here",
     "dead_end_is_an_end": "no path is cut here, and nothing lands at a NIC that is dead",
     "given_up_and_forgotten": "no failover is given up here",
     # reopening
