@@ -1,8 +1,7 @@
 """The seam: what a backend (one NIC = one Domain) owes the engine, and the columns that cross it.
 
 Only data and protocols live here. Queueing, striping, peer groups, counting and retry policy sit
-above the seam, once; a backend translates and does not decide. The clauses C1.. are spelled out in
-CONTRACT.md.
+above the seam, once; a backend translates and does not decide. CONTRACT.md has the clauses C1...
 """
 
 from __future__ import annotations
@@ -282,12 +281,12 @@ class DomainCaps:
         sq_depth: rows that post() may have outstanding at the most.
         max_write_bytes: longest single row, written or read.
         max_msg_bytes: longest message of post_send().
-        ordered: whether rows to one peer land in posting order. Nothing above the seam may rely on
-            it.
+        ordered: whether rows to one peer land in posting order; nothing above may rely on it.
         imm_eats_recv: whether an immediate consumes a receive (RC); the backend posts these itself.
         memory_kinds: devices whose memory can be registered: "cpu", "cuda".
         peer_timeout_s: a dead peer ends in an error completion within this time (C17).
         moves_bytes: False on a model that keeps time only, and copies nothing.
+        reads_addresses: False where nobody looks at `src` and `dst`: they may be of other rows.
         wakes: False if neither an fd nor the waker tells of news: poll() must be called regularly.
         control_bytes: longest control message of post_control(); 0: it is no `ControlDomain` (C24).
         imm_source: whether immediates say which NIC they came from (C25), and senders can be
@@ -312,6 +311,7 @@ class DomainCaps:
     memory_kinds: tuple[str, ...] = ("cpu",)
     peer_timeout_s: float
     moves_bytes: bool = True
+    reads_addresses: bool = True
     wakes: bool = True
     control_bytes: int = 0
     imm_source: bool = False

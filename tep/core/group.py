@@ -123,6 +123,7 @@ class DomainGroup:
         self._rows_max = rows_max
         self._in_turn_rows = min(IN_TURN_ROWS, rows_max)
         self._shares = len(domains) > 1
+        self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
         self.in_doubt = 0
         self.journal = Journal() if journal is None else journal
         self.routes = Routes(self.journal)
@@ -379,7 +380,7 @@ class DomainGroup:
         base = self._ctx + 1
         self._ctx += len(dealt.parts)
         domains, batches, rows, nbytes = self.domains, self.batches, self.rows, self.nbytes
-        posts, imm = dealt.posts(transfer, job), job.imm
+        posts, imm = dealt.posts(transfer, job, moves=self._reads_addresses), job.imm
         last: Pending | None = None
         for (domain, n, total), place, pending in zip(dealt.took, dealt.places, posts):
             batch = pending.batch

@@ -124,13 +124,15 @@ class Dealt:
             return [(src, dst)]
         return [(src[part], dst[part]) for part in rows]
 
-    def posts(self, transfer: Transfer, job: Ready) -> list[Pending]:
+    def posts(self, transfer: Transfer, job: Ready, *, moves: bool) -> list[Pending]:
         """The batches of a submit, as `by_nic`.
 
         Kept ones are as the submit before left them, but for their columns: what belongs to one
-        submit is for the caller to set.
+        submit is for the caller to set. `moves`: some NIC reads addresses, else they stay as they
+        are.
         """
-        kept, here, there = self.kept, job.here, job.there
+        kept = self.kept
+        here, there = (job.here, job.there) if moves else (0, 0)
         if kept and kept[0].transfer.ok:
             if (here, there) != self._at:
                 self._at = here, there

@@ -75,6 +75,24 @@ class NewsNode(Protocol):
     on_news: Callable[[], object]
 
 
+class CountingNode(Protocol):
+    """A node that offers immediates before it wakes anybody for them.
+
+    Attributes:
+        on_imm: offered an immediate, and how many of it are here; True: they were counted, so that
+            no poll is to find them.
+    """
+
+    on_imm: Callable[[int, int], bool]
+
+
+class Counting(Protocol):
+    """A machine that counts immediates without a turn."""
+
+    def count_early(self, imm: int, count: int) -> bool:
+        """Count them if a turn would do that and nothing else; whether it did."""
+
+
 class TurningNode(Protocol):
     """A node that wants to know when a turn has posted all that it posts.
 
@@ -142,6 +160,9 @@ class SimDriver:
         self._turning = cast("TurningNode", node) if hasattr(node, "in_turn") else None
         self._has_more: Callable[[], bool] = bool
         self._idle: Place | None = None  # of the step after one that had work
+        self._counting: Counting | None = None
+        self._silent: Place | None = None  # of a step that would only count immediates
+        self._is_silent = False  # the step that is booked has some that were counted
         self._watching = False
         self._due_ps = FOREVER_PS
         self._clock: _Clock | None = None  # the simulation's
@@ -164,6 +185,9 @@ class SimDriver:
             self._restful = cast("Restful", machine)
             cast("NewsNode", node).on_news = self.look
             self._has_more = getattr(node, "has_more", bool)
+            if hasattr(machine, "count_early") and hasattr(node, "on_imm"):
+                self._counting = cast("Counting", machine)
+                cast("CountingNode", node).on_imm = self._count
         if hasattr(node, "on_drift"):
             cast("DriftingNode", node).on_drift = self.drift
         report = getattr(machine, "stall_report", None)
@@ -178,6 +202,12 @@ class SimDriver:
         env, idle = self.env, self._idle
         self._idle = None
         try:
+            if self._silent is not None:
+                silent, self._silent = self._silent, None
+                if env.is_ahead(silent):
+                    self._is_silent = True
+                    env.call_in_place(silent, self._run)
+                    return
             if idle is not None and env.is_ahead(idle):
                 env.call_in_place(idle, self._run)
                 return
@@ -252,7 +282,7 @@ class SimDriver:
             self._set_alarm(self._timed.due_s())
 
     def close(self) -> None:
-        self._machine = None
+        self._machine = self._counting = None
         if self._report is not None:
             self.env.reporters.remove(self._report)
             self._report = None
@@ -269,6 +299,8 @@ class SimDriver:
             turning.in_turn = True
             work = machine.step()
             turning.end_turn()
+        if self._is_silent:
+            self._is_silent, work = False, True
         machine.deliver()
         if self._machine is None:  # closed by a callback
             return
@@ -296,6 +328,27 @@ class SimDriver:
         self._idle = self.env.reserve(self._next_ps())
         return True
 
+    def _count(self, imm: int, count: int) -> bool:
+        """A NIC has immediates: whether they are counted now, and the step for them is left out.
+
+        It is, where that step would only raise a count that nobody hears of. The places of this
+        step, and of the one after it that would find nothing, are kept as in `_rests`.
+        """
+        counting = self._counting
+        if self._booked or counting is None or not counting.count_early(imm, count):
+            return False
+        env = self.env
+        if self._silent is not None and env.is_ahead(self._silent):
+            return True
+        place = self._idle
+        if place is None or not env.is_ahead(place):
+            place = env.reserve(self._next_ps())
+        self._silent = place
+        node = self.node
+        after_ps = max(place[0] + node.step_delay_ps(), node.busy_until_ps)
+        self._idle = env.reserve(after_ps)
+        return True
+
     def _next_ps(self) -> int:
         """When a step is made that is asked for now."""
         node = self.node
@@ -304,7 +357,8 @@ class SimDriver:
 
     def look(self) -> None:
         """A NIC has news of which it wakes nobody: a turn that was left out would find it."""
-        if self._idle is not None and self.env.is_ahead(self._idle):
+        places = self._silent, self._idle
+        if any(place is not None and self.env.is_ahead(place) for place in places):
             self.kick()
 
     def _set_alarm(self, due_s: float | None) -> None:

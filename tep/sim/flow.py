@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
@@ -30,6 +31,7 @@ __all__ = ["FlowFabric", "FlowNic", "FlowNode"]
 
 _WRITE, _IMM, _SENT, _RECV = (int(k) for k in (Kind.WRITE, Kind.IMM, Kind.SENT, Kind.RECV))
 _OK: Final = int(Status.OK)
+_COSTS_MAX: Final = 4096
 
 
 class FlowFabric:
@@ -45,6 +47,7 @@ class FlowFabric:
         env, profile: as given; of several profiles the first.
         machines: those there are.
         flows, rows, nbytes: carried so far.
+        rows_cost: by the id of a machine's profile: what `FlowNic._cost` found, by rows and bytes.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class FlowFabric:
         self.flows = self.rows = self.nbytes = 0
         self.nics: list[FlowNic] = []
         self.numbers: dict[bytes, int] = {}
+        self.rows_cost: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {}
         self._epochs: dict[str, int] = {}
 
     __reduce__ = in_one_process
@@ -91,6 +95,7 @@ class FlowNode:
         cpu_free_ps: when the worker has posted all that it was given.
         in_turn: the worker takes a turn, and its driver will call `end_turn`.
         on_news: never called, since every news wakes the worker.
+        on_imm: offered immediates that are here; True: they were counted, and need no turn.
     """
 
     def __init__(self, fabric: FlowFabric, name: str, epoch: int, profile: Profile) -> None:
@@ -101,9 +106,11 @@ class FlowNode:
         self.in_turn = False
         self._fabric = fabric
         self._step_delay_ps = profile.step_delay_ps
+        self._turn_ps = profile.turn_rows * profile.post_first_ps
         self._tells: dict[int, list[FlowNic]] = {}  # the NICs that tell of completions, by time
         self._posts: list[tuple[FlowNic, WriteBatch, int, int, int]] = []
         self.on_news: Callable[[], object] = _nobody
+        self.on_imm: Callable[[int, int], bool] = _takes_none
         self.domains = tuple(FlowNic(fabric, self, k) for k in range(profile.nics))
 
     def step_delay_ps(self) -> int:
@@ -113,11 +120,13 @@ class FlowNode:
     def charge(self, n: int) -> tuple[int, int]:
         """Give the worker n rows to post; return when it begins and ends."""
         profile, now = self.profile, self._fabric.env.now
-        begin_ps = max(now, self.cpu_free_ps)
-        self.cpu_free_ps = begin_ps + profile.post_first_ps + (n - 1) * profile.post_next_ps
-        turn_ps = profile.turn_rows * profile.post_first_ps
-        self.busy_until_ps = min(self.cpu_free_ps, now + turn_ps)
-        return begin_ps, self.cpu_free_ps
+        begin_ps = self.cpu_free_ps
+        if begin_ps < now:  # noqa: PLR1730  # max() takes twice as long
+            begin_ps = now
+        end_ps = begin_ps + profile.post_first_ps + (n - 1) * profile.post_next_ps
+        self.cpu_free_ps = end_ps
+        self.busy_until_ps = min(end_ps, now + self._turn_ps)
+        return begin_ps, end_ps
 
     def post(self, nic: FlowNic, batch: WriteBatch, peer: int, start: int, n: int) -> None:
         """Have the worker post rows. A real one serves its NICs in turn: what is posted at one
@@ -142,11 +151,14 @@ class FlowNode:
                 posts = []
             else:
                 posts = [post for post in posts if not any(post is one for one in turn)]
-            cpu_ps = self.charge(sum(n for *_, n in turn))
+            cpu_ps = self.charge(sum([post[4] for post in turn]))
             arriving: dict[int, list[_Flow]] = {}
             for nic, batch, peer, start, n in turn:
-                flow = nic.launch(batch, peer, (start, n), cpu_ps)
-                arriving.setdefault(flow.arrive_ps, []).append(flow)
+                flow = nic.launch(batch, peer, start, n, cpu_ps)
+                if flow.arrive_ps in arriving:
+                    arriving[flow.arrive_ps].append(flow)
+                else:
+                    arriving[flow.arrive_ps] = [flow]
             for arrive_ps, flows in arriving.items():
                 call_at(arrive_ps, _arrive, flows)
 
@@ -172,14 +184,16 @@ class _Flow:
         source: FlowNic,
         target: FlowNic,
         batch: WriteBatch,
-        rows: tuple[int, int],
+        start: int,
+        n: int,
         wire_ps: int,
         arrive_ps: int,
     ) -> None:
         self.source = source
         self.target = target
         self.batch = batch
-        self.start, self.n = rows
+        self.start = start
+        self.n = n
         self.wire_ps = self.holds_ps = wire_ps  # `holds_ps`: of its receiver
         self.arrive_ps = arrive_ps
 
@@ -195,10 +209,12 @@ class FlowNic:
     def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
         profile = node.profile
         nic = f"{node.name}/{index}"
-        self.caps = profile.caps(nic, moves_bytes=False, control_bytes=0)
+        caps = profile.caps(nic, moves_bytes=False, control_bytes=0)
+        self.caps = replace(caps, reads_addresses=False)
         self.address = f"flow:{node.name}/{index}#{node.epoch}".encode()
         self.node = node
         self._fabric, self._env, self._profile = fabric, fabric.env, profile
+        self._costs = fabric.rows_cost.setdefault(id(profile), {})
         self._ready: deque[Entry] = deque()
         self._acks: list[tuple[int, _Flow]] = []  # when they are due, in no order
         self._told_ps = FOREVER_PS  # when they will be looked at next
@@ -260,10 +276,9 @@ class FlowNic:
             self._tell_at(min(due_ps for due_ps, _ in self._acks))
 
     def launch(
-        self, batch: WriteBatch, peer: int, rows: tuple[int, int], cpu_ps: tuple[int, int]
+        self, batch: WriteBatch, peer: int, start: int, n: int, cpu_ps: tuple[int, int]
     ) -> _Flow:
         """Send rows off that the worker posts in this time; the caller has them arrive."""
-        start, n = rows
         nbytes = batch.nbytes
         total = nbytes * n if isinstance(nbytes, int) else int(nbytes[start : start + n].sum())
         fabric = self._fabric
@@ -272,24 +287,38 @@ class FlowNic:
         fabric.rows += n
         fabric.nbytes += total
         target = fabric.nics[peer]
-        flow = _Flow(self, target, batch, rows, wire_ps, leave_ps + self._profile.latency_ps)
-        if target._profile is not self._profile:
-            flow.arrive_ps = leave_ps + latency_ps(self._profile, target._profile)
+        profile = self._profile
+        flow = _Flow(self, target, batch, start, n, wire_ps, leave_ps + profile.latency_ps)
+        if target._profile is not profile:
+            flow.arrive_ps = leave_ps + latency_ps(profile, target._profile)
             flow.holds_ps = _taking_ps(target._profile, n, total)
         self._flying.add(flow)
         return flow
 
     def _occupy(self, n: int, nbytes: int, cpu_ps: tuple[int, int]) -> tuple[int, int]:
         """Give the wire n rows; when they begin to leave, and for how long."""
+        cost = self._costs.get((n, nbytes))
+        first_ps, wire_ps, last_ps = self._cost(n, nbytes) if cost is None else cost
+        begin_ps, end_ps = cpu_ps
+        leave_ps = max(begin_ps + first_ps, self._tx_free_ps)
+        # The last row is posted at the end of the worker's time, and leaves then at the earliest.
+        wire_ps = max(wire_ps, end_ps + last_ps - leave_ps)
+        self._tx_free_ps = leave_ps + wire_ps
+        return leave_ps, wire_ps
+
+    def _cost(self, n: int, nbytes: int) -> tuple[int, int, int]:
+        """From the first row's posting to its leaving; all rows' time on the wire; from the last
+        row's posting to its end. Kept, since the batches of a run are mostly of a few sizes.
+        """
         profile = self._profile
         fill_ps = min(nbytes // n, profile.fill_bytes) * 8 * PS_PER_S // profile.dma_bps
         dma_ps = n * profile.op_ps + nbytes * 8 * PS_PER_S // profile.dma_bps
         wire_ps = max(nbytes * 8 * PS_PER_S // profile.wire_bps, dma_ps)
-        leave_ps = max(cpu_ps[0] + profile.post_first_ps + fill_ps, self._tx_free_ps)
-        # The last row is posted at the end of the worker's time, and leaves then at the earliest.
-        wire_ps = max(wire_ps, cpu_ps[1] + fill_ps + wire_ps // n - leave_ps)
-        self._tx_free_ps = leave_ps + wire_ps
-        return leave_ps, wire_ps
+        if len(self._costs) >= _COSTS_MAX:
+            self._costs.clear()
+        found = profile.post_first_ps + fill_ps, wire_ps, fill_ps + wire_ps // n
+        self._costs[n, nbytes] = found
+        return found
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         self._check_open()
@@ -483,6 +512,8 @@ def _count(flows: list[_Flow]) -> None:
         if nic.closed or imm is None:
             continue
         if isinstance(imm, int):
+            if not nic._ready and nic.node.on_imm(imm, flow.n):
+                continue
             nic._ready.append((_IMM, _OK, flow.n, imm, 0, 0, 0))
         else:
             mine = imm[flow.start : flow.start + flow.n].tolist()
@@ -494,6 +525,11 @@ def _taking_ps(profile: Profile, n: int, nbytes: int) -> int:
     """How long a NIC of a machine takes for n rows from an unlike one."""
     dma_ps = n * profile.op_ps + nbytes * 8 * PS_PER_S // profile.dma_bps
     return max(nbytes * 8 * PS_PER_S // profile.wire_bps, dma_ps)
+
+
+def _takes_none(_imm: int, _count: int) -> bool:
+    """Counts nothing: no driver has asked."""
+    return False
 
 
 def _nobody() -> None:

@@ -31,11 +31,11 @@ from tep.units import PS_PER_S, PS_PER_US
 
 __all__ = ["SimLoop", "current_env", "run"]
 
-_YOUNG: Final = 10_000
-_OLD: Final = 30
-"""Thresholds of Python's collector in a run, at the least: it looks at all objects after three
-million new ones. With its own thresholds it does so many times while engines meet, and finds
-nothing: a quarter of an all-to-all of 256 ranks.
+_YOUNG: Final = 100_000
+_OLD: Final = 10
+"""Thresholds of Python's collector in a run, at the least: it looks at young objects after 100,000
+new ones, and at all of them after ten million. With its own thresholds it looks at all many
+times while engines meet, and finds nothing: a quarter of an all-to-all of 256 ranks.
 """
 
 T = TypeVar("T")
@@ -263,7 +263,7 @@ def run(main: Coroutine[Any, Any, T], env: FabricEnv | None = None) -> T:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Have Python's collector look at old objects more rarely, if it is on."""
+    """Have Python's collector look at objects more rarely, if it is on."""
     before = young, middle, old = gc.get_threshold()
     if young:
         gc.set_threshold(max(young, _YOUNG), middle, max(old, _OLD))

@@ -40,7 +40,7 @@ def weights(infers: int) -> str:
         (moe_step, 16, 2015, 52, 345_555),
         (alltoall, 64, 4515, 7, 632_621),
         (weights, 4, 9053, 486, 1_690_754),
-        (kvcache, 2, 6707, 0, 439_415),
+        (kvcache, 2, 5203, 0, 379_632),
     ],
 )
 def test_no_more_events_than_when_this_was_written(work, size, events, passes, calls) -> None:

@@ -108,9 +108,9 @@ def batches_in_use_are_posted() -> list[Change]:
     """The batches of the submit before are filled anew while NICs still have rows of them."""
     posts = Dealt.posts
 
-    def posted(self, transfer, job):
+    def posted(self, transfer, job, *, moves):
         if not self.kept:
-            return posts(self, transfer, job)
+            return posts(self, transfer, job, moves=moves)
         self._move(self.kept, job.here, job.there)
         return self.kept
 

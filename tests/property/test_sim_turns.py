@@ -6,10 +6,12 @@ import asyncio
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tep import Pages, ScatterDst
+from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.engine.machine import Machine
 from tep.sim import Cluster, run
 from tep.sim.row_log import RowLog
@@ -117,3 +119,29 @@ def test_turns_left_out_change_no_drawn_run(monkeypatch) -> None:
     monkeypatch.setattr(Machine, "at_rest", lambda _: False)
 
     assert _scenarios(range(40)) == found
+
+
+@settings(max_examples=5)
+@given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([0.0, 0.002]), st.integers(0, 99))
+def test_immediates_counted_early_change_no_time(
+    prefillers: int, decoders: int, gather_s: float, seed: int
+) -> None:
+    """On the flow fabric a turn that would only raise a count is left out: each request must end
+    when it ends with every such turn.
+    """
+    plant = Plant(prefillers=prefillers, decoders=decoders, ack_gather_s=gather_s, npages=64)
+    load = Load(rate=20.0, duration_s=0.15, ntokens=(100, 1000), seed=seed)
+    count_early, answers = Machine.count_early, list[bool]()
+
+    def noted(machine: Machine, imm: int, count: int) -> bool:
+        answers.append(count_early(machine, imm, count))
+        return answers[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Machine, "count_early", noted)
+        early = simulate(plant, load)
+        patch.setattr(Machine, "count_early", lambda *_: False)
+        turned = simulate(plant, load)
+
+    assert (turned.completions, turned.simulated_s) == (early.completions, early.simulated_s)
+    assert not early.rows or {True, False} == set(answers)

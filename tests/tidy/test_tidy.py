@@ -28,6 +28,7 @@ LONGER: dict[str, str] = {
     "tep/cli/rl.py::plan": "a command: most of its lines are its options and their checks",
     "tep/cli/sim.py::whatif": "a command: most of its lines are its options and their checks",
     "tep/sim/timing.py": "one thought: what becomes of rows between two NICs, and when",
+    "tep/sim/flow.py": "one thought: what becomes of a flow, from its posting to its end",
     "tep/sim/timing_nic.py": "one NIC: what each call of the seam does is one thought",
     "tep/backends/local/sender.py": "one thought: rows in line, and each way to carry them out",
     "tep/backends/loopback.py": "one NIC: what each call of the seam does is one thought",

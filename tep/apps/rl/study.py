@@ -5,8 +5,10 @@ Puts the other rooms together; nothing is modelled here.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
@@ -95,7 +97,20 @@ class Deployment:
         return predict(found, times, profile=self.profile, seed=seed, slow=self.slow, spans=spans)
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let Python's collector rest, which looks at a schedule's objects ten times for nothing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 @lru_cache(maxsize=3)
+@_without_collector()
 def _schedule(
     model: Model,
     train: TrainLayout,
