@@ -53,6 +53,11 @@ A helping costs 40 us beside its bytes, and up to 200 us on busy CPUs (measured)
 not in the caches any more after so many bytes.
 """
 
+_CRUMB_BITS: Final = 8
+"""What is left of a helping, if less than this part of the least one, is not worth a call: else
+one page goes alone after each 1,023 of 4 KiB, and other rows in two parts.
+"""
+
 _UNRUNG_BYTES_MAX: Final = 32 << 20
 """In the middle of a long list a sleeping peer is woken once in so many bytes.
 
@@ -293,6 +298,8 @@ class Sender:
                 break
             if n <= _SCALAR_MAX or not self._carry_columns(out, segment, n):
                 self._carry_each(out, segment, n)
+            if 0 < self.helping < self.least >> _CRUMB_BITS:
+                self.helping = 0
             if segment.at == segment.stop:
                 line.popleft()
         if out.way is _UP and out.lane.tail != was:
