@@ -1,6 +1,9 @@
 """The engine's own cost, over NICs that take everything at once (tep.testing.null): nothing but our
 Python.
 
+What the null NICs take themselves is in every figure, and is measured alone in the same run: no
+engine can do with less, since it posts on each NIC that has rows, and polls each one.
+
 Each figure counts both ends where the thing measured has two: submit, plan, columns, posts,
 completions, counts.
 """
@@ -14,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
-from tep.api import Pages, ScatterDst
-from tep.backends.base import WriteBatch
+from tep.api import EngineOptions, Pages, ScatterDst
+from tep.backends.base import WriteBatch, new_completions
 from tep.bench import Figure, median_ns, summary
 from tep.drivers import InlineDriver, Machine
 from tep.engine import TransferEngine
@@ -39,6 +42,9 @@ def engine_figures(rounds: int = 40) -> Iterator[Figure]:
             yield _paged(npages, nics, rounds, distinct=False, aim=aim, prepared=True)
     for nics in (1, 2, 4):
         yield _paged(16384, nics, rounds, distinct=True, aim=90.0)
+    for nics in (1, 2, 4):
+        for npages in (1, 256):
+            yield _null_nics(npages, nics, rounds * 50)
     for nics in (1, 2, 4):
         for prepared in (False, True):
             yield from _single(nics, rounds * 50, prepared=prepared)
@@ -107,6 +113,34 @@ def _paged(
         aim=aim,
         reference=_RUST_NS,
         reference_source=_RUST,
+    )
+
+
+def _null_nics(npages: int, nics: int, rounds: int) -> Figure:
+    """What the NICs of a paged write, or of one row, take without an engine: posts and polls."""
+    here, there = null_pair(nics)
+    used = min(nics, npages)
+    n, out = npages // used, new_completions(EngineOptions().poll_rows)
+    batches = [WriteBatch(n, nics + k, 0, 1, 0, 1, PAGE_BYTES, 7, k) for k in range(used)]
+
+    def one() -> int:
+        start = time.thread_time_ns()
+        for nic, batch in zip(here, batches, strict=False):
+            nic.post(batch, 0, n)
+        for nic in here:
+            nic.poll(out)
+        for nic in there:
+            nic.poll(out)
+        return time.thread_time_ns() - start
+
+    median, best = median_ns(one, rounds)
+    what = f"{npages} pages" if npages > 1 else "one row"
+    scale, unit = (npages, "ns/page") if npages > 1 else (1000, "us")
+    return Figure(
+        what=f"{what}, {nics} NICs: the null NICs alone, without an engine",
+        value=median / scale,
+        best=best / scale,
+        unit=unit,
     )
 
 
