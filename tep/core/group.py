@@ -381,17 +381,15 @@ class DomainGroup:
         self._ctx += len(dealt.parts)
         domains, batches, rows, nbytes = self.domains, self.batches, self.rows, self.nbytes
         posts, imm = dealt.posts(transfer, job, moves=self._reads_addresses), job.imm
-        last: Pending | None = None
         for (domain, n, total), place, pending in zip(dealt.took, dealt.places, posts):
             batch = pending.batch
             # As _enter(), without the call.
             batch.ctx = ctx = base + place
             batch.imm = imm
             pending.transfer = transfer
-            pending.at = pending.back = 0
+            pending.back = 0
             pending.lost = NO_ROWS
-            pending.older = last
-            batches[ctx] = last = pending
+            batches[ctx] = pending
             try:
                 taken = domains[domain].post(batch, 0, n)
             except (OSError, MemoryError) as error:
@@ -400,10 +398,9 @@ class DomainGroup:
             if taken != n:
                 self._stop(pending, taken, dealt, posts)
                 return
-            pending.at = n
             rows[domain] += n
             nbytes[domain] += total
-        transfer.queued = last
+        transfer.queued = posts[-1]
         transfer.took = dealt.took
 
     def _stop(
@@ -416,6 +413,7 @@ class DomainGroup:
     ) -> None:
         """Queue what is left of a prepared write of which a batch was not taken whole."""
         transfer, dealt.kept = stopped.transfer, []
+        stopped.at = 0
         at = posts.index(stopped)
         transfer.queued, transfer.took = stopped, dealt.took[:at]
         base = stopped.batch.ctx - dealt.by_nic[at].place
@@ -623,7 +621,10 @@ class DomainGroup:
         if not held:
             transfer.left -= count
         if over:
-            self._forget(pending)
+            if self.acks is None and not pending.is_piece:  # as _forget(), without the call
+                del self.batches[ctx]
+            else:
+                self._forget(pending)
             if pending.retransmission is not None and not held:
                 self.finish_retransmission(pending.retransmission)
         if transfer.left == 0:

@@ -125,11 +125,11 @@ class Dealt:
         return [(src[part], dst[part]) for part in rows]
 
     def posts(self, transfer: Transfer, job: Ready, *, moves: bool) -> list[Pending]:
-        """The batches of a submit, as `by_nic`.
+        """The batches of a submit, as `by_nic`, and as they are once NICs have taken them whole.
 
-        Kept ones are as the submit before left them, but for their columns: what belongs to one
-        submit is for the caller to set. `moves`: some NIC reads addresses, else they stay as they
-        are.
+        Kept ones are as the submit before left them, but for their columns: what else belongs to
+        one submit is for the caller to set. `moves`: some NIC reads addresses, else they stay as
+        they are.
         """
         kept = self.kept
         here, there = (job.here, job.there) if moves else (0, 0)
@@ -140,6 +140,9 @@ class Dealt:
             return kept
         columns = self.at(here, there)
         fresh = [part.pending(transfer, columns[part.place], job.imm) for part in self.by_nic]
+        last: Pending | None = None
+        for pending in fresh:
+            pending.at, pending.older, last = pending.stop, last, pending
         if transfer.rows <= _KEPT_ROWS_MAX:
             self.kept, self._at, self._moved = fresh, (here, there), None
         return fresh
