@@ -183,7 +183,8 @@ BENCHES: Final[dict[str, Bench]] = {
         _bench("tep bench engine"),
         _figures,
         "CPU time over NICs that take everything at once, both ends of a transfer, page lists "
-        "given as plain arrays.",
+        "given as plain arrays. What these NICs take themselves is in every figure; the rows of "
+        "null NICs alone say how much it is.",
     ),
     "verbs-stub": Bench(
         "Over libibverbs",
@@ -202,7 +203,8 @@ BENCHES: Final[dict[str, Bench]] = {
         "Over EFA, on a fake device",
         ("scripts/fake_efa", "tep", "bench", "efa", "--json"),
         _figures,
-        "The device is simulated, so these are costs of the host and say nothing of a NIC.",
+        "The device is simulated, so these are costs of the host and say nothing of a NIC. "
+        "Its work drives everything else out of the caches: rows cost more than beside a NIC.",
     ),
     "peers": Bench(
         "Beside other engines, between processes of one host",
