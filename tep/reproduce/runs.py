@@ -174,6 +174,11 @@ def _decode(keys: Mapping[str, str]) -> float:
     return _half(Workload(ep=ep, nic=keys["nic"].lower()), keys["op"])
 
 
+def _tails(keys: Mapping[str, str]) -> float:
+    halves = _step(Workload(ep=int(keys["ep"]), nic=keys["nic"].lower())).p99_us
+    return halves[keys["op"] == "combine"]
+
+
 def _prefill(keys: Mapping[str, str]) -> float:
     return _half(Workload.prefill(ep=int(keys["ep"]), nic=keys["nic"].lower()), keys["op"])
 
@@ -238,10 +243,11 @@ _RUNS: Final[Mapping[str, Callable[[Mapping[str, str]], float]]] = {
     "moe-decode": _decode,
     "moe-prefill": _prefill,
     "moe-private": _private,
+    "moe-tails": _tails,
     "moe-kernels": _kernels,
     "scatter": _scatter,
     "uvm": _uvm,
 }
 
-_TRIED: Final = frozenset({"moe-private"})
+_TRIED: Final = frozenset({"moe-private", "moe-tails"})
 """Tables whose points are simulated although they are not modelled: to show by how much."""

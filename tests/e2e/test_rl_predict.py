@@ -156,6 +156,44 @@ def test_a_tight_watermark_stalls_the_pipeline():
     assert any(span.stage == "watermark" for span in stalled.spans)
 
 
+def test_a_mesh_group_that_drains_the_one_before_begins_when_its_writes_have_ended():
+    """Where the published system waits and ours does not must show, and nowhere else: each rank
+    waits for its own writes, so that a stage that is through does not wait for the other one.
+    """
+    schedule = small(group_order=("dense", "experts")).schedule()
+    writers = {
+        (f"{schedule.groups[task.group]} {k}", task.name): task.members
+        for group in range(len(schedule.groups))
+        for k, members in enumerate(_meshes(schedule, group))
+        for task in schedule.tasks
+        if task.group == group and task.members == members
+    }
+    gaps, begins = {}, {}
+    for drains in (False, True):
+        found = predict(schedule, FREE, spans=True, drains=drains, gpus_per_node=None)
+        ended_ms, begun_ms = [0.0] * schedule.ranks, [float("inf")] * schedule.ranks
+        for span in found.spans:
+            for rank in writers[span.mesh, span.task] if span.stage == "write" else ():
+                if span.mesh.startswith("dense"):
+                    ended_ms[rank] = max(ended_ms[rank], span.stop_ms)
+                else:
+                    begun_ms[rank] = min(begun_ms[rank], span.start_ms)
+        gaps[drains] = [
+            min(begun_ms[rank] - ended_ms[rank] for rank in members)
+            for members in _meshes(schedule, 1)
+        ]
+        begins[drains] = {round(begun, 6) for begun in begun_ms}
+        assert drains == any(span.stage == "drain" for span in found.spans)
+
+    assert max(gaps[False]) < 0
+    assert gaps[True] == pytest.approx([0.0] * len(gaps[True]), abs=1e-6)
+    assert len(begins[True]) > 1
+
+
+def _meshes(schedule, group):
+    return list(dict.fromkeys(t.members for t in schedule.tasks if t.group == group))
+
+
 def test_other_ways_are_slower_by_what_their_busy_link_carries():
     """The comparison names the link; its bytes over its rate must be the time."""
     deployment = small()

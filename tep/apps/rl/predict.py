@@ -123,6 +123,7 @@ def predict(
     slow: SlowNic | None = None,
     spans: bool = False,
     gpus_per_node: int | None = GPUS_PER_NODE,
+    drains: bool = False,
     quantum_bytes: int = QUANTUM_BYTES,
     network: Network | None = None,
     rollout_profile: str | Profile | None = None,
@@ -136,29 +137,28 @@ def predict(
         seed: of the fabric.
         slow: one NIC that is slower than the others.
         spans: record what happened when.
-        gpus_per_node: unsharding over more ranks than these goes over the training NICs as well:
-            of the gathered bytes (n-1)/n cross from node to node, over all NICs of a node. Its time
-            is an input; that it takes bandwidth from the writes is simulated. None: leave it out.
+        gpus_per_node: unsharding over more ranks takes its published time, and sends (n-1)/n of the
+            bytes over all NICs of a node, beside the writes. None: leave this traffic out.
+        drains: between mesh groups a rank waits for its own writes, as published; ours does not.
         quantum_bytes: see QUANTUM_BYTES.
         network: as of sim.Cluster.
         rollout_profile: of the rollout workers' machines, where those are others.
     """
     began_s = time.process_time()
-    ends = schedule.rows["dst"] + schedule.rows["nbytes"]
-    region = max(schedule.watermark_bytes, int(ends.max()))
+    ends = int((schedule.rows["dst"] + schedule.rows["nbytes"]).max())
     with Fleet(
         schedule.ranks,
         len(schedule.receivers),
         profile,
         seed=seed,
-        region_bytes=region,
+        region_bytes=max(schedule.watermark_bytes, ends),
         quantum_bytes=quantum_bytes,
         network=network,
         rollout_profile=rollout_profile,
     ) as fleet:
         if slow is not None:
             fleet.slow_down(*slow)
-        run = _Run(fleet, schedule, times, gpus_per_node, spans)
+        run = _Run(fleet, schedule, times, gpus_per_node, spans, drains)
         total_ms = fleet.cluster.run(run.main()) * 1e3
         links = _links(fleet, schedule, slow, total_ms)
     stages = {name: ms / schedule.ranks for name, ms in run.stages_ms.items()}
@@ -225,6 +225,7 @@ class _Run:
         times: StageTimes,
         gpus_per_node: int | None,
         spans: bool,
+        drains: bool,
     ) -> None:
         self.gather_bytes = 0
         self.stages_ms: dict[str, float] = {}
@@ -236,6 +237,7 @@ class _Run:
         self._schedule = schedule
         self._times = times
         self._record = spans
+        self._drains = drains
         self._node = gpus_per_node
         self._mine: list[list[int]] = [[] for _ in range(schedule.ranks)]
         for task in schedule.tasks:
@@ -275,6 +277,10 @@ class _Run:
     async def _mesh(self, mesh: _Mesh, tasks: Sequence[Task]) -> None:
         """The thread of all ranks of one sub-mesh, which gather in step."""
         loop = asyncio.get_running_loop()
+        if self._drains:
+            began = loop.time()
+            await self._drained(mesh.members, tasks[0].group)
+            self._note(mesh, "drain", tasks[0], began, loop.time())
         for task in tasks:
             began = loop.time()
             await self._room(task)
@@ -319,6 +325,13 @@ class _Run:
                 if number <= task.number and not self._ended[number].is_set()
             )
             self.peak_bytes = max(self.peak_bytes, held)
+
+    async def _drained(self, members: Sequence[int], group: int) -> None:
+        """Wait until what these ranks wrote in earlier groups has ended."""
+        tasks = self._schedule.tasks
+        earlier = {n for rank in members for n in self._mine[rank] if tasks[n].group < group}
+        for number in sorted(earlier):
+            await self._ended[number].wait()
 
     def _rows_mean(self, task: Task) -> float:
         """Writes of each member. One that has more keeps the others waiting where they gather next,

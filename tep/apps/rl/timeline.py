@@ -26,6 +26,7 @@ COLOURS: Final = {
     "submit": "#9d755d",
     "other": "#bab0ac",
     "watermark": "#eeeeee",
+    "drain": "#dddddd",
     "write": "#54a24b",
     "barrier": "#222222",
 }
