@@ -362,8 +362,11 @@ class TimingNic:
     def take_landed(self, now: int) -> None:
         """Place what has landed here by now, for a sender that is about to be told so."""
         if self.inbox.first_ps <= now:
+            wakes = self.node.wakes
+            looks = wakes.is_due(now)  # at this instant, and behind this: as if it had been before
             self._inlet.take(now)
-            self.node.wakes.gather()
+            if not looks:
+                wakes.gather()
             self.node.on_news()
 
     def _reap(self, now: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from unittest.mock import patch
+from unittest.mock import call, patch
 
 import numpy as np
 import pytest
@@ -394,3 +394,21 @@ def test_a_thousand_nodes() -> None:
     seam.run()
 
     assert 3000 == sum(len(owner.of(Kind.IMM)) for owner in seam.owners)
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_two_events_of_one_instant_wake_a_receiver_alike_in_either_order(looks) -> None:
+    """A sender learns of a row and has it placed before the receiver looks. If the receiver looks
+    at this very instant, it must not be woken once more, as it is not in the other order.
+    """
+    fabric = TimingFabric(FabricEnv(), PLAIN)
+    node = fabric.node("receiver")
+    nic, wakes = node.domains[0], node.wakes
+    wakes._floor_ps = 5 * US  # it looked a moment ago
+    nic.inbox.add(np.array([US]), np.array([0]))
+    if looks:
+        wakes.must(US)
+    with patch.object(nic._inlet, "take"), patch.object(wakes, "must") as must:
+        nic.take_landed(US)
+
+    assert [] == must.mock_calls if looks else [call(5 * US)] == must.mock_calls
