@@ -51,7 +51,7 @@ class Mail:
         try:
             handle = sender.engine.submit_send(host.desc.addr, _payload(number))
         except ClosedError:
-            if sender.live:
+            if not self._stage.may_refuse((host,)):
                 self._stage.fail(f"message {number} refused by an engine that is open")
             return
         self.handles[number] = handle

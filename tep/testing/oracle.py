@@ -28,6 +28,9 @@ What must hold, whatever the fabric does:
     transfer that failed is not counted for the next try, nor are bytes of two tries mixed.
 18. Once the end of a lease says that its bytes are free, nothing changes there; until then their
     region cannot be deregistered. Only a lease that was asked back refuses a write or fails it.
+19. Each change of a peer is told once; nobody is called lost without a cause, and who is gone is
+    known to be. A peer that is being removed takes no requests; its removal ends after all that
+    was sent to it before, leaves nothing behind, and then it can be met again.
 
 Of 6 there is an exception: after an error that spoke of something dead, bytes may still land, so
 that memory is not looked at (a path that is dead for the sender may be slow, not silent).
@@ -209,6 +212,7 @@ def _judge(play: Play) -> None:
     play.mail.judge()
     stage.echo.judge()
     play.reader.judge()
+    play.company.judge()
     if stage.wrong:
         stage.fail("")
     for run in stage.runs.values():

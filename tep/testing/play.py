@@ -9,6 +9,7 @@ from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Drift, Fault, Restart
 from tep.sim.row_log import RowLog
+from tep.testing.company import Company
 from tep.testing.mail import Mail
 from tep.testing.reader import Reader
 from tep.testing.receivers import Receivers
@@ -31,6 +32,7 @@ class Play:
         stage: what is judged afterwards.
         mail: the messages.
         reader: the reads.
+        company: what node a hears of node b.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class Play:
         env: FabricEnv | None = None,
     ) -> None:
         self.stage = stage = Stage(scenario, engine_class, row_log, env)
+        self.company = Company(stage)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
         self._sender = Sender(stage, Tenancy(stage))
@@ -73,6 +76,7 @@ class Play:
             stage.lab.fabric.inflict(fault)
             return
         stage.seen["restart"] += 1
+        stage.gone.setdefault(fault.node, stage.lab.env.now)
         host = stage.lab.restart(fault.node)
         if host is stage.sender:
             stage.seen["sender restarted"] += 1
@@ -88,5 +92,6 @@ class Play:
         if host is not None:
             stage.seen["closed"] += 1
             stage.closed.add(name)
+            stage.gone.setdefault(name, stage.lab.env.now)
             host.live = False
             host.engine.close()

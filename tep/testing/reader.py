@@ -146,7 +146,7 @@ class Reader:
                 stage.fail(f"{read}: fresh descriptors refused")
             return
         except ClosedError:
-            if stage.sender.live:
+            if not stage.may_refuse(hosts):
                 stage.fail(f"{read}: refused by an engine that is open")
             return
         stage.seen["read"] += 1

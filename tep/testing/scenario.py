@@ -257,6 +257,9 @@ class Scenario:
         failover: whether engines make rows good whose NIC died.
         tell_failures: whether receivers are told which immediates do not come.
         sizes: constants of the engine that are small in this run, as `tep.testing.sizes` has them.
+        watched: node a asks node b again and again whether it is there.
+        remove_ps: when node a is told to let go of node b, or None; not where receivers are told
+            of failures, since who removes a peer forgets what it has to tell it.
     """
 
     nics: tuple[int, int, int] = (1, 1, 1)
@@ -271,11 +274,16 @@ class Scenario:
     failover: bool = True
     tell_failures: bool = False
     sizes: Sizes = ()
+    watched: bool = False
+    remove_ps: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
         _settle(self, "messages", 0, MESSAGES_MAX)
         _settle(self, "buffers", 1)
+        if self.remove_ps is not None:
+            _settle(self, "remove_ps", 1)
+            assert not self.tell_failures, "who removes a peer forgets what it has to tell it"
         assert 1 <= len(self.transfers) <= TRANSFERS_MAX, len(self.transfers)
         assert len(self.reads) <= READS_MAX, len(self.reads)
         if not isinstance(self.nics, tuple) or len(self.nics) != 3:
@@ -284,6 +292,7 @@ class Scenario:
         object.__setattr__(self, "nics", counts)
         if any(isinstance(fault, Restart) and fault.node == SENDER for _, fault in self.faults):
             more = self.reads or self.messages or self.echo or self.tell_failures or self.close
+            more = more or self.watched or self.remove_ps is not None
             assert not more, "node a restarts, and does more than to write"
         for spec in self.transfers if self.tell_failures else ():
             assert spec.recall_ps is None, "what fails is not taken back"
@@ -346,9 +355,8 @@ class Scenario:
             nics = (max(2, nics[0]), *nics[1:])
             transfers, faults = _draw_together(dice, nics[0], count)
             chaos = replace(chaos, **_APART)
-        faults += _draw_drift(dice, transfers)
-        if failover:
-            faults += _draw_cuts(dice, nics, transfers)
+        cuts = _draw_cuts(dice, nics, transfers) if failover else ()
+        faults += _draw_drift(dice, transfers) + cuts
         tells = dice.below(0, 62, 4) == 0
         if tells:
             transfers, faults, chaos = _draw_telling(
@@ -359,7 +367,7 @@ class Scenario:
             faults += more + _draw_end(dice, nics, transfers, stays=tells or theme == "close")
             chaos = _draw_late(dice, chaos)
         reborn = any(fault == Restart(SENDER) for _, fault in faults)
-        return cls(
+        drawn = cls(
             nics=nics,
             transfers=transfers,
             reads=() if reborn else reads,
@@ -374,6 +382,7 @@ class Scenario:
             tell_failures=tells,
             sizes=draw_sizes(partial(dice.below, 700)) if dice.below(0, 60, 2) else (),
         )
+        return drawn if reborn else _in_company(dice, drawn)
 
 
 _THEMES: Final = (
@@ -791,6 +800,30 @@ def _draw_drift(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[tuple
     ahead_ns = dice.pick(0, 76, (0, 1000, 1_000_000))
     fault = Drift(dice.pick(0, 74, names), dice.pick(0, 75, DRIFTS), ahead_ns * _NS)
     return ((1 + dice.below(0, 77, _FAULT_PS), fault),)
+
+
+def _in_company(dice: _Dice, drawn: Scenario) -> Scenario:
+    """In some runs node a watches node b, or is told to let go of it."""
+    if dice.below(0, 91, 24) == 0:
+        faults = drawn.faults + _draw_silence(dice, drawn.nics)
+        drawn = replace(drawn, watched=True, faults=faults)
+    if not drawn.tell_failures and dice.below(0, 93, 12) == 0:
+        drawn = replace(drawn, remove_ps=1 + dice.below(0, 94, _SPREAD_PS))
+    return drawn
+
+
+def _draw_silence(dice: _Dice, nics: tuple[int, int, int]) -> tuple[tuple[int, Fault], ...]:
+    """In most runs in which node b is watched: something that may be taken for its end."""
+    kind = dice.pick(0, 95, ("nothing", "pause", "one NIC", "one NIC", "all NICs", "all NICs"))
+    t_ps = 1 + dice.below(0, 96, 150_000 * _NS)
+    for_ps = dice.pick(0, 97, (30_000, 150_000, 250_000)) * _NS
+    if kind == "pause":
+        return ((t_ps, Pause(SENDER, for_ps)),)
+    first, last = 0, nics[1]
+    if kind != "all NICs":
+        first = dice.below(0, 98, nics[1])
+        last = first + (kind == "one NIC")
+    return tuple((t_ps, Clog(RECEIVERS[0], nic, for_ps)) for nic in range(first, last))
 
 
 def _draw_close(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[int, str]:

@@ -94,8 +94,9 @@ class Sender:
             stage.give_up(place)
             return
         except ClosedError:
-            if stage.sender.live:
+            if not stage.may_refuse(hosts):
                 stage.fail(f"{run}: refused by an engine that is open")
+            stage.seen["refused during a removal"] += stage.sender.live
             stage.give_up(place)
             return
         self._accepted(run)
@@ -108,8 +109,9 @@ class Sender:
 
     def _accepted(self, run: Run) -> None:
         """The engine took it: it must be open, and the descriptors no older than it knows."""
-        if not self.stage.sender.live:
-            self.stage.fail(f"{run}: accepted by an engine that is closed")
+        if not self.stage.sender.live or self.stage.must_refuse(run.hosts):
+            self.stage.fail(f"{run}: accepted by an engine that is closed, or removes a peer")
+        self.stage.seen["met again"] += bool(self.stage.removals)
         self._tenancy.check_accepted(run)
         for host in run.hosts:
             epoch = host.desc.addr.epoch
@@ -178,7 +180,7 @@ class Sender:
         if not spec.prepared:
             sent: Transfer = verb(*what, imm, **how)
             return sent
-        key = run.place, mr, area.src_indices, area.dst_indices
+        key = run.place, mr, area.src_indices, area.dst_indices, len(stage.removals)
         if key not in self._prepared:
             self._prepared[key] = prepare(*what, **how), area.start
         prepared, start = self._prepared[key]
@@ -189,7 +191,7 @@ class Sender:
         """The peer group of these incarnations, made when first asked for."""
         if not spec.grouped:
             return None
-        epochs = tuple(host.desc.addr.epoch for host in hosts)
+        epochs = *(host.desc.addr.epoch for host in hosts), len(self.stage.removals)
         if epochs not in self._groups:
             peers = [host.desc.addr for host in hosts]
             self._groups[epochs] = join(self.stage.sender, peers)
@@ -299,6 +301,8 @@ class Sender:
             return "no failover"
         if stage.closed:
             return "an engine was closed"
+        if stage.removals:
+            return "a peer was removed"
         if self._tenancy.have_fenced(run.hosts):
             return "fenced off because of a lease"
         if chaos.rnr_retries >= 0:

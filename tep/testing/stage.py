@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,7 +16,7 @@ from tep.backends.base import Access, Batch, ReadBatch
 from tep.core import plan
 from tep.core.handle import State
 from tep.core.requests import DEFAULT
-from tep.core.transfer import Expectation, Transfer
+from tep.core.transfer import Expectation, Removal, Transfer
 from tep.engine import TransferEngine
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Fault
@@ -152,6 +152,9 @@ class Stage:
         waits: every expectation and claim, in the order they were stated.
         wrong: what has gone wrong, in words; the first is the finding.
         closed: nodes whose engine was closed.
+        gone: when a node's first incarnation ended, by node.
+        removals: of the peers that node a was told to remove, by node.
+        known: those of them that it had sent to before.
         echo: the answers.
         seen: how often each thing worth seeing happened.
         probing: what rows belong to once all is judged, while the engines are tried once more.
@@ -176,6 +179,9 @@ class Stage:
         self.waits: list[Wait] = []
         self.wrong: list[str] = []
         self.closed: set[str] = set()
+        self.gone: dict[str, int] = {}
+        self.removals: dict[str, Removal] = {}
+        self.known: set[Host] = set()
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.probing: Mover | None = None
         self.nlocal = scenario.nics[0]
@@ -207,6 +213,21 @@ class Stage:
         risky = risky or chaos.connect_fails > 0
         risky = risky or chaos.fence_fails > 0
         return bool(self.broken or self.closed) or risky
+
+    def forget(self, host: Host) -> None:
+        """Node a does not remember any more which NICs of a node are silent."""
+        self.sender.ledger.unsure.add(f"sim:{host.name}#{host.desc.addr.epoch}".encode())
+
+    def must_refuse(self, hosts: Iterable[Host]) -> bool:
+        """Whether node a takes no requests to one of these, since it lets go of it."""
+        leaving = (host for host in hosts if host in self.known)
+        return any(not self.removals[host.name].finished for host in leaving)
+
+    def may_refuse(self, hosts: Iterable[Host]) -> bool:
+        """Whether node a refuses requests to one of these: it is closed, or lets go of a peer."""
+        found = (self.removals.get(host.name) for host in hosts)
+        leaving = any(removal is not None and not removal.finished for removal in found)
+        return leaving or not self.sender.live
 
     def blame(self, what: str) -> None:
         """Write down what is wrong. Callbacks use this: the engine would catch what they raise."""

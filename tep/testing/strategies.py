@@ -188,6 +188,7 @@ def engine_scenarios(draw: DrawFn) -> Scenario:
         failover=failover,
         tell_failures=tells,
         sizes=draw(_sizes()),
+        remove_ps=None if tells else draw(st.none() | st.none() | _times(4000)),
     )
 
 

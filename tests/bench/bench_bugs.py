@@ -24,7 +24,7 @@ from typing import NamedTuple
 from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario
 from tests.gate.bugs_leases import LEASE_BUGS
-from tests.gate.bugs_lives import LIVES
+from tests.gate.bugs_lives import COMPANY, LIVES
 from tests.gate.bugs_reads import READ_BUGS
 from tests.gate.bugs_reopening import REOPENING
 from tests.gate.planted import BUGS
@@ -60,10 +60,9 @@ def all_hunts() -> Iterator[Hunt]:
     yield from engine_hunts()
     for bug, fates, knobs in LIVES.values():
         yield Hunt("lives", bug, partial(live, fates=fates, **knobs))
-    for bug in LEASE_BUGS.values():
-        yield Hunt("leases", bug, lambda seed: run_scenario(Scenario.draw(seed)))
-    for bug in READ_BUGS.values():
-        yield Hunt("reads", bug, lambda seed: run_scenario(Scenario.draw(seed)))
+    for gate, bugs in (("company", COMPANY), ("leases", LEASE_BUGS), ("reads", READ_BUGS)):
+        for bug in bugs.values():
+            yield Hunt(gate, bug, lambda seed: run_scenario(Scenario.draw(seed)))
     for bug in REOPENING.values():
         yield Hunt("reopening", bug, lambda seed: swarm(range(seed, seed + 1)))
 

@@ -223,6 +223,13 @@ WANTED = [
     "fence failed",
     "sender restarted",
     "free after a failure",
+    "watched: alive",
+    "watched: lost",
+    "watched: restarted",
+    "peer back",
+    "removed",
+    "refused during a removal",
+    "met again",
     "refused under a lease",
 ]
 """What the seeds have to meet: a suite that never met a case says nothing about it."""
@@ -246,6 +253,7 @@ EXCUSED = {
     "Swizzle": 12,
     "no connection": 6,
     "a fence failed": 6,
+    "a peer was removed": 27,
 }
 """Of a thousand seeds, so many transfers at the most may fail for this reason: what 4,000 showed,
 and a seventh more. Slow links and pauses are no reason. A number may be lowered, and not raised: an
