@@ -52,11 +52,15 @@ def _down(engine: Keeper, mr: MrHandle) -> list[int]:
     return [k for k, up in enumerate(alive) if not up and (target or k in mr.readers)]
 
 
-def keep_or_free(engine: Keeper, mr: MrHandle) -> None:
+def keep_or_free(engine: Keeper, mr: MrHandle) -> bool:
     """A region is about to be deregistered: keep its memory if a NIC may still touch it.
 
     That may be a NIC that is down, or, if `deregister` is no fence, the NIC of a peer whose lease
     could not be ended.
+
+    Returns:
+        Whether its keys are to be given back to the NICs. They are not where late rows may still
+        use them: a NIC may give the same numbers to the next region, which those would write to.
 
     Raises:
         BusyError: the engine does not own the memory and cannot keep it, or a lease is not over.
@@ -64,9 +68,10 @@ def keep_or_free(engine: Keeper, mr: MrHandle) -> None:
     leases = engine.worker.leases
     leases.refuse(mr)
     why = [f"NIC {k} ({engine.domains[k].caps.nic}) is down" for k in _down(engine, mr)]
-    why += [_GIVEN_UP] if mr.given_up else []
     fences = all(domain.caps.deregister_fences for domain in engine.domains)
-    why += [] if fences else [found.why for found in leases.quarantines(mr)]
+    late = [_GIVEN_UP] if mr.given_up else []
+    late += [] if fences else [found.why for found in leases.quarantines(mr)]
+    why += late
     if why and mr.memory.owner is None:
         raise BusyError(
             f"deregister: {why[0]}: region {mr.desc.region} may still be touched, and the engine "
@@ -76,3 +81,4 @@ def keep_or_free(engine: Keeper, mr: MrHandle) -> None:
         engine.kept[mr] = None
     if fences:
         leases.forget(mr)
+    return not late

@@ -287,9 +287,9 @@ class TransferEngine:
                     f"deregister: region {mr.desc.region} is in use by {mr.inflight} transfers "
                     "in flight; wait for them, or cancel them"
                 )
-            keep_or_free(machine, mr)
+            free = keep_or_free(machine, mr)
             mr.closed = True
-            for domain, key in zip(self._domains, mr.keys, strict=True):
+            for domain, key in zip(self._domains, mr.keys, strict=True) if free else ():
                 domain.deregister(key)
             del machine.regions[mr.desc.region]
             self._peers.forget_source(mr)

@@ -259,7 +259,7 @@ def test_a_nic_that_fails_again_waits_longer() -> None:
         a, b = cluster.engines
         regions = regions_of(a, b)
         for k in range(400):
-            if k % 3 == 0:
+            if k % 4 == 0:
                 cluster.at(cluster.now_us, clog("b", 0, 4.5))
             write(a, regions)
             pass_time(cluster, 5)
