@@ -25,10 +25,10 @@ from tep.core.sums import PathSums, Run, runs_of
 __all__ = ["Pruning"]
 
 _RETRY_S: Final = 0.01
-"""Time from a refusal to the next try; usually the receiver has not counted everything yet."""
+"""Time from the first refusal to the next try; the receiver may not have counted everything yet."""
 
 _RETRY_MAX_S: Final = 60.0
-"""The longest time to the next try where nobody answers: it doubles from one to the next."""
+"""The longest time to the next try: it doubles from one to the next that does not succeed."""
 
 
 class Pruning:
@@ -70,22 +70,22 @@ class Pruning:
         source, nic = self._group.domains[path.domain].address, path.nic
 
         def told(answer: Answer) -> None:
-            sums.asking, sums.wait_s = False, 0.0
-            sums.why = answer.why
             if answer.why:
-                sums.retry_s = self._now_s() + _RETRY_S
-            elif sums.pruned < generation:  # else the answer to a failover said so earlier
+                again(answer.why)
+                return
+            sums.asking, sums.why, sums.wait_s = False, "", 0.0
+            if sums.pruned < generation:  # else the answer to a failover said so earlier
                 sums.prune(generation)
                 self._rest(path, sums)
 
-        def lost(why: str) -> None:
+        def again(why: str) -> None:
             sums.asking, sums.why = False, why
             sums.wait_s = min(2 * sums.wait_s or _RETRY_S, _RETRY_MAX_S)
             sums.retry_s = self._now_s() + sums.wait_s
 
         sums.asking = True
         self._channel.ask(
-            path.link, lambda n: Prune(n, source, nic, generation, runs_now), told, lost
+            path.link, lambda n: Prune(n, source, nic, generation, runs_now), told, again
         )
 
     def _rest(self, path: Path, sums: PathSums) -> None:

@@ -479,7 +479,8 @@ class Telling:
                 self._group.lose(transfer, transfer.rows, error)
             else:
                 self._start(transfer)
-        owed.clearing.clear()
+        # A path that the peer is still asked to fence is opened again once it has answered.
+        owed.clearing = {path: False for path in owed.clearing if path.asking}
         if owed.asks:
             return  # another list may arrive
         owed.tries += 1

@@ -93,8 +93,12 @@ def _untold(stage: Stage) -> str:
         host = wait.host
         if wait.settled or wait.claimed or not (host.live and stage.sender.live):
             continue
-        if len(wait.shares) > 1 and wait.handle is not None and wait.handle.arrived:
-            continue  # what came of others may be taken for the next try
+        # What came of others, or without sums what was acknowledged and is counted after the news,
+        # may be taken for the next try.
+        unsure = len(wait.shares) > 1 or not stage.scenario.failover
+        same = [each.handle for each in stage.waits if (each.host, each.imm) == (host, wait.imm)]
+        if unsure and any(handle is not None and handle.arrived for handle in same):
+            continue
         told_ps = stage.told.get((host.name, wait.imm), -1)
         for place, _ in wait.shares:
             tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import tep
 from tep.api import EngineOptions, Pages
 from tep.backends.loopback import Hub
-from tep.control.messages import Prune, decode, encode, runs_max
+from tep.control.messages import Answer, Prune, decode, encode, runs_max
 from tep.control.pruning import Pruning
 from tep.core import sums
 from tep.core.stats import Failover
@@ -162,24 +163,29 @@ def test_runs_that_cannot_be_are_refused(runs: tuple) -> None:
         decode(encode(Prune(1, b"x", 0, 1, runs)))
 
 
-def test_a_peer_that_does_not_answer_is_asked_less_and_less_often() -> None:
+@pytest.mark.parametrize("silent", [True, False])
+def test_a_peer_that_does_not_prune_is_asked_less_and_less_often(*, silent: bool) -> None:
     """It was asked a hundred times a second for ever, over all paths to it.
 
-    Found by a search of drawn runs, which had no end.
+    Found by searches of drawn runs, which had no end: a peer did not answer, or had fenced a path
+    for a lease, and refused.
     """
-    lost: list[Callable[[str], None]] = []
+    lost: list[Callable[[], None]] = []
     clock_s = 0.0
     short = PathSums()
     short.sent.add(7, 3)
     path = mock.Mock(sums=short, domain=0, nic=0)
     channel = mock.Mock(control_bytes=340)
-    channel.ask = lambda _link, _make, _told, gone: lost.append(gone)
+    refusal = Answer(1, "this path is fenced off", (), 0)
+    channel.ask = lambda _link, _make, told, gone: lost.append(
+        partial(gone, "nobody is there") if silent else partial(told, refusal)
+    )
     group = mock.Mock(acks=mock.Mock(large={path: None}), domains=[mock.Mock()])
     pruning = Pruning(group, channel, lambda: clock_s)
     asked_s = []
     while clock_s < 600:
         if pruning.step():
             asked_s.append(clock_s)
-            lost.pop()("nobody is there")
+            lost.pop()()
         clock_s += 0.01
     assert len(asked_s) < 30
