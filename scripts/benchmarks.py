@@ -235,7 +235,7 @@ BENCHES: Final[dict[str, Bench]] = {
     ),
     "scale": Bench(
         "Large simulations",
-        _bench("tep bench scale --rounds 3"),
+        _bench("tep bench scale"),
         _scale,
         "CPU, memory and events of each run in a process of its own. `loop` is one round of a "
         "fixed Python loop, measured just before the run: on a busy machine it grows as CPU does.",
