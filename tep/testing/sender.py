@@ -323,7 +323,8 @@ class Sender:
             and not (isinstance(fault, Mute) and (fault.node, fault.nic) in dead)
         ]
         often = chaos.message_loss > _LOST_MAX
-        if often or (chaos.message_loss and (others or len(dead) + len(cut) > 1)):
+        trouble = len(dead) + len(cut) + (chaos.post_fails > 0)
+        if often or (chaos.message_loss and (others or trouble > 1)):
             return "messages are lost"
         if others:
             return type(others[0]).__name__
