@@ -233,6 +233,9 @@ class Node:
     def rounds(self):
         return self.rounds_done
 
+    def stream_ended(self):
+        return self.stream_over.is_set()
+
     def end_stream(self, timeout_s=20.0, by_itself=False):
         """How the last write of the stream ended, and how many were done. `by_itself`: it fails."""
         self.streaming = self.streaming and by_itself
