@@ -321,23 +321,20 @@ class ImmTable(Generic[W]):
         self.counts.put(imm, have)
         return True
 
-    def add_many(self, imms: npt.NDArray[np.uint32]) -> None:
-        """Count a burst, one arrival for each entry; u32[n], n >= 1."""
-        raw = imms.tobytes()  # compared as bytes, which is cheaper than a column of answers
-        if raw == raw[:4] * len(imms):
-            self.add(int(imms[0]), len(imms))
-        elif len(imms) <= _SCALAR_MAX or self._claims:
-            for imm in imms.tolist():
+    def add_many(self, raw: bytes) -> None:
+        """Count a burst, one arrival for each entry; `raw` has them, u32[n], n >= 1."""
+        n = len(raw) >> 2
+        # Comparing bytes is cheaper than a column of answers.
+        if raw == raw[:4] * n:
+            self.add(int.from_bytes(raw[:4], sys.byteorder), n)
+        elif n <= _SCALAR_MAX or self._claims or self.counts.dropped:
+            for imm in np.frombuffer(raw, np.uint32).tolist():
                 self.add(imm, 1)
         else:
-            self._add_distinct(imms, raw)
+            self._add_distinct(n, raw)
 
-    def _add_distinct(self, imms: npt.NDArray[np.uint32], raw: bytes) -> None:
-        if self.counts.dropped:
-            for imm in imms.tolist():
-                self.add(imm, 1)
-            return
-        self.total += len(imms)
+    def _add_distinct(self, n: int, raw: bytes) -> None:
+        self.total += n
         high = self.counts.count(raw)
         lines = self._lines
         if self.counts.is_full:
@@ -346,10 +343,11 @@ class ImmTable(Generic[W]):
             return
         # Look at the smaller side only: a burst has thousands of values, the table few
         # expectations, or the reverse. One that no arrival has touched does not fire.
-        if len(lines) <= min(len(imms), _LINES_FEW) or len(lines) <= len(imms) // 4:
+        if len(lines) <= min(n, _LINES_FEW) or len(lines) <= n // 4:
             touched = [imm for imm in lines if high is None or imm >> _PAGE_BITS == high]
         else:
-            touched = [imm for imm in dict.fromkeys(imms.tolist()) if imm in lines]
+            imms = np.frombuffer(raw, np.uint32).tolist()
+            touched = [imm for imm in dict.fromkeys(imms) if imm in lines]
         for imm in touched:
             self._fire(imm, lines[imm], self.counts.get(imm))
 

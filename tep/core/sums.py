@@ -282,19 +282,18 @@ class Arrivals:
         self._sources.add(source)
         self.counted.add(source << _SOURCE_BITS | imm, count)
 
-    def add_columns(self, sources: npt.NDArray[np.uint64], imms: npt.NDArray[np.uint32]) -> bool:
-        """Count a burst, one for each entry; columns are copied. True: all immediates are equal."""
-        n = len(imms)
+    def add_columns(self, sources: npt.NDArray[np.uint64], raw: bytes) -> None:
+        """Count a burst, one for each entry; `raw` has the immediates, u32. Sources are copied."""
         # Comparing bytes takes a quarter of the time of comparing columns.
-        raw, ends = imms.tobytes(), sources.tobytes()
-        if ends == ends[:8] * n:
+        ends = sources.tobytes()
+        if ends == ends[:8] * len(sources):
             source = int(sources[0])
             self._sources.add(source)
             self.counted.add_lows(source, raw)
         else:
             self._columns = True
+            imms = np.frombuffer(raw, np.uint32)
             self.counted.add_many(sources << np.uint64(_SOURCE_BITS) | imms)
-        return raw == raw[:4] * n
 
     def _of(self, nic: ControlDomain, addresses: Collection[bytes]) -> list[int]:
         """The numbers of the NICs at these addresses."""

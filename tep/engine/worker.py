@@ -605,33 +605,29 @@ class Worker:
         entries = self._raw[: n * COMPLETION_BYTES]
         if self._equal == entries:
             if self._arrivals:
-                self._arrivals[domain].add_columns(ctxs[:n], imms[:n])
+                self._arrivals[domain].add_columns(ctxs[:n], imms[:n].tobytes())
             self._again += n  # the next NIC has more of them, as a rule: counted together
             return
         if self._again:
             self._count_again()
-        raw = entries.tobytes() if n <= _WHOLE_MAX else b""
         kind, status, count, imm, _, _, _ = take_completion(self._out)
-        if raw and kind == _IMM and count == 1 and raw == raw[:COMPLETION_BYTES] * n:
-            self._equal, self._equal_imm = bytearray(raw), imm
-            if self._arrivals:
-                self._arrivals[domain].add_columns(ctxs[:n], imms[:n])
-            self.imms.add(imm, n)
-            return
         if kind == _IMM and count == 1 and imm == imms[n - 1]:
-            starts = self._starts[:n].tobytes()
-            if starts == starts[:16] * n:
+            raw = entries.tobytes() if n <= _WHOLE_MAX else b""
+            is_equal = raw != b"" and raw == raw[:COMPLETION_BYTES] * n
+            if is_equal:
+                self._equal, self._equal_imm = bytearray(raw), imm
+            else:
+                starts = self._starts[:n].tobytes()
+                is_equal = starts == starts[:16] * n
+            if is_equal:
                 if self._arrivals:
-                    self._arrivals[domain].add_columns(ctxs[:n], imms[:n])
+                    self._arrivals[domain].add_columns(ctxs[:n], imms[:n].tobytes())
                 self.imms.add(imm, n)
                 return
         heads = self._heads[:n].tobytes()
         if heads == heads[:8] * n:
             if kind == _IMM and count == 1:
-                if self._arrivals and self._arrivals[domain].add_columns(ctxs[:n], imms[:n]):
-                    self.imms.add(int(imms[0]), n)
-                else:
-                    self.imms.add_many(imms[:n])
+                self._count_each(domain, imms[:n].tobytes(), ctxs[:n])
                 return
             if kind == _WRITE and status == _OK:
                 self._finish_uniform(domain, ctxs[:n], count)
@@ -663,17 +659,21 @@ class Worker:
     ) -> None:
         if not len(imms):
             return
-        arrivals = self._arrivals[domain] if self._arrivals else None
         if (counts == 1).all():
-            self.imms.add_many(imms)
-            if arrivals is not None:
-                arrivals.add_columns(sources, imms)
+            self._count_each(domain, imms.tobytes(), sources)
             return
+        arrivals = self._arrivals[domain] if self._arrivals else None
         columns = zip(imms.tolist(), counts.tolist(), sources.tolist(), strict=True)
         for imm, count, source in columns:
             self.imms.add(imm, count)
             if arrivals is not None:
                 arrivals.add(source, imm, count)
+
+    def _count_each(self, domain: int, raw: bytes, sources: npt.NDArray[np.uint64]) -> None:
+        """Count a burst of immediates, u32, one arrival for each."""
+        if self._arrivals:
+            self._arrivals[domain].add_columns(sources, raw)
+        self.imms.add_many(raw)
 
     def _take_other(
         self, domain: int, kind: int, status: int, count: int, row: int, ctx: int

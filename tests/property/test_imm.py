@@ -70,7 +70,7 @@ def _play(table: ImmTable[Want], naive: Naive, ops) -> None:
                 table.add(what, count)
             case "burst":
                 naive.arrived += what
-                table.add_many(np.array(what, np.uint32))
+                table.add_many(np.array(what, np.uint32).tobytes())
             case "cancel" if what < len(made):
                 assert (made[what] in naive.line) == table.cancel(made[what])
                 if made[what] in naive.line:
@@ -133,7 +133,7 @@ def test_columns_count_as_scalars_do(wants, bursts, claim) -> None:
         for imm, count in wants:
             table.expect(Want(imm, count))
     for burst in bursts:
-        tables[0].add_many(np.array(burst, np.uint32))
+        tables[0].add_many(np.array(burst, np.uint32).tobytes())
         for imm in burst:
             tables[1].add(imm, 1)
 

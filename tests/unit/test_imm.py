@@ -124,7 +124,7 @@ def test_neighbouring_values_do_not_touch_each_other(table, imm) -> None:
     """An immediate cut to 16 bits, swapped or signed counts for a stranger."""
     wants = {value: expect(table, 2, value) for value in COLLIDING}
     table.add(imm, 1)
-    table.add_many(np.array([imm], np.uint32))
+    table.add_many(np.array([imm], np.uint32).tobytes())
 
     assert [wants[imm]] == fired(table)
     assert len(COLLIDING) - 1 == table.waiting
@@ -136,7 +136,7 @@ def test_claimed_range_goes_to_its_callback_and_is_never_counted(table) -> None:
     table.claim(range(0x100, 0x200), seen)
     table.add(0x0FF, 1)
     table.add(0x100, 2)
-    table.add_many(np.array([0x1FF, 0x200, 0x1FF], np.uint32))
+    table.add_many(np.array([0x1FF, 0x200, 0x1FF], np.uint32).tobytes())
 
     assert [(seen, 0x100, 2), (seen, 0x1FF, 1), (seen, 0x1FF, 1)] == table.loose
     assert {0x0FF: 1, 0x200: 1} == table.counts
@@ -246,11 +246,11 @@ def test_bursts_of_neighbours_count_with_what_came_before_and_after(table) -> No
     table.add(0x10005, 3)
     table.add(0x20005, 1)
     want, late = expect(table, 6, 0x10005), expect(table, 2, 0x10007)
-    table.add_many(np.arange(0x10000, 0x10100, dtype=np.uint32))
+    table.add_many(np.arange(0x10000, 0x10100, dtype=np.uint32).tobytes())
     assert (4, 1, 1) == tuple(table.counts.get(imm) for imm in (0x10005, 0x100FF, 0x20005))
     table.add(0x10005, 1)
     assert [] == fired(table)
-    table.add_many(np.arange(0x10000, 0x10100, dtype=np.uint32))
+    table.add_many(np.arange(0x10000, 0x10100, dtype=np.uint32).tobytes())
 
     assert [want, late] == sorted(fired(table), key=lambda found: found.imm)
     assert 254 + 1 == len(table.counts)  # both were used up; 0x20005 is there
@@ -261,7 +261,7 @@ def test_bursts_of_neighbours_count_with_what_came_before_and_after(table) -> No
 
 def test_a_burst_over_a_border_is_counted_too(table) -> None:
     """Its upper halves differ: no page takes it, and none of it may fall between."""
-    table.add_many(np.arange(0x1FFC0, 0x20040, dtype=np.uint32))
+    table.add_many(np.arange(0x1FFC0, 0x20040, dtype=np.uint32).tobytes())
 
     assert dict.fromkeys(range(0x1FFC0, 0x20040), 1) == table.counts
 
@@ -269,21 +269,21 @@ def test_a_burst_over_a_border_is_counted_too(table) -> None:
 def test_a_burst_over_the_border_of_a_page_goes_to_both_sides(table) -> None:
     """A value that has a page and is counted in the dict is never seen again."""
     border = np.arange(0x1FFC0, 0x20040, dtype=np.uint32)
-    table.add_many(np.arange(0x20000, 0x20080, dtype=np.uint32))
+    table.add_many(np.arange(0x20000, 0x20080, dtype=np.uint32).tobytes())
     want = expect(table, 2, 0x20001)
-    table.add_many(border)
+    table.add_many(border.tobytes())
 
     assert [want] == fired(table)
     assert (2, 1, 0, 1) == tuple(table.counts[imm] for imm in (0x20000, 0x1FFFF, 0x20001, 0x20041))
-    table.add_many(np.arange(0x1FF80, 0x20000, dtype=np.uint32))
-    table.add_many(border)
+    table.add_many(np.arange(0x1FF80, 0x20000, dtype=np.uint32).tobytes())
+    table.add_many(border.tobytes())
     assert (3, 3, 1, 1) == tuple(table.counts[imm] for imm in (0x20000, 0x1FFFF, 0x20001, 0x20041))
 
 
 def test_pages_are_limited_and_what_finds_none_is_counted(table) -> None:
     """Bursts all over 32 bits would else take half a megabyte for each 64 Ki of values."""
     for high in range(200):
-        table.add_many(np.arange(high << 16, (high << 16) + 40, dtype=np.uint32))
+        table.add_many(np.arange(high << 16, (high << 16) + 40, dtype=np.uint32).tobytes())
 
     assert 200 * 40 == len(table.counts) == sum(table.counts.values())
 
@@ -304,8 +304,8 @@ def test_a_flood_of_values_is_bounded_and_no_count_is_ever_short(table, burst, m
     flood = np.random.default_rng(0).permutation(np.arange(1 << 16, dtype=np.uint32)) << 16 | 5
     table.add(9, 4)
     for start in range(0, 20_000, burst):
-        table.add_many(flood[start : start + burst])
-    table.add_many(np.array([0x50000, 0x60001] * 2, np.uint32))
+        table.add_many(flood[start : start + burst].tobytes())
+    table.add_many(np.array([0x50000, 0x60001] * 2, np.uint32).tobytes())
 
     assert len(table.counts) <= 1002 + burst
     assert 20_000 + 4 + 4 == table.total

@@ -103,6 +103,8 @@ class Poller:
         self._few = self._wc[fields]
         self._source = 0
         self._each = _imms_of(0)
+        self._out = new_completions(0)  # the last that was filled
+        self._out_whole, self._out_imms = self._out.view(_WHOLE), self._out["imm"]
 
     def read(self, room: int) -> int:
         """Read completions off the queue, `room` at the most; return how many."""
@@ -166,11 +168,13 @@ class Poller:
                 return filled + 1
             if source != self._source:
                 self._source, self._each = source, _imms_of(source)
-        part = out[filled : filled + n]
-        part.view(_WHOLE)[:] = self._each[:n]  # field by field it would take ten times as long
-        part["imm"] = imms
+        if out is not self._out:  # views of the whole, made once: of a part they cost 1 us
+            self._out, self._out_whole, self._out_imms = out, out.view(_WHOLE), out["imm"]
+        part = slice(filled, filled + n)
+        self._out_whole[part] = self._each[:n]  # field by field it would take ten times as long
+        self._out_imms[part] = imms
         if not alone:
-            part["ctx"] = sources.of_many(numbers)
+            out["ctx"][part] = sources.of_many(numbers)
         return filled + n
 
     def _take_each(self, rows: list[tuple[int, ...]]) -> None:
