@@ -153,21 +153,37 @@ def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
     """Microseconds of one 4 KiB write: submit to the return of the post, the same with the poll and
     the settling after it, and write to counted immediate and back to done.
     """
+    whats = (
+        "submit to the return of the post",
+        "submit to post (with the poll after it)",
+        "write to counted immediate and back to done",
+    )
+    aims = (3.5 if prepared else 6.0, None, 8.0)
+    for which, (what, aim) in enumerate(zip(whats, aims, strict=True)):
+        median, best = summary(_single_ns(which, nics, rounds, prepared=prepared))
+        yield Figure(
+            what=f"{kind_of(prepared)}single write, {nics} NICs: {what}",
+            value=median / 1e3,
+            best=best / 1e3,
+            unit="us",
+            aim=aim,
+        )
+
+
+def _single_ns(which: int, nics: int, rounds: int, *, prepared: bool) -> list[int]:
+    """Each round of one of the figures; only the first needs NICs that take the time."""
     ring: list[Machine] = []
     wire: list[NullDomain] = []
-    here = [_Stamping(k, wire) for k in range(nics)]
+    here = [(NullDomain if which else _Stamping)(k, wire) for k in range(nics)]
     there = [NullDomain(nics + k, wire) for k in range(nics)]
-    a, b = _engine("a", list(here), ring), _engine("b", there, ring)
+    a, b = _engine("a", here, ring), _engine("b", there, ring)
     mr, _ = a.reg_mr(null_memory(1 << 30))
     _, desc = b.reg_mr(null_memory(1 << 30))
     ready = a.prepare_single_write(PAGE_BYTES, (mr, 0), (desc, 0))
-    times: tuple[list[int], list[int], list[int]] = [], [], []
-
-    def one(which: int) -> None:  # one reading of the clock a round, besides the first
+    times: list[int] = []
+    for _ in range(rounds):
         got = b.expect_imm_count(7, 1)
         b._machine.step()
-        for nic in here:
-            nic.stamps = which == 0
         start = time.thread_time_ns()
         if prepared:
             sent = ready.submit(7)
@@ -179,39 +195,22 @@ def _single(nics: int, rounds: int, *, prepared: bool) -> Iterator[Figure]:
         b._machine.step()
         b._machine.deliver()
         end = end or time.thread_time_ns()
-        times[which].append((end if which else max(nic.last_ns for nic in here)) - start)
+        if which == 0:
+            end = max(nic.last_ns for nic in here if isinstance(nic, _Stamping))
+        times.append(end - start)
         assert sent.ok
         assert got.ok
-
-    for k in range(3 * rounds):
-        one(k % 3)
-    whats = (
-        "submit to the return of the post",
-        "submit to post (with the poll after it)",
-        "write to counted immediate and back to done",
-    )
-    aims = (3.5 if prepared else 6.0, None, 8.0)
-    for spent, what, aim in zip(times, whats, aims, strict=True):
-        median, best = summary(spent)
-        yield Figure(
-            what=f"{kind_of(prepared)}single write, {nics} NICs: {what}",
-            value=median / 1e3,
-            best=best / 1e3,
-            unit="us",
-            aim=aim,
-        )
+    return times
 
 
 class _Stamping(NullDomain):
-    """A NIC that takes the time at which its last post ends, if it is told to."""
+    """A NIC that takes the time at which its last post ends."""
 
     last_ns = 0
-    stamps = True
 
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         taken = NullDomain.post(self, batch, start, stop)
-        if self.stamps:
-            self.last_ns = time.thread_time_ns()
+        self.last_ns = time.thread_time_ns()
         return taken
 
 
