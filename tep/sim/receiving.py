@@ -15,7 +15,7 @@ from tep.backends.base import COMPLETION, Kind, Status
 from tep.backends.hostcopy import copy_rows
 from tep.sim.ledger import Hold
 from tep.sim.machines import ack_ps
-from tep.sim.queues import Ints
+from tep.sim.queues import Ints, has_all, has_any, is_alike
 from tep.sim.timing_faces import Fabric, Nic, Region
 from tep.sim.timing_rows import trace_landed, trace_rows
 
@@ -68,11 +68,11 @@ class Inlet:
         ledger.hold[rows] &= ~_WIRE
         wanted = (ledger.hold[rows] & _SENDER) != 0  # else the sender is gone: nothing lands
         messages = ledger.message[rows]
-        if messages.any():
+        if has_any(messages):
             for index in (wanted & messages).nonzero()[0].tolist():
                 self._take_message(int(numbers[index]), int(times[index]))
             wanted &= ~messages
-        if not wanted.all():
+        if not has_all(wanted):
             times, rows = times[wanted], rows[wanted]
         if len(rows):
             self._take_rows(times, rows)
@@ -110,7 +110,7 @@ class Inlet:
         for same in _runs(ledger.rkey[rows], ledger.lkey[rows], ledger.nbytes[rows]):
             self._place(rows[same])
         good = ledger.status[rows] == _OK
-        if not good.all():
+        if not has_all(good):
             for index in (~good).nonzero()[0].tolist():
                 sender = fabric.nic(int(ledger.source[rows[index]]))
                 told_ps = int(times[index]) + _gap_ps(sender, nic)
@@ -141,7 +141,7 @@ class Inlet:
             ledger.status[rows] = Status.REMOTE_RANGE
             return
         bad = dst > np.uint64(target.nbytes - nbytes)
-        if bad.any():
+        if has_any(bad):
             ledger.status[rows[bad]] = Status.REMOTE_RANGE
             rows, dst = rows[~bad], dst[~bad]
         if nbytes == 0 or not fabric.move_bytes or not len(rows):
@@ -156,7 +156,7 @@ class Inlet:
         copy_rows(source.host, src, target.host, dst.astype(np.intp), nbytes, len(rows))
 
     def _announce(self, imms: Ints, rows: Ints) -> None:  # noqa: ARG002  # of whom: a mortal NIC's
-        if (imms == imms[0]).all():
+        if is_alike(imms):
             self._nic.ready.append((_IMM, _OK, len(imms), int(imms[0]), 0, 0, 0))
             return
         entries = np.zeros(len(imms), COMPLETION)
@@ -294,7 +294,7 @@ def _gap_ps(sender: Nic, receiver: Nic) -> int:
 
 def _runs(*columns: npt.NDArray[np.generic]) -> list[slice | Ints]:
     """Indices of the rows that agree in all columns, a run each."""
-    if all((column == column[0]).all() for column in columns):
+    if all(map(is_alike, columns)):
         return [slice(None)]
     order = np.lexsort(columns)
     change = np.zeros(len(order) - 1, np.bool_)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.sim.queues import Ints, fifo, round_robin
+from tep.sim.queues import Ints, fifo, has_all, is_alike, round_robin
 
 __all__ = ["Depths", "SendQueue", "Units"]
 
@@ -101,7 +101,7 @@ class SendQueue:
 
     def before(self, limit_ps: int) -> int:
         """Index behind the last unit that leaves before the limit."""
-        return int(np.searchsorted(self.starts, limit_ps, "left"))
+        return int(self.starts.searchsorted(limit_ps, "left"))
 
     def cut(self, now_ps: int) -> int:
         """Index of the first unit that can still be planned otherwise."""
@@ -113,9 +113,7 @@ class SendQueue:
         self._control_ended(cut)
         waits = len(self.starts) - cut
         target = units.target.item(0)
-        if (units.target == target).all() and (
-            not waits or (self.units.target[cut:] == target).all()
-        ):
+        if is_alike(units.target) and (not waits or has_all(self.units.target[cut:] == target)):
             # One queue pair: what waits keeps its place, the new stands behind it.
             busy_ps = self._free_ps
             if waits:
@@ -144,7 +142,7 @@ class SendQueue:
         # Of a queue pair with nothing waiting only the service that may still go on matters.
         last = targets.item(cut - 1)
         waiting = targets[cut:]
-        if not len(waiting) or (waiting == last).all():
+        if not len(waiting) or has_all(waiting == last):
             self._ended = {last: self._free_ps}
             return
         alive = {last, *waiting.tolist()}

@@ -39,7 +39,7 @@ from tep.sim.paths import (
     no_flights,
 )
 from tep.sim.profile import Profile
-from tep.sim.queues import Ints, by_value, fifo_grouped
+from tep.sim.queues import Ints, by_value, fifo_grouped, has_all, has_any
 from tep.sim.row_log import RowLog
 from tep.sim.sendqueue import Units
 from tep.sim.timing_faces import Nic
@@ -363,7 +363,7 @@ class TimingFabric:
         if int(starts.max()) >= limit_ps:
             kept = starts < limit_ps
             keeps = kept[ends]
-            if not keeps.all():
+            if not has_all(keeps):
                 rows = self._rows(units.number[ends[keeps]], landed[keeps])
             target, done = target[kept], done[kept]
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
@@ -447,7 +447,7 @@ class TimingFabric:
         _, _, _, source, target, batch, seen, acked, counts, mine = found
         first = int(np.maximum(seen, self.soft[target]).min())
         first = min(first, int(np.maximum(acked, self.soft_acks[source]).min()))
-        if (batches.target[mine] < 0).any():
+        if has_any(batches.target[mine] < 0):
             first = min(first, int(seen[batches.target[batch] < 0].min()))
         # Of a batch with one target only the last row is a must.
         closing = mine[batches.whole[mine] & (batches.left[mine] == counts[mine])]
@@ -473,7 +473,7 @@ class TimingFabric:
         gone = self.gone[target]
         if self.mortal:
             gone = gone | (landed < np.maximum(self.cut_ps[target], self.cut_ps[source]))
-        if gone.any():
+        if has_any(gone):
             self._lose(numbers[gone], landed[gone], touched)
         for number, which in by_value(target, gone):
             nic = self.nic(number)
@@ -483,7 +483,7 @@ class TimingFabric:
         for number, which in by_value(source, gone | self.gone[source] | ledger.message[rows]):
             self.nic(number).outbox.add(acked[which], numbers[which])
             touched[number] = None
-        if (batches.target[mine] < 0).any():
+        if has_any(batches.target[mine] < 0):
             several = ((batches.target[batch] < 0) & ~gone).nonzero()[0]
             for number, time_ps in zip(target[several].tolist(), seen[several].tolist()):
                 self.nic(number).node.wakes.must(time_ps)

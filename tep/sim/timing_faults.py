@@ -14,7 +14,7 @@ import numpy as np
 
 from tep.backends.base import COMPLETION, Kind, Status, WriteBatch
 from tep.sim.ledger import NEVER_PS, Hold
-from tep.sim.queues import Ints
+from tep.sim.queues import Ints, is_alike
 from tep.sim.receiving import Inlet
 from tep.sim.timing_faces import Fabric, Host, Nic
 from tep.sim.timing_nic import TimingNic
@@ -47,7 +47,7 @@ class _MortalInlet(Inlet):
     def _announce(self, imms: Ints, rows: Ints) -> None:
         ledger = self._fabric.ledger
         source = ledger.source[rows[ledger.imm[rows] >= 0]]
-        if (imms == imms[0]).all() and (source == source[0]).all():
+        if is_alike(imms) and is_alike(source):
             self._nic.ready.append((_IMM, _OK, len(imms), int(imms[0]), 0, int(source[0]), 0))
             return
         entries = np.zeros(len(imms), COMPLETION)

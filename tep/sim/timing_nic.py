@@ -30,7 +30,7 @@ from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
 from tep.sim.ledger import Agenda, Hold
 from tep.sim.pacing import PacedQueue, is_paced
-from tep.sim.queues import Ints, cut_quanta
+from tep.sim.queues import Ints, cut_quanta, has_any, is_alike
 from tep.sim.receiving import Inlet
 from tep.sim.sendqueue import Depths, SendQueue, Units
 from tep.sim.timing_faces import Entry, Fabric, Host, Region
@@ -237,7 +237,7 @@ class TimingNic:
             return None
         nbytes, lkeys, messages = ledger.nbytes[rows], ledger.lkey[rows], ledger.message[rows]
         bad = nbytes > self.caps.max_write_bytes
-        if messages.any():
+        if has_any(messages):
             bad[messages] = nbytes[messages] > self.caps.max_msg_bytes
         ledger.status[rows[bad]] = Status.LENGTH
         for lkey in _distinct(lkeys):
@@ -249,12 +249,12 @@ class TimingNic:
                 offset = ledger.src[rows] - np.uint64(region.ptr)
                 room = np.maximum(region.nbytes - nbytes, 0).astype(np.uint64)
                 lost = ((offset > room) | (nbytes > region.nbytes)) & (nbytes > 0)
-                if not lost.any():
+                if not has_any(lost):
                     continue
                 lost &= lkeys == lkey
             ledger.status[rows[lost & ~bad]] = Status.LOCAL_KEY
             bad |= lost
-        return bad if bad.any() else None
+        return bad if has_any(bad) else None
 
     def _is_sound(self, row: int) -> bool:
         """The same of one row: True if it is no message and has no flaw."""
@@ -443,7 +443,7 @@ class TimingNic:
         """Report rows that are done, an entry a batch."""
         ledger = self.fabric.ledger
         ctxs, nbytes = ledger.ctx[rows], ledger.nbytes[rows]
-        if (ctxs == ctxs[0]).all():
+        if is_alike(ctxs):
             self.ready.append((_WRITE, _OK, len(rows), 0, 0, int(ctxs[0]), int(nbytes.sum())))
             return
         values, where, counts = np.unique(ctxs, return_inverse=True, return_counts=True)
@@ -522,7 +522,7 @@ def _nobody() -> None:
 
 
 def _distinct(values: npt.NDArray[np.integer]) -> list[int]:
-    if len(values) and (values == values[0]).all():
+    if len(values) and is_alike(values):
         return [int(values[0])]
     found: list[int] = np.unique(values).tolist()
     return found
