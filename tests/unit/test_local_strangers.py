@@ -409,11 +409,17 @@ for rows in (1, 20):
     assert writer.write() == 0
     assert writer.read(shown, rows) == (0, bytes([5]) * 8)
     target[:] = 0
-    writer.me._sender._outs[writer.peer].pid = child  # as if the peer's number were used again
-    for found in writer.me._sender._outs[writer.peer].targets.values():
+    out = writer.me._sender._outs[writer.peer]
+    out.pid = child  # as if the peer's number were used again
+    for found in out.targets.values():
         assert found.mapped is None
+    assert writer.write() == 0  # a descriptor of its memory stays with it
+    assert bytes(target) == bytes([2]) * 8
+    target[:] = 0
+    os.close(out.memory)
+    out.memory = -1
     assert writer.write() == 7
-    assert writer.imms == 1
+    assert writer.imms == 2
     assert writer.read(shown, rows) == (7, bytes(8))
     writer.close()
 os.write(to_child[1], b"x")
@@ -431,27 +437,6 @@ def test_a_process_that_has_the_peers_number_now_gets_and_gives_no_byte() -> Non
     ended = run(RECYCLED)
     assert 0 == ended.returncode, ended.stderr
     assert f"child has {bytes(8)!r}" in ended.stdout
-
-
-def test_a_lone_row_shows_only_after_its_bytes_have_moved(victim, monkeypatch) -> None:
-    """An immediate before its bytes releases a reader of old data: C6."""
-    writer = Writer(victim)
-    assert Status.OK == writer.write()
-    mover, move = writer.me._sender._mover, type(writer.me._sender._mover).move_row
-    out = writer.me._sender._outs[writer.peer]
-    seen = []
-
-    def watched(self, pid, target, src, dst, nbytes):
-        before = out.words[out._board]
-        code = move(self, pid, target, src, dst, nbytes)
-        seen.append((before, out.words[out._board], int(writer.target[0])))
-        return code
-
-    monkeypatch.setattr(type(mover), "move_row", watched)
-    assert Status.OK == writer.write()
-    assert [(1, 1, 2)] == seen, "tail before and after the copy, and the byte after it"
-    assert 2 == out.words[out._board]
-    writer.close()
 
 
 def test_peers_that_are_gone_leave_next_to_nothing(victim, monkeypatch) -> None:

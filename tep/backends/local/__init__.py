@@ -1,19 +1,20 @@
 """The local backend: processes of one host, memory to memory, without any library or NIC.
 
-Bytes move by process_vm_writev and process_vm_readv, or by plain copies into memory of
-alloc_shared() and out of it; immediates and messages through rings in shared memory; a sleeping
-peer is woken by an eventfd. The rooms: `address`, `channel` (the socket), `memory` and `rings`
-(what is shared, and in which order it is written), `copying`, `crew`, `outbound`, `sender`, `reads`
-and `letters`, `control`, `port`, `watches`, `domain`. Here a backend's two functions.
+Bytes move by process_vm_writev and process_vm_readv (a lone short row through the peer's
+/proc/PID/mem), or by plain copies into memory of alloc_shared() and out of it; immediates and
+messages through rings in shared memory; a sleeping peer is woken by an eventfd. The rooms:
+`address`, `channel` (the socket), `memory` and `rings` (what is shared, and in which order it is
+written), `copying`, `crew`, `outbound`, `sender`, `reads` and `letters`, `control`, `port`,
+`watches`, `domain`. Here a backend's two functions.
 
 Whom a NIC trusts. Any user of the host can connect: without the address's token it is one of at
 most 64 callers, each for a second. Who has the token can write to what is registered as a target,
 and read what is readable, if the kernel lets it touch this process; memory of alloc_shared() is
 handed out by the same rule (the same user, or root). A process id that is used again gets no byte,
-and gives none: each copy by process id begins at an address that only the right process has mapped
-(`memory.Witness`); what remains is the chance, below one in a billion, that another process has
-mapped that address. A peer with the token can spoil its own words and the port's: that ends its
-connection, or the others', and never the engine.
+and gives none: /proc/PID/mem stays with the memory it was opened on, and each copy by id begins at
+an address that only the right process has mapped (`memory.Witness`); what remains is the chance,
+below one in a billion, that another process has mapped that address. A peer with the token can
+spoil its own words and the port's: that ends its connection, or the others', and never the engine.
 
 Nothing of it has a name in the file system: what a killed process held, the kernel frees. Several
 NICs of one engine are parallel lanes and no faster: one thread at a time copies for all of them.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 from collections.abc import Callable
 from typing import Final
 
@@ -257,3 +258,22 @@ def can_reach(pid: int, address: int, expected: bytes) -> int:
     if moved < 0:
         return errno_of()
     return 0 if found.raw == expected else errno.ESRCH
+
+
+def open_memory(pid: int, address: int, expected: bytes) -> int:
+    """Open another process's memory, to write short rows to by pwrite(); -1: it cannot be done.
+
+    The descriptor stays with that memory, whatever process gets the id later or takes its place by
+    exec. `expected`: as of can_reach().
+    """
+    try:
+        found = os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        if os.pread(found, len(expected), address) == expected:
+            return found
+    except (OSError, OverflowError):
+        pass
+    os.close(found)
+    return -1
