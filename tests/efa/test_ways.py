@@ -79,8 +79,7 @@ def batches(post, seed, count, send):
     rng = np.random.default_rng(seed)
     end = _End(post, send=send)
     free, spare = list(range(send)), 64
-    end.way.stage(np.arange(64, dtype=np.uint16).tobytes())
-    end.way.receive()
+    end.way.receive(bytearray(np.arange(64, dtype=np.uint16)))
     kinds = {"rows": 0, "imms": 0, "messages": 0}
     for _ in range(count):
         n, with_imm = int(rng.integers(1, send + 1)), rng.random() < 0.5
@@ -136,8 +135,7 @@ def _settle(end, free, spare, kinds):
             kinds["imms" if flags & 0x20 else "messages"] += 1
             assert flags & 0x20 == 0 or flags & 8
     if back:
-        end.way.stage(np.array(back, np.uint16).tobytes())
-        end.way.receive()
+        end.way.receive(bytearray(np.array(back, np.uint16)))
         spare += len(back)
     return free, spare
 

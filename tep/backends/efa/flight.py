@@ -11,11 +11,10 @@ has failed is decided there, for both. The way that entries take is `RowWise` or
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
-
-import numpy as np
 
 from tep.backends.base import (
     COMPLETION_BYTES,
@@ -46,7 +45,7 @@ __all__ = ["Mailbox", "Queue", "Regions"]
 
 
 _REMOTE_READ: Final = 1 << 2  # verbs.h, IBV_ACCESS_REMOTE_READ
-_REFILL_SHARE: Final = 4  # of the receives, one part may be unposted: many at a time cost less
+_REFILL_SHARE: Final = 4  # of the receives, one or two parts may be unposted: many cost less
 _LOCAL: Final = 1 << 62
 _READ_MAX: Final = 2048
 _SENT: Final = 1 << 1  # of a completion's flags
@@ -119,6 +118,10 @@ class Mailbox(mailbox.Mailbox):
         frame_bytes: of the longest message.
         receives, sends: buffers for each direction.
         first: the first request id of messages that go out.
+
+    Attributes:
+        spent: receives that are not posted, each a u16, in the order in which they were used.
+        refill_from: how many bytes of them are worth a refill() by a poll that finds nothing.
     """
 
     def __init__(
@@ -141,9 +144,8 @@ class Mailbox(mailbox.Mailbox):
         )
         self._contexts = first * STEP
         self._end = self._contexts + (receives + sends) * STEP
-        self.idle: list[int] = list(range(receives))
-        self.unposted = receives
-        self.refill_from = max(1, receives // _REFILL_SHARE)
+        self.spent = bytearray(array("H", range(receives)))
+        self.refill_from = 2 * max(1, receives // _REFILL_SHARE)
         self._started = False
         way.lay_out(Span(memory.ptr, self._frame_bytes, receives, handle.lkey))
 
@@ -154,15 +156,12 @@ class Mailbox(mailbox.Mailbox):
     def refill(self) -> int:
         if not self._started or self._device.closed or self._device.failure:
             return 0
-        if self.idle:
-            self._way.stage(array("H", self.idle).tobytes())
-            self.idle.clear()
-        if self.unposted:
-            self.unposted = 0
+        if self.spent:
             try:
-                self._way.receive()
+                self._way.receive(self.spent)
             except OSError as error:
                 self._device.lose(f"{error.strerror}: {error.errno}")
+            self.spent.clear()
         return 0
 
     def stop(self) -> None:
@@ -177,17 +176,7 @@ class Mailbox(mailbox.Mailbox):
 
     def give_back(self, index: int) -> None:
         """A receive has been used; refill() posts it again, with others."""
-        self.idle.append(index)
-        self.unposted += 1
-
-    def take_spent(self, indices: Numbers) -> None:
-        """Receives have been used by immediates: refill() posts them again, with others."""
-        ids = indices.tobytes()
-        if self.idle:  # they were used before
-            ids = array("H", self.idle).tobytes() + ids
-            self.idle.clear()
-        self._way.stage(ids)
-        self.unposted += len(indices)
+        self.spent += index.to_bytes(2, sys.byteorder)
 
     def receive_context(self, number: int) -> int:
         """The context of a receive, from its request id."""
@@ -231,7 +220,10 @@ class Queue(completions.Queue):
         room = min(room, _READ_MAX)
         found = self._way.poll(room)
         n = len(found)
+        box = self._box
         if not n:
+            if len(box.spent) >= box.refill_from:
+                box.refill()
             # A NIC that is lost is news too, once all that it had completed is handed out.
             self.full = self._stopped = bool(self._device.failure)
             return filled
@@ -243,8 +235,8 @@ class Queue(completions.Queue):
             filled = self._take_kind(self._way.kind, found, out, filled)
         else:
             filled = self._take_entries(found, out, filled)
-        if self._box.unposted >= self._box.refill_from:
-            self._box.refill()
+        if len(box.spent) >= 2 * box.refill_from:  # else when there is nothing else to do
+            box.refill()
         return filled
 
     def _take_entry(self, entry: Any, out: Completions, filled: int) -> int:
@@ -307,7 +299,7 @@ class Queue(completions.Queue):
         if flags & _SENT:
             return self._take_sent(numbers, out, filled)
         if flags & _WRITE_FLAG:
-            self._box.take_spent(numbers)
+            self._box.spent += numbers.tobytes()
             imms = found["imm"]
             n, values = len(imms), imms.tobytes()
             if values == values[:4] * n:  # a third of what comparing columns takes
@@ -320,7 +312,7 @@ class Queue(completions.Queue):
         return filled
 
     def _take_sent(self, numbers: Numbers, out: Completions, filled: int) -> int:
-        mine = numbers.astype(np.intp)
+        mine = numbers.copy()
         if int(mine.max()) >= self._rows:
             of_rows = mine < self._rows
             for number in mine[~of_rows].tolist():

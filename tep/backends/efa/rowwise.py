@@ -85,7 +85,6 @@ class RowWise:
         self._recvs["sg_list"] = self._sges.ctypes.data + SGE.itemsize * np.arange(n)
         self._recvs["num_sge"] = 1
         self._bad = np.zeros(1, np.uint64)
-        self._staged: list[bytes] = []
 
     # --- posting; all or none is taken
 
@@ -165,14 +164,9 @@ class RowWise:
         if rc:
             raise OSError(rc, "ibv_wr_complete")
 
-    def stage(self, ids: bytes) -> None:
-        """Take receive buffers, named by u16; `receive` posts them."""
-        self._staged.append(ids)
-
-    def receive(self) -> None:
-        """Post the receive buffers that are staged."""
-        indices = np.frombuffer(b"".join(self._staged), np.uint16)
-        self._staged.clear()
+    def receive(self, ids: bytearray) -> None:
+        """Post receive buffers, named by u16."""
+        indices = np.frombuffer(ids, np.uint16)
         at = self._recvs.ctypes.data + RECV_WR.itemsize * indices.astype(np.uint64)
         following = np.zeros_like(at)
         following[:-1] = at[1:]

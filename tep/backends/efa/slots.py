@@ -10,13 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from tep.backends.base import Column
 from tep.backends.columns import part
 from tep.backends.efa.device import Nic
 from tep.backends.efa.entries import OP_READ, OP_WRITE
-from tep.backends.efa.rowwise import RowWise
+from tep.backends.efa.rowwise import Numbers, RowWise
 from tep.backends.libfabric import slots
 from tep.backends.libfabric.efa.reads import READ
 from tep.backends.libfabric.slots import Ticket
@@ -56,7 +55,10 @@ class Slots(slots.Slots):
         self._owner = np.zeros(count, np.int64)
         self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
         self._ids = np.arange(count, dtype=np.uint16)
-        self._back: list[npt.NDArray[np.signedinteger]] = []  # ids that `_owner` still names
+        # The only ticket that is out, as long as `_owner` does not name its rows; those that came
+        # back are in `_back`.
+        self._lone: Ticket | None = None
+        self._back: list[Numbers] = []
         self._cursor = 0
         self._clear = count  # ids from the cursor on that are known to be free
 
@@ -81,6 +83,8 @@ class Slots(slots.Slots):
         self, ticket: Ticket, n: int, src: Column, dst: Column, nbytes: Column, imm: Column | None
     ) -> int:
         """Post the first of n rows, one peer, one key, and return how many; there is room."""
+        if self._lone is not None:
+            self._mark()
         first, taken = self._cursor, n
         if self._clear < n:
             first, taken = self._look_ahead(n)
@@ -106,12 +110,16 @@ class Slots(slots.Slots):
         self._clear -= taken
         ticket.slots = cast("list[int]", range(first, last))
         self._count_bytes(ticket, taken, nbytes)
-        self._owner[first:last] = self._issue(ticket, taken)
+        is_lone = not (self.tickets or self._given_up)
+        number = self._issue(ticket, taken)
+        if is_lone:
+            self._lone = ticket
+        else:
+            self._owner[first:last] = number
         return taken
 
     def _look_ahead(self, n: int) -> tuple[int, int]:
         """Move the cursor to the next free ids: the first of them, and n or how many there are."""
-        self._free_back()
         owner, at = self._owner, self._cursor
         while True:
             at %= self.count
@@ -136,6 +144,8 @@ class Slots(slots.Slots):
         nbytes: int,
         imm: int | None,
     ) -> int:
+        if self._lone is not None:
+            self._mark()
         number = self._cursor if self._clear else self._look_ahead(1)[0]
         place = self._nic.place(ticket.peer.number)
         op = OP_READ if ticket.batch.ctx & READ else OP_WRITE
@@ -148,15 +158,21 @@ class Slots(slots.Slots):
         self._owners[number] = self._issue(ticket, 1)
         return 1
 
-    def _free_back(self) -> None:
-        """Free the ids of rows that came back while their ticket was the only one."""
+    def _mark(self) -> None:
+        """Say whose the ids of the lone ticket are: it is not alone any more, or one row is asked
+        for.
+        """
+        ticket, self._lone = self._lone, None
+        assert ticket is not None
+        first = ticket.slots[0]
+        self._owner[first : first + len(ticket.slots)] = ticket.number
         for numbers in self._back:
             self._owner[numbers] = 0
         self._back.clear()
 
     def take_back(self, context: int) -> Ticket | None:
-        if self._back:
-            self._free_back()
+        if self._lone is not None:
+            self._mark()
         number = context // STEP
         owner = self._owners[number]
         assert owner, f"a row completed twice: request id {number}"
@@ -175,24 +191,22 @@ class Slots(slots.Slots):
         return ticket, ticket.row + context // STEP - int(ticket.slots[0])
 
     def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
-        self._free_back()
+        if self._lone is not None:
+            self._mark()
         return super().give_up(ticket, gone=gone)
 
-    def give_back_many(self, numbers: npt.NDArray[np.signedinteger]) -> dict[int, int]:
+    def give_back_many(self, numbers: Numbers) -> dict[int, int]:
         """Take finished rows back, by their request ids; how many of each batch, by its ctx."""
-        n, owner = len(numbers), self._owner
-        if len(self.tickets) == 1 and not self._given_up:
-            ticket = next(iter(self.tickets.values()))
+        n, ticket = len(numbers), self._lone
+        if ticket is not None:
             assert n <= ticket.open, "a row completed twice"
-            if n == ticket.open:
-                first = ticket.slots[0]
-                owner[first : first + len(ticket.slots)] = 0
-                self._back.clear()
-            else:
+            if n < ticket.open:
                 self._back.append(numbers)
+            else:
+                self._lone = None
+                self._back.clear()
             return self._settle({ticket.number: n})
-        if self._back:
-            self._free_back()
+        owner, numbers = self._owner, numbers.astype(np.intp)  # the type that an index costs least
         owners = owner[numbers]
         owner[numbers] = 0
         least = int(owners.min())
