@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.sim.queues import Ints
+from tep.sim.queues import Ints, has_any
 
 __all__ = ["NEVER_PS", "Agenda", "Batches", "Hold", "Ledger"]
 
@@ -90,11 +90,12 @@ class Ledger:
         first = 0
         if used:
             held = self.hold[:used] != 0
-            first = int(np.argmax(held)) if held.any() else used
+            first = int(np.argmax(held)) if has_any(held) else used
         for name, dtype in self._DTYPES.items():
-            column: npt.NDArray[np.generic] = np.zeros(room, dtype)
-            if used > first:
-                column[: used - first] = getattr(self, name)[first:used]
+            old: npt.NDArray[np.generic] = getattr(self, name, _NONE)
+            column = old if len(old) == room else np.empty(room, dtype)
+            column[: used - first] = old[first:used]
+            column[used - first :] = 0
             setattr(self, name, column)
         self.base += first
         self._room = room

@@ -90,7 +90,7 @@ def fifo(arrive: Ints, service: Ints, free_ps: int) -> Ints:
     The loop: `free = max(arrive[i], free) + service[i]`, starting from free_ps. The closed form is
     Lindley's recursion as a cumulative sum and a running maximum. One item or more.
     """
-    done = np.cumsum(service)
+    done = np.add.accumulate(service)  # cumsum() takes 1 us longer
     begin = arrive - (done - service)
     begin[0] = max(int(begin[0]), free_ps)
     found: Ints = np.maximum.accumulate(begin)

@@ -41,7 +41,6 @@ from tep.sim.paths import (
 from tep.sim.profile import Profile
 from tep.sim.queues import Ints, by_value, fifo_grouped, has_all, has_any
 from tep.sim.row_log import RowLog
-from tep.sim.sendqueue import Units
 from tep.sim.timing_faces import Nic
 from tep.sim.timing_faults import MortalNic
 from tep.sim.timing_nic import address_of
@@ -343,28 +342,32 @@ class TimingFabric:
 
     def _settle(self, taken: list[tuple[Nic, int]]) -> None:
         spans = [slice(nic.queue.at, stop) for nic, stop in taken]
-        units = Units.join([nic.queue.units.pick(span) for (nic, _), span in zip(taken, spans)])
-        starts = np.concatenate([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
+        plans = [(nic.queue.units, span) for (nic, _), span in zip(taken, spans)]
+        starts = _join([nic.queue.starts[span] for (nic, _), span in zip(taken, spans)])
+        number = _join([units.number[span] for units, span in plans])
+        target = _join([units.target[span] for units, span in plans])
+        service = _join([units.service[span] for units, span in plans])
         arrive = starts + self._shortest_ps  # all ways are alike where there are no `paths`
-        source = self.ledger.source[units.number - self.ledger.base]
-        receiving = self._receiving(source, units.target, units.service)
-        done = fifo_grouped(arrive, receiving, units.target, self._free)
+        source = self.ledger.source[number - self.ledger.base]
+        receiving = self._receiving(source, target, service)
+        done = fifo_grouped(arrive, receiving, target, self._free)
         if self.marks is not None:
-            quanta = np.stack((source, units.target, units.nbytes), 1)
+            nbytes = _join([units.nbytes[span] for units, span in plans])
+            quanta = np.stack((source, target, nbytes), 1)
             self._tell(self.marks, quanta, done - receiving - arrive, done)
-        ends = units.last.nonzero()[0]
-        here = done if not self.slow else np.maximum(done, arrive + units.service)
-        landed = self._late(units.number[ends], here[ends])
+        ends = np.concatenate([units.last[span] for units, span in plans]).nonzero()[0]
+        here = done if not self.slow else np.maximum(done, arrive + service)
+        numbers = number[ends]
+        landed = self._late(numbers, here[ends])
         # The wakes that these rows cause are events as well; what leaves after the first of them
         # may meet rows that are posted then, and has to wait. What leaves before is not affected.
-        rows = self._rows(units.number[ends], landed)
+        rows = self._rows(numbers, landed)
         limit_ps = self._first_wake_ps(rows)
-        target = units.target
         if int(starts.max()) >= limit_ps:
             kept = starts < limit_ps
             keeps = kept[ends]
             if not has_all(keeps):
-                rows = self._rows(units.number[ends[keeps]], landed[keeps])
+                rows = self._rows(numbers[keeps], landed[keeps])
             target, done = target[kept], done[kept]
             taken = [(nic, max(nic.queue.at, nic.queue.before(limit_ps))) for nic, _ in taken]
         np.maximum.at(self._free, target, done)
@@ -525,3 +528,7 @@ class TimingFabric:
             acked_ps = int(batches.acked_ps[number])
         self.nic(source).node.wakes.must(acked_ps)
         batches.end(number)
+
+
+def _join(parts: list[Ints]) -> Ints:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -18,12 +18,14 @@ import numpy.typing as npt
 
 from tep.backends.base import (
     COMPLETION,
+    COMPLETION_BYTES,
     Access,
     Completions,
     DomainKey,
     Kind,
     Status,
     WriteBatch,
+    put_completion,
 )
 from tep.backends.checks import check_memory
 from tep.errors import BadDescriptor, ClosedError
@@ -338,7 +340,7 @@ class TimingNic:
         while ready and filled < room:
             entry = ready.popleft()
             if isinstance(entry, tuple):
-                out[filled] = entry
+                put_completion(out, filled * COMPLETION_BYTES, *entry)
                 filled += 1
                 continue
             fits = min(room - filled, len(entry))
