@@ -153,6 +153,7 @@ class InlineDriver:
         self.ring: list[Machine] = [] if ring is None else ring
         self._machine: Machine | None = None
         self._turning = False
+        self._interrupts = Interrupts()
         self.lock: AbstractContextManager[object] = threading.Lock()  # cheaper than a null context
 
     __reduce__ = unpicklable("it turns an engine of this process; make another there")
@@ -175,13 +176,14 @@ class InlineDriver:
         """Step every machine of the ring once; True if any had work."""
         if self._turning:
             self._refuse()
-        with Interrupts():
+        with self._interrupts:
             self._turning = True
             try:
                 work = self._turn_all()
             finally:
                 self._turning = False
-        raise_escaped()
+        if escaped:
+            raise_escaped()
         return work
 
     def _turn_all(self) -> bool:

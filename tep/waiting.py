@@ -134,6 +134,8 @@ class Interrupts:
     SIGINT, SIGALRM and SIGTERM are looked at each time, the others when a handler of these changes
     and when an engine is opened, since each look takes 0.05 us.
 
+    One may be entered again and again, but not within itself.
+
     Args:
         bell: an eventfd that wakes whoever turns from its sleep; less than 0: none.
 
@@ -153,7 +155,7 @@ class Interrupts:
         _handlers.known = ()
 
     def __enter__(self) -> Interrupts:
-        handlers = _handlers
+        handlers, self.came = _handlers, False
         if handlers.replaced or thread_id() != Process.main:
             return self
         known = _getsignal(_SIGINT), _getsignal(_SIGALRM), _getsignal(_SIGTERM)

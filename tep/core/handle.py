@@ -174,7 +174,7 @@ class Handle:
         owner = self._owner
         if timeout_s is None:
             timeout_s = owner.wait_timeout_s
-        else:
+        elif type(timeout_s) is not float or timeout_s != timeout_s:  # noqa: PLR0124  # nan
             timeout_s = check_seconds("wait: timeout_s", timeout_s, -math.inf, math.inf)
         if escaped:
             raise_escaped()

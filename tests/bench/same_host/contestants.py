@@ -83,7 +83,7 @@ class TepSpinning(Tep):
         if self.src is not None or nbytes > 64:
             super().send(src, dst, nbytes)
             return
-        if self.sent is not None:
+        if self.sent is not None and not self.sent.ok:
             self.sent.wait(PATIENCE_S)
         self.sent = self.engine.submit_single_write(nbytes, (self.mr, 0), (self.peer, 0), imm=1)
         self.turn()
