@@ -151,17 +151,18 @@ def _fifo_few(arrive: Ints, service: Ints, group: Ints, free: Ints, values: list
 
 def by_value(key: Ints, left_out: npt.NDArray[np.bool_]) -> list[tuple[int, Ints]]:
     """The indices of each value of `key`, by value, but for those left out."""
-    which = (~left_out).nonzero()[0]
-    keys = key[which]
-    counts = np.bincount(keys)
+    if has_any(left_out):
+        which = (~left_out).nonzero()[0]
+        return [(value, which[mine]) for value, mine in by_value(key[which], left_out[which])]
+    counts = np.bincount(key)
     values = counts.nonzero()[0]
     if len(values) == 1:
-        return [(int(values[0]), which)]
+        return [(int(values[0]), np.arange(len(key)))]
     if len(values) <= _FEW:
-        return [(value, which[keys == value]) for value in values.tolist()]
-    order = np.argsort(keys, kind="stable")
+        return [(value, (key == value).nonzero()[0]) for value in values.tolist()]
+    order = np.argsort(key, kind="stable")
     cuts = np.cumsum(counts[values])[:-1]
-    return list(zip(values.tolist(), np.split(which[order], cuts)))
+    return list(zip(values.tolist(), np.split(order, cuts)))
 
 
 def cut_quanta(nbytes: Ints, quantum_bytes: int) -> Quanta:
