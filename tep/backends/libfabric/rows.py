@@ -21,7 +21,7 @@ from tep.backends.columns import at, most, row_of
 from tep.backends.libfabric.peer import Peer, PeerT, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions
-from tep.backends.libfabric.slots import CHUNK_ROWS, Slots, Ticket
+from tep.backends.libfabric.slots import Slots, Ticket
 from tep.units import MiB
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = ["Rows"]
 _WRITE: Final = int(Kind.WRITE)
 _READY: Final = State.READY  # looking it up in its class takes 0.1 us
 _CHECKED_MAX: Final = 64
+_EACH_MAX: Final = 256  # rows posted one by one in a call
 _FEW: Final = 3  # rows up to which one by one is cheaper than columns
 
 _SLOWEST_BYTES_PER_S: Final = 64 * MiB
@@ -112,7 +113,7 @@ class Rows(Generic[PeerT]):
                     taken = self._post_same(batch, start, stop, peer, region)
                     if taken is not None:
                         return taken
-        return self._post_each(batch, start, min(stop, start + CHUNK_ROWS))
+        return self._post_each(batch, start, min(stop, start + _EACH_MAX))
 
     def new_turn(self) -> None:
         """The queue is being polled: rows may be posted again."""
