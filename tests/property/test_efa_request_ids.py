@@ -87,6 +87,5 @@ def test_no_id_is_given_twice_at_a_time(data):
         given_up -= back
         assert len(live) == slots.open
         assert len(given_up) == slots.adrift
-    if slots._lone is not None:
-        slots._mark()
+    slots._mark()
     assert set(np.flatnonzero(slots._owner).tolist()) == live.keys() | given_up

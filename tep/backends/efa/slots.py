@@ -29,6 +29,7 @@ STEP: Final = 64  # from one context to the next
 _IDS_PER_ROW: Final = 4  # so that ids come back before their turn comes again
 _LOOK_AHEAD: Final = 8192  # ids
 _SPREAD: Final = 16
+_UNMARKED_MAX: Final = 4  # tickets whose rows are counted by comparing ids with where they begin
 
 
 class Slots(slots.Slots):
@@ -55,9 +56,9 @@ class Slots(slots.Slots):
         self._owner = np.zeros(count, np.int64)
         self._owners = memoryview(self._owner)  # type: ignore[arg-type]  # a buffer
         self._ids = np.arange(count, dtype=np.uint16)
-        # The only ticket that is out, as long as `_owner` does not name its rows; those that came
-        # back are in `_back`.
-        self._lone: Ticket | None = None
+        # The tickets that are out, as long as `_owner` does not name their rows, the oldest first;
+        # what came back meanwhile is in `_back`. Empty: it names all.
+        self._unmarked: list[Ticket] = []
         self._back: list[Numbers] = []
         self._cursor = 0
         self._clear = count  # ids from the cursor on that are known to be free
@@ -83,8 +84,6 @@ class Slots(slots.Slots):
         self, ticket: Ticket, n: int, src: Column, dst: Column, nbytes: Column, imm: Column | None
     ) -> int:
         """Post the first of n rows, one peer, one key, and return how many; there is room."""
-        if self._lone is not None:
-            self._mark()
         first, taken = self._cursor, n
         if self._clear < n:
             first, taken = self._look_ahead(n)
@@ -110,16 +109,21 @@ class Slots(slots.Slots):
         self._clear -= taken
         ticket.slots = cast("list[int]", range(first, last))
         self._count_bytes(ticket, taken, nbytes)
-        is_lone = not (self.tickets or self._given_up)
+        unmarked = self._unmarked
+        few = len(unmarked) == len(self.tickets) < _UNMARKED_MAX and not self._given_up
+        if unmarked and not few:
+            self._mark()
         number = self._issue(ticket, taken)
-        if is_lone:
-            self._lone = ticket
+        if few:
+            unmarked.append(ticket)
         else:
             self._owner[first:last] = number
         return taken
 
     def _look_ahead(self, n: int) -> tuple[int, int]:
         """Move the cursor to the next free ids: the first of them, and n or how many there are."""
+        if self._unmarked:
+            self._mark()
         owner, at = self._owner, self._cursor
         while True:
             at %= self.count
@@ -144,7 +148,7 @@ class Slots(slots.Slots):
         nbytes: int,
         imm: int | None,
     ) -> int:
-        if self._lone is not None:
+        if self._unmarked:
             self._mark()
         number = self._cursor if self._clear else self._look_ahead(1)[0]
         place = self._nic.place(ticket.peer.number)
@@ -159,19 +163,17 @@ class Slots(slots.Slots):
         return 1
 
     def _mark(self) -> None:
-        """Say whose the ids of the lone ticket are: it is not alone any more, or one row is asked
-        for.
-        """
-        ticket, self._lone = self._lone, None
-        assert ticket is not None
-        first = ticket.slots[0]
-        self._owner[first : first + len(ticket.slots)] = ticket.number
+        """Say of each id whose it is."""
+        for ticket in self._unmarked:
+            first = ticket.slots[0]
+            self._owner[first : first + len(ticket.slots)] = ticket.number
         for numbers in self._back:
             self._owner[numbers] = 0
+        self._unmarked.clear()
         self._back.clear()
 
     def take_back(self, context: int) -> Ticket | None:
-        if self._lone is not None:
+        if self._unmarked:
             self._mark()
         number = context // STEP
         owner = self._owners[number]
@@ -191,21 +193,15 @@ class Slots(slots.Slots):
         return ticket, ticket.row + context // STEP - int(ticket.slots[0])
 
     def give_up(self, ticket: Ticket, *, gone: bool) -> list[int]:
-        if self._lone is not None:
+        if self._unmarked:
             self._mark()
         return super().give_up(ticket, gone=gone)
 
     def give_back_many(self, numbers: Numbers) -> dict[int, int]:
         """Take finished rows back, by their request ids; how many of each batch, by its ctx."""
-        n, ticket = len(numbers), self._lone
-        if ticket is not None:
-            assert n <= ticket.open, "a row completed twice"
-            if n < ticket.open:
-                self._back.append(numbers)
-            else:
-                self._lone = None
-                self._back.clear()
-            return self._settle({ticket.number: n})
+        n = len(numbers)
+        if self._unmarked:
+            return self._settle(self._count_back(numbers, n))
         owner, numbers = self._owner, numbers.astype(np.intp)  # the type that an index costs least
         owners = owner[numbers]
         owner[numbers] = 0
@@ -220,3 +216,26 @@ class Slots(slots.Slots):
         else:
             found = dict(Counter(owners.tolist()))
         return self._settle(found)
+
+    def _count_back(self, numbers: Numbers, left: int) -> dict[int, int]:
+        """How many of some ids are of each unmarked ticket, by its number."""
+        unmarked, found = self._unmarked, dict[int, int]()
+        for ticket in tuple(unmarked):
+            n = left
+            if ticket is not unmarked[-1]:
+                # Ids before the first one turn round, to far behind the last one.
+                from_first = numbers - np.uint16(ticket.slots[0])
+                n = int(np.count_nonzero(from_first < len(ticket.slots)))
+            if n:
+                assert n <= ticket.open, "a row completed twice"
+                found[ticket.number] = n
+                left -= n
+                if n == ticket.open:
+                    unmarked.remove(ticket)
+            if not left:
+                break
+        if unmarked:
+            self._back.append(numbers)
+        else:
+            self._back.clear()
+        return found
