@@ -102,6 +102,13 @@ class DomainGroup:
         routes: changes with the state of any NIC or path.
     """
 
+    __slots__ = (
+        "_back", "_can_fence", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_queues",
+        "_reads_addresses", "_rows_max", "_shares", "acks", "alive", "alone", "backlog", "batches",
+        "closing", "domains", "ended", "events", "failover", "far_ends", "in_doubt", "journal",
+        "losses", "nbytes", "offered", "queued_reads", "routes", "rows", "why_not",
+    )  # fmt: skip
+
     def __init__(
         self,
         domains: tuple[Domain, ...],

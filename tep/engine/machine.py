@@ -172,14 +172,12 @@ class Machine:
         return (self.life.busy and self.life.step()) or work
 
     def count_early(self, imm: int, count: int) -> bool:
-        """Driver: count immediates that a NIC has, if a turn would do that and nothing else.
+        """Driver, at rest: count immediates that a NIC has, if a turn would do nothing else.
 
         False: nothing was done, and a turn is needed.
         """
         worker = self.worker
-        if self.tracer is not None or worker._arrivals or not worker.at_rest():
-            return False
-        return worker.imms.add_below(imm, count)
+        return not worker._arrivals and worker.imms.add_below(imm, count)
 
     def deliver(self) -> None:
         """Driver: run callbacks."""

@@ -116,6 +116,15 @@ class Worker:
         closed: whether everything has ended; new commands fail.
     """
 
+    __slots__ = (
+        "_again", "_arrivals", "_columns", "_commands_max", "_doubted", "_equal", "_equal_imm",
+        "_gone", "_heads", "_is_stepping", "_large", "_now_s", "_out", "_raised", "_raw",
+        "_received", "_settled", "_starts", "channel", "closed", "commands", "failover", "failures",
+        "fencing", "group", "held_leases", "imms", "journal", "leases", "members", "open", "outbox",
+        "peers", "pruning", "reads", "receive", "report", "settled", "steps", "submitted", "taken",
+        "telling", "watch",
+    )  # fmt: skip
+
     def __init__(
         self,
         address: NetAddr,

@@ -218,16 +218,9 @@ class Lane:
             if self._stopped or not self._tail_due:
                 return
             self._tail_due = False
-            self._submit(
-                lambda: self._engine.submit_single_write(
-                    nbytes,
-                    src,
-                    dst,
-                    self._imm,
-                    routing=_WHOLE,
-                    on_done=partial(self._settle, dst_rank),
-                )
-            )
+            on_done = partial(self._settle, dst_rank)
+            submit = partial(self._engine.submit_single_write, routing=_WHOLE, on_done=on_done)
+            self._submit(submit, nbytes, src, dst, self._imm)
             self._check_idle()
 
     def stop(self) -> None:
@@ -244,7 +237,7 @@ class Lane:
         for number, (route, _) in enumerate(self._routes):
             at = layer - route.first_layer
             if route.chunks[chunk] is not None and 0 <= at < route.layers:
-                self._submit(partial(self._send_pages, number, chunk, at))
+                self._submit(self._send_pages, number, chunk, at)
 
     def _send_pages(self, number: int, chunk: int, layer: int) -> Transfer:
         """Write one layer of a route's buffer: all layers of a chunk are one prepared transfer."""
@@ -264,10 +257,10 @@ class Lane:
             on_done=on_done,
         )
 
-    def _submit(self, submit: Callable[[], Transfer]) -> None:
+    def _submit(self, submit: Callable[..., Transfer], *args: object) -> None:
         self._under_way += 1
         try:
-            transfer = submit()
+            transfer = submit(*args)
         except TepError as error:
             self._under_way -= 1
             self._trouble(f"{type(error).__name__}: {error}")
