@@ -193,9 +193,9 @@ def given_up_and_forgotten() -> list[Change]:
     give_up = Failover._give_up
 
     def careless(self, loss, why):
-        doubt, self._group.doubt = self._group.doubt, lambda *_: None
+        doubt, groups.DomainGroup.doubt = groups.DomainGroup.doubt, lambda *_: None
         give_up(self, loss, why)
-        self._group.doubt = doubt
+        groups.DomainGroup.doubt = doubt
 
     return [(Failover, "_give_up", careless)]
 

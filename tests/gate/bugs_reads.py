@@ -158,11 +158,11 @@ def moved_rows_stay_queued() -> list[Change]:
     moved = Reads._moved
 
     def twice(self, old, start, stop, turn=0):
-        cut, self._group.cut = self._group.cut, lambda _: 0
+        cut, DomainGroup.cut = DomainGroup.cut, lambda *_: 0
         try:
             return moved(self, old, start, stop, turn)
         finally:
-            self._group.cut = cut
+            DomainGroup.cut = cut
 
     return [(Reads, "_moved", twice)]
 
