@@ -213,8 +213,9 @@ class FlowNic:
 
     __slots__ = (
         "_acks", "_costs", "_env", "_fabric", "_flying", "_free_slots", "_gather_ps", "_key",
-        "_keys", "_mail", "_open", "_profile", "_ready", "_refused", "_rx_free_ps", "_slot_bytes",
-        "_slots", "_told_ps", "_tx_free_ps", "_waker", "address", "caps", "closed", "node",
+        "_keys", "_mail", "_open", "_profile", "_ready", "_refused", "_rx_free_ps", "_sends",
+        "_slot_bytes", "_slots", "_told_ps", "_tx_free_ps", "_waker", "address", "caps", "closed",
+        "node",
     )  # fmt: skip
 
     def __init__(self, fabric: FlowFabric, node: FlowNode, index: int) -> None:
@@ -236,6 +237,7 @@ class FlowNic:
         self._tx_free_ps = self._rx_free_ps = 0
         self._refused = self.closed = False
         self._flying: set[_Flow] = set()
+        self._sends: dict[int, None] = {}  # messages that have not ended
         self._slots: dict[int, tuple[bytes, bytes]] = {}  # sender and payload
         self._free_slots: list[int] = []
         self._mail: deque[tuple[FlowNic, bytes, int]] = deque()
@@ -342,6 +344,7 @@ class FlowNic:
             self._refuse()
             return False
         self._open += 1
+        self._sends[ctx] = None
         leave_ps, wire_ps = self._occupy(1, len(payload), self.node.charge(1))
         target = self._fabric.nics[peer]
         at_ps = leave_ps + wire_ps + latency_ps(self._profile, target._profile)
@@ -457,6 +460,7 @@ class FlowNic:
             return
         ctx, status = ctx_status
         self._open -= 1
+        del self._sends[ctx]
         self._ready.append((_SENT, status, 1, 0, 0, ctx, 0))
         self._waker()
 
@@ -493,6 +497,9 @@ class FlowNic:
         self.tell_acks()
         for flow in sorted(self._flying, key=lambda flow: flow.arrive_ps):
             self._fail((flow, Status.FLUSHED))
+        flushed = int(Status.FLUSHED)
+        self._ready += [(_SENT, flushed, 1, 0, 0, ctx, 0) for ctx in self._sends]
+        self._sends.clear()
         self._keys.clear()
 
     def _check_open(self) -> None:

@@ -138,6 +138,19 @@ def test_messages_wait_for_buffers_and_arrive_whole() -> None:
     assert [b"early", b"", b"\1", b"\2\2", b"\3\3\3", b"\4\4\4\4"] == got
 
 
+def test_a_message_on_its_way_is_flushed_when_its_sender_closes() -> None:
+    """Without its end the engine cannot close: a crash in a KvCache run ended in an assertion."""
+    env = tep.sim.FabricEnv()
+    a, b = engines(FlowFabric(env, "efa_2x200"), 2)
+    waits = a.submit_send(b.main_address, b"no buffer is there")
+    env.run(env.now + 10**9)
+    a.close()
+    b.close()
+
+    with pytest.raises(tep.FabricError, match="FLUSHED"):
+        waits.result()
+
+
 def test_a_cluster_under_load_completes_everything() -> None:
     """The numbers of a run that lost requests would be those of another cluster."""
     plant = Plant(prefillers=2, decoders=2, profile="cx7_400")
