@@ -397,8 +397,14 @@ class Membership:
     def reopen(self, path: Path) -> None:
         """Ask a peer to open a path again that it has fenced, until it does."""
         self._reopening.begin(path)
+        self.path_shut(path)
+
+    def path_shut(self, path: Path) -> None:
+        """Ask the peer's NIC from time to time, until no path to it is shut."""
+        if not (path.link.current and self._channel.able):
+            return
         nic = self._peer(path.link).nics[path.nic]
-        if path.link.current and self._channel.able and nic.due_ns is None:
+        if nic.due_ns is None:
             nic.wait_ns = nic.wait_ns or self._ns(self._options.probe_first_s)
             nic.due_ns = self._now_ns() + nic.wait_ns
             self._book()

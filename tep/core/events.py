@@ -1,6 +1,7 @@
 """Events between the parts of an engine: appended to one list, and handled once a step.
 
 Values only. The part that appends an event does not know which part handles it; the worker does.
+Any thread may append one; only the worker takes them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from typing import NamedTuple
 
 from tep.core.path import Link, Path
 
-__all__ = ["DoubtsEnded", "Event", "PathKeptShut", "PeerHeard", "PeerNicDown", "PeerRestarted"]
+__all__ = [
+    "DoubtsEnded", "Event", "PathKeptShut", "PathShut", "PeerHeard", "PeerNicDown", "PeerRestarted",
+]  # fmt: skip
 
 
 class PeerNicDown(NamedTuple):
@@ -32,6 +35,12 @@ class PathKeptShut(NamedTuple):
     address: bytes
 
 
+class PathShut(NamedTuple):
+    """Rows are not sent over a path any more: it is to be opened again."""
+
+    path: Path
+
+
 class PeerHeard(NamedTuple):
     """A peer that did not answer, or a NIC of it, does again."""
 
@@ -45,4 +54,4 @@ class DoubtsEnded(NamedTuple):
     landed: dict[int, int]
 
 
-Event = PeerNicDown | PeerRestarted | PathKeptShut | PeerHeard | DoubtsEnded
+Event = PeerNicDown | PeerRestarted | PathKeptShut | PathShut | PeerHeard | DoubtsEnded

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
-from tep.core.events import Event, PeerNicDown, PeerRestarted
+from tep.core.events import Event, PathShut, PeerNicDown, PeerRestarted
 from tep.core.journal import Journal
 from tep.core.path import FarEnds, Link, Path, PathEvent, Routes
 from tep.core.pending import (
@@ -46,9 +46,9 @@ from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
 from tep.errors import FabricError, TepError
 
-__all__ = ["LONG_BYTES", "PIECE_BYTES", "DomainGroup", "not_made_good"]
+__all__ = ["LONG_BYTES", "PIECE_BYTES", "TURNS_MAX", "DomainGroup", "not_made_good"]
 
-_TURNS_MAX: Final = 64
+TURNS_MAX: Final = 64
 """Batches offered to one NIC in one step: limited, so that posting cannot starve polling."""
 
 _TEMPLATES_MAX: Final = 256
@@ -144,7 +144,7 @@ class DomainGroup:
         self.closing: TepError | None = None
         self.losses: list[Loss] = []
         self.acks = Acks() if failover else None
-        self.events: list[Event] = []
+        self.events: deque[Event] = deque()
         self.far_ends = FarEnds()
 
     @property
@@ -476,7 +476,7 @@ class DomainGroup:
     def _post_on(self, domain: int, queue: deque[Pending], refused: int = 0) -> bool:
         """Offer a NIC its queue; of the last `refused` batches of it nothing was taken just now."""
         nic, work = self.domains[domain], False
-        for _ in range(_TURNS_MAX):
+        for _ in range(TURNS_MAX):
             if refused >= len(queue):
                 break
             pending = queue[0]
@@ -702,6 +702,8 @@ class DomainGroup:
         A row posted on it from now on may land before the peer fences it, and would be taken for a
         lost one; or the fence stops it.
         """
+        if path.is_up:
+            self.events.append(PathShut(path))
         path.to(PathEvent.LOST)
         link, nic = path.link, path.nic
         if link.has_way(i for i, up in enumerate(self.alive) if up):

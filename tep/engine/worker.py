@@ -2,7 +2,8 @@
 
 The worker owns the group, the table of immediates, the messages and the watched words. It settles
 handles inside the step; `deliver()` runs the users' callbacks later, outside the step.
-Rule: other threads only append to `commands`; only the thread that turns the worker uses the rest.
+Rule: other threads only append, to `commands` and to the group's events; only the thread that turns
+the worker uses the rest.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ from tep.control.leases import Leases
 from tep.control.membership import Membership
 from tep.control.pruning import Pruning
 from tep.control.telling import Telling
-from tep.core.events import DoubtsEnded, PathKeptShut, PeerHeard, PeerNicDown, PeerRestarted
+from tep.core.events import (
+    DoubtsEnded,
+    PathKeptShut,
+    PathShut,
+    PeerHeard,
+    PeerNicDown,
+    PeerRestarted,
+)
 from tep.core.group import DomainGroup
 from tep.core.handle import PENDING, Handle, State, closed_error
 from tep.core.imm import ImmTable
@@ -145,12 +153,11 @@ class Worker:
         self.open: dict[Handle, None] = {}
         self.watch = WatchPage()
         self.steps = self.submitted = self.taken = 0
-        self.closed, self._now_s = False, now_s
+        self.closed, self._now_s, self.report = False, now_s, report
         self._is_stepping = False  # a step takes commands, and posts then
         self.settled = dict.fromkeys((State.DONE, State.CANCELLED, State.FAILED), 0)
         self.commands: deque[tuple[Callable[..., None], Handle]] = deque()
         self.receive: tuple[Receive, bool] | None = None  # and whether it gets the sender
-        self.report = report
         self.channel = channel = Channel(group, now_s)
         self.failover = Failover(group, channel)
         self.pruning = Pruning(group, channel, now_s)
@@ -166,7 +173,8 @@ class Worker:
         name = f"{address.name} (epoch {address.epoch})"[:200]
         table = self.imms, channel, self.open, self._end
         self.failures = Failures(name, *table, domains, self._arrivals)
-        self.peers = PeerBook(address, domains, lock, self.held_leases, replaced, group.routes)
+        shared = self.held_leases, replaced, group.routes, group.events
+        self.peers = PeerBook(address, domains, lock, *shared)
         parts = self.failover, self.fencing, self.failures, self.leases
         self.members = Membership(
             group, channel, *parts, self.peers.drop, self.open, self._end, options, now_s
@@ -259,22 +267,21 @@ class Worker:
         """Pass each event to the part that handles it, in the order of the events."""
         events = self.group.events
         while events:
-            found = events[:]
-            events.clear()
-            for event in found:
-                match event:
-                    case PeerNicDown(link, nic):
-                        self.members.nic_down(link, nic)
-                    case PeerRestarted(link):
-                        self.members.met_later(link)
-                    case PathKeptShut(nic, address):
-                        self.leases.ask_again(nic, address)
-                    case PeerHeard(link):
-                        self.telling.heard(link)
-                    case DoubtsEnded(path, landed):
-                        self.telling.cleared(path, landed)
-                    case _:
-                        assert_never(event)
+            match event := events.popleft():
+                case PeerNicDown(link, nic):
+                    self.members.nic_down(link, nic)
+                case PeerRestarted(link):
+                    self.members.met_later(link)
+                case PathKeptShut(nic, address):
+                    self.leases.ask_again(nic, address)
+                case PeerHeard(link):
+                    self.telling.heard(link)
+                case PathShut(path):
+                    self.members.path_shut(path)
+                case DoubtsEnded(path, landed):
+                    self.telling.cleared(path, landed)
+                case _:
+                    assert_never(event)
 
     def _give_up(self, index: int, error: OSError | MemoryError) -> bool:
         """A NIC's poll() raised: it is down, and is polled some more times for its completions.

@@ -250,6 +250,25 @@ def test_a_path_that_was_given_up_is_fenced_and_used_again() -> None:
         assert write(a, regions).wait().ok
 
 
+def test_a_path_that_was_shut_at_a_removal_is_used_again() -> None:
+    """Who removes a peer whose NIC flaps, and meets it again, would be one path short for good."""
+    cluster, _ = pair((1, 2))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        cluster.at(cluster.now_us, clog("b", 1, 400))
+        write(a, regions).wait()
+        a.remove_peer(b.main_address).wait()
+        write(a, regions).wait()
+        link = a._peers.links["sim", "b"]
+        assert [(0, 1)] == link.shut()
+        for _ in range(20):
+            write(a, regions).wait()
+            pass_time(cluster, 50)
+        assert [] == link.shut()
+        assert rows_to(cluster, "b", 1) > 10
+
+
 @pytest.mark.slow
 def test_a_nic_that_fails_again_waits_longer() -> None:
     """A link that flaps all the time would cost each time what a dead one costs once."""
