@@ -123,7 +123,7 @@ class ChaosNic(ChaosReceiver):
             due = self._book((row, 0, 0, None), self._env.now + self._flight_ps(drawn))
             twice = 15 - (row.bits >> 52 & 15) < self._chaos.control_dup
             if is_control and twice and not self.fabric.healed:
-                self._env.call_at(due + 1 + below(drawn, _COPY_PS), _copy, row)
+                self._env.call_at(due + 1 + (below(drawn, _COPY_PS) << 2 * (drawn & 3)), _copy, row)
         return True
 
     def _is_lost(self, row: Flight) -> bool:

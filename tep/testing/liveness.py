@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import repeat
 from typing import Final
 
+from tep.api import Pages
 from tep.backends.base import Access
 from tep.core.handle import State
 from tep.core.transfer import Transfer
@@ -23,6 +24,7 @@ __all__ = ["go_on", "hear_of_failures", "lasts"]
 
 _IMM: Final = 0x7E570000
 _BYTES: Final = bytes(range(1, 98))
+_PAGE: Final = 8
 _EVENTS_MAX: Final = 20_000
 _TURNS_MAX: Final = 6
 _SHORT_PS: Final = 30_000 * PS_PER_NS
@@ -39,6 +41,8 @@ def go_on(stage: Stage) -> None:
         if host.name != SENDER and host.live:
             _write(stage, host, _IMM + 256 * number)
             stage.seen["went on"] += 1
+            _open(stage, host)
+            _write_everywhere(stage, host, _IMM + 256 * number + 128)
 
 
 def _write(stage: Stage, host: Host, imm: int) -> None:
@@ -65,6 +69,54 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
             return
         _turn(stage)
     stage.fail(f"after healing {tries} writes to {host.name} failed: {handle.error}")
+
+
+def _write_everywhere(stage: Stage, host: Host, imm: int) -> None:
+    """Write a page over each lane: all paths are open, so nothing has to be written again.
+
+    Where there were leases a path may have been fenced off at their end, and no row was there yet.
+    """
+    sender = stage.sender
+    leased = any(spec.leased for spec in stage.scenario.transfers)
+    if leased or not all(tap.is_useful for end in (sender, host) for tap in end.taps):
+        return
+    lanes = Pages(range(len(sender.taps) * len(host.taps)))
+    mr, _ = sender.engine.reg_mr(bytes(_PAGE * len(lanes.indices)), access=Access.SOURCE)
+    _, desc = host.engine.reg_mr(bytearray(_PAGE * len(lanes.indices)))
+    handle = sender.engine.submit_paged_writes(_PAGE, (mr, lanes), (desc, lanes), imm)
+    _rest(stage)
+    again = handle.stats().rows_again
+    if not handle.ok or again:
+        why = f"wrote {again} rows again" if handle.ok else f"failed: {handle.error}"
+        stage.fail(f"after healing a write over all paths to {host.name} {why}")
+    stage.seen["all paths used again"] += bool(stage.broken)
+
+
+def _open(stage: Stage, host: Host) -> None:
+    """Each path between NICs that live is used again, if its sender is turned so often."""
+    for _ in range(_TURNS_MAX):
+        shut = _shut(stage.sender, host)
+        if not shut:
+            return
+        _turn(stage)
+    shut = _shut(stage.sender, host)
+    if shut:
+        stage.fail(f"after healing paths to {host.name} were not opened again: {shut}")
+
+
+def _shut(sender: Host, host: Host) -> list[tuple[int, int]]:
+    """(our NIC, its NIC) of the paths that carry no rows, though both NICs live."""
+    link = sender.engine._peers.links.get(("sim", host.name))
+    if link is None or link.addr != host.desc.addr:
+        return []
+    return [
+        (ours, theirs)
+        for ours, tap in enumerate(sender.taps)
+        for theirs, other in enumerate(host.taps)
+        if tap.is_useful
+        and other.is_useful
+        and not (link.is_up(ours, theirs) and link.alive[theirs])
+    ]
 
 
 def lasts(fault: Fault) -> bool:

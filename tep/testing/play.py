@@ -43,6 +43,7 @@ class Play:
         env: FabricEnv | None = None,
     ) -> None:
         self.stage = stage = Stage(scenario, engine_class, row_log, env)
+        stage.seen["steady"] += scenario.steady
         self.company = Company(stage)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)

@@ -68,6 +68,7 @@ RECEIVERS: Final = ("b", "c")
 _NS: Final = PS_PER_NS
 _SPAN_PS: Final = 600 * _NS
 _SPREAD_PS: Final = 4000 * _NS
+_STEADY_ROUNDS: Final = 10
 _FAULT_PS: Final = 1000 * _NS
 
 _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
@@ -78,6 +79,7 @@ _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
     "start_ps": (1, None),
     "expect_ps": (1, None),
     "rounds": (1, None),
+    "pace_ps": (1, None),
     "again": (0, None),
     "again_ps": (1, None),
     "restate_ps": (1, None),
@@ -107,6 +109,7 @@ class TransferSpec:
         split: the receivers expect it in two parts, one behind the other.
         recall_ps: when the receivers take their expectations back and state them again, or None.
         rounds: how often it is done, each time after the one before; the immediate is the same.
+        pace_ps: time from the end of a round to the next.
         lined_up: the expectations of all rounds are stated at once, not each after the one before.
         cancel_ps: when it is cancelled, counted from its start, or None.
         stale: it names the receivers by the descriptors they had before a restart.
@@ -138,6 +141,7 @@ class TransferSpec:
     split: bool = False
     recall_ps: int | None = None
     rounds: int = 1
+    pace_ps: int = 1
     lined_up: bool = False
     cancel_ps: int | None = None
     stale: bool = False
@@ -311,6 +315,11 @@ class Scenario:
     def wide(self) -> bool:
         """Whether node c takes part."""
         return any(spec.wide for spec in self.transfers)
+
+    @property
+    def steady(self) -> bool:
+        """Whether one transfer comes again and again, long enough for links to flap meanwhile."""
+        return self.transfers[0].rounds >= _STEADY_ROUNDS
 
     def mates(self, place: int) -> tuple[int, ...]:
         """The places of the transfers under the immediate of one of them, itself included."""
@@ -732,6 +741,7 @@ def _draw_chaos(dice: _Dice, seed: int, theme: str) -> Chaos:
     return drawn if theme in ("kill", "plain") else replace(drawn, cq_depth=0)
 
 
+_SOON_DEAD_PS: Final = 300 * _NS
 _LASTS_NS: Final = (200, 1000, 4000, 20_000, None)
 
 
@@ -809,7 +819,58 @@ def _in_company(dice: _Dice, drawn: Scenario) -> Scenario:
         drawn = replace(drawn, watched=True, faults=faults)
     if not drawn.tell_failures and dice.below(0, 93, 12) == 0:
         drawn = replace(drawn, remove_ps=1 + dice.below(0, 94, _SPREAD_PS))
+    if dice.below(0, 100, 16) == 0 and drawn.close is None:
+        drawn = _draw_steady(dice, drawn)
     return drawn
+
+
+def _draw_steady(dice: _Dice, drawn: Scenario) -> Scenario:
+    """One transfer comes again and again for a while, in which links flap."""
+    nics = (*dice.pick(0, 101, ((1, 1), (1, 2), (1, 2), (2, 2), (2, 2), (2, 3))), drawn.nics[2])
+    spec = TransferSpec(
+        kind=dice.pick(0, 102, ("paged", "per_page", "per_page", "single")),
+        size=dice.pick(0, 103, _PAGE_SIZES),
+        start_ps=drawn.transfers[0].start_ps,
+        rounds=_STEADY_ROUNDS + dice.below(0, 105, 30),
+        pace_ps=1 + dice.pick(0, 106, (0, 2000, 10_000)) * _NS,
+    )
+    if spec.kind != "single":
+        spec = replace(spec, pages=dice.pick(0, 104, _PAGES))
+    lost, doubled = dice.pick(0, 108, (0, 0, 0, 2)), dice.pick(0, 109, (0, 8))
+    pruned = (("core.sums.PRUNE_AT", 1),) if dice.below(0, 110, 2) else drawn.sizes
+    return replace(
+        drawn,
+        nics=nics,
+        transfers=(spec,),
+        faults=_draw_flaps(dice, nics, spec),
+        chaos=replace(
+            drawn.chaos, message_loss=lost, control_dup=doubled, dead_after_ps=_SOON_DEAD_PS
+        ),
+        sizes=pruned,
+        failover=drawn.failover or dice.below(0, 113, 2) == 1,
+        watched=dice.below(0, 111, 2) == 1,
+    )
+
+
+def _draw_flaps(
+    dice: _Dice, nics: tuple[int, int, int], spec: TransferSpec
+) -> tuple[tuple[int, Fault], ...]:
+    """Links that are cut for a while; in half of the runs it is those of one NIC, each time."""
+    found: list[tuple[int, Fault]] = []
+    span_ps = spec.rounds * (spec.pace_ps + 3000 * _NS)
+    one = dice.below(0, 112, 2)
+    for k in range(1 + dice.below(0, 107, 6)):
+        entity, which = 1200 + k, 1200 if one else 1200 + k
+        number = dice.below(which, 1, 2)
+        node, nic = (SENDER, RECEIVERS[0])[number], dice.below(which, 2, nics[number])
+        peer, peer_nic = (RECEIVERS[0], SENDER)[number], dice.below(which, 3, nics[1 - number])
+        for_ps = dice.pick(entity, 4, (2000, 10_000, 40_000, 100_000)) * _NS
+        at_ps = spec.start_ps + dice.below(entity, 5, span_ps)
+        if dice.below(entity, 6, 2):
+            found.append((at_ps, Clog(node, nic, for_ps)))
+        else:
+            found.append((at_ps, Cut(node, nic, peer, peer_nic, for_ps)))
+    return tuple(found)
 
 
 def _draw_silence(dice: _Dice, nics: tuple[int, int, int]) -> tuple[tuple[int, Fault], ...]:

@@ -5,6 +5,7 @@ Here are the checks that belong to the moment in which a transfer settles.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -29,6 +30,8 @@ _MADE_GOOD: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.FLUSH
 """With such an error a row may have landed or not; the engine finds out, and sees to it."""
 
 _DEAD_PATHS: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.STALE_PEER))
+
+_CONTRADICTED: Final = re.compile("which cannot be|has pruned its sums")
 
 _LOST_MAX: Final = 4
 """Of sixteen messages. Where more are lost, so may be all questions that could save a transfer."""
@@ -226,7 +229,7 @@ class Sender:
         stage.sender.memory[area.start : area.stop] = REUSED * (area.stop - area.start)
         env, number = stage.lab.env, run.number + 1
         if handle.ok and run.round + 1 < run.spec.rounds:
-            env.call_at(env.now + 1, self._begin, (run.place, number, run.round + 1))
+            env.call_at(env.now + run.spec.pace_ps, self._begin, (run.place, number, run.round + 1))
         elif not handle.ok and number - run.round <= run.spec.again:
             stage.seen["tried again"] += 1
             env.call_at(env.now + run.spec.again_ps, self._begin, (run.place, number, run.round))
@@ -285,6 +288,8 @@ class Sender:
             if not self._has_cause(run, status, nic):
                 self.stage.blame(f"{run} failed without a cause: {status.name} on NIC {nic}")
         excuse = "its lease was asked back" if ended else self._excuse(run)
+        if _CONTRADICTED.search(str(handle.error)):
+            self.stage.blame(f"{run} failed, since sums of both ends contradict: {handle.error}")
         told = self.stage.scenario.tell_failures  # then what follows is judged as well
         kind = "and told" if told else excuse
         self.stage.seen[f"excused: {kind}" if excuse else "failed without excuse"] += 1
@@ -294,7 +299,8 @@ class Sender:
     def _excuse(self, run: Run) -> str:
         """Why a transfer may fail here; "" if it has to be done: another path was there all along.
 
-        Slow links and pauses excuse nothing; dead NICs and cuts only that no path is left.
+        Slow links and pauses excuse nothing; NICs that died, or were cut off for a while, and cuts
+        of pairs only that no path is left.
         """
         stage, chaos = self.stage, self.stage.scenario.chaos
         if not stage.scenario.failover:
@@ -314,16 +320,15 @@ class Sender:
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
             # What is in doubt about a cancelled request may be in doubt for others.
             return "a transfer was cancelled"
-        dead = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic)}
+        hurt = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic | Clog | Mute)}
         cut = [{(f.node, f.nic), (f.peer, f.peer_nic)} for f in stage.broken if isinstance(f, Cut)]
         others = [
             fault
             for fault in stage.broken
-            if not isinstance(fault, KillNic | Cut | Slow | Pause)
-            and not (isinstance(fault, Mute) and (fault.node, fault.nic) in dead)
+            if not isinstance(fault, KillNic | Clog | Cut | Mute | Slow | Pause)
         ]
         often = chaos.message_loss > _LOST_MAX
-        trouble = len(dead) + len(cut) + (chaos.post_fails > 0)
+        trouble = len(hurt) + len(cut) + (chaos.post_fails > 0)
         if often or (chaos.message_loss and (others or trouble > 1)):
             return "messages are lost"
         if others:
@@ -331,13 +336,16 @@ class Sender:
         for host in run.hosts:
             left = [
                 {ours, theirs}
-                for ours in sorted({(SENDER, nic) for nic in range(len(stage.sender.taps))} - dead)
-                for theirs in sorted({(host.name, nic) for nic in range(len(host.taps))} - dead)
+                for ours in sorted({(SENDER, nic) for nic in range(len(stage.sender.taps))} - hurt)
+                for theirs in sorted({(host.name, nic) for nic in range(len(host.taps))} - hurt)
             ]
             if not left:
-                return "all NICs of one end died"
-            if all(pair in cut for pair in left):
+                return "all NICs of one end were in trouble"
+            whole = [pair for pair in left if pair not in cut]
+            if not whole:
                 return "Cut"
+            if chaos.message_loss and trouble and len(whole) == 1:
+                return "messages are lost"  # each try of a question, or its answer, on that path
         return "no connection" if stage.sender.unconnected else ""
 
     def _has_cause(self, run: Run, status: Status, nic: int) -> bool:

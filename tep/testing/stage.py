@@ -324,6 +324,9 @@ class _Answers(Mover):
     host: Host
     handles: list[Transfer] = field(default_factory=list)
 
+    def is_failing(self) -> bool:
+        return any(handle.failure is not None for handle in self.handles)
+
 
 class Echo:
     """The answers of one run: receivers tell the sender of each count that fired by an empty write.

@@ -5,9 +5,9 @@
     python -m tests.bench.bench_bugs --starts 1 --most 200 --escapes
 
 Median and worst over the starts; a bug that is not found counts as --most + 1. The bugs are those
-of all gates: engine and fairness, lives, leases, reads, reopening; each is hunted in the runs of
-its own gate. With --escapes the fabric lacks one ability after another, and what is told is how
-many bugs of the first two gates escape then: what that ability is worth.
+of all gates: engine and fairness, company, leases, pruning, reads, reopening. With --escapes the
+fabric lacks one ability after another, and what is told is how many bugs of the first two gates
+escape then: what that ability is worth.
 """
 
 from __future__ import annotations
@@ -18,20 +18,17 @@ import logging
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario
 from tests.gate.bugs_leases import LEASE_BUGS
-from tests.gate.bugs_lives import COMPANY, LIVES
+from tests.gate.bugs_lives import COMPANY
 from tests.gate.bugs_reads import READ_BUGS
-from tests.gate.bugs_reopening import REOPENING
+from tests.gate.bugs_reopening import PRUNING, REOPENING
 from tests.gate.planted import BUGS
 from tests.gate.registry import Bug, changed
 from tests.gate.test_planted_bugs import WEAKER
-from tests.support.lives import live
-from tests.support.reopening import swarm
 
 START = 100_000
 
@@ -58,13 +55,16 @@ def engine_hunts(without: str = "") -> Iterator[Hunt]:
 
 def all_hunts() -> Iterator[Hunt]:
     yield from engine_hunts()
-    for bug, fates, knobs in LIVES.values():
-        yield Hunt("lives", bug, partial(live, fates=fates, **knobs))
-    for gate, bugs in (("company", COMPANY), ("leases", LEASE_BUGS), ("reads", READ_BUGS)):
+    more = {
+        "company": COMPANY,
+        "leases": LEASE_BUGS,
+        "pruning": PRUNING,
+        "reads": READ_BUGS,
+        "reopening": REOPENING,
+    }
+    for gate, bugs in more.items():
         for bug in bugs.values():
             yield Hunt(gate, bug, lambda seed: run_scenario(Scenario.draw(seed)))
-    for bug in REOPENING.values():
-        yield Hunt("reopening", bug, lambda seed: swarm(range(seed, seed + 1)))
 
 
 def seeds_to_find(hunt: Hunt, start: int, most: int) -> int:

@@ -1,7 +1,6 @@
 """Planted bugs: peers that are lost, come back, restart and leave.
 
-Most are looked for in those of the oracle's runs that watch or remove a peer: one in eight. Three
-are about one NIC that flaps under steady traffic, which has lives of its own.
+They are looked for in those of the oracle's runs that watch or remove a peer: one in eight.
 """
 
 from __future__ import annotations
@@ -9,16 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.control.membership import Membership, PeerChange, PeerState
-from tep.core.group import DomainGroup
-from tep.core.path import FarEnds
 from tep.core.peers import PeerBook
 from tests.gate.registry import Bug, Change
-from tests.support.lives import FATES
-
-LIVES: dict[str, tuple[Bug, tuple[str, ...], dict[str, object]]] = {}
-"""Each bug, with the fates among which it is looked for, and the fabric's knobs that it needs."""
-
-BUDGET = 80
 
 COMPANY: dict[str, Bug] = {}
 """Each bug that is looked for in the oracle's runs."""
@@ -28,18 +19,6 @@ def company(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
     """Register a bug; few of the seeds have a peer that is watched or removed."""
     COMPANY[plant.__name__] = Bug(plant.__name__, plant, budget=20_000)
     return plant
-
-
-def life(
-    *fates: str, **knobs: object
-) -> Callable[[Callable[[], list[Change]]], Callable[[], list[Change]]]:
-    """Register a bug, to be looked for in lives with these fates, or any."""
-
-    def register(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-        LIVES[plant.__name__] = Bug(plant.__name__, plant, BUDGET), fates or FATES, knobs
-        return plant
-
-    return register
 
 
 # ---------------------------------------------------------------------- hearts
@@ -118,36 +97,6 @@ def nobody_hears_of_a_return() -> list[Change]:
 def restart_is_a_loss() -> list[Change]:
     """A later incarnation answers, and the peer is taken for lost."""
     return [(Membership, "met_later", lambda *_: None)]
-
-
-# ---------------------------------------------------------------------- NICs
-
-
-@life("flap")
-def shunned_for_good() -> list[Change]:
-    """A NIC that is back is told of, and not used."""
-    return [(DomainGroup, "mark_up", lambda *_: None)]
-
-
-@life("flap")
-def back_over_a_fenced_path() -> list[Change]:
-    """A NIC that answers control messages is used again, though no row gets there."""
-
-    def every(self, link, number):
-        return [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
-
-    def route(self, domain, link, nic):
-        alive, there = self.alive, link.alive
-        here = next(i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)])
-        return here, next(j for k in range(len(there)) if there[j := (nic + k) % len(there)])
-
-    return [(Membership, "_paths", every), (DomainGroup, "route", route)]
-
-
-@life("flap", ordered=True, flush_on_error=True, dead_after_ps=300_000)
-def notes_take_rows_along() -> list[Change]:
-    """A heartbeat fails and flushes the rows on its path, which fail for no reason of their own."""
-    return [(FarEnds, "control_heard", lambda *_, **__: None)]
 
 
 # ---------------------------------------------------------------------- leaving

@@ -1,4 +1,8 @@
-"""Planted bugs: paths that were fenced off and are taken into use again."""
+"""Planted bugs: paths that are shut and taken into use again, and sums that both ends prune.
+
+They are looked for in those of the oracle's runs in which one transfer comes again and again while
+links flap. The two that spoil a NIC spoil that of the cases played whole as well.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,34 @@ from collections.abc import Callable
 
 from tep.control.failover import Failover
 from tep.control.fencing import Fencing
+from tep.control.membership import Membership
+from tep.control.messages import Answer
+from tep.control.pruning import Pruning
 from tep.control.reopening import Reopening
 from tep.core.group import DomainGroup
+from tep.core.path import FarEnds
+from tep.core.sums import Arrivals, PathSums, expand
+from tep.sim.chaos_receiver import ChaosReceiver
 from tests.gate.registry import Bug, Change
 from tests.support.orders import Nic
 
 REOPENING: dict[str, Bug] = {}
 
-BUDGET = 600
+PRUNING: dict[str, Bug] = {}
+
+BUDGET = 40_000
+"""Seeds, of which one in twenty flaps."""
 
 
 def reopening(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
-    """Register a bug, to be looked for in the drawn cases of `tests.support.reopening`."""
+    """Register a bug of paths that come back."""
     REOPENING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
+    return plant
+
+
+def pruning(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    """Register a bug of sums that are pruned."""
+    PRUNING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
     return plant
 
 
@@ -29,13 +48,17 @@ def rows_of_before_land_after() -> list[Change]:
     def unfence(self, source):
         self.fenced.discard(source)
 
-    return [(Nic, "unfence", unfence)]
+    def unbar(self, source):
+        self._fencing.pop(source, None)
+        self._barred.pop(source, None)
+
+    return [(Nic, "unfence", unfence), (ChaosReceiver, "unfence", unbar)]
 
 
 @reopening
 def agreed_but_not_lifted() -> list[Change]:
     """The receiver agrees, and its NIC still refuses."""
-    return [(Nic, "unfence", lambda *_: None)]
+    return [(owner, "unfence", lambda *_: None) for owner in (Nic, ChaosReceiver)]
 
 
 @reopening
@@ -101,3 +124,111 @@ def never_asked_without_a_fence() -> list[Change]:
 def open_in_name_only() -> list[Change]:
     """The path is told to be open, and stays shut."""
     return [(DomainGroup, "reopen", lambda *_: None)]
+
+
+@reopening
+def left_and_forgotten() -> list[Change]:
+    """A path that rows have left is asked for only if its peer's NIC is marked down."""
+    return [(Membership, "path_shut", lambda *_: None)]
+
+
+@reopening
+def shunned_for_good() -> list[Change]:
+    """A NIC that is back is told of, and not used."""
+    return [(DomainGroup, "mark_up", lambda *_: None)]
+
+
+@reopening
+def back_over_a_fenced_path() -> list[Change]:
+    """A NIC that answers control messages is used again, though no row gets there."""
+
+    def every(self, link, number):
+        return [(nic, number) for nic, alive in enumerate(self._group.alive) if alive]
+
+    def route(self, domain, link, nic):
+        alive, there = self.alive, link.alive
+        here = next(i for k in range(len(alive)) if alive[i := (domain + k) % len(alive)])
+        return here, next(j for k in range(len(there)) if there[j := (nic + k) % len(there)])
+
+    return [(Membership, "_paths", every), (DomainGroup, "route", route)]
+
+
+@reopening
+def notes_take_rows_along() -> list[Change]:
+    """A heartbeat fails and flushes the rows on its path, which fail for no reason of their own."""
+    return [(FarEnds, "control_heard", lambda *_, **__: None)]
+
+
+# ---------------------------------------------------------------------- pruned sums
+
+
+@pruning
+def subtracted_before_the_answer() -> list[Change]:
+    """The sender subtracts when it asks; the receiver may never have heard of it."""
+    ask = Pruning._ask
+
+    def early(self, path, sums):
+        ask(self, path, sums)
+        if sums.asking:
+            sums.sent.take(expand(sums.waiting[0]))
+
+    def late(self, generation):
+        if generation > self.pruned:
+            self.waiting.popleft()
+            self.pruned = generation
+        return True
+
+    return [(Pruning, "_ask", early), (PathSums, "prune", late)]
+
+
+@pruning
+def applied_twice() -> list[Change]:
+    """The receiver subtracts each copy of a message."""
+
+    def again(self, nic, address, generation, runs):
+        for source in self._of(nic, (address,)):
+            self.counted.take(expand(runs, source))
+        self._pruned[address] = max(generation, self.pruned(address))
+
+    return [(Arrivals, "prune", again)]
+
+
+@pruning
+def generation_ignored_by_the_judge() -> list[Change]:
+    """The sender compares its sums with those of another generation."""
+    told = Failover._told
+
+    def blind(self, loss, imms, answer):
+        pruned = loss.path.sums.pruned
+        told(self, loss, imms, Answer(answer.number, answer.why, answer.counts, pruned))
+
+    return [(Failover, "_told", blind)]
+
+
+@pruning
+def generation_not_told() -> list[Change]:
+    """The receiver does not say which generation its sums stand at."""
+    return [(Arrivals, "pruned", lambda *_: 0)]
+
+
+@pruning
+def answered_and_not_subtracted() -> list[Change]:
+    """The receiver agrees, and keeps its sums."""
+
+    def lazy(self, nic, address, generation, runs):
+        self._pruned[address] = generation
+
+    return [(Arrivals, "prune", lazy)]
+
+
+@pruning
+def subtracted_by_the_receiver_alone() -> list[Change]:
+    """The sender counts generations, and keeps its sums."""
+
+    def idle(self, generation):
+        if generation > self.pruned:
+            self.waiting.popleft()
+            self.pruned = generation
+        return True
+
+    return [(PathSums, "prune", idle)]

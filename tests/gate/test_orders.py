@@ -69,6 +69,7 @@ SHOWN: Final[dict[str, str]] = {
     "taken_into_use_when_refused": "two rounds",
     "never_asked_without_a_fence": "cut twice",
     "open_in_name_only": "one row",
+    "shunned_for_good": "one row",
 }
 """Bugs, and a case of their room in which an order shows them."""
 
@@ -102,6 +103,9 @@ MISSED: Final[dict[str, str]] = {
     "asked_back_while_rows_are_held": "a path is asked back only when nothing else is left",
     "late_copies_count": "no path is in use when the copy comes in so few runs",
     "asked_once": "nobody refuses to open a path here",
+    "back_over_a_fenced_path": "no heartbeat is answered over one path and not over another here",
+    "notes_take_rows_along": "rows are not flushed here",
+    "left_and_forgotten": "rows find each path that is shut here",
 }
 """Bugs that no case shows in so many runs, and why; seeds of their own gates find them all."""
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, Path, PathEvent, PathState
+from tep.testing.oracle import replay
 from tep.wire import NetAddr
-from tests.support.reopening import swarm
 
 
 def link(nics: int = 2, ours: int = 2) -> Link:
@@ -104,7 +104,8 @@ def test_runs_obey_the_table() -> None:
         to(path, event)
 
     with mock.patch.object(Path, "to", count):
-        swarm(range(150))
+        for seed in range(600):
+            replay(seed)
 
     assert set() == seen.keys() - TRANSITIONS.keys()
     rare = {

@@ -6,7 +6,7 @@ import pytest
 
 from tep.testing.explore import Choices
 from tests.support.orders import explored
-from tests.support.reopening import Play, pruning_swarm, swarm
+from tests.support.reopening import Play
 
 
 @pytest.mark.parametrize(("rows", "least"), [(1, 2), pytest.param(2, 100, marks=pytest.mark.long)])
@@ -21,27 +21,3 @@ def test_a_path_is_taken_into_use_again_in_every_order(rows: int, least: int) ->
     assert least < len(plays)
     assert len(plays) // 2 < sum(good for good, _ in plays), "hardly anything was lost"
     assert 0 == sum(failed for _, failed in plays)
-
-
-@pytest.mark.slow
-def test_drawn_cases() -> None:
-    """Late copies of questions, second cuts, probes in the middle of a failover."""
-    good, failed = swarm(range(400))
-
-    assert good > 100, "hardly anything was ever lost"
-    assert failed < 100, "hardly anything was made good"
-
-
-@pytest.mark.slow
-def test_drawn_cases_with_pruned_sums() -> None:
-    """Both ends subtract the same, whatever comes late, twice or not at all."""
-    good, failed = pruning_swarm(range(400))
-
-    assert good > 100, "hardly anything was ever lost"
-    assert failed < 100, "hardly anything was made good"
-
-
-@pytest.mark.long
-def test_drawn_cases_at_length() -> None:
-    """The rare orders."""
-    swarm(range(1_000, 60_000))

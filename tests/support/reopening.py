@@ -9,16 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable
 from functools import partial
-from unittest import mock
 
 import numpy as np
 
-from tep.api import Pages, ScatterDst
-from tep.core import sums
+from tep.api import Pages
 from tep.core.path import Link
 from tep.core.transfer import Expectation, Transfer
 from tep.testing.explore import Choices
-from tests.support.orders import Drawn, Fabric, Nic
+from tests.support.orders import Fabric, Nic
 
 PAGE = 8
 IMM = 7
@@ -36,10 +34,6 @@ class Play:
             path is cut any more.
         both: whether the second engine writes to the first as well.
         cuts: how often a path is cut; each time another may be, two at once at the most.
-        strays: how often time passes, so that probes and questions go out, at any moment; besides,
-            it passes when nothing else is left to do.
-        scatter: whether it is scatters and not paged writes.
-        values: how many immediates are used in turn; 0: each transfer has its own.
         copies: how often a message comes a second time, at any later moment.
 
     Attributes:
@@ -56,9 +50,6 @@ class Play:
         rounds: int = 1,
         both: bool = False,
         cuts: int = 1,
-        strays: int = 0,
-        scatter: bool = False,
-        values: int = 0,
         copies: int = 0,
     ) -> None:
         self.fabric = fabric = Fabric(chooser, nics, ())
@@ -66,10 +57,9 @@ class Play:
         here, there = fabric.nics[: nics[0]], fabric.nics[nics[0] :]
         self.lanes = [(ours, theirs) for ours in here for theirs in there]
         self.lanes += [(theirs, ours) for ours, theirs in self.lanes] if both else []
-        self.rows, self.rounds, self.scatter = rows, rounds, scatter
+        self.rows, self.rounds = rows, rounds
         self.ways = 2 if both else 1
-        self.cuts, self.strays = cuts, strays
-        self.values, self.copies = values, copies
+        self.cuts, self.copies = cuts, copies
         self.imms: list[int] = []
         self.kept: list[tuple[Nic, bytes, bytes]] = []
         self.fired: list[int] = []
@@ -82,7 +72,7 @@ class Play:
 
     def _state(self) -> Hashable:
         late = tuple((self.fabric.nics.index(nic), payload) for nic, payload, _ in self.kept)
-        return self.cuts, self.strays, self.copies, len(self.sent), late
+        return self.cuts, self.copies, len(self.sent), late
 
     def _send(self) -> None:
         lost = sum(not sent.ok for sent in self.sent)
@@ -94,16 +84,10 @@ class Play:
             mr, _ = a.reg_mr(np.full(self.rows * PAGE, number + 1, np.uint8))
             self.targets.append(np.zeros(self.rows * PAGE, np.uint8))
             _, desc = b.reg_mr(self.targets[-1])
-            # What a failed transfer has left of its immediates would count for the next one.
-            self.imms.append(IMM + (1000 * lost + number % self.values if self.values else number))
+            self.imms.append(IMM + number)
             imm, pages = self.imms[-1], Pages(range(self.rows))
             b.expect_imm_count(imm, self.rows, on_done=partial(self._reached, number))
-            places = [(k * PAGE, (desc, k * PAGE)) for k in range(self.rows)]
-            if self.scatter:
-                sent = a.submit_scatter(mr, [ScatterDst(PAGE, *place) for place in places], imm)
-            else:
-                sent = a.submit_paged_writes(PAGE, (mr, pages), (desc, pages), imm)
-            self.sent.append(sent)
+            self.sent.append(a.submit_paged_writes(PAGE, (mr, pages), (desc, pages), imm))
 
     def _reached(self, number: int, got: Expectation) -> None:
         if not got.ok:
@@ -126,8 +110,6 @@ class Play:
             found += [partial(self._cut, lane) for lane in self.lanes]
         if fabric.cuts and shut:
             found.append(fabric.cuts.clear)
-        if self.strays and shut:
-            found.append(self._stray)
         if self.copies and fabric.controls:
             found.append(self._copy)
         found += [self._late] * bool(self.kept)
@@ -155,10 +137,6 @@ class Play:
         """The oldest copy comes."""
         there, payload, address = self.kept.pop(0)
         there.push_control(payload, address)
-
-    def _stray(self) -> None:
-        self.strays -= 1
-        self._wait()
 
     def _wait(self) -> None:
         self.fabric.now_s += 1.0
@@ -192,29 +170,4 @@ class Play:
             engine.close()
 
 
-def swarm(seeds: range, **more: int) -> tuple[int, int]:
-    """Play drawn cases; return how often rows were made good, and how many transfers failed."""
-    good = failed = 0
-    for seed in seeds:
-        dice = Drawn(seed)
-        nics = dice.random.choice([(1, 2), (2, 2), (2, 3)])
-        drawn = {name: dice.random.randint(1, 4) for name in ("cuts", "strays", "rounds", "rows")}
-        drawn |= {name: dice.random.random() < 0.4 for name in ("both", "scatter")}
-        drawn |= more
-        try:
-            play = Play(dice, nics, **drawn)
-        except AssertionError as error:
-            error.add_note(f"again: swarm(range({seed}, {seed + 1})), {nics}, {drawn}")
-            raise
-        good += play.made_good > 0
-        failed += play.failed
-    return good, failed
-
-
-def pruning_swarm(seeds: range) -> tuple[int, int]:
-    """The same where sums are pruned from the first value on, and values come again."""
-    with mock.patch.object(sums, "PRUNE_AT", 0):
-        return swarm(seeds, values=2, copies=3)
-
-
-__all__ = ["Play", "pruning_swarm", "swarm"]
+__all__ = ["Play"]
