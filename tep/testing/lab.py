@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -87,7 +88,7 @@ def spans_of(scenario: Scenario) -> tuple[Span, ...]:
             (at + (17 * k + place) % n * stride, at + (17 * k + 5) % n * stride, spec.size)
             for k in range(n)
         ]
-        owners = RECEIVERS if spec.kind == "gather" and scenario.wide else RECEIVERS[:1]
+        owners = scenario.names[1:] if spec.kind == "gather" else RECEIVERS[:1]
         shares = tuple(tuple(pieces[k :: len(owners)]) for k in range(len(owners)))
         taking = [(name, share) for name, share in zip(owners, shares, strict=True) if share]
         names, shares = zip(*taking, strict=True)
@@ -120,22 +121,23 @@ def areas_of(scenario: Scenario) -> tuple[tuple[Area, ...], ...]:
     for place, spec in enumerate(scenario.transfers):
         rounds = []
         for number in range(spec.rounds + spec.again):
-            area = _area(spec, at, place + number)
+            area = _area(spec, at, place + number, len(scenario.names) - 1)
             rounds.append(area)
             at = area.stop + _GAP_BYTES
         found.append(tuple(rounds))
     return tuple(found)
 
 
-def _area(spec: TransferSpec, start: int, salt: int) -> Area:
+def _area(spec: TransferSpec, start: int, salt: int, receivers: int) -> Area:
     size = spec.size
     if spec.kind == "barrier":
-        return Area(start, start, ((), ()))
+        return Area(start, start, ((),) * receivers)
     if spec.kind == "scatter":
         # Slices of different lengths, each from its own place, so that no two can be mistaken.
-        second = size // 2 + 1
-        first = (start + second, start, size)
-        return Area(start, start + size + second, ((first,), ((start, start + size, second),)))
+        lengths = [size // (k + 1) + k for k in range(receivers)]
+        *dsts, stop = accumulate(lengths, initial=start)
+        srcs = [start + stop - dst - n for dst, n in zip(dsts, lengths)]
+        return Area(start, stop, tuple(((s, d, n),) for s, d, n in zip(srcs, dsts, lengths)))
     if spec.kind == "single":
         return Area(start, start + size, (((start, start, size),),))
     n, stride = spec.pages, size + spec.gap
@@ -162,7 +164,7 @@ class Host:
     """One incarnation of one node: engine, memory, and what crossed its seam.
 
     Attributes:
-        memory: the source of node a; the target of b and c.
+        memory: the source of node a; the target of the others.
         ledger, taps: what crossed its seam, and who wrote it down.
         freed: from where to where it wrote FREED.
         used: immediates of each value that its expectations and claims have used up.
@@ -272,9 +274,8 @@ class Lab:
         )
         self._engine_class = engine_class
         self._find = find
-        names = (SENDER, *RECEIVERS) if scenario.wide else (SENDER, RECEIVERS[0])
         self.hosts: dict[str, Host] = {}
-        for name, nics in zip(names, scenario.nics):
+        for name, nics in zip(scenario.names, scenario.nics):
             memory = bytearray(self.original) if name == SENDER else bytearray(BLANK * nbytes)
             node = self.fabric.node(name, nics)
             self.hosts[name] = Host(self, node, memory, engine_class, find)

@@ -44,6 +44,7 @@ class Play:
     ) -> None:
         self.stage = stage = Stage(scenario, engine_class, row_log, env)
         stage.seen["steady"] += scenario.steady
+        stage.seen["more than three nodes"] += len(scenario.names) > 3
         self.company = Company(stage)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)

@@ -63,7 +63,7 @@ PAGES_MAX: Final = 12
 MESSAGES_MAX: Final = 8
 READS_MAX: Final = 4
 SENDER: Final = "a"
-RECEIVERS: Final = ("b", "c")
+RECEIVERS: Final = ("b", "c", "d", "e", "f")
 
 _NS: Final = PS_PER_NS
 _SPAN_PS: Final = 600 * _NS
@@ -245,10 +245,11 @@ class ReadSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Scenario:
-    """One run: node "a" sends to "b", and where a transfer is wide also to "c"; and reads there.
+    """One run: node "a" sends to "b", and where a transfer is wide also to "c" and the others, if
+    there are more; and reads there.
 
     Attributes:
-        nics: NICs of a, b and c.
+        nics: NICs of a, b, c and, up to f, of as many more nodes as there are.
         transfers: 1 to TRANSFERS_MAX.
         reads: 0 to READS_MAX.
         chaos: the fabric's knobs.
@@ -266,7 +267,7 @@ class Scenario:
             of failures, since who removes a peer forgets what it has to tell it.
     """
 
-    nics: tuple[int, int, int] = (1, 1, 1)
+    nics: tuple[int, ...] = (1, 1, 1)
     transfers: tuple[TransferSpec, ...]
     reads: tuple[ReadSpec, ...] = ()
     chaos: Chaos
@@ -290,8 +291,9 @@ class Scenario:
             assert not self.tell_failures, "who removes a peer forgets what it has to tell it"
         assert 1 <= len(self.transfers) <= TRANSFERS_MAX, len(self.transfers)
         assert len(self.reads) <= READS_MAX, len(self.reads)
-        if not isinstance(self.nics, tuple) or len(self.nics) != 3:
-            raise BadRequest(f"Scenario: nics={shown(self.nics)} are not three numbers: of a, b, c")
+        if not isinstance(self.nics, tuple) or not 3 <= len(self.nics) <= 1 + len(RECEIVERS):
+            what = f"Scenario: nics={shown(self.nics)} are not three numbers: of a, b, c"
+            raise BadRequest(f"{what}, or up to six where there are more nodes")
         counts = tuple(check_int("Scenario: nics", n, 1, 4) for n in self.nics)
         object.__setattr__(self, "nics", counts)
         if any(isinstance(fault, Restart) and fault.node == SENDER for _, fault in self.faults):
@@ -313,8 +315,13 @@ class Scenario:
 
     @property
     def wide(self) -> bool:
-        """Whether node c takes part."""
+        """Whether node c takes part, and those after it."""
         return any(spec.wide for spec in self.transfers)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The nodes that take part, the sender first."""
+        return _names(self.nics, self.transfers)
 
     @property
     def steady(self) -> bool:
@@ -344,9 +351,7 @@ class Scenario:
         # What a restart or a dead NIC changes shows in the transfers after it.
         fewest = 2 if theme in ("kill", "restart") else 1
         count = fewest + dice.below(0, 2, 5 - fewest)
-        nics = (1 + dice.below(0, 3, 4), 1 + dice.below(0, 4, 4), 1 + dice.below(0, 5, 4))
-        if dice.below(0, 6, 2):
-            nics = (nics[0], nics[0], nics[2])  # equal counts: then lane k joins NIC k with NIC k
+        nics = _draw_nics(dice)
         wide = theme in ("kill", "restart") and dice.below(0, 8, 3) == 0
         transfers = tuple(
             _draw_transfer(dice, place, theme, wide=wide) for place in range(1, count + 1)
@@ -365,7 +370,7 @@ class Scenario:
             transfers, faults = _draw_together(dice, nics[0], count)
             chaos = replace(chaos, **_APART)
         cuts = _draw_cuts(dice, nics, transfers) if failover else ()
-        faults += _draw_drift(dice, transfers) + cuts
+        faults += _draw_drift(dice, nics, transfers) + cuts
         tells = dice.below(0, 62, 4) == 0
         if tells:
             transfers, faults, chaos = _draw_telling(
@@ -383,7 +388,7 @@ class Scenario:
             # Where rows land late, what failed would land in the memory that has its key then.
             chaos=replace(chaos, key_again=dice.below(0, 78, 2) > 0 and not chaos.late_land),
             faults=faults,
-            close=_draw_close(dice, transfers) if theme == "close" else None,
+            close=_draw_close(dice, nics, transfers) if theme == "close" else None,
             messages=0 if reborn or dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
             buffers=1 + dice.below(0, 32, 2),
             echo=dice.below(0, 33, 4) == 0 and not reborn,
@@ -423,6 +428,16 @@ class _Dice:
 
     def pick(self, entity: int, number: int, choices: tuple[T, ...]) -> T:
         return choices[(draw(self.key, entity, number) >> 32) * len(choices) >> 32]
+
+
+def _draw_nics(dice: _Dice) -> tuple[int, ...]:
+    """NICs of each node; in one run of three there are more than three, if they take part."""
+    nics = tuple(1 + dice.below(0, number, 4) for number in (3, 4, 5))
+    if dice.below(0, 6, 2):
+        nics = (nics[0], nics[0], nics[2])  # equal counts: then lane k joins NIC k with NIC k
+    if dice.below(0, 114, 3) == 0:
+        nics += tuple(1 + dice.below(0, 116 + k, 3) for k in range(1 + dice.below(0, 115, 3)))
+    return nics
 
 
 _KINDS: Final[tuple[TransferKind, ...]] = (
@@ -540,7 +555,7 @@ _APART: Final[dict[str, Any]] = {
 
 def _draw_telling(
     dice: _Dice,
-    nics: tuple[int, int, int],
+    nics: tuple[int, ...],
     transfers: tuple[TransferSpec, ...],
     faults: tuple[tuple[int, Fault], ...],
     chaos: Chaos,
@@ -587,7 +602,7 @@ def _draw_again(
 
 def _draw_leasing(
     dice: _Dice,
-    nics: tuple[int, int, int],
+    nics: tuple[int, ...],
     transfers: tuple[TransferSpec, ...],
     *,
     failover: bool,
@@ -617,7 +632,7 @@ def _draw_late(dice: _Dice, chaos: Chaos) -> Chaos:
 
 def _draw_end(
     dice: _Dice,
-    nics: tuple[int, int, int],
+    nics: tuple[int, ...],
     transfers: tuple[TransferSpec, ...],
     *,
     stays: bool,
@@ -655,7 +670,7 @@ def _draw_reads(dice: _Dice, theme: str) -> tuple[ReadSpec, ...]:
 def _draw_stuck(
     dice: _Dice,
     first: int,
-    nics: tuple[int, int, int],
+    nics: tuple[int, ...],
     starts_ps: list[int],
     kinds: tuple[type[Fault], ...] = (Mute, Clog),
     lasts_ns: tuple[int, ...] = (1000, 2000, 4000),
@@ -703,10 +718,10 @@ def _draw_read(dice: _Dice, entity: int, theme: str) -> ReadSpec:
 
 
 def _draw_faults(
-    dice: _Dice, theme: str, nics: tuple[int, int, int], transfers: tuple[TransferSpec, ...]
+    dice: _Dice, theme: str, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
 ) -> tuple[tuple[int, Fault], ...]:
     """What breaks in a run of this theme, and when: mostly while one of the transfers is going."""
-    nodes = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
+    nodes = _names(nics, transfers)
     t_ps = transfers[dice.below(0, 20, len(transfers))].start_ps + dice.below(0, 21, _FAULT_PS)
     node = dice.below(0, 22, len(nodes))
     nic = dice.below(0, 23, nics[node])
@@ -746,12 +761,12 @@ _LASTS_NS: Final = (200, 1000, 4000, 20_000, None)
 
 
 def _draw_trouble(
-    dice: _Dice, nics: tuple[int, int, int], transfers: tuple[TransferSpec, ...]
+    dice: _Dice, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
 ) -> tuple[tuple[int, Fault], ...]:
     """In one run of four links or workers are in trouble for a while, whatever else happens."""
     if dice.below(0, 41, 4):
         return ()
-    names = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
+    names = _names(nics, transfers)
     found: list[tuple[int, Fault]] = []
     for place in range(1 + dice.below(0, 42, 2)):
         entity = 1000 + place
@@ -778,14 +793,14 @@ def _draw_trouble(
 
 
 def _draw_cuts(
-    dice: _Dice, nics: tuple[int, int, int], transfers: tuple[TransferSpec, ...]
+    dice: _Dice, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
 ) -> tuple[tuple[int, Fault], ...]:
     """In one run of six a NIC of node a and one of a receiver do not reach each other any more."""
     if dice.below(0, 70, 6):
         return ()
     found: list[tuple[int, Fault]] = []
     for entity in range(1100, 1101 + dice.below(0, 71, 3)):
-        number = 1 + dice.below(entity, 1, 2 if any(spec.wide for spec in transfers) else 1)
+        number = 1 + dice.below(entity, 1, len(_names(nics, transfers)) - 1)
         pair = [
             (SENDER, dice.below(entity, 2, nics[0])),
             (RECEIVERS[number - 1], dice.below(entity, 3, nics[number])),
@@ -802,11 +817,13 @@ def _draw_cuts(
     return tuple(found)
 
 
-def _draw_drift(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[tuple[int, Fault], ...]:
+def _draw_drift(
+    dice: _Dice, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
+) -> tuple[tuple[int, Fault], ...]:
     """In one run of two the clock of one engine jumps, and runs at a speed of its own."""
     if dice.below(0, 73, 2):
         return ()
-    names = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
+    names = _names(nics, transfers)
     ahead_ns = dice.pick(0, 76, (0, 1000, 1_000_000))
     fault = Drift(dice.pick(0, 74, names), dice.pick(0, 75, DRIFTS), ahead_ns * _NS)
     return ((1 + dice.below(0, 77, _FAULT_PS), fault),)
@@ -826,7 +843,7 @@ def _in_company(dice: _Dice, drawn: Scenario) -> Scenario:
 
 def _draw_steady(dice: _Dice, drawn: Scenario) -> Scenario:
     """One transfer comes again and again for a while, in which links flap."""
-    nics = (*dice.pick(0, 101, ((1, 1), (1, 2), (1, 2), (2, 2), (2, 2), (2, 3))), drawn.nics[2])
+    nics = (*dice.pick(0, 101, ((1, 1), (1, 2), (1, 2), (2, 2), (2, 2), (2, 3))), *drawn.nics[2:])
     spec = TransferSpec(
         kind=dice.pick(0, 102, ("paged", "per_page", "per_page", "single")),
         size=dice.pick(0, 103, _PAGE_SIZES),
@@ -853,7 +870,7 @@ def _draw_steady(dice: _Dice, drawn: Scenario) -> Scenario:
 
 
 def _draw_flaps(
-    dice: _Dice, nics: tuple[int, int, int], spec: TransferSpec
+    dice: _Dice, nics: tuple[int, ...], spec: TransferSpec
 ) -> tuple[tuple[int, Fault], ...]:
     """Links that are cut for a while; in half of the runs it is those of one NIC, each time."""
     found: list[tuple[int, Fault]] = []
@@ -873,7 +890,7 @@ def _draw_flaps(
     return tuple(found)
 
 
-def _draw_silence(dice: _Dice, nics: tuple[int, int, int]) -> tuple[tuple[int, Fault], ...]:
+def _draw_silence(dice: _Dice, nics: tuple[int, ...]) -> tuple[tuple[int, Fault], ...]:
     """In most runs in which node b is watched: something that may be taken for its end."""
     kind = dice.pick(0, 95, ("nothing", "pause", "one NIC", "one NIC", "all NICs", "all NICs"))
     t_ps = 1 + dice.below(0, 96, 150_000 * _NS)
@@ -887,10 +904,17 @@ def _draw_silence(dice: _Dice, nics: tuple[int, int, int]) -> tuple[tuple[int, F
     return tuple((t_ps, Clog(RECEIVERS[0], nic, for_ps)) for nic in range(first, last))
 
 
-def _draw_close(dice: _Dice, transfers: tuple[TransferSpec, ...]) -> tuple[int, str]:
+def _draw_close(
+    dice: _Dice, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
+) -> tuple[int, str]:
     """Which engine is closed under everybody's hands, and when."""
-    nodes = (SENDER, *RECEIVERS) if any(spec.wide for spec in transfers) else (SENDER, RECEIVERS[0])
-    return 1 + dice.below(0, 7, _FAULT_PS), dice.pick(0, 34, nodes)
+    return 1 + dice.below(0, 7, _FAULT_PS), dice.pick(0, 34, _names(nics, transfers))
+
+
+def _names(nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]) -> tuple[str, ...]:
+    """The nodes that take part in these transfers, the sender first."""
+    wide = any(spec.wide for spec in transfers)
+    return (SENDER, *RECEIVERS[: len(nics) - 1 if wide else 1])
 
 
 def _settle(record: Any, name: str, low: int, high: int | None = None) -> None:

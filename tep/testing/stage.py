@@ -241,7 +241,7 @@ class Stage:
         """The receivers of a transfer as they are now."""
         hosts = self.lab.hosts
         if spec.wide:
-            return tuple(hosts[name] for name in RECEIVERS)
+            return tuple(hosts[name] for name in self.scenario.names[1:])
         return (hosts[RECEIVERS[0]],)
 
     def tries(self, place: int, round_: int) -> list[Run]:
@@ -275,7 +275,7 @@ class Stage:
         return [(imm, count, pieces)]
 
     def _routing(self, spec: TransferSpec) -> Routing:
-        nics = self.scenario.nics[1 : 3 if spec.wide else 2]
+        nics = self.scenario.nics[1 : len(self.scenario.names) if spec.wide else 2]
         most = min(plan.lanes(self.nlocal, n) for n in nics)
         cut = spec.kind == "single" or (spec.kind == "scatter" and spec.by_bytes)
         shards = min(spec.shards, most // self.nlocal if spec.pinned else most) if cut else 0

@@ -206,9 +206,16 @@ def posts(
                 break
             pending = queue[0]
             start, stop = pending.at, pending.stop
+            if start == stop:  # its rest was cut off while it was queued
+                queue.popleft()
+                continue
             if len(queue) > 1:
                 stop = min(stop, start + self._rows_max)
-            taken = self.domains[domain].post(pending.batch, start, stop)
+            try:
+                taken = self.domains[domain].post(pending.batch, start, stop)
+            except (OSError, MemoryError) as error:
+                self.give_up(domain, error)
+                return True
             refused = 0 if taken else refused + 1
             if taken == 0:
                 queue.rotate(-1)

@@ -232,6 +232,7 @@ WANTED = [
     "met again",
     "refused under a lease",
     "steady",
+    "more than three nodes",
     "all paths used again",
 ]
 """What the seeds have to meet: a suite that never met a case says nothing about it."""
