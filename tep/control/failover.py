@@ -220,6 +220,8 @@ class Failover:
             if pending.transfer.is_ending():
                 if mine is not None:
                     group.finish_retransmission(mine)
+                else:
+                    retransmission.missed += pending.row_bytes(row) > 0
             elif pending.row_bytes(row):
                 pending.transfer.left += 1
                 pending.transfer.extra += 1
@@ -227,7 +229,7 @@ class Failover:
                     mine = retransmission
                     retransmission.left += 1
                 self._group.repost(pending, row, mine, error)
-        group.finish_retransmission(retransmission)
+        group.finish_retransmission(retransmission, arrived=True)
 
     def _settle(self, rows: list[LostRow]) -> None:
         """Take the lost rows out of their transfers; rows written again are counted separately."""

@@ -72,6 +72,8 @@ LONG_BYTES: Final = 32 << 20
 _LOOKED_AT: Final = 64
 """Batches of a queue that are searched for rows to share, so that a search takes bounded time."""
 
+_SHARED_DOUBT: Final = "it may have landed, or a row with its immediate of a request that failed"
+
 _OK: Final = int(Status.OK)
 
 
@@ -633,7 +635,7 @@ class DomainGroup:
             else:
                 self._forget(pending)
             if pending.retransmission is not None and not held:
-                self.finish_retransmission(pending.retransmission)
+                self.finish_retransmission(pending.retransmission, arrived=status == _OK)
         if transfer.left == 0:
             self.ended.append(transfer)
 
@@ -913,17 +915,29 @@ class DomainGroup:
             fresh.retransmission = retransmission
         self._push(fresh)
 
-    def finish_retransmission(self, retransmission: Retransmission) -> None:
-        """Count a row of a retransmission that is over. After the last one, send the immediates."""
+    def finish_retransmission(
+        self, retransmission: Retransmission, *, arrived: bool = False
+    ) -> None:
+        """Count a row of a retransmission that is over. After the last one, send the immediates.
+
+        A row whose bytes did not arrive may be the one that an immediate stands for: for each of
+        them one less is sent, and the transfer that waits for that one fails.
+        """
         retransmission.left -= 1
+        retransmission.missed += not arrived
         if retransmission.left:
             return
         after, retransmission.after = retransmission.after, []
+        room = len(after) - retransmission.missed
         for pending, row, error in after:
             transfer = pending.transfer
             transfer.failure = transfer.failure or self.closing
             if not transfer.is_ending():
-                self.repost(pending, row, None, error)
+                room -= 1
+                if room < 0:
+                    self.lose(transfer, 1, not_made_good(error, _SHARED_DOUBT))
+                else:
+                    self.repost(pending, row, None, error)
                 continue
             transfer.left -= 1
             transfer.dropped += 1

@@ -56,14 +56,15 @@ class Retransmission:
     """Rows that are written again, and the immediates that follow once all of them have arrived.
 
     Attributes:
-        left: rows that have not arrived yet.
+        left: rows that are not over yet.
+        missed: rows whose bytes did not arrive, since their transfer failed meanwhile.
         after: (batch, row, error) of the rows whose immediates follow.
     """
 
-    __slots__ = ("after", "left")
+    __slots__ = ("after", "left", "missed")
 
     def __init__(self) -> None:
-        self.left = 0
+        self.left = self.missed = 0
         self.after: list[tuple[Pending, int, FabricError]] = []
 
 

@@ -33,6 +33,8 @@ _DEAD_PATHS: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.STAL
 
 _CONTRADICTED: Final = re.compile("which cannot be|has pruned its sums")
 
+_SHARED_DOUBT: Final = re.compile("of failed requests|of a request that failed")
+
 _LOST_MAX: Final = 4
 """Of sixteen messages. Where more are lost, so may be all questions that could save a transfer."""
 
@@ -320,6 +322,8 @@ class Sender:
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
             # What is in doubt about a cancelled request may be in doubt for others.
             return "a transfer was cancelled"
+        if _SHARED_DOUBT.search(str(run.handle and run.handle.error)) and self._has_failed(run):
+            return "another under its immediate failed"
         hurt = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic | Clog | Mute)}
         cut = [{(f.node, f.nic), (f.peer, f.peer_nic)} for f in stage.broken if isinstance(f, Cut)]
         others = [
@@ -347,6 +351,11 @@ class Sender:
             if chaos.message_loss and trouble and len(whole) == 1:
                 return "messages are lost"  # each try of a question, or its answer, on that path
         return "no connection" if stage.sender.unconnected else ""
+
+    def _has_failed(self, run: Run) -> bool:
+        """Whether another transfer under the immediate of this one has an error."""
+        mates = set(self.stage.scenario.mates(run.place)) - {run.place}
+        return any(self.stage.latest[k].is_failing() for k in mates & self.stage.latest.keys())
 
     def _has_cause(self, run: Run, status: Status, nic: int) -> bool:
         """Whether anything that broke so far explains an error."""

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 
 import tep.testing
-from tep.sim.faults import Chaos, Cut, KillNic
-from tep.testing import ReadSpec, Scenario, TransferSpec, engine_scenarios, run_scenario
+from tep.core.group import DomainGroup
+from tep.sim.faults import Chaos, Clog, Cut, KillNic, Revoke
+from tep.testing import (
+    ReadSpec,
+    Scenario,
+    TransferSpec,
+    Violation,
+    engine_scenarios,
+    run_scenario,
+)
 
 
 @given(engine_scenarios())
@@ -82,6 +91,51 @@ def test_a_nic_that_only_one_of_ours_misses_is_used_by_the_other() -> None:
             faults=((1, cut), (210_407, KillNic("b", 0))),
         )
     )
+
+
+def test_an_immediate_does_not_stand_for_a_row_that_was_not_written_again() -> None:
+    """Two transfers share a path and the immediate; one of their rows landed, and one fails later.
+
+    Found by a search of drawn runs: the other one's immediate completed the count, and the bytes of
+    the one that had failed were not there.
+    """
+    scenario = Scenario(
+        nics=(3, 3, 1),
+        transfers=(
+            TransferSpec(shards=2, start_ps=1446, shared=True),
+            TransferSpec(),
+            TransferSpec(kind="scatter", pinned=True, start_ps=1448, shared=True),
+        ),
+        reads=(ReadSpec(kind="paged", pages=3),),
+        chaos=Chaos(
+            seed=1611410,
+            reorder_ps=340_933,
+            fragments=1,
+            late_read=False,
+            short_post=False,
+            sq_depth=2,
+            imm_credits=1000,
+            poll_delay_ps=34_636,
+            cqe_limit=64,
+        ),
+        faults=(
+            (1, Revoke(node="c", nic=None)),
+            (503_476, Clog(node="b", nic=2, for_ps=None)),
+            (451_985, Clog(node="a", nic=0, for_ps=2_000_000)),
+            (519_259, Clog(node="a", nic=2, for_ps=4_000_000)),
+        ),
+    )
+    assert (("failed",), ("done",), ("failed",)) == run_scenario(scenario).states
+    finish = DomainGroup.finish_retransmission
+
+    def forgetful(self, retransmission, *, arrived=False):
+        finish(self, retransmission, arrived=True)
+
+    with (
+        mock.patch.object(DomainGroup, "finish_retransmission", forgetful),
+        pytest.raises(Violation, match="fired before all bytes"),
+    ):
+        run_scenario(scenario)
 
 
 def test_drawn_faults_are_not_reported_on_stderr(monkeypatch, capsys) -> None:
