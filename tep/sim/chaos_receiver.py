@@ -94,12 +94,23 @@ class ChaosReceiver(ChaosPort):
                     return
                 data = source.view[row.src + start : row.src + stop]
             region.view[offset + start : offset + stop] = data
+            if self._chaos.corrupt:
+                self._turn_bit(row, region.view[offset + start : offset + stop], start)
             if self._row_log is not None:
                 name = row.nic.node.name
                 self._note("place", row, name, offset + start, stop - start, zlib.crc32(data))
         row.left -= 1
         if row.left == 0:
             self._arrive(row)
+
+    def _turn_bit(self, row: Flight, placed: memoryview, start: int) -> None:
+        """Turn a bit of a row on its way, if it is one of those, and this fragment has the byte."""
+        if 255 - (row.bits >> 32 & 0xFF) >= self._chaos.corrupt or self.fabric.healed:
+            return
+        at = below(row.bits, row.nbytes) - start
+        if 0 <= at < len(placed):
+            placed[at] ^= 1 << (row.bits & 7)
+            self.fabric.seen["bit turned"] += 1
 
     def readable_at(
         self, rkey: int, address: int, nbytes: int, reader: bytes, number: int

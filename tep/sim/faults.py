@@ -71,6 +71,7 @@ _BOUNDS: Final = {
     **dict.fromkeys(("message_loss", "control_dup", "datagram_loss", "datagram_dup"), (0, 16)),
     "odd_errors": (0, 256),
     **dict.fromkeys(("post_fails", "connect_fails", "register_fails", "fence_fails"), (0, 255)),
+    "corrupt": (0, 256),
     **dict.fromkeys(
         ("sq_depth", "imm_credits", "cqe_limit", "poll_delay_ps", "dead_after_ps"), (1, _PS_MAX)
     ),
@@ -126,6 +127,8 @@ class Chaos:
         post_fails, connect_fails, register_fails: of 256 posts, new connections and registrations
             so many raise for want of resources; a signal may also interrupt a post (F29).
         fence_fails: of 256 fences so many end PROVIDER, and keep nothing out (F32).
+        corrupt: of 256 rows so many have one bit turned on their way, which no engine notices: only
+            who compares bytes, or has a checksum of its own (F33).
         kept: labels of the draws that are made, where all others come out tame, as `tep.sim.draws`
             has them; None: all are made. What shrinking leaves of a run.
     """
@@ -169,6 +172,7 @@ class Chaos:
     connect_fails: int = 0
     register_fails: int = 0
     fence_fails: int = 0
+    corrupt: int = 0
     kept: Container[Label] | None = None
 
     def __post_init__(self) -> None:
@@ -301,6 +305,7 @@ HARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
     (47, "odd_errors", (0, 0, 0, 6)),
     (48, "post_fails", (0, 0, 0, 2)),
     (49, "connect_fails", (0, 0, 0, 24)),
+    (50, "corrupt", (0, 4, 32)),
 )
 """Number, name and choices of each knob that Chaos.draw(harm=True) draws besides."""
 
@@ -339,8 +344,12 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "control": ("message_loss", "control_dup", "datagram_loss", "datagram_dup"),
     "errors": ("flush_on_error", "late_land", "late_ps", "late_fence", "odd_errors"),
     "resources": ("post_fails", "connect_fails"),
+    "bytes": ("corrupt",),
 }
 """The knobs and records of each group that a swarm can be restricted to."""
+
+_UNASKED: Final = frozenset(GROUPS) - {"bytes"}
+"""What "all" means: under these an engine keeps its promises; it mends no byte that comes wrong."""
 
 CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F1": ("rows of one NIC land in any order", ("ordered", "reorder_ps")),
@@ -381,6 +390,7 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "F30": ("clocks of two engines run apart, and jump", ("Drift",)),
     "F31": ("a key comes back for other memory, in one incarnation", ("key_again",)),
     "F32": ("a NIC cannot fence another one off", ("fence_fails",)),
+    "F33": ("a bit of a row is turned on its way", ("corrupt",)),
 }
 """Every fault: what it is, and what causes it: a knob, a record, or a field of a scenario."""
 
@@ -388,12 +398,15 @@ CATALOGUE: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
 def groups_of(kinds: str | Iterable[str]) -> frozenset[str]:
     """Read a choice of groups: "all", "none", or names, in one string or several.
 
+    "all" is without "bytes", whose fault only a checksum of the application finds: name it beside
+    "all" to have it too.
+
     Raises:
         UsageError: a name that is no group's.
     """
     names = kinds.replace(",", " ").split() if isinstance(kinds, str) else list(kinds)
-    if names == ["all"]:
-        return frozenset(GROUPS)
+    if "all" in names and not set(names) - {"all", "bytes"}:
+        return _UNASKED | frozenset(names) - {"all"}
     if names == ["none"]:
         return frozenset()
     unknown = sorted(set(names) - set(GROUPS))

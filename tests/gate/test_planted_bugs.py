@@ -16,7 +16,7 @@ from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
 from tep.sim.row_log import RowLog
 from tep.testing.oracle import Violation, replay, run_scenario
-from tep.testing.scenario import Scenario, TransferSpec
+from tep.testing.scenario import Scenario, TransferKind, TransferSpec
 from tep.units import PS_PER_MS
 from tests.gate import (
     bugs_counting,
@@ -332,6 +332,18 @@ def test_engine_is_clean_by_columns() -> None:
         mock.patch("tep.core.imm._SCALAR_MAX", 0),
     ):
         assert first_found(range(100_000, 100_000 + SEEDS // 10)) is None
+
+
+@pytest.mark.parametrize("kind", ["single", "paged", "per_page", "scatter"])
+@pytest.mark.parametrize("late", [1, 3_000_000])
+def test_a_bit_that_is_turned_on_its_way_is_found(kind: TransferKind, late: int) -> None:
+    """No engine looks at bytes: an oracle that does not, either, would pass wrong ones."""
+    spec = TransferSpec(kind=kind, pages=5 if "page" in kind else 1, expect_ps=late)
+    scenario = Scenario(nics=(2, 2, 2), transfers=(spec,), chaos=Chaos(corrupt=256))
+
+    with pytest.raises(Violation, match="before all bytes|bytes at b differ|bytes at c differ"):
+        run_scenario(scenario)
+    run_scenario(replace(scenario, chaos=Chaos()))
 
 
 LINKS = Clog | Cut | Mute | Slow | Swizzle

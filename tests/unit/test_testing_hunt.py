@@ -180,6 +180,23 @@ def test_a_clean_hunt_says_what_was_seen() -> None:
         assert seen[sight], sight
 
 
+async def checked(cluster: Cluster) -> None:
+    """A protocol that compares bytes, as one does that sends a checksum along."""
+    a, b = cluster.engines
+    target = bytearray(64)
+    (mr, _), (_, desc) = a.reg_mr(b"\7" * 64, access=tep.Access.SOURCE), b.reg_mr(target)
+    a.submit_single_write(64, (mr, 0), (desc, 0), imm=9)
+    await b.expect_imm_count(9, 1)
+    assert bytes(target) == b"\7" * 64, "the checksum is wrong"
+
+
+def test_a_checksum_finds_a_bit_that_was_turned() -> None:
+    """Networks and memories have such faults, and no engine looks at bytes."""
+    hunt(checked, nodes=2, nics=1, faults="order posting", runs=60)
+    with pytest.raises(Violation, match="the checksum is wrong"):
+        hunt(checked, nodes=2, nics=1, faults="order posting bytes", runs=60)
+
+
 def test_a_finding_shrinks_to_what_matters() -> None:
     """A knob that delays a thousand rows does not say which of them is the bug: one draw does."""
     with pytest.raises(Violation) as first:
