@@ -128,7 +128,8 @@ class Fencing:
     def lift(self, source: bytes, nic: int) -> str | None:
         """Accept rows of the NIC at an address at our NIC `nic` again; return why not, or None.
 
-        Rows that had ended before this call do not land any more (C27).
+        Rows that had ended before this call do not land any more (C27). A fence that failed, for a
+        lease, is forgotten: who asks has been told of an earlier one that did not.
         """
         far = self._far_ends.get(nic, source)
         fence = None if far is None else far.fence
@@ -137,8 +138,6 @@ class Fencing:
             return "a lease that its holder has not let go of keeps this path shut"
         if fence is not None and fence.status is None:
             return "it is being fenced off"
-        if fence is not None and fence.status != Status.OK:
-            return self.why_not(nic, cast("int", fence.status))
         try:
             self._nics[nic].unfence(source)
         except TepError as error:

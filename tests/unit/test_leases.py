@@ -248,6 +248,21 @@ def cannot_fence(self: ChaosNic, _: bytes, ctx: int) -> None:
     self._cq.push((int(Kind.FENCED), int(Status.PROVIDER), 1, 0, 0, ctx, 0))
 
 
+def test_a_fence_that_failed_keeps_no_path_shut(pair: Pair) -> None:
+    """A path was lifted, and the answer got lost; then a fence failed for a lease that is over.
+
+    Found by a search of drawn runs: its sender asked to have it opened, and was refused for ever.
+    """
+    fencing, source = pair.a._worker.fencing, pair.b.main_address.domains[0]
+    ends: list[int] = []
+    with mock.patch.object(ChaosNic, "fence", cannot_fence):
+        fencing.fence(source, 0, ends.append)
+        pair.pass_s(1e-3)
+
+    assert [Status.PROVIDER] == ends
+    assert fencing.lift(source, 0) is None
+
+
 def test_what_cannot_be_known_is_quarantined_and_lifted(pair: Pair) -> None:
     """An end that guesses is a page that changes; one that never ends is a page that is lost."""
     grant, lease = pair.lease(for_s=1e-3, nbytes=64)
