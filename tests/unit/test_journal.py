@@ -51,6 +51,8 @@ def test_each_fault_and_its_mending_is_one_line(caplog: pytest.LogCaptureFixture
     lines = [r.getMessage() for r in caplog.records if r.name == "tep.sim"]
 
     assert 1 == sum("NIC 1 (a/1) is down; 1 are left" in line for line in lines)
+    levels = {r.levelno for r in caplog.records if "is down; 1 are left" in r.getMessage()}
+    assert {logging.WARNING} == levels, "an ERROR is a NIC that raised"
     assert 1 <= faults["failover"] == sum("nobody knows whether it landed" in ln for ln in lines)
     assert 1 <= faults["fence"] == sum("the peer has fenced it off" in line for line in lines)
     assert any("peer b (epoch" in line and "restarted" in line for line in lines)

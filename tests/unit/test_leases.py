@@ -11,10 +11,8 @@ import pytest
 import tep
 from tep.api import EngineOptions
 from tep.backends.base import Kind, Status
-from tep.backends.loopback import Hub
 from tep.control import held_leases
 from tep.control.messages import Ended, Renewed
-from tep.drivers import InlineDriver
 from tep.errors import (
     BadDescriptor,
     BadRequest,
@@ -475,27 +473,3 @@ def test_a_source_on_a_dead_nic_is_held(pair: Pair) -> None:
 
     assert "NIC 0 (a/0) is down" in source.quarantined[0].why
     assert () == sent.in_doubt, "the path is fenced, and the other NIC has carried it"
-
-
-def test_a_stopped_worker_leaves_everything_in_doubt() -> None:
-    """After a bug nobody knows what the NICs hold."""
-    hub = Hub(token=1)
-    ring: list = []
-    a, b = (
-        tep.TransferEngine.open("loopback", name=n, hub=hub, driver=InlineDriver(ring), seed=3)
-        for n in "ab"
-    )
-    memory, target = np.zeros(64, np.uint8), np.zeros(64, np.uint8)
-    mr, _ = a.reg_mr(memory)
-    _, desc = b.reg_mr(target)
-    sent = a.submit_single_write(64, (mr, 0), (desc, 0))
-    for _ in range(100):
-        a._machine.step()
-        if sent.stats().rows_posted:
-            break
-    assert not sent.finished
-    a._machine.crash(RuntimeError("scripted"))
-
-    assert "stopped by a bug" in mr.quarantined[0].why
-    assert "UNKNOWN" == sent.in_doubt[0].code
-    b.close()
