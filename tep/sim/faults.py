@@ -38,6 +38,7 @@ __all__ = [
     "FRAGMENTS_MAX",
     "GROUPS",
     "HARM",
+    "SPOILT",
     "SWARM",
     "Chaos",
     "Clog",
@@ -305,9 +306,11 @@ HARM: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = (
     (47, "odd_errors", (0, 0, 0, 6)),
     (48, "post_fails", (0, 0, 0, 2)),
     (49, "connect_fails", (0, 0, 0, 24)),
-    (50, "corrupt", (0, 4, 32)),
 )
 """Number, name and choices of each knob that Chaos.draw(harm=True) draws besides."""
+
+SPOILT: Final[tuple[tuple[int, str, tuple[Any, ...]], ...]] = ((50, "corrupt", (0, 4, 32)),)
+"""As SWARM, for what no engine mends: only Faults.draw() draws it, if it is asked to."""
 
 _CALM: Final[dict[str, Any]] = {
     "reorder_ps": 0,
@@ -453,6 +456,9 @@ class Faults:
         free = {name for group in groups for name in GROUPS[group]}
         drawn = Chaos.draw(seed, harm=True)
         knobs = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+        for number, name, choices in SPOILT:
+            key = stream_key(seed, Stream.KNOBS)
+            knobs[name] = choices[below(draw(key, number), len(choices))]
         chaos = Chaos.calm(seed, **{name: knobs[name] for name in knobs if name in free})
         dice = stream_key(seed, Stream.FAULTS)
         possible = [kind for kind in _EVENTS if kind in free]

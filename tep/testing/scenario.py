@@ -749,7 +749,6 @@ def _draw_chaos(dice: _Dice, seed: int, theme: str) -> Chaos:
     fixed: dict[str, Any] = {
         "peer_depth": peer_depth,
         "register_fails": 0 if dice.below(0, 72, 8) else 64,
-        "corrupt": 0,
     }
     if dice.below(0, 40, 3):
         return Chaos.draw(seed, **fixed)

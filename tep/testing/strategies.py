@@ -19,6 +19,7 @@ from tep.sim.faults import (
     FRAGMENTS_MAX,
     GROUPS,
     HARM,
+    SPOILT,
     SWARM,
     Chaos,
     Clog,
@@ -255,7 +256,7 @@ def _knobs(draw: DrawFn, free: set[str]) -> Chaos:
     """Every knob of the chosen groups; the tame value comes first, so that it is shrunk to."""
     calm = Chaos.calm()
     knobs: dict[str, Any] = {"seed": draw(st.integers(0, 2**32 - 1))}
-    for _, name, choices in SWARM + HARM:
+    for _, name, choices in SWARM + HARM + SPOILT:
         if name in free:
             tame = getattr(calm, name)
             rest = sorted({choice for choice in choices if choice != tame})

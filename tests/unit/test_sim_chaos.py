@@ -17,6 +17,7 @@ from tep.sim.faults import (
     CATALOGUE,
     GROUPS,
     HARM,
+    SPOILT,
     SWARM,
     Chaos,
     Clog,
@@ -306,7 +307,9 @@ def test_a_swarm_can_be_restricted() -> None:
 def test_the_catalogue_is_whole() -> None:
     """A fault of the list that nothing causes, or a knob that no fault explains, is forgotten."""
     causes = {cause for _, causes in CATALOGUE.values() for cause in causes}
-    knobs = {name for _, name, _ in SWARM + HARM} - {"offsets"}  # no fault: a way of counting
+    knobs = {name for _, name, _ in SWARM + HARM + SPOILT} - {
+        "offsets"
+    }  # no fault: a way of counting
 
     assert [f"F{k}" for k in range(1, 34)] == list(CATALOGUE)
     assert knobs | {kind.__name__ for kind in get_args(Fault)} <= causes
