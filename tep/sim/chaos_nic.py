@@ -30,7 +30,7 @@ _BYTES_PER_NS: Final = 32
 _LATENCY_PS: Final = 200 * PS_PER_NS
 _AGAIN_PS: Final = 100 * PS_PER_NS  # after a post that was refused for no reason
 _REPEAT_PS: Final = 50 * PS_PER_NS
-_COPY_PS: Final = 4000 * PS_PER_NS  # how much later than a control message its copy comes
+_COPY_PS: Final = 4000 * PS_PER_NS  # a copy comes so much, or 4, 16 or 64 times as much, later
 _MESSAGES_MAX: Final = 64
 """Messages have room of their own: one that waits for its reader holds back no row to others."""
 

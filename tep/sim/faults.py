@@ -456,8 +456,8 @@ class Faults:
         free = {name for group in groups for name in GROUPS[group]}
         drawn = Chaos.draw(seed, harm=True)
         knobs = {field.name: getattr(drawn, field.name) for field in fields(drawn)}
+        key = stream_key(seed, Stream.KNOBS)
         for number, name, choices in SPOILT:
-            key = stream_key(seed, Stream.KNOBS)
             knobs[name] = choices[below(draw(key, number), len(choices))]
         chaos = Chaos.calm(seed, **{name: knobs[name] for name in knobs if name in free})
         dice = stream_key(seed, Stream.FAULTS)

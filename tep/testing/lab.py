@@ -116,12 +116,12 @@ class Area:
 
 def areas_of(scenario: Scenario) -> tuple[tuple[Area, ...], ...]:
     """Lay out memory: an area for each round and each retry, with gaps that belong to nobody."""
-    at = _GAP_BYTES
+    at, receivers = _GAP_BYTES, len(scenario.names) - 1
     found = []
     for place, spec in enumerate(scenario.transfers):
         rounds = []
         for number in range(spec.rounds + spec.again):
-            area = _area(spec, at, place + number, len(scenario.names) - 1)
+            area = _area(spec, at, place + number, receivers)
             rounds.append(area)
             at = area.stop + _GAP_BYTES
         found.append(tuple(rounds))

@@ -6,6 +6,8 @@ may stay; a write between two live engines that have a way left has to be done i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import repeat
 from typing import Final
 
@@ -41,7 +43,8 @@ def go_on(stage: Stage) -> None:
         if host.name != SENDER and host.live:
             _write(stage, host, _IMM + 256 * number)
             stage.seen["went on"] += 1
-            _open(stage, host)
+            # Each path between NICs that live is used again.
+            _turn_while(stage, partial(_shut, stage.sender, host))
             _write_everywhere(stage, host, _IMM + 256 * number + 128)
 
 
@@ -94,24 +97,12 @@ def _write_everywhere(stage: Stage, host: Host, imm: int) -> None:
     stage.seen["all paths used again"] += bool(stage.broken)
 
 
-def _open(stage: Stage, host: Host) -> None:
-    """Each path between NICs that live is used again, if its sender is turned so often."""
-    for _ in range(_TURNS_MAX):
-        shut = _shut(stage.sender, host)
-        if not shut:
-            return
-        _turn(stage)
-    shut = _shut(stage.sender, host)
-    if shut:
-        stage.fail(f"after healing paths to {host.name} were not opened again: {shut}")
-
-
-def _shut(sender: Host, host: Host) -> list[tuple[int, int]]:
-    """(our NIC, its NIC) of the paths that carry no rows, though both NICs live."""
+def _shut(sender: Host, host: Host) -> str:
+    """The paths that carry no rows, though both NICs live; "" if there is none."""
     link = sender.engine._peers.links.get(("sim", host.name))
     if link is None or link.addr != host.desc.addr:
-        return []
-    return [
+        return ""
+    found = [
         (ours, theirs)
         for ours, tap in enumerate(sender.taps)
         for theirs, other in enumerate(host.taps)
@@ -119,6 +110,7 @@ def _shut(sender: Host, host: Host) -> list[tuple[int, int]]:
         and other.is_useful
         and not (link.is_up(ours, theirs) and link.alive[theirs])
     ]
+    return f"after healing paths to {host.name} were not opened again: {found}" if found else ""
 
 
 def lasts(fault: Fault) -> bool:
@@ -132,13 +124,17 @@ def hear_of_failures(stage: Stage, turns: int = _TURNS_MAX) -> None:
 
     Raises Violation.
     """
-    for _ in range(turns):
-        if not _untold(stage):
-            return
+    _turn_while(stage, partial(_untold, stage), turns)
+
+
+def _turn_while(stage: Stage, wrong: Callable[[], str], turns: int = _TURNS_MAX) -> None:
+    """Turn the sender until nothing is wrong any more. Raises Violation if that takes longer."""
+    found = wrong()
+    while found and turns:
         _turn(stage)
-    untold = _untold(stage)
-    if untold:
-        stage.fail(untold)
+        found, turns = wrong(), turns - 1
+    if found:
+        stage.fail(found)
 
 
 def _untold(stage: Stage) -> str:
