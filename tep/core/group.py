@@ -135,7 +135,8 @@ class DomainGroup:
         self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
         self.in_doubt = 0
         self.journal = Journal() if journal is None else journal
-        self.routes = Routes(self.journal)
+        events = self.events = deque[Event]()
+        self.routes = Routes(self.journal, lambda path: events.append(PathShut(path)))
         self._ctx = 0
         self._cursor = 0
         self._is_offered = False  # post() has done its work of this step
@@ -146,7 +147,6 @@ class DomainGroup:
         self.closing: TepError | None = None
         self.losses: list[Loss] = []
         self.acks = Acks() if failover else None
-        self.events: deque[Event] = deque()
         self.far_ends = FarEnds()
 
     @property
@@ -704,8 +704,6 @@ class DomainGroup:
         A row posted on it from now on may land before the peer fences it, and would be taken for a
         lost one; or the fence stops it.
         """
-        if path.is_up:
-            self.events.append(PathShut(path))
         path.to(PathEvent.LOST)
         link, nic = path.link, path.nic
         if link.has_way(i for i, up in enumerate(self.alive) if up):

@@ -170,6 +170,8 @@ class Path:
         if closed:
             self.link.closed += closed
             self.link.routes.version += 1
+            if closed > 0:
+                self.link.routes.left(self)
         if event is PathEvent.FENCED:
             self.fences += 1
         if now is not was and (told := _TOLD.get(now)) is not None:
@@ -184,13 +186,17 @@ class Routes:
     Attributes:
         version: how often it has changed which NICs and paths rows are sent over.
         journal: where changes of paths are told.
+        left: called with each path that leaves UP: it is to be opened again.
     """
 
-    __slots__ = ("journal", "version")
+    __slots__ = ("journal", "left", "version")
 
-    def __init__(self, journal: Journal | None = None) -> None:
+    def __init__(
+        self, journal: Journal | None = None, left: Callable[[Path], object] | None = None
+    ) -> None:
         self.version = 0
         self.journal = Journal() if journal is None else journal
+        self.left = left or (lambda _: None)
 
 
 class Link:

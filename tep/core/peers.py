@@ -6,14 +6,12 @@ Rule: what is read without the lock is one dict entry or one attribute.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Final, NamedTuple, Protocol
 
 from tep.backends.base import Domain
 from tep.checks import unpicklable
-from tep.core.events import Event, PathShut
 from tep.core.path import Link, PathEvent, Routes
 from tep.core.region import MrHandle, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
@@ -112,7 +110,6 @@ class PeerBook:
         held_leases: the leases that peers granted to this engine.
         replaced: called with each link that a later incarnation replaced, without the lock.
         routes: the engine's.
-        events: the engine's.
 
     Attributes:
         links: the newest incarnation of each peer, by (backend, name).
@@ -127,10 +124,9 @@ class PeerBook:
         held_leases: LeaseResolver,
         replaced: Callable[[Link], object],
         routes: Routes,
-        events: deque[Event],
     ) -> None:
         self.own = own
-        self._routes, self._events = routes, events
+        self._routes = routes
         self.links: dict[tuple[str, str], Link] = {}
         self.generation = 0
         # Of peers that were removed: epoch, and (our NIC, its NIC) of paths that were not UP.
@@ -204,7 +200,6 @@ class PeerBook:
             link.again = True
             for domain, nic in shut:
                 link.path(domain, nic).to(PathEvent.LOST)
-                self._events.append(PathShut(link.path(domain, nic)))
         self._left.pop(who, None)
         self.links[who] = link
         return known, link

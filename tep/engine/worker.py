@@ -173,7 +173,7 @@ class Worker:
         name = f"{address.name} (epoch {address.epoch})"[:200]
         table = self.imms, channel, self.open, self._end
         self.failures = Failures(name, *table, domains, self._arrivals)
-        shared = self.held_leases, replaced, group.routes, group.events
+        shared = self.held_leases, replaced, group.routes
         self.peers = PeerBook(address, domains, lock, *shared)
         parts = self.failover, self.fencing, self.failures, self.leases
         self.members = Membership(
