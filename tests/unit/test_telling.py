@@ -11,14 +11,18 @@ import pytest
 
 import tep
 from tep.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.backends.base import Status
 from tep.control.channel import Channel
 from tep.control.failures import SERIALS_MAX
 from tep.control.messages import Missing
+from tep.core.shortfall import shortfalls
 from tep.engine import TransferEngine
 from tep.errors import FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
+from tep.sim.faults_at import revoke
 from tep.units import PS_PER_NS
+from tests.support.ends import Ends
 from tests.support.pairs import pair
 from tests.support.script import scripted
 
@@ -154,6 +158,21 @@ def test_news_that_was_given_up_goes_with_the_next_transfer(
         assert wait.failed
 
 
+def test_bytes_that_may_come_late_are_fenced_off_before_a_retry() -> None:
+    """A row that lost its source's key brings no immediate, but perhaps bytes, over the retry's."""
+    with world() as w:
+        w.cluster.at(0, revoke("a", 0))
+        sent = w.write(w.a)
+        w.rest()
+        assert sent.error.code == "LOCAL_KEY"
+        doubtful = sent.doubtful_paths()
+        w.mrs["a"], _ = w.a.reg_mr(np.ones(PAGE * PAGES, np.uint8))
+        w.write(w.a).wait()
+        assert [1] * len(doubtful) == [path.fences for path in doubtful]
+        assert doubtful
+        assert not sent.in_doubt
+
+
 def test_an_expectation_that_is_stated_later_fails_once() -> None:
     """Nobody can tell a late reader of the first attempt from one of the second: it asks again."""
     with world() as w:
@@ -192,6 +211,18 @@ def test_a_row_that_comes_late_is_no_retry_where_nobody_fences_it() -> None:
         w.rest()
         with pytest.raises(FabricError, match="gave it up: no"):
             w.c.expect_imm_count(7, PAGES).wait(1)
+
+
+def test_of_lost_rows_those_may_come_late_of_which_nobody_knows() -> None:
+    """One that a key or a length ended has brought no immediate, and never will."""
+    e = Ends(1)
+    sent = e.pages(5)
+    e.own.turn()
+    for status in (Status.OK, Status.UNREACHABLE, Status.LOCAL_KEY, Status.LENGTH, Status.OK):
+        e.nics[0].finish(1, status)
+    e.own.turn()
+    ((short,),) = (found.values() for found in shortfalls(sent, 1).values())
+    assert (5, 2, 1) == (short.sent, short.came, short.late)
 
 
 def test_counts_that_several_senders_share_stay_right() -> None:
