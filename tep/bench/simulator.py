@@ -84,7 +84,7 @@ def _paged(profile: str, rounds: int, npages: int = 16384, page_bytes: int = 655
         value=median / 1e6,
         best=best / 1e6,
         unit="ms",
-        aim=10.0,
+        aim=8.0,
     )
 
 

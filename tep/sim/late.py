@@ -43,7 +43,7 @@ class Late:
         profile = self._profile
         extra: Ints | int = 0
         if profile.jitter_ps:
-            extra = extra + below_array(self._bits(numbers, 0), profile.jitter_ps)
+            extra = below_array(self._bits(numbers, 0), profile.jitter_ps)
         if profile.tail_ppm:
             share = profile.tail_ppm * _PPM
             drawn = self._fractions(numbers, 1)
@@ -57,7 +57,7 @@ class Late:
         return extra
 
     def _bits(self, numbers: Ints, index: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        return draw_array(self._key, index, numbers.astype(np.uint64))
+        return draw_array(self._key, index, numbers.view(np.uint64))
 
     def _fractions(self, numbers: Ints, index: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         """Even between 0 and 1, 0 left out."""

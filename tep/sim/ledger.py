@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column
-from tep.sim.queues import Ints, has_any
+from tep.sim.queues import Ints, Which, has_all, has_any
 
 __all__ = ["NEVER_PS", "Agenda", "Batches", "Hold", "Ledger"]
 
@@ -95,7 +95,6 @@ class Ledger:
             old: npt.NDArray[np.generic] = getattr(self, name, _NONE)
             column = old if len(old) == room else np.empty(room, dtype)
             column[: used - first] = old[first:used]
-            column[used - first :] = 0
             setattr(self, name, column)
         self.base += first
         self._room = room
@@ -110,6 +109,13 @@ class Ledger:
         start = self.end - self.base
         self.end += n
         return slice(start, start + n)
+
+    def where(self, numbers: Ints) -> Which:
+        """The indices of rows, one at the least, by ascending numbers; of neighbours a slice."""
+        first, n = numbers.item(0), len(numbers)
+        if numbers.item(-1) - first == n - 1:
+            return slice(first - self.base, first - self.base + n)
+        return numbers - self.base
 
     def fill(self, name: str, where: slice, value: Column, start: int = 0) -> None:
         """Set a column's new rows to a number, or to an array's entries from `start` on."""
@@ -193,8 +199,10 @@ class Agenda:
             return
         times = np.concatenate([times for times, _ in bunches])
         numbers = np.concatenate([numbers for _, numbers in bunches])
-        order = np.lexsort((numbers, times))
-        self._times, self._numbers, self._at = times[order], numbers[order], 0
+        if not has_all(times[1:] > times[:-1]):
+            order = np.lexsort((numbers, times))
+            times, numbers = times[order], numbers[order]
+        self._times, self._numbers, self._at = times, numbers, 0
 
     def take(self, now_ps: int) -> tuple[Ints, Ints]:
         """Take what is due: times and numbers, in order."""

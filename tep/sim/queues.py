@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heapify, heappop, heapreplace
+from itertools import pairwise
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -19,6 +21,7 @@ __all__ = [
     "Ints",
     "Quanta",
     "Rate",
+    "Which",
     "by_value",
     "cut_quanta",
     "fifo",
@@ -32,6 +35,8 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
+Which = slice | Ints
+"""Some entries of a column: a run of them, or their indices."""
 Quanta = tuple[Ints, Ints, Bools]
 """Index of the row, bytes, and whether it is the row's last; one entry a quantum."""
 
@@ -109,10 +114,9 @@ def fifo_grouped(arrive: Ints, service: Ints, group: Ints, free: Ints) -> Ints:
         group: int64[n], the server's number, 0 .. len(free) - 1.
         free: int64[servers], when each server is free; not changed.
     """
-    counts = np.bincount(group)
-    values = counts.nonzero()[0]
-    if len(values) <= _FEW:
-        return _fifo_few(arrive, service, group, free, values.tolist())
+    few = _few_values(group)
+    if few is not None:
+        return _fifo_few(arrive, service, few, free)
     order = np.lexsort((arrive, group))
     groups = group[order]
     heads = np.empty(len(order), np.bool_)
@@ -137,32 +141,44 @@ def fifo_grouped(arrive: Ints, service: Ints, group: Ints, free: Ints) -> Ints:
     return found
 
 
-def _fifo_few(arrive: Ints, service: Ints, group: Ints, free: Ints, values: list[int]) -> Ints:
+def _fifo_few(arrive: Ints, service: Ints, groups: list[tuple[int, Which]], free: Ints) -> Ints:
     found = np.empty_like(arrive)
-    for value in values:
-        mine = (group == value).nonzero()[0]
-        times = arrive[mine]
+    for value, mine in groups:
+        times, which = arrive[mine], mine
         if has_any(times[1:] < times[:-1]):
-            mine = mine[np.argsort(times, kind="stable")]
-            times = arrive[mine]
-        found[mine] = fifo(times, service[mine], int(free[value]))
+            order = np.argsort(times, kind="stable")
+            which = mine[order] if isinstance(mine, np.ndarray) else order + mine.start
+            times = arrive[which]
+        found[which] = fifo(times, service[which], free.item(value))
     return found
 
 
-def by_value(key: Ints, left_out: npt.NDArray[np.bool_]) -> list[tuple[int, Ints]]:
-    """The indices of each value of `key`, by value, but for those left out."""
-    if has_any(left_out):
-        which = (~left_out).nonzero()[0]
-        return [(value, which[mine]) for value, mine in by_value(key[which], left_out[which])]
+def by_value(key: Ints, left_out: Bools | None = None) -> list[tuple[int, Which]]:
+    """Where each value of `key` is, by value, but for those left out."""
+    if left_out is not None and has_any(left_out):
+        here = (~left_out).nonzero()[0]
+        return [(value, here[mine]) for value, mine in by_value(key[here])]
+    few = _few_values(key)
+    if few is not None:
+        return few
     counts = np.bincount(key)
     values = counts.nonzero()[0]
-    if len(values) == 1:
-        return [(int(values[0]), np.arange(len(key)))]
-    if len(values) <= _FEW:
-        return [(value, (key == value).nonzero()[0]) for value in values.tolist()]
     order = np.argsort(key, kind="stable")
     cuts = np.cumsum(counts[values])[:-1]
     return list(zip(values.tolist(), np.split(order, cuts)))
+
+
+def _few_values(key: Ints) -> list[tuple[int, Which]] | None:
+    """The same if the values are few, else None. A value's only run is a slice: it costs least."""
+    heads = [0, *((key[1:] != key[:-1]).nonzero()[0][:_FEW] + 1).tolist(), len(key)]
+    if len(heads) <= _FEW + 1:
+        runs = {key.item(head): slice(head, end) for head, end in pairwise(heads) if head < end}
+        if len(runs) == len(heads) - 1:
+            return sorted(runs.items(), key=itemgetter(0))
+    values = np.bincount(key).nonzero()[0]
+    if len(values) > _FEW:
+        return None
+    return [(value, (key == value).nonzero()[0]) for value in values.tolist()]
 
 
 def cut_quanta(nbytes: Ints, quantum_bytes: int) -> Quanta:

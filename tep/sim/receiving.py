@@ -62,13 +62,14 @@ class Inlet:
             for time_ps, number in few:
                 self._take_one(time_ps, number)
             return
-        ledger = self._fabric.ledger
+        fabric, ledger = self._fabric, self._fabric.ledger
         times, numbers = inbox.take(now)
         rows = numbers - ledger.base
-        ledger.hold[rows] &= ~_WIRE
-        wanted = (ledger.hold[rows] & _SENDER) != 0  # else the sender is gone: nothing lands
-        messages = ledger.message[rows]
-        if has_any(messages):
+        left = ledger.hold[rows] & ~_WIRE
+        ledger.hold[rows] = left
+        wanted = left.view(np.bool_)  # else the sender is gone: nothing lands
+        if fabric.payloads:
+            messages = ledger.message[rows]
             for index in (wanted & messages).nonzero()[0].tolist():
                 self._take_message(int(numbers[index]), int(times[index]))
             wanted &= ~messages
@@ -107,7 +108,8 @@ class Inlet:
     def _take_rows(self, times: Ints, rows: Ints) -> None:
         fabric, nic = self._fabric, self._nic
         ledger = fabric.ledger
-        for same in _runs(ledger.rkey[rows], ledger.lkey[rows], ledger.nbytes[rows]):
+        nbytes = ledger.nbytes[rows]
+        for same in _runs(ledger.rkey[rows], ledger.lkey[rows], nbytes):
             self._place(rows[same])
         good = ledger.status[rows] == _OK
         if not has_all(good):
@@ -116,12 +118,14 @@ class Inlet:
                 told_ps = int(times[index]) + _gap_ps(sender, nic)
                 sender.node.wakes.must(max(told_ps, fabric.env.now))
                 sender.node.wakes.book()
-            times, rows = times[good], rows[good]
-        fabric.landed_bytes[nic.number] += int(ledger.nbytes[rows].sum())
+            times, rows, nbytes = times[good], rows[good], nbytes[good]
+        fabric.landed_bytes[nic.number] += nbytes.sum()
         if fabric.row_log is not None:
             trace_landed(nic, self.targets, times, rows)
         imms = ledger.imm[rows]
-        imms = imms[imms >= 0]
+        said = imms >= 0
+        if not has_all(said):
+            imms = imms[said]
         if len(imms):
             self._announce(imms, rows)
 

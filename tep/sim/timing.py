@@ -16,9 +16,10 @@ Rule 3: no draw but a hash of (seed, NIC, row); no wall clock, no set order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tep.backends.base import Status
 from tep.errors import UsageError
@@ -47,6 +48,8 @@ from tep.sim.timing_nic import address_of
 from tep.sim.timing_node import Node
 
 __all__ = ["TimingFabric"]
+
+_T = TypeVar("_T", bound=np.generic)
 
 _WIRE: Final = np.uint8(Hold.WIRE)
 _NICS_MIN: Final = 16
@@ -347,25 +350,28 @@ class TimingFabric:
         number = _join([units.number[span] for units, span in plans])
         target = _join([units.target[span] for units, span in plans])
         service = _join([units.service[span] for units, span in plans])
+        last = _join([units.last[span] for units, span in plans])
         arrive = starts + self._shortest_ps  # all ways are alike where there are no `paths`
-        source = self.ledger.source[number - self.ledger.base]
-        receiving = self._receiving(source, target, service)
+        receiving = service
+        if self.slow or self.marks is not None:
+            source = self.ledger.source[number - self.ledger.base]
+            receiving = self._receiving(source, target, service)
         done = fifo_grouped(arrive, receiving, target, self._free)
         if self.marks is not None:
             nbytes = _join([units.nbytes[span] for units, span in plans])
             quanta = np.stack((source, target, nbytes), 1)
             self._tell(self.marks, quanta, done - receiving - arrive, done)
-        ends = np.concatenate([units.last[span] for units, span in plans]).nonzero()[0]
-        here = done if not self.slow else np.maximum(done, arrive + service)
-        numbers = number[ends]
-        landed = self._late(numbers, here[ends])
+        numbers, landed = number, done if not self.slow else np.maximum(done, arrive + service)
+        if not has_all(last):
+            numbers, landed = number[last], landed[last]
+        landed = self._late(numbers, landed)
         # The wakes that these rows cause are events as well; what leaves after the first of them
         # may meet rows that are posted then, and has to wait. What leaves before is not affected.
         rows = self._rows(numbers, landed)
         limit_ps = self._first_wake_ps(rows)
-        if int(starts.max()) >= limit_ps:
+        if max([nic.queue.starts.item(stop - 1) for nic, stop in taken]) >= limit_ps:
             kept = starts < limit_ps
-            keeps = kept[ends]
+            keeps = kept[last]
             if not has_all(keeps):
                 rows = self._rows(numbers[keeps], landed[keeps])
             target, done = target[kept], done[kept]
@@ -473,28 +479,36 @@ class TimingFabric:
         if self.pairs is not None:
             np.maximum.at(batches.acked_ps, batch, acked)
         touched: dict[int, None] = {}
-        gone = self.gone[target]
-        if self.mortal:
-            gone = gone | (landed < np.maximum(self.cut_ps[target], self.cut_ps[source]))
-        if has_any(gone):
-            self._lose(numbers[gone], landed[gone], touched)
-        for number, which in by_value(target, gone):
+        lost = told = None
+        if self.mortal or has_any(self.gone[: len(self._nics)]):
+            cut_ps = np.maximum(self.cut_ps[target], self.cut_ps[source])
+            lost = self.gone[target] | (landed < cut_ps)
+            told = lost | self.gone[source]
+            if has_any(lost):
+                self._lose(numbers[lost], landed[lost], touched)
+        for number, which in by_value(target, lost):
             nic = self.nic(number)
             nic.inbox.add(seen[which], numbers[which])
             touched[number] = None
-        # A message is completed where it lands: it may have to wait for a buffer there.
-        for number, which in by_value(source, gone | self.gone[source] | ledger.message[rows]):
+        if self.payloads:
+            # A message is completed where it lands: it may have to wait for a buffer there.
+            messages = ledger.message[rows]
+            told = messages if told is None else told | messages
+        for number, which in by_value(source, told):
             self.nic(number).outbox.add(acked[which], numbers[which])
             touched[number] = None
         if has_any(batches.target[mine] < 0):
-            several = ((batches.target[batch] < 0) & ~gone).nonzero()[0]
+            several = batches.target[batch] < 0
+            if lost is not None:
+                several &= ~lost
             for number, time_ps in zip(target[several].tolist(), seen[several].tolist()):
                 self.nic(number).node.wakes.must(time_ps)
         closing = mine[batches.whole[mine] & (batches.left[mine] == 0)]
         if len(closing):
-            source_of = dict(zip(batch[::-1].tolist(), source[::-1].tolist()))
-            for number in closing.tolist():
-                self._close_batch(number, source_of[number])
+            senders = np.empty(len(counts), np.int64)
+            senders[batch] = source  # a batch has one
+            for number, sender in zip(closing.tolist(), senders[closing].tolist()):
+                self._close_batch(number, sender)
         for wakes in {self.nic(number).node.wakes: None for number in touched}:
             wakes.book()
 
@@ -530,5 +544,5 @@ class TimingFabric:
         batches.end(number)
 
 
-def _join(parts: list[Ints]) -> Ints:
+def _join(parts: list[npt.NDArray[_T]]) -> npt.NDArray[_T]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

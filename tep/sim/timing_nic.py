@@ -32,7 +32,7 @@ from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
 from tep.sim.ledger import Agenda, Hold
 from tep.sim.pacing import PacedQueue, is_paced
-from tep.sim.queues import Ints, cut_quanta, has_any, is_alike
+from tep.sim.queues import Ints, cut_quanta, has_all, has_any, is_alike
 from tep.sim.receiving import Inlet
 from tep.sim.sendqueue import Depths, SendQueue, Units
 from tep.sim.timing_faces import Entry, Fabric, Host, Region
@@ -203,26 +203,32 @@ class TimingNic:
         """Queue rows, which are with the NIC at `ready`, for the wire. Unfit ones fail here."""
         fabric = self.fabric
         ledger, profile, machine = fabric.ledger, self.profile, self._machine
-        rows = numbers - ledger.base
         if fabric.gone[self.number]:
-            self._drop(rows)
+            self._drop(numbers - ledger.base)
             return
-        bad = self._flaws(rows)
-        if bad is not None:
-            self._fail_here(numbers[bad], ready[bad])
-            numbers, ready, rows = numbers[~bad], ready[~bad], rows[~bad]
-            if not len(rows):
-                return
-        nbytes, target = ledger.nbytes[rows], ledger.target[rows]
+        if not self._are_sound(numbers):
+            bad = self._flaws(numbers - ledger.base)
+            if bad is not None:
+                self._fail_here(numbers[bad], ready[bad])
+                numbers, ready = numbers[~bad], ready[~bad]
+                if not len(numbers):
+                    return
+        rows = ledger.where(numbers)
+        nbytes, target = ledger.nbytes[rows].copy(), ledger.target[rows].copy()
         ledger.extra_ps[rows] = machine.late.extra_ps(numbers, nbytes)
-        ready = ready + machine.dma.ps(np.minimum(nbytes, profile.fill_bytes))
-        if int(nbytes.max()) <= profile.quantum_bytes:
+        some = nbytes[:1] if is_alike(nbytes) else nbytes  # of equal rows one says it for all
+        ready = ready + machine.dma.ps(np.minimum(some, profile.fill_bytes))
+        if int(some.max()) <= profile.quantum_bytes:
             first, last, sizes = None, np.ones(len(numbers), np.bool_), nbytes
+            service = machine.service_ps(some)
+            if len(some) < len(nbytes):
+                service = np.full(len(nbytes), service.item(0))
         else:
             row, sizes, last = cut_quanta(nbytes, profile.quantum_bytes)
             first = np.concatenate(([True], last[:-1]))
             numbers, target, ready = numbers[row], target[row], ready[row]
-        service, holds = machine.service_ps(sizes, first), None
+            service = machine.service_ps(sizes, first)
+        holds = None
         if fabric.pairs is not None:
             holds = fabric.pairs.holds_ps(target, sizes, first)
         if self.number in fabric.slow:
@@ -235,8 +241,6 @@ class TimingNic:
     def _flaws(self, rows: Ints) -> npt.NDArray[np.bool_] | None:
         """Say which rows have no readable source or are too long, and set their status."""
         ledger = self.fabric.ledger
-        if len(rows) == 1 and self._is_sound(rows.item(0)):
-            return None
         nbytes, lkeys, messages = ledger.nbytes[rows], ledger.lkey[rows], ledger.message[rows]
         bad = nbytes > self.caps.max_write_bytes
         if has_any(messages):
@@ -257,6 +261,21 @@ class TimingNic:
             ledger.status[rows[lost & ~bad]] = Status.LOCAL_KEY
             bad |= lost
         return bad if has_any(bad) else None
+
+    def _are_sound(self, numbers: Ints) -> bool:
+        """True if these are no messages, and none has a flaw; False: `_flaws` is to look."""
+        ledger = self.fabric.ledger
+        if len(numbers) == 1:
+            return self._is_sound(numbers.item(0) - ledger.base)
+        rows = ledger.where(numbers)
+        lkeys, nbytes = ledger.lkey[rows], ledger.nbytes[rows]
+        region, longest = self.sources.get(lkeys.item(0)), nbytes.item(0)
+        if region is None or not (is_alike(lkeys) and is_alike(nbytes)):
+            return False
+        if longest > self.caps.max_write_bytes or has_any(ledger.message[rows]):
+            return False
+        offset = ledger.src[rows] - np.uint64(region.ptr)  # one below the region wraps
+        return int(offset.max()) <= region.nbytes - longest
 
     def _is_sound(self, row: int) -> bool:
         """The same of one row: True if it is no message and has no flaw."""
@@ -395,10 +414,13 @@ class TimingNic:
             trace_ends(self, times, numbers)
         sent = ledger.message[rows]
         failed = ledger.status[rows] != _OK
-        plain = rows[~(sent | failed)]
-        if len(plain):
-            self._report_done(plain)
-        for row in rows[sent | failed].tolist():
+        other = sent | failed
+        if not has_any(other):
+            self._report_done(rows)
+            return
+        if not has_all(other):
+            self._report_done(rows[~other])
+        for row in rows[other].tolist():
             kind = _SENT if ledger.message[row] else _WRITE
             ctx, index = int(ledger.ctx[row]), int(ledger.row[row])
             self.ready.append((kind, int(ledger.status[row]), 1, 0, index, ctx, 0))

@@ -89,16 +89,13 @@ class Node:
         for post in posts:
             mine.setdefault(post.nic.index, []).append(post)
         sizes = [sum(len(post.numbers) for post in found) for found in mine.values()]
-        costs = np.concatenate([post.costs for found in mine.values() for post in found])
-        turn = np.concatenate([np.arange(size) for size in sizes])
-        order = np.argsort(turn, kind="stable")
-        done = np.empty_like(costs)
-        done[order] = start_ps + np.cumsum(costs[order])
-        at = 0
-        for found, size in zip(mine.values(), sizes):
+        turns = np.zeros((max(sizes), len(mine)), np.int64)  # who has no more rows costs nothing
+        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
+            turns[:size, index] = np.concatenate([post.costs for post in found])
+        done = start_ps + np.cumsum(turns).reshape(turns.shape)
+        for index, (found, size) in enumerate(zip(mine.values(), sizes)):
             numbers = np.concatenate([post.numbers for post in found])
-            found[0].nic.launch(numbers, done[at : at + size])
-            at += size
+            found[0].nic.launch(numbers, done[:size, index])
 
 
 def _nobody() -> None:
