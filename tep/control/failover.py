@@ -8,8 +8,10 @@ missing immediates are sent, without bytes.
 
 Rule 1: no row is written again before its path is fenced. Rule 2: if all rows of one immediate
 landed, none of them is written again, because the reader may already use the bytes. Rule 3: an
-immediate is sent only after all bytes that it may stand for. Rule 4: sums that contradict each
-other end in an error, never in a guess. Rule 5: a row is written again at most once for each path.
+immediate is sent only after all bytes that it may stand for, and a transfer that fails meanwhile
+settles only then, since it may be tried again under the same immediate. Rule 4: sums that
+contradict each other end in an error, never in a guess. Rule 5: a row is written again at most once
+for each path.
 """
 
 from __future__ import annotations
@@ -219,9 +221,10 @@ class Failover:
             mine = pending.retransmission  # it was a retransmitted row already
             if pending.transfer.is_ending():
                 if mine is not None:
-                    group.finish_retransmission(mine)
-                else:
-                    retransmission.missed += pending.row_bytes(row) > 0
+                    group.finish_retransmission(mine, pending.transfer)
+                elif pending.row_bytes(row):
+                    retransmission.left += 1
+                    group.finish_retransmission(retransmission, pending.transfer)
             elif pending.row_bytes(row):
                 pending.transfer.left += 1
                 pending.transfer.extra += 1
@@ -229,7 +232,7 @@ class Failover:
                     mine = retransmission
                     retransmission.left += 1
                 self._group.repost(pending, row, mine, error)
-        group.finish_retransmission(retransmission, arrived=True)
+        group.finish_retransmission(retransmission)
 
     def _settle(self, rows: list[LostRow]) -> None:
         """Take the lost rows out of their transfers; rows written again are counted separately."""
@@ -320,7 +323,9 @@ class Failover:
         self._fail([lost for lost in loss.rows if not lost.pending.transfer.is_ending()], why)
         for lost in loss.rows:
             if lost.pending.retransmission is not None:
-                self._group.finish_retransmission(lost.pending.retransmission)
+                self._group.finish_retransmission(
+                    lost.pending.retransmission, lost.pending.transfer
+                )
         self._settle(loss.rows)
 
     def _fail(self, rows: list[LostRow], why: str) -> None:

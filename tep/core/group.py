@@ -635,7 +635,8 @@ class DomainGroup:
             else:
                 self._forget(pending)
             if pending.retransmission is not None and not held:
-                self.finish_retransmission(pending.retransmission, arrived=status == _OK)
+                missed = None if status == _OK else transfer
+                self.finish_retransmission(pending.retransmission, missed)
         if transfer.left == 0:
             self.ended.append(transfer)
 
@@ -798,7 +799,7 @@ class DomainGroup:
         if pending.back == pending.stop:
             self._forget(pending)
             if pending.retransmission is not None:
-                self.finish_retransmission(pending.retransmission)
+                self.finish_retransmission(pending.retransmission, pending.transfer)
         return rest
 
     def _forget(self, pending: Pending) -> None:
@@ -819,10 +820,18 @@ class DomainGroup:
                 for row in (0,) if one else pending.posted_rows():
                     self.doubt(pending, row, "UNKNOWN")
 
-    def lose(self, transfer: Transfer, rows: int, error: TepError) -> None:
-        """Fail rows that no NIC will ever take."""
+    def lose(
+        self,
+        transfer: Transfer,
+        rows: int,
+        error: TepError,
+        retransmission: Retransmission | None = None,
+    ) -> None:
+        """Fail rows that no NIC will ever take; of a retransmission one."""
         transfer.failed_rows += rows
         transfer.failure = transfer.failure or error
+        if retransmission is not None:
+            self.finish_retransmission(retransmission, transfer)
         transfer.left -= rows
         self.drop_queued(transfer)
         if transfer.left == 0:
@@ -883,9 +892,7 @@ class DomainGroup:
                 moved.retransmission, moved.tries = retransmission, pending.tries
                 self._push(moved)
             except TepError as error:  # or the NIC cannot connect to the peer
-                self.lose(pending.transfer, stop - start, error)
-                if retransmission is not None:
-                    self.finish_retransmission(retransmission)
+                self.lose(pending.transfer, stop - start, error, retransmission)
 
     def repost(
         self, old: Pending, row: int, retransmission: Retransmission | None, error: TepError
@@ -902,9 +909,7 @@ class DomainGroup:
             fresh = self._moved(old, row, row + 1, turn=1)  # our NIC may be the one that failed
             fresh.tries = old.tries + 1
         except TepError:
-            self.lose(old.transfer, 1, self.closing or error)
-            if retransmission is not None:
-                self.finish_retransmission(retransmission)
+            self.lose(old.transfer, 1, self.closing or error, retransmission)
             return
         if retransmission is None:
             fresh.batch.nbytes = 0
@@ -914,19 +919,22 @@ class DomainGroup:
         self._push(fresh)
 
     def finish_retransmission(
-        self, retransmission: Retransmission, *, arrived: bool = False
+        self, retransmission: Retransmission, missed: Transfer | None = None
     ) -> None:
         """Count a row of a retransmission that is over. After the last one, send the immediates.
 
-        A row whose bytes did not arrive may be the one that an immediate stands for: for each of
-        them one less is sent, and the transfer that waits for that one fails.
+        A row whose bytes did not arrive, which `missed` lost, may be the one that an immediate
+        stands for: for each of them one less is sent, and the transfer that waits for that one
+        fails.
         """
         retransmission.left -= 1
-        retransmission.missed += not arrived
+        if missed is not None:
+            missed.left += 1
+            retransmission.missed.append(missed)
         if retransmission.left:
             return
         after, retransmission.after = retransmission.after, []
-        room = len(after) - retransmission.missed
+        room = len(after) - len(retransmission.missed)
         for pending, row, error in after:
             transfer = pending.transfer
             transfer.failure = transfer.failure or self.closing
@@ -937,10 +945,15 @@ class DomainGroup:
                 else:
                     self.repost(pending, row, None, error)
                 continue
-            transfer.left -= 1
             transfer.dropped += 1
-            if transfer.left == 0:
-                self.ended.append(transfer)
+            self._one_less(transfer)
+        for transfer in retransmission.missed:
+            self._one_less(transfer)
+
+    def _one_less(self, transfer: Transfer) -> None:
+        transfer.left -= 1
+        if transfer.left == 0:
+            self.ended.append(transfer)
 
     def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> Pending:
         """The same rows with the keys of their new NICs; `turn` moves the choice on both sides."""

@@ -57,14 +57,17 @@ class Retransmission:
 
     Attributes:
         left: rows that are not over yet.
-        missed: rows whose bytes did not arrive, since their transfer failed meanwhile.
+        missed: the transfers of rows whose bytes did not arrive, since these failed meanwhile. They
+            settle with the last row: a retry under the same immediate could complete the count of
+            the others before their bytes.
         after: (batch, row, error) of the rows whose immediates follow.
     """
 
     __slots__ = ("after", "left", "missed")
 
     def __init__(self) -> None:
-        self.left = self.missed = 0
+        self.left = 0
+        self.missed: list[Transfer] = []
         self.after: list[tuple[Pending, int, FabricError]] = []
 
 
