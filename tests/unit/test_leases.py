@@ -301,6 +301,22 @@ def test_paths_that_are_not_to_be_fenced_stay_usable() -> None:
     pair.a.deregister(other)
 
 
+def test_only_the_paths_that_the_writer_names_are_fenced() -> None:
+    """Else each lease that ends badly costs all paths until they are opened again."""
+    pair = Pair(options=EngineOptions(failover=False))
+    grant, lease = pair.lease()
+    sent = pair.write(lease)
+    pair.cluster.fabric.inflict(Clog("a", 0, 3 * 10**6))
+    with pytest.raises(FabricError, match="UNREACHABLE"):
+        sent.wait(1)
+    with mock.patch.object(pair.a._worker.leases, "_fence") as fence:
+        grant.revoke()
+        pair.pass_s(1e-3)
+
+    fence.assert_called_once_with(grant, [(0, 0)])
+    assert "did not say" not in grant.why
+
+
 def test_deregistering_ends_a_quarantine(pair: Pair) -> None:
     """Withdrawing the key is a fence against everybody (C16)."""
     grant, _ = pair.lease(for_s=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 import tep
@@ -219,6 +221,21 @@ def test_queued_rows_of_a_dead_nic_move(r) -> None:
     r.me.turn()
 
     assert sent.ok
+
+
+def test_rows_of_a_nic_that_cannot_post_are_posted_by_another_in_the_next_turn(r) -> None:
+    """No completion and no command would wake the engine: the read would stand still."""
+    r.me.nics[1].room = 0
+    for _ in range(2):
+        r.me.engine.submit_single_read(PAGE, (r.desc, 0), (r.mr, 0))
+        r.me.turn()
+    assert 1 == len(r.rows())
+    reads = r.me.engine._worker.reads
+    with mock.patch.object(r.me.nics[1], "post_read", side_effect=MemoryError):
+        assert reads.post()
+        assert reads.post()
+
+    assert 2 == len(r.rows())
 
 
 def test_no_nic_left_fails_the_read() -> None:

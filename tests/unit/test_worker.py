@@ -8,6 +8,7 @@ import pytest
 
 from tep.api import EngineOptions, Pages
 from tep.backends.base import Kind, Status
+from tep.control.channel import sooner
 from tep.core.imm import ImmTable
 from tep.errors import BadRequest, BusyError, Cancelled, ClosedError, FabricError
 from tests.support.script import Scripted, memory, scripted
@@ -426,3 +427,8 @@ def test_what_is_let_go_after_the_posting_is_offered_in_the_next_step() -> None:
 
     assert own.engine._machine.step()
     assert 1 == len(own.nics[0].out)
+
+
+def test_of_two_times_an_engine_wakes_at_the_first() -> None:
+    """It would sleep over a question that is due, whenever another one is due later."""
+    assert [1, 1, 2, None] == [sooner(1, 2), sooner(2, 1), sooner(None, 2), sooner(None, None)]
