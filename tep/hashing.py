@@ -68,12 +68,14 @@ def below(bits: int, n: int) -> int:
 
 def draw_array(key: int, entity: int | U64s, index: int | U64s = 0) -> U64s:
     """Draw for arrays: uint64 of the broadcast shape of both, shape (1,) for two ints."""
-    entities = np.atleast_1d(np.asarray(entity, np.uint64))
-    indices = np.asarray(index, np.uint64)
-    x: U64s = entities * np.uint64(_GOLDEN) + indices * np.uint64(_INDEX) + np.uint64(key)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_MUL1)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_MUL2)
-    return x ^ (x >> np.uint64(31))
+    x: U64s = np.atleast_1d(np.asarray(entity, np.uint64)) * np.uint64(_GOLDEN) + np.uint64(key)
+    x = x + np.asarray(index, np.uint64) * np.uint64(_INDEX)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MUL1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MUL2)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def below_array(bits: U64s, n: int) -> npt.NDArray[np.int64]:

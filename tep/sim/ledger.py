@@ -13,7 +13,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tep.backends.base import Column
 from tep.sim.queues import Ints, Which, has_all, has_any
 
 __all__ = ["NEVER_PS", "Agenda", "Batches", "Hold", "Ledger"]
@@ -116,12 +115,6 @@ class Ledger:
         if numbers.item(-1) - first == n - 1:
             return slice(first - self.base, first - self.base + n)
         return numbers - self.base
-
-    def fill(self, name: str, where: slice, value: Column, start: int = 0) -> None:
-        """Set a column's new rows to a number, or to an array's entries from `start` on."""
-        n = where.stop - where.start
-        column = getattr(self, name)
-        column[where] = value if isinstance(value, int) else value[start : start + n]
 
     def of_sender(self, nic: int) -> Ints:
         """Numbers of the rows that NIC `nic` sent and that are not completed."""

@@ -170,7 +170,8 @@ def by_value(key: Ints, left_out: Bools | None = None) -> list[tuple[int, Which]
 
 def _few_values(key: Ints) -> list[tuple[int, Which]] | None:
     """The same if the values are few, else None. A value's only run is a slice: it costs least."""
-    heads = [0, *((key[1:] != key[:-1]).nonzero()[0][:_FEW] + 1).tolist(), len(key)]
+    cuts = (key[1:] != key[:-1]).nonzero()[0][:_FEW].tolist()
+    heads = [0, *[cut + 1 for cut in cuts], len(key)]
     if len(heads) <= _FEW + 1:
         runs = {key.item(head): slice(head, end) for head, end in pairwise(heads) if head < end}
         if len(runs) == len(heads) - 1:

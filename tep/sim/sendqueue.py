@@ -87,12 +87,14 @@ class SendQueue:
         units: in the order they leave.
         starts: when each leaves, ps.
         at: the first that was not yet taken over by the receiving side.
+        lone: the target of all units, if there is one that all have for sure; else -1.
     """
 
     def __init__(self) -> None:
         self.units = _NOTHING
         self.starts: Ints = np.empty(0, np.int64)
         self.at = 0
+        self.lone = -1
         self._free_ps = 0
         self._ended: dict[int, int] = {}
 
@@ -112,8 +114,10 @@ class SendQueue:
         cut = self.cut(now_ps)
         self._control_ended(cut)
         waits = len(self.starts) - cut
-        target = units.target.item(0)
-        if is_alike(units.target) and (not waits or has_all(self.units.target[cut:] == target)):
+        target = units.target.item(0) if is_alike(units.target) else -1
+        alone = target >= 0 and (self.at == len(self.starts) or self.lone == target)
+        self.lone = target if alone else -1
+        if alone or (target >= 0 and (not waits or has_all(self.units.target[cut:] == target))):
             # One queue pair: what waits keeps its place, the new stands behind it.
             busy_ps = self._free_ps
             if waits:

@@ -144,34 +144,35 @@ class TimingNic:
         if n <= 0:
             self.node.wakes.refuse(self)
             return 0
-        where = self.fabric.ledger.open_rows(n)
+        ledger = self.fabric.ledger
+        where = ledger.open_rows(n)
         self._fill(where, batch, start)
         if start + n < stop:
             self.node.wakes.refuse(self)
         peer = batch.peer if isinstance(batch.peer, int) else batch.peer[start : start + n]
         costs = self._costs(n, peer)
-        self.fabric.ledger.batch[where] = self._join_batch(batch, start, start + n)
-        self.node.post(self, np.arange(where.start, where.stop) + self.fabric.ledger.base, costs)
+        ledger.batch[where] = self._join_batch(batch, start, start + n)
+        self.node.post(self, np.arange(ledger.end - n, ledger.end), costs)
         if self.fabric.row_log is not None:
             trace_posts(self, where, batch.ctx)
         return n
 
     def _fill(self, where: slice, batch: WriteBatch, start: int) -> None:
-        ledger = self.fabric.ledger
-        self.open_rows += where.stop - where.start
+        ledger, n = self.fabric.ledger, where.stop - where.start
+        stop = start + n
+        self.open_rows += n
         ledger.source[where] = self.number
-        ledger.fill("target", where, batch.peer, start)
-        ledger.fill("src", where, batch.src, start)
-        ledger.fill("dst", where, batch.dst, start)
-        ledger.fill("rkey", where, batch.rkey, start)
-        ledger.fill("nbytes", where, batch.nbytes, start)
-        if batch.imm is None:
-            ledger.imm[where] = -1
-        else:
-            ledger.fill("imm", where, batch.imm, start)
+        imm = -1 if batch.imm is None else batch.imm
+        peer, src, dst, rkey, nbytes = batch.peer, batch.src, batch.dst, batch.rkey, batch.nbytes
+        ledger.target[where] = peer if isinstance(peer, int) else peer[start:stop]
+        ledger.src[where] = src if isinstance(src, int) else src[start:stop]
+        ledger.dst[where] = dst if isinstance(dst, int) else dst[start:stop]
+        ledger.rkey[where] = rkey if isinstance(rkey, int) else rkey[start:stop]
+        ledger.nbytes[where] = nbytes if isinstance(nbytes, int) else nbytes[start:stop]
+        ledger.imm[where] = imm if isinstance(imm, int) else imm[start:stop]
         ledger.lkey[where] = batch.lkey
         ledger.ctx[where] = batch.ctx
-        ledger.row[where] = np.arange(start, start + where.stop - where.start)
+        ledger.row[where] = np.arange(start, stop)
         ledger.status[where] = _OK
         ledger.hold[where] = _BOTH
         ledger.message[where] = False
@@ -270,9 +271,9 @@ class TimingNic:
         rows = ledger.where(numbers)
         lkeys, nbytes = ledger.lkey[rows], ledger.nbytes[rows]
         region, longest = self.sources.get(lkeys.item(0)), nbytes.item(0)
-        if region is None or not (is_alike(lkeys) and is_alike(nbytes)):
+        if region is None or not (is_alike(lkeys) and is_alike(nbytes)):  # messages have no region
             return False
-        if longest > self.caps.max_write_bytes or has_any(ledger.message[rows]):
+        if longest > self.caps.max_write_bytes:
             return False
         offset = ledger.src[rows] - np.uint64(region.ptr)  # one below the region wraps
         return int(offset.max()) <= region.nbytes - longest

@@ -8,7 +8,7 @@ from unittest.mock import call, patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tep.backends.base import Kind, Status, WriteBatch
@@ -16,7 +16,6 @@ from tep.errors import UsageError
 from tep.sim import timing
 from tep.sim.clock import FabricEnv
 from tep.sim.profile import load_profile
-from tep.sim.queues import fifo_grouped
 from tep.sim.timing import TimingFabric
 from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 
@@ -48,6 +47,7 @@ def scatter(seam: Seam, post: tuple[int, int, list[tuple[int, int]]]) -> None:
 
 
 @given(POSTS)
+@example([(0, 0, [(2, 300_000)]), (1, 1, [(2, 300_000)]), (10 * US, 0, [(2, 5000)])])
 def test_lands_when_the_slow_model_says(posts) -> None:
     """Windows, plans made again and closed forms must be exact: each row, to the picosecond."""
     seam = Seam(PLAIN, 4)
@@ -342,6 +342,24 @@ def test_rows_without_a_source_fail_here_and_leave_the_others_alone() -> None:
     assert 3 == len(a.of(Kind.WRITE))
 
 
+def test_rows_of_one_instant_are_each_held_against_their_own_region() -> None:
+    """They are looked at together: the key and the length of the first are not those of all."""
+    seam = Seam(PLAIN, nbytes=4096)
+    a, b = seam.owners
+    mine, key = a.nics[0], b.keys[0]
+    peer, (base, lkey) = mine.connect(b.nics[0].address), (a.keys[0].base, a.keys[0].lkey)
+    lengths = np.array([64, 4097], np.uint64)
+    for instant in ([(1, lkey, lengths)], [(2, lkey, 64), (3, lkey + 2, 64)]):
+        for ctx, own_key, nbytes in instant:
+            batch = WriteBatch(2, peer, base, own_key, key.base, key.rkey, nbytes, 1, ctx)
+            assert 2 == mine.post(batch, 0, 2)
+        seam.run()
+
+    bad = [(ctx, row) for _, kind, status, _, ctx, row in a.seen if status == Status.LOCAL_KEY]
+    assert [(1, 1), (3, 0), (3, 1)] == sorted(bad)
+    assert 3 == len(b.of(Kind.IMM))
+
+
 def test_restarted_peer_is_told_apart_from_a_dead_one() -> None:
     """Keys of an earlier incarnation must never touch the memory of a later one."""
     seam = Seam(PLAIN, 3)
@@ -371,12 +389,13 @@ def test_a_long_write_looks_at_each_quantum_a_few_times(monkeypatch) -> None:
     """A write of 256 GiB is 256 rows and 4 million quanta: each row must not look at them all."""
     seen = 0
 
-    def count(arrive, *columns):
+    def count(fabric, taken):
         nonlocal seen
-        seen += len(arrive)
-        return fifo_grouped(arrive, *columns)
+        seen += sum(stop - nic.queue.at for nic, stop in taken)
+        settle(fabric, taken)
 
-    monkeypatch.setattr(timing, "fifo_grouped", count)
+    settle = TimingFabric._settle
+    monkeypatch.setattr(TimingFabric, "_settle", count)
     seam = Seam(PLAIN)
     rows, quanta = 64, 64 * PLAIN.max_write_bytes // PLAIN.quantum_bytes
     seam.owners[0].post([seam.owners[1]] * rows, [PLAIN.max_write_bytes] * rows)

@@ -146,13 +146,22 @@ def test_agenda_hands_out_each_row_once_in_order(bunches, looks) -> None:
     assert 0 == len(agenda)
 
 
+def test_ledger_finds_rows_that_stand_together_and_those_that_do_not() -> None:
+    """What lies between the rows of a NIC is another's, and stays as it is."""
+    ledger = Ledger()
+    ledger.open_rows(9)
+
+    assert slice(3, 6) == ledger.where(np.array([3, 4, 5]))
+    assert [3, 5] == ledger.where(np.array([3, 5])).tolist()
+
+
 def test_ledger_keeps_rows_that_somebody_needs() -> None:
     """The ledger drops old rows to stay small; one that is still under way must survive that."""
     ledger = Ledger()
     kept = None
     for turn in range(40):
         where = ledger.open_rows(1000)
-        ledger.fill("nbytes", where, np.arange(1000, dtype=np.uint64) + np.uint64(turn))
+        ledger.nbytes[where] = np.arange(1000) + turn
         ledger.hold[where] = 0
         if turn == 20:
             kept = ledger.base + where.start + 7
