@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from tep.testing.contract import DomainContract
     from tep.testing.hunting import Ran, hunt, run, sights, verify
     from tep.testing.oracle import Outcome, replay, run_scenario
-    from tep.testing.scenario import ReadSpec, Scenario, TransferSpec
+    from tep.testing.scenario import Scenario
     from tep.testing.shrinking import shrink, story
+    from tep.testing.specs import ReadSpec, TransferSpec
     from tep.testing.spreading import (
         EngineJudge,
         Finding,
@@ -125,7 +126,8 @@ _ROOMS = {
     "tep.testing.hunting": ("Ran", "hunt", "run", "sights", "verify"),
     "tep.testing.contract": ("DomainContract",),
     "tep.testing.oracle": ("Outcome", "replay", "run_scenario"),
-    "tep.testing.scenario": ("ReadSpec", "Scenario", "TransferSpec"),
+    "tep.testing.scenario": ("Scenario",),
+    "tep.testing.specs": ("ReadSpec", "TransferSpec"),
     "tep.testing.shrinking": ("shrink", "story"),
     "tep.testing.spreading": (
         *("EngineJudge", "Finding", "Judge", "Judged", "ProtocolJudge"),

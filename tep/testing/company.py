@@ -13,7 +13,7 @@ from tep.core.handle import Handle
 from tep.errors import ClosedError, FabricError
 from tep.sim.faults import Clog, Drift, Fault, Mute, Pause
 from tep.testing.lab import Host
-from tep.testing.scenario import RECEIVERS, SENDER
+from tep.testing.specs import RECEIVERS, SENDER
 from tep.testing.stage import Stage
 from tep.units import PS_PER_NS, PS_PER_S
 

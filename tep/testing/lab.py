@@ -26,8 +26,14 @@ from tep.sim.driver import SimDriver
 from tep.sim.faults_at import Drift
 from tep.sim.row_log import RowLog
 from tep.sim.streams import Stream
-from tep.testing.scenario import READS_MAX, RECEIVERS, SENDER, Scenario, TransferSpec
+from tep.testing.scenario import Scenario
 from tep.testing.sizes import in_pieces
+from tep.testing.specs import (
+    READS_MAX,
+    RECEIVERS,
+    SENDER,
+    TransferSpec,
+)
 from tep.testing.tap import Ledger, Mover, Tap
 from tep.wire import MrDesc
 

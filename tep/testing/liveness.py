@@ -17,7 +17,7 @@ from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.sim.faults import Fault
 from tep.testing.lab import Host
-from tep.testing.scenario import SENDER
+from tep.testing.specs import SENDER
 from tep.testing.stage import Stage
 from tep.testing.tap import Mover
 from tep.units import PS_PER_NS, PS_PER_S

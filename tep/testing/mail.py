@@ -12,7 +12,7 @@ from tep.core.handle import State
 from tep.core.transfer import Message
 from tep.errors import ClosedError
 from tep.testing.lab import Host
-from tep.testing.scenario import RECEIVERS
+from tep.testing.specs import RECEIVERS
 from tep.testing.stage import Stage
 from tep.units import PS_PER_NS
 

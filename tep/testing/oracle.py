@@ -55,8 +55,9 @@ from tep.sim.row_log import RowLog
 from tep.testing.lab import BLANK, FREED, USED, Host, is_of_read
 from tep.testing.liveness import go_on, hear_of_failures, lasts
 from tep.testing.play import Play
-from tep.testing.scenario import SENDER, Scenario
+from tep.testing.scenario import Scenario
 from tep.testing.sizes import set_sizes
+from tep.testing.specs import SENDER
 from tep.testing.stage import Run, Stage, Violation, Wait
 from tep.testing.tap import Ledger
 

@@ -21,7 +21,7 @@ from tep.engine import Prepared
 from tep.errors import ClosedError, StaleEpoch
 from tep.sim.faults import Clog, Cut, Mute
 from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Piece, Span
-from tep.testing.scenario import SENDER, ReadSpec
+from tep.testing.specs import SENDER, ReadSpec
 from tep.testing.stage import Stage
 from tep.testing.tap import Mover
 

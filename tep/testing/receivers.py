@@ -11,7 +11,7 @@ from dataclasses import replace
 from tep.core.transfer import Expectation
 from tep.errors import FabricError
 from tep.testing.lab import FREED, USED, Host, Piece
-from tep.testing.scenario import RECEIVERS, TransferSpec
+from tep.testing.specs import RECEIVERS, TransferSpec
 from tep.testing.stage import Run, Shares, Stage, Wait
 
 __all__ = ["Receivers"]

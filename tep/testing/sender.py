@@ -19,7 +19,7 @@ from tep.engine import PeerGroup, Prepared
 from tep.errors import BusyError, ClosedError, FabricError, LeaseError, StaleEpoch
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
-from tep.testing.scenario import SENDER, TransferSpec
+from tep.testing.specs import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
 from tep.testing.tenancy import Tenancy
 from tep.wire import Lease, MrDesc, NetAddr

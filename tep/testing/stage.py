@@ -23,7 +23,13 @@ from tep.sim.faults import Fault
 from tep.sim.row_log import RowLog
 from tep.testing.case import Case
 from tep.testing.lab import Area, Host, Lab, Piece, is_of_read
-from tep.testing.scenario import IMMS, RECEIVERS, SENDER, Scenario, TransferSpec
+from tep.testing.scenario import Scenario
+from tep.testing.specs import (
+    IMMS,
+    RECEIVERS,
+    SENDER,
+    TransferSpec,
+)
 from tep.testing.tap import Mover
 
 __all__ = ["Due", "Run", "Shares", "Stage", "Violation", "Wait"]

@@ -37,18 +37,18 @@ from tep.sim.faults import (
     groups_of,
 )
 from tep.testing.case import Case, Nics, names_of, nics_range
-from tep.testing.scenario import (
+from tep.testing.scenario import Scenario
+from tep.testing.sizes import SIZES, Sizes
+from tep.testing.specs import (
     MESSAGES_MAX,
     PAGES_MAX,
     RECEIVERS,
     SENDER,
     ReadKind,
     ReadSpec,
-    Scenario,
     TransferKind,
     TransferSpec,
 )
-from tep.testing.sizes import SIZES, Sizes
 from tep.units import PS_PER_MS, PS_PER_NS
 
 __all__ = ["chaos", "engine_scenarios", "reads", "scenarios", "transfers"]

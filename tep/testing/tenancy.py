@@ -15,7 +15,7 @@ from tep.control.leases import Grant, Revocation
 from tep.errors import BusyError, ClosedError, LeaseError
 from tep.sim.faults_at import Drift
 from tep.testing.lab import FREED, Area, Host
-from tep.testing.scenario import SENDER, TransferSpec
+from tep.testing.specs import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
 from tep.units import PS_PER_NS, PS_PER_S
 from tep.wire import Lease

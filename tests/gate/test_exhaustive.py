@@ -6,7 +6,8 @@ import pytest
 
 from tep.sim.faults import Chaos, KillNic
 from tep.testing.explore import Choices, explore, replay_path
-from tep.testing.scenario import Scenario, TransferSpec
+from tep.testing.scenario import Scenario
+from tep.testing.specs import TransferSpec
 from tep.testing.stage import Violation
 from tests.gate.planted import planted
 

@@ -16,7 +16,8 @@ from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
 from tep.sim.row_log import RowLog
 from tep.testing.oracle import Violation, replay, run_scenario
-from tep.testing.scenario import Scenario, TransferKind, TransferSpec
+from tep.testing.scenario import Scenario
+from tep.testing.specs import TransferKind, TransferSpec
 from tep.units import PS_PER_MS
 from tests.gate import (
     bugs_counting,

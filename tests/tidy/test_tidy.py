@@ -21,7 +21,6 @@ LONGER: dict[str, str] = {
     "tep/engine/worker.py": "one thought: a step, what completions mean, and how the parts join",
     "tep/control/telling.py": "one thought: what a peer is owed, from a failure to its answer",
     "tep/sim/faults.py": "one catalogue: each knob, how it is drawn, its group and its fault",
-    "tep/testing/scenario.py": "one thought: what a run may be, and how each field of it is drawn",
     "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
     "tep/cli/demo.py::demo": "a command: most of its lines are its options and their checks",
     "tep/cli/kvcache.py::kvcache": "a command: most of its lines are its options and their checks",

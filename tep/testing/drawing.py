@@ -1,0 +1,248 @@
+"""What the applications of a drawn scenario do, each part drawn by numbers of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Swizzle
+from tep.testing.drawing_trouble import ENDS, FAULT_PS, SPREAD_PS, Dice, draw_stuck
+from tep.testing.specs import SENDER, ReadKind, ReadSpec, TransferKind, TransferSpec
+from tep.units import PS_PER_NS
+
+__all__ = [
+    "APART", "PAGES", "PAGE_SIZES", "draw_late", "draw_leasing", "draw_nics", "draw_reads",
+    "draw_shared", "draw_telling", "draw_together", "draw_transfer",
+]  # fmt: skip
+
+_NS: Final = PS_PER_NS
+_SPAN_PS: Final = 600 * _NS
+
+_KINDS: Final[tuple[TransferKind, ...]] = (
+    *("single", "single", "single", "paged", "paged", "paged"),
+    *("per_page", "scatter", "scatter", "barrier"),
+)
+_SIZES: Final = (0, 1, 65, 200, 257, 515, 20_000)
+PAGE_SIZES: Final = (8, 24, 32)
+PAGES: Final = (2, 5, 12)
+
+APART: Final[dict[str, Any]] = {
+    "ordered": False,
+    "fragments": 1,
+    "last_late_ps": 0,
+    "reorder_ps": 3000 * _NS,
+    "skew_ps": (0,),
+    "sq_depth": 6,
+    "peer_depth": 0,
+    "message_loss": 0,
+}
+"""Knobs by which rows that are posted together land far apart."""
+
+
+def draw_nics(dice: Dice) -> tuple[int, ...]:
+    """NICs of each node; in one run of three there are more than three, if they take part."""
+    nics = tuple(1 + dice.below(0, number, 4) for number in (3, 4, 5))
+    if dice.below(0, 6, 2):
+        nics = (nics[0], nics[0], nics[2])  # equal counts: then lane k joins NIC k with NIC k
+    if dice.below(0, 114, 3) == 0:
+        nics += tuple(1 + dice.below(0, 116 + k, 3) for k in range(1 + dice.below(0, 115, 3)))
+    return nics
+
+
+def draw_transfer(dice: Dice, place: int, theme: str, *, wide: bool) -> TransferSpec:
+    """Draw one of them; `wide`: a scatter or barrier that names a peer group."""
+    kind = dice.pick(place, 1, _KINDS[-3:] if wide else _KINDS)
+    span_ps = SPREAD_PS if theme in ("kill", "restart") else _SPAN_PS
+    knobs: dict[str, Any] = {
+        "kind": kind,
+        "start_ps": 1 + dice.below(place, 2, span_ps),
+        "expect_ps": dice.pick(place, 3, (1, 300 * _NS, 2500 * _NS)),
+    }
+    if kind in ("paged", "per_page"):
+        knobs["size"] = dice.pick(place, 4, PAGE_SIZES)
+        knobs["pages"] = dice.pick(place, 5, PAGES)
+        knobs["gap"] = dice.pick(place, 6, (0, 8))
+    elif kind != "barrier":
+        knobs["size"] = dice.pick(place, 4, _SIZES)
+        knobs["shards"] = dice.pick(place, 7, (0, 2, 3, 4))
+    if kind == "scatter":
+        knobs["by_bytes"] = dice.below(place, 8, 2) == 1
+    if kind in ("scatter", "barrier"):
+        knobs["grouped"] = wide or dice.below(place, 9, 2) == 1
+    if kind != "barrier":
+        knobs["silent"] = dice.below(place, 10, 16) == 0
+    if dice.below(place, 11, 8) == 0:
+        knobs["pinned"] = True
+    how = dice.below(place, 12, 8)
+    knobs["claimed"] = how == 0
+    knobs["split"] = how == 1
+    if theme == "recall" and dice.below(place, 13, 2):
+        open_ps = max(knobs["start_ps"], knobs["expect_ps"])
+        knobs["recall_ps"] = open_ps + dice.below(place, 14, FAULT_PS)
+    if theme in ("rounds", "recall") or wide:
+        knobs["rounds"] = 1 + dice.below(place, 15, 3)
+        knobs["lined_up"] = dice.below(place, 16, 2) == 1
+    if theme == "cancel" and dice.below(place, 17, 2):
+        knobs["cancel_ps"] = dice.below(place, 18, 900 * _NS)
+    if theme == "kill" and dice.below(place, 21, 10) == 0:
+        knobs["cancel_ps"] = dice.below(place, 22, 1500 * _NS)
+    if theme == "restart":
+        knobs["stale"] = dice.below(place, 19, 3) == 0
+    knobs["probe"] = dice.below(place, 20, 8) == 0
+    knobs["prepared"] = dice.below(place, 25, 4) == 0
+    return TransferSpec(**knobs)
+
+
+def draw_shared(dice: Dice, transfers: tuple[TransferSpec, ...]) -> tuple[TransferSpec, ...]:
+    """Have most transfers of a run share one immediate, and be in flight together."""
+    near_ps, found = transfers[0].start_ps, []
+    for place, spec in enumerate(transfers, 1):
+        if spec.may_share and dice.below(place, 23, 4):
+            start_ps = near_ps + dice.below(place, 24, 200 * _NS)
+            found.append(replace(spec, shared=True, start_ps=start_ps))
+        else:
+            found.append(spec)
+    return tuple(found)
+
+
+def draw_together(
+    dice: Dice, nlocal: int, count: int
+) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...]]:
+    """Transfers that share an immediate are on their way over one NIC when it dies.
+
+    Some have landed then and others not, and none is acknowledged: the NIC heard no answer.
+    """
+    nic = dice.below(0, 81, nlocal)
+    start_ps = 1 + dice.below(0, 82, _SPAN_PS)
+    found = []
+    for place in range(1, count + 1):
+        nbytes = dice.pick(place, 40, (8, 200, 515, 20_000))
+        expect_ps = 1 + dice.below(place, 42, _SPAN_PS)
+        found.append(
+            TransferSpec(
+                size=nbytes - nbytes % nlocal + nic,  # which says where it is pinned to
+                pinned=True,
+                shared=True,
+                start_ps=start_ps + dice.below(place, 41, 100 * _NS),
+                expect_ps=expect_ps,
+            )
+        )
+    died_ps = start_ps + 500 * _NS + dice.below(0, 83, 2500 * _NS)
+    mute = Mute(SENDER, nic, 4000 * _NS)
+    return tuple(found), ((start_ps, mute), (died_ps, KillNic(SENDER, nic)))
+
+
+def draw_telling(
+    dice: Dice,
+    nics: tuple[int, ...],
+    transfers: tuple[TransferSpec, ...],
+    faults: tuple[tuple[int, Fault], ...],
+    chaos: Chaos,
+    *,
+    failover: bool,
+) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...], Chaos]:
+    """What changes in a run whose receivers are told of failures."""
+    unheard = failover and dice.below(0, 66, 3) == 0
+    if unheard:  # a list that was taken is sent again, when the retry has arrived
+        transfers, faults = draw_shared(dice, transfers), ()
+        chaos = replace(chaos, message_loss=15)
+    transfers = tuple(
+        _draw_again(dice, place, spec, failover=failover, cancels=3 - unheard)
+        for place, spec in enumerate(transfers, 1)
+    )
+    if failover and not unheard and dice.below(0, 63, 3):
+        loss = dice.pick(0, 65, (chaos.message_loss, 2, 6))  # answers too
+        chaos = replace(chaos, late_land=dice.below(0, 64, 3), message_loss=loss)
+        starts_ps = [spec.start_ps for spec in transfers]
+        faults += draw_stuck(dice, 650, nics, starts_ps, (Mute, Clog, Pause, Swizzle))
+    return transfers, faults, chaos
+
+
+def _draw_again(
+    dice: Dice, place: int, spec: TransferSpec, *, failover: bool, cancels: int
+) -> TransferSpec:
+    """Have most transfers tried again under their immediate, one of `cancels` after a cancel."""
+    # What fails is stated again on its own: nobody takes it back, or has stated the next one.
+    spec = replace(spec, recall_ps=None, lined_up=False)
+    if not failover or dice.below(place, 31, 6) == 0:
+        return replace(spec, claimed=spec.claimed and not spec.shared)  # others are tried again
+    spec = replace(spec, claimed=False, split=False)
+    if not spec.may_retry:
+        return spec
+    if dice.below(place, 26, cancels) == 0:
+        spec = replace(spec, cancel_ps=dice.below(place, 27, 900 * _NS))
+    return replace(
+        spec,
+        again=dice.pick(place, 28, (0, 1, 2, 4)),
+        again_ps=dice.pick(place, 29, (1, 1, 3000 * _NS, 30_000 * _NS)),
+        restate_ps=dice.pick(place, 30, (1, 20_000 * _NS)),
+    )
+
+
+def draw_leasing(
+    dice: Dice,
+    nics: tuple[int, ...],
+    transfers: tuple[TransferSpec, ...],
+    *,
+    failover: bool,
+) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...]]:
+    """Write most transfers under leases; where rows are made good, with trouble beneath them."""
+    leased = tuple(_draw_leased(dice, place, spec) for place, spec in enumerate(transfers, 1))
+    if not failover:
+        return leased, ()
+    kinds, lasts_ns = (Mute, Clog, Pause, KillNic), (1000, 4000, 30_000, 400_000)
+    starts_ps = [spec.start_ps for spec in leased]
+    return leased, draw_stuck(dice, 680, nics, starts_ps, kinds, lasts_ns)
+
+
+def draw_late(dice: Dice, chaos: Chaos) -> Chaos:
+    """Knobs by which bytes land long after the end of their transfer."""
+    how = dice.pick(0, 84, ENDS)
+    if how == "plain":
+        return replace(chaos, late_land=dice.below(0, 68, 3))
+    late_ps = dice.pick(0, 86, (5000, 100_000, 1_000_000)) * _NS
+    fails = dice.pick(0, 89, (64, 255)) if how == "fences fail" else 0
+    return replace(chaos, late_land=1 + dice.below(0, 85, 2), late_ps=late_ps, fence_fails=fails)
+
+
+def _draw_leased(dice: Dice, place: int, spec: TransferSpec) -> TransferSpec:
+    """Have most transfers written under leases that run out, or are asked back."""
+    spec = replace(spec, prepared=False, stale=False, again=0)
+    if not spec.may_lease or dice.below(place, 33, 5) == 0:
+        return spec
+    return replace(
+        spec,
+        lease_ps=dice.pick(place, 34, (300, 1000, 5000, 40_000, 2_000_000)) * _NS,
+        lead_ps=dice.pick(place, 35, (0, 500, 2500)) * _NS,
+        revoke_ps=dice.below(place, 37, FAULT_PS) if dice.below(place, 36, 2) else None,
+        renew_ps=dice.below(place, 44, 2 * FAULT_PS) if dice.below(place, 43, 4) == 0 else None,
+        unfenced=dice.below(place, 45, 6) == 0,
+    )
+
+
+def draw_reads(dice: Dice, theme: str) -> tuple[ReadSpec, ...]:
+    """In one run of three node a reads as well."""
+    if dice.below(0, 50, 3):
+        return ()
+    return tuple(_draw_read(dice, 500 + k, theme) for k in range(1 + dice.below(0, 51, 3)))
+
+
+def _draw_read(dice: Dice, entity: int, theme: str) -> ReadSpec:
+    kind: ReadKind = dice.pick(entity, 1, ("single", "paged", "paged", "gather"))
+    span_ps = SPREAD_PS if theme in ("kill", "restart") else _SPAN_PS
+    start_ps = 1 + dice.below(entity, 2, span_ps)
+    changes, cancels = (
+        dice.below(entity, 7, 2),
+        dice.below(entity, 9, 3 if theme == "cancel" else 10),
+    )
+    return ReadSpec(
+        kind=kind,
+        size=dice.pick(entity, 3, _SIZES if kind == "single" else (0, 8, 24, 32)),
+        pages=1 if kind == "single" else dice.pick(entity, 4, PAGES),
+        by_bytes=dice.below(entity, 5, 2) == 1,
+        told=dice.below(entity, 6, 3) > 0,
+        prepared=dice.below(entity, 11, 3) == 0,
+        start_ps=start_ps,
+        change_ps=start_ps + dice.below(entity, 8, FAULT_PS) if changes else None,
+        cancel_ps=dice.below(entity, 10, 900 * _NS) if cancels == 0 else None,
+    )
