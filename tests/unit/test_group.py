@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -29,6 +30,16 @@ def test_full_queue_keeps_the_rest_and_order_of_rows() -> None:
     finish_all(e.own)
     assert sent.ok
     assert (0,) == e.engine.stats().rows_outstanding
+
+
+@pytest.mark.parametrize("taken", [-1, 9])
+def test_a_nic_that_takes_what_cannot_be_is_a_bug_that_is_named(taken: int) -> None:
+    """The row after the last would be posted, or one row twice."""
+    e = Ends(1)
+    with mock.patch.object(e.nics[0], "post", return_value=taken):
+        e.pages(8)
+        with pytest.raises(AssertionError, match=rf"\({taken}, 0, 8\)"):
+            e.own.turn()
 
 
 def test_done_needs_the_last_row_of_every_nic() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import tep
 from tep.backends.base import Access, ReadRow, Row, Status
+from tep.core.path import PathEvent
 from tep.errors import BadRequest, BusyError, Cancelled, FabricError, UsageError
 from tests.support.script import Scripted, memory, scripted
 
@@ -195,6 +196,19 @@ def test_a_path_that_was_silent_once_is_used_again_when_others_answer(r) -> None
 
     assert sent.ok
     assert 2 == sent.stats().rows_again
+
+
+def test_a_row_is_not_read_again_over_paths_that_are_shut(r) -> None:
+    """Each may cost a silence more, after one that was open."""
+    sent = r.paged(1)
+    link = r.me.engine._peers.link(r.owner.engine.main_address, "test")
+    for here, there in ((0, 1), (1, 0), (1, 1)):
+        link.path(here, there).to(PathEvent.LOST)
+    r.me.nics[0].finish(status=Status.UNREACHABLE)
+    r.me.turn(2)
+
+    with pytest.raises(FabricError, match="no other path is left that may answer"):
+        sent.result()
 
 
 def test_without_failover_nothing_is_posted_again() -> None:

@@ -364,6 +364,16 @@ def test_lists_of_peers_are_bounded() -> None:
         assert dict(p.b.stats().control_dropped)["no room for what it asks"] == 2 * SERIALS_MAX - 1
 
 
+def test_what_forgotten_engines_gave_up_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines come and go; what each of them had given up would stay for ever."""
+    monkeypatch.setattr("tep.control.failures._ENGINES_MAX", 1)
+    with world() as w:
+        for engine, imm in ((w.a, 7), (w.b, 8)):
+            w.cut_off(w.write(engine, imm))
+            w.rest()
+            assert [imm] == list(w.c._worker.failures.broken)
+
+
 def test_nobody_takes_back_what_others_sent() -> None:
     """A confused peer that claims the arrivals of another would let its reader wait for ever."""
     with world() as w:
