@@ -67,7 +67,7 @@ class Inlet:
         rows = numbers - ledger.base
         left = ledger.hold[rows] & ~_WIRE
         ledger.hold[rows] = left
-        wanted = left.view(np.bool_)  # else the sender is gone: nothing lands
+        wanted = left != 0  # else the sender is gone: nothing lands
         if fabric.payloads:
             messages = ledger.message[rows]
             for index in (wanted & messages).nonzero()[0].tolist():
