@@ -52,7 +52,8 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
     """Write to one receiver, under a new immediate each time, until it is done.
 
     A NIC that is down costs a write where its rows cannot be written again. So does each path that
-    the receiver has fenced for a lease.
+    the receiver has fenced for a lease; the last of them two more, if the receiver keeps it shut
+    until the sender has let go of the lease.
     """
     sender = stage.sender
     reachable = _has_way(sender, host)
@@ -61,7 +62,7 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
     target = bytearray(len(_BYTES))
     mr, _ = sender.engine.reg_mr(_BYTES, access=Access.SOURCE)
     _, desc = host.engine.reg_mr(target)
-    tries = 1 + max(ours + theirs, ours * theirs if leased else 0)
+    tries = 1 + max(ours + theirs, ours * theirs + 2 if leased else 0)
     for number in range(tries):
         handle: Transfer = sender.engine.submit_single_write(
             len(_BYTES), (mr, 0), (desc, 0), imm + number
