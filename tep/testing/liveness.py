@@ -15,7 +15,7 @@ from tep.api import Pages
 from tep.backends.base import Access
 from tep.core.handle import State
 from tep.core.transfer import Transfer
-from tep.sim.faults import Fault
+from tep.sim.faults import Drift, Fault
 from tep.testing.lab import Host
 from tep.testing.specs import SENDER
 from tep.testing.stage import Stage
@@ -168,7 +168,9 @@ def _untold(stage: Stage) -> str:
 def _turn(stage: Stage) -> None:
     """Turn the sender once more: it asks for paths that are shut when it is turned."""
     env = stage.lab.env
-    wait_ps = round(stage.lab.options.probe_max_s * PS_PER_S)
+    faults = [fault for _, fault in stage.scenario.faults]
+    ppm = [fault.ppm for fault in faults if isinstance(fault, Drift) and fault.node == SENDER]
+    wait_ps = round(stage.lab.options.probe_max_s * PS_PER_S / (1 + min(ppm, default=0) * 1e-6))
     env.call_at(env.now + wait_ps, lambda _: stage.sender.engine.driver.kick())
     _rest(stage)
 
