@@ -187,7 +187,7 @@ class Reads:
     # ------------------------------------------------------------------ posting
 
     def post(self) -> bool:
-        """Offer each NIC its queued batches in turn; True if one took a row."""
+        """Offer each NIC its queued batches in turn; True if one took a row, or to turn again."""
         work = False
         for domain, queue in enumerate(self._queues):
             if queue and not self._group.alive[domain]:
@@ -201,17 +201,20 @@ class Reads:
         group = self._group
         nic = cast("ReadDomain", group.domains[domain])
         before = self.outstanding[domain]
+        again = False  # as no NIC has news of what was done
         refused = 0  # consecutive batches of which nothing was taken
         for _ in range(_TURNS_MAX):
             if refused >= len(queue):
                 break
             pending = queue.popleft()
             if pending.at == pending.stop:  # it was dropped while it was queued
+                again = True  # there may be too many of them for one turn
                 continue
             remote, far = pending.target(0)
             if not (remote.link.alive[far] and remote.link.is_up(domain, far)) and self._moved(
                 pending, pending.at, pending.stop
             ):
+                again = True  # it went to a NIC whose turn may be over
                 continue
             start, stop = pending.at, pending.stop
             if queue and stop - start > self._rows_max:
@@ -222,7 +225,7 @@ class Reads:
             except (OSError, MemoryError) as error:
                 queue.appendleft(pending)
                 group.give_up(domain, error)
-                return True  # no NIC has news of it: turn again
+                return True
             assert 0 <= taken <= stop - start, (taken, start, stop)
             self._take(pending, domain, taken)
             if pending.at < pending.stop:
@@ -230,7 +233,7 @@ class Reads:
             refused = 0 if taken else refused + 1
             if taken == 0 and self.outstanding[domain] >= nic.caps.reads:
                 break
-        return self.outstanding[domain] != before
+        return again or self.outstanding[domain] != before
 
     def _take(self, pending: _Reading, domain: int, taken: int) -> None:
         """A NIC has taken rows of a batch."""

@@ -252,6 +252,46 @@ def test_rows_of_a_nic_that_cannot_post_are_posted_by_another_in_the_next_turn(r
     assert 2 == len(r.rows())
 
 
+def test_rows_that_leave_a_path_that_was_shut_are_posted_in_the_next_turn(r) -> None:
+    """They went to a NIC whose turn was over, and the engine slept: the read never ended.
+
+    Found by a search of drawn runs.
+    """
+    r.me.nics[1].room = 0
+    for _ in range(2):
+        r.me.engine.submit_single_read(PAGE, (r.desc, 0), (r.mr, 0))
+        r.me.turn()
+    link = r.me.engine._peers.link(r.owner.engine.main_address, "test")
+    for there in range(2):
+        link.path(1, there).to(PathEvent.LOST)
+    reads = r.me.engine._worker.reads
+    assert reads.post()
+    assert 1 == len(r.rows())
+    assert reads.post()
+
+    assert [0, 0] == [nic.nic for nic in r.me.nics for _ in nic.posted]
+
+
+def test_a_read_behind_many_that_were_cancelled_is_posted() -> None:
+    """Those in front took all of the turn, and the engine slept."""
+    r = Reading(1)
+    r.me.nics[0].room = 0
+    gone = [r.paged(1) for _ in range(200)]
+    for sent in gone:
+        sent.cancel()
+    r.me.turn()
+    r.me.nics[0].room = 1
+    last = r.paged(1)
+    reads = r.me.engine._worker.reads
+    while reads.post():
+        pass
+    r.me.nics[0].finish()
+    r.me.turn()
+
+    assert all(sent.cancelled for sent in gone)
+    assert last.ok
+
+
 def test_no_nic_left_fails_the_read() -> None:
     """Nothing may wait for what cannot come."""
     r = Reading(nics=1)
