@@ -59,7 +59,10 @@ class Play:
 
     def run(self) -> None:
         """Let it all happen. Raises Violation if there is no end of it."""
-        most = _EVENTS_MAX * (5 if self.stage.scenario.tell_failures else 1)
+        scenario = self.stage.scenario
+        # Where of 256 fences one holds, a path is asked for so often until it is open again.
+        longer = 25 if scenario.chaos.fence_fails else 5 if scenario.tell_failures else 1
+        most = _EVENTS_MAX * longer
         try:
             self.stage.lab.env.run_until(repeat(False, most).__next__)
         except StopIteration:
