@@ -218,20 +218,18 @@ class Failover:
             retransmission.after.append((pending, row, error))
         retransmission.left = 1  # released below, so that it cannot end before all rows are queued
         for pending, row, error in rows:
-            mine = pending.retransmission  # it was a retransmitted row already
-            if pending.transfer.is_ending():
-                if mine is not None:
-                    group.finish_retransmission(mine, pending.transfer)
-                elif pending.row_bytes(row):
-                    retransmission.left += 1
-                    group.finish_retransmission(retransmission, pending.transfer)
-            elif pending.row_bytes(row):
-                pending.transfer.left += 1
-                pending.transfer.extra += 1
-                if mine is None:
-                    mine = retransmission
-                    retransmission.left += 1
-                self._group.repost(pending, row, mine, error)
+            if not pending.row_bytes(row):
+                continue
+            mine, transfer = pending.retransmission, pending.transfer
+            if mine is None:  # else it was a retransmitted row already
+                mine = retransmission
+                mine.left += 1
+            if transfer.is_ending():
+                group.finish_retransmission(mine, transfer)
+            else:
+                transfer.left += 1
+                transfer.extra += 1
+                group.repost(pending, row, mine, error)
         group.finish_retransmission(retransmission)
 
     def _settle(self, rows: list[LostRow]) -> None:
