@@ -28,6 +28,7 @@ from tep.backends.base import (
     put_completion,
 )
 from tep.backends.checks import check_memory
+from tep.backends.columns import part
 from tep.errors import BadDescriptor, ClosedError
 from tep.memory import Memory
 from tep.sim.ledger import Agenda, Hold
@@ -149,8 +150,7 @@ class TimingNic:
         self._fill(where, batch, start)
         if start + n < stop:
             self.node.wakes.refuse(self)
-        peer = batch.peer if isinstance(batch.peer, int) else batch.peer[start : start + n]
-        costs = self._costs(n, peer)
+        costs = self._costs(n, part(batch.peer, start, start + n))
         ledger.batch[where] = self._join_batch(batch, start, start + n)
         self.node.post(self, np.arange(ledger.end - n, ledger.end), costs)
         if self.fabric.row_log is not None:
@@ -162,14 +162,12 @@ class TimingNic:
         stop = start + n
         self.open_rows += n
         ledger.source[where] = self.number
-        imm = -1 if batch.imm is None else batch.imm
-        peer, src, dst, rkey, nbytes = batch.peer, batch.src, batch.dst, batch.rkey, batch.nbytes
-        ledger.target[where] = peer if isinstance(peer, int) else peer[start:stop]
-        ledger.src[where] = src if isinstance(src, int) else src[start:stop]
-        ledger.dst[where] = dst if isinstance(dst, int) else dst[start:stop]
-        ledger.rkey[where] = rkey if isinstance(rkey, int) else rkey[start:stop]
-        ledger.nbytes[where] = nbytes if isinstance(nbytes, int) else nbytes[start:stop]
-        ledger.imm[where] = imm if isinstance(imm, int) else imm[start:stop]
+        ledger.target[where] = part(batch.peer, start, stop)
+        ledger.src[where] = part(batch.src, start, stop)
+        ledger.dst[where] = part(batch.dst, start, stop)
+        ledger.rkey[where] = part(batch.rkey, start, stop)
+        ledger.nbytes[where] = part(batch.nbytes, start, stop)
+        ledger.imm[where] = -1 if batch.imm is None else part(batch.imm, start, stop)
         ledger.lkey[where] = batch.lkey
         ledger.ctx[where] = batch.ctx
         ledger.row[where] = np.arange(start, stop)

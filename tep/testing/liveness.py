@@ -58,11 +58,10 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
     sender = stage.sender
     reachable = _has_way(sender, host)
     ours, theirs = len(sender.taps), len(host.taps)
-    leased = any(spec.leased for spec in stage.scenario.transfers)
     target = bytearray(len(_BYTES))
     mr, _ = sender.engine.reg_mr(_BYTES, access=Access.SOURCE)
     _, desc = host.engine.reg_mr(target)
-    tries = 1 + max(ours + theirs, ours * theirs + 2 if leased else 0)
+    tries = 1 + max(ours + theirs, ours * theirs + 2 if stage.scenario.leased else 0)
     for number in range(tries):
         handle: Transfer = sender.engine.submit_single_write(
             len(_BYTES), (mr, 0), (desc, 0), imm + number
@@ -88,8 +87,7 @@ def _write_everywhere(stage: Stage, host: Host, imm: int) -> None:
     A row that finds no receive fails on any path.
     """
     sender = stage.sender
-    excused = any(spec.leased for spec in stage.scenario.transfers)
-    excused |= stage.scenario.chaos.rnr_retries >= 0
+    excused = stage.scenario.leased or stage.scenario.chaos.rnr_retries >= 0
     if excused or not all(tap.is_useful for end in (sender, host) for tap in end.taps):
         return
     lanes = Pages(range(len(sender.taps) * len(host.taps)))

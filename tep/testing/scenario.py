@@ -152,6 +152,11 @@ class Scenario:
         return names_of(self.nics, self.transfers)
 
     @property
+    def leased(self) -> bool:
+        """Whether a transfer goes to leased bytes."""
+        return any(spec.leased for spec in self.transfers)
+
+    @property
     def steady(self) -> bool:
         """Whether one transfer comes again and again, long enough for links to flap meanwhile."""
         return self.transfers[0].rounds >= STEADY_ROUNDS
