@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tep.control.channel import Channel
 from tep.control.failover import Failover
 from tep.control.fencing import Fencing
-from tep.control.messages import Answer, FenceOff, Reopen
+from tep.control.messages import Reopen
 from tep.core.group import DomainGroup
 from tep.core.path import Link, Path, PathEvent, PathState
 
@@ -60,59 +60,36 @@ class Reopening:
         """
         if path.is_up or path.asking or not self._is_clear(path):
             return
-        if path.state is PathState.SUSPECT or (
-            path.state is PathState.FENCED and self._failover.can_clear(path)
-        ):
+        if path.state is PathState.SUSPECT or self._failover.can_clear(path):
             self._failover.clear(path, lambda why: self._is_fenced(path, why), lambda _: None)
-        elif path.state is PathState.FENCED:
+        else:  # FENCED: in the other two states it is being asked, or has lost rows to settle
             self._ask(path)
 
     def _is_clear(self, path: Path) -> bool:
         live = path.link.current and self._group.alive[path.domain]
         return live and self._failover.is_clear(path)
 
-    def _put(
-        self,
-        path: Path,
-        message: Callable[[int, bytes], FenceOff | Reopen],
-        told: Callable[[Path], object],
-    ) -> None:
-        path.asking = True
-        own = self._group.domains[path.domain].address
-        self._channel.ask(
-            path.link,
-            lambda number: message(number, own),
-            lambda answer: self._told(path, answer, told),
-            lambda _: self._refused(path),
-        )
-
-    def _told(self, path: Path, answer: Answer, told: Callable[[Path], object]) -> None:
-        if answer.why or not path.link.current:
-            self._refused(path)
-        else:
-            path.asking = False
-            told(path)
-
-    def _refused(self, path: Path) -> None:
-        """The path stays shut; it is asked for again when the peer answers the next time."""
-        path.asking = False
-        if path.state is PathState.FENCING:
-            path.to(PathEvent.UNANSWERED)
-        elif path.state is PathState.REOPENING:
-            path.to(PathEvent.REFUSED)
-
     def _is_fenced(self, path: Path, why: str) -> None:
         if not why and self._is_clear(path) and not path.asking:
             self._ask(path)
 
     def _ask(self, path: Path) -> None:
+        path.asking = True
         path.to(PathEvent.ASKED_BACK)
-        self._put(path, lambda n, at: Reopen(n, at, path.nic), self._is_open)
+        own = self._group.domains[path.domain].address
+        self._channel.ask(
+            path.link,
+            lambda number: Reopen(number, own, path.nic),
+            lambda answer: self._answered(path, agreed=not answer.why),
+            lambda _: self._answered(path, agreed=False),
+        )
 
-    def _is_open(self, path: Path) -> None:
+    def _answered(self, path: Path, *, agreed: bool) -> None:
+        """A path that stays shut is asked for again when the peer answers the next time."""
+        path.asking = False
         if path.state is not PathState.REOPENING:
             return  # rows were lost on it meanwhile
-        if not self._is_clear(path):
+        if not (agreed and self._is_clear(path)):
             path.to(PathEvent.REFUSED)
             return
         # Lift our own fence against the other direction, if there is one.

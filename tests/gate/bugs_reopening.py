@@ -86,26 +86,27 @@ def late_copies_count() -> list[Change]:
 @reopening
 def taken_into_use_when_refused() -> list[Change]:
     """The sender goes on, whatever the receiver says."""
-    told = Reopening._told
+    answered = Reopening._answered
 
-    def deaf(self, path, answer, then):
-        told(self, path, type(answer)(answer.number, "", ()), then)
+    def deaf(self, path, *, agreed):
+        answered(self, path, agreed=True)
 
     def refuse(self, message):
         return "not now"
 
-    return [(Reopening, "_told", deaf), (Reopening, "_why_not", refuse)]
+    return [(Reopening, "_answered", deaf), (Reopening, "_why_not", refuse)]
 
 
 @reopening
 def asked_once() -> list[Change]:
     """A path that was refused is never asked for again."""
+    answered = Reopening._answered
 
-    def told(self, path, answer, then):
-        if not answer.why:
-            then(path)
+    def once(self, path, *, agreed):
+        if agreed:
+            answered(self, path, agreed=True)
 
-    return [(Reopening, "_told", told)]
+    return [(Reopening, "_answered", once)]
 
 
 @reopening
