@@ -168,12 +168,12 @@ class MrView(MrHandle):
     @property
     def quarantined(self) -> tuple[Quarantine, ...]:
         """As of the region, as far as these bytes are concerned; offsets are the view's."""
-        start, stop = self.start, self.start + self.memory.nbytes
-        return tuple(
-            Quarantine(max(found.start, start) - start, min(found.stop, stop) - start, found.why)
+        at, nbytes = self.start, self.memory.nbytes
+        spans = (
+            Quarantine(max(found.start - at, 0), min(found.stop - at, nbytes), found.why)
             for found in self.root.quarantined
-            if found.start < stop and start < found.stop
         )
+        return tuple(span for span in spans if span.start < span.stop)
 
     def __repr__(self) -> str:
         where = f"bytes {self.start} .. {self.start + self.memory.nbytes}"
@@ -348,9 +348,8 @@ class Job:
 
     def forget(self) -> None:
         """Let no later request find this one, whose memory was given back."""
-        remote = self.remotes
-        if isinstance(remote, Remote) and remote.steady is not None and remote.steady[1] is self:
-            remote.steady = None
+        if isinstance(self.remotes, Remote):
+            self.remotes.steady = None
 
 
 def shifted(column: Column | None, shift: int) -> Column:
@@ -443,7 +442,7 @@ class Template:
         if rows is None:
             return lengths, job.total
         if lengths is not self._lengths:
-            total = sum(job.lengths[rows]) if job.lengths and isinstance(rows, slice) else -1
+            total = sum(job.lengths[rows]) if isinstance(rows, slice) else -1
             self._sizes = lengths[rows], total
             self._lengths = lengths
         return self._sizes

@@ -144,9 +144,7 @@ class ScriptNic:
     def post(self, batch: WriteBatch, start: int, stop: int) -> int:
         assert not self.closed, "posted on a closed NIC"
         self.calls.append(stop - start)
-        taken = min(self.room, stop - start)
-        if isinstance(batch.peer, int) and batch.peer in self.refuse_peers:
-            taken = 0
+        taken = self._room(batch, stop - start)
         for index, row in enumerate(batch.rows(start, start + taken), start):
             done = Posted(row, batch.ctx, index)
             self.posted.append(done)
@@ -156,13 +154,18 @@ class ScriptNic:
 
     def post_read(self, batch: ReadBatch, start: int, stop: int) -> int:
         assert not self.closed, "a read was posted on a closed NIC"
-        taken = min(self.room, stop - start)
+        taken = self._room(batch, stop - start)
         for index, row in enumerate(batch.rows(start, start + taken), start):
             done = Posted(row, batch.ctx, index)
             self.posted.append(done)
             self.out.append(done)
         self.room -= taken
         return taken
+
+    def _room(self, batch: WriteBatch | ReadBatch, nrows: int) -> int:
+        """How many of so many rows it takes."""
+        refused = isinstance(batch.peer, int) and batch.peer in self.refuse_peers
+        return 0 if refused else min(self.room, nrows)
 
     def post_send(self, peer: int, payload: bytes, ctx: int) -> bool:
         if self.send_room == 0:

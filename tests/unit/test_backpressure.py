@@ -111,7 +111,8 @@ def test_a_message_is_cancelled_wherever_it_stands() -> None:
     assert [b"1", b"3"] == [payload for _, payload, _ in own.nics[0].sent]
 
 
-def test_a_write_that_races_with_deregister_is_refused() -> None:
+@pytest.mark.parametrize("verb", ["single", "scatter"])
+def test_a_write_that_races_with_deregister_is_refused(verb) -> None:
     """Checked before the region was given back, queued after: its key is dead, or another's."""
     own = scripted()
     engine = own.engine
@@ -125,12 +126,17 @@ def test_a_write_that_races_with_deregister_is_refused() -> None:
         return real(job, on_done)
 
     engine._machine.submit = late
-    sent = engine.submit_single_write(8, (mr, 0), (target, 0))
+    sent = (
+        engine.submit_single_write(8, (mr, 0), (target, 0), 1)
+        if verb == "single"
+        else engine.submit_scatter(mr, [tep.ScatterDst(8, 0, (target, 0))])
+    )
     own.turn(2)
 
-    with pytest.raises(tep.ClosedError, match="single: the source region 1 was deregistered"):
+    with pytest.raises(tep.ClosedError, match=f"{verb}: the source region 1 was deregistered"):
         sent.result()
     assert [] == own.posted
+    assert all(remote.steady is None for remote in engine._peers._remotes.values())
     assert desc.region == 1
 
 

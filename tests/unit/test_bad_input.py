@@ -134,6 +134,10 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda s: paged(s, P([0, 1]), P([0, 1]), imm=[1.0, 2.0]),
         "imm of shape (2,) float64",
     ),
+    "immediates no list": (
+        lambda s: paged(s, P([0, 1]), P([0, 1]), imm=[[1, 2], [3]]),
+        "submit_paged_writes: imm=[[1, 2], [3]] is no integer, and no list of them",
+    ),
     "immediates too large": (
         lambda s: paged(s, P([0, 1]), P([0, 1]), imm=[1, 2**32]),
         "imm=4294967296 is not an integer of 32 bits (0 .. 4294967295)",
@@ -205,6 +209,14 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
     "scatter no integer": (
         lambda s: scatter(s, (8, 0, 0), (8.5, 0, 0)),
         "submit_scatter: slice 1: nbytes=8.5 is not an integer",
+    ),
+    "scatter slice of four": (
+        lambda s: s.e.submit_scatter(s.mr, [(8, 0, (s.desc, 0)), (8, 8, (s.desc, 8), 5)]),
+        "submit_scatter: slice 1 is (8, 8, ",
+    ),
+    "scatter place of three": (
+        lambda s: s.e.submit_scatter(s.mr, [(8, 0, (s.desc, 0)), (8, 8, (s.desc, 8, 5))]),
+        "submit_scatter: slice 1 is (8, 8, ",
     ),
     "scatter to nobody": (scatter, "submit_scatter: no targets"),
     "barrier of nobody": (lambda s: s.e.submit_barrier([], 1), "submit_barrier: no targets"),

@@ -101,6 +101,19 @@ def test_cancelled_one_leaves_what_arrived_to_the_others(table, leaves, reached)
     assert not table.cancel(wants[leaves])
 
 
+def test_arrivals_are_counted_ahead_of_a_turn_only_where_nothing_follows(table) -> None:
+    """Whoever is told that they are counted leaves the turn out that would have counted them."""
+    assert not table.add_below(7, 1), "nobody expects it"
+    want = expect(table, 3)
+    assert table.add_below(7, 2)
+    assert not table.add_below(7, 1), "it is reached"
+    assert ({7: 2}, 2, []) == (table.counts, table.total, fired(table))
+    table.claim(range(8, 9), print)
+    assert not table.add_below(7, 0), "somebody may have claimed it"
+    table.add(7, 1)
+    assert [want] == fired(table)
+
+
 def test_cancel_after_reaching_says_no(table) -> None:
     """A handle that is done must not become cancelled."""
     want = expect(table, 1)
@@ -188,13 +201,15 @@ def test_expecting_a_claimed_immediate_is_refused(table) -> None:
 def test_remove_forgets_count_or_claim(table) -> None:
     """An application that ends a request gives its immediate back, to be used anew."""
     table.add(7, 5)
-    table.claim(range(10, 20), print)
+    for start in (8, 10, 20):
+        table.claim(range(start, start + 2), print)
 
     assert 5 == table.remove(7)
     assert 0 == table.remove(7)
     assert 0 == table.remove(10)
     table.add(11, 1)
     assert {11: 1} == table.counts
+    assert [True, False, True] == [table.is_claimed(imm) for imm in (9, 11, 21)]
 
 
 def test_remove_refuses_what_somebody_waits_for(table) -> None:

@@ -174,6 +174,7 @@ def test_count_imms(shape: object, nlocal: int, nremote: int, expected: int) -> 
         (Routing(num_shards=3), "routing.num_shards=3, but the NICs of both sides make 2 lanes"),
         (Routing(num_shards=0), "routing.num_shards=0"),
         (Routing(domain=2), r"routing.domain=2, but this engine has NICs 0 to 1"),
+        (Routing(domain=3), r"routing.domain=3, but this engine has NICs 0 to 1"),
         (Routing(domain=-1), "routing.domain=-1"),
     ],
 )

@@ -116,6 +116,18 @@ def test_what_cannot_be_pruned_is_forgotten_and_said() -> None:
         lanes.fail_over()
 
 
+def test_lists_are_pruned_one_after_the_other_for_ever() -> None:
+    """A path lives for months: what is refused once makes its receiver forget all."""
+    arrivals, nic = Arrivals(), mock.Mock(source=lambda number: b"a")
+    arrivals.add(3, 7, 302)
+    for generation in range(1, 301):
+        assert arrivals.prune(nic, b"a", generation, ((7, 1, 1),)) is None
+        assert arrivals.prune(nic, b"a", generation, ((7, 1, 1),)) is None, "twice is once"
+    words = "generation 300 was pruned last, 302 cannot follow"
+    assert words == arrivals.prune(nic, b"a", 302, ((7, 1, 1),))
+    assert (2,) == arrivals.sums(nic, b"a", (7,))
+
+
 def test_why_there_is_none_at_all() -> None:
     """Whoever relies on it asks before."""
     off = Lanes(options=EngineOptions(failover=False))

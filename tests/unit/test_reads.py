@@ -2,39 +2,14 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 
 import tep
 from tep.backends.base import Access, ReadRow, Row, Status
 from tep.core.path import PathEvent
 from tep.errors import BadRequest, BusyError, Cancelled, FabricError, UsageError
+from tests.support.reading import HERE, PAGE, Reading
 from tests.support.script import Scripted, memory, scripted
-
-PAGE = 4096
-HERE = 1 << 30
-
-
-class Reading:
-    """A reader of two NICs, an owner of two, 16 pages of each."""
-
-    def __init__(self, nics: int = 2, **options: object) -> None:
-        self.me = scripted(nics, name="me", reads=1 << 20, options=tep.EngineOptions(**options))
-        self.owner = scripted(nics, name="owner", reads=1)
-        _, self.desc = self.owner.engine.reg_mr(memory(16 * PAGE), access=Access.READABLE)
-        self.mr, _ = self.me.engine.reg_mr(memory(16 * PAGE, HERE), access=Access.SINK)
-
-    def paged(self, npages: int = 8, **given: object) -> tep.Transfer:
-        pages = tep.Pages(range(npages))
-        sent = self.me.engine.submit_paged_reads(
-            PAGE, (self.desc, pages), (self.mr, pages), **given
-        )
-        self.me.turn()
-        return sent
-
-    def rows(self) -> list[Row | ReadRow]:
-        return [posted.row for posted in self.me.posted]
 
 
 @pytest.fixture
@@ -57,6 +32,28 @@ def test_rows_name_both_ends_by_the_keys_of_their_nics(r) -> None:
         assert r.desc.bases[far] + page * PAGE == row.remote
         assert PAGE == row.nbytes
     assert set(range(8)) == {(row.local - HERE) // PAGE for _, row in found}
+
+
+@pytest.mark.parametrize(("by", "lengths"), [("peers", [4, 4]), ("bytes", [2, 2, 2, 2])])
+def test_a_gather_is_dealt_out_by_slices_or_by_bytes(r, by, lengths) -> None:
+    """Other rows than were counted: the gather ends too early, or never."""
+    slices = [tep.GatherSrc(4 * PAGE, k * 4 * PAGE, (r.desc, (8 - 4 * k) * PAGE)) for k in (0, 1)]
+    sent = r.me.engine.submit_gather(r.mr, slices, routing=tep.Routing(scatter_by=by))
+    r.me.turn()
+
+    found = [(posted.row, nic.nic) for nic in r.me.nics for posted in nic.posted]
+    assert lengths == [row.nbytes // PAGE for row, _ in found]
+    assert {0, 1} == {nic for _, nic in found}
+    moved = {(row.local - HERE, row.remote - r.desc.bases[nic], row.nbytes) for row, nic in found}
+    step = lengths[0] * PAGE
+    assert moved == {
+        (here, 8 * PAGE - here // (4 * PAGE) * 4 * PAGE + here % (4 * PAGE), step)
+        for here in range(0, 8 * PAGE, step)
+    }
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn()
+    assert sent.ok
 
 
 def test_a_read_is_done_when_all_rows_are_back(r) -> None:
@@ -198,6 +195,23 @@ def test_a_path_that_was_silent_once_is_used_again_when_others_answer(r) -> None
     assert 2 == sent.stats().rows_again
 
 
+def test_a_read_outlives_a_lost_row_on_every_path_if_others_come_back(r) -> None:
+    """Each path may lose a row now and then: counted together they look like a silent owner."""
+    sent, lost = r.paged(8), set()
+    for losses, back in (((2, 2), (0, 0)), ((2, 0), (0, 2)), ((2, 1), (0, 0))):
+        for nic, n, done in zip(r.me.nics, losses, back, strict=True):
+            lost |= {(nic.nic, nic.out[k].row.rkey) for k in range(n)}
+            nic.finish(n, Status.UNREACHABLE)
+            nic.finish(done)
+        r.me.turn(2)
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn()
+
+    assert sent.ok, sent.error
+    assert 4 == len(lost), "not every path lost one: this shows nothing"
+
+
 def test_a_row_is_not_read_again_over_paths_that_are_shut(r) -> None:
     """Each may cost a silence more, after one that was open."""
     sent = r.paged(1)
@@ -211,6 +225,19 @@ def test_a_row_is_not_read_again_over_paths_that_are_shut(r) -> None:
         sent.result()
 
 
+@pytest.mark.parametrize("statuses", [["FLUSHED", "REMOTE_KEY"], ["REMOTE_KEY", "FLUSHED"]])
+def test_the_error_of_a_read_is_the_one_that_flushed_the_others(statuses) -> None:
+    """Who is told FLUSHED looks for a fault of the network, and the key was wrong."""
+    r = Reading(1, failover=False)
+    sent = r.paged(2)
+    for status in statuses:
+        r.me.nics[0].finish(1, Status[status])
+    r.me.turn(2)
+
+    with pytest.raises(FabricError, match="REMOTE_KEY: as scripted"):
+        sent.result()
+
+
 def test_without_failover_nothing_is_posted_again() -> None:
     """EngineOptions(failover=False) promises that a request fails at once."""
     r = Reading(failover=False)
@@ -221,90 +248,6 @@ def test_without_failover_nothing_is_posted_again() -> None:
 
     assert sent.failed
     assert 2 == len(r.rows())
-
-
-def test_queued_rows_of_a_dead_nic_move(r) -> None:
-    """They would wait for it for ever."""
-    r.me.nics[0].room = 0
-    sent = r.paged(8)
-    assert 4 == len(r.rows())
-    r.me.nics[0].go_down()
-    r.me.turn(3)
-    assert 8 == len(r.me.nics[1].posted)
-    r.me.nics[1].finish()
-    r.me.turn()
-
-    assert sent.ok
-
-
-def test_rows_of_a_nic_that_cannot_post_are_posted_by_another_in_the_next_turn(r) -> None:
-    """No completion and no command would wake the engine: the read would stand still."""
-    r.me.nics[1].room = 0
-    for _ in range(2):
-        r.me.engine.submit_single_read(PAGE, (r.desc, 0), (r.mr, 0))
-        r.me.turn()
-    assert 1 == len(r.rows())
-    reads = r.me.engine._worker.reads
-    with mock.patch.object(r.me.nics[1], "post_read", side_effect=MemoryError):
-        assert reads.post()
-        assert reads.post()
-
-    assert 2 == len(r.rows())
-
-
-def test_rows_that_leave_a_path_that_was_shut_are_posted_in_the_next_turn(r) -> None:
-    """They went to a NIC whose turn was over, and the engine slept: the read never ended.
-
-    Found by a search of drawn runs.
-    """
-    r.me.nics[1].room = 0
-    for _ in range(2):
-        r.me.engine.submit_single_read(PAGE, (r.desc, 0), (r.mr, 0))
-        r.me.turn()
-    link = r.me.engine._peers.link(r.owner.engine.main_address, "test")
-    for there in range(2):
-        link.path(1, there).to(PathEvent.LOST)
-    reads = r.me.engine._worker.reads
-    assert reads.post()
-    assert 1 == len(r.rows())
-    assert reads.post()
-
-    assert [0, 0] == [nic.nic for nic in r.me.nics for _ in nic.posted]
-
-
-def test_a_read_behind_many_that_were_cancelled_is_posted() -> None:
-    """Those in front took all of the turn, and the engine slept."""
-    r = Reading(1)
-    r.me.nics[0].room = 0
-    gone = [r.paged(1) for _ in range(200)]
-    for sent in gone:
-        sent.cancel()
-    r.me.turn()
-    r.me.nics[0].room = 1
-    last = r.paged(1)
-    reads = r.me.engine._worker.reads
-    while reads.post():
-        pass
-    r.me.nics[0].finish()
-    r.me.turn()
-
-    assert all(sent.cancelled for sent in gone)
-    assert last.ok
-
-
-def test_no_nic_left_fails_the_read() -> None:
-    """Nothing may wait for what cannot come."""
-    r = Reading(nics=1)
-    r.me.nics[0].room = 0
-    sent = r.paged(3, imm=7)
-    r.me.nics[0].go_down()
-    r.me.turn(3)
-    late = r.paged(3, imm=7)
-
-    for failed in (sent, late):
-        with pytest.raises(FabricError, match="no path is left|no NIC of this engine is alive"):
-            failed.result()
-    assert 0 == r.me.engine.stats().rows_backlog
 
 
 def test_a_cancel_settles_when_no_nic_holds_a_row(r) -> None:

@@ -58,6 +58,21 @@ def test_too_many_keys_are_forgotten_and_that_is_remembered() -> None:
     assert columns.forgot
 
 
+def test_calm_sums_are_large_again_at_the_next_key() -> None:
+    """A sender prunes what is large: one that stays so is asked about without end."""
+    found = Sums(limit=100, large_at=3)
+    for key in range(4):
+        assert not found.large
+        found.add(key, 1)
+    assert found.large
+    found.calm()
+    assert not found.large
+    found.add(4, 1)
+    assert found.large
+    assert 5 == len(found)
+    assert not found.forgot
+
+
 class _Nic:
     """Says which address stands behind a number."""
 
@@ -78,6 +93,8 @@ def test_arrivals_are_summed_by_address() -> None:
 
     assert (13, 1, 0) == arrivals.sums(_Nic(), b"a", (7, 2**32 - 1, 9))
     assert (5,) == arrivals.sums(_Nic(), b"b", (7,))
+    arrivals.forget(_Nic(), (b"a",))
+    assert [(1 << 32 | 7, 5)] == arrivals.counted.items(), "what is forgotten takes no room"
 
 
 def test_control_messages_come_back_as_they_were_and_junk_is_none() -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
+from tep.core.quarantine import Quarantine
 from tests.support.effort import effort
 from tests.support.pairs import pair
 
@@ -44,6 +48,21 @@ def test_views_of_views_are_of_the_region() -> None:
         assert desc == p.desc[1024:8000]
         assert (p.dst_mr[8:16].desc, p.desc[8:16]) == (p.desc[8:16], p.dst_mr[8:16].desc)
         assert "MrView(bytes 1024 .. 8000 of MrHandle(region 1, 65536 bytes" in repr(mr)
+
+
+def test_a_view_knows_which_of_its_bytes_are_in_quarantine() -> None:
+    """Bytes beside it that are in doubt do not concern it; of its own none may be missing."""
+    found = Quarantine(10, 20, "a fence failed"), Quarantine(16, 30, "a NIC is down")
+    with pair() as p, mock.patch.object(type(p.mr.owner), "quarantines", return_value=found):
+        assert found == p.mr.quarantined
+        for start, stop in itertools.combinations(range(5, 36), 2):
+            expected = {
+                (max(q.start, start) - start, min(q.stop, stop) - start, q.why)
+                for q in found
+                if set(range(q.start, q.stop)) & set(range(start, stop))
+            }
+            assert expected == set(p.mr[start:stop].quarantined), (start, stop)
+        assert () == p.mr[12:12].quarantined
 
 
 def test_every_verb_takes_views() -> None:

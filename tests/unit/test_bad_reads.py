@@ -1,0 +1,196 @@
+"""Each way to ask for a read that cannot be: its own error, and nothing posted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from tep.api import GatherSrc, Pages, Routing
+from tep.backends.base import Access
+from tep.errors import BadRequest
+from tep.units import GiB
+from tests.support.script import memory, scripted
+
+PAGE = 4096
+NPAGES = 8
+HERE = 1 << 30
+P = Pages
+
+
+@pytest.fixture
+def s():
+    """A reader with two NICs, and an owner with three; small regions, and ones of 4 GiB."""
+    own, peer = scripted(2, reads=8), scripted(3, name="peer", reads=8)
+    nbytes = NPAGES * PAGE
+    mr, _ = own.engine.reg_mr(memory(nbytes, HERE), access=Access.SINK)
+    large, _ = own.engine.reg_mr(memory(4 * GiB, 2 * HERE), access=Access.SINK)
+    _, desc = peer.engine.reg_mr(memory(nbytes), access=Access.READABLE)
+    _, wide = peer.engine.reg_mr(memory(4 * GiB), access=Access.READABLE)
+    return SimpleNamespace(own=own, e=own.engine, mr=mr, desc=desc, large=large, wide=wide)
+
+
+def single(s, nbytes=PAGE, src=0, dst=0, **kw):
+    return s.e.submit_single_read(nbytes, (s.desc, src), (s.mr, dst), **kw)
+
+
+def paged(s, src, dst, page=PAGE, **kw):
+    return s.e.submit_paged_reads(page, (s.desc, src), (s.mr, dst), **kw)
+
+
+def gather(s, *slices, **kw):
+    return s.e.submit_gather(
+        s.mr, [GatherSrc(n, dst, (s.desc, src)) for n, dst, src in slices], **kw
+    )
+
+
+def gather_of(s, nbytes, **routing):
+    return s.e.submit_gather(
+        s.large, [GatherSrc(nbytes, 0, (s.wide, 0))], routing=Routing(**routing)
+    )
+
+
+REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
+    "single beyond the source": (
+        lambda s: single(s, src=7 * PAGE + 1),
+        "submit_single_read: source bytes 28673 .. 32769 are outside the 32768 bytes of region 1",
+    ),
+    "single beyond the destination": (
+        lambda s: single(s, dst=8 * PAGE),
+        "submit_single_read: destination bytes 32768 .. 36864 are outside the 32768 bytes of MrH",
+    ),
+    "single of no integer": (lambda s: single(s, 8.0), "submit_single_read: nbytes=8.0 is not an"),
+    "single from no integer": (lambda s: single(s, src=0.5), "source offset=0.5 is not an integer"),
+    "single to no integer": (lambda s: single(s, dst=0.5), "destination offset=0.5 is not an"),
+    "single of negative length": (lambda s: single(s, -1), "nbytes=-1; neither may be negative"),
+    "single with a wrong immediate": (lambda s: single(s, imm=2**32), "imm=4294967296 is not"),
+    "single on no NIC": (
+        lambda s: single(s, routing=Routing(domain=3)),
+        "submit_single_read: routing.domain=3, but this engine has NICs 0 to 1",
+    ),
+    "single of more shards than lanes": (
+        lambda s: single(s, routing=Routing(num_shards=7)),
+        "routing.num_shards=7, but the NICs of both sides make 6 lanes",
+    ),
+    "no pairs": (
+        lambda s: s.e.submit_single_read(8, s.desc, (s.mr, 0)),
+        "src is (MrDesc or Lease, ",
+    ),
+    "plain list of source pages": (
+        lambda s: paged(s, [0, 1], P([0, 1])),
+        "submit_paged_reads: a page list is a tep.Pages, not a list",
+    ),
+    "plain list of destination pages": (
+        lambda s: paged(s, P([0, 1]), (0, 1)),
+        "submit_paged_reads: a page list is a tep.Pages, not a tuple",
+    ),
+    "lists differ": (
+        lambda s: paged(s, P([0, 1, 2]), P([0, 1])),
+        "submit_paged_reads: 3 source pages but 2 destination pages; one each",
+    ),
+    "page too long": (
+        lambda s: paged(s, P([0]), P([0]), page=GiB + 1),
+        "page_bytes=1073741825 is outside 0 .. 1073741824; cut the pages",
+    ),
+    "page negative": (lambda s: paged(s, P([0]), P([0]), page=-1), "page_bytes=-1 is outside"),
+    "pages sharded": (
+        lambda s: paged(s, P([0]), P([0]), routing=Routing(num_shards=1)),
+        "routing.num_shards=1; pages stay whole, only single reads shard",
+    ),
+    "pages on no NIC": (
+        lambda s: paged(s, P([0]), P([0]), routing=Routing(domain=2)),
+        "submit_paged_reads: routing.domain=2, but this engine has NICs 0 to 1",
+    ),
+    "source page outside": (
+        lambda s: paged(s, P([8]), P([0])),
+        "submit_paged_reads: source page 8 ends at byte 36864",
+    ),
+    "destination page outside": (
+        lambda s: paged(s, P([0]), P([7], offset=1)),
+        "submit_paged_reads: destination page 7 ends at byte 32769",
+    ),
+    "destination page twice": (
+        lambda s: paged(s, P([0, 1, 2]), P([3, 4, 3])),
+        "submit_paged_reads: destination page 3 is listed more than once",
+    ),
+    "destination pages overlap": (
+        lambda s: paged(s, P([0, 1]), P([0, 1], stride=4095)),
+        "destination pages overlap: two pages of 4096 bytes start within one page of byte 0",
+    ),
+    "gather beyond the source": (
+        lambda s: gather(s, (8, 0, 0), (8, 8, NPAGES * PAGE - 7)),
+        "submit_gather: slice 1: source bytes 32761 .. 32769 are outside",
+    ),
+    "gather beyond the destination": (
+        lambda s: gather(s, (8, NPAGES * PAGE, 0)),
+        "submit_gather: slice 0: destination bytes 32768 .. 32776 are outside",
+    ),
+    "gather of no integer": (
+        lambda s: gather(s, (8, 0, 0), (8.5, 8, 0)),
+        "submit_gather: slice 1: nbytes=8.5 is not an integer",
+    ),
+    "gather to no integer": (lambda s: gather(s, (8, 0.5, 0)), "slice 0: dst=0.5 is not an"),
+    "gather from no integer": (lambda s: gather(s, (8, 0, 0.5)), "source offset=0.5 is not an"),
+    "gather slices overlap": (
+        lambda s: gather(s, (8, 7, 0), (0, 3, 0), (8, 0, 64)),
+        "submit_gather: slices 0 and 2 overlap: both bring bytes to 7 and on of MrHandle(region 1",
+    ),
+    "gather by peers sharded": (
+        lambda s: gather(s, (8, 0, 0), routing=Routing(num_shards=2)),
+        "routing.num_shards=2; it needs scatter_by='bytes'",
+    ),
+    "gather on no NIC": (
+        lambda s: gather(s, (8, 0, 0), routing=Routing(domain=2)),
+        "submit_gather: routing.domain=2, but this engine has NICs 0 to 1",
+    ),
+    "gather of a slice too long": (
+        lambda s: gather_of(s, GiB + 1),
+        "submit_gather: slice 0: 1073741825 bytes; a slice is 1073741824 at the most, cut it",
+    ),
+    "gather of nothing": (gather, "submit_gather: no sources"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_bad_reads_are_refused_with_their_values(s, what) -> None:
+    """What is refused late has written over memory here by then."""
+    ask, message = REFUSED[what]
+    with pytest.raises(BadRequest, match=re.escape(message)):
+        ask(s)
+    s.own.turn(3)
+    assert [] == s.own.posted
+    assert not s.e._worker.busy()
+
+
+GOOD: dict[str, tuple[Callable[[SimpleNamespace], object], int]] = {
+    "source page twice": (lambda s: paged(s, P([3, 3]), P([0, 1])), 2),
+    "one page of a short stride": (lambda s: paged(s, P([0]), P([1], stride=1)), 1),
+    "empty pages in one place": (lambda s: paged(s, P([0, 0]), P([1, 1]), page=0), 2),
+    "pages of a short stride that do not meet": (
+        lambda s: paged(s, P([0, 1]), P([0, 2], stride=32), page=64),
+        2,
+    ),
+    "neighbours, and an empty slice among them": (
+        lambda s: gather(s, (8, 0, 0), (8, 8, 0), (0, 4, 0)),
+        3,
+    ),
+    "the longest slice": (lambda s: gather_of(s, GiB), 1),
+    "a longer slice by bytes": (lambda s: gather_of(s, 2 * GiB, scatter_by="bytes"), 6),
+    "by bytes in two shards": (lambda s: gather_of(s, GiB, scatter_by="bytes", num_shards=2), 2),
+}
+
+
+@pytest.mark.parametrize("what", GOOD)
+def test_good_reads_are_taken(s, what) -> None:
+    """A check that refuses too much takes a use away, at the edge where nobody looks."""
+    ask, rows = GOOD[what]
+    sent = ask(s)
+    s.own.turn(3)
+    for nic in s.own.nics:
+        nic.finish()
+    s.own.turn()
+
+    assert sent.ok
+    assert rows == sent.stats().rows == len(s.own.posted)
