@@ -390,9 +390,7 @@ class ImmTable(Generic[W]):
 
     def take_back(self, imm: int, count: int) -> None:
         """Count up to `count` arrivals less: they belong to a request that failed."""
-        have = self.counts.get(imm)
-        if have and count:
-            self.counts.put(imm, max(0, have - count))
+        self.counts.put(imm, max(0, self.counts.get(imm) - count))
 
     def take(self, imm: int, count: int) -> bool:
         """Subtract `count` arrivals if there are as many and no expectation waits; True if so."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,6 +101,23 @@ def test_cancelled_one_leaves_what_arrived_to_the_others(table, leaves, reached)
 
     assert [wants[k] for k in reached] == found
     assert not table.cancel(wants[leaves])
+
+
+def test_cancelled_ones_behind_another_are_let_go(table) -> None:
+    """Who asks and gives up again and again behind one long wait would fill the memory."""
+    first, gone = expect(table, 2), []
+    for _ in range(1000):
+        want = expect(table, 1)
+        gone.append(weakref.ref(want))
+        assert table.cancel(want)
+    last = expect(table, 1)
+    del want
+    gc.collect()
+
+    assert sum(ref() is not None for ref in gone) < 100
+    assert 2 == table.waiting
+    table.add(7, 3)
+    assert [first, last] == fired(table)
 
 
 def test_arrivals_are_counted_ahead_of_a_turn_only_where_nothing_follows(table) -> None:
@@ -228,6 +247,16 @@ def test_take_takes_all_or_nothing_and_respects_the_line(table) -> None:
     assert {7: 1} == table.counts
     expect(table, 2)
     assert not table.take(7, 1)
+
+
+def test_what_is_taken_back_is_no_more_than_is_there(table) -> None:
+    """A count below 0 would swallow the arrivals of the next request."""
+    table.add(7, 5)
+    for imm, count, left in ((7, 0, {7: 5}), (7, 2, {7: 3}), (8, 1, {7: 3}), (7, 9, {})):
+        table.take_back(imm, count)
+        assert left == table.counts
+    table.add(7, 1)
+    assert {7: 1} == table.counts
 
 
 def test_give_up_empties_the_lines_and_keeps_the_counts(table) -> None:

@@ -128,6 +128,20 @@ def test_lists_are_pruned_one_after_the_other_for_ever() -> None:
     assert (2,) == arrivals.sums(nic, b"a", (7,))
 
 
+def test_a_sender_prunes_what_the_receiver_has_pruned_and_nothing_else() -> None:
+    """Sums that differ at the ends make a failover count rows that never came."""
+    mine = PathSums()
+    mine.sent.add(7, 5)
+    mine.waiting.extend((((7, 1, 2),), ((7, 1, 1),), ((8, 1, 1),)))
+    answers = [mine.prune(generation) for generation in (0, 2, 1, 1, 0, 2)]
+
+    assert [True, False, True, True, False, True] == answers
+    assert [(7, 2)] == mine.sent.items()
+    assert not mine.prune(3), "8 was never sent"
+    assert not mine.prune(3), "nothing more waits"
+    assert (2, [(7, 2)]) == (mine.pruned, mine.sent.items())
+
+
 def test_why_there_is_none_at_all() -> None:
     """Whoever relies on it asks before."""
     off = Lanes(options=EngineOptions(failover=False))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 import tep
@@ -92,6 +94,23 @@ def test_the_owners_immediate_follows_all_rows(r) -> None:
     assert sent.ok
     assert 9 == sent.stats().rows == sent.stats().rows_back
     assert 1 == tep.count_imms(tep.Read(), 2, 2)
+
+
+def test_a_read_whose_owner_cannot_be_told_fails(r) -> None:
+    """Its bytes are here, but the owner waits for the immediate: who sees it done would not ask."""
+    sent = r.paged(2, imm=7)
+    link = r.me.engine._peers.link(r.owner.engine.main_address, "test")
+    for here, there in itertools.product(range(2), repeat=2):
+        for event in (PathEvent.LOST, PathEvent.ASKED, PathEvent.FENCED):
+            link.path(here, there).to(event)
+    for nic in r.me.nics:
+        nic.finish()
+    r.me.turn(2)
+
+    with pytest.raises(FabricError, match="every path to owner is fenced off"):
+        sent.result()
+    assert 2 == len(r.rows())
+    assert (1, 0) == (sent.stats().rows_failed, sent.stats().rows_dropped)
 
 
 @pytest.mark.parametrize("status", [Status.REMOTE_KEY, Status.PROVIDER, Status.NIC_DOWN])

@@ -22,11 +22,16 @@ def test_columns_and_single_keys_make_one_sum() -> None:
     assert [(7, 3), (8, 1)] == sorted(found.items())
 
 
-def test_many_columns_are_folded_before_they_are_asked_for() -> None:
+@pytest.mark.parametrize("halves", [False, True])
+def test_many_columns_are_folded_before_they_are_asked_for(*, halves) -> None:
     """Columns that only pile up would be a leak."""
     found = Sums()
     for _ in range(40):
-        found.add_many(np.arange(4096, dtype=np.uint64))
+        if halves:
+            found.add_lows(0, np.arange(4096, dtype=np.uint32).tobytes())
+        else:
+            found.add_many(np.arange(4096, dtype=np.uint64))
+    assert len(found) < 20 * 4096
     assert 40 == found.sum(4095)
     assert 4096 == len(found)
 
