@@ -46,9 +46,10 @@ class HeldLease:
 
     Attributes:
         key: address of the owner's first NIC, and the lease's number.
-        remote: its bytes, resolved; None if it was never used here.
+        name: what errors call it, once it was used here.
+        remote: its bytes, resolved; None if it was never used here, or its owner was removed since.
         until_s: when submits under it begin to be refused, on the engine's clock; the margin is
-            subtracted.
+            subtracted. 0: it was never used here.
         over: whether the owner has asked for it back.
         open: transfers under it that have not settled.
         paths: (our NIC, its NIC) over which bytes may still land.
@@ -56,10 +57,11 @@ class HeldLease:
         round: the round of the last renewal.
     """
 
-    __slots__ = ("asking", "key", "open", "over", "paths", "remote", "round", "until_s")
+    __slots__ = ("asking", "key", "name", "open", "over", "paths", "remote", "round", "until_s")
 
     def __init__(self, key: Key) -> None:
         self.key = key
+        self.name = f"lease {key[1]}"
         self.remote: Remote | None = None
         self.until_s = 0.0
         self.over = False
@@ -115,16 +117,17 @@ class HeldLeases:
         held = self._find(*key)
         if held is None:
             raise LeaseError(f"{what}: {lease} is too old to be known; ask its owner for a new one")
-        if held.remote is None and held.round == 0:
+        if not held.until_s:
             held.until_s = self._now_s() + lease.for_ns * 1e-9 * (1 - MARGIN)
-        if held.remote is None:
-            held.remote = Remote(lease.desc, link, held)
+        remote = held.remote
+        if remote is None or remote.link is not link:
+            held.name = f"lease {lease.number} of {lease.desc}"
+            remote = held.remote = Remote(lease.desc, link, held)
         self._check(held, what)
-        return held.remote
+        return remote
 
     def _check(self, held: HeldLease, what: str) -> None:
-        assert held.remote is not None
-        name = f"{what}: lease {held.key[1]} of {held.remote.desc}"
+        name = f"{what}: {held.name}"
         if held.over:
             raise LeaseError(f"{name} was asked back by its owner; ask it for a new one")
         late_s = self._now_s() - held.until_s
@@ -220,6 +223,12 @@ class HeldLeases:
         for held in list(self.known.values()):
             if held.remote is not None and held.remote.link is link:
                 self._end(held)
+
+    def forget(self, link: Link) -> None:
+        """A peer was removed: its leases are resolved anew if it is met again."""
+        for held in list(self.known.values()):
+            if held.remote is not None and held.remote.link is link:
+                held.remote = None
 
     def _end(self, held: HeldLease) -> None:
         """Mark a lease as over; forget the oldest one of its owner if there are too many."""

@@ -70,7 +70,7 @@ class Reopening:
         return live and self._failover.is_clear(path)
 
     def _is_fenced(self, path: Path, why: str) -> None:
-        if not why and self._is_clear(path) and not path.asking:
+        if not why and self._is_clear(path):
             self._ask(path)
 
     def _ask(self, path: Path) -> None:

@@ -99,6 +99,9 @@ class LeaseResolver(Protocol):
     def orphan(self, link: Link, /) -> None:
         """A peer has restarted: what its earlier incarnation had leased is over."""
 
+    def forget(self, link: Link, /) -> None:
+        """A peer was removed: keep nothing that refers to its link."""
+
 
 class PeerBook:
     """All peers of one engine.
@@ -221,6 +224,7 @@ class PeerBook:
                 for key, remote in list(known.items()):
                     if remote.link is link:
                         del known[key]
+            self._held_leases.forget(link)
             who = link.addr.backend, link.addr.name
             if self.links.get(who) is link:
                 del self.links[who]

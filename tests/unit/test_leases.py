@@ -10,9 +10,9 @@ import pytest
 
 import tep
 from tep.api import EngineOptions
-from tep.backends.base import Kind, Status
+from tep.backends.base import Status
 from tep.control import held_leases
-from tep.control.messages import Ended, Renewed
+from tep.control.messages import Answer, Ended, Renewed
 from tep.errors import (
     BadDescriptor,
     BadRequest,
@@ -23,39 +23,9 @@ from tep.errors import (
     UsageError,
 )
 from tep.sim.chaos_nic import ChaosNic
-from tep.sim.cluster import Cluster
-from tep.sim.faults import Chaos, Clog
+from tep.sim.faults import Clog
 from tep.wire import Lease
-
-BYTES = 1024
-
-
-class Pair:
-    """An owner a and a writer b on a calm fabric, a region of a, a source of b."""
-
-    def __init__(
-        self, nics: int = 2, options: EngineOptions = EngineOptions(), **knobs: object
-    ) -> None:
-        self.cluster = Cluster(2, nics, chaos=Chaos.calm(**knobs), options=options)
-        self.a, self.b = self.cluster.engines
-        self.memory = np.zeros(BYTES, np.uint8)
-        self.mr, self.desc = self.a.reg_mr(self.memory)
-        self.src, _ = self.b.reg_mr(np.full(BYTES, 7, np.uint8))
-
-    def lease(self, for_s: float = 1.0, **kw: int) -> tuple[tep.Grant, Lease]:
-        """Grant b a lease, and have it travel."""
-        grant = self.a.lease(self.mr, self.b.main_address, for_s=for_s, **kw)
-        return grant, Lease.from_bytes(grant.lease.to_bytes())
-
-    def write(self, lease: Lease, nbytes: int = 8, at: int = 0) -> tep.Transfer:
-        """Write from b under a lease."""
-        return self.b.submit_single_write(nbytes, (self.src, 0), (lease, at))
-
-    def pass_s(self, seconds: float) -> None:
-        """Let time pass."""
-        end_us = self.cluster.now_us + seconds * 1e6
-        self.cluster.at(end_us, lambda: None)
-        self.cluster.env.run_until(lambda: self.cluster.now_us >= end_us)
+from tests.support.lease_pair import BYTES, Pair, cannot_fence
 
 
 @pytest.fixture
@@ -241,11 +211,6 @@ def test_a_writer_that_was_fenced_off_comes_back(*, failover: bool) -> None:
     assert tries[-1].ok, tries[-1].describe()
 
 
-def cannot_fence(self: ChaosNic, _: bytes, ctx: int) -> None:
-    """Stand in for a NIC that has no fence."""
-    self._cq.push((int(Kind.FENCED), int(Status.PROVIDER), 1, 0, 0, ctx, 0))
-
-
 def test_a_fence_that_failed_keeps_no_path_shut(pair: Pair) -> None:
     """A path was lifted, and the answer got lost; then a fence failed for a lease that is over.
 
@@ -274,6 +239,7 @@ def test_what_cannot_be_known_is_quarantined_and_lifted(pair: Pair) -> None:
         assert (0, 64) == found[:2]
         assert 64 == pair.a.stats().bytes_quarantined
         assert "bytes 0 .. 64 of region 1 are in quarantine" in pair.a.stall_report()
+        assert repr(grant).endswith("to b: in quarantine)")
         with pytest.raises(BusyError, match=r"lease: bytes 0 \.\. 64 are not free"):
             pair.lease(offset=60)
         pair.pass_s(0.2)
@@ -317,6 +283,43 @@ def test_only_the_paths_that_the_writer_names_are_fenced() -> None:
     assert "did not say" not in grant.why
 
 
+@pytest.mark.parametrize("path", [(2, 0), (0, 2)])
+def test_a_writer_that_names_a_nic_that_is_not_there_has_not_answered(
+    pair: Pair, path: tuple[int, int]
+) -> None:
+    """Its answer would be used as an index, by whoever holds the memory."""
+    grant, lease = pair.lease()
+    pair.b._peers.resolve(lease, "test").held_lease.paths.add(path)
+    grant.revoke().wait(1)
+
+    assert grant.over.ok, "all its paths are fenced off"
+    assert grant.why.endswith("it named a NIC that is not there")
+
+
+def test_a_holder_that_keeps_a_path_shut_is_asked_one_thing_at_a_time(pair: Pair) -> None:
+    """It wants its paths back over each of them, repeatedly: each time it would be asked anew."""
+    grant, _ = pair.lease()
+    leases, addresses = pair.a._worker.leases, pair.b.main_address.domains
+    asked: list[tuple] = []
+
+    def wanted() -> int:
+        """How often it was asked so far, when all paths are wanted back."""
+        for nic in range(2):
+            for address in addresses:
+                leases.ask_again(nic, address)
+        return len(asked)
+
+    with mock.patch.object(leases._channel, "ask", lambda *question: asked.append(question[2:])):
+        leases._silent(grant, "no answer")
+        assert [1, 1] == [wanted(), wanted()]
+        asked[0][1]("no answer again")
+        assert 2 == wanted()
+        asked[1][0](Answer(2, "", (), 0))
+        assert 2 == wanted(), "it has let go of all paths"
+        leases._silent(grant, "no answer after it was asked for back once more")
+        assert 3 == wanted()
+
+
 def test_deregistering_ends_a_quarantine(pair: Pair) -> None:
     """Withdrawing the key is a fence against everybody (C16)."""
     grant, _ = pair.lease(for_s=1e-3)
@@ -329,6 +332,7 @@ def test_deregistering_ends_a_quarantine(pair: Pair) -> None:
     pair.a.deregister(pair.mr)
     assert () == pair.mr.quarantined
     assert 0 == pair.a.stats().bytes_quarantined
+    assert {} == pair.a._worker.leases.held_back, "kept for ever, or begun again by revoke()"
 
 
 def test_deregistering_ends_no_quarantine_where_rows_go_on_landing(pair: Pair) -> None:
@@ -425,8 +429,10 @@ def test_reports_name_the_leases(pair: Pair) -> None:
     assert 1 == pair.a.stats().leases
     assert (0, 0) == (pair.a.stats().transfers_submitted, pair.a.stats().transfers_done)
     grant.over.cancel()
+    assert "to b: asked back; its holder has not answered yet" in pair.a.stall_report()
     grant.over.wait(1)
     assert 0 == pair.a.stats().leases
+    assert repr(grant).endswith("to b: free)")
 
 
 # ---------------------------------------------------------------------- quarantine without leases

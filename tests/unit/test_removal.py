@@ -12,7 +12,7 @@ from tep.api import ScatterDst
 from tep.control.membership import PeerChange
 from tep.core.path import Link
 from tep.engine import TransferEngine
-from tep.errors import BadRequest, ClosedError
+from tep.errors import BadRequest, ClosedError, LeaseError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog
@@ -26,6 +26,7 @@ from tests.support.couple import (
     regions_of,
     write,
 )
+from tests.support.lease_pair import Pair
 
 
 def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() -> None:
@@ -122,6 +123,42 @@ def test_removing_a_dead_peer_ends_with_its_rows() -> None:
         assert "UNREACHABLE" == sent.error.code
 
 
+def test_a_lease_of_a_peer_that_is_met_again_goes_over_its_new_link() -> None:
+    """Over the old one no removal waited for its rows, and a path that failed stayed shut."""
+    pair = Pair()
+    with pair.cluster:
+        a, b = pair.cluster.engines
+        _, lease = pair.lease(for_s=0.8)
+        pair.write(lease).wait(1)
+        b.remove_peer(a.main_address).wait(1)
+        pair.pass_s(0.4)
+        sent = pair.write(lease)
+        b.remove_peer(a.main_address).wait(1)
+        assert sent.ok, "the removal did not wait for it"
+        pair.pass_s(0.35)
+        with pytest.raises(LeaseError, match=r"ran out 0\.05"):  # its time goes on
+            pair.write(lease)
+        b.remove_peer(a.main_address).wait(1)
+        del sent
+        gc.collect()
+        kept = [o for o in gc.get_objects() if type(o) is Link and o.addr == a.main_address]
+        assert [] == kept
+
+
+def test_a_message_holds_the_peer_that_it_is_for_and_no_other() -> None:
+    """One that waits for the wrong peer hangs; one that waits for nobody pulls the ground away."""
+    with Cluster(3, 2, seed=5, options=QUICK) as cluster:
+        a, b, c = cluster.engines
+        message = a.submit_send(c.main_address, b"x")
+        a.submit_barrier([b.reg_mr(np.zeros(64, np.uint8))[1]], 7).wait()
+        removal = a.remove_peer(c.main_address)
+        a.remove_peer(b.main_address).wait(1)
+        assert (False, False) == (message.finished, removal.finished)
+        c.submit_recvs(64, 1, lambda _: None)
+        removal.wait(1)
+        assert message.ok
+
+
 @pytest.mark.parametrize(
     ("who", "why"), [("a", "their sums are forgotten"), ("b", "it has removed this peer")]
 )
@@ -145,8 +182,10 @@ def test_closing_ends_a_removal() -> None:
     cluster, _ = pair()
     with cluster:
         a, b = cluster.engines
-        write(a, regions_of(a, b))
+        a.submit_send(b.main_address, b"nobody takes it")
         removal = a.remove_peer(b.main_address)
+        pass_time(cluster, 1)
+        assert not removal.finished
         late = a.remove_peer(b.main_address)
         a.close()
         for handle in (removal, late):
