@@ -81,25 +81,22 @@ class _Delivery:
 
     Attributes:
         message: what is said.
-        link: the peer; None for an answer.
-        back: (our NIC, address) to which an answer is sent; None for what is no answer.
-        paths: (our NIC, its NIC) to try, one after the other.
+        way: (our NIC, address) over which it goes.
+        link, remote: the peer, and its NIC at that address; None for an answer.
         question, round: the question that it asks, and the round in which it asks.
-        way: (our NIC, address) over which it was posted.
     """
 
-    __slots__ = ("back", "link", "message", "paths", "question", "round", "way")
+    __slots__ = ("link", "message", "question", "remote", "round", "way")
 
     def __init__(
-        self, message: ControlMessage, link: Link | None, back: tuple[int, bytes] | None
+        self, message: ControlMessage, way: tuple[int, bytes], link: Link | None, remote: int = 0
     ) -> None:
         self.message = message
+        self.way = way
         self.link = link
-        self.back = back
-        self.paths: list[tuple[int, int]] = []
+        self.remote = remote
         self.question: _Question | None = None
         self.round = 0
-        self.way = (0, b"")
 
 
 class _Question:
@@ -110,7 +107,7 @@ class _Question:
     asking one path after the other would add these times up.
 
     Attributes:
-        delivery: the message and its link.
+        message, link: what is asked, and the peer.
         told: is called with the answer.
         lost: is called with the reason why there is no answer.
         due_s: when to ask again; None while the message is on its way.
@@ -123,13 +120,19 @@ class _Question:
     """
 
     __slots__ = (
-        "deaf", "delivery", "due_s", "lost", "others", "out", "reached", "round", "told", "why",
+        "deaf", "due_s", "link", "lost", "message", "others", "out", "reached", "round", "told",
+        "why",
     )  # fmt: skip
 
     def __init__(
-        self, delivery: _Delivery, told: Callable[[Answer], object], lost: Callable[[str], object]
+        self,
+        message: ControlMessage,
+        link: Link,
+        told: Callable[[Answer], object],
+        lost: Callable[[str], object],
     ) -> None:
-        self.delivery = delivery
+        self.message = message
+        self.link = link
         self.told = told
         self.lost = lost
         self.why = ""
@@ -193,8 +196,7 @@ class Channel:
     ) -> None:
         """Ask a peer until it answers, over any path; message(number) makes the question."""
         number = next(self._numbers)
-        delivery = _Delivery(message(number), link, None)
-        self._questions[number] = question = _Question(delivery, told, lost)
+        self._questions[number] = question = _Question(message(number), link, told, lost)
         self._put(question)
 
     @property
@@ -209,15 +211,12 @@ class Channel:
 
     def say_once(self, link: Link, message: Callable[[int], ControlMessage]) -> None:
         """Send message(number) once, over the path that comes first."""
-        delivery = _Delivery(message(next(self._numbers)), link, None)
-        delivery.paths = self._paths(delivery)[:1]
-        self._send(delivery)
+        for path in self._paths(link)[:1]:
+            self.say(link, message(next(self._numbers)), path)
 
     def say(self, link: Link, message: ControlMessage, path: tuple[int, int]) -> None:
         """Send a control message once, over one path; nobody learns whether it arrived."""
-        delivery = _Delivery(message, link, None)
-        delivery.paths = [path]
-        self._send(delivery)
+        self._send(self._over(link, message, path))
 
     def answer(self, nic: int, address: bytes, message: ControlMessage) -> None:
         """Answer over the NIC that received the question; if that fails, the peer asks again."""
@@ -226,7 +225,7 @@ class Channel:
             self.drop(Drop.FULL, address, "too many answers wait for a NIC")
             return
         self._answers[engine] += 1
-        self._send(_Delivery(message, None, (nic, address)))
+        self._send(_Delivery(message, (nic, address), None))
 
     def tell(
         self,
@@ -245,9 +244,13 @@ class Channel:
             self._queue.append(delivery)
             self.busy = True
 
+    def _over(self, link: Link, message: ControlMessage, path: tuple[int, int]) -> _Delivery:
+        nic, remote = path
+        return _Delivery(message, (nic, link.addr.domains[remote]), link, remote)
+
     def _put(self, question: _Question) -> None:
         """Begin a round."""
-        paths = self._paths(question.delivery)
+        paths = self._paths(question.link)
         question.round += 1
         question.due_s = None
         question.reached, question.deaf = False, True
@@ -258,18 +261,15 @@ class Channel:
     def _ask_over(self, question: _Question, paths: list[tuple[int, int]]) -> None:
         question.out = len(paths)
         for path in paths:
-            delivery = _Delivery(question.delivery.message, question.delivery.link, None)
-            delivery.question, delivery.round, delivery.paths = question, question.round, [path]
+            delivery = self._over(question.link, question.message, path)
+            delivery.question, delivery.round = question, question.round
             self._queue.append(delivery)
         self.busy = True
         if not paths:
             self._lose(question, "no NIC of ours is alive")
 
-    def _paths(self, delivery: _Delivery) -> list[tuple[int, int]]:
+    def _paths(self, link: Link) -> list[tuple[int, int]]:
         """The paths to try, in order: NICs that are up first, and equal NIC numbers first."""
-        link = delivery.link
-        if link is None:
-            return []
         here = [i for i, alive in enumerate(self._alive) if alive]
         paths = itertools.product(here, range(len(link.alive)))
         return sorted(paths, key=lambda path: (not link.alive[path[1]], path[0] != path[1], path))
@@ -282,8 +282,8 @@ class Channel:
         for _ in range(len(self._queue)):
             delivery = self._queue.popleft()
             work |= self._post(delivery)
-            if delivery.back is not None and (not self._queue or self._queue[-1] is not delivery):
-                self._gone(delivery.back)
+            if delivery.link is None and (not self._queue or self._queue[-1] is not delivery):
+                self._gone(*delivery.way)
         if self._questions:
             now_s = self._now_s()
             late = [q for q in self._questions.values() if q.due_s is not None and q.due_s <= now_s]
@@ -295,9 +295,9 @@ class Channel:
             self.busy = True
         return work
 
-    def _gone(self, back: tuple[int, bytes]) -> None:
+    def _gone(self, nic: int, address: bytes) -> None:
         """Count an answer that is not queued any more."""
-        engine = self.engine_of(*back)
+        engine = self.engine_of(nic, address)
         self._answers[engine] -= 1
         if not self._answers[engine]:
             del self._answers[engine]
@@ -309,17 +309,12 @@ class Channel:
         return sooner(min(asked, default=None), errand_s)
 
     def _post(self, delivery: _Delivery) -> bool:
+        nic, address = delivery.way
         try:
-            if delivery.back is not None:
-                nic, address = delivery.back
+            if delivery.link is None:
                 peer = self._nics[nic].connect(address)
-            elif not delivery.paths:
-                return True  # no NIC of ours is alive, and nobody waits for the result
             else:
-                nic, remote = delivery.paths[0]
-                assert delivery.link is not None
-                address = delivery.link.addr.domains[remote]
-                peer = delivery.link.peer(nic, remote)
+                peer = delivery.link.peer(nic, delivery.remote)
             ctx = next(self._ctxs)
             taken = self._alive[nic] and self._nics[nic].post_control(
                 peer, encode(delivery.message), ctx
@@ -328,7 +323,6 @@ class Channel:
             self._failed(delivery, str(error))
             return True
         if taken:
-            delivery.way = nic, address
             self._out[ctx] = delivery
             return True
         if self._alive[nic]:
@@ -345,15 +339,10 @@ class Channel:
 
     def _failed(self, delivery: _Delivery, why: str, *, deaf: bool = False) -> None:
         """A path failed: try others; then ask again, unless nobody answers on any path."""
-        del delivery.paths[:1]
         question = delivery.question
-        if question is None:
-            if delivery.paths:
-                self._queue.append(delivery)
-                self.busy = True
+        if question is None or delivery.round != question.round:
             return
-        number = question.delivery.message.number
-        if delivery.round != question.round or number not in self._questions:
+        if question.message.number not in self._questions:
             return
         question.why = why
         question.deaf &= deaf
@@ -369,7 +358,7 @@ class Channel:
             question.due_s = self._now_s()
 
     def _lose(self, question: _Question, why: str) -> None:
-        if self._questions.pop(question.delivery.message.number, None) is not None:
+        if self._questions.pop(question.message.number, None) is not None:
             question.lost(why)
 
     # ------------------------------------------------------------------ in
@@ -425,8 +414,7 @@ class Channel:
 
     def _take_answer(self, address: bytes, message: Answer) -> None:
         question = self._questions.get(message.number)
-        link = None if question is None else question.delivery.link
-        if question is None or link is None or address not in link.addr.domains:
+        if question is None or address not in question.link.addr.domains:
             self.drop(Drop.UNASKED, address, f"answer {message.number}")
             return
         del self._questions[message.number]
