@@ -30,6 +30,7 @@ from tep.core.pending import (
     LostRow,
     Pending,
     Retransmission,
+    cut_column,
     goes_to,
     ints,
     on_lanes,
@@ -228,16 +229,12 @@ class DomainGroup:
         cursor = self._cursor % lanes(nlocal, remote.nics)
         plan = plan_paged(job.n, nlocal, remote.nics, cursor, job.routing.domain)
         self._cursor = plan.cursor
-        src, dst, imm = job.src, job.dst, job.imm
-        if len(plan.shares) == 1 or isinstance(src, int) or isinstance(dst, int):
-            lane = plan.shares[0][:2]
-            self._enqueue(transfer, lane, job.n, (src, dst, job.nbytes), imm, remote)
-            return
         for share in plan.shares:
-            part = slice(share.start, share.stop)
-            imms = imm if imm is None or isinstance(imm, int) else imm[part]
-            columns = (src[part], dst[part], job.nbytes)
-            self._enqueue(transfer, share[:2], share.stop - share.start, columns, imms, remote)
+            start, stop = share.start, share.stop
+            part = slice(start, stop)
+            columns = (pick(job.src, part), pick(job.dst, part), job.nbytes)
+            imm = cut_column(job.imm, start, stop)
+            self._enqueue(transfer, share[:2], stop - start, columns, imm, remote)
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by bytes: every slice is a single write over all NICs."""
@@ -310,11 +307,8 @@ class DomainGroup:
         if remote.ways_version != self.routes.version:
             remote.ways.clear()
             remote.ways_version = self.routes.version
-        domain, nic = lane
         link = remote.link
-        usable = self.alive[domain] and link.alive[nic]
-        if not usable or (link.closed and not link.is_up(domain, nic)):
-            domain, nic = self.route(domain, link, nic)
+        domain, nic = self.route(lane[0], link, lane[1])
         shift = remote.bases[nic] - remote.bases[0]
         way = Way(domain, nic, link.peer(domain, nic), remote.rkeys[nic], shift)
         remote.ways[lane] = way
@@ -353,7 +347,7 @@ class DomainGroup:
     def route(self, domain: int, link: Link, nic: int) -> tuple[int, int]:
         """The path to use for a lane; see Link.route. Raises FabricError if all are fenced off."""
         found = link.route(self.alive, domain, nic)
-        if link.closed and link.is_fenced(*found):
+        if link.is_fenced(*found):
             name = link.addr.name
             text = f"every path to {name} is fenced off; a path is opened again when {name} answers"
             raise FabricError(text, code="UNREACHABLE", peer=name)
@@ -368,10 +362,10 @@ class DomainGroup:
 
     def start_and_learn(self, transfer: Transfer, job: Ready) -> None:
         """start() of a prepared write, whose `job` has its columns by now; keep what came of it."""
-        cursor, version = self._cursor, self.routes.version
+        cursor = self._cursor
         self.alone = False
         self.start(transfer)
-        if version != self.routes.version or transfer.queued is None or transfer.is_ending():
+        if transfer.queued is None:  # no NIC is alive
             return
         made = cast("list[Pending]", list(transfer.batches()))
         laid = job.laid()
@@ -521,8 +515,6 @@ class DomainGroup:
                     break
                 continue
             queue.popleft()
-            if not queue:
-                break
         return work
 
     def _take(self, pending: Pending, domain: int, taken: int) -> None:
@@ -805,7 +797,7 @@ class DomainGroup:
     def _forget(self, pending: Pending) -> None:
         """Forget a batch that is over."""
         del self.batches[pending.batch.ctx]
-        if self.acks is not None and pending.batch.imm is not None:
+        if self.acks is not None:
             self.acks.add(pending)
         if pending.is_piece and (pace := pending.transfer.pace) is not None:
             pace.end(pending.domain, pending.back)
@@ -878,11 +870,11 @@ class DomainGroup:
         return FabricError(f"no NIC of this engine is alive ({names})", code="NIC_DOWN")
 
     def _reroute(self, wanted: Callable[[Pending], bool]) -> None:
-        queued = [p for queue in self._queues for p in queue if p.at < p.stop]
+        queued = [p for queue in self._queues for p in queue]
         for pending in filter(wanted, queued):
             start, stop = pending.at, pending.stop
             if start == stop:
-                continue  # it was dropped because another row of its transfer could not move
+                continue  # it was cut, perhaps as another row of its transfer could not move
             retransmission, pending.retransmission = pending.retransmission, None
             self.cut(pending)
             try:

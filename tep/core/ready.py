@@ -176,17 +176,15 @@ class Laid:
         cycle: the lanes are the same again after so many cursors.
         version: of the group's routes.
         dealt: by cursor.
-        is_long: it is posted in pieces, which are decided anew each time.
     """
 
-    __slots__ = ("__weakref__", "cycle", "dealt", "is_long", "version")
+    __slots__ = ("__weakref__", "cycle", "dealt", "version")
 
     def __init__(self, remotes: Remote | Targets, nlocal: int) -> None:
         nics = remotes.nics if isinstance(remotes, Remote) else remotes.cycle
         self.cycle = math.lcm(nlocal, nics)
         self.version = -1
         self.dealt: dict[int, Dealt] = {}
-        self.is_long = False
 
     def find(self, cursor: int, version: int) -> Dealt | None:
         """How it is dealt out at this cursor, if that is known."""
