@@ -234,11 +234,11 @@ def test_prepared_is_the_verb(
         assert theirs == mine
 
 
-reluctance = st.lists(st.sampled_from([0, 0, 1, 3, 9, 40, 40, -1]), max_size=30)
+reluctance = st.lists(st.sampled_from([0, 0, 1, 3, 9, 40, 40, -1, -2]), max_size=30)
 
 
 class Reluctant(NullDomain):
-    """A NIC that takes what its script says of each post: so many rows, or it raises at -1."""
+    """A NIC that takes what its script says of each post: so many rows, or it raises below 0."""
 
     def __init__(self, index: int, wire: list[NullDomain], script: list[int], log: Log) -> None:
         super().__init__(index, wire)
@@ -251,7 +251,7 @@ class Reluctant(NullDomain):
         taken = min(takes, stop - start, 24 - self.out)
         self.log.append((self.caps.nic, batch.ctx, start, stop, taken, *batch.rows(start, stop)))
         if takes < 0:
-            raise OSError(5, "the NIC broke")
+            raise OSError(5, "the NIC broke") if takes == -1 else MemoryError("no room")
         self.out += taken
         return super().post(batch, start, start + taken) if taken else 0
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from tep.api import Pages, Routing
 from tep.backends.base import Status
+from tep.core.group import LONG_BYTES, PIECE_BYTES
+from tep.core.path import PathEvent
 from tep.errors import FabricError
 from tep.units import KiB
 from tests.support.ends import Ends, finish_all
@@ -303,4 +307,95 @@ def test_a_long_write_does_not_hold_a_short_one_up() -> None:
     e.own.turn(2)
 
     assert 2 == short.stats().rows_posted
+    assert [1, 1] == [nic.calls[1] for nic in e.nics], "behind more than one piece"
     assert 512 > long.stats().rows_posted
+
+
+def test_pieces_of_a_long_write_are_no_shorter_than_it_is_said() -> None:
+    """Many small posts cost more than the links can be unequal."""
+    e = Ends(2)
+    pages, nbytes = Pages(range(300)), PIECE_BYTES // 8
+    sent = e.engine.submit_paged_writes(nbytes, (e.mr, pages), (e.descs[0], pages), 7)
+    finish_all(e.own)
+
+    assert sent.ok
+    assert 300 * nbytes > 2 * LONG_BYTES
+    assert [4, 4] == [nic.calls[-1] for nic in e.nics], "what is left"
+    assert 8 == min(min(nic.calls[:-1]) for nic in e.nics)
+
+
+def test_rows_stay_where_they_are_if_the_nic_that_is_through_cannot_connect() -> None:
+    """The error of a connection that nobody had to make would end the engine."""
+    e = Ends(2, (2,))
+    e.nics[0].room, e.nics[1].room = 3, 19
+    pages = Pages(range(40))
+    sent = e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
+    e.own.turn()
+    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    link.path(1, 1).to(PathEvent.LOST)
+    e.nics[1].refuse_connect[b"p0/0"] = FabricError("out of queue pairs", code="PROVIDER")
+    e.nics[1].room = 100
+    e.own.turn()
+    e.nics[0].room = 100
+    finish_all(e.own)
+
+    assert sent.ok
+    assert [20, 20] == [len(nic.posted) for nic in e.nics]
+
+
+def test_a_peer_that_has_fenced_every_path_is_named() -> None:
+    """A row on such a path may land after the peer has counted what landed."""
+    e = Ends(1)
+    path = e.engine._peers.link(e.peers[0].engine.main_address, "test").path(0, 0)
+    path.to(PathEvent.LOST)
+    path.to(PathEvent.ASKED)
+    sent = e.pages(2)
+    e.own.turn()
+
+    with pytest.raises(FabricError, match="every path to p0 is fenced off; .* when p0 answers"):
+        sent.result()
+    assert ("UNREACHABLE", "p0") == (sent.error.code, sent.error.peer)
+    assert [] == e.own.posted
+
+
+def test_rows_of_a_nic_that_cannot_post_are_posted_by_another_in_the_next_step() -> None:
+    """No completion and no command would wake the engine: the write would stand still."""
+    e = Ends(2)
+    e.nics[1].room = 0
+    e.pages(3, routing=Routing(domain=1))
+    e.own.turn()
+    with mock.patch.object(e.nics[1], "post", side_effect=MemoryError):
+        assert e.engine._machine.step()
+    e.own.turn()
+
+    assert 3 == len(e.nics[0].posted)
+
+
+def test_rows_behind_one_that_moved_at_once_are_posted_in_their_step() -> None:
+    """The step after it had nothing to do with it, and passed over what was queued."""
+    e = Ends(2)
+    with mock.patch.object(e.nics[0], "post", side_effect=OSError(5, "broken")):
+        e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+        e.own.turn()
+    assert 1 == len(e.nics[1].posted)
+    for _ in range(2):
+        e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+    e.own.turn()
+
+    assert 3 == len(e.nics[1].posted)
+
+
+def test_a_nic_that_cannot_be_polled_ends_its_own_rows_alone() -> None:
+    """What another NIC holds would be taken for lost while it is still read."""
+    e = Ends(2)
+    sent = e.pages(4)
+    e.own.turn()
+    with mock.patch.object(e.nics[0], "poll", side_effect=OSError(5, "broken")):
+        e.own.turn(20)
+    assert (2, 2) == (sent.stats().rows_failed, sent.stats().rows_back)
+    assert not sent.finished
+    e.nics[1].finish()
+    e.own.turn()
+
+    assert "NIC_DOWN" == sent.error.code
+    assert 4 == sent.stats().rows_back

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tep.api import EngineOptions
+from tep.api import EngineOptions, Routing
 from tep.backends.base import Status
 from tep.errors import Cancelled, FabricError
 from tep.units import KiB
@@ -86,6 +86,26 @@ def test_wide_queue_takes_large_transfers_in_turns_while_others_wait() -> None:
     finish_all(e.own)
     assert alone.ok
     assert second.ok
+
+
+def test_scatters_that_start_at_other_nics_are_not_posted_in_turns() -> None:
+    """In turns go the batches of one transfer; more posts of fewer rows cost more, for nothing."""
+    e = Ends(1, (4, 5) * 9)
+    for _ in range(2):
+        e.scatter()
+    e.own.turn()
+
+    assert [18, 18] == e.nics[0].calls
+
+
+def test_short_slices_that_nics_share_go_over_all_of_them() -> None:
+    """All would go over the first one, and the others be idle."""
+    e = Ends(3, (3,) * 3)
+    for _ in range(3):
+        e.scatter(routing=Routing(scatter_by="bytes"))
+    e.own.turn()
+
+    assert [3, 3, 3] == [len(nic.posted) for nic in e.nics]
 
 
 def test_many_transfers_share_a_narrow_queue_evenly() -> None:

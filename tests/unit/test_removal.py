@@ -36,6 +36,7 @@ def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() ->
         a, b = cluster.engines
         regions = regions_of(a, b)
         group = a.add_peer_group([b.main_address])
+        assert "PeerGroup(1 peers: b)" == repr(group)
         sent = [write(a, regions, 32) for _ in range(8)]
         sent.append(a.submit_scatter(regions[0], [ScatterDst(64, 0, (regions[1], 0))], group=group))
         message = a.submit_send(b.main_address, b"x")
@@ -50,6 +51,7 @@ def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() ->
         ):
             with pytest.raises(ClosedError, match="b is being removed"):
                 verb()
+        assert "PeerGroup(1 peers: b; replaced or removed: b)" == repr(group)
         again = a.remove_peer(b.main_address)
         pass_time(cluster, 1)
         assert "removal of b (epoch 1): pending" in removal.describe()
