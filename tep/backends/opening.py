@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Final, TypeVar
 
 from tep.backends.base import Domain
+from tep.checks import check_text
 from tep.errors import UsageError
 
 __all__ = ["all_or_none", "check_timeout", "identity"]
@@ -17,19 +18,23 @@ __all__ = ["all_or_none", "check_timeout", "identity"]
 DomainT = TypeVar("DomainT", bound=Domain)
 
 _NUMBERS: Final = itertools.count(1)
+_NAME_BYTES_MAX: Final = 200
 _last_epoch = 0
 
 
-def identity(name: str | None, epoch: int | None) -> tuple[str, int]:
+def identity(backend: str, name: str | None, epoch: int | None) -> tuple[str, int]:
     """An incarnation's name and epoch; None = host, pid and a number, and the time in ns.
 
-    So later incarnations have larger epochs, also in another process.
+    So later incarnations have larger epochs, also in another process. Control messages carry the
+    name, and peers drop a message with a longer one.
     """
     global _last_epoch
     if epoch is None:
         epoch = _last_epoch = max(time.time_ns(), _last_epoch + 1)
     if name is None:
         name = f"{socket.gethostname()}-{os.getpid()}-{next(_NUMBERS)}"
+    if not 1 <= len(check_text(f"{backend}: name", name).encode()) <= _NAME_BYTES_MAX:
+        raise UsageError(f"{backend}: name={name!r}; 1 to {_NAME_BYTES_MAX} bytes of UTF-8")
     return name, epoch
 
 

@@ -11,6 +11,7 @@ import pytest
 import tep
 from tep.backends import BACKENDS as BACKENDS_ALL
 from tep.backends.auto import choose
+from tep.backends.opening import identity
 from tep.backends.verbs.settings import Settings
 
 BACKENDS = ["libfabric", "local", "loopback", "verbs"]
@@ -75,3 +76,12 @@ def test_a_misspelt_backend_is_told_the_nearest() -> None:
     """As for options."""
     with pytest.raises(tep.UsageError, match="'libfabrik' is unknown; .* did you mean 'libfabric'"):
         tep.TransferEngine.open("libfabrik")
+
+
+@pytest.mark.parametrize("name", ["", "n" * 201, "\u00e9" * 101, "\udc80", 3])
+def test_a_name_that_messages_cannot_carry_is_refused(name) -> None:
+    """Peers drop a control message with a longer one: `fail` told nobody, and said nothing."""
+    with pytest.raises(tep.UsageError, match="verbs: name="):
+        identity("verbs", name, None)
+    for longest in ("n" * 200, "\u00e9" * 100):
+        assert (longest, 7) == identity("verbs", longest, 7)

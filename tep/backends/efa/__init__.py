@@ -76,7 +76,7 @@ def open_domains(
     most = _SEND - _RULES.frames_out
     if window_rows is not None and not 1 <= window_rows <= most:
         raise UsageError(f"efa: window_rows={window_rows}; rows are 1 to {most}")
-    name, epoch = identity(name, epoch)
+    name, epoch = identity("efa", name, epoch)
     lib = load()
     how = _How(post, peer_timeout_s, dmabuf, window_rows)
     domains = all_or_none(_open(lib, nic, epoch, how) for nic in _names(lib, nics))

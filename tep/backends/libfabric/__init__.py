@@ -94,7 +94,7 @@ def open_domains(
     rules = _adjusted(rules, window_rows, window_bytes)
     wants = rules.delivery_complete if delivery_complete is None else delivery_complete
     how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm, sleeps)
-    name, epoch = identity(name, epoch)
+    name, epoch = identity("libfabric", name, epoch)
     with keep_signals():
         return Opened(_open_all(how, nics, epoch), epoch, name)
 

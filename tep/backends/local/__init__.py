@@ -47,7 +47,6 @@ from tep.errors import BackendUnavailable, UsageError
 __all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe"]
 
 _NICS_MAX: Final = 64
-_NAME_BYTES_MAX: Final = 200
 _SQ_DEPTH: Final = 4096
 _COPY_THREADS_MAX: Final = 16
 _PEER_TIMEOUT_S: Final = 2.0
@@ -92,7 +91,7 @@ def open_domains(
         UsageError: an impossible number or name.
         BackendUnavailable: not Linux, or the kernel refuses memory, sockets or descriptors.
     """
-    name, epoch = identity(name, None)
+    name, epoch = identity("local", name, None)
     if not 1 <= nics <= _NICS_MAX:
         raise UsageError(f"local: nics={nics}; 1 to {_NICS_MAX} are possible")
     if not 1 <= copy_threads <= _COPY_THREADS_MAX:
@@ -101,8 +100,6 @@ def open_domains(
         )
     if sq_depth < 1:
         raise UsageError(f"local: sq_depth={sq_depth}; 1 or more rows are possible")
-    if not 1 <= len(name.encode()) <= _NAME_BYTES_MAX:
-        raise UsageError(f"local: name={name!r}; 1 to {_NAME_BYTES_MAX} bytes of UTF-8")
     _check_system()
     if allow_tracer and _yama_scope() == _CHILDREN_ONLY:
         _open_to_tracers()

@@ -75,7 +75,7 @@ def open_domains(
     chosen = Settings(**settings)
     lib = load(library)
     names = _names(lib, nics, chosen)
-    name, epoch = identity(name, epoch)
+    name, epoch = identity("verbs", name, epoch)
     cuda = dmabuf_export is not None or _PEER_MEMORY.exists()
     domains: list[VerbsDomain] = []
     with contextlib.ExitStack() as undo:
