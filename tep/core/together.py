@@ -142,9 +142,9 @@ class _Together(Generic[H]):
 
         with self._lock:
             self._wakers.append((callback, look))
-        for handle in self.handles:
-            if not handle.finished or handle in self._open:
-                handle.add_done_callback(look)
+            still = tuple(self._open)
+        for handle in still:
+            handle.add_done_callback(look)
 
     def remove_done_callback(self, callback: Callable[..., object]) -> None:
         """Take one back, if it is there."""
