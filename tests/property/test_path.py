@@ -8,7 +8,7 @@ from itertools import product
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, Path, PathEvent, PathState
@@ -65,6 +65,7 @@ Step = tuple[int, int, PathEvent]
     st.lists(st.booleans(), min_size=2, max_size=2).filter(any),
     st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
 )
+@example([(0, 0, PathEvent.LOST), (0, 1, PathEvent.LOST)], [True, False], [True, False, False])
 @settings(derandomize=True)
 def test_rows_go_where_the_states_say(
     steps: list[Step], ours: list[bool], theirs: list[bool]
@@ -136,6 +137,10 @@ def test_far_ends_that_matter_are_not_forgotten() -> None:
     assert 3 == len(ends)
     ends.control_heard(0, b"e", heard=True)
     assert ends.get(0, b"e") is None, "what goes well needs no record"
+    ends.control_heard(0, b"f", heard=False)
+    ends.control_heard(0, b"f", heard=True)
+    ends.drop(0, b"f")
+    assert ends.get(0, b"f") is None, "it was heard again"
     ends.forget((b"a", b"b", b"d"))
     assert ends.get(0, b"d") is None
     ends.release(lambda lease: lease == "lease")

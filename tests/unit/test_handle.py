@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 
 import pytest
 
 from tep.core.handle import Handle, State
-from tep.errors import CallbackError, Cancelled, ClosedError, UsageError, WaitTimeout
+from tep.errors import BadRequest, CallbackError, Cancelled, ClosedError, UsageError, WaitTimeout
 from tests.support.pairs import pair
 from tests.support.script import Scripted, memory, scripted
 
@@ -221,6 +222,8 @@ def test_default_timeout_is_the_engines() -> None:
     own.engine._machine.wait_timeout_s = 0.001
     with pytest.raises(WaitTimeout, match="after 0.001 s"):
         own.engine.expect_imm_count(1, 1).wait()
+    with pytest.raises(BadRequest, match="wait: timeout_s=nan"):
+        own.engine.expect_imm_count(1, 1).wait(math.nan)
 
 
 def test_inline_engine_cannot_be_awaited() -> None:

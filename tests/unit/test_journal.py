@@ -78,5 +78,6 @@ def test_a_flood_of_one_kind_is_logged_seldom(caplog: pytest.LogCaptureFixture) 
 
     assert 8 + 6 + 1 == len(caplog.records)
     assert "a: path 511 (512 times reopen so far)" in caplog.text
+    assert "a: path 7" == caplog.messages[7], "none was left out before it"
     assert {"reopen": 1000, "fence": 1} == journal.counts
     assert 1001 == len(heard)

@@ -447,11 +447,13 @@ def test_a_failed_write_names_what_is_in_doubt() -> None:
         sent.wait(1)
 
     assert (("a", 1, (0, 0), "UNREACHABLE"),) == sent.in_doubt == caught.value.in_doubt
+    assert sent.describe().endswith("; bytes may still land in region 1 of a")
     assert 1 == pair.b.stats().transfers_in_doubt
     assert "1 transfers settled with bytes in doubt" in pair.b.stall_report()
     fresh = pair.cluster.restart("a")
     pair.b.add_peer_group([fresh.main_address])
     assert () == sent.in_doubt, "the memory's owner is gone"
+    assert sent.describe().endswith(" dropped")
 
 
 def test_a_refused_write_leaves_nothing_in_doubt(pair: Pair) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+from unittest import mock
+
 import pytest
 
 from tep.errors import FabricError
 from tests.support.couple import pair
+from tests.support.script import scripted
 
 
 def send(cluster, text: bytes):
@@ -55,3 +59,52 @@ def test_a_pool_opened_after_a_nic_died_is_on_the_others() -> None:
         send(cluster, b"found").wait()
 
     assert [b"found"] == got
+
+
+@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EINTR])
+def test_a_nic_that_raises_is_left_unless_a_signal_came(code: int) -> None:
+    """The message has not left: it goes over the next NIC, or over the same one after a signal."""
+    own, other = scripted(2), scripted(2, name="b")
+    with mock.patch.object(own.nics[0], "post_send", side_effect=[OSError(code, "no"), True]):
+        sent = own.engine.submit_send(other.engine.main_address, b"x")
+        own.turn()
+    assert (code == errno.ENOMEM) == len(own.nics[1].sent)
+    assert "posted" in sent.describe()
+    assert (code == errno.EINTR, True) == own.engine.stats().nics_up
+
+
+def test_messages_of_a_nic_that_cannot_be_polled_end() -> None:
+    """Nobody hands out their completions any more: who waits for one would wait for ever."""
+    own, other = scripted(2), scripted(2, name="b")
+    first = own.engine.submit_send(other.engine.main_address, b"x")
+    own.turn()
+    assert 1 == len(own.nics[0].sent)
+    with mock.patch.object(own.nics[0], "poll", side_effect=OSError(errno.EIO, "gone")):
+        own.turn()
+        second = own.engine.submit_send(other.engine.main_address, b"y")
+        own.turn(20)
+    with pytest.raises(FabricError, match="failed on NIC 0: NIC_DOWN"):
+        first.result()
+    assert not second.finished, "it is on the other NIC"
+    own.nics[1].acknowledge()
+    own.turn()
+    assert second.ok
+
+
+def test_nics_forget_a_removed_peer_where_they_had_met_it() -> None:
+    """A connection that is kept for a peer that left fills the NIC in time."""
+    own, other = scripted(2), scripted(2, name="b")
+    own.engine.submit_send(other.engine.main_address, b"x")
+    own.turn()
+    own.nics[0].acknowledge()
+    own.turn()
+    [(peer, _, _)] = own.nics[0].sent
+    with (
+        mock.patch.object(own.nics[0], "forget") as forgets,
+        mock.patch.object(own.nics[1], "forget") as none,
+    ):
+        removal = own.engine.remove_peer(other.engine.main_address)
+        own.turn(2)
+    assert removal.ok
+    forgets.assert_called_once_with(peer)
+    none.assert_not_called()

@@ -58,6 +58,11 @@ def test_coroutines_have_it() -> None:
         assert [] == seen or 65536 == seen[-1].nbytes
         with pytest.raises(tep.BadRequest, match="wait: every_s="):
             await sent.wait_async(1, on_progress=seen.append, every_s=-1)
+        never = tep.gather(p.b.expect_imm_count(6, 1))
+        seen.clear()
+        with pytest.raises(tep.WaitTimeout, match="after"):
+            await never.wait_async(0.02, on_progress=seen.append, every_s=0.001)
+        assert seen, "it is told before the timeout, and goes on"
 
     with pair(threads=True) as p:
         asyncio.run(main(p))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -114,6 +116,47 @@ def test_coroutines_have_the_timeout_and_the_report() -> None:
 
     with pair(threads=True) as p:
         asyncio.run(main(p))
+
+
+def test_a_wait_that_is_over_leaves_nothing_behind() -> None:
+    """A server waits a thousand times for one batch; each wait would be kept, and be woken."""
+    own = scripted()
+    never, late = (own.engine.expect_imm_count(k, 1) for k in (8, 9))
+    batch = tep.as_completed([never, late])
+    told: list[str] = []
+
+    def first(_: object) -> None:
+        told.append("first")
+
+    def second(_: object) -> None:
+        told.append("second")
+
+    for callback in (first, second, second):
+        batch.add_done_callback(callback)
+    for callback in (first, second):
+        batch.remove_done_callback(callback)
+    gone = weakref.ref(first)
+    del first, callback
+    gc.collect()
+    assert gone() is None
+    own.nics[0].arrive(9)
+    own.turn(2)
+    assert ["second"] == told, "the one that was taken back only once"
+    seen: list[object] = []
+    batch = tep.as_completed([never, late])
+    batch.add_done_callback(seen.append)
+    assert [batch] == seen, "its handle ended before it was made"
+
+
+def test_what_nobody_would_turn_cannot_be_awaited_together() -> None:
+    """The event loop would sleep for ever."""
+
+    async def main() -> None:
+        own = scripted()
+        with pytest.raises(UsageError, match="an engine with an inline driver cannot be awaited"):
+            await tep.gather(own.engine.expect_imm_count(1, 1))
+
+    asyncio.run(main())
 
 
 def test_only_handles_can_be_waited_for() -> None:

@@ -187,6 +187,7 @@ def test_refused_by_message(data: bytes, message: str) -> None:
         ([], [], "NetAddr: 0 NICs; 1 to 64 are possible"),
         ([b"n"] * 65, [0] * 65, "NetAddr: 65 NICs; 1 to 64 are possible"),
         ([b"n"], [0, 0], "NetAddr: 1 NICs but 2 rates"),
+        ([b"n", b"m"], [0], "NetAddr: 2 NICs but 1 rates"),
         ([b""], [0], "NetAddr: payload does not hold its fields"),
         ([b"n" * 257], [0], "NetAddr: payload does not hold its fields"),
         (["text"], [0], "NetAddr: payload does not hold its fields"),
@@ -206,3 +207,19 @@ def test_descriptor_of_an_impossible_address_is_refused() -> None:
 
     with pytest.raises(BadDescriptor, match="NetAddr: 0 NICs"):
         MrDesc.from_bytes(sealed(msgspec.msgpack.encode(fields)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("region", -1, "MrDesc: region=-1 cannot be: Expected `int` >= 0"),
+        ("region", "3", "MrDesc: region='3' cannot be: Expected `int`, got `str`"),
+        ("nbytes", 2**64, "MrDesc: nbytes=18446744073709551616 cannot be"),
+        ("stride", 0, "MrDesc: stride=0 cannot be: Expected `int` >= 1"),
+        ("device", "\udc80", "MrDesc: device=.* cannot be: .* surrogates not allowed"),
+    ],
+)
+def test_what_no_peer_could_read_cannot_be_made(field: str, value: object, message: str) -> None:
+    """It would travel, and be refused far from who made it."""
+    with pytest.raises(BadDescriptor, match=message):
+        msgspec.structs.replace(DESC, **{field: value})
