@@ -11,8 +11,7 @@ import pytest
 import tep
 from tep.api import EngineOptions
 from tep.backends.base import Status
-from tep.control import held_leases
-from tep.control.messages import Answer, Ended, Renewed
+from tep.control.messages import Answer
 from tep.errors import (
     BadDescriptor,
     BadRequest,
@@ -117,19 +116,6 @@ def test_a_renewed_lease_lasts(pair: Pair) -> None:
         grant.renew(1)
 
 
-def test_an_old_renewal_changes_nothing(pair: Pair) -> None:
-    """Control messages overtake each other: the owner's last word counts, not the last to come."""
-    grant, lease = pair.lease(for_s=0.8)
-    held = pair.b._peers.resolve(lease, "test").held_lease
-    address = pair.a.main_address.domains[0]
-    pair.b._worker.held_leases._renewed(0, address, Renewed(1, *held.key, 2, 10**9))
-    until_s = held.until_s
-    pair.b._worker.held_leases._renewed(0, address, Renewed(2, *held.key, 1, 10**12))
-
-    assert until_s == held.until_s
-    grant.revoke().wait(1)
-
-
 def test_posted_rows_are_awaited_and_queued_ones_dropped() -> None:
     """An answer while a row is posted frees memory under it; waiting for a queue takes for ever."""
     pair = Pair(nics=1, sq_depth=1)
@@ -228,7 +214,7 @@ def test_a_fence_that_failed_keeps_no_path_shut(pair: Pair) -> None:
 
 def test_what_cannot_be_known_is_quarantined_and_lifted(pair: Pair) -> None:
     """An end that guesses is a page that changes; one that never ends is a page that is lost."""
-    grant, lease = pair.lease(for_s=1e-3, nbytes=64)
+    grant, lease = pair.lease(for_s=1e-3, offset=64, nbytes=64)
     pair.write(lease).wait(1)
     pair.b.driver.node.pause(10**11)
     with mock.patch.object(ChaosNic, "fence", cannot_fence):
@@ -236,17 +222,21 @@ def test_what_cannot_be_known_is_quarantined_and_lifted(pair: Pair) -> None:
             grant.over.wait(0.09)
 
         (found,) = pair.mr.quarantined
-        assert (0, 64) == found[:2]
+        assert (64, 128) == found[:2]
         assert 64 == pair.a.stats().bytes_quarantined
-        assert "bytes 0 .. 64 of region 1 are in quarantine" in pair.a.stall_report()
+        assert "bytes 64 .. 128 of region 1 are in quarantine" in pair.a.stall_report()
         assert repr(grant).endswith("to b: in quarantine)")
-        with pytest.raises(BusyError, match=r"lease: bytes 0 \.\. 64 are not free"):
-            pair.lease(offset=60)
+        for part in ({"offset": 127}, {"nbytes": 65}, {}, {"offset": 80, "nbytes": 8}):
+            with pytest.raises(BusyError, match=r"lease: bytes 64 \.\. 128 are not free"):
+                pair.lease(**part)
+        beside = [pair.lease(nbytes=64)[0], pair.lease(offset=128)[0]]
         pair.pass_s(0.2)
         grant.revoke().wait(1)  # the writer is back, and answers
 
     assert () == pair.mr.quarantined
     assert grant.over.ok
+    for other in beside:
+        other.revoke().wait(1)
 
 
 def test_paths_that_are_not_to_be_fenced_stay_usable() -> None:
@@ -320,6 +310,16 @@ def test_a_holder_that_keeps_a_path_shut_is_asked_one_thing_at_a_time(pair: Pair
         assert 3 == wanted()
 
 
+def test_a_nic_that_can_begin_no_fence_says_why(pair: Pair) -> None:
+    """The end of a lease that raises ends the engine; one that ends as free is a guess."""
+    grant, _ = pair.lease(for_s=1e-3)
+    pair.b.driver.node.pause(10**11)
+    full = FabricError("no queue pair is left", code="PROVIDER")
+    why = pytest.raises(FabricError, match="is in quarantine: .* no queue pair is left")
+    with mock.patch.object(ChaosNic, "fence", side_effect=full), why:
+        grant.over.wait(0.09)
+
+
 def test_deregistering_ends_a_quarantine(pair: Pair) -> None:
     """Withdrawing the key is a fence against everybody (C16)."""
     grant, _ = pair.lease(for_s=1e-3)
@@ -373,27 +373,6 @@ def test_closing_ends_all_leases(pair: Pair) -> None:
     assert grant.revoke() is grant.over
     with pytest.raises(tep.TepError):
         pair.write(lease).wait(1)
-
-
-def test_old_leases_are_over_by_their_number(pair: Pair) -> None:
-    """What is remembered of leases is bounded; what is forgotten must not come to life again."""
-    with mock.patch.object(held_leases, "_HELD_MAX", 2):
-        leases = []
-        for _ in range(5):
-            grant, lease = pair.lease()
-            leases.append(lease)
-            grant.revoke().wait(1)
-        grant, lease = pair.lease()
-        pair.write(lease).wait(1)
-
-        assert 3 == len(pair.b._worker.held_leases.known)
-        for old in leases:
-            with pytest.raises(LeaseError, match="asked back|too old"):
-                pair.write(old)
-        address = pair.a.main_address.domains[0]
-        pair.b._worker.held_leases._ended(0, address, Ended(77, address, 1))
-        assert "too long ago" in pair.b._worker.channel._queue[-1].message.why
-        grant.revoke().wait(1)
 
 
 def test_leases_that_cannot_be(pair: Pair) -> None:
