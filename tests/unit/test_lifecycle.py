@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tep.control.membership import PeerChange, PeerState
-from tep.core.path import PathState
+from tep.core.path import PathEvent, PathState
 from tep.drivers import ThreadDriver
 from tep.engine import TransferEngine
 from tep.errors import BadRequest, BusyError, StaleEpoch, UsageError
@@ -106,6 +106,20 @@ def test_a_watch_needs_no_particular_nic() -> None:
         assert [] == told
 
 
+def test_a_peer_to_which_every_path_is_shut_is_asked_all_the_same() -> None:
+    """It is there, and answers messages; where nobody asks it counts as lost."""
+    cluster, told = pair(1)
+    with cluster:
+        a, b = cluster.engines
+        a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        pass_time(cluster, 100)
+        link = a._peers.links["sim", "b"]
+        link.path(0, 0).to(PathEvent.LOST)
+        pass_time(cluster, 500)
+        assert [] == told
+        assert not link.closed
+
+
 def test_a_restart_is_told_once_and_ends_the_watch() -> None:
     """The descriptors of the dead incarnation are worthless; who does not know goes on trying."""
     cluster, told = pair()
@@ -129,6 +143,22 @@ def test_a_restart_is_told_once_and_ends_the_watch() -> None:
         with pytest.raises(StaleEpoch):
             a.watch_peer(old)
         assert PeerState.ALIVE is a.watch_peer(fresh).state
+
+
+def test_a_peer_that_has_restarted_is_not_asked_for_its_nics_any_more() -> None:
+    """They do not come back, and whoever is there now would be asked for ever."""
+    cluster, told = pair((1, 2))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        cluster.at(cluster.now_us, clog("b", 1))
+        write(a, regions).wait()
+        assert a._machine.life.busy, "NIC 1 is down, and asked whether it is back"
+        cluster.restart("b")
+        write(a, regions)
+        pass_time(cluster, 500)
+        assert [PeerChange.NIC_LOST, PeerChange.RESTARTED] == kinds(told)
+        assert not a._machine.life.busy
 
 
 def test_a_later_epoch_tells_of_the_restart() -> None:
@@ -201,6 +231,7 @@ def test_a_nic_that_flapped_is_used_again() -> None:
         assert rows_to(cluster, "b", 1) > 10
         # The waits were 20, 40, 80, 160 us: the fourth question came when the link was back.
         assert 300 * US <= told[1][0] <= 330 * US
+        assert not a._machine.life.busy, "a NIC that is back is asked for ever"
 
 
 @pytest.mark.parametrize("nics", [(1, 2), (2, 2), (3, 2)])
@@ -216,6 +247,7 @@ def test_a_path_that_was_fenced_off_is_used_again(nics: tuple[int, int]) -> None
         assert changes * 5 == [event[1:] for event in told]
         assert a._worker.failover.rows > 5
         assert not a._peers.links["sim", "b"].closed
+        assert not a._machine.life.busy, "a path that is open again is asked for, for ever"
         before = [rows_to(cluster, "b", nic) for nic in range(2)]
         sent = write(a, regions)
         sent.wait()

@@ -12,7 +12,7 @@ import pytest
 import tep
 from tep.api import EngineOptions, Pages
 from tep.backends.loopback import Hub
-from tep.control.messages import Answer, Prune, decode, encode, runs_max
+from tep.control.messages import PRUNED_MAX, Answer, Prune, decode, encode, runs_max
 from tep.control.pruning import Pruning
 from tep.core import sums
 from tep.core.stats import Failover
@@ -187,6 +187,34 @@ def test_runs_that_cannot_be_are_refused(runs: tuple) -> None:
     """They would have the receiver subtract a value twice, or count up to the moon."""
     with pytest.raises(ValueError):  # by the type, or when it is decoded
         decode(encode(Prune(1, b"x", 0, 1, runs)))
+
+
+def test_each_list_fits_into_a_message_and_together_they_are_the_sums() -> None:
+    """A message that is too long is refused each time: the sums of that path are never pruned."""
+    short = PathSums()
+    alone, alike = range(0, 500, 2), range(1000, 1000 + 2 * PRUNED_MAX)
+    for value in (*alone, *alike):
+        short.sent.add(value, 1 + value % 2 if value in alone else 3)
+    wanted = dict(short.sent.items())
+    path = mock.Mock(sums=short, domain=0, nic=0)
+    channel, asked = mock.Mock(control_bytes=512), []
+    channel.ask = lambda _link, make, told, _lost: asked.append((make(9), told))
+    large = {path: None}
+    group = mock.Mock(acks=mock.Mock(large=large), domains=[mock.Mock(address=b"x" * 256)])
+    pruning = Pruning(group, channel, lambda: 0.0)
+    found: dict[int, int] = {}
+    for generation in range(1, 100):
+        if not pruning.step():
+            break
+        assert not pruning.step(), "one list at a time"
+        message, told = asked.pop()
+        assert generation == message.generation
+        assert message == decode(encode(message))
+        assert len(encode(message)) <= 512
+        found |= dict(expand(message.runs))
+        told(Answer(9, "", (), 0))
+    assert wanted == found
+    assert ({}, {}) == (large, dict(short.sent.items()))
 
 
 @pytest.mark.parametrize("silent", [True, False])

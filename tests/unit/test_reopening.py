@@ -1,0 +1,142 @@
+"""When a path that was fenced off is asked for, and when a receiver agrees to open it."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tep.control.messages import Answer, Reopen
+from tep.control.reopening import Reopening
+from tep.core.path import Link, Path, PathEvent, PathState
+from tep.wire import NetAddr
+
+UP, SUSPECT, FENCED = PathState.UP, PathState.SUSPECT, PathState.FENCED
+
+HOW = {
+    UP: (),
+    SUSPECT: (PathEvent.LOST,),
+    FENCED: (PathEvent.LOST, PathEvent.ASKED, PathEvent.FENCED),
+}
+"""How a path gets into a state."""
+
+
+class End:
+    """One end of a path: its state, and what it asks and answers.
+
+    Args:
+        clear: whether the path has no row in flight and none to settle.
+        doubts: whether the peer can clear rows in doubt.
+    """
+
+    def __init__(self, *, state: PathState = UP, clear: bool = True, doubts: bool = False) -> None:
+        self.group = mock.Mock(alive=[True, False], domains=[mock.Mock(address=b"a")])
+        self.group.reopen = lambda path: path.to(PathEvent.OPENED)
+        self.failover = mock.Mock(**{"is_clear.return_value": clear})
+        self.failover.can_clear.return_value = doubts
+        self.fencing = mock.Mock(**{"is_outdated.return_value": False, "lift.return_value": None})
+        self.channel = mock.Mock()
+        self.opened: list[Path] = []
+        addr = NetAddr("sim", "b", 1, (b"b",), (0,))
+        self.link = Link(addr, (mock.Mock(), mock.Mock()))
+        self.path = self.link.path(0, 0)
+        for event in HOW[state]:
+            self.path.to(event)
+        find = {b"b": (self.link, 0)}.get
+        parts = self.group, self.channel, self.failover, self.fencing
+        self.reopening = Reopening(*parts, find, self.opened.append)
+
+    def asked(self) -> str:
+        """What begin() asks the peer: to fence, to open, or nothing."""
+        self.reopening.begin(self.path)
+        what = ["fence"] * self.failover.clear.called + ["open"] * self.channel.ask.called
+        return " and ".join(what)
+
+    def answer(self, why: str | None) -> None:
+        """The peer agrees (""), says why not, or is silent (None)."""
+        _link, _make, told, lost = self.channel.ask.call_args.args
+        if why is None:
+            lost("no answer")
+        else:
+            told(Answer(1, why, (), 0))
+
+    def heard(self, source: bytes, nic: int) -> str | None:
+        """What it answers to a peer that wants to use a path again."""
+        self.reopening._asked(0, source, Reopen(1, source, nic))
+        return self.channel.tell.call_args.args[3]
+
+
+@pytest.mark.parametrize(
+    ("state", "clear", "doubts", "asked"),
+    [
+        (UP, True, False, ""),
+        (SUSPECT, True, False, "fence"),
+        (SUSPECT, False, False, ""),
+        (FENCED, True, False, "open"),
+        (FENCED, True, True, "fence"),
+        (FENCED, False, False, ""),
+    ],
+)
+def test_what_a_sender_asks(state: PathState, *, clear: bool, doubts: bool, asked: str) -> None:
+    """A row in flight may land after the fence is lifted, and be counted for a later one."""
+    assert asked == End(state=state, clear=clear, doubts=doubts).asked()
+
+
+def test_a_sender_asks_one_thing_at_a_time_and_for_what_it_can_use() -> None:
+    """Two questions about a path may be answered in any order."""
+    end = End(state=FENCED)
+    end.path.asking = True
+    assert "" == end.asked()
+    end.path.asking = False
+    end.group.alive[0] = False
+    assert "" == end.asked()
+    end.group.alive[0], end.link.current = True, False
+    assert "" == end.asked()
+    end.link.current = True
+    assert "open" == end.asked()
+    assert (True, PathState.REOPENING) == (end.path.asking, end.path.state)
+
+
+@pytest.mark.parametrize(
+    ("why", "clear", "lost", "state"),
+    [
+        ("", True, False, UP),
+        ("", False, False, FENCED),
+        ("", True, True, FENCED),
+        ("not now", True, False, FENCED),
+        (None, True, False, FENCED),
+    ],
+)
+def test_what_an_answer_means(
+    why: str | None, *, clear: bool, lost: bool, state: PathState
+) -> None:
+    """A path in use that its receiver keeps shut loses every row."""
+    end = End(state=FENCED)
+    end.asked()
+    if lost:
+        end.path.to(PathEvent.LOST)
+    end.failover.is_clear.return_value = clear
+    end.answer(why)
+    assert (state, False) == (end.path.state, end.path.asking)
+    assert [end.path] * (state is UP) == end.opened
+    assert (state is UP) == end.fencing.lift.called, "our fence against the other direction"
+
+
+@pytest.mark.parametrize(
+    ("source", "nic", "state", "clear", "why"),
+    [
+        (b"b", 0, UP, True, None),
+        (b"b", 0, UP, False, None),
+        (b"b", 0, FENCED, True, None),
+        (b"b", 0, FENCED, False, "rows that it lost in the other direction are not settled yet"),
+        (b"b", 1, UP, True, "its NIC 1 is down"),
+        (b"c", 0, UP, True, None),
+    ],
+)
+def test_what_a_receiver_answers(
+    source: bytes, nic: int, state: PathState, *, clear: bool, why: str | None
+) -> None:
+    """NICs may use one connection for both directions: a fence that is lifted opens both."""
+    end = End(state=state, clear=clear)
+    assert why == end.heard(source, nic)
+    assert (why is None) == end.fencing.lift.called
