@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tep
@@ -266,6 +266,7 @@ class Reluctant(NullDomain):
     scripts=st.lists(reluctance, min_size=3, max_size=3),
     kinds=st.lists(st.sampled_from(["single", "long", "pages", "scatter", "step"]), max_size=12),
 )
+@example(nics=(1, 2), scripts=[[], [], []], kinds=["pages", "step", "step"])
 def test_a_reluctant_nic_is_asked_as_by_the_verb(
     nics: tuple[int, int], scripts: list[list[int]], kinds: list[str]
 ) -> None:

@@ -399,3 +399,55 @@ def test_a_nic_that_cannot_be_polled_ends_its_own_rows_alone() -> None:
 
     assert "NIC_DOWN" == sent.error.code
     assert 4 == sent.stats().rows_back
+
+
+def test_a_nic_whose_polls_are_interrupted_lives() -> None:
+    """After some signals it would be closed, and its rows be lost."""
+    e = Ends(1)
+    sent = e.pages(4)
+    with mock.patch.object(e.nics[0], "poll", side_effect=InterruptedError(4, "a signal")):
+        e.own.turn(40)
+    finish_all(e.own)
+
+    assert sent.ok
+
+
+def test_rows_that_another_nic_takes_over_are_posted_in_the_next_step() -> None:
+    """It had nothing to do, and no completion would wake the engine."""
+    e = Ends(2, (1, 1))
+    e.nics[1].room = 1
+    pages = Pages(range(2))
+    fails = e.engine.submit_paged_writes(
+        8, (e.mr, pages), (e.descs[1], pages), routing=Routing(domain=1)
+    )
+    e.own.turn()
+    e.nics[1].refuse_peers.add(e.nics[1].out[0].row.peer)
+    e.nics[0].room, e.nics[1].room = 3, 100
+    pages = Pages(range(40))
+    e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages))
+    e.own.turn()
+    e.nics[1].finish(1, Status.REMOTE_KEY)
+    e.own.turn()
+    assert fails.finished
+    assert [3, 21] == [len(nic.posted) for nic in e.nics]
+    assert e.engine._machine.step()
+    e.own.turn()
+
+    assert 3 == len(e.nics[0].posted)
+    assert 21 < len(e.nics[1].posted)
+
+
+def test_an_engine_that_can_do_nothing_says_so() -> None:
+    """It would turn for as long as one NIC is full, if the other has no path to the peer."""
+    e = Ends(2, (1,))
+    e.nics[0].room, e.nics[1].room = 3, 19
+    pages = Pages(range(40))
+    e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
+    e.own.turn()
+    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    link.path(1, 0).to(PathEvent.LOST)
+    e.nics[1].room = 100
+    e.own.turn(2)
+
+    assert [3, 20] == [len(nic.posted) for nic in e.nics]
+    assert not e.engine._machine.step()

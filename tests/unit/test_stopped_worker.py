@@ -7,6 +7,7 @@ import numpy as np
 import tep
 from tep.backends.loopback import Hub
 from tep.drivers import InlineDriver
+from tests.support.ends import Ends
 
 
 def test_a_stopped_worker_leaves_everything_in_doubt() -> None:
@@ -54,3 +55,15 @@ def test_a_stopped_worker_leaves_the_rows_to_all_peers_in_doubt() -> None:
     assert {"b", "c"} == {doubt.peer for doubt in sent.in_doubt}
     b.close()
     c.close()
+
+
+def test_what_no_nic_had_is_not_in_doubt() -> None:
+    """Its bytes cannot land: who waits for them to be safe would wait in vain."""
+    e = Ends(1)
+    e.nics[0].room = 2
+    posted, waits = e.pages(2), e.pages(2)
+    e.own.turn()
+    e.engine._machine.crash(RuntimeError("scripted"))
+
+    assert "UNKNOWN" == posted.in_doubt[0].code
+    assert not waits.in_doubt
