@@ -259,7 +259,7 @@ def test_of_many_immediates_only_those_that_are_missing_fail(
     with world() as w:
         imms = np.arange(100, 100 + PAGES // each, dtype=np.uint32)
         waits = [w.c.expect_imm_count(imm, each) for imm in imms.tolist()]
-        came = w.cut_off(w.write(w.a, np.tile(imms, each)))
+        came = w.cut_off(w.write(w.a, np.tile(imms[::-1], each)))
         w.rest()
         assert came // each >= sum(wait.ok for wait in waits) >= (came if each == 1 else 0)
         assert len(imms) == sum(wait.ok or wait.failed for wait in waits)
