@@ -174,21 +174,22 @@ def test_scatter_rows_are_rerouted_each_with_its_own_peer_keys(grouped) -> None:
     assert expected == e.places(), "templates of dead routes"
 
 
+@pytest.mark.parametrize("peer", [1, 2])
 @pytest.mark.parametrize("round_", range(2))
-def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_) -> None:
+def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_, peer) -> None:
     """Half posted, one NIC of a peer dead: its row alone moves, with that peer's other key."""
     e = Ends(1, (2, 2, 2))
     if round_:  # another cursor
         e.pages(1)
-    probes = [e.engine.submit_single_write(8, (e.mr, 0), (e.descs[1], 0)) for _ in range(2)]
+    probes = [e.engine.submit_single_write(8, (e.mr, 0), (e.descs[peer], 0)) for _ in range(2)]
     e.own.turn()
     e.nics[0].room = 1
     sent = e.scatter()
     e.own.turn()
     before = len(e.nics[0].posted)
-    dead = e.engine._worker.group._queues[0][0].nics[1]
+    dead = e.engine._worker.group._queues[0][0].nics[peer]
     for row in list(e.nics[0].out):
-        failed = e.meant(0, row)[:2] == (1, dead)
+        failed = e.meant(0, row)[:2] == (peer, dead)
         e.nics[0].finish(1, Status.UNREACHABLE if failed else Status.OK)
     e.own.turn()
     e.nics[0].room = 9
@@ -197,7 +198,22 @@ def test_scatter_avoids_the_one_dead_nic_of_the_one_peer(round_) -> None:
     assert sent.ok
     assert ["UNREACHABLE"] == [probe.error.code for probe in probes if probe.error]
     late = [e.meant(0, row) for row in e.nics[0].posted[before:]]
-    assert [(1, 1 - dead, KiB, 7), (2, late[1][1], 2 * KiB, 14)] == late
+    assert [(1, KiB, 7), (2, 2 * KiB, 14)] == [(to, src, dst) for to, _, src, dst in late]
+    assert 1 - dead == late[peer - 1][1]
+
+
+def test_what_is_known_of_a_peers_nics_is_known_of_each() -> None:
+    """A NIC that is back would not be used where it was missed, or one that is not would be."""
+    e = Ends(1, (3,))
+    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    group = e.engine._worker.group
+    for nic in (0, 1, 1):
+        assert group.is_silent(0, link, nic)
+        assert group.mark_down(link, nic), "the third one is up"
+    assert [False, False, True] == link.alive
+    group.mark_up(link, [False, True, True])
+
+    assert [True, False] == [link.path(0, nic).silent for nic in range(2)]
 
 
 def test_error_of_a_scatter_names_the_peer_of_its_row() -> None:
@@ -336,6 +352,7 @@ def test_rows_stay_where_they_are_if_the_nic_that_is_through_cannot_connect() ->
     e.nics[1].refuse_connect[b"p0/0"] = FabricError("out of queue pairs", code="PROVIDER")
     e.nics[1].room = 100
     e.own.turn()
+    assert not e.engine._machine.step(), "it would turn for as long as the other NIC is full"
     e.nics[0].room = 100
     finish_all(e.own)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from tep.backends.base import Status, WriteBatch
 from tep.control.messages import Answer, FenceOff, decode, encode, values_max
+from tep.core.pending import Acks, Pending
 from tep.core.sums import Arrivals, Sums
 from tep.errors import BadDescriptor
+from tests.support.ends import Ends
 
 
 def test_columns_and_single_keys_make_one_sum() -> None:
@@ -119,3 +123,23 @@ def test_a_question_and_its_answer_fit_into_a_note() -> None:
         n = values_max(control_bytes)
         assert control_bytes >= len(encode(FenceOff(2**62, b"x" * 256, 63, (2**32 - 1,) * n)))
         assert control_bytes >= len(encode(Answer(2**62, "", (2**63 - 1,) * n)))
+
+
+def test_of_a_batch_to_several_peers_each_path_is_told_what_arrived() -> None:
+    """A lost row would be taken for one that arrived, or the reverse, and sent twice or never."""
+    e = Ends(1, (1, 1, 1, 1))
+    remotes = [e.engine._peers.resolve(desc, "test") for desc in e.descs]
+    acks = Acks()
+    for imm in (7, np.array([7, 8, 7, 7], np.uint32)):
+        for lost in (2, None):
+            batch = WriteBatch(4, 0, 0, 0, 0, 0, 0, imm, 0)
+            pending = Pending(mock.Mock(), 0, batch, remotes, [0] * 4)
+            if lost is not None:
+                pending.lose(lost, int(Status.UNREACHABLE))
+            pending.stop = 3  # the last one was never posted
+            acks.add(pending)
+    acks.fold()
+    paths = [remote.link.path(0, 0) for remote in remotes]
+
+    assert [4, 2, 2, 0] == [path.sums.sent.sum(7) for path in paths]
+    assert 2 == paths[1].sums.sent.sum(8)
