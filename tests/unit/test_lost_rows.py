@@ -1,0 +1,68 @@
+"""Rows that a path has lost, and those that wait for it: which are which, and where they go."""
+
+from __future__ import annotations
+
+import pytest
+
+from tep.backends.base import Status
+from tep.core.path import PathEvent
+from tests.support.ends import Ends, finish_all
+
+
+@pytest.mark.parametrize("why", ["", "shut", "marked down", "silent before"])
+def test_a_flushed_row_is_lost_only_with_its_path(why: str) -> None:
+    """It would be asked after where nothing is wrong with the path, or given up where it is.
+
+    On a connection that an error flushes, the rows behind the one that failed are lost with it.
+    """
+    e = Ends(1, (2,))
+    group = e.engine._worker.group
+    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    sent = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+    e.own.turn()
+    match why:
+        case "shut":
+            link.path(0, 0).to(PathEvent.LOST)
+        case "marked down":
+            group.mark_down(link, 0)
+        case "silent before":
+            group.is_silent(0, link, 0)
+            group.mark_up(link, [True, True])
+    e.nics[0].finish(status=Status.FLUSHED)
+    e.own.turn()
+
+    assert "FLUSHED" == sent.error.code
+    assert (why != "") == ("could not be retransmitted on another path" in str(sent.error))
+
+
+def test_rows_leave_a_nic_that_is_silent_although_it_was_marked_down() -> None:
+    """They were sent there as no other path was up, and would wait for one that is silent."""
+    e = Ends(1, (2,))
+    group = e.engine._worker.group
+    link = e.engine._peers.link(e.peers[0].engine.main_address, "test")
+    link.path(0, 1).to(PathEvent.LOST)
+    group.mark_down(link, 0)
+    e.nics[0].room = 1
+    e.pages(3)
+    e.own.turn()
+    assert [0] == [e.meant(0, row)[1] for row in e.nics[0].posted]
+    group.is_silent(0, link, 0)
+    e.nics[0].room = 9
+    e.own.turn()
+
+    assert [0, 1, 1] == [e.meant(0, row)[1] for row in e.nics[0].posted]
+
+
+def test_rows_behind_those_of_a_failed_transfer_leave_a_dead_nic_too() -> None:
+    """They would wait for ever in the queue of a NIC that nobody posts on."""
+    e = Ends(2)
+    e.nics[1].room = 0
+    fails, sent = e.pages(4), e.pages(4)
+    e.own.turn()
+    e.nics[0].finish(1, Status.REMOTE_KEY)
+    e.nics[1].go_down()  # in the same poll: what failed is still in the queue
+    e.own.turn()
+    finish_all(e.own)
+
+    assert "REMOTE_KEY" == fails.error.code
+    assert sent.ok
