@@ -137,6 +137,9 @@ def test_far_ends_that_matter_are_not_forgotten() -> None:
     assert 3 == len(ends)
     ends.control_heard(0, b"e", heard=True)
     assert ends.get(0, b"e") is None, "what goes well needs no record"
+    ends.at(0, b"g").asked = 7
+    ends.drop(0, b"g")
+    assert ends.get(0, b"g") is None, "of a stranger nothing is kept but the number of a question"
     ends.control_heard(0, b"f", heard=False)
     ends.control_heard(0, b"f", heard=True)
     ends.drop(0, b"f")

@@ -32,6 +32,17 @@ def test_full_queue_keeps_the_rest_and_order_of_rows() -> None:
     assert (0,) == e.engine.stats().rows_outstanding
 
 
+def test_what_a_slow_nic_took_is_kept_in_few_numbers() -> None:
+    """Millions of rows that leave a few at a time would keep an entry for each try."""
+    e = Ends(1)
+    sent = e.pages(60)
+    for _ in range(60):
+        e.nics[0].room = 1
+        e.own.turn()
+    assert len(sent.took) <= 24
+    assert ((60, 60 * KiB),) == sent.stats().nics
+
+
 @pytest.mark.parametrize("taken", [-1, 9])
 def test_a_nic_that_takes_what_cannot_be_is_a_bug_that_is_named(taken: int) -> None:
     """The row after the last would be posted, or one row twice."""

@@ -9,8 +9,10 @@ import math
 
 import pytest
 
+import tep
 from tep.core.handle import Handle, State
 from tep.errors import BadRequest, CallbackError, Cancelled, ClosedError, UsageError, WaitTimeout
+from tep.waiting import note_escape
 from tests.support.pairs import pair
 from tests.support.script import Scripted, memory, scripted
 
@@ -214,6 +216,18 @@ def test_wait_that_times_out_reports_the_stall_and_leaves_the_handle() -> None:
     own.nics[0].finish()
     got.wait(1)
     sent.wait(1)
+
+
+def test_a_wait_that_need_not_wait_raises_what_a_callback_left() -> None:
+    """Ctrl-C in a callback would be lost where all handles have ended by then."""
+    own = scripted()
+    ended = write(own)
+    finish(own)
+    for wait in (ended.wait, tep.gather(ended).wait):
+        note_escape(SystemExit(3))
+        with pytest.raises(SystemExit):
+            wait(1)
+        wait(1)
 
 
 def test_default_timeout_is_the_engines() -> None:

@@ -61,16 +61,20 @@ def test_a_pool_opened_after_a_nic_died_is_on_the_others() -> None:
     assert [b"found"] == got
 
 
-@pytest.mark.parametrize("code", [errno.ENOMEM, errno.EINTR])
-def test_a_nic_that_raises_is_left_unless_a_signal_came(code: int) -> None:
+ERRORS = [OSError(errno.ENOMEM, "no"), MemoryError("no"), OSError(errno.EINTR, "a signal")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_a_nic_that_raises_is_left_unless_a_signal_came(error: OSError | MemoryError) -> None:
     """The message has not left: it goes over the next NIC, or over the same one after a signal."""
     own, other = scripted(2), scripted(2, name="b")
-    with mock.patch.object(own.nics[0], "post_send", side_effect=[OSError(code, "no"), True]):
+    with mock.patch.object(own.nics[0], "post_send", side_effect=[error, True]):
         sent = own.engine.submit_send(other.engine.main_address, b"x")
         own.turn()
-    assert (code == errno.ENOMEM) == len(own.nics[1].sent)
+    signal = error is ERRORS[2]
+    assert (not signal) == len(own.nics[1].sent)
     assert "posted" in sent.describe()
-    assert (code == errno.EINTR, True) == own.engine.stats().nics_up
+    assert (signal, True) == own.engine.stats().nics_up
 
 
 def test_messages_of_a_nic_that_cannot_be_polled_end() -> None:
@@ -108,3 +112,15 @@ def test_nics_forget_a_removed_peer_where_they_had_met_it() -> None:
     assert removal.ok
     forgets.assert_called_once_with(peer)
     none.assert_not_called()
+
+
+def test_a_message_that_finds_no_room_is_no_work() -> None:
+    """An engine that always has work never sleeps; one that had some looks again before it does."""
+    own = scripted()
+    own.nics[0].send_room = 0
+    own.engine.submit_send(own.engine.main_address, b"x")
+    own.turn()
+    assert not own.driver.turn()
+    own.nics[0].send_room = 1
+    assert own.driver.turn()
+    assert not own.driver.turn()

@@ -72,7 +72,8 @@ def test_the_first_error_is_raised_at_once_and_the_others_go_on() -> None:
         both.wait(timeout_s=5)
     assert both.finished
     assert not never.finished
-    never.cancel()
+    both.cancel()
+    assert not fine.finished, "a NIC has it"
     own.nics[0].finish()
     found = tep.gather(never, lost, fine, return_exceptions=True).wait(timeout_s=5)
     assert [never.error, lost.error, fine] == found
