@@ -108,7 +108,8 @@ def test_a_watch_needs_no_particular_nic() -> None:
 
 def test_a_peer_to_which_every_path_is_shut_is_asked_all_the_same() -> None:
     """It is there, and answers messages; where nobody asks it counts as lost."""
-    cluster, told = pair(1)
+    seldom = replace(QUICK, probe_first_s=1.0, probe_max_s=1.0)  # NICs are asked by the watch alone
+    cluster, told = pair(1, options=seldom)
     with cluster:
         a, b = cluster.engines
         a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)

@@ -242,4 +242,18 @@ def test_a_peer_that_does_not_prune_is_asked_less_and_less_often(*, silent: bool
             asked_s.append(clock_s)
             lost.pop()()
         clock_s += 0.01
-    assert len(asked_s) < 30
+    assert 10 < len(asked_s) < 30
+
+
+@pytest.mark.parametrize("why", ["removed", "forgot", "closing"])
+def test_a_peer_is_not_asked_for_what_is_of_no_use(why: str) -> None:
+    """A path of a peer that is gone would be looked at in every step, for ever."""
+    short = PathSums(forgot=why == "forgot")
+    path = mock.Mock(sums=short, domain=0, nic=0)
+    path.link.current = why != "removed"
+    channel = mock.Mock(control_bytes=340, able=why != "closing")
+    large = {path: None}
+    group = mock.Mock(acks=mock.Mock(large=large), domains=[mock.Mock()])
+    assert not Pruning(group, channel, lambda: 0.0).step()
+    assert not channel.ask.called
+    assert {} == large
