@@ -180,7 +180,11 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
     ),
     "single on no NIC": (
         lambda s: single(s, routing=Routing(domain=-1)),
-        "routing.domain=-1, but this engine has NICs 0 to 1",
+        "submit_single_write: routing.domain=-1, but this engine has NICs 0 to 1",
+    ),
+    "single routed by a number": (
+        lambda s: single(s, routing=5),
+        "submit_single_write: routing=5 is a int, not a Routing; leave it out for the usual one",
     ),
     "scatter routed nowhere": (
         lambda s: scatter(s, (1, 0, 0), routing=Routing(scatter_by="pages")),

@@ -176,6 +176,7 @@ GOOD: dict[str, tuple[Callable[[SimpleNamespace], object], int]] = {
         lambda s: gather(s, (8, 0, 0), (8, 8, 0), (0, 4, 0)),
         3,
     ),
+    "slices with room between": (lambda s: gather(s, (8, 64, 0), (8, 0, 0), (8, 9, 0)), 3),
     "the longest slice": (lambda s: gather_of(s, GiB), 1),
     "a longer slice by bytes": (lambda s: gather_of(s, 2 * GiB, scatter_by="bytes"), 6),
     "by bytes in two shards": (lambda s: gather_of(s, GiB, scatter_by="bytes", num_shards=2), 2),

@@ -68,6 +68,14 @@ def test_single_short_requests_are_not_cut_below_the_smallest_shard() -> None:
     assert 2 == plan_single(2 * SHARD_BYTES_MIN, 4, 4, 0).imms
 
 
+def test_single_is_cut_at_pages() -> None:
+    """A shard that begins in the middle of a page makes two NICs write one page."""
+    plan = plan_single(100_001, 2, 4, 0)
+
+    assert 4 == len(plan.shares)
+    assert all(share.start % 4096 == 0 for share in plan.shares)
+
+
 def test_single_zero_bytes_still_carries_its_immediate() -> None:
     """A zero-length write is how a bare immediate travels."""
     assert (Share(0, 0, 0, 0),) == plan_single(0, 1, 1, 0).shares

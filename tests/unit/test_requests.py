@@ -145,6 +145,16 @@ def test_slices_beyond_4_gib_keep_all_their_bits() -> None:
         scatter_job(mr, slices_of(too_long), targets, 1, DEFAULT, 1)
 
 
+def test_a_scatter_goes_to_its_own_places_and_not_to_the_last_ones() -> None:
+    """The places of the last request are kept: others would be written over."""
+    mr, remote = ends(64 * KiB)
+    targets = Targets([remote, remote])
+    for places in ([8, 64], [8, 64], [0, 64], [16, 32], [512, 0]):
+        dsts = [ScatterDst(8, 0, (remote.desc, at)) for at in places]
+        job = scatter_job(mr, slices_of(dsts), targets, None, DEFAULT, 1)
+        assert places == job.dst.tolist()
+
+
 def test_scatter_by_bytes_counts_the_rows_of_every_slice() -> None:
     """A wrong row count lets the transfer settle early, or never."""
     mr, remote = ends(GiB, 2, 3)

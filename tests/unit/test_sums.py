@@ -61,6 +61,7 @@ def test_too_many_keys_are_forgotten_and_that_is_remembered() -> None:
     for key in range(4):
         found.add(key, 1)
     assert found.forgot
+    assert not found.large, "what is empty would be pruned"
     assert 0 == found.sum(0)
     columns = Sums(limit=3)
     columns.add_many(np.arange(70_000, dtype=np.uint64))
@@ -104,6 +105,22 @@ def test_arrivals_are_summed_by_address() -> None:
     assert (5,) == arrivals.sums(_Nic(), b"b", (7,))
     arrivals.forget(_Nic(), (b"a",))
     assert [(1 << 32 | 7, 5)] == arrivals.counted.items(), "what is forgotten takes no room"
+
+
+def test_a_sender_that_comes_in_mixed_columns_only_is_known() -> None:
+    """Its sums would be 0 in every answer, and rows that landed would be written again."""
+    arrivals, imms = Arrivals(), np.array([7, 8, 7], np.uint32).tobytes()
+    for first in (0, 2):
+        arrivals.add_columns(np.array([first, first + 1, first], np.uint64), imms)
+        assert (first + 2, 0) == arrivals.sums(_Nic(), b"a", (7, 8))
+    assert (0, 2) == arrivals.sums(_Nic(), b"b", (7, 8))
+    assert ([4, 0], 0, 0) == arrivals.totals(_Nic(), lambda at: at == b"a", (7, 8))
+    assert arrivals.prune(_Nic(), b"b", 1, ((7, 1, 1),)) == "not all of these have been counted"
+    assert arrivals.prune(_Nic(), b"a", 1, ((7, 1, 2),)) is None
+    assert ([2, 2], 1, 2) == arrivals.totals(_Nic(), lambda _: True, (7, 8))
+    arrivals.forget(_Nic(), (b"a",))
+    assert arrivals.totals(_Nic(), lambda at: at == b"a", (7,)) is None
+    assert ([0, 2], 0, 0) == arrivals.totals(_Nic(), lambda at: at == b"b", (7, 8))
 
 
 def test_control_messages_come_back_as_they_were_and_junk_is_none() -> None:
