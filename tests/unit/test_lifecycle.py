@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tep.control.membership import PeerChange, PeerState
+from tep.control.messages import Pong
 from tep.core.path import PathEvent, PathState
 from tep.drivers import ThreadDriver
 from tep.engine import TransferEngine
@@ -210,6 +211,20 @@ def rows_to(cluster, name: str, nic: int) -> int:
     """Immediates that came in on a NIC."""
     worker = next(e for e in cluster.engines if e.name == name)._worker
     return sum(count for _, count in worker._arrivals[nic].counted.items())
+
+
+def test_an_old_answer_does_not_bring_a_nic_back() -> None:
+    """Its question was sent before the NIC failed: it says nothing of the time after that."""
+    cluster, told = pair((2, 2))
+    with cluster:
+        a, b = cluster.engines
+        cluster.at(cluster.now_us, clog("b", 1))
+        write(a, regions_of(a, b)).wait()
+        assert [PeerChange.NIC_LOST] == kinds(told)
+        for late in (0, int(told[0][0] * 1e9)):
+            a._machine.life._heard(0, b.main_address.domains[1], Pong(late))
+        pass_time(cluster, 5)
+        assert [PeerChange.NIC_LOST] == kinds(told)
 
 
 def test_a_nic_that_flapped_is_used_again() -> None:
