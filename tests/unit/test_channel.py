@@ -84,6 +84,7 @@ def test_a_message_waits_for_room_and_is_on_its_way_until_its_nic_says_so() -> N
     own.nics[0].room = 0
     own.channel.say(own.link, Pong(1), (0, 1))
     assert not own.channel.step(), "a NIC that is full is no work"
+    assert own.channel.busy
     assert (1, True) == (own.channel.queued, own.channel.is_sending)
 
     own.nics[0].room = 1
@@ -150,6 +151,18 @@ def test_what_an_earlier_round_comes_to_is_no_news_of_this_one() -> None:
     own.channel.step()
     own.channel.step()
     assert (ALL, []) == (own.posted(), own.lost)
+
+
+def test_a_peer_that_is_not_there_is_not_asked_again_for_long() -> None:
+    """Who waits for its answer would wait for two rounds more, each as long as a timeout."""
+    own = Own()
+    own.ask()
+    for _ in range(20):
+        for ctx in own.out():
+            own.channel.sent(ctx, Status.UNREACHABLE)
+        own.posted()
+        own.channel.step()
+    assert ["asked 3 times, and none of its NICs was there: UNREACHABLE"] == own.lost
 
 
 def test_only_the_peer_that_was_asked_answers(caplog: pytest.LogCaptureFixture) -> None:

@@ -92,6 +92,18 @@ def test_sums_stay_short_and_failover_exact(limit: int) -> None:
         lanes.fail_over()
 
 
+def test_sums_that_only_the_receiver_has_pruned_are_pruned_by_a_failover() -> None:
+    """Its word that it did got lost: sums of which one is pruned look like rows that landed not."""
+    lanes = Lanes()
+    lanes.go_on(PAGES)
+    for path in next(iter(lanes.a._peers.links.values())).paths():
+        runs = tuple(runs_of(path.sums.sent.items(), PAGES))
+        path.sums.waiting.append(runs)
+        source, nic = lanes.a._domains[path.domain].address, lanes.b._domains[path.nic]
+        assert lanes.b._worker._arrivals[path.nic].prune(nic, source, 1, runs) is None
+    lanes.fail_over()
+
+
 def test_few_values_cost_no_message() -> None:
     """Most paths never hold thousands of values: their control messages do not change."""
     lanes = Lanes()

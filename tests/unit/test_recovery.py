@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -104,6 +105,29 @@ def test_sums_that_contradict_each_other_end_in_an_error(monkeypatch) -> None:
     monkeypatch.setattr(Arrivals, "sums", lambda *a: tuple(n + 99 for n in sums(*a)))
     with Broken() as world, pytest.raises(FabricError, match="which cannot be"):
         world.send().wait()
+
+
+@pytest.mark.parametrize(("landed", "fails"), [(0, False), (1, True), (2, True), (-1, False)])
+def test_of_lost_rows_beside_one_in_doubt_all_landed_or_none(
+    landed: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of them landed is not known: a guess would hang the reader, or release it early."""
+    with Broken() as world:
+        sent = world.send()
+        world.until_asked()
+        (loss,) = world.a._worker.group.losses
+        loss.path.sums.doubt[7] += 1
+
+        def counted(*_: object) -> tuple[int]:
+            known = world.a._worker.failover.acknowledged(loss.path, [7])[7]
+            return (known + landed % (len(loss.rows) + 2),)
+
+        monkeypatch.setattr(Arrivals, "sums", counted)
+        with pytest.raises(FabricError) if fails else nullcontext() as caught:
+            sent.wait()
+        if caught is not None:
+            why = f"{landed} of {len(loss.rows) + 1} immediates 0x7 came, 1 of them of failed"
+            assert why in str(caught.value)
 
 
 def test_rows_of_a_batch_that_has_not_ended_are_known_to_have_landed() -> None:

@@ -1,0 +1,57 @@
+"""The receiver's half of a failover alone: what it remembers of paths, and for how long."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+
+from tep.control import fencing as fences
+from tep.control.fencing import Fencing
+from tep.control.messages import FenceOff, Reopen
+from tep.errors import FabricError
+from tep.testing.explore import Choices
+from tests.support.orders import Fabric, Nic
+
+
+def receiver() -> Fencing:
+    """What an engine with one NIC knows of fences: nothing yet."""
+    return Fabric(Choices(), (1, 1), ()).engines[1]._worker.fencing
+
+
+def admitted(fencing: Fencing, source: bytes) -> bool:
+    return fencing.admit(0, source, FenceOff(5, source, 0, ()))
+
+
+def test_paths_of_a_removed_nic_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer whose NICs come and go would be refused one day, and lose its failover."""
+    monkeypatch.setattr(fences, "NICS_MAX", 2)
+    fencing = receiver()
+    assert [True, True, False] == [admitted(fencing, at) for at in (b"a/0", b"a/1", b"a/2")]
+    fencing.forget([b"a/0"])
+    assert [True, False] == [admitted(fencing, at) for at in (b"a/2", b"a/3")]
+
+
+def test_beyond_the_bound_the_first_engine_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its late copies count as new; were nobody forgotten, peers would fill the memory."""
+    monkeypatch.setattr(fences, "_PATHS_MAX", 2)
+    fencing = receiver()
+
+    def late(source: bytes) -> bool:
+        return fencing.is_outdated(Reopen(3, source, 0))
+
+    for source in (b"a/0", b"c/0"):
+        assert admitted(fencing, source)
+        assert not fencing.is_outdated(FenceOff(5, source, 0, ()))
+    assert (True, True) == (late(b"a/0"), late(b"c/0"))
+    assert admitted(fencing, b"d/0")
+    assert (False, True) == (late(b"a/0"), late(b"c/0"))
+
+
+def test_a_path_that_its_nic_does_not_open_stays_shut() -> None:
+    """Its sender is told why; else it hears nothing, and asks for ever."""
+    fencing = receiver()
+    refusal = FabricError("not today", code="PROVIDER")
+    with mock.patch.object(Nic, "unfence", side_effect=refusal):
+        assert "not today" in str(fencing.lift(b"a/0", 0))
+    assert fencing.lift(b"a/0", 0) is None
