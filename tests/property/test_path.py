@@ -65,6 +65,11 @@ Step = tuple[int, int, PathEvent]
     st.lists(st.booleans(), min_size=2, max_size=2).filter(any),
     st.lists(st.booleans(), min_size=3, max_size=3).filter(any),
 )
+@example(
+    [*((0, nic, PathEvent.LOST) for nic in range(3)), (0, 0, PathEvent.FENCED)],
+    [True, False],
+    [True, True, False],
+)
 @example([(0, 0, PathEvent.LOST), (0, 1, PathEvent.LOST)], [True, False], [True, False, False])
 @settings(derandomize=True)
 def test_rows_go_where_the_states_say(
