@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -142,7 +143,7 @@ def one_line_for_all_peers() -> list[Change]:
     return [(Outbox, "post", post)]
 
 
-@found_by(test_backpressure.test_a_write_that_races_with_deregister_is_refused)
+@found_by(partial(test_backpressure.test_a_write_that_races_with_deregister_is_refused, "single"))
 def deregister_races_with_submit() -> list[Change]:
     """A region counts as there because it was when the verb looked."""
     return [(MrHandle, "closed", property(lambda _: False, lambda *_: None))]
