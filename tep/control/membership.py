@@ -344,6 +344,9 @@ class Membership:
 
     def _probe(self, peer: Peer, number: int, nic: Nic, now_ns: int) -> None:
         """Ask a NIC whether it is back, and wait for twice as long before the next time."""
+        if peer.state is PeerState.RESTARTED:  # perhaps rows or answers came late
+            nic.due_ns = None
+            return
         nic.wait_ns = min(2 * nic.wait_ns, self._ns(self._options.probe_max_s))
         nic.due_ns = now_ns + nic.wait_ns
         peer.beats += 1
@@ -459,8 +462,6 @@ class Membership:
         if peer.state is PeerState.RESTARTED:
             return
         peer.state, peer.since_ns = PeerState.RESTARTED, self._now_ns()
-        for nic in peer.nics:
-            nic.due_ns = None
         if peer.watch is not None:
             peer.watch.closed = True
         self._emit(peer, PeerChange.RESTARTED, reason)

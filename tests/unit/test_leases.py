@@ -138,10 +138,16 @@ def test_a_leased_region_is_not_given_back(pair: Pair) -> None:
 
     with pytest.raises(BusyError, match=r"lease 1 of .* to b is not over \(for another 2\.000 s\)"):
         pair.a.deregister(pair.mr)
-    over = grant.revoke()
-    with pytest.raises(BusyError, match="asked back"):
-        pair.a.deregister(pair.mr)
-    over.wait(1)
+    channel = pair.a._worker.channel
+    with mock.patch.object(channel, "ask", side_effect=channel.ask) as ask:
+        over = grant.revoke()
+        assert grant.revoke() is over
+        with pytest.raises(BusyError, match="asked back"):
+            pair.a.deregister(pair.mr)
+        with pytest.raises(LeaseError, match="renew: .* was asked back, or is over"):
+            grant.renew(1)
+        over.wait(1)
+    assert 1 == ask.call_count, "its holder is asked once"
     pair.a.deregister(pair.mr)
 
 
@@ -175,6 +181,22 @@ def test_a_silent_writer_is_fenced_off(pair: Pair) -> None:
     with pytest.raises(tep.TepError):
         late.wait(10)
     assert {9} == set(pair.memory)
+
+
+def test_paths_are_kept_shut_until_their_silent_writer_has_gone(pair: Pair) -> None:
+    """Until then it may use its lease; afterwards a record of each path would stay for good."""
+    grant, _ = pair.lease(for_s=1e-3)
+    pair.b.driver.node.pause(10**12)
+    grant.over.wait(0.9)
+    fencing, addresses = pair.a._worker.fencing, pair.b.main_address.domains
+    pair.a.remove_peer(pair.a.main_address).wait(1)  # it keeps no path shut
+    assert "a lease that its holder has not let go of keeps this path shut" == fencing.lift(
+        addresses[0], 0
+    )
+    pair.b = pair.cluster.restart("b")
+    pair.a.add_peer_group([pair.b.main_address])
+    pair.pass_s(1e-3)
+    assert [None] * 4 == [fencing.lift(at, nic) for at in addresses for nic in range(2)]
 
 
 @pytest.mark.parametrize("failover", [True, False])

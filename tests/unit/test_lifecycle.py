@@ -45,9 +45,10 @@ def test_a_watched_peer_that_lives_is_alive_and_its_round_trip_known() -> None:
         assert PeerState.ALIVE is watch.state
         assert 0.3 * US < watch.round_trip_s < 5 * US
         assert [] == told
+        assert repr(watch).endswith("alive since 0.000000 s)")
         watch.close()
         cluster.env.run()  # nothing is asked any more: the clock runs out of events
-        assert "alive" in repr(watch)
+        assert repr(watch).endswith("alive since 0.000000 s, closed)")
 
 
 def test_a_dead_peer_is_lost_in_time_and_once() -> None:
@@ -160,6 +161,24 @@ def test_a_peer_that_has_restarted_is_not_asked_for_its_nics_any_more() -> None:
         write(a, regions)
         pass_time(cluster, 500)
         assert [PeerChange.NIC_LOST, PeerChange.RESTARTED] == kinds(told)
+        assert not a._machine.life.busy
+
+
+def test_a_path_that_fails_after_a_restart_is_not_asked_for() -> None:
+    """One row says that the peer has restarted, a later one only that nobody answers."""
+    cluster, told = pair((1, 2))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        write(a, regions).wait()
+        link = a._peers.links["sim", "b"]
+        cluster.kill_nic("b", 1)
+        write(a, regions, 2)
+        pass_time(cluster, 0.05)
+        cluster.restart("b")
+        pass_time(cluster, 500)
+        assert [PeerChange.RESTARTED] == kinds(told)
+        assert [(0, 1)] == link.shut()
         assert not a._machine.life.busy
 
 
