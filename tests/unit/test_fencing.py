@@ -8,7 +8,7 @@ import pytest
 
 from tep.control import fencing as fences
 from tep.control.fencing import Fencing
-from tep.control.messages import FenceOff, Reopen
+from tep.control.messages import FenceOff, Prune, Reopen
 from tep.errors import FabricError
 from tep.testing.explore import Choices
 from tests.support.orders import Fabric, Nic
@@ -55,3 +55,25 @@ def test_a_path_that_its_nic_does_not_open_stays_shut() -> None:
     with mock.patch.object(Nic, "unfence", side_effect=refusal):
         assert "not today" in str(fencing.lift(b"a/0", 0))
     assert fencing.lift(b"a/0", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("nic", "fenced", "why"),
+    [
+        (0, False, "generation 0 was pruned last, 9 cannot follow"),
+        (0, True, "this path is fenced off"),
+        (1, False, "it counts no immediates at a NIC 1"),
+    ],
+)
+def test_why_sums_are_not_pruned_is_answered(nic: int, fenced: bool, why: str) -> None:
+    """Sums of a fenced path are being compared; and who hears nothing asks again and again."""
+    fabric = Fabric(Choices(), (1, 1), ())
+    a, b = fabric.engines
+    if fenced:
+        b._worker.fencing.fence(b"a/0", 0, lambda _: None)
+    link, answers = a._peers.link(b.main_address, "test"), []
+    a._worker.channel.ask(
+        link, lambda n: Prune(n, b"a/0", nic, 9, ((7, 1, 1),)), answers.append, pytest.fail
+    )
+    fabric.run()
+    assert [why] == [answer.why for answer in answers]

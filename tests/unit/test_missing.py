@@ -15,23 +15,34 @@ from tests.support.senders import PAGE, PAGES, world
 
 
 @pytest.mark.parametrize(
-    ("after", "count", "ended"),
-    [(1, PAGES, "gave it up: no"), (1, 1, ""), (2, PAGES, "2 of 40 arrived")],
+    ("after", "count", "fenced", "ended"),
+    [
+        (1, PAGES, False, "gave it up: no"),
+        (1, PAGES, True, "1 of 40 arrived"),
+        (1, 1, False, ""),
+        (2, PAGES, False, "2 of 40 arrived"),
+    ],
 )
 def test_a_row_that_comes_late_is_no_retry_where_nobody_fences_it(
-    after: int, count: int, ended: str
+    after: int, count: int, fenced: bool, ended: str
 ) -> None:
     """It was taken for one, and who stated its expectation after it waited for its whole timeout.
 
     Found by a search of drawn runs. Of 40 rows 39 have come; the last arrives after the news. Two
-    rows are a retry, and one is all that somebody may wait for.
+    rows are a retry, and one is all that somebody may wait for. Once its path is fenced it does
+    not come, and one row is a retry, too.
     """
     with world(failover=False) as w:
         came = Pages(range(PAGES - 1))
         w.a.submit_paged_writes(PAGE, (w.mrs["a"], came), (w.desc, came), 7).wait()
         link = w.a._peers.link(w.c.main_address, "test")
+        say = w.a._worker.channel.say_once
         short = (7, 1, PAGES, PAGES - 1, 1, -1)
-        w.a._worker.channel.say_once(link, lambda n: Missing(n, 1, 1, "a", "no", 0, (short,)))
+        say(link, lambda n: Missing(n, 1, 1, "a", "no", 0, (short,)))
+        w.a.driver.kick()
+        w.rest()
+        if fenced:
+            say(link, lambda n: Missing(n, 2, 1, "a", "", 0, ((7, 1, 0, 0, 0, -1),)))
         w.a.driver.kick()
         w.rest()
         for _ in range(after):
@@ -50,6 +61,18 @@ def test_who_names_its_sender_learns_what_that_one_gave_up() -> None:
             w.rest()
         with pytest.raises(FabricError, match=r"b .epoch 1. gave it up"):
             w.c.expect_imm_count(7, PAGES, sender=w.b.main_address).wait(1)
+
+
+def test_each_that_gave_an_immediate_up_ends_one_expectation() -> None:
+    """The second one would wait for its whole timeout; and what is used up is not kept."""
+    with world() as w:
+        for engine in (w.a, w.b):
+            w.cut_off(w.write(engine))
+            w.rest()
+        for name in "ab":
+            with pytest.raises(FabricError, match=f"{name} .epoch 1. gave it up"):
+                w.c.expect_imm_count(7, PAGES).wait(1)
+        assert {} == w.c._worker.failures.broken
 
 
 @pytest.mark.parametrize(
@@ -110,6 +133,22 @@ def test_lists_of_peers_are_bounded() -> None:
         assert SERIALS_MAX == len(heard.serials)
         assert 1024 == len(failures.broken)
         assert dict(p.b.stats().control_dropped)["no room for what it asks"] == 2 * SERIALS_MAX - 1
+
+
+def test_a_list_that_comes_again_after_others_are_done_is_applied_once() -> None:
+    """A repetition that was late would end the retry."""
+    with pair() as p:
+        link = p.a._peers.link(p.b.main_address, "test")
+        for serial, done, imm in ((2, 0, 7), (3, 2, 8), (2, 2, 7)):
+            entry = (imm, 1, 1, 0, 0, -1)
+            p.a._worker.channel.say_once(
+                link, lambda n, s=serial, d=done, e=entry: Missing(n, s, d, "a", "no", 0, (e,))
+            )
+            p.quiet(200)
+            if imm == 7 and not done:
+                with pytest.raises(FabricError, match="gave it up"):
+                    p.b.expect_imm_count(7, 1).wait(1)
+        assert [8] == list(p.b._worker.failures.broken)
 
 
 def test_nobody_takes_back_what_others_sent() -> None:

@@ -11,6 +11,7 @@ import tep
 from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Status
 from tep.control.channel import Channel
+from tep.control.telling import Telling
 from tep.core.shortfall import shortfalls
 from tep.errors import FabricError
 from tep.sim.cluster import Cluster
@@ -128,6 +129,8 @@ def test_bytes_that_may_come_late_are_fenced_off_before_a_retry() -> None:
         w.write(w.a).wait()
         assert [1] * len(doubtful) == [path.fences for path in doubtful]
         assert doubtful
+        w.rest()
+        assert all(path.is_up for path in doubtful)
         assert not sent.in_doubt
 
 
@@ -245,6 +248,11 @@ def test_a_peer_that_does_not_answer_is_asked_when_it_is_due() -> None:
         for imm in (8, 9):
             w.write(w.a, imm).wait()
         assert 1 == len(asked)
+        began_s = w.a.driver.now_s()
+        with pytest.raises(FabricError, match="could not be told that earlier transfers"):
+            w.write(w.a).wait()
+        assert 2 == len(asked), "one that waits for the answer asks"
+        assert w.a.driver.now_s() - began_s < 1e-6
 
 
 @pytest.mark.parametrize(("each", "lists"), [(1, 8), (1, 1), (2, 1)])
@@ -256,6 +264,7 @@ def test_of_many_immediates_only_those_that_are_missing_fail(
     All are told of, even if a peer takes one list after the other.
     """
     monkeypatch.setattr("tep.control.telling._LISTS_MAX", lists)
+    monkeypatch.setattr("tep.control.telling._WINDOW", lists)
     with world() as w:
         imms = np.arange(100, 100 + PAGES // each, dtype=np.uint32)
         waits = [w.c.expect_imm_count(imm, each) for imm in imms.tolist()]
@@ -432,3 +441,51 @@ def test_a_retry_cannot_overtake_the_news(seed: int, prepared: bool) -> None:
 
         w.c.expect_imm_count(7, PAGES).wait()
         assert 0 == w.c.imm_counter(7).value
+
+
+def test_a_retry_waits_for_each_list_that_has_its_immediate() -> None:
+    """A list about another immediate was sent before: the news would overtake the retry."""
+    with world() as w, mock.patch.object(Channel, "ask"):
+        for imm in (7, 8):
+            w.cut_off(w.write(w.a, imm))
+            w.rest()
+        again = w.write(w.a, 8)
+        w.rest()
+        assert 0 == again.stats().rows_posted
+
+
+def test_neighbours_with_other_numbers_have_entries_of_their_own() -> None:
+    """One of them would be taken back as often as the other, and lists must fit into a message."""
+    with world() as w, mock.patch.object(Channel, "ask") as ask:
+        half = PAGES // 2 - 1
+        w.write(w.a, np.repeat(np.arange(7, 11, dtype=np.uint32), [1, half, half, 1])).cancel()
+        w.rest()
+    ((_, message, *_),) = (call.args for call in ask.call_args_list)
+    assert [(7, 1, 1), (8, 2, half), (10, 1, 1)] == [entry[:3] for entry in message(1).imms]
+
+
+def test_what_landed_of_doubts_goes_with_the_news_and_its_reason() -> None:
+    """What landed late would stay in the count of a retry, and the error would give no reason."""
+    with world() as w:
+        with mock.patch.object(Telling, "step", return_value=False):
+            came = w.cut_off(w.write(w.a))
+        telling = w.a._worker.telling
+        telling.cleared(w.a._peers.link(w.c.main_address, "test").path(0, 0), {7: 2, 8: 0})
+        with mock.patch.object(Channel, "ask") as ask:
+            w.a.driver.kick()
+            w.rest()
+        (call,) = ask.call_args_list
+        message = call.args[1](1)
+        assert "it was cancelled" == message.reason
+        assert [(7, 1, PAGES, came + 2)] == [entry[:4] for entry in message.imms]
+
+
+def test_close_ends_what_waits_for_news_as_closed() -> None:
+    """It would say that a peer could not be told, which is not why it failed."""
+    with world() as w, mock.patch.object(Channel, "_post", return_value=False):
+        w.cut_off(w.write(w.a))
+        again = w.write(w.a)
+        w.cluster.env.run(until=w.cluster.env.now + 10**6)
+        assert not again.finished
+        w.a.close()
+        assert isinstance(again.error, tep.errors.ClosedError)
