@@ -253,3 +253,18 @@ def test_threads_that_submit_while_a_peer_is_removed_again_and_again() -> None:
         assert 2000 == len(sent) + len(refused)
         a.remove_peer(b.main_address).wait(30)
         assert {} == a._peers.links
+
+
+def test_what_comes_late_of_a_removed_peer_makes_no_record_of_it() -> None:
+    """A ping that was under way finds out that it has restarted: one that is gone is told of."""
+    cluster, told = pair()
+    with cluster:
+        a, b = cluster.engines
+        a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        pass_time(cluster, 11)
+        cluster.restart("b")
+        while not a._worker.channel.is_sending:
+            pass_time(cluster, 0.1)
+        a.remove_peer(b.main_address).wait()
+        pass_time(cluster, 100)
+        assert ([], ()) == (told, a.stats().faults)
