@@ -230,6 +230,36 @@ def test_a_wait_that_need_not_wait_raises_what_a_callback_left() -> None:
         wait(1)
 
 
+def _leave(_: Handle) -> None:
+    raise SystemExit(3)
+
+
+def test_a_wait_ends_with_what_a_callback_raises_meanwhile() -> None:
+    """Ctrl-C in a callback of one transfer would leave the program waiting for another one."""
+    own = scripted()
+    for make in (lambda handle: handle, tep.gather):
+        write(own).add_done_callback(_leave)
+        still = make(own.engine.expect_imm_count(0xBEEF, 2))
+        own.turn()
+        own.nics[0].finish()
+        with pytest.raises(SystemExit):
+            still.wait(1)
+
+
+def test_a_coroutine_ends_with_what_a_callback_raises_meanwhile() -> None:
+    """As a wait does: it would go on with the next line."""
+
+    async def main(engine: tep.TransferEngine) -> None:
+        loop, still = asyncio.get_running_loop(), engine.expect_imm_count(7, 1)
+        loop.call_soon(note_escape, SystemExit(3))
+        loop.call_soon(still.cancel)
+        with pytest.raises(SystemExit):
+            await still
+
+    with tep.TransferEngine.open("loopback") as engine:
+        asyncio.run(main(engine))
+
+
 def test_default_timeout_is_the_engines() -> None:
     """A wait without a limit turns a lost packet into a hung job."""
     own = scripted()

@@ -10,6 +10,7 @@ import pytest
 
 from tep.backends.base import Status, WriteBatch
 from tep.control.messages import Answer, FenceOff, decode, encode, values_max
+from tep.core import sums
 from tep.core.pending import Acks, Pending
 from tep.core.sums import Arrivals, Sums
 from tep.errors import BadDescriptor
@@ -147,8 +148,9 @@ def test_of_a_batch_to_several_peers_each_path_is_told_what_arrived() -> None:
     e = Ends(1, (1, 1, 1, 1))
     remotes = [e.engine._peers.resolve(desc, "test") for desc in e.descs]
     acks = Acks()
-    for imm in (7, np.array([7, 8, 7, 7], np.uint32)):
-        for lost in (2, None):
+    some = np.array([7, 8, 7, 7], np.uint32)
+    for imm, lost in ((7, 2), (7, None), (some, 2), (some, None)):
+        with mock.patch.object(sums, "PRUNE_AT", 1):
             batch = WriteBatch(4, 0, 0, 0, 0, 0, 0, imm, 0)
             pending = Pending(mock.Mock(), 0, batch, remotes, [0] * 4)
             if lost is not None:
@@ -157,6 +159,7 @@ def test_of_a_batch_to_several_peers_each_path_is_told_what_arrived() -> None:
             acks.add(pending)
     acks.fold()
     paths = [remote.link.path(0, 0) for remote in remotes]
+    assert [paths[1]] == list(acks.large), "the one with two values is to be pruned"
 
     assert [4, 2, 2, 0] == [path.sums.sent.sum(7) for path in paths]
     assert 2 == paths[1].sums.sent.sum(8)

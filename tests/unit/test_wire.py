@@ -170,6 +170,10 @@ FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0], False, 1]
             sealed(msgspec.msgpack.encode([*FIELDS[:5], [1, 2], [0], True])),
             "2 NICs, 2 keys and 1 bases",
         ),
+        (
+            sealed(msgspec.msgpack.encode([*FIELDS[:5], [1] * 3, [0] * 3, True])),
+            "2 NICs, 3 keys and 3 bases",
+        ),
         (sealed(msgspec.msgpack.encode([*FIELDS[:-1], 0])), "payload does not hold"),
         (sealed(msgspec.msgpack.encode([*FIELDS[:-1], 5])), "65536 bytes are no multiple of 5"),
         (sealed(b"\x98\x95\xa1\xff"), "MrDesc: payload does not hold its fields"),
@@ -199,6 +203,16 @@ def test_impossible_addresses_are_refused(domains: list, link_bps: list, message
 
     with pytest.raises(BadDescriptor, match=message):
         NetAddr.from_bytes(data)
+
+
+@pytest.mark.parametrize(("writable", "for_ns"), [(False, 1), (True, 0)])
+def test_a_lease_that_lets_nobody_do_anything_is_refused(*, writable: bool, for_ns: int) -> None:
+    """Its holder would find out at the first write."""
+    desc = msgspec.structs.replace(DESC, writable=writable, readable=False)
+    lease = msgspec.structs.replace(LEASE, desc=desc, for_ns=for_ns)
+
+    with pytest.raises(BadDescriptor, match=f"for {for_ns} ns lets nobody do anything"):
+        Lease.from_bytes(lease.to_bytes())
 
 
 def test_descriptor_of_an_impossible_address_is_refused() -> None:
