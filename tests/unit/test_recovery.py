@@ -13,6 +13,7 @@ from tep.api import EngineOptions, Pages, ScatterDst
 from tep.backends.base import Status
 from tep.control.channel import Channel
 from tep.control.messages import Answer
+from tep.control.telling import Telling
 from tep.core.pending import Pending
 from tep.core.sums import Arrivals
 from tep.core.transfer import Transfer
@@ -40,9 +41,9 @@ class Broken(Cluster):
         _, self.desc = self.b.reg_mr(self.target)
         self.at(0.3, lambda: self.kill_nic("a", 0))
 
-    def send(self) -> Transfer:
+    def send(self, imm: int | None = 7) -> Transfer:
         pages = Pages(range(PAGES))
-        return self.a.submit_paged_writes(PAGE, (self.mr, pages), (self.desc, pages), 7)
+        return self.a.submit_paged_writes(PAGE, (self.mr, pages), (self.desc, pages), imm)
 
     def until_asked(self) -> None:
         """Run until a dead path is known and its rows are held."""
@@ -83,13 +84,14 @@ def test_nics_that_cannot_fence_fail_at_once_and_say_so(imm) -> None:
         sent.result()
 
 
-def test_a_receiver_that_cannot_fence_says_so() -> None:
+@pytest.mark.parametrize("imm", [7, None])
+def test_a_receiver_that_cannot_fence_says_so(imm: int | None) -> None:
     """Anybody can send control messages; no NIC may be told what it does not know."""
     with Broken() as world:
         for domain in world.b._domains:
             domain.caps = replace(domain.caps, imm_source=False)
         with pytest.raises(FabricError, match="NIC_DOWN.*b says: no fence: its NIC b/0 cannot"):
-            world.send().wait()
+            world.send(imm).wait()
         assert 0 == world.mr.inflight
 
 
@@ -125,8 +127,13 @@ def test_of_lost_rows_beside_one_in_doubt_all_landed_or_none(
             return (known + landed % (len(loss.rows) + 2),)
 
         monkeypatch.setattr(Arrivals, "sums", counted)
-        with pytest.raises(FabricError) if fails else nullcontext() as caught:
+        with (
+            mock.patch.object(Telling, "cleared") as cleared,
+            pytest.raises(FabricError) if fails else nullcontext() as caught,
+        ):
             sent.wait()
+        ended = [] if fails else [{7: 1 if landed else 0}]
+        assert ended == [call.args[1] for call in cleared.call_args_list], "what the peer is told"
         if caught is not None:
             why = f"{landed} of {len(loss.rows) + 1} immediates 0x7 came, 1 of them of failed"
             assert why in str(caught.value)
