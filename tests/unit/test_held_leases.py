@@ -67,6 +67,19 @@ def test_the_owner_is_answered_after_the_last_transfer(pair: Pair) -> None:
     grant.revoke().wait(1)
 
 
+@pytest.mark.parametrize("path", [(1, 0), (0, 1), (1, 1)])
+def test_the_owner_learns_which_path_a_row_may_still_come_over(
+    pair: Pair, path: tuple[int, int]
+) -> None:
+    """It would fence another one, and give the memory away."""
+    grant, lease = pair.lease()
+    pair.b._peers.resolve(lease, "test").held_lease.paths.add(path)
+    with mock.patch.object(pair.a._worker.leases, "_fence") as fence:
+        grant.revoke()
+        pair.pass_s(1e-3)
+    fence.assert_called_once_with(grant, [path])
+
+
 def test_owners_beyond_the_limit_get_no_answer_and_those_before_them_do(pair: Pair) -> None:
     """A peer can name as many owners as it likes: each of them would cost memory for good."""
     leases, channel = pair.b._worker.held_leases, pair.b._worker.channel

@@ -81,6 +81,21 @@ def test_a_peer_that_was_cut_off_comes_back(us: float, changes: list[PeerChange]
         assert PeerState.ALIVE is watch.state
 
 
+def test_each_beat_asks_a_peer_of_which_no_nic_can_be_reached() -> None:
+    """It is back after one beat, not at the end of a wait that has doubled again and again."""
+    cluster, told = pair(options=replace(QUICK, probe_max_s=1))
+    with cluster:
+        a, b = cluster.engines
+        regions = regions_of(a, b)
+        a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=LOST)
+        for nic in range(2):
+            cluster.at(cluster.now_us, clog("b", nic, 350))
+        write(a, regions)
+        pass_time(cluster, 400)
+        assert 1 == kinds(told).count(PeerChange.LOST)
+        assert 1 == kinds(told).count(PeerChange.BACK)
+
+
 @pytest.mark.parametrize("at", [103, 107, 109.9])
 def test_time_in_which_the_watcher_slept_is_no_silence(at: float) -> None:
     """A process that was stopped would bury all its living peers when it goes on."""

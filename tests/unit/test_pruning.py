@@ -256,6 +256,7 @@ def test_a_peer_that_does_not_prune_is_asked_less_and_less_often(*, silent: bool
             lost.pop()()
         clock_s += 0.01
     assert 10 < len(asked_s) < 30
+    assert asked_s[1] < 0.03, "what arrives soon is pruned soon"
 
 
 @pytest.mark.parametrize("why", ["removed", "forgot", "closing"])
