@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 import tep
+from tep.core.progress import Meter
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 
@@ -108,3 +112,14 @@ def test_several_transfers_tell_of_their_sum() -> None:
 
     with pair(threads=True) as p:
         asyncio.run(main(p))
+
+
+def test_no_end_is_foretold_while_rows_are_sent_again() -> None:
+    """Fewer bytes are back than before: the time that is left would be negative."""
+    stats = {"rows": 4, "nbytes": 400, "rows_back": 2, "rows_failed": 0}
+    first = SimpleNamespace(**stats, rows_again=0, elapsed_s=1.0)
+    then = SimpleNamespace(**stats, rows_again=1, elapsed_s=2.0)
+    transfer = Mock(**{"stats.side_effect": [first, then]})
+    meter = Meter(transfer)
+
+    assert [1.0, math.inf] == [meter.read().left_s, meter.read().left_s]
