@@ -365,16 +365,18 @@ class FlowNic:
 
     def _deliver(self, letter: tuple[FlowNic, bytes, int]) -> None:
         """A message is here; it waits until there is a buffer."""
-        if self.closed:
-            source, _, ctx = letter
-            source._env.call_at(
-                self._env.now + source._profile.peer_timeout_ps,
-                source._end_send,
-                (ctx, int(Status.UNREACHABLE)),
-            )
-            return
         self._mail.append(letter)
-        self._hand_out()
+        if self.closed:
+            self._return_mail()
+        else:
+            self._hand_out()
+
+    def _return_mail(self) -> None:
+        """This NIC is closed: the senders of what waits learn it when they have waited enough."""
+        while self._mail:
+            source, _, ctx = self._mail.popleft()
+            at_ps = self._env.now + source._profile.peer_timeout_ps
+            self._env.call_at(at_ps, source._end_send, (ctx, int(Status.UNREACHABLE)))
 
     def _hand_out(self) -> None:
         seen_ps = self._env.now - self._profile.receive_ps
@@ -501,6 +503,7 @@ class FlowNic:
         self._ready += [(_SENT, flushed, 1, 0, 0, ctx, 0) for ctx in self._sends]
         self._sends.clear()
         self._keys.clear()
+        self._return_mail()
 
     def _check_open(self) -> None:
         if self.closed:

@@ -108,6 +108,18 @@ def test_a_closed_receiver_ends_in_errors_and_a_closed_sender_in_flushes() -> No
         flushed.wait(1.0)
 
 
+def test_messages_that_wait_at_a_receiver_that_closes_end() -> None:
+    """Who sent one to a peer that then leaves would wait for ever."""
+    env = tep.sim.FabricEnv()
+    a, b = engines(FlowFabric(env, "cx7_400"), 2)
+    sent = a.submit_send(b.main_address, b"nobody has a buffer for it")
+    env.run(env.now + 1_000_000_000)
+    assert not sent.finished
+    b.close()
+    with pytest.raises(tep.FabricError, match="UNREACHABLE"):
+        sent.wait(5.0)
+
+
 def test_a_key_that_was_given_back_is_refused() -> None:
     """A decoder that registers anew relies on old keys being worth nothing."""
     env = tep.sim.FabricEnv()
