@@ -69,7 +69,7 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         "target page 0 is listed more than once",
     ),
     "target pages overlap": (
-        lambda s: paged(s, P([0, 1]), P([0, 1], stride=4095)),
+        lambda s: paged(s, P([0, 1, 2]), P([0, 1, 2], stride=4095)),
         (
             "target pages overlap: two pages of 4096 bytes start within one page of byte 0 "
             "(stride 4095)"

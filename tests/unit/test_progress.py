@@ -10,7 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 import tep
-from tep.core.progress import Meter
+import tep.core.progress
+from tep.core.progress import Meter, Told
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 
@@ -102,7 +103,7 @@ def test_several_transfers_tell_of_their_sum() -> None:
         never = tep.gather(p.b.expect_imm_count(6, 1))
         with pytest.raises(tep.WaitTimeout, match=r"gather of 1 handles: .* after 0.01 s"):
             never.wait(0.01, on_progress=seen.append, every_s=0.002)
-        assert (0, 0) == seen[-1][:2]
+        assert tep.Progress(0, 0, 0.0, 0.0, 0.0) == seen[-1]
 
     async def main(p) -> None:
         sent = [p.a.submit_single_write(65536, (p.mr, 0), (p.desc, 0)) for _ in range(3)]
@@ -117,9 +118,34 @@ def test_several_transfers_tell_of_their_sum() -> None:
 def test_no_end_is_foretold_while_rows_are_sent_again() -> None:
     """Fewer bytes are back than before: the time that is left would be negative."""
     stats = {"rows": 4, "nbytes": 400, "rows_back": 2, "rows_failed": 0}
-    first = SimpleNamespace(**stats, rows_again=0, elapsed_s=1.0)
-    then = SimpleNamespace(**stats, rows_again=1, elapsed_s=2.0)
+    first = SimpleNamespace(**stats, rows_again=0, elapsed_s=400.0)
+    then = SimpleNamespace(**stats, rows_again=1, elapsed_s=401.0)
     transfer = Mock(**{"stats.side_effect": [first, then]})
     meter = Meter(transfer)
 
-    assert [1.0, math.inf] == [meter.read().left_s, meter.read().left_s]
+    assert [400.0, math.inf] == [meter.read().left_s, meter.read().left_s]
+
+
+@pytest.mark.parametrize("coroutine", [False, True])
+def test_it_is_told_as_often_as_asked_for(*, coroutine: bool, monkeypatch) -> None:
+    """A bar that moves once a second, or once after the timeout, is of no use."""
+    waits: list[float] = []
+    seen: list[tep.Progress] = []
+
+    def turn(seconds: float) -> bool:
+        waits.append(seconds)
+        return False
+
+    async def late(_: object, seconds: float) -> None:
+        turn(seconds)
+        raise tep.WaitTimeout
+
+    clock, never = SimpleNamespace(now_s=lambda: sum(waits)), SimpleNamespace(finished=False)
+    told = Told("wait", never, [], clock, 2.0, 0.5, seen.append)
+    if coroutine:
+        monkeypatch.setattr(tep.core.progress, "wait_for", late)
+        with pytest.raises(tep.WaitTimeout):
+            asyncio.run(told.wait_async())
+    else:
+        assert not told.wait(turn)
+    assert ([0.5] * 4, 3) == (waits, len(seen))

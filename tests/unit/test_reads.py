@@ -58,6 +58,23 @@ def test_a_gather_is_dealt_out_by_slices_or_by_bytes(r, by, lengths) -> None:
     assert sent.ok
 
 
+def test_short_reads_of_a_narrow_owner_use_all_nics_here() -> None:
+    """All would wait for one NIC, or read beside the place, where a region starts anywhere."""
+    me, owner = scripted(3, name="me", reads=1 << 20), scripted(1, name="owner", reads=1)
+    _, desc = owner.engine.reg_mr(memory(PAGE, (1 << 20) + 8), access=Access.READABLE)
+    mr, _ = me.engine.reg_mr(memory(PAGE, HERE), access=Access.SINK)
+    used = []
+    for k in range(10):
+        if k < 5:
+            me.engine.submit_gather(mr, [tep.GatherSrc(8, 0, (desc, 8))])
+        else:
+            me.engine.submit_single_read(8, (desc, 8), (mr, 0))
+        me.turn()
+        used += [(nic.nic, nic.out.pop().row.remote) for nic in me.nics if nic.out]
+
+    assert [(nic, desc.bases[0] + 8) for nic in (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)] == used
+
+
 def test_a_read_is_done_when_all_rows_are_back(r) -> None:
     """One that is done early is memory that changes under its user."""
     sent = r.paged(8)
@@ -129,24 +146,39 @@ def test_a_read_that_fails_tells_its_owner_nothing(r, status) -> None:
     assert 1 == sent.stats().rows_dropped
 
 
+@pytest.mark.parametrize("nic", [0, 2])
 @pytest.mark.parametrize("status", [Status.FLUSHED, Status.UNREACHABLE])
-def test_a_row_that_is_over_is_posted_again_on_another_path(r, status) -> None:
+def test_a_row_that_is_over_is_posted_again_on_another_path(status, nic) -> None:
     """The bytes are still at the owner, and the memory here is still the transfer's."""
-    sent = r.paged(2)
-    lost = r.me.nics[0].posted[0].row
-    r.me.nics[0].finish(1, status)
+    r = Reading(3)
+    sent, to = r.paged(3), (nic + 1) % 3
+    lost = r.me.nics[nic].posted[0].row
+    r.me.nics[nic].finish(1, status)
     r.me.turn(2)
-    again = r.me.nics[1].posted[-1].row
+    again = r.me.nics[to].posted[-1].row
 
     assert (lost.local, lost.nbytes) == (again.local, again.nbytes)
-    assert r.desc.rkeys[1] == again.rkey
-    assert r.desc.bases[1] - r.desc.bases[0] == again.remote - lost.remote
-    assert r.mr.keys[1].lkey == again.lkey
-    r.me.nics[1].finish()
+    assert r.desc.rkeys[to] == again.rkey
+    assert r.desc.bases[to] - r.desc.bases[nic] == again.remote - lost.remote
+    assert r.mr.keys[to].lkey == again.lkey
+    for each in r.me.nics:
+        each.finish()
     r.me.turn()
     assert sent.ok
     assert 1 == sent.stats().rows_again == r.me.engine.stats().reads_again
-    assert 3 == sent.stats().rows_back
+    assert 4 == sent.stats().rows_back
+
+
+def test_a_row_that_its_batch_does_not_have_is_its_last(r) -> None:
+    """A NIC that reports one would stop the worker, and with it all transfers."""
+    r.paged(4)
+    nic, other = r.me.nics
+    nic.out.append(nic.out.pop()._replace(index=99))
+    nic.finish(1)
+    nic.finish(1, Status.FLUSHED)
+    r.me.turn(2)
+    lost, again = nic.posted[-1].row, other.posted[-1].row
+    assert (lost.local, lost.nbytes) == (again.local, again.nbytes)
 
 
 @pytest.mark.parametrize("status", [Status.NIC_DOWN, Status.GIVEN_UP])

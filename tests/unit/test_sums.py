@@ -69,6 +69,18 @@ def test_too_many_keys_are_forgotten_and_that_is_remembered() -> None:
     assert columns.forgot
 
 
+def test_one_row_of_a_column_counts_as_one() -> None:
+    """Of one immediate that came alone the receiver would say that it never came."""
+    found = Sums(large_at=2)
+    for low in (7, 8):
+        found.add_lows(3, np.array([low], np.uint32).tobytes())
+    assert 2 == len(found)
+    assert (1, 1) == (found.sum(3 << 32 | 7), found.sum(3 << 32 | 8))
+    assert not found.large, "it has no more than two"
+    found.add_lows(3, np.array([9], np.uint32).tobytes())
+    assert (1, True) == (found.sum(3 << 32 | 9), found.large)
+
+
 def test_calm_sums_are_large_again_at_the_next_key() -> None:
     """A sender prunes what is large: one that stays so is asked about without end."""
     found = Sums(limit=100, large_at=3)

@@ -27,6 +27,7 @@ def test_gather_returns_the_handles_in_their_order(threads) -> None:
         assert [*sent, *got] == tep.gather(*sent, *got).wait(timeout_s=30)
         assert all(handle.ok for handle in (*sent, *got))
         assert [] == tep.gather().wait(0)
+        assert 0.0 == tep.gather().wait_timeout_s
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -86,7 +87,7 @@ def test_a_late_gather_names_what_is_open_and_why() -> None:
     own = scripted()
     mr, desc = own.engine.reg_mr(memory(1 << 20))
     sent = own.engine.submit_single_write(64, (mr, 0), (desc, 0))
-    waits = [own.engine.expect_imm_count(k, 1) for k in range(10)]
+    waits = [own.engine.expect_imm_count(k, 1) for k in range(16)]
     for late in (
         lambda: tep.gather(sent, *waits).wait(timeout_s=0.001),
         lambda: list(tep.as_completed([sent, *waits], timeout_s=0.001)),
@@ -94,12 +95,39 @@ def test_a_late_gather_names_what_is_open_and_why() -> None:
         with pytest.raises(WaitTimeout) as caught:
             late()
         text = str(caught.value)
-        assert "of 11 handles: 0 ok, 0 failed or cancelled, 11 open after 0.001 s" in text
+        assert "of 17 handles: 0 ok, 0 failed or cancelled, 17 open after 0.001 s" in text
         assert "open: imm 0x" in text
-        assert "and 3 more" in text
-        assert "engine a: 11 open" in text
+        assert "and 9 more" in text
+        assert "engine a: 17 open" in text
+    with pytest.raises(WaitTimeout) as caught:
+        tep.gather(sent).wait(timeout_s=0.001)
+    assert " more" not in str(caught.value)
     with pytest.raises(WaitTimeout, match="not finished yet: gather of 1"):
         tep.gather(sent).result()
+
+
+def test_drivers_take_turns_that_grow_longer(monkeypatch) -> None:
+    """One that had the whole time would leave the bytes of the others where they are."""
+    turns: list[tuple[str, float]] = []
+    both = [scripted(name=name) for name in "ab"]
+    for own in both:
+
+        def wait(_: object, seconds: float, name: str = own.engine.name) -> bool:
+            turns.append((name, seconds))
+            return False
+
+        monkeypatch.setattr(own.driver, "wait", wait)
+        monkeypatch.setattr(own.driver, "now_s", lambda: sum(seconds for _, seconds in turns))
+    waits = [own.engine.expect_imm_count(1, 1) for own in both]
+    with pytest.raises(WaitTimeout):
+        next(tep.as_completed(waits, timeout_s=0.1))
+    assert list("ababababababa") == [name for name, _ in turns]
+    each = [n / 1000 for n in (1, 2, 4, 8, 16, 16) for _ in both]
+    assert pytest.approx([*each, 0.006]) == [seconds for _, seconds in turns]
+    turns.clear()
+    with pytest.raises(WaitTimeout):
+        tep.gather(waits[0]).wait(0.1)
+    assert [("a", 0.1)] == turns
 
 
 def test_coroutines_have_the_timeout_and_the_report() -> None:
