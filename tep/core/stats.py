@@ -40,9 +40,9 @@ class TransferStats:
         rows: writes, or reads and the immediates that follow them, that it makes in all.
         nbytes: bytes it moves in all.
         rows_posted: taken by NICs so far.
-        rows_back: returned by NICs so far, well or not.
-        rows_failed: returned with an error, or lost with the last NIC.
-        rows_dropped: taken out by cancel() before any NIC had them.
+        rows_back: over so far: returned by NICs, well or not, or failed before a NIC took them.
+        rows_failed: returned with an error, or failed before a NIC took them.
+        rows_dropped: taken out before a NIC had them, by cancel() or after another row failed.
         rows_again: posted in addition, since a NIC had died with rows on it.
         nics: rows and bytes of each local NIC.
         elapsed_s: from submit to the last row's return, or to now; seconds of the driver's clock.
