@@ -1,6 +1,7 @@
 """Control messages: what engines say to each other, as bytes.
 
 A control message is the MessagePack array of one class below: the tag, then the fields in order.
+It has no version of its own: another layout needs a new `wire.VERSION`, which addresses carry.
 Nothing here sends. Rule 1: bytes from a peer are hostile until `decode` has returned. Rule 2:
 limits of single values are declared at the fields, and `decode` checks them. Rule 3: a message that
 names a NIC of its sender says in which field (`claimed`), and the receiver compares it with the
