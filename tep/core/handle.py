@@ -336,7 +336,7 @@ async def wait_for(waited: Awaited, timeout_s: float | None) -> None:
     if timeout_s is None:
         timeout_s = waited.wait_timeout_s
     timeout_s = check_seconds("wait_async: timeout_s", timeout_s, -math.inf, math.inf)
-    limit = asyncio.timeout(None if timeout_s == math.inf else max(0.0, timeout_s))
+    limit = asyncio.timeout(None if timeout_s == math.inf else timeout_s)
     try:
         async with limit:
             await _Finish(waited)

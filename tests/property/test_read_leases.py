@@ -127,7 +127,7 @@ def test_rights_of_a_lease_are_checked(pair) -> None:
         pair.a.submit_single_write(8, (pair.mr, 0), (both, 0)),
         pair.a.submit_single_read(8, (reads, 0), (pair.mr, 0)),
     )
-    for access in (Access.SINK, Access.SOURCE, Access.TARGET | Access.SINK):
+    for access in (Access(0), Access.SINK, Access.SOURCE, Access.TARGET | Access.SINK):
         with pytest.raises(BadRequest, match="a lease is for Access.TARGET, Access.READABLE"):
             pair.b.lease(pair.dst_mr, peer, for_s=100, access=access)
     with pytest.raises(BadRequest, match=r"without Access\.READABLE; nobody may read"):

@@ -9,6 +9,7 @@ import pytest
 
 from tep.api import EngineOptions, Routing
 from tep.backends.base import Status
+from tep.core.transfer import Pace
 from tep.errors import Cancelled, FabricError
 from tep.units import KiB
 from tests.support.ends import Ends, finish_all
@@ -41,6 +42,15 @@ def test_what_a_slow_nic_took_is_kept_in_few_numbers() -> None:
         e.own.turn()
     assert len(sent.took) <= 24
     assert ((60, 60 * KiB),) == sent.stats().nics
+
+
+def test_a_nic_that_falls_behind_gets_one_piece_at_a_time() -> None:
+    """Pieces that wait for a slow NIC are what the others end without, and wait for."""
+    pace = Pace(3)
+    for nic, rows in enumerate((4, 3, 1)):
+        pace.end(nic, rows)
+    pace.out = [1, 1, 1]
+    assert [False, False, True] == [pace.is_full(nic) for nic in range(3)]
 
 
 @pytest.mark.parametrize("taken", [-1, 9])

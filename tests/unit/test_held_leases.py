@@ -67,6 +67,23 @@ def test_the_owner_is_answered_after_the_last_transfer(pair: Pair) -> None:
     grant.revoke().wait(1)
 
 
+def test_a_lease_that_is_over_is_remembered_while_a_row_of_it_is_out(pair: Pair) -> None:
+    """Its owner, who asks once more, would hear that it is long ago, and give the memory away."""
+    grant, lease = pair.lease()
+    sent = pair.write(lease)
+    pair.cluster.env.run_until(lambda: sent.stats().rows_posted)
+    held, leases = pair.b._peers.resolve(lease, "test").held_lease, pair.b._worker.held_leases
+    owner = held.key[0]
+    with (
+        mock.patch.object(held_leases, "_HELD_MAX", 1),
+        mock.patch.object(pair.b._worker.channel, "tell") as tell,
+    ):
+        for question, number in enumerate((lease.number, 98, 99, lease.number), 77):
+            leases._ended(0, owner, Ended(question, owner, number))
+    assert [78, 79] == [call.args[2] for call in tell.call_args_list]
+    grant.revoke().wait(1)
+
+
 @pytest.mark.parametrize("path", [(1, 0), (0, 1), (1, 1)])
 def test_the_owner_learns_which_path_a_row_may_still_come_over(
     pair: Pair, path: tuple[int, int]
@@ -98,6 +115,7 @@ def test_owners_beyond_the_limit_get_no_answer_and_those_before_them_do(pair: Pa
         _, lease = pair.lease()
         pair.write(lease).wait(1)
         assert answered(address, lease.number), "a lease that is used here has a record"
+        assert not answered(b"z", 1), "that one is above the limit makes no room for others"
     assert {(b"x", 1), (b"y", 1), (b"x", 2), (address, 1)} == set(leases.known)
 
 

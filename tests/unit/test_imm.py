@@ -105,6 +105,11 @@ def test_cancelled_one_leaves_what_arrived_to_the_others(table, leaves, reached)
 
 def test_cancelled_ones_behind_another_are_let_go(table) -> None:
     """Who asks and gives up again and again behind one long wait would fill the memory."""
+    for _ in range(1000):  # those that the line has passed need no clearing
+        first, second = expect(table, 1), expect(table, 1)
+        assert table.cancel(second)
+        table.add(7, 1)
+        assert [first] == fired(table)
     first, gone = expect(table, 2), []
     for _ in range(1000):
         want = expect(table, 1)
@@ -118,6 +123,25 @@ def test_cancelled_ones_behind_another_are_let_go(table) -> None:
     assert 2 == table.waiting
     table.add(7, 3)
     assert [first, last] == fired(table)
+
+
+def test_many_cancels_look_at_each_other_a_few_times(table) -> None:
+    """A service that gives up a thousand requests at once would stand still meanwhile."""
+    looks = 0
+
+    class Counted(Want):
+        def __hash__(self) -> int:
+            nonlocal looks
+            looks += 1
+            return id(self)
+
+    wants = [Counted(7, 1) for _ in range(1000)]
+    for want in wants:
+        table.expect(want)
+    for want in wants[:0:-1]:
+        assert table.cancel(want)
+    assert looks < 20 * len(wants)
+    assert 1 == table.waiting
 
 
 def test_arrivals_are_counted_ahead_of_a_turn_only_where_nothing_follows(table) -> None:

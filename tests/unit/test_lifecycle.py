@@ -6,6 +6,7 @@ import itertools
 import queue
 import time
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -259,6 +260,22 @@ def test_an_old_answer_does_not_bring_a_nic_back() -> None:
             a._machine.life._heard(0, b.main_address.domains[1], Pong(late))
         pass_time(cluster, 5)
         assert [PeerChange.NIC_LOST] == kinds(told)
+
+
+def test_a_nic_that_is_down_is_asked_over_each_path_in_turn() -> None:
+    """Of two paths one may be broken: asked over that one alone, the NIC never comes back."""
+    cluster, _ = pair((2, 1))
+    with cluster:
+        a, b = cluster.engines
+        a.add_peer_group([b.main_address])
+        with mock.patch.object(a._worker.channel, "say") as say:
+            a._machine.life.nic_down(a._peers.links["sim", "b"], 0)
+            for _ in range(4):
+                pass_time(cluster, 200)
+                a._machine.life.step()
+        asked = [call.args[2] for call in say.call_args_list]
+        assert {(0, 0), (1, 0)} == set(asked[:2])
+        assert asked[:2] == asked[2:4]
 
 
 def test_a_nic_that_flapped_is_used_again() -> None:

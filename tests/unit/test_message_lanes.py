@@ -76,6 +76,16 @@ def test_a_nic_that_raises_is_left_unless_a_signal_came(number: int | None) -> N
     assert (signal, True) == own.engine.stats().nics_up
 
 
+def test_messages_that_find_no_connection_all_fail_at_once() -> None:
+    """One that fails is work like one that leaves: the others to that peer need not wait for it."""
+    own, other = scripted(), scripted(name="b")
+    error = FabricError("out of queue pairs", code="PROVIDER")
+    own.nics[0].refuse_connect[other.nics[0].address] = error
+    sent = [own.engine.submit_send(other.engine.main_address, b"x") for _ in range(3)]
+    own.turn()
+    assert [error] * 3 == [message.error for message in sent]
+
+
 def test_messages_of_a_nic_that_cannot_be_polled_end() -> None:
     """Nobody hands out their completions any more: who waits for one would wait for ever."""
     own, other = scripted(2), scripted(2, name="b")
@@ -133,6 +143,7 @@ def test_a_message_that_was_taken_back_leaves_one_place() -> None:
     own.turn()
     first.cancel()
     own.turn()
+    assert own.engine._machine.busy()
     own.nics[0].send_room = 1
     own.turn()
     assert [b"y"] == [payload for _, payload, _ in own.nics[0].sent]

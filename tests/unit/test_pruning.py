@@ -195,6 +195,12 @@ def test_runs_say_what_the_sums_are_and_fit_into_a_message() -> None:
     assert 0 == len(whole)
 
 
+@pytest.mark.parametrize(("room", "runs"), [(200, 1), (355, 1), (356, 2), (512, 10), (4096, 209)])
+def test_a_message_has_as_many_runs_as_surely_fit(room: int, runs: int) -> None:
+    """Fewer cost more messages; more are refused, of a NIC with short messages each time."""
+    assert runs == runs_max(room)
+
+
 @pytest.mark.parametrize("runs", [((5, 3, 1), (7, 1, 1)), ((2**32 - 1, 2, 1),), ((0, 0, 1),), ()])
 def test_runs_that_cannot_be_are_refused(runs: tuple) -> None:
     """They would have the receiver subtract a value twice, or count up to the moon."""
@@ -205,9 +211,10 @@ def test_runs_that_cannot_be_are_refused(runs: tuple) -> None:
 def test_each_list_fits_into_a_message_and_together_they_are_the_sums() -> None:
     """A message that is too long is refused each time: the sums of that path are never pruned."""
     short = PathSums()
-    alone, alike = range(0, 500, 2), range(1000, 1000 + 2 * PRUNED_MAX)
+    alike = range(1000, 1000 + 2 * PRUNED_MAX)
+    alone = (0, *range(alike.stop, alike.stop + 500, 2))
     for value in (*alone, *alike):
-        short.sent.add(value, 1 + value % 2 if value in alone else 3)
+        short.sent.add(value, 3 if value in alike else 1)
     wanted = dict(short.sent.items())
     path = mock.Mock(sums=short, domain=0, nic=0)
     channel, asked = mock.Mock(control_bytes=512), []

@@ -28,6 +28,7 @@ from tests.support.couple import (
     write,
 )
 from tests.support.lease_pair import Pair
+from tests.support.script import scripted
 
 
 def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() -> None:
@@ -268,6 +269,18 @@ def test_what_comes_late_of_a_removed_peer_makes_no_record_of_it() -> None:
         cluster.restart("b")
         while not a._worker.channel.is_sending:
             pass_time(cluster, 0.1)
+        link = a._peers.links["sim", "b"]
         a.remove_peer(b.main_address).wait()
         pass_time(cluster, 100)
         assert ([], ()) == (told, a.stats().faults)
+        a._machine.life.path_shut(link.path(0, 0))  # rows of it come back
+        assert not a._machine.life.busy, "it is asked for ever"
+
+
+@pytest.mark.parametrize(("n", "more"), [(8, ""), (9, " and 1 more"), (12, " and 4 more")])
+def test_a_large_group_names_some_of_its_peers(n: int, more: str) -> None:
+    """Thousands of names in each error are no help; one that counts wrong is a puzzle."""
+    own = scripted()
+    peers = [scripted(name=f"p{k}").engine.main_address for k in range(n)]
+    names = "p0, p1, p2, p3, p4, p5, p6, p7"
+    assert f"PeerGroup({n} peers: {names}{more})" == repr(own.engine.add_peer_group(peers))
