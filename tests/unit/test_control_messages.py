@@ -91,8 +91,10 @@ def test_the_largest_values_arrive(message) -> None:
 @pytest.mark.parametrize("message", TOO_LARGE, ids=lambda message: type(message).__name__)
 def test_larger_ones_are_refused(message) -> None:
     """A hostile peer chooses what engines keep for it."""
-    with pytest.raises(BadDescriptor, match="is no control message"):
-        decode(encode(message))
+    data = encode(message)
+    with pytest.raises(BadDescriptor, match="is no control message") as caught:
+        decode(data)
+    assert str(caught.value).startswith(f"{data[:16]!r}... ({len(data)} bytes)")
 
 
 @pytest.mark.parametrize(

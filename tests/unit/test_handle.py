@@ -260,6 +260,10 @@ def test_a_coroutine_ends_with_what_a_callback_raises_meanwhile() -> None:
         loop.call_soon(still.cancel)
         with pytest.raises(SystemExit):
             await still
+        await (ready := engine.expect_imm_count(8, 0))
+        note_escape(SystemExit(3))
+        with pytest.raises(SystemExit):  # though there is nothing to wait for
+            await ready
 
     with tep.TransferEngine.open("loopback") as engine:
         asyncio.run(main(engine))
