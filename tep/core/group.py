@@ -880,9 +880,9 @@ class DomainGroup:
             try:
                 if not any(self.alive):
                     raise self._down_error()
-                moved = self._moved(pending, start, stop)
-                moved.retransmission, moved.tries = retransmission, pending.tries
-                self._push(moved)
+                for moved in self._moved(pending, start, stop):
+                    moved.retransmission, moved.tries = retransmission, pending.tries
+                    self._push(moved)
             except TepError as error:  # or the NIC cannot connect to the peer
                 self.lose(pending.transfer, stop - start, error, retransmission)
 
@@ -898,7 +898,7 @@ class DomainGroup:
             if self.closing is not None:  # nobody would post it
                 raise self.closing
             self.first_alive()
-            fresh = self._moved(old, row, row + 1, turn=1)  # our NIC may be the one that failed
+            (fresh,) = self._moved(old, row, row + 1, turn=1)  # our NIC may be the one that failed
             fresh.tries = old.tries + 1
         except TepError:
             self.lose(old.transfer, 1, self.closing or error, retransmission)
@@ -947,11 +947,22 @@ class DomainGroup:
         if transfer.left == 0:
             self.ended.append(transfer)
 
-    def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> Pending:
-        """The same rows with the keys of their new NICs; `turn` moves the choice on both sides."""
+    def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> list[Pending]:
+        """The same rows with the keys of their new NICs; `turn` moves the choice on both sides.
+
+        Rows of one batch to several peers may need several NICs of ours: each peer has its paths.
+        """
         targets = map(old.target, range(start, stop) if varies(old) else (start,))
         routes = [self.route(old.domain + turn, to.link, nic + turn) for to, nic in targets]
-        return on_lanes(old, start, stop, routes[0][0], [nic for _, nic in routes])
+        if not varies(old):
+            ((domain, nic),) = routes
+            return [on_lanes(old, start, stop, domain, [nic])]
+        moved = []
+        for domain, run in itertools.groupby(routes, key=lambda route: route[0]):
+            nics = [nic for _, nic in run]
+            moved.append(on_lanes(old, start, start + len(nics), domain, nics))
+            start += len(nics)
+        return moved
 
 
 def _is_in_turn(pending: Pending, queue: deque[Pending]) -> bool:

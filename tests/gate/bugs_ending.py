@@ -195,7 +195,8 @@ def replay_after_error() -> list[Change]:
             fail_rows(self, pending, count, status, row)
             return
         transfer.left += count
-        self._push(self._moved(pending, row, row + count))
+        for moved in self._moved(pending, row, row + count):
+            self._push(moved)
 
     return [(DomainGroup, "_fail_rows", replay)]
 

@@ -67,9 +67,11 @@ def moves_with(keep: Callable[[Pending, Pending, int], None]) -> list[Change]:
     moved = DomainGroup._moved
 
     def spoiled(self, old, start, stop, turn=0):
-        fresh = moved(self, old, start, stop, turn)
-        keep(old, fresh, start)
-        return fresh
+        parts = moved(self, old, start, stop, turn)
+        for fresh in parts:
+            keep(old, fresh, start)
+            start += fresh.batch.n
+        return parts
 
     return [(DomainGroup, "_moved", spoiled)]
 

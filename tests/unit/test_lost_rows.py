@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tep.api import Routing
 from tep.backends.base import Status
 from tep.core.path import PathEvent
+from tep.units import KiB
 from tests.support.ends import Ends, finish_all
 
 
@@ -66,3 +68,47 @@ def test_rows_behind_those_of_a_failed_transfer_leave_a_dead_nic_too() -> None:
 
     assert "REMOTE_KEY" == fails.error.code
     assert sent.ok
+
+
+def test_each_row_of_a_scatter_leaves_a_path_for_one_that_works() -> None:
+    """It would be posted on a path that its peer is to fence, since another peer's row is on it."""
+    e = Ends(2, (1, 1, 1))
+    e.nics[0].room = 0
+    sent = e.scatter(routing=Routing(domain=0))
+    e.own.turn()
+    link = e.engine._peers.link(e.peers[1].engine.main_address, "test")
+    e.engine._worker.group.suspect(link.path(0, 0))
+    e.nics[0].room = 9
+    finish_all(e.own)
+
+    assert [[0, 2], [1]] == [[e.meant(k, r)[0] for r in n.posted] for k, n in enumerate(e.nics)]
+    assert sent.ok
+    assert [(k * KiB, 7 * k) for k in range(3)] == e.places()
+
+
+def test_short_writes_leave_a_nic_that_they_have_used() -> None:
+    """Where they went is remembered, and they would wait at a dead NIC for ever."""
+    e = Ends(2)
+    sent = []
+    for _ in range(2):
+        for _ in range(2):
+            sent.append(e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0)))
+            finish_all(e.own)
+        e.nics[0].go_down()
+        e.own.turn()
+
+    assert [True] * 4 == [transfer.ok for transfer in sent]
+    assert [1, 3] == [len(nic.posted) for nic in e.nics]
+
+
+def test_a_barrier_that_moves_names_no_memory_of_ours() -> None:
+    """A NIC would refuse the key of a region that there is not."""
+    e = Ends(2, (1, 1))
+    e.nics[0].room = 0
+    sent = e.engine.submit_barrier(e.descs, 7, routing=Routing(domain=0))
+    e.own.turn()
+    e.nics[0].go_down()
+    finish_all(e.own)
+
+    assert sent.ok
+    assert [0, 0] == [posted.row.lkey for posted in e.nics[1].posted]
