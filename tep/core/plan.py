@@ -80,15 +80,18 @@ def lanes(nlocal: int, nremote: int) -> int:
     return math.lcm(nlocal, nremote)
 
 
-def _lane_numbers(nlocal: int, nremote: int, cursor: int, domain: int | None) -> list[int]:
-    """All lanes in their order of use: from the cursor on, or those of one pinned local NIC."""
+def _lane_numbers(nlocal: int, nremote: int, cursor: int, domain: int | None) -> range:
+    """All lanes in their order of use: from the cursor on, or those of one pinned local NIC.
+
+    The lanes behind the last one are the first ones again, by other numbers.
+    """
     count = lanes(nlocal, nremote)
     if domain is None:
-        return [(cursor + k) % count for k in range(count)]
+        return range(cursor, cursor + count)
     if not 0 <= domain < nlocal:
         raise BadRequest(f"routing.domain={domain}, but this engine has NICs 0 to {nlocal - 1}")
-    own = count // nlocal
-    return [domain + nlocal * ((cursor + k) % own) for k in range(own)]
+    first = domain + nlocal * cursor
+    return range(first, first + count, nlocal)
 
 
 def _shards(nbytes: int, nlanes: int, num_shards: int | None) -> int:

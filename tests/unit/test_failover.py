@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -28,6 +29,7 @@ def test_dead_nic_hands_its_waiting_rows_to_the_living() -> None:
     assert sent.ok
     assert [(k * KiB, k * KiB) for k in range(12)] == e.places()
     assert [] == e.nics[0].posted
+    assert {0: 4, 1: 4, 2: 4} == Counter(e.meant(1, row)[1] for row in e.nics[1].posted)
     later = e.pages(12)
     e.own.turn()
     finish_all(e.own)
@@ -338,6 +340,12 @@ def test_pieces_of_a_long_write_are_no_shorter_than_it_is_said() -> None:
     assert 300 * nbytes > 2 * LONG_BYTES
     assert [4, 4] == [nic.calls[-1] for nic in e.nics], "what is left"
     assert 8 == min(min(nic.calls[:-1]) for nic in e.nics)
+    for nic in e.nics:
+        nic.calls.clear()
+    few, nbytes = Pages(range(22)), 2 * PIECE_BYTES
+    e.engine.submit_paged_writes(nbytes, (e.mr, few), (e.descs[0], few), 7)
+    finish_all(e.own)
+    assert 1 == e.nics[1].calls[1] == min(e.nics[0].calls), "rows longer than a piece"
 
 
 def test_rows_stay_where_they_are_if_the_nic_that_is_through_cannot_connect() -> None:
@@ -405,10 +413,15 @@ def test_rows_behind_one_that_moved_at_once_are_posted_in_their_step() -> None:
 def test_a_nic_that_cannot_be_polled_ends_its_own_rows_alone() -> None:
     """What another NIC holds would be taken for lost while it is still read."""
     e = Ends(2)
+    lone = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+    e.own.turn()
+    assert [1, 0] == [len(nic.posted) for nic in e.nics]
     sent = e.pages(4)
     e.own.turn()
     with mock.patch.object(e.nics[0], "poll", side_effect=OSError(5, "broken")):
         e.own.turn(20)
+    assert lone.finished
+    assert 1 == lone.stats().rows_back
     assert (2, 2) == (sent.stats().rows_failed, sent.stats().rows_back)
     assert not sent.finished
     e.nics[1].finish()

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from tep.api import EngineOptions, Routing
+from tep.api import EngineOptions, Pages, Routing
 from tep.backends.base import Status
 from tep.core.transfer import Pace
 from tep.errors import Cancelled, FabricError
@@ -117,6 +117,26 @@ def test_scatters_that_start_at_other_nics_are_not_posted_in_turns() -> None:
     e.own.turn()
 
     assert [18, 18] == e.nics[0].calls
+
+
+def test_scatters_to_few_peers_take_the_nics_in_turn() -> None:
+    """One of them would carry everything, and the others be idle."""
+    e = Ends(2, (2,))
+    for _ in range(4):
+        e.scatter()
+    e.own.turn()
+
+    assert [2, 2] == [len(nic.posted) for nic in e.nics]
+
+
+def test_a_transfer_goes_to_the_nics_of_its_peer_in_turn_while_others_wait() -> None:
+    """Slower NICs would be busy one behind the other."""
+    e = Ends(1, (2,))
+    for _ in range(2):
+        e.pages(200)
+    e.own.turn()
+
+    assert [16] * 4 == e.nics[0].calls[:4]
 
 
 def test_short_slices_that_nics_share_go_over_all_of_them() -> None:
@@ -299,3 +319,33 @@ def test_columns_of_odd_nic_counts_do_not_fill_the_memory() -> None:
         e.own.turn()
         e.nics[0].out.clear()
     assert len(group.targets(e.descs, "test").templates) <= 257
+
+
+def test_a_nic_that_takes_over_writes_to_the_nic_of_the_peer_that_is_idle_too() -> None:
+    """Both would write to one NIC of the peer, and be no faster than one."""
+    e = Ends(2, (2,))
+    e.nics[0].room = 3
+    pages = Pages(range(96))
+    e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
+    for _ in range(300):
+        e.own.turn()
+        e.nics[1].finish()
+
+    assert 48 < len(e.nics[1].posted)
+    assert {1} == {e.meant(1, row)[1] for row in e.nics[1].posted}
+
+
+def test_a_long_write_that_waits_asks_no_other_peer_again() -> None:
+    """What one peer refuses would be offered to it dozens of times in each step."""
+    e = Ends(2, (1, 1))
+    e.engine.submit_single_write(8, (e.mr, 0), (e.descs[1], 0), routing=Routing(domain=0))
+    e.own.turn()
+    e.nics[0].refuse_peers.add(e.nics[0].out[0].row.peer)
+    pages = Pages(range(256))
+    e.engine.submit_paged_writes(1 << 20, (e.mr, pages), (e.descs[0], pages), 7)
+    e.own.turn(9)
+    e.engine.submit_single_write(8, (e.mr, 0), (e.descs[1], 0), routing=Routing(domain=0))
+    e.nics[0].calls.clear()
+    e.own.turn()
+
+    assert [1] == e.nics[0].calls

@@ -84,9 +84,10 @@ def test_single_zero_bytes_still_carries_its_immediate() -> None:
 
 def test_single_pinned_pairs_its_nic_with_remote_nics_it_shares_lanes_with() -> None:
     """The reference takes the remote key by another index than the NIC: wrong keys on the wire."""
-    plan = plan_single(64 * KIB, 2, 4, 3, Routing(domain=1))
+    for cursor, remotes in ((0, [1, 3]), (3, [3, 1])):
+        plan = plan_single(64 * KIB, 2, 4, cursor, Routing(domain=1))
 
-    assert [(1, 3), (1, 1)] == [(share.domain, share.remote) for share in plan.shares]
+        assert [(1, nic) for nic in remotes] == [share[:2] for share in plan.shares]
 
 
 def test_single_pinned_takes_the_remote_nics_in_turn() -> None:
@@ -174,6 +175,15 @@ def test_an_all_to_all_loads_the_nics_of_a_receiver_alike() -> None:
 def test_count_imms(shape: object, nlocal: int, nremote: int, expected: int) -> None:
     """A receiver that expects another number than arrives hangs, or reads too early."""
     assert expected == count_imms(shape, nlocal, nremote)
+
+
+@pytest.mark.parametrize("shape", [Paged(8), Single(8), Barrier()])
+@pytest.mark.parametrize("nics", [(0, 1), (65, 1), (1, 0), (1, 65)])
+def test_count_imms_refuses_nic_counts_that_cannot_be(shape: object, nics: tuple[int, int]) -> None:
+    """A mistake in a script would show only with another kind of request."""
+    name = "nlocal" if nics[1] == 1 else "nremote"
+    with pytest.raises(BadRequest, match=f"count_imms: {name}="):
+        count_imms(shape, *nics)
 
 
 @pytest.mark.parametrize(

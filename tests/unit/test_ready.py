@@ -77,3 +77,40 @@ def test_a_long_prepared_write_is_posted_in_pieces() -> None:
 
         assert sent.ok
         assert max(e.nics[0].calls) * MiB < LONG_BYTES
+
+
+@pytest.mark.parametrize("error", [OSError(5, "broken"), MemoryError()])
+def test_a_prepared_write_leaves_a_nic_that_breaks(error: Exception) -> None:
+    """The error would end the engine, which has another NIC."""
+    e = Ends(2, (2,))
+    ready, rows = prepared(e, "pages")
+    for _ in range(2):
+        ready.submit(7)
+        finish_all(e.own)
+    with mock.patch.object(e.nics[0], "post", side_effect=error):
+        sent = ready.submit(7)
+        finish_all(e.own)
+
+    assert sent.ok
+    assert sorted(rows * 3) == e.places()
+
+
+def test_batches_behind_one_that_a_nic_took_in_part_have_their_own_numbers() -> None:
+    """A completion would be counted for another transfer, and one of both never end."""
+    e = Ends(2, (2,))
+    ready, _ = prepared(e, "pages")
+    for _ in range(2):  # each begins at another NIC than the one before
+        e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+        ready.submit(7)
+        finish_all(e.own)
+    for _ in range(2):
+        e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+        finish_all(e.own)
+        e.nics[0].room = 1
+        sent = [ready.submit(7)]
+        e.own.turn()
+        sent += [e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0)) for _ in range(4)]
+        e.nics[0].room = 100
+        finish_all(e.own)
+
+        assert [True] * 5 == [transfer.ok for transfer in sent]

@@ -175,7 +175,8 @@ def test_closing_meanwhile_ends_it() -> None:
     with Broken() as world:
         sent = world.send()
         world.until_asked()
-        assert "a NIC lost" in sent.describe()
+        rows = sum(len(loss.rows) for loss in world.a._worker.group.losses)
+        assert f"a NIC lost {rows} rows" in sent.describe()
         assert "a NIC lost" in world.a.stall_report()
         world.a.close()
         assert sent.finished
@@ -191,6 +192,8 @@ def test_closing_before_the_last_immediate_ends_it() -> None:
     sent = a.submit_single_write(8, (mr, 0), (desc, 0), 7)
     fabric._rest()
     (lost,) = fabric.flights
+    batches = a._worker.group.batches
+    assert [0] == [batch.tries for batch in batches.values()]
     fabric._die(lost.here)
     fabric._rest()
     fabric._fail(lost)
@@ -199,12 +202,15 @@ def test_closing_before_the_last_immediate_ends_it() -> None:
         events = [fabric._deliver] * bool(fabric.controls) + [fabric._fence] * bool(fabric.fences)
         events[0](0)
         fabric._rest()
+    assert [1] == [batch.tries for batch in batches.values()], "it would be tried for ever"
     again = fabric.flights[1]
     fabric._land(again)
     fabric._end(again, Status.OK)
     a.close()
 
     assert isinstance(sent.error, ClosedError)
+    stats = sent.stats()
+    assert (1, 2, 2) == (stats.rows_dropped, stats.rows_back, stats.rows_again)
 
 
 def test_cancel_meanwhile_is_confirmed_once_the_path_is_fenced() -> None:

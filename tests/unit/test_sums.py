@@ -175,3 +175,21 @@ def test_of_a_batch_to_several_peers_each_path_is_told_what_arrived() -> None:
 
     assert [4, 2, 2, 0] == [path.sums.sent.sum(7) for path in paths]
     assert 2 == paths[1].sums.sent.sum(8)
+
+
+def test_what_is_counted_as_a_whole_is_counted_as_often_as_it_came() -> None:
+    """Sums that are too large name rows as arrived that were lost, and nobody writes them again."""
+    e = Ends(1, (1, 1))
+    remotes = [e.engine._peers.resolve(desc, "test") for desc in e.descs]
+    acks, nics = Acks(), [0, 0]
+    for _ in range(3):
+        batch = WriteBatch(2, 0, 0, 0, 0, 0, 0, 7, 0)
+        pending = Pending(mock.Mock(), 0, batch, remotes, nics)
+        pending.stop = 2
+        acks.add(pending)
+    acks.doubt(pending, 1)
+    acks.fold()
+    paths = [remote.link.path(0, 0).sums for remote in remotes]
+
+    assert [3, 3] == [sums.sent.sum(7) for sums in paths]
+    assert [0, 1] == [sums.doubt[7] for sums in paths]

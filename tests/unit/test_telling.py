@@ -9,16 +9,13 @@ import pytest
 
 import tep
 from tep.api import Pages, Routing, ScatterDst
-from tep.backends.base import Status
 from tep.control.channel import Channel
 from tep.control.telling import Telling
-from tep.core.shortfall import shortfalls
 from tep.errors import FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import revoke
 from tep.units import PS_PER_NS
-from tests.support.ends import Ends
 from tests.support.pairs import pair
 from tests.support.script import scripted
 from tests.support.senders import PAGE, PAGES, World, world
@@ -152,18 +149,6 @@ def test_a_retry_that_has_begun_is_not_failed() -> None:
         assert w.write(w.a).wait().ok
         w.rest()
         assert w.c.expect_imm_count(7, PAGES).wait().ok
-
-
-def test_of_lost_rows_those_may_come_late_of_which_nobody_knows() -> None:
-    """One that a key or a length ended has brought no immediate, and never will."""
-    e = Ends(1)
-    sent = e.pages(5)
-    e.own.turn()
-    for status in (Status.OK, Status.UNREACHABLE, Status.LOCAL_KEY, Status.LENGTH, Status.OK):
-        e.nics[0].finish(1, status)
-    e.own.turn()
-    ((short,),) = (found.values() for found in shortfalls(sent, 1).values())
-    assert (5, 2, 1) == (short.sent, short.came, short.late)
 
 
 def test_counts_that_several_senders_share_stay_right() -> None:
