@@ -114,14 +114,12 @@ class _Question:
         why: the result of the last try.
         round: the number of this round.
         others: paths over which this round has not asked yet.
-        out: deliveries of this round that are on their way.
-        reached: whether one of them has arrived.
+        out: deliveries of this round that have not failed.
         deaf: whether all that failed so far found nobody at the other end.
     """
 
     __slots__ = (
-        "deaf", "due_s", "link", "lost", "message", "others", "out", "reached", "round", "told",
-        "why",
+        "deaf", "due_s", "link", "lost", "message", "others", "out", "round", "told", "why",
     )  # fmt: skip
 
     def __init__(
@@ -139,7 +137,6 @@ class _Question:
         self.due_s: float | None = None
         self.round = self.out = 0
         self.others: list[tuple[int, int]] = []
-        self.reached = False
         self.deaf = True
 
 
@@ -253,7 +250,7 @@ class Channel:
         paths = self._paths(question.link)
         question.round += 1
         question.due_s = None
-        question.reached, question.deaf = False, True
+        question.deaf = True
         first = 1 if question.round == 1 else len(paths)
         question.others = paths[first:]
         self._ask_over(question, paths[:first])
@@ -347,7 +344,7 @@ class Channel:
         question.why = why
         question.deaf &= deaf
         question.out -= 1
-        if question.out or question.reached:
+        if question.out:
             return
         others, question.others = question.others, []
         if others:
@@ -371,8 +368,6 @@ class Channel:
             self._far_ends.control_heard(*delivery.way, heard=status == Status.OK)
         if status == Status.OK:
             if question is not None and delivery.round == question.round:
-                question.out -= 1
-                question.reached = True
                 question.why = "no answer"
                 question.due_s = self._now_s() + self._wait_s
         elif status == Status.STALE_PEER:

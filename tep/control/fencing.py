@@ -79,7 +79,7 @@ class Fencing:
             return False
         mine.add(key)
         self._npaths += 1
-        while self._npaths > _PATHS_MAX and len(self._paths) > 1:
+        while self._npaths > _PATHS_MAX:
             self._forget_paths(self._paths.pop(next(iter(self._paths))))
         return True
 

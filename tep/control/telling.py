@@ -280,7 +280,9 @@ class Telling:
         if not any(self._group.alive):
             return False
         # In order, as a set is not: fences are asked for in it, and runs must be repeatable.
-        unsure = {p: 0 for p in owed.paths for imm in imms if self._may_land(owed, p, imm)}
+        unsure = dict.fromkeys(
+            path for path in owed.paths for imm in imms if self._may_land(owed, path, imm)
+        )
         for path in unsure:
             if path not in owed.clearing:
                 owed.clearing[path] = False
@@ -381,15 +383,12 @@ class Telling:
         reason = _cut(reason, _REASON_BYTES)[:WHY_MAX]
         room = self._channel.control_bytes - len(encode(_message(0, 0, 0, self._name, reason, ())))
         most = max(1, (room - 60) // SHORTFALL_BYTES)
-        mine: dict[int, tuple[int, int, int]] = {}
-        for imm, (why, *numbers) in owed.new.items():
-            if len(mine) == most:
-                break
-            if _cut(why, _REASON_BYTES)[:WHY_MAX] == reason:
-                sent, came, late = numbers
-                mine[imm] = sent, came, late
-        for imm in mine:
-            del owed.new[imm]
+        alike = (
+            imm
+            for imm, (why, *_) in owed.new.items()
+            if _cut(why, _REASON_BYTES)[:WHY_MAX] == reason
+        )
+        mine = {imm: owed.new.pop(imm)[1:] for imm in list(itertools.islice(alike, most))}
         return _List(next(self._serials), reason, mine)
 
     def _ask(self, link: Link, owed: _Owed, each: _List) -> None:

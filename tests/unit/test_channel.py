@@ -94,6 +94,11 @@ def test_a_message_waits_for_room_and_is_on_its_way_until_its_nic_says_so() -> N
     own.channel.sent(ctx, Status.OK)
     assert (b"p/1", False) == (address, own.channel.is_sending)
 
+    own.nics[0].room = 0
+    own.channel.say(own.link, Pong(2), (0, 1))
+    own.group.alive[0] = False
+    assert own.channel.step(), "what a dead NIC had is asked over others in the next step"
+
 
 def test_a_word_goes_to_the_nic_across_if_it_can() -> None:
     """NICs of one number are those that are cabled together."""
@@ -159,10 +164,51 @@ def test_a_peer_that_is_not_there_is_not_asked_again_for_long() -> None:
     own.ask()
     for _ in range(20):
         for ctx in own.out():
-            own.channel.sent(ctx, Status.UNREACHABLE)
+            own.channel.sent(ctx, int(Status.UNREACHABLE))
         own.posted()
         own.channel.step()
     assert ["asked 3 times, and none of its NICs was there: UNREACHABLE"] == own.lost
+
+
+def test_a_peer_one_of_whose_nics_takes_the_question_is_there() -> None:
+    """It is slow. Its other NIC is dead, and it was taken for a peer that is gone."""
+    own = Own()
+    own.ask()
+    rounds = 0
+    for _ in range(7):
+        for nic in own.nics:
+            for address, ctx in nic.posted:
+                own.channel.sent(ctx, Status.OK if address == b"p/0" else Status.UNREACHABLE)
+        rounds += bool(own.posted())
+        for wait_s in (0.0, 0.0, 2.0, 0.0):
+            assert [] == own.out(), "it is asked again only after a while"
+            own.now_s += wait_s
+            own.channel.step()
+    assert (5, ["asked 5 times, at last: no answer"]) == (rounds, own.lost)
+
+
+def test_a_far_end_is_unheard_while_messages_to_it_get_lost() -> None:
+    """Rows would be sent to a NIC that does not answer, or a path that works would be left."""
+    own = Own()
+    unheard = []
+    for status in (Status.LENGTH, Status.UNREACHABLE, Status.LENGTH, Status.OK, Status.LENGTH):
+        own.channel.say(own.link, Pong(1), (0, 0))
+        own.channel.step()
+        own.channel.sent(*own.out(), status)
+        own.posted()
+        unheard.append(own.group.far_ends.at(0, b"p/0").unheard)
+    assert [False, True, True, False, False] == unheard
+
+
+def test_an_answer_that_cannot_be_used_ends_the_question() -> None:
+    """Who asked would wait for ever: the number is gone, and no other answer is taken."""
+    own = Own()
+    own.channel.ask(own.link, Ping, lambda _: 1 // 0, own.lost.append)
+    own.answer(1, b"p/0")
+    assert ["its answer could not be used: ZeroDivisionError"] == [
+        why.partition("(")[0] for why in own.lost
+    ]
+    assert {Drop.FAILED: 1} == own.channel.dropped
 
 
 def test_only_the_peer_that_was_asked_answers(caplog: pytest.LogCaptureFixture) -> None:
@@ -170,15 +216,16 @@ def test_only_the_peer_that_was_asked_answers(caplog: pytest.LogCaptureFixture) 
     own = Own()
     own.ask()
     with caplog.at_level(logging.DEBUG, "tep"):
-        for number, address in ((1, b"q/0"), (2, b"p/0"), (1, b"p/1"), (1, b"p/0")):
+        for number, address in ((1, b"q/0"), (2, b"p/0"), (1, b"p/1"), *[(1, b"p/0")] * 3):
             own.answer(number, address)
         own.nics[0].received = b"junk", b"q/0"
         own.channel.take(0, 0)
 
     assert [Answer(1, "", (), 0)] == own.told
-    assert {Drop.UNASKED: 3, Drop.MALFORMED: 1} == own.channel.dropped
+    assert {Drop.UNASKED: 5, Drop.MALFORMED: 1} == own.channel.dropped
     levels = [record.levelno for record in caplog.records]
-    assert [logging.DEBUG, logging.DEBUG, logging.WARNING] == levels, "late answers are usual"
+    usual = [logging.DEBUG] * 3  # of late answers the first, the second and the fourth
+    assert [*usual, logging.WARNING] == levels
     (first,) = own.out()
     own.posted()
     own.channel.sent(first, Status.UNREACHABLE)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from tep.control import fencing as fences
+from tep.control.channel import Channel
 from tep.control.fencing import Fencing
 from tep.control.messages import FenceOff, Prune, Reopen
 from tep.errors import FabricError
@@ -46,6 +47,16 @@ def test_beyond_the_bound_the_first_engine_is_forgotten(monkeypatch: pytest.Monk
     assert (True, True) == (late(b"a/0"), late(b"c/0"))
     assert admitted(fencing, b"d/0")
     assert (False, True) == (late(b"a/0"), late(b"c/0"))
+
+
+def test_who_asks_about_a_nic_that_is_not_there_learns_which_are() -> None:
+    """The operator would look for a fault at a NIC that is as it should be."""
+    fencing = Fabric(Choices(), (1, 2), ()).engines[1]._worker.fencing
+    with mock.patch.object(Channel, "tell") as tell:
+        assert [True, True, False] == [
+            fencing.admit(0, b"a/0", FenceOff(5, b"a/0", nic, ())) for nic in (0, 1, 2)
+        ]
+    tell.assert_called_once_with(0, b"a/0", 5, "it has NICs 0 to 1, and was asked about NIC 2")
 
 
 def test_a_path_that_its_nic_does_not_open_stays_shut() -> None:

@@ -15,29 +15,32 @@ from tests.support.senders import PAGE, PAGES, world
 
 
 @pytest.mark.parametrize(
-    ("after", "count", "fenced", "ended"),
+    ("after", "count", "late", "fenced", "ended"),
     [
-        (1, PAGES, False, "gave it up: no"),
-        (1, PAGES, True, "1 of 40 arrived"),
-        (1, 1, False, ""),
-        (2, PAGES, False, "2 of 40 arrived"),
+        (1, PAGES, 1, False, "gave it up: no"),
+        (1, PAGES, 1, True, "1 of 40 arrived"),
+        (1, 1, 1, False, ""),
+        (2, PAGES, 1, False, "2 of 40 arrived"),
+        (0, 1, 2, False, "gave it up: no"),
+        (1, 1, 2, False, ""),
+        (1, PAGES, 2, False, "gave it up: no"),
     ],
 )
 def test_a_row_that_comes_late_is_no_retry_where_nobody_fences_it(
-    after: int, count: int, fenced: bool, ended: str
+    after: int, count: int, late: int, fenced: bool, ended: str
 ) -> None:
     """It was taken for one, and who stated its expectation after it waited for its whole timeout.
 
     Found by a search of drawn runs. Of 40 rows 39 have come; the last arrives after the news. Two
     rows are a retry, and one is all that somebody may wait for. Once its path is fenced it does
-    not come, and one row is a retry, too.
+    not come, and one row is a retry, too. Where two may be late, one of these has come before.
     """
     with world(failover=False) as w:
         came = Pages(range(PAGES - 1))
         w.a.submit_paged_writes(PAGE, (w.mrs["a"], came), (w.desc, came), 7).wait()
         link = w.a._peers.link(w.c.main_address, "test")
         say = w.a._worker.channel.say_once
-        short = (7, 1, PAGES, PAGES - 1, 1, -1)
+        short = (7, 1, PAGES, PAGES - late, late, -1)
         say(link, lambda n: Missing(n, 1, 1, "a", "no", 0, (short,)))
         w.a.driver.kick()
         w.rest()
@@ -80,6 +83,7 @@ def test_each_that_gave_an_immediate_up_ends_one_expectation() -> None:
     [
         (0, PAGES + 1, "not all that were acknowledged have been counted yet"),
         (1, PAGES, "sums are being pruned"),
+        (1, -1, ""),
         (0, PAGES, ""),
     ],
 )
@@ -102,6 +106,23 @@ def test_a_list_waits_until_all_that_it_knows_of_has_been_counted(
         w.rest()
         assert [why] == [answer.why for answer in answers]
         assert (PAGES if why else 0) == w.c.imm_counter(7).value
+
+
+@pytest.mark.parametrize(("more", "over"), [(1, True), (2, False)])
+def test_a_transfer_of_which_all_came_and_was_used_up_ends_nobody(more: int, over: bool) -> None:
+    """Its sender lost the last completion; who expects the retry would be told that it fails."""
+    with world() as w:
+        assert w.write(w.a).wait().ok
+        assert w.c.expect_imm_count(7, PAGES).wait().ok
+        link = w.a._peers.link(w.c.main_address, "test")
+        entry = (7, 1, PAGES - 1 + more, PAGES - 1, more, PAGES - 1)
+        w.a._worker.channel.say_once(link, lambda n: Missing(n, 1, 1, "a", "no", 0, (entry,)))
+        w.a.driver.kick()
+        w.rest()
+        again = w.c.expect_imm_count(7, PAGES)
+        assert w.write(w.a).wait().ok
+        w.rest()
+        assert (over, not over) == (again.ok, again.failed)
 
 
 def test_who_names_another_sender_goes_on_waiting() -> None:
@@ -133,6 +154,21 @@ def test_lists_of_peers_are_bounded() -> None:
         assert SERIALS_MAX == len(heard.serials)
         assert 1024 == len(failures.broken)
         assert dict(p.b.stats().control_dropped)["no room for what it asks"] == 2 * SERIALS_MAX - 1
+
+
+def test_lists_that_are_done_make_room_for_others() -> None:
+    """An engine that has failed often enough could tell nobody any more."""
+    with pair() as p:
+        link = p.a._peers.link(p.b.main_address, "test")
+        for serial in range(1, SERIALS_MAX + 3):
+            entry = (serial, 1, 1, 0, 0, -1)
+            p.a._worker.channel.say_once(
+                link, lambda n, s=serial, e=entry: Missing(n, s, max(0, s - 9), "a", "", 0, (e,))
+            )
+            p.quiet(20)
+        p.quiet()
+        assert () == p.b.stats().control_dropped
+        assert SERIALS_MAX + 2 == len(p.b._worker.failures.broken)
 
 
 def test_a_list_that_comes_again_after_others_are_done_is_applied_once() -> None:

@@ -61,6 +61,7 @@ def test_it_is_made_good_where_nothing_is_in_the_way() -> None:
         assert (world.source == world.target).all()
         assert sent.stats().rows_again > 0
         assert 0 == sent.stats().rows_failed
+        assert "a NIC lost" not in sent.describe()
 
 
 def test_without_failover_it_fails_as_ever() -> None:
@@ -103,12 +104,26 @@ def test_a_receiver_that_has_forgotten_says_so() -> None:
         assert 0 == world.mr.inflight
 
 
-def test_sums_that_contradict_each_other_end_in_an_error(monkeypatch) -> None:
+@pytest.mark.parametrize("more", [False, True])
+def test_sums_that_contradict_each_other_end_in_an_error(
+    more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A guess would hang the reader, or release it early."""
-    sums = Arrivals.sums
-    monkeypatch.setattr(Arrivals, "sums", lambda *a: tuple(n + 99 for n in sums(*a)))
-    with Broken() as world, pytest.raises(FabricError, match="which cannot be"):
-        world.send().wait()
+    with Broken() as world:
+        sent = world.send()
+        world.until_asked()
+        (loss,) = world.a._worker.group.losses
+        loss.path.sums.sent.add(7, 1)
+        known = world.a._worker.failover.acknowledged
+
+        def counted(*_: object) -> tuple[int]:
+            return (known(loss.path, [7])[7] + (len(loss.rows) + 1 if more else -1),)
+
+        monkeypatch.setattr(Arrivals, "sums", counted)
+        with pytest.raises(FabricError, match="rows of imm 0x7, which cannot be"):
+            sent.wait()
+        assert len(loss.rows) == sent.stats().rows_failed
+        assert 0 == world.a._worker.failover.rows, "none was made good"
 
 
 @pytest.mark.parametrize(("landed", "fails"), [(0, False), (1, True), (2, True), (-1, False)])
@@ -181,6 +196,27 @@ def test_closing_meanwhile_ends_it() -> None:
         world.a.close()
         assert sent.finished
         assert isinstance(sent.error, ClosedError)
+
+
+def test_closing_ends_a_lost_row_and_those_that_end_behind_it() -> None:
+    """They would be kept for an answer that nobody awaits, or name a NIC that is not why."""
+    fabric = Fabric(Choices(), (2, 2), ())
+    a, b = fabric.engines
+    mr, _ = a.reg_mr(np.ones(8, np.uint8))
+    _, desc = b.reg_mr(np.zeros(8, np.uint8))
+    sent = [a.submit_single_write(8, (mr, 0), (desc, 0), 7) for _ in range(4)]
+    fabric._rest()
+    lost, behind = (f for f in fabric.flights if f.there is fabric.flights[0].there)
+    fabric._die(lost.there)
+    fabric._rest()
+    fabric._fail(lost)
+    fabric._rest()
+    a.close()
+
+    assert behind.ended
+    assert [1, 3] == [
+        sum(isinstance(write.error, kind) for write in sent) for kind in (ClosedError, FabricError)
+    ]
 
 
 def test_closing_before_the_last_immediate_ends_it() -> None:
@@ -322,7 +358,8 @@ def test_no_row_of_a_scatter_is_out_on_a_path_that_is_asked_about() -> None:
 
 
 @pytest.mark.parametrize(
-    ("counts", "pruned", "left"), [((1,), 0, 0), ((9,), 0, 1), ((1, 1), 0, 1), ((1,), 5, 1)]
+    ("counts", "pruned", "left"),
+    [((4,), 0, 0), ((5,), 0, 1), ((2,), 0, 1), ((4, 1), 0, 1), ((4,), 5, 1)],
 )
 def test_an_answer_that_cannot_be_clears_no_doubt_and_is_not_asked_for_again(
     counts: tuple[int, ...], pruned: int, left: int
@@ -332,8 +369,9 @@ def test_an_answer_that_cannot_be_clears_no_doubt_and_is_not_asked_for_again(
     a, b = fabric.engines
     mr, _ = a.reg_mr(np.ones(8, np.uint8))
     _, desc = b.reg_mr(np.zeros(8, np.uint8))
-    a.submit_single_write(8, (mr, 0), (desc, 0))
-    fabric.run()
+    for _ in range(3):
+        a.submit_single_write(8, (mr, 0), (desc, 0), 7)
+        fabric.run()
     path, failover = a._peers.link(b.main_address, "test").path(0, 0), a._worker.failover
     path.sums.doubt[7] += 1
     a._worker.group.suspect(path)
