@@ -349,3 +349,31 @@ def test_a_long_write_that_waits_asks_no_other_peer_again() -> None:
     e.own.turn()
 
     assert [1] == e.nics[0].calls
+
+
+def test_a_row_that_a_nic_refuses_is_offered_once_a_step() -> None:
+    """A NIC that is full would be asked again as often as there are ways to it."""
+    e = Ends(2)
+    e.nics[0].room = 0
+    e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+    for step in (1, 2, 3):
+        e.own.turn()
+        assert [1] * step == e.nics[0].calls
+
+
+def test_a_batch_of_which_the_rest_is_posted_in_pieces_is_over_with_them() -> None:
+    """It would be kept for ever, and looked at whenever a path fails."""
+    e = Ends(2)
+    e.nics[0].room = 300
+    pages = Pages(range(1200))
+    sent = e.engine.submit_paged_writes(32 * KiB, (e.mr, pages), (e.descs[0], pages), 7)
+    e.own.turn()
+    assert [300, 600] == [len(nic.posted) for nic in e.nics]
+    e.nics[0].finish()
+    e.own.turn(3)
+    assert 600 < len(e.nics[1].posted), "the rest is not shared"
+    e.nics[0].room = 1200
+    finish_all(e.own)
+
+    assert sent.ok
+    assert {} == e.engine._worker.group.batches

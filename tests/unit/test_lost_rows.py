@@ -112,3 +112,22 @@ def test_a_barrier_that_moves_names_no_memory_of_ours() -> None:
 
     assert sent.ok
     assert [0, 0] == [posted.row.lkey for posted in e.nics[1].posted]
+
+
+def test_what_need_not_leave_a_path_stays_there() -> None:
+    """A way is looked for anew, and the rows fail where there is none at that time."""
+    e = Ends(2, (1, 2))
+    e.nics[0].room = 0
+    sent = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0), 7, routing=Routing(domain=0))
+    e.own.turn()
+    mine, other = (e.engine._peers.link(p.engine.main_address, "test") for p in e.peers)
+    for domain in (0, 1):
+        for event in (PathEvent.LOST, PathEvent.ASKED):
+            mine.path(domain, 0).to(event)
+    e.engine._worker.group.suspect(other.path(0, 0))
+    e.nics[1].go_down()
+    e.own.turn(2)
+    e.nics[0].room = 9
+    finish_all(e.own)
+
+    assert sent.ok
