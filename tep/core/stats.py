@@ -58,7 +58,7 @@ class TransferStats:
     rows_dropped: int
     nics: tuple[NicBytes, ...]
     elapsed_s: float
-    rows_again: int = 0
+    rows_again: int
 
     @property
     def gbps(self) -> float:
@@ -109,12 +109,12 @@ class EngineStats:
     regions: int
     peers: int
     callback_errors: int
-    leases: int = 0
-    transfers_in_doubt: int = 0
-    bytes_quarantined: int = 0
-    control_dropped: tuple[tuple[str, int], ...] = ()
-    reads: tuple[NicBytes, ...] = ()
-    reads_again: int = 0
-    failover: Failover = Failover.AVAILABLE
-    nics_up: tuple[bool, ...] = ()
-    faults: tuple[tuple[str, int], ...] = ()
+    leases: int
+    transfers_in_doubt: int
+    bytes_quarantined: int
+    control_dropped: tuple[tuple[str, int], ...]
+    reads: tuple[NicBytes, ...]
+    reads_again: int
+    failover: Failover
+    nics_up: tuple[bool, ...]
+    faults: tuple[tuple[str, int], ...]

@@ -123,7 +123,7 @@ class Transfer(Handle):
     )
 
     def __init__(
-        self, owner: Owner, job: Job, rows: int, submitted_s: float, reserved: int = 0
+        self, owner: Owner, job: Job, rows: int, submitted_s: float, reserved: int
     ) -> None:
         # What Handle.__init__ does, without the call.
         self._owner = owner
@@ -319,7 +319,7 @@ class Message(Handle):
     __slots__ = ("link", "nic", "over", "payload", "posted", "reserved")
 
     def __init__(
-        self, owner: Owner, payload: bytes, link: Link, submitted_s: float, reserved: int = 0
+        self, owner: Owner, payload: bytes, link: Link, submitted_s: float, reserved: int
     ) -> None:
         super().__init__(owner, submitted_s)
         self.reserved = reserved

@@ -206,6 +206,10 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda s: scatter(s, (8, 0, 0), (8, 0, NPAGES * PAGE)),
         "submit_scatter: slice 1: target bytes 32768 .. 32776 are outside",
     ),
+    "scatter one byte beyond": (
+        lambda s: scatter(s, (1, 0, NPAGES * PAGE)),
+        "submit_scatter: slice 0: target bytes 32768 .. 32769 are outside",
+    ),
     "scatter negative": (
         lambda s: scatter(s, (8, 0, -1)),
         "slice 0: target offset=-1 nbytes=8; neither may be negative",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ import pytest
 import tep
 import tep.core.progress
 from tep.core.progress import Meter, Told
+from tep.core.together import Gathered
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 
@@ -123,7 +125,15 @@ def test_no_end_is_foretold_while_rows_are_sent_again() -> None:
     transfer = Mock(**{"stats.side_effect": [first, then]})
     meter = Meter(transfer)
 
-    assert [400.0, math.inf] == [meter.read().left_s, meter.read().left_s]
+    told = [meter.read(), meter.read()]
+    assert [400.0, math.inf] == [each.left_s for each in told]
+    assert [200, 160] == [each.nbytes for each in told], "2 of 4 rows, then of 5"
+
+
+def test_it_is_told_once_a_second_unless_asked_otherwise() -> None:
+    """A log would grow by a line at each turn of the engine."""
+    waits = tep.Transfer.wait, tep.Transfer.wait_async, Gathered.wait, Gathered.wait_async
+    assert [1.0] * 4 == [inspect.signature(wait).parameters["every_s"].default for wait in waits]
 
 
 @pytest.mark.parametrize("coroutine", [False, True])

@@ -75,6 +75,32 @@ def test_short_reads_of_a_narrow_owner_use_all_nics_here() -> None:
     assert [(nic, desc.bases[0] + 8) for nic in (0, 1, 2, 0, 1, 2, 0, 1, 2, 0)] == used
 
 
+def test_shards_of_a_read_follow_each_other_in_the_owners_memory(r) -> None:
+    """Later ones would bring what lies elsewhere, where a read does not begin at a round place."""
+    r.me.engine.submit_single_read(
+        2 * PAGE, (r.desc, PAGE), (r.mr, 0), routing=tep.Routing(num_shards=2)
+    )
+    r.me.turn()
+
+    found = {
+        (posted.row.local - HERE, posted.row.remote - r.desc.bases[nic.nic], posted.row.nbytes)
+        for nic in r.me.nics
+        for posted in nic.posted
+    }
+    assert {(0, PAGE, PAGE), (PAGE, 2 * PAGE, PAGE)} == found
+
+
+def test_a_short_slice_from_far_behind_is_no_long_row() -> None:
+    """It would be refused by a NIC with a limit, or go out in too long rows."""
+    me = scripted(1, name="me", reads=1 << 20, max_write_bytes=PAGE)
+    owner = scripted(1, name="owner", reads=1)
+    _, desc = owner.engine.reg_mr(memory(4 * PAGE), access=Access.READABLE)
+    mr, _ = me.engine.reg_mr(memory(4 * PAGE, HERE), access=Access.SINK)
+    me.engine.submit_gather(mr, [tep.GatherSrc(PAGE, 0, (desc, 2 * PAGE))])
+    with pytest.raises(BadRequest, match="rows of 4097 bytes, but a NIC here takes 4096 at the m"):
+        me.engine.submit_gather(mr, [tep.GatherSrc(PAGE + 1, 0, (desc, 0))])
+
+
 def test_a_read_is_done_when_all_rows_are_back(r) -> None:
     """One that is done early is memory that changes under its user."""
     sent = r.paged(8)

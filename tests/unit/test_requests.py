@@ -171,7 +171,7 @@ def test_scatter_by_bytes_counts_the_rows_of_every_slice() -> None:
 def test_slices_that_share_bytes_of_a_target_are_refused() -> None:
     """Which of them would win is undefined on every fabric; paged writes refuse it too."""
     mr, remote = ends(GiB)
-    twin = Remote(remote.desc, remote.link)  # the same region, decoded twice
+    remote, twin = (Remote(remote.desc[3:], remote.link) for _ in "12")  # it was decoded twice
 
     def scatter(*slices: tuple[int, int]) -> None:
         dsts = [ScatterDst(n, 0, (remote.desc, at)) for n, at in slices]
@@ -180,8 +180,10 @@ def test_slices_that_share_bytes_of_a_target_are_refused() -> None:
 
     scatter((8, 0), (8, 8), (8, 16))
     scatter((8, 16), (0, 17), (8, 0))  # an empty one shares nothing
-    for slices in [((8, 0), (8, 0)), ((8, 7), (8, 0)), ((9, 0), (8, 100), (1, 8))]:
-        with pytest.raises(BadRequest, match=r"slices 0 and . overlap: both write to bytes from"):
+    for at, slices in [
+        (0, ((8, 0), (8, 0))), (7, ((8, 7), (8, 0))), (8, ((9, 0), (8, 100), (1, 8))),
+    ]:  # fmt: skip
+        with pytest.raises(BadRequest, match=rf"s 0 and . overlap: both write to bytes from {at} "):
             scatter(*slices)
 
 

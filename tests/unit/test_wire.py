@@ -76,6 +76,16 @@ def test_golden_bytes(value: NetAddr | MrDesc | Lease, golden: str) -> None:
     assert value == type(value).from_bytes(bytes.fromhex(golden))
 
 
+def test_who_says_nothing_of_reads_allows_none() -> None:
+    """Peers could read whatever an older program had registered for writes."""
+    desc = MrDesc(
+        addr=ADDR, region=1, nbytes=8, device="cpu", writable=True,
+        rkeys=DESC.rkeys, bases=DESC.bases,
+    )  # fmt: skip
+    assert not desc.readable
+    assert f"lease 5 of {DESC} for 1 s" == str(LEASE)
+
+
 def test_docstring_table_matches_the_envelope() -> None:
     """The table is what a second implementation would be written from."""
     found = re.findall(r"^    (\d+) +(\d+|\.\.\.) +(\w+) ", wire.__doc__, re.MULTILINE)
