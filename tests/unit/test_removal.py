@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from tests.support.couple import (
     write,
 )
 from tests.support.lease_pair import Pair
-from tests.support.script import scripted
+from tests.support.script import memory, scripted
 
 
 def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() -> None:
@@ -92,6 +93,26 @@ def test_what_was_removed_is_forgotten() -> None:
         assert ({}, {}, [], False) == (life._peers, life._nics, life._leaving, life.busy)
         assert [0, 0] == [len(arrivals.counted) for arrivals in a._worker._arrivals]
         assert {} == a._worker.group.acks._wide
+
+
+def test_a_nic_connects_once_to_each_peer_and_forgets_each() -> None:
+    """A connection that is not known any more is made again for each row, and never ended."""
+    own = scripted()
+    (nic,) = own.nics
+    peers = [scripted(name=name).engine for name in "bcd"]
+    with (
+        mock.patch.object(nic, "connect", wraps=nic.connect) as connect,
+        mock.patch.object(nic, "forget") as forget,
+    ):
+        for desc in [peer.reg_mr(memory(8))[1] for peer in peers] * 2:
+            own.engine.submit_barrier([desc], 7)
+            own.turn()
+            nic.finish()
+        for peer in peers:
+            own.engine.remove_peer(peer.main_address)
+        own.turn()
+    assert 3 == connect.call_count
+    assert [mock.call(k) for k in range(3)] == forget.mock_calls
 
 
 def test_memory_is_flat_over_join_and_leave() -> None:
