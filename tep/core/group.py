@@ -117,7 +117,7 @@ class DomainGroup:
         domains: tuple[Domain, ...],
         rows_max: int,
         *,
-        failover: bool = False,
+        failover: bool,
         why_not: str | None = None,
         journal: Journal | None = None,
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -168,6 +169,17 @@ def test_a_peer_that_is_not_there_is_not_asked_again_for_long() -> None:
         own.posted()
         own.channel.step()
     assert ["asked 3 times, and none of its NICs was there: UNREACHABLE"] == own.lost
+
+
+def test_a_peer_that_our_nics_cannot_send_to_may_be_there() -> None:
+    """It would be given up sooner, and for a reason that is not its own."""
+    own = Own()
+    for nic in own.nics:
+        nic.post_control = Mock(side_effect=MemoryError("no memory"))
+    own.ask()
+    for _ in range(20):
+        own.channel.step()
+    assert ["asked 5 times, at last: no memory"] == own.lost
 
 
 def test_a_peer_one_of_whose_nics_takes_the_question_is_there() -> None:

@@ -261,6 +261,9 @@ def test_remove_refuses_what_somebody_waits_for(table) -> None:
     table.add(7, 2)
     with pytest.raises(BusyError, match=r"imm=0x7 is expected \(2 of 5 are here\)"):
         table.remove(7)
+    expect(table, 9)
+    with pytest.raises(BusyError, match=r"imm=0x7 is expected \(2 of 5 are here\)"):
+        table.remove(7)
 
 
 def test_take_takes_all_or_nothing_and_respects_the_line(table) -> None:

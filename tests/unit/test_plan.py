@@ -175,6 +175,7 @@ def test_an_all_to_all_loads_the_nics_of_a_receiver_alike() -> None:
 def test_count_imms(shape: object, nlocal: int, nremote: int, expected: int) -> None:
     """A receiver that expects another number than arrives hangs, or reads too early."""
     assert expected == count_imms(shape, nlocal, nremote)
+    assert 1 == count_imms(Single(1 << 20)), "one NIC here and there"
 
 
 @pytest.mark.parametrize("shape", [Paged(8), Single(8), Barrier()])

@@ -109,6 +109,7 @@ def test_batches_behind_one_that_a_nic_took_in_part_have_their_own_numbers() -> 
         e.nics[0].room = 1
         sent = [ready.submit(7)]
         e.own.turn()
+        assert e.engine.stats().rows_backlog == sent[0].rows - sent[0].stats().rows_posted
         sent += [e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0)) for _ in range(4)]
         e.nics[0].room = 100
         finish_all(e.own)

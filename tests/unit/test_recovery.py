@@ -51,17 +51,19 @@ class Broken(Cluster):
         assert self.a._worker.group.losses, "no row was lost"
 
 
-def test_it_is_made_good_where_nothing_is_in_the_way() -> None:
+@pytest.mark.parametrize("imm", [7, 0])
+def test_it_is_made_good_where_nothing_is_in_the_way(imm: int) -> None:
     """Else the tests below would show nothing."""
     with Broken() as world:
-        sent = world.send()
-        got = world.b.expect_imm_count(7, PAGES)
+        sent = world.send(imm)
+        got = world.b.expect_imm_count(imm, PAGES)
         sent.wait()
         got.wait()
         assert (world.source == world.target).all()
         assert sent.stats().rows_again > 0
         assert 0 == sent.stats().rows_failed
         assert "a NIC lost" not in sent.describe()
+        assert 0 == world.b.imm_counter(imm).value, "no row was counted twice"
 
 
 def test_without_failover_it_fails_as_ever() -> None:
