@@ -278,6 +278,19 @@ def test_a_nic_that_is_down_is_asked_over_each_path_in_turn() -> None:
         assert asked[:2] == asked[2:4]
 
 
+def test_each_beat_asks_over_another_path() -> None:
+    """A peer whose one path is broken would be lost, though it answers over the other."""
+    cluster, _ = pair((2, 1))
+    with cluster:
+        a, b = cluster.engines
+        a.watch_peer(b.main_address, every_s=BEAT, lost_after_s=100 * BEAT)
+        with mock.patch.object(a._worker.channel, "say") as say:
+            pass_time(cluster, 6 * BEAT / US)
+        asked = [call.args[2] for call in say.call_args_list]
+        assert {(0, 0), (1, 0)} == set(asked[:2])
+        assert asked[:2] == asked[2:4]
+
+
 def test_a_nic_that_flapped_is_used_again() -> None:
     """A cable that was out for a second must not halve a node's bandwidth for good."""
     cluster, told = pair((1, 2))

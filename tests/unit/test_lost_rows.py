@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tep.api import Routing
+from tep.api import Routing, ScatterDst
 from tep.backends.base import Status
 from tep.core.path import PathEvent
 from tep.units import KiB
@@ -131,3 +131,19 @@ def test_what_need_not_leave_a_path_stays_there() -> None:
     finish_all(e.own)
 
     assert sent.ok
+
+
+def test_a_row_that_its_batch_does_not_have_is_its_last() -> None:
+    """A NIC that reports one would stop the worker, and with it all transfers."""
+    e = Ends(1, (1, 1))
+    sent = e.engine.submit_scatter(e.mr, [ScatterDst(8, 0, (desc, 0)) for desc in e.descs], 7)
+    e.own.turn()
+    (nic,) = e.nics
+    nic.out.append(nic.out.pop()._replace(index=99))
+    nic.finish(1)
+    nic.finish(1, Status.PROVIDER)
+    e.own.turn(2)
+    again = e.engine.submit_single_write(8, (e.mr, 0), (e.descs[0], 0))
+    finish_all(e.own)
+    assert sent.failed
+    assert again.ok
