@@ -231,10 +231,11 @@ class DomainGroup:
         self._cursor = plan.cursor
         for share in plan.shares:
             start, stop = share.start, share.stop
-            part = slice(start, stop)
-            columns = (pick(job.src, part), pick(job.dst, part), job.nbytes)
-            imm = cut_column(job.imm, start, stop)
-            self._enqueue(transfer, share[:2], stop - start, columns, imm, remote)
+            src, dst, imm = job.src, job.dst, job.imm
+            if stop - start != job.n:  # else a view of all would cost a microsecond
+                part = slice(start, stop)
+                src, dst, imm = pick(src, part), pick(dst, part), cut_column(imm, start, stop)
+            self._enqueue(transfer, share[:2], stop - start, (src, dst, job.nbytes), imm, remote)
 
     def _deal_slices(self, transfer: Transfer, job: Job, targets: Targets) -> None:
         """Scatter by bytes: every slice is a single write over all NICs."""
