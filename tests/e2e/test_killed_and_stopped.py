@@ -53,7 +53,7 @@ class Three:
         """Let `a` write to `b` for good; returns in the middle of it.
 
         If `b` gets no CPU for TIMEOUT_S before it has answered for the first time, the stream ends
-        in an error, rightly. Then it begins again, once.
+        in an error, rightly. Then it begins again, once, when `b` can be reached.
         """
         for _ in range(2):
             self.imm = next(self._streams)
@@ -61,6 +61,7 @@ class Three:
             wait_until(lambda: self.a.do("rounds") > 1 or self.a.do("stream_ended"), "the stream")
             if self.a.do("rounds") > 1:
                 return
+            wait_until(lambda: "done" == self.try_once(self.a, self.b), "`b` to be reached again")
         raise AssertionError(self.a.do("error", tag="stream"))
 
     def write(self, source: Child, target: Child) -> tuple[str, str]:
