@@ -103,6 +103,22 @@ def test_a_path_that_was_fenced_before_the_peer_was_asked_is_opened_again() -> N
         reopen.assert_called_once_with(path)
 
 
+def test_a_path_that_is_fenced_after_news_was_lost_is_opened_again() -> None:
+    """A list got lost while a fence was asked for; when that came, nobody asked to have it lifted.
+
+    Found by a search of drawn runs.
+    """
+    with world() as w:
+        telling, link, owed, path = _in_doubt(w)
+        owed.clearing[path] = False
+        telling._send(link, owed)
+        assert path.asking
+        telling._missed(link, owed, "nobody answered")
+        w.a.driver.kick()
+        w.rest()
+        assert path.is_up, path
+
+
 def test_rows_that_went_out_meanwhile_leave_doubts_as_they_are() -> None:
     """The answer is older than these rows, and its sums do not tell them from those in doubt."""
     with world() as w:

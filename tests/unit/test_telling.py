@@ -78,26 +78,6 @@ def test_a_list_that_got_lost_is_sent_once_another_one_arrives() -> None:
         assert [True, True] == [wait.failed for wait in waits]
 
 
-def test_a_path_that_is_fenced_after_news_was_lost_is_opened_again() -> None:
-    """A list got lost while a fence was asked for; when that came, nobody asked to have it lifted.
-
-    Found by a search of drawn runs.
-    """
-    with world() as w:
-        w.write(w.a).wait()
-        link = w.a._peers.link(w.c.main_address, "test")
-        telling, path = w.a._worker.telling, link.path(0, 0)
-        owed = telling._at(link)
-        owed.paths[path] = {7: path.fences}
-        owed.clearing[path] = False
-        telling._send(link, owed)
-        assert path.asking
-        telling._missed(link, owed, "nobody answered")
-        w.a.driver.kick()
-        w.rest()
-        assert path.is_up, path
-
-
 def test_news_that_was_given_up_goes_with_the_next_transfer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
