@@ -248,9 +248,14 @@ print("done")
 
 @pytest.mark.parametrize("limit", ["RLIMIT_FSIZE", "RLIMIT_NOFILE"])
 def test_limits_of_the_process_are_an_error_and_not_a_segmentation_fault(limit):
-    """The provider does not look whether it could make its file in /dev/shm."""
-    done = run(
-        f"""
+    """The provider does not look whether it could make its file in /dev/shm.
+
+    And without descriptors nobody can ask which processes live: the files of living ones stay.
+    """
+    with tep.TransferEngine.open("libfabric", provider="shm", name="living"):
+        before = sorted(shm_files(os.getpid()))
+        done = run(
+            f"""
 import os, resource
 from tep.errors import TepError
 small = {{"RLIMIT_FSIZE": 65536, "RLIMIT_NOFILE": len(os.listdir("/proc/self/fd"))}}
@@ -261,7 +266,9 @@ try:
 except TepError as error:
     print(error)
 """
-    )
+        )
+        assert before
+        assert before == sorted(shm_files(os.getpid()))
 
     assert 0 == done.returncode, done.stderr[-2000:]
     assert "ulimit" in done.stdout or "Too many open files" in done.stdout, done.stdout

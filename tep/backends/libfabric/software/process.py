@@ -106,11 +106,13 @@ class Process:
 
 
 def _runs(pid: int) -> bool:
-    """Whether a process is there and is no zombie."""
+    """Whether a process is there and is no zombie; True where that cannot be told."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    except OSError:  # this process has no descriptor left, say
+        return True
     return stat.rpartition(")")[2].split()[0] not in {"Z", "X"}
 
 
