@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tep.core.progress import Progress
     from tep.core.region import MrHandle
     from tep.core.stats import EngineStats, TransferStats
-    from tep.core.together import as_completed, gather
     from tep.core.transfer import Expectation, Message, Removal, Transfer
     from tep.cuda.arena import Arena, alloc
     from tep.drivers import InlineDriver, ThreadDriver
@@ -120,9 +119,7 @@ __all__ = [
     "__version__",
     "alloc",
     "alloc_shared",
-    "as_completed",
     "count_imms",
-    "gather",
     "open_libfabric",
     "open_local",
     "open_loopback",
@@ -178,7 +175,6 @@ _ROOMS = {
         "Removal",
         "Transfer",
     ),
-    "tep.core.together": ("as_completed", "gather"),
     "tep.engine": (
         "ImmCounter",
         "PeerGroup",

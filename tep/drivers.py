@@ -51,7 +51,7 @@ _WORKERS: Final[dict[int, ThreadDriver]] = {}
 
 
 class Settles(Protocol):
-    """What can be waited for: a transfer, an expectation, or several together."""
+    """What can be waited for: a transfer or an expectation."""
 
     @property
     def finished(self) -> bool: ...

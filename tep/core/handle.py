@@ -279,7 +279,7 @@ class Handle:
 
 
 class Awaited(Protocol):
-    """What a coroutine can wait for: one handle, or several together."""
+    """What a coroutine can wait for."""
 
     @property
     def finished(self) -> bool: ...

@@ -118,8 +118,6 @@ def samples(p) -> list[object]:
         grant.lease,
         sent,
         sent.stats(),
-        tep.gather(sent),
-        tep.as_completed([sent]),
         p.a.prepare_barrier([p.desc]),
         p.a.submit_send(p.b.main_address, b"hello"),
         p.b.expect_imm_count(9, 3),
@@ -308,7 +306,7 @@ def test_a_time_to_wait_has_one_name() -> None:
 
 @pytest.mark.parametrize("where", sorted({
     where for where, name, _ in ARGUMENTS if name == "self"
-    and re.fullmatch(r"(Transfer|Gathered)\.wait(_async)?", where)
+    and re.fullmatch(r"Transfer\.wait(_async)?", where)
 }))  # fmt: skip
 def test_what_waits_for_bytes_tells_of_them(where: str) -> None:
     """256 GB take a while, whether one transfer carries them or a hundred."""

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
+import weakref
 
 import pytest
 
 import tep
 from tep.core.handle import Handle, State
-from tep.errors import BadRequest, CallbackError, Cancelled, ClosedError, UsageError, WaitTimeout
+from tep.errors import (
+    BadRequest,
+    CallbackError,
+    Cancelled,
+    ClosedError,
+    FabricError,
+    UsageError,
+    WaitTimeout,
+)
 from tep.waiting import note_escape
-from tests.support.pairs import pair
+from tests.support.pairs import Pair, pair
 from tests.support.script import Scripted, memory, scripted
 
 
@@ -223,11 +233,10 @@ def test_a_wait_that_need_not_wait_raises_what_a_callback_left() -> None:
     own = scripted()
     ended = write(own)
     finish(own)
-    for wait in (ended.wait, tep.gather(ended).wait):
-        note_escape(SystemExit(3))
-        with pytest.raises(SystemExit):
-            wait(1)
-        wait(1)
+    note_escape(SystemExit(3))
+    with pytest.raises(SystemExit):
+        ended.wait(1)
+    ended.wait(1)
 
 
 def _leave(_: Handle) -> None:
@@ -237,13 +246,12 @@ def _leave(_: Handle) -> None:
 def test_a_wait_ends_with_what_a_callback_raises_meanwhile() -> None:
     """Ctrl-C in a callback of one transfer would leave the program waiting for another one."""
     own = scripted()
-    for make in (lambda handle: handle, tep.gather):
-        write(own).add_done_callback(_leave)
-        still = make(own.engine.expect_imm_count(0xBEEF, 2))
-        own.turn()
-        own.nics[0].finish()
-        with pytest.raises(SystemExit):
-            still.wait(1)
+    write(own).add_done_callback(_leave)
+    still = own.engine.expect_imm_count(0xBEEF, 2)
+    own.turn()
+    own.nics[0].finish()
+    with pytest.raises(SystemExit):
+        still.wait(1)
     write(own).add_done_callback(_leave)
     own.turn()
     own.nics[0].finish()
@@ -291,6 +299,88 @@ def test_inline_engine_cannot_be_awaited() -> None:
         await ready
 
     asyncio.run(main())
+
+
+def test_asyncio_waits_for_many_handles() -> None:
+    """A server waits for a batch by the means that it has; what blocks a thread stops all else."""
+
+    async def main(p: Pair) -> None:
+        async with asyncio.timeout(30):
+            many = range(40)
+            sent = [p.a.submit_single_write(8, (p.mr, 8 * k), (p.desc, 8 * k), k) for k in many]
+            got = [p.b.expect_imm_count(k, 1) for k in many]
+            assert [*sent, *got] == await asyncio.gather(*sent, *got)
+            more = [p.a.submit_single_write(8, (p.mr, 8 * k), (p.desc, 8 * k)) for k in many]
+            assert set(more) == {await ended for ended in asyncio.as_completed(more)}
+            lost = p.b.expect_imm_count(99, 1)
+            lost.cancel()
+            first, last = await asyncio.gather(sent[0], lost, return_exceptions=True)
+            assert (sent[0], lost.error) == (first, last)
+            assert more[1] is await more[1].wait_async(timeout_s=1)
+
+    with pair(threads=True) as p:
+        asyncio.run(main(p))
+
+
+def test_a_coroutine_has_the_timeout_and_the_report() -> None:
+    """A coroutine that waits for ever is a request that nobody answers."""
+
+    async def main(p: Pair) -> None:
+        with pytest.raises(WaitTimeout, match="imm 0x4d: 0 of 1 arrived; pending after 0.01 s"):
+            await p.b.expect_imm_count(77, 1).wait_async(timeout_s=0.01)
+
+    with pair(threads=True) as p:
+        asyncio.run(main(p))
+
+
+def test_a_wait_that_is_over_leaves_nothing_behind() -> None:
+    """A server waits a thousand times for one handle; each wait would be kept, and be woken."""
+    own = scripted()
+    never = own.engine.expect_imm_count(9, 1)
+    told: list[str] = []
+
+    def first(_: object) -> None:
+        told.append("first")
+
+    def second(_: object) -> None:
+        told.append("second")
+
+    for callback in (first, second, second):
+        never.add_done_callback(callback)
+    for callback in (first, second):
+        never.remove_done_callback(callback)
+    gone = weakref.ref(first)
+    del first, callback
+    gc.collect()
+    assert gone() is None
+    own.nics[0].arrive(9)
+    own.turn(2)
+    assert ["second"] == told, "the one that was taken back only once"
+
+
+def test_an_engine_is_an_asynchronous_context_manager() -> None:
+    """`async with` is how a server holds what it opens."""
+
+    async def main() -> tep.TransferEngine:
+        async with tep.TransferEngine.open("loopback") as engine:
+            mr, desc = engine.reg_mr(bytearray(64))
+            assert "1 regions" in repr(engine)
+            assert isinstance(await engine.submit_single_write(8, (mr, 0), (desc, 8)), tep.Transfer)
+        return engine
+
+    engine = asyncio.run(main())
+    assert "closed" in repr(engine)
+
+
+def test_a_failed_handle_says_why() -> None:
+    """A list of transfers in a debugger is read for the one that failed."""
+    own = scripted()
+    sent = write(own)
+    own.engine.close()
+    assert sent.failed
+    assert sent.finished
+    assert not sent.ok
+    assert "; ClosedError: " in repr(sent) or isinstance(sent.error, FabricError)
 
 
 def test_same_error_raised_to_many_does_not_pile_up_tracebacks() -> None:

@@ -13,7 +13,6 @@ import pytest
 import tep
 import tep.core.progress
 from tep.core.progress import Meter, Told
-from tep.core.together import Gathered
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 
@@ -65,11 +64,6 @@ def test_coroutines_have_it() -> None:
         assert [] == seen or 65536 == seen[-1].nbytes
         with pytest.raises(tep.BadRequest, match="wait: every_s="):
             await sent.wait_async(1, on_progress=seen.append, every_s=-1)
-        never = tep.gather(p.b.expect_imm_count(6, 1))
-        seen.clear()
-        with pytest.raises(tep.WaitTimeout, match="after"):
-            await never.wait_async(0.02, on_progress=seen.append, every_s=0.001)
-        assert seen, "it is told before the timeout, and goes on"
 
     with pair(threads=True) as p:
         asyncio.run(main(p))
@@ -93,30 +87,6 @@ def test_simulated_time_is_the_clock_in_a_simulation() -> None:
         assert 1e9 < n / seen[-1].elapsed_s < 50e9, "two NICs of 200 Gb/s"
 
 
-def test_several_transfers_tell_of_their_sum() -> None:
-    """A batch is many transfers; its bar has to add them up, and leave out what has no bytes."""
-    with pair() as p:
-        sent = [p.a.submit_single_write(1000 * k, (p.mr, 0), (p.desc, 0), 5) for k in (1, 2, 3)]
-        batch = tep.gather(*sent, p.b.expect_imm_count(5, 3))
-        seen: list[tep.Progress] = []
-        assert 4 == len(batch.wait(30, on_progress=seen.append, every_s=0.001))
-        assert (6000, 6000, 0.0) == (seen[-1].nbytes, seen[-1].total_bytes, seen[-1].left_s)
-        assert [] == tep.gather().wait(0, on_progress=seen.append)
-        never = tep.gather(p.b.expect_imm_count(6, 1))
-        with pytest.raises(tep.WaitTimeout, match=r"gather of 1 handles: .* after 0.01 s"):
-            never.wait(0.01, on_progress=seen.append, every_s=0.002)
-        assert tep.Progress(0, 0, 0.0, 0.0, 0.0) == seen[-1]
-
-    async def main(p) -> None:
-        sent = [p.a.submit_single_write(65536, (p.mr, 0), (p.desc, 0)) for _ in range(3)]
-        seen: list[tep.Progress] = []
-        assert sent == await tep.gather(*sent).wait_async(20, on_progress=seen.append, every_s=0.01)
-        assert [] == seen or 3 * 65536 == seen[-1].total_bytes
-
-    with pair(threads=True) as p:
-        asyncio.run(main(p))
-
-
 def test_no_end_is_foretold_while_rows_are_sent_again() -> None:
     """Fewer bytes are back than before: the time that is left would be negative."""
     stats = {"rows": 4, "nbytes": 400, "rows_back": 2, "rows_failed": 0}
@@ -132,8 +102,8 @@ def test_no_end_is_foretold_while_rows_are_sent_again() -> None:
 
 def test_it_is_told_once_a_second_unless_asked_otherwise() -> None:
     """A log would grow by a line at each turn of the engine."""
-    waits = tep.Transfer.wait, tep.Transfer.wait_async, Gathered.wait, Gathered.wait_async
-    assert [1.0] * 4 == [inspect.signature(wait).parameters["every_s"].default for wait in waits]
+    waits = tep.Transfer.wait, tep.Transfer.wait_async
+    assert [1.0] * 2 == [inspect.signature(wait).parameters["every_s"].default for wait in waits]
 
 
 @pytest.mark.parametrize("coroutine", [False, True])

@@ -37,8 +37,6 @@ def objects(p) -> dict[str, tuple[object, str]]:
             p.a.prepare_barrier([p.desc]),
             "barrier of 1 rows, 0 bytes to b, prepared: 0",
         ),
-        "Gathered": (tep.gather(sent), "gather of 1 handles: 1 ok"),
-        "Completed": (tep.as_completed([sent]), "as_completed of 1 handles: 1 ok"),
     }
 
 
