@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from tep.control.leases import Grant
     from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
     from tep.core.plan import count_imms
-    from tep.core.progress import Progress
     from tep.core.region import MrHandle
     from tep.core.stats import EngineStats, TransferStats
     from tep.core.transfer import Expectation, Message, Removal, Transfer
@@ -95,7 +94,6 @@ __all__ = [
     "PeerState",
     "PeerWatch",
     "Prepared",
-    "Progress",
     "Read",
     "Removal",
     "RendezvousError",
@@ -167,7 +165,6 @@ _ROOMS = {
     "tep.backends.base": ("Access",),
     "tep.cuda.arena": ("Arena", "alloc"),
     "tep.backends.local.memory": ("alloc_shared",),
-    "tep.core.progress": ("Progress",),
     "tep.core.region": ("MrHandle",),
     "tep.core.transfer": (
         "Expectation",

@@ -17,10 +17,7 @@ from tep.checks import check_seconds, unpicklable
 from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
 from tep.waiting import escaped, raise_escaped, wake_main
 
-__all__ = [
-    "PENDING", "Awaited", "Handle", "Owner", "State", "Waits", "closed_error", "until_finished",
-    "wait_for",
-]  # fmt: skip
+__all__ = ["PENDING", "Handle", "Owner", "State", "Waits", "closed_error"]
 
 
 class State(Enum):
@@ -46,7 +43,7 @@ class Waits(Protocol):
 
     lock: AbstractContextManager[object]
 
-    def wait(self, handle: Awaited, timeout_s: float, /) -> bool:
+    def wait(self, handle: Handle, timeout_s: float, /) -> bool:
         """Block, or turn, until the handle is finished; False after `timeout_s`."""
 
     def check_await(self, loop: asyncio.AbstractEventLoop, /) -> None:
@@ -183,11 +180,6 @@ class Handle:
             raise self._late(timeout_s)
         return self if self._state is _DONE else self.result()
 
-    @property
-    def wait_timeout_s(self) -> float:
-        """What wait() uses when no timeout is given: the engine's, seconds."""
-        return self._owner.wait_timeout_s
-
     def _late(self, timeout_s: float) -> WaitTimeout:
         """The error of a wait that ran out of time: what was waited for, and a stall report."""
         return WaitTimeout(f"{self.describe()} after {timeout_s} s\n{self._owner.stall_report()}")
@@ -197,7 +189,18 @@ class Handle:
 
         `await handle` alone has no timeout of its own, as is usual in asyncio.
         """
-        await wait_for(self, timeout_s)
+        if timeout_s is None:
+            timeout_s = self._owner.wait_timeout_s
+        timeout_s = check_seconds("wait_async: timeout_s", timeout_s, -math.inf, math.inf)
+        limit = asyncio.timeout(None if timeout_s == math.inf else timeout_s)
+        try:
+            async with limit:
+                return await self
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if not self.finished:
+                raise self._late(timeout_s) from None
         return self.result()
 
     def __await__(self) -> Generator[object, None, Self]:
@@ -206,12 +209,26 @@ class Handle:
         Cancelling the task, e.g. by asyncio.timeout(), cancels only the wait; a note (PEP 678) of
         the CancelledError says what it waited for.
         """
-        yield from until_finished(self)
+        loop = asyncio.get_running_loop()
+        if escaped:
+            raise_escaped()
+        while not self.finished:
+            self._owner.driver.check_await(loop)
+            future: asyncio.Future[None] = loop.create_future()
+            wake = _waker(loop, future)
+            try:
+                wake_main[future] = wake
+                self.add_done_callback(wake)
+                yield from future
+            except asyncio.CancelledError as error:
+                error.add_note(f"it waited for {self.describe()}")
+                raise
+            finally:
+                wake_main.pop(future, None)
+                self.remove_done_callback(wake)  # also after a cancelled wait
+            if escaped:
+                raise_escaped()
         return self.result()
-
-    def _check_await(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Raise UsageError if awaiting it under this event loop could never end."""
-        self._owner.driver.check_await(loop)
 
     def add_done_callback(self, callback: Callable[[Self], object]) -> None:
         """Call back with this handle once it has settled, outside the engine's step.
@@ -276,75 +293,6 @@ class Handle:
             callback(self)
         except BaseException as error:  # noqa: BLE001  # a user's error, reported
             self._owner.report_callback_error(self, callback, error)
-
-
-class Awaited(Protocol):
-    """What a coroutine can wait for."""
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def wait_timeout_s(self) -> float: ...
-
-    def describe(self) -> str: ...
-    def _late(self, timeout_s: float, /) -> WaitTimeout: ...
-    def _check_await(self, loop: asyncio.AbstractEventLoop, /) -> None: ...
-    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
-    def remove_done_callback(self, callback: Callable[..., object], /) -> None: ...
-
-
-def until_finished(waited: Awaited) -> Generator[object, None, None]:
-    """Wait without blocking the event loop; the body of `__await__`."""
-    loop = asyncio.get_running_loop()
-    if escaped:
-        raise_escaped()
-    while not waited.finished:
-        waited._check_await(loop)
-        future: asyncio.Future[None] = loop.create_future()
-        wake = _waker(loop, future)
-        try:
-            wake_main[future] = wake
-            waited.add_done_callback(wake)
-            yield from future
-        except asyncio.CancelledError as error:
-            error.add_note(f"it waited for {waited.describe()}")
-            raise
-        finally:
-            wake_main.pop(future, None)
-            waited.remove_done_callback(wake)  # also after a cancelled wait
-        if escaped:
-            raise_escaped()
-
-
-class _Finish:
-    """An awaitable that ends when `waited` is finished."""
-
-    def __init__(self, waited: Awaited) -> None:
-        self._waited = waited
-
-    def __await__(self) -> Generator[object, None, None]:
-        return until_finished(self._waited)
-
-
-async def wait_for(waited: Awaited, timeout_s: float | None) -> None:
-    """Wait with a timeout: None = the engine's.
-
-    Raises:
-        WaitTimeout: with a report of what is outstanding.
-    """
-    if timeout_s is None:
-        timeout_s = waited.wait_timeout_s
-    timeout_s = check_seconds("wait_async: timeout_s", timeout_s, -math.inf, math.inf)
-    limit = asyncio.timeout(None if timeout_s == math.inf else timeout_s)
-    try:
-        async with limit:
-            await _Finish(waited)
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        if not waited.finished:
-            raise waited._late(timeout_s) from None
 
 
 def _waker(loop: asyncio.AbstractEventLoop, future: asyncio.Future[None]) -> Callable[..., None]:

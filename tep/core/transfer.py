@@ -6,18 +6,16 @@ The worker updates the counts; users read them through `stats()` and `describe()
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Final, Protocol, Self
+from typing import Final, Protocol
 
 from tep.checks import INT64_MAX, check_int, unpicklable
 from tep.core.handle import PENDING, Handle, Owner
 from tep.core.imm import ImmTable
 from tep.core.path import Link, Path
-from tep.core.progress import Progress, Told
 from tep.core.quarantine import doubts_text
 from tep.core.region import Job, Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
 from tep.errors import FabricError, InDoubt, TepError
-from tep.waiting import escaped, raise_escaped
 
 __all__ = [
     "Expectation", "ImmCounter", "Message", "Notice", "Pace", "Removal", "Transfer",
@@ -187,53 +185,6 @@ class Transfer(Handle):
         self._doubts = self._doubts or {}
         self._doubts[remote, domain, nic] = code, remote.link.path(domain, nic).fences
         return first
-
-    def wait(
-        self,
-        timeout_s: float | None = None,
-        *,
-        on_progress: Callable[[Progress], object] | None = None,
-        every_s: float = 1.0,
-    ) -> Self:
-        """Block until it is finished; then as `result()`, which returns the transfer itself.
-
-        Args:
-            timeout_s: as of `Expectation.wait`.
-            on_progress: called on this thread every `every_s` seconds of the driver's clock, and at
-                the end, with a `tep.Progress`. It may block, and what it raises ends the wait.
-            every_s: seconds.
-
-        Raises:
-            WaitTimeout: with a report of what is outstanding.
-        """
-        if on_progress is None:
-            return Handle.wait(self, timeout_s)
-        driver = self._owner.driver
-        told = Told("wait", self, (self,), driver, timeout_s, every_s, on_progress)
-
-        def wait(slice_s: float) -> bool:
-            done = driver.wait(self, slice_s)
-            if escaped:
-                raise_escaped()
-            return done
-
-        if not told.wait(wait):
-            raise self._late(told.timeout_s)
-        return self.result()
-
-    async def wait_async(
-        self,
-        timeout_s: float | None = None,
-        *,
-        on_progress: Callable[[Progress], object] | None = None,
-        every_s: float = 1.0,
-    ) -> Self:
-        """`wait()` for coroutines, with its timeout, report and progress; no thread is blocked."""
-        if on_progress is None:
-            return await Handle.wait_async(self, timeout_s)
-        driver = self._owner.driver
-        await Told("wait", self, (self,), driver, timeout_s, every_s, on_progress).wait_async()
-        return self.result()
 
     def failed_with(self) -> TepError | None:
         """Its error, with the bytes that are in doubt because of it."""

@@ -210,14 +210,8 @@ def verbs(p: Pair) -> dict[str, Rules]:
         "Watcher.store": numbers(watcher.store, "value"),
         "Expectation.wait": {"timeout_s": partial(wait, p)},
         "Expectation.wait_async": {"timeout_s": partial(wait_async, p)},
-        "Transfer.wait": {
-            "timeout_s": partial(wait, p),
-            "every_s": lambda v: single(8).wait(5.0, on_progress=silent, every_s=v),
-        },
-        "Transfer.wait_async": {
-            "timeout_s": partial(wait_async, p),
-            "every_s": partial(progress_async, single),
-        },
+        "Transfer.wait": {"timeout_s": partial(wait, p)},
+        "Transfer.wait_async": {"timeout_s": partial(wait_async, p)},
         "Message.wait": {"timeout_s": partial(wait, p)},
         "Message.wait_async": {"timeout_s": partial(wait_async, p)},
         "Removal.wait": {"timeout_s": partial(wait, p)},
@@ -239,24 +233,6 @@ def wait_async(p: Pair, timeout_s: object) -> None:
             raise
     finally:
         coroutine.close()
-
-
-def progress_async(single: Callable[..., tep.Transfer], every_s: object) -> None:
-    """As for wait_async: what is no number of seconds is refused first."""
-    coroutine = single(8).wait_async(5.0, on_progress=silent, every_s=every_s)
-    try:
-        coroutine.send(None)
-    except (RuntimeError, StopIteration):  # there is no event loop, or it has finished
-        pass
-    except tep.UsageError as error:
-        if "every_s" in str(error):
-            raise
-    finally:
-        coroutine.close()
-
-
-def silent(_: object) -> None:
-    """A progress callback."""
 
 
 def wait(p: Pair, timeout: object) -> None:
@@ -301,7 +277,7 @@ def found_verbs() -> Iterator[tuple[str, str]]:
             if name.startswith("_") or name in INSIDE or (not prefix and name in DRIVERS):
                 continue
             for argument in list(inspect.signature(member).parameters)[1:]:
-                if argument not in {"callback", "handle", "on_progress"}:
+                if argument not in {"callback", "handle"}:
                     yield prefix + name, argument
 
 

@@ -152,7 +152,6 @@ def values(desc: tep.MrDesc) -> list[object]:
         tep.Paged(3),
         tep.Pages([1, 2]),
         tep.PeerEvent(peer="b", epoch=1, kind=tep.PeerChange.LOST, reason="silent"),
-        tep.Progress(1, 2, 3.0, 4.0, 5.0),
         tep.Read(),
         tep.Scatter(8, routing),
         tep.ScatterDst(8, 0, (desc, 0)),
@@ -302,16 +301,6 @@ def test_a_time_to_wait_has_one_name() -> None:
     taking = {w for w, name, _ in ARGUMENTS if name == "timeout_s"}
     assert len(waits) > 10
     assert set() == waits - taking
-
-
-@pytest.mark.parametrize("where", sorted({
-    where for where, name, _ in ARGUMENTS if name == "self"
-    and re.fullmatch(r"Transfer\.wait(_async)?", where)
-}))  # fmt: skip
-def test_what_waits_for_bytes_tells_of_them(where: str) -> None:
-    """256 GB take a while, whether one transfer carries them or a hundred."""
-    taken = {name for w, name, _ in ARGUMENTS if w == where}
-    assert {"timeout_s", "on_progress", "every_s"} <= taken
 
 
 # ---------------------------------------------------------------------- memory

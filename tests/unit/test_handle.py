@@ -252,11 +252,6 @@ def test_a_wait_ends_with_what_a_callback_raises_meanwhile() -> None:
     own.nics[0].finish()
     with pytest.raises(SystemExit):
         still.wait(1)
-    write(own).add_done_callback(_leave)
-    own.turn()
-    own.nics[0].finish()
-    with pytest.raises(SystemExit):
-        write(own).wait(1, on_progress=print)
 
 
 def test_a_coroutine_ends_with_what_a_callback_raises_meanwhile() -> None:
