@@ -19,7 +19,7 @@ from tep.core.imm import check_imm
 from tep.core.path import Link
 from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, plan_single
-from tep.core.region import Job, MrHandle, Remote, Targets, check_source, shifted
+from tep.core.region import Job, MrHandle, Remote, Targets, check_source
 from tep.core.requests import (
     Slices,
     _addresses,
@@ -79,14 +79,6 @@ class ReadJob(Job):
         self.silent: set[tuple[Link, int, int]] = set()
         super().__init__(kind, mr, remotes, columns, None, n + self.owners, total, longest, routing)
         self.split = kind == "single read" or (kind == "gather" and routing.scatter_by == "bytes")
-
-    def moved(self, here: int, there: int, imm: Column | None) -> ReadJob:
-        """The same read elsewhere, with this immediate for the owners."""
-        assert imm is None or isinstance(imm, int)
-        columns = shifted(self.src, here), shifted(self.dst, there), self.nbytes
-        n = self.n - self.owners
-        same = n, self.total, self.longest, self.routing
-        return ReadJob(self.kind, self.mr, self.remotes, columns, imm, *same)
 
 
 def check_sink(mr: object, owner: object, what: str) -> None:

@@ -4,9 +4,6 @@ A prepared transfer follows its verb by construction. What is not known to be fi
 bounds, a peer that was replaced, a region that was given back, a lease) goes through the checks of
 the verb itself, with the arguments that the verb would have been given. Which NICs and paths carry
 the rows is decided at each submit, as for every transfer (`tep.core.group`).
-
-Offsets come in two orders: users say source and target; everything below `submit` says here and
-there, as jobs do, which differs for reads.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from tep.backends.base import Column
 from tep.checks import check_int, shown, unpicklable
 from tep.core.imm import check_imm
 from tep.core.peers import PeerBook, PeerGroup
-from tep.core.read_requests import check_sink, gather_job, paged_read_job, single_read_job
 from tep.core.ready import Laid, Ready
 from tep.core.region import Job, MrHandle, Remote, Targets, check_source
 from tep.core.requests import (
@@ -61,9 +57,9 @@ class _Base(NamedTuple):
 class Prepared:
     """A request whose checks and columns are made once; each `submit` only posts it.
 
-    Made by `engine.prepare_single_write`, `prepare_paged_writes`, `prepare_scatter`,
-    `prepare_barrier`, `prepare_single_read`, `prepare_paged_reads` and `prepare_gather`. It holds
-    no room at the NICs; drop it when it is not needed any more. Any thread may submit.
+    Made by `engine.prepare_single_write`, `prepare_paged_writes`, `prepare_scatter` and
+    `prepare_barrier`. It holds no room at the NICs; drop it when it is not needed any more. Any
+    thread may submit.
 
     Attributes:
         verb: the verb that it stands for.
@@ -74,12 +70,10 @@ class Prepared:
 
     __slots__ = (
         "__weakref__", "_base", "_book", "_generation", "_group", "_last", "_leased", "_machine",
-        "_mr", "_nlocal", "_parts", "_reads", "_routing", "_targets", "laid_out", "submitted",
-        "verb",
+        "_mr", "_nlocal", "_parts", "_routing", "_targets", "laid_out", "submitted",
     )  # fmt: skip
 
-    verbs: ClassVar[tuple[str, ...]]
-    """The verb that writes, and the one that reads."""
+    verb: ClassVar[str]
 
     def __init__(
         self,
@@ -89,10 +83,7 @@ class Prepared:
         routing: Routing,
         *,
         group: PeerGroup | None = None,
-        reads: bool = False,
     ) -> None:
-        self.verb = self.verbs[reads]
-        self._reads = reads
         self._machine = machine
         self._book: PeerBook = machine.peers
         self._nlocal = len(machine.domains)
@@ -112,7 +103,7 @@ class Prepared:
 
     @property
     def rows(self) -> int:
-        """How many writes or reads a submit makes, without `pages`."""
+        """How many writes a submit makes, without `pages`."""
         return self._base.job.n
 
     @property
@@ -124,7 +115,7 @@ class Prepared:
         """One line for reports."""
         job = self._base.job
         return (
-            f"{job.kind} of {job.n} rows, {job.total} bytes {'from' if self._reads else 'to'} "
+            f"{job.kind} of {job.n} rows, {job.total} bytes to "
             f"{names_of(job.remotes)}, prepared: {self.submitted} submitted, laid out "
             f"{self.laid_out} times"
         )
@@ -205,12 +196,12 @@ class Prepared:
         book, verb, targets = self._book, self.verb, self._targets
         generation = book.generation  # first: it may grow meanwhile
         if self._mr is not None:
-            (check_sink if self._reads else check_source)(self._mr, self._machine, verb)
+            check_source(self._mr, self._machine, verb)
         remotes: Remote | Targets
         if isinstance(targets, tuple):
-            remotes = (book.sources if self._reads else book.targets)(targets, self._group, verb)
+            remotes = book.targets(targets, self._group, verb)
         else:
-            remotes = (book.resolve_readable if self._reads else book.resolve)(targets, verb)
+            remotes = book.resolve(targets, verb)
         base = self._lay_out(remotes, None)
         self._machine.check_longest(base.job)
         self._leased = any(remote.held_lease is not None for remote in _each(remotes))
@@ -229,23 +220,22 @@ class Prepared:
         laid = Laid(remotes, self._nlocal)
         return _Base(job, laid, *_room(here, [mine] * len(here)), *_room(there, limits))
 
-    def _at(self, imm: ImmArg, src_offset: int, dst_offset: int, pages: slice | None) -> Job:
+    def _at(self, imm: ImmArg, here: int, there: int, pages: slice | None) -> Job:
         """The request at these offsets, with this immediate."""
         base = self._base if pages is None else self._part(pages)
-        if type(src_offset) is not int:
-            src_offset = check_int(f"{self.verb}: src_offset", src_offset)
-        if type(dst_offset) is not int:
-            dst_offset = check_int(f"{self.verb}: dst_offset", dst_offset)
-        here, there = (dst_offset, src_offset) if self._reads else (src_offset, dst_offset)
+        if type(here) is not int:
+            here = check_int(f"{self.verb}: src_offset", here)
+        if type(there) is not int:
+            there = check_int(f"{self.verb}: dst_offset", there)
         job, laid, here_min, here_max, there_min, there_max = base
         if not (here_min <= here <= here_max and there_min <= there <= there_max):
             return self._refused((here, there), imm, pages)
         known = imm if type(imm) is int and 0 <= imm <= IMM_MAX else self._imm(imm, job.n)
-        # A read's job is its transfer's own. A lease is looked at when rows are dealt out.
-        if self._reads or self._leased or not (known is None or type(known) is int):
+        # A lease is looked at when rows are dealt out.
+        if self._leased or not (known is None or type(known) is int):
             return job.moved(here, there, known)
         found = Ready(job, laid, here, there, known)
-        self._last = (known, src_offset, dst_offset, pages), found
+        self._last = (known, here, there, pages), found
         return found
 
     def _refused(self, offsets: tuple[int, int], imm: ImmArg, pages: slice | None) -> Job:
@@ -253,17 +243,17 @@ class Prepared:
         try:
             return self._job(self._base.job.remotes, offsets, imm, pages)
         except BadRequest as error:
-            src, dst = reversed(offsets) if self._reads else offsets
-            at = f"prepared, at src_offset={shown(src)} dst_offset={shown(dst)}"
+            src, dst = map(shown, offsets)
+            at = f"prepared, at src_offset={src} dst_offset={dst}"
             raise BadRequest(f"{error} ({at})") from None
 
 
 class PreparedSingle(Prepared):
-    """A prepared single write or read."""
+    """A prepared single write."""
 
     __slots__ = ("_here", "_nbytes", "_there")
 
-    verbs = "submit_single_write", "submit_single_read"
+    verb = "submit_single_write"
 
     def __init__(
         self,
@@ -272,11 +262,9 @@ class PreparedSingle(Prepared):
         here: tuple[MrHandle, int],
         there: tuple[Target, int],
         routing: Routing,
-        *,
-        reads: bool = False,
     ) -> None:
         self._nbytes, self._here, self._there = nbytes, here[1], there[1]
-        super().__init__(machine, here[0], there[0], routing, reads=reads)
+        super().__init__(machine, here[0], there[0], routing)
 
     def _job(
         self,
@@ -291,8 +279,6 @@ class PreparedSingle(Prepared):
         if any(offsets):  # else they may be no numbers yet
             here, there = here + offsets[0], there + offsets[1]
         mine, rest = (self._mr, here), (_one(imm), self._routing, self._nlocal)
-        if self._reads:
-            return single_read_job(self._nbytes, (remotes, there), mine, *rest)
         return single_job(self._nbytes, mine, remotes, there, *rest)
 
     def _spans(self, _pages: slice | None) -> tuple[list[Span], list[Span]]:
@@ -302,11 +288,11 @@ class PreparedSingle(Prepared):
 
 
 class PreparedPages(Prepared):
-    """Prepared paged writes or reads."""
+    """Prepared paged writes."""
 
     __slots__ = ("_lists", "_page_bytes")
 
-    verbs = "submit_paged_writes", "submit_paged_reads"
+    verb = "submit_paged_writes"
 
     def __init__(
         self,
@@ -315,11 +301,9 @@ class PreparedPages(Prepared):
         here: tuple[MrHandle, Pages],
         there: tuple[Target, Pages],
         routing: Routing,
-        *,
-        reads: bool = False,
     ) -> None:
         self._page_bytes, self._lists = page_bytes, (here[1], there[1])
-        super().__init__(machine, here[0], there[0], routing, reads=reads)
+        super().__init__(machine, here[0], there[0], routing)
 
     def _cut(self, pages: slice | None, offsets: tuple[int, int] = (0, 0)) -> tuple[Pages, Pages]:
         """Both page lists, or a part of them, at these offsets."""
@@ -343,9 +327,6 @@ class PreparedPages(Prepared):
         assert self._mr is not None
         here, there = self._cut(pages, offsets)
         mine, theirs = (self._mr, here), (remotes, there)
-        if self._reads:
-            rest = _one(imm), self._routing, self._nlocal
-            return paged_read_job(self._page_bytes, theirs, mine, *rest)
         return paged_job(self._page_bytes, mine, theirs, imm, self._routing, self._nlocal)
 
     def _spans(self, pages: slice | None) -> tuple[list[Span], list[Span]]:
@@ -375,15 +356,15 @@ class PreparedPages(Prepared):
         return found
 
     def _imm(self, imm: ImmArg, rows: int) -> Column | None:
-        return _one(imm) if self._reads else imm_column(self.verb, imm, rows)
+        return imm_column(self.verb, imm, rows)
 
 
 class PreparedSlices(Prepared):
-    """A prepared scatter or gather."""
+    """A prepared scatter."""
 
     __slots__ = ("_slices",)
 
-    verbs = "submit_scatter", "submit_gather"
+    verb = "submit_scatter"
 
     def __init__(
         self,
@@ -392,11 +373,9 @@ class PreparedSlices(Prepared):
         slices: Slices,
         group: PeerGroup | None,
         routing: Routing,
-        *,
-        reads: bool = False,
     ) -> None:
         self._slices = slices
-        super().__init__(machine, mr, slices.descs, routing, group=group, reads=reads)
+        super().__init__(machine, mr, slices.descs, routing, group=group)
 
     def _job(
         self,
@@ -412,8 +391,7 @@ class PreparedSlices(Prepared):
             here = tuple(int(at) + offsets[0] for at in slices.here)
             there = tuple(int(at) + offsets[1] for at in slices.there)
             slices = Slices(slices.lengths, here, slices.descs, there)
-        make = gather_job if self._reads else scatter_job
-        return make(self._mr, slices, remotes, _one(imm), self._routing, self._nlocal)
+        return scatter_job(self._mr, slices, remotes, _one(imm), self._routing, self._nlocal)
 
     def _spans(self, _pages: slice | None) -> tuple[list[Span], list[Span]]:
         lengths, here, _, there = self._slices
@@ -429,7 +407,7 @@ class PreparedBarrier(Prepared):
 
     __slots__ = ()
 
-    verbs = ("submit_barrier",)
+    verb = "submit_barrier"
 
     def __init__(
         self,

@@ -583,47 +583,6 @@ class TransferEngine:
         """Check a barrier once: `submit(imm)` sends it."""
         return PreparedBarrier(self._machine, dsts, group, routing)
 
-    def prepare_single_read(
-        self,
-        nbytes: int,
-        src: tuple[Target, int],
-        dst: tuple[MrHandle, int],
-        *,
-        routing: Routing = DEFAULT,
-    ) -> Prepared:
-        """Check a single read once, as prepare_single_write does; `submit(imm)` tells the owner."""
-        what = "prepare_single_read"
-        self._check_reads(what)
-        pair_of(what, src, dst, "offset")
-        return PreparedSingle(self._machine, nbytes, dst, src, routing, reads=True)
-
-    def prepare_paged_reads(
-        self,
-        page_bytes: int,
-        src: tuple[Target, Pages],
-        dst: tuple[MrHandle, Pages],
-        *,
-        routing: Routing = DEFAULT,
-    ) -> Prepared:
-        """Check a paged read once, as prepare_paged_writes does; `submit(imm)` tells the owner."""
-        what = "prepare_paged_reads"
-        self._check_reads(what)
-        pair_of(what, src, dst, "pages")
-        return PreparedPages(self._machine, page_bytes, dst, src, routing, reads=True)
-
-    def prepare_gather(
-        self,
-        dst: MrHandle,
-        srcs: Sequence[GatherSrc],
-        *,
-        group: PeerGroup | None = None,
-        routing: Routing = DEFAULT,
-    ) -> Prepared:
-        """Check a gather once; offsets given to `submit` are added to those of every slice."""
-        self._check_reads("prepare_gather")
-        slices = slices_of(srcs, reads=True)
-        return PreparedSlices(self._machine, dst, slices, group, routing, reads=True)
-
     # ------------------------------------------------------------------ messages
 
     def submit_send(

@@ -241,7 +241,6 @@ def _draw_read(dice: Dice, entity: int, theme: str) -> ReadSpec:
         pages=1 if kind == "single" else dice.pick(entity, 4, PAGES),
         by_bytes=dice.below(entity, 5, 2) == 1,
         told=dice.below(entity, 6, 3) > 0,
-        prepared=dice.below(entity, 11, 3) == 0,
         start_ps=start_ps,
         change_ps=start_ps + dice.below(entity, 8, FAULT_PS) if changes else None,
         cancel_ps=dice.below(entity, 10, 900 * _NS) if cancels == 0 else None,

@@ -17,7 +17,6 @@ from tep.api import GatherSrc, Pages, Routing
 from tep.backends.base import Batch
 from tep.core.handle import State
 from tep.core.transfer import Transfer
-from tep.engine import Prepared
 from tep.errors import ClosedError, StaleEpoch
 from tep.sim.faults import Clog, Cut, Mute
 from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Piece, Span
@@ -156,44 +155,33 @@ class Reader:
             env.call_at(env.now + spec.cancel_ps, self._cancel, read)
 
     def _submit(self, read: _Read) -> Transfer:
-        """Submit it; what is prepared reads from byte 0 on, and is submitted at its offset."""
+        """Submit it."""
         spec, span, sender = read.spec, read.span, self._stage.sender
         engine, mr, descs = sender.engine, sender.shelf_mr, [h.shelf_desc for h in read.hosts]
         imm = READ_IMM + read.place if spec.told else None
-        off = span.start if spec.prepared else 0
-        first = span.start - off
-        prepared: Prepared
         match spec.kind:
             case "single":
                 ((there, here, nbytes),) = span.pieces[0]
-                one = nbytes, (descs[0], there - off), (mr, here - off)
-                if not spec.prepared:
-                    return engine.submit_single_read(*one, imm)
-                prepared = engine.prepare_single_read(*one)
+                return engine.submit_single_read(nbytes, (descs[0], there), (mr, here), imm)
             case "paged":
                 lists = [
                     Pages(
                         [(piece[k] - span.start) // span.stride for piece in span.pieces[0]],
                         stride=span.stride,
-                        offset=first,
+                        offset=span.start,
                     )
                     for k in (0, 1)
                 ]
-                pages = spec.size, (descs[0], lists[0]), (mr, lists[1])
-                if not spec.prepared:
-                    return engine.submit_paged_reads(*pages, imm)
-                prepared = engine.prepare_paged_reads(*pages)
+                pages = (descs[0], lists[0]), (mr, lists[1])
+                return engine.submit_paged_reads(spec.size, *pages, imm)
             case "gather":
                 slices = [
-                    GatherSrc(nbytes, here - off, (desc, there - off))
+                    GatherSrc(nbytes, here, (desc, there))
                     for desc, pieces in zip(descs, span.pieces, strict=True)
                     for there, here, nbytes in pieces
                 ]
                 by = Routing(scatter_by="bytes" if spec.by_bytes else "peers")
-                if not spec.prepared:
-                    return engine.submit_gather(mr, slices, imm, routing=by)
-                prepared = engine.prepare_gather(mr, slices, routing=by)
-        return prepared.submit(imm, src_offset=off, dst_offset=off)
+                return engine.submit_gather(mr, slices, imm, routing=by)
 
     def _cancel(self, read: _Read) -> None:
         assert read.handle is not None

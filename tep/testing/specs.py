@@ -176,7 +176,6 @@ class ReadSpec:
         pages: of a paged read; slices of a gather.
         by_bytes: a gather's slices go over all NICs.
         told: the owners get an immediate when all is read, and free what was read.
-        prepared: it is prepared once, and submitted at an offset.
         start_ps: when it is submitted.
         change_ps: when the owners write new bytes there, or None.
         cancel_ps: when it is cancelled, counted from its start, or None.
@@ -187,7 +186,6 @@ class ReadSpec:
     pages: int = 1
     by_bytes: bool = False
     told: bool = False
-    prepared: bool = False
     start_ps: int = 1
     change_ps: int | None = None
     cancel_ps: int | None = None

@@ -146,7 +146,6 @@ def reads(draw: DrawFn) -> ReadSpec:
         pages=draw(st.integers(1, PAGES_MAX)),
         by_bytes=draw(st.booleans()),
         told=draw(st.booleans()),
-        prepared=draw(st.booleans()),
         start_ps=draw(_times(4000)),
         change_ps=draw(st.none() | _times(4000)),
         cancel_ps=draw(st.none() | st.integers(0, 900 * _NS)),

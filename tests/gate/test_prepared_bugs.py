@@ -12,7 +12,7 @@ from tep.core.ready import Dealt, Laid
 from tep.engine import prepared
 from tep.engine.prepared import Prepared
 from tests.gate.registry import Change, changed
-from tests.property.test_prepared import NBYTES, READS, WRITES, Happens, Submit, World
+from tests.property.test_prepared import NBYTES, WRITES, Happens, Submit, World
 from tests.support.planted import first_shown
 
 SEEDS = 150
@@ -25,7 +25,7 @@ def run(seed: int) -> None:
     dice = random.Random(seed)
     nics = dice.randint(1, 3), dice.randint(1, 3), dice.randint(1, 2)
     script: list[Submit | Happens] = []
-    kinds = dice.sample(WRITES + READS, 2)  # few, so that a kind comes often at every cursor
+    kinds = dice.sample(WRITES, 2)  # few, so that a kind comes often at every cursor
     for _ in range(50):
         chance = dice.random()
         if chance < 0.04:
@@ -127,18 +127,6 @@ def bounds_forgotten() -> list[Change]:
     return [(prepared, "_room", lambda *_: (-(2**40), 2**40))]
 
 
-def reads_share_a_job() -> list[Change]:
-    """Two reads at the same offsets keep their owners' immediates in one place."""
-    at = Prepared._at
-
-    def kept(self, imm, src_offset, dst_offset, pages):
-        found = at(self, imm, src_offset, dst_offset, pages)
-        self._last = (imm, src_offset, dst_offset, pages), found
-        return found
-
-    return [(Prepared, "_at", kept)]
-
-
 BUGS = [
     leases_are_checked_once,
     peers_are_looked_up_once,
@@ -149,7 +137,6 @@ BUGS = [
     batches_in_use_are_posted,
     columns_stay,
     bounds_forgotten,
-    reads_share_a_job,
 ]
 
 

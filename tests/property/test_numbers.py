@@ -82,7 +82,6 @@ def verbs(p: Pair) -> dict[str, Rules]:
     single = partial(e.submit_single_write, src=(p.mr, 0), dst=(p.desc, 0))
     paged = partial(e.submit_paged_writes, src=(p.mr, pages), dst=(p.desc, pages))
     prepare_pages = partial(e.prepare_paged_writes, src=(p.mr, pages), dst=(p.desc, pages))
-    prepare_reads = partial(e.prepare_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
     scatter = partial(e.submit_scatter, p.mr)
     read = partial(e.submit_single_read, src=(p.desc, 0), dst=(p.mr, 0))
     reads = partial(e.submit_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
@@ -157,16 +156,10 @@ def verbs(p: Pair) -> dict[str, Rules]:
             "srcs": gather,
         },
         "prepare_single_write": singles(e.prepare_single_write, p.mr, p.desc),
-        "prepare_single_read": singles(e.prepare_single_read, p.desc, p.mr),
         "prepare_paged_writes": lists(prepare_pages),
-        "prepare_paged_reads": lists(prepare_reads),
         "prepare_scatter": {
             **other,
             **numbers(e.prepare_scatter, "routing", src=p.mr, dsts=[(8, 0, (p.desc, 0))]),
-        },
-        "prepare_gather": {
-            **other,
-            **numbers(e.prepare_gather, "routing", dst=p.mr, srcs=[(8, 0, (p.desc, 0))]),
         },
         "prepare_barrier": {**other, "routing": lambda v: e.prepare_barrier([p.desc], routing=v)},
         "Prepared.submit": {

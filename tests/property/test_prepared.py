@@ -22,9 +22,6 @@ NBYTES = 4096
 PAGE = 32
 PAGES = 12
 WRITES = ("single", "pages", "scatter", "barrier", "leased")
-READS = ("single read", "paged read", "gather", "leased read")
-PAGED = ("pages", "paged read")
-OPEN = tep.Access.SOURCE_AND_TARGET | tep.Access.READABLE
 END_US = 3000
 Log = list[tuple[object, ...]]
 
@@ -58,7 +55,7 @@ imms = st.one_of(
 indices = st.one_of(st.none(), st.integers(-PAGES - 1, PAGES + 1))
 slices = st.builds(slice, indices, indices, st.sampled_from([None, 1, 2, 3, -1]))
 submits = st.builds(
-    Submit, st.sampled_from(WRITES + READS), imms, numbers, numbers, st.one_of(st.none(), slices)
+    Submit, st.sampled_from(WRITES), imms, numbers, numbers, st.one_of(st.none(), slices)
 )
 events = st.one_of(
     st.builds(Happens, st.just("pass"), st.integers(0, 40)),
@@ -79,15 +76,10 @@ class World:
         self.a, self.b, self.c = a, b, c
         self.sources = [(np.arange(NBYTES) * step % 251).astype(np.uint8) for step in (7, 5)]
         self.mr, self.other = (a.reg_mr(memory)[0] for memory in self.sources)
-        self.targets = [np.full(NBYTES, 7 + k, np.uint8) for k in range(4)]
-        _, self.to_b = b.reg_mr(self.targets[0], access=OPEN)
-        _, self.to_c = c.reg_mr(self.targets[1], access=OPEN)
-        self.grants = [
-            b.lease(b.reg_mr(memory, access=OPEN)[0], a.main_address, for_s=1.0, access=access)
-            for memory, access in zip(
-                self.targets[2:], (tep.Access.TARGET, tep.Access.READABLE), strict=True
-            )
-        ]
+        self.targets = [np.full(NBYTES, 7 + k, np.uint8) for k in range(3)]
+        _, self.to_b = b.reg_mr(self.targets[0])
+        _, self.to_c = c.reg_mr(self.targets[1])
+        self.grant = b.lease(b.reg_mr(self.targets[2])[0], a.main_address, for_s=1.0)
         order = np.random.default_rng(seed)
         self.lists = (
             tep.Pages(order.permutation(PAGES), offset=256),
@@ -103,13 +95,7 @@ class World:
             ),
             "scatter": a.prepare_scatter(self.other, self.slices(0, 0), group=self.group),
             "barrier": a.prepare_barrier(self.descs()),
-            "leased": a.prepare_single_write(64, (self.other, 64), (self.grants[0].lease, 64)),
-            "single read": a.prepare_single_read(96, (self.to_b, 200), (self.mr, 100)),
-            "paged read": a.prepare_paged_reads(
-                PAGE, (self.to_b, self.lists[0]), (self.mr, self.lists[1])
-            ),
-            "gather": a.prepare_gather(self.other, self.pieces(0, 0), group=self.group),
-            "leased read": a.prepare_single_read(64, (self.grants[1].lease, 64), (self.other, 64)),
+            "leased": a.prepare_single_write(64, (self.other, 64), (self.grant.lease, 64)),
         }
         self.handles: list[tep.Transfer] = []
         self.log: list[object] = []
@@ -120,12 +106,9 @@ class World:
     def slices(self, src: int, dst: int) -> list[tep.ScatterDst]:
         return [tep.ScatterDst(n, at + src, (d, to + dst)) for n, at, d, to in self.parts]
 
-    def pieces(self, src: int, dst: int) -> list[tep.GatherSrc]:
-        return [tep.GatherSrc(n, at + dst, (d, to + src)) for n, at, d, to in self.parts]
-
     def submit(self, s: Submit) -> tep.Transfer:
         """Submit it, one way or the other."""
-        a, pages = self.a, s.pages if s.kind in PAGED else None
+        a, pages = self.a, s.pages if s.kind == "pages" else None
         src, dst = (0, 0) if s.kind == "barrier" else (s.src_offset, s.dst_offset)
         if self.prepared:
             ready = self.ready[s.kind]
@@ -136,33 +119,24 @@ class World:
                     96, (self.mr, 100 + src), (self.to_b, 200 + dst), s.imm
                 )
             case "leased":
-                to = self.grants[0].lease, 64 + dst
+                to = self.grant.lease, 64 + dst
                 return a.submit_single_write(64, (self.other, 64 + src), to, s.imm)
             case "scatter":
                 return a.submit_scatter(self.other, self.slices(src, dst), s.imm, group=self.group)
             case "barrier":
                 return a.submit_barrier(self.descs(), s.imm)
-            case "single read":
-                return a.submit_single_read(96, (self.to_b, 200 + src), (self.mr, 100 + dst), s.imm)
-            case "leased read":
-                at = self.grants[1].lease, 64 + src
-                return a.submit_single_read(64, at, (self.other, 64 + dst), s.imm)
-            case "gather":
-                return a.submit_gather(self.other, self.pieces(src, dst), s.imm, group=self.group)
         part = slice(None) if pages is None else pages
         first, second = (
             tep.Pages(one.indices[part], stride=one.stride, offset=one.offset + offset)
             for one, offset in zip(self.lists, (src, dst), strict=True)
         )
-        if s.kind == "pages":
-            return a.submit_paged_writes(PAGE, (self.mr, first), (self.to_b, second), s.imm)
-        return a.submit_paged_reads(PAGE, (self.to_b, first), (self.mr, second), s.imm)
+        return a.submit_paged_writes(PAGE, (self.mr, first), (self.to_b, second), s.imm)
 
     def is_no_list(self, s: Submit) -> bool:
         """Whether tep.Pages itself refuses the list of a submit."""
         offsets = self.lists[0].offset + s.src_offset, self.lists[1].offset + s.dst_offset
         none = s.pages is not None and not range(PAGES)[s.pages]
-        return s.kind in PAGED and (none or min(offsets) < 0)
+        return s.kind == "pages" and (none or min(offsets) < 0)
 
     def happens(self, event: Happens) -> None:
         """Change what is underneath."""
@@ -179,8 +153,7 @@ class World:
             case "deregister":
                 self.a.deregister(self.mr)
             case "revoke":
-                for grant in self.grants:
-                    grant.revoke()
+                self.grant.revoke()
             case "remove":
                 self.a.remove_peer(self.c.main_address)
 
@@ -320,7 +293,6 @@ def test_bad_input_is_refused_by_name() -> None:
         pages = tep.Pages(range(8))
         paged = p.a.prepare_paged_writes(64, (p.mr, pages), (p.desc, pages))
         single = p.a.prepare_single_write(64, (p.mr, 0), (p.desc, 0))
-        read = p.a.prepare_single_read(64, (p.desc, 0), (p.mr, 0))
         for call, words in (
             (lambda: paged.submit(1, pages=3), "pages=3 is no slice"),
             (lambda: paged.submit(1, pages=slice(8, 9)), "are none of 8 pages"),
@@ -332,20 +304,10 @@ def test_bad_input_is_refused_by_name() -> None:
             (lambda: p.a.prepare_single_write(64, p.mr, (p.desc, 0)), "prepare_single_write: src="),
             (lambda: p.a.prepare_single_write(9000, (p.mr, 0), (p.desc, 0)), "9000 are outside"),
             (lambda: p.a.prepare_scatter(p.mr, []), "no targets"),
-            (lambda: p.a.prepare_gather(p.mr, []), "no sources"),
             (
-                lambda: p.a.prepare_gather(p.mr, [1]),
-                "submit_gather: slice 0 is 1; a slice is tep.G",
+                lambda: single.submit(1, src_offset=8192),
+                "source bytes 8192 .. 8256 .*src_offset=8192 dst_offset=0",
             ),
-            (
-                lambda: p.a.prepare_paged_reads(64, p.desc, (p.mr, pages)),
-                "prepare_paged_reads: src=",
-            ),
-            (
-                lambda: read.submit(1, src_offset=8192),
-                "source bytes 8192 .. 8256 .*src_offset=8192",
-            ),
-            (lambda: read.submit(1, dst_offset=8192), "destination bytes 8192 .*dst_offset=8192"),
             (lambda: p.a.prepare_barrier([p.desc]).submit(), "imm=None"),
             (lambda: p.a.prepare_barrier([p.desc]).submit(1, src_offset=8), "it has no bytes"),
         ):
