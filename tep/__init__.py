@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from tep.api import (
         Barrier,
         EngineOptions,
-        GatherSrc,
         Paged,
         Pages,
         Read,
@@ -74,7 +73,6 @@ __all__ = [
     "EngineStats",
     "Expectation",
     "FabricError",
-    "GatherSrc",
     "Grant",
     "ImmCounter",
     "InDoubt",
@@ -130,7 +128,6 @@ _ROOMS = {
     "tep.api": (
         "Barrier",
         "EngineOptions",
-        "GatherSrc",
         "Paged",
         "Pages",
         "Read",

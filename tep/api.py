@@ -29,7 +29,6 @@ __all__ = [
     "Barrier",
     "CudaDevice",
     "EngineOptions",
-    "GatherSrc",
     "Paged",
     "Pages",
     "Read",
@@ -167,20 +166,6 @@ class ScatterDst(NamedTuple):
     nbytes: int
     src: int
     dst: tuple[Target, int]
-
-
-class GatherSrc(NamedTuple):
-    """One slice from one peer.
-
-    Attributes:
-        nbytes: length of the slice; 0 is legal.
-        dst: byte offset in the destination region, where it comes to.
-        src: source descriptor, or lease, and byte offset in it.
-    """
-
-    nbytes: int
-    dst: int
-    src: tuple[Target, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

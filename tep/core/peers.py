@@ -278,15 +278,6 @@ class PeerBook:
             if remote.steady is not None and remote.steady[1].mr is mr:
                 remote.steady = None
 
-    def sources(self, descs: Sequence[Target], group: PeerGroup | None, what: str) -> Targets:
-        """The regions that one gather reads from. Raises as targets() does."""
-        if not descs:
-            raise BadRequest(f"{what}: no sources")
-        remotes = [self.resolve_readable(desc, what) for desc in descs]
-        if group is not None:
-            group.check(remotes, self, what)
-        return Targets(remotes)
-
     def targets(self, descs: Sequence[Target], group: PeerGroup | None, what: str) -> Targets:
         """The targets of one scatter or barrier.
 

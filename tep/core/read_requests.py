@@ -6,11 +6,7 @@ the owner. Nothing here queues or posts.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from typing import TypeVar
-
-import numpy as np
 
 from tep.api import Pages, Routing
 from tep.backends.base import Column
@@ -19,9 +15,8 @@ from tep.core.imm import check_imm
 from tep.core.path import Link
 from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, plan_single
-from tep.core.region import Job, MrHandle, Remote, Targets, check_source
+from tep.core.region import Job, MrHandle, Remote, check_source
 from tep.core.requests import (
-    Slices,
     _addresses,
     _check_pages,
     _check_range,
@@ -35,7 +30,6 @@ from tep.wire import Target
 __all__ = [
     "ReadJob",
     "check_sink",
-    "gather_job",
     "paged_read_job",
     "pair_of",
     "single_read_job",
@@ -45,17 +39,17 @@ T = TypeVar("T")
 
 
 class ReadJob(Job):
-    """One read as columns. `n` counts the immediates that follow it, too: one for each owner.
+    """One read as columns. `n` counts the immediate that follows it, too.
 
     Attributes:
-        owner_imm: the immediate that each owner gets once all rows are back; None: none.
-        owners: how many immediates that are.
-        after: these immediates, while they wait for the rows.
-        leased: whether any of its sources is read under a lease.
+        owner_imm: the immediate that the owner gets once all rows are back; None: none.
+        told: how many immediates that are: 0 or 1.
+        after: this immediate, while it waits for the rows.
+        leased: whether its source is read under a lease.
         silent: paths, by link and NICs, on which a row of it got no answer since one came back.
     """
 
-    __slots__ = ("after", "leased", "owner_imm", "owners", "silent")
+    __slots__ = ("after", "leased", "owner_imm", "silent", "told")
     is_read = True
     is_plain = False
 
@@ -63,7 +57,7 @@ class ReadJob(Job):
         self,
         kind: str,
         mr: MrHandle | None,
-        remotes: Remote | Targets,
+        remote: Remote,
         columns: tuple[Column, Column, Column],
         imm: int | None,
         n: int,
@@ -72,13 +66,12 @@ class ReadJob(Job):
         routing: Routing,
     ) -> None:
         self.owner_imm = None if imm is None else check_imm(imm)
-        owners = [remotes] if isinstance(remotes, Remote) else remotes.remotes
-        self.owners = 0 if imm is None else len({remote.link for remote in owners})
-        self.leased = any(remote.held_lease is not None for remote in owners)
+        self.told = int(imm is not None)
+        self.leased = remote.held_lease is not None
         self.after: Pending | None = None
         self.silent: set[tuple[Link, int, int]] = set()
-        super().__init__(kind, mr, remotes, columns, None, n + self.owners, total, longest, routing)
-        self.split = kind == "single read" or (kind == "gather" and routing.scatter_by == "bytes")
+        super().__init__(kind, mr, remote, columns, None, n + self.told, total, longest, routing)
+        self.split = kind == "single read"
 
 
 def check_sink(mr: object, owner: object, what: str) -> None:
@@ -175,58 +168,3 @@ def paged_read_job(
     )
     total = npages * page_bytes
     return ReadJob("paged read", mr.root, remote, columns, imm, npages, total, page_bytes, routing)
-
-
-def gather_job(
-    mr: MrHandle,
-    slices: Slices,
-    targets: Targets,
-    imm: int | None,
-    routing: Routing,
-    nlocal: int,
-) -> ReadJob:
-    """Check a gather: one slice of each source comes to one place of the destination region.
-
-    Raises:
-        BadRequest: a slice outside its region, destination slices that overlap, an immediate
-            beyond 32 bits, or a NIC that is not there.
-    """
-    verb = "submit_gather"
-    _check_routing(verb, routing, nlocal)
-    if routing.scatter_by == "peers":
-        _refuse_shards(verb, routing, "it needs scatter_by='bytes'")
-    rows = []
-    each = zip(targets.remotes, slices.lengths, slices.here, slices.there, strict=True)
-    for k, (remote, *part) in enumerate(each):
-        what = f"{verb}: slice {k}"
-        nbytes = check_int(f"{what}: nbytes", part[0])
-        here = check_int(f"{what}: dst", part[1])
-        there = check_int(f"{what}: source offset", part[2])
-        _check_range(what, "destination", here, nbytes, mr.memory.nbytes, mr)
-        _check_range(what, "source", there, nbytes, remote.nbytes, remote.desc)
-        if nbytes > ROW_BYTES_MAX and routing.scatter_by == "peers":
-            raise BadRequest(
-                f"{what}: {nbytes} bytes; a slice is {ROW_BYTES_MAX} at the most, cut it"
-            )
-        rows.append((mr.memory.ptr + here, there, nbytes))
-    _refuse_shared_sink(verb, rows, mr)
-    sinks, places, lengths = (np.array(column, np.uint64) for column in zip(*rows, strict=True))
-    n = len(rows)
-    if routing.scatter_by == "bytes":
-        cut = zip((row[2] for row in rows), targets.nics, strict=True)
-        n = sum(len(plan_single(nbytes, nlocal, nics, 0, routing).shares) for nbytes, nics in cut)
-    total, longest = sum(row[2] for row in rows), max(row[2] for row in rows)
-    columns = (sinks, places, lengths)
-    return ReadJob("gather", mr.root, targets, columns, imm, n, total, longest, routing)
-
-
-def _refuse_shared_sink(verb: str, rows: Sequence[tuple[int, int, int]], mr: MrHandle) -> None:
-    """Refuse slices that share bytes here: which would win is undefined on every fabric."""
-    spans = sorted((at, at + nbytes, k) for k, (at, _, nbytes) in enumerate(rows) if nbytes)
-    for (_, stop, k), (start, _, other) in itertools.pairwise(spans):
-        if start < stop:
-            one, two = sorted((k, other))
-            raise BadRequest(
-                f"{verb}: slices {one} and {two} overlap: both bring bytes to "
-                f"{start - mr.memory.ptr} and on of {mr!r}"
-            )

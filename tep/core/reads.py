@@ -3,8 +3,8 @@
 Reads stand apart from writes, so that no write pays for them; what they share is the group's: the
 batches by ctx, the choice of a path, what is known of NICs. Rule 1: only this file posts reads.
 Rule 2: a row is posted again only after its first posting has certainly ended (C30), so that no old
-posting writes over a newer one, nor over memory that was given back. Rule 3: the owners'
-immediates are queued when all rows of the transfer are back, and not at all if one has failed.
+posting writes over a newer one, nor over memory that was given back. Rule 3: the owner's
+immediate is queued when all rows of the transfer are back, and not at all if one has failed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
 from tep.core.events import PeerRestarted
 from tep.core.group import DomainGroup, not_made_good
 from tep.core.path import Link
-from tep.core.pending import Pending, cut_column, ints, row_error
-from tep.core.plan import lanes, plan_paged, plan_single, plan_targets
+from tep.core.pending import Pending, cut_column, row_error
+from tep.core.plan import lanes, plan_paged, plan_single
 from tep.core.read_requests import ReadJob
 from tep.core.region import Remote, shifted
 from tep.core.transfer import Transfer
@@ -51,7 +51,7 @@ class _Reading(Pending):
 
 
 class _Following(_Reading):
-    """The immediates of a read while its rows are out. It is in no queue; only its rows count."""
+    """The immediate of a read while its rows are out. It is in no queue; only its row counts."""
 
     __slots__ = ()
 
@@ -62,7 +62,7 @@ class Reads:
     Args:
         group: its NICs.
         options: how many rows in a turn, and whether rows are posted again.
-        late: why the bytes of a read came after the end of its leases; None: they did not.
+        late: why the bytes of a read came after the end of its lease; None: they did not.
 
     Attributes:
         outstanding: rows in flight, of each NIC.
@@ -95,40 +95,20 @@ class Reads:
         """Deal a transfer's job out to the NICs' queues. Nothing is posted yet."""
         job, group = transfer.job, self._group
         assert isinstance(job, ReadJob)
-        if job.owners:
+        if job.told:
             self._hold_back(transfer, job)
         try:
             group.first_alive()
         except FabricError as error:
-            group.lose(transfer, transfer.left - job.owners, error)
+            group.lose(transfer, transfer.left - job.told, error)
             return
-        if isinstance(job.remotes, Remote):
-            self._deal(transfer, job, job.remotes, (job.src, job.dst, job.nbytes))
-            return
-        remotes = job.remotes.remotes
-        columns = (ints(column, len(remotes)) for column in (job.src, job.dst, job.nbytes))
-        slices = list(zip(remotes, *columns, strict=True))
-        if job.split:
-            for remote, here, offset, nbytes in slices:
-                self._deal(transfer, job, remote, (here, remote.bases[0] + offset, nbytes))
-            return
-        nlocal, nics = len(group.domains), job.remotes.nics
-        shares = plan_targets(nics, nlocal, self._cursor, job.routing.domain)
-        self._cursor = (self._cursor + 1) % (nlocal * job.remotes.cycle)
-        for share, (remote, here, offset, nbytes) in zip(shares, slices, strict=True):
-            there = remote.bases[0] + offset
-            self._enqueue(transfer, (share.domain, share.remote), remote, (here, there, nbytes), 1)
+        self._deal(transfer, job)
 
-    def _deal(
-        self,
-        transfer: Transfer,
-        job: ReadJob,
-        remote: Remote,
-        columns: tuple[Column, Column, Column],
-    ) -> None:
-        """One region: by bytes where the columns are one piece, else by rows."""
+    def _deal(self, transfer: Transfer, job: ReadJob) -> None:
+        """Deal it out by bytes where the columns are one piece, else by rows."""
+        remote, here, there, nbytes = job.remotes, job.src, job.dst, job.nbytes
+        assert isinstance(remote, Remote)
         nlocal = len(self._group.domains)
-        here, there, nbytes = columns
         cursor = self._cursor % lanes(nlocal, remote.nics)
         if job.split:
             assert isinstance(here, int)
@@ -139,7 +119,7 @@ class Reads:
                 part = (here + share.start, there + share.start, share.stop - share.start)
                 self._enqueue(transfer, share[:2], remote, part, 1)
         else:
-            n = job.n - job.owners
+            n = job.n - job.told
             plan = plan_paged(n, nlocal, remote.nics, cursor, job.routing.domain)
             for share in plan.shares:
                 cut = [cut_column(column, share.start, share.stop) for column in (here, there)]
@@ -270,7 +250,7 @@ class Reads:
             transfer.left -= count
         if over:
             del group.batches[ctx]
-        if transfer.left == job.owners and not transfer.is_ending():  # all rows are back
+        if transfer.left == job.told and not transfer.is_ending():  # all rows are back
             transfer.failure = self._late(transfer) if job.leased else None
             if transfer.failure is not None:
                 group.drop_queued(transfer)
@@ -382,24 +362,23 @@ class Reads:
                 return here, there
         raise FabricError("no path is left for this read", code="UNREACHABLE")
 
-    # ------------------------------------------------------------------ the owners' immediates
+    # ------------------------------------------------------------------ the owner's immediate
 
     def _hold_back(self, transfer: Transfer, job: ReadJob) -> None:
-        """Let the immediates wait: they count as queued rows, so a cancel or failure drops them."""
-        remotes = [job.remotes] if isinstance(job.remotes, Remote) else job.remotes.remotes
-        owners = list({remote.link: remote for remote in reversed(remotes)}.values())
-        batch = WriteBatch(len(owners), 0, 0, 0, 0, 0, 0, job.owner_imm, 0)
-        job.after = _Following(transfer, 0, batch, owners, [0] * len(owners))
+        """Let the immediate wait: it counts as a queued row, so a cancel or failure drops it."""
+        assert isinstance(job.remotes, Remote)
+        batch = WriteBatch(1, 0, 0, 0, 0, 0, 0, job.owner_imm, 0)
+        job.after = _Following(transfer, 0, batch, job.remotes, 0)
         self._group.enter(job.after)
 
     def _follow(self, transfer: Transfer, job: ReadJob) -> None:
-        """All rows are back: queue an empty row with the immediate for each owner."""
+        """All rows are back: queue an empty row with the immediate for the owner."""
         after, job.after = job.after, None
         assert isinstance(after, _Following)
+        assert isinstance(after.remotes, Remote)
         group = self._group
         group.cut(after)
-        for remote in after.remotes if not isinstance(after.remotes, Remote) else ():
-            try:
-                group.enqueue_imm(transfer, remote, job.owner_imm)
-            except TepError as error:  # every path is fenced off, or there is no connection
-                group.lose(transfer, 1, error)
+        try:
+            group.enqueue_imm(transfer, after.remotes, job.owner_imm)
+        except TepError as error:  # every path is fenced off, or there is no connection
+            group.lose(transfer, 1, error)

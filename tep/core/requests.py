@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import GatherSrc, Pages, Routing, ScatterDst
+from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
 from tep.checks import check_int, check_kind, shown
 from tep.core.imm import check_imm
@@ -150,7 +150,7 @@ def paged_job(
 
 
 class Slices(NamedTuple):
-    """The slices of a scatter or gather as columns; nothing is checked yet.
+    """The slices of a scatter as columns; nothing is checked yet.
 
     Attributes:
         lengths: bytes of each.
@@ -165,8 +165,8 @@ class Slices(NamedTuple):
     there: tuple[int, ...]
 
 
-def slices_of(listed: Sequence[ScatterDst] | Sequence[GatherSrc], *, reads: bool = False) -> Slices:
-    """Turn a list of slices into columns; `reads`: it is a gather's.
+def slices_of(listed: Sequence[ScatterDst]) -> Slices:
+    """Turn a list of slices into columns.
 
     Raises:
         BadRequest: something in it is no slice.
@@ -177,23 +177,18 @@ def slices_of(listed: Sequence[ScatterDst] | Sequence[GatherSrc], *, reads: bool
         lengths, here, places = zip(*listed, strict=True)
         return Slices(lengths, here, *zip(*places, strict=True))
     except (TypeError, ValueError):
-        raise _no_slices(listed, reads=reads) from None
+        raise _no_slices(listed) from None
 
 
-def _no_slices(listed: object, *, reads: bool) -> BadRequest:
+def _no_slices(listed: object) -> BadRequest:
     """Which of the slices is none."""
-    verb, name, kind, at = (
-        ("submit_gather", "srcs", "GatherSrc", "dst")
-        if reads
-        else ("submit_scatter", "dsts", "ScatterDst", "src")
-    )
-    form = f"a slice is tep.{kind}(nbytes, {at}, (descriptor, offset))"
+    form = "a slice is tep.ScatterDst(nbytes, src, (descriptor, offset))"
     for k, one in enumerate(listed if isinstance(listed, list | tuple) else ()):
         try:
             _, _, (_, _) = one
         except (TypeError, ValueError):
-            return BadRequest(f"{verb}: slice {k} is {shown(one)}; {form}")
-    return BadRequest(f"{verb}: {name}={shown(listed)} is no list of slices; {form}")
+            return BadRequest(f"submit_scatter: slice {k} is {shown(one)}; {form}")
+    return BadRequest(f"submit_scatter: dsts={shown(listed)} is no list of slices; {form}")
 
 
 def scatter_job(

@@ -35,7 +35,7 @@ class TransferStats:
     """One transfer.
 
     Attributes:
-        kind: "single", "paged", "scatter", "barrier", "single read", "paged read" or "gather".
+        kind: "single", "paged", "scatter", "barrier", "single read" or "paged read".
         state: "pending", "done" (the handle is `ok`), "cancelled" or "failed".
         rows: writes, or reads and the immediates that follow them, that it makes in all.
         nbytes: bytes it moves in all.

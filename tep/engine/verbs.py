@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, Self, overload
 
-from tep.api import EngineOptions, GatherSrc, Pages, Routing, ScatterDst, Sender
+from tep.api import EngineOptions, Pages, Routing, ScatterDst, Sender
 from tep.backends import open_device
 from tep.backends.base import Access, Domain
 from tep.checks import (
@@ -33,7 +33,6 @@ from tep.core.path import Link
 from tep.core.peers import PeerGroup
 from tep.core.read_requests import (
     check_sink,
-    gather_job,
     paged_read_job,
     pair_of,
     single_read_job,
@@ -503,28 +502,6 @@ class TransferEngine:
         pair_of(what, src, dst, "pages")
         remote = self._source(src[0], dst[0], what)
         job = paged_read_job(page_bytes, (remote, src[1]), dst, imm, routing, len(self._domains))
-        return self._machine.submit(job, on_done)
-
-    def submit_gather(
-        self,
-        dst: MrHandle,
-        srcs: Sequence[GatherSrc],
-        imm: int | None = None,
-        *,
-        group: PeerGroup | None = None,
-        routing: Routing = DEFAULT,
-        on_done: Callable[[Transfer], object] | None = None,
-    ) -> Transfer:
-        """Read a slice of each source into one region here: a scatter, the other way.
-
-        With an `imm` each owner gets one immediate once all slices of all owners are back.
-        """
-        what = "submit_gather"
-        self._check_reads(what)
-        check_sink(dst, self._machine, what)
-        slices = slices_of(srcs, reads=True)
-        targets = self._peers.sources(slices.descs, group, what)
-        job = gather_job(dst, slices, targets, imm, routing, len(self._domains))
         return self._machine.submit(job, on_done)
 
     # ------------------------------------------------------------------ prepared transfers

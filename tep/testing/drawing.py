@@ -228,7 +228,7 @@ def draw_reads(dice: Dice, theme: str) -> tuple[ReadSpec, ...]:
 
 
 def _draw_read(dice: Dice, entity: int, theme: str) -> ReadSpec:
-    kind: ReadKind = dice.pick(entity, 1, ("single", "paged", "paged", "gather"))
+    kind: ReadKind = dice.pick(entity, 1, ("single", "paged", "paged", "paged"))
     span_ps = SPREAD_PS if theme in ("kill", "restart") else _SPAN_PS
     start_ps = 1 + dice.below(entity, 2, span_ps)
     changes, cancels = (
@@ -239,7 +239,6 @@ def _draw_read(dice: Dice, entity: int, theme: str) -> ReadSpec:
         kind=kind,
         size=dice.pick(entity, 3, _SIZES if kind == "single" else (0, 8, 24, 32)),
         pages=1 if kind == "single" else dice.pick(entity, 4, PAGES),
-        by_bytes=dice.below(entity, 5, 2) == 1,
         told=dice.below(entity, 6, 3) > 0,
         start_ps=start_ps,
         change_ps=start_ps + dice.below(entity, 8, FAULT_PS) if changes else None,

@@ -69,20 +69,18 @@ Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bytes of one read; the same offsets at the owners and at the reader.
+    """The bytes of one read; the same offsets at the owner and at the reader.
 
     Attributes:
         start, stop: everything lies between them.
-        stride: from one page or slice to the next.
-        owners: who is read.
-        pieces: for each owner in turn: a page or slice each, or the whole read.
+        stride: from one page to the next.
+        pieces: a page each, or the whole read.
     """
 
     start: int
     stop: int
     stride: int
-    owners: tuple[str, ...]
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[Piece, ...]
 
 
 def spans_of(scenario: Scenario) -> tuple[Span, ...]:
@@ -90,15 +88,11 @@ def spans_of(scenario: Scenario) -> tuple[Span, ...]:
     at, found = _GAP_BYTES, []
     for place, spec in enumerate(scenario.reads):
         n, stride = 1 if spec.kind == "single" else spec.pages, spec.size + 8
-        pieces = [
+        pieces = tuple(
             (at + (17 * k + place) % n * stride, at + (17 * k + 5) % n * stride, spec.size)
             for k in range(n)
-        ]
-        owners = scenario.names[1:] if spec.kind == "gather" else RECEIVERS[:1]
-        shares = tuple(tuple(pieces[k :: len(owners)]) for k in range(len(owners)))
-        taking = [(name, share) for name, share in zip(owners, shares, strict=True) if share]
-        names, shares = zip(*taking, strict=True)
-        found.append(Span(at, at + n * stride, stride, names, shares))
+        )
+        found.append(Span(at, at + n * stride, stride, pieces))
         at += n * stride + _GAP_BYTES
     return tuple(found)
 

@@ -1,26 +1,26 @@
-"""Node a as a reader, and the owners of what it reads: their bytes change, and are freed.
+"""Node a as a reader, and b, the owner of what it reads: its bytes change, and are freed.
 
 Version v of a byte is its first value plus v. What a read brings must be of versions that were
-there between its submit and its end. An owner that is told that its memory was read writes FREED
+there between its submit and its end. The owner that is told that its memory was read writes FREED
 over it, and the reader REUSED over what a settled read brought: neither may be brought, or
 overwritten, afterwards.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from tep.api import GatherSrc, Pages, Routing
+from tep.api import Pages
 from tep.backends.base import Batch
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.errors import ClosedError, StaleEpoch
 from tep.sim.faults import Clog, Cut, Mute
-from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Piece, Span
-from tep.testing.specs import SENDER, ReadSpec
+from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Span
+from tep.testing.specs import RECEIVERS, SENDER, ReadSpec
 from tep.testing.stage import Stage
 from tep.testing.tap import Mover
 
@@ -35,18 +35,18 @@ class _Read(Mover):
     """One read, from its submit on.
 
     Attributes:
-        hosts: its owners, in the incarnations whose descriptors it names.
-        since: the version of each owner's bytes when it was submitted.
-        told: how often each owner was told that it is over.
+        host: its owner, in the incarnation whose descriptor it names.
+        since: the version of the owner's bytes when it was submitted.
+        told: how often the owner was told that it is over.
         reused: whether its memory here was written over when it settled.
     """
 
     place: int
     spec: ReadSpec
     span: Span
-    hosts: tuple[Host, ...]
-    since: tuple[int, ...]
-    told: dict[Host, int] = field(default_factory=dict)
+    host: Host
+    since: int
+    told: int = 0
     handle: Transfer | None = None
     settled: int = 0
     cancelled: bool = False
@@ -61,11 +61,6 @@ class _Read(Mover):
 
     def is_failing(self) -> bool:
         return self.handle is not None and self.handle.failure is not None
-
-    def pieces(self, host: Host) -> list[Piece]:
-        """What is read of one owner: offset there, offset here, length."""
-        owners = enumerate(self.hosts)
-        return [piece for k, at in owners if at is host for piece in self.span.pieces[k]]
 
     def __str__(self) -> str:
         return f"read {self.place} ({self.spec.kind})"
@@ -110,7 +105,7 @@ class Reader:
         span = self._stage.lab.spans[place]
         for host in self._stage.lab.hosts.values():
             read = self._reads.get(place)
-            freed = read is not None and host in read.told
+            freed = read is not None and host is read.host and read.told > 0
             if host.name != SENDER and host.live and not freed:
                 part = host.shelf[span.start : span.stop]
                 host.shelf[span.start : span.stop] = part.translate(_NEXT)
@@ -121,13 +116,13 @@ class Reader:
         stage, read = self._stage, self._reads.get(place)
         stage.seen["owner told"] += count
         host.used[READ_IMM + place] += count
-        if read is None or host not in read.hosts:
+        if read is None or host is not read.host:
             stage.blame(f"{host.name} was told of read {place}, and was not read")
             return
-        read.told[host] = read.told.get(host, 0) + count
+        read.told += count
         if read.reads_out:
             stage.blame(f"{host.name} was told of {read} while NICs hold rows of it")
-        for there, _, n in read.pieces(host):
+        for there, _, n in read.span.pieces:
             host.shelf[there : there + n] = USED * n
 
     # ------------------------------------------------------------------ the reader
@@ -135,17 +130,16 @@ class Reader:
     def _begin(self, place: int) -> None:
         stage = self._stage
         spec, span = stage.scenario.reads[place], stage.lab.spans[place]
-        hosts = tuple(stage.lab.hosts[name] for name in span.owners)
-        since = tuple(host.versions[place] for host in hosts)
-        read = self._reads[place] = _Read(place, spec, span, hosts, since)
+        host = stage.lab.hosts[RECEIVERS[0]]
+        read = self._reads[place] = _Read(place, spec, span, host, host.versions[place])
         try:
             read.handle = self._submit(read)
         except StaleEpoch:
-            if all(host.live for host in hosts):
-                stage.fail(f"{read}: fresh descriptors refused")
+            if host.live:
+                stage.fail(f"{read}: a fresh descriptor was refused")
             return
         except ClosedError:
-            if not stage.may_refuse(hosts):
+            if not stage.may_refuse([host]):
                 stage.fail(f"{read}: refused by an engine that is open")
             return
         stage.seen["read"] += 1
@@ -157,31 +151,23 @@ class Reader:
     def _submit(self, read: _Read) -> Transfer:
         """Submit it."""
         spec, span, sender = read.spec, read.span, self._stage.sender
-        engine, mr, descs = sender.engine, sender.shelf_mr, [h.shelf_desc for h in read.hosts]
+        engine, mr, desc = sender.engine, sender.shelf_mr, read.host.shelf_desc
         imm = READ_IMM + read.place if spec.told else None
         match spec.kind:
             case "single":
-                ((there, here, nbytes),) = span.pieces[0]
-                return engine.submit_single_read(nbytes, (descs[0], there), (mr, here), imm)
+                ((there, here, nbytes),) = span.pieces
+                return engine.submit_single_read(nbytes, (desc, there), (mr, here), imm)
             case "paged":
                 lists = [
                     Pages(
-                        [(piece[k] - span.start) // span.stride for piece in span.pieces[0]],
+                        [(piece[k] - span.start) // span.stride for piece in span.pieces],
                         stride=span.stride,
                         offset=span.start,
                     )
                     for k in (0, 1)
                 ]
-                pages = (descs[0], lists[0]), (mr, lists[1])
+                pages = (desc, lists[0]), (mr, lists[1])
                 return engine.submit_paged_reads(spec.size, *pages, imm)
-            case "gather":
-                slices = [
-                    GatherSrc(nbytes, here, (desc, there))
-                    for desc, pieces in zip(descs, span.pieces, strict=True)
-                    for there, here, nbytes in pieces
-                ]
-                by = Routing(scatter_by="bytes" if spec.by_bytes else "peers")
-                return engine.submit_gather(mr, slices, imm, routing=by)
 
     def _cancel(self, read: _Read) -> None:
         assert read.handle is not None
@@ -228,16 +214,15 @@ class Reader:
         return None not in lasts and sum(filter(None, lasts)) < chaos.dead_after_ps
 
     def _check_bytes(self, read: _Read) -> None:
-        stage = self._stage
+        stage, host = self._stage, read.host
         here = np.frombuffer(stage.sender.shelf, np.uint8)
-        for host, since, pieces in zip(read.hosts, read.since, read.span.pieces, strict=True):
-            first = np.frombuffer(stage.lab.shelf_of(host.name), np.uint8)
-            for there, at, n in pieces:
-                found = here[at : at + n]
-                age = (found - first[there : there + n]) % _VALUES
-                right = (found < _VALUES) & (since <= age) & (age <= host.versions[read.place])
-                if not right.all():
-                    stage.blame(f"{read} is done, but bytes of {host.name} differ at {at}")
+        first = np.frombuffer(stage.lab.shelf_of(host.name), np.uint8)
+        for there, at, n in read.span.pieces:
+            found = here[at : at + n]
+            age = (found - first[there : there + n]) % _VALUES
+            right = (found < _VALUES) & (read.since <= age) & (age <= host.versions[read.place])
+            if not right.all():
+                stage.blame(f"{read} is done, but bytes of {host.name} differ at {at}")
 
     # ------------------------------------------------------------------ the judgement
 
@@ -256,9 +241,8 @@ class Reader:
             start, stop = read.span.start, read.span.stop
             if read.reused and rest[start:stop] != REUSED * (stop - start):
                 stage.blame(f"bytes of {read} were written after it had settled")
-            for pieces in read.span.pieces:
-                for _, here, n in pieces:
-                    rest[here : here + n] = BLANK * n
+            for _, here, n in read.span.pieces:
+                rest[here : here + n] = BLANK * n
             if read.reused:
                 rest[start:stop] = BLANK * (stop - start)
         if rest.count(BLANK) != len(rest):
@@ -273,10 +257,7 @@ class Reader:
             return
         if not read.settled:
             stage.blame(f"{read} never ended: {handle.describe()}")
-        for host in dict.fromkeys(read.hosts):
-            told = read.told.get(host, 0)
-            due = int(read.spec.told and handle.ok and host.live)
-            if not due <= told <= int(read.spec.told):
-                stage.blame(
-                    f"{read} is {handle.state.value}, and {host.name} was told {told} times"
-                )
+        host, told = read.host, read.told
+        due = int(read.spec.told and handle.ok and host.live)
+        if not due <= told <= int(read.spec.told):
+            stage.blame(f"{read} is {handle.state.value}, and {host.name} was told {told} times")

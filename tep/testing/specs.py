@@ -19,7 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 TransferKind = Literal["single", "paged", "per_page", "scatter", "barrier"]
-ReadKind = Literal["single", "paged", "gather"]
+ReadKind = Literal["single", "paged"]
 
 IMMS: Final = (1, 0x10001, 7, IMM_MAX, 0x20007, 3)
 """The immediate of each transfer, by its place: some alike in their lower 16 bits, the largest."""
@@ -168,23 +168,21 @@ class TransferSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReadSpec:
-    """One read of node a, and what the owners do. Times are ps.
+    """One read of node a, and what the owner does. Times are ps.
 
     Attributes:
-        kind: the verb; a gather reads from b and, where c takes part, from c by turns.
-        size: bytes of the read, of each page, or of each slice.
-        pages: of a paged read; slices of a gather.
-        by_bytes: a gather's slices go over all NICs.
-        told: the owners get an immediate when all is read, and free what was read.
+        kind: the verb; it reads from b.
+        size: bytes of the read, or of each page.
+        pages: of a paged read.
+        told: the owner gets an immediate when all is read, and frees what was read.
         start_ps: when it is submitted.
-        change_ps: when the owners write new bytes there, or None.
+        change_ps: when the owner writes new bytes there, or None.
         cancel_ps: when it is cancelled, counted from its start, or None.
     """
 
     kind: ReadKind = "single"
     size: int = 8
     pages: int = 1
-    by_bytes: bool = False
     told: bool = False
     start_ps: int = 1
     change_ps: int | None = None

@@ -144,7 +144,6 @@ def reads(draw: DrawFn) -> ReadSpec:
         kind=draw(st.sampled_from(get_args(ReadKind))),
         size=draw(st.sampled_from([8, 0, 1, 65, 257, 20_000])),
         pages=draw(st.integers(1, PAGES_MAX)),
-        by_bytes=draw(st.booleans()),
         told=draw(st.booleans()),
         start_ps=draw(_times(4000)),
         change_ps=draw(st.none() | _times(4000)),

@@ -1,4 +1,4 @@
-"""Planted bugs: reads that end too early, are repeated too often, or tell their owners too soon.
+"""Planted bugs: reads that end too early, are repeated too often, or tell their owner too soon.
 
 Their gate, `test_read_bugs`, looks for them in those of the oracle's runs that read: one in three.
 """
@@ -11,7 +11,6 @@ from tep.backends.base import Status
 from tep.core import read_requests, reads
 from tep.core.group import DomainGroup
 from tep.core.reads import Reads
-from tep.core.region import Remote
 from tep.engine import verbs
 from tests.gate.registry import Bug, Change
 
@@ -30,7 +29,7 @@ def bug(budget: int) -> Callable[[Callable[[], list[Change]]], Callable[[], list
     return register
 
 
-# ---------------------------------------------------------------------- the owners' immediates
+# ---------------------------------------------------------------------- the owner's immediate
 
 
 @bug(budget=50)
@@ -58,27 +57,6 @@ def owner_told_at_the_first_row() -> list[Change]:
             self._follow(transfer, transfer.job)
 
     return [(Reads, "finish", first)]
-
-
-@bug(budget=400)
-def owner_told_once_a_slice() -> list[Change]:
-    """A gather tells an owner as often as slices of it are read."""
-    init = read_requests.ReadJob.__init__
-
-    def each(self, *args):
-        init(self, *args)
-        if self.owners and not isinstance(self.remotes, Remote):
-            self.n += len(self.remotes.remotes) - self.owners
-            self.owners = len(self.remotes.remotes)
-
-    def follow(self, transfer, job):
-        after, job.after = job.after, None
-        self._group.cut(after)
-        listed = [job.remotes] if isinstance(job.remotes, Remote) else job.remotes.remotes
-        for remote in listed:
-            self._group.enqueue_imm(transfer, remote, job.owner_imm)
-
-    return [(read_requests.ReadJob, "__init__", each), (Reads, "_follow", follow)]
 
 
 @bug(budget=400)

@@ -85,7 +85,6 @@ def verbs(p: Pair) -> dict[str, Rules]:
     scatter = partial(e.submit_scatter, p.mr)
     read = partial(e.submit_single_read, src=(p.desc, 0), dst=(p.mr, 0))
     reads = partial(e.submit_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
-    gather = partial(e.submit_gather, p.mr)
     grant = p.b.lease(p.dst_mr, p.a.main_address, for_s=1e6)
     watcher = e.alloc_uvm_watcher(lambda *_: None)
     e.submit_recvs(8, 1, repr)
@@ -150,11 +149,6 @@ def verbs(p: Pair) -> dict[str, Rules]:
             "dst": lambda v: read(8, dst=(p.mr, v)),
         },
         "submit_paged_reads": lists(reads, "imm"),
-        "submit_gather": {
-            **other,
-            **numbers(gather, "imm", "routing", srcs=[tep.GatherSrc(8, 0, (p.desc, 0))]),
-            "srcs": gather,
-        },
         "prepare_single_write": singles(e.prepare_single_write, p.mr, p.desc),
         "prepare_paged_writes": lists(prepare_pages),
         "prepare_scatter": {
@@ -322,7 +316,7 @@ def more(rule: Call, name: str) -> None:
 
 NAMED = {
     "src": "source", "dst": "target", "dsts": "submit_scatter", "page_bytes": "page",
-    "nbytes": "bytes", "srcs": "submit_gather",
+    "nbytes": "bytes",
 }  # fmt: skip
 """What messages call an argument, where that is another word."""
 

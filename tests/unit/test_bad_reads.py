@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tep.api import GatherSrc, Pages, Routing
+from tep.api import Pages, Routing
 from tep.backends.base import Access
 from tep.errors import BadRequest
 from tep.units import GiB
@@ -38,18 +38,6 @@ def single(s, nbytes=PAGE, src=0, dst=0, **kw):
 
 def paged(s, src, dst, page=PAGE, **kw):
     return s.e.submit_paged_reads(page, (s.desc, src), (s.mr, dst), **kw)
-
-
-def gather(s, *slices, **kw):
-    return s.e.submit_gather(
-        s.mr, [GatherSrc(n, dst, (s.desc, src)) for n, dst, src in slices], **kw
-    )
-
-
-def gather_of(s, nbytes, **routing):
-    return s.e.submit_gather(
-        s.large, [GatherSrc(nbytes, 0, (s.wide, 0))], routing=Routing(**routing)
-    )
 
 
 REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
@@ -119,37 +107,6 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda s: paged(s, P([0, 1]), P([0, 1], stride=4095)),
         "destination pages overlap: two pages of 4096 bytes start within one page of byte 0",
     ),
-    "gather beyond the source": (
-        lambda s: gather(s, (8, 0, 0), (8, 8, NPAGES * PAGE - 7)),
-        "submit_gather: slice 1: source bytes 32761 .. 32769 are outside",
-    ),
-    "gather beyond the destination": (
-        lambda s: gather(s, (8, NPAGES * PAGE, 0)),
-        "submit_gather: slice 0: destination bytes 32768 .. 32776 are outside",
-    ),
-    "gather of no integer": (
-        lambda s: gather(s, (8, 0, 0), (8.5, 8, 0)),
-        "submit_gather: slice 1: nbytes=8.5 is not an integer",
-    ),
-    "gather to no integer": (lambda s: gather(s, (8, 0.5, 0)), "slice 0: dst=0.5 is not an"),
-    "gather from no integer": (lambda s: gather(s, (8, 0, 0.5)), "source offset=0.5 is not an"),
-    "gather slices overlap": (
-        lambda s: gather(s, (8, 7, 0), (0, 3, 0), (8, 0, 64)),
-        "submit_gather: slices 0 and 2 overlap: both bring bytes to 7 and on of MrHandle(region 1",
-    ),
-    "gather by peers sharded": (
-        lambda s: gather(s, (8, 0, 0), routing=Routing(num_shards=2)),
-        "routing.num_shards=2; it needs scatter_by='bytes'",
-    ),
-    "gather on no NIC": (
-        lambda s: gather(s, (8, 0, 0), routing=Routing(domain=2)),
-        "submit_gather: routing.domain=2, but this engine has NICs 0 to 1",
-    ),
-    "gather of a slice too long": (
-        lambda s: gather_of(s, GiB + 1),
-        "submit_gather: slice 0: 1073741825 bytes; a slice is 1073741824 at the most, cut it",
-    ),
-    "gather of nothing": (gather, "submit_gather: no sources"),
 }
 
 
@@ -172,14 +129,6 @@ GOOD: dict[str, tuple[Callable[[SimpleNamespace], object], int]] = {
         lambda s: paged(s, P([0, 1]), P([0, 2], stride=32), page=64),
         2,
     ),
-    "neighbours, and an empty slice among them": (
-        lambda s: gather(s, (8, 0, 0), (8, 8, 0), (0, 4, 0)),
-        3,
-    ),
-    "slices with room between": (lambda s: gather(s, (8, 64, 0), (8, 0, 0), (8, 9, 0)), 3),
-    "the longest slice": (lambda s: gather_of(s, GiB), 1),
-    "a longer slice by bytes": (lambda s: gather_of(s, 2 * GiB, scatter_by="bytes"), 6),
-    "by bytes in two shards": (lambda s: gather_of(s, GiB, scatter_by="bytes", num_shards=2), 2),
 }
 
 

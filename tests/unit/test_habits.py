@@ -147,7 +147,6 @@ def values(desc: tep.MrDesc) -> list[object]:
         routing,
         tep.Barrier(),
         tep.EngineOptions(),
-        tep.GatherSrc(8, 0, (desc, 0)),
         tep.InDoubt("b", 1, (0, 0), "NIC_DOWN"),
         tep.Paged(3),
         tep.Pages([1, 2]),

@@ -36,39 +36,14 @@ def test_rows_name_both_ends_by_the_keys_of_their_nics(r) -> None:
     assert set(range(8)) == {(row.local - HERE) // PAGE for _, row in found}
 
 
-@pytest.mark.parametrize(("by", "lengths"), [("peers", [4, 4]), ("bytes", [2, 2, 2, 2])])
-def test_a_gather_is_dealt_out_by_slices_or_by_bytes(r, by, lengths) -> None:
-    """Other rows than were counted: the gather ends too early, or never."""
-    slices = [tep.GatherSrc(4 * PAGE, k * 4 * PAGE, (r.desc, (8 - 4 * k) * PAGE)) for k in (0, 1)]
-    sent = r.me.engine.submit_gather(r.mr, slices, routing=tep.Routing(scatter_by=by))
-    r.me.turn()
-
-    found = [(posted.row, nic.nic) for nic in r.me.nics for posted in nic.posted]
-    assert lengths == [row.nbytes // PAGE for row, _ in found]
-    assert {0, 1} == {nic for _, nic in found}
-    moved = {(row.local - HERE, row.remote - r.desc.bases[nic], row.nbytes) for row, nic in found}
-    step = lengths[0] * PAGE
-    assert moved == {
-        (here, 8 * PAGE - here // (4 * PAGE) * 4 * PAGE + here % (4 * PAGE), step)
-        for here in range(0, 8 * PAGE, step)
-    }
-    for nic in r.me.nics:
-        nic.finish()
-    r.me.turn()
-    assert sent.ok
-
-
 def test_short_reads_of_a_narrow_owner_use_all_nics_here() -> None:
     """All would wait for one NIC, or read beside the place, where a region starts anywhere."""
     me, owner = scripted(3, name="me", reads=1 << 20), scripted(1, name="owner", reads=1)
     _, desc = owner.engine.reg_mr(memory(PAGE, (1 << 20) + 8), access=Access.READABLE)
     mr, _ = me.engine.reg_mr(memory(PAGE, HERE), access=Access.SINK)
     used = []
-    for k in range(10):
-        if k < 5:
-            me.engine.submit_gather(mr, [tep.GatherSrc(8, 0, (desc, 8))])
-        else:
-            me.engine.submit_single_read(8, (desc, 8), (mr, 0))
+    for _ in range(10):
+        me.engine.submit_single_read(8, (desc, 8), (mr, 0))
         me.turn()
         used += [(nic.nic, nic.out.pop().row.remote) for nic in me.nics if nic.out]
 
@@ -90,15 +65,15 @@ def test_shards_of_a_read_follow_each_other_in_the_owners_memory(r) -> None:
     assert {(0, PAGE, PAGE), (PAGE, 2 * PAGE, PAGE)} == found
 
 
-def test_a_short_slice_from_far_behind_is_no_long_row() -> None:
+def test_a_short_read_from_far_behind_is_no_long_row() -> None:
     """It would be refused by a NIC with a limit, or go out in too long rows."""
     me = scripted(1, name="me", reads=1 << 20, max_write_bytes=PAGE)
     owner = scripted(1, name="owner", reads=1)
     _, desc = owner.engine.reg_mr(memory(4 * PAGE), access=Access.READABLE)
     mr, _ = me.engine.reg_mr(memory(4 * PAGE, HERE), access=Access.SINK)
-    me.engine.submit_gather(mr, [tep.GatherSrc(PAGE, 0, (desc, 2 * PAGE))])
+    me.engine.submit_single_read(PAGE, (desc, 2 * PAGE), (mr, 0))
     with pytest.raises(BadRequest, match="rows of 4097 bytes, but a NIC here takes 4096 at the m"):
-        me.engine.submit_gather(mr, [tep.GatherSrc(PAGE + 1, 0, (desc, 0))])
+        me.engine.submit_single_read(PAGE + 1, (desc, 0), (mr, 0))
 
 
 def test_a_read_is_done_when_all_rows_are_back(r) -> None:
@@ -409,8 +384,10 @@ def test_a_backend_without_reads_says_why() -> None:
     with pytest.raises(UsageError, match="has no reads: this backend does not offer them"):
         plain.engine.reg_mr(memory(64), access=Access.READABLE)
     mr, desc = plain.engine.reg_mr(memory(64))
-    with pytest.raises(UsageError, match="submit_gather: NIC plain/0 of backend 'script' has no"):
-        plain.engine.submit_gather(mr, [tep.GatherSrc(8, 0, (desc, 0))])
+    with pytest.raises(
+        UsageError, match="submit_single_read: NIC plain/0 of backend 'script' has no"
+    ):
+        plain.engine.submit_single_read(8, (desc, 0), (mr, 0))
 
 
 def test_the_backlog_is_limited() -> None:
