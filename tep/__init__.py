@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tep.core.transfer import Expectation, Message, Removal, Transfer
     from tep.cuda.arena import Arena, alloc
     from tep.drivers import InlineDriver, ThreadDriver
-    from tep.engine import ImmCounter, PeerGroup, Prepared, TransferEngine
+    from tep.engine import PeerGroup, Prepared, TransferEngine
     from tep.errors import (
         BackendUnavailable,
         BadDescriptor,
@@ -74,7 +74,6 @@ __all__ = [
     "Expectation",
     "FabricError",
     "Grant",
-    "ImmCounter",
     "InDoubt",
     "InlineDriver",
     "Lease",
@@ -170,7 +169,6 @@ _ROOMS = {
         "Transfer",
     ),
     "tep.engine": (
-        "ImmCounter",
         "PeerGroup",
         "Prepared",
         "TransferEngine",

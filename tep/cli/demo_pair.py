@@ -286,7 +286,7 @@ class _Receiving:
         return {
             # What the expectation took, and what came beyond it. The engine's total would count the
             # warm-up's immediate too, whenever that is looked at.
-            "counted": self.expected.count + self.engine.imm_counter(_IMM).value,
+            "counted": self.expected.count + dict(self.engine.stats().imms_unexpected).get(_IMM, 0),
             "sha256": hashlib.sha256(landed.tobytes()).hexdigest(),
         }
 

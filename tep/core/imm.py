@@ -392,14 +392,6 @@ class ImmTable(Generic[W]):
         """Count up to `count` arrivals less: they belong to a request that failed."""
         self.counts.put(imm, max(0, self.counts.get(imm) - count))
 
-    def take(self, imm: int, count: int) -> bool:
-        """Subtract `count` arrivals if there are as many and no expectation waits; True if so."""
-        have = self.counts.get(imm)
-        if have < count or imm in self._lines:
-            return False
-        self.counts.put(imm, have - count)
-        return True
-
     def _fire(self, imm: int, line: deque[W], have: int) -> None:
         """Fire the expectations that `have` suffices for, in line; the rest stays as the count."""
         while line and have >= line[0].count:

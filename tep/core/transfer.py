@@ -5,10 +5,9 @@ The worker updates the counts; users read them through `stats()` and `describe()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, Protocol
 
-from tep.checks import INT64_MAX, check_int, unpicklable
 from tep.core.handle import PENDING, Handle, Owner
 from tep.core.imm import ImmTable
 from tep.core.path import Link, Path
@@ -18,7 +17,7 @@ from tep.core.stats import NicBytes, TransferStats
 from tep.errors import FabricError, InDoubt, TepError
 
 __all__ = [
-    "Expectation", "ImmCounter", "Message", "Notice", "Pace", "Removal", "Transfer",
+    "Expectation", "Message", "Notice", "Pace", "Removal", "Transfer",
     "names_of",
 ]  # fmt: skip
 
@@ -376,38 +375,3 @@ class Expectation(Handle):
     def describe(self) -> str:
         """One line for reports."""
         return f"imm {self.imm:#x}: {self.arrived} of {self.count} arrived; {self._state.value}"
-
-
-class ImmCounter:
-    """A view of one immediate's count, for polling.
-
-    Attributes:
-        imm: the immediate.
-    """
-
-    __slots__ = ("_counts", "_take", "imm")
-
-    def __init__(
-        self, table: ImmTable[Expectation], take: Callable[[int, int], bool], imm: int
-    ) -> None:
-        self._counts = table.counts
-        self._take = take
-        self.imm = imm
-
-    __reduce__ = unpicklable("it counts in this process; send its `value`")
-
-    def __repr__(self) -> str:
-        return f"ImmCounter(imm {self.imm:#x}: {self.value} not used)"
-
-    @property
-    def value(self) -> int:
-        """Arrivals that no expectation and no take() has used."""
-        return self._counts.get(self.imm)
-
-    def take(self, count: int) -> bool:
-        """Use up `count` arrivals; False = there are fewer, or an expectation stands in line.
-
-        Raises:
-            BadRequest: the count is no integer, or negative.
-        """
-        return self._take(self.imm, check_int("take: count", count, 0, INT64_MAX))

@@ -4,8 +4,7 @@ Names only.
 """
 
 from tep.core.peers import PeerGroup
-from tep.core.transfer import ImmCounter
 from tep.engine.prepared import Prepared
 from tep.engine.verbs import TransferEngine
 
-__all__ = ["ImmCounter", "PeerGroup", "Prepared", "TransferEngine"]
+__all__ = ["PeerGroup", "Prepared", "TransferEngine"]

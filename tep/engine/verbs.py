@@ -48,7 +48,7 @@ from tep.core.requests import (
     slices_of,
 )
 from tep.core.stats import EngineStats
-from tep.core.transfer import Expectation, ImmCounter, Message, Notice, Removal, Transfer
+from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
 from tep.drivers import Driver
 from tep.engine.machine import Machine
 from tep.engine.prepared import (
@@ -701,15 +701,6 @@ class TransferEngine:
         notice = Notice(self._machine, check_imm(imm), reason, link, self.driver.now_s())
         self._machine.enqueue(self._worker.tell, notice, on_done)
         return notice
-
-    def imm_counter(self, imm: int) -> ImmCounter:
-        """A pollable view of one immediate's count."""
-        take = self._worker.imms.take
-        return ImmCounter(
-            self._worker.imms,
-            lambda value, count: self._machine.after_commands(lambda: take(value, count)),
-            check_imm(imm),
-        )
 
     def on_imm(self, imms: range, callback: Callable[[int, int], object]) -> None:
         """Claim immediates: `callback(imm, count)` gets each arrival, and none of them is counted.

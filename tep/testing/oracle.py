@@ -371,7 +371,7 @@ def _judge_open(stage: Stage, wait: Wait, *, first: bool) -> None:
     host = wait.host
     spare = host.ledger.imms[wait.imm] - host.used[wait.imm]
     if stage.scenario.tell_failures:  # some of it may be taken back
-        spare = min(spare, host.engine.imm_counter(wait.imm).value)
+        spare = min(spare, dict(host.engine.stats().imms_unexpected).get(wait.imm, 0))
     runs = [stage.tries(place, wait.round) for place, _ in wait.shares]
     sent = all(any(host in run.hosts and run.state == "done" for run in tries) for tries in runs)
     if sent or (first and spare >= wait.count):

@@ -145,7 +145,6 @@ def test_an_await_of_the_main_thread_gets_what_a_callback_raised() -> None:
 
 
 VERBS: dict[str, Callable[[TransferEngine, dict[str, object]], object]] = {
-    "take": lambda e, _: e.imm_counter(5).take(0),
     "reg_mr": lambda e, _: e.deregister(e.reg_mr(np.zeros(64, np.uint8))[0]),
     "submit": lambda e, w: e.submit_single_write(8, (w[e.name], 0), (w["desc"], 0), 6),
     "expect": lambda e, _: e.expect_imm_count(1000, 1).cancel(),

@@ -131,7 +131,7 @@ def test_pages_arrive_whole_and_are_counted(remotes, shared, page_bytes, npages)
     src, dst = random.permutation(npages), random.permutation(npages)
     remote.tell(
         f"e.expect_imm_count(7, {npages}).wait({PATIENCE_S}); "
-        f"_ = [int(buf.reshape({npages}, -1).astype(np.uint64).sum()), e.imm_counter(7).value]"
+        f"_ = [int(buf.reshape({npages}, -1).astype(np.uint64).sum()), e.remove_imm(7)]"
     )
     with engine(2) as mine:
         source = random.integers(0, 256, nbytes).astype(np.uint8)
@@ -282,7 +282,7 @@ def test_a_killed_sender_leaves_its_receiver_well(remotes) -> None:
         deadline = time.monotonic() + PATIENCE_S
         most = before + 3 * 2  # each peer's pipes are two descriptors of this process's
         while open_descriptors() > most and time.monotonic() < deadline:
-            mine.imm_counter(0).take(0)  # a look at the engine: it lets go when it hears
+            mine.remove_imm(0)  # a look at the engine: it lets go when it hears
         assert open_descriptors() <= most
         mine.deregister(handle)
 
@@ -389,7 +389,9 @@ def test_another_user_who_has_the_descriptor_writes_nothing(remotes) -> None:
         )
         assert "PROVIDER: process_vm_readv of process" in refused
         assert "as one user" in refused
-    assert [0, 0, 0] == target("_ = [int(plain.sum()), int(shared.sum()), e.imm_counter(1).value]")
+    assert [0, 0, 0] == target(
+        "_ = [int(plain.sum()), int(shared.sum()), dict(e.stats().imms_unexpected).get(1, 0)]"
+    )
 
 
 @pytest.mark.slow
@@ -434,7 +436,9 @@ def test_a_forked_child_leaves_its_parent_in_peace(remotes) -> None:
                     os._exit(code)
             assert 0 == os.waitpid(child, 0)[1]
             mine.submit_single_write(8, (mr, 0), (desc, 0), imm=1).wait(PATIENCE_S)
-        assert 0 == remote("e.expect_imm_count(1, 3).wait(60); _ = e.imm_counter(2).value")
+        assert 0 == remote(
+            "e.expect_imm_count(1, 3).wait(60); _ = dict(e.stats().imms_unexpected).get(2, 0)"
+        )
 
 
 @pytest.mark.slow

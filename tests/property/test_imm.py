@@ -23,7 +23,6 @@ OPS = st.one_of(
     st.tuples(st.just("add"), IMMS, st.integers(1, 5)),
     st.tuples(st.just("burst"), st.lists(IMMS, min_size=1, max_size=80), st.none()),
     st.tuples(st.just("cancel"), st.integers(0, 30), st.none()),
-    st.tuples(st.just("take"), IMMS, st.integers(0, 4)),
     st.tuples(st.just("remove"), IMMS, st.none()),
 )
 
@@ -75,12 +74,6 @@ def _play(table: ImmTable[Want], naive: Naive, ops) -> None:
                 assert (made[what] in naive.line) == table.cancel(made[what])
                 if made[what] in naive.line:
                     naive.line.remove(made[what])
-            case "take":
-                here = naive.arrived.count(what)
-                may = here >= count and all(want.imm != what for want in naive.line)
-                assert may == table.take(what, count)
-                for _ in range(count if may else 0):
-                    naive.arrived.remove(what)
             case "remove":
                 waited = any(want.imm == what for want in naive.line)
                 try:

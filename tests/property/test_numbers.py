@@ -22,7 +22,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tep
-from tep.core.transfer import ImmCounter
 from tep.memory import adapt
 from tep.sim.faults import Chaos
 from tests.support.pairs import Pair, pair
@@ -172,7 +171,6 @@ def verbs(p: Pair) -> dict[str, Rules]:
             "imm": lambda v: e.fail(peer, v, "why"),
             "reason": lambda v: e.fail(peer, 1, v),
         },
-        "imm_counter": numbers(e.imm_counter, "imm"),
         "on_imm": {**other, "imms": lambda v: e.on_imm(v, print)},
         "remove_imm": numbers(e.remove_imm, "imm"),
         "lease": {
@@ -192,7 +190,6 @@ def verbs(p: Pair) -> dict[str, Rules]:
         "on_peer": other,
         "remove_peer": other,
         "explain": other,
-        "ImmCounter.take": numbers(e.imm_counter(9).take, "count"),
         "Grant.renew": numbers(grant.renew, "for_s"),
         "Watcher.store": numbers(watcher.store, "value"),
         "Expectation.wait": {"timeout_s": partial(wait, p)},
@@ -250,7 +247,6 @@ def found_verbs() -> Iterator[tuple[str, str]]:
     """(method, argument) of all that users call on an engine, and on what it returns."""
     kinds = {
         "": tep.TransferEngine,
-        "ImmCounter.": ImmCounter,
         "Grant.": tep.Grant,
         "Watcher.": tep.Watcher,
         "Expectation.": tep.Expectation,

@@ -61,18 +61,16 @@ def test_rounds_of_one_immediate_do_not_run_into_each_other(seed) -> None:
         assert () == p.b.stats().imms_unexpected
 
 
-def test_counter_can_be_polled_and_taken() -> None:
-    """Loops that do other work between looks need no handle."""
+def test_the_statistics_list_what_nobody_has_expected() -> None:
+    """A count that nobody can see is an immediate that somebody else gets later."""
     with pair() as p:
-        counter = p.b.imm_counter(5)
-        assert 0 == counter.value
+        assert () == p.b.stats().imms_unexpected
         p.a.submit_paged_writes(8, (p.mr, Pages(range(4))), (p.desc, Pages(range(4))), 5)
-        p.turn_until(lambda: counter.value == 4)
-        assert not counter.take(5)
-        assert counter.take(3)
-        assert 1 == counter.value
+        p.turn_until(lambda: p.b.stats().imms_unexpected == ((5, 4),))
+        p.settle(p.b.expect_imm_count(5, 3))
+        assert ((5, 1),) == p.b.stats().imms_unexpected
         assert 1 == p.b.remove_imm(5)
-        assert 0 == counter.value
+        assert () == p.b.stats().imms_unexpected
 
 
 def test_loose_immediates_reach_their_callback_with_their_bytes_there() -> None:
@@ -94,7 +92,7 @@ def test_loose_immediates_reach_their_callback_with_their_bytes_there() -> None:
         assert 0 == p.b.stats().callback_errors
         p.b.remove_imm(100)
         p.a.submit_single_write(8, (p.mr, 0), (p.desc, 0), 150)
-        p.turn_until(lambda: p.b.imm_counter(150).value == 1)
+        p.turn_until(lambda: dict(p.b.stats().imms_unexpected).get(150, 0) == 1)
 
 
 def test_messages_rotate_through_a_pool_smaller_than_their_number() -> None:

@@ -121,7 +121,6 @@ def samples(p) -> list[object]:
         p.a.prepare_barrier([p.desc]),
         p.a.submit_send(p.b.main_address, b"hello"),
         p.b.expect_imm_count(9, 3),
-        p.b.imm_counter(7),
         p.a.fail(p.b.main_address, 12, "no more"),
         p.a.add_peer_group([p.b.main_address]),
         p.a.watch_peer(p.b.main_address),

@@ -266,16 +266,6 @@ def test_remove_refuses_what_somebody_waits_for(table) -> None:
         table.remove(7)
 
 
-def test_take_takes_all_or_nothing_and_respects_the_line(table) -> None:
-    """A pollable counter that jumps the line starves an expectation."""
-    table.add(7, 3)
-    assert not table.take(7, 4)
-    assert table.take(7, 2)
-    assert {7: 1} == table.counts
-    expect(table, 2)
-    assert not table.take(7, 1)
-
-
 def test_what_is_taken_back_is_no_more_than_is_there(table) -> None:
     """A count below 0 would swallow the arrivals of the next request."""
     table.add(7, 5)

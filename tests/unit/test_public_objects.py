@@ -26,7 +26,6 @@ def objects(p) -> dict[str, tuple[object, str]]:
         ),
         "Notice": (p.a.fail(p.b.main_address, 12, "no more"), "word to b that imm 0xc fails"),
         "Removal": (removal, "removal of c (epoch "),
-        "ImmCounter": (p.b.imm_counter(7), "imm 0x7: 1 not used"),
         "Grant": (grant, "bytes 128 .. 192 of region 1 to a: granted, for another "),
         "PeerGroup": (group, "1 peers: b"),
         "PeerWatch": (p.a.watch_peer(p.b.main_address), "alive since"),

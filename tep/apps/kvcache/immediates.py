@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tep import BusyError, TransferEngine, UsageError
+from tep import BusyError, Expectation, TransferEngine, UsageError
 
 __all__ = ["ImmSpace"]
 
@@ -25,7 +25,7 @@ class ImmSpace:
 
     Attributes:
         live: numbers given out.
-        draining: number -> arrivals that each rank still has to see before it is free.
+        draining: number -> what each rank still has to see before it is free.
         burnt: numbers that stay out of use.
     """
 
@@ -36,7 +36,7 @@ class ImmSpace:
         self._numbers = numbers
         self._next = numbers.start
         self.live: set[int] = set()
-        self.draining: dict[int, tuple[int, ...]] = {}
+        self.draining: dict[int, tuple[Expectation, ...]] = {}
         self.burnt: set[int] = set()
 
     def take(self) -> int:
@@ -89,14 +89,18 @@ class ImmSpace:
         if landed is None:
             self.burnt.add(imm)
         else:
-            self.draining[imm] = tuple(landed)
-            self._drain()
+            self.draining[imm] = tuple(
+                engine.expect_imm_count(imm, max(0, n))
+                for engine, n in zip(self._engines, landed, strict=True)
+            )
 
     def _drain(self) -> None:
         """Free the numbers whose arrivals have all been counted, and forget their counts."""
-        for imm, landed in list(self.draining.items()):
-            counters = [engine.imm_counter(imm) for engine in self._engines]
-            if all(c.value >= n for c, n in zip(counters, landed, strict=True)):
-                for engine in self._engines:
-                    engine.remove_imm(imm)
+        for imm, waits in list(self.draining.items()):
+            if all(wait.finished for wait in waits):
                 del self.draining[imm]
+                if all(wait.ok for wait in waits):
+                    for engine in self._engines:
+                        engine.remove_imm(imm)
+                else:
+                    self.burnt.add(imm)

@@ -66,7 +66,7 @@ class Tep:
 
 
 class TepSpinning(Tep):
-    """The same, spinning: this thread turns the engine itself, and looks at the count.
+    """The same, spinning: this thread turns the engine itself, and looks at what it expects.
 
     Of a short write it does not wait for the local end before it looks for the answer, but before
     the next write.
@@ -76,8 +76,7 @@ class TepSpinning(Tep):
 
     def prepare(self, src, dst, nbytes) -> None:
         super().prepare(src, dst, nbytes)
-        self.turn, self.counter = self.engine.driver.turn, self.engine.imm_counter(1)
-        self.sent, self.seen = None, self.counter.value
+        self.turn, self.sent = self.engine.driver.turn, None
 
     def send(self, src, dst, nbytes) -> None:
         if self.src is not None or nbytes > 64:
@@ -89,8 +88,8 @@ class TepSpinning(Tep):
         self.turn()
 
     def receive(self, rows) -> None:
-        self.seen += rows
-        while self.counter.value < self.seen:
+        got = self.engine.expect_imm_count(1, rows)
+        while not got.finished:
             self.turn()
 
 
