@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeout,
     )
-    from tep.opening import open_libfabric, open_local, open_loopback, open_verbs
     from tep.trace import Mark, Span, Trace
     from tep.watch import Watcher
     from tep.wire import Lease, MrDesc, NetAddr
@@ -115,10 +114,6 @@ __all__ = [
     "alloc",
     "alloc_shared",
     "count_imms",
-    "open_libfabric",
-    "open_local",
-    "open_loopback",
-    "open_verbs",
     "rendezvous",
     "sim",
 ]
@@ -173,7 +168,6 @@ _ROOMS = {
         "Prepared",
         "TransferEngine",
     ),
-    "tep.opening": ("open_libfabric", "open_local", "open_loopback", "open_verbs"),
     "tep.trace": ("Mark", "Span", "Trace"),
     "tep.watch": ("Watcher",),
     "tep.core.stats": (

@@ -133,7 +133,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
 def _real(backend: str, name: str) -> tep.TransferEngine:
     if backend == "verbs":
         stub = {"ana": "stub0", "bob": "stub1"}[name]
-        return tep.open_verbs([stub], name=name, library=need_stub().path)
+        return tep.TransferEngine.open("verbs", nics=[stub], name=name, library=need_stub().path)
     return tep.TransferEngine.open(backend, name=name, nics=1 if backend == "libfabric" else 2)
 
 

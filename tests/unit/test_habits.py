@@ -276,9 +276,6 @@ def arguments() -> list[tuple[str, str, inspect.Parameter]]:
 ARGUMENTS = arguments()
 
 OTHER_TIMES = {
-    # Fields of libibverbs, by its names: exponents of 2, and no times.
-    ("open_verbs", "timeout"),
-    ("open_verbs", "min_rnr_timer"),
     # Of a simulated NIC, and points of simulated time.
     ("Chaos.__init__", "rnr_timer_ps"),
     ("FabricEnv.run_until", "deadline_ps"),

@@ -17,8 +17,8 @@ def test_a_healthy_engine_logs_nothing_above_info(caplog: pytest.LogCaptureFixtu
     """Warnings on every start teach people to overlook them; DEBUG says why things are so."""
     with (
         caplog.at_level(logging.DEBUG, "tep"),
-        tep.open_local(2, name="ana") as ana,
-        tep.open_local(name="bob") as bob,
+        tep.TransferEngine.open("local", nics=2, name="ana") as ana,
+        tep.TransferEngine.open("local", name="bob") as bob,
     ):
         src, _ = ana.reg_mr(np.zeros(KiB, np.uint8))
         _, dst = bob.reg_mr(np.zeros(KiB, np.uint8))

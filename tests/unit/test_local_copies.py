@@ -221,7 +221,7 @@ def test_an_error_of_a_copier_is_raised_where_it_was_asked_for() -> None:
 
 def test_the_engine_says_that_threads_copy() -> None:
     """An option that takes cores must be seen in `explain`; by default there is none."""
-    with tep.open_local(copy_threads=2) as engine:
+    with tep.TransferEngine.open("local", copy_threads=2) as engine:
         assert "2 threads copy for each NIC" in engine.explain()
         buffer = np.arange(3 << 20, dtype=np.uint32).view(np.uint8)
         there = np.zeros(len(buffer), np.uint8)
@@ -232,11 +232,11 @@ def test_the_engine_says_that_threads_copy() -> None:
         back, _ = engine.reg_mr(again := np.zeros(len(buffer), np.uint8))
         engine.submit_single_read(len(buffer), (desc, 0), (back, 0)).wait(20)
         assert np.array_equal(buffer, again)
-    with tep.open_local() as engine:
+    with tep.TransferEngine.open("local") as engine:
         assert "threads copy" not in engine.explain()
     for wrong in (0, 17):
         with pytest.raises(UsageError, match=f"local: copy_threads={wrong}; 1 to 16"):
-            tep.open_local(copy_threads=wrong)
+            tep.TransferEngine.open("local", copy_threads=wrong)
 
 
 COLUMNS = st.one_of(

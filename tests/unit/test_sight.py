@@ -44,7 +44,10 @@ def write_once(source: tep.TransferEngine, target: tep.TransferEngine) -> None:
 
 def test_a_process_tells_what_its_engines_did_and_wait_for(folder: Path) -> None:
     """`tep top` would show other numbers than stats(), or miss what has waited longest."""
-    with tep.open_local(2, name="ana") as ana, tep.open_local(1, name="bob") as bob:
+    with (
+        tep.TransferEngine.open("local", nics=2, name="ana") as ana,
+        tep.TransferEngine.open("local", nics=1, name="bob") as bob,
+    ):
         write_once(ana, bob)
         bob.expect_imm_count(77, 3)
         answer = sight.ask(mine(), "top")
@@ -62,11 +65,11 @@ def test_a_process_tells_what_its_engines_did_and_wait_for(folder: Path) -> None
 
 def test_the_last_engine_takes_thread_socket_and_descriptors_along(folder: Path) -> None:
     """Engines that come and go would pile up threads, sockets or descriptors."""
-    with tep.open_local(name="first"):
+    with tep.TransferEngine.open("local", name="first"):
         pass  # what a first engine leaves open for good
     gc.collect()  # drivers close what they have when they are collected
     before, threads = descriptors(), set(threading.enumerate())
-    with tep.open_local(name="ana"), tep.open_local(name="bob"):
+    with tep.TransferEngine.open("local", name="ana"), tep.TransferEngine.open("local", name="bob"):
         assert 1 == len(list(folder.iterdir()))
     gc.collect()
 
@@ -77,8 +80,8 @@ def test_the_last_engine_takes_thread_socket_and_descriptors_along(folder: Path)
 
 def test_an_engine_that_was_only_dropped_is_not_shown(folder: Path) -> None:
     """The look-out would keep an engine alive that nobody holds."""
-    ana = tep.open_local(name="ana")
-    with tep.open_local(name="bob"):
+    ana = tep.TransferEngine.open("local", name="ana")
+    with tep.TransferEngine.open("local", name="bob"):
         warned = pytest.warns(ResourceWarning, match="ana")
         del ana
         with warned:
@@ -97,11 +100,11 @@ def test_it_can_be_switched_off_and_inline_engines_pay_nothing(
     gc.collect()
     threads = threading.active_count()
     if switch is None:
-        with tep.open_loopback(driver=tep.InlineDriver()):
+        with tep.TransferEngine.open("loopback", driver=tep.InlineDriver()):
             assert threads == threading.active_count()
     else:
         monkeypatch.setenv(sight.SWITCH, switch)
-        with tep.open_local():
+        with tep.TransferEngine.open("local"):
             assert threads + 1 == threading.active_count()
 
     assert [] == list(folder.iterdir())
@@ -110,7 +113,10 @@ def test_it_can_be_switched_off_and_inline_engines_pay_nothing(
 @pytest.mark.slow
 def test_broken_clients_end_nothing_and_stall_nobody(folder: Path) -> None:
     """A client that is silent, talks nonsense, or hangs up would end the answers or an engine."""
-    with tep.open_local(name="ana") as ana, tep.open_local(name="bob") as bob:
+    with (
+        tep.TransferEngine.open("local", name="ana") as ana,
+        tep.TransferEngine.open("local", name="bob") as bob,
+    ):
         path = str(mine().path)
         held = [socket.socket(socket.AF_UNIX) for _ in range(3)]
         for one in held:  # silent: each is given up after a second
@@ -133,7 +139,10 @@ def test_broken_clients_end_nothing_and_stall_nobody(folder: Path) -> None:
 
 def test_it_is_read_while_the_engine_is_busy(folder: Path) -> None:
     """A table that changes while it is read would end the thread that answers."""
-    with tep.open_local(2, name="ana") as ana, tep.open_local(2, name="bob") as bob:
+    with (
+        tep.TransferEngine.open("local", nics=2, name="ana") as ana,
+        tep.TransferEngine.open("local", nics=2, name="bob") as bob,
+    ):
         src, _ = ana.reg_mr(np.ones(4096, np.uint8))
         _, dst = bob.reg_mr(np.zeros(4096, np.uint8))
         expected = bob.expect_imm_count(1, 2 * 600)
@@ -163,7 +172,10 @@ def test_a_folder_that_others_may_open_is_not_used(
         folder.chmod(0o755 if path == folder else 0o700)
         monkeypatch.setenv(sight.SWITCH, str(path))
         caplog.clear()
-        with caplog.at_level(logging.WARNING, "tep"), tep.open_local(name="ana") as ana:
+        with (
+            caplog.at_level(logging.WARNING, "tep"),
+            tep.TransferEngine.open("local", name="ana") as ana,
+        ):
             assert "ana" == ana.name
             assert why in caplog.text
             assert "cannot see this process" in caplog.text
@@ -187,7 +199,7 @@ def test_a_child_of_a_fork_does_not_answer_for_its_parent(folder: Path) -> None:
     program = """if True:
         import os, sys, tep
         from tep import sight
-        with tep.open_local(name="ana"):
+        with tep.TransferEngine.open("local", name="ana"):
             child = os.fork()
             if child == 0:
                 assert not sight._Here.seen and sight._Here.thread is None
@@ -208,7 +220,8 @@ def test_a_child_of_a_fork_does_not_answer_for_its_parent(folder: Path) -> None:
 HANGS = """if True:
     import threading, tep, numpy as np
     def blocks(_): print("here", flush=True); threading.Event().wait()
-    with tep.open_local(name="ana") as ana, tep.open_local(name="bob") as bob:
+    opened = tep.TransferEngine.open
+    with opened("local", name="ana") as ana, opened("local", name="bob") as bob:
         src, _ = ana.reg_mr(np.ones(64, np.uint8))
         _, dst = bob.reg_mr(np.ones(64, np.uint8))
         late = bob.expect_imm_count(5, 2)
