@@ -6,8 +6,8 @@ Values only: nothing here posts, waits, or knows an engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -320,6 +320,16 @@ class Sender:
     nic: bytes
     engine: bytes
     peer: NetAddr | None
+    _engine_of: Callable[[bytes], bytes] = field(compare=False)
+
+    def owns(self, addr: NetAddr) -> bool:
+        """Tell whether an address that a message names is that of the engine that sent it.
+
+        The NIC that sent the message must be one of its NICs, and all of them of one engine.
+        """
+        return self.nic in addr.domains and all(
+            self._engine_of(nic) == self.engine for nic in addr.domains
+        )
 
     def __repr__(self) -> str:
         if self.peer is None:

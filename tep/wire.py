@@ -17,6 +17,7 @@ The envelope of every object (all integers little-endian):
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import struct
 import zlib
 from functools import lru_cache
@@ -41,6 +42,8 @@ Unsigned = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
 Nic = Annotated[bytes, Meta(min_length=1, max_length=256)]
 _NICS_MAX: Final = 64
+_SHOWN: Final = 80
+"""Characters of a name that `by_address` keeps."""
 
 
 _UNSOUND: Final = (
@@ -173,6 +176,15 @@ class NetAddr(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         if len(self.link_bps) != len(self.domains):
             raise BadDescriptor(f"NetAddr: {len(self.domains)} NICs but {len(self.link_bps)} rates")
 
+    def by_address(self) -> NetAddr:
+        """Return the same engine under a name of its own: this name and a digest of all fields.
+
+        For addresses that strangers hand in: under such a name no engine is taken for another one,
+        nor for another one's later incarnation. Whoever has the address computes the same name.
+        """
+        digest = hashlib.blake2b(self.to_bytes(), digest_size=10).hexdigest()
+        return msgspec.structs.replace(self, name=f"{self.name[:_SHOWN]}~{digest}")
+
     def __str__(self) -> str:
         return f"{self.name}@{self.backend}/{len(self.domains)} NICs, epoch {self.epoch}"
 
@@ -204,6 +216,10 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
     bases: tuple[Unsigned, ...]
     readable: bool = False
     stride: Positive = 1
+
+    def by_address(self) -> MrDesc:
+        """Return the same region of its owner's `NetAddr.by_address`."""
+        return msgspec.structs.replace(self, addr=self.addr.by_address())
 
     def check(self) -> None:
         """Raise BadDescriptor unless the address is sound and every NIC has a key and a base."""

@@ -353,8 +353,8 @@ class Worker:
         """Who sent a message."""
         nic = domain.recv_source(slot)
         speaks = domain.caps.control_bytes > 0
-        engine = cast("ControlDomain", domain).engine_of(nic) if speaks else nic
-        return Sender(nic, engine, self.peers.at(nic))
+        engine_of = cast("ControlDomain", domain).engine_of if speaks else bytes
+        return Sender(nic, engine_of(nic), self.peers.at(nic), engine_of)
 
     def owing(self) -> bool:
         """Whether deliver() would run a user's function, or look at watched words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 import tep
@@ -28,6 +29,11 @@ def test_the_callback_gets_the_sender(fabric: dict[str, object]) -> None:
         assert told[b"b"].peer is None, "c has not met b"
         assert "was not met" in repr(told[b"b"])
         assert told[b"a"].engine != told[b"b"].engine
+        assert told[b"a"].owns(a.main_address)
+        assert not told[b"b"].owns(a.main_address)
+        mixed = (*b.main_address.domains, *a.main_address.domains)
+        both = msgspec.structs.replace(b.main_address, domains=mixed, link_bps=(1,) * len(mixed))
+        assert not told[b"b"].owns(both), "answers would go to a as well"
 
 
 def test_one_engine_has_one_callback_with_one_signature() -> None:
