@@ -7,12 +7,27 @@ waits for the engine's thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from threading import RLock
 from typing import Any
 
-from tep import BadDescriptor, MrDesc, MrHandle, NetAddr, TepError, TransferEngine, UsageError
-from tep.apps.kvcache.blocks.messages import Card, Message, Note, decode, decode_as, encode
+import msgspec
+
+from tep import (
+    BadDescriptor,
+    MrDesc,
+    MrHandle,
+    NetAddr,
+    PeerChange,
+    PeerEvent,
+    Sender,
+    TepError,
+    TransferEngine,
+    UsageError,
+)
+from tep.apps.kvcache.blocks.messages import Card, Message, Note, Over, decode, decode_as, encode
 from tep.apps.kvcache.blocks.strided import KvTensor, Placed, describe_tensor
 from tep.apps.kvcache.layout import held_heads
 
@@ -23,28 +38,79 @@ BUFFERS = 64
 NOTE_BYTES = 6 * 1024
 """Longest piece of a note: it fits into a datagram of every backend."""
 
+NOTE_PARTS = 4096
+"""Most pieces of a note: 24 MiB."""
+
 NOTES_MAX = 1024
-"""Notes of which pieces are missing; the oldest makes room."""
+"""Notes of which pieces are missing, of all peers; a new one is not taken beyond them."""
+
+NOTES_PEER_MAX = 64
+PIECES_PEER_MAX = 2 * NOTE_PARTS
+"""Such notes of one peer, and their pieces; the peer's oldest note makes room."""
+
+OUT_MAX = 2 * NOTE_PARTS
+"""Messages on their way to one peer; beyond them its answers count as lost."""
+
+PEERS_MAX = 4096
+"""Peers whose names are remembered; the oldest makes room."""
+
+_NOBODY = -1
+"""A claim that does not exist: who is told about it does nothing."""
 
 
 class PeerCache:
     """Another rank's cache, from its card.
+
+    Args:
+        raw: the card.
+        named: how its engine is called here, see `KvBlocks.named`.
 
     Attributes:
         card: as it was given.
         addr: of its engine.
         descs: of its regions.
         tensors: by name.
+
+    Raises:
+        BadDescriptor: no card, or one that cannot be.
     """
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes, named: Callable[[NetAddr], NetAddr]) -> None:
         card = self.card = decode_as(Card, raw)
-        self.addr = NetAddr.from_bytes(card.addr)
-        self.descs = [MrDesc.from_bytes(one) for one in card.regions]
+        addr = NetAddr.from_bytes(card.addr)
+        self.addr = named(addr)
+        descs = [MrDesc.from_bytes(one) for one in card.regions]
         self.tensors = {one.tensor.name: one for one in card.tensors}
+        what = f"card of {addr.name}"
+        if card.rank >= card.tp:
+            raise BadDescriptor(f"{what}: rank {card.rank} of {card.tp}")
+        for desc in descs:
+            if desc.addr != addr:
+                raise BadDescriptor(f"{what}: {desc} is another engine's memory")
         for one in card.tensors:
-            if not 0 <= one.region < len(self.descs):
-                raise BadDescriptor(f"card of {self.addr.name}: no region {one.region}: {one}")
+            if one.region >= len(descs):
+                raise BadDescriptor(f"{what}: no region {one.region}: {one}")
+            held = len(held_heads(one.tensor.heads, card.tp, card.rank, what))
+            last = (one.blocks - 1) * one.block_stride + (held - 1) * one.head_stride
+            last += (one.tensor.tokens - 1) * one.token_stride + one.tensor.run
+            if one.start + last > descs[one.region].nbytes:
+                raise BadDescriptor(
+                    f"{what}: {one} ends at {one.start + last} of {descs[one.region].nbytes} bytes"
+                )
+        self.descs = [msgspec.structs.replace(desc, addr=self.addr) for desc in descs]
+
+
+class _Pieces:
+    """The pieces of unfinished notes of one peer, by (number, parts); the oldest note is first."""
+
+    def __init__(self) -> None:
+        self.notes: dict[tuple[int, int], dict[int, bytes]] = {}
+        self.count = 0
+
+    def drop(self, key: tuple[int, int]) -> dict[int, bytes]:
+        pieces = self.notes.pop(key)
+        self.count -= len(pieces)
+        return pieces
 
 
 class KvBlocks:
@@ -55,25 +121,37 @@ class KvBlocks:
     Args:
         engine: of this rank; its messages (`submit_recvs`) belong to this object.
         tp, rank: degree of tensor parallelism, and this rank.
+        by_address: call peers by `NetAddr.by_address`, here and in all that they are sent: then no
+            address that somebody hands in takes another peer's name. On both sides alike, and only
+            where nobody else uses the engine, which must not meet a peer under two names.
 
     Attributes:
-        engine, tp, rank: as given.
+        engine, tp, rank, by_address: as given.
         placed: the tensors added so far.
         garbled: messages that were none.
+        foreign: messages that came from another engine than they said.
     """
 
-    def __init__(self, engine: TransferEngine, *, tp: int = 1, rank: int = 0) -> None:
+    def __init__(
+        self, engine: TransferEngine, *, tp: int = 1, rank: int = 0, by_address: bool = False
+    ) -> None:
         if not 0 <= rank < tp:
             raise UsageError(f"KvBlocks: rank={rank} of tp={tp}")
         self.engine, self.tp, self.rank = engine, tp, rank
         self.lock = RLock()
         self.placed: dict[str, Placed] = {}
-        self.garbled = 0
+        self.garbled = self.foreign = 0
+        self.by_address = by_address
         self._added: list[tuple[KvTensor, int, dict[str, tuple[int, int]], str, object]] = []
         self._regions: list[tuple[MrHandle, MrDesc]] = []
         self._under_way: dict[Hashable, tuple[int, int]] = {}
+        self._out: Counter[tuple[str, int]] = Counter()
         self._handlers: dict[type[Message], Callable[..., object]] = {}
-        self._pieces: dict[tuple[object, ...], dict[int, bytes]] = {}
+        self._pieces: dict[bytes, _Pieces] = {}  # by engine
+        self._spoken: dict[bytes, NetAddr] = {}  # by engine: what it said first that it is
+        self._names: dict[str, NetAddr] = {}  # those of them that have each name
+        self._lost: set[NetAddr] = set()
+        engine.on_peer(self._on_peer)
 
     def add(
         self,
@@ -147,7 +225,7 @@ class KvBlocks:
             steps = (dims["b"][1], dims.get("h", (1, 0))[1], dims.get("t", (1, 0))[1])
             at = Placed(tensor, region, address - merged[region][1], dims["b"][0], *steps)
             self.placed[tensor.name] = at
-        self.engine.submit_recvs(MESSAGE_BYTES, BUFFERS, self._on_message)
+        self.engine.submit_recvs(MESSAGE_BYTES, BUFFERS, self._on_message, with_sender=True)
 
     @property
     def groups(self) -> int:
@@ -176,7 +254,10 @@ class KvBlocks:
     # ------------------------------------------------------------------ messages
 
     def handle(self, kinds: dict[type[Message], Callable[..., object]]) -> None:
-        """Have messages of these kinds handed to these functions, under the lock."""
+        """Have messages of these kinds, and their senders, handed to these functions.
+
+        They are called under the lock.
+        """
         taken = self._handlers.keys() & kinds.keys()
         if taken:
             raise UsageError("KvBlocks: it has such a sender or receiver already")
@@ -190,18 +271,26 @@ class KvBlocks:
         a loss can take long to be known, and messages must not pile up at a NIC that is slow.
         """
         part = message.part if isinstance(message, Note) else 0
-        key = (peer.name, peer.epoch, type(message), message.claim, part)
+        who = (peer.name, peer.epoch)
+        key = (who, type(message), message.claim, part)
         copies, calls = self._under_way.get(key, (0, 0))
+        if not copies and self._out[who] >= OUT_MAX:
+            return
         self._under_way[key] = (copies, calls + 1)
         if calls + 1 >= 1 << copies:
             self._under_way[key] = (copies + 1, 0)
+            self._out[who] += 1
+            done = partial(self._sent, who, key)
             try:
-                self.engine.submit_send(peer, encode(message), on_done=lambda _: self._sent(key))
+                self.engine.submit_send(peer, encode(message), on_done=lambda _: done())
             except TepError:
-                self._sent(key)
+                done()
 
-    def _sent(self, key: Hashable) -> None:
+    def _sent(self, who: tuple[str, int], key: Hashable) -> None:
         with self.lock:
+            self._out[who] -= 1
+            if not self._out[who]:
+                del self._out[who]
             copies, calls = self._under_way[key]
             if copies > 1:
                 self._under_way[key] = (copies - 1, calls)
@@ -216,10 +305,17 @@ class KvBlocks:
         Args:
             peer: its engine.
             number: of the note; the same number has the same body.
-            body: bytes of any length; they travel in pieces.
+            body: up to 24 MiB; they travel in pieces.
+
+        Raises:
+            UsageError: the body is longer.
         """
         addr = self.engine.main_address.to_bytes()
         parts = max(1, -(-len(body) // NOTE_BYTES))
+        if parts > NOTE_PARTS:
+            raise UsageError(
+                f"send_note: {len(body)} bytes; {NOTE_PARTS * NOTE_BYTES} are possible"
+            )
         with self.lock:
             for part in range(parts):
                 piece = body[part * NOTE_BYTES : (part + 1) * NOTE_BYTES]
@@ -228,33 +324,106 @@ class KvBlocks:
     def on_note(self, callback: Callable[[NetAddr, bytes], object]) -> None:
         """Have callback(peer, body) called with each note, under the lock."""
 
-        def take(note: Note) -> None:
-            try:
-                addr = NetAddr.from_bytes(note.addr)
-            except TepError:
-                self.garbled += 1
+        def take(note: Note, sender: Sender) -> None:
+            peer = self.peer_of(note.addr, sender)
+            if peer is None:
                 return
-            body = self._join(note, (addr.name, addr.epoch, note.claim, note.parts))
+            body = self._join(note, sender.engine)
             if body is not None:
-                callback(addr, body)
+                callback(peer, body)
 
         self.handle({Note: take})
 
-    def _join(self, note: Note, key: tuple[object, ...]) -> bytes | None:
+    def _join(self, note: Note, engine: bytes) -> bytes | None:
         """The whole note, once its last piece is here."""
-        if not 0 <= note.part < note.parts:
+        if note.part >= note.parts or len(note.body) > NOTE_BYTES:
             self.garbled += 1
             return None
-        pieces = self._pieces.setdefault(key, {})
+        if note.parts == 1:
+            return note.body
+        mine, key = self._pieces.get(engine), (note.claim, note.parts)
+        if mine is None or key not in mine.notes:
+            if sum(len(one.notes) for one in self._pieces.values()) >= NOTES_MAX:
+                return None  # whoever needs it sends it again
+            mine = self._pieces.setdefault(engine, _Pieces())
+            mine.notes[key] = {}
+        pieces = mine.notes[key]
+        mine.count += note.part not in pieces
         pieces[note.part] = note.body
-        if len(pieces) < note.parts:
-            if len(self._pieces) > NOTES_MAX:
-                del self._pieces[next(iter(self._pieces))]
-            return None
-        del self._pieces[key]
-        return b"".join(pieces[part] for part in sorted(pieces))
+        whole = len(pieces) == note.parts
+        if whole:
+            mine.drop(key)
+        while len(mine.notes) > NOTES_PEER_MAX or mine.count > PIECES_PEER_MAX:
+            mine.drop(next(iter(mine.notes)))
+        if not mine.notes:
+            del self._pieces[engine]
+        return b"".join(pieces[part] for part in sorted(pieces)) if whole else None
 
-    def _on_message(self, payload: memoryview) -> None:
+    # ------------------------------------------------------------------ who speaks
+
+    def named(self, addr: NetAddr) -> NetAddr:
+        """The address under which this cache's engine meets a peer."""
+        return addr.by_address() if self.by_address else addr
+
+    def peer_of(self, raw: bytes, sender: Sender) -> NetAddr | None:
+        """The peer that a message says it is from; None: the engine saw it come from another."""
+        try:
+            addr = NetAddr.from_bytes(raw)
+        except TepError:
+            self.garbled += 1
+            return None
+        peer = self.named(addr)
+        known = self._spoken.get(sender.engine)
+        owned = sender.owns(addr)
+        if known is None and owned and self._takes_name(peer):
+            known = peer
+            self._spoken[sender.engine] = peer
+            if len(self._spoken) > PEERS_MAX:
+                former = self._spoken.pop(next(iter(self._spoken)))
+                self._lost.discard(former)
+                if self._names.get(former.name) == former:
+                    del self._names[former.name]
+        if owned and known == peer:
+            return peer
+        self.foreign += 1
+        return None
+
+    def _takes_name(self, peer: NetAddr) -> bool:
+        """Whether a peer may have its name: nobody has, or an earlier incarnation that is lost.
+
+        The one that has it is asked whether it is there: a loss is noticed by that.
+        """
+        known = self._names.setdefault(peer.name, peer)
+        if known == peer:
+            return True
+        if known.epoch < peer.epoch and known in self._lost:
+            self._lost.discard(known)
+            self._names[peer.name] = peer
+            return True
+        self.send(known, Over(known.epoch, _NOBODY))
+        return False
+
+    def has_spoken(self, peer: NetAddr) -> bool:
+        """Whether a message of a peer was received, from all that it says of itself."""
+        return self._names.get(peer.name) == peer
+
+    def other_at(self, peer: NetAddr) -> NetAddr | None:
+        """A peer that has spoken, and has a NIC that another one is said to have; None: none."""
+        nics = set(peer.domains)
+        found = (one for one in self._spoken.values() if one != peer)
+        return next((one for one in found if not nics.isdisjoint(one.domains)), None)
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        with self.lock:
+            known = self._names.get(event.peer)
+            if known is None or known.epoch != event.epoch:
+                return
+            if event.kind in {PeerChange.LOST, PeerChange.RESTARTED}:
+                self._lost.add(known)
+            elif event.kind is PeerChange.BACK:
+                self._lost.discard(known)
+
+    def _on_message(self, payload: memoryview, sender: Sender) -> None:
         try:
             message = decode(payload)
         except BadDescriptor:
@@ -263,4 +432,4 @@ class KvBlocks:
         handler = self._handlers.get(type(message))
         if handler is not None and message.epoch == self.engine.main_address.epoch:
             with self.lock:
-                handler(message)
+                handler(message, sender)

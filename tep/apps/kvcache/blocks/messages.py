@@ -1,14 +1,16 @@
 """What senders and receivers of blocks say to each other, and what they hand to their engines.
 
 MessagePack; strict. Messages may be lost, repeated and overtake each other. Each names the
-incarnation it is meant for, so that no later one takes it.
+incarnation it is meant for, so that no later one takes it. Rule: what a message says of its sender
+is a claim; `KvBlocks.peer_of` compares it with the engine's `Sender`.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from tep import BadDescriptor
 from tep.apps.kvcache.blocks.strided import Placed
@@ -17,6 +19,15 @@ __all__ = [
     "Cancel", "Card", "Claim", "Ended", "Go", "Message", "Note", "Over", "Refuse", "Ticket",
     "decode", "decode_as", "encode",
 ]  # fmt: skip
+
+_U64 = Annotated[int, Meta(ge=0)]
+Part = Annotated[int, Meta(ge=0, lt=4096)]
+Parts = Annotated[int, Meta(ge=1, le=4096)]
+Rank = Annotated[int, Meta(ge=0, lt=4096)]
+Ranks = Annotated[int, Meta(ge=1, le=4096)]
+Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+Landed = Annotated[int, Meta(ge=-1, le=1 << 48)]
+Indices = Annotated[bytes, Meta(max_length=1 << 20)]
 
 UNKNOWN = -1
 """In place of a number of immediates: it is not known how many landed."""
@@ -33,8 +44,8 @@ class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """
 
     addr: bytes
-    tp: int
-    rank: int
+    tp: Ranks
+    rank: Rank
     tensors: tuple[Placed, ...]
     regions: tuple[bytes, ...]
 
@@ -52,16 +63,16 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """
 
     name: str
-    epoch: int
+    epoch: _U64
     serial: int
     request: str
-    blocks: tuple[bytes, ...]
+    blocks: tuple[Indices, ...]
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """Whom it is for (the epoch), and the sender's number of the claim."""
 
-    epoch: int
+    epoch: _U64
     claim: int
 
 
@@ -78,15 +89,15 @@ class Claim(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     addr: bytes
     serial: int
     request: str
-    tp: int
-    rank: int
+    tp: Ranks
+    rank: Rank
     rows: dict[str, int]
 
 
 class Go(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """Receiver -> sender: write, each row with this immediate, which is yours alone."""
 
-    imm: int
+    imm: Imm
 
 
 class Refuse(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -123,7 +134,7 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
     addr: bytes
     serial: int
-    landed: int
+    landed: Landed
     good: tuple[bytes, ...]
     doubt: bool
     reason: str
@@ -143,8 +154,8 @@ class Note(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, t
     """
 
     addr: bytes
-    part: int
-    parts: int
+    part: Part
+    parts: Parts
     body: bytes
 
 

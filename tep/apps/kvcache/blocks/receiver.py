@@ -15,7 +15,16 @@ from functools import partial
 
 import numpy as np
 
-from tep import BusyError, Expectation, NetAddr, PeerChange, PeerEvent, TepError, UsageError
+from tep import (
+    BusyError,
+    Expectation,
+    NetAddr,
+    PeerChange,
+    PeerEvent,
+    Sender,
+    TepError,
+    UsageError,
+)
 from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks.cache import KvBlocks
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
@@ -103,7 +112,7 @@ class KvReceiver(KvSide):
         self.refused: dict[str, int] = {}
         self._serial = 0
         self._loads: dict[int, KvLoad] = {}
-        self._dead: dict[str, int] = {}
+        self._dead: dict[str, tuple[int, int]] = {}  # epoch, and the last request expected then
 
     def expect(
         self, request: str, block_ids: Sequence[Sequence[int]], *, timeout_s: float | None = None
@@ -122,7 +131,7 @@ class KvReceiver(KvSide):
         ids = self.blocks.check_blocks("expect", block_ids)
         limit_s = self._patience.request_s if timeout_s is None else timeout_s
         load = KvLoad(request, ids, self._now_s() + limit_s, self._events.append, self._turn)
-        addr = self.blocks.engine.main_address
+        addr = self.blocks.named(self.blocks.engine.main_address)
         raw = tuple(np.array(group, "<u4").tobytes() for group in ids)
         with self.blocks.lock:
             self._serial += 1
@@ -135,14 +144,16 @@ class KvReceiver(KvSide):
     def fenced(self, name: str, epoch: int) -> None:
         """An incarnation of a sender's engine is certain to be dead: none of its rows lands.
 
-        For instance because its process has ended. That it has restarted is noticed by itself.
+        For instance because its process has ended. That it has restarted is noticed by itself. If
+        it claims a request that is expected later, it was not dead, and is granted it.
 
         Args:
             name: of its engine.
             epoch: it, and all before it.
         """
         with self.blocks.lock:
-            self._dead[name] = max(epoch, self._dead.get(name, epoch))
+            former, _ = self._dead.get(name, (epoch, 0))
+            self._dead[name] = max(epoch, former), self._serial
             for load in tuple(self._loads.values()):
                 for grant in load._grants.values():
                     if grant.who[0] == name and grant.who[1] <= epoch and not grant.settled:
@@ -161,8 +172,8 @@ class KvReceiver(KvSide):
             if load.blocks[one.tensor.group]
         }
 
-    def _on_claim(self, message: Claim) -> None:
-        addr = self._addr(message.addr)
+    def _on_claim(self, message: Claim, sender: Sender) -> None:
+        addr = self.blocks.peer_of(message.addr, sender)
         if addr is None:
             return
         load, why = self._loads.get(message.serial), ""
@@ -185,17 +196,13 @@ class KvReceiver(KvSide):
         self.refused[why] = self.refused.get(why, 0) + 1
         self.blocks.send(addr, Refuse(addr.epoch, message.claim, why))
 
-    def _addr(self, raw: bytes) -> NetAddr | None:
-        try:
-            return NetAddr.from_bytes(raw)
-        except TepError:
-            self.blocks.garbled += 1
-            return None
-
     def _grant(self, load: KvLoad, message: Claim, addr: NetAddr) -> _Grant:
         """Check who wants to write what, and grant it; an error: refused."""
-        if addr.epoch <= self._dead.get(addr.name, -1):
-            raise UsageError("its sender is known to be dead")
+        epoch, serial = self._dead.get(addr.name, (-1, 0))
+        if addr.epoch <= epoch:
+            if load._serial <= serial:
+                raise UsageError("its sender is known to be dead")
+            del self._dead[addr.name]  # nobody can claim what was expected after his death
         if load._tp not in {0, message.tp} or not 0 <= message.rank < message.tp:
             raise UsageError(f"rank {message.rank} of {message.tp}; others have {load._tp} ranks")
         heads, rows = self._covered(load, message)
@@ -248,8 +255,8 @@ class KvReceiver(KvSide):
                 self._fail(load, f"{grant.addr.name}: {expectation.error}")
             self._settle(load)
 
-    def _on_ended(self, message: Ended) -> None:
-        addr = self._addr(message.addr)
+    def _on_ended(self, message: Ended, sender: Sender) -> None:
+        addr = self.blocks.peer_of(message.addr, sender)
         if addr is None:
             return
         load = self._loads.get(message.serial)

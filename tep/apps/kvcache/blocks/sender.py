@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from tep import NetAddr, Pages, TepError, Transfer, UsageError
+from tep import BadDescriptor, NetAddr, Pages, Sender, TepError, Transfer, UsageError
 from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
@@ -121,8 +121,12 @@ class KvSender(KvSide):
         self._open: set[KvSend] = set()
         self._number = 0
 
-    def connect(self, card: bytes) -> tuple[int, int]:
+    def connect(self, card: bytes, peer: NetAddr | None = None) -> tuple[int, int]:
         """Get to know a receiver's cache; again after it has restarted.
+
+        Args:
+            card: of the cache.
+            peer: who handed it in, if it is not known to be trusted: the card must be its own.
 
         Returns:
             The degree of its instance's tensor parallelism, and its rank.
@@ -131,21 +135,23 @@ class KvSender(KvSide):
             BadDescriptor: no card.
             UsageError: its cache holds something else; the message says what.
         """
-        peer = PeerCache(card)
-        for name, there in peer.tensors.items():
+        found = PeerCache(card, self.blocks.named)
+        if peer not in {None, found.addr}:
+            raise BadDescriptor(f"{peer} handed in the card of {found.addr}")
+        for name, there in found.tensors.items():
             here = self.blocks.placed.get(name)
             if here is not None and here.tensor != there.tensor:
                 raise UsageError(
-                    f"{peer.addr.name} has another KV cache:\n  here:  {here.tensor}\n"
+                    f"{found.addr.name} has another KV cache:\n  here:  {here.tensor}\n"
                     f"  there: {there.tensor}"
                 )
             if here is not None:
-                self._served(there, peer)
-        if not self.blocks.placed.keys() & peer.tensors.keys():
-            raise UsageError(f"{peer.addr.name}'s KV cache has no tensor in common with ours")
+                self._served(there, found)
+        if not self.blocks.placed.keys() & found.tensors.keys():
+            raise UsageError(f"{found.addr.name}'s KV cache has no tensor in common with ours")
         with self.blocks.lock:
-            self._peers[peer.addr.name, peer.addr.epoch] = peer
-        return peer.card.tp, peer.card.rank
+            self._peers[found.addr.name, found.addr.epoch] = found
+        return found.card.tp, found.card.rank
 
     def begin(
         self,
@@ -204,6 +210,8 @@ class KvSender(KvSide):
             )
         lengths = [len(raw) // 4 for raw in ticket.blocks]
         held = [len(ids) for ids in send.blocks]
+        if any(len(raw) % 4 for raw in ticket.blocks):
+            raise UsageError(f"begin: {send.request!r}: a ticket with a part of a block's number")
         if len(held) != len(lengths) or any(n > have for n, have in zip(lengths, held)):
             raise UsageError(
                 f"begin: {send.request!r}: {ticket.name} expects {lengths} blocks, here are {held}"
@@ -215,6 +223,12 @@ class KvSender(KvSide):
             if here is None:
                 continue
             served, tensor = self._served(there, peer), here.tensor
+            highest = int(claim.dst[tensor.group].max(initial=0))
+            if highest >= there.blocks:
+                raise UsageError(
+                    f"begin: {send.request!r}: {ticket.name} expects block {highest} of "
+                    f"{tensor.name!r}, which has {there.blocks}"
+                )
             if served[2] and len(claim.dst[tensor.group]):
                 row = (here, there, rows_of(here, there, served))
                 claim.rows.setdefault(tensor.layer, []).append(row)
@@ -365,21 +379,26 @@ class KvSender(KvSide):
         message = Ended(claim.ticket.epoch, claim.number, addr, *end)
         self.blocks.send(claim.peer.addr, message)
 
-    def _tell_forgotten(self, message: Cancel) -> None:
+    def _tell_forgotten(self, message: Cancel, sender: Sender) -> None:
         """Answer for a claim whose end was told for long enough, and then forgotten."""
         mine = self.blocks.engine.main_address.to_bytes()
-        try:
-            peer = NetAddr.from_bytes(message.addr)
-        except TepError:
-            self.blocks.garbled += 1
-            return
-        end = (message.serial, UNKNOWN, (), False, "ended long ago")
-        self.blocks.send(peer, Ended(peer.epoch, message.claim, mine, *end))
+        peer = self.blocks.peer_of(message.addr, sender)
+        if peer is not None:
+            end = (message.serial, UNKNOWN, (), False, "ended long ago")
+            self.blocks.send(peer, Ended(peer.epoch, message.claim, mine, *end))
 
     # ------------------------------------------------------------------ messages and time
 
-    def _on_go(self, message: Go) -> None:
+    def _claim_of(self, message: Go | Refuse | Cancel | Over, sender: Sender) -> _Claim | None:
+        """The claim that a message is about, if it comes from the claim's receiver."""
         claim = self._claims.get(message.claim)
+        if claim is not None and not sender.owns(claim.peer.addr):
+            self.blocks.foreign += 1
+            return None
+        return claim
+
+    def _on_go(self, message: Go, sender: Sender) -> None:
+        claim = self._claim_of(message, sender)
         if claim is None or claim.imm is not None or claim.why:
             return  # whoever asks about it is told that it has ended
         claim.imm = message.imm
@@ -387,11 +406,11 @@ class KvSender(KvSide):
             self._write(claim, layer)
         self._settle(claim.send)
 
-    def _on_stop(self, message: Refuse | Cancel) -> None:
-        claim = self._claims.get(message.claim)
+    def _on_stop(self, message: Refuse | Cancel, sender: Sender) -> None:
+        claim = self._claim_of(message, sender)
         if claim is None:
             if isinstance(message, Cancel):
-                self._tell_forgotten(message)
+                self._tell_forgotten(message, sender)
             return
         if isinstance(message, Refuse):
             if claim.imm is not None or claim.ended:
@@ -402,8 +421,8 @@ class KvSender(KvSide):
             self._tell(claim)
         self._settle(claim.send)
 
-    def _on_over(self, message: Over) -> None:
-        claim = self._claims.get(message.claim)
+    def _on_over(self, message: Over, sender: Sender) -> None:
+        claim = self._claim_of(message, sender)
         if claim is not None and claim.ended:
             del self._claims[message.claim]
 

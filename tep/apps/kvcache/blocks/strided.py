@@ -9,16 +9,20 @@ tensor parallelism. They must agree on names, layers, heads, tokens of a block a
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from tep import UsageError
 from tep.apps.kvcache.layout import held_heads
 
 __all__ = ["KvTensor", "Offsets", "Placed", "describe_tensor", "rows_of", "served_heads"]
+
+Index = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Size = Annotated[int, Meta(ge=1, lt=1 << 48)]
 
 Offsets = npt.NDArray[np.int64]
 """int64[n]: byte offsets."""
@@ -36,12 +40,12 @@ class KvTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         group: which of a request's lists of blocks it uses.
     """
 
-    name: str
-    layer: int
-    heads: int
-    tokens: int
-    run: int
-    group: int = 0
+    name: Annotated[str, Meta(max_length=256)]
+    layer: Index
+    heads: Size
+    tokens: Size
+    run: Size
+    group: Index = 0
 
 
 class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,12 +60,12 @@ class Placed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """
 
     tensor: KvTensor
-    region: int
-    start: int
-    blocks: int
-    block_stride: int
-    head_stride: int
-    token_stride: int
+    region: Index
+    start: Index
+    blocks: Size
+    block_stride: Index
+    head_stride: Index
+    token_stride: Index
 
 
 def describe_tensor(array: Any, axes: str) -> tuple[int, dict[str, tuple[int, int]], int, str]:
