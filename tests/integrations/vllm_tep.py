@@ -280,7 +280,7 @@ class Trial:
         if found is None:
             return None
         tep = found["params"]["tep"]
-        self.ranks = {"ranks": tep["ranks"], "processes": tep["processes"]}
+        self.ranks = {"ranks": tep["ranks"]}
         if self.dice.random() < 0.1:
             return None  # the client has gone: the lease frees the blocks
         return self.ask("decoder", seed, NEW, found["params"])

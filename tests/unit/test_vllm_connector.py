@@ -19,7 +19,7 @@ from tep import NetAddr, UsageError
 from tep.integrations.vllm import processes
 from tep.integrations.vllm.scheduler import Scheduler
 from tep.integrations.vllm.tensors import views_of
-from tep.integrations.vllm.terms import Report, Source, Terms, digest_of
+from tep.integrations.vllm.terms import Asked, Report, Source, Terms, digest_of
 from tests.abi import make_vllm_api
 
 RECORD = json.loads(Path(make_vllm_api.__file__).with_name("vllm_api.json").read_text("utf-8"))
@@ -123,10 +123,12 @@ def test_another_layout_is_refused_by_name():
 
 def test_parameters_survive_json():
     """They go through a router, which knows JSON."""
-    source = Source("key", (ADDR, ADDR), processes=("mark", ""))
-    found = Source.read(json.loads(json.dumps(source.params([1, 2, 3], 30.0))))
+    source = Source("key", (ADDR, ADDR))
+    found = Asked.read(json.loads(json.dumps(source.params([1, 2, 3], 30.0))))
 
-    assert source == found
+    assert source == found.source()
+    assert (3, digest_of([1, 2, 3])) == (found.ntokens, found.digest)
+    assert Asked("key", found.ranks).source().early
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_parameters_survive_json():
 def test_bad_parameters_are_named_and_the_prompt_is_computed(params):
     """They come from outside: a request must not end the scheduler."""
     with pytest.raises(UsageError, match="tep"):
-        Source.read(params)
+        Asked.read(params).source()
     request = SimpleNamespace(
         request_id="r",
         prompt_token_ids=[1, 2, 3],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tep import NetAddr, TepError
+from tep import NetAddr, TepError, UsageError
 from tep.apps.kvcache import KvBlocks, KvSend, KvSender, Patience
 from tep.integrations.vllm.terms import Blocks, Hold, Step, Terms
 from tep.integrations.vllm.wire import Told, Want
@@ -18,6 +18,12 @@ __all__ = ["Holds"]
 
 GONE_MAX = 4096
 """Keys that are remembered to be gone, with the reason."""
+
+SENDS_MAX = 1024
+"""Loads of one key."""
+
+_REASON = 1000
+"""Characters of a reason."""
 
 Receiver = tuple[str, int, bytes]
 """One load of a decoder's rank: name and epoch of its engine, and its ticket."""
@@ -164,10 +170,12 @@ class Holds:
             return Told(want.number, want.key, "taken")
         try:
             if want.card:
-                self._cards[who] = self.sender.connect(want.card)
+                self._cards[who] = self.sender.connect(want.card, peer)
                 self._meet(peer)
             if who not in self._cards:
                 return Told(want.number, want.key, "card")
+            if len(held.sends) >= SENDS_MAX:
+                raise UsageError(f"{SENDS_MAX} loads of it have begun")
             send = self.sender.begin(
                 held.key,
                 held.blocks,
@@ -176,7 +184,8 @@ class Holds:
                 timeout_s=self._terms.load_s,
             )
         except TepError as error:
-            return Told(want.number, want.key, "gone", f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"[:_REASON]
+            return Told(want.number, want.key, "gone", why)
         held.sends[receiver] = send
         tp, rank = self._cards[who]
         held.wanted = tp

@@ -2,7 +2,8 @@
 
 Rule 1: a load is reported when nothing can be written to its blocks any more, or, `doubt_s` after
 it failed, as one in doubt: the scheduler keeps its blocks out of use until it is certain. Rule 2:
-every load is reported once. Rule 3: the cache's lock guards all.
+every load is reported once. Rule 3: the cache's lock guards all. Rule 4: a source is what a request
+says; a prefiller is who answers from there: it alone says which process it is.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ DROPS = 8
 class _Ask:
     """What one prefiller's rank is asked until it answers."""
 
-    def __init__(self, addr: NetAddr, want: Want, tries: float = math.inf) -> None:
-        self.addr, self.want, self.tries = addr, want, tries
+    def __init__(self, addr: NetAddr, want: Want, began_s: float, tries: float) -> None:
+        self.addr, self.want, self.began_s, self.tries = addr, want, began_s, tries
         self.told_s = -math.inf
 
 
@@ -61,8 +62,10 @@ class Loads:
         self._doubtful: list[_Loading] = []
         self._asks: dict[int, _Ask] = {}  # by number
         self._keeps: dict[str, list[_Ask]] = {}
+        self._strangers: set[NetAddr] = set()  # who was asked and has not said anything yet
         self._marks: dict[tuple[str, int], str] = {}  # processes of prefillers' ranks
         self._dead: set[tuple[str, int]] = set()
+        self._latest: dict[str, int] = {}  # epochs of those that answered, by their own name
         self._gone: set[str] = set()
         self._number = 0
         self.done = 0
@@ -70,16 +73,15 @@ class Loads:
     # ------------------------------------------------------------------ the scheduler's orders
 
     def start(self, order: Load) -> list[NetAddr]:
-        """Have blocks written here; return the engines that will be asked."""
+        """Have blocks written here; return the engines to watch: those that have spoken before."""
         source = order.source
         load = self.receiver.expect(source.key, order.blocks, timeout_s=self._terms.load_s)
         with self._blocks.lock:
-            addrs = self._addrs(source)
-            asks = [self._ask(addr, source, "load", load.ticket) for addr in addrs]
+            asks = self._ask(source, "load", load.ticket)
             self._loading[order.request] = _Loading(order, load, asks)
-            if any(self._is_dead(addr) for addr in addrs):
-                load.cancel("the prefiller is dead")
-        return addrs
+            if any((ask.addr.name, ask.addr.epoch) in self._dead for ask in asks):
+                load.cancel("the prefiller is dead")  # it was asked: if it lives, it says so
+        return [ask.addr for ask in asks if ask.addr not in self._strangers]
 
     def keep(self, sources: Sequence[Source]) -> None:
         """Sources that requests here will load from, all of them."""
@@ -88,13 +90,11 @@ class Loads:
             for ask in self._keeps.pop(key):
                 self._asks.pop(ask.want.number, None)
         for key in wanted.keys() - self._keeps.keys():
-            source = wanted[key]
-            self._keeps[key] = [self._ask(a, source, "keep") for a in self._addrs(source)]
+            self._keeps[key] = self._ask(wanted[key], "keep")
 
     def drop(self, source: Source) -> None:
         """Blocks of a source are not wanted."""
-        for addr in self._addrs(source):
-            self._ask(addr, source, "drop", tries=DROPS)
+        self._ask(source, "drop", tries=DROPS)
 
     def end(self, request: str) -> bool:
         """The request was aborted; it is reported once nothing is written there. Is it loading?"""
@@ -105,11 +105,16 @@ class Loads:
 
     # ------------------------------------------------------------------ prefillers
 
-    def told(self, peer: NetAddr, told: Told) -> None:
-        """A prefiller's rank has answered."""
+    def told(self, peer: NetAddr, told: Told) -> bool:
+        """A prefiller's rank has answered; False: nobody has asked it that."""
         ask = self._asks.get(told.number)
         if ask is None or ask.addr != peer or ask.want.key != told.key:
-            return
+            return False
+        who, name = (peer.name, peer.epoch), own_name(peer.name)
+        self._dead.discard(who)
+        self._latest[name] = max(peer.epoch, self._latest.get(name, 0))
+        if told.process:
+            self._marks[who] = told.process
         kind = ask.want.kind
         if told.state == "card" and kind == "load":
             want = ask.want
@@ -127,6 +132,19 @@ class Loads:
                         one.load.cancel(f"{peer.name}: {told.reason}")
             elif told.state == "gone" and kind == "keep":
                 self._gone.add(told.key)
+        return True
+
+    def has_successor(self, name: str, epoch: int) -> bool:
+        """Whether a later incarnation of a prefiller has answered."""
+        return self._latest.get(own_name(name), 0) > epoch
+
+    def dead(self, name: str, epoch: int) -> None:
+        """A prefiller is certain to be dead: nothing of it lands any more."""
+        with self._blocks.lock:
+            self._marks.pop((name, epoch), None)
+            self._dead.add((name, epoch))
+            self.lost(name, epoch)
+            self.receiver.fenced(name, epoch)
 
     def lost(self, name: str, epoch: int) -> None:
         """A prefiller is lost, or has restarted: what it was to write will not come."""
@@ -147,6 +165,7 @@ class Loads:
         self._look_for_dead()
         with self._blocks.lock:
             now_s = self._now_s()
+            self._look_at_strangers(now_s)
             for ask in tuple(self._asks.values()):
                 if now_s - ask.told_s >= self._terms.beat_s:
                     self._say(ask)
@@ -194,41 +213,66 @@ class Loads:
             return
         for who, mark in tuple(self._marks.items()):
             if processes.has_ended(mark):
-                del self._marks[who]
-                self._dead.add(who)
-                self.lost(*who)
-                self.receiver.fenced(*who)
+                self.dead(*who)
 
-    def _is_dead(self, addr: NetAddr) -> bool:
-        return (addr.name, addr.epoch) in self._dead
+    def _look_at_strangers(self, now_s: float) -> None:
+        """Give up who does not answer, or is said to be where another one is; then forget it."""
+        blocks, asked = self._blocks, set()
+        for ask in tuple(self._asks.values()) if self._strangers else ():
+            if ask.addr in self._strangers and not blocks.has_spoken(ask.addr):
+                why = self._doubtful_address(ask.addr)
+                if not why and now_s - ask.began_s >= self._terms.lost_after_s:
+                    why = f"{ask.addr.name} has never answered"
+                if why:
+                    self._give_up(ask, why)
+                else:
+                    asked.add(ask.addr)
+        for addr in self._strangers - asked:
+            self._strangers.discard(addr)
+            if not blocks.has_spoken(addr):
+                blocks.engine.remove_peer(addr)
 
-    def _addrs(self, source: Source) -> list[NetAddr]:
-        addrs = [NetAddr.from_bytes(raw) for raw in source.ranks]
-        for addr, mark in zip(addrs, source.processes, strict=False):
-            if mark and not self._is_dead(addr):
-                self._marks[addr.name, addr.epoch] = mark
-        return addrs
+    def _doubtful_address(self, addr: NetAddr) -> str:
+        other = self._blocks.other_at(addr)
+        return "" if other is None else f"{addr.name} is said to be where {other.name} is"
+
+    def _give_up(self, ask: _Ask, why: str) -> None:
+        self._asks.pop(ask.want.number, None)
+        if ask.want.kind == "keep":
+            self._gone.add(ask.want.key)
+        for one in tuple(self._loading.values()):
+            if ask in one.asks:
+                one.load.cancel(why)
 
     def _ask(
-        self,
-        addr: NetAddr,
-        source: Source,
-        kind: Kind,
-        ticket: bytes = b"",
-        tries: float = math.inf,
-    ) -> _Ask:
-        self._number += 1
-        want = Want(self._number, source.key, kind, source.early, b"", ticket)
-        ask = self._asks[self._number] = _Ask(addr, want, tries)
-        self._say(ask)
-        return ask
+        self, source: Source, kind: Kind, ticket: bytes = b"", tries: float = math.inf
+    ) -> list[_Ask]:
+        """Ask all ranks of a source."""
+        found = []
+        for raw in source.ranks:
+            addr = self._blocks.named(NetAddr.from_bytes(raw))
+            self._number += 1
+            want = Want(self._number, source.key, kind, source.early, b"", ticket)
+            ask = self._asks[self._number] = _Ask(addr, want, self._now_s(), tries)
+            found.append(ask)
+            if not self._blocks.has_spoken(addr):
+                self._strangers.add(addr)
+            self._say(ask)
+        return found
 
     def _say(self, ask: _Ask) -> None:
         ask.told_s = self._now_s()
         ask.tries -= 1
+        if ask.addr in self._strangers and self._doubtful_address(ask.addr):
+            return  # it is given up with the next poll
         self._blocks.send_note(ask.addr, ask.want.number, encode(ask.want))
         if ask.tries <= 0:
             self._asks.pop(ask.want.number, None)
 
     def _now_s(self) -> float:
         return self._blocks.engine.driver.now_s()
+
+
+def own_name(name: str) -> str:
+    """Return what a peer calls itself; see `NetAddr.by_address`."""
+    return name.rpartition("~")[0]

@@ -24,7 +24,7 @@ def has_ended(mark: str) -> bool:
     """Whether a marked process is certain to have ended."""
     place, _, rest = mark.rpartition(":")
     place, _, pid = place.rpartition(":")
-    if not (place and pid.isdigit() and place == _place()):
+    if not (place and place == _place() and pid.isascii() and pid.isdigit() and len(pid) <= 10):
         return False
     return _start(int(pid)) != rest
 

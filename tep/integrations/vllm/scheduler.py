@@ -7,12 +7,14 @@ otherwise; whoever keeps them says so once, and lets them go once.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from tep import UsageError
 from tep.integrations.vllm.terms import (
+    Asked,
     Blocks,
     Hold,
     Load,
@@ -28,6 +30,7 @@ __all__ = ["Keeper", "Request", "Scheduled", "Scheduler"]
 
 logger = logging.getLogger(__name__)
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
+_REFUSED_MAX = 256
 _NULL_BLOCK = 0
 """vLLM's placeholder for blocks outside a sliding window."""
 
@@ -75,12 +78,12 @@ class Scheduler:
     Args:
         block_tokens: tokens of a block of each group of layers.
         terms: how long to wait.
-        token: part of the keys; another one after each start.
+        token: secret of which the keys are made; another one after each start.
 
     Attributes:
-        ranks, processes: addresses of this instance's ranks, and the marks of their processes.
+        ranks: addresses of this instance's ranks.
         keeper: the pool of blocks; None before vLLM has made it.
-        refused: sources that were not used, by reason.
+        refused: sources that were not used, by reason; of many reasons the first 256.
     """
 
     def __init__(
@@ -88,7 +91,6 @@ class Scheduler:
     ) -> None:
         self._block_tokens, self._terms, self._token = tuple(block_tokens), terms, token
         self.ranks: tuple[bytes, ...] = ()
-        self.processes: tuple[str, ...] = ()
         self.keeper: Keeper | None = None
         self.refused: dict[str, int] = {}
         self._sources: dict[str, Source] = {}  # of requests that have no blocks yet
@@ -103,17 +105,16 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """A request is new here."""
-        params = request.kv_transfer_params or {}
+        params = _params(request)
         if not params.get("do_remote_prefill"):
             return
         try:
-            found = params.get("tep")
-            source = Source.read(found)
+            asked = Asked.read(params.get("tep"))
+            source = asked.source()
             prompt = request.prompt_token_ids
             if prompt is None:
                 raise UsageError("the prompt has no tokens (embeddings?)")
-            digest = found.get("digest") if isinstance(found, Mapping) else None
-            if digest not in {None, digest_of(prompt)}:
+            if asked.digest not in {None, digest_of(prompt)}:
                 self._orders.drops.append(source)
                 raise UsageError("the prefiller computed another prompt; the router mixes them up")
         except UsageError as error:
@@ -132,7 +133,7 @@ class Scheduler:
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], nexternal: int) -> None:
         """The request got blocks, of which `nexternal` tokens are to be loaded."""
-        name, params = request.request_id, request.kv_transfer_params or {}
+        name, params = request.request_id, _params(request)
         if params.get("do_remote_decode") and name not in self._prefills:
             self._prefills[name] = self._prefill(request, params)
         source = self._sources.pop(name, None)
@@ -151,19 +152,34 @@ class Scheduler:
         self._orders.loads.append(Load(name, source, mine))
 
     def _refuse(self, request: Request, why: str) -> None:
-        logger.error("request %s is computed here: %s", request.request_id, why)
-        self.refused[why] = self.refused.get(why, 0) + 1
-        (request.kv_transfer_params or {})["do_remote_prefill"] = False
+        self._say(request, "is computed here", why)
+        _params(request)["do_remote_prefill"] = False
+
+    def _say(self, request: Request, what: str, why: str) -> None:
+        logger.error("request %s %s: %s", request.request_id, what, why)
+        self._count(why)
+
+    def _count(self, why: str) -> None:
+        if why in self.refused or len(self.refused) < _REFUSED_MAX:
+            self.refused[why] = self.refused.get(why, 0) + 1
 
     # ------------------------------------------------------------------ prefiller
 
     def _prefill(self, request: Request, params: Mapping[str, Any]) -> _Prefill:
-        found = params.get("tep")
-        key = found.get("key") if isinstance(found, Mapping) else None
-        if not isinstance(key, str) or not key:
-            self._serial += 1
-            key = f"{request.request_id}/{self._token}/{self._serial}"
+        key = self._new_key()
+        if "tep" in params:
+            try:
+                key = Asked.read(params["tep"]).key
+            except UsageError as error:
+                self._say(request, "gets a key from here", str(error))
         return _Prefill(key, len(request.prompt_token_ids or ()))
+
+    def _new_key(self) -> str:
+        """A key that nobody can guess: who knows it may have the blocks, or have them dropped."""
+        self._serial += 1
+        secret = hashlib.blake2b(self._token.encode(), digest_size=32).digest()
+        serial = str(self._serial).encode()
+        return f"{self._serial}/{hashlib.blake2b(serial, key=secret, digest_size=12).hexdigest()}"
 
     def _needed(self, ntokens: int) -> list[int]:
         return [-(-ntokens // n) for n in self._block_tokens]
@@ -227,7 +243,7 @@ class Scheduler:
             for ids, n in zip(blocks, need, strict=True)
         )
         self._orders.holds.append(Hold(name, prefill.key, held, len(prompt)))
-        where = Source(prefill.key, self.ranks, processes=self.processes)
+        where = Source(prefill.key, self.ranks)
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -274,4 +290,10 @@ class Scheduler:
             key = self._sources.pop(name).key
             why = "the prefiller does not have it any more"
             logger.warning("request %s is computed here: %s: %s", name, key, why)
-            self.refused[why] = self.refused.get(why, 0) + 1
+            self._count(why)
+
+
+def _params(request: Request) -> dict[str, Any]:
+    """Return what a request brings, whatever its client has sent."""
+    params = request.kv_transfer_params
+    return params if isinstance(params, dict) else {}

@@ -9,15 +9,18 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from tep import NetAddr, TepError, UsageError
 
 __all__ = [
-    "Blocks", "Hold", "Load", "Orders", "Report", "Source", "Step", "Terms", "digest_of",
+    "Asked", "Blocks", "Hold", "Load", "Orders", "Report", "Source", "Step", "Terms", "digest_of",
 ]  # fmt: skip
 
 Blocks = tuple[tuple[int, ...], ...]
@@ -53,52 +56,81 @@ class Terms:
             )
 
 
+_SHOWN = 200
+"""Characters of a message about what a request brought."""
+
+Key = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"\A[ -~]+\Z")]
+"""Of a transfer: printable ASCII."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a request brings as kv_transfer_params["tep"]: a stranger's claims. Others are ignored.
+
+    Attributes:
+        key: of the transfer.
+        ranks: NetAddr of each of the prefiller's ranks, in base64.
+        ntokens: of the prompt, once it is computed.
+        digest: of the prompt.
+    """
+
+    key: Key
+    ranks: Annotated[
+        tuple[Annotated[str, Meta(max_length=1 << 15, pattern=r"\A[+-9A-Za-z]+={0,2}\Z")], ...],
+        Meta(max_length=1024),
+    ] = ()
+    ntokens: Annotated[int, Meta(ge=0)] | None = None
+    digest: Annotated[str, Meta(max_length=64)] | None = None
+
+    @classmethod
+    def read(cls, params: object) -> Asked:
+        """Take it from the value of "tep" in kv_transfer_params.
+
+        Raises:
+            UsageError: it is not what a prefiller returned, or a router makes up.
+        """
+        try:
+            return msgspec.convert(params, cls, strict=True)
+        except (msgspec.ValidationError, RecursionError) as error:
+            raise UsageError(f"kv_transfer_params['tep']: {str(error)[:_SHOWN]}") from error
+
+    def source(self) -> Source:
+        """Where the blocks are said to be.
+
+        Raises:
+            UsageError: no addresses.
+        """
+        try:
+            raw = tuple(base64.b64decode(one, validate=True) for one in self.ranks)
+            for one in raw:
+                NetAddr.from_bytes(one)
+        except (binascii.Error, TepError) as error:
+            text = f"kv_transfer_params['tep']['ranks'] are no addresses: {str(error)[:_SHOWN]}"
+            raise UsageError(text) from error
+        if not raw:
+            raise UsageError("kv_transfer_params['tep'] has no ranks; pass on the prefiller's")
+        return Source(self.key, raw, self.ntokens is None)
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a request's blocks come from.
+    """Where a request's blocks come from, as the request says.
 
     Attributes:
         key: of the transfer; unique.
         ranks: NetAddr of each of the prefiller's ranks, as bytes.
         early: the prefill may not have begun: a prefiller that does not know the key has to be
             asked again. Otherwise not to know it means that it has expired.
-        processes: mark of each rank's process, see `processes`; "" where there is none.
     """
 
     key: str
     ranks: tuple[bytes, ...]
     early: bool = False
-    processes: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, params: object) -> Source:
-        """Take it from the value of "tep" in kv_transfer_params.
-
-        Raises:
-            UsageError: it is not what a prefiller returned.
-        """
-        if not isinstance(params, Mapping):
-            raise UsageError(f"kv_transfer_params['tep'] is {params!r}; pass on the prefiller's")
-        key, ranks = params.get("key"), params.get("ranks")
-        marks = params.get("processes") or ()
-        if not (isinstance(key, str) and key and isinstance(ranks, list | tuple) and ranks):
-            raise UsageError(f"kv_transfer_params['tep'] has no key or no ranks: {params!r}")
-        try:
-            raw = tuple(base64.b64decode(one, validate=True) for one in ranks)
-            for one in raw:
-                NetAddr.from_bytes(one)
-        except (binascii.Error, TypeError, ValueError, TepError) as error:
-            raise UsageError(f"kv_transfer_params['tep']['ranks'] are no addresses: {error}") from (
-                error
-            )
-        return cls(key, raw, "ntokens" not in params, tuple(str(mark) for mark in marks))
 
     def params(self, prompt: Sequence[int], lease_s: float) -> dict[str, object]:
         """What a prefiller returns once it has computed the prompt; JSON."""
         return {
             "key": self.key,
             "ranks": [base64.b64encode(one).decode() for one in self.ranks],
-            "processes": list(self.processes),
             "ntokens": len(prompt),
             "digest": digest_of(prompt),
             "lease_s": lease_s,

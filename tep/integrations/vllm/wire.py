@@ -6,15 +6,17 @@ it is answered, and an answer tells how things are now.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tep import BadDescriptor
 
 __all__ = ["Kind", "Told", "Want", "decode", "encode"]
 
 Kind = Literal["load", "keep", "drop"]
+Key = Annotated[str, Meta(max_length=256)]
 
 
 class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -30,8 +32,8 @@ class Want(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         ticket: of the load.
     """
 
-    number: int
-    key: str
+    number: Annotated[int, Meta(ge=0)]
+    key: Key
     kind: Kind
     early: bool
     card: bytes = b""
@@ -46,12 +48,14 @@ class Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         state: "taken": the load was begun. "kept": they are here, or will be. "gone": they are not,
             and the reason says why. "card": ask again, with the card.
         reason: why.
+        process: mark of the prefiller's process, see `processes`; "" where there is none.
     """
 
-    number: int
-    key: str
+    number: Annotated[int, Meta(ge=0)]
+    key: Key
     state: Literal["taken", "kept", "gone", "card"]
-    reason: str = ""
+    reason: Annotated[str, Meta(max_length=4096)] = ""
+    process: Annotated[str, Meta(max_length=256)] = ""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

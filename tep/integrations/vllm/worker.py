@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from tep import (
     BadDescriptor,
     BusyError,
@@ -21,6 +23,7 @@ from tep import (
 from tep.apps.kvcache import KvBlocks
 from tep.integrations.vllm.holds import Holds
 from tep.integrations.vllm.loads import Loads
+from tep.integrations.vllm.processes import mark_here
 from tep.integrations.vllm.terms import Orders, Report, Step, Terms
 from tep.integrations.vllm.wire import Told, decode, encode
 
@@ -42,7 +45,10 @@ class Worker:
     """
 
     def __init__(self, blocks: KvBlocks, terms: Terms = Terms()) -> None:
+        if not blocks.by_address:
+            raise UsageError("Worker: give it KvBlocks(..., by_address=True): requests name peers")
         self._blocks, self._terms = blocks, terms
+        self._process = mark_here()
         self.holds = Holds(blocks, terms, self._meet)
         self.loads = Loads(blocks, terms)
         self.garbled = 0
@@ -97,11 +103,16 @@ class Worker:
         """What has happened since the last call; it also repeats messages and looks at times."""
         for who, addr in tuple(self._strangers.items()):
             del self._strangers[who]
-            self._watch(addr)
+            if who not in self._watches:  # notes came meanwhile
+                self._watch(addr)
         for who, watch in tuple(self._watches.items()):
             if watch is not None and watch.state is not PeerState.ALIVE:
                 self._lost(*who)  # also for what began after it was lost
                 if watch.state is PeerState.RESTARTED:
+                    del self._watches[who]
+                elif self.loads.has_successor(*who):
+                    self.loads.dead(*who)
+                    self._blocks.engine.remove_peer(watch.peer)
                     del self._watches[who]
         report = Report(sent=self.holds.poll())
         self.loads.poll(report)
@@ -116,10 +127,12 @@ class Worker:
             self.garbled += 1
             return
         if isinstance(note, Told):
-            self.loads.told(peer, note)
+            if self.loads.told(peer, note):
+                self._meet(peer)
             return
         # Answers have numbers of their own: below 0, so that no Want of ours has the same.
-        self._blocks.send_note(peer, ~note.number, encode(self.holds.answer(peer, note)))
+        told = msgspec.structs.replace(self.holds.answer(peer, note), process=self._process)
+        self._blocks.send_note(peer, ~note.number, encode(told))
 
     def _meet(self, addr: NetAddr) -> None:
         """Watch an engine from the next poll on: to ask for it waits for the engine's thread."""
