@@ -12,9 +12,10 @@ import json
 import logging
 import os
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from tep import (
 )
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
-from tep.compat.nixl.channel import Channel, Channels
+from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
 from tep.compat.nixl.registry import PLUGINS, Registry, raw_of, text_of
 from tep.compat.nixl.transfers import Asked, Numbers, Request, Side, cut_rows
 from tep.compat.nixl.wire import (
@@ -37,6 +38,7 @@ from tep.compat.nixl.wire import (
     Grant,
     Notif,
     Remote,
+    Still,
     WantGrant,
     Written,
     decode,
@@ -56,6 +58,18 @@ _BLOCK = 1 << 16
 
 _CANCEL_S = 2.0
 """How long the release of an active transfer waits for its end."""
+
+_ASK_AGAIN_S = 1.0
+"""After so long a transfer whose agent does not answer asks it again, when it is looked at."""
+
+NOTIF_MAX = BODY_MAX - 64
+"""Longest notification."""
+
+_REASON = 1000
+"""Characters of a reason that another agent is told."""
+
+_ASKED_MAX = 4096
+"""Asks of one agent that are open here, and ends of asks that are remembered for all."""
 
 
 class nixl_thread_sync_t(Enum):
@@ -167,13 +181,15 @@ class nixl_agent(Registry):
         options = json.loads(os.environ.get("TEP_NIXL_OPTIONS", "{}"))
         engine = TransferEngine.open(os.environ.get("TEP_NIXL_BACKEND", "auto"), **options)
         channels = Channels(engine, agent_name, self._on_message, self._on_lost)
+        self._lost: dict[str, tuple[int, str]] = {}  # notifications to an agent, and why
         super().__init__(agent_name, engine, channels)
         self._numbers = itertools.count(1)
         self._lists: dict[int, Side] = {}
         self._requests: dict[int, Request] = {}
         self._dropped: deque[int] = deque()
         self._asks: dict[int, Request] = {}  # by number, this agent's
-        self._asked: dict[tuple[Channel, int], Asked] = {}  # those of others
+        self._asked: dict[Channel, dict[int, Asked]] = {}  # those of others
+        self._over: OrderedDict[tuple[Channel, int], str] = OrderedDict()  # how theirs ended
         self._grants: dict[Channel, Grant] = {}  # given
         self._granted: dict[Channel, Numbers] = {}  # got
         self._ungranted: dict[Channel, list[Request]] = {}
@@ -284,8 +300,10 @@ class nixl_agent(Registry):
             at = int(np.argmax(local.rows[:, 1] != there.rows[:, 1]))
             raise nixlBind.nixlInvalidParamError(f"the lengths of descriptor {at} differ")
         assert there.remote is not None
-        self._addr(there.remote)
-        request = Request(op, there.remote, cut_rows(local, there), local.rows, raw_of(notif))
+        with self._lock:
+            self._check_messages(there.remote)
+        raw = _checked(raw_of(notif))
+        request = Request(op, there.remote, cut_rows(local, there), local.rows, raw)
         with self._lock:
             number = next(self._numbers)
             self._requests[number] = request
@@ -302,8 +320,9 @@ class nixl_agent(Registry):
                 request.remote.name != self.name and request.remote.name not in self._remotes
             ):
                 raise nixlBind.nixlRemoteDisconnectError(f"agent {request.remote.name!r} has left")
+            self._check_messages(request.remote)
             if notif_msg:
-                request.notif = raw_of(notif_msg)
+                request.notif = _checked(raw_of(notif_msg))
             request.begin(next(self._numbers))
             self._try_post(request)
             request.posted_s = time.monotonic()
@@ -312,7 +331,10 @@ class nixl_agent(Registry):
     def check_xfer_state(self, handle: nixl_xfer_handle) -> str:
         """The state of a posted transfer: "PROC" or "DONE"; a failed one raises, as in NIXL."""
         with self._lock:
-            state = self._state(self._found(handle))
+            request = self._found(handle)
+            state = self._state(request)
+            if state == "PROC" and time.monotonic() - request.asked_s > _ASK_AGAIN_S:
+                self._ask_again(request)
         if state == "PROC":
             os.sched_yield()  # a caller that polls must not keep the engine's thread from running
         return state
@@ -391,11 +413,30 @@ class nixl_agent(Registry):
     def send_notif(
         self, remote_agent_name: str | bytes, notif_msg: bytes, backend: str | None = None
     ) -> None:
-        """Notify an agent, after the transfers to it that have ended."""
+        """Notify an agent, after the transfers to it that have ended.
+
+        Raises:
+            nixlRemoteDisconnectError: the agent is lost, or notifications before this one are: they
+                are counted, and this one is not sent.
+            nixlInvalidParamError: it is too long.
+        """
         self._check_backends([] if backend is None else [backend])
+        body = encode(Notif(_checked(raw_of(notif_msg))))
         with self._lock:
-            channel = self._channel(self._remote(remote_agent_name))
-            channel.send(encode(Notif(raw_of(notif_msg))))
+            remote = self._remote(remote_agent_name)
+            self._check_messages(remote)
+            self._channel(remote).send(body, on_lost=partial(self._note_lost, remote.name))
+
+    def _note_lost(self, name: str, why: str) -> None:
+        count, first = self._lost.get(name, (0, why))
+        self._lost[name] = count + 1, first
+
+    def _check_messages(self, remote: Remote) -> None:
+        """Raise if messages to an agent were lost, once, or if it is lost itself."""
+        count, why = self._lost.pop(remote.name, (0, ""))
+        if count or self._channels.is_lost(self._channel(remote)):
+            what = f"{count} earlier notification(s) are lost: {why}" if count else "it is lost"
+            raise nixlBind.nixlRemoteDisconnectError(f"agent {remote.name!r}: {what}")
 
     def get_new_notifs(self, backends: list[str] = []) -> dict[str, list[bytes]]:
         """Notifications since the last call, by agent."""
@@ -428,13 +469,13 @@ class nixl_agent(Registry):
                 return True
         return False
 
-    def _queue(self, channel: Channel, notif: bytes | None, *, ready: bool) -> Callable[[], None]:
-        """Put a notification in line; the function that is returned makes it ready."""
+    def _queue(self, channel: Channel, notif: bytes | None, *, ready: bool) -> Callable[..., None]:
+        """Put a notification in line; the function that is returned makes it ready, or drops it."""
         line, entry = self._queues.setdefault(channel, deque()), [ready, notif]
         line.append(entry)
 
-        def hand_out() -> None:
-            entry[0] = True
+        def hand_out(*, told: bool = True) -> None:
+            entry[:] = True, entry[1] if told else None
             while line and line[0][0]:
                 found = line.popleft()[1]
                 if found is not None:
@@ -463,13 +504,14 @@ class nixl_agent(Registry):
     def _post(self, request: Request) -> None:
         """Submit what a request has to move, one way or another."""
         channel = self._channel(request.remote)
+        request.asked_s = time.monotonic()
         if request.op == nixlBind.NIXL_WRITE:
             granted = self._granted.get(channel)
             if granted is None:
                 waiting = self._ungranted.setdefault(channel, [])
-                if not waiting:
-                    channel.send(encode(WantGrant()))
                 waiting.append(request)
+                if len(waiting) == 1:
+                    self._want_grant(channel)
                 return
             request.imm = granted.take()
             request.submit(
@@ -480,16 +522,57 @@ class nixl_agent(Registry):
         else:
             self._ask(request, channel)
 
+    def _want_grant(self, channel: Channel) -> None:
+        channel.send(encode(WantGrant()), on_lost=lambda why: self._on_lost(channel, why))
+
+    def _ask_again(self, request: Request) -> None:
+        """Ask for the answer that a request waits for: it may have been lost."""
+        request.asked_s = time.monotonic()
+        channel = self._channel(request.remote)
+        if request in self._ungranted.get(channel, ()):
+            self._want_grant(channel)
+        elif request.number in self._asks:
+            channel.send(encode(Still(request.number)), on_lost=partial(self._ask_lost, request))
+
     def _written(self, request: Request, numbers: Numbers, channel: Channel) -> None:
-        if not request.end():
-            numbers.burn(request.imm)
-        else:
-            notif = request.notif or None
-            channel.send(encode(Written(request.imm, request.nrows, notif)))
+        """All rows are back: have the target count them, and notify."""
+        request.under_way = False
+        imm, notif = request.imm, request.notif
+        if request.error is not None:
+            numbers.burn(imm)
+            return
+
+        def lost(why: str) -> None:
+            numbers.burn(imm)  # its rows stay in the target's count
+            self._notif_lost(request, why)
+
+        done = Written(imm, request.nrows, notif or None)
+        self._end_with(request, channel, done, lost if notif else lambda _: numbers.burn(imm))
 
     def _read(self, request: Request, channel: Channel) -> None:
-        if request.end() and request.notif:
-            channel.send(encode(Notif(request.notif)))
+        request.under_way = False
+        if request.error is None:
+            self._end_with(
+                request, channel, Notif(request.notif), partial(self._notif_lost, request)
+            )
+
+    def _end_with(
+        self, request: Request, channel: Channel, message: Notif | Written, lost: Lost
+    ) -> None:
+        """End a request; one with a notification when the agent's engine has that."""
+        if not request.notif:
+            request.end()
+        if request.notif or isinstance(message, Written):
+            sent = partial(request.end, request.number) if request.notif else bool
+            channel.send(encode(message), sent, lost)
+
+    def _notif_lost(self, request: Request, why: str) -> None:
+        if request not in self._requests.values():  # its handle was released
+            self._note_lost(request.remote.name, why)
+        text = (
+            f"agent {request.remote.name!r}: all bytes are there, its notification is lost: {why}"
+        )
+        request.fail(nixlBind.nixlRemoteDisconnectError(text))
 
     def _ask(self, request: Request, channel: Channel) -> None:
         """Have the owner write, by an immediate of our own."""
@@ -513,7 +596,11 @@ class nixl_agent(Registry):
             request.imm, request.nrows, sender=channel.addr, on_done=counted
         )
         for message in request.asks():
-            channel.send(encode(message))
+            channel.send(encode(message), on_lost=partial(self._ask_lost, request))
+
+    def _ask_lost(self, request: Request, why: str) -> None:
+        text = f"agent {request.remote.name!r} cannot be reached: {why}"
+        request.fail(nixlBind.nixlRemoteDisconnectError(text))
 
     def _cancel(self, request: Request) -> list[Any]:
         """Have a request end early; return what to wait for."""
@@ -552,52 +639,78 @@ class nixl_agent(Registry):
                 for request in self._ungranted.pop(channel, []):
                     self._try_post(request)
             case Written():
-                ready = self._queue(channel, message.notif, ready=False)
-                self.engine.expect_imm_count(
-                    message.imm, message.count, on_done=lambda _: self._counted(ready)
-                )
+                self._on_written(channel, message)
             case Notif():
                 self._queue(channel, message.notif, ready=True)
             case Ask():
-                key = (channel, message.number)
-                asked = self._asked.get(key)
+                self._on_ask(channel, message)
+            case Still() | Cancel():
+                asked = self._asked.get(channel, {}).get(message.number)
                 if asked is None:
-                    asked = self._asked[key] = Asked()
-                mrs = {desc.region: mr for _, mr, desc in self._regions}
-                asked.submit(self.engine, message, mrs, lambda: self._asked_done(key, self._lock))
-            case Cancel():
-                asked = self._asked.get((channel, message.number))
-                if asked is None:
-                    channel.send(encode(Ended(message.number, "it had ended")))
-                else:
+                    why = self._over.get((channel, message.number), "it is not known here")
+                    if why or isinstance(message, Cancel):
+                        channel.send(encode(Ended(message.number, why or "it had ended")))
+                elif isinstance(message, Cancel):
                     asked.cancel()
             case Ended():
-                self._on_ended(message)
+                self._on_ended(channel, message)
 
-    def _counted(self, ready: Callable[[], None]) -> None:
+    def _on_written(self, channel: Channel, message: Written) -> None:
+        """Notify once the immediates of a transfer are counted, if they are its writer's."""
+        given = self._grants.get(channel)
+        if given is None or not given.start <= message.imm < given.stop:
+            self._channels.garbled += 1
+            return
+        ready = self._queue(channel, message.notif, ready=False)
+
+        def counted(expectation: Expectation) -> None:
+            with self._lock:
+                ready(told=expectation.ok)
+                if not expectation.ok:
+                    logger.error("agent %r: no notification: %s", channel.name, expectation.error)
+
+        self.engine.expect_imm_count(message.imm, message.count, on_done=counted)
+
+    def _on_ask(self, channel: Channel, message: Ask) -> None:
+        mine = self._asked.setdefault(channel, {})
+        asked = mine.get(message.number)
+        if asked is None:
+            if len(mine) >= _ASKED_MAX:
+                channel.send(encode(Ended(message.number, f"{_ASKED_MAX} asks are open")))
+                return
+            asked = mine[message.number] = Asked(channel.addr)
+        mrs = {desc.region: mr for _, mr, desc in self._regions}
+        asked.submit(self.engine, message, mrs, lambda: self._asked_done(channel, message.number))
+
+    def _asked_done(self, channel: Channel, number: int) -> None:
         with self._lock:
-            ready()
-
-    def _asked_done(self, key: tuple[Channel, int], lock: Any) -> None:
-        with lock:
-            asked = self._asked.get(key)
+            mine = self._asked.get(channel, {})
+            asked = mine.get(number)
             if asked is None or not asked.over:
                 return
-            del self._asked[key]
+            del mine[number]
+            if not mine:
+                del self._asked[channel]
+            self._over[channel, number] = asked.reason
+            while len(self._over) > _ASKED_MAX:
+                self._over.popitem(last=False)
             if asked.reason:
-                key[0].send(encode(Ended(key[1], asked.reason)))
+                channel.send(encode(Ended(number, asked.reason[:_REASON])))
             elif asked.notif is not None:
-                self._queue(key[0], asked.notif, ready=True)
+                self._queue(channel, asked.notif, ready=True)
 
-    def _on_ended(self, message: Ended) -> None:
-        request = self._asks.pop(message.number, None)
-        if request is not None and request.expectation is not None:
+    def _on_ended(self, channel: Channel, message: Ended) -> None:
+        request = self._asks.get(message.number)
+        if request is None or request.remote.addr != channel.addr:
+            return
+        del self._asks[message.number]
+        if request.expectation is not None:
             request.under_way = False
             request.fail(nixlBind.nixlBackendError(f"{request.remote.name!r}: {message.reason}"))
             request.expectation.cancel()
 
     def _on_lost(self, channel: Channel, why: str) -> None:
-        """Messages to an agent were lost: what waits for their effect fails."""
+        """An agent is lost, or does not get messages: what waits for it fails."""
         text = f"agent {channel.name!r} cannot be reached: {why}"
         for request in self._ungranted.pop(channel, []):
             request.under_way = False
@@ -605,6 +718,15 @@ class nixl_agent(Registry):
         for request in tuple(self._asks.values()):
             if request.remote.addr == channel.addr:
                 request.fail(nixlBind.nixlRemoteDisconnectError(text))
+
+
+def _checked(notif: bytes) -> bytes:
+    """Refuse a notification that no message holds."""
+    if len(notif) > NOTIF_MAX:
+        raise nixlBind.nixlInvalidParamError(
+            f"a notification of {len(notif)} bytes; {NOTIF_MAX} are possible"
+        )
+    return notif
 
 
 def _unrolled(strided: np.ndarray) -> nixlBind.Rows:

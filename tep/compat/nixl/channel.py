@@ -1,34 +1,99 @@
 """Messages between agents, in order and once each, over an engine's messages, which are neither.
 
-A message that its sender is told to be lost is sent again under its number; the receiver sorts them
-and drops copies. A peer that cannot be reached loses the whole stream: the next message begins
-another. No meaning lives here.
+A message travels in pieces that are numbered without end. A piece that is told to be lost is sent
+again; after some tries its whole message is given up, and its sender is told. Every piece says
+below which number nothing comes any more, so that no message waits for another one that was given
+up. Rule 1: of each message the sender learns that the receiver's engine has it and all before it,
+or that it is lost. Rule 2: what a peer says of itself counts only if the engine saw it come from
+there. Rule 3: what a peer can fill has a limit. No meaning lives here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
 from threading import RLock
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
-from tep import BadDescriptor, Message, NetAddr, TepError, TransferEngine
+from tep import (
+    BadDescriptor,
+    Message,
+    NetAddr,
+    PeerChange,
+    PeerEvent,
+    Sender,
+    TepError,
+    TransferEngine,
+    UsageError,
+)
 
-__all__ = ["MESSAGE_BYTES", "Channel", "Channels"]
+__all__ = ["BODY_MAX", "Channel", "Channels", "Lost"]
 
-MESSAGE_BYTES = 64 * 1024
-_BUFFERS = 32
-_TRIES = 4
+logger = logging.getLogger("tep.compat.nixl")
+
+PIECE: Final = 6 * 1024
+"""Longest piece: it fits into a datagram of every backend."""
+
+PIECES_MAX: Final = 4096
+BODY_MAX: Final = PIECES_MAX * PIECE
+"""Longest message: 24 MiB."""
+
+WINDOW: Final = 1024
+"""Pieces on their way at a time, and so many that a receiver keeps out of order."""
+
+HELD_MAX: Final = WINDOW
+"""Messages kept of an agent whose name another one has; later ones are dropped, and logged."""
+
+AGENTS_MAX: Final = 4096
+"""Agents that have spoken; whoever has not been introduced and spoke first makes room."""
+
+_MESSAGE_BYTES: Final = 32 * 1024
+_BUFFERS: Final = 64
+_TRIES: Final = 4
+
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Piece = tuple[int, int, bytes]
+Told = Callable[[], object]
+Lost = Callable[[str], object]
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One message on its way; `addr` is its sender's NetAddr."""
+    """One piece on its way.
 
-    name: str
+    Attributes:
+        name, addr: of the agent that sends it, and NetAddr of its engine.
+        seq: number of the piece; -1: it is none, and only `first` counts.
+        first: of those below it nothing is sent any more.
+        index, left: how many pieces of the same message come before it, and after it.
+        body: of the piece.
+    """
+
+    name: Annotated[str, Meta(max_length=1024)]
     addr: bytes
-    stream: int
-    seq: int
-    body: bytes
+    seq: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
+    first: Number
+    index: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
+    left: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
+    body: Annotated[bytes, Meta(max_length=PIECE)]
+
+
+class _Sending:
+    """A message that is not settled: the numbers of its pieces, and those not acknowledged."""
+
+    def __init__(self, start: int, pieces: list[bytes], on_sent: Told, on_lost: Lost) -> None:
+        self.start, self.stop, self.pieces = start, start + len(pieces), pieces
+        self.left = set(range(len(pieces)))
+        self.on_sent, self.on_lost = on_sent, on_lost
+        self.lost = False
+
+    @property
+    def open(self) -> bool:
+        """Whether a piece of it may have to be sent still."""
+        return bool(self.left) and not self.lost
 
 
 class Channel:
@@ -36,53 +101,160 @@ class Channel:
 
     Attributes:
         name, addr: the agent's.
-        lost: why the last stream to it broke, or "".
+        held: messages that wait until the agent has its name.
     """
 
     def __init__(self, owner: Channels, name: str, addr: NetAddr) -> None:
-        self._owner, self.name, self.addr, self.lost = owner, name, addr, ""
-        self._stream = self._seq = 0
-        self._their_stream = -1
+        self._owner, self.name, self.addr = owner, name, addr
+        self.held: list[bytes] = []
+        self._seq = 0
+        self._sending: deque[_Sending] = deque()
+        self._todo: deque[tuple[_Sending, int]] = deque()
+        self._gap = 0  # below it something was given up
+        self._known = 0  # the highest `first` that the peer has
+        self._posting = self._skipping = False
         self._next = 0
-        self._early: dict[int, bytes] = {}
+        self._early: dict[int, Piece] = {}
+        self._part: list[bytes] | None = None
 
-    def send(self, body: bytes) -> None:
-        """Send a message; what cannot be sent breaks the stream, and `on_lost` is called."""
-        owner = self._owner
-        frame = _Frame(owner.name, owner.raw, self._stream, self._seq, body)
-        self._seq += 1
-        self._try(msgspec.msgpack.encode(frame), self._stream, _TRIES)
+    # ------------------------------------------------------------------ sending
 
-    def _try(self, raw: bytes, stream: int, tries: int) -> None:
+    def send(self, body: bytes, on_sent: Told = bool, on_lost: Lost = bool) -> None:
+        """Send a message; one of on_sent() and on_lost(why) is called, under the lock.
+
+        Raises:
+            UsageError: it is longer than BODY_MAX.
+        """
+        if len(body) > BODY_MAX:
+            raise UsageError(f"a message of {len(body)} bytes; {BODY_MAX} are possible")
+        pieces = [body[at : at + PIECE] for at in range(0, max(1, len(body)), PIECE)]
+        sending = _Sending(self._seq, pieces, on_sent, on_lost)
+        self._seq = sending.stop
+        self._sending.append(sending)
+        self._todo.extend((sending, index) for index in range(len(pieces)))
+        self._post()
+
+    def probe(self) -> None:
+        """Send what says nothing: if nobody is there, the engine notices."""
+        self._put(-1, 0, 0, b"", lambda *_: None)
+
+    def _first(self) -> int:
+        return next((one.start for one in self._sending if one.open), self._seq)
+
+    def _post(self) -> None:
+        """Send what the window has room for."""
+        if self._posting:
+            return
+        self._posting = True
+        while self._todo:
+            sending, index = self._todo[0]
+            if not sending.lost and sending.start + index >= self._first() + WINDOW:
+                break
+            self._todo.popleft()
+            if not sending.lost:
+                self._try(sending, index, _TRIES)
+        self._posting = False
+
+    def _try(self, sending: _Sending, index: int, tries: int) -> None:
+        def ended(why: str, first: int) -> None:
+            if not why:
+                self._known = max(self._known, first)
+                sending.left.discard(index)
+                self._settle()
+                self._post()
+            elif sending.lost:
+                return
+            elif tries > 1:
+                self._try(sending, index, tries - 1)
+            else:
+                self._give_up(sending, why)
+
+        left = len(sending.pieces) - 1 - index
+        self._put(sending.start + index, index, left, sending.pieces[index], ended)
+
+    def _put(
+        self, seq: int, index: int, left: int, body: bytes, ended: Callable[[str, int], object]
+    ) -> None:
+        """Send one frame; ended(why, first) is called with "" once the peer's engine has it."""
+        owner, first = self._owner, self._first()
+        raw = msgspec.msgpack.encode(_Frame(owner.name, owner.raw, seq, first, index, left, body))
+
         def done(sent: Message) -> None:
-            if sent.error is not None:
-                with self._owner.lock:
-                    if tries > 1 and stream == self._stream:
-                        self._try(raw, stream, tries - 1)
-                    else:
-                        self._break(stream, str(sent.error))
+            with owner.lock:
+                ended("" if sent.error is None else str(sent.error) or "unknown", first)
 
         try:
-            self._owner.engine.submit_send(self.addr, raw, on_done=done)
+            owner.engine.submit_send(self.addr, raw, on_done=done)
         except TepError as error:
-            self._break(stream, str(error))
+            ended(str(error), first)
 
-    def _break(self, stream: int, why: str) -> None:
-        if stream == self._stream:
-            self._stream, self._seq, self.lost = stream + 1, 0, why
-            self._owner.on_lost(self, why)
+    def _give_up(self, sending: _Sending, why: str) -> None:
+        sending.lost = True
+        sending.on_lost(why)
+        self._settle()
+        self._post()
 
-    def take(self, frame: _Frame) -> list[bytes]:
+    def _settle(self) -> None:
+        """Tell what the peer has, together with all before it."""
+        queue = self._sending
+        while queue and not queue[0].open:
+            if queue[0].lost:
+                self._gap = queue.popleft().stop
+            elif self._known >= self._gap:
+                queue.popleft().on_sent()
+            else:  # the peer must know that nothing comes of what it waits for
+                if not self._skipping:
+                    self._skipping = True
+                    self._skip(_TRIES)
+                return
+
+    def _skip(self, tries: int) -> None:
+        """Say which numbers are settled."""
+
+        def ended(why: str, first: int) -> None:
+            if why and tries > 1:
+                self._skip(tries - 1)
+                return
+            self._skipping, self._known = False, self._known if why else max(self._known, first)
+            gap = self._gap
+            for one in tuple(self._sending) if why else ():
+                if one.lost:
+                    gap = one.stop
+                elif not one.left and self._known < gap:
+                    one.lost = True
+                    one.on_lost(why)
+            self._settle()
+
+        self._put(-1, 0, 0, b"", ended)
+
+    # ------------------------------------------------------------------ receiving
+
+    def take(self, frame: _Frame) -> Iterator[bytes]:
         """The messages that are now in order."""
-        if frame.stream > self._their_stream:
-            self._their_stream, self._next, self._early = frame.stream, 0, {}
-        if frame.stream == self._their_stream and frame.seq >= self._next:
-            self._early[frame.seq] = frame.body
-        found = []
-        while self._next in self._early:
-            found.append(self._early.pop(self._next))
+        if frame.seq >= max(self._next, frame.first) + WINDOW:
+            self._owner.garbled += 1
+            return
+        if frame.seq >= self._next:
+            self._early[frame.seq] = frame.index, frame.left, frame.body
+        for seq in sorted(one for one in self._early if one < frame.first):
+            yield from self._join(self._early.pop(seq))
+        self._next = max(self._next, frame.first)
+        while (piece := self._early.pop(self._next, None)) is not None:
             self._next += 1
-        return found
+            yield from self._join(piece)
+
+    def _join(self, piece: Piece) -> Iterator[bytes]:
+        """The message that ends with a piece."""
+        index, left, body = piece
+        if index == 0:
+            self._part = []
+        if self._part is None or len(self._part) != index:
+            self._part = None  # the beginning of it was given up
+            return
+        self._part.append(body)
+        if left == 0:
+            whole, self._part = b"".join(self._part), None
+            yield whole
 
 
 class Channels:
@@ -92,13 +264,14 @@ class Channels:
         engine: its messages belong to this object.
         name: of the agent.
         on_message: called under the lock, on the engine's thread, with each message in order.
-        on_lost: called under the lock with a channel whose stream broke, and why.
+        on_gone: called under the lock with a channel whose agent was lost, or has restarted.
 
     Attributes:
-        engine, name, on_lost: as given.
+        engine, name: as given.
         lock: guards everything of the agent.
         raw: the engine's address.
         garbled: messages that were none.
+        foreign: messages that came from another engine than they said.
     """
 
     def __init__(
@@ -106,29 +279,44 @@ class Channels:
         engine: TransferEngine,
         name: str,
         on_message: Callable[[Channel, bytes], object],
-        on_lost: Callable[[Channel, str], object],
+        on_gone: Callable[[Channel, str], object],
     ) -> None:
-        self.engine, self.name, self.on_lost = engine, name, on_lost
+        self.engine, self.name = engine, name
         self.lock = RLock()
         self.raw = engine.main_address.to_bytes()
-        self.garbled = 0
-        self._on_message = on_message
-        self._known: dict[tuple[str, str, int], Channel] = {}
-        engine.submit_recvs(MESSAGE_BYTES, _BUFFERS, self._take)
+        self.garbled = self.foreign = 0
+        self._on_message, self._on_gone = on_message, on_gone
+        self._known: dict[tuple[str, NetAddr], Channel] = {}
+        self._spoken: dict[bytes, Channel] = {}  # by engine
+        self._owners: dict[str, NetAddr] = {}  # which engine has an agent's name
+        self._introduced: set[str] = set()
+        self._lost: set[NetAddr] = set()
+        self.introduce(name, engine.main_address.by_address())
+        engine.on_peer(self._on_peer)
+        engine.submit_recvs(_MESSAGE_BYTES, _BUFFERS, self._take, with_sender=True)
 
     def to(self, name: str, addr: NetAddr) -> Channel:
-        """The channel to an incarnation of an agent."""
-        key = (name, addr.name, addr.epoch)
-        found = self._known.get(key)
+        """The channel to an incarnation of an agent, at the `by_address` of its engine."""
+        found = self._known.get((name, addr))
         if found is None:
-            found = self._known[key] = Channel(self, name, addr)
+            found = self._known[name, addr] = Channel(self, name, addr)
         return found
 
-    def forget(self, channel: Channel) -> None:
-        """Drop a channel; a message from there opens another."""
-        self._known.pop((channel.name, channel.addr.name, channel.addr.epoch), None)
+    def introduce(self, name: str, addr: NetAddr) -> None:
+        """Have an agent's name belong to this engine: its metadata says so."""
+        self._introduced.add(name)
+        self._owners[name] = addr
+        self._hand_out()
 
-    def _take(self, payload: memoryview) -> None:
+    def forget(self, name: str) -> None:
+        """An agent is not known any more: whoever speaks under its name next has it."""
+        if name != self.name:
+            self._introduced.discard(name)
+            self._owners.pop(name, None)
+
+    # ------------------------------------------------------------------ who speaks
+
+    def _take(self, payload: memoryview, sender: Sender) -> None:
         try:
             frame = msgspec.msgpack.decode(payload, type=_Frame, strict=True)
             addr = NetAddr.from_bytes(frame.addr)
@@ -136,6 +324,73 @@ class Channels:
             self.garbled += 1
             return
         with self.lock:
-            channel = self.to(frame.name, addr)
+            channel = self._from(frame.name, addr, sender)
+            if channel is None:
+                self.foreign += 1
+                return
             for body in channel.take(frame):
-                self._on_message(channel, body)
+                self._got(channel, body)
+
+    def _from(self, name: str, addr: NetAddr, sender: Sender) -> Channel | None:
+        """The channel of who says to be this agent; None: another engine has sent it."""
+        peer, channel = addr.by_address(), self._spoken.get(sender.engine)
+        if not sender.owns(addr):
+            return None
+        if channel is None:
+            channel = self._spoken[sender.engine] = self.to(name, peer)
+            while len(self._spoken) > AGENTS_MAX:
+                self._drop_one()
+        return channel if (channel.name, channel.addr) == (name, peer) else None
+
+    def _drop_one(self) -> None:
+        engines = self._spoken.items()
+        strangers = (key for key, one in engines if one.name not in self._introduced)
+        channel = self._spoken.pop(next(strangers, next(iter(self._spoken))))
+        self._known.pop((channel.name, channel.addr), None)
+        self._on_gone(channel, f"more than {AGENTS_MAX} agents have spoken since")
+        self._lost.discard(channel.addr)
+        if self._owners.get(channel.name) == channel.addr:
+            self.forget(channel.name)
+
+    def _got(self, channel: Channel, body: bytes) -> None:
+        if self._has_name(channel):
+            self._on_message(channel, body)
+        elif len(channel.held) < HELD_MAX and sum(map(len, channel.held)) < BODY_MAX:
+            channel.held.append(body)
+        else:
+            text = "messages of agent %r at %s are dropped: %s has that name"
+            logger.warning(text, channel.name, channel.addr, self._owners[channel.name])
+
+    def _has_name(self, channel: Channel) -> bool:
+        """Whether an agent has its name; whoever has it is asked whether it is there still."""
+        owner = self._owners.setdefault(channel.name, channel.addr)
+        if owner != channel.addr and owner in self._lost:
+            owner = self._owners[channel.name] = channel.addr
+        if owner != channel.addr:
+            self.to(channel.name, owner).probe()
+        return owner == channel.addr
+
+    def _hand_out(self) -> None:
+        """Hand out what waited for a name."""
+        for channel in [one for one in self._known.values() if one.held]:
+            if self._has_name(channel):
+                held, channel.held = channel.held, []
+                for body in held:
+                    self._on_message(channel, body)
+
+    def _on_peer(self, event: PeerEvent) -> None:
+        with self.lock:
+            who = (event.peer, event.epoch)
+            found = [one for one in self._known.values() if (one.addr.name, one.addr.epoch) == who]
+            for channel in found:
+                if event.kind in {PeerChange.LOST, PeerChange.RESTARTED}:
+                    self._lost.add(channel.addr)
+                    self._on_gone(channel, event.reason)
+                elif event.kind is PeerChange.BACK:
+                    self._lost.discard(channel.addr)
+            if found:
+                self._hand_out()
+
+    def is_lost(self, channel: Channel) -> bool:
+        """Whether an agent is known to be lost, or to have restarted."""
+        return channel.addr in self._lost

@@ -208,14 +208,16 @@ class Registry:
             found = Remote.read(metadata)
             with self._lock:
                 remote = self._remotes.get(found.name)
-                addr = NetAddr.from_bytes(found.addr) if found.addr else None
+                addr = NetAddr.from_bytes(found.addr).by_address() if found.addr else None
                 if remote is None or (addr is not None and remote.addr not in {None, addr}):
                     remote = Remote(found.name)  # another incarnation
                 remote.learn(found)
                 self._remotes[found.name] = remote
+                if addr is not None:
+                    self._channels.introduce(found.name, addr)
         except BadDescriptor as error:
             raise nixlBind.nixlMismatchError(str(error)) from error
-        if addr is not None and addr != self.engine.main_address:
+        if addr is not None and addr != self.engine.main_address.by_address():
             # Refused where there are no control messages, or the agent is watched already.
             with contextlib.suppress(UsageError, BusyError):
                 self.engine.watch_peer(addr, every_s=1.0, lost_after_s=_LOST_S)
@@ -227,6 +229,7 @@ class Registry:
             remote = self._remotes.pop(text_of(agent), None)
             if remote is not None:
                 self._forget(remote)
+                self._channels.forget(remote.name)
 
     def check_remote_metadata(
         self, agent: str | bytes, descs: nixlBind.nixlXferDList | None = None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tep import Expectation, MrDesc, MrHandle, Pages, TepError, Transfer, TransferEngine
+from tep import Expectation, MrDesc, MrHandle, NetAddr, Pages, TepError, Transfer, TransferEngine
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import Rows, nixlXferTelemetry
 from tep.compat.nixl.wire import Ask, Part, Region, Remote
@@ -118,6 +118,7 @@ class Request:
         number: of this posting.
         imm: what its rows carry.
         under_way: whether memory may be touched still.
+        asked_s: when its agent was asked for something last.
         transfers, expectation: of this posting.
     """
 
@@ -134,7 +135,7 @@ class Request:
         self.transfers: list[Transfer] = []
         self.expectation: Expectation | None = None
         self._left = 0
-        self._begun_s = self._ended_s = self.posted_s = 0.0
+        self._begun_s = self._ended_s = self.posted_s = self.asked_s = 0.0
 
     def begin(self, number: int) -> None:
         """It is posted, for the first time or again."""
@@ -159,7 +160,6 @@ class Request:
         def step() -> None:
             self._left -= 1
             if self._left == 0:
-                self.under_way = False
                 on_end()
 
         self._left = 1
@@ -203,12 +203,11 @@ class Request:
             last = index == len(pieces) - 1
             yield Ask(self.number, self.imm, (piece,), last, self.notif or None)
 
-    def end(self) -> bool:
-        """All is back; whether it went well."""
+    def end(self, number: int | None = None) -> None:
+        """All is done, of this posting if it has a number."""
         self.under_way = False
-        if self.error is None and self.state == "PROC":
+        if self.error is None and self.state == "PROC" and number in {None, self.number}:
             self.state, self._ended_s = "DONE", time.monotonic()
-        return self.state == "DONE"
 
     def fail(self, error: Exception) -> None:
         """It did not work; a first verdict stays."""
@@ -237,12 +236,16 @@ def _error_of(error: TepError, name: str) -> Exception:
 class Asked:
     """What another agent asked this one to write.
 
+    Args:
+        reader: its engine, whose memory alone is written.
+
     Attributes:
         reason: why it did not work, or "".
         notif: what it said.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reader: NetAddr) -> None:
+        self._reader = reader
         self.reason = ""
         self.notif: bytes | None = None
         self._transfers: list[Transfer] = []
@@ -279,7 +282,11 @@ class Asked:
                     break
                 src = Pages(np.frombuffer(part.src, "<i8"), stride=1)
                 dst = Pages(np.frombuffer(part.dst, "<i8"), stride=1)
-                target = (MrDesc.from_bytes(part.desc), dst)
+                desc = MrDesc.from_bytes(part.desc).by_address()
+                if desc.addr != self._reader:
+                    self.reason = f"{desc} is not the memory of who asks"
+                    break
+                target = (desc, dst)
                 self._left += 1
                 try:
                     one = engine.submit_paged_writes(

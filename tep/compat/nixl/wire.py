@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from tep import BadDescriptor, MrDesc, NetAddr
 from tep.compat.nixl.bindings import Rows
 
 __all__ = ["Ask", "Body", "Cancel", "Ended", "Grant", "Metadata", "Notif", "Part", "Region",
-           "Remote", "WantGrant", "Written", "decode", "encode"]  # fmt: skip
+           "Remote", "Still", "WantGrant", "Written", "decode", "encode"]  # fmt: skip
+
+
+Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -47,15 +53,15 @@ class WantGrant(_Body, frozen=True, array_like=True, tag=True):
 class Grant(_Body, frozen=True, array_like=True, tag=True):
     """Target -> writer: these are yours: start, stop."""
 
-    start: int
-    stop: int
+    start: Imm
+    stop: Annotated[int, Meta(ge=0, le=1 << 32)]
 
 
 class Written(_Body, frozen=True, array_like=True, tag=True):
     """Writer -> target: a transfer has ended well; when its immediates are counted, notify."""
 
-    imm: int
-    count: int
+    imm: Imm
+    count: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
     notif: bytes | None
 
 
@@ -101,6 +107,12 @@ class Ask(_Body, frozen=True, array_like=True, tag=True):
     notif: bytes | None
 
 
+class Still(_Body, frozen=True, array_like=True, tag=True):
+    """Reader -> owner: is this ask under way? Its Ended may have been lost."""
+
+    number: int
+
+
 class Cancel(_Body, frozen=True, array_like=True, tag=True):
     """Reader -> owner: stop writing, and say when it has ended."""
 
@@ -114,7 +126,7 @@ class Ended(_Body, frozen=True, array_like=True, tag=True):
     reason: str
 
 
-Body = WantGrant | Grant | Written | Notif | Ask | Cancel | Ended
+Body = WantGrant | Grant | Written | Notif | Ask | Still | Cancel | Ended
 _ENCODER = msgspec.msgpack.Encoder()
 _BODY: msgspec.msgpack.Decoder[Body] = msgspec.msgpack.Decoder(Body, strict=True)
 _METADATA = msgspec.msgpack.Decoder(Metadata, strict=True)
@@ -138,7 +150,7 @@ class Remote:
 
     Attributes:
         name: its own.
-        addr: of its engine; None before the metadata said so.
+        addr: of its engine, `by_address`; None before the metadata said so.
         regions: its memory.
     """
 
@@ -162,8 +174,8 @@ class Remote:
     def learn(self, found: Metadata) -> None:
         """Take metadata: whole, in place of what was known; partial, beside it."""
         if found.addr:
-            self.addr = NetAddr.from_bytes(found.addr)
-        fresh = [(region, MrDesc.from_bytes(region.desc)) for region in found.regions]
+            self.addr = NetAddr.from_bytes(found.addr).by_address()
+        fresh = [(one, MrDesc.from_bytes(one.desc).by_address()) for one in found.regions]
         self.regions = [*(self.regions if found.partial else ()), *fresh]
 
 

@@ -1,0 +1,163 @@
+"""Channels of tep.compat.nixl over a net that loses, repeats in doubt, and mixes up: by drawn runs.
+
+Law: what arrives is what was sent, in order, once each; who is told that a message arrived is told
+the truth; and every message gets exactly one verdict.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tep
+from tep.compat.nixl import channel
+from tep.compat.nixl.channel import Channel, Channels
+
+FATES = st.sampled_from(["arrives"] * 5 + ["lost"] * 2 + ["in doubt"])
+
+
+class Net:
+    """Two engines whose messages wait until a fate is drawn for each."""
+
+    def __init__(self):
+        self.waiting, self.ends = [], {}
+
+    def engine(self, name):
+        return Engine(self, tep.NetAddr("loopback", name, 1, (name.encode(),), (1,)))
+
+    def end(self, at, fate):
+        """One message that waits ends."""
+        who, to, raw, on_done = self.waiting.pop(at)
+        if fate != "lost":
+            sender = tep.Sender(who.domains[0], who.domains[0], None, bytes)
+            self.ends[to.domains[0]](raw, sender)
+        on_done(SimpleNamespace(error=None if fate == "arrives" else "it was lost"))
+
+
+class Engine:
+    def __init__(self, net, addr):
+        self._net, self.main_address, self.refuses = net, addr, False
+
+    def submit_send(self, to, raw, on_done):
+        if self.refuses:
+            raise tep.BusyError("refused")
+        self._net.waiting.append((self.main_address, to, raw, on_done))
+
+    def submit_recvs(self, nbytes, count, callback, *, with_sender):
+        self._net.ends[self.main_address.domains[0]] = callback
+
+    def on_peer(self, callback):
+        self.heard = callback
+
+
+class Pair:
+    """An agent that sends to another one."""
+
+    def __init__(self):
+        self.net = Net()
+        self.got, self.verdicts, self.sent = [], {}, 0
+        here, there = self.net.engine("a"), self.net.engine("b")
+        self.here = Channels(here, "A", lambda *_: None, lambda *_: None)
+        self.there = Channels(there, "B", lambda _, body: self.got.append(body), lambda *_: None)
+        self.channel = self.here.to("B", there.main_address.by_address())
+
+    def send(self, npieces=1):
+        number, self.sent = self.sent, self.sent + 1
+        body = f"{number} {npieces} ".encode().ljust((npieces - 1) * channel.PIECE + 8, b".")
+        told = self.verdicts.setdefault(number, [])
+        self.channel.send(body, lambda: told.append(""), told.append)
+
+    def numbers(self):
+        for body in self.got:
+            _, npieces, _ = body.split(b" ", 2)
+            assert len(body) == (int(npieces) - 1) * channel.PIECE + 8
+        return [int(body.split()[0]) for body in self.got]
+
+    def check(self):
+        numbers = self.numbers()
+        assert sorted(set(numbers)) == numbers, "twice, or in another order"
+        assert all(len(told) <= 1 for told in self.verdicts.values())
+        arrived = {number for number, told in self.verdicts.items() if told == [""]}
+        assert arrived <= set(numbers), "it was told to have arrived"
+
+
+@given(data=st.data())
+def test_each_message_arrives_in_order_or_is_told_to_be_lost(data):
+    """A notification that vanished was a request that waited for ever."""
+    pair = Pair()
+    for _ in range(data.draw(st.integers(1, 60))):
+        if data.draw(st.booleans()) or not pair.net.waiting:
+            pair.send(data.draw(st.sampled_from([1, 1, 2, 5])))
+        else:
+            at = data.draw(st.integers(0, len(pair.net.waiting) - 1))
+            pair.net.end(at, data.draw(FATES))
+        pair.check()
+    while pair.net.waiting:
+        pair.net.end(data.draw(st.integers(0, len(pair.net.waiting) - 1)), data.draw(FATES))
+    pair.check()
+
+    assert all(pair.verdicts.values()), "a message without a verdict"
+    pair.send()
+    while pair.net.waiting:
+        pair.net.end(0, "arrives")
+    pair.check()
+    assert pair.sent - 1 == pair.numbers()[-1], "what was lost takes nothing along"
+    assert not pair.channel._sending
+    assert pair.there.garbled == pair.there.foreign == 0
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_is_on_its_way_and_out_of_order_is_bounded(order):
+    """A sender that never begins filled the receiver's memory."""
+    pair = Pair()
+    for _ in range(3 * channel.WINDOW):
+        pair.send()
+    assert channel.WINDOW == len(pair.net.waiting)
+    early = 0
+    while pair.net.waiting:
+        at = 0 if order > 0 else min(len(pair.net.waiting), channel.WINDOW) - 1
+        pair.net.end(at, "arrives")
+        (theirs,) = pair.there._known.values()
+        early = max(early, len(theirs._early))
+    pair.check()
+
+    assert early <= channel.WINDOW
+    assert list(range(3 * channel.WINDOW)) == pair.numbers()
+
+
+def test_a_message_that_cannot_be_sent_is_told_at_once_and_alone():
+    """The engine may refuse one; those before and after are another matter."""
+    pair = Pair()
+    pair.send()
+    pair.net.end(0, "arrives")
+    pair.channel._owner.engine.refuses = True
+    for _ in range(2000):  # none of them inside the other
+        pair.send()
+    pair.channel._owner.engine.refuses = False
+    pair.send()
+    while pair.net.waiting:
+        pair.net.end(0, "arrives")
+    pair.check()
+
+    assert [0, 2001] == pair.numbers()
+    assert all(told == ["refused"] for k, told in pair.verdicts.items() if 0 < k <= 2000)
+    with pytest.raises(tep.UsageError, match="are possible"):
+        pair.channel.send(bytes(channel.BODY_MAX + 1))
+
+
+NUMBERS = st.integers(-1, 9) | st.sampled_from([2**62, 2**63 - 1, channel.WINDOW, 4095])
+
+
+@given(frames=st.lists(st.tuples(*[NUMBERS] * 4, st.binary(max_size=3)), max_size=60))
+def test_any_frames_of_a_peer_are_bounded(frames):
+    """They come from another process: gaps without an end, a message that never ends."""
+    owner = SimpleNamespace(garbled=0)
+    one = Channel(owner, "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
+    for seq, first, index, left, body in frames:
+        list(one.take(channel._Frame("A", b"", seq, max(0, first), index, left, body)))
+
+        assert len(one._early) <= channel.WINDOW
+        assert one._part is None or len(one._part) <= channel.PIECES_MAX
