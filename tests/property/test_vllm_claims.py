@@ -75,11 +75,12 @@ class Prefiller:
         self.engines = [tep.open_loopback(name=name) for name in ("prefiller", "decoder")]
         caches = []
         for engine in self.engines:
-            blocks = KvBlocks(engine, by_address=True)
+            blocks = KvBlocks(engine)
             for layer in range(2):
                 blocks.add(f"{layer}", layer, np.zeros((8, 2, 4, 8), np.uint8), "bhtd")
             caches.append(blocks)
         self.card = caches[1].card()
+        caches[1].name_by_address()
         self.worker = Worker(caches[0])
         self.peer = caches[0].named(self.engines[1].main_address)
         self.ticket = Ticket(self.peer.name, self.peer.epoch, 1, "k", (b"\1\0\0\0\2\0\0\0",))

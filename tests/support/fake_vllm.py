@@ -123,7 +123,7 @@ class Instance:
         self.pool = Pool(self, nblocks)
         self.workers = []
         for rank, engine in enumerate(engines):
-            cache = KvBlocks(engine, tp=self.tp, rank=rank, by_address=True)
+            cache = KvBlocks(engine, tp=self.tp, rank=rank)
             for layer in range(LAYERS):
                 cache.add(f"{layer}", layer, self.memory[rank][layer], "bhtd", heads=HEADS)
             self.workers.append(Worker(cache, TERMS))

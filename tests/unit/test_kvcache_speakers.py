@@ -25,8 +25,10 @@ def engines():
         one.close()
 
 
-def blocks_of(engine, **options):
-    blocks = KvBlocks(engine, **options)
+def blocks_of(engine, *, by_address=False):
+    blocks = KvBlocks(engine)
+    if by_address:
+        blocks.name_by_address()
     blocks.add("k", 0, np.zeros((8, 1, 16, 8), np.uint8), "bhtd")
     return blocks
 

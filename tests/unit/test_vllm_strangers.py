@@ -28,7 +28,7 @@ class Half:
     def __init__(self, name, fill, terms=TERMS):
         self.engine = tep.TransferEngine.open("local", name=name)
         self.memory = np.full((BLOCKS, 1, TOKENS, BLOCK_BYTES // TOKENS), fill, np.uint8)
-        blocks = self.blocks = KvBlocks(self.engine, by_address=True)
+        blocks = self.blocks = KvBlocks(self.engine)
         blocks.add("k", 0, self.memory, "bhtd")
         blocks.card()
         self.worker = Worker(blocks, terms)
@@ -194,6 +194,17 @@ def test_whoever_never_answers_is_forgotten():
     decoder.engine.close()
 
 
+def test_blocks_that_cannot_be_expected_fail_their_request(halves):
+    """An order that the cache refuses came out of the worker as an exception."""
+    prefiller, decoder = halves
+    order = Load("r", source("k", prefiller.engine.main_address), ((1, BLOCKS),))
+    decoder.worker.obey(Orders(loads=[order]))
+    decoder.poll()
+
+    assert ({"r"}, {"r"}) == (decoder.report.received, decoder.report.failed)
+    assert {1, BLOCKS} == decoder.report.bad
+
+
 def test_who_was_held_for_dead_is_asked_again_once_it_speaks(halves):
     """A mark can be wrong, as in a container that was moved: the prefiller was barred for good."""
     prefiller, decoder = halves
@@ -202,8 +213,10 @@ def test_who_was_held_for_dead_is_asked_again_once_it_speaks(halves):
     decoder.loads.dead(name, epoch)
     until(lambda: load.finished, *halves)
     first = Load("r1", source("k1", prefiller.engine.main_address), ((3,),))
-    decoder.worker.obey(Orders(loads=[first]))
-    assert "dead" in decoder.loads._loading["r1"].load.reason
+    with decoder.worker._blocks.lock:  # it answers what it was asked before, too
+        decoder.loads._dead.add((name, epoch))
+        decoder.worker.obey(Orders(loads=[first]))
+        assert "dead" in decoder.loads._loading["r1"].load.reason
     until(lambda: not decoder.loads._dead, *halves)
     again = begin(prefiller, decoder, "r2", "k2", ((4,),))
     prefiller.worker.layer_saved(0, [Step("r2", "k2", ((4,),), 16, 16)])

@@ -140,7 +140,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
             **dict(self._extra.get("backend_options", {})),
         )
         model = self._vllm_config.model_config
-        blocks = KvBlocks(self._engine, tp=tp, rank=rank, by_address=True)
+        blocks = KvBlocks(self._engine, tp=tp, rank=rank)
         for number, group in enumerate(self._kv_cache_config.kv_cache_groups):
             for name in group.layer_names:
                 spec = group.kv_cache_spec

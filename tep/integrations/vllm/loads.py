@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from tep import NetAddr
+from tep import NetAddr, TepError
 from tep.apps.kvcache import KvBlocks, KvLoad, KvReceiver, Patience
 from tep.integrations.vllm import processes
 from tep.integrations.vllm.terms import Load, Report, Source, Terms
@@ -67,6 +67,7 @@ class Loads:
         self._dead: set[tuple[str, int]] = set()
         self._latest: dict[str, int] = {}  # epochs of those that answered, by their own name
         self._gone: set[str] = set()
+        self._refused: list[tuple[Load, str]] = []
         self._number = 0
         self.done = 0
 
@@ -75,7 +76,11 @@ class Loads:
     def start(self, order: Load) -> list[NetAddr]:
         """Have blocks written here; return the engines to watch: those that have spoken before."""
         source = order.source
-        load = self.receiver.expect(source.key, order.blocks, timeout_s=self._terms.load_s)
+        try:
+            load = self.receiver.expect(source.key, order.blocks, timeout_s=self._terms.load_s)
+        except TepError as error:
+            self._refused.append((order, str(error)))
+            return []
         with self._blocks.lock:
             asks = self._ask(source, "load", load.ticket)
             self._loading[order.request] = _Loading(order, load, asks)
@@ -171,6 +176,12 @@ class Loads:
                     self._say(ask)
             for one in tuple(self._loading.values()):
                 self._look(one, now_s, report)
+            refused, self._refused = self._refused, []
+            for order, why in refused:
+                logger.error("request %s was not loaded: %s", order.request, why)
+                report.received.add(order.request)
+                report.bad.update(block for group in order.blocks for block in group)
+                report.failed.add(order.request)
             rank = self._blocks.rank
             for one in [one for one in self._doubtful if one.load.finished]:
                 self._doubtful.remove(one)

@@ -12,6 +12,7 @@ import msgspec
 from tep import (
     BadDescriptor,
     BusyError,
+    ClosedError,
     NetAddr,
     PeerChange,
     PeerEvent,
@@ -36,7 +37,7 @@ class Worker:
     """What one worker does with its scheduler's orders.
 
     Args:
-        blocks: its cache, with all tensors.
+        blocks: its cache, with all tensors; it and its engine are this worker's alone.
         terms: how long to wait.
 
     Attributes:
@@ -45,8 +46,7 @@ class Worker:
     """
 
     def __init__(self, blocks: KvBlocks, terms: Terms = Terms()) -> None:
-        if not blocks.by_address:
-            raise UsageError("Worker: give it KvBlocks(..., by_address=True): requests name peers")
+        blocks.name_by_address()  # requests hand in addresses
         self._blocks, self._terms = blocks, terms
         self._process = mark_here()
         self.holds = Holds(blocks, terms, self._meet)
@@ -147,6 +147,8 @@ class Worker:
             )
         except StaleEpoch:
             self._lost(*who)
+        except ClosedError:
+            pass  # it is being removed, since it had never answered: its next answer comes here
         except (BusyError, UsageError) as error:
             # Deadlines end what a peer leaves open that nobody can watch.
             logger.warning("%s is not watched: %s", addr.name, error)

@@ -121,27 +121,22 @@ class KvBlocks:
     Args:
         engine: of this rank; its messages (`submit_recvs`) belong to this object.
         tp, rank: degree of tensor parallelism, and this rank.
-        by_address: call peers by `NetAddr.by_address`, here and in all that they are sent: then no
-            address that somebody hands in takes another peer's name. On both sides alike, and only
-            where nobody else uses the engine, which must not meet a peer under two names.
 
     Attributes:
-        engine, tp, rank, by_address: as given.
+        engine, tp, rank: as given.
         placed: the tensors added so far.
         garbled: messages that were none.
         foreign: messages that came from another engine than they said.
     """
 
-    def __init__(
-        self, engine: TransferEngine, *, tp: int = 1, rank: int = 0, by_address: bool = False
-    ) -> None:
+    def __init__(self, engine: TransferEngine, *, tp: int = 1, rank: int = 0) -> None:
         if not 0 <= rank < tp:
             raise UsageError(f"KvBlocks: rank={rank} of tp={tp}")
         self.engine, self.tp, self.rank = engine, tp, rank
         self.lock = RLock()
         self.placed: dict[str, Placed] = {}
         self.garbled = self.foreign = 0
-        self.by_address = by_address
+        self._by_address = False
         self._added: list[tuple[KvTensor, int, dict[str, tuple[int, int]], str, object]] = []
         self._regions: list[tuple[MrHandle, MrDesc]] = []
         self._under_way: dict[Hashable, tuple[int, int]] = {}
@@ -361,9 +356,17 @@ class KvBlocks:
 
     # ------------------------------------------------------------------ who speaks
 
+    def name_by_address(self) -> None:
+        """Call peers by `NetAddr.by_address`; before the first is met, and on both sides alike.
+
+        Then no address that somebody hands in takes another peer's name. Nobody else may use the
+        engine, which must not meet a peer under two names.
+        """
+        self._by_address = True
+
     def named(self, addr: NetAddr) -> NetAddr:
         """The address under which this cache's engine meets a peer."""
-        return addr.by_address() if self.by_address else addr
+        return addr.by_address() if self._by_address else addr
 
     def peer_of(self, raw: bytes, sender: Sender) -> NetAddr | None:
         """The peer that a message says it is from; None: the engine saw it come from another."""
