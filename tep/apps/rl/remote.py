@@ -2,7 +2,8 @@
 
 A frame is four bytes of length, little-endian, and MessagePack. A worker connects to the
 controller, says the token and who it is, and then answers calls; several may run at once, so that
-an abort reaches a worker whose update runs. A connection that ends fails every call on it.
+an abort reaches a worker whose update runs. A connection that ends fails every call on it. Whatever
+a worker's method raises is the answer. Rule: a connection speaks for the worker that it began as.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import hmac
 import inspect
 import itertools
+import logging
 import typing
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeVar
@@ -24,6 +26,11 @@ from tep.apps.rl.ports import LoadReport, RolloutState, TrainReport
 __all__ = ["Caller", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_SHOWN: Final = 2000
+"""Characters of an error that travel."""
 
 _FRAME_MAX: Final = 256 << 20
 _HELLO_MAX: Final = 4096
@@ -61,9 +68,15 @@ async def _read(reader: asyncio.StreamReader, limit: int) -> bytes:
     return await reader.readexactly(length)
 
 
-def _write(writer: asyncio.StreamWriter, message: object) -> None:
+def _frame(message: object) -> bytes:
     data = msgspec.msgpack.encode(message)
-    writer.write(len(data).to_bytes(4, "little") + data)
+    if len(data) > _FRAME_MAX:
+        raise UsageError(f"a control frame of {len(data)} bytes; {_FRAME_MAX} at the most")
+    return len(data).to_bytes(4, "little") + data
+
+
+def _write(writer: asyncio.StreamWriter, message: object) -> None:
+    writer.write(_frame(message))
 
 
 # ---------------------------------------------------------------------- the worker's side
@@ -102,11 +115,19 @@ async def _serve(worker: _Worker, call: _Call, writer: asyncio.StreamWriter) -> 
     try:
         method = _method(worker, call.method)
         args = _typed(method, call.args)
-        reply = _Answer(call.number, "", await method(*args))
-    except (TepError, OSError, msgspec.ValidationError) as error:
-        reply = _Answer(call.number, f"{type(error).__name__}: {error}")
-    _write(writer, reply)
+        frame = _frame(_Answer(call.number, "", await method(*args)))
+    except Exception as error:  # noqa: BLE001  # of a user's function: who asked must hear it
+        _log(error, f"{type(worker).__name__}.{call.method}")
+        text = f"{type(error).__name__}: {error}".encode(errors="replace")[:_SHOWN]
+        frame = _frame(_Answer(call.number, text.decode(errors="replace")))
+    writer.write(frame)
     await writer.drain()
+
+
+def _log(error: Exception, what: str) -> None:
+    """Show where an exception came from; errors of tep and of the system say it themselves."""
+    if not isinstance(error, TepError | OSError):
+        logger.warning("%s raised", what, exc_info=error)
 
 
 def _method(worker: _Worker, name: str) -> Callable[..., Awaitable[object]]:
@@ -154,6 +175,9 @@ class Caller:
             _write(self._writer, _Call(number, method, list(args)))
             await self._writer.drain()
             return msgspec.convert(await future, returns)
+        except msgspec.ValidationError as error:
+            text = f"{self.hello.name} answered {method} with something else: {error}"
+            raise FabricError(text, peer=self.hello.name) from error
         except ConnectionError as error:
             text = f"{self.hello.name} hung up: {error}"
             raise FabricError(text, code="PEER_GONE", peer=self.hello.name) from error
@@ -267,7 +291,10 @@ class RemoteTraining:
         self.caller = caller
 
     async def param_meta(self) -> TrainMeta:
-        return await self.caller.call(TrainMeta, "param_meta")
+        found, name = await self.caller.call(TrainMeta, "param_meta"), self.caller.hello.name
+        if str(found.rank) != name.removeprefix("train"):
+            raise FabricError(f"training rank {name} says that it is {found.rank}", peer=name)
+        return found
 
     async def set_routing(self, schedule: bytes) -> bytes:
         return await self.caller.call(bytes, "set_routing", schedule)
@@ -293,7 +320,10 @@ class RemoteRollout:
         self.caller = caller
 
     async def param_meta(self) -> RolloutMeta:
-        return await self.caller.call(RolloutMeta, "param_meta")
+        found, name = await self.caller.call(RolloutMeta, "param_meta"), self.caller.hello.name
+        if found.name != name:
+            raise FabricError(f"rollout worker {name!r} says that it is {found.name!r}", peer=name)
+        return found
 
     async def begin(self, attempt: int, version: int, data_imms: int) -> bytes:
         return await self.caller.call(bytes, "begin", attempt, version, data_imms)

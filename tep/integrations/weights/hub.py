@@ -8,7 +8,6 @@ and not before, each is told so. Rule 3: an update that fails is told to everybo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Final, Protocol, TypeVar
@@ -170,9 +169,21 @@ class Hub:
             why = f"version {version} failed: {type(error).__name__}: {error}"
             await self._tell_all(version, why)
             raise FabricError(why, code="UPDATE_FAILED") from error
-        await self._all(receiver.complete(version) for receiver in self._receivers.values())
-        await self._all(sender.ended("") for sender in self._senders)
+        why = await self._complete(version)
+        await self._tell(sender.ended(why) for sender in self._senders)
+        if why:
+            raise FabricError(why, code="UPDATE_FAILED")
         return report
+
+    async def _complete(self, version: int) -> str:
+        """Tell all rollout ranks that they may load a version; why one was not told, or ""."""
+        told = {name: one.complete(version) for name, one in self._receivers.items()}
+        answers = dict(zip(told, await self._tell(told.values()), strict=True))
+        lost = {name: one for name, one in answers.items() if isinstance(one, BaseException)}
+        for name in lost:
+            self._leave(name)
+        said = [f"{name}: {type(one).__name__}: {one}" for name, one in lost.items()]
+        return f"version {version} is in use, but not here: {'; '.join(said)}" if said else ""
 
     def _check(self, report: UpdateReport) -> None:
         missing = [name for name in self._receivers if report.outcome(name) != "updated"]
@@ -188,8 +199,15 @@ class Hub:
         told = [receiver.failed(version, why) for receiver in self._receivers.values()]
         told += [receiver.failed(version, why) for receiver in self._new.values()]
         told += [sender.ended(why) for sender in self._senders]
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*told, return_exceptions=True), self._timeout_s)
+        await self._tell(told)
+
+    async def _tell(self, told: Iterable[Awaitable[object]]) -> list[object]:
+        """Tell many at once; who is gone is told nothing, and keeps nobody from being told."""
+
+        async def one(telling: Awaitable[object]) -> object:
+            return await asyncio.wait_for(telling, self._timeout_s)
+
+        return list(await asyncio.gather(*map(one, told), return_exceptions=True))
 
     async def _all(self, questions: Iterable[Awaitable[T]]) -> list[T]:
         """Ask many at once."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -160,7 +161,7 @@ class WeightReceiver:
                 "that is not whole on all ranks is not given out"
             )
         with self._described().lease():
-            yield [self._weight(param) for param in self._params if self._wants(param)]
+            yield [self._weight(param) for param, _ in self._wanted.values()]
 
     def _weight(self, param: Param) -> Weight:
         _, want = self._wanted[param.name]
@@ -178,15 +179,17 @@ class WeightReceiver:
         """Allocate memory for the parameters that are wanted, if they are others than before.
 
         Raises:
-            UsageError: a want that does not fit its parameter.
+            UsageError: wants raised, wants nothing at all, or what does not fit its parameter.
         """
         if params == self._params and self._worker is not None:
             return
         if self._worker is not None:
             await self._worker.abort()
             self._worker.close()
-        self._params, self._memory = params, {}
-        self._wanted = {p.name: (p, want) for p in params if (want := self._wants(p))}
+        self._params, self._memory, self._worker = (), {}, None
+        self._wanted = {p.name: (p, want) for p in params if (want := self._want(p))}
+        if params and not self._wanted:
+            raise UsageError(f"{self.name}: wants says None for all {len(params)} parameters")
         targets = []
         for param, (dtype, box) in self._wanted.values():
             shape = box_shape(box)
@@ -201,7 +204,18 @@ class WeightReceiver:
         nics = len(self._engine.main_address.domains)
         meta = RolloutMeta(self.name, nics, *lay_out(targets, apart=True))
         memory = {name: self._memory[name] for name, _, _ in targets}
-        self._worker = RolloutWorker(self._engine, meta, memory)
+        self._worker, self._params = RolloutWorker(self._engine, meta, memory), params
+
+    def _want(self, param: Param) -> Want | None:
+        """Return what the user's function says of a parameter; an error names the parameter."""
+        try:
+            found = self._wants(param)
+            want = None if found is None else msgspec.convert(tuple(found), Want)
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            text = f"{self.name}: wants({param}) is no Want, or raised: {why}"
+            raise UsageError(text) from error
+        return want
 
     def _check(self, param: Param, dtype: DType, box: Box) -> None:
         sent, shape = wire_form(param)
