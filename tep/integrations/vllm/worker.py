@@ -26,7 +26,7 @@ from tep.integrations.vllm.holds import Holds
 from tep.integrations.vllm.loads import Loads
 from tep.integrations.vllm.processes import mark_here
 from tep.integrations.vllm.terms import Orders, Report, Step, Terms
-from tep.integrations.vllm.wire import Told, decode, encode
+from tep.integrations.vllm.wire import Told, Want, decode, encode
 
 __all__ = ["Worker"]
 
@@ -131,7 +131,11 @@ class Worker:
                 self._meet(peer)
             return
         # Answers have numbers of their own: below 0, so that no Want of ours has the same.
-        told = msgspec.structs.replace(self.holds.answer(peer, note), process=self._process)
+        try:
+            told = self.holds.answer(peer, note)
+        except Exception as error:  # noqa: BLE001  # the decoder must hear it
+            told = _no_answer(peer, note, error)
+        told = msgspec.structs.replace(told, process=self._process)
         self._blocks.send_note(peer, ~note.number, encode(told))
 
     def _meet(self, addr: NetAddr) -> None:
@@ -162,3 +166,9 @@ class Worker:
     def _on_peer(self, event: PeerEvent) -> None:
         if event.kind in {PeerChange.LOST, PeerChange.RESTARTED}:
             self._lost(event.peer, event.epoch)
+
+
+def _no_answer(peer: NetAddr, want: Want, error: Exception) -> Told:
+    """Tell a decoder of a bug here."""
+    logger.error("no answer to %s's %s", peer.name, want, exc_info=error)
+    return Told(want.number, want.key, "gone", f"{type(error).__name__}: {error}"[:1000])
