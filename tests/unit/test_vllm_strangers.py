@@ -194,6 +194,22 @@ def test_whoever_never_answers_is_forgotten():
     decoder.engine.close()
 
 
+def test_a_bug_of_the_prefiller_is_told_to_the_decoder(halves, monkeypatch):
+    """An exception ended the answer and not the question, which was repeated for 60 s."""
+    prefiller, decoder = halves
+
+    def answer(*_):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(prefiller.worker.holds, "answer", answer)
+    order = Load("r", source("k", prefiller.engine.main_address), ((1,),))
+    decoder.worker.obey(Orders(loads=[order]))
+    load = decoder.loads._loading["r"].load
+    until(lambda: load.finished, *halves)
+
+    assert "ZeroDivisionError: a bug" in load.reason
+
+
 def test_blocks_that_cannot_be_expected_fail_their_request(halves):
     """An order that the cache refuses came out of the worker as an exception."""
     prefiller, decoder = halves

@@ -170,5 +170,5 @@ class Worker:
 
 def _no_answer(peer: NetAddr, want: Want, error: Exception) -> Told:
     """Tell a decoder of a bug here."""
-    logger.error("no answer to %s's %s", peer.name, want, exc_info=error)
+    logger.error("no answer to %s (%s)", peer.name, want.kind, exc_info=error)
     return Told(want.number, want.key, "gone", f"{type(error).__name__}: {error}"[:1000])
