@@ -194,6 +194,29 @@ def test_whoever_never_answers_is_forgotten():
     decoder.engine.close()
 
 
+@pytest.mark.parametrize("lives", [False, True])
+def test_a_later_incarnation_that_answers_ends_the_doubt_about_a_lost_one(halves, lives):
+    """Blocks stayed out of use for ever; of one that lives they came free while it wrote."""
+    prefiller, decoder = halves
+    load = begin(prefiller, decoder)
+    if not lives:
+        prefiller.engine.close()  # without a word; its process, this one, goes on
+        load.cancel()
+    again = Half("prefiller", 9)
+    try:
+        fresh = begin(again, decoder, "r2", "k2", ((4,),))
+        again.worker.layer_saved(0, [Step("r2", "k2", ((4,),), 16, 16)])
+        until(lambda: fresh.finished, again, decoder)
+        assert fresh.ok, fresh.reason
+        if lives:
+            assert not decoder.loads._dead
+            assert "open" == load.state
+        else:
+            until(lambda: load.finished, again, decoder)
+    finally:
+        again.engine.close()
+
+
 def test_a_bug_of_the_prefiller_is_told_to_the_decoder(halves, monkeypatch):
     """An exception ended the answer and not the question, which was repeated for 60 s."""
     prefiller, decoder = halves
