@@ -1,14 +1,15 @@
-"""The door of a rendezvous: rank 0 listens, and strangers cost it a bounded amount of everything.
+"""The door of whoever listens: strangers cost it a bounded amount of everything.
 
 A stranger is whoever has connected and has not proved that it knows the token. Rule 1: at most
 STRANGERS_MAX are connected at once; one more, and the oldest is hung up on. Rule 2: who has not
 introduced itself after STRANGER_S is hung up on. Rule 3: where the system has no descriptor left,
-the oldest stranger gives back its own. A rank that is hung up on this way calls again.
+the oldest stranger gives back its own. A caller that is hung up on this way calls again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 from collections.abc import Awaitable, Callable
@@ -16,17 +17,18 @@ from typing import Final
 
 from tep.rendezvous.wire import TROUBLE, Peer
 
-__all__ = ["STRANGERS_MAX", "STRANGER_S", "Door"]
+__all__ = ["STRANGERS_MAX", "STRANGER_S", "Door", "listen"]
 
 STRANGERS_MAX: Final = 64
 STRANGER_S: Final = 10.0
 _PAUSE_S: Final = 0.05  # before the next accept() where no descriptor was left
 _BACKLOG: Final = 1024
 _REFUSALS_MAX: Final = 8  # that a report names
+_NO_SUCH_FAMILY: Final = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # "localhost" without IPv6
 
 
 class Door:
-    """The listening sockets of rank 0, and who stands before them.
+    """Listening sockets, and who stands before them; needs a running loop.
 
     Args:
         sockets: bound; the door closes them.
@@ -107,6 +109,30 @@ class Door:
         self.refused += 1
         if len(self.refusals) < _REFUSALS_MAX:
             self.refusals.append(f"{peer.name}: {why}")
+
+
+async def listen(host: str, port: int) -> list[socket.socket]:
+    """Bound sockets at every address of a host; for port 0, at its first one alone.
+
+    Raises:
+        OSError: it cannot be listened at.
+    """
+    loop = asyncio.get_running_loop()
+    found: list[socket.socket] = []
+    try:
+        for family, _, _, _, where in await loop.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
+            found.append(socket.create_server(where, family=family))
+            if not port:
+                break
+    except OSError as error:
+        if found and error.errno in _NO_SUCH_FAMILY:
+            return found
+        for sock in found:
+            sock.close()
+        raise
+    return found
 
 
 async def _accepted(sock: socket.socket) -> Peer:

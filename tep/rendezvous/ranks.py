@@ -7,38 +7,30 @@ a call has failed. Rule 3: after a failed call nothing more is said.
 from __future__ import annotations
 
 import asyncio
-import errno
-import hmac
-import os
 import socket
 from collections.abc import Collection
 from typing import Final, Self
 
 from tep.checks import check_seconds, unpicklable
 from tep.errors import RendezvousError, UsageError, WaitTimeout
-from tep.rendezvous.door import Door
+from tep.rendezvous.door import Door, listen
 from tep.rendezvous.place import Place
+from tep.rendezvous.proof import challenge, enter, refuse, welcome
 from tep.rendezvous.wire import (
     PART_BYTES_MAX,
     TROUBLE,
-    Challenge,
     Got,
-    Join,
-    Joined,
     Late,
     Message,
     Peer,
     Put,
-    Refused,
+    Who,
     encode,
-    prove,
 )
 
 __all__ = ["AsyncGroup"]
 
-_VERSION: Final = 1
-_RETRY_S: Final = 0.05
-_NO_SUCH_FAMILY: Final = {errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL}  # "localhost" without IPv6
+_SERVICE: Final = "rank"
 _GRACE_S: Final = 1.0  # what others wait longer than rank 0, so that its report reaches them
 
 
@@ -136,112 +128,66 @@ class AsyncGroup:
     async def _listen(self, listener: socket.socket | None) -> list[socket.socket]:
         if listener is not None:
             return [listener]
-        place, loop = self._place, asyncio.get_running_loop()
-        found: list[socket.socket] = []
         try:
-            for family, _, _, _, where in await loop.getaddrinfo(
-                place.host or None, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            ):
-                found.append(socket.create_server(where, family=family))
+            return await listen(self._place.host, self._place.port)
         except OSError as error:
-            if found and error.errno in _NO_SUCH_FAMILY:
-                return found
-            for sock in found:
-                sock.close()
             raise UsageError(
-                f"rendezvous: rank 0 cannot listen on {place}: {error}; if torch has taken the "
-                "port, set TEP_RENDEZVOUS_PORT to another one in all ranks"
+                f"rendezvous: rank 0 cannot listen on {self._place}: {error}; if torch has taken "
+                "the port, set TEP_RENDEZVOUS_PORT to another one in all ranks"
             ) from error
-        return found
 
     async def _admit(self, peer: Peer) -> int:
         """Rank 0: let a rank in and return it, or say why not, there and here."""
-        nonce = os.urandom(16)
-        await peer.say(Challenge(nonce))
-        asked = await peer.hear(0)
-        if not isinstance(asked, Join):
-            raise RendezvousError("it did not introduce itself")
-        why = self._why_not(asked, nonce)
+        asked = await challenge(peer, self._place.token)
+        why, rank = self._why_not(asked.who)
         if why:
-            await peer.say(Refused(why))
-            raise RendezvousError(why)
-        peer.proven = True
-        before = self._peers.get(asked.rank)
-        self._peers[asked.rank] = peer  # before the next await: the same rank may knock twice
-        self._here.discard(asked.rank)
+            await refuse(peer, why)
+        before = self._peers.get(rank)
+        self._peers[rank] = peer  # before the next await: the same rank may knock twice
+        self._here.discard(rank)
         if before is not None:
             await before.close()
-        await peer.say(Joined(prove(self._place.token, "joined", asked.nonce)))
-        return asked.rank
+        await welcome(peer, self._place.token, asked)
+        return rank
 
-    def _why_not(self, asked: Join, nonce: bytes) -> str:
-        """Why somebody is not let in, or ''."""
-        proof = _join_proof(self._place.token, nonce, asked)
-        if not hmac.compare_digest(asked.proof, proof):
-            return "wrong token; set the same TEP_TOKEN in all ranks"
-        if asked.version != _VERSION:
-            return f"rendezvous version {asked.version}, rank 0 has {_VERSION}"
-        if asked.size != self.size:
-            return f"rank {asked.rank} has world size {asked.size}, rank 0 has {self.size}"
-        if not 0 < asked.rank < self.size:
-            return f"rank {asked.rank} is not among 1 to {self.size - 1}"
-        known = self._peers.get(asked.rank)
+    def _why_not(self, who: Who) -> tuple[str, int]:
+        """Why somebody is not let in, or '', and its rank."""
+        match who:
+            case (str(service), int(rank), int(size)) if service == _SERVICE:
+                pass
+            case _:
+                return f"{who} is no rank of a rendezvous", 0
+        if size != self.size:
+            return f"rank {rank} has world size {size}, rank 0 has {self.size}", 0
+        if not 0 < rank < self.size:
+            return f"rank {rank} is not among 1 to {self.size - 1}", 0
+        known = self._peers.get(rank)
         if known is not None and not known.gone:
-            return f"rank {asked.rank} is here already, from {known.name}"
-        return ""
+            return f"rank {rank} is here already, from {known.name}", 0
+        return "", rank
 
     async def find_rank_0(self, timeout_s: float) -> None:
         """Another rank: connect to rank 0, and wait until all others have."""
-        place, what = self._place, "nobody listens there"
-        loop = asyncio.get_running_loop()
+        place, loop = self._place, asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        who = (_SERVICE, self.rank, self.size)
         try:
-            async with asyncio.timeout_at(deadline):
-                while True:
-                    try:
-                        streams = await asyncio.open_connection(place.host, place.port)
-                    except OSError as error:  # not up yet
-                        what = str(error)
-                        await asyncio.sleep(_RETRY_S)
-                        continue
-                    what = "it does not answer"
-                    peer = self._peers[0] = Peer(*streams)
-                    if await self._introduce(peer):
-                        break
-                    what = "it hangs up without an answer"
-                    await peer.close()
-                    await asyncio.sleep(_RETRY_S)
-        except TimeoutError:
+            self._peers[0] = await enter(place.host, place.port, place.token, who, timeout_s)
+        except TimeoutError as error:
             raise WaitTimeout(
                 f"rendezvous: rank {self.rank} found no rank 0 at {place} within {timeout_s} s: "
-                f"{what}; missing: 0"
+                f"{error}; missing: 0"
             ) from None
-        await self._hear_from_0("join", max(0.0, deadline - loop.time()))
-
-    async def _introduce(self, peer: Peer) -> bool:
-        """Whether rank 0 let us in; False: it hung up, as it does on the oldest of many callers."""
-        place, nonce = self._place, os.urandom(16)
-        try:
-            challenge = await peer.hear(0)
-            if not isinstance(challenge, Challenge):
-                raise RendezvousError("it is no rendezvous")
-            asked = Join(_VERSION, self.rank, self.size, nonce, b"")
-            proof = _join_proof(place.token, challenge.nonce, asked)
-            await peer.say(Join(_VERSION, self.rank, self.size, nonce, proof))
-            answer = await peer.hear(0)
-        except (EOFError, ConnectionError):
-            return False
-        except TROUBLE as error:
+        except UsageError as error:
+            raise UsageError(
+                f"rendezvous: rank {self.rank} was refused by rank 0: {error}"
+            ) from error
+        except RendezvousError as error:
             raise RendezvousError(
                 f"rendezvous: rank {self.rank} met something at {place} that is not rank 0 of this "
                 f"job: {error}; is the port another program's?"
             ) from error
-        if isinstance(answer, Refused):
-            raise UsageError(f"rendezvous: rank {self.rank} was refused by rank 0: {answer.why}")
-        expected = prove(place.token, "joined", nonce)
-        if not isinstance(answer, Joined) or not hmac.compare_digest(answer.proof, expected):
-            raise RendezvousError(f"rendezvous: {place} does not know the token: it is not rank 0")
-        return True
+        await self._hear_from_0("join", max(0.0, deadline - loop.time()))
 
     # --- collectives
 
@@ -376,10 +322,6 @@ class AsyncGroup:
         return RendezvousError(
             f"rendezvous: rank {rank} is gone at {what} {self._turn} ({name}: {error})"
         )
-
-
-def _join_proof(token: str, challenge: bytes, asked: Join) -> bytes:
-    return prove(token, "join", challenge, asked.version, asked.rank, asked.size, asked.nonce)
 
 
 def _list(ranks: Collection[int]) -> str:

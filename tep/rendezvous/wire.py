@@ -1,7 +1,7 @@
 """What ranks say to each other at a rendezvous, and one connection, framed. No policy lives here.
 
-Whoever knows the token is trusted; who has not proved it is listened to for one short frame. The
-token itself is never sent, what follows is not encrypted.
+Whoever knows the token is trusted; who has not proved it is listened to for one short frame. How
+it is proved is in `proof`.
 
 offset  size  field    content
 0       4     length   u32, little-endian: bytes of the message
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 from typing import Final
 
 import msgspec
@@ -33,9 +31,9 @@ __all__ = [
     "Peer",
     "Put",
     "Refused",
+    "Who",
     "decode",
     "encode",
-    "prove",
 ]
 
 PART_BYTES_MAX: Final = 1 << 20
@@ -49,8 +47,12 @@ _CHUNK_BYTES: Final = 1 << 16
 _AROUND_BYTES_MAX: Final = 4096  # what a frame holds beside the parts; 5 bytes a part, and 4 KiB
 
 
+Who = tuple[int | str, ...]
+"""What a caller says of itself: the service that it calls, and what that service asks for."""
+
+
 class Challenge(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Rank 0 to whoever connects."""
+    """Whoever listens, to whoever connects."""
 
     nonce: bytes
 
@@ -59,20 +61,19 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The answer: who it is, and a proof over all of this that it knows the token."""
 
     version: int
-    rank: int
-    size: int
+    who: Who
     nonce: bytes
     proof: bytes
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Rank 0: come in; and its own proof."""
+    """Whoever listens: come in; and its own proof."""
 
     proof: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Rank 0: no, and why."""
+    """Whoever listens: no, and why."""
 
     why: str
 
@@ -127,12 +128,6 @@ def decode(data: bytes) -> Message:
     return message
 
 
-def prove(token: str, what: str, *words: int | bytes) -> bytes:
-    """Prove that one knows the token, for one question and one answer."""
-    key = hashlib.sha256(token.encode()).digest()
-    return hmac.digest(key, msgspec.msgpack.encode((what, *words)), "sha256")
-
-
 class Peer:
     """One connection, framed.
 
@@ -177,6 +172,11 @@ class Peer:
         if length > limit:
             raise RendezvousError(f"a frame of {length} bytes; {limit} are allowed here")
         return decode(await self._reader.readexactly(length))
+
+    def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The connection itself, for a service with a language of its own."""
+        self._writer.transport.set_write_buffer_limits()
+        return self._reader, self._writer
 
     @property
     def gone(self) -> bool:

@@ -15,12 +15,13 @@ import pytest
 import tep
 from tep.apps.kvcache.launch import Cluster, Shape
 from tep.apps.kvcache.model import Completion
-from tep.apps.kvcache.pipes import Hello, Line, Pipe, Ready, Stop
+from tep.apps.kvcache.pipes import Line, Pipe, Ready
 from tep.apps.kvcache.ranks import RankedCluster, work_as_rank
 from tep.apps.kvcache.transformer import PlainCache, TinyConfig, TinyTransformer
 from tep.errors import UsageError
 from tep.launch import launch
 from tep.rendezvous import Place
+from tep.rendezvous.proof import enter
 from tests.support.here import require
 
 TOKEN = "t"  # noqa: S105  # no secret
@@ -141,9 +142,10 @@ class Witness:
 
 
 async def connect(
-    host: str, port: int, writers: list[asyncio.StreamWriter], *lines: Line
+    host: str, port: int, writers: list[asyncio.StreamWriter], name: str, *lines: Line
 ) -> tuple[Pipe, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection(host, port)
+    peer = await enter(host, port, TOKEN, ("kvcache", name), 60.0)
+    reader, writer = peer.streams()
     writers.append(writer)
     pipe = Pipe(reader, writer)
     for line in lines:
@@ -169,25 +171,24 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(
         place = Place(rank=0, size=2, token=TOKEN)
         cluster = RankedCluster(Shape(prefillers=1, decoders=0), place, "127.0.0.1")
         entering = asyncio.create_task(cluster.__aenter__())
-        host, port, secret = (await said).decode().split()
+        host, port = (await said).decode().split()
         writers: list[asyncio.StreamWriter] = []
 
         call = partial(connect, host, int(port), writers)
         async with asyncio.timeout(60):
-            for line in (
-                Hello("wrong", "p0"),
-                Hello(secret, "p9"),
-                Hello("x" * 5000, "p0"),
-                Stop(),
+            for token, who in (
+                ("wrong", ("kvcache", "p0")),
+                (TOKEN, ("kvcache", "p9")),
+                (TOKEN, ()),
             ):
-                pipe, _ = await call(line)
-                assert await pipe.receive() is None
-            silent = [await call() for _ in range(65)]
-            assert await silent[0][0].receive() is None
-            _, writer = await call(Hello(secret, "p0"), Ready(epoch, addr))
+                with pytest.raises(UsageError):
+                    await enter(host, int(port), token, who, 60.0)
+            silent = [await asyncio.open_connection(host, port) for _ in range(65)]
+            await silent[0][0].read()
+            _, writer = await call("p0", Ready(epoch, addr))
             await entering
-            second, _ = await call(Hello(secret, "p0"))
-            assert await second.receive() is None
+            with pytest.raises(UsageError, match="is here already"):
+                await call("p0")
             assert ["p0"] == cluster.scheduler.prefillers
             with pytest.raises(UsageError, match="another program"):
                 cluster.kill("p0")
@@ -203,8 +204,9 @@ def test_strangers_stay_out_and_only_a_proven_end_is_fenced(
             assert [] == cluster.scheduler.prefillers
             assert [("p0", epoch)] * proven == witness.fences
             await cluster.close()
-            for pipe, _ in silent:
-                assert await pipe.receive() is None
+            for reader, one in silent:
+                await reader.read()
+                writers.append(one)
         for writer in writers:
             writer.transport.abort()
 

@@ -172,7 +172,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "tep/apps/rl/remote.py::_decode": [
         Case(lambda data, kind=kind: rl_remote._decode(data, kind), structs(rl_remote))
-        for kind in (rl_remote.Hello, rl_remote._Call, rl_remote._Answer)
+        for kind in (rl_remote._Call, rl_remote._Answer)
     ],
     "tep/apps/rl/routes.py::Schedule.from_bytes": [
         Case(rl_routes.Schedule.from_bytes, [msgspec.msgpack.encode(SCHEDULE)])

@@ -255,6 +255,7 @@ READS_PEERS = [
     "tep/backends/local/rings.py",
     "tep/backends/libfabric/frames.py",
     "tep/control/messages.py",
+    "tep/rendezvous/proof.py",
     "tep/rendezvous/wire.py",
     "tep/wire.py",
 ]

@@ -10,7 +10,8 @@ import pytest
 from tep import rendezvous
 from tep.errors import RendezvousError, WaitTimeout
 from tep.rendezvous import Place
-from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused, prove
+from tep.rendezvous.proof import join_proof, prove
+from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused
 from tests.support.ranks import TOKEN, begin, close, listen, meet, outcomes, place, start_rank
 
 
@@ -51,8 +52,8 @@ async def answer(port: int, token: str, proved: int, claimed: int) -> Message:
     peer = Peer(*await asyncio.open_connection("127.0.0.1", port))
     challenge = await peer.hear(0)
     assert isinstance(challenge, Challenge)
-    proof = prove(token, "join", challenge.nonce, 1, proved, 3, b"mine")
-    await peer.say(Join(1, claimed, 3, b"mine", proof))
+    proof = join_proof(token, challenge.nonce, Join(2, ("rank", proved, 3), b"mine", b""))
+    await peer.say(Join(2, ("rank", claimed, 3), b"mine", proof))
     said = await peer.hear(0)
     await peer.close()
     return said
@@ -66,8 +67,8 @@ def test_a_cut_proof_opens_nothing_at_either_end(length: int) -> None:
         peer = Peer(*await asyncio.open_connection("127.0.0.1", port))
         challenge = await peer.hear(0)
         assert isinstance(challenge, Challenge)
-        proof = prove(TOKEN, "join", challenge.nonce, 1, 1, 2, b"mine")
-        await peer.say(Join(1, 1, 2, b"mine", (proof + b"?")[:length]))
+        proof = join_proof(TOKEN, challenge.nonce, Join(2, ("rank", 1, 2), b"mine", b""))
+        await peer.say(Join(2, ("rank", 1, 2), b"mine", (proof + b"?")[:length]))
         said = await peer.hear(0)
         await peer.close()
         return said

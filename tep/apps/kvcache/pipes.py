@@ -16,7 +16,6 @@ __all__ = [
     "Done",
     "Fenced",
     "Generate",
-    "Hello",
     "LeaseOver",
     "Leased",
     "Line",
@@ -31,13 +30,6 @@ _FRAME_BYTES_MAX = 1 << 26
 
 class _Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
     """One frame."""
-
-
-class Hello(_Line, frozen=True, forbid_unknown_fields=True):
-    """Process -> launcher, first, over a socket: the job's secret, and who I am."""
-
-    token: str
-    name: str
 
 
 class Ready(_Line, frozen=True, forbid_unknown_fields=True):
@@ -104,7 +96,7 @@ class Stop(_Line, frozen=True, forbid_unknown_fields=True):
     """Launcher -> process: end in good order."""
 
 
-Line = Hello | Ready | Generate | Done | WantLease | Leased | LeaseOver | Fenced | Stop
+Line = Ready | Generate | Done | WantLease | Leased | LeaseOver | Fenced | Stop
 
 _DECODER: msgspec.msgpack.Decoder[Line] = msgspec.msgpack.Decoder(Line, strict=True)
 
@@ -141,8 +133,8 @@ class Pipe:
         if not self._writer.is_closing():
             self._writer.write(len(payload).to_bytes(4, "little") + payload)
 
-    async def receive(self, limit: int = _FRAME_BYTES_MAX) -> Line | None:
-        """The next line, of so many bytes at most; None at the end.
+    async def receive(self) -> Line | None:
+        """The next line; None at the end.
 
         Raises:
             BadDescriptor: the bytes are none.
@@ -150,7 +142,7 @@ class Pipe:
         try:
             head = await self._reader.readexactly(4)
             nbytes = int.from_bytes(head, "little")
-            if nbytes > limit:
+            if nbytes > _FRAME_BYTES_MAX:
                 raise BadDescriptor(f"a line of {nbytes} bytes; did something else print here?")
             payload = await self._reader.readexactly(nbytes)
         except (asyncio.IncompleteReadError, OSError) as error:

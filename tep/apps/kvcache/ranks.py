@@ -1,30 +1,31 @@
 """A cluster whose processes torchrun, srun or Ray has started, on any machines: they are ranks.
 
 Rank 0 is the launcher; the next ranks are the prefillers, the last ones the decoders. They meet by
-`tep.rendezvous`, where rank 0 says where it listens and a secret; then each connects to it and
-speaks as a process that the launcher has started would. A connection that the other host closes
-proves that the process has let go of its engines: it is fenced. One that times out proves nothing.
+`tep.rendezvous`, where rank 0 says where it listens. Then each connects to it, both prove again
+that they know the token, and it speaks as a process that the launcher has started would. A
+connection that the other host closes proves that the process has let go of its engines: it is
+fenced. One that times out proves nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
-import secrets
 import socket
 from typing import Final, Self
 
-from tep import BadDescriptor, FabricError, UsageError, rendezvous
+from tep import FabricError, TepError, UsageError, rendezvous
 from tep.apps.kvcache.launch import Cluster, Shape, Started
-from tep.apps.kvcache.pipes import Hello, Pipe
+from tep.apps.kvcache.pipes import Pipe
 from tep.apps.kvcache.process import Settings, serve
+from tep.rendezvous.door import Door, listen
+from tep.rendezvous.proof import challenge, enter, refuse, welcome
+from tep.rendezvous.wire import Peer
 
 __all__ = ["RankedCluster", "work_as_rank"]
 
-_HELLO_MAX: Final = 4096
-_HELLO_S: Final = 10.0
-_STRANGERS_MAX: Final = 64
+_CALL_S: Final = 10.0
+_SERVICE: Final = "kvcache"
 _KEEPALIVE: Final = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
@@ -83,17 +84,9 @@ class RankedCluster(Cluster):
             raise UsageError(f"rank {place.rank} is a member, not the launcher: work_as_rank")
         super().__init__(shape)
         self._place, self._address = place, address
-        self._token = secrets.token_hex(16)
         self._came: dict[str, asyncio.Future[tuple[Started, Pipe]]] = {}
-        self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
         self._known: list[asyncio.StreamWriter] = []
-        self._server: asyncio.Server | None = None
-
-    @property
-    def where(self) -> tuple[str, int, str]:
-        """Address and port where it listens, and the secret that it wants to hear."""
-        assert self._server is not None, "use it as an async context manager"
-        return self._address, self._server.sockets[0].getsockname()[1], self._token
+        self._door: Door | None = None
 
     def kill(self, name: str) -> None:
         """Not from here: whoever has started a process can kill it.
@@ -106,9 +99,10 @@ class RankedCluster(Cluster):
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
         self._came = {name: loop.create_future() for _, name in self.shape.members}
-        self._server = await asyncio.start_server(self._greet, self._address, 0)
+        sockets = await listen(self._address, 0)
+        said = f"{self._address} {sockets[0].getsockname()[1]}".encode()
+        self._door = Door(sockets, self._admit)
         try:
-            said = " ".join(map(str, self.where)).encode()
             await rendezvous.exchange_async(said, self._place, timeout_s=self.shape.start_s)
             return await super().__aenter__()
         except BaseException:
@@ -118,32 +112,26 @@ class RankedCluster(Cluster):
     async def close(self) -> None:
         """Stop all ranks, and hang up on whoever is connected."""
         await super().close()
-        assert self._server is not None
-        self._server.close()
-        for writer in (*self._strangers, *self._known):
+        assert self._door is not None
+        await self._door.close()
+        for writer in self._known:
             writer.transport.abort()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Let a rank in that knows the secret; strangers cost a bounded number of connections."""
-        if len(self._strangers) >= _STRANGERS_MAX:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.transport.abort()
-        self._strangers[writer] = None
-        pipe, hello = Pipe(reader, writer), None
-        with contextlib.suppress(BadDescriptor, TimeoutError):
-            hello = await asyncio.wait_for(pipe.receive(_HELLO_MAX), _HELLO_S)
-        self._strangers.pop(writer, None)
-        if isinstance(hello, Hello) and hmac.compare_digest(
-            hello.token.encode(), self._token.encode()
-        ):
-            place = self._came.get(hello.name)
-            if place is not None and not place.done():
-                _keep_alive(writer)
-                self._known.append(writer)
-                place.set_result((_Rank(writer), pipe))
-                return
-        writer.transport.abort()
+    async def _admit(self, peer: Peer) -> None:
+        """Let a rank in that is awaited."""
+        asked = await challenge(peer, self._place.token)
+        match asked.who:
+            case (str(service), str(name)) if service == _SERVICE:
+                place = self._came.get(name)
+            case _:
+                place = None
+        if place is None or place.done():
+            await refuse(peer, f"{asked.who} is not awaited, or is here already")
+        reader, writer = peer.streams()
+        _keep_alive(writer)
+        self._known.append(writer)
+        place.set_result((_Rank(writer), Pipe(reader, writer)))
+        await welcome(peer, self._place.token, asked)
 
     async def _start(self, settings: Settings) -> tuple[Started, Pipe]:
         """Wait until it has come."""
@@ -167,22 +155,20 @@ def work_as_rank(shape: Shape, place: rendezvous.Place) -> None:
     if not place.rank:
         raise UsageError("rank 0 is the launcher: RankedCluster")
     said = rendezvous.exchange(b"", place, timeout_s=shape.start_s)[0].decode()
-    address, port, token = said.split()
+    address, port = said.split()
     settings = shape.settings(*shape.members[place.rank - 1])
-    asyncio.run(_work(settings, address, int(port), token))
+    asyncio.run(_work(settings, address, int(port), place.token))
 
 
 async def _work(settings: Settings, address: str, port: int, token: str) -> None:
     who = f"{settings.role} {settings.name}"
     try:
-        opened = asyncio.open_connection(address, port)
-        reader, writer = await asyncio.wait_for(opened, _HELLO_S)
-    except OSError as error:
-        why = str(error) or f"no answer within {_HELLO_S:g} s"
-        raise FabricError(f"{who}: no launcher at {address}:{port}: {why}") from error
+        peer = await enter(address, port, token, (_SERVICE, settings.name), _CALL_S)
+    except (TimeoutError, TepError) as error:
+        raise FabricError(f"{who}: no launcher at {address}:{port}: {error}") from error
+    reader, writer = peer.streams()
     _keep_alive(writer)
     pipe = Pipe(reader, writer)
-    pipe.send(Hello(token, settings.name))
     try:
         await serve(settings, pipe)
     finally:  # its engines are closed by now, which the end of this connection tells the launcher

@@ -161,7 +161,7 @@ class RolloutService:
 async def be_worker(job: Job, role: str, name: str, host: str, port: int, token: str) -> None:
     """Be one worker: connect to the controller, and answer until it hangs up."""
     model = load_model(job.model)
-    hello = Hello(token, role, name)
+    hello = Hello(role, name)
     with job.open(name) as engine:
         nics = len(engine.main_address.domains)
         if role == "train":
@@ -171,7 +171,7 @@ async def be_worker(job: Job, role: str, name: str, host: str, port: int, token:
             tensors = {tensor.name: tensor for tensor in model.tensors}
             shards = {(n, box): checkpoint.read(tensors[n], box) for n, box in meta.shards}
             worker = TrainingWorker(engine, meta, shards, compute=Threads())
-            await answer(TrainingService(worker, model), host, port, hello)
+            await answer(TrainingService(worker, model), host, port, token, hello)
             return
         metas = {meta.name: meta for meta in rollout_metas(model, job.infer, nics)}
         if role != "rollout" or name not in metas:
@@ -179,7 +179,7 @@ async def be_worker(job: Job, role: str, name: str, host: str, port: int, token:
         service = RolloutService(RolloutWorker(engine, metas[name]))
         load = asyncio.ensure_future(service.serve()) if job.load else None
         try:
-            await answer(service, host, port, hello)
+            await answer(service, host, port, token, hello)
         finally:
             if load is not None:
                 load.cancel()

@@ -180,13 +180,13 @@ class RankedJob(LocalJob):
     ) -> None:
         _check_size(job, place)
         super().__init__(job, os.devnull, watermark_bytes=watermark_bytes)
-        self._listener = Listener(self._token, address)
+        self._listener = Listener(place.token, address)
         self._place, self._address = place, address
 
     async def __aenter__(self) -> Self:
         await self._listener.__aenter__()
         try:
-            said = f"{self._address} {self._listener.port} {self._token}".encode()
+            said = f"{self._address} {self._listener.port}".encode()
             await rendezvous.exchange_async(said, self._place, timeout_s=_START_S)
             await self._start_all()
         except BaseException:
@@ -214,6 +214,6 @@ def work_as_rank(job: Job, place: rendezvous.Place) -> None:
     if not place.rank:
         raise UsageError("rank 0 is the controller: RankedJob")
     said = rendezvous.exchange(b"", place, timeout_s=_START_S)[0].decode()
-    address, port, token = said.split()
+    address, port = said.split()
     role, name = _roles(job)[place.rank - 1]
-    asyncio.run(be_worker(job, role, name, address, int(port), token))
+    asyncio.run(be_worker(job, role, name, address, int(port), place.token))

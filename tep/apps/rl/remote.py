@@ -1,27 +1,29 @@
 """Workers in other processes: their ports over asyncio's TCP, typed by msgspec. Control only.
 
 A frame is four bytes of length, little-endian, and MessagePack. A worker connects to the
-controller, says the token and who it is, and then answers calls; several may run at once, so that
-an abort reaches a worker whose update runs. A connection that ends fails every call on it. Whatever
-a worker's method raises is the answer. Rule: a connection speaks for the worker that it began as.
+controller, says who it is, and both prove that they know the token, as at a rendezvous; then it
+answers calls. Several may run at once, so that an abort reaches a worker whose update runs. A
+connection that ends fails every call on it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import inspect
 import itertools
 import logging
 import typing
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from tep import BadDescriptor, FabricError, TepError, UsageError
 from tep.apps.rl.metadata import RolloutMeta, TrainMeta
 from tep.apps.rl.ports import LoadReport, RolloutState, TrainReport
+from tep.rendezvous.door import Door, listen
+from tep.rendezvous.proof import challenge, enter, refuse, welcome
+from tep.rendezvous.wire import Peer
 
 __all__ = ["Caller", "Hello", "Listener", "RemoteRollout", "RemoteTraining", "answer"]
 
@@ -33,14 +35,12 @@ _SHOWN: Final = 2000
 """Characters of an error that travel."""
 
 _FRAME_MAX: Final = 256 << 20
-_HELLO_MAX: Final = 4096
-_HELLO_S: Final = 10.0
+_SERVICE: Final = "worker"
 
 
-class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a worker says first."""
+class Hello(NamedTuple):
+    """Who a worker is."""
 
-    token: str
     role: str
     name: str
 
@@ -89,10 +89,30 @@ def _decode(data: bytes, kind: type[T]) -> T:
         raise BadDescriptor(f"{len(data)} bytes are no {kind.__name__}: {error}") from error
 
 
-async def answer(worker: _Worker, host: str, port: int, hello: Hello) -> None:
-    """Connect to a controller and answer its calls until it hangs up."""
-    reader, writer = await asyncio.open_connection(host, port)
-    _write(writer, hello)
+async def answer(
+    worker: _Worker, host: str, port: int, token: str, hello: Hello, *, patience_s: float = 60.0
+) -> None:
+    """Connect to a controller and answer its calls until it hangs up.
+
+    Args:
+        worker: its public coroutine methods are called.
+        host: where the controller listens, or will soon.
+        port: there.
+        token: a secret that it knows too; it is never sent.
+        hello: who this worker is.
+        patience_s: how long to call, seconds.
+
+    Raises:
+        FabricError: nobody let it in within patience_s.
+        RendezvousError: what listens there does not know the token.
+        UsageError: the controller refused; says why.
+    """
+    try:
+        peer = await enter(host, port, token, (_SERVICE, *hello), patience_s)
+    except TimeoutError as error:
+        text = f"no controller at {host}:{port} within {patience_s:g} s: {error}"
+        raise FabricError(text, code="TIMEOUT", peer=f"{host}:{port}") from None
+    reader, writer = peer.streams()
     running: dict[asyncio.Task[None], None] = {}
     try:
         while True:
@@ -219,7 +239,7 @@ class Listener:
     """Where workers connect to; use it as an async context manager.
 
     Args:
-        token: a secret that the workers know.
+        token: a secret that the workers know; it is never sent.
         host, port: to listen at; port 0: any, see `port`.
     """
 
@@ -229,36 +249,36 @@ class Listener:
         self._came: dict[tuple[str, str], Caller] = {}
         self._news = asyncio.Condition()
         self._callers: list[Caller] = []
-        self._server: asyncio.Server | None = None
+        self._door: Door | None = None
+        self._port = 0
 
     @property
     def port(self) -> int:
         """The port it listens at."""
-        assert self._server is not None, "use it as an async context manager"
-        found: int = self._server.sockets[0].getsockname()[1]
-        return found
+        assert self._door is not None, "use it as an async context manager"
+        return self._port
 
     async def __aenter__(self) -> Listener:
-        self._server = await asyncio.start_server(self._greet, *self._where)
+        sockets = await listen(*self._where)
+        self._port = sockets[0].getsockname()[1]
+        self._door = Door(sockets, self._admit)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
+        assert self._door is not None
+        await self._door.close()
         for caller in self._callers:
             await caller.close()
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            data = await asyncio.wait_for(_read(reader, _HELLO_MAX), _HELLO_S)
-            hello = _decode(data, Hello)
-        except (OSError, EOFError, TepError, TimeoutError):
-            writer.close()  # a stranger
-            return
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            writer.close()
-            return
-        caller = Caller(hello, reader, writer)
+    async def _admit(self, peer: Peer) -> None:
+        asked = await challenge(peer, self._token)
+        match asked.who:
+            case (str(service), str(role), str(name)) if service == _SERVICE:
+                hello = Hello(role, name)
+            case _:
+                await refuse(peer, f"{asked.who} is no worker")
+        await welcome(peer, self._token, asked)
+        caller = Caller(hello, *peer.streams())
         self._callers.append(caller)
         async with self._news:
             self._came[hello.role, hello.name] = caller

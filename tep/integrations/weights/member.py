@@ -26,7 +26,6 @@ __all__ = ["Fabric", "Meeting", "Member"]
 
 T = TypeVar("T")
 
-_RETRY_S: Final = 0.1
 _END_S: Final = 10.0
 
 
@@ -50,11 +49,14 @@ class Fabric:
 
 
 class Meeting(NamedTuple):
-    """Where the hub is."""
+    """Where the hub is, and a secret that whoever takes part has to know."""
 
     host: str
     port: int
     token: str
+
+    def __repr__(self) -> str:
+        return f"{self.host}:{self.port}"
 
 
 class _Loop:
@@ -138,7 +140,7 @@ class Member:
         if self._sender is None:
             sender = WeightSender(self._open(), rank, world, compute=Threads())
             self._sender = sender
-            hello = Hello(meeting.token, "sender", str(rank))
+            hello = Hello("sender", str(rank))
             self._start(self._answer(sender, meeting, hello))
 
     def receive_from(self, meeting: Meeting, wants: Wants = as_sent) -> None:
@@ -147,7 +149,7 @@ class Member:
         if self.receiver is None:
             receiver = WeightReceiver(self._open(), self.name, wants)
             self.receiver = receiver
-            hello = Hello(meeting.token, "receiver", self.name)
+            hello = Hello("receiver", self.name)
             self._start(self._answer(receiver, meeting, hello))
         self._call(self._welcomed(self.receiver, meeting))
 
@@ -157,7 +159,7 @@ class Member:
         if not waiting.done():
             waiting.cancel()
             raise FabricError(
-                f"{self.name}: the hub at {meeting.host}:{meeting.port} did not take it: "
+                f"{self.name}: the hub at {meeting} did not take it: "
                 f"{receiver.why_gone or 'it hung up'}",
                 code="NO_HUB",
             )
@@ -193,21 +195,12 @@ class Member:
         self, service: WeightSender | WeightReceiver, meeting: Meeting, hello: Hello
     ) -> None:
         """Answer the hub until it hangs up, and then say so to whoever waits here."""
-        why = f"the hub at {meeting.host}:{meeting.port} hung up"
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + self._fabric.timeout_s
-        while True:
-            try:
-                await answer(service, meeting.host, meeting.port, hello)
-                break
-            except OSError as error:  # rank 0 may not listen yet
-                if loop.time() > end_s:
-                    why = f"no hub at {meeting.host}:{meeting.port}: {error}"
-                    break
-                await asyncio.sleep(_RETRY_S)
-            except TepError as error:
-                why = f"the hub sent what is no call: {error}"
-                break
+        host, port, token = meeting
+        why = f"the hub at {meeting} hung up"
+        try:
+            await answer(service, host, port, token, hello, patience_s=self._fabric.timeout_s)
+        except (OSError, TepError) as error:
+            why = f"the hub at {meeting}: {error}"
         await service.gone(why)
 
     # ------------------------------------------------------------------ training ranks

@@ -44,7 +44,7 @@ class TepInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM's
 
     host: str
     port: int
-    token: str
+    token: str = field(repr=False)
     backend: str = "local"
     options: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 300.0
@@ -74,7 +74,7 @@ class TepTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM's
     world: int = 1
     host: str = "127.0.0.1"
     port: int = 0
-    token: str = ""
+    token: str = field(default="", repr=False)
     fabric: str = "local"
     options: dict[str, Any] = field(default_factory=dict)
     timeout_s: float = 300.0
