@@ -149,6 +149,10 @@ class FabricDomain(Generic[PeerT]):
     def _do_chores(self, now_s: float) -> None:
         """What a room that `_has_chores` does now and then while nothing is outstanding."""
 
+    def _chore_s(self) -> float:
+        """How often to be woken for chores while nothing is outstanding, seconds; 0 = never."""
+        return 0.0
+
     def _drop(self, peer: PeerT, status: Status, *, spare: bool, gone: bool = False) -> None:
         """End all that was to go to a peer; `spare` and `gone` as in Rows.end()."""
         self._rows.end(peer, status, gone=gone, spare=spare)
@@ -470,7 +474,7 @@ class FabricDomain(Generic[PeerT]):
         elif self._slots.open or self._restless or self._outgoing.open:
             timer_s = _LOOK_S
         else:
-            timer_s = 0.0
+            timer_s = self._chore_s()
         self._sleeper.quiet()
         self._sleeper.set_timer(timer_s)
         return self._nic.trywait()

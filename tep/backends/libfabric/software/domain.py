@@ -27,11 +27,16 @@ from tep.backends.libfabric.software.process import rehearse_shm
 from tep.backends.libfabric.software.reads import SoftwareReads
 from tep.backends.libfabric.software.rows import SoftwareRows
 from tep.backends.libfabric.software.seats import close_seats
+from tep.backends.libfabric.software.strangers import Strangers
 
 __all__ = ["SoftwareDomain"]
 
 _CENSUS_S: Final = 1.0
 """How often peers' processes are asked whether they live while nothing is outstanding."""
+
+_STRANGERS_S: Final = 2.0
+"""How often tcp's strangers are looked at; libfabric's threads accept them while the engine sleeps.
+"""
 
 
 class SoftwareDomain(FabricDomain[SoftwarePeer]):
@@ -46,11 +51,15 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
     def _open_main(self, options: tuple[Option, ...]) -> tuple[Endpoint, Book[SoftwarePeer]]:
         rules, nic = self._rules, self._nic
         self._askers: dict[int, set[int]] = {}  # peers that hold a lease, by rkey
-        self._has_chores = rules.by_pid
+        self._strangers: Strangers | None = None
+        self._has_chores = True
         if not rules.by_pid:
             main = nic.open_endpoint(options)
             nic.release_port()
-            return main, Book(nic, main.name())
+            book = Book[SoftwarePeer](nic, main.name())
+            # sockaddr_in and sockaddr_in6 have the port there
+            self._strangers = Strangers(int.from_bytes(book.raw[2:4], "big"))
+            return main, book
         rehearse_shm()
         main = nic.open_endpoint(options)
         return main, ShmBook(nic, main.name(), asks_first=rules.asks_first)
@@ -130,6 +139,8 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
                 self._peers.doubt(peer, now_s)
                 self._stir(peer)
         super()._look_at_deadlines(now_s)
+        if self._strangers is not None and now_s >= self._next_chore_s:
+            self._do_chores(now_s)
 
     def _row_failed(self, ticket: Ticket, row: int, error: CqError) -> None:
         self._texts[Status.PROVIDER] = error.text
@@ -156,8 +167,15 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
             self._peers.let_go(peer, now_s)
 
     def _do_chores(self, now_s: float) -> None:
-        self._next_chore_s = now_s + _CENSUS_S
-        self._peers.bury_the_dead()
+        if self._strangers is not None:
+            self._next_chore_s = now_s + _STRANGERS_S
+            self._strangers.look(now_s)
+        else:
+            self._next_chore_s = now_s + _CENSUS_S
+            self._peers.bury_the_dead()
+
+    def _chore_s(self) -> float:
+        return 0.0 if self._strangers is None else _STRANGERS_S
 
     def _drop(self, peer: SoftwarePeer, status: Status, *, spare: bool, gone: bool = False) -> None:
         if self._rules.endpoint_per_peer:
@@ -193,4 +211,6 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
         if "_reads" in vars(self):
             self._main.close()
             self._reads.close()
+        if self._strangers is not None:
+            self._strangers.close()
         super()._shut()

@@ -1,0 +1,145 @@
+"""Silent connections to a tcp NIC: few, for a short time, and no peer is taken for one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+import tep
+from tep.backends.libfabric.address import parse
+from tep.backends.libfabric.software import strangers as room
+from tep.backends.libfabric.software.strangers import Strangers
+from tests.support.here import require
+from tests.support.ranks import outcomes, start_rank
+
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(params=["tcp", pytest.param("tcp;ofi_rxm", marks=pytest.mark.slow)])
+def provider(request: pytest.FixtureRequest) -> str:
+    require(request.param)
+    return str(request.param)
+
+
+@contextlib.contextmanager
+def listening(provider: str) -> Iterator[tuple[tep.TransferEngine, tep.MrDesc, int]]:
+    """An engine with a target, and its NIC's port."""
+    with tep.TransferEngine.open("libfabric", provider=provider, nics=["127.0.0.1"]) as engine:
+        _, desc = engine.reg_mr(np.zeros(64, np.uint8))
+        yield engine, desc, port_of(desc, provider)
+
+
+def port_of(desc: tep.MrDesc, provider: str) -> int:
+    return int.from_bytes(parse(desc.addr.domains[0], provider).raw[2:4], "big")
+
+
+def write(provider: str, desc: tep.MrDesc) -> None:
+    with tep.TransferEngine.open("libfabric", provider=provider, nics=["127.0.0.1"]) as peer:
+        source, _ = peer.reg_mr(np.ones(64, np.uint8))
+        peer.submit_single_write(64, (source, 0), (desc, 0), imm=1).wait(PATIENCE_S)
+
+
+def hung_up(crowd: list[socket.socket], count: int) -> list[socket.socket]:
+    """Wait until so many were hung up on; return them."""
+    poller = select.poll()
+    by_fd = {sock.fileno(): sock for sock in crowd}
+    for fd in by_fd:
+        poller.register(fd, select.POLLIN)
+    ended: list[socket.socket] = []
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(ended) < count:
+        assert time.monotonic() < deadline_s, f"{len(ended)} of {count} were hung up on"
+        for fd, _ in poller.poll(1000):
+            with contextlib.suppress(ConnectionResetError):
+                assert b"" == by_fd[fd].recv(1)
+            poller.unregister(fd)
+            ended.append(by_fd[fd])
+    return ended
+
+
+def test_silent_strangers_are_few_and_keep_no_peer_out(provider, monkeypatch) -> None:
+    """1,000 of them took every descriptor of the process, for ever: no new peer came in."""
+    monkeypatch.setattr(room, "STRANGERS_MAX", 8)
+    with listening(provider) as (_, desc, port), contextlib.ExitStack() as undo:
+        crowd = [
+            undo.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
+        ]
+        ended = hung_up(crowd, 32)
+        write(provider, desc)
+
+    assert set(crowd[:32]) == set(ended), "the oldest first"
+
+
+def test_a_silent_stranger_is_hung_up_on_in_time(provider, monkeypatch) -> None:
+    """An engine that has nothing to do sleeps: the stranger's time has to wake it."""
+    monkeypatch.setattr(room, "STRANGER_S", 0.1)
+    with (
+        listening(provider) as (_, _, port),
+        socket.create_connection(("127.0.0.1", port)) as stranger,
+    ):
+        assert [stranger] == hung_up([stranger], 1)
+
+
+def test_a_peer_that_has_said_hello_is_no_stranger(provider, monkeypatch) -> None:
+    """A peer that waits for its work would be cut off, and its next rows were lost."""
+    looks: list[int] = []
+    look = Strangers.look
+
+    def seen(self: Strangers, now_s: float) -> None:
+        look(self, now_s)
+        looks.append(self.refused)
+
+    monkeypatch.setattr(room, "STRANGER_S", 0.1)
+    monkeypatch.setattr(Strangers, "look", seen)
+    with (
+        listening(provider) as (engine, desc, port),
+        tep.TransferEngine.open("libfabric", provider=provider, nics=["127.0.0.1"]) as peer,
+    ):
+        source, _ = peer.reg_mr(np.ones(64, np.uint8))
+        peer.submit_single_write(64, (source, 0), (desc, 0), imm=1).wait(PATIENCE_S)
+        looks.clear()
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            hung_up([stranger], 1)  # so it has looked
+        counted = engine.expect_imm_count(2, 1)
+        peer.submit_single_write(64, (source, 0), (desc, 0), imm=2).wait(PATIENCE_S)
+        counted.wait(PATIENCE_S)
+        assert [(), ()] == [one.stats().faults for one in (peer, engine)]
+    assert 1 == max(looks)
+
+
+SHORT = """
+import os, resource, sys
+import numpy as np, tep
+with tep.TransferEngine.open("libfabric", provider="tcp", nics=["127.0.0.1"]) as engine:
+    soft = len(os.listdir("/proc/self/fd")) + 40
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    _, desc = engine.reg_mr(np.zeros(64, np.uint8))
+    print(desc.to_bytes().hex(), flush=True)
+    engine.expect_imm_count(1, 1).wait(60)
+    print("counted", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_strangers_that_hold_all_descriptors_keep_no_peer_out() -> None:
+    """Where none is left, even the list of one's own descriptors cannot be read."""
+    require("tcp")
+    victim = start_rank("-c", SHORT)
+    try:
+        desc = tep.MrDesc.from_bytes(bytes.fromhex(victim.stdout.readline()))
+        where = ("127.0.0.1", port_of(desc, "tcp"))
+        with contextlib.ExitStack() as undo:
+            crowd = [undo.enter_context(socket.create_connection(where)) for _ in range(200)]
+            hung_up(crowd, 100)
+            write("tcp", desc)
+    finally:
+        ended = outcomes([victim])
+
+    assert [(0, "counted\n", "")] == ended
