@@ -17,7 +17,6 @@ import os
 import secrets
 import select
 import socket
-import stat
 import struct
 import sys
 import threading
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from tep.errors import UsageError
+from tep.folders import make_own, unsafe
 from tep.waiting import system_s
 
 __all__ = ["SWITCH", "Found", "Seen", "ask", "find", "hide", "show"]
@@ -143,6 +143,8 @@ class _Listener:
 
     def __init__(self) -> None:
         folder = _own_folder()
+        with contextlib.suppress(OSError):
+            _sweep(folder)
         # The number in the name keeps processes apart that have the same id, e.g. in containers.
         self.path = folder / f"{os.getpid()}.{secrets.token_hex(4)}"
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -277,36 +279,35 @@ def _own_folder() -> Path:
     Raises:
         UsageError: it belongs to somebody else, or others may open it.
     """
-    uid = os.geteuid()
     given = os.environ.get(SWITCH)
-    folder = Path(given) if given else next(_usual_folders(uid))
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if (why := _unsafe(folder, uid)) is not None:
-        raise UsageError(
-            f"{why}; remove it, or name a folder of your own with mode 700 by {SWITCH}=FOLDER"
-        )
-    return folder
+    folder = Path(given) if given else next(_usual_folders(os.geteuid()))
+    return make_own(folder, f"name a folder of your own with mode 700 by {SWITCH}=FOLDER")
+
+
+def _sockets(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The sockets in a folder, with the numbers of their processes."""
+    for path in folder.iterdir():
+        number = path.name.partition(".")[0]
+        if number.isdecimal() and path.is_socket():
+            yield int(number), path
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the sockets of processes that were killed, and disturb nobody else."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asked:
+        for _, path in list(_sockets(folder)):
+            with contextlib.suppress(OSError):  # one that is served is of another type
+                try:
+                    asked.connect(os.fspath(path))
+                except ConnectionRefusedError:  # nobody has it open any more
+                    path.unlink()
 
 
 def _usual_folders(uid: int) -> Iterator[Path]:
     runtime = Path(f"/run/user/{uid}")
-    if _unsafe(runtime, uid) is None:
+    if unsafe(runtime, uid) is None:
         yield runtime / "tep"
     yield Path(f"/tmp/tep-{uid}")  # noqa: S108  # checked for its owner and its mode
-
-
-def _unsafe(folder: Path, uid: int) -> str | None:
-    """Why a folder is not for one user alone; None: it is."""
-    try:
-        found = folder.lstat()
-    except OSError as error:
-        return f"{folder}: {error.strerror}"
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{folder} is no folder"
-    if found.st_uid != uid or mode & 0o077:
-        return f"{folder} belongs to user {found.st_uid} with mode {mode:o}, not to {uid} with 700"
-    return None
 
 
 def _peer_of(connected: socket.socket) -> tuple[int, int, int]:
@@ -346,12 +347,9 @@ def find(pid: int | None = None) -> list[Found]:
     folders = _usual_folders(uid) if given in {None, "", "off"} else iter([Path(f"{given}")])
     found = []
     for folder in folders:
-        if _unsafe(folder, uid) is not None:
+        if unsafe(folder, uid) is not None:
             continue
-        for path in folder.iterdir():
-            number = path.name.partition(".")[0]
-            if number.isdecimal() and pid in {None, int(number)} and path.is_socket():
-                found.append(Found(int(number), path, uid))
+        found += [Found(one, path, uid) for one, path in _sockets(folder) if pid in {None, one}]
     return sorted(found)
 
 

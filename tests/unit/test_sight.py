@@ -194,6 +194,27 @@ def test_what_a_killed_process_left_is_removed(folder: Path) -> None:
     assert not left.exists()
 
 
+def test_whoever_opens_next_removes_what_killed_processes_left(folder: Path) -> None:
+    """Only `tep top` did: sockets of jobs that were killed filled the folder, 139 in a day."""
+    for number in (1, os.getpid(), 2**40):  # another process runs, this one, and none can
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(folder / f"{number}.0123"))
+    note = folder / "123.txt"
+    note.touch()
+    with socket.socket(socket.AF_UNIX) as served:
+        served.bind(str(folder / "9.4567"))
+        served.listen(1)
+        with tep.open_local(name="ana"):
+            names = {path.name for path in folder.iterdir()}
+            mine = {name for name in names if name.startswith(f"{os.getpid()}.")}
+        served.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            served.accept()  # nobody has called it
+
+    assert 1 == len(mine)
+    assert {"9.4567", "123.txt"} == names - mine
+
+
 def test_a_child_of_a_fork_does_not_answer_for_its_parent(folder: Path) -> None:
     """Questions to the parent would hang at the child, which has no thread to answer them."""
     program = """if True:

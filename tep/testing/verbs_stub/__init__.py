@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from tep.ffi.ibverbs_device import Context
+from tep.folders import make_own
 
 __all__ = ["Knob", "Stub", "build"]
 
@@ -140,6 +141,7 @@ def build() -> Stub:
 
     Raises:
         LookupError: no C compiler, or no header of libibverbs; says so.
+        UsageError: the folder for it belongs to somebody else.
     """
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
@@ -148,8 +150,8 @@ def build() -> Stub:
     digest = hashlib.sha256(source).hexdigest()[:16]
     folder = Path(tempfile.gettempdir(), f"tep-verbs-stub-{os.getuid()}-{digest}")
     target = folder / "libibverbs_stub.so"
+    make_own(folder, "set TMPDIR to a folder of your own")  # what lies in it is run
     if not target.exists():
-        folder.mkdir(mode=0o700, exist_ok=True)
         part = folder / f"part-{os.getpid()}.so"
         command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(part), str(_SOURCE), "-lpthread"]
         # The words are made above.
