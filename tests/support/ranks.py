@@ -32,12 +32,16 @@ Ended = tuple[int, str, str]
 
 
 def start_rank(
-    *arguments: object, env: Mapping[str, str] | None = None, fds: Iterable[int] = ()
+    *arguments: object,
+    env: Mapping[str, str] | None = None,
+    fds: Iterable[int] = (),
+    stdin: int | None = None,
 ) -> subprocess.Popen[str]:
     """This Python with these arguments, which keeps the descriptors `fds`."""
     return subprocess.Popen(
         [sys.executable, *map(str, arguments)],
         env=os.environ | (env or {}),
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=tuple(fds),

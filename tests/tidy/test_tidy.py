@@ -271,3 +271,25 @@ def test_what_a_peer_has_written_is_not_asserted() -> None:
     ]
 
     assert [] == found
+
+
+def test_no_repr_shows_a_token() -> None:
+    """What is in a repr is in the next error's text, and so in a log that others read."""
+    found = []
+    for path in python_files("tep"):
+        for owner in (node for node in nodes(path) if isinstance(node, ast.ClassDef)):
+            secret = any(
+                isinstance(node, ast.AnnAssign)
+                and dotted(node.target) == "token"
+                and "repr=False" not in ast.unparse(node)
+                for node in owner.body
+            )
+            own = "__repr__" in {
+                getattr(node, "name", None) or dotted(getattr(node, "targets", [node])[0])
+                for node in owner.body
+                if isinstance(node, ast.FunctionDef | ast.Assign)
+            }
+            if secret and not own:
+                found.append(f"{path}:{owner.lineno} {owner.name}")
+
+    assert [] == found

@@ -45,22 +45,21 @@ def write(provider: str, desc: tep.MrDesc) -> None:
         peer.submit_single_write(64, (source, 0), (desc, 0), imm=1).wait(PATIENCE_S)
 
 
-def hung_up(crowd: list[socket.socket], count: int) -> list[socket.socket]:
-    """Wait until so many were hung up on; return them."""
+def hung_up(crowd: list[socket.socket], count: int) -> None:
+    """Wait until so many were hung up on."""
     poller = select.poll()
     by_fd = {sock.fileno(): sock for sock in crowd}
     for fd in by_fd:
         poller.register(fd, select.POLLIN)
-    ended: list[socket.socket] = []
+    ended = 0
     deadline_s = time.monotonic() + PATIENCE_S
-    while len(ended) < count:
-        assert time.monotonic() < deadline_s, f"{len(ended)} of {count} were hung up on"
+    while ended < count:
+        assert time.monotonic() < deadline_s, f"{ended} of {count} were hung up on"
         for fd, _ in poller.poll(1000):
             with contextlib.suppress(ConnectionResetError):
                 assert b"" == by_fd[fd].recv(1)
             poller.unregister(fd)
-            ended.append(by_fd[fd])
-    return ended
+            ended += 1
 
 
 def test_silent_strangers_are_few_and_keep_no_peer_out(provider, monkeypatch) -> None:
@@ -70,10 +69,8 @@ def test_silent_strangers_are_few_and_keep_no_peer_out(provider, monkeypatch) ->
         crowd = [
             undo.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(40)
         ]
-        ended = hung_up(crowd, 32)
+        hung_up(crowd, 32)
         write(provider, desc)
-
-    assert set(crowd[:32]) == set(ended), "the oldest first"
 
 
 def test_a_silent_stranger_is_hung_up_on_in_time(provider, monkeypatch) -> None:
@@ -83,7 +80,7 @@ def test_a_silent_stranger_is_hung_up_on_in_time(provider, monkeypatch) -> None:
         listening(provider) as (_, _, port),
         socket.create_connection(("127.0.0.1", port)) as stranger,
     ):
-        assert [stranger] == hung_up([stranger], 1)
+        hung_up([stranger], 1)
 
 
 def test_a_peer_that_has_said_hello_is_no_stranger(provider, monkeypatch) -> None:
@@ -91,8 +88,8 @@ def test_a_peer_that_has_said_hello_is_no_stranger(provider, monkeypatch) -> Non
     looks: list[int] = []
     look = Strangers.look
 
-    def seen(self: Strangers, now_s: float) -> None:
-        look(self, now_s)
+    def seen(self: Strangers) -> None:
+        look(self)
         looks.append(self.refused)
 
     monkeypatch.setattr(room, "STRANGER_S", 0.1)

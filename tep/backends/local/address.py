@@ -90,6 +90,9 @@ class Address(NamedTuple):
     def __str__(self) -> str:
         return f"process {self.pid} NIC {self.nic}, epoch {self.epoch}"
 
+    def __repr__(self) -> str:  # without the token
+        return str(self)
+
 
 def engine_of(data: bytes) -> bytes:
     """Return what the addresses of all NICs of one engine share: process, epoch and host."""

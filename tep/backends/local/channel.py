@@ -62,6 +62,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     name: str
     sender: Annotated[bytes, msgspec.Meta(min_length=1, max_length=256)]
 
+    def __repr__(self) -> str:  # without the token, which is in the address, too
+        return f"Hello({self.name})"
+
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """The receiver takes a sender. Descriptors: its port, its bell.

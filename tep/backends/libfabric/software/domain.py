@@ -169,7 +169,7 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
     def _do_chores(self, now_s: float) -> None:
         if self._strangers is not None:
             self._next_chore_s = now_s + _STRANGERS_S
-            self._strangers.look(now_s)
+            self._strangers.look()
         else:
             self._next_chore_s = now_s + _CENSUS_S
             self._peers.bury_the_dead()

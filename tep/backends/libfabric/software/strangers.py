@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 import stat
-import sys
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -31,8 +31,9 @@ libfabric's own greeting is 40 bytes on tcp, 56 on tcp;ofi_rxm, and the frame wi
 least 100 more. Measured with libfabric 2.5.1.
 """
 
-# struct tcp_info, linux/tcp.h: u8 tcpi_state at 0, u64 tcpi_bytes_received at 128 (Linux 4.1).
-_INFO_BYTES: Final = 136
+# struct tcp_info, linux/tcp.h: u8 tcpi_state at 0; u32 tcpi_last_data_recv at 52, milliseconds
+# since data came, or since the connection; u64 tcpi_bytes_received at 128 (Linux 4.1).
+_INFO: Final = struct.Struct("=B51xI72xQ")
 _ESTABLISHED: Final = 1  # net/tcp_states.h
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 _DESCRIPTORS_MAX: Final = 1 << 16  # looked through one by one where they cannot be listed
@@ -51,7 +52,6 @@ class Strangers:
     def __init__(self, port: int) -> None:
         self.refused = 0
         self._port = port
-        self._since: dict[int, float] = {}  # by inode, the oldest first
         self._known: set[int] = set()  # inodes of sockets that are no strangers
         self._null = self._held = -1
 
@@ -61,7 +61,7 @@ class Strangers:
             if fd >= 0:
                 os.close(fd)
 
-    def look(self, now_s: float) -> None:
+    def look(self) -> None:
         """Hang up on strangers that are too many, the oldest first, or have been here too long."""
         try:  # the first time; then one is here when all others are in use
             if self._null < 0:
@@ -71,44 +71,46 @@ class Strangers:
         except OSError:
             return
         known: set[int] = set()
-        found: dict[int, int] = {}  # descriptors, by inode
+        found: list[tuple[float, int]] = []  # how long it has been silent, its descriptor
         for fd in _descriptors():
             inode = _socket(fd)
             if not inode:
                 continue
-            if inode in self._known or not self._is_stranger(fd):
-                known.add(inode)
+            silent_s = 0.0 if inode in self._known else self._silent_s(fd)
+            if silent_s:
+                found.append((silent_s, fd))
             else:
-                found[inode] = fd
+                known.add(inode)
         self._known = known
-        since = {inode: at_s for inode, at_s in self._since.items() if inode in found}
-        for inode in found:
-            since.setdefault(inode, now_s)
-        self._since = since
         most = max(1, min(STRANGERS_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        for inode, at_s in list(since.items()):
-            if len(since) <= most and now_s < at_s + STRANGER_S:
-                break
-            del since[inode]
-            if self._is_stranger(found[inode], hang_up=True):
-                self.refused += 1
+        for number, (silent_s, fd) in enumerate(sorted(found, reverse=True)):
+            if len(found) - number > most or silent_s > STRANGER_S:
+                self.refused += bool(self._silent_s(fd, hang_up=True))
 
-    def _is_stranger(self, fd: int, *, hang_up: bool = False) -> bool:
+    def _silent_s(self, fd: int, *, hang_up: bool = False) -> float:
+        """For how long a stranger has been silent; 0 = this is none."""
         try:
             os.dup2(fd, self._held, inheritable=False)
             sock = socket.socket(fileno=self._held)
         except OSError:  # closed meanwhile, or no socket any more
-            return False
+            return 0.0
         try:
-            strange = self._connected(sock) and _received(sock) < _HELLO_BYTES_MIN
-            if strange and hang_up:
+            if not self._connected(sock):
+                return 0.0
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+            if len(info) < _INFO.size:
+                return 0.0
+            state, silent_ms, received = _INFO.unpack(info)
+            if state != _ESTABLISHED or received >= _HELLO_BYTES_MIN:
+                return 0.0
+            if hang_up:
                 sock.shutdown(socket.SHUT_RDWR)
         except OSError:  # the other end was quicker
-            return False
+            return 0.0
         finally:
             sock.detach()
             os.dup2(self._null, self._held, inheritable=False)
-        return strange
+        return max(0.001, float(silent_ms) / 1000)
 
     def _connected(self, sock: socket.socket) -> bool:
         """Whether this is a connection to our port."""
@@ -117,14 +119,6 @@ class Strangers:
             and sock.type == socket.SOCK_STREAM
             and sock.getsockname()[1] == self._port
         )
-
-
-def _received(sock: socket.socket) -> int:
-    """How many bytes have come over a connection; as many as can be where that cannot be told."""
-    info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    if len(info) < _INFO_BYTES or info[0] != _ESTABLISHED:
-        return sys.maxsize
-    return int.from_bytes(info[-8:], sys.byteorder)
 
 
 def _socket(fd: int) -> int:
