@@ -4,11 +4,30 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from tep.errors import UsageError
 
-__all__ = ["make_own", "unsafe"]
+__all__ = ["make_own", "own_folder", "unsafe", "usual_folders"]
+
+
+def own_folder() -> Path:
+    """The folder of this user's processes on this machine, made if need be.
+
+    Raises:
+        UsageError: it belongs to somebody else, or others may open it.
+        OSError: it cannot be made.
+    """
+    return make_own(next(usual_folders(os.geteuid())), "have its owner do so")
+
+
+def usual_folders(uid: int) -> Iterator[Path]:
+    """The places of that folder, the one that is used first."""
+    runtime = Path(f"/run/user/{uid}")
+    if unsafe(runtime, uid) is None:
+        yield runtime / "tep"
+    yield Path(f"/tmp/tep-{uid}")  # noqa: S108  # checked for its owner and its mode
 
 
 def make_own(folder: Path, cure: str) -> Path:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 from tep.errors import UsageError
-from tep.folders import make_own, unsafe
+from tep.folders import make_own, unsafe, usual_folders
 from tep.waiting import system_s
 
 __all__ = ["SWITCH", "Found", "Seen", "ask", "find", "hide", "show"]
@@ -280,7 +280,7 @@ def _own_folder() -> Path:
         UsageError: it belongs to somebody else, or others may open it.
     """
     given = os.environ.get(SWITCH)
-    folder = Path(given) if given else next(_usual_folders(os.geteuid()))
+    folder = Path(given) if given else next(usual_folders(os.geteuid()))
     return make_own(folder, f"name a folder of your own with mode 700 by {SWITCH}=FOLDER")
 
 
@@ -301,13 +301,6 @@ def _sweep(folder: Path) -> None:
                     asked.connect(os.fspath(path))
                 except ConnectionRefusedError:  # nobody has it open any more
                     path.unlink()
-
-
-def _usual_folders(uid: int) -> Iterator[Path]:
-    runtime = Path(f"/run/user/{uid}")
-    if unsafe(runtime, uid) is None:
-        yield runtime / "tep"
-    yield Path(f"/tmp/tep-{uid}")  # noqa: S108  # checked for its owner and its mode
 
 
 def _peer_of(connected: socket.socket) -> tuple[int, int, int]:
@@ -344,7 +337,7 @@ def find(pid: int | None = None) -> list[Found]:
         with contextlib.suppress(OSError):
             uid = Path(f"/proc/{pid}").stat().st_uid
     given = os.environ.get(SWITCH)
-    folders = _usual_folders(uid) if given in {None, "", "off"} else iter([Path(f"{given}")])
+    folders = usual_folders(uid) if given in {None, "", "off"} else iter([Path(f"{given}")])
     found = []
     for folder in folders:
         if unsafe(folder, uid) is not None:

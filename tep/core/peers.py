@@ -176,13 +176,14 @@ class PeerBook:
         who = addr.backend, addr.name
         known = self.links.get(who)
         left, shut = self._left.get(who, (-1, []))
-        old = left if known is None else known.addr.epoch
-        if old > addr.epoch:
-            raise StaleEpoch(
-                f"{what}: {addr.name} is known in epoch {old}, this is of epoch {addr.epoch}; "
-                "it has restarted: ask it for fresh descriptors"
-            )
         if known is not None:
+            old = known.addr.epoch
+            if old > addr.epoch:
+                raise StaleEpoch(
+                    f"{what}: {addr.name} is known in epoch {old}, this is of epoch {addr.epoch}; "
+                    "it has restarted: ask it for fresh descriptors. If these are, it restarted "
+                    "where the clock is behind: remove_peer() of the former one lets it in"
+                )
             if known.addr == addr:
                 if known.current:
                     return None, known

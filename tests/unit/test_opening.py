@@ -9,7 +9,8 @@ import inspect
 import pytest
 
 import tep
-from tep.backends import BACKENDS
+from tep.backends import BACKENDS as BACKENDS_ALL
+from tep.backends import opening
 from tep.backends.auto import choose
 from tep.backends.opening import identity
 from tep.backends.verbs.settings import Settings
@@ -54,3 +55,45 @@ def test_a_name_that_messages_cannot_carry_is_refused(name) -> None:
         identity("verbs", name, None)
     for longest in ("n" * 200, "\u00e9" * 100):
         assert (longest, 7) == identity("verbs", longest, 7)
+
+
+@pytest.fixture
+def lives(monkeypatch, tmp_path):
+    """Begin another life at a time in ns; returns its epoch."""
+    monkeypatch.setattr(opening, "own_folder", lambda: tmp_path)
+
+    def live(now_ns: int) -> int:
+        monkeypatch.setattr(opening, "_last_epoch", 0)  # as in a new process
+        monkeypatch.setattr(opening.time, "time_ns", lambda: now_ns)
+        return identity("local", "peer", None)[1]
+
+    return live
+
+
+def test_a_later_life_has_a_later_epoch_whatever_the_clock_says(lives, tmp_path) -> None:
+    """Peers refused an engine that had restarted with the clock set back, until it caught up."""
+    assert [1_000, 1_001, 1_002, 2_000, 2_001] == [
+        lives(now_ns) for now_ns in (1_000, 400, 1_000, 2_000, 1_999)
+    ]
+    assert 0o600 == (tmp_path / "epoch").stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize("kept", [b"", b"123", b"\xff" * 8, b"\xff" * 80])
+def test_a_file_that_holds_no_epoch_is_written_anew(lives, tmp_path, kept) -> None:
+    """A disk that was full left a part of it, and no engine could be opened."""
+    (tmp_path / "epoch").write_bytes(kept)
+    found = lives(10**18)
+    assert 10**18 == found
+    assert 10**18 + 1 == lives(10**17)
+
+
+def test_without_a_folder_epochs_are_the_time(lives, tmp_path, monkeypatch, caplog) -> None:
+    """Where nothing can be written engines open all the same, and it is said what that costs."""
+
+    def refuse() -> None:
+        raise tep.UsageError("somebody else's")
+
+    monkeypatch.setattr(opening, "own_folder", refuse)
+    with caplog.at_level("INFO", "tep"):
+        assert [7, 8, 5] == [lives(7), identity("local", "x", None)[1], lives(5)]
+    assert "somebody else's" in caplog.text

@@ -13,7 +13,7 @@ from tep.api import ScatterDst
 from tep.control.membership import PeerChange
 from tep.core.path import Link
 from tep.engine import TransferEngine
-from tep.errors import BadRequest, ClosedError, LeaseError
+from tep.errors import BadRequest, ClosedError, LeaseError, StaleEpoch
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog
@@ -68,6 +68,20 @@ def test_a_removed_peer_is_refused_at_once_and_gone_after_its_last_transfer() ->
             a.submit_barrier([MrDesc.from_bytes(regions[1].to_bytes())], 7, group=group)
         write(a, regions).wait()
         assert 1 == a.stats().peers
+
+
+def test_a_removed_peer_may_come_back_where_the_clock_is_behind() -> None:
+    """On another host its epoch is a smaller one: it was refused for as long as that lasted."""
+    own, earlier, later = scripted(), scripted(name="b"), scripted(name="b", epoch=5)
+    _, desc = earlier.engine.reg_mr(memory(64))
+    own.engine.add_peer_group([later.engine.main_address])
+    with pytest.raises(StaleEpoch, match=r"the clock is behind: remove_peer\(\) of the former"):
+        own.engine._peers.resolve(desc, "test")
+    removal = own.engine.remove_peer(later.engine.main_address)
+    while not removal.finished:
+        own.engine._machine.step()
+        own.engine._machine.deliver()
+    assert 1 == own.engine._peers.resolve(desc, "test").link.addr.epoch
 
 
 @pytest.mark.slow
