@@ -87,7 +87,8 @@ def test_what_stands_on_the_engine_uses_public_names() -> None:
         "tep.apps.rl": set(rl.__all__),
         "tep.compat": {"nixl"},
     }
-    own = ("tep.rendezvous", "tep.units", "tep.distribution")  # the last: the name in messages
+    # The last: the name in messages.
+    own = ("tep.rendezvous", "tep.plugins", "tep.units", "tep.distribution")
     found = []
     for path in python_files("tep"):
         top = next((top for top in ABOVE if _module(path).startswith(top)), None)

@@ -242,8 +242,11 @@ class Outbound:
                     self.end(f"it refused: {said.why}")
                 case _:
                     close_all(fds)
-        if channel.open or channel is not self._channel:
-            return
+        if not channel.open and channel is self._channel:
+            self._hung_up()
+
+    def _hung_up(self) -> None:
+        """The peer has closed the connection."""
         if self.way is Way.UP:
             self.end("its process ended, or closed its engine")
         elif self.way is Way.ASKING:  # it ended, which the next call tells; or had no room for us
@@ -322,7 +325,7 @@ class Outbound:
             return False
         said = channel.try_say(what)
         if not channel.open:
-            self.end("its process ended, or closed its engine")
+            self._hung_up()
         elif said == self._waits:
             self._waits = not said
             self._watches.epoll.modify(channel.fd, _NEWS | (0 if said else select.EPOLLOUT))

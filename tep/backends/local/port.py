@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import logging
 import os
 import resource
 import select
@@ -79,6 +80,8 @@ REGIONS: Final = 65536
 READABLE: Final = 1 << 62
 UNWRITABLE: Final = 1 << 63
 PORT_BYTES: Final = 8 * (TABLE + 4 * REGIONS)
+
+_log = logging.getLogger("tep")
 
 _BACKLOG: Final = 1024
 _CALLERS_MAX: Final = 64
@@ -172,6 +175,7 @@ class Port:
         self.words[PROOF : PROOF + 2] = memoryview(proof).cast("Q")
         self.words[0] = MAGIC
         self.callers: dict[Channel, float] = {}
+        self._short = False  # of descriptors, as far as is known
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._callers_max = max(1, min(_CALLERS_MAX, limit // 16))
         self.ready: dict[Inbound, None] = {}
@@ -280,6 +284,7 @@ class Port:
                     return
                 self._turn_away(next(iter(self.callers)))
                 continue
+            self._short = False
             sock.setblocking(False)
             if len(self.callers) >= self._callers_max:
                 self._turn_away(next(iter(self.callers)))
@@ -306,6 +311,9 @@ class Port:
 
     def _turn_away_next(self) -> None:
         """All descriptors are in use by others: hang up on who waits, or we are woken for ever."""
+        if not self._short:
+            self._short = True
+            _log.warning("%s: no descriptor is left (ulimit -n): new peers wait", self._address)
         os.close(self._spare)
         with contextlib.suppress(OSError):
             self._listener.accept()[0].close()

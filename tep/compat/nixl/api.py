@@ -24,7 +24,6 @@ from tep import (
     BadDescriptor,
     Expectation,
     TepError,
-    TransferEngine,
 )
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
@@ -44,6 +43,7 @@ from tep.compat.nixl.wire import (
     decode,
     encode,
 )
+from tep.plugins import open_engine
 
 __all__ = [
     "DEFAULT_COMM_PORT", "nixlBind", "nixl_agent", "nixl_agent_config", "nixl_backend_handle",
@@ -179,7 +179,7 @@ class nixl_agent(Registry):
         self.nixl_ops = {"WRITE": nixlBind.NIXL_WRITE, "READ": nixlBind.NIXL_READ}
         self._telemetry = conf.capture_telemetry
         options = json.loads(os.environ.get("TEP_NIXL_OPTIONS", "{}"))
-        engine = TransferEngine.open(os.environ.get("TEP_NIXL_BACKEND", "auto"), **options)
+        engine = open_engine(os.environ.get("TEP_NIXL_BACKEND", "auto"), **options)
         channels = Channels(engine, agent_name, self._on_message, self._on_lost)
         self._lost: dict[str, tuple[int, str]] = {}  # notifications to an agent, and why
         super().__init__(agent_name, engine, channels)

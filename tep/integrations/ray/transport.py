@@ -25,8 +25,9 @@ from ray.experimental.rdt.tensor_transport_manager import (
     TensorTransportMetadata,
 )
 
-from tep import TepError, TransferEngine, UsageError, WaitTimeout
+from tep import TepError, UsageError, WaitTimeout
 from tep.integrations.ray.pulling import Part, Pull, Puller
+from tep.plugins import open_engine
 
 __all__ = ["NAME", "TepFetch", "TepMetadata", "TepTransport", "register"]
 
@@ -91,7 +92,7 @@ class TepTransport(TensorTransportManager):  # type: ignore[misc]  # Ray is not 
                 if device.startswith("cuda"):
                     options["device"] = device
                 backend = os.environ.get("TEP_RAY_BACKEND", "auto")
-                self._puller = Puller(TransferEngine.open(backend, **options))
+                self._puller = Puller(open_engine(backend, **options))
             return self._puller
 
     def actor_has_tensor_transport(self, actor: Any) -> bool:

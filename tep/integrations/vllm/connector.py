@@ -34,6 +34,7 @@ from tep.integrations.vllm.scheduler import Scheduler
 from tep.integrations.vllm.tensors import views_of
 from tep.integrations.vllm.terms import Orders, Report, Step, Terms
 from tep.integrations.vllm.worker import Worker
+from tep.plugins import open_engine
 
 __all__ = ["TepConnector"]
 
@@ -133,7 +134,7 @@ class TepConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vL
         """Open an engine beside the cache's device, and describe every tensor to it."""
         rank, tp = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         device = next(iter(kv_caches.values())).device
-        self._engine = TransferEngine.open(
+        self._engine = open_engine(
             str(self._extra.get("backend", "auto")),
             device=None if device.type == "cpu" else str(device),
             name=f"{self._name}/{rank}",

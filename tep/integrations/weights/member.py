@@ -21,6 +21,7 @@ from tep.apps.rl import Hello, Listener, Threads, UpdateReport, answer
 from tep.integrations.weights.hub import Hub, RemoteReceiver, RemoteSender
 from tep.integrations.weights.receiver import Wants, Weight, WeightReceiver, as_sent
 from tep.integrations.weights.sender import WeightSender
+from tep.plugins import open_engine
 
 __all__ = ["Fabric", "Meeting", "Member"]
 
@@ -167,7 +168,7 @@ class Member:
     def _open(self) -> TransferEngine:
         if self._engine is None:
             options: dict[str, Any] = {"name": self.name, **self._fabric.options}
-            self._engine = TransferEngine.open(self._fabric.backend, **options)
+            self._engine = open_engine(self._fabric.backend, **options)
         return self._engine
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

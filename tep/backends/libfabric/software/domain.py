@@ -28,6 +28,7 @@ from tep.backends.libfabric.software.reads import SoftwareReads
 from tep.backends.libfabric.software.rows import SoftwareRows
 from tep.backends.libfabric.software.seats import close_seats
 from tep.backends.libfabric.software.strangers import Strangers
+from tep.backends.texts import says
 
 __all__ = ["SoftwareDomain"]
 
@@ -37,6 +38,11 @@ _CENSUS_S: Final = 1.0
 _STRANGERS_S: Final = 2.0
 """How often tcp's strangers are looked at; libfabric's threads accept them while the engine sleeps.
 """
+
+_ANEW: Final = (
+    "if it lives, it had no descriptor (ulimit -n) or memory left when this engine first called "
+    "it: libfabric's shm does not call again, open this engine anew"
+)
 
 
 class SoftwareDomain(FabricDomain[SoftwarePeer]):
@@ -195,6 +201,10 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
             if peer.reading:  # they end in buffers of ours, so that they are over in any case
                 self._reads.end(peer, Status.FLUSHED, gone=gone)
         super()._end_all(status, gone=gone)
+
+    def status_text(self, status: int) -> str:
+        text = super().status_text(status)
+        return says(text, _ANEW) if status == Status.UNREACHABLE and self._rules.by_pid else text
 
     # --- ends
 
