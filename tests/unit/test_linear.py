@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 
 import numpy as np
 import pytest
 
 import tep
 from tep.core.handle import Handle
+from tests.support.opcodes import Opcodes
 from tests.support.pairs import Pair, pair
-
-
-class Opcodes:
-    """Bytecodes run while it is entered; a search in C counts by its comparisons."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        for kind in (tep.Transfer, tep.Message, tep.Expectation):
-            monkeypatch.setattr(kind, "__eq__", lambda self, other: self is other)
-
-    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., object]:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self.count += event == "opcode"
-        return self._trace
-
-    def __enter__(self) -> Opcodes:
-        self._before = sys.gettrace()
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
 
 
 def writes(p: Pair, n: int) -> list[Handle]:
@@ -66,7 +43,9 @@ def cost(monkeypatch, n: int, make, end: Callable[[Pair, list[Handle]], None]) -
         handles = make(p, n)
         for _ in range(n // 100):  # the commands are taken, the NIC is full
             p.a._machine.step()
-        with monkeypatch.context() as moment, Opcodes(moment) as opcodes:
+        with monkeypatch.context() as moment, Opcodes() as opcodes:
+            for kind in (tep.Transfer, tep.Message, tep.Expectation):
+                moment.setattr(kind, "__eq__", lambda self, other: self is other)
             end(p, handles)
         p.a.close()
         assert all(handle.finished for handle in handles)

@@ -138,13 +138,19 @@ def mesh_groups(
             if boxes:
                 owners.setdefault(name, {})[rank] = boxes
     gathered = {name for name, boxes in owners.items() if not _is_direct(list(boxes.values()))}
-    targets = [(set(names) & set(owners), quantised) for names, quantised in joined]
-    gathered.update(*(names for names, quantised in targets if quantised))
-    changed = True
-    while changed:  # what is joined has to be of one group
-        more = [names for names, _ in targets if names & gathered and not names <= gathered]
-        gathered.update(*more)
-        changed = bool(more)
+    partners: dict[str, list[set[str]]] = {}
+    for names, quantised in joined:
+        known = {name for name in names if name in owners}
+        if quantised:
+            gathered |= known
+        for name in known:
+            partners.setdefault(name, []).append(known)
+    waiting = list(gathered)
+    while waiting:  # what is joined has to be of one group
+        for known in partners.pop(waiting.pop(), ()):
+            waiting += known - gathered
+            gathered |= known
+            known.clear()
     groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     alone = tuple((rank,) for rank in range(len(held)))
     for name, found in owners.items():

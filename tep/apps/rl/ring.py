@@ -42,9 +42,16 @@ def ring_layout(sizes: tuple[int, ...], capacity: int) -> tuple[Sequence[int], S
             )
         start = head if head + size <= capacity else 0
         stop = start + size
-        while live and any(low < stop and start < high for _, low, high in live):
+        if start < head:
+            # A new lap begins at 0, where the last lap's first allocation lies. All that is older
+            # than that one must have ended, too.
+            while live[0][1]:
+                latest = live.popleft()[0]
+        # From here on the live ones lie in the ring in the order of their numbers.
+        while live and live[0][1] < stop and start < live[0][2]:
             latest = live.popleft()[0]
-        live.append((k, start, stop))
+        if size:
+            live.append((k, start, stop))
         offsets.append(start)
         after.append(latest)
         head = stop

@@ -61,7 +61,9 @@ class Registry:
         }  # fmt: skip
         self._lock = channels.lock
         self._reads = True
-        self._regions: list[tuple[Region, MrHandle, MrDesc]] = []
+        # In the order in which they came; one that was registered again stands behind.
+        self._regions: dict[MrHandle, tuple[Region, MrDesc]] = {}
+        self._by_key: dict[tuple[int, int, int, int], list[MrHandle]] = {}
         self._remotes: dict[str, Remote] = {}
 
     def _forget(self, remote: Remote) -> None:
@@ -127,8 +129,25 @@ class Registry:
                 self.engine.deregister(mr)
             raise nixlBind.nixlBackendError(str(error)) from error
         with self._lock:
-            self._regions += made
+            for entry in made:
+                self._keep(*entry)
         return descs
+
+    def _keep(self, region: Region, mr: MrHandle, desc: MrDesc) -> None:
+        """Enter a region; under the lock."""
+        self._regions[mr] = region, desc
+        self._by_key.setdefault(region.key, []).append(mr)
+
+    def _take(self, key: tuple[int, int, int, int]) -> tuple[Region, MrHandle, MrDesc] | None:
+        """Take out the region that was registered last under a key, if any; under the lock."""
+        same = self._by_key.get(key)
+        if not same:
+            return None
+        mr = same.pop()
+        if not same:
+            del self._by_key[key]
+        region, desc = self._regions.pop(mr)
+        return region, mr, desc
 
     def _register(self, memory: tuple[int, int, str]) -> tuple[MrHandle, MrDesc]:
         if self._reads:
@@ -151,17 +170,14 @@ class Registry:
         mem = int(dereg_list.getType())
         for start, nbytes, device, *_ in dereg_list:
             with self._lock:
-                key = (mem, start, nbytes, device)
-                same = [k for k, (one, *_) in enumerate(self._regions) if one.key == key]
-                where = same[-1] if same else None
-                if where is None:
-                    raise nixlBind.nixlNotFoundError(f"{nbytes} bytes at {start:#x}")
-                found = self._regions.pop(where)
+                found = self._take((mem, start, nbytes, device))
+            if found is None:
+                raise nixlBind.nixlNotFoundError(f"{nbytes} bytes at {start:#x}")
             try:
                 self.engine.deregister(found[1])
             except BusyError as error:
                 with self._lock:
-                    self._regions.append(found)
+                    self._keep(*found)
                 raise nixlBind.nixlBackendError(str(error)) from error
 
     def query_memory(
@@ -177,7 +193,7 @@ class Registry:
     def get_agent_metadata(self) -> bytes:
         """What a peer needs to reach this agent and its memory."""
         with self._lock:
-            regions = tuple(region for region, *_ in self._regions)
+            regions = tuple(region for region, _ in self._regions.values())
         return encode(Metadata(self.name, self._channels.raw, regions, False))
 
     def get_partial_agent_metadata(
@@ -189,7 +205,7 @@ class Registry:
         """The same for some memory only."""
         self._check_backends(backends)
         with self._lock:
-            known = [region for region, *_ in self._regions]
+            known = [region for region, _ in self._regions.values()]
         rows = descs.rows()
         where = find_regions(known, int(descs.getType()), rows)
         exact = [
@@ -254,7 +270,7 @@ class Registry:
             remote = self._remotes.get(text_of(agent))
             if remote is None and text_of(agent) == self.name:
                 remote = Remote(self.name)
-                regions = tuple(region for region, *_ in self._regions)
+                regions = tuple(region for region, _ in self._regions.values())
                 remote.learn(Metadata(self.name, self._channels.raw, regions, False))
         if remote is None:
             raise nixlBind.nixlNotFoundError(f"agent {text_of(agent)!r} is not known")
@@ -379,7 +395,9 @@ class Registry:
     def _side(self, remote: Remote | None, mem: nixl_mem_t, rows: nixlBind.Rows) -> Side:
         """Find the region of each row."""
         with self._lock:
-            held: list[tuple[Region, Any, MrDesc]] = list(self._regions)
+            held: list[tuple[Region, Any, MrDesc]] = [
+                (region, mr, desc) for mr, (region, desc) in self._regions.items()
+            ]
             if remote is not None:
                 held = [(region, None, desc) for region, desc in remote.regions]
         where = find_regions([region for region, *_ in held], int(mem), rows)

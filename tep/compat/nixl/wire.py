@@ -174,16 +174,42 @@ class Remote:
     def learn(self, found: Metadata) -> None:
         """Take metadata: whole, in place of what was known; partial, beside it."""
         if found.addr:
-            self.addr = NetAddr.from_bytes(found.addr).by_address()
-        fresh = [(one, MrDesc.from_bytes(one.desc).by_address()) for one in found.regions]
-        self.regions = [*(self.regions if found.partial else ()), *fresh]
+            self.addr = NetAddr.from_bytes(found.addr)
+        fresh = [(region, MrDesc.from_bytes(region.desc)) for region in found.regions]
+        if found.partial:
+            self.regions += fresh
+        else:
+            self.regions = fresh
 
 
 def find_regions(regions: list[Region], mem: int, rows: Rows) -> Rows:
     """For each row the index of a region that holds it, or -1."""
     found = np.full(len(rows), -1, np.int64)
-    for index, one in enumerate(regions):
-        if one.mem == mem:
-            inside = (rows[:, 0] >= one.start) & (rows[:, 2] == one.device)
-            found[inside & (rows[:, 0] + rows[:, 1] <= one.start + one.nbytes)] = index
+    named = [
+        (index, one.start, one.nbytes, one.device)
+        for index, one in enumerate(regions)
+        if one.mem == mem and _is_sound(one)
+    ]
+    kind = np.array(named, np.int64).reshape(-1, 4)
+    for device in np.unique(kind[:, 3]):
+        mine = kind[kind[:, 3] == device]
+        mine = mine[np.argsort(mine[:, 1], kind="stable")]
+        # Nearly always no region lies in another: the last one that begins before a row.
+        at = np.searchsorted(mine[:, 1], rows[:, 0], side="right") - 1
+        last = mine[at]
+        good = (at >= 0) & (rows[:, 2] == device)
+        good &= rows[:, 0] + rows[:, 1] <= last[:, 1] + last[:, 2]
+        found[good] = last[good, 0]
+    left = np.flatnonzero(found < 0)
+    if len(left):
+        some = rows[left]
+        for index, start, nbytes, device in kind.tolist():
+            inside = (some[:, 0] >= start) & (some[:, 2] == device)
+            found[left[inside & (some[:, 0] + some[:, 1] <= start + nbytes)]] = index
     return found
+
+
+def _is_sound(one: Region) -> bool:
+    """Whether a peer's numbers are those of memory that can be."""
+    sound = one.start >= 0 and one.nbytes >= 0 and one.start + one.nbytes < 1 << 63
+    return sound and 0 <= one.device < 1 << 63
