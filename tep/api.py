@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.checks import (
+    FOREIGN,
     INT64_MAX,
     check_flag,
     check_int,
@@ -75,7 +76,7 @@ class Pages:
     ) -> None:
         try:
             found = as_array(indices)
-        except Exception as error:  # whatever a foreign sequence raises
+        except FOREIGN as error:
             raise BadRequest(
                 f"Pages: indices={shown(indices)} are no one-dimensional list of integers: {error}"
             ) from error

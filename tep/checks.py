@@ -16,6 +16,7 @@ from typing import Final, NoReturn
 from tep.errors import BadRequest, UsageError
 
 __all__ = [
+    "FOREIGN",
     "INT64_MAX",
     "TIME_MAX_S",
     "U64_MAX",
@@ -36,7 +37,18 @@ U64_MAX: Final = 2**64 - 1
 TIME_MAX_S: Final = 1e9
 """The longest time, 31 years: in nanoseconds it fits in 64 bits. "Never" waits for so long."""
 
+FOREIGN: Final = (
+    *(TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
+    *(BufferError, RuntimeError),
+)
+"""What a foreign number or sequence raises where it is none.
+
+A list of kinds, and not all: the exception of a signal handler may come at any time, and so may a
+MemoryError. They are the caller's, and not news of an argument.
+"""
+
 _SHOWN_MAX: Final = 80
+_FLOAT_MAX: Final = 1 << 1000
 
 
 def shown(value: object) -> str:
@@ -65,7 +77,7 @@ def check_int(
     else:
         try:
             found = int(operator.index(value))  # type: ignore[arg-type]  # that is the check
-        except Exception:  # noqa: BLE001  # whatever a foreign __index__ raises
+        except FOREIGN:
             raise error(f"{name}={shown(value)} is not an integer") from None
     if low is not None and high is not None and not low <= found <= high:
         raise error(f"{name}={shown(value)} is outside {_power(low)} .. {_power(high)}")
@@ -107,12 +119,14 @@ def check_seconds(
     found = math.nan
     if type(value) is float:  # without a `try` that could take a signal handler's exception
         found = value
+    elif type(value) is int:  # as well
+        found = float(max(-_FLOAT_MAX, min(_FLOAT_MAX, value)))  # beyond any bound in any case
     elif isinstance(value, Real):
         try:
             found = float(value)
         except OverflowError:
             found = math.inf if operator.gt(value, 0) else -math.inf
-        except Exception:  # noqa: BLE001  # whatever a foreign __float__ raises
+        except FOREIGN:
             found = math.nan
     if found != found:  # noqa: PLR0124  # the quickest look for nan
         raise error(f"{name}={shown(value)} is not a number of seconds")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
-from tep.checks import check_int, check_kind, shown
+from tep.checks import FOREIGN, check_int, check_kind, shown
 from tep.core.imm import check_imm
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.region import Job, MrHandle, Places, Remote, Targets
@@ -221,7 +221,8 @@ def scatter_job(
     except (struct.error, TypeError, ValueError, OverflowError):
         _check_slices(verb, mr, targets, (lengths, sources, offsets))
         return scatter_job(mr, _as_ints(slices), targets, imm, routing, nlocal)
-    total = sum(lengths)
+    with np.errstate(over="ignore"):
+        total = sum(lengths)
     if type(total) is not int:  # numpy's integers: the sum may have wrapped
         lengths = tuple(map(int, lengths))
         total = sum(lengths)
@@ -422,7 +423,7 @@ def imm_column(verb: str, imm: ImmArg, npages: int) -> Column | None:
         return imm if imm is None else check_imm(imm)
     try:
         found = as_array(imm)
-    except Exception as error:  # whatever a foreign sequence raises
+    except FOREIGN as error:
         raise BadRequest(f"{verb}: imm={shown(imm)} is no integer, and no list of them") from error
     if found.shape == ():
         return check_imm(found.item())

@@ -7,6 +7,7 @@ import math
 import sys
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -165,6 +166,36 @@ def test_bytes_that_are_no_schedule_are_refused():
     data = make_schedule(trains, rollouts, watermark_bytes=MiB).to_bytes()
     with pytest.raises(tep.BadDescriptor, match="Schedule"):
         Schedule.from_bytes(data[:-3])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"sender": 1}, "rows name sender 1, there are 1"),
+        ({"sender": -1}, "rows name sender -1"),
+        ({"receiver": 1}, "rows name receiver 1, there are 1"),
+        ({"task": 7}, "rows name task 7, there are 1"),
+        ({"nbytes": -1}, "negative, or too many"),
+        ({"nbytes": 2**63 - 1}, "negative, or too many"),
+        ({"ranks": 0}, "there are 0"),
+        ({"ranks": 1 << 40}, "ranks=1099511627776 is outside"),
+    ],
+)
+def test_a_schedule_whose_ranks_do_not_exist_is_refused(change, why):
+    """Its sums raised IndexError, wherever they were asked for first."""
+    trains, rollouts = _one((SourceShard("t", whole((4, 6))),))
+    made = make_schedule(trains, rollouts, watermark_bytes=MiB)
+    fields = msgspec.msgpack.decode(made.to_bytes())
+    rows = made.rows.copy()
+    for name, value in change.items():
+        if name == "ranks":
+            fields[1] = value
+        else:
+            rows[name] = value
+    fields[5] = rows.tobytes()
+    with pytest.raises(tep.BadDescriptor, match=why):
+        Schedule.from_bytes(msgspec.msgpack.encode(fields))
+    assert Schedule.from_bytes(made.to_bytes()).digest() == made.digest()
 
 
 def test_quantised_blocks_keep_their_own_scale():

@@ -34,6 +34,7 @@ ROW: Final = np.dtype(
 Rows = npt.NDArray[np.void]
 
 _VERSION: Final = 2
+_RANKS_MAX: Final = 1 << 31
 
 
 class GatherPiece(NamedTuple):
@@ -232,14 +233,11 @@ class Schedule:
                 f"Schedule: version {wire.version} with {len(wire.rows)} bytes of rows; this tep "
                 f"reads version {_VERSION} and rows of {ROW.itemsize} bytes"
             )
-        return cls(
-            wire.ranks,
-            wire.receivers,
-            wire.groups,
-            wire.tasks,
-            np.frombuffer(wire.rows, ROW),
-            wire.watermark_bytes,
-        )
+        rows = np.frombuffer(wire.rows, ROW)
+        wrong = _wrong(wire, rows)
+        if wrong:
+            raise BadDescriptor(f"Schedule: {wrong}")
+        return cls(wire.ranks, wire.receivers, wire.groups, wire.tasks, rows, wire.watermark_bytes)
 
     def digest(self) -> str:
         """SHA-256 of the encoded table: equal on all ranks, or they do not fit together."""
@@ -256,3 +254,19 @@ class _Wire(msgspec.Struct, array_like=True):
     tasks: tuple[Task, ...]
     rows: bytes
     watermark_bytes: int
+
+
+def _wrong(wire: _Wire, rows: Rows) -> str:
+    """What of a schedule's numbers cannot be; "" = nothing."""
+    if not 0 <= wire.ranks <= _RANKS_MAX:
+        return f"ranks={wire.ranks} is outside 0 .. {_RANKS_MAX}"
+    if not len(rows):
+        return ""
+    limits = {"task": len(wire.tasks), "sender": wire.ranks, "receiver": len(wire.receivers)}
+    for name, count in limits.items():
+        low, high = int(rows[name].min()), int(rows[name].max())
+        if low < 0 or high >= count:
+            return f"rows name {name} {low if low < 0 else high}, there are {count}"
+    if int(rows["nbytes"].min()) < 0 or rows["nbytes"].sum(dtype=np.float64) >= 2**63:
+        return "the rows' bytes are negative, or too many"
+    return ""
