@@ -61,7 +61,6 @@ extern "C" __global__ void wait_for(volatile unsigned long long *flag, unsigned 
 """`ask` and `wait_for` give up after some spins: a word that is never set must not hang the GPU."""
 
 _SPINS = 1 << 28
-_LAUNCHES = 2_000
 _RUNNING = 2**64 - 1  # in place of the time that a kernel will have taken
 _LOOK_S = 50e-6
 _PORTABLE_MAPPED = 3  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
@@ -83,13 +82,15 @@ class Check:
         device: "cuda:N".
         cuda: the driver.
         nvrtc: cuda.bindings.nvrtc; None = only what needs no kernel.
+        launches: how many times each kernel is launched whose times are taken.
     """
 
-    def __init__(self, device: str, cuda: Driver, nvrtc: Any | None) -> None:
+    def __init__(self, device: str, cuda: Driver, nvrtc: Any | None, launches: int = 2_000) -> None:
         self.device = device
         self.index = device_number(device)
         self.cuda = cuda
         self.nvrtc = nvrtc
+        self.launches = launches
         self.figures: dict[str, object] = {}
 
     def facts(self) -> str:
@@ -237,13 +238,13 @@ class Check:
             graph = self.cuda.call("cuStreamEndCapture", stream)
             ready = self.cuda.call("cuGraphInstantiate", graph, 0)
             times_us = []
-            for _ in range(_LAUNCHES):
+            for _ in range(self.launches):
                 seen.clear()
                 started = time.perf_counter()
                 self.cuda.call("cuGraphLaunch", ready, stream)
                 assert seen.wait(_WAIT_S), "the callback was not called"
                 times_us.append(1e6 * (time.perf_counter() - started))
-            assert int(word.word[0]) == _LAUNCHES, word.word
+            assert int(word.word[0]) == self.launches, word.word
             self.cuda.call("cuStreamSynchronize", stream)
         return self._beside_published("from launch to callback", times_us)
 
@@ -266,7 +267,7 @@ class Check:
             function = self.cuda.call("cuModuleGetFunction", self._module(), b"ask")
             stream = self.cuda.call("cuStreamCreate", 1)
             times_us = []
-            for _ in range(_LAUNCHES):
+            for _ in range(self.launches):
                 ours[1] = _RUNNING
                 self._launch(function, stream, word.device_ptr, theirs, theirs + 8, _SPINS)
                 while ours[1] == _RUNNING:
@@ -326,6 +327,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("device", nargs="?", default="cuda:0")
     parser.add_argument("--json", type=Path, help="write lines and figures here")
     parser.add_argument("--no-kernels", action="store_true", help="leave out what NVRTC compiles")
+    parser.add_argument("--launches", type=int, default=2_000, help="of each kernel that is timed")
     given = parser.parse_args(argv)
     try:
         cuda = cuda_driver.driver()
@@ -334,7 +336,7 @@ def main(argv: Sequence[str]) -> int:
     except (BackendUnavailable, ImportError) as error:
         sys.stdout.write(f"no GPU: {error}\nNothing was checked.\n")
         return 2
-    check = Check(given.device, cuda, nvrtc)
+    check = Check(given.device, cuda, nvrtc, given.launches)
     runs: list[Callable[[], str]] = [
         check.facts, check.pointers, check.dmabufs, check.flushed, check.copies, check.nics,
     ]  # fmt: skip

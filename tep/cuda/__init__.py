@@ -1,6 +1,7 @@
 """GPU memory for engines, on cuda-python (extra `cuda`), which is imported when it is used.
 
-No torch is needed. None of it has run on a GPU yet; scripts/gpu_check runs it on one.
+No torch is needed. The tests run it with the real cuda-python on a fake driver; no GPU has run it,
+scripts/gpu_check would.
 """
 
 from tep.cuda.arena import Arena, Staged, alloc

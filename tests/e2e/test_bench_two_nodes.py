@@ -14,9 +14,7 @@ from tep import FabricError, sim
 from tep.bench import two_nodes
 from tep.bench.two_nodes import FORMAT, Plan, document, measure
 from tep.cli import main
-from tep.cuda.driver import Driver
 from tep.reproduce.tables import load_table
-from tests.support.fake_cuda import FakeCuda
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa, require
 
@@ -93,18 +91,6 @@ def test_a_simulated_machine_gives_its_published_figures_and_its_profile_back(tm
     assert 0 == main(["sim", "fit", str(path), "--json"])
     fitted = json.loads(capsys.readouterr().out)
     assert all(abs(float(row["residual"].rstrip("%"))) < 5 for row in fitted["points"])
-
-
-def test_buffers_may_be_on_a_gpu(monkeypatch):
-    """The published figures are between GPUs; this one is a fake, the fabric keeps time only."""
-    fake = FakeCuda()
-    monkeypatch.setattr("tep.cuda.arena.driver", lambda: Driver(fake))
-    with sim.Cluster(nodes=2, profile="cx7_400", move_bytes=False) as cluster:
-        result = measure(cluster.engines, Plan.short(), memory="cuda:1")
-
-    assert KINDS == {point.kind for point in result.points}
-    assert 2 == [call[0] for call in fake.calls].count("cuMemAlloc")
-    assert {1} == {call[-1] for call in fake.calls}, "in the context of cuda:1"
 
 
 def test_wrong_bytes_are_an_error(monkeypatch):

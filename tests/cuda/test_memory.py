@@ -1,0 +1,118 @@
+"""Pointers and dma-bufs: the questions to the driver, and what is made of its answers."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tep import BackendUnavailable, BadRequest, FabricError
+from tep.cuda import export_dmabuf, flush, inspect
+from tep.cuda.driver import driver
+from tep.memory import Memory, adapt, exported
+from tests.cuda.vmm import MiB2, mapped
+
+PAGE = mmap.PAGESIZE
+
+
+def memory(ptr, nbytes=64, device="cuda:0"):
+    return Memory(int(ptr), nbytes, device, False, None)
+
+
+def test_kinds_of_pointers(cuda):
+    """A pointer taken for a GPU's by mistake fails in the NIC, with EFAULT and no reason."""
+    host = bytearray(64)
+    with cuda.on(1), mapped(cuda, 2, 1) as vmm:
+        pinned = cuda.call("cuMemHostAlloc", 64, 3)
+        managed = cuda.call("cuMemAllocManaged", 64, 1)
+        pooled = cuda.call("cuMemAllocAsync", 64, 0)
+        plain = int(cuda.call("cuMemAlloc", 300))
+
+        assert "pageable" == inspect(adapt(host).ptr).kind
+        assert "pinned" == inspect(int(pinned)).kind
+        assert "managed" == inspect(int(managed)).kind
+        assert ("device", 1, plain, 300, False) == inspect(plain + 299)[:5]
+        assert ("device", 1, vmm + MiB2, MiB2, False) == inspect(vmm + MiB2 + 5)[:5]
+        assert inspect(int(pooled)).is_pooled
+        cuda.call("cuMemFreeHost", int(pinned))
+        for ptr in (managed, pooled, plain):
+            cuda.call("cuMemFree", ptr)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(inside=st.integers(0, 3 * PAGE), nbytes=st.integers(1, 3 * PAGE), skip=st.integers(0, 9))
+def test_exported_bytes_are_those_of_the_tensor_wherever_it_begins(fake, inside, nbytes, skip):
+    """Offset 0 is the rare case: tensors lie anywhere in an allocator's segments."""
+    cuda = driver()
+    raw = np.random.default_rng(inside).integers(0, 256, 6 * PAGE, np.uint8)
+    with cuda.on(0):
+        before = cuda.call("cuMemAlloc", 512 * skip + 1)  # so that it begins in mid-page
+        start = int(cuda.call("cuMemAlloc", 6 * PAGE))
+        cuda.call("cuMemcpyHtoD", start, raw.ctypes.data, 6 * PAGE)
+        cuda.call("cuCtxSynchronize")
+    with exported(export_dmabuf, memory(start + inside, nbytes)) as (fd, offset):
+        assert raw.tobytes()[inside : inside + nbytes] == os.pread(fd, nbytes, offset)
+        assert 0 == os.fstat(fd).st_size % PAGE
+        assert 0 <= offset < PAGE
+    with cuda.on(0):
+        for ptr in (start, before):
+            cuda.call("cuMemFree", ptr)
+    assert 0 == int(cuda.call("cuCtxGetCurrent"))
+
+
+def test_bytes_are_in_exported_memory_when_the_copy_returns(fake, cuda):
+    """A NIC that reads right after cudaMemcpy would send old bytes: SYNC_MEMOPS ends that."""
+    fake.set(late_us=60_000_000)
+    raw = ctypes.create_string_buffer(b"new", 4)
+    with cuda.on(0):
+        ptr = int(cuda.call("cuMemAlloc", 2 * PAGE))
+        with exported(export_dmabuf, memory(ptr, 4)) as (fd, offset):
+            cuda.call("cuMemcpyHtoD", ptr, ctypes.addressof(raw), 4)
+            assert raw.raw == os.pread(fd, 4, offset)
+        cuda.call("cuMemFree", ptr)
+
+
+def test_memory_that_cannot_be_exported_is_refused_with_the_setting_that_helps(fake, cuda):
+    """EINVAL of a registration names nothing; the allocator is nearly always the reason."""
+    with cuda.on(1):
+        far = cuda.call("cuMemAlloc", PAGE)
+    with cuda.on(0):
+        pinned = cuda.call("cuMemHostAlloc", PAGE, 3)
+        managed = cuda.call("cuMemAllocManaged", PAGE, 1)
+        plain = int(cuda.call("cuMemAlloc", PAGE))
+        for one, message in (
+            (memory(pinned), "this is pinned memory"),
+            (memory(managed), "this is managed memory"),
+            (memory(far), "it is on cuda:1, not on cuda:0"),
+            (memory(plain, 999 * PAGE), f"its allocation ends at {plain + PAGE:#x}"),
+        ):
+            with pytest.raises(BadRequest, match=message):
+                export_dmabuf(one)
+        fake.set(dmabuf=0)
+        with pytest.raises(BackendUnavailable, match="makes no dma-bufs") as caught:
+            export_dmabuf(memory(plain))
+        assert "nvidia_peermem" in str(caught.value)
+        cuda.call("cuMemFreeHost", int(pinned))
+        for ptr in (far, managed, plain):
+            cuda.call("cuMemFree", ptr)
+
+
+@pytest.mark.parametrize(("ordering", "flushes"), [(0, True), (100, False), (200, False)])
+def test_a_flush_is_made_where_the_gpu_does_not_order_writes_itself(fake, ordering, flushes):
+    """Before Hopper a kernel may read old bytes although the immediate was counted."""
+    fake.set(ordering=ordering)
+
+    assert flushes is flush(1)
+    assert [1] * flushes == [call.device for call in fake.calls("cuFlushGPUDirectRDMAWrites")]
+
+
+def test_a_gpu_that_can_neither_order_nor_flush_is_an_error(fake):
+    """To go on without would be wrong bytes now and then."""
+    fake.set(ordering=0, flush=0)
+    with pytest.raises(FabricError, match="cannot flush"):
+        flush(0)
