@@ -108,18 +108,18 @@ class Check:
         """Each kind of memory is told from the others."""
         host = bytearray(4096)
         with alloc(3 * 4096, self.device) as arena:
-            found = inspect(arena.ptr + 5000, self.cuda)
+            found = inspect(arena.ptr + 5000)
             assert (found.kind, found.device, found.start) == ("device", self.index, arena.ptr), (
                 found
             )
-        pageable = inspect(adapt(host).ptr, self.cuda)
+        pageable = inspect(adapt(host).ptr)
         assert pageable.kind == "pageable", pageable
         with self.cuda.on(self.index):
             pinned = int(self.cuda.call("cuMemHostAlloc", 4096, _PORTABLE_MAPPED))
-            assert inspect(pinned, self.cuda).kind == "pinned"
+            assert inspect(pinned).kind == "pinned"
             self.cuda.call("cuMemFreeHost", pinned)
             managed = int(self.cuda.call("cuMemAllocManaged", 4096, _ATTACH_GLOBAL))
-            assert inspect(managed, self.cuda).kind == "managed"
+            assert inspect(managed).kind == "managed"
             self.cuda.call("cuMemFree", managed)
         return "device, pinned, managed and pageable"
 
@@ -136,8 +136,8 @@ class Check:
 
     def flushed(self) -> str:
         """Whether a flush is needed, and that it can be made."""
-        needed = needs_flush(self.index, self.cuda)
-        assert flush(self.index, self.cuda) is needed
+        needed = needs_flush(self.index)
+        assert flush(self.index) is needed
         return "needed before kernels read" if needed else "not needed: the GPU orders NICs' writes"
 
     def copies(self) -> str:
@@ -191,7 +191,7 @@ class Check:
             # One shard to one NIC, from a place that is no page's start.
             a.submit_single_write(MiB - 24, (mr, 24), (desc, 4104), 1).wait(_WAIT_S)
             got.wait(_WAIT_S)
-            flush(self.index, self.cuda)
+            flush(self.index)
             assert target.read(4104, MiB - 24) == raw[24:MiB], "bytes differ"
         return f"1 MiB over {', '.join(place.nics)} ({backend}), bytes equal"
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 from typing import Final, NamedTuple
 
-from tep.cuda.driver import Driver, driver
+from tep.cuda.driver import driver
 from tep.errors import BackendUnavailable, BadRequest, FabricError
 from tep.memory import Memory
 
@@ -51,13 +51,13 @@ class Pointer(NamedTuple):
     is_capable: bool
 
 
-def inspect(ptr: int, cuda: Driver | None = None) -> Pointer:
+def inspect(ptr: int) -> Pointer:
     """Ask the driver what an address is.
 
     Raises:
         BackendUnavailable: no driver.
     """
-    cuda = cuda or driver()
+    cuda = driver()
     names = ("MEMORY_TYPE", "DEVICE_ORDINAL", "IS_MANAGED", "MEMPOOL_HANDLE", _CAPABLE)
     enum = cuda.m.CUpointer_attribute
     wanted = [getattr(enum, f"CU_POINTER_ATTRIBUTE_{name}") for name in names]
@@ -78,7 +78,7 @@ def inspect(ptr: int, cuda: Driver | None = None) -> Pointer:
     return Pointer(text, int(device), start, nbytes, bool(int(pool)), bool(capable))
 
 
-def export_dmabuf(memory: Memory, cuda: Driver | None = None) -> tuple[int, int]:
+def export_dmabuf(memory: Memory) -> tuple[int, int]:
     """Export GPU memory as a dma-buf of its own, and have synchronous copies there complete.
 
     Returns:
@@ -90,15 +90,15 @@ def export_dmabuf(memory: Memory, cuda: Driver | None = None) -> tuple[int, int]
         FabricError: the driver refused; says which setting of the allocator helps.
         BackendUnavailable: no driver, or this GPU makes no dma-bufs.
     """
-    cuda = cuda or driver()
+    cuda = driver()
     what = f"dma-buf of {memory.nbytes} bytes at {memory.ptr:#x}"
-    found = _check_exportable(what, memory, cuda)
+    found = _check_exportable(what, memory)
     page = mmap.PAGESIZE
     start = memory.ptr // page * page
     end = -(-(memory.ptr + memory.nbytes) // page) * page
     kind = cuda.m.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     with cuda.on(found.device):
-        set_sync_memops(memory, cuda)
+        set_sync_memops(memory)
         try:
             fd = cuda.call("cuMemGetHandleForAddressRange", start, end - start, kind, 0)
         except FabricError as error:
@@ -106,9 +106,9 @@ def export_dmabuf(memory: Memory, cuda: Driver | None = None) -> tuple[int, int]
     return int(fd), memory.ptr - start
 
 
-def _check_exportable(what: str, memory: Memory, cuda: Driver) -> Pointer:
+def _check_exportable(what: str, memory: Memory) -> Pointer:
     """What the driver says of memory that is to be exported; raises where it cannot be."""
-    found = inspect(memory.ptr, cuda)
+    found = inspect(memory.ptr)
     if found.kind != "device":
         raise BadRequest(
             f"{what}: this is {found.kind} memory; only device memory of cuMemAlloc (cudaMalloc) "
@@ -116,10 +116,10 @@ def _check_exportable(what: str, memory: Memory, cuda: Driver) -> Pointer:
         )
     if memory.device != f"cuda:{found.device}":
         raise BadRequest(f"{what}: it is on cuda:{found.device}, not on {memory.device}")
-    last = inspect(memory.ptr + memory.nbytes - 1, cuda)
+    last = inspect(memory.ptr + memory.nbytes - 1)
     if (last.kind, last.device) != (found.kind, found.device):
         raise BadRequest(f"{what}: its allocation ends at {found.start + found.nbytes:#x}")
-    if not cuda.attribute(found.device, "DMA_BUF_SUPPORTED"):
+    if not driver().attribute(found.device, "DMA_BUF_SUPPORTED"):
         raise BackendUnavailable(
             f"cuda:{found.device} makes no dma-bufs here",
             (
@@ -146,27 +146,26 @@ def _cure(found: Pointer) -> str:
     return ""
 
 
-def set_sync_memops(memory: Memory, cuda: Driver | None = None) -> None:
+def set_sync_memops(memory: Memory) -> None:
     """Have synchronous CUDA calls on an allocation return only when they are over.
 
     cudaMemcpy and cudaMemset may return before they are; a NIC that reads then sends old bytes.
     """
-    cuda = cuda or driver()
+    cuda = driver()
     attribute = cuda.m.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
     cuda.call("cuPointerSetAttribute", 1, attribute, memory.ptr)
 
 
-def needs_flush(device: int, cuda: Driver | None = None) -> bool:
+def needs_flush(device: int) -> bool:
     """Whether bytes that a NIC has written need `flush` before a kernel of this GPU reads them.
 
     Raises:
         BackendUnavailable: no driver, or no such GPU.
     """
-    cuda = cuda or driver()
-    return cuda.attribute(device, "GPU_DIRECT_RDMA_WRITES_ORDERING") < _ORDERED_FOR_OWNER
+    return driver().attribute(device, "GPU_DIRECT_RDMA_WRITES_ORDERING") < _ORDERED_FOR_OWNER
 
 
-def flush(device: int, cuda: Driver | None = None) -> bool:
+def flush(device: int) -> bool:
     """Have all that NICs have written to a GPU be seen by its kernels; False: nothing was needed.
 
     To be called after the immediates are counted, before the kernel is started or told.
@@ -175,8 +174,8 @@ def flush(device: int, cuda: Driver | None = None) -> bool:
         FabricError: it is needed, and this GPU cannot do it for the host.
         BackendUnavailable: no driver, or no such GPU.
     """
-    cuda = cuda or driver()
-    if not needs_flush(device, cuda):
+    cuda = driver()
+    if not needs_flush(device):
         return False
     if not cuda.attribute(device, "GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS") & _FLUSH_BY_HOST:
         raise FabricError(

@@ -35,7 +35,7 @@ def device_number(device: str) -> int:
     return int(number)
 
 
-def pinner(device: str, cuda: Driver | None = None) -> Callable[[Memory], int]:
+def pinner(device: str) -> Callable[[Memory], int]:
     """What maps host memory for a GPU's kernels, and unmaps it when its owner goes.
 
     The result raises FabricError or BackendUnavailable where that cannot be done.
@@ -43,11 +43,11 @@ def pinner(device: str, cuda: Driver | None = None) -> Callable[[Memory], int]:
     index = device_number(device)
 
     def pin(memory: Memory) -> int:
-        chosen = cuda or driver()
-        with chosen.on(index):
-            chosen.call("cuMemHostRegister", memory.ptr, memory.nbytes, _PORTABLE | _MAPPED)
-            weakref.finalize(memory.owner, _unpin, chosen, index, memory.ptr).atexit = False
-            return int(chosen.call("cuMemHostGetDevicePointer", memory.ptr, 0))
+        cuda = driver()
+        with cuda.on(index):
+            cuda.call("cuMemHostRegister", memory.ptr, memory.nbytes, _PORTABLE | _MAPPED)
+            weakref.finalize(memory.owner, _unpin, cuda, index, memory.ptr).atexit = False
+            return int(cuda.call("cuMemHostGetDevicePointer", memory.ptr, 0))
 
     return pin
 
@@ -75,8 +75,8 @@ class GpuFlag:
         FabricError: this GPU has no 64-bit writes in streams.
     """
 
-    def __init__(self, device: str, cuda: Driver | None = None) -> None:
-        self._cuda = cuda = cuda or driver()
+    def __init__(self, device: str) -> None:
+        self._cuda = cuda = driver()
         self._index = device_number(device)
         self._closed = True
         if not cuda.attribute(self._index, "CAN_USE_64_BIT_STREAM_MEM_OPS"):
@@ -86,7 +86,7 @@ class GpuFlag:
             cuda.call("cuMemsetD8", self.ptr, 0, _FLAG_BYTES)
             non_blocking = cuda.m.CUstream_flags.CU_STREAM_NON_BLOCKING
             self._stream = cuda.call("cuStreamCreate", int(non_blocking))
-        self._needs_flush = needs_flush(self._index, cuda)
+        self._needs_flush = needs_flush(self._index)
         self._closed = False
 
     def set(self, value: int) -> None:
@@ -95,7 +95,7 @@ class GpuFlag:
             raise ClosedError("this flag is closed")
         value = check_int("GpuFlag.set: value", value, 0, U64_MAX)
         if self._needs_flush:
-            flush(self._index, self._cuda)
+            flush(self._index)
         with self._cuda.on(self._index):
             # The default flags put a memory barrier of system scope before the write.
             self._cuda.call("cuStreamWriteValue64", self._stream, self.ptr, value, 0)
