@@ -21,8 +21,7 @@ from typing import Any
 from tep import BackendUnavailable, TepError, TransferEngine, alloc
 from tep.cuda import GpuFlag, Staged, export_dmabuf, flush, inspect, needs_flush
 from tep.cuda import driver as cuda_driver
-from tep.cuda.driver import Driver
-from tep.cuda.words import device_number
+from tep.cuda.driver import Driver, device_number
 from tep.memory import adapt, exported
 from tep.topology import detect
 from tep.units import KiB, MiB

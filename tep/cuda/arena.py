@@ -8,8 +8,8 @@ import weakref
 from typing import TYPE_CHECKING, Any, Self
 
 from tep.checks import check_int, unpicklable
-from tep.cuda.driver import Driver, driver
-from tep.cuda.words import device_number
+from tep.cuda.driver import Driver, device_number, driver
+from tep.cuda.memory import set_sync_memops
 from tep.errors import BadRequest, ClosedError
 from tep.memory import Buffer, Memory, adapt, copied
 
@@ -134,6 +134,8 @@ def alloc(nbytes: int, device: str = "cpu") -> Arena:
     # Whole pages, so that a dma-buf of it shows a NIC nothing of a neighbour.
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     kept = _Device(cuda, index, whole)
+    # Else the memset below, and the copies of `write`, may return before they are done.
+    set_sync_memops(Memory(kept.ptr, whole, device, readonly=False, owner=kept))
     with cuda.on(index):
         cuda.call("cuMemsetD8", kept.ptr, 0, whole)
     return Arena(kept.ptr, nbytes, device, kept, cuda)

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from tep.api import CudaDevice
 from tep.distribution import install
-from tep.errors import BackendUnavailable, FabricError
+from tep.errors import BackendUnavailable, BadRequest, FabricError
 
-__all__ = ["CURE", "Driver", "driver", "list_devices"]
+__all__ = ["CURE", "Driver", "device_number", "driver", "list_devices"]
 
 CURE: Final = f"{install('cuda')}, and NVIDIA's driver (libcuda.so.1) with a GPU"
 
@@ -104,6 +104,18 @@ def driver() -> Driver:
         except ImportError as error:
             tried.append((f"import {name}", str(error)))
     raise BackendUnavailable(f"cuda-python is not installed; {CURE}", tuple(tried))
+
+
+def device_number(device: str) -> int:
+    """N of "cuda:N".
+
+    Raises:
+        BadRequest: not such a name.
+    """
+    kind, _, number = device.partition(":")
+    if kind != "cuda" or not number.isdigit():
+        raise BadRequest(f"device {device!r} is not 'cuda:N'")
+    return int(number)
 
 
 def list_devices() -> list[CudaDevice]:

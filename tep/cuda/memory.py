@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 from typing import Final, NamedTuple
 
-from tep.cuda.driver import driver
+from tep.cuda.driver import device_number, driver
 from tep.errors import BackendUnavailable, BadRequest, FabricError
 from tep.memory import Memory
 
@@ -153,7 +153,8 @@ def set_sync_memops(memory: Memory) -> None:
     """
     cuda = driver()
     attribute = cuda.m.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
-    cuda.call("cuPointerSetAttribute", 1, attribute, memory.ptr)
+    with cuda.on(device_number(memory.device)):
+        cuda.call("cuPointerSetAttribute", 1, attribute, memory.ptr)
 
 
 def needs_flush(device: int) -> bool:

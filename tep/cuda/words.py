@@ -8,31 +8,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from tep.checks import U64_MAX, check_int
-from tep.cuda.driver import Driver, driver
+from tep.cuda.driver import Driver, device_number, driver
 from tep.cuda.memory import flush, needs_flush
-from tep.errors import BadRequest, ClosedError, FabricError
+from tep.errors import ClosedError, FabricError
 from tep.memory import Memory
 
 if TYPE_CHECKING:
     from tep.core.transfer import Expectation
     from tep.engine import TransferEngine
 
-__all__ = ["GpuFlag", "device_number", "pinner"]
+__all__ = ["GpuFlag", "pinner"]
 
 _PORTABLE, _MAPPED = 1, 2  # CU_MEMHOSTREGISTER_PORTABLE, _DEVICEMAP
 _FLAG_BYTES = 8
-
-
-def device_number(device: str) -> int:
-    """N of "cuda:N".
-
-    Raises:
-        BadRequest: not such a name.
-    """
-    kind, _, number = device.partition(":")
-    if kind != "cuda" or not number.isdigit():
-        raise BadRequest(f"device {device!r} is not 'cuda:N'")
-    return int(number)
 
 
 def pinner(device: str) -> Callable[[Memory], int]:
@@ -83,9 +71,10 @@ class GpuFlag:
             raise FabricError(f"{device} has no 64-bit writes in streams", code="PROVIDER")
         with cuda.on(self._index):
             self.ptr = int(cuda.call("cuMemAlloc", _FLAG_BYTES))
-            cuda.call("cuMemsetD8", self.ptr, 0, _FLAG_BYTES)
             non_blocking = cuda.m.CUstream_flags.CU_STREAM_NON_BLOCKING
             self._stream = cuda.call("cuStreamCreate", int(non_blocking))
+            # On the stream that sets it: cuMemsetD8 returns early, and would clear a set flag.
+            cuda.call("cuMemsetD8Async", self.ptr, 0, _FLAG_BYTES, self._stream)
         self._needs_flush = needs_flush(self._index)
         self._closed = False
 

@@ -38,6 +38,15 @@ def test_arenas_are_alike_on_every_device(fake, device):
     assert ranges == fake.ranges()
 
 
+def test_the_work_on_an_arena_is_done_when_the_call_returns(fake):
+    """A peer's bytes would be zeroed, or a NIC send old ones: the GPU is late, a NIC may not be."""
+    fake.set(late_us=60_000_000)
+    with tep.alloc(2 * PAGE, "cuda:0") as arena:
+        assert bytes(2 * PAGE) == fake.peek(arena.ptr, 2 * PAGE)
+        arena.write(b"hello", offset=100)
+        assert b"hello" == fake.peek(arena.ptr + 100, 5)
+
+
 def test_impossible_arenas_are_refused(fake):
     """With the values, before anything is allocated."""
     for nbytes, device, error in (

@@ -182,8 +182,7 @@ def test_work_that_nobody_waits_for_is_done_a_little_later(fake, cuda):
         ptr = int(cuda.call("cuMemAlloc", 8))
         stream = cuda.call("cuStreamCreate", 1)
         cuda.call("cuStreamWriteValue64", stream, ptr, 5, 0)
-        while fake.word(ptr) != 5:
-            pass
+        fake.wait_word(ptr, 5)
         cuda.call("cuStreamDestroy", stream)
         cuda.call("cuMemFree", ptr)
 

@@ -13,6 +13,17 @@ from tep.cuda import GpuFlag, words
 PAGE = mmap.PAGESIZE
 
 
+def test_a_flag_that_is_set_at_once_is_not_cleared_afterwards(fake, cuda):
+    """The word is cleared by the GPU, late; a flag that is set before would be lost for good."""
+    fake.set(late_us=60_000_000)
+    with GpuFlag("cuda:0") as flag, cuda.on(0):
+        flag.set(5)
+        cuda.call("cuStreamSynchronize", flag._stream)
+        cuda.call("cuCtxSynchronize")
+
+        assert 5 == fake.word(flag.ptr)
+
+
 @pytest.mark.parametrize("ordering", [0, 200])
 def test_a_flag_is_set_after_the_bytes_are_visible_and_only_when_all_have_come(fake, ordering):
     """A kernel that sees the flag reads the bytes at once."""
@@ -34,8 +45,7 @@ def test_a_flag_is_set_after_the_bytes_are_visible_and_only_when_all_have_come(f
         b.driver.call(lambda: None)
         b.close()  # its callbacks are over
         order = [call.name for call in fake.calls()]
-        while fake.word(flag.ptr) != 5:  # nobody waits for its stream, and it is set all the same
-            pass
+        fake.wait_word(flag.ptr, 5)  # nobody waits for its stream, and it is set all the same
 
     assert [] == before
     write = order.index("cuStreamWriteValue64")

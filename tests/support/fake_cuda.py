@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -130,6 +131,12 @@ class Fake:
     def word(self, ptr: int) -> int:
         """A 64-bit word at this moment."""
         return int.from_bytes(self.peek(ptr, 8), sys.byteorder)
+
+    def wait_word(self, ptr: int, value: int) -> None:
+        """Look at a word until it has a value, as a kernel does."""
+        until = time.monotonic() + 20
+        while self.word(ptr) != value:
+            assert time.monotonic() < until, (self.word(ptr), value)
 
     def ranges(self) -> int:
         """How many allocations, mappings and registrations the driver knows."""
