@@ -76,6 +76,19 @@ class Driver:
             )
         return self.call("cuDeviceGet", index)
 
+    def somewhere(self) -> int:
+        """A GPU that has a context in this process already; the first where there is none.
+
+        A context takes some hundred MB of its GPU, and fails where another process has it alone.
+        """
+        for index in self._contexts:
+            return index
+        for index in range(self.count()):
+            _, is_active = self.call("cuDevicePrimaryCtxGetState", self.device(index))
+            if is_active:
+                return index
+        return 0
+
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:
         """Have a GPU's primary context current in this thread meanwhile."""

@@ -57,11 +57,16 @@ def inspect(ptr: int) -> Pointer:
     Raises:
         BackendUnavailable: no driver.
     """
+    return _inspect(ptr, driver().somewhere())
+
+
+def _inspect(ptr: int, index: int) -> Pointer:
+    """Ask it in the context of one GPU; memory of the others is known there as well."""
     cuda = driver()
     names = ("MEMORY_TYPE", "DEVICE_ORDINAL", "IS_MANAGED", "MEMPOOL_HANDLE", _CAPABLE)
     enum = cuda.m.CUpointer_attribute
     wanted = [getattr(enum, f"CU_POINTER_ATTRIBUTE_{name}") for name in names]
-    with cuda.on(0):
+    with cuda.on(index):
         # This call answers for any address; what CUDA does not know has zeros.
         kind, device, managed, pool, capable = cuda.call(
             "cuPointerGetAttributes", len(wanted), wanted, ptr
@@ -108,7 +113,8 @@ def export_dmabuf(memory: Memory) -> tuple[int, int]:
 
 def _check_exportable(what: str, memory: Memory) -> Pointer:
     """What the driver says of memory that is to be exported; raises where it cannot be."""
-    found = inspect(memory.ptr)
+    index = device_number(memory.device)
+    found = _inspect(memory.ptr, index)
     if found.kind != "device":
         raise BadRequest(
             f"{what}: this is {found.kind} memory; only device memory of cuMemAlloc (cudaMalloc) "
@@ -116,7 +122,7 @@ def _check_exportable(what: str, memory: Memory) -> Pointer:
         )
     if memory.device != f"cuda:{found.device}":
         raise BadRequest(f"{what}: it is on cuda:{found.device}, not on {memory.device}")
-    last = inspect(memory.ptr + memory.nbytes - 1)
+    last = _inspect(memory.ptr + memory.nbytes - 1, index)
     if (last.kind, last.device) != (found.kind, found.device):
         raise BadRequest(f"{what}: its allocation ends at {found.start + found.nbytes:#x}")
     if not driver().attribute(found.device, "DMA_BUF_SUPPORTED"):

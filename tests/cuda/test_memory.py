@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tep
 from tep import BackendUnavailable, BadRequest, FabricError
 from tep.cuda import export_dmabuf, flush, inspect
 from tep.cuda.driver import driver
@@ -42,6 +45,40 @@ def test_kinds_of_pointers(cuda):
         cuda.call("cuMemFreeHost", int(pinned))
         for ptr in (managed, pooled, plain):
             cuda.call("cuMemFree", ptr)
+
+
+@pytest.mark.parametrize("busy", [-1, 0])
+def test_only_the_gpu_of_the_memory_gets_a_context(fake, busy):
+    """Each of 8 ranks would take half a gigabyte of GPU 0, or fail where that is held alone."""
+    fake.set(busy=busy)
+    with tep.alloc(PAGE, "cuda:1") as arena:
+        assert "device" == inspect(arena.ptr).kind
+        with exported(export_dmabuf, adapt(arena)):
+            pass
+
+    assert {("1",)} == {call.args for call in fake.calls("cuDevicePrimaryCtxRetain")}
+
+
+OF_ANOTHER_LIBRARY = """
+import cuda.bindings.driver as m
+m.cuInit(0)
+m.cuDevicePrimaryCtxRetain(1)
+"""
+
+
+@pytest.mark.parametrize(("before", "settings"), [(OF_ANOTHER_LIBRARY, "busy=0"), ("", "busy=1")])
+def test_a_pointer_is_looked_at_in_a_context_that_is_there(before, settings):
+    """The context that torch has made will do; the first GPU gets one where there is none."""
+    code = before + "from tep.cuda import inspect; print(inspect(4096).kind)"
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TEP_FAKE_CUDA": settings},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ("pageable", "") == (said.stdout.strip(), said.stderr)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
