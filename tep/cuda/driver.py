@@ -19,6 +19,7 @@ from tep.errors import BackendUnavailable, BadRequest, FabricError
 
 __all__ = ["CURE", "Driver", "device_number", "driver", "list_devices"]
 
+_CTX_SYNC_MEMOPS: Final = 0x80  # CU_CTX_SYNC_MEMOPS, of cuda.h 12.1
 CURE: Final = f"{install('cuda')}, and NVIDIA's driver (libcuda.so.1) with a GPU"
 
 
@@ -35,9 +36,10 @@ class Driver:
     def __init__(self, module: ModuleType | Any) -> None:
         self.m = module
         self._contexts: dict[int, Any] = {}
+        self._waiting: set[int] = set()
         try:
             self.call("cuInit", 0)
-        except (FabricError, RuntimeError) as error:  # RuntimeError: no libcuda.so.1
+        except FabricError as error:
             raise BackendUnavailable(
                 f"the CUDA driver cannot be started; {CURE}", (("cuInit", str(error)),)
             ) from error
@@ -46,9 +48,13 @@ class Driver:
         """Make one call; return what it returns beside its code: None, one value or a tuple.
 
         Raises:
-            FabricError: any other code than CUDA_SUCCESS; names the call and the code.
+            FabricError: any other code than CUDA_SUCCESS; names the call and the code. Or there is
+                no such driver, or it is older than the call.
         """
-        code, *values = getattr(self.m, name)(*args)
+        try:
+            code, *values = getattr(self.m, name)(*args)
+        except RuntimeError as error:  # cuda-python found no libcuda.so.1, or not the call in it
+            raise FabricError(f"{name}: {error}", code="PROVIDER") from error
         if int(code) != 0:
             shown = ", ".join(hex(arg) if type(arg) is int else str(arg) for arg in args)
             raise FabricError(f"{name}({shown}): {getattr(code, 'name', code)}", code="PROVIDER")
@@ -88,6 +94,23 @@ class Driver:
             if is_active:
                 return index
         return 0
+
+    def wait_for_copies(self, index: int) -> None:
+        """Have synchronous copies in a GPU's primary context return only when they are done.
+
+        It is done once a GPU, and not again where somebody else did: it takes the context's lock,
+        and can deadlock with a thread that holds it while it launches (openucx/ucx pull 11705).
+
+        Raises:
+            FabricError: the driver is older than 12.1.
+        """
+        if index in self._waiting:
+            return
+        with self.on(index):
+            flags = int(self.call("cuCtxGetFlags"))
+            if not flags & _CTX_SYNC_MEMOPS:
+                self.call("cuCtxSetFlags", flags | _CTX_SYNC_MEMOPS)
+        self._waiting.add(index)
 
     @contextlib.contextmanager
     def on(self, index: int) -> Iterator[None]:

@@ -14,6 +14,7 @@ memory; `backend:cudaMallocAsync` does not. cupy's default pool exports; `Memory
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Final, NamedTuple
 
 from tep.cuda.driver import device_number, driver
@@ -103,12 +104,16 @@ def export_dmabuf(memory: Memory) -> tuple[int, int]:
     end = -(-(memory.ptr + memory.nbytes) // page) * page
     kind = cuda.m.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     with cuda.on(found.device):
-        set_sync_memops(memory)
         try:
-            fd = cuda.call("cuMemGetHandleForAddressRange", start, end - start, kind, 0)
+            fd = int(cuda.call("cuMemGetHandleForAddressRange", start, end - start, kind, 0))
         except FabricError as error:
             raise FabricError(f"{what}: {error}{_cure(found)}", code="LOCAL_KEY") from error
-    return int(fd), memory.ptr - start
+    try:
+        set_sync_memops(memory)
+    except FabricError:
+        os.close(fd)
+        raise
+    return fd, memory.ptr - start
 
 
 def _check_exportable(what: str, memory: Memory) -> Pointer:
@@ -156,11 +161,30 @@ def set_sync_memops(memory: Memory) -> None:
     """Have synchronous CUDA calls on an allocation return only when they are over.
 
     cudaMemcpy and cudaMemset may return before they are; a NIC that reads then sends old bytes.
+    Memory of cuMemCreate cannot be marked, so all copies of its GPU's primary context wait then.
+
+    Raises:
+        FabricError: neither can be had; says what helps.
     """
     cuda = driver()
     attribute = cuda.m.CUpointer_attribute.CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
-    with cuda.on(device_number(memory.device)):
-        cuda.call("cuPointerSetAttribute", 1, attribute, memory.ptr)
+    index = device_number(memory.device)
+    try:
+        with cuda.on(index):
+            cuda.call("cuPointerSetAttribute", 1, attribute, memory.ptr)
+    except FabricError as refused:
+        # The answer for memory of cuMemCreate on real drivers: openucx/ucx issue 9895.
+        if "CUDA_ERROR_NOT_SUPPORTED" not in str(refused):
+            raise
+        try:
+            cuda.wait_for_copies(index)
+        except FabricError as error:
+            raise FabricError(
+                f"copies to memory of cuMemCreate at {memory.ptr:#x} may return before they are "
+                f"done, and a NIC would send old bytes: {error}; install NVIDIA's driver 530 "
+                "(CUDA 12.1) or later; torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+                code="PROVIDER",
+            ) from error
 
 
 def needs_flush(device: int) -> bool:

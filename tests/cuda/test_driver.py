@@ -29,7 +29,7 @@ def made():
     for path in sorted([*(ROOT / "tep/cuda").glob("*.py"), ROOT / "scripts/gpu_check.py"]):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node, "func", None)
-            if getattr(name, "attr", getattr(name, "id", "")) in {"call", "try_call"}:
+            if getattr(name, "attr", getattr(name, "id", "")) == "call":
                 first = node.args[0]
                 if isinstance(first, ast.Constant):
                     found[first.value] = len(node.args) - 1

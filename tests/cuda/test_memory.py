@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from hypothesis import strategies as st
 
 import tep
 from tep import BackendUnavailable, BadRequest, FabricError
-from tep.cuda import export_dmabuf, flush, inspect
+from tep.cuda import export_dmabuf, flush, inspect, set_sync_memops
 from tep.cuda.driver import driver
 from tep.memory import Memory, adapt, exported
-from tests.cuda.vmm import MiB2, mapped
+from tests.cuda.vmm import MiB2, fill, mapped
 
 PAGE = mmap.PAGESIZE
 
@@ -114,6 +115,82 @@ def test_bytes_are_in_exported_memory_when_the_copy_returns(fake, cuda):
         cuda.call("cuMemFree", ptr)
 
 
+def test_mapped_memory_is_exported_over_several_pieces(fake, cuda):
+    """torch's expandable segments are mapped piece by piece, and a tensor lies across them."""
+    raw = ctypes.create_string_buffer(os.urandom(MiB2), MiB2)
+    fake.set(late_us=60_000_000)
+    with mapped(cuda, 3) as start:
+        inside = memory(start + MiB2 // 2 + 100, MiB2)
+        for _ in range(2):
+            with exported(export_dmabuf, inside) as (fd, offset), cuda.on(0):
+                cuda.call("cuMemcpyHtoD", inside.ptr, ctypes.addressof(raw), MiB2)
+                assert raw.raw == os.pread(fd, MiB2, offset), "the copy is done when it returns"
+        (flags,) = fake.calls("cuCtxSetFlags")
+
+    assert int(flags.args[0], 16) & 0x80
+    assert 0 == flags.device
+
+
+def test_other_flags_of_the_context_stay(fake, cuda):
+    """cuCtxSetFlags overwrites: how threads wait for the GPU is the program's choice."""
+    with cuda.on(1):
+        cuda.call("cuCtxSetFlags", 4)  # CU_CTX_SCHED_BLOCKING_SYNC
+        with mapped(cuda, 1, 1) as start:
+            set_sync_memops(memory(start, device="cuda:1"))
+        assert 0x84 == int(cuda.call("cuCtxGetFlags"))
+
+
+def test_memory_that_slept_is_another_when_it_wakes(fake, cuda):
+    """vLLM's sleep mode maps new memory at the old address; it has to be registered again."""
+    with mapped(cuda, 1) as start:
+        first, _ = export_dmabuf(memory(start))
+        os.pwrite(first, b"old", 0)
+        cuda.call("cuMemUnmap", start, MiB2)
+        with pytest.raises(BadRequest, match="this is pageable memory"):
+            export_dmabuf(memory(start))
+        fill(cuda, start, 1)
+        again, _ = export_dmabuf(memory(start))
+        os.pwrite(again, b"new", 0)
+
+        assert b"new" == fake.peek(start, 3)
+        assert b"old" == os.pread(first, 3, 0)
+        for fd in (first, again):
+            os.close(fd)
+
+
+def test_a_driver_that_cannot_have_copies_wait_is_told_with_a_cure():
+    """CUDA 12.0 has no cuCtxSetFlags: old bytes would be sent now and then."""
+    code = """
+import os
+from tests.cuda.vmm import mapped
+from tep import FabricError
+from tep.cuda import export_dmabuf
+from tep.cuda.driver import driver
+from tep.memory import Memory
+with mapped(driver(), 1) as start:
+    try:
+        export_dmabuf(Memory(start, 64, "cuda:0", False, None))
+    except FabricError as error:
+        print(error)
+    links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    held = [os.readlink(link) for link in links if os.path.islink(link)]
+    assert 1 == sum("dmabuf" in one for one in held), "the driver's own only"
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TEP_FAKE_CUDA": "version=12000"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert not done.stderr
+    assert "cuCtxSetFlags" in done.stdout
+    assert "CUDA 12.1" in done.stdout
+    assert "expandable_segments:False" in done.stdout
+
+
 def test_memory_that_cannot_be_exported_is_refused_with_the_setting_that_helps(fake, cuda):
     """EINVAL of a registration names nothing; the allocator is nearly always the reason."""
     with cuda.on(1):
@@ -122,6 +199,7 @@ def test_memory_that_cannot_be_exported_is_refused_with_the_setting_that_helps(f
         pinned = cuda.call("cuMemHostAlloc", PAGE, 3)
         managed = cuda.call("cuMemAllocManaged", PAGE, 1)
         plain = int(cuda.call("cuMemAlloc", PAGE))
+        pooled = cuda.call("cuMemAllocAsync", PAGE, 0)
         for one, message in (
             (memory(pinned), "this is pinned memory"),
             (memory(managed), "this is managed memory"),
@@ -130,12 +208,19 @@ def test_memory_that_cannot_be_exported_is_refused_with_the_setting_that_helps(f
         ):
             with pytest.raises(BadRequest, match=message):
                 export_dmabuf(one)
+        with mapped(cuda, 1, capable=False) as vmm:
+            for one, message in (
+                (memory(pooled), "backend:native.*MemoryPool"),
+                (memory(vmm), "expandable_segments:False"),
+            ):
+                with pytest.raises(FabricError, match=message):
+                    export_dmabuf(one)
         fake.set(dmabuf=0)
         with pytest.raises(BackendUnavailable, match="makes no dma-bufs") as caught:
             export_dmabuf(memory(plain))
         assert "nvidia_peermem" in str(caught.value)
         cuda.call("cuMemFreeHost", int(pinned))
-        for ptr in (far, managed, plain):
+        for ptr in (far, managed, plain, pooled):
             cuda.call("cuMemFree", ptr)
 
 

@@ -111,8 +111,11 @@ size_t fake_cuda_calls(char *out, size_t size) {
     return whole;
 }
 
-/* Forget the log, and have every setting be what TEP_FAKE_CUDA says. */
+static struct context primary[GPUS_MAX];
+
+/* Forget the log and the contexts' flags, and have every setting be what TEP_FAKE_CUDA says. */
 void fake_cuda_reset(void) {
+    for (int dev = 0; dev < GPUS_MAX; dev++) primary[dev].flags = 0;
     pthread_once(&once, read_settings);
     for (size_t k = 0; k < NSETTINGS; k++) set(settings[k].name, settings[k].first);
     pthread_mutex_lock(&lock);
@@ -233,7 +236,6 @@ CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice dev) {
 
 /* --- contexts: one primary context a device, and a stack of current ones in each thread */
 
-static struct context primary[GPUS_MAX];
 static __thread struct context *stack[32];
 static __thread int depth;
 
