@@ -29,8 +29,10 @@ def test_gpus_under_cuda_python(major):
     version = subprocess.run(
         [sys.executable, "-c", shown], env=env, capture_output=True, text=True, check=True
     ).stdout
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "--color=no", "--tb=short"]
+    command += ["-m", "not slow"] if os.environ.get("TEP_PROFILE") == "fast" else []
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n0", "--color=no", "--tb=short", "tests/cuda"],
+        [*command, "tests/cuda"],
         cwd=ROOT,
         env=env,
         capture_output=True,

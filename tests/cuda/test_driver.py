@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.gpu_check import MAPPED, mapped
 from tep import BackendUnavailable, FabricError
 from tep.cuda.driver import Driver, list_devices
 from tep.hostfiles import CudaDevice, LiveFiles
-from tests.cuda.vmm import MiB2, mapped
 
 ROOT = Path(__file__).parents[2]
 LATE = 60_000_000  # nothing is done in this test's time unless somebody waits for it
@@ -194,13 +194,13 @@ def test_sync_memops_is_refused_as_real_drivers_refuse_it(cuda):
         with pytest.raises(FabricError, match="CUDA_ERROR_NOT_SUPPORTED"):
             cuda.call("cuPointerSetAttribute", 1, attribute, ptr)
         with pytest.raises(FabricError, match="CUDA_ERROR_INVALID_VALUE"):
-            cuda.call("cuPointerSetAttribute", 1, attribute, ptr + MiB2)
+            cuda.call("cuPointerSetAttribute", 1, attribute, ptr + MAPPED)
 
 
 def test_a_descriptor_shows_the_memory_itself(fake, cuda):
     """A kernel reads what a NIC writes there, and the other way round."""
     with cuda.on(0):
-        ptr = int(cuda.call("cuMemAlloc", 2 * MiB2))
+        ptr = int(cuda.call("cuMemAlloc", 2 * MAPPED))
         kind = cuda.m.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         first, again = (
             cuda.call("cuMemGetHandleForAddressRange", ptr + 8192, 4096, kind, 0) for _ in range(2)
@@ -208,7 +208,7 @@ def test_a_descriptor_shows_the_memory_itself(fake, cuda):
         os.pwrite(first, b"from a NIC", 100)
 
         assert b"from a NIC" == fake.peek(ptr + 8292, 10) == os.pread(again, 10, 100)
-        cuda.call("cuMemsetD8", ptr, 7, MiB2)
+        cuda.call("cuMemsetD8", ptr, 7, MAPPED)
         cuda.call("cuCtxSynchronize")
         assert bytes([7] * 4096) == os.pread(first, 5000, 0)
         for fd in (first, again):

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tep
+from scripts.gpu_check import MAPPED, fill, mapped
 from tep import BackendUnavailable, BadRequest, FabricError
 from tep.cuda import export_dmabuf, flush, inspect, set_sync_memops
 from tep.cuda.driver import driver
 from tep.memory import Memory, adapt, exported
-from tests.cuda.vmm import MiB2, fill, mapped
 
 PAGE = mmap.PAGESIZE
 
@@ -41,7 +41,7 @@ def test_kinds_of_pointers(cuda):
         assert "pinned" == inspect(int(pinned)).kind
         assert "managed" == inspect(int(managed)).kind
         assert ("device", 1, plain, 300, False) == inspect(plain + 299)[:5]
-        assert ("device", 1, vmm + MiB2, MiB2, False) == inspect(vmm + MiB2 + 5)[:5]
+        assert ("device", 1, vmm + MAPPED, MAPPED, False) == inspect(vmm + MAPPED + 5)[:5]
         assert inspect(int(pooled)).is_pooled
         cuda.call("cuMemFreeHost", int(pinned))
         for ptr in (managed, pooled, plain):
@@ -117,14 +117,14 @@ def test_bytes_are_in_exported_memory_when_the_copy_returns(fake, cuda):
 
 def test_mapped_memory_is_exported_over_several_pieces(fake, cuda):
     """torch's expandable segments are mapped piece by piece, and a tensor lies across them."""
-    raw = ctypes.create_string_buffer(os.urandom(MiB2), MiB2)
+    raw = ctypes.create_string_buffer(os.urandom(MAPPED), MAPPED)
     fake.set(late_us=60_000_000)
     with mapped(cuda, 3) as start:
-        inside = memory(start + MiB2 // 2 + 100, MiB2)
+        inside = memory(start + MAPPED // 2 + 100, MAPPED)
         for _ in range(2):
             with exported(export_dmabuf, inside) as (fd, offset), cuda.on(0):
-                cuda.call("cuMemcpyHtoD", inside.ptr, ctypes.addressof(raw), MiB2)
-                assert raw.raw == os.pread(fd, MiB2, offset), "the copy is done when it returns"
+                cuda.call("cuMemcpyHtoD", inside.ptr, ctypes.addressof(raw), MAPPED)
+                assert raw.raw == os.pread(fd, MAPPED, offset), "the copy is done when it returns"
         (flags,) = fake.calls("cuCtxSetFlags")
 
     assert int(flags.args[0], 16) & 0x80
@@ -145,10 +145,10 @@ def test_memory_that_slept_is_another_when_it_wakes(fake, cuda):
     with mapped(cuda, 1) as start:
         first, _ = export_dmabuf(memory(start))
         os.pwrite(first, b"old", 0)
-        cuda.call("cuMemUnmap", start, MiB2)
+        cuda.call("cuMemUnmap", start, MAPPED)
         with pytest.raises(BadRequest, match="this is pageable memory"):
             export_dmabuf(memory(start))
-        fill(cuda, start, 1)
+        fill(cuda, start, 1, 0)
         again, _ = export_dmabuf(memory(start))
         os.pwrite(again, b"new", 0)
 
@@ -162,7 +162,7 @@ def test_a_driver_that_cannot_have_copies_wait_is_told_with_a_cure():
     """CUDA 12.0 has no cuCtxSetFlags: old bytes would be sent now and then."""
     code = """
 import os
-from tests.cuda.vmm import mapped
+from scripts.gpu_check import mapped
 from tep import FabricError
 from tep.cuda import export_dmabuf
 from tep.cuda.driver import driver

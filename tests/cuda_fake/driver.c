@@ -428,6 +428,15 @@ static const struct {
     CALL(cuLaunchKernel, 4000, cuLaunchKernel),
 };
 
+/* NVRTC asks for a table of private calls, whose first word is its size, and crashes without one: an
+ * empty one tells it that this driver has none of them. */
+CUresult cuGetExportTable(const void **found, const void *id) {
+    static const size_t empty = sizeof empty;
+    (void)id;
+    *found = &empty;
+    return CUDA_SUCCESS;
+}
+
 /* Whether this driver has a call, by its name without a suffix. */
 int fake_cuda_has(const char *name) {
     for (size_t k = 0; k < sizeof table / sizeof *table; k++)
