@@ -107,9 +107,11 @@ class _Device:
     """An allocation on a GPU, freed with the last who holds it."""
 
     def __init__(self, cuda: Driver, index: int, nbytes: int) -> None:
+        # The driver begins small memory anywhere in a page, hence a page more than is used.
         with cuda.on(index):
-            self.ptr = int(cuda.call("cuMemAlloc", nbytes))
-        weakref.finalize(self, _free, cuda, index, self.ptr).atexit = False
+            base = int(cuda.call("cuMemAlloc", nbytes + mmap.PAGESIZE))
+        self.ptr = -(-base // mmap.PAGESIZE) * mmap.PAGESIZE
+        weakref.finalize(self, _free, cuda, index, base).atexit = False
 
 
 def _free(cuda: Driver, index: int, ptr: int) -> None:

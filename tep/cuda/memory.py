@@ -84,8 +84,13 @@ def _inspect(ptr: int, index: int) -> Pointer:
     return Pointer(text, int(device), start, nbytes, bool(int(pool)), bool(capable))
 
 
-def export_dmabuf(memory: Memory) -> tuple[int, int]:
+def export_dmabuf(memory: Memory, *, by_pcie: bool = False) -> tuple[int, int]:
     """Export GPU memory as a dma-buf of its own, and have synchronous copies there complete.
+
+    Args:
+        memory: on a GPU.
+        by_pcie: have NICs reach it by PCIe, on machines where the GPU has another way to the host
+            as well (Grace; NICs with data-direct); driver 570 or later. False: the driver's choice.
 
     Returns:
         The descriptor, which belongs to the caller, and where in it the memory begins: only whole
@@ -105,9 +110,12 @@ def export_dmabuf(memory: Memory) -> tuple[int, int]:
     kind = cuda.m.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
     with cuda.on(found.device):
         try:
-            fd = int(cuda.call("cuMemGetHandleForAddressRange", start, end - start, kind, 0))
+            flags = int(by_pcie)  # CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE
+            fd = int(cuda.call("cuMemGetHandleForAddressRange", start, end - start, kind, flags))
         except FabricError as error:
-            raise FabricError(f"{what}: {error}{_cure(found)}", code="LOCAL_KEY") from error
+            raise FabricError(
+                f"{what}: {error}{_cure(found, start, end)}", code="LOCAL_KEY"
+            ) from error
     try:
         set_sync_memops(memory)
     except FabricError:
@@ -141,8 +149,8 @@ def _check_exportable(what: str, memory: Memory) -> Pointer:
     return found
 
 
-def _cure(found: Pointer) -> str:
-    """What may help where the driver refuses to export."""
+def _cure(found: Pointer, start: int, end: int) -> str:
+    """What may help where the driver refuses to export whole pages."""
     if found.is_pooled:
         return (
             "; it comes from a stream-ordered pool (cudaMallocAsync); torch: "
@@ -153,6 +161,12 @@ def _cure(found: Pointer) -> str:
         return (
             "; the driver says that NICs cannot reach it: gpuDirectRDMACapable was not set when it "
             "was made; torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+        )
+    last = found.start + found.nbytes
+    if start < found.start or (last < end and last % mmap.PAGESIZE):
+        return (
+            f"; whole pages, {start:#x} to {end:#x}, reach beyond the allocation, {found.start:#x} "
+            f"to {last:#x}: allocate whole pages, as tep.alloc does"
         )
     return ""
 

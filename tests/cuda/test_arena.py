@@ -10,8 +10,8 @@ import pytest
 import tep
 from tep import BackendUnavailable, BadRequest, ClosedError, TransferEngine, UsageError, sim
 from tep.bench.two_nodes import Plan, measure
-from tep.cuda import Arena, Staged
-from tep.memory import adapt
+from tep.cuda import Arena, Staged, export_dmabuf, inspect
+from tep.memory import adapt, exported
 
 PAGE = mmap.PAGESIZE
 
@@ -45,6 +45,19 @@ def test_the_work_on_an_arena_is_done_when_the_call_returns(fake):
         assert bytes(2 * PAGE) == fake.peek(arena.ptr, 2 * PAGE)
         arena.write(b"hello", offset=100)
         assert b"hello" == fake.peek(arena.ptr + 100, 5)
+
+
+def test_an_arena_has_whole_pages_of_its_own_beside_small_allocations(fake, cuda):
+    """cuMemAlloc begins small memory anywhere; a NIC would be shown a neighbour's bytes."""
+    fake.set(exact=1)
+    with cuda.on(0):
+        small = [cuda.call("cuMemAlloc", 8) for _ in range(3)]
+    with tep.alloc(100, "cuda:0") as arena, exported(export_dmabuf, adapt(arena)) as (_, offset):
+        assert (0, 0) == (arena.ptr % PAGE, offset)
+        assert arena.ptr + PAGE <= sum(inspect(arena.ptr)[2:4])
+    with cuda.on(0):
+        for ptr in small:
+            cuda.call("cuMemFree", ptr)
 
 
 def test_impossible_arenas_are_refused(fake):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import subprocess
@@ -113,6 +114,32 @@ def test_bytes_are_in_exported_memory_when_the_copy_returns(fake, cuda):
             cuda.call("cuMemcpyHtoD", ptr, ctypes.addressof(raw), 4)
             assert raw.raw == os.pread(fd, 4, offset)
         cuda.call("cuMemFree", ptr)
+
+
+def test_whole_pages_that_leave_the_allocation_are_named_where_they_are_refused(fake, cuda):
+    """A small cudaMalloc shares its pages: INVALID_VALUE alone names neither pages nor a cure."""
+    fake.set(exact=1)
+    with cuda.on(0):
+        before = cuda.call("cuMemAlloc", 100)
+        small = int(cuda.call("cuMemAlloc", 5000))
+        whole = int(cuda.call("cuMemAlloc", 4 * MAPPED))
+    with pytest.raises(FabricError, match=r"reach beyond the allocation, .*tep\.alloc") as caught:
+        export_dmabuf(memory(small + 8, 100))
+    assert hex(small + 5000) in str(caught.value)
+    with exported(export_dmabuf, memory(whole + 8, 100)), cuda.on(0):
+        for ptr in (before, small, whole):
+            cuda.call("cuMemFree", ptr)
+
+
+def test_a_mapping_by_pcie_is_asked_for_by_name(fake):
+    """Grace: the driver maps by the chip-to-chip link unless it is told otherwise."""
+    with tep.alloc(PAGE, "cuda:0") as arena:
+        for export in (export_dmabuf, functools.partial(export_dmabuf, by_pcie=True)):
+            with exported(export, adapt(arena)):
+                pass
+
+    asked = [call.args[2] for call in fake.calls("cuMemGetHandleForAddressRange")]
+    assert ["0", "1"] == asked
 
 
 def test_mapped_memory_is_exported_over_several_pieces(fake, cuda):

@@ -46,7 +46,7 @@ static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static struct range *ranges;
 static struct mapping *reservations;
 static struct export *exports;
-static struct chunk *filling[GPUS_MAX]; /* where the next small allocation of a GPU goes */
+static struct chunk *filling[2][GPUS_MAX]; /* where the next small allocation of a GPU, or of its pool, goes */
 
 #define LOCKED                                                                                     \
     __attribute__((cleanup(unlocked))) int held_ = pthread_mutex_lock(&lock);                      \
@@ -172,10 +172,10 @@ static CUresult allocate(CUdeviceptr *ptr, size_t nbytes, bool pooled) {
     if (!nbytes || nbytes > 1ull << 40) return nbytes ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
     LOCKED;
     int device = current()->device;
-    struct chunk *chunk = nbytes < SMALL ? filling[device] : NULL;
+    struct chunk *chunk = nbytes < SMALL ? filling[pooled][device] : NULL;
     if (!chunk || chunk->nbytes - chunk->used < nbytes) {
         if (!(chunk = chunk_new(device, nbytes))) return CUDA_ERROR_OUT_OF_MEMORY;
-        if (nbytes < SMALL) filling[device] = chunk;
+        if (nbytes < SMALL) filling[pooled][device] = chunk;
     }
     *ptr = chunk->start + chunk->used;
     struct range *made = range_new(*ptr, nbytes, DEVICE, device, chunk->bytes + chunk->used);
@@ -194,7 +194,8 @@ static void release(struct range *gone) {
         forget_exports(chunk->start, chunk->nbytes);
         munmap(chunk->bytes, chunk->nbytes);
         munmap((void *)(uintptr_t)chunk->start, chunk->nbytes);
-        if (filling[chunk->device] == chunk) filling[chunk->device] = NULL;
+        for (int k = 0; k < 2; k++)
+            if (filling[k][chunk->device] == chunk) filling[k][chunk->device] = NULL;
         free(chunk);
     }
     if (!chunk && !gone->registered && !gone->handle) munmap(gone->bytes, (gone->nbytes + PAGE - 1) / PAGE * PAGE);
