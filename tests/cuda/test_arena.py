@@ -73,6 +73,7 @@ def test_impossible_arenas_are_refused(fake):
 
 def test_staged_memory_moves_by_push_and_pull_only_and_is_told(fake):
     """A silent copy would be the 500 times slower path that nobody asked for."""
+    ranges = fake.ranges()
     with (
         TransferEngine.open("local") as a,
         TransferEngine.open("local") as b,
@@ -97,6 +98,9 @@ def test_staged_memory_moves_by_push_and_pull_only_and_is_told(fake):
             out.push()
         with pytest.raises(BadRequest, match="register it as it is"):
             Staged(a, bytearray(8))
+    del source, target, out, into
+    gc.collect()
+    assert ranges == fake.ranges(), "all of it is given back"
 
 
 def test_buffers_of_the_benchmark_may_be_on_a_gpu(fake):

@@ -108,7 +108,7 @@ def test_the_checks_without_kernels_run_where_nvrtc_is_missing():
     assert "Traceback" not in out
 
 
-def test_an_error_of_any_kind_ends_one_check_only(monkeypatch, capsys):
+def test_an_error_of_any_kind_ends_one_check_only(fake, monkeypatch, capsys):
     """What cuda-python itself raises is no error of tep's."""
 
     def broken(self):
@@ -129,3 +129,13 @@ def test_it_says_that_there_is_no_gpu():
 
     assert 2 == status
     assert "no GPU: cuda:7" in out
+
+
+def test_a_driver_of_cuda_12_fails_one_check_and_says_what_helps():
+    """It has no way to have copies to mapped memory wait; all else of it is the same."""
+    status, out = gpu_check("--no-kernels", version=12000)
+
+    assert 1 == status
+    assert "1 checks failed, 6 held" in out
+    assert "FAILED  mappings: FabricError: copies to memory of cuMemCreate" in out
+    assert "install NVIDIA's driver 530" in out
