@@ -62,3 +62,20 @@ def test_pages_land_in_mapped_memory(fake, cuda, engines):
 
         assert pages[order].tobytes() == fake.peek(at, npages * page)
         b.deregister(there)
+
+
+def test_memory_that_goes_by_nvidia_peermem_has_copies_wait_as_well(
+    fake, cuda, monkeypatch, tmp_path
+):
+    """No export marks it there: a NIC would send what the memory held before a cudaMemcpy."""
+    monkeypatch.setattr("tep.backends.verbs._PEER_MEMORY", tmp_path)
+    with cuda.on(1):
+        ptr = int(cuda.call("cuMemAlloc", 8192))
+    with TransferEngine.open("verbs", nics=["stub0"], library=need_stub().path) as engine:
+        engine.reg_mr((ptr, 8192, "cuda:1"))
+        (marked,) = fake.calls("cuPointerSetAttribute")
+    with cuda.on(1):
+        cuda.call("cuMemFree", ptr)
+
+    assert ("6", hex(ptr)) == marked.args
+    assert 1 == marked.device

@@ -36,7 +36,8 @@ class Regions:
         """Make memory known to the NIC, and hold it.
 
         Raises:
-            FabricError: the NIC does not allow it.
+            FabricError: the NIC does not allow it, or copies to GPU memory cannot be made to wait.
+            BackendUnavailable: GPU memory, and no cuda-python or no driver.
         """
         device = self._device
         flags = ENUMS["IBV_ACCESS_LOCAL_WRITE"] if access.sink else 0
@@ -50,6 +51,10 @@ class Regions:
             with exported(self._export, memory) as (fd, offset):
                 mr = device.reg_dmabuf_mr(fd, offset, memory.ptr, memory.nbytes, flags)
         else:
+            if memory.kind == "cuda":  # an export does it for the others
+                from tep.cuda.memory import set_sync_memops
+
+                set_sync_memops(memory)
             mr = device.reg_mr(memory.ptr, memory.nbytes, flags)
         # The memory stays mapped as long as the NIC knows it: a late write would else land in what
         # the allocator put there next.
