@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -224,6 +225,28 @@ def test_the_device_sees_the_same_entries_by_both_ways(seed, settings):
     assert saw["rows"][0] == saw["columns"][0]
 
 
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="not here: a fault tells no read")
+
+
+@X86
+def test_a_doorbell_that_tells_of_more_than_a_batch_is_refused():
+    """What the fake takes and the device does not is found on the first day of an instance."""
+    said, _, counters = run("overlong", "columns", 0, 0, mapped=1, max_batch=16)
+
+    assert {"completed": 16} == said
+    assert 1 == counters["overlong"]
+
+
+def overlong(post, _seed, _count, send):
+    """A batch that the device takes, and one that is longer by one entry."""
+    end = _End(post, send=send)
+    for most in (16, 17):
+        end.way.batch_max = most
+        end.write(most, np.arange(most), np.zeros(most, np.uint64), None, 8)
+        end.turn(64)
+    return {"completed": len(end.poll())}
+
+
 def test_no_doorbell_tells_of_more_than_a_batch():
     """A device drops, or stops at, what goes beyond its largest batch."""
     said, _, _ = run("bells", "columns", 1, 50, send=256, max_batch=16)
@@ -257,7 +280,7 @@ def words(post, _seed, _count, _send):
     return {"words": _End(post).words}
 
 
-_PROGRAMS["words"] = words
+_PROGRAMS |= {"words": words, "overlong": overlong}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 /* The mapped queues: efadv_query_qp_wqs and efadv_query_cq, and the device's side of the rings.
  *
  * The device reads work queue entries as efa_io_defs.h of rdma-core defines them, byte by byte at
- * the offsets written here, and knows nothing of who wrote them. A doorbell is a word in memory: a
- * real one is a register, so this device finds out when it next moves, and sees several at once as
- * one. That no more than max_batch entries lie between two, it cannot see.
+ * the offsets written here, and knows nothing of who wrote them. A doorbell is a word in memory that
+ * the device looks at when it next moves, so that it sees several at once as one. With mapped=1 it is
+ * a register: the device is told of each store, and more than max_batch entries between two are
+ * refused (`overlong`): it takes nothing of that queue any more.
  *
  * Rule: what an entry must be and is not ends in an error of its own or is counted in `malformed`;
  * nothing is repaired.
@@ -13,6 +14,7 @@
 
 #include <arpa/inet.h>
 #include <errno.h>
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -36,9 +38,11 @@ struct efa_cq_attr {
 
 /* A ring of one queue: what is mapped, and how far the device is. */
 struct ring {
-	uint8_t *buffer;
+	struct window queue, bell;
+	uint8_t *buffer; /* the queue as the device sees it */
 	uint32_t entry, size; /* bytes of an entry, entries */
-	_Atomic uint32_t doorbell;
+	uint32_t told; /* the last doorbell that the device was told of (mapped=1) */
+	bool refused; /* it broke a rule of the device, which takes no more of it */
 	uint32_t seen; /* of the doorbell; or for completions: written */
 	uint32_t rung; /* the last doorbell of a completion queue */
 	bool armed;
@@ -48,6 +52,7 @@ struct direct {
 	struct vqp *qp; /* or a completion queue */
 	struct vcq *cq;
 	struct ring send, receive, done;
+	uint32_t dice; /* of how late the device is (mapped=1) */
 	struct direct *next;
 };
 
@@ -62,20 +67,58 @@ static uint32_t power_of_two(uint32_t n)
 	return size;
 }
 
-static void make_ring(struct ring *ring, uint32_t entries, uint32_t bytes)
+static uint32_t doorbell(const struct ring *ring)
 {
+	return atomic_load((_Atomic uint32_t *)ring->bell.device);
+}
+
+/* A store to the doorbell of a send queue, at the moment it is made. */
+static void send_rung(struct window *bell)
+{
+	struct direct *d = bell->owner;
+	struct ring *ring = &d->send;
+	uint16_t n = doorbell(ring) - ring->told;
+
+	engine_lock();
+	ring->told = doorbell(ring);
+	window_rang(&ring->queue);
+	engine_note("mapped what=bell n=%u\n", n);
+	if (fabric->set.max_batch && n > fabric->set.max_batch) {
+		COUNT(bell->port, overlong, 1);
+		ring->refused = true;
+	}
+	engine_unlock();
+}
+
+static void other_rung(struct window *bell) { (void)bell; /* seen when the device moves */ }
+
+/* The host's own memory: receives and completions. */
+static bool plain(struct window *w, size_t bytes)
+{
+	w->bytes = (bytes + 4095) & ~4095ull;
+	w->device = mmap(NULL, w->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	w->program = w->device;
+	return w->device != MAP_FAILED;
+}
+
+static bool make_ring(struct ring *ring, uint32_t entries, uint32_t bytes, uint32_t port,
+		      struct direct *d)
+{
+	bool is_send = ring == &d->send, good;
 	size_t length;
 
 	ring->size = power_of_two(entries);
 	ring->entry = bytes;
-	length = ((size_t)ring->size * bytes + 4095) & ~4095ull;
-	ring->buffer = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	length = (size_t)ring->size * bytes;
+	good = is_send ? window_open(&ring->queue, length, port, NULL, d) : plain(&ring->queue, length);
+	ring->buffer = ring->queue.device;
+	return good && window_open(&ring->bell, 4, port, is_send ? send_rung : other_rung, d);
 }
 
 static void drop_ring(struct ring *ring)
 {
-	if (ring->buffer)
-		munmap(ring->buffer, ((size_t)ring->size * ring->entry + 4095) & ~4095ull);
+	window_close(&ring->queue);
+	window_close(&ring->bell);
 }
 
 static struct direct *find(const struct vqp *qp, const struct vcq *cq)
@@ -90,16 +133,25 @@ static struct direct *add(struct vqp *qp, struct vcq *cq)
 {
 	struct direct *d = find(qp, cq);
 
+	bool good;
+
 	if (d)
 		return d;
 	d = calloc(1, sizeof *d);
 	d->qp = qp;
 	d->cq = cq;
 	if (qp) {
-		make_ring(&d->send, qp->sq->cap, fabric->set.entry);
-		make_ring(&d->receive, qp->rq_cap, 16);
+		good = make_ring(&d->send, qp->sq->cap, fabric->set.entry, qp->sq->port, d);
+		good = good && make_ring(&d->receive, qp->rq_cap, 16, qp->sq->port, d);
 	} else {
-		make_ring(&d->done, fabric->cqs[cq->index].size, fabric->set.cq_entry);
+		good = make_ring(&d->done, fabric->cqs[cq->index].size, fabric->set.cq_entry, cq->port, d);
+	}
+	if (!good) {
+		drop_ring(&d->send);
+		drop_ring(&d->receive);
+		drop_ring(&d->done);
+		free(d);
+		return NULL;
 	}
 	d->next = all;
 	all = d;
@@ -126,6 +178,7 @@ void direct_drop(const struct vqp *qp, const struct vcq *cq)
 void direct_forget(void)
 {
 	all = NULL; /* in the child of a fork: the parent's */
+	window_forget();
 	engine_direct = NULL;
 }
 
@@ -141,17 +194,19 @@ int fake_efa_query_wqs(struct ibv_qp *ibv, struct efa_wq_attr *send, struct efa_
 	engine_lock();
 	d = add((struct vqp *)ibv, NULL);
 	engine_unlock();
+	if (!d)
+		return ENOMEM;
 	memset(send, 0, inlen);
 	memset(receive, 0, inlen);
-	send->buffer = d->send.buffer;
+	send->buffer = d->send.queue.program;
 	send->entry_size = d->send.entry;
 	send->num_entries = d->send.size;
-	send->doorbell = (uint32_t *)&d->send.doorbell;
+	send->doorbell = (uint32_t *)d->send.bell.program;
 	send->max_batch = fabric->set.max_batch ? (uint32_t)fabric->set.max_batch : 0xffff;
-	receive->buffer = d->receive.buffer;
+	receive->buffer = d->receive.queue.program;
 	receive->entry_size = d->receive.entry;
 	receive->num_entries = receive->max_batch = d->receive.size;
-	receive->doorbell = (uint32_t *)&d->receive.doorbell;
+	receive->doorbell = (uint32_t *)d->receive.bell.program;
 	return 0;
 }
 
@@ -166,12 +221,14 @@ int fake_efa_query_cq(struct ibv_cq *ibv, struct efa_cq_attr *attr, uint32_t inl
 	engine_lock();
 	d = add(NULL, (struct vcq *)ibv);
 	engine_unlock();
+	if (!d)
+		return ENOMEM;
 	memset(attr, 0, inlen);
-	attr->buffer = d->done.buffer;
+	attr->buffer = d->done.queue.program;
 	attr->entry_size = d->done.entry;
 	attr->num_entries = d->done.size;
 	if (inlen >= sizeof *attr && fabric->set.cq_bell)
-		attr->doorbell = (uint32_t *)&d->done.doorbell;
+		attr->doorbell = (uint32_t *)d->done.bell.program;
 	return 0;
 }
 
@@ -234,11 +291,17 @@ static void take_sends(struct direct *d)
 	struct vqp *qp = d->qp;
 	struct counters *counters = &fabric->ports[qp->sq->port].counters;
 	struct ring *ring = &d->send;
-	uint16_t n = atomic_load(&ring->doorbell) - ring->seen;
+	uint16_t n = doorbell(ring) - ring->seen;
 
+	if (ring->refused)
+		n = 0;
 	if (n > ring->size) { /* entries were overwritten before the device had them */
 		counters->malformed++;
 		n = 0;
+	}
+	if (fabric->set.mapped) { /* it fetches when it comes to it, and some of them */
+		d->dice = d->dice * 1664525 + 1013904223;
+		n = (d->dice >> 8) % (n + 1u);
 	}
 	if (n > qp->sq->nspare)
 		n = qp->sq->nspare; /* fetched later */
@@ -266,7 +329,7 @@ static void take_receives(struct direct *d)
 {
 	struct counters *counters = &fabric->ports[d->qp->sq->port].counters;
 	struct ring *ring = &d->receive;
-	uint16_t n = atomic_load(&ring->doorbell) - ring->seen;
+	uint16_t n = doorbell(ring) - ring->seen;
 
 	for (; n; n--, ring->seen++) {
 		const uint8_t *e = ring->buffer + (size_t)(ring->seen % ring->size) * 16;
@@ -282,15 +345,31 @@ static void take_receives(struct direct *d)
 
 /* --- completions */
 
+/* Store an entry, the byte with its phase last. With mapped=1 the rest is rubbish for a while, so that
+ * a program that looks before the phase has changed finds no entry. */
+static void store(uint8_t *to, const uint8_t *entry, uint32_t bytes)
+{
+	if (fabric->set.mapped) {
+		memset(to, 0xee, 3);
+		memset(to + 4, 0xee, bytes - 4);
+		atomic_thread_fence(memory_order_release);
+		sched_yield();
+	}
+	memcpy(to + 4, entry + 4, bytes - 4);
+	memcpy(to, entry, 3);
+	atomic_thread_fence(memory_order_release);
+	*(volatile uint8_t *)(to + 3) = entry[3];
+}
+
 static void give_completions(struct direct *d)
 {
 	struct ring *ring = &d->done;
-	uint32_t rung = atomic_load(&ring->doorbell);
+	uint32_t rung = doorbell(ring);
 	uint64_t written = 0;
 	struct wc wc;
 
 	while (written < ring->size && cq_pop(d->cq->index, &wc)) {
-		uint8_t *e = ring->buffer + (size_t)(ring->seen % ring->size) * ring->entry;
+		uint8_t e[32] = {0};
 		bool write = wc.opcode == IBV_WC_RDMA_WRITE || wc.opcode == IBV_WC_RECV_RDMA_WITH_IMM;
 		uint32_t op = write ? 2 : wc.opcode == IBV_WC_RDMA_READ;
 		uint8_t flags = (~(ring->seen / ring->size) & 1) | (wc.is_recv ? 2 : 1) << 1 | op << 4 |
@@ -302,8 +381,6 @@ static void give_completions(struct direct *d)
 
 		if (index < 0 || fabric->qps[index].gen != wc.qp_gen)
 			continue; /* of a queue pair that is closed */
-		memset(e, 0, 3);
-		memset(e + 4, 0, ring->entry - 4);
 		memcpy(e, &id, 2);
 		e[2] = wc.status;
 		memcpy(e + 4, &qpn, 2);
@@ -318,8 +395,8 @@ static void give_completions(struct direct *d)
 			if (ring->entry > 16)
 				memcpy(e + 16, &high, 2);
 		}
-		atomic_thread_fence(memory_order_release);
-		*(volatile uint8_t *)(e + 3) = flags;
+		e[3] = flags;
+		store(ring->buffer + (size_t)(ring->seen % ring->size) * ring->entry, e, ring->entry);
 		ring->seen++;
 		written++;
 	}

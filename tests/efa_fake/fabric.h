@@ -90,6 +90,7 @@ enum status {
 	X(entry, 64)          /* bytes of a work queue entry: 64 or 128 */ \
 	X(cq_entry, 16)       /* bytes of a completion: 16 or 32 */ \
 	X(max_batch, 64)      /* entries between two doorbells; 0: no limit. Guessed */ \
+	X(mapped, 0)          /* 1: send queue and doorbells as a device maps them, see mapped.c */ \
 	X(cq_bell, 1)         /* 0: completion queues without a doorbell */ \
 	X(qkey_silent, 1)     /* wrong Q_Key: 1 silence, as InfiniBand says; 0 BAD_DEST_QPN. Guessed */ \
 	X(timeout_us, 300000) /* how long the device tries before UNRESP or UNREACH; real: seconds */ \
@@ -106,7 +107,8 @@ struct settings {
 	X(doorbells) X(wqes) X(batch_max) X(writes) X(write_imms) X(reads) X(sends) \
 	X(inline_sends) X(recvs) X(bytes) X(segments) X(imms_landed) X(cqes) X(overruns) \
 	X(rnrs) X(retries_spent) X(acks_lost) X(timeouts) X(mrs) X(mr_bytes) X(mr_refused) \
-	X(dmabufs) X(ahs) X(qps) X(cqs) X(events) X(malformed)
+	X(dmabufs) X(ahs) X(qps) X(cqs) X(events) X(malformed) X(mapped_reads) X(unfenced) \
+	X(overlong)
 
 struct counters {
 #define X(name) _Atomic uint64_t name;

@@ -109,6 +109,23 @@ static inline enum ibv_wc_status to_ibv_status(uint32_t status)
 	return status < sizeof table ? table[status] : IBV_WC_GENERAL_ERR;
 }
 
+/* mapped.c: one mapping, as the program and as the device see it. */
+struct window {
+	uint8_t *program, *device, *open; /* open: pages that the program has stored to */
+	size_t bytes, nopen;
+	uint32_t port;
+	bool belled; /* a doorbell rang, and no fence came after it */
+	void (*rung)(struct window *); /* of a register: told of each store */
+	void *owner;
+	struct window *next;
+};
+bool window_open(struct window *, size_t bytes, uint32_t port, void (*rung)(struct window *),
+		 void *owner);
+void window_close(struct window *);
+void window_forget(void);
+bool window_rang(struct window *queue); /* its doorbell; false: stores were not fenced, and are lost */
+void mapped_fence(void);
+
 /* direct.c */
 struct efa_wq_attr;
 struct efa_cq_attr;

@@ -725,6 +725,7 @@ int ibv_destroy_cq(struct ibv_cq *ibv)
 static void wr_start(struct ibv_qp_ex *ex)
 {
 	pthread_mutex_lock(&VQP(ex)->post_lock);
+	mapped_fence(); /* mmio_wc_start of rdma-core */
 	VQP(ex)->session_err = 0;
 	VQP(ex)->nbatch = 0;
 }

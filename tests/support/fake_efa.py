@@ -74,8 +74,9 @@ def _compile(compiler: str, out: Path) -> None:
         linker = f"-Wl,-soname,{target.name},--version-script,{version_script}"
         run(target, "-shared", linker, *args, "-lpthread")
 
-    shared(verbs, "ibverbs.map", "verbs.c", "direct.c", *device)
+    shared(verbs, "ibverbs.map", "verbs.c", "direct.c", "mapped.c", *device)
     shared(efa, "efa.map", "efadv.c", verbs)
+    run(out / "libfence.so", "-shared", "fence.c")
     run(out / "control", "control.c", "fabric.c", "faults.c", "-lpthread")
     run(out / "driver", "driver.c", verbs, efa, "-Wl,-rpath,$ORIGIN")
 
@@ -83,9 +84,10 @@ def _compile(compiler: str, out: Path) -> None:
 class Fabric:
     """One run: its folder, and what tests do to it from outside."""
 
-    def __init__(self, folder: Path, libraries: Path) -> None:
+    def __init__(self, folder: Path, libraries: Path, *, mapped: bool = False) -> None:
         self.folder = folder
         self._libraries = libraries
+        self._preload = {"LD_PRELOAD": str(libraries / "libfence.so")} if mapped else {}
 
     @property
     def driver(self) -> Path:
@@ -102,6 +104,7 @@ class Fabric:
             "LD_LIBRARY_PATH": os.pathsep.join(
                 filter(None, [str(self._libraries), os.environ.get("LD_LIBRARY_PATH")])
             ),
+            **self._preload,
         }
 
     def fault(self, line: str) -> None:
@@ -166,7 +169,7 @@ def fabric(
         lines = [f"{key}={value}\n" for key, value in given.items()]
         (folder / "config").write_text("".join(lines))
         _sysfs(folder / "sys", given.get("nics", 2))
-        run = Fabric(folder, libraries)
+        run = Fabric(folder, libraries, mapped=bool(given.get("mapped")))
         run._control("make")
         for line in faults:
             run.fault(line)
