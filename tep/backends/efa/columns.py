@@ -145,7 +145,7 @@ class Columns:
     def _map_send(self, buffer: int, width: int, size: int, bell: int) -> None:
         self._width, self._mask = width, size - 1
         self._ring = _mapped(buffer, width * size)
-        self._bell = ctypes.c_uint32.from_address(bell)
+        self._bell = _register(bell)
         self._pc = 0
         stage = np.zeros(size * width, np.uint8)
         self._stage = memoryview(stage)  # type: ignore[arg-type]  # numpy has the buffer protocol
@@ -164,7 +164,7 @@ class Columns:
         ring = _mapped(buffer, size * entries.RX_ENTRY.itemsize)
         self._rx = np.frombuffer(ring, np.uint64).reshape(-1, 2)
         self._rx_ids = bytearray(b"\xff\xff" * size)  # of the entries there; none at first
-        self._rx_bell = ctypes.c_uint32.from_address(bell)
+        self._rx_bell = _register(bell)
         self._rx_pc = 0
 
     def _map_completions(self, buffer: int, width: int, size: int, bell: int | None) -> None:
@@ -175,7 +175,7 @@ class Columns:
         self._cq_bytes = ring
         self._cq_width, self._cq_size = width, size
         self._cc = 0
-        self._cq_bell = ctypes.c_uint32.from_address(bell) if bell else None
+        self._cq_bell = _register(bell) if bell else None
         if self._cq_bell is not None:
             self._nic.ask_wake = self._ask_wake
         else:
@@ -265,7 +265,7 @@ class Columns:
             ring[start : start + step] = stage[first : first + step]
             fence()
             last += most
-            bell.value = last & 0xFFFF
+            bell[0] = last & 0xFFFF
         done = last - pc
         at = at + done & self._mask
         while done < n:
@@ -281,7 +281,7 @@ class Columns:
             done += k
             at = at + k & self._mask
             fence()
-            bell.value = pc + done & 0xFFFF
+            bell[0] = pc + done & 0xFFFF
         self._pc = pc + n
 
     def write_one(
@@ -315,7 +315,7 @@ class Columns:
         self._ring[at : at + width] = self._lone
         self._pc = pc = pc + 1
         self._fence()
-        self._bell.value = pc & 0xFFFF
+        self._bell[0] = pc & 0xFFFF
 
     def receive(self, ids: bytearray) -> None:
         """Post receive buffers, named by u16.
@@ -336,7 +336,7 @@ class Columns:
             pc += len(some) >> 1
         self._rx_pc = pc
         self._fence()
-        self._rx_bell.value = pc & 0xFFFF
+        self._rx_bell[0] = pc & 0xFFFF
 
     # --- polling
 
@@ -388,7 +388,7 @@ class Columns:
         """Tell the device how far the queue was read, and to wake us at the next completion."""
         assert self._cq_bell is not None
         number = self._nic.events & 3
-        self._cq_bell.value = entries.ARM | number << 29 | (self._cc & 0xFFFF)
+        self._cq_bell[0] = entries.ARM | number << 29 | (self._cc & 0xFFFF)
 
     def close(self) -> None:
         """Let go of the mappings, which the library takes away."""
@@ -401,3 +401,12 @@ def _check(found: int, known: tuple[int, ...], what: str, unit: str) -> None:
 
 def _mapped(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def _register(address: int) -> memoryview:
+    """A register of 32 bits, written by `[0] = value`.
+
+    A memoryview stores and does no more. The setter of c_uint32.value loads the old value first,
+    since it serves bit fields too: a read of the device, for which the core waits.
+    """
+    return _mapped(address, 4).cast("I")
