@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -69,6 +70,30 @@ def test_tests_on_fake_nics(name, tests):
     assert 0 == done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
     assert passed is not None, done.stdout[-500:]
     assert int(passed[1]) >= tests, done.stdout[-500:]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not here: a fault tells no read")
+def test_the_contract_by_columns_on_queues_mapped_as_a_device_maps_them():
+    """No store without its fence, no load of a register, no batch too long, in any clause."""
+    need_fake_efa()
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-k", "TestColumns", "--tb=short"]
+    command += ["--timeout=50", "--timeout-method=thread"]
+    with fabric({"nics": 8, "mapped": 1}) as run:
+        done = subprocess.run(
+            [*command, "tests/efa/test_direct.py"],
+            cwd=ROOT,
+            env=os.environ | run.environment(),
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        counters = run.total()
+    names = ("mapped_reads", "unfenced", "overlong", "malformed")
+
+    assert 0 == done.returncode, done.stdout[-6000:] + done.stderr[-2000:]
+    assert [0] * 4 == [counters[name] for name in names]
+    assert 1000 < counters["doorbells"]
 
 
 IMMS = 1_000_000 if os.environ.get("TEP_LONG") else 20_000

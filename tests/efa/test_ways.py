@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,17 @@ def test_registers_are_written_only():
     assert 0 == counters["mapped_reads"]
     assert 500 < counters["wqes"]
     assert all(0 < int(call["n"]) <= 7 for call in calls if call.get("what") == "bell")
+
+
+@X86
+def test_a_fence_stands_before_and_after_each_doorbell():
+    """Before: the device meets an entry that is not there yet. After: more than a batch of them."""
+    _, calls, counters = run("batches", "columns", 0, 60, log=1, mapped=1, max_batch=7)
+    names = {"copy": "c", "fence": "f", "bell": "b"}
+    order = "".join(names[call["what"]] for call in calls if call["call"] == "mapped")
+
+    assert (0, 0, 0) == tuple(counters[name] for name in ("unfenced", "overlong", "malformed"))
+    assert re.fullmatch("cfb(fcfb)+f?", order), order[:200]
 
 
 @X86

@@ -3,7 +3,9 @@
 Requests of a batch are a few numpy assignments in a staging array, one copy into the mapped queue,
 a store fence and one doorbell for each `max_batch` entries. `RowWise` has the same methods.
 
-Rule 1: every store of an entry comes before the fence, the fence before the doorbell. Rule 2: no
+Rule 1: every store of an entry comes before the fence, the fence before the doorbell, and another
+fence between that doorbell and the next entry: else the device may see more than `max_batch` of
+them between two doorbells (rdma-core: mmio_wc_start at each start and after each batch). Rule 2: no
 more requests are out than the queues hold, and the completion queue holds all of both: the device
 looks at none of this. Rule 3: an entry's phase bit is looked at before the rest of it.
 """
@@ -262,6 +264,7 @@ class Columns:
         here, step, last = at * width, most * width, pc
         for first in range(0, min(n, split) // most * step, step):
             start = here + first
+            fence()
             ring[start : start + step] = stage[first : first + step]
             fence()
             last += most
@@ -272,6 +275,7 @@ class Columns:
             k = min(n - done, most)
             first, room = done * width, (size - at) * width
             nbytes = k * width
+            fence()
             if nbytes > room:
                 ring[at * width :] = stage[first : first + room]
                 ring[: nbytes - room] = stage[first + room : first + nbytes]
@@ -312,6 +316,7 @@ class Columns:
         _, ahn, qpn, qkey = place
         _ONE.pack_into(self._lone, 0, number, ctrl1, ctrl2, qpn, 1, imm, ahn, 0, qkey, *buffers)
         at = (pc & self._mask) * width
+        self._fence()
         self._ring[at : at + width] = self._lone
         self._pc = pc = pc + 1
         self._fence()
