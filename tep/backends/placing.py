@@ -48,7 +48,7 @@ def options_at(backend: str, place: Place, given: dict[str, object]) -> dict[str
         BackendUnavailable: it drives NICs, and the place has none that it can drive.
     """
     provider = str(given.get("provider", "tcp"))
-    is_efa = backend == "libfabric" and provider.startswith("efa")
+    is_efa = backend == "efa" or (backend == "libfabric" and provider.startswith("efa"))
     if backend != "verbs" and not is_efa:
         return {}  # no NIC to choose: software, or one host
     found: dict[str, object] = {}
@@ -64,7 +64,9 @@ def options_at(backend: str, place: Place, given: dict[str, object]) -> dict[str
     if place.device != "cpu":
         from tep.cuda.memory import export_dmabuf
 
-        if is_efa:
+        if backend == "efa":
+            found["dmabuf"] = export_dmabuf
+        elif is_efa:
             found |= {"cuda": True, "dmabuf": export_dmabuf}
         else:
             found["dmabuf_export"] = export_dmabuf

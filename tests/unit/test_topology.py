@@ -240,6 +240,10 @@ def test_open_for_a_device_takes_its_nics_cores_and_memory(monkeypatch):
     assert asked["libfabric"]["cuda"] is True
     placing.open_at("libfabric", "cuda:0", {"provider": "efa", "nics": ["rdmap99s0"]})
     assert ["rdmap99s0"] == asked["libfabric"]["nics"]
+    placing.open_at("efa", "cuda:0", {})
+    assert ["rdmap81s0", "rdmap82s0"] == asked["efa"]["nics"]
+    assert {"nics", "dmabuf"} == set(asked["efa"])
+    assert callable(asked["efa"]["dmabuf"])
     for domain in found.domains:
         domain.close()
 
