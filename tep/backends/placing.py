@@ -5,14 +5,18 @@ What each backend calls these things is said here once. The topology finds them.
 
 from __future__ import annotations
 
+from typing import Final
+
 from tep.backends import open_backend
 from tep.backends.auto import choose
 from tep.backends.base import Opened
 from tep.errors import BackendUnavailable
-from tep.hostfiles import LiveFiles
+from tep.hostfiles import HostFiles, LiveFiles
 from tep.topology import Place, detect
 
 __all__ = ["open_at", "options_at"]
+
+_PEER_MEMORY: Final = "/sys/module/nvidia_peermem"
 
 
 def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
@@ -25,8 +29,9 @@ def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
     if backend == "auto":
         chosen = choose()
         backend, options = chosen.backend, {**chosen.options, **options}
-    place = detect(LiveFiles()).place(device)
-    mine = options_at(backend, place, options)
+    files = LiveFiles()
+    place = detect(files).place(device)
+    mine = options_at(backend, place, options, files)
     opened = open_backend(backend, **{**mine, **options})
     names = ", ".join(domain.caps.nic for domain in opened.domains)
     how = "named" if "nics" in options or "nics" not in mine else place.why
@@ -38,11 +43,18 @@ def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
         pin = pinner(device)
         if "cuda" not in opened.domains[0].caps.memory_kinds:
             about += "; its memory is out of reach of these NICs: copies by tep.cuda.Staged"
+        elif backend == "verbs" and "dmabuf_export" not in {**mine, **options}:
+            about += "; its memory by nvidia_peermem, since this driver makes no dma-bufs"
     return opened._replace(cpus=place.cpus, about=about, pin=pin)
 
 
-def options_at(backend: str, place: Place, given: dict[str, object]) -> dict[str, object]:
+def options_at(
+    backend: str, place: Place, given: dict[str, object], files: HostFiles
+) -> dict[str, object]:
     """What a backend has to be told to open the NICs of a place and register its memory.
+
+    Memory goes to NICs as dma-bufs. NVIDIA's closed kernel modules, and kernels before 5.12, make
+    none; where nvidia_peermem is loaded, verbs then registers addresses of the GPU's memory.
 
     Raises:
         BackendUnavailable: it drives NICs, and the place has none that it can drive.
@@ -68,6 +80,13 @@ def options_at(backend: str, place: Place, given: dict[str, object]) -> dict[str
             found["dmabuf"] = export_dmabuf
         elif is_efa:
             found |= {"cuda": True, "dmabuf": export_dmabuf}
-        else:
+        elif not (files.names(_PEER_MEMORY) and not _makes_dmabufs(place.device)):
             found["dmabuf_export"] = export_dmabuf
     return found
+
+
+def _makes_dmabufs(device: str) -> bool:
+    from tep.cuda.driver import driver
+
+    index = int(device.removeprefix("cuda:"))
+    return bool(driver().attribute(index, "DMA_BUF_SUPPORTED"))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -246,6 +247,28 @@ def test_open_for_a_device_takes_its_nics_cores_and_memory(monkeypatch):
     assert callable(asked["efa"]["dmabuf"])
     for domain in found.domains:
         domain.close()
+
+
+@pytest.mark.parametrize(("peermem", "dmabufs"), [(1, 0), (1, 1), (0, 0)])
+def test_a_gpu_whose_driver_makes_no_dmabufs_is_reached_by_peermem(monkeypatch, peermem, dmabufs):
+    """NVIDIA's closed modules export nothing: memory that peermem can pin would be refused."""
+    asked = {}
+
+    def opened(backend, /, **options):
+        asked.update(options)
+        return open_backend("loopback")
+
+    built = dgx_h100()
+    if peermem:
+        built.within("/sys/module/nvidia_peermem", "refcnt")
+    cuda = SimpleNamespace(attribute=lambda device, name: {"DMA_BUF_SUPPORTED": dmabufs}[name])
+    monkeypatch.setattr("tep.cuda.driver.driver", lambda: cuda)
+    monkeypatch.setattr(placing, "open_backend", opened)
+    monkeypatch.setattr(placing, "LiveFiles", built.capture)
+    for domain in placing.open_at("verbs", "cuda:1", {}).domains:
+        domain.close()
+
+    assert (not peermem or bool(dmabufs)) == ("dmabuf_export" in asked)
 
 
 def test_an_engine_for_a_device_says_where_it_is_and_runs_there(monkeypatch):
