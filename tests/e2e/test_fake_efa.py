@@ -47,6 +47,23 @@ def test_verify_efa_holds(run, provider):
     assert "all checks held" in done.stdout
 
 
+def test_a_libfabric_without_cuda_is_named_as_the_cause(run):
+    """The wheel's offers no FI_HMEM. It has a provider efa: nobody shall install EFA once more."""
+    program = "import tep; tep.TransferEngine.open('libfabric', provider='efa', cuda=True)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | run.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert "was built without CUDA" in done.stderr
+    assert "TEP_LIBFABRIC" in done.stderr
+    assert "offers no provider" not in done.stderr
+
+
 @pytest.mark.parametrize(("name", "tests"), [("contract", 164), ("processes", 22), ("direct", 169)])
 def test_tests_on_fake_nics(name, tests):
     """The contract, and processes that are killed, stopped, or run an application: tests/efa."""

@@ -159,6 +159,13 @@ def _ask(
                 return lib.getinfo(hints, node, service, fi.FI_SOURCE if node else 0)
             except OSError as error:
                 tried.append((f"fi_getinfo(prov={name!r}, node={node!r})", str(error)))
+    if cuda and _offers_host_memory(lib, rules):
+        raise BackendUnavailable(
+            f"{lib.describe()} was built without CUDA: its provider {rules.provider!r} takes host "
+            "memory only. Use the libfabric of AWS's EFA installer (/opt/amazon/efa, or "
+            "TEP_LIBFABRIC=its libfabric.so.1), the backend efa, or copies by tep.cuda.Staged",
+            tuple(tried),
+        )
     filtered = os.environ.get("FI_PROVIDER")
     note = f"; FI_PROVIDER={filtered!r} filters providers" if filtered else ""
     if isinstance(rules, SoftwareRules) and rules.by_pid:
@@ -168,6 +175,17 @@ def _ask(
         f"{f' at {node}' if node else ''}{note}; FI_LOG_LEVEL=warn makes libfabric say why",
         tuple(tried),
     )
+
+
+def _offers_host_memory(lib: fi.Libfabric, rules: Rules) -> bool:
+    """Whether the provider is there for an engine that registers no CUDA memory."""
+    try:
+        infos = _ask(lib, rules, None, None)
+    except BackendUnavailable:
+        return False
+    for info in infos:
+        lib.freeinfo(info)
+    return True
 
 
 def fill(lib: fi.Libfabric, hints: fi.Info, rules: Rules, name: str, *, cuda: bool) -> None:
