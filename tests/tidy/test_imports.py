@@ -78,7 +78,8 @@ def test_only_the_drivers_have_threads() -> None:
     """A thread started elsewhere runs beside the engine's one owner. A Lock starts nothing.
 
     `tep/sight.py` has one that only reads, so that it answers while the owner hangs. The local
-    backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine. A
+    backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine. The
+    verbs backend's routes are made by threads of one call each, which the kernel may hold up. A
     Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
 
     The shipped tests may: they play the users.
@@ -87,6 +88,7 @@ def test_only_the_drivers_have_threads() -> None:
         "tep/drivers.py",
         "tep/sight.py",
         "tep/backends/local/crew.py",
+        "tep/backends/verbs/routes.py",
         "tep/integrations/weights/member.py",
     }
     homes = ["threading", "_thread", "concurrent.futures"]

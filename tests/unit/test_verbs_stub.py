@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import time
 
@@ -10,6 +11,8 @@ import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
+from tep.backends.verbs.address import Address
+from tep.backends.verbs.routes import Routes
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi.ibverbs_wr import ENUMS
 from tep.memory import adapt
@@ -114,6 +117,42 @@ def test_few_rows_are_posted_one_by_one_and_look_the_same(stub, rig):
         (row.length, row.lkey, row.rkey) for row in seen
     ]
     assert 2 == sum(count for _, count, _ in rig.settle(2))
+
+
+def test_a_host_that_is_off_holds_up_nobody_else(stub, rig):
+    """The kernel waits a second for its neighbour's answer: all transfers of the engine waited too.
+
+    The handle stays in the making while the rows of the living peer go back and forth.
+    """
+    where = Address.decode(rig.b.address)
+    gid = bytes(10) + b"\xff\xff" + bytes([10, 77, 0, 99])
+    off = dataclasses.replace(where, gid=gid, identity=7)
+    stub.set(Knob.HOLD_AH, 1)
+    rig.a.connect(off.encode())
+    for _ in range(20):
+        rig.a.post(rig.rows(range(8)), 0, 8)
+        assert [(Status.OK, 8, 0)] == rig.settle(8)
+    held = stub.lib.stub_set(Knob.HOLD_AH, 0)
+
+    assert held == 1
+
+
+def test_a_neighbour_that_did_not_answer_is_asked_again_later_and_not_at_once(stub, rig):
+    """Each question costs its peer's whole engine; a handle that was made is kept."""
+    found = Routes(rig.a.device)
+    where = Address.decode(rig.b.address)
+    stub.set(Knob.HOLD_AH, 1)
+    assert 0 == found.find(where)
+    stub.set(Knob.HOLD_AH, 0)
+    rig.until(lambda: found.find(where) or found._silent)
+    assert 0 == found.find(where)
+    found._silent[where] = (0.0, found._silent[where][1])
+    made = found.find(where)
+
+    assert made
+    assert made == found.find(where)
+    found.forget(where)
+    found.close()
 
 
 def test_templates_keep_nothing_of_the_batch_before(stub, rig):

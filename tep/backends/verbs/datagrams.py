@@ -13,8 +13,8 @@ from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import create_ud, qp_number
 from tep.backends.verbs.depths import DATAGRAMS_IN, DATAGRAMS_OUT
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX
+from tep.backends.verbs.routes import Routes
 from tep.backends.verbs.tags import DATAGRAM_IN, DATAGRAM_OUT, NUMBER_SHIFT, tag
-from tep.errors import FabricError
 from tep.ffi.ibverbs import fail
 from tep.ffi.ibverbs_wr import ENUMS, RECV_WR, SEND_WR, SGE
 
@@ -48,7 +48,7 @@ class Datagrams:
         self._mr = device.reg_mr(self._base, len(self._memory), access)
         self._qp = create_ud(device, cq, qkey, max(DATAGRAMS_IN, DATAGRAMS_OUT))
         self.number = qp_number(self._qp)
-        self._routes: dict[Address, int] = {}
+        self._routes = Routes(device)
         self._free: deque[int] = deque(range(DATAGRAMS_IN, DATAGRAMS_IN + DATAGRAMS_OUT))
         self._sge = np.zeros(1, SGE)
         self._recv_wr = np.zeros(1, RECV_WR)
@@ -80,9 +80,8 @@ class Datagrams:
         """Send one datagram, or lose it where the queue is full: who waits repeats it."""
         if not self._free:
             return
-        try:
-            route = self._route(to)
-        except FabricError:  # e.g. no such neighbour: as good as lost
+        route = self._routes.find(to)
+        if not route:  # e.g. no such neighbour: as good as lost
             return
         slot = self._free.popleft()
         at = slot * _SLOT_BYTES
@@ -120,22 +119,10 @@ class Datagrams:
 
     def forget(self, to: Address) -> None:
         """Drop the route to a peer that is gone."""
-        route = self._routes.pop(to, None)
-        if route is not None:
-            self._device.free("ibv_destroy_ah", route)
-
-    def _route(self, to: Address) -> int:
-        found = self._routes.get(to)
-        if found is None:
-            attr = self._device.route(to.gid, to.lid)
-            found = self._routes[to] = self._device.lib.make(
-                "ibv_create_ah", self._device.pd, ctypes.byref(attr), to=to
-            )
-        return found
+        self._routes.forget(to)
 
     def close(self) -> None:
         """Give everything back."""
         self._device.free("ibv_destroy_qp", self._qp)
-        for to in list(self._routes):
-            self.forget(to)
+        self._routes.close()
         self._device.dereg_mr(self._mr)

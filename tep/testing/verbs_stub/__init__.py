@@ -41,8 +41,9 @@ class Knob:
     POLL_ERROR = 8  # the device, from 1, whose completion queues cannot be read
     PLAIN_QPS = 9  # devices opened from now on have no ibv_create_qp_ex
     NO_READS = 10  # devices say that they cannot read
+    HOLD_AH = 11  # ibv_create_ah waits for as long as this stands, at most 5 s, and then fails
 
-    COUNT = 11
+    COUNT = 12
 
 
 class Seen(ctypes.Structure):

@@ -32,8 +32,8 @@ static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 #define LOCKED(...) do { pthread_mutex_lock(&lock); __VA_ARGS__; pthread_mutex_unlock(&lock); } while (0)
 
 /* What tests turn: see stub_set. */
-enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, CUT_LINK, LOSE_ACK, ON_OVERRUN, POLL_ERROR, PLAIN_QPS, NO_READS, NKNOBS };
-static long knob[NKNOBS];
+enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, CUT_LINK, LOSE_ACK, ON_OVERRUN, POLL_ERROR, PLAIN_QPS, NO_READS, HOLD_AH, NKNOBS };
+static volatile long knob[NKNOBS];
 
 /* `host` is where the bytes are: the address itself, or the mapping of a dma-buf. */
 struct mr { struct ibv_mr mr; uint64_t addr; size_t len; unsigned access; int live; char *host, *map; size_t mapped; };
@@ -685,7 +685,16 @@ int ibv_modify_qp(struct ibv_qp *p, struct ibv_qp_attr *a, int mask)
 	});
 	return 0;
 }
-struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *a) { (void)a; struct ibv_ah *h = calloc(1, sizeof *h); h->pd = pd; return h; }
+struct ibv_ah *ibv_create_ah(struct ibv_pd *pd, struct ibv_ah_attr *a)
+{
+	(void)a;
+	int held = knob[HOLD_AH] != 0;
+	for (int ms = 0; knob[HOLD_AH] && ms < 5000; ms++) usleep(1000);
+	if (held) { errno = ETIMEDOUT; return NULL; }
+	struct ibv_ah *h = calloc(1, sizeof *h);
+	h->pd = pd;
+	return h;
+}
 int ibv_destroy_ah(struct ibv_ah *h) { free(h); return 0; }
 int ibv_get_async_event(struct ibv_context *c, struct ibv_async_event *e)
 {
