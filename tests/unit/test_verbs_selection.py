@@ -75,6 +75,17 @@ def test_a_dgx_h100_computes_on_its_eight_and_not_on_the_storage_ports(gpus, sto
             assert ("PCIe switch" if gpus else "its card has 2 ports") in said
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 106), ({"traffic_class": 0}, 0)])
+def test_packets_of_roce_v2_go_into_the_class_of_lossless_networks(stub, given, expected):
+    """In class 0 they are dropped under load, and a path ends as UNREACHABLE for no fault of it."""
+    (domain,) = open_domains(["stub0"], library=stub.path, **given).domains
+    route, told = domain.device.route(bytes(16), 0), domain.describe()
+    domain.close()
+
+    assert expected == route.grh.traffic_class
+    assert f"traffic class {expected}, service level 0" in told
+
+
 def test_storage_in_a_subnet_of_its_own_is_left_out_and_rails_are_not():
     """Eight rails are eight subnets, and all of them are the fabric."""
     two = [nic(k) for k in range(8)] + [nic(8, subnet=B), nic(9, subnet=B)]

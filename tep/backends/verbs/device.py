@@ -29,6 +29,8 @@ _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 _ACTIVE: Final = ENUMS["IBV_PORT_ACTIVE"]
 _GRH_REQUIRED: Final = ENUMS["IBV_QPF_GRH_REQUIRED"]
 _HOPS: Final = 64  # as fabric-lib
+_ROCE_CLASS: Final = 106  # DSCP 26, ECN-capable; UCX's UCT_IB_DEFAULT_ROCEV2_DSCP (quoted)
+_V2: Final = ENUMS["IBV_GID_TYPE_ROCE_V2"]
 _READS_AT_A_TIME: Final = 16  # of one queue pair: what ConnectX has (quoted)
 
 # What is posted on our queue pairs; a provider then leaves no room for more. Requests of 64 bytes
@@ -207,6 +209,13 @@ class Device:
             f"and its max_qp_rd_atom {self.attr.max_qp_rd_atom}"
         )
 
+    @property
+    def traffic_class(self) -> int:
+        """What packets with a routing header carry, see Settings."""
+        if self.settings.traffic_class is not None:
+            return self.settings.traffic_class
+        return _ROCE_CLASS if not self.is_ib and self.gid.seen.gid_type == _V2 else 0
+
     def route(self, gid: bytes, lid: int) -> AhAttr:
         """How packets get to a peer."""
         found = AhAttr()
@@ -219,7 +228,7 @@ class Device:
             found.grh.dgid = Gid.from_buffer_copy(gid)
             found.grh.sgid_index = self.gid.seen.entry
             found.grh.hop_limit = _HOPS
-            found.grh.traffic_class = self.settings.traffic_class
+            found.grh.traffic_class = self.traffic_class
         return found
 
     def make_rc(self, cq: int, srq: int, requests: int) -> int:
@@ -358,5 +367,6 @@ class Device:
         partition = "" if self.pkey == _DEFAULT_PKEY else f", P_Key {self.pkey:#06x}"
         return (
             f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
-            f"{128 << self.port.active_mtu}, {self.gid}{partition}"
+            f"{128 << self.port.active_mtu}, {self.gid}{partition}, traffic class "
+            f"{self.traffic_class}, service level {self.settings.service_level}"
         )
