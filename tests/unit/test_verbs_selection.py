@@ -186,6 +186,19 @@ def test_devices_are_seen_as_they_are_and_the_rest_is_told(stub, machine):
     assert 4 == len(re.findall("InfiniBand, 400 Gb/s", probe()))
 
 
+def test_an_efa_device_is_left_to_its_own_backends(stub, machine):
+    """It has no reliable connections: opening it ended in an errno of ibv_create_qp."""
+    machine((-1, 0, 100), *[(0, 0, 100)] * 7)
+    with pytest.raises(BackendUnavailable, match="stub0: its link layer is 0.*the backend efa"):
+        open_domains(["stub0"])
+    opened = open_domains().domains
+    for domain in opened:
+        domain.close()
+
+    assert "stub0" not in [domain.caps.nic for domain in opened]
+    assert "no reliable connections" in dict(facts()["tried"])["stub0"]
+
+
 def test_more_than_belong_together_are_refused_and_two_layers_never_opened(stub, machine):
     """A transfer over both would end in a time-out, or in an error far from its cause."""
     machine(*[(IB, 1, 400)] * 2, *[(0, 0, 400)] * 6)

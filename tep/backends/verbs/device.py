@@ -26,6 +26,7 @@ from tep.ffi.ibverbs_wr import ENUMS
 __all__ = ["Device"]
 
 _IB: Final = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
+_ETHERNET: Final = ENUMS["IBV_LINK_LAYER_ETHERNET"]
 _ACTIVE: Final = ENUMS["IBV_PORT_ACTIVE"]
 _GRH_REQUIRED: Final = ENUMS["IBV_QPF_GRH_REQUIRED"]
 _HOPS: Final = 64  # as fabric-lib
@@ -103,6 +104,12 @@ class Device:
         if self.port.state != _ACTIVE:
             raise BackendUnavailable(
                 f"{self.name}: port {port} is not active (state {self.port.state}); is the link up?"
+            )
+        if self.port.link_layer not in {_IB, _ETHERNET}:
+            raise BackendUnavailable(
+                f"{self.name}: its link layer is {self.port.link_layer}, neither InfiniBand nor "
+                "Ethernet. So say EFA devices, which have no reliable connections: open them by "
+                "the backend libfabric with provider='efa', or by the backend efa"
             )
         self.gids = self._rank()
         self.gid = self._pick()

@@ -71,7 +71,7 @@ struct seen {
 };
 
 static struct ibv_device devs[NDEV];
-/* What a device is; link 0 is Ethernet. */
+/* What a device is; link 0 is Ethernet, and below 0 unspecified, as EFA's is. */
 static struct { uint32_t ece; int link; uint64_t subnet; uint16_t pkeys[NPKEY]; } kinds[NDEV];
 static struct ibv_device *listed[NDEV + 1];
 static struct mr *mrs[NMR];
@@ -469,7 +469,7 @@ int ibv_query_port(struct ibv_context *c, uint8_t port, struct _compat_ibv_port_
 	a->state = is_cut(c) ? IBV_PORT_DOWN : IBV_PORT_ACTIVE; a->active_mtu = a->max_mtu = IBV_MTU_4096; a->gid_tbl_len = 4;
 	a->max_msg_sz = 1u << 31;
 	int i = c->device - devs;
-	a->link_layer = kinds[i].link ? kinds[i].link : IBV_LINK_LAYER_ETHERNET;
+	a->link_layer = kinds[i].link < 0 ? IBV_LINK_LAYER_UNSPECIFIED : kinds[i].link ? kinds[i].link : IBV_LINK_LAYER_ETHERNET;
 	a->lid = a->link_layer == IBV_LINK_LAYER_INFINIBAND ? 1 + i : 0;
 	a->pkey_tbl_len = NPKEY;
 	return 0;
