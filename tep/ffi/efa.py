@@ -230,7 +230,7 @@ class Efa(Library):
             call = getattr(direct, name)
             _type(call, *prototype)
             setattr(self._lib, name, call)  # where ok() and make() look
-        self.ok("ibv_fork_init")
+        self.fork_safe = self._fork_init()
 
     def status_str(self, status: int) -> str:
         """Completions are named by the device's own status here."""

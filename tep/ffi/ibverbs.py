@@ -24,6 +24,7 @@ from tep.ffi.load import Step, env_step, find, system_step
 
 __all__ = [
     "ABI_COMPAT_OFFSETS",
+    "NOT_FORK_SAFE",
     "OPTIONAL",
     "PROTOTYPES",
     "CreateQp",
@@ -110,12 +111,20 @@ struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t leng
 """)
 
 
+NOT_FORK_SAFE: Final = (
+    "; a fork may take registered pages away from the NIC: memory was registered in this process "
+    "before tep was loaded, on a kernel before 5.12"
+)
+"""What is said where `Library.fork_safe` is False."""
+
+
 class Library:
     """libibverbs with its calls typed; pointers travel as plain ints, 0 for NULL.
 
     Attributes:
         path: what was loaded.
         has_dmabuf: whether ibv_reg_dmabuf_mr is there.
+        fork_safe: whether children that are forked leave registered pages alone.
     """
 
     def __init__(self, lib: ctypes.CDLL, path: str) -> None:
@@ -131,9 +140,19 @@ class Library:
                 self.has_dmabuf = False
             else:
                 call.restype, call.argtypes = result, arguments
-        # Before any other call. Kernels from 5.12 on copy pinned pages at fork; there the library
-        # does nothing, on older ones it keeps registered pages out of children.
-        self.ok("ibv_fork_init")
+        self.fork_safe = self._fork_init()
+
+    def _fork_init(self) -> bool:
+        """Call ibv_fork_init, before any other call; False: it came too late.
+
+        Kernels from 5.12 on copy pinned pages at fork; there the library does nothing. On older
+        ones it keeps registered pages out of children, and answers EINVAL where something in this
+        process has registered memory first (libfabric's provider, NCCL).
+        """
+        rc = self.ask("ibv_fork_init")
+        if rc not in {0, errno.EINVAL}:
+            fail("ibv_fork_init", rc)
+        return rc == 0
 
     def ok(self, name: str, *arguments: object, what: str = "", **context: object) -> None:
         """Make a call that returns 0 or an errno.

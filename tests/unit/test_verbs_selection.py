@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import time
 
@@ -11,14 +12,16 @@ from hypothesis import strategies as st
 
 from tep.backends.base import Access, Status, WriteBatch, new_completions
 from tep.backends.verbs import facts, open_domains, probe
+from tep.backends.verbs.device import Device
 from tep.backends.verbs.selection import survey
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, UsageError
-from tep.ffi.ibverbs import load
+from tep.ffi.ibverbs import Library, load
 from tep.ffi.ibverbs_wr import ENUMS
 from tep.hostfiles import LiveFiles
 from tep.memory import adapt
 from tep.nics import Found, choose, gpu_paths
+from tep.testing.verbs_stub import Knob
 
 IB = ENUMS["IBV_LINK_LAYER_INFINIBAND"]
 A, B = "fec0000000000001", "fec0000000000002"
@@ -246,6 +249,18 @@ def test_a_library_that_is_too_old_says_which_would_do():
     """An undefined symbol tells nobody what to install."""
     with pytest.raises(BackendUnavailable, match=r"has no ibv_fork_init, .*rdma-core 33 and later"):
         load("libc.so.6")
+
+
+def test_memory_that_was_registered_before_us_is_no_reason_to_refuse(stub):
+    """NCCL or libfabric were first: on Linux 5.10 no verbs engine could be opened after them."""
+    stub.set(Knob.LATE_FORK_INIT, 1)
+    lib = Library(ctypes.CDLL(stub.path, use_errno=True), stub.path)
+    device = Device(lib, "stub0", Settings())
+    told = device.describe()
+    device.close()
+
+    assert not lib.fork_safe
+    assert "a fork may take registered pages away" in told
 
 
 def test_a_partition_that_is_not_there_is_refused_and_ends_in_two_never_meet(stub):

@@ -19,6 +19,7 @@ from tep.backends.libfabric.rules import RULES
 from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.efa import Efa, load
+from tep.ffi.ibverbs import NOT_FORK_SAFE
 from tep.memory import DmabufExport
 
 __all__ = ["EfaDomain", "facts", "open_domains", "probe"]
@@ -136,6 +137,7 @@ def _open(lib: Efa, name: str, epoch: int, how: _How) -> EfaDomain:
             no_reads="" if nic.can_read else f"the device {name} has no RDMA read",
         )
         about = f"SRD through libibverbs and libefa; entries {words}; all peers by the NIC"
+        about += "" if lib.fork_safe else NOT_FORK_SAFE
         return EfaDomain(nic, way, rules, caps, epoch=epoch, dmabuf=how.dmabuf, about=about)
     except FabricError as error:
         nic.close()

@@ -18,7 +18,7 @@ from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
 from tep.backends.verbs.handshake import control_bytes
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, FabricError, UsageError
-from tep.ffi.ibverbs import DataPath, Library, fail
+from tep.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
 from tep.ffi.ibverbs_device import DeviceAttr, Gid, GidEntry, PortAttr
 from tep.ffi.ibverbs_structs import AhAttr, Mr, QpInitAttrEx
 from tep.ffi.ibverbs_wr import ENUMS
@@ -376,4 +376,5 @@ class Device:
             f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
             f"{128 << self.port.active_mtu}, {self.gid}{partition}, traffic class "
             f"{self.traffic_class}, service level {self.settings.service_level}"
+            f"{'' if self.lib.fork_safe else NOT_FORK_SAFE}"
         )

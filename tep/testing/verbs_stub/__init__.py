@@ -42,8 +42,9 @@ class Knob:
     PLAIN_QPS = 9  # devices opened from now on have no ibv_create_qp_ex
     NO_READS = 10  # devices say that they cannot read
     HOLD_AH = 11  # ibv_create_ah waits for as long as this stands, at most 5 s, and then fails
+    LATE_FORK_INIT = 12  # ibv_fork_init says that memory was registered before
 
-    COUNT = 12
+    COUNT = 13
 
 
 class Seen(ctypes.Structure):

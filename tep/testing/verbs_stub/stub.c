@@ -32,7 +32,7 @@ static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 #define LOCKED(...) do { pthread_mutex_lock(&lock); __VA_ARGS__; pthread_mutex_unlock(&lock); } while (0)
 
 /* What tests turn: see stub_set. */
-enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, CUT_LINK, LOSE_ACK, ON_OVERRUN, POLL_ERROR, PLAIN_QPS, NO_READS, HOLD_AH, NKNOBS };
+enum { SINK, NO_COPY, DROP_DATAGRAMS, FAIL_POST, FAIL_AFTER, CUT_LINK, LOSE_ACK, ON_OVERRUN, POLL_ERROR, PLAIN_QPS, NO_READS, HOLD_AH, LATE_FORK_INIT, NKNOBS };
 static volatile long knob[NKNOBS];
 
 /* `host` is where the bytes are: the address itself, or the mapping of a dma-buf. */
@@ -419,7 +419,7 @@ static void make_ring(struct ring *r, uint32_t cap) { r->at = calloc(cap ? cap :
 
 static struct ibv_qp *create_qp_ex(struct ibv_context *c, struct ibv_qp_init_attr_ex *a);
 
-int ibv_fork_init(void) { return 0; }
+int ibv_fork_init(void) { return knob[LATE_FORK_INIT] ? EINVAL : 0; }
 
 struct ibv_device **ibv_get_device_list(int *n)
 {
