@@ -6,11 +6,13 @@ The rules, each applied to what the one before has left:
 2. EFA where there is one: its protocol reaches no other NIC.
 3. One link layer, the one with more bandwidth: InfiniBand and Ethernet never reach each other.
 4. The fastest; slower ones are most often for management.
-5. Where some share a PCIe switch with a GPU, only those: the others are for storage. So it is on a
+5. Where a virtual function (SR-IOV) is beside its physical one, the physical one: they are one
+   port.
+6. Where some share a PCIe switch with a GPU, only those: the others are for storage. So it is on a
    DGX H100, whose storage ports are as fast as its eight for computing.
-6. Where some are alone on their card, those before ports of cards that have several, if there are
+7. Where some are alone on their card, those before ports of cards that have several, if there are
    as many: the same machine, seen from a container without GPUs.
-7. On InfiniBand, those in the subnet that more than half of them are in. Where there is none, each
+8. On InfiniBand, those in the subnet that more than half of them are in. Where there is none, each
    rail is a subnet, and all are kept.
 """
 
@@ -42,6 +44,7 @@ class Found(NamedTuple):
         path: of its PCI device in sysfs; "" where there is none.
         peer_bytes: what the send queues for a peer take on it, with settings as they are.
         is_efa: whether it is driven by EFA's driver.
+        physical: of a virtual function, the path of the physical one; "" for any other device.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Found(NamedTuple):
     path: str = ""
     peer_bytes: int = 0
     is_efa: bool = False
+    physical: str = ""
 
 
 class Choice(NamedTuple):
@@ -83,14 +87,19 @@ def choose(found: Sequence[Found], gpus: Sequence[str]) -> Choice:
         lambda seen: seen.link_bps == fastest,
         lambda seen: f"{seen.link_bps / 1e9:g} Gb/s, and others have {fastest / 1e9:g}",
     )
+    paths = {seen.path for seen in taken} - {""}
+    keep(
+        lambda seen: seen.physical not in paths,
+        lambda _: "a virtual function of a NIC that is taken: they are one port",
+    )
     near = {seen.name for seen in taken if any(_share_switch(seen.path, gpu) for gpu in gpus)}
     if near:
         keep(
             lambda seen: seen.name in near,
             lambda _: "it shares no PCIe switch with a GPU, and others do: most often for storage",
         )
-    ports = Counter(_card(seen.path) for seen in found if seen.path)
-    alone = {seen.name for seen in taken if ports[_card(seen.path)] == 1}
+    ports = Counter(_card(seen.path) for seen in found if seen.path and not seen.physical)
+    alone = {seen.name for seen in taken if seen.path and ports[_card(seen.path)] <= 1}
     if 2 * len(alone) >= len(taken):
         keep(
             lambda seen: seen.name in alone,

@@ -274,6 +274,7 @@ def _nic(files: HostFiles, name: str) -> Found:
         subnet="".join(gid.split(":")[:4]) if is_ib else "",
         path=path,
         is_efa=driver == "efa",
+        physical=files.real(f"{path}/physfn") if path else "",
     )
 
 

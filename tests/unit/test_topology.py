@@ -51,6 +51,19 @@ def test_storage_and_management_nics_of_a_dgx_are_left_out_and_told_why():
     assert "not InfiniBand" in why["mlx5_2"]
 
 
+def test_a_gpu_gets_no_nic_twice_where_virtual_functions_are_up():
+    """The physical function and its virtual one are one port."""
+    built = dgx_h100()
+    parent = built.links["/sys/class/infiniband/mlx5_3/device"]
+    path = parent.removeprefix("/sys/devices/").removesuffix(".0") + ".1"
+    built.nic("mlx5_12", path)
+    built.links[f"/sys/devices/{path}/physfn"] = parent
+    machine = detect(built.capture())
+
+    assert ("mlx5_3",) == machine.place("cuda:1").nics
+    assert "virtual function" in dict(machine.left)["mlx5_12"]
+
+
 def test_pairs_of_gpus_share_a_nic():
     """The third GPU must not end up with the first pair's NIC."""
     seen = detect(shared_nics().capture())

@@ -89,6 +89,17 @@ def test_packets_of_roce_v2_go_into_the_class_of_lossless_networks(stub, given, 
     assert f"traffic class {expected}, service level 0" in told
 
 
+def test_a_virtual_function_beside_its_physical_one_is_no_second_nic():
+    """One port counted twice: shards of a row race each other, and no byte goes faster."""
+    pf, vf = nic(0, path=switched(0x15)), nic(1, path=switched(0x15, 1))
+    alone = nic(2, path=switched(0x37, 1))._replace(physical=switched(0x37))
+    vf = vf._replace(physical=pf.path)
+    choice = choose([pf, vf, alone], GPUS)
+
+    assert [0, 2] == names(choice)
+    assert "virtual function" in dict(choice.left)["mlx5_1"]
+
+
 def test_storage_in_a_subnet_of_its_own_is_left_out_and_rails_are_not():
     """Eight rails are eight subnets, and all of them are the fabric."""
     two = [nic(k) for k in range(8)] + [nic(8, subnet=B), nic(9, subnet=B)]

@@ -23,6 +23,7 @@ def survey(lib: Library, settings: Settings) -> list[Found]:
     """Look at every device, fastest first; unusable ones last, with the reason."""
     found = []
     for name, folder in lib.devices():
+        physical = Path(folder, "device", "physfn")
         path = os.path.realpath(Path(folder, "device")) if Path(folder, "device").exists() else ""
         try:
             device = Device(lib, name, settings)
@@ -40,6 +41,7 @@ def survey(lib: Library, settings: Settings) -> list[Found]:
                 subnet=device.gid.seen.gid[:8].hex() if device.is_ib else "",
                 path=path,
                 peer_bytes=peer_bytes(device, settings.sq_depth or ROWS),
+                physical=os.path.realpath(physical) if physical.exists() else "",
             )
         )
         device.close()
