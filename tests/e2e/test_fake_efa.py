@@ -47,6 +47,53 @@ def test_verify_efa_holds(run, provider):
     assert "all checks held" in done.stdout
 
 
+_MUTED = """
+import sys, tep
+options = {"peer_timeout_s": 0.5, "nics": 1}
+backend, provider = sys.argv[1:]
+options |= {"provider": provider} if provider else {}
+engine = lambda: tep.TransferEngine.open(backend, **options)
+with engine() as a, engine() as b:
+    (here, _), (_, there) = a.reg_mr(bytearray(64)), b.reg_mr(bytearray(64))
+    for fails in (False, True):
+        if fails: sys.stdin.readline()
+        try:
+            a.submit_single_write(64, (here, 0), (there, 0)).wait(20)
+        except tep.FabricError as error:
+            print(error, flush=True)
+        else:
+            print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", [("efa", ""), ("libfabric", "efa")])
+def test_a_nic_that_nobody_has_ever_answered_names_the_security_group(run, how):
+    """Without its rule for itself nothing passes, and the message blamed the peer."""
+
+    def write(*muted):
+        for fault in muted:
+            run.fault(fault)
+        with subprocess.Popen(
+            [sys.executable, "-c", _MUTED, *how],
+            env=os.environ | run.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            first = process.stdout.readline()
+            run.fault("mute")
+            return first, process.communicate("\n", timeout=60)[0]
+
+    first, later = write()
+
+    assert "done\n" == first
+    assert "security group" not in later
+    assert "UNREACHABLE" in later
+    first, _ = write("mute")
+
+    assert "security group that allows all traffic within itself" in first
+
+
 def test_a_libfabric_without_cuda_is_named_as_the_cause(run):
     """The wheel's offers no FI_HMEM. It has a provider efa: nobody shall install EFA once more."""
     program = "import tep; tep.TransferEngine.open('libfabric', provider='efa', cuda=True)"

@@ -59,6 +59,7 @@ class Peers(Generic[PeerT]):
         me: our address, as bytes.
         complaint: why the last new peer could not be met; "" = it was.
         refusal: why the last endpoint could not be opened; "" = it was.
+        answered: some peer has answered this NIC, ever.
     """
 
     _record: type[PeerT] = Peer  # type: ignore[assignment]  # a room may know more of each
@@ -76,6 +77,7 @@ class Peers(Generic[PeerT]):
     ) -> None:
         self.all: list[PeerT] = []
         self.complaint = self.refusal = ""
+        self.answered = False
         self._nic = nic
         self._mailbox = mailbox
         self._rules = rules
@@ -212,6 +214,7 @@ class Peers(Generic[PeerT]):
 
     def _is_ready(self, peer: PeerT, now_s: float) -> None:
         peer.state = State.READY
+        self.answered = True
         peer.since_s = now_s
 
     # --- looking after

@@ -18,6 +18,7 @@ from tep.backends.libfabric.efa.reads import READ, HardwareRegions, HardwareRows
 from tep.backends.libfabric.objects import CqError, Endpoint, Nic, Option
 from tep.backends.libfabric.peer import Peer
 from tep.backends.libfabric.slots import I64, Slots, Ticket
+from tep.backends.texts import says
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.completions import Queue
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["HardwareDomain"]
 
 _LOG: Final = logging.getLogger("tep.libfabric")
+_NOBODY: Final = (
+    "no peer has ever answered this NIC; on EC2 both instances need a security group that allows "
+    "all traffic within itself, in both directions"
+)
 _READ: Final = int(Kind.READ)
 _OK: Final = int(Status.OK)
 
@@ -116,6 +121,12 @@ class HardwareDomain(FabricDomain[Peer]):
         if status is Status.PROVIDER:  # that says nothing of the peer: is it there?
             self._peers.doubt(ticket.peer, time.monotonic())
             self._stir(ticket.peer)
+
+    def status_text(self, status: int) -> str:
+        text = super().status_text(status)
+        if status == Status.UNREACHABLE and not self._peers.answered:
+            return says(text, _NOBODY)
+        return text
 
     def _look_at_deadlines(self, now_s: float) -> None:
         # What went wrong with no operation of ours: an answer that found nobody, say.
