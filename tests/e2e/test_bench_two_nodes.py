@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import subprocess
@@ -10,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import tep
 from tep import FabricError, sim
+from tep.backends.loopback import Hub
 from tep.bench import two_nodes
 from tep.bench.two_nodes import FORMAT, Plan, document, measure
 from tep.cli import main
@@ -62,6 +66,18 @@ def test_two_processes_of_this_host(tmp_path, backend):
         assert {2} == {one["nics"] for one in found["points"]}
         assert {1, 2} == {one["nics"] for one in found["others"]}
         assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_a_nic_that_takes_short_rows_only_is_measured_all_the_same():
+    """Soft-RoCE takes 8 MiB: one NIC of it ended in an error before anything was measured."""
+    with contextlib.ExitStack() as stack:
+        hub = Hub()
+        options = {"hub": hub, "max_write_bytes": 4 << 20}
+        engines = [stack.enter_context(tep.open_loopback(1, name=name, **options)) for name in "ab"]
+        found = measure(engines, dataclasses.replace(Plan.short(), singles=(1 << 20, 8 << 20)))
+
+    assert KINDS == {point.kind for point in found.points}
+    assert [1 << 20] == [point.nbytes for point in found.points if point.kind == "single"]
 
 
 def test_a_simulated_machine_gives_its_published_figures_and_its_profile_back(tmp_path, capsys):
