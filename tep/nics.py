@@ -4,6 +4,8 @@ The rules, each applied to what the one before has left:
 
 1. A NIC must be usable: it opens, its port is up and has an address.
 2. EFA where there is one: its protocol reaches no other NIC.
+   Elsewhere those that NCCL_IB_HCA names: a list of them is the user's own choice, and the rules
+   below leave it alone; a list of exceptions ("^...") only takes some away.
 3. One link layer, the one with more bandwidth: InfiniBand and Ethernet never reach each other.
 4. The fastest; slower ones are most often for management.
 5. Where a virtual function (SR-IOV) is beside its physical one, the physical one: they are one
@@ -22,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from tep.environment import NameList
 from tep.hostfiles import HostFiles, LiveFiles
 
 __all__ = ["PCI", "Choice", "Found", "choose", "gpu_paths", "natural"]
@@ -66,8 +69,8 @@ class Choice(NamedTuple):
     left: list[tuple[str, str]]
 
 
-def choose(found: Sequence[Found], gpus: Sequence[str]) -> Choice:
-    """Take the NICs that belong together, by the rules above."""
+def choose(found: Sequence[Found], gpus: Sequence[str], hca: NameList | None = None) -> Choice:
+    """Take the NICs that belong together, by the rules above; `hca` is NCCL_IB_HCA."""
     left = [(seen.name, seen.text) for seen in found if not seen.usable]
     taken = [seen for seen in found if seen.usable]
 
@@ -79,6 +82,10 @@ def choose(found: Sequence[Found], gpus: Sequence[str]) -> Choice:
         return Choice(taken, left)
     if any(seen.is_efa for seen in taken):
         keep(lambda seen: seen.is_efa, lambda _: "no EFA NIC, and there are some")
+    elif hca is not None and hca.entries:
+        keep(lambda seen: hca.takes(seen.name), lambda _: f"{hca.name}={hca.text} leaves it out")
+        if not hca.excludes or not taken:
+            return Choice(taken, left)
     ib = max((False, True), key=lambda layer: _weight(taken, is_ib=layer))
     most = f"{'InfiniBand' if ib else 'Ethernet'}, as those with most of the bandwidth are"
     keep(lambda seen: seen.is_ib == ib, lambda _: f"not {most}")

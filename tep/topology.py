@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from tep.environment import HCA, read_list
 from tep.errors import BackendUnavailable, UsageError
 from tep.hostfiles import CudaDevice, HostFiles, LiveFiles
 from tep.nics import Found, choose, gpu_paths, natural
@@ -219,7 +220,7 @@ def detect(files: HostFiles | None = None) -> Topology:
     """Look at this machine (None), or at a captured one."""
     files = files or LiveFiles()
     found = sorted((_nic(files, name) for name in files.names(_NICS)), key=_order)
-    choice = choose(found, gpu_paths(files))
+    choice = choose(found, gpu_paths(files), read_list(HCA, files.environ))
     return Topology(
         tuple(_gpus(files)),
         tuple(choice.taken),

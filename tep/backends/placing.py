@@ -10,6 +10,7 @@ from typing import Final
 from tep.backends import open_backend
 from tep.backends.auto import choose
 from tep.backends.base import Opened
+from tep.environment import HCA, read_list, said
 from tep.errors import BackendUnavailable
 from tep.hostfiles import HostFiles, LiveFiles
 from tep.topology import Place, detect
@@ -45,6 +46,10 @@ def open_at(backend: str, device: str, options: dict[str, object]) -> Opened:
             about += "; its memory is out of reach of these NICs: copies by tep.cuda.Staged"
         elif backend == "verbs" and "dmabuf_export" not in {**mine, **options}:
             about += "; its memory by nvidia_peermem, since this driver makes no dma-bufs"
+    hca = ""
+    if backend == "verbs" and "nics" in mine:
+        hca = said([read_list(HCA, files.environ)], {HCA: "which NICs are taken"})
+    about = "; ".join(filter(None, (about, hca, opened.about)))
     return opened._replace(cpus=place.cpus, about=about, pin=pin)
 
 

@@ -24,6 +24,7 @@ from tep.backends.base import Opened
 from tep.backends.opening import identity
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.domain import VerbsDomain
+from tep.backends.verbs.hints import Hints
 from tep.backends.verbs.selection import choose_count, survey
 from tep.backends.verbs.settings import Settings
 from tep.checks import nearest
@@ -74,13 +75,14 @@ def open_domains(
         )
     chosen = Settings(**settings)
     lib = load(library)
-    names = _names(lib, nics, chosen)
+    hints = Hints.read(chosen, nics)
+    names = _names(lib, nics, chosen, hints)
     name, epoch = identity("verbs", name, epoch)
     cuda = dmabuf_export is not None or _PEER_MEMORY.exists()
     domains: list[VerbsDomain] = []
     with contextlib.ExitStack() as undo:
         for nic, device in enumerate(names):
-            opened = Device(lib, device, chosen)
+            opened = Device(lib, device, chosen, hints)
             domain = VerbsDomain(
                 opened, name=name, nic=nic, epoch=epoch, export=dmabuf_export, cuda=cuda
             )
@@ -95,10 +97,12 @@ def open_domains(
         undo.pop_all()
     for domain in domains:
         domain.spares = tuple(other.device for other in domains if other is not domain)
-    return Opened(tuple(domains), epoch, name)
+    return Opened(tuple(domains), epoch, name, about=hints.said())
 
 
-def _names(lib: Library, nics: int | str | Sequence[str] | None, settings: Settings) -> list[str]:
+def _names(
+    lib: Library, nics: int | str | Sequence[str] | None, settings: Settings, hints: Hints
+) -> list[str]:
     """The devices that are meant."""
     wanted = 1 if nics is None else nics
     if not isinstance(wanted, int):
@@ -107,7 +111,7 @@ def _names(lib: Library, nics: int | str | Sequence[str] | None, settings: Setti
     if not 1 <= wanted <= _NICS_MAX:
         raise UsageError(f"verbs: nics={nics}; 1 to {_NICS_MAX} are possible")
     if nics is None or isinstance(nics, int):
-        names = choose_count(survey(lib, settings), gpu_paths(), nics)
+        names = choose_count(survey(lib, settings, hints), gpu_paths(), nics, hints.hca)
     return names
 
 
@@ -118,19 +122,21 @@ def probe() -> str:
         BackendUnavailable: no library, or no usable device; says why for each.
     """
     lib = load()
-    found = survey(lib, Settings())
+    hints = Hints.read(Settings())
+    found = survey(lib, Settings(), hints)
     if not any(seen.usable for seen in found):
         raise BackendUnavailable(
             "libibverbs is here, but no usable RDMA device",
             tuple((seen.name, seen.text) for seen in found)
             or (("list devices", "the kernel knows none"),),
         )
-    return "; ".join(seen.text for seen in choose(found, gpu_paths()).taken)
+    return "; ".join(seen.text for seen in choose(found, gpu_paths(), hints.hca).taken)
 
 
 def facts() -> dict[str, object]:
     """Say which devices would not be taken, and why; and what a peer costs."""
-    found = choose(survey(load(), Settings()), gpu_paths())
+    hints = Hints.read(Settings())
+    found = choose(survey(load(), Settings(), hints), gpu_paths(), hints.hca)
     return {
         "nics": [seen.name for seen in found.taken],
         "peer_bytes_a_nic": max((seen.peer_bytes for seen in found.taken), default=0),

@@ -16,6 +16,7 @@ from typing import Final
 from tep.backends.base import DomainCaps
 from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
 from tep.backends.verbs.handshake import control_bytes
+from tep.backends.verbs.hints import NO_HINTS, Hints
 from tep.backends.verbs.settings import Settings
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
@@ -57,6 +58,7 @@ class Device:
         lib: the library.
         name: of the device, e.g. "mlx5_0".
         settings: which port, which address.
+        hints: what the environment says where the settings say nothing.
 
     Attributes:
         dead: it has failed for good; freeing what is on it may fail too, and is no error.
@@ -67,8 +69,11 @@ class Device:
         BackendUnavailable: it cannot be opened, or its port is down or has no address.
     """
 
-    def __init__(self, lib: Library, name: str, settings: Settings) -> None:
+    def __init__(
+        self, lib: Library, name: str, settings: Settings, hints: Hints = NO_HINTS
+    ) -> None:
         self.lib = lib
+        self._hints = hints
         self.name = name
         self.settings = settings
         self.dead = False
@@ -144,13 +149,17 @@ class Device:
                 f"{self.name}: port {self.settings.port} has no address; give its network "
                 "interface an IP address"
             )
+        option = f"gid_index={wanted}"
+        if wanted is None and not self.is_ib:
+            wanted, hint = self._hints.gid_index.value, self._hints.gid_index
+            option = f"{hint.name}={hint.text}"
         if wanted is None:
             return self.gids[0]
         for choice in self.gids:
             if choice.seen.entry == wanted:
                 return choice
         there = "; ".join(map(str, self.gids))
-        raise UsageError(f"verbs: gid_index={wanted} is empty on {self.name}; there are: {there}")
+        raise UsageError(f"verbs: {option} is empty on {self.name}; there are: {there}")
 
     def _pick_pkey(self) -> tuple[int, int]:
         """(index, key) of the partition that is wanted."""
@@ -221,13 +230,22 @@ class Device:
         """What packets with a routing header carry, see Settings."""
         if self.settings.traffic_class is not None:
             return self.settings.traffic_class
+        if self._hints.traffic_class.value is not None:
+            return self._hints.traffic_class.value
         return _ROCE_CLASS if not self.is_ib and self.gid.seen.gid_type == _V2 else 0
+
+    @property
+    def service_level(self) -> int:
+        """What all packets carry, see Settings."""
+        if self.settings.service_level is not None:
+            return self.settings.service_level
+        return self._hints.service_level.value or 0
 
     def route(self, gid: bytes, lid: int) -> AhAttr:
         """How packets get to a peer."""
         found = AhAttr()
         found.port_num = self.settings.port
-        found.sl = self.settings.service_level
+        found.sl = self.service_level
         if self.is_ib:
             found.dlid = lid
         if not self.is_ib or self.port.flags & _GRH_REQUIRED:
@@ -375,6 +393,6 @@ class Device:
         return (
             f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
             f"{128 << self.port.active_mtu}, {self.gid}{partition}, traffic class "
-            f"{self.traffic_class}, service level {self.settings.service_level}"
+            f"{self.traffic_class}, service level {self.service_level}"
             f"{'' if self.lib.fork_safe else NOT_FORK_SAFE}"
         )

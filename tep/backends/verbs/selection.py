@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tep.backends.verbs.depths import ROWS, peer_bytes
 from tep.backends.verbs.device import Device
+from tep.backends.verbs.hints import NO_HINTS, Hints
 from tep.backends.verbs.settings import Settings
+from tep.environment import NameList
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi.ibverbs import Library
 from tep.nics import Found, choose, natural
@@ -19,14 +21,14 @@ from tep.nics import Found, choose, natural
 __all__ = ["choose_count", "survey"]
 
 
-def survey(lib: Library, settings: Settings) -> list[Found]:
+def survey(lib: Library, settings: Settings, hints: Hints = NO_HINTS) -> list[Found]:
     """Look at every device, fastest first; unusable ones last, with the reason."""
     found = []
     for name, folder in lib.devices():
         physical = Path(folder, "device", "physfn")
         path = os.path.realpath(Path(folder, "device")) if Path(folder, "device").exists() else ""
         try:
-            device = Device(lib, name, settings)
+            device = Device(lib, name, settings, hints)
         except (BackendUnavailable, FabricError, UsageError) as error:
             found.append(Found(name, f"{error}", usable=False, path=path))
             continue
@@ -48,13 +50,15 @@ def survey(lib: Library, settings: Settings) -> list[Found]:
     return sorted(found, key=lambda seen: (not seen.usable, -seen.link_bps, natural(seen.name)))
 
 
-def choose_count(found: Sequence[Found], gpus: Sequence[str], count: int | None) -> list[str]:
+def choose_count(
+    found: Sequence[Found], gpus: Sequence[str], count: int | None, hca: NameList | None = None
+) -> list[str]:
     """Names of the first `count` NICs that belong together, or of all.
 
     Raises:
         BackendUnavailable: there are not so many; says what is there and why it was not taken.
     """
-    choice = choose(found, gpus)
+    choice = choose(found, gpus, hca)
     if len(choice.taken) < (count or 1):
         tried = [*((seen.name, seen.text) for seen in choice.taken), *choice.left]
         raise BackendUnavailable(

@@ -26,7 +26,8 @@ class Settings:
         pkey: partition key that packets carry, e.g. 0x8001; None = the first of the port's table
             with full membership, or else the first. Both ends have to be in the same partition; on
             Azure the first full one is that of an availability set (quoted).
-        gid_index: entry of the port's address table; None = the best of the ranking.
+        gid_index: entry of the port's address table; None = NCCL_IB_GID_INDEX of the environment,
+            or else the best of the ranking.
         sq_depth: rows outstanding on this NIC, whatever peer they go to; None = 1,904, or what the
             device can do. Every queue pair can take as many, and the reads besides, and the
             completion queue holds them all, so that neither can overflow. A peer costs a send queue
@@ -68,10 +69,12 @@ class Settings:
             below 200 Gb/s on ConnectX-7 (quoted).
         ece: let two NICs of one vendor agree on what they can do beyond the standard (enhanced
             connection establishment), where the provider has it.
-        traffic_class: of all packets with a routing header; None = 106 over RoCE v2, else 0. What
-            it means is the network's business. 106 is DSCP 26 with ECN: what UCX sends by default,
-            and commonly the lossless class of a network with PFC. Class 0 is dropped under load.
-        service_level: of all packets; the virtual lane on InfiniBand.
+        traffic_class: of all packets with a routing header; None = NCCL_IB_TC of the environment,
+            or else 106 over RoCE v2, and 0 elsewhere. What it means is the network's business. 106
+            is DSCP 26 with ECN: what UCX sends by default, and commonly the lossless class of a
+            network with PFC. Class 0 is dropped under load.
+        service_level: of all packets, the virtual lane on InfiniBand; None = NCCL_IB_SL of the
+            environment, or else 0.
     """
 
     port: int = 1
@@ -96,7 +99,7 @@ class Settings:
     relaxed_ordering: bool = True
     ece: bool = True
     traffic_class: int | None = None
-    service_level: int = 0
+    service_level: int | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():

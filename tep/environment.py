@@ -1,0 +1,111 @@
+"""What people have set for NCCL: read where an option of ours is unset, and told by `explain`.
+
+Values only. The environment is handed in, so that a captured machine's is read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+__all__ = [
+    "HCA",
+    "SOCKET_IFNAME",
+    "Environ",
+    "NameList",
+    "Number",
+    "read_list",
+    "read_number",
+    "said",
+]
+
+HCA: Final = "NCCL_IB_HCA"
+SOCKET_IFNAME: Final = "NCCL_SOCKET_IFNAME"
+
+Environ = Callable[[str], str | None]
+"""Answers what a variable is set to; None where it is unset."""
+
+
+class Number(NamedTuple):
+    """A number of the environment.
+
+    Attributes:
+        name: of the variable.
+        text: what it is set to; "" = unset.
+        value: the number; None = unset, or none that is possible.
+    """
+
+    name: str
+    text: str
+    value: int | None
+
+
+class NameList(NamedTuple):
+    """Names of devices or interfaces as NCCL lists them: [^][=]name[:port],...
+
+    Attributes:
+        name: of the variable.
+        text: what it is set to; "" = unset.
+        entries: (name, port); port None = any.
+        excludes: "^": all but these.
+        exact: "=": whole names, and not beginnings.
+    """
+
+    name: str
+    text: str
+    entries: tuple[tuple[str, int | None], ...]
+    excludes: bool
+    exact: bool
+
+    def takes(self, name: str, port: int | None = None) -> bool:
+        """Whether a device (or one port of it) is meant; an unset variable means all."""
+        if not self.entries:
+            return True
+        found = any(
+            (name == entry if self.exact else name.startswith(entry))
+            and (port is None or wanted is None or port == wanted)
+            for entry, wanted in self.entries
+        )
+        return found != self.excludes
+
+
+def read_number(name: str, environ: Environ, limits: tuple[int, int]) -> Number:
+    """Read a number, decimal or 0x..., that lies within limits; NCCL's -1 means unset."""
+    text = (environ(name) or "").strip()
+    try:
+        value = int(text, 0) if text else None
+    except ValueError:
+        value = None
+    low, high = limits
+    if value == -1:
+        return Number(name, "", None)
+    return Number(name, text, value if value is not None and low <= value <= high else None)
+
+
+def read_list(name: str, environ: Environ) -> NameList:
+    """Read a list in NCCL's syntax (quoted: its documentation of NCCL_IB_HCA)."""
+    text = (environ(name) or "").strip()
+    rest = text.removeprefix("^")
+    excludes, exact = rest != text, rest.startswith("=")
+    entries = []
+    for word in rest.removeprefix("=").split(","):
+        entry, _, port = word.strip().partition(":")
+        if entry:
+            entries.append((entry, int(port) if port.isdecimal() else None))
+    return NameList(name, text, tuple(entries), excludes, exact)
+
+
+def said(used: Iterable[Number | NameList], meant: Mapping[str, str]) -> str:
+    """What was read, in words: "" where nothing is set.
+
+    Args:
+        used: what was read.
+        meant: what each variable stands for here, by its name.
+    """
+    words = []
+    for one in used:
+        if one.text and isinstance(one, Number) and one.value is None:
+            words.append(f"{one.name}={one.text} is not possible here and not used")
+        elif one.text:
+            words.append(f"{one.name}={one.text} ({meant[one.name]})")
+    return f"from the environment: {', '.join(words)}" if words else ""
