@@ -1,4 +1,4 @@
-"""The C library by ctypes, opened once, and its timer, which Python offers only from 3.13 on."""
+"""The C library by ctypes, opened once: timers, which Python has from 3.13 on, and interfaces."""
 
 from __future__ import annotations
 
@@ -6,18 +6,72 @@ import contextlib
 import ctypes
 import functools
 import os
+import socket
 import time
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 from tep.waiting import system_s
 
-__all__ = ["Timer", "libc"]
+__all__ = ["Interface", "Timer", "interfaces", "libc"]
 
 
 @functools.cache
 def libc() -> Any:
     """The C library of this process, with errno; a CDLL for each use would be a class for each."""
     return ctypes.CDLL(None, use_errno=True)
+
+
+class Interface(NamedTuple):
+    """One address of a network interface that is up; a link-local one ends in "%" and the name."""
+
+    name: str
+    address: str
+
+
+class _IfAddrs(ctypes.Structure):
+    # struct ifaddrs { struct ifaddrs *ifa_next; char *ifa_name; unsigned int ifa_flags;
+    #                  struct sockaddr *ifa_addr; ... };                    <ifaddrs.h>
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("addr", ctypes.c_void_p),
+    )
+
+
+def interfaces() -> list[Interface]:
+    """Every IPv4 and IPv6 address of this host, in the kernel's order."""
+    # int getifaddrs(struct ifaddrs **ifap); void freeifaddrs(struct ifaddrs *ifa);  <ifaddrs.h>
+    first = ctypes.c_void_p()
+    if libc().getifaddrs(ctypes.byref(first)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"getifaddrs: {os.strerror(code)}")
+    found, at = [], first.value
+    try:
+        while at:
+            one = _IfAddrs.from_address(at)
+            text = _spell(one.addr, one.name.decode()) if one.addr and one.flags & _IFF_UP else ""
+            if text:
+                found.append(Interface(one.name.decode(), text))
+            at = one.next
+    finally:
+        libc().freeifaddrs(first)
+    return found
+
+
+_IFF_UP: Final = 1  # <net/if.h>
+
+
+def _spell(addr: int, name: str) -> str:
+    """A sockaddr_in or sockaddr_in6 as text; "" for any other."""
+    family = ctypes.c_uint16.from_address(addr).value
+    if family == socket.AF_INET:
+        return socket.inet_ntop(family, ctypes.string_at(addr + 4, 4))
+    if family != socket.AF_INET6:
+        return ""
+    raw = ctypes.string_at(addr + 8, 16)
+    local = raw[0] == 0xFE and raw[1] & 0xC0 == 0x80
+    return socket.inet_ntop(family, raw) + (f"%{name}" if local else "")
 
 
 class Timer:

@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
-from tep.backends.libfabric.discover import Offer, check_offer, find_offers, list_providers
+from tep.backends.libfabric.discover import (
+    Offer,
+    check_nics,
+    check_offer,
+    find_offers,
+    list_providers,
+)
 from tep.backends.libfabric.efa.device import check_version, endpoint_options, same_host_way
 from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
@@ -20,6 +26,7 @@ from tep.backends.libfabric.rules import RULES, Rules, SoftwareRules
 from tep.backends.libfabric.software.domain import SoftwareDomain
 from tep.backends.libfabric.software.process import keep_signals, sweep_shm, unlink_own_shm_at_exit
 from tep.backends.libfabric.software.reads import READS_MAX
+from tep.backends.libfabric.software.sockets import default_addresses
 from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
@@ -62,8 +69,9 @@ def open_domains(
 
     Args:
         provider: "tcp", "tcp;ofi_rxm", "shm", "efa" or "efa-direct"; nothing else is tried.
-        nics: IP addresses ("127.0.0.1", "10.0.0.7", "127.0.0.2:4000") for tcp, devices' names for
-            EFA; or how many. None: 127.0.0.1 for tcp, one for shm, all devices for EFA.
+        nics: for tcp addresses ("10.0.0.7", "127.0.0.2:4000", "[fd00::7]:4000"), interfaces
+            ("eth0") or networks ("10.0.0.0/8"); devices' names for EFA; or how many. None: one for
+            shm and tcp, see default_addresses(), all devices for EFA.
         name: for reports, and the identity of a restart; None = host, pid and a number.
         epoch: this incarnation's number; None = the time in nanoseconds.
         peer_timeout_s: how long a peer may be silent before rows to it fail.
@@ -95,8 +103,12 @@ def open_domains(
     wants = rules.delivery_complete if delivery_complete is None else delivery_complete
     how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm, sleeps)
     name, epoch = identity("libfabric", name, epoch)
+    check_nics(nics)
+    about = ""
+    if isinstance(rules, SoftwareRules) and rules.by_ip and (nics is None or isinstance(nics, int)):
+        nics, about = default_addresses(nics)
     with keep_signals():
-        return Opened(_open_all(how, nics, epoch), epoch, name)
+        return Opened(_open_all(how, nics, epoch), epoch, name, about=about)
 
 
 def _open_all(how: _How, nics: Sequence[str] | int | None, epoch: int) -> tuple[FabricDomain, ...]:

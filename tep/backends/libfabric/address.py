@@ -28,7 +28,16 @@ from typing import Final
 
 from tep.errors import BadDescriptor
 
-__all__ = ["NicAddress", "efa_place", "engine_of", "parse", "shm_alias", "shm_name", "shm_pid"]
+__all__ = [
+    "NicAddress",
+    "efa_place",
+    "engine_of",
+    "is_loopback",
+    "parse",
+    "shm_alias",
+    "shm_name",
+    "shm_pid",
+]
 
 _HEAD: Final = struct.Struct("<4sQBBB")
 _MAGIC: Final = b"OFI1"
@@ -101,6 +110,13 @@ def parse(data: bytes, provider: str) -> NicAddress:
 def engine_of(data: bytes) -> bytes:
     """Return what the addresses of all NICs of one engine share: the epoch, a time in ns."""
     return data[4:12] if len(data) >= _HEAD.size else data
+
+
+def is_loopback(raw: bytes) -> bool:
+    """Whether a socket address is one that only its own host reaches."""
+    if int.from_bytes(raw[:2], "little") == socket.AF_INET:
+        return raw[4:5] == b"\x7f"
+    return raw[8:24] == bytes(15) + b"\1"
 
 
 def shm_name(raw: bytes) -> str:

@@ -14,10 +14,11 @@ from typing import Final, NamedTuple
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
 from tep.backends.libfabric.rules import Rules, SoftwareRules
 from tep.backends.libfabric.software.process import shm_free
+from tep.backends.libfabric.software.sockets import addresses, default_addresses, node_and_service
 from tep.errors import BackendUnavailable, UsageError
 from tep.ffi import libfabric as fi
 
-__all__ = ["Offer", "check_offer", "find_offers", "list_providers"]
+__all__ = ["Offer", "check_nics", "check_offer", "find_offers", "list_providers"]
 
 _NICS_MAX: Final = 64
 _IMM_BYTES: Final = 4
@@ -47,32 +48,36 @@ def find_offers(
     Args:
         lib: the library.
         rules: of the provider.
-        nics: names: IP addresses ("127.0.0.2", "127.0.0.2:4000") where the provider has these,
-            else devices' names; or how many; or None for one (all that there are on EFA).
+        nics: names: see addresses() where the provider has IP addresses, else devices'
+            names; or how many; or None for one (all that there are on EFA).
         cuda: whether CUDA memory will be registered.
 
     Raises:
         UsageError: impossible names or numbers.
         BackendUnavailable: nothing fits; says what was tried.
     """
+    check_nics(nics)
+    if not isinstance(rules, SoftwareRules):
+        return _devices(lib, rules, nics, cuda=cuda)
+    if rules.by_ip:
+        if nics is None or isinstance(nics, int):
+            nics = default_addresses(nics).names
+        return [_one(lib, rules, name) for name in addresses(nics)]
+    names = [f"shm{k}" for k in range(nics or 1)] if nics is None or isinstance(nics, int) else nics
+    return [_named(_first(lib, _ask(lib, rules, None, None)), name) for name in names]
+
+
+def check_nics(nics: Sequence[str] | int | None) -> None:
+    """Refuse impossible numbers, and what is no list of names."""
     if isinstance(nics, int):
         if not 1 <= nics <= _NICS_MAX:
             raise UsageError(f"libfabric: nics={nics}; 1 to {_NICS_MAX} are possible")
     elif nics is not None and (isinstance(nics, str) or not nics or len(nics) > _NICS_MAX):
         raise UsageError(f"libfabric: nics={nics!r}; give a list of 1 to {_NICS_MAX} names")
-    if not isinstance(rules, SoftwareRules):
-        return _devices(lib, rules, nics, cuda=cuda)
-    if rules.by_ip:
-        if nics is None or isinstance(nics, int):
-            # The loopback network is there on every Linux machine, all 16 million addresses of it.
-            nics = [f"127.0.0.{k + 1}" for k in range(nics or 1)]
-        return [_one(lib, rules, name) for name in nics]
-    names = [f"shm{k}" for k in range(nics or 1)] if nics is None or isinstance(nics, int) else nics
-    return [_named(_first(lib, _ask(lib, rules, None, None)), name) for name in names]
 
 
 def _one(lib: fi.Libfabric, rules: Rules, name: str) -> Offer:
-    node, _, service = name.partition(":") if name.count(":") == 1 else (name, "", "")
+    node, service = node_and_service(name)
     return _named(_first(lib, _ask(lib, rules, node, service or None)), name)
 
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from tep.backends.base import Completions, DomainKey, Kind, ReadBatch, Status
 from tep.backends.libfabric import frames
-from tep.backends.libfabric.address import shm_name
+from tep.backends.libfabric.address import is_loopback, parse, shm_name
 from tep.backends.libfabric.book import Book
 from tep.backends.libfabric.domain import FabricDomain
 from tep.backends.libfabric.objects import CqError, Endpoint, Option
@@ -27,11 +27,14 @@ from tep.backends.libfabric.software.process import rehearse_shm
 from tep.backends.libfabric.software.reads import SoftwareReads
 from tep.backends.libfabric.software.rows import SoftwareRows
 from tep.backends.libfabric.software.seats import close_seats
-from tep.backends.libfabric.software.strangers import Strangers
 from tep.backends.texts import says
 
 __all__ = ["SoftwareDomain"]
 
+_LOOPBACK: Final = (
+    "a loopback address is reached on its own host only; for peers on other hosts open both ends "
+    'with an interface or a network: nics=["eth0"], nics=["10.0.0.0/8"]'
+)
 _CENSUS_S: Final = 1.0
 """How often peers' processes are asked whether they live while nothing is outstanding."""
 
@@ -69,6 +72,14 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
         rehearse_shm()
         main = nic.open_endpoint(options)
         return main, ShmBook(nic, main.name(), asks_first=rules.asks_first)
+
+    def status_text(self, status: int) -> str:
+        text = super().status_text(status)
+        if status == Status.UNREACHABLE and self._rules.by_ip and not self._peers.answered:
+            met = [peer.address for peer in self._peers.all]
+            own = parse(self._peers.me, self._rules.provider)
+            return says(text, _LOOPBACK if any(is_loopback(one.raw) for one in (own, *met)) else "")
+        return text
 
     # --- leases
 
