@@ -296,13 +296,14 @@ def _gpus(files: HostFiles) -> Iterable[Gpu]:
     cuda = files.cuda()
     if cuda is None:
         given = files.names(_GPUS_GIVEN) or sorted(paths)
-        cuda = _numbered(given, files.environ("CUDA_VISIBLE_DEVICES"))
+        uuids = {pci: _about(files, pci, "GPU UUID") for pci in given}
+        cuda = _numbered(given, uuids, files.environ("CUDA_VISIBLE_DEVICES"))
     numbers = {device.pci: device for device in cuda}
     for pci in sorted(paths.keys() | numbers.keys(), key=lambda pci: (_rank(numbers, pci), pci)):
         device, path = numbers.get(pci), paths.get(pci, "")
         numa = number(files.read(f"{path}/numa_node")) if path else _UNKNOWN
         index, name = (device.ordinal, device.name) if device else (None, "")
-        yield Gpu(index, pci, name or _model(files, pci), path, numa)
+        yield Gpu(index, pci, name or _about(files, pci, "Model"), path, numa)
 
 
 def _rank(numbers: dict[str, CudaDevice], pci: str) -> float:
@@ -310,25 +311,34 @@ def _rank(numbers: dict[str, CudaDevice], pci: str) -> float:
     return float("inf") if device is None else device.ordinal
 
 
-def _model(files: HostFiles, pci: str) -> str:
+def _about(files: HostFiles, pci: str, field: str) -> str:
+    """What the kernel module says of a GPU; "" where it says nothing."""
     text = files.read(f"{_GPUS_GIVEN}/{pci}/information") or ""
-    found = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
+    found = re.search(rf"^{field}:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else ""
 
 
-def _numbered(given: list[str], visible: str | None) -> list[CudaDevice]:
+def _numbered(given: list[str], uuids: dict[str, str], visible: str | None) -> list[CudaDevice]:
     """Numbers as the driver gives them to equal GPUs: by PCI address, as far as they are visible.
 
-    An entry of CUDA_VISIBLE_DEVICES that is no number (a UUID) is not understood: then none is
-    numbered, and cuda-python has to be asked.
+    CUDA_VISIBLE_DEVICES lists numbers, or UUIDs by their beginnings; the first that means no GPU
+    ends the list (quoted: CUDA's programming guide). Of a part of a GPU (MIG-...) files say
+    nothing: then none is numbered, and cuda-python has to be asked.
     """
     order = sorted(given)
-    if visible is not None:
-        entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
-        if not all(entry.isdigit() for entry in entries):
+    if visible is None:
+        return [CudaDevice(index, pci, "") for index, pci in enumerate(order)]
+    found = []
+    for entry in filter(None, map(str.strip, visible.split(","))):
+        if entry.startswith("MIG-"):
             return []
-        order = [order[int(entry)] for entry in entries if int(entry) < len(order)]
-    return [CudaDevice(index, pci, "") for index, pci in enumerate(order)]
+        named = order[int(entry) : int(entry) + 1] if entry.isdecimal() else []
+        if entry.startswith("GPU-"):
+            named = [pci for pci in order if uuids[pci].startswith(entry)]
+        if len(named) != 1:
+            break
+        found += named
+    return [CudaDevice(index, pci, "") for index, pci in enumerate(found)]
 
 
 def _cores(files: HostFiles) -> dict[int, tuple[int, ...]]:

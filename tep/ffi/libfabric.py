@@ -38,7 +38,18 @@ from tep.ffi.libc import libc
 from tep.ffi.libfabric_attrs import fi_info
 from tep.ffi.load import Found, Step, env_step, find, path_step, system_step, wheel_step
 
-__all__ = ["Info", "Libfabric", "Ready", "bind", "has_op", "load", "op", "ready", "steps"]
+__all__ = [
+    "NO_UNSOLICITED",
+    "Info",
+    "Libfabric",
+    "Ready",
+    "bind",
+    "has_op",
+    "load",
+    "op",
+    "ready",
+    "steps",
+]
 
 VERSION_MIN: Final = (1, 17)
 VERSION_TESTED: Final = (2, 6)  # a newer library is asked for this API, which it has to honour
@@ -304,6 +315,9 @@ def steps() -> tuple[Step, ...]:
     )
 
 
+NO_UNSOLICITED: Final = ("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0")
+"""The variable that load() sets unless it is set, see there."""
+
 _LOADED: dict[str, Libfabric] = {}
 
 
@@ -321,7 +335,7 @@ def load() -> Libfabric:
             os.environ.setdefault(variable, "1")
         # EFA's provider reads this when it is loaded, from 1.22 on. Immediates that take no receive
         # are acknowledged even when the target's completion queue is full, and are lost then.
-        os.environ.setdefault("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0")
+        os.environ.setdefault(*NO_UNSOLICITED)
         cure = f"{install('libfabric')}, or name one: TEP_LIBFABRIC=/path/to/libfabric.so.1"
         _LOADED["it"] = Libfabric(find("libfabric", steps(), _accept, cure))
     return _LOADED["it"]

@@ -94,6 +94,25 @@ def test_a_nic_that_nobody_has_ever_answered_names_the_security_group(run, how):
     assert "security group that allows all traffic within itself" in first
 
 
+def test_what_is_set_for_the_provider_is_named_by_explain(run):
+    """A variable of last year's job script turns RDMA off, and nothing says why it is slow."""
+    program = (
+        "import tep; print(tep.TransferEngine.open('libfabric', provider='efa').explain()); "
+        "print(tep.TransferEngine.open('libfabric', provider='efa-direct').explain())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | run.environment() | {"FI_EFA_TX_SIZE": "4096"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    told = [line for line in done.stdout.splitlines() if "environment" in line]
+
+    assert ["  libfabric reads from the environment: FI_EFA_TX_SIZE=4096"] * 2 == told
+
+
 def test_a_libfabric_without_cuda_is_named_as_the_cause(run):
     """The wheel's offers no FI_HMEM. It has a provider efa: nobody shall install EFA once more."""
     program = "import tep; tep.TransferEngine.open('libfabric', provider='efa', cuda=True)"

@@ -105,6 +105,28 @@ def test_the_drivers_numbers_count_where_it_can_be_asked():
         assert ("mlx5_0",) == seen.place("cuda:1").nics
 
 
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("GPU-00000007-aaaa,GPU-00000000", ["0000:87:00.0", "0000:80:00.0"]),
+        ("GPU-00000003,GPU-99,GPU-00000004", ["0000:83:00.0"]),
+        ("2,17,3", ["0000:82:00.0"]),
+        ("GPU-0000000", []),
+        ("MIG-11111111", []),
+    ],
+)
+def test_gpus_that_are_named_by_uuid_are_numbered(visible, gpus):
+    """Schedulers name them so; a rank then had no cuda:0 where cuda-python was missing."""
+    built = shared_nics()
+    for k in range(8):
+        about = f"/proc/driver/nvidia/gpus/0000:8{k}:00.0/information"
+        built.texts[about] += f"\nIRQ: \t\t 42\nGPU UUID: \t GPU-0000000{k}-aaaa-bbbb"
+    built.variables = {"CUDA_VISIBLE_DEVICES": visible}
+    seen = detect(built.capture())
+
+    assert gpus == [gpu.pci for gpu in seen.gpus if gpu.index is not None]
+
+
 def test_no_gpu_and_no_nic_are_said():
     """A machine without either is the usual one, and not an error until a device is named."""
     built = Builder()

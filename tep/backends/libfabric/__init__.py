@@ -30,7 +30,7 @@ from tep.backends.libfabric.software.sockets import default_addresses
 from tep.backends.opening import all_or_none, check_timeout, identity
 from tep.errors import BackendUnavailable, FabricError, UsageError
 from tep.ffi import libfabric as fi
-from tep.ffi.libfabric import Libfabric, load
+from tep.ffi.libfabric import NO_UNSOLICITED, Libfabric, load
 from tep.memory import DmabufExport
 
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
@@ -104,9 +104,7 @@ def open_domains(
     how = _How(rules, peer_timeout_s, wants, cuda, dmabuf, same_host_shm, sleeps)
     name, epoch = identity("libfabric", name, epoch)
     check_nics(nics)
-    about = ""
-    if isinstance(rules, SoftwareRules) and rules.by_ip and (nics is None or isinstance(nics, int)):
-        nics, about = default_addresses(nics)
+    nics, about = _environment(rules, nics)
     with keep_signals():
         return Opened(_open_all(how, nics, epoch), epoch, name, about=about)
 
@@ -207,6 +205,22 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
     except BaseException:
         nic.close()
         raise
+
+
+def _environment(
+    rules: Rules, nics: Sequence[str] | int | None
+) -> tuple[Sequence[str] | int | None, str]:
+    """What the environment says where `nics` says nothing, and that in words; "" = nothing."""
+    if isinstance(rules, SoftwareRules):
+        if rules.by_ip and (nics is None or isinstance(nics, int)):
+            return default_addresses(nics)
+        return nics, ""
+    found = [
+        f"{name}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith("FI_EFA_") and (name, value) != NO_UNSOLICITED
+    ]
+    return nics, f"libfabric reads from the environment: {', '.join(found)}" if found else ""
 
 
 def _about(lib: Libfabric, how: _How, *, wakes: bool) -> str:
