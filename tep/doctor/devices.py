@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ctypes.util
 import os
 import re
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from tep.doctor.finding import Finding, bad, good, note, warn
 from tep.errors import BackendUnavailable, FabricError
 from tep.ffi import efa, ibverbs
 from tep.ffi.ibverbs_device import DeviceAttr, PortAttr
+from tep.hostfiles import HostFiles
+from tep.topology import detect
 from tep.units import GiB, KiB, MiB
 
-__all__ = ["check_devices", "check_libraries", "size_text"]
+__all__ = ["check_devices", "check_gpu_libraries", "check_libraries", "size_text"]
 
 _ENDLESS: Final = 1 << 60  # what libraries say that know no limit
 _AMAZON: Final = 0x1D0F
@@ -56,6 +59,43 @@ def check_libraries() -> Iterator[Finding]:
     except metadata.PackageNotFoundError:
         parts.append("no cuda-python")
     yield good("libraries", "; ".join(parts))
+
+
+def check_gpu_libraries(files: HostFiles) -> Iterator[Finding]:
+    """Look, where a GPU is: does libfabric take its memory on EFA, can kernels be compiled."""
+    if files.read("/sys/module/nvidia/version") is None:
+        return
+    if any(nic.is_efa for nic in detect(files).nics):
+        yield from _efa_cuda()
+    packages = [f"nvidia-cuda-nvrtc{end}" for end in ("", "-cu12", "-cu13")]
+    if not ctypes.util.find_library("nvrtc") and not any(map(_is_installed, packages)):
+        yield note(
+            "NVRTC",
+            "no libnvrtc was found, so scripts/gpu_check cannot compile its kernels",
+            "pip install nvidia-cuda-nvrtc-cu12 (or -cu13, as the driver is), or the CUDA toolkit",
+        )
+
+
+def _efa_cuda() -> Iterator[Finding]:
+    try:
+        with contextlib.ExitStack() as stack:
+            for domain in libfabric.open_domains(provider="efa", cuda=True).domains:
+                stack.callback(domain.close)
+        yield good("libfabric and CUDA", "its provider efa takes GPU memory")
+    except BackendUnavailable as error:
+        yield warn(
+            "libfabric and CUDA",
+            f"GPU memory cannot be registered on EFA: {str(error).splitlines()[0]}",
+            "AWS's EFA installer brings a libfabric with CUDA; or the backend efa",
+        )
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _mapped(soname: str) -> str:

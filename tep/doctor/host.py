@@ -17,6 +17,20 @@ _CAPABILITIES: Final = {"CAP_IPC_LOCK": 14, "CAP_SYS_PTRACE": 19, "CAP_SYS_NICE"
 """Those that matter to transfers, with their bits (linux/capability.h)."""
 
 
+_DMABUF_KERNEL: Final = (5, 12)
+"""Linux from which on RDMA takes dma-bufs, and fork copies pinned pages (quoted)."""
+
+_NEW_KERNEL: Final = (1 << 16, 0)
+
+_NCCL: Final = {
+    "NCCL_IB_HCA": "nics",
+    "NCCL_IB_GID_INDEX": "gid_index",
+    "NCCL_IB_TC": "traffic_class",
+    "NCCL_IB_SL": "service_level",
+    "NCCL_SOCKET_IFNAME": "nics of tcp",
+}
+
+
 def check_host(files: HostFiles) -> Iterator[Finding]:
     """Look at everything that is no NIC."""
     has_nic = bool(files.names("/sys/class/infiniband"))
@@ -26,6 +40,8 @@ def check_host(files: HostFiles) -> Iterator[Finding]:
     yield from _ptrace(files)
     yield from _cpus(files)
     yield from _gpus(files, has_nic=has_nic)
+    yield from _kernel(files, has_nic=has_nic)
+    yield from _environment(files)
 
 
 def _limits(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
@@ -149,10 +165,21 @@ def _gpus(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
     is_open = "Open Kernel Module" in (files.read("/proc/driver/nvidia/version") or "")
     peer = bool(files.names("/sys/module/nvidia_peermem"))
     major = number(version.split(".")[0])
-    if is_open and major >= 515:
+    new = kernel_version(files) >= _DMABUF_KERNEL
+    if is_open and major >= 515 and new:
         yield good("GPU driver", f"nvidia {version}, open modules: memory goes to NICs by dma-buf")
     elif peer:
-        yield good("GPU driver", f"nvidia {version} with nvidia_peermem: NICs can read GPU memory")
+        why = "" if is_open and new else ", by peermem: this driver and kernel make no dma-bufs"
+        yield good(
+            "GPU driver", f"nvidia {version} with nvidia_peermem: NICs can read GPU memory{why}"
+        )
+    elif has_nic and is_open and major >= 515:
+        yield bad(
+            "GPU driver",
+            f"nvidia {version}, open modules, and a kernel before 5.12, which has no dma-bufs of "
+            "RDMA: NICs cannot reach the GPU",
+            "a kernel of 5.12 or later, or modprobe nvidia_peermem",
+        )
     elif has_nic:
         yield bad(
             "GPU driver",
@@ -161,3 +188,41 @@ def _gpus(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
         )
     else:
         yield good("GPU driver", f"nvidia {version}")
+
+
+def kernel_version(files: HostFiles) -> tuple[int, int]:
+    """(major, minor) of the kernel; where it cannot be read, a new one."""
+    found = re.match(r"(\d+)\.(\d+)", files.read("/proc/sys/kernel/osrelease") or "")
+    return (int(found[1]), int(found[2])) if found else _NEW_KERNEL
+
+
+def _kernel(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
+    major, minor = kernel_version(files)
+    if has_nic and (major, minor) < _DMABUF_KERNEL:
+        yield note(
+            "kernel",
+            f"Linux {major}.{minor} does not copy pinned pages at fork: a fork may take registered "
+            "memory away from the NIC",
+            "open tep's engines before NCCL or libfabric registers memory, or start processes "
+            "without fork (multiprocessing: spawn); Linux 5.12 and later need nothing",
+        )
+
+
+def _environment(files: HostFiles) -> Iterator[Finding]:
+    """Variables that other jobs have left, and that decide in silence."""
+    if (files.environ("FI_EFA_USE_DEVICE_RDMA") or "1").strip() == "0":
+        yield bad(
+            "environment",
+            "FI_EFA_USE_DEVICE_RDMA=0: libfabric makes writes of messages, which tep refuses",
+            "unset FI_EFA_USE_DEVICE_RDMA",
+        )
+    if provider := files.environ("FI_PROVIDER"):
+        yield note(
+            "environment",
+            f"FI_PROVIDER={provider}: libfabric offers no other provider",
+            "unset FI_PROVIDER where tep is to choose",
+        )
+    for name, option in _NCCL.items():
+        if value := files.environ(name):
+            text = f"{name}={value} counts for tep too, where {option} is unset"
+            yield note("environment", text)

@@ -9,6 +9,7 @@ from typing import Final
 from tep.backends.verbs.gids import GidSeen, rank_gids
 from tep.doctor.finding import Finding, Level, bad, good, note, warn
 from tep.doctor.pcie import check_acs
+from tep.environment import read_number
 from tep.ffi.ibverbs_wr import ENUMS
 from tep.hostfiles import HostFiles
 from tep.topology import Topology, detect, number
@@ -52,6 +53,17 @@ def check_nics(files: HostFiles) -> Iterator[Finding]:
             yield note(name, f"not taken by default: {why_not}", cure)
     yield from _distances(seen)
     yield from check_acs(files, seen)
+    if any(nic.is_efa for nic in seen.nics):
+        yield note(
+            "security group",
+            "not visible from here: EFA packets pass only where a group allows all traffic within "
+            "itself, in both directions; without it every row between two instances is UNREACHABLE",
+            "aws ec2 authorize-security-group-ingress (and -egress) --protocol -1 with the group "
+            "itself as source (as destination)",
+        )
+    roce = [nic.name for nic in seen.nics if "Ethernet" in nic.text and not nic.is_efa]
+    if roce:
+        yield _traffic_class(files, roce)
 
 
 def _nic(files: HostFiles, name: str) -> Iterator[Finding]:
@@ -61,6 +73,8 @@ def _nic(files: HostFiles, name: str) -> Iterator[Finding]:
     path = files.real(f"{_TOP}/{name}/device")
     yield from _slot(files, name, path)
     net = files.names(f"{path}/net")
+    yield from _bond(files, name, path, net)
+    yield from _neighbours(files, name, net)
     for device in net:
         mtu = number(files.read(f"{path}/net/{device}/mtu"))
         if 0 < mtu < _JUMBO:
@@ -71,6 +85,57 @@ def _nic(files: HostFiles, name: str) -> Iterator[Finding]:
             )
         elif mtu > 0:
             yield good(name, f"MTU {mtu} of {device}")
+
+
+def _traffic_class(files: HostFiles, roce: list[str]) -> Finding:
+    """Which class the packets of RoCE NICs carry, and whether somebody has set it for all."""
+    for name in roce:
+        if forced := files.read(f"{_TOP}/{name}/tc/1/traffic_class"):
+            return note(
+                "traffic class",
+                f"{name}: its driver puts all packets into one class ({forced}), whatever tep says",
+                f"echo -1 > {_TOP}/{name}/tc/1/traffic_class, where that is not wanted",
+            )
+    given = read_number("NCCL_IB_TC", files.environ, (0, 255)).value
+    if given == 0:
+        return warn(
+            "traffic class",
+            "NCCL_IB_TC=0: packets are dropped under load where a network has PFC",
+            "set it, or traffic_class=, to the lossless class of the network; 106 is common",
+        )
+    which = f"{given} (NCCL_IB_TC)" if given is not None else "106 (DSCP 26 with ECN), as UCX's do"
+    return note(
+        "traffic class",
+        f"packets over RoCE v2 carry {which}; files do not say which priority has PFC",
+        f"compare with: mlnx_qos -i DEVICE, or dcb pfc show dev DEVICE, of {', '.join(roce[:4])}",
+    )
+
+
+def _bond(files: HostFiles, name: str, path: str, net: list[str]) -> Iterator[Finding]:
+    """Whether several ports are behind one RDMA device."""
+    for device in net:
+        ports = (files.read(f"{path}/net/{device}/master/bonding/slaves") or "").split()
+        if len(ports) > 1:
+            yield warn(
+                name,
+                f"a bond of {len(ports)} ports ({', '.join(ports)}): a queue pair uses one of "
+                "them, and tep has one for each peer",
+                f"open verbs with qps_per_peer={len(ports)}, where rows need no order",
+            )
+            return
+
+
+def _neighbours(files: HostFiles, name: str, net: list[str]) -> Iterator[Finding]:
+    """Hosts that were asked for their Ethernet address through this NIC, and do not answer."""
+    for line in (files.read("/proc/net/arp") or "").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) == 6 and fields[5] in net and not number(fields[2].removeprefix("0x")):
+            yield warn(
+                name,
+                f"{fields[0]} on {fields[5]} does not answer for its Ethernet address: rows to it "
+                "end as UNREACHABLE",
+                f"is that host up, and in this network? ip neigh show dev {fields[5]}",
+            )
 
 
 def _port(files: HostFiles, name: str, port: str) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from tep import __version__
-from tep.doctor.devices import check_devices, check_libraries
+from tep.doctor.devices import check_devices, check_gpu_libraries, check_libraries
 from tep.doctor.finding import Finding, Level
 from tep.doctor.host import check_host
 from tep.doctor.nics import check_nics
@@ -43,6 +43,7 @@ def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]
     yield from check_nics(files)
     if try_backends:
         yield from check_libraries()
+        yield from check_gpu_libraries(files)
         yield from check_devices()
         yield from self_test(files)
 

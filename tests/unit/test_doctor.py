@@ -117,6 +117,15 @@ AILMENTS = {
         "cannot reach the GPU",
         "nvidia_peermem",
     ),
+    "old kernel": (
+        "/proc/sys/kernel/osrelease",
+        "5.10.210-201.852.amzn2.x86_64",
+        "GPU driver",
+        "BAD",
+        "no dma-bufs of RDMA",
+        "modprobe nvidia_peermem",
+    ),
+    "fork": ("/proc/sys/kernel/osrelease", "5.4.0-150", "kernel", "NOTE", "at fork", "spawn"),
     "container": ("/proc/1/cgroup", "0::/kubepods/x", "capabilities", None, "in a container", ""),
     "cable": (
         "/sys/class/infiniband/mlx5_3/ports/1/state",
