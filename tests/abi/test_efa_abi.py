@@ -8,6 +8,8 @@ file: written by `main` from rdma-core's sources (`python tests/abi/test_efa_abi
 from __future__ import annotations
 
 import ctypes
+import importlib.util
+import platform
 import shutil
 import sys
 from pathlib import Path
@@ -15,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from tep.backends.efa import entries
+from tep.ffi import efa
 from tep.ffi.efa import CALLS, EFA_STRUCTS, VERBS_STRUCTS
 from tests.abi.test_ibverbs_abi import compiled_facts, differences, parse
+from tests.support.cross import printed, require_cross
 
 FACTS = Path(__file__).with_name("efa.facts")
 HEADER = Path("/usr/include/infiniband/efadv.h")
@@ -88,10 +92,10 @@ VALUES = {
 }
 
 
-def mirrored():
-    """What our mirrors say."""
+def mirrored(verbs=VERBS_STRUCTS):
+    """What our mirrors say; `verbs` are those of libibverbs, as another machine has them."""
     found = {}
-    for name, mirror in (VERBS_STRUCTS | EFA_STRUCTS).items():
+    for name, mirror in (verbs | EFA_STRUCTS).items():
         for field, _ in mirror._fields_:
             place = getattr(mirror, field)
             found[f"field {name} {field}"] = (place.offset, place.size)
@@ -133,13 +137,32 @@ def test_mirrors_agree_with_the_installed_headers(tmp_path):
     """A call taken from the wrong place of the table of a queue pair is a crash."""
     if shutil.which("gcc") is None or not HEADER.exists():
         pytest.skip("no gcc or no <infiniband/efadv.h>; apt install gcc libibverbs-dev")
-    known = {name: mirror for name, mirror in EFA_STRUCTS.items() if name not in LATER}
-    lines = members(VERBS_STRUCTS) + members(known, RENAMED)
-    text = program(lines, "<infiniband/verbs.h>", "<infiniband/efadv.h>")
-    found = compiled_facts(tmp_path, text)
+    found = compiled_facts(tmp_path, installed())
 
     assert [] == differences(found, {name: mirrored()[name] for name in found})
     assert 75 < len(found)
+
+
+def test_mirrors_agree_with_the_compiler_of_aarch64(tmp_path, monkeypatch):
+    """The tables of calls stand behind a mutex, which is longer there by 8 bytes."""
+    require_cross("infiniband/efadv.h")
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    spec = importlib.util.spec_from_file_location("efa_of_aarch64", efa.__file__)
+    there = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(there)
+    found = parse(printed(tmp_path, installed()))
+    mine = mirrored(there.VERBS_STRUCTS)
+
+    assert [] == differences(found, {name: mine[name] for name in found})
+    assert (64, 48) == mine["field ibv_qp_ex mutex"]
+    assert 75 < len(found)
+
+
+def installed():
+    """The program that asks the installed headers."""
+    known = {name: mirror for name, mirror in EFA_STRUCTS.items() if name not in LATER}
+    lines = members(VERBS_STRUCTS) + members(known, RENAMED)
+    return program(lines, "<infiniband/verbs.h>", "<infiniband/efadv.h>")
 
 
 def test_mirrors_agree_with_the_facts():
