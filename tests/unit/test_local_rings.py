@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tep.backends.fences import new_fence
 from tep.backends.local import rings
 from tep.backends.local.memory import SharedMap, new_memfd
-from tep.backends.local.rings import ACKS, EVENTS, LANE_BYTES, LaneReader, LaneWriter, new_fence
+from tep.backends.local.rings import ACKS, EVENTS, LANE_BYTES, LaneReader, LaneWriter
 from tests.support.effort import effort
 
 

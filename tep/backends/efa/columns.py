@@ -26,6 +26,7 @@ from tep.backends.efa import entries
 from tep.backends.efa.device import Nic, Place
 from tep.backends.efa.entries import ALWAYS_1, ALWAYS_2, HAS_IMM, OP_SEND, OP_WRITE
 from tep.backends.efa.rowwise import Entries, Numbers, Span
+from tep.backends.fences import new_fence
 from tep.errors import BackendUnavailable
 
 __all__ = ["Columns", "fences"]
@@ -35,7 +36,6 @@ _PHASE: Final = 1
 _READ_MAX: Final = 2048
 _RUN_MIN: Final = 32  # entries of one kind that are worth being taken by themselves
 _WINDOW_MIN: Final = 64
-_SEQ_CST: Final = 5  # stdatomic.h, memory_order_seq_cst
 
 _TAKEN = ctypes.c_int()
 """A lock that nobody waits for."""
@@ -51,14 +51,14 @@ def fences(nic: Nic) -> tuple[Fence, Fence, str]:
     the `sfence` of rdma-core does. pthread_spin_trylock of libc is one `lock cmpxchg`, on a lock of
     ours that is always taken. Loads are never reordered with loads, so that reading needs none.
 
-    aarch64. Every call of libc and libatomic that is a fence is `dmb ish`, which orders nothing for
+    aarch64. Every fence of libc, and a lock, is `dmb ish` or less, which orders nothing for
     a device outside of the inner shareable domain. rdma-core uses `dsb st`, and executes it at the
     start of each posting session: ibv_wr_start and ibv_wr_abort, a session without requests, is
-    that fence, and changes nothing. Between loads `dmb ish`, by libatomic's atomic_thread_fence,
-    suffices: completions are in ordinary memory of this host. Not verified, for want of a machine.
+    that fence, and changes nothing. Between loads the fence of tep.backends.fences suffices:
+    completions are in ordinary memory of this host. Not verified, for want of a machine.
 
     Raises:
-        BackendUnavailable: neither of the two, or no libatomic on aarch64.
+        BackendUnavailable: neither of the two.
     """
     machine = platform.machine()
     if machine == "x86_64":
@@ -71,22 +71,13 @@ def fences(nic: Nic) -> tuple[Fence, Fence, str]:
         trylock(at)  # taken from now on
         return partial(trylock, at), _nothing, "pthread_spin_trylock"
     if machine == "aarch64":
-        try:
-            thread_fence = ctypes.CDLL("libatomic.so.1").atomic_thread_fence
-        except (OSError, AttributeError) as error:
-            raise BackendUnavailable(
-                f"libatomic has no atomic_thread_fence here: {error}"
-            ) from error
         start, abort = nic.call("wr_start"), nic.call("wr_abort")
 
         def session() -> object:
             start(nic.qp)
             return abort(nic.qp)
 
-        def between_loads() -> object:
-            return thread_fence(_SEQ_CST)
-
-        return session, between_loads, "an empty posting session"
+        return session, new_fence(), "an empty posting session"
     raise BackendUnavailable(f"no store fence is known for {machine}")
 
 

@@ -31,12 +31,13 @@ from tep.backends.base import (
     put_completion,
 )
 from tep.backends.checks import check_memory
+from tep.backends.fences import new_fence
 from tep.backends.handing import ReceivePool, hand_out
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address, engine_of
 from tep.backends.local.libc import why
 from tep.backends.local.port import ASLEEP, Inbound, Port
-from tep.backends.local.rings import EVENTS, NONSENSE, LaneReader, new_fence
+from tep.backends.local.rings import EVENTS, NONSENSE, LaneReader
 from tep.backends.local.sender import Sender
 from tep.backends.local.watches import Watches
 from tep.backends.texts import closed, meaning, says

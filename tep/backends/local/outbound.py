@@ -19,6 +19,7 @@ from enum import Enum, auto
 from typing import Final, Generic, TypeVar
 
 from tep.backends.base import Batch, Column, ReadBatch, Status, WriteBatch
+from tep.backends.fences import STRONG
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.address import Address
 from tep.backends.local.channel import (
@@ -48,7 +49,7 @@ from tep.backends.local.port import (
     TABLE,
     UNWRITABLE,
 )
-from tep.backends.local.rings import COPYING, STRONG, LaneWriter
+from tep.backends.local.rings import COPYING, LaneWriter
 from tep.backends.local.watches import Watches
 from tep.memory import Memory
 

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 
 from tep.backends.base import DomainCaps, Entry, Kind, ReadBatch, Status
+from tep.backends.fences import STRONG
 from tep.backends.hostcopy import HostRegion
 from tep.backends.local.copying import (
     ROWS_MAX,
@@ -28,7 +29,7 @@ from tep.backends.local.copying import (
 )
 from tep.backends.local.crew import Crew, SharedMover
 from tep.backends.local.outbound import Outbound, Segment, Way
-from tep.backends.local.rings import COPYING, STRONG
+from tep.backends.local.rings import COPYING
 
 __all__ = ["Reads"]
 
