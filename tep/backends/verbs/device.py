@@ -385,6 +385,14 @@ class Device:
             no_reads=self.no_reads or f"sq_depth={sq_depth} leaves no room for them",
         )
 
+    def _bond(self) -> str:
+        """Say so where several ports are behind the device (RoCE LAG); "" = there are not."""
+        for slaves in Path(self._sysfs, "device", "net").glob("*/master/bonding/slaves"):
+            count = len(slaves.read_text("ascii").split())
+            if count > 1 and self.settings.qps_per_peer == 1:
+                return f"; a bond of {count} ports, one for each peer: see qps_per_peer"
+        return ""
+
     def describe(self) -> str:
         """Say in a line what this is and how it is addressed."""
         rate = f"{self.link_bps / 1e9:g} Gb/s" if self.link_bps else "rate unknown"
@@ -394,5 +402,5 @@ class Device:
             f"{self.name} port {self.settings.port}: {layer}, {rate}, MTU "
             f"{128 << self.port.active_mtu}, {self.gid}{partition}, traffic class "
             f"{self.traffic_class}, service level {self.service_level}"
-            f"{'' if self.lib.fork_safe else NOT_FORK_SAFE}"
+            f"{self._bond()}{'' if self.lib.fork_safe else NOT_FORK_SAFE}"
         )

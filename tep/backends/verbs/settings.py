@@ -47,7 +47,8 @@ class Settings:
             (mlx5_calc_send_wqe of rdma-core 44; quoted). 0 = never.
         max_msg_bytes: longest message.
         qps_per_peer: queue pairs for writes; more than one spreads rows over them, which undoes the
-            order that a reliable connection keeps.
+            order that a reliable connection keeps. The firmware binds a queue pair to one port of a
+            bond (RoCE LAG), so with one of them a peer gets half of the bandwidth of two ports.
         spray_seed: choose each row's queue pair at random from this seed; None = in turn. Only with
             more than one queue pair.
         timeout: local ACK timeout exponent: 4.096 us times 2 to its power; 14 is 67 ms. Source:
