@@ -1,4 +1,6 @@
-"""What people have set for NCCL: read where an option of ours is unset, and told by `explain`.
+"""Variables that people have set for NCCL, read where an option of ours is unset.
+
+`explain` names those that were read.
 
 Values only. The environment is handed in, so that a captured machine's is read as well.
 """
@@ -58,7 +60,7 @@ class NameList(NamedTuple):
     exact: bool
 
     def takes(self, name: str, port: int | None = None) -> bool:
-        """Whether a device (or one port of it) is meant; an unset variable means all."""
+        """Tell whether a device (or one port of it) is meant; an unset variable means all."""
         if not self.entries:
             return True
         found = any(
@@ -96,7 +98,7 @@ def read_list(name: str, environ: Environ) -> NameList:
 
 
 def said(used: Iterable[Number | NameList], meant: Mapping[str, str]) -> str:
-    """What was read, in words: "" where nothing is set.
+    """Spell what was read; "" where nothing is set.
 
     Args:
         used: what was read.

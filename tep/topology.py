@@ -312,7 +312,7 @@ def _rank(numbers: dict[str, CudaDevice], pci: str) -> float:
 
 
 def _about(files: HostFiles, pci: str, field: str) -> str:
-    """What the kernel module says of a GPU; "" where it says nothing."""
+    """Read a field of what the kernel module says of a GPU; "" = it is not there."""
     text = files.read(f"{_GPUS_GIVEN}/{pci}/information") or ""
     found = re.search(rf"^{field}:\s*(.+)$", text, re.MULTILINE)
     return found[1].strip() if found else ""

@@ -33,7 +33,7 @@ def new_fence() -> Callable[[], None]:
 
 
 def order_of(fence: Callable[[], None]) -> Callable[[], None]:
-    """What keeps stores in order, and loads, on this processor: nothing, or a fence."""
+    """Return what keeps stores in order, and loads, on this processor: nothing, or a fence."""
     return _nothing if STRONG else fence
 
 

@@ -112,7 +112,7 @@ def _traffic_class(files: HostFiles, roce: list[str]) -> Finding:
 
 
 def _bond(files: HostFiles, name: str, path: str, net: list[str]) -> Iterator[Finding]:
-    """Whether several ports are behind one RDMA device."""
+    """Tell whether several ports are behind one RDMA device."""
     for device in net:
         ports = (files.read(f"{path}/net/{device}/master/bonding/slaves") or "").split()
         if len(ports) > 1:

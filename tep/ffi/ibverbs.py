@@ -115,7 +115,7 @@ NOT_FORK_SAFE: Final = (
     "; a fork may take registered pages away from the NIC: memory was registered in this process "
     "before tep was loaded, on a kernel before 5.12"
 )
-"""What is said where `Library.fork_safe` is False."""
+"""The words for `Library.fork_safe` being False."""
 
 
 class Library:

@@ -93,7 +93,7 @@ VALUES = {
 
 
 def mirrored(verbs=VERBS_STRUCTS):
-    """What our mirrors say; `verbs` are those of libibverbs, as another machine has them."""
+    """The facts of our mirrors; `verbs` are those of libibverbs, as another machine has them."""
     found = {}
     for name, mirror in (verbs | EFA_STRUCTS).items():
         for field, _ in mirror._fields_:

@@ -252,7 +252,7 @@ def test_a_fence_stands_before_and_after_each_doorbell():
 
 @X86
 def test_a_doorbell_that_tells_of_more_than_a_batch_is_refused():
-    """What the fake takes and the device does not is found on the first day of an instance."""
+    """A fake that takes what the device does not leaves it to the first day of an instance."""
     said, _, counters = run("overlong", "columns", 0, 0, mapped=1, max_batch=16)
 
     assert {"completed": 16} == said

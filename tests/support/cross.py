@@ -32,7 +32,7 @@ def require_cross(header: str) -> None:
 
 
 def printed(folder: Path, program: str, *, skips: bool = False) -> str:
-    """What a program of printf() with at most two constants each would print on aarch64.
+    """Return what a program of printf() with two constants each at most would print on aarch64.
 
     Args:
         folder: for files.

@@ -74,7 +74,7 @@ def test_a_bond_and_a_silent_neighbour_are_warned_of(words, cure):
 
 
 def test_a_class_that_the_driver_forces_is_named():
-    """What a program asks for is not what is sent."""
+    """The driver then sends something else than the program asks for."""
     built = roce()
     built.texts["/sys/class/infiniband/mlx5_3/tc/1/traffic_class"] = "Global tclass=106"
     (found,) = (one for one in look(built) if one.area == "traffic class")

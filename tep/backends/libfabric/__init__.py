@@ -210,7 +210,7 @@ def _open(lib: Libfabric, offer: Offer, epoch: int, how: _How) -> FabricDomain:
 def _environment(
     rules: Rules, nics: Sequence[str] | int | None
 ) -> tuple[Sequence[str] | int | None, str]:
-    """What the environment says where `nics` says nothing, and that in words; "" = nothing."""
+    """Return the NICs that the environment names where `nics` does not, and that in words."""
     if isinstance(rules, SoftwareRules):
         if rules.by_ip and (nics is None or isinstance(nics, int)):
             return default_addresses(nics)

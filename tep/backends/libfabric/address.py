@@ -113,7 +113,7 @@ def engine_of(data: bytes) -> bytes:
 
 
 def is_loopback(raw: bytes) -> bool:
-    """Whether a socket address is one that only its own host reaches."""
+    """Tell whether only its own host reaches a socket address."""
     if int.from_bytes(raw[:2], "little") == socket.AF_INET:
         return raw[4:5] == b"\x7f"
     return raw[8:24] == bytes(15) + b"\1"

@@ -183,7 +183,7 @@ def _ask(
 
 
 def _offers_host_memory(lib: fi.Libfabric, rules: Rules) -> bool:
-    """Whether the provider is there for an engine that registers no CUDA memory."""
+    """Tell whether the provider is there for an engine that registers no CUDA memory."""
     try:
         infos = _ask(lib, rules, None, None)
     except BackendUnavailable:

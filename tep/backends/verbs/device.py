@@ -227,7 +227,7 @@ class Device:
 
     @property
     def traffic_class(self) -> int:
-        """What packets with a routing header carry, see Settings."""
+        """The class of packets with a routing header, see Settings."""
         if self.settings.traffic_class is not None:
             return self.settings.traffic_class
         if self._hints.traffic_class.value is not None:
@@ -236,7 +236,7 @@ class Device:
 
     @property
     def service_level(self) -> int:
-        """What all packets carry, see Settings."""
+        """The service level of all packets, see Settings."""
         if self.settings.service_level is not None:
             return self.settings.service_level
         return self._hints.service_level.value or 0

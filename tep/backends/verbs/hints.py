@@ -1,4 +1,4 @@
-"""What NCCL's variables say of RDMA NICs, where a setting of ours is unset."""
+"""NCCL's variables for RDMA NICs, read where a setting of ours is unset."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Hints:
         )
 
     def said(self) -> str:
-        """What was read, for `explain`; "" = nothing."""
+        """Spell what was read, for `explain`; "" = nothing."""
         meant = {
             "NCCL_IB_GID_INDEX": "gid_index, where the port is Ethernet",
             "NCCL_IB_TC": "traffic_class",

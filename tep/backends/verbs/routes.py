@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 __all__ = ["Routes"]
 
 _NEIGHBOUR_S: Final = 0.05
-"""How long the worker waits: far more than a neighbour takes that is there (guessed)."""
+"""The worker waits so long: far more than a neighbour takes that is there (guessed)."""
 
 _PAUSE_S: Final = 1.0
 _PAUSE_MAX_S: Final = 8.0
 _HELPERS_MAX: Final = 16  # neighbours that are waited for at a time
 _CLOSE_S: Final = 5.0
-"""How long close() waits for a call of the kernel, which ends after one second (quoted)."""
+"""close() waits so long for a call of the kernel, which ends after one second (quoted)."""
 
 
 class _Helper(threading.Thread):
