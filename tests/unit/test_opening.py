@@ -9,8 +9,7 @@ import inspect
 import pytest
 
 import tep
-from tep.backends import BACKENDS as BACKENDS_ALL
-from tep.backends import opening
+from tep.backends import BACKENDS, opening
 from tep.backends.auto import choose
 from tep.backends.opening import identity
 from tep.backends.verbs.settings import Settings

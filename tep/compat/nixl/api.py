@@ -647,14 +647,10 @@ class nixl_agent(Registry):
             case Still() | Cancel():
                 asked = self._asked.get(channel, {}).get(message.number)
                 if asked is None:
-                    asked = self._asked[key] = Asked()
-                mrs = {desc.region: mr for mr, (_, desc) in self._regions.items()}
-                asked.submit(self.engine, message, mrs, lambda: self._asked_done(key, self._lock))
-            case Cancel():
-                asked = self._asked.get((channel, message.number))
-                if asked is None:
-                    channel.send(encode(Ended(message.number, "it had ended")))
-                else:
+                    why = self._over.get((channel, message.number), "it is not known here")
+                    if why or isinstance(message, Cancel):
+                        channel.send(encode(Ended(message.number, why or "it had ended")))
+                elif isinstance(message, Cancel):
                     asked.cancel()
             case Ended():
                 self._on_ended(channel, message)
@@ -683,7 +679,7 @@ class nixl_agent(Registry):
                 channel.send(encode(Ended(message.number, f"{_ASKED_MAX} asks are open")))
                 return
             asked = mine[message.number] = Asked(channel.addr)
-        mrs = {desc.region: mr for _, mr, desc in self._regions}
+        mrs = {desc.region: mr for mr, (_, desc) in self._regions.items()}
         asked.submit(self.engine, message, mrs, lambda: self._asked_done(channel, message.number))
 
     def _asked_done(self, channel: Channel, number: int) -> None:

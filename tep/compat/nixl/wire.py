@@ -174,8 +174,8 @@ class Remote:
     def learn(self, found: Metadata) -> None:
         """Take metadata: whole, in place of what was known; partial, beside it."""
         if found.addr:
-            self.addr = NetAddr.from_bytes(found.addr)
-        fresh = [(region, MrDesc.from_bytes(region.desc)) for region in found.regions]
+            self.addr = NetAddr.from_bytes(found.addr).by_address()
+        fresh = [(one, MrDesc.from_bytes(one.desc).by_address()) for one in found.regions]
         if found.partial:
             self.regions += fresh
         else:

@@ -27,6 +27,7 @@ from tep.backends.libfabric.software.process import rehearse_shm
 from tep.backends.libfabric.software.reads import SoftwareReads
 from tep.backends.libfabric.software.rows import SoftwareRows
 from tep.backends.libfabric.software.seats import close_seats
+from tep.backends.libfabric.software.strangers import Strangers
 from tep.backends.texts import says
 
 __all__ = ["SoftwareDomain"]
@@ -75,6 +76,8 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
 
     def status_text(self, status: int) -> str:
         text = super().status_text(status)
+        if status == Status.UNREACHABLE and self._rules.by_pid:
+            return says(text, _ANEW)
         if status == Status.UNREACHABLE and self._rules.by_ip and not self._peers.answered:
             met = [peer.address for peer in self._peers.all]
             own = parse(self._peers.me, self._rules.provider)
@@ -212,12 +215,6 @@ class SoftwareDomain(FabricDomain[SoftwarePeer]):
             if peer.reading:  # they end in buffers of ours, so that they are over in any case
                 self._reads.end(peer, Status.FLUSHED, gone=gone)
         super()._end_all(status, gone=gone)
-
-    def status_text(self, status: int) -> str:
-        text = super().status_text(status)
-        return says(text, _ANEW) if status == Status.UNREACHABLE and self._rules.by_pid else text
-
-    # --- ends
 
     def _retire(self) -> None:
         if self._rules.by_pid:
