@@ -321,7 +321,11 @@ class Sender:
     nic: bytes
     engine: bytes
     peer: NetAddr | None
-    _engine_of: Callable[[bytes], bytes] = field(compare=False)
+    _engine_of: Callable[[bytes], bytes] = field(compare=False, default=bytes)
+
+    def __reduce__(self) -> tuple[type[Sender], tuple[object, ...]]:
+        """Pickle what it says; elsewhere it owns no address."""
+        return Sender, (self.nic, self.engine, self.peer)
 
     def owns(self, addr: NetAddr) -> bool:
         """Tell whether an address that a message names is that of the engine that sent it.

@@ -270,8 +270,8 @@ def test_an_ask_is_for_the_askers_own_memory(agents):
     try:
         memory = np.zeros(64, np.uint8)
         third.register_memory([(memory.ctypes.data, 64, 0, "")], "DRAM")
-        (_, _, desc), *_ = third._regions
-        (_, _, mine), *_ = b._regions
+        (_, desc), *_ = third._regions.values()
+        (_, mine), *_ = b._regions.values()
         zero = (0).to_bytes(8, "little")
         part = wire.Part(64, mine.region, zero, desc.to_bytes(), zero)
         told = []

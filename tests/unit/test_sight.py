@@ -204,7 +204,7 @@ def test_whoever_opens_next_removes_what_killed_processes_left(folder: Path) -> 
     with socket.socket(socket.AF_UNIX) as served:
         served.bind(str(folder / "9.4567"))
         served.listen(1)
-        with tep.open_local(name="ana"):
+        with tep.TransferEngine.open("local", name="ana"):
             names = {path.name for path in folder.iterdir()}
             mine = {name for name in names if name.startswith(f"{os.getpid()}.")}
         served.setblocking(False)

@@ -38,7 +38,7 @@ class Counted(str):
 
 def registering(n: int) -> int:
     big = np.zeros((n, 64), np.uint8)
-    with tep.open_loopback() as engine:
+    with tep.TransferEngine.open("loopback") as engine:
         with Opcodes() as opcodes:
             regions = [engine.reg_mr(row)[0] for row in big]
             for region in regions[::2] + regions[1::2]:

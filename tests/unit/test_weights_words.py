@@ -156,8 +156,10 @@ def test_what_any_worker_raises_is_the_answer():
     async def main() -> list[str]:
         found = []
         async with Listener("a token") as listener:
-            hello = Hello("a token", "odd", "w")
-            task = asyncio.ensure_future(answer(Odd(), "127.0.0.1", listener.port, hello))
+            hello = Hello("odd", "w")
+            task = asyncio.ensure_future(
+                answer(Odd(), "127.0.0.1", listener.port, "a token", hello)
+            )
             caller = await listener.wait_for("odd", "w", 60.0)
             for name, *args in (
                 ("fails",), ("long",), ("strange",), ("other",), ("takes", "x"), ("takes", 1, 2),
@@ -190,8 +192,10 @@ def test_a_connection_speaks_for_the_worker_that_it_began_as(kind):
 
     async def main() -> None:
         async with Listener("a token") as listener:
-            hello = Hello("a token", "role", "0")
-            task = asyncio.ensure_future(answer(Liar(), "127.0.0.1", listener.port, hello))
+            hello = Hello("role", "0")
+            task = asyncio.ensure_future(
+                answer(Liar(), "127.0.0.1", listener.port, "a token", hello)
+            )
             caller = await listener.wait_for("role", "0", 60.0)
             try:
                 await kind(caller).param_meta()
