@@ -110,47 +110,52 @@ def striping(ax: Axes) -> None:
             color=FAINT, fontsize=10)  # fmt: skip
 
 
-def path(ax: Axes) -> None:
-    """The states of a path, and what leads from one to the next."""
-    ax.set_xlim(0, 10.4)
-    ax.set_ylim(0, 4.0)
-    places = {
-        "UP": (0.3, 2.2, GREEN), "SUSPECT": (3.0, 2.2, ORANGE), "FENCING": (5.8, 2.2, ORANGE),
-        "FENCED": (8.6, 2.2, RED), "REOPENING": (4.3, 0.4, BLUE),
-    }  # fmt: skip
-    for name, (x, y, color) in places.items():
-        _box(ax, (x, y), (1.5, 0.7), name, color)
-    _arrow(ax, (1.85, 2.55), (2.95, 2.55), text="rows lost")
-    _arrow(ax, (4.55, 2.55), (5.75, 2.55), text="peer asked")
-    _arrow(ax, (7.35, 2.55), (8.55, 2.55), text="peer fenced")
-    _arrow(ax, (6.2, 2.95), (3.9, 2.95), text="no answer", bend=0.35)
-    _arrow(ax, (9.3, 2.15), (5.85, 0.75), bend=-0.25)
-    ax.text(8.5, 0.85, "NIC answers again:\npeer asked to open", color=INK, fontsize=9)
-    _arrow(ax, (4.25, 0.75), (1.05, 2.15), bend=-0.25)
-    ax.text(0.35, 0.85, "peer agrees", color=INK, fontsize=9)
-
-
-def lease(ax: Axes) -> None:
-    """The life of a lease: granted, asked back, confirmed or fenced, free."""
-    ax.set_xlim(0, 10.6)
-    ax.set_ylim(0, 3.6)
-    for y, name in ((2.9, "owner"), (0.9, "writer")):
-        ax.plot([1.2, 10.2], [y, y], color=FAINT, lw=1.2, zorder=0)
-        ax.text(1.05, y, name, ha="right", va="center", color=INK, fontsize=11, weight="bold")
-    _arrow(ax, (1.8, 2.85), (2.3, 0.95), BLUE)
-    ax.text(1.75, 3.05, "lease, 30 s", color=BLUE, fontsize=9)
-    for x in (2.9, 3.5, 4.1):
-        _arrow(ax, (x, 0.95), (x + 0.3, 2.85), FAINT)
-    ax.text(3.6, 0.45, "writes", color=FAINT, fontsize=9, ha="center")
-    _arrow(ax, (5.2, 2.85), (5.7, 0.95), ORANGE)
-    ax.text(5.1, 3.05, "asked back", color=ORANGE, fontsize=9)
-    ax.text(
-        5.75, 0.45, "refuses new writes,\nwaits for its own", color=INK, fontsize=9, va="center"
+def failures(ax: Axes) -> None:
+    """A row is lost, its immediate is burnt, a fresh one is complete; then the peer is removed."""
+    ax.set_xlim(0, 12.6)
+    ax.set_ylim(0, 4.2)
+    here, there = 3.0, 1.0
+    for y, name in ((here, "sender"), (there, "receiver")):
+        ax.plot([1.4, 12.4], [y, y], color=FAINT, lw=1.2, zorder=0)
+        ax.text(1.25, y, name, ha="right", va="center", color=INK, fontsize=11, weight="bold")
+    parts = (
+        (1.5, "1  a row is lost,\nits transfer fails"),
+        (4.3, "2  imm 7 is burnt at both ends,\na fresh one is taken"),
+        (9.9, "3  remove_peer:\nmemory is free again"),
     )
-    _arrow(ax, (7.6, 0.95), (8.1, 2.85), GREEN)
-    ax.text(7.95, 3.05, "confirmed: free", color=GREEN, fontsize=9)
-    _arrow(ax, (8.7, 2.85), (9.2, 0.95), RED, dashed=True)
-    ax.text(9.0, 0.45, "no answer: paths fenced", color=RED, fontsize=9, ha="center", va="center")
+    for x, title in parts:
+        ax.text(x, 3.9, title, color=INK, fontsize=9, va="center")
+    for x in (4.05, 9.65):
+        ax.plot([x, x], [0.1, 4.2], color=FAINT, lw=0.8, ls=":", zorder=0)
+
+    def down(x: float, color: str, end: float = there + 0.06, dashed: bool = False) -> None:
+        share = (here - end) / (here - there)
+        _arrow(ax, (x, here - 0.06), (x + 0.6 * share, end), color, dashed=dashed)
+
+    def says(x: float, text: str, color: str) -> None:
+        ax.text(x, 0.5, text, color=color, fontsize=9, ha="center", va="center")
+
+    for x in (1.6, 2.0, 2.4):
+        down(x, BLUE)
+    down(2.8, RED, 1.9)
+    ax.text(3.2, 1.8, "\u00d7", color=RED, fontsize=15, ha="center", va="center", weight="bold")
+    ax.text(1.6, 3.15, "4 rows, imm 7", color=BLUE, fontsize=9)
+    says(2.6, "imm 7: 3 of 4", BLUE)
+    down(4.4, ORANGE)
+    ax.text(4.3, 3.15, "notice: imm 7", color=ORANGE, fontsize=9)
+    says(5.1, "expectation\nof imm 7 fails", ORANGE)
+    down(5.7, FAINT, dashed=True)
+    ax.text(6.1, 2.1, "late row,\nimm 7", color=FAINT, fontsize=9)
+    says(6.6, "counts for\nnobody", FAINT)
+    for x in (7.2, 7.6, 8.0, 8.4):
+        down(x, GREEN)
+    ax.text(7.1, 3.15, "again, imm 8", color=GREEN, fontsize=9)
+    says(8.5, "imm 8: 4 of 4,\nall bytes are here", GREEN)
+    ax.plot([10.0, 12.3], [1.45, 1.45], color=INK, lw=4, solid_capstyle="butt", zorder=2)
+    ax.text(12.3, 1.6, "fence", color=INK, fontsize=9, ha="right")
+    for x in (9.9, 10.4, 10.9):
+        down(x, FAINT, 1.52, dashed=True)
+    says(11.1, "memory is used\nfor something else", INK)
 
 
 def worlds(ax: Axes) -> None:
@@ -175,8 +180,7 @@ def worlds(ax: Axes) -> None:
 FIGURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "counting": (counting, (9.0, 3.9)),
     "striping": (striping, (8.0, 3.4)),
-    "path": (path, (8.6, 3.3)),
-    "lease": (lease, (9.0, 3.0)),
+    "failures": (failures, (10.0, 3.4)),
     "worlds": (worlds, (8.0, 3.4)),
 }
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     )
     from tep.backends.base import Access
     from tep.backends.local.memory import alloc_shared
-    from tep.control.leases import Grant
     from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
     from tep.core.plan import count_imms
     from tep.core.region import MrHandle
@@ -37,13 +36,12 @@ if TYPE_CHECKING:
         BackendUnavailable,
         BadDescriptor,
         BadRequest,
+        BurntImm,
         BusyError,
         CallbackError,
         Cancelled,
         ClosedError,
         FabricError,
-        InDoubt,
-        LeaseError,
         RendezvousError,
         StaleEpoch,
         StallError,
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
     )
     from tep.trace import Mark, Span, Trace
     from tep.watch import Watcher
-    from tep.wire import Lease, MrDesc, NetAddr
+    from tep.wire import MrDesc, NetAddr
 
 __version__ = "0.1.0"
 
@@ -64,6 +62,7 @@ __all__ = [
     "BadDescriptor",
     "BadRequest",
     "Barrier",
+    "BurntImm",
     "BusyError",
     "CallbackError",
     "Cancelled",
@@ -72,11 +71,7 @@ __all__ = [
     "EngineStats",
     "Expectation",
     "FabricError",
-    "Grant",
-    "InDoubt",
     "InlineDriver",
-    "Lease",
-    "LeaseError",
     "Mark",
     "Message",
     "MrDesc",
@@ -136,13 +131,12 @@ _ROOMS = {
         "BackendUnavailable",
         "BadDescriptor",
         "BadRequest",
+        "BurntImm",
         "BusyError",
         "CallbackError",
         "Cancelled",
         "ClosedError",
         "FabricError",
-        "InDoubt",
-        "LeaseError",
         "RendezvousError",
         "StaleEpoch",
         "StallError",
@@ -150,7 +144,6 @@ _ROOMS = {
         "UsageError",
         "WaitTimeout",
     ),
-    "tep.control.leases": ("Grant",),
     "tep.control.membership": ("PeerChange", "PeerEvent", "PeerState", "PeerWatch"),
     "tep.core.plan": ("count_imms",),
     "tep.backends.base": ("Access",),
@@ -174,7 +167,7 @@ _ROOMS = {
         "EngineStats",
         "TransferStats",
     ),
-    "tep.wire": ("Lease", "MrDesc", "NetAddr"),
+    "tep.wire": ("MrDesc", "NetAddr"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

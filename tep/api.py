@@ -24,7 +24,7 @@ from tep.checks import (
 )
 from tep.dlpack import as_array
 from tep.errors import BadRequest
-from tep.wire import NetAddr, Target
+from tep.wire import MrDesc, NetAddr
 
 __all__ = [
     "Barrier",
@@ -161,17 +161,17 @@ class ScatterDst(NamedTuple):
     Attributes:
         nbytes: length of the slice; 0 is legal.
         src: byte offset in the source region.
-        dst: target descriptor, or lease, and byte offset in it.
+        dst: target descriptor, and byte offset in it.
     """
 
     nbytes: int
     src: int
-    dst: tuple[Target, int]
+    dst: tuple[MrDesc, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Which NICs a request uses, and who hears of its failure.
+    """The NICs that a request uses.
 
     Attributes:
         num_shards: cut a single write in exactly this many shards; None = as many as pay off.
@@ -179,21 +179,17 @@ class Routing:
             stopped.
         scatter_by: "peers": each peer's slice goes whole over one NIC. "bytes": every NIC carries a
             part of each.
-        tell_failures: if it fails or is cancelled, tell its targets which immediates do not come;
-            as EngineOptions(tell_failures=...) does for all requests.
     """
 
     num_shards: int | None = None
     domain: int | None = None
     scatter_by: Literal["peers", "bytes"] = "peers"
-    tell_failures: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_shards", "domain"):
             value = getattr(self, name)
             if value is not None:
                 _put(self, name, check_int(f"routing.{name}", value))
-        check_flag("routing.tell_failures", self.tell_failures)
         if not (isinstance(self.scatter_by, str) and self.scatter_by in {"peers", "bytes"}):
             raise BadRequest(
                 f"routing.scatter_by={shown(self.scatter_by)} is neither 'peers' nor 'bytes'"
@@ -265,8 +261,6 @@ class EngineOptions:
         commands_max: commands taken in one step, 1 or more.
         failover: remember which immediates came from where, so that a request survives a NIC that
             dies in the middle of it. Without it such a request fails.
-        tell_failures: tell peers which immediates do not come because a transfer failed or was
-            cancelled, so that their expectations fail at once.
         probe_first_s: a peer's NIC that did not answer is asked after so many seconds whether it is
             back, then after twice as long, and so on.
         probe_max_s: the longest wait between two such questions, `probe_first_s` or more, infinite:
@@ -280,7 +274,6 @@ class EngineOptions:
     poll_rows: int = 4096
     commands_max: int = 128
     failover: bool = True
-    tell_failures: bool = True
     probe_first_s: float = 1.0
     probe_max_s: float = 60.0
 
@@ -304,8 +297,7 @@ class EngineOptions:
                 f"EngineOptions: probe_max_s={self.probe_max_s} is below "
                 f"probe_first_s={self.probe_first_s}"
             )
-        for name in ("failover", "tell_failures"):
-            _put(self, name, check_flag(f"EngineOptions: {name}", getattr(self, name)))
+        _put(self, "failover", check_flag("EngineOptions: failover", self.failover))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
     TepError
       UsageError, a ValueError   yours: raised before anything is posted; the call has to change
         BadRequest                 arguments that contradict each other, or their regions
-        BadDescriptor              bytes or objects that are no address, descriptor or lease
+        BadDescriptor              bytes or objects that are no address or descriptor
           StaleEpoch                 of a peer that has restarted: ask it for fresh ones
         ClosedError                the engine, region or handle is closed
-        LeaseError                 the lease is over, or somebody else's
+        BurntImm                   something failed under this immediate: take a fresh one
       BusyError                  not now: the same call may succeed later
       FabricError                the wire's, the NIC's or the peer's: `code` says which
       RendezvousError            processes that were to meet did not
@@ -21,19 +21,18 @@ A bug in tep is an `assert`. `error.retryable` says whether the same call may su
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 __all__ = [
     "BackendUnavailable",
     "BadDescriptor",
     "BadRequest",
+    "BurntImm",
     "BusyError",
     "CallbackError",
     "Cancelled",
     "ClosedError",
     "FabricError",
-    "InDoubt",
-    "LeaseError",
     "RendezvousError",
     "StaleEpoch",
     "StallError",
@@ -80,33 +79,20 @@ class ClosedError(UsageError):
     """The engine, region or handle was closed or freed before this call."""
 
 
+class BurntImm(UsageError):
+    """The immediate of a request is burnt: an earlier one with it to the same peer has failed.
+
+    Its receiver does not count it any more; see docs/concepts/failures.md.
+    """
+
+
 class BusyError(TepError):
-    """Not now: memory is in use or leased, or queues are full. The same call may succeed later."""
+    """Not now: memory is in use, or queues are full. The same call may succeed later."""
 
     @property
     def retryable(self) -> bool:
         """True: memory and queues become free."""
         return True
-
-
-class LeaseError(UsageError):
-    """The lease that memory was to be written under is over, or somebody else's."""
-
-
-class InDoubt(NamedTuple):
-    """Bytes at a peer that a row may still land in, although its transfer has settled.
-
-    Attributes:
-        peer: the owner's name.
-        region: number of its region.
-        path: (our NIC, its NIC).
-        code: name of the status that the row ended with; UNKNOWN = the worker was stopped by a bug.
-    """
-
-    peer: str
-    region: int
-    path: tuple[int, int]
-    code: str
 
 
 class FabricError(TepError):
@@ -117,7 +103,6 @@ class FabricError(TepError):
         domain: index of the local NIC, or None where no NIC is to blame.
         peer: printable address of the target, or "".
         row: index of the failed row within its transfer's batch on that NIC, or None.
-        in_doubt: where bytes may still land because of it, as `Transfer.in_doubt`.
     """
 
     def __init__(
@@ -128,32 +113,25 @@ class FabricError(TepError):
         domain: int | None = None,
         peer: str = "",
         row: int | None = None,
-        in_doubt: tuple[InDoubt, ...] = (),
     ) -> None:
         super().__init__(message)
         self.code = code
         self.domain = domain
         self.peer = peer
         self.row = row
-        self.in_doubt = in_doubt
 
     @property
     def retryable(self) -> bool:
-        """Whether a link, NIC or peer that comes back is all that it needs; see `in_doubt` first.
+        """Whether a link, NIC or peer that comes back is all that it needs, and a fresh immediate.
 
         Not where the request itself is wrong for that peer: its keys, range, length or incarnation.
         """
         return self.code not in _FOR_GOOD
 
-    def saying(self, more: str, in_doubt: tuple[InDoubt, ...] = ()) -> FabricError:
-        """The same failure with more to say of it."""
+    def saying(self, more: str) -> FabricError:
+        """Return the same failure with more text."""
         return FabricError(
-            f"{self}{more}",
-            code=self.code,
-            domain=self.domain,
-            peer=self.peer,
-            row=self.row,
-            in_doubt=in_doubt,
+            f"{self}{more}", code=self.code, domain=self.domain, peer=self.peer, row=self.row
         )
 
 

@@ -7,7 +7,7 @@ The envelope of every object (all integers little-endian):
 
     offset  size  field     content
     0       3     magic     b"TEP"
-    3       1     kind      ASCII: A = NetAddr, M = MrDesc, L = Lease
+    3       1     kind      ASCII: A = NetAddr, M = MrDesc
     4       2     version   3
     6       4     length    bytes of the payload
     10      4     crc32     of bytes 0..9 followed by the payload
@@ -30,9 +30,9 @@ from tep.checks import shown
 from tep.errors import BadDescriptor
 from tep.views import Axis0, check_slice
 
-__all__ = ["VERSION", "Lease", "MrDesc", "NetAddr", "Target"]
+__all__ = ["VERSION", "MrDesc", "NetAddr"]
 
-VERSION: Final = 3
+VERSION: Final = 4
 _HEADER: Final = struct.Struct("<3scHII")
 _MAGIC: Final = b"TEP"
 
@@ -256,37 +256,4 @@ class MrDesc(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
         return f"region {self.region} ({self.nbytes} bytes, {self.device}) of {self.addr}"
 
 
-class Lease(_Wire, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The right of one engine to write to a peer's memory, or to read it, for a time.
-
-    It stands in place of an MrDesc.
-
-    Attributes:
-        desc: of the leased bytes alone: offset 0 is the first of them. It says `writable` and
-            `readable` of the lease, not of the region.
-        number: of the lease, unique within the owner's epoch.
-        holder: address of the writer's first NIC; with it the lease is one incarnation's.
-        for_ns: for how long, from when the holder first has it.
-    """
-
-    KIND = b"L"
-
-    desc: MrDesc
-    number: Unsigned
-    holder: Nic
-    for_ns: Unsigned
-
-    def check(self) -> None:
-        """Raise BadDescriptor unless the descriptor is sound, and lets peers do something."""
-        self.desc.check()
-        if not (self.desc.writable or self.desc.readable) or self.for_ns == 0:
-            raise BadDescriptor(f"Lease: {self.desc} for {self.for_ns} ns lets nobody do anything")
-
-    def __str__(self) -> str:
-        return f"lease {self.number} of {self.desc} for {self.for_ns / 1e9:g} s"
-
-
-Target = MrDesc | Lease
-"""What a write may be aimed at, or a read."""
-
-_KINDS: Final = {NetAddr.KIND: "a NetAddr", MrDesc.KIND: "an MrDesc", Lease.KIND: "a Lease"}
+_KINDS: Final = {NetAddr.KIND: "a NetAddr", MrDesc.KIND: "an MrDesc"}

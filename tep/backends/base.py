@@ -416,8 +416,8 @@ class Domain(Protocol):
 class ControlDomain(Domain, Protocol):
     """A NIC whose engines can talk to each other: `caps.control_bytes` is 1 or more.
 
-    What they say makes NIC failover, heartbeats and leases possible. Clauses C24 to C27; all but
-    the first, source(), fence() and unfence(), only where `caps.imm_source` is True.
+    What they say makes NIC failover, heartbeats and news of failures possible. Clauses C24 to C27;
+    all but the first, source(), fence() and unfence(), only where `caps.imm_source` is True.
     """
 
     def post_control(self, peer: int, payload: bytes, ctx: int) -> bool:

@@ -1,4 +1,4 @@
-"""What engines say to each other beside their rows: who lives, what landed, who may write.
+"""What engines say to each other beside their rows: who lives, what landed, what failed.
 
 All of it stands on control messages (clause C24), which NICs may lose, repeat and reorder.
 """

@@ -1,10 +1,11 @@
 """Send and receive control messages between engines, over any pair of NICs that works.
 
 A message is sent once, or repeated until it is answered. `messages` defines the messages; the
-handler of a type is registered here with `hear`. Rule 1: a question ends exactly once, in an answer
-or in a reason why there is none. Rule 2: no control message of a peer ends this engine. A message
-that is malformed, speaks for another engine, finds no room, or makes its handler raise is dropped,
-counted and logged.
+handler of a type is registered here with `hear`. `Notices` tells peers which immediates are burnt.
+Rule 1: a question ends exactly once, in an answer or in a reason why there is none. Rule 2: no
+control message of a peer ends this engine. A message that is malformed, speaks for another engine,
+finds no room, or makes its handler raise is dropped, counted and logged. Rule 3: a notice keeps its
+serial however often it is sent, so that a late copy burns nothing again.
 """
 
 from __future__ import annotations
@@ -14,16 +15,29 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, TypeVar, cast
 
+from tep.api import EngineOptions
 from tep.backends.base import ControlDomain, Status
-from tep.control.messages import WHY_MAX, Answer, ControlMessage, decode, encode
-from tep.core.events import PeerRestarted
+from tep.control.messages import (
+    IMM_RUN_BYTES,
+    PRUNED_MAX,
+    WHY_MAX,
+    Answer,
+    ControlMessage,
+    Failed,
+    ImmRun,
+    decode,
+    encode,
+)
+from tep.core.burnt import Burnt
 from tep.core.group import DomainGroup
-from tep.core.path import Link
+from tep.core.path import Link, PeerRestarted
+from tep.core.sums import runs_of
+from tep.core.transfer import Transfer
 from tep.errors import BadDescriptor, TepError
 
-__all__ = ["CONTROL_CTX", "Channel", "Drop", "sooner"]
+__all__ = ["CONTROL_CTX", "Channel", "Drop", "Notices", "sooner"]
 
 _log = logging.getLogger("tep")
 
@@ -42,21 +56,20 @@ ANSWERS_MAX: Final = 1024
 QUEUE_MAX: Final = 16 * ANSWERS_MAX
 """Control messages that may wait for a NIC; with more of them no answer is queued."""
 
+_NOTICES_MAX: Final = 8
+"""Notices that one peer is asked to take at once."""
+
+_WAITING_MAX: Final = 1 << 16
+"""Burnt immediates of one peer that are in no notice yet; the peer never learns of further ones."""
+
+_TRIES_MAX: Final = 30
+"""How often a peer that does not answer is sent its notices. Then they are sent only when it is
+heard, or when the engine is turned anyway."""
+
+_NAME_BYTES: Final = 120
+_REASON_BYTES: Final = 150
+
 N = TypeVar("N", bound=ControlMessage)
-
-
-class Errand(Protocol):
-    """What is due at times of its own, beside questions; see `tep.control.telling`."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether step() has something to do, now or later."""
-
-    def step(self) -> bool:
-        """Do what is due; True: there was work."""
-
-    def due_s(self) -> float | None:
-        """When step() must be called even if nothing happens; None: never."""
 
 
 class Drop(Enum):
@@ -151,7 +164,7 @@ class Channel:
         able: whether its NICs can send control messages, and the engine is not being closed.
         busy: whether a message is on its way or a question is open; else step() has nothing to do.
         dropped: control messages of peers that were dropped, by reason.
-        errand: what else step() does; None: nothing.
+        notices: what peers are to be told of failed requests; None: nothing yet.
     """
 
     def __init__(self, group: DomainGroup, now_s: Callable[[], float]) -> None:
@@ -159,7 +172,7 @@ class Channel:
         self.able = all(domain.caps.control_bytes for domain in domains)
         self.busy = False
         self.dropped: Counter[Drop] = Counter()
-        self.errand: Errand | None = None
+        self.notices: Notices | None = None
         self._nics = [cast("ControlDomain", domain) for domain in domains]
         self._alive = group.alive
         self._events, self._far_ends = group.events, group.far_ends
@@ -273,9 +286,9 @@ class Channel:
 
     def step(self) -> bool:
         """Post queued messages, repeat late questions; True if one was taken or has failed."""
-        errand, work = self.errand, False
-        if errand is not None and errand.busy:
-            work = errand.step()
+        notices, work = self.notices, False
+        if notices is not None and notices.busy:
+            work = notices.step()
         for _ in range(len(self._queue)):
             delivery = self._queue.popleft()
             work |= self._post(delivery)
@@ -288,7 +301,7 @@ class Channel:
                 work = True
                 self._again(question)
         self.busy = bool(self._queue or self._out or self._questions)
-        if errand is not None and errand.busy:
+        if notices is not None and notices.busy:
             self.busy = True
         return work
 
@@ -302,8 +315,8 @@ class Channel:
     def due_s(self) -> float | None:
         """When step() must be called even if nothing happens; None: never."""
         asked = (q.due_s for q in self._questions.values() if q.due_s is not None)
-        errand_s = None if self.errand is None else self.errand.due_s()
-        return sooner(min(asked, default=None), errand_s)
+        notices_s = None if self.notices is None else self.notices.due_s()
+        return sooner(min(asked, default=None), notices_s)
 
     def _post(self, delivery: _Delivery) -> bool:
         nic, address = delivery.way
@@ -442,3 +455,199 @@ class Channel:
         self._answers.clear()
         for question in list(self._questions.values()):
             self._lose(question, "the engine was closed")
+
+
+class _Peer:
+    """The notices of one peer.
+
+    Attributes:
+        waiting: immediates that are in no notice yet, each with the reason.
+        unsent: notices that are to be sent, as functions of the number of the question.
+        out: how many were sent and are not answered.
+        due_s: when to send; None: when an answer comes.
+        wait_s: the time from a try to the next one.
+        tries: how many there were without an answer.
+    """
+
+    __slots__ = ("due_s", "out", "tries", "unsent", "wait_s", "waiting")
+
+    def __init__(self, wait_s: float) -> None:
+        self.waiting: dict[int, str] = {}
+        self.unsent: list[Callable[[int], Failed]] = []
+        self.out = self.tries = 0
+        self.due_s: float | None = None
+        self.wait_s = wait_s
+
+
+class Notices:
+    """Tells the targets of failed and cancelled requests which immediates are burnt.
+
+    Args:
+        name: the name of this engine and its incarnation.
+        group: its NICs.
+        channel: control messages to the peers.
+        options: a peer that does not answer is told again after `probe_first_s`, then after twice
+            as long, and so on.
+        now_s: the clock.
+
+    Attributes:
+        burnt: immediates that this engine does not send to a peer any more.
+        busy: whether step() has something to do, now or later.
+        dropped: immediates that a peer is never told of, because there were too many.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: DomainGroup,
+        channel: Channel,
+        options: EngineOptions,
+        now_s: Callable[[], float],
+    ) -> None:
+        self.burnt: Burnt[tuple[Link, int], str] = Burnt()
+        self.busy = False
+        self.dropped = 0
+        self._name = _cut(name, _NAME_BYTES)
+        self._group, self._channel, self._now_s = group, channel, now_s
+        self._first_s, self._longest_s = options.probe_first_s, options.probe_max_s
+        self._serials = itertools.count(1)
+        self._peers: dict[Link, _Peer] = {}
+        channel.notices = self
+
+    def burn(self, transfer: Transfer) -> None:
+        """A request failed or was cancelled: burn its immediates, and have its targets told."""
+        failure = transfer.failure
+        reason = "it was cancelled" if failure is None else str(failure)
+        for link, imms in transfer.job.imms_by_peer():
+            fresh = [imm for imm in imms if (link, imm) not in self.burnt.why]
+            if not (link.current and fresh):
+                continue
+            name = link.addr.name
+            text = f"{len(fresh)} immediates to {name} are burnt: {reason}"
+            level = logging.INFO if failure is None else logging.WARNING
+            self._group.journal.say("burnt", text, level)
+            for imm in fresh:
+                self.burnt.add(link, (link, imm), reason)
+            if self._channel.able and any(self._group.alive):
+                self._tell(link, fresh, reason)
+
+    def _tell(self, link: Link, imms: list[int], reason: str) -> None:
+        peer = self._peers.get(link)
+        if peer is None:
+            peer = self._peers[link] = _Peer(self._first_s)
+        room = _WAITING_MAX - len(peer.waiting)
+        peer.waiting.update(dict.fromkeys(imms[:room], _cut(reason, _REASON_BYTES)))
+        if len(imms) > room:
+            self.dropped += len(imms) - room
+            _log.warning("%d burnt immediates are not told to peers", self.dropped)
+        self._wake(peer)
+
+    def _wake(self, peer: _Peer, after_s: float = 0.0) -> None:
+        peer.due_s = sooner(peer.due_s, self._now_s() + after_s)
+        self.busy = self._channel.busy = True
+
+    def forget(self, link: Link) -> None:
+        """A peer was removed, or replaced by a later incarnation."""
+        self.burnt.drop(link)
+        self._peers.pop(link, None)
+
+    def remove(self, imm: int) -> None:
+        """Let an immediate be used again, towards every peer."""
+        for key in [key for key in self.burnt.why if key[1] == imm]:
+            self.burnt.remove(key)
+
+    # ------------------------------------------------------------------ turning
+
+    def step(self) -> bool:
+        """Send what is due; True: there was work."""
+        work, now_s = False, self._now_s()
+        for link, peer in tuple(self._peers.items()):
+            if not (link.current and any(self._group.alive)):
+                del self._peers[link]
+            elif peer.due_s is not None and peer.due_s <= now_s:
+                peer.due_s, work = None, True
+                self._send(link, peer)
+        self.busy = any(peer.due_s is not None for peer in self._peers.values())
+        return work
+
+    def due_s(self) -> float | None:
+        """When step() must be called even if nothing happens; None: never."""
+        patient = (peer for peer in self._peers.values() if peer.tries <= _TRIES_MAX)
+        return min((peer.due_s for peer in patient if peer.due_s is not None), default=None)
+
+    def heard(self, link: Link) -> None:
+        """A peer that did not answer does again."""
+        peer = self._peers.get(link)
+        if peer is not None:
+            peer.tries, peer.wait_s = 0, self._first_s
+            self._wake(peer)
+
+    def last_words(self) -> None:
+        """The engine is being closed: say once what peers have not been told."""
+        for link, peer in self._peers.items():
+            self._fill(peer)
+            for make in peer.unsent if link.current else ():
+                self._channel.say_once(link, make)
+
+    def describe(self) -> list[str]:
+        """Lines for reports."""
+        lines = [
+            f"{link.addr.name} has not been told of {len(peer.waiting)} burnt immediates, and has "
+            f"not answered {peer.out + len(peer.unsent)} notices of others"
+            for link, peer in list(self._peers.items())
+        ]
+        if self.dropped:
+            lines.append(f"{self.dropped} burnt immediates are not told to peers: too many at once")
+        if self.burnt.forgotten:
+            lines.append(f"{self.burnt.forgotten} burnt immediates were forgotten: too many")
+        return lines
+
+    def _fill(self, peer: _Peer) -> None:
+        """Make notices of the immediates that are in none: those with the same reason together."""
+        while peer.waiting and peer.out + len(peer.unsent) < _NOTICES_MAX:
+            reason = next(iter(peer.waiting.values()))[:WHY_MAX]
+            alike = (imm for imm, why in peer.waiting.items() if why[:WHY_MAX] == reason)
+            empty = Failed(2**62, 2**62, self._name, reason, ((0, 1),))
+            most = (self._channel.control_bytes - len(encode(empty))) // IMM_RUN_BYTES
+            runs = runs_of(((imm, 1) for imm in itertools.islice(alike, PRUNED_MAX)), PRUNED_MAX)
+            told = tuple((first, n) for first, n, _ in itertools.islice(runs, max(1, most)))
+            for first, n in told:
+                for imm in range(first, first + n):
+                    del peer.waiting[imm]
+            peer.unsent.append(self._maker(next(self._serials), reason, told))
+
+    def _maker(self, serial: int, reason: str, runs: tuple[ImmRun, ...]) -> Callable[[int], Failed]:
+        return lambda number: Failed(number, serial, self._name, reason, runs)
+
+    def _send(self, link: Link, peer: _Peer) -> None:
+        self._fill(peer)
+        unsent, peer.unsent = peer.unsent, []
+        for make in unsent:
+            self._ask(link, peer, make)
+
+    def _ask(self, link: Link, peer: _Peer, make: Callable[[int], Failed]) -> None:
+        def told(_: Answer) -> None:
+            peer.out -= 1
+            peer.tries, peer.wait_s = 0, self._first_s
+            if peer.waiting or peer.unsent:
+                self._wake(peer)
+            elif not peer.out and self._peers.get(link) is peer:
+                del self._peers[link]
+
+        def lost(_: str) -> None:
+            peer.out -= 1
+            peer.unsent.append(make)
+            if peer.out or not self._channel.able or self._peers.get(link) is not peer:
+                return
+            peer.tries += 1
+            self._wake(peer, peer.wait_s)
+            peer.wait_s = min(2 * peer.wait_s, self._longest_s)
+
+        peer.out += 1
+        self._channel.ask(link, make, told, lost)
+
+
+def _cut(text: str, nbytes: int) -> str:
+    """The beginning of a text, on one line."""
+    line = text.split("\n", 1)[0].encode()
+    return line[:nbytes].decode(errors="ignore")

@@ -1,16 +1,17 @@
 """What one engine knows of its peers: lost, back, restarted, removed; and the events about it.
 
 It learns of a loss by heartbeats, if a user watches the peer, and by rows that fail, which costs
-nothing. A peer's NIC that failed is asked repeatedly whether it is back. Nothing here posts rows or
-reads a clock. Rule 1: one event for each change. Rule 2: a loss ends only by the answer to a
-question that was sent after it. Rule 3: nothing of a peer is dropped before the last transfer that
-refers to it has ended.
+nothing. A peer's NIC that failed is asked repeatedly whether it is back. What a peer says of its
+failed requests, or its loss, burns immediates here. Nothing here posts rows or reads a clock. Rule
+1: one event for each change. Rule 2: a loss ends only by the answer to a question that was sent
+after it. Rule 3: nothing of a peer is dropped before the last transfer that refers to it has ended.
+Rule 4: an expectation that fails because of a peer burns its immediate.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -18,18 +19,14 @@ from typing import Final
 from tep.api import EngineOptions
 from tep.checks import unpicklable
 from tep.control.channel import Channel, Drop
-from tep.control.failover import Failover
-from tep.control.failures import Failures
-from tep.control.fencing import Fencing
-from tep.control.leases import Leases
-from tep.control.messages import Ping, Pong
-from tep.control.reopening import Reopening
-from tep.core.events import PeerHeard
+from tep.control.failover import Failover, Fencing, Reopening
+from tep.control.messages import Failed, Ping, Pong
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State, closed_error
-from tep.core.path import Link, Path
+from tep.core.imm import ImmTable
+from tep.core.path import Link, Path, PeerHeard
 from tep.core.region import Remote
-from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
+from tep.core.transfer import Expectation, Message, Removal, Transfer
 from tep.errors import FabricError, TepError
 from tep.wire import NetAddr
 
@@ -39,6 +36,12 @@ NS_PER_S: Final = 1_000_000_000
 
 _QUEUED_MAX: Final = 256
 """Control messages that no NIC has taken; with more of them no heartbeat is sent."""
+
+_SERIALS_MAX: Final = 256
+"""Serials of notices that are remembered of each engine: a late copy burns nothing again."""
+
+_ENGINES_MAX: Final = 4096
+"""Engines whose serials are remembered; beyond that the first engine is forgotten."""
 
 _LONG_S: Final = 1e9
 """Longer times, also infinite ones, count as this: 31 years."""
@@ -60,16 +63,6 @@ class PeerChange(Enum):
     RESTARTED = "restarted"
     NIC_LOST = "NIC lost"
     NIC_BACK = "NIC back"
-
-
-_TOLD: Final = {
-    PeerChange.LOST: ("peer_lost", logging.WARNING),
-    PeerChange.BACK: ("peer_back", logging.INFO),
-    PeerChange.RESTARTED: ("peer_restarted", logging.WARNING),
-    PeerChange.NIC_LOST: ("peer_nic_lost", logging.WARNING),
-    PeerChange.NIC_BACK: ("peer_nic_back", logging.INFO),
-}
-"""How the journal calls each change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +187,9 @@ class Membership:
         group: the engine's NICs.
         channel: control messages to the peers.
         failover, fencing: both halves of a failover.
-        failures: fails expectations whose sender is gone.
-        leases: the leases that peers were granted.
-        drop: forgets a link for good.
+        imms: the table of immediates.
+        find: returns the peer that a NIC's address belongs to; None if the address is unknown.
+        drop: forgets a link for good; the flag says whether its paths are fenced off.
         opened: every handle that has not settled.
         settle: ends a handle.
         options: how often NICs that failed are asked.
@@ -214,9 +207,9 @@ class Membership:
         channel: Channel,
         failover: Failover,
         fencing: Fencing,
-        failures: Failures,
-        leases: Leases,
-        drop: Callable[[Link], object],
+        imms: ImmTable[Expectation],
+        find: Callable[[bytes], Link | None],
+        drop: Callable[[Link, bool], object],
         opened: dict[Handle, None],
         settle: Callable[[Handle, State, TepError | None], None],
         options: EngineOptions,
@@ -226,7 +219,8 @@ class Membership:
         self.events: list[PeerEvent] = []
         self.callbacks: tuple[Callable[[PeerEvent], object], ...] = ()
         self._group, self._channel, self._fencing = group, channel, fencing
-        self._failures, self._leases, self._drop = failures, leases, drop
+        self._imms, self._drop = imms, drop
+        self._serials: dict[bytes, dict[int, None]] = {}  # of notices, by engine
         self._opened, self._settle = opened, settle
         self._options = options
         self._now_s = now_s
@@ -236,11 +230,10 @@ class Membership:
         self._due_ns: int | None = None
         self._alarm_ns: int | None = None
         self._closed = False
-        self._reopening = Reopening(
-            group, channel, failover, fencing, self._find, self._path_opened
-        )
+        self._reopening = Reopening(group, channel, failover, fencing, find, self._path_opened)
         channel.hear(Ping, lambda nic, address, n: channel.answer(nic, address, Pong(n.number)))
         channel.hear(Pong, self._heard)
+        channel.hear(Failed, self._noticed)
 
     # ------------------------------------------------------------------ turning
 
@@ -288,10 +281,11 @@ class Membership:
 
     def _emit(self, peer: Peer, kind: PeerChange, reason: str, nic: int | None = None) -> None:
         addr = peer.link.addr
-        event, level = _TOLD[kind]
+        mended = kind in {PeerChange.BACK, PeerChange.NIC_BACK}
         which = "peer" if nic is None else f"NIC {nic} of peer"
         text = f"{which} {addr.name} (epoch {addr.epoch}): {kind.value}: {reason}"
-        self._group.journal.say(event, text, level)
+        level = logging.INFO if mended else logging.WARNING
+        self._group.journal.say(f"peer_{kind.name.lower()}", text, level)
         if self.callbacks:
             self.events.append(
                 PeerEvent(peer=addr.name, epoch=addr.epoch, kind=kind, reason=reason, nic=nic)
@@ -397,11 +391,6 @@ class Membership:
             self._emit(peer, PeerChange.BACK, "it answers again")
             self._group.events.append(PeerHeard(peer.link))
 
-    def reopen(self, path: Path) -> None:
-        """Ask a peer to open a path again that it has fenced, until it does."""
-        self._reopening.begin(path)
-        self.path_shut(path)
-
     def path_shut(self, path: Path) -> None:
         """Ask the peer's NIC from time to time, until no path to it is shut."""
         if not (path.link.current and self._channel.able):
@@ -411,10 +400,6 @@ class Membership:
             nic.wait_ns = nic.wait_ns or self._ns(self._options.probe_first_s)
             nic.due_ns = self._now_ns() + nic.wait_ns
             self._book()
-
-    def _find(self, address: bytes) -> tuple[Link, int] | None:
-        found = self._nics.get(address)
-        return None if found is None else (found[0].link, found[1])
 
     def _path_opened(self, path: Path) -> None:
         """A path is in use again; if the peer's NIC is marked down, ask it at once."""
@@ -478,14 +463,42 @@ class Membership:
             self._miss(link, f"is {peer.state.value}")
 
     def _miss(self, link: Link, what: str) -> None:
-        """Fail all expectations that named this sender."""
-        name = link.addr.name
+        """Burn the immediates of all expectations that named this sender and are not reached."""
+        reached = set(self._imms.reached)  # they settle at the end of this step
+        found = (h for h in self._opened if isinstance(h, Expectation) and h.sender is link)
+        imms = dict.fromkeys(h.imm for h in found if not h.finished and h not in reached)
+        if imms:
+            name = link.addr.name
+            self._burn(link, imms, f"its sender {name} {what}", "PEER_LOST", name)
 
-        def error(handle: Expectation, came: str) -> FabricError:
-            text = f"imm {handle.imm:#x}: its sender {name} {what}; {came}"
-            return FabricError(text, code="PEER_LOST", peer=name)
+    # ------------------------------------------------------------------ burnt immediates
 
-        self._failures.fail(lambda handle: handle.sender is link, error)
+    def _noticed(self, nic: int, address: bytes, message: Failed) -> None:
+        """Requests of a peer failed: burn their immediates, unless this is a late copy."""
+        engine = self._channel.engine_of(nic, address)
+        serials = self._serials.setdefault(engine, {})
+        if message.serial not in serials:
+            imms = (imm for first, n in message.imms for imm in range(first, first + n))
+            text = f"{message.who} gave it up: {message.reason}"
+            self._burn(engine, imms, text, "PEER_FAILED", message.who)
+            serials[message.serial] = None
+            if len(serials) > _SERIALS_MAX:
+                del serials[next(iter(serials))]
+            if len(self._serials) > _ENGINES_MAX:
+                del self._serials[next(iter(self._serials))]
+        self._channel.tell(nic, address, message.number)
+
+    def _burn(self, owner: Hashable, imms: Iterable[int], why: str, code: str, peer: str) -> None:
+        """Fail the open expectations of immediates, and refuse later ones."""
+        for imm in imms:
+            if self._imms.is_claimed(imm):
+                continue
+            error = FabricError(f"imm {imm:#x}: {why}", code=code, peer=peer)
+            expectations, came = self._imms.burn(imm, owner, error)
+            for handle in expectations:
+                handle.fix_arrived(came)
+                text = f"; {handle.arrived} of {handle.count} came"
+                self._settle(handle, State.FAILED, error.saying(text))
 
     # ------------------------------------------------------------------ leaving
 
@@ -496,7 +509,6 @@ class Membership:
         if self._closed:
             self._settle(removal, State.FAILED, closed_error())
             return
-        self._leases.lose(link)
         if removal.why:
             self._restarted(link, removal.why)
         self._miss(link, "was removed")
@@ -511,6 +523,12 @@ class Membership:
             waits.pop()
         if waits:
             return False
+        if removal.fencing < 0:  # not before: on one connection both ways end
+            removal.fencing = 0
+            if not removal.why:
+                self._fencing.bar(removal)
+        if removal.fencing:
+            return False
         self._leaving.remove(removal)
         peer = self._peers.pop(link, None)
         if peer is not None:
@@ -521,7 +539,7 @@ class Membership:
             self._group.acks.fold()  # sums of whole scatters refer to their targets
         link.forget()
         self._fencing.forget(link.addr.domains)
-        self._drop(link)
+        self._drop(link, not (removal.why or removal.unfenced))
         self._settle(removal, State.DONE, None)
         return True
 
@@ -535,7 +553,7 @@ class Membership:
 
 def _refers(handle: Handle, link: Link) -> bool:
     """Whether a handle needs this link until it settles."""
-    if isinstance(handle, Message | Notice):
+    if isinstance(handle, Message):
         return handle.link is link
     if not isinstance(handle, Transfer):
         return False

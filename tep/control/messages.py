@@ -10,48 +10,25 @@ address that the message came from.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, ClassVar, Final
 
 import msgspec
 from msgspec import Meta
 
-from tep.errors import BadDescriptor, FabricError
+from tep.errors import BadDescriptor
 
 __all__ = [
-    "NICS_MAX",
-    "PRUNED_MAX",
-    "REASON_MAX",
-    "RUN_BYTES",
-    "SHORTFALL_BYTES",
-    "WHY_MAX",
-    "Answer",
-    "ControlMessage",
-    "Ended",
-    "Failed",
-    "FenceOff",
-    "Missing",
-    "Ping",
-    "Pong",
-    "Prune",
-    "Renewed",
-    "Reopen",
-    "Run",
-    "Shortfall",
-    "decode",
-    "encode",
-    "given_up",
-    "runs_max",
-    "values_max",
-]
-
-REASON_MAX: Final = 60
-"""Characters of a reason, so that it fits into the shortest control message of any NIC."""
+    "IMM_RUN_BYTES", "NICS_MAX", "PRUNED_MAX", "RUN_BYTES", "WHY_MAX", "Answer", "ControlMessage",
+    "Failed", "FenceOff", "ImmRun", "Ping", "Pong", "Prune", "Reopen", "Run", "decode", "encode",
+    "runs_max", "values_max",
+]  # fmt: skip
 
 NICS_MAX: Final = 64
 """NICs of an engine, the same limit as in `wire`."""
 
 WHY_MAX: Final = 200
-"""Characters of the reason in an answer."""
+"""Characters of a reason."""
 
 VALUES_MAX: Final = 1 << 14
 """Values in one list: more than fit into the longest control message of any NIC."""
@@ -60,15 +37,23 @@ _U63: Final = 2**63 - 1
 Number = Annotated[int, Meta(ge=0, le=_U63)]
 Count = Annotated[int, Meta(ge=0, le=_U63)]
 NicNumber = Annotated[int, Meta(ge=0, lt=NICS_MAX)]
-Nanoseconds = Annotated[int, Meta(ge=1, le=10**18)]
 Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
 Address = Annotated[bytes, Meta(min_length=1, max_length=256)]
 
 PRUNED_MAX: Final = 1 << 14
-"""Immediates that one message prunes."""
+"""Immediates that one message prunes, or burns."""
 
 Run = tuple[Imm, Annotated[int, Meta(ge=1, le=PRUNED_MAX)], Annotated[int, Meta(ge=1, le=_U63)]]
 """Consecutive immediates with the same count: the first, how many, the count."""
+
+ImmRun = tuple[Imm, Annotated[int, Meta(ge=1, le=PRUNED_MAX)]]
+"""Consecutive immediates: the first, and how many."""
+
+IMM_RUN_BYTES: Final = 10
+"""The most bytes that one of these takes."""
+
+WHO_MAX: Final = 200
+"""Characters of an engine's name."""
 
 RUN_BYTES: Final = 18
 """The most bytes that a run takes."""
@@ -113,47 +98,19 @@ class Answer(_Control, frozen=True, array_like=True, tag=2):
 
 
 class Failed(_Control, frozen=True, array_like=True, tag=3):
-    """I will not send what you expect under this immediate; `who` is my engine's name."""
+    """Requests of mine with these immediates failed or were cancelled: count them for nobody.
 
-    who: Annotated[str, Meta(max_length=200)]
-    imm: Imm
-    reason: Annotated[str, Meta(max_length=REASON_MAX)]
-
-
-Shortfall = tuple[
-    Imm,
-    Annotated[int, Meta(ge=1, le=PRUNED_MAX)],
-    Count,
-    Count,
-    Count,
-    Annotated[int, Meta(ge=-1, le=_U63)],
-]
-"""Consecutive immediates of requests that failed, and for each of them the same numbers: the first,
-how many immediates; how many of each were to come, how many came, how many may still come. The last
-is how many the sender's NICs have acknowledged since the beginning, whatever the request, less what
-was pruned; -1: it does not know."""
-
-SHORTFALL_BYTES: Final = 44
-"""The most bytes that one takes."""
-
-
-class Missing(_Control, frozen=True, array_like=True, tag=12):
-    """Requests of mine failed, and these immediates do not come, or not all of them.
-
-    Do not count those that came any more. `serial` is mine for this list, and stays the same when I
-    send it again, under another number. I shall not send lists with serials below `done` again.
-    `who` is my engine's name. `pruned` is the sum of my generations towards you; see `Prune`.
+    `serial` is mine for this notice, and stays the same when I send it again under another number.
+    `who` is my engine's name, for error texts. Each run is (first immediate, how many).
     """
 
     serial: Number
-    done: Number
-    who: Annotated[str, Meta(max_length=200)]
+    who: Annotated[str, Meta(max_length=WHO_MAX)]
     reason: Annotated[str, Meta(max_length=WHY_MAX)]
-    pruned: Number
-    imms: Annotated[tuple[Shortfall, ...], Meta(min_length=1, max_length=VALUES_MAX)]
+    imms: Annotated[tuple[ImmRun, ...], Meta(min_length=1, max_length=VALUES_MAX)]
 
     def __post_init__(self) -> None:
-        _check_runs([(first, n) for first, n, *_ in self.imms])
+        _check_runs(self.imms)
 
 
 class Ping(_Control, frozen=True, array_like=True, tag=4):
@@ -162,29 +119,6 @@ class Ping(_Control, frozen=True, array_like=True, tag=4):
 
 class Pong(_Control, frozen=True, array_like=True, tag=5):
     """I am here."""
-
-
-class Ended(_Control, frozen=True, array_like=True, tag=8):
-    """My lease is over. Answer when no row under it is left, with the paths that may have bytes.
-
-    `owner` is the address of my first NIC. The answer's counts are paths: yours * NICS_MAX + mine.
-    """
-
-    claims: ClassVar[str] = "owner"
-
-    owner: Address
-    lease: Number
-
-
-class Renewed(_Control, frozen=True, array_like=True, tag=9):
-    """My lease lasts `for_ns` from now on; of two renewals the larger round counts."""
-
-    claims: ClassVar[str] = "owner"
-
-    owner: Address
-    lease: Number
-    round: Number
-    for_ns: Nanoseconds
 
 
 class Reopen(_Control, frozen=True, array_like=True, tag=10):
@@ -214,7 +148,7 @@ class Prune(_Control, frozen=True, array_like=True, tag=11):
         _check_runs([(first, n) for first, n, _ in self.runs])
 
 
-def _check_runs(runs: list[tuple[int, int]]) -> None:
+def _check_runs(runs: Sequence[tuple[int, int]]) -> None:
     """Raise ValueError unless these (first, n) are in order, and not too many values."""
     end = total = 0
     for first, n in runs:
@@ -225,9 +159,7 @@ def _check_runs(runs: list[tuple[int, int]]) -> None:
         raise ValueError(f"runs of {total} immediates up to {end - 1}")
 
 
-ControlMessage = (
-    FenceOff | Answer | Failed | Ping | Pong | Ended | Renewed | Reopen | Prune | Missing
-)
+ControlMessage = FenceOff | Answer | Failed | Ping | Pong | Reopen | Prune
 
 _DECODER: Final[msgspec.msgpack.Decoder[ControlMessage]] = msgspec.msgpack.Decoder(
     ControlMessage, strict=True
@@ -246,12 +178,6 @@ def decode(data: bytes) -> ControlMessage:
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         text = f"{bytes(data[:16])!r}... ({len(data)} bytes) is no control message: {error}"
         raise BadDescriptor(text) from error
-
-
-def given_up(imm: int, message: Failed | Missing, more: str) -> FabricError:
-    """The error of an expectation that a peer gave up."""
-    text = f"imm {imm:#x}: {message.who} gave it up: {message.reason}{more}"
-    return FabricError(text, code="PEER_FAILED", peer=message.who)
 
 
 def values_max(control_bytes: int) -> int:

@@ -19,9 +19,18 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
-from tep.core.events import Event, PathShut, PeerNicDown, PeerRestarted
 from tep.core.journal import Journal
-from tep.core.path import FarEnds, Link, Path, PathEvent, Routes
+from tep.core.path import (
+    Event,
+    FarEnds,
+    Link,
+    Path,
+    PathEvent,
+    PathShut,
+    PeerNicDown,
+    PeerRestarted,
+    Routes,
+)
 from tep.core.pending import (
     NO_IMM,
     NO_ROWS,
@@ -40,7 +49,6 @@ from tep.core.pending import (
     varies,
 )
 from tep.core.plan import lanes, plan_paged, plan_row, plan_single, plan_targets
-from tep.core.quarantine import MAY_LAND
 from tep.core.ready import IN_TURN_ROWS, Dealt, Ready
 from tep.core.region import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
@@ -73,7 +81,7 @@ LONG_BYTES: Final = 32 << 20
 _LOOKED_AT: Final = 64
 """Batches of a queue that are searched for rows to share, so that a search takes bounded time."""
 
-_SHARED_DOUBT: Final = "it may have landed, or a row with its immediate of a request that failed"
+_SHARED: Final = "a row of another request with the same immediate failed, and may have landed"
 
 _OK: Final = int(Status.OK)
 
@@ -91,7 +99,6 @@ class DomainGroup:
         ended: transfers without a row in flight or queued; the caller empties the list, and a
             transfer may be in it twice.
         batches: batches that are not over, by ctx.
-        in_doubt: how many transfers have rows that ended and may still land.
         failover: whether lost rows are kept, to be retransmitted on other paths.
         why_not: why the NICs are unable to do that; None: they are able, or it is not wanted.
         closing: the error of retransmitted rows, since the engine is being closed; else None.
@@ -108,8 +115,8 @@ class DomainGroup:
     __slots__ = (
         "_back", "_can_fence", "_ctx", "_cursor", "_in_turn_rows", "_is_offered", "_queues",
         "_reads_addresses", "_rows_max", "_shares", "acks", "alive", "alone", "backlog", "batches",
-        "closing", "domains", "ended", "events", "failover", "far_ends", "in_doubt", "journal",
-        "losses", "nbytes", "offered", "queued_reads", "routes", "rows", "why_not",
+        "closing", "domains", "ended", "events", "failover", "far_ends", "journal", "losses",
+        "nbytes", "offered", "queued_reads", "routes", "rows", "why_not",
     )  # fmt: skip
 
     def __init__(
@@ -134,7 +141,6 @@ class DomainGroup:
         self._in_turn_rows = min(IN_TURN_ROWS, rows_max)
         self._shares = len(domains) > 1
         self._reads_addresses = any(domain.caps.reads_addresses for domain in domains)
-        self.in_doubt = 0
         self.journal = Journal() if journal is None else journal
         events = self.events = deque[Event]()
         self.routes = Routes(self.journal, lambda path: events.append(PathShut(path)))
@@ -479,7 +485,8 @@ class DomainGroup:
             pending = queue[0]
             start, stop = pending.at, pending.stop
             if start == stop:  # its rest was cut off while it was queued
-                _drop_ended(queue)
+                while queue and queue[0].at == queue[0].stop:
+                    queue.popleft()
                 if not queue:
                     break
                 pending = queue[0]
@@ -628,8 +635,7 @@ class DomainGroup:
             else:
                 self._forget(pending)
             if pending.retransmission is not None and not held:
-                missed = None if status == _OK else transfer
-                self.finish_retransmission(pending.retransmission, missed)
+                self.finish_retransmission(pending.retransmission, missed=status != _OK)
         if transfer.left == 0:
             self.ended.append(transfer)
 
@@ -638,7 +644,7 @@ class DomainGroup:
         transfer = pending.transfer
         row = min(row, pending.batch.n - 1)
         remote, nic = pending.target(row)
-        pending.lose(row, status)
+        pending.lose(row)
         lost = False  # whether the path failed, and there is another one
         if status in (Status.NIC_DOWN, Status.FLUSHED) and transfer.job.mr is not None:
             transfer.job.mr.readers |= {pending.domain}
@@ -660,10 +666,8 @@ class DomainGroup:
         final = self._keep(pending, row, error) if lost else error
         if final is None:
             return True
-        if status in MAY_LAND:
-            self.doubt(pending, row, Status(status).name)
         if self.acks is not None and status not in NO_IMM:
-            self.acks.doubt(pending, row)
+            self.acks.miss(pending, row)
         transfer.failed_rows += count
         if known is None:
             self.drop_queued(transfer)
@@ -703,16 +707,10 @@ class DomainGroup:
         if link.has_way(i for i, up in enumerate(self.alive) if up):
             self._reroute(lambda w: w.domain == path.domain and goes_to(w, link, nic))
 
-    def doubt(self, pending: Pending, row: int, code: str) -> None:
-        """Record a row that has ended and whose bytes may still land."""
-        if pending.row_bytes(row):
-            remote, nic = pending.target(row)
-            self.in_doubt += pending.transfer.add_doubt(remote, pending.domain, nic, code)
-
     def has_lost(self, domain: int, link: Link, nic: int) -> bool:
         """A row had no answer: mark the peer's NIC down; return whether there is another path."""
         others = self.is_silent(domain, link, nic)
-        if self._can_fence:  # perhaps the peer has fenced the path, for a lease: have it opened
+        if self._can_fence:  # perhaps the peer has removed this engine and fenced the path
             self.suspect(link.path(domain, nic))
         return others
 
@@ -747,7 +745,6 @@ class DomainGroup:
 
     def mark_up(self, link: Link, alive: list[bool]) -> None:
         """Use these NICs of a peer from now on, because one that was marked down answers again."""
-        assert any(alive), link.addr
         link.alive[:] = alive
         self.routes.version += 1
         for path in link.paths():
@@ -756,13 +753,11 @@ class DomainGroup:
     def reopen(self, path: Path) -> None:
         """Use a path again: the peer has lifted its fence."""
         path.to(PathEvent.OPENED)
-        path.unclear = False
 
     def drop_queued(self, transfer: Transfer) -> int:
         """Remove a transfer's queued rows from the queues; return how many there were."""
         mine = []
         pending, transfer.queued = transfer.queued, None
-        transfer.keep(pending)
         while pending is not None:
             assert isinstance(pending, Pending)
             if pending.at < pending.stop:
@@ -792,7 +787,7 @@ class DomainGroup:
         if pending.back == pending.stop:
             self._forget(pending)
             if pending.retransmission is not None:
-                self.finish_retransmission(pending.retransmission, pending.transfer)
+                self.finish_retransmission(pending.retransmission, missed=True)
         return rest
 
     def _forget(self, pending: Pending) -> None:
@@ -802,16 +797,6 @@ class DomainGroup:
             self.acks.add(pending)
         if pending.is_piece and (pace := pending.transfer.pace) is not None:
             pace.end(pending.domain, pending.back)
-
-    def doubt_all(self) -> None:
-        """No completion will come any more: all rows in flight are in doubt."""
-        for pending in list(self.batches.values()):
-            if pending.at > pending.back and not pending.is_read:
-                one = isinstance(
-                    pending.nics, int
-                )  # then all rows are in one region, and one row stands for all
-                for row in (0,) if one else pending.posted_rows():
-                    self.doubt(pending, row, "UNKNOWN")
 
     def lose(
         self,
@@ -824,7 +809,7 @@ class DomainGroup:
         transfer.failed_rows += rows
         transfer.failure = transfer.failure or error
         if retransmission is not None:
-            self.finish_retransmission(retransmission, transfer)
+            self.finish_retransmission(retransmission, missed=True)
         transfer.left -= rows
         self.drop_queued(transfer)
         if transfer.left == 0:
@@ -912,41 +897,30 @@ class DomainGroup:
         self._push(fresh)
 
     def finish_retransmission(
-        self, retransmission: Retransmission, missed: Transfer | None = None
+        self, retransmission: Retransmission, *, missed: bool = False
     ) -> None:
         """Count a row of a retransmission that is over. After the last one, send the immediates.
 
-        A row whose bytes did not arrive, which `missed` lost, may be the one that an immediate
-        stands for: for each of them one less is sent, and the transfer that waits for that one
-        fails.
+        Where the bytes of a row did not arrive, no immediate is sent, because it could stand for
+        that row: the transfers that wait for one fail.
         """
         retransmission.left -= 1
-        if missed is not None:
-            missed.left += 1
-            retransmission.missed.append(missed)
+        retransmission.missed |= missed
         if retransmission.left:
             return
         after, retransmission.after = retransmission.after, []
-        room = len(after) - len(retransmission.missed)
         for pending, row, error in after:
             transfer = pending.transfer
             transfer.failure = transfer.failure or self.closing
-            if not transfer.is_ending():
-                room -= 1
-                if room < 0:
-                    self.lose(transfer, 1, not_made_good(error, _SHARED_DOUBT))
-                else:
-                    self.repost(pending, row, None, error)
-                continue
-            transfer.dropped += 1
-            self._one_less(transfer)
-        for transfer in retransmission.missed:
-            self._one_less(transfer)
-
-    def _one_less(self, transfer: Transfer) -> None:
-        transfer.left -= 1
-        if transfer.left == 0:
-            self.ended.append(transfer)
+            if transfer.is_ending():
+                transfer.dropped += 1
+                transfer.left -= 1
+                if transfer.left == 0:
+                    self.ended.append(transfer)
+            elif retransmission.missed:
+                self.lose(transfer, 1, not_made_good(error, _SHARED))
+            else:
+                self.repost(pending, row, None, error)
 
     def _moved(self, old: Pending, start: int, stop: int, turn: int = 0) -> list[Pending]:
         """The same rows with the keys of their new NICs; `turn` moves the choice on both sides.
@@ -976,12 +950,6 @@ def _is_in_turn(pending: Pending, queue: deque[Pending]) -> bool:
         if beside.transfer is pending.transfer and beside.nics != pending.nics:
             return not pending.is_piece
     return False
-
-
-def _drop_ended(queue: deque[Pending]) -> None:
-    """Remove batches without rows left to post from the front of a queue."""
-    while queue and queue[0].at == queue[0].stop:
-        queue.popleft()
 
 
 def _waiting(pending: Pending) -> int:

@@ -279,9 +279,8 @@ class Handle:
     def _deliver(self) -> None:
         """Driver only, outside the step: run the callbacks."""
         self._delivered = True
-        if (
-            self._callbacks is None
-        ):  # there never was a callback: without the lock it takes half of the time
+        # There never was a callback: without the lock it takes half of the time.
+        if self._callbacks is None:
             return
         with self._owner.driver.lock:
             callbacks, self._callbacks = self._callbacks, None

@@ -6,20 +6,21 @@ expectation in line. Rule 3: what is expected is never dropped; what nobody expe
 or was handed to the callback that claimed it. Peers choose the values, so there is a limit to those
 that nobody expects: beyond it arrivals are dropped, and from then on a value of which nothing is
 here cannot be expected any more. Rule 4: a value's count is in one place, its page if it has one,
-else the dict.
+else the dict. Rule 5: a burnt value has no line and gets none: what arrives counts for nobody.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping
 from typing import Final, Generic, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tep.checks import check_int, shown
+from tep.core.burnt import Burnt
 from tep.errors import BadRequest, BusyError, FabricError
 from tep.units import IMM_MAX
 
@@ -183,15 +184,19 @@ class ImmTable(Generic[W]):
     """Counts of immediates, and the expectations that wait for them.
 
     Attributes:
+        burnt: immediates under which something failed, and what an expectation of one fails with.
         counts: immediates that arrived and that no expectation has taken, by value.
         reached: expectations that fired since the caller last emptied this list, in order.
         loose: (callback, imm, count) of claimed immediates since the caller last emptied this list.
         total: immediates ever counted.
     """
 
-    __slots__ = ("_behind", "_claims", "_gone", "_lines", "counts", "loose", "reached", "total")
+    __slots__ = (
+        "_behind", "_claims", "_gone", "_lines", "burnt", "counts", "loose", "reached", "total",
+    )  # fmt: skip
 
     def __init__(self) -> None:
+        self.burnt: Burnt[int, FabricError] = Burnt()
         self.counts = Counts()
         self.reached: list[W] = []
         self.loose: list[tuple[Claim, int, int]] = []
@@ -208,9 +213,15 @@ class ImmTable(Generic[W]):
 
         Raises:
             BadRequest: the immediate is claimed by on_imm, so that it is never counted.
-            FabricError: arrivals of it may have been dropped, since nobody expected them.
+            FabricError: it is burnt, or arrivals of it may have been dropped, since nobody expected
+                them.
         """
         self.refuse_claimed(want.imm)
+        if self.burnt.why and (error := self.burnt.why.get(want.imm)) is not None:
+            raise error.saying(
+                "; the immediate is burnt: take a fresh one, or, once nothing of it is on its way, "
+                f"call remove_imm({want.imm:#x}) at both ends"
+            )
         if self.counts.dropped and want.imm not in self.counts and want.imm not in self._lines:
             raise FabricError(
                 f"imm={want.imm:#x}: {self.counts.dropped} arrivals of immediates that nobody "
@@ -269,15 +280,30 @@ class ImmTable(Generic[W]):
             line.popleft()
             self._gone -= 1
 
+    def burn(self, imm: int, owner: Hashable, error: FabricError) -> tuple[list[W], int]:
+        """Count an immediate for nobody from now on, because something failed under it.
+
+        Returns:
+            The expectations that waited for it, and how many had arrived.
+        """
+        line = self._lines.pop(imm, deque())
+        wants = self._standing(line)
+        self._gone -= len(line) - len(wants)
+        self._behind.difference_update(wants)
+        self.burnt.add(owner, imm, error)
+        return wants, self.counts.pop(imm)
+
     def give_up(self) -> list[W]:
         """Empty all lines, and return the expectations that were in them. Counts stay."""
-        behind = self._behind
-        lines = self._lines.values()
-        wants = [w for line in lines for k, w in enumerate(line) if k == 0 or w in behind]
+        wants = [want for line in self._lines.values() for want in self._standing(line)]
         self._lines.clear()
-        behind.clear()
+        self._behind.clear()
         self._gone = 0
         return wants
+
+    def _standing(self, line: deque[W]) -> list[W]:
+        """The expectations of a line that have not left it."""
+        return [want for k, want in enumerate(line) if k == 0 or want in self._behind]
 
     @property
     def waiting(self) -> int:
@@ -374,7 +400,9 @@ class ImmTable(Generic[W]):
         self._claims.append((imms, callback))
 
     def remove(self, imm: int) -> int:
-        """Forget an immediate: its count, and a claim that starts with it; return the count.
+        """Forget an immediate: its count, that it is burnt, and a claim that starts with it.
+
+        Returns the count.
 
         Raises:
             BusyError: an expectation still waits for it.
@@ -386,11 +414,8 @@ class ImmTable(Generic[W]):
                 f"{line[0].count} are here); cancel the expectation first"
             )
         self._claims = [(imms, callback) for imms, callback in self._claims if imms.start != imm]
+        self.burnt.remove(imm)
         return self.counts.pop(imm)
-
-    def take_back(self, imm: int, count: int) -> None:
-        """Count up to `count` arrivals less: they belong to a request that failed."""
-        self.counts.put(imm, max(0, self.counts.get(imm) - count))
 
     def _fire(self, imm: int, line: deque[W], have: int) -> None:
         """Fire the expectations that `have` suffices for, in line; the rest stays as the count."""

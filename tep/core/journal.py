@@ -42,7 +42,7 @@ class Journal:
         """Log one event, if its kind is not too frequent, and tell the listeners of it.
 
         Args:
-            kind: of a few: nic_down, peer_lost, peer_back, failover, fence, reopen, shortfall.
+            kind: of a few: nic_down, peer_lost, peer_back, failover, fence, reopen, burnt.
             text: one line.
             level: of the log; `logging.INFO` for what mends something.
             error: what was raised, to be logged with its traceback.

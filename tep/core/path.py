@@ -1,10 +1,11 @@
 """Paths: our NIC to one NIC of a peer. A path has its state, its sums and its lost rows here.
 
 Records and one table of transitions. The group, which deals rows out, and `tep.control`, which
-talks to the peer, decide what to do in a state. Rule 1: only `Path.to` changes a state. Rule 2: a
-path belongs to one incarnation of a peer, and its record is dropped with the peer's. Rule 3: an
-engine that was never met may ask about a path, so that has a record of its own, a `FarEnd`, found
-by address.
+talks to the peer, decide what to do in a state. What one part of an engine finds out about peers
+and paths, and another handles, is an event here: the worker takes them once a step. Rule 1: only
+`Path.to` changes a state. Rule 2: a path belongs to one incarnation of a peer, and its record is
+dropped with the peer's. Rule 3: an engine that was never met may ask about a path, so that has a
+record of its own, a `FarEnd`, found by address.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from tep.backends.base import Domain
 from tep.core.journal import Journal
@@ -22,7 +23,8 @@ from tep.errors import FabricError
 from tep.wire import NetAddr
 
 __all__ = [
-    "TRANSITIONS", "FarEnd", "FarEnds", "Fence", "Link", "Path", "PathEvent", "PathState", "Routes",
+    "TRANSITIONS", "Event", "FarEnd", "FarEnds", "Fence", "Link", "Path", "PathEvent", "PathShut",
+    "PathState", "PeerHeard", "PeerNicDown", "PeerRestarted", "Routes",
 ]  # fmt: skip
 
 _UNKNOWN: Final = -1
@@ -63,10 +65,8 @@ TRANSITIONS: Final[Mapping[tuple[PathState, PathEvent], PathState]] = {
     (_SUSPECT, PathEvent.LOST): _SUSPECT,
     (_SUSPECT, PathEvent.ASKED): _FENCING,
     (_SUSPECT, PathEvent.UNANSWERED): _SUSPECT,
-    (
-        _SUSPECT,
-        PathEvent.FENCED,
-    ): _FENCED,  # two questions were open, and the other one got no answer
+    # Two questions were open, and the other one got no answer.
+    (_SUSPECT, PathEvent.FENCED): _FENCED,
     (_FENCING, PathEvent.LOST): _FENCING,
     (_FENCING, PathEvent.ASKED): _FENCING,
     (_FENCING, PathEvent.UNANSWERED): _SUSPECT,
@@ -110,19 +110,16 @@ class Path:
     Attributes:
         link, domain, nic: the peer, our NIC, its NIC.
         state: see PathState.
-        fences: how often the peer has fenced it off.
         peer_id: our NIC's number for the peer's NIC; -1 = not connected.
         sums: immediates that were acknowledged on it.
         losses: rows lost on it that are not settled, in the order of their loss.
         seen: the batch that was last found to have rows in flight on it.
         asking: whether the peer is being asked to open it again, or to fence it before that.
-        unclear: whether the peer could not say which rows in doubt landed on it.
         silent: whether it is why the peer's NIC was marked down.
     """
 
     __slots__ = (
-        "asking", "domain", "fences", "link", "losses", "nic", "peer_id", "seen", "silent", "state",
-        "sums", "unclear",
+        "asking", "domain", "link", "losses", "nic", "peer_id", "seen", "silent", "state", "sums",
     )  # fmt: skip
 
     def __init__(self, link: Link, domain: int, nic: int) -> None:
@@ -130,11 +127,10 @@ class Path:
         self.domain = domain
         self.nic = nic
         self.state = PathState.UP
-        self.fences = 0
         self.peer_id = _UNKNOWN
         self.losses: list[Unsettled] = []
         self.seen: Rows | None = None
-        self.asking = self.unclear = self.silent = False
+        self.asking = self.silent = False
 
     def __getattr__(self, name: str) -> PathSums:
         """Make the sums when they are first used: engines that count none have many paths."""
@@ -172,8 +168,6 @@ class Path:
             self.link.routes.version += 1
             if closed > 0:
                 self.link.routes.left(self)
-        if event is PathEvent.FENCED:
-            self.fences += 1
         if now is not was and (told := _TOLD.get(now)) is not None:
             kind, level = told
             where = f"NIC {self.domain} to NIC {self.nic} of {self.link.addr.name}"
@@ -209,11 +203,14 @@ class Link:
         current: False once a later incarnation of the peer is known, or it is being removed.
         again: whether it was removed before, so that the sums of its paths are gone.
         left: whether it has been removed.
+        barred: whether the fences of an earlier removal stay up, because since then it was named
+            for messages only.
         routes: the engine's; its version changes with the state of any path.
     """
 
     __slots__ = (
-        "_domains", "_paths", "addr", "again", "alive", "closed", "current", "left", "routes",
+        "_domains", "_paths", "addr", "again", "alive", "barred", "closed", "current", "left",
+        "routes",
     )  # fmt: skip
 
     def __init__(
@@ -224,7 +221,7 @@ class Link:
         self.alive = [True] * len(addr.domains)
         self.closed = 0
         self.current = True
-        self.again = self.left = False
+        self.again = self.barred = self.left = False
         self._domains = domains
         self._paths: list[list[Path | None]] = [[None] * len(addr.domains) for _ in domains]
 
@@ -308,6 +305,34 @@ class Link:
         return found
 
 
+class PeerNicDown(NamedTuple):
+    """Rows or messages to a NIC of a peer came back UNREACHABLE, and it was marked down."""
+
+    link: Link
+    nic: int
+
+
+class PeerRestarted(NamedTuple):
+    """A later incarnation of a peer answers at its address."""
+
+    link: Link
+
+
+class PathShut(NamedTuple):
+    """Rows are not sent over a path any more: it is to be opened again."""
+
+    path: Path
+
+
+class PeerHeard(NamedTuple):
+    """A peer that did not answer, or a NIC of it, does again."""
+
+    link: Link
+
+
+Event = PeerNicDown | PeerRestarted | PathShut | PeerHeard
+
+
 class Fence:
     """Our fence against the rows of a peer's NIC.
 
@@ -329,23 +354,23 @@ class FarEnd:
     Attributes:
         fence: ours against its rows; None: there is none.
         asked, reopened: numbers of the last questions to fence it, and to open it again.
-        leases: leases that keep our fence up until their holder answers.
+        barred: whether the peer was removed here, which keeps the fence up until it is named again.
         unheard: whether the last control message, or a row or message since, had no answer. On a
             connection that an error flushes, the rows on the same path ended with it.
     """
 
-    __slots__ = ("asked", "fence", "leases", "reopened", "unheard")
+    __slots__ = ("asked", "barred", "fence", "reopened", "unheard")
 
     def __init__(self) -> None:
         self.fence: Fence | None = None
         self.asked = self.reopened = 0
-        self.leases: dict[object, None] = {}
+        self.barred = False
         self.unheard = False
 
     def is_idle(self) -> bool:
         """Whether it holds nothing but the numbers of questions."""
         busy = self.fence is not None and self.fence.status is None
-        return not (busy or self.leases or self.unheard)
+        return not (busy or self.barred or self.unheard)
 
 
 class FarEnds:
@@ -353,9 +378,6 @@ class FarEnds:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bytes], FarEnd] = {}
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def get(self, nic: int, address: bytes) -> FarEnd | None:
         """The record of one; None: there is none."""
@@ -386,9 +408,3 @@ class FarEnds:
         for nic, address in [key for key in self._known if key[1] in addresses]:
             self._known[nic, address].unheard = False
             self.drop(nic, address)
-
-    def release(self, gone: Callable[[object], bool]) -> None:
-        """Drop the leases that keep paths shut and for which gone(lease) is true."""
-        for far in self._known.values():
-            for lease in [lease for lease in far.leases if gone(lease)]:
-                del far.leases[lease]

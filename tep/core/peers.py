@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
 from tep.checks import unpicklable
 from tep.core.path import Link, PathEvent, Routes
 from tep.core.region import MrHandle, Remote, Targets
 from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
-from tep.wire import Lease, MrDesc, NetAddr, Target
+from tep.wire import MrDesc, NetAddr
 
 __all__ = ["PeerBook", "PeerGroup"]
 
@@ -25,7 +25,7 @@ _RESOLVED_MAX: Final = 1 << 16
 class _Steady(NamedTuple):
     """The targets of a group's last request: a steady application names the same in every step."""
 
-    descs: tuple[Target, ...]
+    descs: tuple[MrDesc, ...]
     targets: Targets
     generation: int
 
@@ -52,7 +52,7 @@ class PeerGroup:
         old = f"; replaced or removed: {', '.join(gone)}" if gone else ""
         return f"PeerGroup({len(self.links)} peers: {names}{more}{old})"
 
-    def targets(self, descs: Sequence[Target], what: str) -> Targets:
+    def targets(self, descs: Sequence[MrDesc], what: str) -> Targets:
         """Resolve descriptors of the group's peers, or find them resolved.
 
         Raises:
@@ -66,8 +66,7 @@ class PeerGroup:
         remotes = [book.resolve(desc, what) for desc in descs]
         self.check(remotes, book, what)
         targets = Targets(remotes)
-        if all(remote.held_lease is None for remote in remotes):  # a lease is looked at every time
-            self._steady = _Steady(descs, targets, generation)
+        self._steady = _Steady(descs, targets, generation)
         return targets
 
     def check(self, remotes: Sequence[Remote], book: PeerBook, what: str) -> None:
@@ -90,19 +89,6 @@ class PeerGroup:
         return BadRequest(f"{what}: {addr.name!r} is not in the peer group")
 
 
-class LeaseResolver(Protocol):
-    """The leases that this engine holds; see `tep.control.held_leases`."""
-
-    def resolve(self, lease: Lease, link: Link, what: str, /) -> Remote:
-        """The bytes of a lease, ready for posting."""
-
-    def orphan(self, link: Link, /) -> None:
-        """A peer has restarted: what its earlier incarnation had leased is over."""
-
-    def forget(self, link: Link, /) -> None:
-        """A peer was removed: keep nothing that refers to its link."""
-
-
 class PeerBook:
     """All peers of one engine.
 
@@ -110,7 +96,6 @@ class PeerBook:
         own: the engine's own address.
         domains: its NICs.
         lock: guards the book against two threads that meet a peer at the same time.
-        held_leases: the leases that peers granted to this engine.
         replaced: called with each link that a later incarnation replaced, without the lock.
         routes: the engine's.
 
@@ -124,7 +109,6 @@ class PeerBook:
         own: NetAddr,
         domains: tuple[Domain, ...],
         lock: AbstractContextManager[object],
-        held_leases: LeaseResolver,
         replaced: Callable[[Link], object],
         routes: Routes,
     ) -> None:
@@ -132,18 +116,19 @@ class PeerBook:
         self._routes = routes
         self.links: dict[tuple[str, str], Link] = {}
         self.generation = 0
-        # Of peers that were removed: epoch, and (our NIC, its NIC) of paths that were not UP.
-        self._left: dict[tuple[str, str], tuple[int, list[tuple[int, int]]]] = {}
-        self._held_leases, self._replaced = held_leases, replaced
+        # Of peers that were removed: epoch, (our NIC, its NIC) of paths that were not UP, and
+        # whether the removal has fenced it off.
+        self._left: dict[tuple[str, str], tuple[int, list[tuple[int, int]], bool]] = {}
+        self._replaced = replaced
         self._domains = domains
         self._lock = lock
         self._remotes: dict[int, Remote] = {}
         self._readable: dict[int, Remote] = {}  # as found by reads
 
-    def at(self, address: bytes) -> NetAddr | None:
+    def find(self, address: bytes) -> Link | None:
         """The peer that has a NIC at an address; None: it was not met."""
-        addrs = (link.addr for link in list(self.links.values()))
-        return next((addr for addr in addrs if address in addr.domains), None)
+        links = list(self.links.values())
+        return next((link for link in links if address in link.addr.domains), None)
 
     def link(self, addr: NetAddr, what: str) -> Link:
         """The link to a peer's newest incarnation.
@@ -175,7 +160,7 @@ class PeerBook:
             )
         who = addr.backend, addr.name
         known = self.links.get(who)
-        left, shut = self._left.get(who, (-1, []))
+        left, shut, fenced = self._left.get(who, (-1, [], False))
         if known is not None:
             old = known.addr.epoch
             if old > addr.epoch:
@@ -198,10 +183,9 @@ class PeerBook:
                 )
             known.current = False
             self.generation += 1
-            self._held_leases.orphan(known)
         link = Link(addr, self._domains, self._routes)
         if left == addr.epoch:
-            link.again = True
+            link.again, link.barred = True, fenced
             for domain, nic in shut:
                 link.path(domain, nic).to(PathEvent.LOST)
         self._left.pop(who, None)
@@ -209,54 +193,54 @@ class PeerBook:
         return known, link
 
     def leave(self, addr: NetAddr) -> Link | None:
-        """Refuse a peer from now on, until drop(); None: it is not known."""
+        """Refuse a peer from now on, until drop(); None: a later incarnation of it is known.
+
+        A stranger is met first, so that drop() remembers that it stays fenced off.
+        """
+        who, former = (addr.backend, addr.name), None
         with self._lock:
-            link = self.links.get((addr.backend, addr.name))
+            link = self.links.get(who)
+            old = self._left.get(who, (-1, [], False))[0] if link is None else link.addr.epoch
+            is_new = old < addr.epoch or (old == addr.epoch and link is None)
+            if is_new and addr.backend == self.own.backend:
+                former, link = self._meet(addr, "remove_peer")
             if link is None or link.addr != addr:
                 return None
             link.current = False
             self.generation += 1
+        if former is not None:
+            self._replaced(former)
         return link
 
-    def drop(self, link: Link) -> None:
-        """Forget a peer that no transfer refers to any more, and its regions."""
+    def drop(self, link: Link, *, fenced: bool) -> None:
+        """Forget a peer that no transfer refers to any more, and its regions.
+
+        Args:
+            link: the peer.
+            fenced: all paths from it are fenced off, and stay so until it is named for rows.
+        """
         with self._lock:
             for known in (self._remotes, self._readable):
                 for key, remote in list(known.items()):
                     if remote.link is link:
                         del known[key]
-            self._held_leases.forget(link)
             who = link.addr.backend, link.addr.name
             if self.links.get(who) is link:
                 del self.links[who]
-                self._left[who] = link.addr.epoch, link.shut()
+                self._left[who] = link.addr.epoch, link.shut(), fenced
 
-    def resolve(self, desc: Target, what: str) -> Remote:
-        """A descriptor, or lease, ready for posting.
+    def resolve(self, desc: MrDesc, what: str, *, reads: bool = False) -> Remote:
+        """A descriptor, ready for posting.
 
         Raises:
             BadDescriptor, StaleEpoch: as for its address, or a region that cannot be.
-            BadRequest: peers may not write there.
-            LeaseError: the lease is over, or somebody else's.
+            BadRequest: peers may not write there; or not read, if that is what is asked.
         """
         # The cache keeps the descriptor alive, so that no other object gets its id.
-        found = self._remotes.get(id(desc))
+        known = self._readable if reads else self._remotes
+        found = known.get(id(desc))
         if found is not None and found.link.current:
             return found
-        return self._meet_region(self._remotes, desc, what, reads=False)
-
-    def resolve_readable(self, desc: Target, what: str) -> Remote:
-        """A descriptor, or lease, ready for reading from. Raises as resolve() does."""
-        found = self._readable.get(id(desc))
-        if found is not None and found.link.current:
-            return found
-        return self._meet_region(self._readable, desc, what, reads=True)
-
-    def _meet_region(
-        self, known: dict[int, Remote], target: Target, what: str, *, reads: bool
-    ) -> Remote:
-        """Resolve a target; an MrDesc is entered into `known`."""
-        desc = target.desc if isinstance(target, Lease) else target
         if not isinstance(desc, MrDesc):
             raise BadDescriptor(
                 f"{what}: {type(desc).__name__} is not an MrDesc; "
@@ -264,13 +248,16 @@ class PeerBook:
             )
         link = self.link(desc.addr, what)
         if not (desc.readable if reads else desc.writable):
-            raise BadRequest(_not_allowed(target, what, reads=reads))
-        _check_end(desc, what)
-        if isinstance(target, Lease):
-            return self._held_leases.resolve(target, link, what)
+            right, use = ("READABLE", "read") if reads else ("TARGET", "write")
+            raise BadRequest(
+                f"{what}: {desc} was registered without Access.{right}; peers may not {use} there"
+            )
+        if max(desc.bases) + desc.nbytes > 2**64:
+            raise BadDescriptor(f"{what}: {desc} at base {max(desc.bases):#x} ends beyond 64 bits")
+        link.barred = False
         if len(known) >= _RESOLVED_MAX:
             known.clear()
-        found = known[id(target)] = Remote(desc, link)
+        found = known[id(desc)] = Remote(desc, link)
         return found
 
     def forget_source(self, mr: MrHandle) -> None:
@@ -279,7 +266,7 @@ class PeerBook:
             if remote.steady is not None and remote.steady[1].mr is mr:
                 remote.steady = None
 
-    def targets(self, descs: Sequence[Target], group: PeerGroup | None, what: str) -> Targets:
+    def targets(self, descs: Sequence[MrDesc], group: PeerGroup | None, what: str) -> Targets:
         """The targets of one scatter or barrier.
 
         Raises:
@@ -291,16 +278,3 @@ class PeerBook:
             return Targets([self.resolve(desc, what) for desc in descs])
         group.check((), self, what)
         return group.targets(descs, what)
-
-
-def _not_allowed(target: Target, what: str, *, reads: bool) -> str:
-    if isinstance(target, Lease):
-        return f"{what}: {target} is not for {'reading' if reads else 'writing'}"
-    if reads:
-        return f"{what}: {target} was registered without Access.READABLE; peers may not read there"
-    return f"{what}: {target} was registered without Access.TARGET; peers may not write there"
-
-
-def _check_end(desc: MrDesc, what: str) -> None:
-    if max(desc.bases) + desc.nbytes > 2**64:
-        raise BadDescriptor(f"{what}: {desc} at base {max(desc.bases):#x} ends beyond 64 bits")

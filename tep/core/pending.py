@@ -18,38 +18,20 @@ from tep.core.transfer import Message, Queued, Transfer
 from tep.errors import FabricError
 
 __all__ = [
-    "NEVER_LANDED",
-    "NO_IMM",
-    "NO_ROWS",
-    "Acks",
-    "Loss",
-    "LostRow",
-    "Pending",
-    "Retransmission",
-    "as_slice",
-    "cut_column",
-    "goes_to",
-    "ints",
-    "message_error",
-    "on_lanes",
-    "pick",
-    "row_error",
-    "template_of",
-    "varies",
-]
+    "NO_IMM", "NO_ROWS", "Acks", "Loss", "LostRow", "Pending", "Retransmission", "as_slice",
+    "cut_column", "goes_to", "ints", "message_error", "on_lanes", "pick", "row_error",
+    "template_of", "varies",
+]  # fmt: skip
 
 
 _WIDE_MAX: Final = 1024
 """Kinds of scatters that are counted as a whole; with more, they are counted target by target."""
 
-NO_ROWS: Final[dict[int, int]] = {}
+NO_ROWS: Final[set[int]] = set()
 """The lost rows of every batch that has lost none; it is never changed."""
 
 NO_IMM: Final = frozenset((Status.LOCAL_KEY, Status.REMOTE_KEY, Status.REMOTE_RANGE, Status.LENGTH))
 """A row with one of these statuses has made no immediate (C11)."""
-
-NEVER_LANDED: Final = -1
-"""Stands for the status of a lost row that is known by now not to have landed."""
 
 
 class Retransmission:
@@ -57,9 +39,8 @@ class Retransmission:
 
     Attributes:
         left: rows that are not over yet.
-        missed: the transfers of rows whose bytes did not arrive, since these failed meanwhile. They
-            settle with the last row: a retry under the same immediate could complete the count of
-            the others before their bytes.
+        missed: whether the bytes of one did not arrive, since its transfer failed meanwhile. Then
+            no immediate follows, because it could stand for that row.
         after: (batch, row, error) of the rows whose immediates follow.
     """
 
@@ -67,7 +48,7 @@ class Retransmission:
 
     def __init__(self) -> None:
         self.left = 0
-        self.missed: list[Transfer] = []
+        self.missed = False
         self.after: list[tuple[Pending, int, FabricError]] = []
 
 
@@ -111,8 +92,7 @@ class Pending:
     """Rows of one batch on one NIC: `at` of them are posted, `back` of them have returned.
 
     `nbytes` is the sum over the whole batch if it is known, else -1. `lost` has the rows that came
-    back with an error, and their status; of those that were kept, OK or NEVER_LANDED once it is
-    known whether they landed. `retransmission` is the one that a row belongs to which is written
+    back with an error. `retransmission` is the one that a row belongs to which is written
     again. `is_piece`: it is a piece of a long batch. `tries`: on how many paths its row was lost
     before. `older`: the batch of the same transfer that was queued before it. `is_read`: it is a
     batch of `tep.core.reads`, which queues, posts and ends it.
@@ -120,21 +100,9 @@ class Pending:
 
     is_read = False
     __slots__ = (
-        "at",
-        "back",
-        "batch",
-        "domain",
-        "is_piece",
-        "lost",
-        "nbytes",
-        "nics",
-        "older",
-        "remotes",
-        "retransmission",
-        "stop",
-        "transfer",
-        "tries",
-    )
+        "at", "back", "batch", "domain", "is_piece", "lost", "nbytes", "nics", "older", "remotes",
+        "retransmission", "stop", "transfer", "tries",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -153,17 +121,17 @@ class Pending:
         self.back = 0
         self.stop = batch.n
         self.nbytes = -1
-        self.lost: dict[int, int] = NO_ROWS
+        self.lost = NO_ROWS
         self.retransmission: Retransmission | None = None
         self.is_piece = False
         self.tries = 0
         self.older: Queued | None = None
 
-    def lose(self, row: int, status: int) -> None:
-        """Record a row that came back with an error, or what became of it."""
+    def lose(self, row: int) -> None:
+        """Record a row that came back with an error."""
         if not self.lost:
-            self.lost = {}
-        self.lost[row] = status
+            self.lost = set()
+        self.lost.add(row)
 
     def posted_rows(self) -> range:
         """The rows that a NIC has taken, returned or not."""
@@ -376,12 +344,12 @@ class Acks:
             if len(self._wide) > _WIDE_MAX:
                 self.fold()
 
-    def doubt(self, pending: Pending, row: int) -> None:
-        """Count a row of which it will never be known whether it landed."""
+    def miss(self, pending: Pending, row: int) -> None:
+        """Note that nobody will know whether a failed row landed."""
         imm = pending.imm(row)
         if imm is not None:
             remote, nic = pending.target(row)
-            remote.link.path(pending.domain, nic).sums.doubt[imm] += 1
+            remote.link.path(pending.domain, nic).sums.unsure.add(imm)
 
     def fold(self) -> None:
         """Add everything that is counted as a whole to the sums of its paths."""

@@ -16,18 +16,9 @@ from tep.checks import check_int, shown
 from tep.errors import BadRequest
 
 __all__ = [
-    "ROW_BYTES_MAX",
-    "SHARD_BYTES_MIN",
-    "Plan",
-    "Share",
-    "count_imms",
-    "is_one_row",
-    "lanes",
-    "plan_paged",
-    "plan_row",
-    "plan_single",
-    "plan_targets",
-]
+    "ROW_BYTES_MAX", "SHARD_BYTES_MIN", "Plan", "Share", "count_imms", "is_one_row", "lanes",
+    "plan_paged", "plan_row", "plan_single", "plan_targets",
+]  # fmt: skip
 
 SHARD_BYTES_MIN: Final = 8192
 """A single write is cut only into shards of this size or more.

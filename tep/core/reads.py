@@ -11,22 +11,22 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
 from typing import Final, cast
 
 from tep.api import EngineOptions
 from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
-from tep.core.events import PeerRestarted
 from tep.core.group import DomainGroup, not_made_good
-from tep.core.path import Link
-from tep.core.pending import Pending, cut_column, row_error
+from tep.core.path import Link, PeerRestarted
+from tep.core.pending import Pending, pick, row_error
 from tep.core.plan import lanes, plan_paged, plan_single
-from tep.core.read_requests import ReadJob
 from tep.core.region import Remote, shifted
+from tep.core.requests import ReadJob
 from tep.core.transfer import Transfer
 from tep.errors import FabricError, TepError
 
 __all__ = ["Reads"]
+
+Columns = tuple[Column, Column, Column]
 
 _TURNS_MAX: Final = 64
 """Batches offered to one NIC in one step."""
@@ -62,7 +62,6 @@ class Reads:
     Args:
         group: its NICs.
         options: how many rows in a turn, and whether rows are posted again.
-        late: why the bytes of a read came after the end of its lease; None: they did not.
 
     Attributes:
         outstanding: rows in flight, of each NIC.
@@ -71,12 +70,7 @@ class Reads:
         given_up: rows that this engine's NICs may still carry out, though they live.
     """
 
-    def __init__(
-        self,
-        group: DomainGroup,
-        options: EngineOptions,
-        late: Callable[[Transfer], TepError | None],
-    ) -> None:
+    def __init__(self, group: DomainGroup, options: EngineOptions) -> None:
         nics = len(group.domains)
         self.outstanding = [0] * nics
         self.rows = [0] * nics
@@ -85,7 +79,6 @@ class Reads:
         self._group = group
         self._rows_max = options.post_rows_max
         self._retried = options.failover
-        self._late = late
         self._queues: list[deque[_Reading]] = [deque() for _ in range(nics)]
         self._cursor = 0
 
@@ -116,43 +109,30 @@ class Reads:
             assert isinstance(nbytes, int)
             plan = plan_single(nbytes, nlocal, remote.nics, cursor, job.routing)
             for share in plan.shares:
-                part = (here + share.start, there + share.start, share.stop - share.start)
-                self._enqueue(transfer, share[:2], remote, part, 1)
+                one = (here + share.start, there + share.start, share.stop - share.start)
+                self._enqueue(transfer, share[:2], one, 1)
         else:
             n = job.n - job.told
             plan = plan_paged(n, nlocal, remote.nics, cursor, job.routing.domain)
             for share in plan.shares:
-                cut = [cut_column(column, share.start, share.stop) for column in (here, there)]
-                assert cut[0] is not None
-                assert cut[1] is not None
-                rows = share.stop - share.start
-                self._enqueue(transfer, share[:2], remote, (cut[0], cut[1], nbytes), rows)
+                part = slice(share.start, share.stop)
+                columns = pick(here, part), pick(there, part), nbytes
+                self._enqueue(transfer, share[:2], columns, share.stop - share.start)
         self._cursor = plan.cursor
 
-    def _enqueue(
-        self,
-        transfer: Transfer,
-        lane: tuple[int, int],
-        remote: Remote,
-        columns: tuple[Column, Column, Column],
-        n: int,
-    ) -> None:
+    def _enqueue(self, transfer: Transfer, lane: tuple[int, int], columns: Columns, n: int) -> None:
         """Queue n rows on one lane; the owner's addresses are for its NIC 0."""
+        remote = transfer.job.remotes
+        assert isinstance(remote, Remote)
         domain, nic = self._group.route(lane[0], remote.link, lane[1])
-        self._push(self._made(transfer, domain, remote, nic, columns, n))
+        self._push(self._made(transfer, domain, nic, columns, n))
 
     def _made(
-        self,
-        transfer: Transfer,
-        domain: int,
-        remote: Remote,
-        nic: int,
-        columns: tuple[Column, Column, Column],
-        n: int,
+        self, transfer: Transfer, domain: int, nic: int, columns: Columns, n: int
     ) -> _Reading:
-        here, there, nbytes = columns
-        mr = transfer.job.mr
+        (here, there, nbytes), mr, remote = columns, transfer.job.mr, transfer.job.remotes
         assert mr is not None
+        assert isinstance(remote, Remote)
         there = shifted(there, remote.bases[nic] - remote.bases[0])
         keys = mr.keys[domain].lkey, remote.rkeys[nic]
         peer = remote.link.peer(domain, nic)
@@ -250,12 +230,9 @@ class Reads:
             transfer.left -= count
         if over:
             del group.batches[ctx]
-        if transfer.left == job.told and not transfer.is_ending():  # all rows are back
-            transfer.failure = self._late(transfer) if job.leased else None
-            if transfer.failure is not None:
-                group.drop_queued(transfer)
-            elif job.after is not None:
-                self._follow(transfer, job)
+        all_back = transfer.left == job.told and not transfer.is_ending()
+        if all_back and job.after is not None:
+            self._follow(transfer, job)
         if transfer.left == 0:
             group.ended.append(transfer)
 
@@ -275,7 +252,7 @@ class Reads:
         if status == Status.NIC_DOWN:
             group.nic_down(domain)
         elif status in (Status.UNREACHABLE, Status.GIVEN_UP):
-            cast("ReadJob", transfer.job).silent.add((remote.link, domain, nic))
+            cast("ReadJob", transfer.job).silent.add((domain, nic))
             others = group.has_lost(domain, remote.link, nic)
         elif status == Status.STALE_PEER:
             group.events.append(PeerRestarted(remote.link))
@@ -335,12 +312,10 @@ class Reads:
             elif (here, there) == (old.domain, nic):
                 return False
             batch = old.batch
-            columns = [cut_column(c, start, stop) for c in (batch.src, batch.dst, batch.nbytes)]
-            local, far, nbytes = columns
-            assert local is not None
-            assert nbytes is not None
-            far = shifted(far, remote.bases[0] - remote.bases[nic])
-            made = self._made(old.transfer, here, remote, there, (local, far, nbytes), stop - start)
+            rows = slice(start, stop)
+            far = shifted(pick(batch.dst, rows), remote.bases[0] - remote.bases[nic])
+            columns = pick(batch.src, rows), far, pick(batch.nbytes, rows)
+            made = self._made(old.transfer, here, there, columns, stop - start)
         except TepError:  # no NIC is alive, or it cannot connect
             return False
         made.tries = old.tries + turn
@@ -358,7 +333,7 @@ class Reads:
         ours = [i for i, alive in enumerate(self._group.alive) if alive]
         theirs = [j for j, alive in enumerate(link.alive) if alive]
         for here, there in (path, *itertools.product(ours, theirs)):
-            if (link, here, there) not in silent and (link.is_up(here, there) or not silent):
+            if (here, there) not in silent and (link.is_up(here, there) or not silent):
                 return here, there
         raise FabricError("no path is left for this read", code="UNREACHABLE")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 from weakref import ref
 
 import numpy as np
@@ -195,13 +195,7 @@ class Laid:
 
     def learn(self, cursor: int, job: Ready, transfer: Transfer, following: int) -> None:
         """Keep how it was dealt out just now; nothing of it was posted."""
-        made: list[Pending] = []
-        pending = transfer.queued
-        while pending is not None:
-            assert isinstance(pending, Pending)
-            made.append(pending)
-            pending = pending.older
-        made.reverse()
+        made = cast("list[Pending]", list(transfer.batches()))[::-1]
         if len(self.dealt) >= _CURSORS_MAX:
             self.dealt.clear()
         parts = tuple(_part(place, pending) for place, pending in enumerate(made))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -18,18 +18,25 @@ from tep.api import Routing
 from tep.backends.base import Access, Column, Domain, DomainKey
 from tep.checks import unpicklable
 from tep.core.path import Link
-from tep.core.quarantine import Quarantine
 from tep.errors import BadRequest, ClosedError
 from tep.memory import Memory
 from tep.views import Axis0, check_slice
 from tep.wire import MrDesc
 
 __all__ = [
-    "Job", "MrHandle", "MrView", "PeerLease", "Places", "Remote", "Targets", "Template", "Way",
+    "Job", "MrHandle", "MrView", "Places", "Quarantine", "Remote", "Targets", "Template", "Way",
     "check_source", "deregistered", "register", "shifted", "summand",
 ]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
+
+
+class Quarantine(NamedTuple):
+    """Bytes start .. stop of a region here that a NIC may still touch, and why."""
+
+    start: int
+    stop: int
+    why: str
 
 
 class RegionOwner(Protocol):
@@ -98,8 +105,8 @@ class MrHandle:
     def __getitem__(self, part: slice) -> MrView:
         """A view of some of the bytes, by numpy's rules for slices.
 
-        It stands wherever a region does as a source, in `lease`, and its `desc` is that of these
-        bytes. It counts bytes, whatever was registered; `axis0` counts entries of an array.
+        It stands wherever a region does as a source, and its `desc` is that of these bytes. It
+        counts bytes, whatever was registered; `axis0` counts entries of an array.
         """
         return self._view(*check_slice("mr", part, self.memory.nbytes), 1)
 
@@ -223,12 +230,6 @@ def register(domains: Sequence[Domain], memory: Memory, access: Access) -> tuple
     return tuple(keys)
 
 
-class PeerLease(Protocol):
-    """A lease that a peer granted; see `tep.control.held_leases`."""
-
-    over: bool
-
-
 class Way(NamedTuple):
     """Where rows to one region go that were planned for one lane.
 
@@ -249,20 +250,18 @@ class Way(NamedTuple):
 class Remote:
     """A peer's region, resolved: what a row needs, without looking at the descriptor again.
 
-    `held_lease` is the lease that it is written under, if there is one. `steady` is the last single
-    write to it, as requested and as a job: a steady application requests the same in every step.
+    `steady` is the last single write to it, as requested and as a job: a steady application
+    requests the same in every step.
     `ways` has what the group found out for each lane at `ways_version` of its routes.
     """
 
     __slots__ = (
-        "bases", "desc", "held_lease", "link", "nbytes", "nics", "rkeys", "steady", "ways",
-        "ways_version",
+        "bases", "desc", "link", "nbytes", "nics", "rkeys", "steady", "ways", "ways_version",
     )  # fmt: skip
 
-    def __init__(self, desc: MrDesc, link: Link, held_lease: PeerLease | None = None) -> None:
+    def __init__(self, desc: MrDesc, link: Link) -> None:
         self.desc = desc
         self.link = link
-        self.held_lease = held_lease
         self.nbytes = desc.nbytes
         self.rkeys = desc.rkeys
         self.bases = desc.bases
@@ -300,20 +299,9 @@ class Job:
     is_read = False
     is_plain = True
     __slots__ = (
-        "dst",
-        "imm",
-        "kind",
-        "lengths",
-        "longest",
-        "mr",
-        "n",
-        "nbytes",
-        "remotes",
-        "routing",
-        "split",
-        "src",
-        "total",
-    )
+        "dst", "imm", "kind", "lengths", "longest", "mr", "n", "nbytes", "remotes", "routing",
+        "split", "src", "total",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -345,6 +333,21 @@ class Job:
         columns = shifted(self.src, here), shifted(self.dst, there), self.nbytes
         rest = self.n, self.total, self.longest, self.routing, self.lengths
         return Job(self.kind, self.mr, self.remotes, columns, imm, *rest)
+
+    def imms_by_peer(self) -> list[tuple[Link, Iterable[int]]]:
+        """The immediates of the request, by the peer that is to count them."""
+        imm, remotes = self.counted_imm, self.remotes
+        if imm is None:
+            return []
+        imms = (imm,) if isinstance(imm, int) else imm.tolist()
+        if isinstance(remotes, Remote):
+            return [(remotes.link, imms)]
+        return [(link, imms) for link in dict.fromkeys(remote.link for remote in remotes.remotes)]
+
+    @property
+    def counted_imm(self) -> Column | None:
+        """The immediates that its targets count."""
+        return self.imm
 
     def forget(self) -> None:
         """Let no later request find this one, whose memory was given back."""
@@ -384,19 +387,9 @@ class Template:
     """
 
     __slots__ = (
-        "_lengths",
-        "_offsets",
-        "_places",
-        "_sizes",
-        "base",
-        "domain",
-        "n",
-        "nics",
-        "peer",
-        "remotes",
-        "rkey",
-        "rows",
-    )
+        "_lengths", "_offsets", "_places", "_sizes", "base", "domain", "n", "nics", "peer",
+        "remotes", "rkey", "rows",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -1,6 +1,8 @@
 """From a verb's arguments to columns: every check a request can fail, before anything is posted.
 
-Nothing here queues or posts. What comes out is a Job, which the group deals out to NICs.
+Nothing here queues or posts. What comes out is a Job, which the group deals out to NICs. The
+columns of a read stand at the same ends as those of a write: `src` is here, where the bytes go, and
+`dst` is at the owner.
 """
 
 from __future__ import annotations
@@ -17,26 +19,35 @@ import numpy.typing as npt
 from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
 from tep.checks import FOREIGN, check_int, check_kind, shown
+from tep.core.burnt import Burnt
 from tep.core.imm import check_imm
+from tep.core.path import Link
+from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
-from tep.core.region import Job, MrHandle, Places, Remote, Targets
+from tep.core.region import Job, MrHandle, Places, Remote, Targets, check_source
 from tep.dlpack import as_array
-from tep.errors import BadRequest
-from tep.wire import Target
+from tep.errors import BadRequest, BurntImm
+from tep.wire import MrDesc
 
 __all__ = [
     "DEFAULT",
     "ImmArg",
+    "ReadJob",
     "Slices",
     "barrier_job",
+    "check_pair",
+    "check_sink",
     "imm_column",
     "longest_row",
+    "no_pair",
     "paged_job",
+    "paged_read_job",
     "scatter_job",
     "shares_of",
     "single_job",
+    "single_read_job",
     "slices_of",
-]
+]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
 ImmArg = int | npt.NDArray[np.integer] | Sequence[int] | None
@@ -87,7 +98,7 @@ def single_job(
         rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
     columns = (memory.ptr + src_offset, remote.bases[0] + dst_offset, nbytes)
     job = Job("single", mr.root, remote, columns, imm, rows, nbytes, nbytes, routing)
-    if plain and remote.held_lease is None:  # a lease is looked at every time
+    if plain:
         remote.steady = asked, job
     return job
 
@@ -161,7 +172,7 @@ class Slices(NamedTuple):
 
     lengths: tuple[int, ...]
     here: tuple[int, ...]
-    descs: tuple[Target, ...]
+    descs: tuple[MrDesc, ...]
     there: tuple[int, ...]
 
 
@@ -220,10 +231,9 @@ def scatter_job(
         places = _places(targets, pack(*offsets), offsets)
     except (struct.error, TypeError, ValueError, OverflowError):
         _check_slices(verb, mr, targets, (lengths, sources, offsets))
-        return scatter_job(mr, _as_ints(slices), targets, imm, routing, nlocal)
-    with np.errstate(over="ignore"):
-        total = sum(lengths)
-    if type(total) is not int:  # numpy's integers: the sum may have wrapped
+        raise
+    # The sum of numpy's integers may wrap, with a warning.
+    if type(lengths[0]) is not int or type(total := sum(lengths)) is not int:
         lengths = tuple(map(int, lengths))
         total = sum(lengths)
     longest = max(lengths)
@@ -386,14 +396,6 @@ def _refuse_overlap(
         )
 
 
-def _as_ints(slices: Slices) -> Slices:
-    """The same with plain ints, which can be packed."""
-    lengths, sources, descs, offsets = slices
-    return Slices(
-        tuple(map(int, lengths)), tuple(map(int, sources)), descs, tuple(map(int, offsets))
-    )
-
-
 def _refuse_shared(
     verb: str, targets: Targets, lengths: Sequence[int], offsets: npt.NDArray[np.uint64]
 ) -> None:
@@ -436,3 +438,155 @@ def imm_column(verb: str, imm: ImmArg, npages: int) -> Column | None:
         check_imm(int(found.min()))
         check_imm(int(found.max()))
     return found.astype(np.uint32)
+
+
+class ReadJob(Job):
+    """One read as columns. `n` counts the immediate that follows it, too.
+
+    Attributes:
+        owner_imm: the immediate that the owner gets once all rows are back; None: none.
+        told: how many immediates that are: 0 or 1.
+        after: this immediate, while it waits for the rows.
+        silent: paths, by NICs, on which a row of it got no answer since one came back.
+    """
+
+    __slots__ = ("after", "owner_imm", "silent", "told")
+    is_read = True
+    is_plain = False
+
+    def __init__(
+        self,
+        kind: str,
+        mr: MrHandle | None,
+        remote: Remote,
+        columns: tuple[Column, Column, Column],
+        imm: int | None,
+        n: int,
+        total: int,
+        longest: int,
+        routing: Routing,
+    ) -> None:
+        self.owner_imm = None if imm is None else check_imm(imm)
+        self.told = int(imm is not None)
+        self.after: Pending | None = None
+        self.silent: set[tuple[int, int]] = set()
+        super().__init__(kind, mr, remote, columns, None, n + self.told, total, longest, routing)
+        self.split = kind == "single read"
+
+    @property
+    def counted_imm(self) -> Column | None:
+        """The immediate that its owner counts."""
+        return self.owner_imm
+
+
+def check_sink(mr: object, owner: object, what: str) -> None:
+    """Raise unless this is a live region of the engine `owner` that reads may write to."""
+    check_source(mr, owner, what)  # type: ignore[arg-type]  # it is compared only
+    assert isinstance(mr, MrHandle)
+    if not mr.access.sink:
+        raise BadRequest(
+            f"{what}: {mr!r} was registered with {mr.access!r}; bytes are read into memory of "
+            "Access.SINK or Access.SOURCE_AND_TARGET"
+        )
+
+
+def single_read_job(
+    nbytes: int,
+    src: tuple[Remote, int],
+    dst: tuple[MrHandle, int],
+    imm: int | None,
+    routing: Routing,
+    nlocal: int,
+) -> ReadJob:
+    """Check one contiguous read.
+
+    Raises:
+        BadRequest: a range outside its region, an immediate beyond 32 bits, or more shards than
+            lanes.
+    """
+    verb = "submit_single_read"
+    (remote, there), (mr, here) = src, dst
+    nbytes = check_int(f"{verb}: nbytes", nbytes)
+    there = check_int(f"{verb}: source offset", there)
+    here = check_int(f"{verb}: destination offset", here)
+    _check_range(verb, "source", there, nbytes, remote.nbytes, remote.desc)
+    _check_range(verb, "destination", here, nbytes, mr.memory.nbytes, mr)
+    _check_routing(verb, routing, nlocal)
+    rows = len(plan_single(nbytes, nlocal, remote.nics, 0, routing).shares)
+    columns = (mr.memory.ptr + here, remote.bases[0] + there, nbytes)
+    return ReadJob("single read", mr.root, remote, columns, imm, rows, nbytes, nbytes, routing)
+
+
+def paged_read_job(
+    page_bytes: int,
+    src: tuple[Remote, Pages],
+    dst: tuple[MrHandle, Pages],
+    imm: int | None,
+    routing: Routing,
+    nlocal: int,
+) -> ReadJob:
+    """Check a paged read: page k of the source list comes to page k of the destination list.
+
+    Raises:
+        BadRequest: lists of different length, a page outside its region, destination pages that
+            overlap, an immediate beyond 32 bits, or a NIC that is not there.
+    """
+    verb = "submit_paged_reads"
+    (remote, there), (mr, here) = src, dst
+    for pages in (there, here):
+        if not isinstance(pages, Pages):
+            raise BadRequest(f"{verb}: a page list is a tep.Pages, not a {type(pages).__name__}")
+    npages = len(there)
+    if npages != len(here):
+        raise BadRequest(
+            f"{verb}: {npages} source pages but {len(here)} destination pages; one each"
+        )
+    page_bytes = check_int(f"{verb}: page_bytes", page_bytes)
+    if not 0 <= page_bytes <= ROW_BYTES_MAX:
+        raise BadRequest(
+            f"{verb}: page_bytes={shown(page_bytes)} is outside 0 .. {ROW_BYTES_MAX}; cut the pages"
+        )
+    _check_routing(verb, routing, nlocal)
+    _refuse_shards(verb, routing, "pages stay whole, only single reads shard")
+    limit = mr.memory.nbytes
+    there_at, there_stride = _check_pages(
+        verb, "source", there, page_bytes, remote.nbytes, remote.desc
+    )
+    here_at, here_stride = _check_pages(verb, "destination", here, page_bytes, limit, mr)
+    if npages > 1 and page_bytes and not (here_stride >= page_bytes and here.distinct):
+        _refuse_overlap(verb, here, page_bytes, here_stride, "destination")
+    columns = (
+        _addresses(here, here_stride, mr.memory.ptr + here_at),
+        _addresses(there, there_stride, remote.bases[0] + there_at),
+        page_bytes,
+    )
+    total = npages * page_bytes
+    return ReadJob("paged read", mr.root, remote, columns, imm, npages, total, page_bytes, routing)
+
+
+def check_pair(verb: str, src: object, dst: object, second: str, *, reads: bool = False) -> None:
+    """Raise BadRequest unless source and destination are two things each."""
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in (src, dst)):
+        raise no_pair(verb, src, dst, second, reads=reads)
+
+
+def no_pair(verb: str, src: object, dst: object, second: str, *, reads: bool = False) -> BadRequest:
+    """Make the error where source or destination is not two things."""
+    ends = ("MrDesc", "MrHandle") if reads else ("MrHandle", "MrDesc")
+    given = f"src={shown(src)} dst={shown(dst)}"
+    wanted = f"src is ({ends[0]}, {second}), dst is ({ends[1]}, {second})"
+    return BadRequest(f"{verb}: {given}; {wanted}")
+
+
+def refuse_burnt(job: Job, burnt: Burnt[tuple[Link, int], str]) -> None:
+    """Raise BurntImm if a request would use an immediate that is burnt at one of its targets."""
+    for link, imms in job.imms_by_peer():
+        for imm in imms:
+            why = burnt.why.get((link, imm))
+            if why is not None:
+                raise BurntImm(
+                    f"{job.kind}: imm {imm:#x} is burnt at {link.addr.name}, because an earlier "
+                    f"request with it failed: {why}. Take a fresh immediate, and have the "
+                    f"receiver expect that one; or, once nothing of the earlier one is on its way, "
+                    f"call remove_imm({imm:#x}) at both ends"
+                )

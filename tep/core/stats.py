@@ -86,8 +86,8 @@ class EngineStats:
         regions: registered regions.
         peers: peers known.
         callback_errors: users' callbacks that raised.
-        leases: granted and not over.
-        transfers_in_doubt: settled with bytes that may still land at a peer.
+        imms_burnt: immediates under which something failed, sent or expected here.
+        imms_burnt_forgotten: how many more there were, which are not remembered any more.
         bytes_quarantined: here, that a NIC may touch although nothing is open.
         failover: whether rows of a NIC that dies are retransmitted.
         control_dropped: control messages of peers that were dropped, by reason; see the log.
@@ -109,8 +109,8 @@ class EngineStats:
     regions: int
     peers: int
     callback_errors: int
-    leases: int
-    transfers_in_doubt: int
+    imms_burnt: int
+    imms_burnt_forgotten: int
     bytes_quarantined: int
     control_dropped: tuple[tuple[str, int], ...]
     reads: tuple[NicBytes, ...]

@@ -192,15 +192,15 @@ def _count_pairs(keys: U64) -> Found:
 
 
 class PathSums:
-    """The sender's sums of one path: immediates that were acknowledged, and those in doubt.
+    """The sender's sums of one path: how often each immediate was acknowledged.
 
     Args:
         forgot: whether the sums of earlier rows are gone already.
 
     Attributes:
         sent: acknowledged rows, by value, less what was pruned.
-        doubt: rows of failed transfers of which it will never be known whether they landed, by
-            value.
+        unsure: immediates of failed rows of which nobody will know whether they landed, so that
+            the sums of both ends may differ.
         pruned: the last generation that the receiver is known to have pruned.
         waiting: runs of the next generations, in order. The first ones may have been sent already,
             and then do not change until the receiver is known to have pruned them.
@@ -210,12 +210,12 @@ class PathSums:
         why: why the receiver did not prune them the last time; "" = it did.
     """
 
-    __slots__ = ("asking", "doubt", "pruned", "retry_s", "sent", "wait_s", "waiting", "why")
+    __slots__ = ("asking", "pruned", "retry_s", "sent", "unsure", "wait_s", "waiting", "why")
 
     def __init__(self, *, forgot: bool = False) -> None:
         self.sent = Sums(large_at=PRUNE_AT)
         self.sent.forgot = forgot
-        self.doubt: Counter[int] = Counter()
+        self.unsure: set[int] = set()
         self.pruned = 0
         self.waiting: deque[tuple[Run, ...]] = deque()
         self.asking = False
@@ -267,13 +267,12 @@ def runs_of(sums: Iterable[tuple[int, int]], longest: int) -> Iterable[Run]:
 class Arrivals:
     """The receiver's sums of one NIC: immediates by their sender, less what was pruned."""
 
-    __slots__ = ("_columns", "_forgotten", "_gone", "_pruned", "_sources", "counted")
+    __slots__ = ("_columns", "_forgotten", "_pruned", "_sources", "counted")
 
     def __init__(self) -> None:
         self.counted = Sums(full=self._drop_largest)
         self._forgotten: dict[int, str] = {}  # and why
         self._pruned: dict[bytes, int] = {}  # the last generation, by address
-        self._gone: Counter[bytes] = Counter()  # immediates in all generations, by address
         self._sources: set[int] = set()  # senders so far, except those in mixed columns
         self._columns = False  # whether mixed columns came since `_sources` was completed
 
@@ -306,26 +305,6 @@ class Arrivals:
             self._sources |= {key >> _SOURCE_BITS for key, _ in self.counted.items()}
         return self._sources
 
-    def totals(
-        self, nic: ControlDomain, is_its: Callable[[bytes], bool], imms: Sequence[int]
-    ) -> tuple[list[int], int, int] | None:
-        """How many of each came from the NICs for whose addresses is_its(address) is true.
-
-        Returns:
-            The sums, less what was pruned, the sum of the NICs' generations, and how many
-            immediates of any value were pruned; None: sums of one of them are not complete.
-        """
-        if any(is_its(nic.source(source)) for source in self._forgotten):
-            return None
-        mine = [source << _SOURCE_BITS for source in self._known() if is_its(nic.source(source))]
-        sums = [sum(self.counted.sum(at | imm) for at in mine) for imm in imms]
-        pruned = [at for at in self._pruned if is_its(at)]
-        return (
-            sums,
-            sum(map(self._pruned.__getitem__, pruned)),
-            sum(map(self._gone.__getitem__, pruned)),
-        )
-
     def sums(self, nic: ControlDomain, address: bytes, imms: Sequence[int]) -> tuple[int, ...]:
         """How many of each came from the NIC at an address, less what was pruned."""
         sources = [source << _SOURCE_BITS for source in self._of(nic, (address,))]
@@ -349,7 +328,6 @@ class Arrivals:
         for source in self._of(nic, (address,)):
             if self.counted.take(expand(runs, source)):
                 self._pruned[address] = generation
-                self._gone[address] += sum(n * count for _, n, count in runs)
                 return None
         return "not all of these have been counted"
 

@@ -10,14 +10,13 @@ from typing import Final, Protocol
 
 from tep.core.handle import PENDING, Handle, Owner
 from tep.core.imm import ImmTable
-from tep.core.path import Link, Path
-from tep.core.quarantine import doubts_text
+from tep.core.path import Link
 from tep.core.region import Job, Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import FabricError, InDoubt, TepError
+from tep.errors import TepError
 
 __all__ = [
-    "Expectation", "Message", "Notice", "Pace", "Removal", "Transfer",
+    "Expectation", "Message", "Pace", "Removal", "Transfer",
     "names_of",
 ]  # fmt: skip
 
@@ -94,30 +93,15 @@ class Transfer(Handle):
         pace: the progress of its NICs, if it is posted in pieces; else None.
         queued: the batch that was queued last, which names the one before it, and so on; all its
             queued rows are in these batches. None: no row is queued.
-        kept: the last batch, as `queued` was, of each time that queued rows were dropped. It is
-            set only in a transfer that fails or is cancelled; see `batches`.
         took: (NIC, rows, bytes) of what NICs have taken; of one NIC perhaps in several entries.
         settled_s: when its last row came back, or None.
         reserved: how many rows `Machine.reserve` counted for it.
     """
 
     __slots__ = (
-        "_doubts",
-        "dropped",
-        "extra",
-        "failed_rows",
-        "failure",
-        "held",
-        "job",
-        "kept",
-        "left",
-        "pace",
-        "queued",
-        "reserved",
-        "rows",
-        "settled_s",
-        "took",
-    )
+        "dropped", "extra", "failed_rows", "failure", "held", "job", "left", "pace", "queued",
+        "reserved", "rows", "settled_s", "took",
+    )  # fmt: skip
 
     def __init__(
         self, owner: Owner, job: Job, rows: int, submitted_s: float, reserved: int
@@ -139,58 +123,13 @@ class Transfer(Handle):
         self.queued: Queued | None = None
         self.took: tuple[tuple[int, int, int], ...] = ()  # a list for each NIC takes 0.15 us
         self.settled_s: float | None = None
-        self._doubts: dict[tuple[Remote, int, int], tuple[str, int]] | None = None
-
-    def keep(self, last: Queued | None) -> None:
-        """Keep the batches of a transfer that is failing or being cancelled, for `batches`."""
-        self.kept: list[Queued | None] = [*getattr(self, "kept", ()), last]
 
     def batches(self) -> Iterator[Queued]:
-        """Every batch that it ever had."""
-        for last in (self.queued, *getattr(self, "kept", ())):
-            batch = last
-            while batch is not None:
-                yield batch
-                batch = batch.older
-
-    @property
-    def in_doubt(self) -> tuple[InDoubt, ...]:
-        """Where bytes may still land, by path, without what is known by now not to land.
-
-        A doubt ends when the peer has fenced the path off, or has restarted.
-        """
-        return tuple(
-            InDoubt(remote.link.addr.name, remote.desc.region, (domain, nic), code)
-            for (remote, domain, nic), (code, fences) in list((self._doubts or {}).items())
-            if remote.link.current and remote.link.path(domain, nic).fences == fences
-        )
-
-    def doubtful_paths(self) -> list[Path]:
-        """The paths on which its bytes may still land, each once."""
-        found = (
-            path
-            for (remote, domain, nic), (_, fences) in (self._doubts or {}).items()
-            if (path := remote.link.path(domain, nic)).fences == fences
-        )
-        return list(dict.fromkeys(found))
-
-    def doubts(self) -> list[tuple[Remote, int, int]]:
-        """(region, our NIC, its NIC) of rows that may still land, fenced or not."""
-        return list(self._doubts or ())
-
-    def add_doubt(self, remote: Remote, domain: int, nic: int, code: str) -> bool:
-        """Record a row that has ended and whose bytes may still land; True if it is the first."""
-        first = self._doubts is None
-        self._doubts = self._doubts or {}
-        self._doubts[remote, domain, nic] = code, remote.link.path(domain, nic).fences
-        return first
-
-    def failed_with(self) -> TepError | None:
-        """Its error, with the bytes that are in doubt because of it."""
-        failure, doubts = self.failure, self.in_doubt
-        if not doubts or not isinstance(failure, FabricError):
-            return failure
-        return failure.saying(f"; {doubts_text(doubts)}", doubts)
+        """The batches that were queued, the last one first."""
+        batch = self.queued
+        while batch is not None:
+            yield batch
+            batch = batch.older
 
     def is_ending(self) -> bool:
         """Whether it will fail or be cancelled, so that nothing more of it needs to be posted."""
@@ -242,7 +181,6 @@ class Transfer(Handle):
                 if self.held
                 else ""
             )
-            + (f"; {doubts}" if (doubts := doubts_text(self.in_doubt)) else "")
         )
 
 
@@ -285,29 +223,6 @@ class Message(Handle):
         return f"{what}: {self._state.value}, {where}"
 
 
-class Notice(Handle):
-    """Tells a peer that an immediate will not come. `ok` means that its engine knows it.
-
-    Attributes:
-        imm: the immediate.
-        reason: why it will not come.
-        link: the peer.
-    """
-
-    __slots__ = ("imm", "link", "reason")
-
-    def __init__(self, owner: Owner, imm: int, reason: str, link: Link, submitted_s: float) -> None:
-        super().__init__(owner, submitted_s)
-        self.imm = imm
-        self.reason = reason
-        self.link = link
-
-    def describe(self) -> str:
-        """One line for reports."""
-        what = f"word to {self.link.addr.name} that imm {self.imm:#x} fails"
-        return f"{what}: {self._state.value}"
-
-
 class Removal(Handle):
     """The removal of a peer. `ok` means that nothing refers to it any more.
 
@@ -315,22 +230,28 @@ class Removal(Handle):
         link: the peer.
         why: why it is removed, if no user asked for that.
         waits: handles that may still refer to it; some of them may have settled.
+        fencing: how many paths from it are being fenced off; -1: handles may still refer to it.
+        unfenced: once it has settled: why what the peer has sent may still land here; "" = nothing
+            of it lands any more.
     """
 
     counted = False
-    __slots__ = ("link", "waits", "why")
+    __slots__ = ("fencing", "link", "unfenced", "waits", "why")
 
     def __init__(self, owner: Owner, link: Link, submitted_s: float, why: str = "") -> None:
         super().__init__(owner, submitted_s)
         self.link = link
         self.why = why
         self.waits: list[Handle] = []
+        self.fencing = -1
+        self.unfenced = ""
 
     def describe(self) -> str:
         """One line for reports."""
         left = sum(not handle.finished for handle in self.waits)
         what = f"removal of {self.link.addr.name} (epoch {self.link.addr.epoch})"
-        return f"{what}: {self._state.value}, {left} transfers to it have not ended"
+        why = f"; it may still write here: {self.unfenced}" if self.unfenced else ""
+        return f"{what}: {self._state.value}, {left} transfers to it have not ended{why}"
 
 
 class Expectation(Handle):
@@ -368,9 +289,9 @@ class Expectation(Handle):
         came: int | None = getattr(self, "_came", None)  # it is set by fix_arrived() only
         return min(self.count, self._table.counts.get(self.imm, 0)) if came is None else came
 
-    def fix_arrived(self) -> None:
-        """Let `arrived` stay what it is now: the expectation is about to fail."""
-        self._came = self.arrived
+    def fix_arrived(self, came: int) -> None:
+        """Let `arrived` stay what it is: the expectation fails, and its count is dropped."""
+        self._came = min(came, self.count)
 
     def describe(self) -> str:
         """One line for reports."""

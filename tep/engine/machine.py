@@ -1,6 +1,6 @@
 """What a driver turns: the worker, the states of peers, the regions; and how an engine ends.
 
-It has the methods that drivers, handles, regions and leases call. The users' verbs are in `verbs`.
+It has the methods that drivers, handles and regions call. The users' verbs are in `verbs`.
 Rule: nothing here checks arguments, and only the way it ends is private.
 """
 
@@ -13,7 +13,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Final, TypeVar
 
 import numpy as np
@@ -23,18 +22,19 @@ from tep.backends.base import Domain
 from tep.control.channel import sooner
 from tep.core.handle import Handle
 from tep.core.path import Link
-from tep.core.quarantine import Quarantine
-from tep.core.region import Job, MrHandle
-from tep.core.requests import longest_row
+from tep.core.region import Job, MrHandle, Quarantine
+from tep.core.requests import longest_row, refuse_burnt
 from tep.core.transfer import Expectation, Removal, Transfer
 from tep.drivers import Driver
-from tep.engine import regions, report
+from tep.engine import report
 from tep.engine.worker import Worker
 from tep.errors import BadRequest, BusyError, CallbackError, ClosedError, UsageError
 from tep.waiting import note_escape, raise_escaped
 from tep.wire import NetAddr
 
 __all__ = ["Machine"]
+
+_GIVEN_UP: Final = "a read into it was given up, and may still be carried out"
 
 _HEAP_KEEPS: Final = 8 << 20
 """Bytes that the C library's heap keeps for later when they are freed.
@@ -84,7 +84,7 @@ class Machine:
     ) -> None:
         if not domains:
             raise UsageError("an engine needs one NIC at the least")
-        _keep_heap()
+        np.empty(_HEAP_KEEPS, np.uint8)  # freed at once; no byte of it is touched
         self.domains = tuple(domains)
         self.driver = driver
         self.name = name
@@ -106,14 +106,13 @@ class Machine:
         self._backlog_max = options.backlog_rows_max
         self._rows_asked = 0  # of all submits; worker.taken counts those that the worker has taken
         self._stopped_by: BaseException | None = None
-        self._region_numbers = itertools.count(1)
+        self.region_numbers = itertools.count(1)
         self.worker = Worker(
             self.address, self.domains, options, driver, self._replaced, self._report_error
         )
-        self._start = self.worker.start
+        self._start, self._burnt = self.worker.start, self.worker.notices.burnt
         self.turn, self.tell = self.worker.step, self.worker.deliver
         self.tracer: object | None = None
-        self._observers: tuple[Callable[[list[Handle]], object], ...] = ()
         self._row_bytes_max = min(domain.caps.max_write_bytes for domain in domains)
         self.life, self.peers = self.worker.members, self.worker.peers
         for domain in domains:
@@ -130,7 +129,8 @@ class Machine:
         finally:  # also if that was interrupted: then another close() ends the rest
             if self.ended or self.crashed:
                 self.driver.close()
-        self._let_go()
+        self.regions.clear()  # the NICs, for which the memory was kept, are closed now
+        self.kept.clear()
         raise_escaped()
 
     def __del__(self) -> None:
@@ -146,11 +146,6 @@ class Machine:
                 ResourceWarning,
                 stacklevel=1,
             )
-
-    def _let_go(self) -> None:
-        """Release the memory that was kept for the NICs, which are closed now."""
-        self.regions.clear()
-        self.kept.clear()
 
     def end(self) -> None:
         """Between two steps: settle everything, and close the NICs."""
@@ -186,28 +181,11 @@ class Machine:
 
     def observe(self, observer: Callable[[list[Handle]], object]) -> None:
         """Call observer(handles) with all that has settled, before their callbacks, from now on."""
-
-        def start() -> None:
-            self._observers = (*self._observers, observer)
-            self.tell = self._tell_observed
-
-        self.driver.call(start)
+        self.driver.call(lambda: self.worker.observers.append(observer))
 
     def unobserve(self, observer: Callable[[list[Handle]], object]) -> None:
         """End observe()."""
-
-        def end() -> None:
-            self._observers = tuple(each for each in self._observers if each != observer)
-            if not self._observers:
-                self.tell = self.worker.deliver
-
-        self.driver.call(end)
-
-    def _tell_observed(self) -> None:
-        if settled := self.worker._settled:
-            for observer in self._observers:
-                self.worker.run_callback(observer, settled)
-        self.worker.deliver()
+        self.driver.call(lambda: self.worker.observers.remove(observer))
 
     def owing(self) -> bool:
         """Driver: whether deliver() would run a user's function now."""
@@ -220,7 +198,7 @@ class Machine:
     def due_s(self) -> float | None:
         """Driver: when to turn even if there is no news, on its clock; None: never."""
         worker, life = self.worker, self.life
-        if not (life.busy or worker.channel.busy or worker.leases.granted):
+        if not (life.busy or worker.channel.busy):
             return None
         return sooner(worker.due_s(), life.due_s())
 
@@ -239,7 +217,6 @@ class Machine:
             return
         self.closed = self.crashed = True
         _log.critical("%s: stopped by a bug", self.name, exc_info=error)
-        self.worker.group.doubt_all()
         stopped = ClosedError(
             f"engine {self.name!r} was stopped by a bug in tep or in its backend: "
             f"{type(error).__name__}: {error}; what NICs hold is unknown, keep memory mapped"
@@ -292,13 +269,44 @@ class Machine:
 
     # ------------------------------------------------------------------ for regions and peers
 
-    def new_region_number(self) -> int:
-        """The number of the next region."""
-        return next(self._region_numbers)
-
     def quarantines(self, mr: MrHandle) -> tuple[Quarantine, ...]:
-        """The bytes of a region that a NIC may touch although nothing is open; see `regions`."""
-        return regions.quarantines(self, mr)
+        """The bytes of a region that a NIC may touch although nothing is open."""
+        whole = mr.memory.nbytes
+        if self.crashed:
+            why = "the engine's worker was stopped by a bug, and what NICs hold is unknown"
+            return (Quarantine(0, whole, why),)
+        if self.closed or (mr.closed and mr not in self.kept):
+            return ()
+        return tuple(Quarantine(0, whole, why) for why in self._touched_by(mr))
+
+    def _touched_by(self, mr: MrHandle) -> list[str]:
+        """Why a NIC may still write to a region, or read from it; [] = none can."""
+        why = [
+            f"NIC {k} ({self.domains[k].caps.nic}) is down, cannot be asked"
+            for k, up in enumerate(self.worker.group.alive)
+            if not up and (mr.access.target or k in mr.readers)
+        ]
+        return [*why, _GIVEN_UP] if mr.given_up else why
+
+    def keep_or_free(self, mr: MrHandle) -> bool:
+        """A region is about to be deregistered: keep its memory if a NIC may still touch it.
+
+        Returns:
+            Whether its keys are to be given back to the NICs. They are not where late rows may
+            still use them: a NIC may give the same numbers to the next region.
+
+        Raises:
+            BusyError: the engine does not own the memory and cannot keep it.
+        """
+        why = self._touched_by(mr)
+        if why and mr.memory.owner is None:
+            raise BusyError(
+                f"deregister: {why[0]}: region {mr.desc.region} may still be touched, and the "
+                "engine cannot hold its memory for you: keep it mapped, and close() the engine"
+            )
+        if why:
+            self.kept[mr] = None
+        return not mr.given_up
 
     def _replaced(self, link: Link) -> None:
         """A later incarnation of a peer is known: remove the former one."""
@@ -315,14 +323,6 @@ class Machine:
             cause = self._stopped_by
             why = "" if cause is None else f", stopped by {type(cause).__name__}: {cause}"
             raise ClosedError(f"{what}: engine {self.name!r} is closed{why}") from cause
-
-    def check_control(self, what: str, instead: str) -> None:
-        """Raise UsageError if the NICs cannot send control messages."""
-        if not self.worker.channel.able:
-            raise UsageError(
-                f"{what}: the backend {self.address.backend!r} has no control messages between "
-                f"engines; {instead}, or use a backend with them, like loopback or sim"
-            )
 
     def reserve(self, kind: str, rows: int, reads: int = 0) -> int:
         """Reserve room for rows in the backlog, which includes commands that are not taken yet.
@@ -358,6 +358,8 @@ class Machine:
         if self.closed:
             self.check_open(f"submit ({job.kind})")
         worker, driver, rows = self.worker, self.driver, job.n
+        if self._burnt.why:
+            refuse_burnt(job, self._burnt)
         commands, group = worker.commands, worker.group
         start: Callable[[Transfer], None] = self._start
         reserved = reads = 0
@@ -413,14 +415,11 @@ class Machine:
     def after_commands(self, function: Callable[[], T]) -> T:
         """Run a function between two steps, after all that was submitted before it."""
 
-        def run() -> T:
+        def both() -> T:
             self.worker.take_all_commands()
             return function()
 
-        try:
-            return self.driver.call(run)
-        finally:
-            self.driver.kick()  # the commands may have settled something
+        return self.run(both)
 
     def run(self, function: Callable[[], T]) -> T:
         """Run a function between two steps; a later step looks at what it changed."""
@@ -428,12 +427,6 @@ class Machine:
             return self.driver.call(function)
         finally:
             self.driver.kick()
-
-
-@cache
-def _keep_heap() -> None:
-    """Free a block of _HEAP_KEEPS bytes, once a process; no byte of it is touched."""
-    np.empty(_HEAP_KEEPS, np.uint8)
 
 
 def _uncounted(worker: Worker) -> int:

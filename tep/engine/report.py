@@ -9,13 +9,10 @@ from operator import add
 from typing import Final, Protocol, runtime_checkable
 from weakref import WeakSet
 
-from tep.backends.base import Domain
 from tep.core.handle import State
 from tep.core.path import Link
-from tep.core.peers import PeerBook
 from tep.core.plan import lanes, plan_paged, plan_single
-from tep.core.quarantine import Quarantine
-from tep.core.region import MrHandle
+from tep.core.region import MrHandle, Quarantine
 from tep.core.stats import EngineStats, Failover, NicBytes
 from tep.core.transfer import Expectation
 from tep.drivers import Driver
@@ -40,9 +37,7 @@ class Reported(Protocol):
     name: str
     address: NetAddr
     driver: Driver
-    domains: tuple[Domain, ...]
     worker: Worker
-    peers: PeerBook
     regions: dict[int, MrHandle]
     kept: dict[MrHandle, None]
     about: str
@@ -78,12 +73,13 @@ def engine_stats(engine: Reported) -> EngineStats:
         reads_again=worker.reads.again,
         imms_counted=worker.imms.total,
         imms_unexpected=tuple(unexpected),
-        expectations=worker.imms.waiting + _not_taken(worker),
+        expectations=worker.imms.waiting
+        + sum(isinstance(handle, Expectation) for handle in worker.not_taken()),
         regions=len(engine.regions),
-        peers=len(engine.peers.links),
+        peers=len(engine.worker.peers.links),
         callback_errors=engine.errors,
-        leases=len(worker.leases.granted),
-        transfers_in_doubt=group.in_doubt,
+        imms_burnt=len(worker.imms.burnt.why) + len(worker.notices.burnt.why),
+        imms_burnt_forgotten=worker.imms.burnt.forgotten + worker.notices.burnt.forgotten,
         bytes_quarantined=sum(found.stop - found.start for _, found in _quarantines(engine)),
         control_dropped=_drops(worker),
         failover=_failover(engine)[0],
@@ -102,7 +98,7 @@ def _failover(engine: Reported) -> tuple[Failover, list[str]]:
     why_not = [
         f"to {link.addr.name} over NIC {path.domain} to its NIC {path.nic}: "
         + path.sums.why_forgot()
-        for link in list(engine.peers.links.values())
+        for link in list(engine.worker.peers.links.values())
         for path in link.paths()
         if path.sums.sent.forgot
     ]
@@ -119,17 +115,12 @@ def _failover_lines(engine: Reported) -> list[str]:
     return [*(f"  failover: no, because {why}" for why in why_not[:_LISTED_MAX]), *rest]
 
 
-def _telling_lines(engine: Reported) -> list[str]:
-    """Whether peers are told which immediates do not come, and what they do not know yet."""
-    worker = engine.worker
-    why = None
-    if not worker.telling.on:
-        why = "EngineOptions(tell_failures=False)"
-    elif not all(domain.caps.control_bytes for domain in engine.domains):
+def _notice_lines(engine: Reported) -> list[str]:
+    """Say whether peers are told which immediates are burnt, and what they do not know yet."""
+    if not all(domain.caps.control_bytes for domain in engine.worker.group.domains):
         why = f"the {engine.address.backend} backend has no control messages"
-    if why is not None:
         return [f"  peers are not told of transfers that fail, because {why}"]
-    return [f"  {line}" for line in worker.telling.describe()[:_LISTED_MAX]]
+    return [f"  {line}" for line in engine.worker.notices.describe()[:_LISTED_MAX]]
 
 
 def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
@@ -137,17 +128,7 @@ def _drops(worker: Worker) -> tuple[tuple[str, int], ...]:
     return tuple((reason.value, times) for reason, times in list(worker.channel.dropped.items()))
 
 
-def _not_taken(worker: Worker) -> int:
-    """How many expectations no step has taken yet."""
-    asked = {handle for _, handle in tuple(worker.commands)} - worker.open.keys()
-    return sum(isinstance(handle, Expectation) and not handle.finished for handle in asked)
-
-
 def _quarantines(engine: Reported) -> list[tuple[MrHandle, Quarantine]]:
-    worker = engine.worker
-    calm = all(worker.group.alive) and not worker.reads.given_up
-    if calm and not worker.leases.held_back and not engine.crashed:
-        return []
     regions = [*list(engine.regions.values()), *list(engine.kept)]
     return [(mr, found) for mr in regions for found in mr.quarantined]
 
@@ -160,8 +141,6 @@ def _quarantine_lines(engine: Reported) -> list[str]:
     ]
     if len(found) > _LISTED_MAX:
         lines.append(f"  ... and {len(found) - _LISTED_MAX} more quarantines")
-    if engine.worker.group.in_doubt:
-        lines.append(f"  {engine.worker.group.in_doubt} transfers settled with bytes in doubt")
     return lines
 
 
@@ -174,7 +153,7 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
     group = engine.worker.group
     lines = [f"engine {engine.address}"]
     lines += [f"  {engine.about}"] if engine.about else []
-    for k, domain in enumerate(engine.domains):
+    for k, domain in enumerate(group.domains):
         caps = domain.caps
         order = "ordered" if caps.ordered else "unordered"
         state = "alive" if group.alive[k] else "DOWN"
@@ -185,10 +164,8 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
         )
         if isinstance(domain, Describes):
             lines.append(f"    {domain.describe()}")
-    grants = list(engine.worker.leases.granted.values())
-    lines += [f"  {grant.over.describe()}" for grant in grants[:_LISTED_MAX]]
     lines += _failover_lines(engine)
-    lines += _telling_lines(engine)
+    lines += _notice_lines(engine)
     lines += _quarantine_lines(engine)
     ready = sorted(prepared.describe() for prepared in list(engine.prepared))
     lines += [f"  {line}" for line in ready[:_LISTED_MAX]]
@@ -196,9 +173,9 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
     copied = [mr for mr in list(engine.regions.values()) if mr.memory.stands_for]
     lines += [f"  region {mr.desc.region}: {mr.memory.stands_for}" for mr in copied[:_LISTED_MAX]]
     if peer is None:
-        lines += [f"  peer: {link.addr}" for link in list(engine.peers.links.values())]
+        lines += [f"  peer: {link.addr}" for link in list(engine.worker.peers.links.values())]
         return "\n".join(lines)
-    link = engine.peers.links.get((peer.backend, peer.name))
+    link = engine.worker.peers.links.get((peer.backend, peer.name))
     if link is None:
         raise UsageError(
             f"explain: nothing was ever submitted to {peer}; submit something, or add_peer_group"
@@ -207,7 +184,7 @@ def explain(engine: Reported, peer: NetAddr | None) -> str:
 
 
 def _explain_link(engine: Reported, link: Link) -> list[str]:
-    nlocal, nremote = len(engine.domains), len(link.addr.domains)
+    nlocal, nremote = len(engine.worker.group.domains), len(link.addr.domains)
     pairs = [(k % nlocal, k % nremote) for k in range(lanes(nlocal, nremote))]
     single = plan_single(MiB, nlocal, nremote, 0)
     paged = plan_paged(256, nlocal, nremote, 0)
@@ -241,7 +218,7 @@ def stall_report(engine: Reported) -> str:
     ]
     if len(waiting) > _LISTED_MAX:
         lines.append(f"  ... and {len(waiting) - _LISTED_MAX} more")
-    for k, domain in enumerate(engine.domains):
+    for k, domain in enumerate(group.domains):
         state = "alive" if group.alive[k] else "DOWN"
         rows, reads = group.outstanding[k], worker.reads.outstanding[k]
         more = f", {reads} reads" if reads else ""
@@ -249,7 +226,7 @@ def stall_report(engine: Reported) -> str:
     lines += [f"  {n} control messages dropped: {d}" for d, n in _drops(worker)]
     queued = group.backlog + group.queued_reads
     lines.append(f"  {queued} rows wait for a NIC; {worker.imms.total} immediates counted")
-    lines += [f"  {line}" for line in worker.telling.describe()[:_LISTED_MAX]]
+    lines += [f"  {line}" for line in worker.notices.describe()[:_LISTED_MAX]]
     extra = [f"{imm:#x} x {n}" for imm, n in list(worker.imms.counts.items())[:_LISTED_MAX]]
     if extra:
         lines.append(f"  immediates here that no expectation has used: {', '.join(extra)}")
@@ -259,6 +236,7 @@ def stall_report(engine: Reported) -> str:
 def snapshot(engine: Reported) -> dict[str, object]:
     """What `tep top` shows of an engine, as values that JSON knows; times are seconds."""
     worker, stats, now_s = engine.worker, engine_stats(engine), engine.driver.now_s()
+    group = worker.group
     waiting = worker.unsettled()
     numbers = ("rows_outstanding", "nics", "reads")
     nics = [
@@ -272,7 +250,7 @@ def snapshot(engine: Reported) -> dict[str, object]:
             "bytes_read": read.nbytes,
         }
         for domain, alive, outstanding, written, read in zip(
-            engine.domains, worker.group.alive, *(getattr(stats, name) for name in numbers)
+            group.domains, group.alive, *(getattr(stats, name) for name in numbers)
         )
     ]
     return {
@@ -284,7 +262,7 @@ def snapshot(engine: Reported) -> dict[str, object]:
         "nics": nics,
         "peers": [
             {"name": link.addr.name, "nics_alive": sum(link.alive), "nics": len(link.alive)}
-            for link in list(engine.peers.links.values())
+            for link in list(engine.worker.peers.links.values())
         ],
         "open": len(waiting),
         "oldest": [

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Literal, Self, overload
+from typing import Final, Self
 
-from tep.api import EngineOptions, Pages, Routing, ScatterDst, Sender
+from tep.api import EngineOptions, Pages, Routing, ScatterDst
 from tep.backends import open_device
 from tep.backends.base import Access, Domain
 from tep.checks import (
@@ -25,49 +25,44 @@ from tep.checks import (
     shown,
     unpicklable,
 )
-from tep.control.leases import Grant, grant_lease
 from tep.control.membership import PeerEvent, PeerWatch
-from tep.control.messages import REASON_MAX
 from tep.core.imm import check_imm
 from tep.core.path import Link
 from tep.core.peers import PeerGroup
-from tep.core.read_requests import (
-    check_sink,
-    paged_read_job,
-    pair_of,
-    single_read_job,
-)
 from tep.core.region import MrHandle, Remote, check_source, register
 from tep.core.requests import (
     DEFAULT,
     ImmArg,
     barrier_job,
+    check_pair,
+    check_sink,
+    no_pair,
     paged_job,
+    paged_read_job,
     scatter_job,
     single_job,
+    single_read_job,
     slices_of,
 )
 from tep.core.stats import EngineStats
-from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
+from tep.core.transfer import Expectation, Message, Removal, Transfer
 from tep.drivers import Driver
 from tep.engine.machine import Machine
 from tep.engine.prepared import (
     Prepared,
-    PreparedBarrier,
-    PreparedPages,
-    PreparedSingle,
-    PreparedSlices,
+    prepared_barrier,
+    prepared_pages,
+    prepared_scatter,
+    prepared_single,
 )
-from tep.engine.regions import keep_or_free
 from tep.engine.report import engine_stats, explain
 from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
 from tep.memory import Buffer, Memory, adapt, copied
-from tep.topology import Topology, detect
 from tep.trace import Trace
 from tep.tracing import record
 from tep.turning import driver_for
 from tep.watch import Watcher
-from tep.wire import MrDesc, NetAddr, Target
+from tep.wire import MrDesc, NetAddr
 
 __all__ = ["TransferEngine"]
 
@@ -134,7 +129,7 @@ class TransferEngine:
 
         Args:
             backend: a name of `tep info`, e.g. "loopback" or "auto".
-            device: "cuda:N" takes the NICs and the cores beside that GPU, as `detect_topology`
+            device: "cuda:N" takes the NICs and the cores beside that GPU, as `tep.topology.detect`
                 finds them, and registers its memory by dma-buf; None = what the backend takes.
             driver: None = what the backend asks for, else one worker thread.
             options: limits and defaults.
@@ -164,11 +159,6 @@ class TransferEngine:
                 (("a thread and its descriptors (limits: ulimit -n, -u)", str(error)),),
             ) from error
 
-    @staticmethod
-    def detect_topology() -> Topology:
-        """Which GPU of this machine is beside which NICs and cores; see `tep info --topology`."""
-        return detect()
-
     def close(self) -> None:
         """End everything: every open handle settles, NICs and memory are let go. Idempotent."""
         self._machine.close()
@@ -177,12 +167,6 @@ class TransferEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
         self.close()
 
     __reduce__ = unpicklable(
@@ -243,7 +227,7 @@ class TransferEngine:
         memory = adapt(buffer)
         access = self._check_access(memory, access)
         keys = self.driver.call(lambda: register(self._domains, memory, access))
-        number = self._machine.new_region_number()
+        number = next(self._machine.region_numbers)
         desc = MrDesc(
             self._machine.address,
             number,
@@ -262,12 +246,13 @@ class TransferEngine:
     def deregister(self, mr: MrHandle) -> None:
         """Give a region back: no NIC knows it afterwards, and the engine lets go of the memory.
 
-        Where a NIC that is down may still touch it, or on libfabric a writer whose lease ended in
-        quarantine, the engine holds it until close(), and `mr.quarantined` goes on to say so.
+        Nothing that peers send later lands in it. Where a NIC that is down may still touch it the
+        engine holds it until close(), and `mr.quarantined` goes on to say so. On libfabric a row
+        that is just being received goes on landing (`caps.deregister_fences` is False).
 
         Raises:
-            BusyError: transfers still use it, a lease of it is not over, or the engine would
-                have to hold memory that it was given as a bare pointer.
+            BusyError: transfers still use it, or the engine would have to hold memory that it was
+                given as a bare pointer.
             ClosedError: it was given back before.
         """
         machine = self._machine
@@ -286,7 +271,7 @@ class TransferEngine:
                     f"deregister: region {mr.desc.region} is in use by {mr.inflight} transfers "
                     "in flight; wait for them, or cancel them"
                 )
-            free = keep_or_free(machine, mr)
+            free = machine.keep_or_free(mr)
             mr.closed = True
             for domain, key in zip(self._domains, mr.keys, strict=True) if free else ():
                 domain.deregister(key)
@@ -295,58 +280,13 @@ class TransferEngine:
 
         self.driver.call(forget)
 
-    def lease(
-        self,
-        mr: MrHandle,
-        peer: NetAddr,
-        *,
-        for_s: float,
-        offset: int = 0,
-        nbytes: int = -1,
-        access: Access = Access.TARGET,
-        fence: bool = True,
-    ) -> Grant:
-        """Let a peer write to bytes of a region for a time, by a Lease in place of an MrDesc.
-
-        With `access=Access.READABLE` it may read them instead, or do both. A read whose bytes come
-        after the end of its lease fails at the reader: they may be new contents.
-
-        A lease is over when it has run out or was revoked *and* nobody can use it any more: wait
-        for `grant.over`. Until then the region cannot be deregistered. nbytes=-1: to the region's
-        end. A silent holder is fenced off until it speaks; with fence=False, or where NICs cannot
-        fence (`caps.imm_source` False), its lease ends in quarantine.
-
-        Raises:
-            BadRequest: no such bytes or time, or a right that the region does not give.
-            BusyError: some of the bytes are in quarantine.
-            UsageError: this backend has no control messages.
-        """
-        self._machine.check_open("lease")
-        self._machine.check_control(
-            "lease", "register a region that you deregister to end all writing"
-        )
-        check_source(mr, self._machine, "lease")
-        link = self._peers.link(peer, "lease")
-        start = check_int("lease: offset", offset, 0, mr.memory.nbytes)
-        nbytes = check_int("lease: nbytes", nbytes)
-        nbytes = mr.memory.nbytes - start if nbytes == -1 else nbytes
-        if nbytes < 1 or start + nbytes > mr.memory.nbytes:
-            text = f"lease: bytes {start} .. {start + nbytes} are outside {mr!r}, or none"
-            raise BadRequest(text)
-        view = mr if nbytes == mr.memory.nbytes else mr[start : start + nbytes]
-        fence = check_flag("lease: fence", fence)
-        check_kind("lease: access", access, Access)
-        return grant_lease(
-            self._machine, self._worker.leases, view, link, for_s, access, fence=fence
-        )
-
     # ------------------------------------------------------------------ writes
 
     def submit_single_write(
         self,
         nbytes: int,
         src: tuple[MrHandle, int],
-        dst: tuple[Target, int],
+        dst: tuple[MrDesc, int],
         imm: int | None = None,
         *,
         routing: Routing = DEFAULT,
@@ -362,7 +302,7 @@ class TransferEngine:
             mr, _ = src
             target, offset = dst
         except (TypeError, ValueError):
-            raise _no_pair("submit_single_write", src, dst, "offset") from None
+            raise no_pair("submit_single_write", src, dst, "offset") from None
         if type(mr) is not MrHandle or mr.owner is not self._machine or mr.closed:
             check_source(mr, self._machine, "submit_single_write")
         remote = self._peers.resolve(target, "submit_single_write")
@@ -373,7 +313,7 @@ class TransferEngine:
         self,
         page_bytes: int,
         src: tuple[MrHandle, Pages],
-        dst: tuple[Target, Pages],
+        dst: tuple[MrDesc, Pages],
         imm: ImmArg = None,
         *,
         routing: Routing = DEFAULT,
@@ -396,7 +336,7 @@ class TransferEngine:
             mr, _ = src
             target, pages = dst
         except (TypeError, ValueError):
-            raise _no_pair("submit_paged_writes", src, dst, "pages") from None
+            raise no_pair("submit_paged_writes", src, dst, "pages") from None
         check_source(mr, self._machine, "submit_paged_writes")
         remote = self._peers.resolve(target, "submit_paged_writes")
         job = paged_job(page_bytes, src, (remote, pages), imm, routing, len(self._domains))
@@ -443,7 +383,7 @@ class TransferEngine:
 
     def submit_barrier(
         self,
-        dsts: Sequence[Target],
+        dsts: Sequence[MrDesc],
         imm: int,
         *,
         group: PeerGroup | None = None,
@@ -459,7 +399,7 @@ class TransferEngine:
     def submit_single_read(
         self,
         nbytes: int,
-        src: tuple[Target, int],
+        src: tuple[MrDesc, int],
         dst: tuple[MrHandle, int],
         imm: int | None = None,
         *,
@@ -473,7 +413,7 @@ class TransferEngine:
         A read that fails or is cancelled before has told it nothing.
         """
         what = "submit_single_read"
-        pair_of(what, src, dst, "offset")
+        check_pair(what, src, dst, "offset", reads=True)
         remote = self._source(src[0], dst[0], what)
         job = single_read_job(nbytes, (remote, src[1]), dst, imm, routing, len(self._domains))
         return self._machine.submit(job, on_done)
@@ -481,7 +421,7 @@ class TransferEngine:
     def submit_paged_reads(
         self,
         page_bytes: int,
-        src: tuple[Target, Pages],
+        src: tuple[MrDesc, Pages],
         dst: tuple[MrHandle, Pages],
         imm: int | None = None,
         *,
@@ -499,7 +439,7 @@ class TransferEngine:
             on_done: called with the transfer once it settles.
         """
         what = "submit_paged_reads"
-        pair_of(what, src, dst, "pages")
+        check_pair(what, src, dst, "pages", reads=True)
         remote = self._source(src[0], dst[0], what)
         job = paged_read_job(page_bytes, (remote, src[1]), dst, imm, routing, len(self._domains))
         return self._machine.submit(job, on_done)
@@ -510,33 +450,33 @@ class TransferEngine:
         self,
         nbytes: int,
         src: tuple[MrHandle, int],
-        dst: tuple[Target, int],
+        dst: tuple[MrDesc, int],
         *,
         routing: Routing = DEFAULT,
     ) -> Prepared:
         """Check a single write once, to submit it again and again: `prepared.submit(imm=...)`.
 
         Arguments and errors are those of `submit_single_write`; offsets given to `submit` are added
-        to these. Peers, NICs, leases and regions may come and go meanwhile: see Prepared.
+        to these. Peers, NICs and regions may come and go meanwhile: see Prepared.
         """
-        _check_pair("prepare_single_write", src, dst, "offset")
-        return PreparedSingle(self._machine, nbytes, src, dst, routing)
+        check_pair("prepare_single_write", src, dst, "offset")
+        return prepared_single(self._machine, nbytes, src, dst, routing)
 
     def prepare_paged_writes(
         self,
         page_bytes: int,
         src: tuple[MrHandle, Pages],
-        dst: tuple[Target, Pages],
+        dst: tuple[MrDesc, Pages],
         *,
         routing: Routing = DEFAULT,
     ) -> Prepared:
         """Check a paged write once, and lay out its columns: `submit(imm, src_offset=...)` posts.
 
         Arguments and errors are those of `submit_paged_writes`. The layers of a KV cache are one
-        prepared list at moving offsets; `pages=slice(a, b)` submits a part of the list.
+        prepared list at moving offsets.
         """
-        _check_pair("prepare_paged_writes", src, dst, "pages")
-        return PreparedPages(self._machine, page_bytes, src, dst, routing)
+        check_pair("prepare_paged_writes", src, dst, "pages")
+        return prepared_pages(self._machine, page_bytes, src, dst, routing)
 
     def prepare_scatter(
         self,
@@ -548,17 +488,17 @@ class TransferEngine:
     ) -> Prepared:
         """Check a scatter once; offsets given to `submit` are added to those of every slice."""
         check_source(src, self._machine, "prepare_scatter")
-        return PreparedSlices(self._machine, src, slices_of(dsts), group, routing)
+        return prepared_scatter(self._machine, src, slices_of(dsts), group, routing)
 
     def prepare_barrier(
         self,
-        dsts: Sequence[Target],
+        dsts: Sequence[MrDesc],
         *,
         group: PeerGroup | None = None,
         routing: Routing = DEFAULT,
     ) -> Prepared:
         """Check a barrier once: `submit(imm)` sends it."""
-        return PreparedBarrier(self._machine, dsts, group, routing)
+        return prepared_barrier(self._machine, dsts, group, routing)
 
     # ------------------------------------------------------------------ messages
 
@@ -586,19 +526,6 @@ class TransferEngine:
         self._machine.enqueue(self._worker.send, message, on_done)
         return message
 
-    @overload
-    def submit_recvs(
-        self,
-        nbytes: int,
-        count: int,
-        callback: Callable[[memoryview, Sender], object],
-        *,
-        with_sender: Literal[True],
-    ) -> None: ...
-    @overload
-    def submit_recvs(
-        self, nbytes: int, count: int, callback: Callable[[memoryview], object]
-    ) -> None: ...
     def submit_recvs(
         self,
         nbytes: int,
@@ -662,8 +589,11 @@ class TransferEngine:
         Reaching it uses `count` arrivals up; more of them stay for the next expectation of the same
         immediate, which stands in line behind this one.
 
-        With a `sender` that is lost, restarted or removed it fails with PEER_LOST; counts stay.
-        `watch_peer` it: who only receives learns of no death. Arrivals of others count as well.
+        It fails with PEER_FAILED when a sender says that a request with this immediate failed or
+        was cancelled, and with PEER_LOST when the `sender` that it names is lost, restarted or
+        removed; `watch_peer` it, since a receiver learns of no death by itself. Either burns the
+        immediate: what arrived or arrives of it counts for nobody, and later expectations of it
+        fail at once. Take a fresh immediate, or see `remove_imm`.
         """
         machine, table = self._machine, self._worker.imms
         if machine.closed:
@@ -673,34 +603,11 @@ class TransferEngine:
             count = check_int("expect_imm_count: count", count, 0, INT64_MAX)
         table.refuse_claimed(imm)
         link = None if sender is None else self._peers.link(sender, "expect_imm_count")
+        if link is not None:
+            link.barred = False
         expectation = Expectation(machine, table, imm, count, link, self.driver.now_s())
         machine.enqueue(self._worker.expect, expectation, on_done)
         return expectation
-
-    def fail(
-        self,
-        peer: NetAddr,
-        imm: int,
-        reason: str,
-        *,
-        on_done: Callable[[Notice], object] | None = None,
-    ) -> Notice:
-        """Tell a peer that what it expects under an immediate will not come.
-
-        Every expectation of it that waits there fails with PEER_FAILED and the reason, or else the
-        next one that is stated. Counts stay. It is repeated until the peer's engine has it.
-
-        Raises:
-            BadRequest: not an immediate, or too long a reason.
-            UsageError: this backend has no control messages.
-        """
-        self._machine.check_open("fail")
-        self._machine.check_control("fail", "send a message of your own (submit_send)")
-        reason = check_text("fail: reason", reason, REASON_MAX)
-        link = self._peers.link(peer, "fail")
-        notice = Notice(self._machine, check_imm(imm), reason, link, self.driver.now_s())
-        self._machine.enqueue(self._worker.tell, notice, on_done)
-        return notice
 
     def on_imm(self, imms: range, callback: Callable[[int, int], object]) -> None:
         """Claim immediates: `callback(imm, count)` gets each arrival, and none of them is counted.
@@ -712,15 +619,17 @@ class TransferEngine:
         self._machine.after_commands(lambda: self._worker.imms.claim(imms, callback))
 
     def remove_imm(self, imm: int) -> int:
-        """Forget an immediate's count, or the claim that starts with it; return what was left.
+        """Forget an immediate: its count, the claim that starts with it, and that it is burnt.
+
+        For whoever knows that nothing of it is on its way. A burnt one is to be removed at both
+        ends before it is used again. Returns the count that was left.
 
         Raises:
             BusyError: an expectation waits for it.
         """
         self._machine.check_open("remove_imm")
         value = check_imm(imm)
-        self._worker.failures.broken.pop(value, None)
-        return self._machine.after_commands(lambda: self._worker.imms.remove(value))
+        return self._machine.after_commands(lambda: self._worker.remove_imm(value))
 
     def alloc_uvm_watcher(self, callback: Callable[[int, int], object]) -> Watcher:
         """Allocate a 64-bit word; `callback(old, new)` after it changed.
@@ -759,11 +668,12 @@ class TransferEngine:
             BusyError: this peer is watched already.
         """
         self._machine.check_open("watch_peer")
-        self._machine.check_control(
-            "watch_peer",
-            "ask the peer by messages of your own (submit_send), rely on what transfers reveal "
-            "(on_peer)",
-        )
+        if not self._worker.channel.able:
+            raise UsageError(
+                f"watch_peer: the backend {self.main_address.backend!r} has no control messages "
+                "between engines; ask the peer by messages of your own (submit_send), or rely on "
+                "what transfers reveal (on_peer)"
+            )
         every_s = check_seconds("watch_peer: every_s", every_s, 1e-9)
         lost_after_s = check_seconds("watch_peer: lost_after_s", lost_after_s, never=True)
         if lost_after_s < 2 * every_s:
@@ -792,10 +702,16 @@ class TransferEngine:
         """Let go of a peer, and of all that is remembered of it.
 
         Requests to it are refused at once. Those that were submitted before end as they would
-        have; when the last has ended, the removal settles, and the peer can be met anew. It is for
-        peers that have left: of one that goes on writing to this engine, no failover can be judged
-        any more. An unknown peer is removed already. A request that another thread is submitting
-        at this very moment may still go out; it ends as it would have.
+        have; when the last has ended, the removal settles, and the peer can be met anew.
+
+        Nothing that it has sent, or goes on sending, lands here once the removal has settled, where
+        NICs can fence (`caps.imm_source`); else `removal.unfenced` says why it may. It stays fenced
+        off until it is named here for rows again: by a write, a read, a `sender=`. Messages do not
+        count, so that both sides can agree first that its old writes are over. Of a peer that was
+        removed in the middle of its writes no failover can be judged any more.
+
+        A request that another thread is submitting at this very moment may still go out; it ends
+        as it would have.
         """
         self._machine.check_open("remove_peer")
         if not isinstance(peer, NetAddr):
@@ -842,10 +758,10 @@ class TransferEngine:
 
     # ------------------------------------------------------------------ inside
 
-    def _source(self, src: Target, dst: MrHandle, what: str) -> Remote:
+    def _source(self, src: MrDesc, dst: MrHandle, what: str) -> Remote:
         self._check_reads(what)
         check_sink(dst, self._machine, what)
-        return self._peers.resolve_readable(src, what)
+        return self._peers.resolve(src, what, reads=True)
 
     def _check_reads(self, what: str) -> None:
         for domain in self._domains:
@@ -867,17 +783,3 @@ class TransferEngine:
         if bits & _READS:
             self._check_reads(f"reg_mr: access={access!r}")
         return access
-
-
-def _check_pair(verb: str, src: object, dst: object, second: str) -> None:
-    """Raise BadRequest unless source and target are two things each."""
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in (src, dst)):
-        raise _no_pair(verb, src, dst, second)
-
-
-def _no_pair(verb: str, src: object, dst: object, second: str) -> BadRequest:
-    """What is said where source or target is not two things."""
-    return BadRequest(
-        f"{verb}: src={shown(src)} dst={shown(dst)}; src is (MrHandle, {second}), dst is "
-        f"(MrDesc or Lease, {second})"
-    )

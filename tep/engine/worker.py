@@ -11,9 +11,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, Protocol, assert_never, cast
+from typing import Final, assert_never, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,35 +30,23 @@ from tep.backends.base import (
     new_completions,
     take_completion,
 )
-from tep.control.channel import CONTROL_CTX, Channel, sooner
-from tep.control.failover import Failover, why_unable
-from tep.control.failures import Failures
-from tep.control.fencing import Fencing
-from tep.control.held_leases import HeldLeases
-from tep.control.leases import Leases
+from tep.control.channel import CONTROL_CTX, Channel, Notices
+from tep.control.failover import Failover, Fencing, Pruning, why_unable
 from tep.control.membership import Membership
-from tep.control.pruning import Pruning
-from tep.control.telling import Telling
-from tep.core.events import (
-    DoubtsEnded,
-    PathKeptShut,
-    PathShut,
-    PeerHeard,
-    PeerNicDown,
-    PeerRestarted,
-)
 from tep.core.group import DomainGroup
 from tep.core.handle import PENDING, Handle, State, closed_error
 from tep.core.imm import ImmTable
 from tep.core.journal import Journal
 from tep.core.outbox import Outbox
-from tep.core.path import Link
+from tep.core.path import Link, PathShut, PeerHeard, PeerNicDown, PeerRestarted
 from tep.core.peers import PeerBook
 from tep.core.reads import Reads
 from tep.core.ready import Ready
 from tep.core.region import deregistered
+from tep.core.requests import refuse_burnt
 from tep.core.sums import Arrivals
-from tep.core.transfer import Expectation, Message, Notice, Removal, Transfer
+from tep.core.transfer import Expectation, Message, Removal, Transfer
+from tep.drivers import Driver
 from tep.errors import ClosedError, TepError
 from tep.watch import WatchPage
 from tep.wire import NetAddr
@@ -91,15 +78,6 @@ _CANCELLED: Final = State.CANCELLED
 Receive = Callable[..., object]
 
 
-class Clocked(Protocol):
-    """What a worker needs of its driver."""
-
-    lock: AbstractContextManager[object]
-
-    def now_s(self) -> float:
-        """The clock."""
-
-
 class Worker:
     """All parts of one engine: `step()` turns it, `deliver()` runs the callbacks.
 
@@ -114,23 +92,22 @@ class Worker:
         watch: the watched words.
         channel, failover, fencing: control messages; both halves of a failover.
         pruning: keeps the sums short that a failover compares.
-        failures: immediates that will not come. telling: peers are told of them.
+        notices: which immediates are burnt here, and who is to be told.
         outbox: messages that have not ended.
         steps: how often it was turned.
         submitted: how many transfers and messages were taken.
-        leases, held_leases: both ends of leases.
         peers, members: who the peers are; what is known of their lives.
         settled: how many transfers and messages settled, by state.
+        observers: called with all handles that have settled, before their callbacks.
         closed: whether everything has ended; new commands fail.
     """
 
     __slots__ = (
-        "_again", "_arrivals", "_columns", "_commands_max", "_doubted", "_equal", "_equal_imm",
-        "_gone", "_heads", "_is_stepping", "_large", "_now_s", "_out", "_raised", "_raw",
-        "_received", "_settled", "_starts", "channel", "closed", "commands", "failover", "failures",
-        "fencing", "group", "held_leases", "imms", "journal", "leases", "members", "open", "outbox",
-        "peers", "pruning", "reads", "receive", "report", "settled", "steps", "submitted", "taken",
-        "telling", "watch",
+        "_again", "_arrivals", "_columns", "_commands_max", "_equal", "_equal_imm", "_gone",
+        "_heads", "_is_stepping", "_large", "_now_s", "_out", "_raised", "_raw", "_received",
+        "_settled", "_starts", "channel", "closed", "commands", "failover", "fencing", "group",
+        "imms", "journal", "members", "notices", "observers", "open", "outbox", "peers", "pruning",
+        "reads", "receive", "report", "settled", "steps", "submitted", "taken", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -138,7 +115,7 @@ class Worker:
         address: NetAddr,
         domains: tuple[Domain, ...],
         options: EngineOptions,
-        driver: Clocked,
+        driver: Driver,
         replaced: Callable[[Link], object],
         report: Callable[[object, BaseException], None],
     ) -> None:
@@ -151,6 +128,7 @@ class Worker:
         )
         self.imms: ImmTable[Expectation] = ImmTable()
         self.open: dict[Handle, None] = {}
+        self.observers: list[Callable[[list[Handle]], object]] = []
         self.watch = WatchPage()
         self.steps = self.submitted = self.taken = 0
         self.closed, self._now_s, self.report = False, now_s, report
@@ -163,26 +141,16 @@ class Worker:
         self.pruning = Pruning(group, channel, now_s)
         self._large = self.pruning.large
         self._arrivals = [Arrivals() for _ in domains] if able else []
-        self.fencing = Fencing(group, self._arrivals, channel)
-        self.held_leases = HeldLeases(group, channel, self.take_back, now_s)
-        self.reads = Reads(group, options, self.held_leases.late)
-        self.leases = Leases(
-            channel, self.fencing, group.far_ends, now_s, self.open, self._end, domains
-        )
+        self.peers = peers = PeerBook(address, domains, lock, replaced, group.routes)
+        self.fencing = Fencing(group, self._arrivals, channel, peers.find)
+        self.reads = Reads(group, options)
+        parts = self.failover, self.fencing, self.imms, peers.find, self._drop
+        self.members = Membership(group, channel, *parts, self.open, self._end, options, now_s)
         # With the epoch, since a restarted engine counts its messages from the beginning.
-        name = f"{address.name} (epoch {address.epoch})"[:200]
-        table = self.imms, channel, self.open, self._end
-        self.failures = Failures(name, *table, domains, self._arrivals)
-        shared = self.held_leases, replaced, group.routes
-        self.peers = PeerBook(address, domains, lock, *shared)
-        parts = self.failover, self.fencing, self.failures, self.leases
-        self.members = Membership(
-            group, channel, *parts, self.peers.drop, self.open, self._end, options, now_s
-        )
-        self.telling = channel.errand = self._new_telling(name, options)
+        name = f"{address.name} (epoch {address.epoch})"
+        self.notices = Notices(name, group, channel, options, now_s)
         self._commands_max = options.commands_max
         self._settled: list[Handle] = []
-        self._doubted: list[Expectation] = []  # stated in this step, of immediates given up
         self._received: list[tuple[int, int]] = []
         self.outbox = Outbox(self.group, self._end)
         self._raised = [0 for _ in domains]  # by poll() of each NIC
@@ -194,12 +162,10 @@ class Worker:
         # Of an entry's 32 bytes, 8: kind, status, count; and 16: immediate and row as well.
         self._heads, self._starts = self._out.view("u8")[::4], self._out.view("c16")[::2]
 
-    def _new_telling(self, name: str, options: EngineOptions) -> Telling:
-        def start(held: Transfer) -> None:
-            (self.start_read if held.job.is_read else self.start)(held, was_held=True)
-
-        parts = self.group, self.channel, self.failover
-        return Telling(name, *parts, start, self.members.reopen, options, self._now_s)
+    def _drop(self, link: Link, fenced: bool) -> None:
+        """A peer was removed or replaced: forget it."""
+        self.notices.forget(link)
+        self.peers.drop(link, fenced=fenced)
 
     # ------------------------------------------------------------------ one turn
 
@@ -212,7 +178,7 @@ class Worker:
             if len(commands) == 1:  # as _take_commands(), without the call
                 command, handle = commands.popleft()
                 command(handle)
-            if commands:
+            else:
                 self._take_commands()
         if group.backlog:
             work |= group.post()
@@ -224,8 +190,6 @@ class Worker:
             work |= self.failover.step()
         if self._large:
             work |= self.pruning.step()
-        if self.leases.granted:
-            work |= self.leases.step()
         if self.channel.busy:
             work |= self.channel.step()
         out, index = self._out, -1
@@ -257,8 +221,6 @@ class Worker:
             self._dispatch()
         if group.ended:
             self._settle_ended()
-        if self._doubted:
-            self._expect_doubted()
         if self.imms.reached:
             self._settle_reached()
         return work or self._settled != []
@@ -272,14 +234,10 @@ class Worker:
                     self.members.nic_down(link, nic)
                 case PeerRestarted(link):
                     self.members.met_later(link)
-                case PathKeptShut(nic, address):
-                    self.leases.ask_again(nic, address)
                 case PeerHeard(link):
-                    self.telling.heard(link)
+                    self.notices.heard(link)
                 case PathShut(path):
                     self.members.path_shut(path)
-                case DoubtsEnded(path, landed):
-                    self.telling.cleared(path, landed)
                 case _:
                     assert_never(event)
 
@@ -321,6 +279,8 @@ class Worker:
                 self.run_callback(told, event)
         if self._settled:
             settled, self._settled = self._settled, []
+            for observer in self.observers:
+                self.run_callback(observer, settled)
             for handle in settled:
                 handle._deliver()
         if self.imms.loose:
@@ -354,7 +314,8 @@ class Worker:
         nic = domain.recv_source(slot)
         speaks = domain.caps.control_bytes > 0
         engine_of = cast("ControlDomain", domain).engine_of if speaks else bytes
-        return Sender(nic, engine_of(nic), self.peers.at(nic), engine_of)
+        link = self.peers.find(nic)
+        return Sender(nic, engine_of(nic), None if link is None else link.addr, engine_of)
 
     def owing(self) -> bool:
         """Whether deliver() would run a user's function, or look at watched words."""
@@ -395,10 +356,8 @@ class Worker:
             or self.outbox.turns
             or group.losses
             or self._large
-            or self.leases.granted
             or group.events
             or group.ended
-            or self._doubted
             or self.imms.reached
             or self.imms.loose
             or self._settled
@@ -410,7 +369,7 @@ class Worker:
 
     def due_s(self) -> float | None:
         """When step() must be called even if no NIC has news, seconds of the driver's clock."""
-        return sooner(self.channel.due_s() if self.channel.busy else None, self.leases.due_s())
+        return self.channel.due_s() if self.channel.busy else None
 
     def unsettled(self) -> list[Handle]:
         """Every handle that has not settled, taken or not; may be called from any thread."""
@@ -425,52 +384,37 @@ class Worker:
         asked = dict.fromkeys(handle for _, handle in tuple(self.commands))
         return [handle for handle in asked if handle not in self.open and not handle.finished]
 
-    def _take_commands(self) -> bool:
-        commands = self.commands
-        command, handle = commands.popleft()
-        command(handle)
-        if commands:
-            for _ in range(min(len(commands), self._commands_max - 1)):
-                command, handle = commands.popleft()
-                command(handle)
-        return True
+    def _take_commands(self) -> None:
+        for _ in range(min(len(self.commands), self._commands_max)):
+            command, handle = self.commands.popleft()
+            command(handle)
 
     # ------------------------------------------------------------------ commands
 
-    def start(
-        self,
-        transfer: Transfer,
-        deal: Callable[[Transfer], object] | None = None,
-        *,
-        was_held: bool = False,
-    ) -> None:
-        """Command: deal a transfer out, or hold it until a peer knows of an earlier failure.
+    def start(self, transfer: Transfer, deal: Callable[[Transfer], object] | None = None) -> None:
+        """Command: deal a transfer out.
 
         `deal` puts its rows into queues; None: as writes. If a peer cannot be connected, the
         transfer fails here, and the submit does not.
         """
         mr = transfer.job.mr
-        if not was_held:
-            self.open[transfer] = None
-            self.submitted += 1
-            self.taken += transfer.reserved
-            if mr is not None:
-                mr.inflight += 1
-            if self.closed:
-                self._end(transfer, State.FAILED, closed_error())
-                return
+        self.open[transfer] = None
+        self.submitted += 1
+        self.taken += transfer.reserved
+        if mr is not None:
+            mr.inflight += 1
+        if self.closed:
+            self._end(transfer, State.FAILED, closed_error())
+            return
         try:
             if mr is not None and mr.closed:  # between the check at submit and this command
                 transfer.job.forget()
                 raise deregistered(mr, transfer.job.kind)
-            if self.held_leases.known:
-                self.held_leases.start(transfer)
-            if not was_held and self.telling.owed and self.telling.holds(transfer):
-                return
+            if self.notices.burnt.why:
+                refuse_burnt(transfer.job, self.notices.burnt)
             if deal is None:
                 group = self.group
-                stepping = self._is_stepping and not was_held  # those start after the posting
-                group.alone = stepping and not (group.backlog or self.commands)
+                group.alone = self._is_stepping and not (group.backlog or self.commands)
                 group.start(transfer)
             else:
                 deal(transfer)
@@ -488,7 +432,8 @@ class Worker:
         job, group = transfer.job, self.group
         assert isinstance(job, Ready)
         mr, dealt = job.mr, group.dealt(job)
-        if dealt is None or self.telling.owed or (mr is not None and mr.closed) or self.closed:
+        unusual = self.notices.burnt.why or (mr is not None and mr.closed) or self.closed
+        if dealt is None or unusual:
             transfer.job = job.placed()
             self.start(transfer, partial(group.start_and_learn, job=job))
             return
@@ -500,9 +445,9 @@ class Worker:
         alone = self._is_stepping and not (group.backlog or self.commands)
         group.start_ready(transfer, job, dealt, alone=alone)
 
-    def start_read(self, transfer: Transfer, *, was_held: bool = False) -> None:
+    def start_read(self, transfer: Transfer) -> None:
         """Command: deal a read out; as start()."""
-        self.start(transfer, self.reads.start, was_held=was_held)
+        self.start(transfer, self.reads.start)
 
     def send(self, message: Message) -> None:
         """Command: queue a message."""
@@ -515,31 +460,14 @@ class Worker:
             self.outbox.add(message)
 
     def expect(self, expectation: Expectation) -> None:
-        """Command: enter an expectation. It fails if on_imm has claimed its immediate meanwhile."""
+        """Command: enter an expectation.
+
+        It fails if its immediate is burnt or claimed by on_imm, or if its sender is gone.
+        """
         self.open[expectation] = None
         if self.closed:
             self._end(expectation, State.FAILED, closed_error())
             return
-        if expectation.imm in self.failures.broken:
-            self._doubted.append(expectation)
-            return
-        self._enter(expectation)
-
-    def _expect_doubted(self) -> None:
-        """Enter the expectations whose immediate a peer gave up, if it was sent again since.
-
-        What has come again is known once the NICs were polled after the expectation was stated.
-        """
-        doubted, self._doubted = self._doubted, []
-        for expectation in doubted:
-            error = self.failures.take(expectation)
-            if error is not None:
-                self._end(expectation, State.FAILED, error)
-            else:
-                self._enter(expectation)
-
-    def _enter(self, expectation: Expectation) -> None:
-        """Enter an expectation; it fails if its sender is gone already."""
         try:
             self.imms.expect(expectation)
         except TepError as error:
@@ -551,46 +479,33 @@ class Worker:
     def is_early(self, expectation: Expectation) -> bool:
         """Whether its command would change nothing now; may be called from any thread."""
         here = self.imms.counts.get(expectation.imm)
-        return here < expectation.count and expectation.sender is None and not self.failures.broken
+        return here < expectation.count and expectation.sender is None and not self.imms.burnt.why
 
-    def tell(self, notice: Notice) -> None:
-        """Command: make a peer's expectation of an immediate end in an error."""
-        self.open[notice] = None
-        self.submitted += 1
-        if self.closed:
-            self._end(notice, State.FAILED, closed_error())
-        else:
-            self.failures.tell(notice)
+    def remove_imm(self, imm: int) -> int:
+        """Forget an immediate's count, its claim, and that it is burnt; return the count."""
+        left = self.imms.remove(imm)
+        self.notices.remove(imm)
+        return left
 
     def cancel(self, handle: Handle) -> None:
         """Command: end a handle early, as soon as nothing of it is posted."""
         if handle.finished:
             return
         if isinstance(handle, Expectation):
-            if handle in self._doubted:
-                self._doubted.remove(handle)
-                self._end(handle, State.CANCELLED)
-            elif self.imms.cancel(handle):
+            if self.imms.cancel(handle):
                 self._end(handle, State.CANCELLED)
         elif isinstance(handle, Message):
             if self.outbox.cancel(handle):
                 self._end(handle, State.CANCELLED)
-        elif isinstance(handle, Notice | Removal):
-            pass  # it was sent already, and cannot be taken back
+        elif isinstance(handle, Removal):
+            pass  # it has begun, and cannot be taken back
         else:
             assert isinstance(handle, Transfer)
             # A transfer without a queued row has ended in this step, or all its rows are posted.
-            if not self.take_back(handle) or handle.left:
+            if not self.group.drop_queued(handle) or handle.left:
                 return
             self.group.ended.append(handle)
-            self._settle_ended()  # the next command may be a retry, which waits for the news
-
-    def take_back(self, transfer: Transfer) -> int:
-        """Drop the rows of a transfer that are queued or held; return how many there were."""
-        if not self.telling.let_go(transfer):
-            return self.group.drop_queued(transfer)
-        transfer.dropped, transfer.left = transfer.rows, 0
-        return transfer.rows
+            self._settle_ended()  # the next command may be a request with the same immediate
 
     # ------------------------------------------------------------------ completions
 
@@ -718,10 +633,10 @@ class Worker:
         ended, self.group.ended = self.group.ended, []
         for transfer in ended if len(ended) == 1 else dict.fromkeys(ended):
             if transfer.failure is not None:
-                self.telling.gave_up(transfer)
-                self._end(transfer, State.FAILED, transfer.failed_with())
+                self.notices.burn(transfer)
+                self._end(transfer, State.FAILED, transfer.failure)
             elif transfer.dropped:
-                self.telling.gave_up(transfer)
+                self.notices.burn(transfer)
                 self._end(transfer, _CANCELLED)
             else:
                 self._end(transfer, _DONE)
@@ -741,8 +656,6 @@ class Worker:
             if mr is not None:
                 mr.inflight -= 1
             handle.queued = None
-            if self.held_leases.known:
-                self.held_leases.ended(handle)
             self.settled[state] += 1
         elif handle.counted:
             self.settled[state] += 1
@@ -764,18 +677,17 @@ class Worker:
         if self.closed:
             return
         self.group.closing = closed_error()  # from now on nothing is queued again
-        dropped = []
         for handle in tuple(self.open):
             if isinstance(handle, Transfer):
-                if not self.take_back(handle):
+                if not self.group.drop_queued(handle):
                     continue
-                dropped.append(handle)
                 handle.failure = handle.failure or closed_error()
+                self.notices.burn(handle)
                 if handle.left == 0:
                     self.group.ended.append(handle)
             elif isinstance(handle, Message) and self.outbox.cancel(handle):
                 self._end(handle, State.FAILED, closed_error())
-        self._speak_last(dropped)
+        self._speak_last()
         self.failover.close(closed_error())
         self.channel.close()
         for index, domain in enumerate(self.group.domains):
@@ -790,18 +702,16 @@ class Worker:
                 self._lose(index)
         self._dispatch()
         self._settle_ended()
-        self._expect_doubted()
         self._settle_reached()
-        self.leases.closed()
         for expectation in self.imms.give_up():
             self._end(expectation, State.FAILED, closed_error())
         self.closed = True
         left = [handle.describe() for handle in self.open]
         assert not left, f"a NIC closed without returning what it had: {left}"
 
-    def _speak_last(self, dropped: list[Transfer]) -> None:
+    def _speak_last(self) -> None:
         """Tell peers what close() dropped, and wait a moment until the NICs have sent that."""
-        self.telling.last_words(dropped)
+        self.notices.last_words()
         if not self.channel.is_sending:
             return
         end_s = self._now_s() + _LAST_WORDS_S

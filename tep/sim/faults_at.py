@@ -123,7 +123,7 @@ class Mute:
 class Drift:
     """An engine's clock jumps ahead, and runs faster or slower from then on (F30).
 
-    Only the engine reads it: for time-outs, heartbeats and leases. It never goes back.
+    Only the engine reads it: for time-outs and heartbeats. It never goes back.
 
     Attributes:
         ppm: so many millionths faster than the simulation's clock; above -1,000,000.

@@ -111,7 +111,7 @@ class Company:
         stage = self._stage
         chaos = stage.scenario.chaos
         calm = not (chaos.message_loss or chaos.pause_ps or chaos.odd_errors or chaos.connect_fails)
-        if stage.closed or not calm or chaos.rnr_retries >= 0:
+        if stage.closed or stage.barred or not calm or chaos.rnr_retries >= 0:
             return True
         others = {_where(fault) for fault in stage.broken if not _is_own_pause(fault)}
         one_nic = all(node == self.host.name and nic >= 0 for node, nic in others)

@@ -11,8 +11,8 @@ from tep.testing.specs import SENDER, ReadKind, ReadSpec, TransferKind, Transfer
 from tep.units import PS_PER_NS
 
 __all__ = [
-    "APART", "PAGES", "PAGE_SIZES", "draw_late", "draw_leasing", "draw_nics", "draw_reads",
-    "draw_shared", "draw_telling", "draw_together", "draw_transfer",
+    "APART", "PAGES", "PAGE_SIZES", "draw_barring", "draw_late", "draw_nics", "draw_reads",
+    "draw_retries", "draw_shared", "draw_together", "draw_transfer",
 ]  # fmt: skip
 
 _NS: Final = PS_PER_NS
@@ -132,7 +132,7 @@ def draw_together(
     return tuple(found), ((start_ps, mute), (died_ps, KillNic(SENDER, nic)))
 
 
-def draw_telling(
+def draw_retries(
     dice: Dice,
     nics: tuple[int, ...],
     transfers: tuple[TransferSpec, ...],
@@ -141,13 +141,13 @@ def draw_telling(
     *,
     failover: bool,
 ) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...], Chaos]:
-    """What changes in a run whose receivers are told of failures."""
+    """Have transfers that fail tried again, in some runs while nearly all messages are lost."""
     unheard = failover and dice.below(0, 66, 3) == 0
-    if unheard:  # a list that was taken is sent again, when the retry has arrived
+    if unheard:
         transfers, faults = draw_shared(dice, transfers), ()
         chaos = replace(chaos, message_loss=15)
     transfers = tuple(
-        _draw_again(dice, place, spec, failover=failover, cancels=3 - unheard)
+        _draw_again(dice, place, spec, cancels=3 - unheard)
         for place, spec in enumerate(transfers, 1)
     )
     if failover and not unheard and dice.below(0, 63, 3):
@@ -158,19 +158,15 @@ def draw_telling(
     return transfers, faults, chaos
 
 
-def _draw_again(
-    dice: Dice, place: int, spec: TransferSpec, *, failover: bool, cancels: int
-) -> TransferSpec:
-    """Have most transfers tried again under their immediate, one of `cancels` after a cancel."""
-    # What fails is stated again on its own: nobody takes it back, or has stated the next one.
-    spec = replace(spec, recall_ps=None, lined_up=False)
-    if not failover or dice.below(place, 31, 6) == 0:
-        return replace(spec, claimed=spec.claimed and not spec.shared)  # others are tried again
-    spec = replace(spec, claimed=False, split=False)
-    if not spec.may_retry:
-        return spec
+def _draw_again(dice: Dice, place: int, spec: TransferSpec, *, cancels: int) -> TransferSpec:
+    """Have most transfers tried again, one of `cancels` after a cancel."""
     if dice.below(place, 26, cancels) == 0:
         spec = replace(spec, cancel_ps=dice.below(place, 27, 900 * _NS))
+    if dice.below(place, 31, 6) == 0:
+        return spec
+    spec = replace(spec, claimed=False, split=False, recall_ps=None)
+    if not spec.may_retry:
+        return spec
     return replace(
         spec,
         again=dice.pick(place, 28, (0, 1, 2, 4)),
@@ -179,20 +175,14 @@ def _draw_again(
     )
 
 
-def draw_leasing(
-    dice: Dice,
-    nics: tuple[int, ...],
-    transfers: tuple[TransferSpec, ...],
-    *,
-    failover: bool,
-) -> tuple[tuple[TransferSpec, ...], tuple[tuple[int, Fault], ...]]:
-    """Write most transfers under leases; where rows are made good, with trouble beneath them."""
-    leased = tuple(_draw_leased(dice, place, spec) for place, spec in enumerate(transfers, 1))
-    if not failover:
-        return leased, ()
+def draw_barring(
+    dice: Dice, nics: tuple[int, ...], transfers: tuple[TransferSpec, ...]
+) -> tuple[int, tuple[tuple[int, Fault], ...]]:
+    """When node b lets go of node a, and trouble beneath the rows that are on their way then."""
     kinds, lasts_ns = (Mute, Clog, Pause, KillNic), (1000, 4000, 30_000, 400_000)
-    starts_ps = [spec.start_ps for spec in leased]
-    return leased, draw_stuck(dice, 680, nics, starts_ps, kinds, lasts_ns)
+    starts_ps = [spec.start_ps for spec in transfers]
+    bar_ps = dice.pick(0, 33, tuple(starts_ps)) + dice.below(0, 36, 4 * FAULT_PS)
+    return bar_ps, draw_stuck(dice, 680, nics, starts_ps, kinds, lasts_ns)
 
 
 def draw_late(dice: Dice, chaos: Chaos) -> Chaos:
@@ -203,21 +193,6 @@ def draw_late(dice: Dice, chaos: Chaos) -> Chaos:
     late_ps = dice.pick(0, 86, (5000, 100_000, 1_000_000)) * _NS
     fails = dice.pick(0, 89, (64, 255)) if how == "fences fail" else 0
     return replace(chaos, late_land=1 + dice.below(0, 85, 2), late_ps=late_ps, fence_fails=fails)
-
-
-def _draw_leased(dice: Dice, place: int, spec: TransferSpec) -> TransferSpec:
-    """Have most transfers written under leases that run out, or are asked back."""
-    spec = replace(spec, prepared=False, stale=False, again=0)
-    if not spec.may_lease or dice.below(place, 33, 5) == 0:
-        return spec
-    return replace(
-        spec,
-        lease_ps=dice.pick(place, 34, (300, 1000, 5000, 40_000, 2_000_000)) * _NS,
-        lead_ps=dice.pick(place, 35, (0, 500, 2500)) * _NS,
-        revoke_ps=dice.below(place, 37, FAULT_PS) if dice.below(place, 36, 2) else None,
-        renew_ps=dice.below(place, 44, 2 * FAULT_PS) if dice.below(place, 43, 4) == 0 else None,
-        unfenced=dice.below(place, 45, 6) == 0,
-    )
 
 
 def draw_reads(dice: Dice, theme: str) -> tuple[ReadSpec, ...]:

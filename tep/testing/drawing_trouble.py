@@ -49,7 +49,7 @@ FAULT_PS: Final = 1000 * _NS
 _LASTS_NS: Final = (200, 1000, 4000, 20_000, None)
 
 ENDS: Final = ("plain", "fences fail", "NIC dies", "restart")
-"""What makes bytes land after the end of their transfer in a run with leases."""
+"""What makes bytes land after the end of their transfer in a run in which node b removes node a."""
 
 
 class Dice:
@@ -233,7 +233,7 @@ def draw_end(
     *,
     stays: bool,
 ) -> tuple[tuple[int, Fault], ...]:
-    """A NIC of node a dies, or the node restarts unless it stays, while it writes under leases."""
+    """A NIC of node a dies, or the node restarts unless it stays, while b lets go of it."""
     how = dice.pick(0, 84, ENDS)
     t_ps = transfers[dice.below(0, 87, len(transfers))].start_ps + dice.below(0, 88, FAULT_PS)
     if how == "restart":

@@ -24,10 +24,10 @@ from typing import Any, Final, TypeVar
 import tep
 from tep.checks import check_int, check_kind, check_seconds
 from tep.errors import (
+    BurntImm,
     Cancelled,
     ClosedError,
     FabricError,
-    LeaseError,
     StaleEpoch,
     StallError,
     TepError,
@@ -208,7 +208,7 @@ async def _start(protocol: Protocol[T], cluster: Cluster) -> T:
     return await protocol(cluster)
 
 
-_EXCUSED: Final = (FabricError, StaleEpoch, LeaseError, Cancelled, WaitTimeout)
+_EXCUSED: Final = (FabricError, StaleEpoch, BurntImm, Cancelled, WaitTimeout)
 """What a fault can make a correct protocol end in, beside the ClosedError of a crashed engine.
 All others say that a call was wrong, or came too early: those no fault excuses."""
 

@@ -53,12 +53,13 @@ USED: Final = b"\xbb"
 """What a receiver writes over bytes that it was told are complete."""
 
 FREED: Final = b"\xcc"
-"""What a receiver writes over bytes of which a lease is over."""
+"""What a receiver writes over its memory once its sender is removed and fenced off."""
 
 READ_IMM: Final = 0x5EAD0000
 """What owners are told with that a read is over; one more for each read."""
 
 _PROBE_MAX_S: Final = 80e-6
+_PROBE_BARRED_S: Final = 20e-3
 
 _OPTIONS: Final = EngineOptions(poll_rows=64, post_rows_max=2, probe_first_s=5e-6)
 """Small, so that buffers cost little to make, and so that batches are posted in turns."""
@@ -183,8 +184,7 @@ class Host:
     ) -> None:
         self.name = node.name
         nics, depth = len(node.domains), lab.fabric.chaos.sq_depth
-        # A path that is fenced because of what failed has its rows moved: no tap sees that.
-        pieces = in_pieces(lab.sizes) or lab.options.tell_failures
+        pieces = in_pieces(lab.sizes)
         rows_max = lab.options.post_rows_max
         finds = partial(find, node.name)
         self.ledger = Ledger(finds, nics, rows_max, depth, in_pieces=pieces)
@@ -266,10 +266,11 @@ class Lab:
         if any(isinstance(fault, Drift) for _, fault in scenario.faults):
             turns *= 2  # a clock may run at twice the speed
         probe_max_s = max(_PROBE_MAX_S, turns * 1e-12 * max(chaos.dead_after_ps, chaos.pause_ps))
+        if (scenario.bar_ps, scenario.remove_ps) != (None, None):  # paths are asked for in vain
+            probe_max_s = max(probe_max_s, _PROBE_BARRED_S)
         self.options = replace(
             _OPTIONS,
             failover=scenario.failover,
-            tell_failures=scenario.tell_failures,
             probe_max_s=probe_max_s,
         )
         self._engine_class = engine_class

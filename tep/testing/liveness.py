@@ -52,8 +52,7 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
     """Write to one receiver, under a new immediate each time, until it is done.
 
     A NIC that is down costs a write where its rows cannot be written again. So does each path that
-    the receiver has fenced for a lease; the last of them two more, if the receiver keeps it shut
-    until the sender has let go of the lease.
+    a receiver that has removed the sender keeps fenced until it names it again; the last two more.
     """
     sender = stage.sender
     reachable = _has_way(sender, host)
@@ -61,12 +60,14 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
     target = bytearray(len(_BYTES))
     mr, _ = sender.engine.reg_mr(_BYTES, access=Access.SOURCE)
     _, desc = host.engine.reg_mr(target)
-    tries = 1 + max(ours + theirs, ours * theirs + 2 if stage.scenario.leased else 0)
+    barred = host in stage.barred
+    named = sender.desc.addr if barred else None
+    tries = 1 + max(ours + theirs, ours * theirs + 2 if barred else 0)
     for number in range(tries):
         handle: Transfer = sender.engine.submit_single_write(
             len(_BYTES), (mr, 0), (desc, 0), imm + number
         )
-        got = host.engine.expect_imm_count(imm + number, handle.rows)
+        got = host.engine.expect_imm_count(imm + number, handle.rows, sender=named)
         _rest(stage)
         if not handle.finished:
             stage.fail(f"after healing a write to {host.name} never ended: {handle.describe()}")
@@ -83,11 +84,11 @@ def _write(stage: Stage, host: Host, imm: int) -> None:
 def _write_everywhere(stage: Stage, host: Host, imm: int) -> None:
     """Write a page over each lane: all paths are open, so nothing has to be written again.
 
-    Where there were leases a path may have been fenced off at their end, and no row was there yet.
-    A row that finds no receive fails on any path.
+    Where the sender was removed a path may have been fenced off, and no row was there yet. A row
+    that finds no receive fails on any path.
     """
     sender = stage.sender
-    excused = stage.scenario.leased or stage.scenario.chaos.rnr_retries >= 0
+    excused = host in stage.barred or stage.scenario.chaos.rnr_retries >= 0
     if excused or not all(tap.is_useful for end in (sender, host) for tap in end.taps):
         return
     lanes = Pages(range(len(sender.taps) * len(host.taps)))
@@ -143,23 +144,16 @@ def _turn_while(stage: Stage, wrong: Callable[[], str], turns: int = _TURNS_MAX)
 
 
 def _untold(stage: Stage) -> str:
-    """An expectation of what failed for good, whose receiver does not know; "" if there is none."""
+    """Find an expectation of what failed, whose receiver does not know; "" if there is none."""
     for wait in stage.waits:
         host = wait.host
         if wait.settled or wait.claimed or not (host.live and stage.sender.live):
             continue
-        # What came of others, or without sums what was acknowledged and is counted after the news,
-        # may be taken for the next try.
-        unsure = len(wait.shares) > 1 or not stage.scenario.failover
-        same = [each.handle for each in stage.waits if (each.host, each.imm) == (host, wait.imm)]
-        if unsure and any(handle is not None and handle.arrived for handle in same):
-            continue
-        told_ps = stage.told.get((host.name, wait.imm), -1)
-        for place, _ in wait.shares:
-            tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
-            failed = bool(tries) and tries[-1].state in ("failed", "cancelled")
-            if failed and told_ps < stage.over.get(place, 0) and _has_way(stage.sender, host):
-                return f"{tries[-1]} {tries[-1].state}, and {host.name} was not told"
+        if host.name in stage.removals or not _has_way(stage.sender, host):
+            continue  # who lets go of a peer forgets what it has to tell it
+        failed = [r for r in stage.failed_under(wait.imm, host) if r.sender is stage.sender]
+        if failed:
+            return f"{failed[0]} {failed[0].state}, and {host.name} was not told"
     return ""
 
 

@@ -24,10 +24,10 @@ What must hold, whatever the fabric does:
 15. A read brings bytes that its owner had between its submit and its end, and nothing beside them;
     once it has settled nothing of it is written, except to memory that is said to be in quarantine.
 16. An owner is told once that its memory was read, if the read is done, and not before its end.
-17. A receiver is told of each immediate that does not come, and of no other; what came of a
-    transfer that failed is not counted for the next try, nor are bytes of two tries mixed.
-18. Once the end of a lease says that its bytes are free, nothing changes there; until then their
-    region cannot be deregistered. Only a lease that was asked back refuses a write or fails it.
+17. An immediate under which something failed is burnt: its sender takes no request under it, and
+    each receiver's expectation of it fails; no other expectation fails. A retry has a fresh one.
+18. Once a receiver has removed the sender, and the removal does not say that it is unfenced,
+    nothing changes in the receiver's memory until it names the sender again.
 19. Each change of a peer is told once; nobody is called lost without a cause, and who is gone is
     known to be. A peer that is being removed takes no requests; its removal ends after all that
     was sent to it before, leaves nothing behind, and then it can be met again.
@@ -157,12 +157,11 @@ def _play(
     try:
         play.run()
         _judge(play)
-        tells = scenario.tell_failures and env is None
-        if tells and not any(lasts(fault) for fault in play.stage.broken):
-            hear_of_failures(play.stage, 0)
-        if play.stage.broken and env is None:
-            go_on(play.stage)
-        if tells:
+        if env is None:
+            if not any(lasts(fault) for fault in play.stage.broken):
+                hear_of_failures(play.stage, 0)
+            if play.stage.broken or play.stage.barred:
+                go_on(play.stage)
             hear_of_failures(play.stage)
     except Violation as found:
         raise _told(str(found), scenario, engine_class, env) from None
@@ -264,8 +263,10 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
     open_waits = sum(w.host is host and not w.settled and not w.claimed for w in stage.waits)
     stats = engine.stats()
     left = {imm: n - host.used[imm] for imm, n in ledger.imms.items() if n != host.used[imm]}
-    if stage.scenario.tell_failures:
-        left = _left(stage, host, left, dict(stats.imms_unexpected))
+    unexpected = dict(stats.imms_unexpected)
+    for imm in [imm for imm in {**left, **unexpected} if stage.failed_under(imm, host)]:
+        left.pop(imm, None)  # it is burnt: what came before or comes later counts for nobody
+        unexpected.pop(imm, None)
     facts: tuple[tuple[str, object, object], ...] = (
         ("transfers done", ended["done"], stats.transfers_done),
         ("transfers cancelled", ended["cancelled"], stats.transfers_cancelled),
@@ -274,12 +275,11 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
         ("rows and bytes of each NIC", list(zip(ledger.rows, ledger.nbytes)), list(stats.nics)),
         ("rows and bytes that were read", _read_by(ledger), list(stats.reads)),
         ("immediates counted", sum(ledger.imms.values()), stats.imms_counted),
-        ("counts left over", left, dict(stats.imms_unexpected)),
+        ("counts left over", left, unexpected),
         ("expectations open", open_waits, stats.expectations),
         ("rows outstanding", 0, sum(stats.rows_outstanding)),
         ("rows in the backlog", 0, stats.rows_backlog),
         ("control messages dropped", {}, _dropped(stats)),
-        ("leases", 0, stats.leases),
         ("busy", False, engine._machine.busy()),
     )
     for what, true, told in facts:
@@ -288,31 +288,6 @@ def _judge_engine(stage: Stage, host: Host, others: list[str]) -> None:
     engine.deregister(host.mr)  # raises if a transfer is still thought to read from it
     if stage.lab.spans:
         engine.deregister(host.shelf_mr)
-
-
-def _left(stage: Stage, host: Host, here: dict[int, int], told: dict[int, int]) -> dict[int, int]:
-    """17: the counts that are left over, less what came of transfers that failed.
-
-    `here` are the arrivals of each immediate that were not used up, and `told` what the engine
-    says: of a transfer that failed for good nobody else knows.
-    """
-    left, failed, unsure = dict(here), set[int](), set[int]()
-    done: Counter[int] = Counter()
-    for (place, number), run in stage.runs.items():
-        if host not in run.hosts or run.spec.silent:
-            continue
-        for imm, count, _ in stage.dues(place, number, host.name):
-            if run.state == "done":
-                done[imm] += count
-            else:
-                failed.add(imm)
-            if not stage.over.keys().isdisjoint(stage.scenario.mates(place)):
-                unsure.add(imm)
-    for imm in failed:
-        left[imm] = done[imm] - host.used[imm]
-        if imm in unsure:
-            left[imm] = min(here.get(imm, 0), told.get(imm, 0))
-    return {imm: n for imm, n in left.items() if n}
 
 
 def _read_by(ledger: Ledger) -> list[tuple[int, int]]:
@@ -329,7 +304,7 @@ def _judge_memory(stage: Stage, host: Host) -> None:
     memory = bytearray(host.memory)
     for start, stop in host.freed:
         if memory.count(FREED, start, stop) != stop - start:
-            stage.fail(f"bytes {start} .. {stop} of {host.name} changed after their lease was over")
+            stage.fail(f"bytes of {host.name} changed after it had removed the sender")
         memory[start:stop] = BLANK * (stop - start)
     for run in stage.runs.values():
         for at, pieces in zip(run.hosts, run.area.pieces):
@@ -370,10 +345,8 @@ def _judge_open(stage: Stage, wait: Wait, *, first: bool) -> None:
     """Nothing is left to happen, and this never fired: was it right?"""
     host = wait.host
     spare = host.ledger.imms[wait.imm] - host.used[wait.imm]
-    if stage.scenario.tell_failures:  # some of it may be taken back
-        spare = min(spare, dict(host.engine.stats().imms_unexpected).get(wait.imm, 0))
-    runs = [stage.tries(place, wait.round) for place, _ in wait.shares]
-    sent = all(any(host in run.hosts and run.state == "done" for run in tries) for tries in runs)
+    runs = stage.awaited(wait)
+    sent = all(run is not None and run.state == "done" for run in runs)
     if sent or (first and spare >= wait.count):
         stage.fail(
             f"imm {wait.imm:#x} at {host.name} never fired: {spare} of {wait.count} are here"

@@ -16,7 +16,6 @@ from tep.testing.receivers import Receivers
 from tep.testing.scenario import Scenario
 from tep.testing.sender import Sender
 from tep.testing.stage import Stage
-from tep.testing.tenancy import Tenancy
 
 __all__ = ["Play"]
 
@@ -48,7 +47,7 @@ class Play:
         self.company = Company(stage)
         self.mail = Mail(stage)
         self._receivers = Receivers(stage)
-        self._sender = Sender(stage, Tenancy(stage))
+        self._sender = Sender(stage)
         self.reader = Reader(stage)
         stage.find_read = self.reader.find
         if scenario.close is not None:
@@ -61,7 +60,7 @@ class Play:
         """Let it all happen. Raises Violation if there is no end of it."""
         scenario = self.stage.scenario
         # Where of 256 fences one holds, a path is asked for so often until it is open again.
-        longer = 25 if scenario.chaos.fence_fails else 5 if scenario.tell_failures else 1
+        longer = 25 if scenario.chaos.fence_fails or scenario.bar_ps is not None else 5
         most = _EVENTS_MAX * longer
         try:
             self.stage.lab.env.run_until(repeat(False, most).__next__)

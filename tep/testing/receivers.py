@@ -1,4 +1,4 @@
-"""The receivers of a scenario: they expect, claim, take back and state again.
+"""The receivers of a scenario: they expect, claim, take back, state again, and remove node a.
 
 Here is the check that belongs to the moment in which a count fires.
 """
@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 
-from tep.core.transfer import Expectation
+from tep.core.transfer import Expectation, Removal
 from tep.errors import FabricError
 from tep.testing.lab import FREED, USED, Host, Piece
+from tep.testing.sender import join
 from tep.testing.specs import RECEIVERS, TransferSpec
 from tep.testing.stage import Run, Shares, Stage, Wait
 
@@ -29,6 +31,8 @@ class Receivers:
                 self._prepare(place, host, 0)
             if spec.recall_ps is not None:
                 env.call_at(spec.recall_ps, self._recall, place)
+        if stage.scenario.bar_ps is not None:
+            env.call_at(stage.scenario.bar_ps, self._bar)
 
     def restarted(self, host: Host) -> None:
         """A receiver is back, and has to be told of what was not begun before."""
@@ -48,13 +52,13 @@ class Receivers:
             t_ps = max(spec.expect_ps, now_ps + 1)
             self.stage.lab.env.call_at(t_ps, self._state, (place, 0, host))
 
-    def _waits(self, place: int, round_: int, host: Host) -> list[Wait]:
+    def _waits(self, place: int, round_: int, host: Host, number: int) -> list[Wait]:
         """What a receiver waits for; the first that takes part waits for all that share with it."""
         scenario = self.stage.scenario
         mates = [k for k in scenario.mates(place) if takes_part(scenario.transfers[k], host)]
         if place != mates[0]:
             return []
-        dues = {mate: self.stage.dues(mate, round_, host.name) for mate in mates}
+        dues = {mate: self.stage.dues(mate, number, host.name) for mate in mates}
         parts: list[tuple[int, int, Shares]]
         if len(mates) == 1:
             parts = [(imm, count, ((place, k),)) for k, (imm, count, _) in enumerate(dues[place])]
@@ -62,7 +66,7 @@ class Receivers:
             count = sum(count for parts in dues.values() for _, count, _ in parts)
             shares = tuple((mate, len(parts) - 1) for mate, parts in dues.items())
             parts = [(scenario.imm(place), count, shares)]
-        return [Wait(host, place, round_, *part) for part in parts]
+        return [Wait(host, place, round_, number, *part) for part in parts]
 
     def _state(self, stated: tuple[int, int, Host]) -> None:
         """State the expectations of one round."""
@@ -70,11 +74,11 @@ class Receivers:
         if not host.live or (round_ and place in self.stage.over):
             return
         spec = self.stage.scenario.transfers[place]
-        waits = self._waits(place, round_, host)
+        waits = self._waits(place, round_, host, round_)
         if round_ + 1 < spec.rounds:
             if spec.lined_up:
                 for later in range(round_ + 1, spec.rounds):
-                    waits += self._waits(place, later, host)
+                    waits += self._waits(place, later, host, later)
             else:
                 waits[-1].then = lambda: self._state((place, round_ + 1, host))
         for wait in waits:
@@ -99,9 +103,8 @@ class Receivers:
             if not wait.host.live:
                 return  # its engine was closed
             error = handle.error
-            tells = self.stage.scenario.tell_failures
-            if tells and isinstance(error, FabricError) and error.code == "PEER_FAILED":
-                self._told(wait)
+            if isinstance(error, FabricError) and error.code == "PEER_FAILED":
+                self._burnt(wait)
                 return
             self.stage.blame(f"an expectation of imm {wait.imm:#x} ended {handle.state.value}")
         used = wait.host.used
@@ -116,23 +119,22 @@ class Receivers:
         else:
             wait.then()
 
-    def _told(self, wait: Wait) -> None:
-        """The sender says that its immediates do not come: wait once more if it tries again."""
+    def _burnt(self, wait: Wait) -> None:
+        """The sender says that its immediates do not come: expect its next try, if it makes one."""
         stage, host = self.stage, wait.host
         stage.seen["told"] += 1
-        places = [place for place, _ in wait.shares]
-        found = [run for run in stage.runs.values() if run.place in places and host in run.hosts]
-        if not any(run.settled and run.state != "done" for run in found):
+        if not stage.failed_under(wait.imm, host) and stage.sender.live:
             stage.blame(f"imm {wait.imm:#x} at {host.name} is said to fail, and nothing of it did")
-        stage.told[host.name, wait.imm] = stage.lab.env.now
         spec = stage.scenario.transfers[wait.place]
-        if spec.again and stage.over.keys().isdisjoint(places):
+        if wait.number - wait.round < spec.again and wait.place not in stage.over:
             env = stage.lab.env
-            env.call_at(env.now + spec.restate_ps, self._expect_again, wait)
+            env.call_at(env.now + spec.restate_ps, self._expect_next, wait)
 
-    def _expect_again(self, wait: Wait) -> None:
-        if wait.host.live and self.stage.over.keys().isdisjoint(place for place, _ in wait.shares):
-            self._expect(replace(wait, settled=0))
+    def _expect_next(self, wait: Wait) -> None:
+        if wait.host.live and wait.place not in self.stage.over:
+            (fresh,) = self._waits(wait.place, wait.round, wait.host, wait.number + 1)
+            fresh.then = wait.then
+            self._expect(fresh)
 
     def _fired(self, wait: Wait, used: int) -> None:
         """A count was reached: its immediates and bytes must be here."""
@@ -145,52 +147,21 @@ class Receivers:
         elif here > used:
             stage.seen["surplus"] += 1
         stage.seen["sum of several"] += len(wait.shares) > 1
-        for place, part in wait.shares:
+        for (place, part), run in zip(wait.shares, stage.awaited(wait)):
             stage.reached.add((place, wait.round))
-            tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
-            if not tries:
+            if run is None:
                 stage.blame(
                     f"imm {wait.imm:#x} at {host.name} fired for transfer {place}, "
                     "which sent nothing there"
                 )
                 continue
-            whole = [run for run in tries if stage.lab.landed(host, self._pieces(run, part, host))]
-            if whole:
-                self._use_up(host, self._pieces(whole[-1], part, host), whole[-1])
-                if whole[0] is not tries[-1]:  # its sender missed that, and has sent it once more
-                    stage.give_up(place)
-            elif self._is_rest(wait):
-                stage.seen["excused: the rest of what failed"] += 1
-            elif self._has_surplus(wait):
-                stage.seen["excused: a retry of what had come"] += 1
+            pieces = stage.dues(place, run.number, host.name)[part][2]
+            if stage.lab.landed(host, pieces):
+                self._use_up(host, pieces, run)
             else:
                 stage.blame(
-                    f"imm {wait.imm:#x} at {host.name} fired before all bytes of {tries[-1]} "
-                    "were there"
+                    f"imm {wait.imm:#x} at {host.name} fired before all bytes of {run} were there"
                 )
-
-    def _is_rest(self, wait: Wait) -> bool:
-        """Whether an earlier part of a count failed, and nobody took rows in doubt off the rest."""
-        told = (wait.host.name, wait.imm) in self.stage.told
-        return told and self.stage.scenario.transfers[wait.place].split
-
-    def _has_surplus(self, wait: Wait) -> bool:
-        """Whether one of several that share the count came, and its sender has sent it once more.
-
-        It had reported a failure, since it was not told that all came; so a protocol has to ask
-        its receiver before it tries again.
-        """
-        stage, host = self.stage, wait.host
-        for place, part in wait.shares if len(wait.shares) > 1 else ():
-            tries = [run for run in stage.tries(place, wait.round) if host in run.hosts]
-            if any(stage.lab.landed(host, self._pieces(run, part, host)) for run in tries[:-1]):
-                stage.give_up(place)
-                return True
-        return False
-
-    def _pieces(self, run: Run, part: int, host: Host) -> tuple[Piece, ...]:
-        """What one part of a try brings a receiver."""
-        return self.stage.dues(run.place, run.number, host.name)[part][2]
 
     def _use_up(self, host: Host, pieces: tuple[Piece, ...], run: Run) -> None:
         """Do with the bytes what a reader may do: they are his, and nobody writes there again."""
@@ -237,9 +208,40 @@ class Receivers:
                 self.stage.seen["recalled"] += 1
                 self._expect(replace(wait, settled=0, recalled=False))
 
+    def _bar(self, _: object) -> None:
+        """Node b lets go of node a, and uses its memory for something else once that is safe."""
+        stage, host = self.stage, self.stage.lab.hosts[RECEIVERS[0]]
+        if not host.live:
+            return
+        senders = {run.sender.desc.addr: run.sender for run in stage.runs.values()}
+        senders[stage.sender.desc.addr] = stage.sender
+        removals = [host.engine.remove_peer(addr) for addr in senders]
+        stage.barred.add(host)
+
+        def removed(_: Removal) -> None:
+            if not host.live or not all(removal.ok for removal in removals):
+                return
+            unfenced = [removal.unfenced for removal in removals if removal.unfenced]
+            if unfenced:
+                stage.seen["barred: not fenced"] += 1
+                if not stage.scenario.chaos.fence_fails and not stage.broken:
+                    stage.blame(f"a fence failed without a cause: {unfenced[0]}")
+                return
+            stage.seen["barred"] += 1
+            host.memory[:] = FREED * len(host.memory)
+            host.freed = [(0, len(host.memory))]
+            for run in stage.runs.values():
+                if run.snapshot and host in run.hosts:
+                    run.take_snapshot()
+            join(host, [stage.sender.desc.addr])  # for messages: its fences stay
+
+        for removal in removals:
+            removal.add_done_callback(removed)
+
     def _claim(self, place: int, host: Host) -> None:
         rounds = self.stage.scenario.transfers[place].rounds
-        waits = [wait for round_ in range(rounds) for wait in self._waits(place, round_, host)]
+        each = (self._waits(place, round_, host, round_) for round_ in range(rounds))
+        waits = list(chain.from_iterable(each))
         for wait in waits:
             wait.claimed = True
         self.stage.waits += waits

@@ -22,12 +22,12 @@ from tep.testing.drawing import (
     APART,
     PAGE_SIZES,
     PAGES,
+    draw_barring,
     draw_late,
-    draw_leasing,
     draw_nics,
     draw_reads,
+    draw_retries,
     draw_shared,
-    draw_telling,
     draw_together,
     draw_transfer,
 )
@@ -82,17 +82,17 @@ class Scenario:
         reads: 0 to READS_MAX.
         chaos: the fabric's knobs.
         faults: (time in ps, fault); node a restarts only where it writes, and nothing else: no
-            reads, messages and answers, no end of an engine, and nobody is told of failures.
+            reads, messages and answers, and no end of an engine.
         close: (time in ps, node) at which one engine is closed, or None.
         messages: how many messages a sends to b, one after the other from the start.
         buffers: receive buffers that b has for them.
         echo: each count that fires is answered by an empty write back to a.
         failover: whether engines make rows good whose NIC died.
-        tell_failures: whether receivers are told which immediates do not come.
         sizes: constants of the engine that are small in this run, as `tep.testing.sizes` has them.
         watched: node a asks node b again and again whether it is there.
-        remove_ps: when node a is told to let go of node b, or None; not where receivers are told
-            of failures, since who removes a peer forgets what it has to tell it.
+        remove_ps: when node a is told to let go of node b, or None.
+        bar_ps: when node b is told to let go of node a, and uses its memory for something else once
+            nothing of a lands there any more; or None.
     """
 
     nics: tuple[int, ...] = (1, 1, 1)
@@ -105,18 +105,23 @@ class Scenario:
     buffers: int = 2
     echo: bool = False
     failover: bool = True
-    tell_failures: bool = False
     sizes: Sizes = ()
     watched: bool = False
     remove_ps: int | None = None
+    bar_ps: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", check_sizes(self.sizes))
         settle(self, "messages", 0, MESSAGES_MAX)
         settle(self, "buffers", 1)
-        if self.remove_ps is not None:
-            settle(self, "remove_ps", 1)
-            assert not self.tell_failures, "who removes a peer forgets what it has to tell it"
+        for name in ("remove_ps", "bar_ps"):
+            if getattr(self, name) is not None:
+                settle(self, name, 1)
+        if self.bar_ps is not None:
+            assert not self.echo, "node b needs node a"
+            assert not self.reads, "node b needs node a"
+            reborn_ps = [t_ps for t_ps, fault in self.faults if fault == Restart(SENDER)]
+            assert max(reborn_ps, default=0) < self.bar_ps, "node b removes who has been there"
         assert 1 <= len(self.transfers) <= TRANSFERS_MAX, len(self.transfers)
         assert len(self.reads) <= READS_MAX, len(self.reads)
         if not isinstance(self.nics, tuple) or not 3 <= len(self.nics) <= 1 + len(RECEIVERS):
@@ -125,18 +130,9 @@ class Scenario:
         counts = tuple(check_int("Scenario: nics", n, 1, 4) for n in self.nics)
         object.__setattr__(self, "nics", counts)
         if any(isinstance(fault, Restart) and fault.node == SENDER for _, fault in self.faults):
-            more = self.reads or self.messages or self.echo or self.tell_failures or self.close
+            more = self.reads or self.messages or self.echo or self.close
             more = more or self.watched or self.remove_ps is not None
             assert not more, "node a restarts, and does more than to write"
-        for spec in self.transfers if self.tell_failures else ():
-            assert spec.recall_ps is None, "what fails is not taken back"
-            assert not spec.lined_up, "what fails is stated again before the next one"
-        again = {spec.shared for spec in self.transfers if spec.again}
-        if not (self.tell_failures and self.failover):
-            assert not again, "rows in doubt would count"
-        if True in again:
-            claims = any(spec.shared and spec.claimed for spec in self.transfers)
-            assert not claims, "a claimed arrival was handed out: nobody takes it back"
 
     def __repr__(self) -> str:
         return literal(self)
@@ -152,11 +148,6 @@ class Scenario:
         return names_of(self.nics, self.transfers)
 
     @property
-    def leased(self) -> bool:
-        """Whether a transfer goes to leased bytes."""
-        return any(spec.leased for spec in self.transfers)
-
-    @property
     def steady(self) -> bool:
         """Whether one transfer comes again and again, long enough for links to flap meanwhile."""
         return self.transfers[0].rounds >= STEADY_ROUNDS
@@ -167,16 +158,16 @@ class Scenario:
             return (place,)
         return tuple(k for k, spec in enumerate(self.transfers) if spec.shared)
 
-    def imm(self, place: int) -> int:
-        """The immediate of a transfer."""
-        return IMMS[self.mates(place)[0]]
+    def imm(self, place: int, number: int = 0) -> int:
+        """The immediate of a transfer, or of its retry of this number: each has one of its own."""
+        retry = number if self.transfers[place].rounds == 1 else 0
+        return IMMS[self.mates(place)[0]] ^ retry << 27
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
         """Draw one run of a swarm: first what happens at all, then how much of it.
 
-        Args:
-            seed: 0 or more; also the seed of the fabric's own draws.
+        The seed, 0 or more, is also that of the fabric's own draws.
         """
         seed = check_int("Scenario: seed", seed, 0, 2**63 - 1)
         dice = Dice(stream_key(seed, Stream.SCENARIO))
@@ -204,29 +195,32 @@ class Scenario:
             chaos = replace(chaos, **APART)
         cuts = draw_cuts(dice, nics, transfers) if failover else ()
         faults += draw_drift(dice, nics, transfers) + cuts
-        tells = dice.below(0, 62, 4) == 0
-        if tells:
-            transfers, faults, chaos = draw_telling(
+        retries = dice.below(0, 62, 4) == 0
+        if retries:
+            transfers, faults, chaos = draw_retries(
                 dice, nics, transfers, faults, chaos, failover=failover
             )
+        bar_ps = None
         if dice.below(0, 67, 6) == 0:
-            transfers, more = draw_leasing(dice, nics, transfers, failover=failover)
-            faults += more + draw_end(dice, nics, transfers, stays=tells or theme == "close")
+            bar_ps, more = draw_barring(dice, nics, transfers)
+            end = draw_end(dice, nics, transfers, stays=retries or theme == "close")
+            bar_ps = max(bar_ps, *(t_ps + 1 for t_ps, _ in end), 1)
+            faults += more + end
             chaos = draw_late(dice, chaos)
         reborn = any(fault == Restart(SENDER) for _, fault in faults)
         drawn = cls(
             nics=nics,
             transfers=transfers,
-            reads=() if reborn else reads,
+            reads=() if reborn or bar_ps is not None else reads,
             # Where rows land late, what failed would land in the memory that has its key then.
             chaos=replace(chaos, key_again=dice.below(0, 78, 2) > 0 and not chaos.late_land),
             faults=faults,
             close=draw_close(dice, nics, transfers) if theme == "close" else None,
             messages=0 if reborn or dice.below(0, 30, 4) else 1 + dice.below(0, 31, 6),
             buffers=1 + dice.below(0, 32, 2),
-            echo=dice.below(0, 33, 4) == 0 and not reborn,
+            echo=dice.below(0, 33, 4) == 0 and not reborn and bar_ps is None,
             failover=failover,
-            tell_failures=tells,
+            bar_ps=bar_ps,
             sizes=draw_sizes(partial(dice.below, 700)) if dice.below(0, 60, 2) else (),
         )
         return drawn if reborn else _in_company(dice, drawn)
@@ -237,7 +231,7 @@ def _in_company(dice: Dice, drawn: Scenario) -> Scenario:
     if dice.below(0, 91, 24) == 0:
         faults = drawn.faults + draw_silence(dice, drawn.nics)
         drawn = replace(drawn, watched=True, faults=faults)
-    if not drawn.tell_failures and dice.below(0, 93, 12) == 0:
+    if dice.below(0, 93, 12) == 0:
         drawn = replace(drawn, remove_ps=1 + dice.below(0, 94, SPREAD_PS))
     if dice.below(0, 100, 16) == 0 and drawn.close is None:
         drawn = _draw_steady(dice, drawn)

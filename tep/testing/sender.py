@@ -6,7 +6,6 @@ Here are the checks that belong to the moment in which a transfer settles.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -16,13 +15,12 @@ from tep.backends.base import Access, Status
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import PeerGroup, Prepared
-from tep.errors import BusyError, ClosedError, FabricError, LeaseError, StaleEpoch
+from tep.errors import BurntImm, BusyError, ClosedError, FabricError, StaleEpoch
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
 from tep.testing.specs import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
-from tep.testing.tenancy import Tenancy
-from tep.wire import Lease, MrDesc, NetAddr
+from tep.wire import NetAddr
 
 __all__ = ["Sender"]
 
@@ -33,18 +31,17 @@ _DEAD_PATHS: Final = frozenset((Status.NIC_DOWN, Status.UNREACHABLE, Status.STAL
 
 _CONTRADICTED: Final = re.compile("which cannot be|has pruned its sums")
 
-_SHARED_DOUBT: Final = re.compile("of failed requests|of a request that failed")
+_SHARED: Final = re.compile("are of failed requests|of another request|failed on that path before")
 
 _LOST_MAX: Final = 4
 """Of sixteen messages. Where more are lost, so may be all questions that could save a transfer."""
 
 
 class Sender:
-    """Node a; `tenancy`: the leases that it is given."""
+    """Node a."""
 
-    def __init__(self, stage: Stage, tenancy: Tenancy) -> None:
+    def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self._tenancy = tenancy
         self._groups: dict[tuple[int, ...], PeerGroup] = {}
         self._epochs: dict[str, int] = {}
         self._prepared: dict[object, tuple[Prepared, int]] = {}
@@ -55,6 +52,7 @@ class Sender:
         """Node a is back, and goes on with what it had not begun before; receivers hear of it."""
         stage = self.stage
         self._groups.clear()
+        self._epochs.clear()
         self._prepared.clear()
         for place, _ in stage.runs:
             stage.give_up(place)
@@ -69,13 +67,7 @@ class Sender:
         if place in stage.over or (number > round_ and (place, round_) in stage.reached):
             stage.give_up(place)
             return
-        leased = self._tenancy.leases((place, number)) if spec.leased else ()
-        if spec.leased and not leased:
-            stage.give_up(place)
-            return
-        if leased:
-            hosts = tuple(each.host for each in leased)
-        elif number:
+        if number:
             hosts = stage.runs[place, 0].hosts
         else:
             hosts = stage.receivers(spec)
@@ -85,11 +77,11 @@ class Sender:
         run = Run(place, number, round_, spec, area, stage.sender, hosts)
         stage.runs[place, number] = stage.latest[place] = run
         try:
-            run.handle = self._submit(run, [each.lease for each in leased])
-        except LeaseError as error:
-            if not self._tenancy.may_refuse(run):
-                stage.fail(f"{run} was refused, and its lease is not asked back: {error}")
-            stage.seen["refused under a lease"] += 1
+            run.handle = self._submit(run)
+        except BurntImm as error:
+            if not self._is_burnt(run):
+                stage.fail(f"{run} was refused, and nothing under its immediate failed: {error}")
+            stage.seen["refused: its immediate is burnt"] += 1
             stage.give_up(place)
             return
         except StaleEpoch:
@@ -117,21 +109,25 @@ class Sender:
         if not self.stage.sender.live or self.stage.must_refuse(run.hosts):
             self.stage.fail(f"{run}: accepted by an engine that is closed, or removes a peer")
         self.stage.seen["met again"] += bool(self.stage.removals)
-        self._tenancy.check_accepted(run)
+        if self._is_burnt(run) and not self.stage.removals:
+            self.stage.fail(f"{run} was accepted, and an earlier one under its immediate failed")
         for host in run.hosts:
             epoch = host.desc.addr.epoch
             newest = self._epochs.get(host.name, 0)
             if epoch < newest:
                 self.stage.fail(f"{run}: {host.name} is known in epoch {newest} already")
             self._epochs[host.name] = epoch
-        if not self._may_be_held():
-            self.stage.sender.ledger.turns.submitted(run)
+        self.stage.sender.ledger.turns.submitted(run)
 
-    def _may_be_held(self) -> bool:
-        """Whether a request may have to wait until a receiver knows of an earlier failure."""
+    def _is_burnt(self, run: Run) -> bool:
+        """Whether an earlier run under one of its immediates, to one of its receivers, failed."""
         stage = self.stage
-        return stage.scenario.tell_failures and any(
-            run.settled and run.state != "done" for run in stage.runs.values()
+        dues = stage.dues
+        return not run.spec.silent and any(
+            failed is not run and failed.sender is run.sender
+            for host in run.hosts
+            for imm, _, _ in dues(run.place, run.number, host.name)
+            for failed in stage.failed_under(imm, host)
         )
 
     def _probe(self, run: Run) -> None:
@@ -146,13 +142,11 @@ class Sender:
             stage.fail(f"the source was deregistered right after {run} was submitted")
         sender.mr, _ = sender.register(sender.memory, Access.SOURCE)
 
-    def _submit(self, run: Run, leases: list[Lease]) -> Transfer:
-        """Submit it, to the leased bytes where there are leases."""
+    def _submit(self, run: Run) -> Transfer:
         spec, area, hosts, stage = run.spec, run.area, run.hosts, self.stage
-        targets: Sequence[Lease | MrDesc] = leases or [host.desc for host in hosts]
-        base = area.start if leases else 0
+        targets = [host.desc for host in hosts]
         engine, mr = stage.sender.engine, stage.sender.mr
-        imm: Any = None if spec.silent else stage.scenario.imm(run.place)
+        imm: Any = None if spec.silent else stage.scenario.imm(run.place, run.number)
         how: dict[str, Any] = {"routing": stage.routings[run.place]}
         what: tuple[Any, ...]
         verb: Any
@@ -160,7 +154,7 @@ class Sender:
         match spec.kind:
             case "single":
                 verb, prepare = engine.submit_single_write, engine.prepare_single_write
-                what = spec.size, (mr, area.start), (targets[0], area.start - base)
+                what = spec.size, (mr, area.start), (targets[0], area.start)
             case "paged" | "per_page":
                 verb, prepare = engine.submit_paged_writes, engine.prepare_paged_writes
                 stride = spec.size + spec.gap
@@ -168,12 +162,12 @@ class Sender:
                     each = [spec.page_imm(imm, page) for page in range(spec.pages)]
                     imm = np.array(each, np.uint32)
                 src = Pages(area.src_indices, stride=stride, offset=area.start)
-                dst = Pages(area.dst_indices, stride=stride, offset=area.start - base)
+                dst = Pages(area.dst_indices, stride=stride, offset=area.start)
                 what = spec.size, (mr, src), (targets[0], dst)
             case "scatter":
                 verb, prepare = engine.submit_scatter, engine.prepare_scatter
                 slices = [
-                    ScatterDst(n, src_offset, (target, dst_offset - base))
+                    ScatterDst(n, src_offset, (target, dst_offset))
                     for target, ((src_offset, dst_offset, n),) in zip(targets, area.pieces)
                 ]
                 what = mr, slices
@@ -278,23 +272,19 @@ class Sender:
         sender = self.stage.sender
         hopeless = not sender.live or all(tap.down for tap in sender.taps)
         hopeless = hopeless or sender.unconnected > 0
-        ended = isinstance(handle.error, LeaseError)
-        if ended and not self._tenancy.may_refuse(run):
-            self.stage.blame(f"{run} failed, and its lease is not asked back: {handle.error}")
-        if not (
-            run.failed or hopeless or ended or self._was_fenced_off(run) or self._may_be_held()
-        ):
+        burnt = isinstance(handle.error, BurntImm)
+        if burnt and not self._is_burnt(run):
+            self.stage.blame(f"{run} failed, and nothing under its immediate did: {handle.error}")
+        if not (run.failed or hopeless or burnt or self._was_fenced_off(run)):
             self.stage.blame(f"{run} failed, but none of its rows did: {handle.error}")
         for number, nic in run.faults:
             status = Status(number)
             if not self._has_cause(run, status, nic):
                 self.stage.blame(f"{run} failed without a cause: {status.name} on NIC {nic}")
-        excuse = "its lease was asked back" if ended else self._excuse(run)
+        excuse = "its immediate is burnt" if burnt else self._excuse(run)
         if _CONTRADICTED.search(str(handle.error)):
             self.stage.blame(f"{run} failed, since sums of both ends contradict: {handle.error}")
-        told = self.stage.scenario.tell_failures  # then what follows is judged as well
-        kind = "and told" if told else excuse
-        self.stage.seen[f"excused: {kind}" if excuse else "failed without excuse"] += 1
+        self.stage.seen[f"excused: {excuse}" if excuse else "failed without excuse"] += 1
         if not excuse:
             self.stage.blame(f"{run} failed, though other NICs live at both ends: {handle.error}")
 
@@ -311,8 +301,8 @@ class Sender:
             return "an engine was closed"
         if stage.removals:
             return "a peer was removed"
-        if self._tenancy.have_fenced(run.hosts):
-            return "fenced off because of a lease"
+        if not stage.barred.isdisjoint(run.hosts):
+            return "its receiver removed node a"
         if chaos.rnr_retries >= 0:
             return "no receive"  # no NIC makes up for a receive that is not there
         if stage.lab.fabric.seen["row PROVIDER"]:
@@ -320,9 +310,9 @@ class Sender:
         if stage.lab.fabric.seen["fence failed"]:
             return "a fence failed"
         if any(spec.cancel_ps is not None for spec in stage.scenario.transfers):
-            # What is in doubt about a cancelled request may be in doubt for others.
+            # What nobody knows of a cancelled request's rows nobody knows of others under its imm.
             return "a transfer was cancelled"
-        if _SHARED_DOUBT.search(str(run.handle and run.handle.error)) and self._has_failed(run):
+        if _SHARED.search(str(run.handle and run.handle.error)) and self._has_failed(run):
             return "another under its immediate failed"
         hurt = {(f.node, f.nic) for f in stage.broken if isinstance(f, KillNic | Clog | Mute)}
         cut = [{(f.node, f.nic), (f.peer, f.peer_nic)} for f in stage.broken if isinstance(f, Cut)]
@@ -367,7 +357,7 @@ class Sender:
             case Status.UNREACHABLE:
                 killed = {fault.node for fault in broken if isinstance(fault, KillNic)}
                 troubled = any(isinstance(f, Clog | Cut | Mute | Swizzle) for f in broken)
-                troubled = troubled or self._tenancy.have_fenced(run.hosts)
+                troubled = troubled or not self.stage.barred.isdisjoint(run.hosts)
                 return troubled or not peers.isdisjoint(killed | self.stage.closed)
             case Status.STALE_PEER:
                 return not all(host.live for host in run.hosts)
@@ -376,7 +366,8 @@ class Sender:
             case Status.LOCAL_KEY:
                 return any(isinstance(f, Revoke) and f.node == SENDER for f in broken)
             case Status.FLUSHED:
-                flushed = chaos.ordered and chaos.flush_on_error and self.stage.harmed
+                harmed = self.stage.harmed or not self.stage.barred.isdisjoint(run.hosts)
+                flushed = chaos.ordered and chaos.flush_on_error and harmed
                 return flushed or not self.stage.sender.live
             case Status.RNR:
                 return chaos.rnr_retries >= 0

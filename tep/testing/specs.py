@@ -44,7 +44,6 @@ _BOUNDS: Final[dict[str, tuple[int, int | None]]] = {
     "again": (0, None),
     "again_ps": (1, None),
     "restate_ps": (1, None),
-    "lead_ps": (0, None),
 }
 """The least and the most of each number of a TransferSpec."""
 
@@ -77,14 +76,10 @@ class TransferSpec:
         probe: right after its submit somebody tries to give the source region back.
         prepared: it is prepared in its first round, and submitted at an offset in the others.
         shared: all that are shared have one immediate, and receivers expect the sum of them.
-        again: how often it is tried again, from other bytes, after it failed or was cancelled.
+        again: how often it is tried again, from other bytes and under a fresh immediate, after it
+            failed or was cancelled.
         again_ps: time from its end to the next try.
-        restate_ps: time after which receivers state an expectation again that failed.
-        lease_ps: the receivers lease the bytes of each round for so long; None: no leases.
-        lead_ps: how long before its start the first leases are granted.
-        revoke_ps: when the receivers ask a lease back, counted from its grant, or None.
-        renew_ps: when they renew it, likewise.
-        unfenced: no path that is up is fenced off to end a lease.
+        restate_ps: time after which receivers expect the next try of what failed.
     """
 
     kind: TransferKind = "single"
@@ -112,23 +107,17 @@ class TransferSpec:
     again: int = 0
     again_ps: int = 1
     restate_ps: int = 1
-    lease_ps: int | None = None
-    lead_ps: int = 0
-    revoke_ps: int | None = None
-    renew_ps: int | None = None
-    unfenced: bool = False
 
     def __post_init__(self) -> None:
         assert self.kind in get_args(TransferKind), self.kind
         for name, (low, high) in _BOUNDS.items():
             settle(self, name, low, high)
-        for name in ("recall_ps", "cancel_ps", "lease_ps", "revoke_ps", "renew_ps"):
+        for name in ("recall_ps", "cancel_ps"):
             if getattr(self, name) is not None:
                 settle(self, name, 0)
         assert not (self.silent and self.kind == "barrier"), "a barrier is just its immediate"
         assert not self.shared or self.may_share, "alone with its immediate"
-        assert not self.leased or self.may_lease, "no bytes, or those of earlier tries"
-        assert not self.again or self.may_retry, "a retry would be counted on top of what came"
+        assert not self.again or self.may_retry, "its receiver does not wait for one count of it"
 
     def __repr__(self) -> str:
         return literal(self)
@@ -146,20 +135,9 @@ class TransferSpec:
     @property
     def may_retry(self) -> bool:
         """Whether it may be tried again as a whole: its receiver waits for one count of it."""
-        kept = self.silent or self.claimed or self.split or self.lined_up
+        kept = self.silent or self.claimed or self.split or self.shared or self.rounds > 1
         one = self.kind in ("single", "paged") and self.size > 0  # bytes tell the tries apart
-        return one and not (kept or self.leased) and self.recall_ps is None
-
-    @property
-    def leased(self) -> bool:
-        """Whether it goes to leased bytes."""
-        return self.lease_ps is not None
-
-    @property
-    def may_lease(self) -> bool:
-        """Whether it can be written under leases of each try's own: it has bytes, and no past."""
-        has_bytes = self.size > 0 or self.kind == "scatter"
-        return has_bytes and self.kind != "barrier" and not (self.stale or self.prepared)
+        return one and not kept and self.recall_ps is None
 
     def page_imm(self, imm: int, page: int) -> int:
         """The immediate of one page; no two pages, and no two transfers, share one."""

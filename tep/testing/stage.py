@@ -40,8 +40,9 @@ Due = tuple[int, int, tuple[Piece, ...]]
 Shares = tuple[tuple[int, int], ...]
 """The place of each transfer under one immediate, and which of its dues has its bytes."""
 
-ECHO_IMM: Final = 0xEC40
-"""What receivers send when a count has fired, so that all engines send and receive at once."""
+ECHO_IMMS: Final = range(0xEC000, 0xED000)
+"""What receivers send when a count has fired, so that all engines send and receive at once; each
+answer has one of its own, since that of an answer that failed is burnt."""
 
 
 class Violation(AssertionError):
@@ -128,6 +129,7 @@ class Wait:
     """One expectation, or claim: `count` immediates, upon which the bytes of `shares` are there.
 
     Attributes:
+        number: of the try that it waits for.
         recalled: whether it was cancelled, to be stated again.
         claimed: it is no expectation: on_imm brings the arrivals.
         then: what its receiver does once it is reached.
@@ -136,6 +138,7 @@ class Wait:
     host: Host
     place: int
     round: int
+    number: int
     imm: int
     count: int
     shares: Shares
@@ -154,12 +157,12 @@ class Stage:
         over: transfers that failed for good, or of which nobody knows whether they came, by place:
             since when. Nothing of them is sent, or expected, any more.
         reached: rounds of which a receiver has everything, as (place, round).
-        told: when a receiver last heard that an immediate does not come, by node and immediate.
         waits: every expectation and claim, in the order they were stated.
         wrong: what has gone wrong, in words; the first is the finding.
         closed: nodes whose engine was closed.
         gone: when a node's first incarnation ended, by node.
         removals: of the peers that node a was told to remove, by node.
+        barred: receivers that were told to remove node a.
         known: those of them that it had sent to before.
         echo: the answers.
         seen: how often each thing worth seeing happened.
@@ -181,12 +184,12 @@ class Stage:
         self.latest: dict[int, Run] = {}
         self.over: dict[int, int] = {}
         self.reached: set[tuple[int, int]] = set()
-        self.told: dict[tuple[str, int], int] = {}
         self.waits: list[Wait] = []
         self.wrong: list[str] = []
         self.closed: set[str] = set()
         self.gone: dict[str, int] = {}
         self.removals: dict[str, Removal] = {}
+        self.barred: set[Host] = set()
         self.known: set[Host] = set()
         self.seen: defaultdict[str, int] = defaultdict(int)
         self.probing: Mover | None = None
@@ -250,10 +253,22 @@ class Stage:
             return tuple(hosts[name] for name in self.scenario.names[1:])
         return (hosts[RECEIVERS[0]],)
 
-    def tries(self, place: int, round_: int) -> list[Run]:
-        """The tries so far of one round of a transfer."""
-        found = (self.runs.get((place, k)) for k in range(round_, len(self.lab.areas[place])))
-        return [run for run in found if run is not None and run.round == round_]
+    def awaited(self, wait: Wait) -> list[Run | None]:
+        """For each transfer that a wait is for: the run that it waits for, if that has begun."""
+        found = (self.runs.get((place, wait.number)) for place, _ in wait.shares)
+        return [run if run is not None and wait.host in run.hosts else None for run in found]
+
+    def failed_under(self, imm: int, host: Host) -> list[Run]:
+        """The runs that ended badly, and burnt an immediate at a receiver."""
+        return [
+            run
+            for (place, number), run in self.runs.items()
+            if host in run.hosts
+            and run.settled
+            and run.state != "done"
+            and not run.spec.silent
+            and any(imm == due for due, _, _ in self.dues(place, number, host.name))
+        ]
 
     def give_up(self, place: int) -> None:
         """Nothing more is tried under the immediate of a transfer."""
@@ -269,7 +284,7 @@ class Stage:
 
     def _count(self, place: int, number: int, name: str) -> list[Due]:
         spec = self.scenario.transfers[place]
-        imm = self.scenario.imm(place)
+        imm = self.scenario.imm(place, number)
         where = RECEIVERS.index(name)
         pieces = self.lab.areas[place][number].pieces[where if spec.wide else 0]
         if spec.kind == "per_page":
@@ -342,12 +357,13 @@ class Echo:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
+        self._imms = iter(ECHO_IMMS)
         self._of: dict[str, _Answers] = {}
         self._all: list[_Answers] = []
         sender = stage.sender
         if stage.scenario.echo:
             _, self._inbox = sender.register(bytearray(8), Access.SOURCE_AND_TARGET)
-            sender.engine.on_imm(range(ECHO_IMM, ECHO_IMM + 1), self._heard)
+            sender.engine.on_imm(ECHO_IMMS, self._heard)
 
     def _heard(self, imm: int, count: int) -> None:
         self._stage.seen["answer"] += count
@@ -356,7 +372,7 @@ class Echo:
     def answer(self, host: Host) -> None:
         """A count fired at this receiver: say so."""
         if self._stage.scenario.echo:
-            handle = host.engine.submit_barrier([self._inbox], ECHO_IMM)
+            handle = host.engine.submit_barrier([self._inbox], next(self._imms))
             self.answers(host).handles.append(handle)
 
     def answers(self, host: Host) -> _Answers:
@@ -376,10 +392,11 @@ class Echo:
     def judge(self) -> None:
         """Look at all answers once all is quiet."""
         stage = self._stage
-        may_fail = stage.harmed
+        may_fail = stage.harmed or stage.removals
         handles = [handle for answers in self._all for handle in answers.handles]
         done = sum(handle.ok for handle in handles)
-        heard = stage.sender.ledger.imms[ECHO_IMM]
+        came = stage.sender.ledger.imms
+        heard = sum(n for imm, n in came.items() if imm in ECHO_IMMS)
         if stage.sender.live and not done <= heard <= len(handles):
             stage.blame(f"{heard} answers arrived, of {len(handles)}, {done} of which are done")
         for answers in self._all:

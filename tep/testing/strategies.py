@@ -125,15 +125,6 @@ def transfers(draw: DrawFn) -> TransferSpec:
         prepared=draw(st.booleans()),
         **knobs,
     )
-    if spec.may_lease and draw(st.sampled_from([False, False, True])):
-        spec = replace(
-            spec,
-            lease_ps=draw(st.sampled_from([40_000, 300, 5000, 2_000_000])) * _NS,
-            lead_ps=draw(st.sampled_from([0, 2500])) * _NS,
-            revoke_ps=draw(st.none() | _times(2000)),
-            renew_ps=draw(st.none() | _times(2000)),
-            unfenced=draw(st.booleans()),
-        )
     return replace(spec, shared=spec.may_share and draw(st.booleans()))
 
 
@@ -166,13 +157,15 @@ def engine_scenarios(draw: DrawFn) -> Scenario:
     nodes = 3 if any(spec.wide for spec in specs) else 2
     closes = st.tuples(_times(3000), st.sampled_from((SENDER, *RECEIVERS)[:nodes]))
     faults = draw(st.lists(_faults(nics, nodes), max_size=3))
-    failover, tells = draw(st.sampled_from([True, True, False])), draw(st.booleans())
-    if tells:
-        specs = tuple(draw(_told(spec, tries=failover)) for spec in specs)
+    failover = draw(st.sampled_from([True, True, False]))
+    if draw(st.booleans()):
+        specs = tuple(draw(_tried(spec)) for spec in specs)
+    read = tuple(draw(st.lists(reads(), max_size=2)))
+    bar_ps = None if read else draw(st.none() | _times(4000))
     return Scenario(
         nics=nics,
         transfers=specs,
-        reads=tuple(draw(st.lists(reads(), max_size=2))),
+        reads=read,
         chaos=replace(
             draw(chaos()),
             late_land=draw(st.integers(0, 2)),
@@ -183,19 +176,18 @@ def engine_scenarios(draw: DrawFn) -> Scenario:
         close=draw(st.none() | st.none() | closes),
         messages=draw(st.integers(0, MESSAGES_MAX)),
         buffers=draw(st.integers(1, 2)),
-        echo=draw(st.booleans()),
+        echo=bar_ps is None and draw(st.booleans()),
         failover=failover,
-        tell_failures=tells,
         sizes=draw(_sizes()),
-        remove_ps=None if tells else draw(st.none() | st.none() | _times(4000)),
+        remove_ps=draw(st.none() | st.none() | _times(4000)),
+        bar_ps=bar_ps,
     )
 
 
 @st.composite
-def _told(draw: DrawFn, spec: TransferSpec, *, tries: bool) -> TransferSpec:
-    """The same where receivers are told of failures: it may be tried again under its immediate."""
-    spec = replace(spec, recall_ps=None, lined_up=False, claimed=spec.claimed and not spec.shared)
-    if not (tries and spec.may_retry):
+def _tried(draw: DrawFn, spec: TransferSpec) -> TransferSpec:
+    """The same, tried again where it fails."""
+    if not spec.may_retry:
         return spec
     waits = st.sampled_from([1, 3000 * _NS, 30_000 * _NS])
     again = draw(st.integers(0, 2))

@@ -5,9 +5,9 @@
     python -m tests.bench.bench_bugs --starts 1 --most 200 --escapes
 
 Median and worst over the starts; a bug that is not found counts as --most + 1. The bugs are those
-of all gates: engine and fairness, company, leases, pruning, reads, reopening. With --escapes the
-fabric lacks one ability after another, and what is told is how many bugs of the first two gates
-escape then: what that ability is worth.
+of all gates: engine and fairness, burnt, company, pruning, reads, removals, reopening. With
+--escapes the fabric lacks one ability after another, and what is told is how many bugs of the first
+two gates escape then: what that ability is worth.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario
-from tests.gate.bugs_leases import LEASE_BUGS
+from tests.gate.bugs_burnt import BARRING, BURNT
 from tests.gate.bugs_lives import COMPANY
 from tests.gate.bugs_reads import READ_BUGS
 from tests.gate.bugs_reopening import PRUNING, REOPENING
@@ -56,10 +56,11 @@ def engine_hunts(without: str = "") -> Iterator[Hunt]:
 def all_hunts() -> Iterator[Hunt]:
     yield from engine_hunts()
     more = {
+        "burnt": BURNT,
         "company": COMPANY,
-        "leases": LEASE_BUGS,
         "pruning": PRUNING,
         "reads": READ_BUGS,
+        "removals": BARRING,
         "reopening": REOPENING,
     }
     for gate, bugs in more.items():

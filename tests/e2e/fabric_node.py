@@ -71,12 +71,12 @@ class Node:
         self.waiting = {}
         self.messages = []
         self.events = []
-        self.grants = {}
+        self.claimed = {}
         self.streaming = False
         self.stream_over = threading.Event()
         self.rounds_done = 0
 
-    def open(self, provider, nics, name, epoch=None, timeout_s=2.0, tell_failures=True):
+    def open(self, provider, nics, name, epoch=None, timeout_s=2.0):
         if provider == "local":
             self.engine = tep.TransferEngine.open("local", nics=nics, name=name)
             return self.engine.main_address.to_bytes().hex()
@@ -93,7 +93,6 @@ class Node:
             driver=tep.ThreadDriver(opened.name),
             name=opened.name,
             epoch=opened.epoch,
-            options=tep.EngineOptions(tell_failures=tell_failures),
         )
         return self.engine.main_address.to_bytes().hex()
 
@@ -115,14 +114,24 @@ class Node:
         sender = None if sender is None else peer_of(sender)
         self.waiting[f"imm{imm}"] = self.engine.expect_imm_count(imm, count, sender=sender)
 
-    def write(self, tag, desc, page_bytes, npages, seed, imm, leased=False):
-        target = (tep.Lease if leased else tep.MrDesc).from_bytes(bytes.fromhex(desc))
+    def write(self, tag, desc, page_bytes, npages, seed, imm):
+        target = tep.MrDesc.from_bytes(bytes.fromhex(desc))
         self.waiting[tag] = self.engine.submit_paged_writes(
             page_bytes,
             (self.region, tep.Pages(np.arange(npages))),
             (target, tep.Pages(shuffled(npages, seed))),
             imm,
         )
+
+    def cancelled(self, tag, **how):
+        """Cancel a transfer before anything of it is posted; the driver waits meanwhile."""
+
+        def both():
+            self.write(tag, **how)
+            self.cancel(tag)
+
+        self.engine.driver.call(both)
+        assert "cancelled" == self.wait(tag)
 
     def read(self, tag, desc, page_bytes, npages, seed, imm=None):
         """Read pages to where write() with the same arguments would put them."""
@@ -154,27 +163,12 @@ class Node:
         self.engine.add_peer_group([peer_of(address)])
 
     def remove(self, address):
-        self.engine.remove_peer(peer_of(address)).wait(20)
+        """Remove a peer; why what it has sent may still land here, or ""."""
+        return self.engine.remove_peer(peer_of(address)).wait(20).unfenced
 
     def spent(self):
         """Turns of the engine, and seconds of CPU that this process has used."""
         return self.engine._worker.steps, time.process_time()
-
-    def lease(self, tag, address, for_s):
-        """Lease the whole region; `tag` is its end."""
-        grant = self.engine.lease(self.region, peer_of(address), for_s=for_s)
-        self.grants[tag], self.waiting[tag] = grant, grant.over
-        return grant.lease.to_bytes().hex()
-
-    def renew(self, tag, for_s):
-        self.grants[tag].renew(for_s)
-
-    def revoke(self, tag):
-        self.waiting[tag] = self.grants[tag].revoke()
-
-    def quarantined(self):
-        """What is in quarantine, and for what reason."""
-        return [(q.start, q.stop, q.why) for q in self.region.quarantined]
 
     def send(self, tag, address, text):
         self.waiting[tag] = self.engine.submit_send(peer_of(address), text.encode())
@@ -203,9 +197,6 @@ class Node:
 
     def cancel(self, tag):
         self.waiting[tag].cancel()
-
-    def fail(self, tag, address, imm, reason):
-        self.waiting[tag] = self.engine.fail(peer_of(address), imm, reason)
 
     def stream(self, desc, page_bytes, npages, imm):
         """Write the same pages again and again, until told to stop or until one write fails."""
@@ -255,8 +246,22 @@ class Node:
     def clear(self):
         self.memory[:] = 0
 
+    def claim(self, imm):
+        """From now on count arrivals here: what failed under an immediate makes no difference."""
+        self.claimed[imm] = 0
+
+        def add(_, n):
+            self.claimed[imm] += n
+
+        self.engine.on_imm(range(imm, imm + 1), add)
+
     def count(self, imm):
+        if imm in self.claimed:
+            return self.claimed[imm]
         return dict(self.engine.stats().imms_unexpected).get(imm, 0)
+
+    def remove_imm(self, imm):
+        return self.engine.remove_imm(imm)
 
     def rows(self):
         """Rows that each NIC took."""

@@ -73,7 +73,10 @@ def test_a_nic_that_takes_short_rows_only_is_measured_all_the_same():
     with contextlib.ExitStack() as stack:
         hub = Hub()
         options = {"hub": hub, "max_write_bytes": 4 << 20}
-        engines = [stack.enter_context(tep.open_loopback(1, name=name, **options)) for name in "ab"]
+        engines = [
+            stack.enter_context(tep.TransferEngine.open("loopback", nics=1, name=name, **options))
+            for name in "ab"
+        ]
         found = measure(engines, dataclasses.replace(Plan.short(), singles=(1 << 20, 8 << 20)))
 
     assert KINDS == {point.kind for point in found.points}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -144,6 +145,8 @@ def test_an_await_of_the_main_thread_gets_what_a_callback_raised() -> None:
         asyncio.run(main())
 
 
+FRESH = itertools.count(10_000)
+
 VERBS: dict[str, Callable[[TransferEngine, dict[str, object]], object]] = {
     "reg_mr": lambda e, _: e.deregister(e.reg_mr(np.zeros(64, np.uint8))[0]),
     "submit": lambda e, w: e.submit_single_write(8, (w[e.name], 0), (w["desc"], 0), 6),
@@ -157,8 +160,7 @@ VERBS: dict[str, Callable[[TransferEngine, dict[str, object]], object]] = {
     "stats": lambda e, _: (e.stats(), e.explain(), e.stall_report()),
     "on_peer": lambda e, _: e.on_peer(lambda _: None),
     "deregister": lambda e, _: e.deregister(e.reg_mr(np.zeros(8, np.uint8))[0]),
-    "lease": lambda e, w: e.lease(w[e.name], w["desc"].addr, for_s=9.0).revoke(),
-    "fail": lambda e, w: e.fail(w["desc"].addr, 77, "never mind"),
+    "cancel": lambda e, w: e.submit_barrier([w["desc"]], next(FRESH)).cancel(),
     "watch_peer": lambda e, w: _watched(e, w["desc"].addr),
     "scatter": lambda e, w: e.submit_scatter(w[e.name], [tep.ScatterDst(8, 0, (w["desc"], 8))]),
     "barrier": lambda e, w: e.submit_barrier([w["desc"]], 78),

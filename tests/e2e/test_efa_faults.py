@@ -39,13 +39,13 @@ class Two:
     def start(self, host):
         child = Child(self.run.environment(host))
         name = "ab"[host]
-        # The target's counter is compared with what landed: a sender that tells of what does not
-        # come would set it back.
         how = {"provider": self.way, "nics": self.nics, "timeout_s": self.timeout_s}
-        child.do("open", name=name, tell_failures=False, **how)
+        child.do("open", name=name, **how)
         return child
 
     def target(self, child):
+        # All that lands is counted, also of transfers that failed.
+        child.do("claim", imm=IMM)
         return child.do("reg", nbytes=8 * PAGES)
 
     def write(self, desc=None, npages=PAGES):
@@ -55,6 +55,8 @@ class Two:
         self.a.do("write", tag="w", desc=desc, **how)
         code = self.a.do("wait", tag="w", timeout_s=20)
         self.ended[code] = self.ended.get(code, 0) + 1
+        if code != "done":  # it is burnt, and used again here: nobody takes it for another's
+            self.a.do("remove_imm", imm=IMM)
         return code
 
     def landed(self):
@@ -207,6 +209,7 @@ def test_a_peer_that_restarts_at_the_same_address(two, way):
     assert [raw[:40] for _, raw in nics] == [raw[:40] for _, raw in pair.b.do("nics")]
     code, _ = pair.a.do("end_stream")
     assert "UNREACHABLE" == code
+    pair.a.do("remove_imm", imm=IMM)
 
     landed = pair.landed()
     assert "done" == pair.write()
@@ -228,6 +231,7 @@ def test_a_device_that_disappears_under_the_sender(two, way):
     pair.run.fault("gone host=0 nic=1")
     assert "NIC_DOWN" == pair.a.do("wait", tag="late")
     assert "the device is gone" in pair.a.do("error", tag="late")
+    pair.a.do("remove_imm", imm=IMM)
     assert ["done"] * 3 == [pair.write() for _ in range(3)]
     pair.all_is_counted()
     assert pair.a.do("rows")[0] >= 3 * PAGES

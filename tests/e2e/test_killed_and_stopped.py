@@ -87,7 +87,9 @@ class Three:
     def try_once(self, source: Child, target: Child) -> str:
         """One write, over every pair of NICs, to a peer that may or may not be back."""
         desc = self.desc[target]
-        source.do("write", tag="try", desc=desc, page_bytes=64, npages=16, seed=5, imm=9)
+        source.do(
+            "write", tag="try", desc=desc, page_bytes=64, npages=16, seed=5, imm=next(self._imms)
+        )
         return source.do("wait", tag="try", timeout_s=4 * TIMEOUT_S)
 
     def end(self) -> None:
@@ -182,17 +184,17 @@ def test_the_word_that_it_failed(three):
     a, b, c = three.all
     b.do("expect", imm=7, count=99)
     b.do("expect", imm=8, count=16)
-    a.do("write", tag="w", desc=three.desc[b], page_bytes=64, npages=16, seed=5, imm=7)
+    big = {"desc": three.desc[b], "page_bytes": 64, "npages": 16, "seed": 5}
+    a.do("write", tag="w", imm=7, **big)
     assert "done" == a.do("wait", tag="w")
     wait_until(lambda: b.do("count", imm=7) == 16, "what the sender had written")
-    a.do("fail", tag="word", address=b.address, imm=7, reason="the GPU is gone")
-    assert "done" == a.do("wait", tag="word")
+    a.do("cancelled", tag="gone", imm=7, **big)
     assert "PEER_FAILED" == b.do("wait", tag="imm7")
-    assert "gave it up: the GPU is gone; 16 of 99 came" in b.do("error", tag="imm7")
+    assert "a (epoch" in b.do("error", tag="imm7")
+    assert "gave it up: it was cancelled; " in b.do("error", tag="imm7")
+    assert "BurntImm" == a.ask("write", tag="late", imm=7, **big)["error"]
 
-    c.signal(signal.SIGKILL)
-    a.do("fail", tag="late", address=c.address, imm=7, reason="nobody is there")
-    assert "UNREACHABLE" == a.do("wait", tag="late", timeout_s=8 * TIMEOUT_S)
-    assert "c could not be told" in a.do("error", tag="late")
-    a.do("write", tag="w", desc=three.desc[b], page_bytes=64, npages=16, seed=5, imm=8)
+    c.signal(signal.SIGKILL)  # nobody is there to be told, and nobody waits for that
+    a.do("cancelled", tag="gone", imm=7, **(big | {"desc": three.desc[c]}))
+    a.do("write", tag="w", imm=8, **big)
     assert "done" == b.do("wait", tag="imm8")

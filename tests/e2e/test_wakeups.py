@@ -33,8 +33,6 @@ VERBS: dict[str, Callable[[TransferEngine, Any], object]] = {
         e.expect_imm_count(900, 1, sender=w.desc.addr),
         e.expect_imm_count(900, 1, sender=w.old.addr),
     ),
-    "fail": lambda e, w: e.fail(w.desc.addr, -1, "no"),
-    "lease": lambda e, w: e.lease(w.mr, w.desc.addr, for_s=1.0, offset=BAD),
 }
 
 

@@ -1,4 +1,4 @@
-"""Watches, removals and leases between processes that are killed, stopped and started again.
+"""Watches and removals between processes that are killed, stopped and started again.
 
 The engines do it all: the application over there waits for its next line, and has no part in it.
 """
@@ -77,10 +77,10 @@ def told(a: Child, name: str, *changes: str) -> None:
     assert list(changes) == a.do("told", peer=name)
 
 
-def write(source: Child, target: Child, lease: str | None = None) -> tuple[str, str]:
+def write(source: Child, target: Child) -> tuple[str, str]:
     """One write and its count: how both ended."""
     target.do("expect", imm=WRITE["imm"], count=WRITE["npages"])
-    source.do("write", tag="w", desc=lease or target.desc, leased=lease is not None, **WRITE)
+    source.do("write", tag="w", desc=target.desc, **WRITE)
     return source.do("wait", tag="w"), target.do("wait", tag=f"imm{WRITE['imm']}")
 
 
@@ -127,48 +127,12 @@ def test_watched_peers_that_are_stopped_killed_and_started_again(nodes):
 
 
 @pytest.mark.parametrize("nodes", ["tcp", "local"], indirect=True)
-def test_leases_end_with_their_living_writers_and_in_quarantine_with_killed_ones(nodes):
+def test_a_removal_says_that_these_nics_cannot_fence(nodes):
     """Memory that is called free under a writer changes in its next user's hands."""
-    a, b, c = map(nodes.start, "abc")
-    lease = a.do("lease", tag="short", address=b.address, for_s=0.3)
-    assert ("done", "done") == write(b, a, lease)
-    a.do("renew", tag="short", for_s=0.4)
-    assert "done" == a.do("wait", tag="short"), "it ran out, and its writer lives"
-    assert "LeaseError" == b.ask("write", tag="late", desc=lease, leased=True, **WRITE)["error"]
-
-    lease = a.do("lease", tag="revoked", address=b.address, for_s=60)
-    b.do("write", tag="w", desc=lease, leased=True, **WRITE)
-    a.do("revoke", tag="revoked")
-    assert "done" == a.do("wait", tag="revoked")
-    assert b.do("settled", tag="w"), "free, and a row is out"
-
-    assert ("done", "done") == write(c, a, a.do("lease", tag="dead", address=c.address, for_s=60))
-    c.signal(signal.SIGKILL)
-    a.do("revoke", tag="dead")
-    assert "QUARANTINED" == a.do("wait", tag="dead")
-    why = "c may still write there: c did not say that it had stopped: asked 3 times, and none of "
-    assert why in a.do("error", tag="dead")
-    assert "cannot fence a path off" in a.do("error", tag="dead")
-    assert [1 << 20] == [stop for _, stop, _ in a.do("quarantined")]
-    a.do("forget_region")
-    # On tcp a row may go on landing after that, and the memory is held until close().
-    assert (nodes.provider == "tcp") == bool(a.do("quarantined"))
-
-
-@pytest.mark.parametrize(
-    "nodes", ["tcp", pytest.param("local", marks=pytest.mark.long)], indirect=True
-)
-def test_a_lease_of_a_stopped_writer_is_free_when_it_is_back(nodes):
-    """One that sleeps in the middle of a write may finish it at any time; awake, it can say no."""
     a, b = map(nodes.start, "ab")
-    lease = a.do("lease", tag="stopped", address=b.address, for_s=60)
-    assert ("done", "done") == write(b, a, lease)
-    b.signal(signal.SIGSTOP)
-    a.do("revoke", tag="stopped")
-    assert "QUARANTINED" == a.do("wait", tag="stopped")
-    assert "revoke() again once b is back" in a.do("error", tag="stopped")
-    b.signal(signal.SIGCONT)
-    a.do("revoke", tag="stopped")
-    assert "done" == a.do("wait", tag="stopped")
-    assert [] == a.do("quarantined")
-    assert "LeaseError" == b.ask("write", tag="late", desc=lease, leased=True, **WRITE)["error"]
+    assert ("done", "done") == write(b, a)
+    assert "cannot fence a path off" in a.do("remove", address=b.address)
+    assert ("done", "done") == write(b, a), "nothing keeps it out"
+    b.signal(signal.SIGKILL)
+    assert "cannot fence a path off" in a.do("remove", address=b.address)
+    a.do("forget_region")  # which takes the memory back from everybody

@@ -10,8 +10,7 @@ import numpy as np
 
 from tep.backends.base import Status
 from tep.control.channel import Channel
-from tep.control.failover import Failover
-from tep.control.fencing import Fencing
+from tep.control.failover import Failover, Fencing
 from tep.control.messages import Answer
 from tep.core.group import DomainGroup
 from tep.core.handle import Handle, State

@@ -135,9 +135,9 @@ def removed_but_remembered() -> list[Change]:
     """The link is gone, its regions are not."""
     drop = PeerBook.drop
 
-    def keep(self, link):
+    def keep(self, link, *, fenced):
         remotes = dict(self._remotes)
-        drop(self, link)
+        drop(self, link, fenced=fenced)
         self._remotes.update(remotes)
 
     return [(PeerBook, "drop", keep)]

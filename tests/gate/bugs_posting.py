@@ -315,11 +315,11 @@ def stale_keys_cached() -> list[Change]:
     """A peer's region is remembered by name and number, whatever its epoch."""
     resolve = PeerBook.resolve
 
-    def cached(self, desc, what):
+    def cached(self, desc, what, **reads):
         known = self.__dict__.setdefault("_by_name", {})
-        key = desc.addr.name, desc.region
+        key = desc.addr.name, desc.region, *reads
         if key not in known:
-            known[key] = resolve(self, desc, what)
+            known[key] = resolve(self, desc, what, **reads)
         return known[key]
 
     return [(PeerBook, "resolve", cached)]

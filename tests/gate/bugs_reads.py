@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tep.backends.base import Status
-from tep.core import read_requests, reads
+from tep.core import reads, requests
 from tep.core.group import DomainGroup
 from tep.core.reads import Reads
 from tep.engine import verbs
@@ -163,24 +163,24 @@ def other_nics_address() -> list[Change]:
 @bug(budget=400)
 def every_lane_reads_the_first_pages() -> list[Change]:
     """Each NIC gets its own pages here, and the first ones there."""
-    cut_column = reads.cut_column
+    pick = reads.pick
     calls = [0]
 
-    def cut(column, start, stop):
+    def first(column, rows):
         calls[0] += 1
         if calls[0] % 2 == 0:
-            start, stop = 0, stop - start
-        return cut_column(column, start, stop)
+            rows = slice(0, rows.stop - rows.start)
+        return pick(column, rows)
 
     deal = Reads._deal
 
     def dealt(self, *args):
         calls[0] = 0
-        reads.cut_column = cut
+        reads.pick = first
         try:
             deal(self, *args)
         finally:
-            reads.cut_column = cut_column
+            reads.pick = pick
 
     return [(Reads, "_deal", dealt)]
 
@@ -188,7 +188,7 @@ def every_lane_reads_the_first_pages() -> list[Change]:
 @bug(budget=400)
 def both_ends_mixed_up() -> list[Change]:
     """The page lists of source and destination are exchanged."""
-    job = read_requests.paged_read_job
+    job = requests.paged_read_job
 
     def mixed(page_bytes, src, dst, *rest):
         (remote, there), (mr, here) = src, dst

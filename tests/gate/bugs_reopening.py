@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tep.control.failover import Failover
-from tep.control.fencing import Fencing
+from tep.control.failover import Failover, Fencing, Pruning, Reopening
 from tep.control.membership import Membership
 from tep.control.messages import Answer
-from tep.control.pruning import Pruning
-from tep.control.reopening import Reopening
 from tep.core.group import DomainGroup
 from tep.core.path import FarEnds
 from tep.core.sums import Arrivals, PathSums, expand

@@ -14,8 +14,8 @@ import pytest
 
 from tep.backends.loopback import Hub, open_domains
 from tep.control.channel import Channel
-from tep.control.fencing import Fencing
-from tep.control.messages import Ended, FenceOff, encode
+from tep.control.failover import Fencing
+from tep.control.messages import Failed, FenceOff, encode
 from tep.core.handle import Handle
 from tep.core.outbox import Outbox
 from tep.core.region import MrHandle
@@ -79,15 +79,19 @@ def asks_about_no_nic() -> None:
     world.transfer()
 
 
-def names_many_leases() -> None:
-    """Engine c asks back leases that nobody granted."""
+def gives_much_up() -> None:
+    """Engine c says again and again that something of it failed."""
     world = World()
-    own = world.c.main_address.domains[0]
-    for k in range(9000):
-        world.say(encode(Ended(k, own, k + 1)))
+    for k in range(300):
+        world.say(encode(Failed(k, k, "c", "it was cancelled", ((2**20 + 512 * k, 512),))))
         if k % 16 == 0:
             world.turn()
-    assert len(world.b._worker.held_leases.known) <= 4200
+    world.turn()
+    members = world.b._worker.members
+    assert all(len(known) <= 256 for known in members._serials.values())
+    stats = world.b.stats()
+    assert stats.imms_burnt <= 1 << 16
+    assert stats.imms_burnt + stats.imms_burnt_forgotten == 300 * 512
 
 
 def a_handler_raises() -> None:
@@ -113,13 +117,16 @@ def no_bounds_of_nics() -> list[Change]:
     return [(Fencing, "admit", lambda *_: True)]
 
 
-@found_by(names_many_leases)
-def no_bounds_of_tables() -> list[Change]:
-    """What peers name is remembered, however much it is."""
-    return [
-        ("tep.control.held_leases", "_HELD_MAX", 10**9),
-        ("tep.control.held_leases", "_OWNERS_MAX", 10**9),
-    ]
+@found_by(gives_much_up)
+def no_bounds_of_burnt_immediates() -> list[Change]:
+    """What peers give up is remembered, however much it is."""
+    return [("tep.core.burnt", "BURNT_MAX", 10**9)]
+
+
+@found_by(gives_much_up)
+def no_bounds_of_serials() -> list[Change]:
+    """Each notice of a peer is remembered."""
+    return [("tep.control.membership", "_SERIALS_MAX", 10**9)]
 
 
 # ---------------------------------------------------------------------- lines and memory

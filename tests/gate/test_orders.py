@@ -1,4 +1,4 @@
-"""Which planted bugs of failover, leases and reopening show in the cases that are played whole.
+"""Which planted bugs of failover, burnt immediates and reopening show in cases played whole.
 
 An exploration that finds nothing in a wrong engine proves nothing about a right one. So each bug
 is named here: with the case that shows it, or with the reason why no case does.
@@ -11,10 +11,11 @@ from typing import Final
 import pytest
 
 from tests.gate import bugs_failover
-from tests.gate.bugs_leases import LEASE_BUGS
+from tests.gate.bugs_burnt import BURNT as BURNT_BUGS
+from tests.gate.bugs_burnt import ORDERS
 from tests.gate.bugs_reopening import REOPENING as REOPENING_BUGS
 from tests.gate.registry import BUGS, Bug, changed
-from tests.support.order_cases import FAILOVER, LEASES, REOPENING, Cases, first_case
+from tests.support.order_cases import BURNT, FAILOVER, REOPENING, Cases, first_case
 
 FAILOVER_BUGS: Final = {
     name: bug for name, bug in BUGS.items() if bug.plant.__module__ == bugs_failover.__name__
@@ -22,7 +23,7 @@ FAILOVER_BUGS: Final = {
 
 ROOMS: Final[dict[str, tuple[dict[str, Bug], Cases]]] = {
     "failover": (FAILOVER_BUGS, FAILOVER),
-    "leases": (LEASE_BUGS, LEASES),
+    "burnt immediates": (BURNT_BUGS | ORDERS, BURNT),
     "reopening": (REOPENING_BUGS, REOPENING),
 }
 
@@ -56,13 +57,16 @@ SHOWN: Final[dict[str, str]] = {
     "rows_to_a_dead_nic_fail": "a NIC dies",
     "cancel_ends_held_rows": "a queued row is cancelled",
     "lost_question_not_repeated": "a message is lost",
-    # leases
-    "free_when_run_out": "no failover",
-    "silence_is_consent": "one NIC",
-    "paths_ignored": "no failover",
-    "answered_at_once": "no failover",
-    "doubts_kept_back": "no failover",
-    "own_death_is_an_end": "no failover",
+    # burnt immediates
+    "late_copies_burn_again": "its notice comes twice",
+    "a_failure_burns_nothing": "the only path is cut",
+    "a_cancel_burns_nothing": "a queued row is cancelled",
+    "no_notice_is_sent": "a queued row is cancelled",
+    "a_lost_notice_is_not_repeated": "the only path is cut",
+    "burnt_immediates_are_accepted": "a queued row is cancelled",
+    "open_expectations_wait_on": "a queued row is cancelled",
+    "later_expectations_are_not_refused": "a queued row is cancelled",
+    "what_comes_late_is_counted": "a queued row is cancelled",
     # reopening
     "rows_of_before_land_after": "one row",
     "agreed_but_not_lifted": "two rounds",
@@ -86,18 +90,12 @@ MISSED: Final[dict[str, str]] = {
     "our_other_nics_are_no_way": "no two NICs here fail to reach each other, and reach others",
     "no_callback_after_failure": "nothing here waits for the callback of a failed transfer",
     "called_back_too_early": "callbacks here look only at transfers that are done",
-    # leases
-    "silent_writer_is_let_in_again": "nobody opens a path again here",
-    "restart_is_an_end": "no writer restarts here",
-    "paths_turned_round": "one side has one NIC here, and few orders tell its number apart",
-    "failed_fence_is_a_fence": "no fence fails here",
-    "deregistered_under_a_writer": "nobody deregisters here",
-    "never_runs_out": "leases are revoked here, and do not run out",
-    "written_after_the_end": "nothing is written after the end here",
-    "end_not_remembered": "the writer has met each lease before its end here",
-    "shut_for_ever": "nobody opens a path again here",
-    "dead_end_is_an_end": "no path is cut here, and nothing lands at a NIC that is dead",
-    "given_up_and_forgotten": "no failover is given up here",
+    # burnt immediates
+    "only_the_first_run_is_sent": "there is one immediate here",
+    "only_the_first_run_is_burnt": "there is one immediate here",
+    "only_the_first_target_is_told": "there is one target here",
+    "one_expectation_of_several_fails": "there is one expectation here",
+    "rows_under_an_unsure_immediate_are_guessed": "no path is used again after rows of it failed",
     # reopening
     "lifted_but_remembered_as_shut": "no path is fenced off a second time in so few runs",
     "asked_back_while_rows_are_held": "a path is asked back only when nothing else is left",

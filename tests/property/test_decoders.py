@@ -43,7 +43,7 @@ from tep.control import messages
 from tep.integrations.vllm import wire as vllm_wire
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
-from tep.wire import VERSION, Lease, MrDesc, NetAddr
+from tep.wire import VERSION, MrDesc, NetAddr
 from tests.support.effort import effort
 from tests.tidy.sources import python_files, text
 
@@ -110,7 +110,6 @@ def sealed_local(data: bytes) -> bytes:
 
 ADDR = NetAddr("loopback", "n", 5, (b"abc", b"xyz"), (10, 20))
 DESC = MrDesc(ADDR, 3, 4096, "cpu", True, (1, 2**63 + 5), (0, 2**47))
-LEASE = Lease(DESC, 7, b"abc", 10**9)
 CONFIG = MoeConfig(num_experts=8, topk=2, hidden=128, max_tokens=16, world=1)
 NIC = libfabric_address.NicAddress
 TCP = NIC("tcp", 77, "127.0.0.1", b"\x02\0\x10\x01\x7f\0\0\x01" + bytes(8)).to_bytes()
@@ -138,7 +137,7 @@ def loopback_address() -> bytes:
 CASES: dict[str, list[Case]] = {
     "tep/wire.py": [
         case
-        for value in (ADDR, DESC, LEASE)
+        for value in (ADDR, DESC)
         for case in (
             Case(type(value).from_bytes, [value.to_bytes()]),
             Case(

@@ -1,4 +1,4 @@
-"""The model of sums, doubts and fences, checked whole; and each mistake in it is found."""
+"""The model of sums, fences and burnt immediates, checked whole; each mistake in it is found."""
 
 from __future__ import annotations
 
@@ -9,30 +9,35 @@ from tests.support.failover_model import Contradiction, Model, check
 MISTAKES = (
     "sums before the fence",
     "asked while rows are out",
-    "doubts forgotten",
+    "failed rows forgotten",
     "judged rows not counted",
     "what is out comes in",
-    "partial doubt is guessed",
+    "partial sums are guessed",
+    "cancels burn nothing",
+    "notices are sent once",
+    "late expectations wait",
 )
 
 
-def test_the_protocol_keeps_its_promises() -> None:
+@pytest.mark.parametrize("cuts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_protocol_keeps_its_promises(cuts: int) -> None:
     """A count that is short or reached twice in a model of ten lines is one in the engine."""
-    assert 15_000 < check(Model(transfers=2, rows=1, cuts=2))
+    assert 35_000 < check(Model(transfers=2, rows=1, cuts=cuts))
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_found(mistake: str) -> None:
     """A model in which nothing can go wrong proves nothing."""
+    calm = {"losses": 0, "copies": 0, "cancels": 0} if mistake == "judged rows not counted" else {}
     with pytest.raises(Contradiction, match="; "):
-        check(Model(transfers=2, rows=1, cuts=2, mistakes=frozenset({mistake})))
+        check(Model(rows=1, cuts=2 if calm else 1, mistakes=frozenset({mistake}), **calm))
 
 
 def test_late_questions_shut_a_path_and_break_no_count() -> None:
     """A copy of an old question that is not dropped costs a failover, and nothing else: the engine
     drops it (`Fencing.is_outdated`) for the time that this takes.
     """
-    check(Model(transfers=2, rows=1, cuts=2, mistakes=frozenset({"late questions count"})))
+    check(Model(transfers=2, rows=1, cuts=1, mistakes=frozenset({"late questions count"})))
 
 
 @pytest.mark.long
@@ -41,11 +46,11 @@ def test_late_questions_shut_a_path_and_break_no_count() -> None:
     [
         Model(transfers=2, rows=1, cuts=2, losses=2, copies=2, cancels=2),
         Model(transfers=2, rows=2, cuts=2),
-        Model(transfers=3, rows=1, cuts=2),
-        Model(transfers=2, rows=3, cuts=2, cancels=2),
+        Model(transfers=3, rows=1, cuts=1),
+        Model(transfers=2, rows=3, cuts=1, cancels=2),
     ],
     ids=str,
 )
 def test_the_protocol_keeps_its_promises_with_more(model: Model) -> None:
-    """More rows, more transfers and more that gets lost: a hundred thousand states and more."""
-    assert 100_000 < check(model)
+    """More rows, more transfers and more that gets lost: up to 1.5 million states."""
+    assert 200_000 < check(model)

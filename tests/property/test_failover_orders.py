@@ -32,7 +32,7 @@ def test_two_rows_and_any_nic_of_either_side(kind: str) -> None:
 
 @pytest.mark.parametrize(("nics", "doomed"), [((2, 1), (0, 1)), ((1, 2), (1, 2)), ((2, 3), (2,))])
 def test_sides_with_different_numbers_of_nics(nics, doomed) -> None:
-    """Where one lane's end dies, all lanes that share the end are in doubt."""
+    """Where one lane's end dies, rows of all lanes that share the end are lost."""
     assert 15 < in_every_order("page", 2, nics, doomed)
 
 

@@ -79,7 +79,7 @@ def the_end_is_told_while_rows_are_under_way(patch):
 def one_immediate_serves_all(patch):
     patch.setattr(ImmSpace, "take", lambda self: self._numbers.start)
     patch.setattr(ImmSpace, "end", lambda _self, _imm: None)
-    patch.setattr(ImmSpace, "end_unclean", lambda _self, _imm, _landed: None)
+    patch.setattr(ImmSpace, "burn", lambda _self, _imm: None)
 
 
 @bug
@@ -198,11 +198,11 @@ def failed_rows_count_as_written(patch):
 
 @bug
 def an_end_frees_the_immediate_at_once(patch):
-    def end(self, imm, landed=None):
+    def end(self, imm):
         self.live.discard(imm)
         self._next = imm
 
-    patch.setattr(ImmSpace, "end_unclean", end)
+    patch.setattr(ImmSpace, "burn", end)
 
 
 @bug

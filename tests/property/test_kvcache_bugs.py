@@ -81,16 +81,16 @@ def count_is_off_by_the_tail(patch: pytest.MonkeyPatch) -> None:
 def one_immediate_serves_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ImmSpace, "take", lambda self: self._numbers.start)
     patch.setattr(ImmSpace, "end", lambda _self, _imm: None)
-    patch.setattr(ImmSpace, "end_unclean", lambda _self, _imm, _landed: None)
+    patch.setattr(ImmSpace, "burn", lambda _self, _imm: None)
 
 
 @bug
 def immediates_come_back_at_once(patch: pytest.MonkeyPatch) -> None:
-    def end(self: ImmSpace, imm: int, landed: object = None) -> None:  # as end_unclean
+    def end(self: ImmSpace, imm: int) -> None:  # as burn
         self.live.remove(imm)
         self._next = imm
 
-    patch.setattr(ImmSpace, "end_unclean", end)
+    patch.setattr(ImmSpace, "burn", end)
 
 
 @bug

@@ -20,21 +20,32 @@ FATES = st.sampled_from(["arrives"] * 5 + ["lost"] * 2 + ["in doubt"])
 
 
 class Net:
-    """Two engines whose messages wait until a fate is drawn for each."""
+    """Two engines whose messages wait until a fate is drawn for each, and then for a callback."""
 
     def __init__(self):
-        self.waiting, self.ends = [], {}
+        self.waiting, self.landed, self.ends = [], [], {}
 
     def engine(self, name):
         return Engine(self, tep.NetAddr("loopback", name, 1, (name.encode(),), (1,)))
 
     def end(self, at, fate):
-        """One message that waits ends."""
+        """One message that waits ends, and is handed to its receiver."""
+        self.land(at, fate)
+        while self.landed:
+            self.hand(0)
+
+    def land(self, at, fate):
+        """One message that waits ends: it is in a buffer of its receiver, or lost."""
         who, to, raw, on_done = self.waiting.pop(at)
         if fate != "lost":
-            sender = tep.Sender(who.domains[0], who.domains[0], None, bytes)
-            self.ends[to.domains[0]](raw, sender)
+            self.landed.append((who, to, raw))
         on_done(SimpleNamespace(error=None if fate == "arrives" else "it was lost"))
+
+    def hand(self, at):
+        """A receiver is called with one message that it has."""
+        who, to, raw = self.landed.pop(at)
+        sender = tep.Sender(who.domains[0], who.domains[0], None, bytes)
+        self.ends[to.domains[0]](raw, sender)
 
 
 class Engine:
@@ -80,8 +91,52 @@ class Pair:
         numbers = self.numbers()
         assert sorted(set(numbers)) == numbers, "twice, or in another order"
         assert all(len(told) <= 1 for told in self.verdicts.values())
+        if self.net.landed:
+            return
         arrived = {number for number, told in self.verdicts.items() if told == [""]}
         assert arrived <= set(numbers), "it was told to have arrived"
+
+
+def step(data, net):
+    """A message ends, or is handed to its receiver; the draw says which."""
+    at = data.draw(st.integers(0, len(net.waiting) + len(net.landed) - 1))
+    if at < len(net.waiting):
+        net.land(at, data.draw(FATES))
+    else:
+        net.hand(at - len(net.waiting))
+
+
+def test_a_later_message_overtakes_one_that_its_sender_knows_to_be_there():
+    """Callbacks of messages have no order; one that was overtaken was dropped silently."""
+    pair = Pair()
+    pair.send()
+    pair.net.land(0, "arrives")
+    pair.send()
+    pair.net.land(0, "arrives")
+    pair.net.hand(1)
+    assert [] == pair.numbers()
+    pair.net.hand(0)
+
+    assert [0, 1] == pair.numbers()
+    assert {0: [""], 1: [""]} == pair.verdicts
+
+
+def test_what_was_given_up_takes_nothing_along_that_is_there():
+    """A gap is skipped in its turn only: what came before it may be handed over after it."""
+    pair = Pair()
+    pair.send()
+    pair.net.land(0, "arrives")
+    pair.send()
+    while len(pair.verdicts[1]) == 0:
+        pair.net.land(0, "lost")
+    pair.send()
+    pair.net.land(0, "arrives")
+    pair.net.hand(1)
+    assert [] == pair.numbers()
+    pair.net.hand(0)
+
+    assert [0, 2] == pair.numbers()
+    assert {0: [""], 1: ["it was lost"], 2: [""]} == pair.verdicts
 
 
 @given(data=st.data())
@@ -89,15 +144,14 @@ def test_each_message_arrives_in_order_or_is_told_to_be_lost(data):
     """A notification that vanished was a request that waited for ever."""
     pair = Pair()
     for _ in range(data.draw(st.integers(1, 60))):
-        if data.draw(st.booleans()) or not pair.net.waiting:
+        if data.draw(st.booleans()) or not (pair.net.waiting or pair.net.landed):
             pair.send(data.draw(st.sampled_from([1, 1, 2, 5])))
         else:
-            at = data.draw(st.integers(0, len(pair.net.waiting) - 1))
-            pair.net.end(at, data.draw(FATES))
+            step(data, pair.net)
         pair.check()
-    while pair.net.waiting:
-        pair.net.end(data.draw(st.integers(0, len(pair.net.waiting) - 1)), data.draw(FATES))
-    pair.check()
+    while pair.net.waiting or pair.net.landed:
+        step(data, pair.net)
+        pair.check()
 
     assert all(pair.verdicts.values()), "a message without a verdict"
     pair.send()
@@ -151,13 +205,36 @@ def test_a_message_that_cannot_be_sent_is_told_at_once_and_alone():
 NUMBERS = st.integers(-1, 9) | st.sampled_from([2**62, 2**63 - 1, channel.WINDOW, 4095])
 
 
-@given(frames=st.lists(st.tuples(*[NUMBERS] * 4, st.binary(max_size=3)), max_size=60))
+@given(frames=st.lists(st.tuples(*[NUMBERS] * 5, st.binary(max_size=3)), max_size=60))
 def test_any_frames_of_a_peer_are_bounded(frames):
     """They come from another process: gaps without an end, a message that never ends."""
     owner = SimpleNamespace(garbled=0)
     one = Channel(owner, "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
-    for seq, first, index, left, body in frames:
-        list(one.take(channel._Frame("A", b"", seq, max(0, first), index, left, body)))
+    for seq, start, stop, index, left, body in frames:
+        gap = (max(0, start), max(0, stop))
+        list(one.take(channel._Frame("A", b"", seq, 0, gap, index, left, body)))
 
-        assert len(one._early) <= channel.WINDOW
         assert one._part is None or len(one._part) <= channel.PIECES_MAX
+        assert all(stop > one._next for _, stop in one._skips)
+
+
+def test_pieces_and_gaps_that_a_peer_never_lets_begin_are_bounded():
+    """Only the piece that is waited for is taken when there is no room; then all are in order."""
+    owner = SimpleNamespace(garbled=0)
+    one = Channel(owner, "A", tep.NetAddr("loopback", "a", 1, (b"a",), (1,)))
+    most = channel.EARLY_MAX
+
+    def take(seq, gap):
+        return list(one.take(channel._Frame("A", b"", seq, 0, gap, 0, 0, b"%d" % seq)))
+
+    for seq in range(1, 3 * most):
+        assert not take(seq, (10 * seq, 10 * seq + 1))
+        assert max(len(one._early), len(one._skips)) <= most
+    assert owner.garbled
+    assert b"0" == take(0, (0, 0))[0]
+    assert not one._early
+    for far in range(3 * most):
+        assert take(one._next, (10**9 + 2 * far, 10**9 + 2 * far + 1))
+        assert len(one._skips) <= most
+    assert not take(-1, (one._next, 2 * 10**9))
+    assert not one._skips

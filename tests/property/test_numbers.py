@@ -75,7 +75,7 @@ def numbers(call: Callable[..., object], *names: str, **fixed: object) -> Rules:
 def verbs(p: Pair) -> dict[str, Rules]:
     """What to do with each argument of each method of TransferEngine and of what it returns."""
     e, peer = p.a, p.b.main_address
-    names = "buffer access mr peer src dst dsts srcs peers group on_done payload sender reason imms"
+    names = "buffer access mr peer src dst dsts srcs peers group on_done payload sender imms"
     other = dict.fromkeys(names.split(), NOT_A_NUMBER)
     pages = tep.Pages([0, 1])
     single = partial(e.submit_single_write, src=(p.mr, 0), dst=(p.desc, 0))
@@ -84,18 +84,12 @@ def verbs(p: Pair) -> dict[str, Rules]:
     scatter = partial(e.submit_scatter, p.mr)
     read = partial(e.submit_single_read, src=(p.desc, 0), dst=(p.mr, 0))
     reads = partial(e.submit_paged_reads, src=(p.desc, pages), dst=(p.mr, pages))
-    grant = p.b.lease(p.dst_mr, p.a.main_address, for_s=1e6)
     watcher = e.alloc_uvm_watcher(lambda *_: None)
     e.submit_recvs(8, 1, repr)
 
     def watch(**given: float) -> None:
         e.watch_peer(peer, **given).close()
         e.driver.turn()  # one that is closed leaves at the next turn
-
-    def lease(**given: Any) -> None:
-        given_lease = p.b.lease(p.dst_mr, p.a.main_address, **given)
-        given_lease.revoke()
-        p.settle(given_lease.over)
 
     def recvs(nbytes: int = 1, count: int = 1, with_sender: Any = False) -> None:
         sound = all(isinstance(n, int | np.integer) for n in (nbytes, count))
@@ -157,7 +151,7 @@ def verbs(p: Pair) -> dict[str, Rules]:
         "prepare_barrier": {**other, "routing": lambda v: e.prepare_barrier([p.desc], routing=v)},
         "Prepared.submit": {
             **other,
-            **numbers(prepare_pages(8).submit, "imm", "src_offset", "dst_offset", "pages"),
+            **numbers(prepare_pages(8).submit, "imm", "src_offset", "dst_offset"),
         },
         "submit_send": other,
         "submit_recvs": {**other, **numbers(recvs, "nbytes", "count", "with_sender")},
@@ -166,18 +160,8 @@ def verbs(p: Pair) -> dict[str, Rules]:
             **numbers(partial(e.expect_imm_count, count=1), "imm"),
             **numbers(partial(e.expect_imm_count, 1), "count"),
         },
-        "fail": {
-            **other,
-            "imm": lambda v: e.fail(peer, v, "why"),
-            "reason": lambda v: e.fail(peer, 1, v),
-        },
         "on_imm": {**other, "imms": lambda v: e.on_imm(v, print)},
         "remove_imm": numbers(e.remove_imm, "imm"),
-        "lease": {
-            **other,
-            **numbers(lease, "for_s"),
-            **numbers(lease, "offset", "nbytes", "fence", for_s=10),
-        },
         "watch_peer": {
             **other,
             **numbers(partial(watch, lost_after_s=math.inf), "every_s"),
@@ -190,7 +174,6 @@ def verbs(p: Pair) -> dict[str, Rules]:
         "on_peer": other,
         "remove_peer": other,
         "explain": other,
-        "Grant.renew": numbers(grant.renew, "for_s"),
         "Watcher.store": numbers(watcher.store, "value"),
         "Expectation.wait": {"timeout_s": partial(wait, p)},
         "Expectation.wait_async": {"timeout_s": partial(wait_async, p)},
@@ -239,7 +222,7 @@ DRIVERS = {
 """What drivers and handles call, and what takes no argument of its own."""
 
 
-INSIDE = {"add_doubt", "count_posted", "keep"}
+INSIDE = {"count_posted", "fix_arrived"}
 """What only the engine calls on a transfer."""
 
 
@@ -247,7 +230,6 @@ def found_verbs() -> Iterator[tuple[str, str]]:
     """(method, argument) of all that users call on an engine, and on what it returns."""
     kinds = {
         "": tep.TransferEngine,
-        "Grant.": tep.Grant,
         "Watcher.": tep.Watcher,
         "Expectation.": tep.Expectation,
         "Transfer.": tep.Transfer,
@@ -356,7 +338,6 @@ RECORDS: dict[Any, dict[str, object]] = {
         "num_shards": None,
         "domain": None,
         "scatter_by": "peers",
-        "tell_failures": True,
     },
     tep.Pages: {"indices": [0, 1], "stride": 8, "offset": 0},
     tep.Single: {"nbytes": 1, "routing": tep.Routing()},
@@ -364,11 +345,10 @@ RECORDS: dict[Any, dict[str, object]] = {
     tep.Paged: {"npages": 1},
     tep.NetAddr: {},
     tep.MrDesc: {},
-    tep.Lease: {},
     tep.count_imms: {"shape": tep.Single(8), "nlocal": 1, "nremote": 1},
 }
 RECORDS[tep.EngineOptions] = dataclasses.asdict(tep.EngineOptions())
-for one in (ADDR, DESC, tep.Lease(DESC, 1, b"h", 1)):
+for one in (ADDR, DESC):
     RECORDS[type(one)] = {name: getattr(one, name) for name in one.__struct_fields__}
 
 

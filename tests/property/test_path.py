@@ -131,15 +131,15 @@ def test_runs_obey_the_table() -> None:
 
 
 def test_far_ends_that_matter_are_not_forgotten() -> None:
-    """A fence in progress, or a path that a lease keeps shut, would be opened by a late copy."""
+    """A fence in progress, or the fences of a removed peer, would be opened by a late copy."""
     ends = FarEnds()
     ends.at(0, b"a").fence = Fence()
-    ends.at(0, b"b").leases["lease"] = None
+    ends.at(0, b"b").barred = True
     ends.at(0, b"c").asked = 7
     ends.control_heard(0, b"d", heard=False)
     for address in (b"a", b"b", b"c", b"d", b"e"):
         ends.drop(0, address)
-    assert 3 == len(ends)
+    assert 3 == len(ends._known)
     ends.control_heard(0, b"e", heard=True)
     assert ends.get(0, b"e") is None, "what goes well needs no record"
     ends.at(0, b"g").asked = 7
@@ -151,6 +151,6 @@ def test_far_ends_that_matter_are_not_forgotten() -> None:
     assert ends.get(0, b"f") is None, "it was heard again"
     ends.forget((b"a", b"b", b"d"))
     assert ends.get(0, b"d") is None
-    ends.release(lambda lease: lease == "lease")
+    ends.at(0, b"b").barred = False
     ends.drop(0, b"b")
-    assert 1 == len(ends)
+    assert 1 == len(ends._known)

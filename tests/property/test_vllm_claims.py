@@ -72,7 +72,9 @@ class Prefiller:
     """A worker whose cache has two layers, and a decoder's cache that is like it."""
 
     def __init__(self):
-        self.engines = [tep.open_loopback(name=name) for name in ("prefiller", "decoder")]
+        self.engines = [
+            tep.TransferEngine.open("loopback", name=name) for name in ("prefiller", "decoder")
+        ]
         caches = []
         for engine in self.engines:
             blocks = KvBlocks(engine)

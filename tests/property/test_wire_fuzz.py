@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.errors import BadDescriptor
-from tep.wire import VERSION, Lease, MrDesc, NetAddr
+from tep.wire import VERSION, MrDesc, NetAddr
 
 U64 = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1), st.just(2**64 - 1))
 NAMES = st.text(max_size=40)
-Wire = NetAddr | MrDesc | Lease
-CLASSES = {cls.KIND: cls for cls in (NetAddr, MrDesc, Lease)}
+Wire = NetAddr | MrDesc
+CLASSES = {cls.KIND: cls for cls in (NetAddr, MrDesc)}
 
 
 @st.composite
@@ -36,15 +36,7 @@ def descriptors(draw: st.DrawFn) -> MrDesc:
     )
 
 
-@st.composite
-def leases(draw: st.DrawFn) -> Lease:
-    """Draw any lease that is sound."""
-    desc = msgspec.structs.replace(draw(descriptors()), writable=True)
-    for_ns = st.integers(1, 2**63 - 1)
-    return Lease(desc, draw(U64), draw(st.binary(min_size=1, max_size=256)), draw(for_ns))
-
-
-OBJECTS = st.one_of(addresses(), descriptors(), leases())
+OBJECTS = st.one_of(addresses(), descriptors())
 
 
 def sealed(kind: bytes, payload: bytes) -> bytes:

@@ -30,10 +30,10 @@ def kinds(told):
     return [kind for _, kind, _ in told]
 
 
-def write(engine, regions, npages=8, **kw):
+def write(engine, regions, npages=8, imm=7, **kw):
     """A paged write of small pages."""
     pages = Pages(range(npages))
-    return engine.submit_paged_writes(64, (regions[0], pages), (regions[1], pages), 7, **kw)
+    return engine.submit_paged_writes(64, (regions[0], pages), (regions[1], pages), imm, **kw)
 
 
 def regions_of(a, b):

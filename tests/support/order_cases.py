@@ -10,11 +10,11 @@ from functools import partial
 from typing import Final
 
 from tep.testing.explore import Choices
-from tests.support import failover_orders, lease_orders, reopening
+from tests.support import burnt_orders, failover_orders, reopening
 from tests.support.orders import explored
 from tests.support.planted import shows
 
-__all__ = ["FAILOVER", "LEASES", "REOPENING", "Cases", "first_case"]
+__all__ = ["BURNT", "FAILOVER", "REOPENING", "Cases", "first_case"]
 
 Cases = dict[str, Callable[[Choices], object]]
 
@@ -45,13 +45,21 @@ FAILOVER: Final[Cases] = {
     "four rows, and a NIC dies": _failover(4, (2, 1), 0),
 }
 
-LEASES: Final[Cases] = {
-    "no failover": partial(lease_orders.play, rows=1, nics=(2, 1), failover=False),
-    "one NIC": partial(lease_orders.play, rows=1, nics=(1, 2), failover=True),
-    "failover": partial(lease_orders.play, rows=1, nics=(2, 1), failover=True),
-    "a message is lost": partial(lease_orders.play, rows=1, nics=(1, 2), failover=False, losses=1),
-    "a message comes twice": partial(
-        lease_orders.play, rows=1, nics=(2, 1), failover=False, copies=1
+BURNT: Final[Cases] = {
+    "a queued row is cancelled": partial(
+        burnt_orders.Play, nics=(1, 1), rows=2, cancels=1, depth=1
+    ),
+    "its notice is lost": partial(
+        burnt_orders.Play, nics=(1, 1), rows=2, cancels=1, depth=1, losses=1
+    ),
+    "its notice comes twice": partial(
+        burnt_orders.Play, nics=(1, 1), rows=2, cancels=1, depth=1, copies=1, reuse=True
+    ),
+    "a path is cut": partial(burnt_orders.Play, nics=(1, 2), cuts=1),
+    "the only path is cut": partial(burnt_orders.Play, nics=(1, 1), cuts=1),
+    "no failover": partial(burnt_orders.Play, nics=(1, 2), cuts=1, failover=False),
+    "cut and cancelled": partial(
+        burnt_orders.Play, nics=(1, 2), rows=2, cuts=1, cancels=1, depth=1
     ),
 }
 

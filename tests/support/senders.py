@@ -10,6 +10,7 @@ import pytest
 
 import tep
 from tep.api import EngineOptions, Pages
+from tep.backends.base import Access
 from tep.engine import TransferEngine
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
@@ -20,11 +21,12 @@ PAGE, PAGES = 16, 40
 class World:
     """Senders a and b, and a receiver c with a region for both."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, *, readable: bool = False) -> None:
         self.cluster = cluster
         self.a, self.b, self.c = cluster.engines
         self.memory = np.zeros(2 * PAGE * PAGES, np.uint8)
-        self.mr, self.desc = self.c.reg_mr(self.memory)
+        access = Access.SOURCE_AND_TARGET | (Access.READABLE if readable else Access(0))
+        self.mr, self.desc = self.c.reg_mr(self.memory, access=access)
         self.mrs = {e.name: e.reg_mr(np.ones(PAGE * PAGES, np.uint8))[0] for e in (self.a, self.b)}
 
     def write(self, engine: TransferEngine, imm: object = 7, **kw: object) -> tep.Transfer:
@@ -47,10 +49,10 @@ class World:
 
 
 @contextmanager
-def world(**options: object) -> Iterator[World]:
+def world(*, readable: bool = False, **options: object) -> Iterator[World]:
     chaos = Chaos(sq_depth=2)
     with Cluster(3, 2, chaos=chaos, seed=3, options=EngineOptions(**options)) as cluster:
-        yield World(cluster)
+        yield World(cluster, readable=readable)
 
 
 __all__ = ["PAGE", "PAGES", "World", "world"]

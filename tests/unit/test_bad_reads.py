@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
     ),
     "no pairs": (
         lambda s: s.e.submit_single_read(8, s.desc, (s.mr, 0)),
-        "src is (MrDesc or Lease, ",
+        "src is (MrDesc, ",
     ),
     "plain list of source pages": (
         lambda s: paged(s, [0, 1], P([0, 1])),

@@ -6,38 +6,35 @@ import msgspec
 import pytest
 
 from tep.control.messages import (
+    IMM_RUN_BYTES,
     NICS_MAX,
     PRUNED_MAX,
-    REASON_MAX,
+    VALUES_MAX,
+    WHO_MAX,
     WHY_MAX,
     Answer,
     ControlMessage,
-    Ended,
     Failed,
     FenceOff,
-    Missing,
     Ping,
     Pong,
     Prune,
-    Renewed,
     Reopen,
     decode,
     encode,
 )
 from tep.errors import BadDescriptor
 
-ADDRESS, IMM, COUNT, NAME, DAYS = b"x" * 256, 2**32 - 1, 2**63 - 1, "n" * 200, 10**18
+ADDRESS, IMM, COUNT = b"x" * 256, 2**32 - 1, 2**63 - 1
+WHO, WHY = "n" * WHO_MAX, "y" * WHY_MAX
 LAST = NICS_MAX - 1
 
 LARGEST = [
     FenceOff(COUNT, ADDRESS, LAST, (0, IMM)),
-    Answer(COUNT, "y" * WHY_MAX, (0, COUNT), COUNT),
-    Failed(COUNT, NAME, IMM, "y" * REASON_MAX),
-    Missing(COUNT, COUNT, COUNT, NAME, "y" * WHY_MAX, COUNT, ((IMM, 1, COUNT, COUNT, COUNT, -1),)),
-    Missing(0, 0, 0, "", "", 0, ((0, PRUNED_MAX, 0, 0, 0, COUNT),)),
-    Ended(COUNT, ADDRESS, COUNT),
-    Renewed(COUNT, ADDRESS, COUNT, COUNT, DAYS),
-    Renewed(0, b"x", 0, 0, 1),
+    Answer(COUNT, WHY, (0, COUNT), COUNT),
+    Failed(COUNT, COUNT, WHO, WHY, ((0, 1), (2, PRUNED_MAX - 2), (IMM, 1))),
+    Failed(0, 0, "", "", ((IMM + 1 - PRUNED_MAX, PRUNED_MAX),)),
+    Failed(0, 0, "", "", tuple((2 * imm, 1) for imm in range(VALUES_MAX))),
     Reopen(COUNT, ADDRESS, LAST),
     Prune(COUNT, ADDRESS, LAST, COUNT, ((0, 1, 1), (2, PRUNED_MAX - 2, COUNT), (IMM, 1, COUNT))),
     Prune(0, b"x", 0, 1, ((0, 1, 1), (1, 1, 2))),
@@ -49,29 +46,22 @@ TOO_LARGE = [
     FenceOff(0, b"", 0, ()),
     FenceOff(0, b"x", NICS_MAX, ()),
     FenceOff(0, b"x", 0, (IMM + 1,)),
-    Answer(0, "y" * (WHY_MAX + 1), ()),
+    Answer(0, WHY + "y", ()),
     Answer(0, "", (-1,)),
-    Failed(0, NAME + "n", 0, ""),
-    Failed(0, "", 0, "y" * (REASON_MAX + 1)),
-    Renewed(0, b"x", 0, 0, DAYS + 1),
-    Renewed(0, b"x", 0, 0, 0),
+    Failed(0, -1, "", "", ((0, 1),)),
+    Failed(0, 0, WHO + "n", "", ((0, 1),)),
+    Failed(0, 0, "", WHY + "y", ((0, 1),)),
 ]
 
 NIC = b"nic9"
 GOLDEN = [
     (FenceOff(1, NIC, 2, (7, IMM)), "950101c4046e696339029207ceffffffff"),
     (Answer(1, "why", (5,), 3), "950201a3776879910503"),
-    (Failed(1, "a", 7, "gone"), "950301a16107a4676f6e65"),
+    (Failed(1, 4, "a", "gone", ((7, 2), (IMM, 1))), "96030104a161a4676f6e659292070292ceffffffff01"),
     (Ping(9), "920409"),
     (Pong(9), "920509"),
-    (Ended(1, NIC, 4), "940801c4046e69633904"),
-    (Renewed(1, NIC, 4, 2, 10**9), "960901c4046e6963390402ce3b9aca00"),
     (Reopen(1, NIC, 2), "940a01c4046e69633902"),
     (Prune(1, NIC, 2, 3, ((7, 2, 5),)), "960b01c4046e69633902039193070205"),
-    (
-        Missing(1, 2, 3, "a", "gone", 4, ((7, 2, 5, 4, 0, -1),)),
-        "980c010203a161a4676f6e650491960702050400ff",
-    ),
 ]
 
 
@@ -97,19 +87,35 @@ def test_larger_ones_are_refused(message) -> None:
     assert str(caught.value).startswith(f"{data[:16]!r}... ({len(data)} bytes)")
 
 
-@pytest.mark.parametrize(
-    ("runs", "why"),
-    [
-        ([(0, PRUNED_MAX, 1), (PRUNED_MAX, 1, 1)], "runs of 16385 immediates up to 16384"),
-        ([(IMM, 2, 1)], "runs of 2 immediates up to 4294967296"),
-        ([(5, 2, 1), (6, 1, 1)], "run at 6 begins before the end of the last, 7"),
-        ([(0, 0, 1)], "Expected `int` >= 1"),
-        ([(0, 1, 0)], "Expected `int` >= 1"),
-        ([], "length >= 1"),
-    ],
-)
-def test_runs_that_contradict_each_other_are_refused(runs, why) -> None:
-    """One immediate of two runs would be subtracted twice, and rows count as lost for ever."""
-    good = encode(Prune(0, b"x", 0, 1, ((0, 1, 1),)))
+RUNS = [
+    ([(0, PRUNED_MAX), (PRUNED_MAX, 1)], "runs of 16385 immediates up to 16384"),
+    ([(IMM, 2)], "runs of 2 immediates up to 4294967296"),
+    ([(5, 2), (6, 1)], "run at 6 begins before the end of the last, 7"),
+    ([(6, 1), (5, 1)], "run at 5 begins before the end of the last, 7"),
+    ([(0, 0)], "Expected `int` >= 1"),
+    ([], "length >= 1"),
+]
+
+
+@pytest.mark.parametrize(("runs", "why"), RUNS)
+def test_runs_that_contradict_each_other_are_refused(runs: list, why: str) -> None:
+    """One immediate of two runs would be subtracted twice; a long run would burn them all."""
+    prune = encode(Prune(0, b"x", 0, 1, ((0, 1, 1),)))
     with pytest.raises(BadDescriptor, match=why):
-        decode(good[:-5] + msgspec.msgpack.encode(runs))
+        decode(prune[:-5] + msgspec.msgpack.encode([(*run, 1) for run in runs]))
+    failed = encode(Failed(0, 0, "", "", ((0, 1),)))
+    with pytest.raises(BadDescriptor, match=why):
+        decode(failed[:-4] + msgspec.msgpack.encode(runs))
+
+
+def test_a_count_of_nothing_is_refused() -> None:
+    """A run of it would take room, and say nothing."""
+    good = encode(Prune(0, b"x", 0, 1, ((0, 1, 1),)))
+    with pytest.raises(BadDescriptor, match="Expected `int` >= 1"):
+        decode(good[:-5] + msgspec.msgpack.encode([(0, 1, 0)]))
+
+
+def test_a_run_of_immediates_takes_no_more_than_it_is_said_to() -> None:
+    """A notice with one run too many does not fit into a message, and is never sent."""
+    longest = max(len(msgspec.msgpack.encode((IMM, n))) for n in (1, PRUNED_MAX))
+    assert IMM_RUN_BYTES >= longest

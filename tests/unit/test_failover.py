@@ -67,7 +67,7 @@ def test_row_that_says_nic_down_is_as_good_as_the_nics_own_word() -> None:
     e.nics[1].finish()
     e.own.turn()
     assert "NIC_DOWN" == first.error.code
-    second = e.pages(4)
+    second = e.pages(4, imm=8)
     e.own.turn()
     finish_all(e.own)
     assert second.ok
@@ -83,7 +83,7 @@ def test_last_nic_dead_fails_what_waits_and_what_comes() -> None:
     for nic in e.nics:
         nic.go_down()
     e.own.turn(2)
-    later = e.pages(4)
+    later = e.pages(4, imm=8)
     message = e.engine.submit_send(e.peers[0].engine.main_address, b"x")
     e.own.turn()
     for handle in (waiting, later, message):
@@ -134,7 +134,7 @@ def test_peer_all_of_whose_nics_failed_is_tried_again() -> None:
     """A peer behind a switch that restarted would stay unreachable for ever."""
     e = Ends(1, (2,))
     for _ in range(2):
-        e.pages(1)
+        e.pages(1, imm=None)
         e.own.turn()
         e.nics[0].finish(status=Status.UNREACHABLE)
         e.own.turn()

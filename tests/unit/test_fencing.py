@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from tep.control import fencing as fences
+from tep.control import failover as fences
 from tep.control.channel import Channel
-from tep.control.fencing import Fencing
+from tep.control.failover import Fencing
 from tep.control.messages import FenceOff, Prune, Reopen
 from tep.errors import FabricError
 from tep.testing.explore import Choices

@@ -353,20 +353,6 @@ def test_a_wait_that_is_over_leaves_nothing_behind() -> None:
     assert ["second"] == told, "the one that was taken back only once"
 
 
-def test_an_engine_is_an_asynchronous_context_manager() -> None:
-    """`async with` is how a server holds what it opens."""
-
-    async def main() -> tep.TransferEngine:
-        async with tep.TransferEngine.open("loopback") as engine:
-            mr, desc = engine.reg_mr(bytearray(64))
-            assert "1 regions" in repr(engine)
-            assert isinstance(await engine.submit_single_write(8, (mr, 0), (desc, 8)), tep.Transfer)
-        return engine
-
-    engine = asyncio.run(main())
-    assert "closed" in repr(engine)
-
-
 def test_a_failed_handle_says_why() -> None:
     """A list of transfers in a debugger is read for the one that failed."""
     own = scripted()

@@ -266,14 +266,36 @@ def test_remove_refuses_what_somebody_waits_for(table) -> None:
         table.remove(7)
 
 
-def test_what_is_taken_back_is_no_more_than_is_there(table) -> None:
-    """A count below 0 would swallow the arrivals of the next request."""
-    table.add(7, 5)
-    for imm, count, left in ((7, 0, {7: 5}), (7, 2, {7: 3}), (8, 1, {7: 3}), (7, 9, {})):
-        table.take_back(imm, count)
-        assert left == table.counts
+def test_a_burnt_immediate_gives_up_its_line_and_its_count(table) -> None:
+    """Whoever stands in line waits for ever, and a count that stays is somebody else's later."""
+    wants = [expect(table, 4), expect(table, 1), expect(table, 2), expect(table, 3)]
+    other = expect(table, 2, 8)
+    table.cancel(wants[1])
+    table.add(7, 3)
+    error = FabricError("gone", code="PEER_FAILED")
+
+    assert ([wants[0], wants[2], wants[3]], 3) == table.burn(7, "a", error)
+    assert ([], 0) == table.burn(9, "a", error), "nothing of it is here"
+    assert ({}, 1) == (table.counts, table.waiting)
+    table.add(7, 9)
+    for imm in (7, 9):
+        with pytest.raises(FabricError, match=rf"gone; the immediate is burnt.*{imm:#x}"):
+            expect(table, 1, imm)
+    assert 9 == table.remove(7)
+    again = expect(table, 1)
     table.add(7, 1)
-    assert {7: 1} == table.counts
+    table.add(8, 2)
+    assert [again, other] == table.reached
+    assert 0 == table.waiting
+
+
+def test_what_left_a_line_that_is_burnt_is_not_counted_any_more(table) -> None:
+    """The lines would be cleared of what is not there, again and again."""
+    wants = [expect(table, 1) for _ in range(5)]
+    for want in wants[1:4]:
+        table.cancel(want)
+    table.burn(7, "a", FabricError("gone"))
+    assert (0, 0, set()) == (table._gone, table.waiting, table._behind)
 
 
 def test_give_up_empties_the_lines_and_keeps_the_counts(table) -> None:

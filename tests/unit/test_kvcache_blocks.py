@@ -10,6 +10,7 @@ import pytest
 from tep import BadDescriptor, TransferEngine, UsageError
 from tep.apps.kvcache import Patience
 from tep.apps.kvcache.blocks import KvBlocks, KvReceiver, KvSender
+from tep.backends.loopback import Hub
 
 PATIENCE = Patience(cancel_s=0.02, request_s=20.0, linger_s=0.1)
 TOKENS, HEADS, RUN, LAYERS, BLOCKS = 16, 2, 8, 2, 10
@@ -33,8 +34,8 @@ def cache(engine, order, *, heads=HEADS):
     return blocks, arrays
 
 
-@pytest.fixture
-def pair(engines):
+def join(engines):
+    """A sender and a receiver that know each other, and their arrays."""
     here, sources = cache(engines[0], "bhtd")
     there, sinks = cache(engines[1], "tbhd")
     sender = KvSender(here, patience=PATIENCE)
@@ -44,6 +45,11 @@ def pair(engines):
     for array in sources:
         array[:] = dice.integers(1, 256, array.shape, np.uint8)
     return sender, receiver, sources, sinks
+
+
+@pytest.fixture
+def pair(engines):
+    return join(engines)
 
 
 def poll_until(sides, handles):
@@ -151,10 +157,7 @@ def test_a_dead_sender_is_fenced_by_word(pair):
     addr = sender.blocks.engine.main_address
     load = receiver.expect("r", [[1, 2]])
     send = sender.begin("r", [[3, 4]], load.ticket)
-    end_s = time.monotonic() + 60
-    while not load._grants:
-        assert time.monotonic() < end_s
-        sender.poll()
+    granted(sender, load)
     sender.blocks.engine.close()
     receiver.fenced(addr.name, addr.epoch)
 
@@ -163,6 +166,52 @@ def test_a_dead_sender_is_fenced_by_word(pair):
     assert "is dead" in load.reason or "was lost" in load.reason
     assert "free" == load.state
     assert "open" == send.state
+
+
+def granted(sender, load):
+    """Poll until the sender may write."""
+    end_s = time.monotonic() + 60
+    while not load._grants:
+        assert time.monotonic() < end_s
+        sender.poll()
+
+
+def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
+    """Where NICs fence, blocks come back without its word; what it began before is ended first."""
+    hub = Hub()
+    with (
+        TransferEngine.open("loopback", hub=hub, name="one") as one,
+        TransferEngine.open("loopback", hub=hub, name="other") as other,
+    ):
+        sender, receiver, sources, sinks = join((one, other))
+        load = receiver.expect("old", [[1, 2]], timeout_s=0.2)
+        old = sender.begin("old", [[3, 4]], load.ticket)
+        granted(sender, load)
+        monkeypatch.setattr(sender.blocks, "send", lambda *_: None)
+        poll_until((receiver,), (load,))
+        monkeypatch.undo()
+
+        assert "free" == load.state
+        assert "before its deadline" in load.reason
+        assert receiver._removed
+        old.layer_done(0)
+        for array in sinks:
+            array[[1, 2]] = 0
+        tries, end_s = 0, time.monotonic() + 60
+        while not load.ok:  # its rows fail until its paths are opened again
+            assert time.monotonic() < end_s, load.reason
+            tries += 1
+            load = receiver.expect(f"new {tries}", [[5, 6]], timeout_s=2.0)
+            new = sender.begin(f"new {tries}", [[3, 4]], load.ticket)
+            for layer in range(LAYERS):
+                new.layer_done(layer)
+            poll_until((sender, receiver), (load, new))
+
+        poll_until((sender, receiver), (old,))
+        assert "done" == new.state
+        for source, sink in zip(sources, sinks, strict=True):
+            assert (source[[3, 4]] == sink[[5, 6]]).all()
+            assert not sink[[1, 2]].any(), "written after it was removed"
 
 
 BAD = {

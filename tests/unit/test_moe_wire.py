@@ -76,9 +76,11 @@ def test_immediates() -> None:
     made = {
         ("0, 0", "turn"): (imm_of(BASE, 1234, COMBINED), 1234),
         ("0, 0", "kind"): (imm_of(BASE, 1234, PUSHED), PUSHED),
-        ("0, 1", "call for recovery"): (recovery._call_imm(), 77),
-        ("1, 0", "vote: round"): (recovery._vote_imm(3), 21),
-        ("1, 0", "vote: rank"): (recovery._vote_imm(3), 3),
+        ("0, 1", "call for recovery: try"): (recovery._call_imm(31), 31),
+        ("0, 1", "call for recovery: incident"): (recovery._call_imm(31), 77),
+        ("1, 0", "vote: try"): (recovery._vote_imm(3, 31), 31),
+        ("1, 0", "vote: round"): (recovery._vote_imm(3, 31), 21),
+        ("1, 0", "vote: rank"): (recovery._vote_imm(3, 31), 3),
         ("1, 1", "partial sums: turn"): (partial_flag(BASE, 1234, 5), 1234),
         ("1, 1", "partial sums: node"): (partial_flag(BASE, 1234, 5), 5),
     }

@@ -79,8 +79,8 @@ class World:
     def xfer(self, op, mine=(0, 512), theirs=(1024, 512), notif=b""):
         return self.a.initialize_xfer(op, self.local(mine), self.remote(theirs), "B", notif)
 
-    def run(self, handle):
-        state, end_s = self.a.transfer(handle), time.monotonic() + 60
+    def run(self, handle, notif=b""):
+        state, end_s = self.a.transfer(handle, notif), time.monotonic() + 60
         while state == "PROC":
             assert time.monotonic() < end_s
             state = self.a.check_xfer_state(handle)
@@ -147,8 +147,7 @@ def test_a_handle_is_posted_again_and_measured(world):
     world.run(handle)
     with pytest.raises(bindings.nixlNoTelemetryError):
         world.b.get_xfer_telemetry(handle)
-    world.a.transfer(handle, b"second")
-    world.notifs(2)
+    world.run(handle, b"second")  # its notification may be there before it is DONE
     world.run(handle)
     told = world.a.get_xfer_telemetry(handle)
 

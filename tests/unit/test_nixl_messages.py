@@ -237,7 +237,7 @@ def test_a_notification_counts_only_from_the_agents_own_engine(agents):
         for seq in (0, 1, 10**9):
             for claim in claims:
                 body = wire.encode(wire.Notif(b"forged"))
-                frame = channel._Frame("A", claim.to_bytes(), seq, seq, 0, 0, body)
+                frame = channel._Frame("A", claim.to_bytes(), seq, seq, (0, seq), 0, 0, body)
                 raw = msgspec.msgpack.encode(frame)
                 evil.submit_send(victim.engine.main_address, raw).wait(WAIT_S)
         friend.send_notif("B", b"2")
@@ -324,12 +324,12 @@ def test_agents_that_have_spoken_are_bounded(agents, monkeypatch):
     with tep.TransferEngine.open("local", name="evil") as evil:
         for k in range(20):
             name = f"evil{k}"
-            frame = channel._Frame(name, evil.main_address.to_bytes(), 0, 0, 0, 0, b"x")
+            frame = channel._Frame(name, evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
             evil.submit_send(b.engine.main_address, msgspec.msgpack.encode(frame)).wait(WAIT_S)
         until(lambda: b._channels.foreign == 19)
     for k in range(8):
         with tep.TransferEngine.open("local", name="evil") as evil:
-            frame = channel._Frame(f"e{k}", evil.main_address.to_bytes(), 0, 0, 0, 0, b"x")
+            frame = channel._Frame(f"e{k}", evil.main_address.to_bytes(), 0, 0, (0, 0), 0, 0, b"x")
             evil.submit_send(b.engine.main_address, msgspec.msgpack.encode(frame)).wait(WAIT_S)
     a.send_notif("B", b"last")
 

@@ -13,8 +13,8 @@ import pytest
 import tep
 from tep.api import EngineOptions, Pages
 from tep.backends.loopback import Hub
+from tep.control.failover import Pruning
 from tep.control.messages import PRUNED_MAX, Answer, Prune, decode, encode, runs_max
-from tep.control.pruning import Pruning
 from tep.core import sums
 from tep.core.stats import Failover
 from tep.core.sums import Arrivals, PathSums, Sums, expand, runs_of
@@ -241,8 +241,8 @@ def test_each_list_fits_into_a_message_and_together_they_are_the_sums() -> None:
 def test_a_peer_that_does_not_prune_is_asked_less_and_less_often(*, silent: bool) -> None:
     """It was asked a hundred times a second for ever, over all paths to it.
 
-    Found by searches of drawn runs, which had no end: a peer did not answer, or had fenced a path
-    for a lease, and refused.
+    Found by searches of drawn runs, which had no end: a peer did not answer, or had fenced a path,
+    and refused.
     """
     lost: list[Callable[[], None]] = []
     clock_s = 0.0

@@ -139,7 +139,7 @@ def test_no_nic_left_fails_the_read() -> None:
     sent = r.paged(3, imm=7)
     r.me.nics[0].go_down()
     r.me.turn(3)
-    late = r.paged(3, imm=7)
+    late = r.paged(3, imm=8)
 
     for failed in (sent, late):
         with pytest.raises(FabricError, match="no path is left|no NIC of this engine is alive"):

@@ -11,9 +11,6 @@ import pytest
 
 from tep.api import EngineOptions, Pages, ScatterDst
 from tep.backends.base import Status
-from tep.control.channel import Channel
-from tep.control.messages import Answer
-from tep.control.telling import Telling
 from tep.core.pending import Pending
 from tep.core.sums import Arrivals
 from tep.core.transfer import Transfer
@@ -128,32 +125,45 @@ def test_sums_that_contradict_each_other_end_in_an_error(
         assert 0 == world.a._worker.failover.rows, "none was made good"
 
 
-@pytest.mark.parametrize(("landed", "fails"), [(0, False), (1, True), (2, True), (-1, False)])
-def test_of_lost_rows_beside_one_in_doubt_all_landed_or_none(
-    landed: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+def test_lost_rows_fail_where_an_earlier_row_of_their_immediate_may_have_landed() -> None:
+    """Its arrival would be taken for theirs: the reader would be released without their bytes."""
+    with Broken() as world:
+        sent, other = world.send(), world.send(8)
+        world.until_asked()
+        for loss in world.a._worker.group.losses:
+            loss.path.sums.unsure.add(7)
+        with pytest.raises(FabricError, match="imm 0x7 failed on that path before, and may have"):
+            sent.wait()
+        assert other.wait().ok, "its immediate is another one"
+
+
+@pytest.mark.parametrize("landed", ["none", "some", "all"])
+def test_of_lost_rows_beside_those_of_a_failed_transfer_all_landed_or_none(
+    landed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which of them landed is not known: a guess would hang the reader, or release it early."""
     with Broken() as world:
-        sent = world.send()
-        world.until_asked()
-        (loss,) = world.a._worker.group.losses
-        loss.path.sums.doubt[7] += 1
+        sent, fails = world.send(), world.send()
+        group = world.a._worker.group
+        world.env.run_until(lambda: bool(group.losses) and all(x.asked for x in group.losses))
+        fails.failure = FabricError("scripted", code="REMOTE_KEY")
+        losses = list(world.a._worker.group.losses)
+        mixed = [x for x in losses if {r.pending.transfer for r in x.rows} == {sent, fails}]
+        assert mixed, "no path lost rows of both"
+        known = world.a._worker.failover.acknowledged
 
         def counted(*_: object) -> tuple[int]:
-            known = world.a._worker.failover.acknowledged(loss.path, [7])[7]
-            return (known + landed % (len(loss.rows) + 2),)
+            (loss,) = losses
+            came = {"none": 0, "some": 1, "all": len(loss.rows)}[landed]
+            return (known(loss.path, [7])[7] + came,)
 
         monkeypatch.setattr(Arrivals, "sums", counted)
-        with (
-            mock.patch.object(Telling, "cleared") as cleared,
-            pytest.raises(FabricError) if fails else nullcontext() as caught,
-        ):
+        why = pytest.raises(FabricError, match=r"1 of \d+ rows of imm 0x7 came, \d+ are of failed")
+        with why if landed == "some" else nullcontext():
             sent.wait()
-        ended = [] if fails else [{7: 1 if landed else 0}]
-        assert ended == [call.args[1] for call in cleared.call_args_list], "what the peer is told"
-        if caught is not None:
-            why = f"{landed} of {len(loss.rows) + 1} immediates 0x7 came, 1 of them of failed"
-            assert why in str(caught.value)
+        assert (landed == "some") == (7 in losses[0].path.sums.unsure)
+        world.env.run()
+        assert "scripted" in str(fails.error)
 
 
 def test_rows_of_a_batch_that_has_not_ended_are_known_to_have_landed() -> None:
@@ -357,28 +367,3 @@ def test_no_row_of_a_scatter_is_out_on_a_path_that_is_asked_about() -> None:
         fabric._fail(flight)
         fabric._rest()
     assert fabric.controls
-
-
-@pytest.mark.parametrize(
-    ("counts", "pruned", "left"),
-    [((4,), 0, 0), ((5,), 0, 1), ((2,), 0, 1), ((4, 1), 0, 1), ((4,), 5, 1)],
-)
-def test_an_answer_that_cannot_be_clears_no_doubt_and_is_not_asked_for_again(
-    counts: tuple[int, ...], pruned: int, left: int
-) -> None:
-    """A guess would be counted as sums, and a peer that answers so is asked for ever."""
-    fabric = Fabric(Choices(), (1, 1), ())
-    a, b = fabric.engines
-    mr, _ = a.reg_mr(np.ones(8, np.uint8))
-    _, desc = b.reg_mr(np.zeros(8, np.uint8))
-    for _ in range(3):
-        a.submit_single_write(8, (mr, 0), (desc, 0), 7)
-        fabric.run()
-    path, failover = a._peers.link(b.main_address, "test").path(0, 0), a._worker.failover
-    path.sums.doubt[7] += 1
-    a._worker.group.suspect(path)
-    with mock.patch.object(Channel, "ask") as ask:
-        failover.clear(path, lambda _: None, pytest.fail)
-    ask.call_args.args[2](Answer(1, "", counts, pruned))
-    assert (left, False) == (path.sums.doubt[7], failover.can_clear(path))
-    assert (left == 1) == path.unclear

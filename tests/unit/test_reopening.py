@@ -6,8 +6,8 @@ from unittest import mock
 
 import pytest
 
+from tep.control.failover import Reopening
 from tep.control.messages import Answer, Reopen
-from tep.control.reopening import Reopening
 from tep.core.path import Link, Path, PathEvent, PathState
 from tep.wire import NetAddr
 
@@ -26,14 +26,12 @@ class End:
 
     Args:
         clear: whether the path has no row in flight and none to settle.
-        doubts: whether the peer can clear rows in doubt.
     """
 
-    def __init__(self, *, state: PathState = UP, clear: bool = True, doubts: bool = False) -> None:
+    def __init__(self, *, state: PathState = UP, clear: bool = True) -> None:
         self.group = mock.Mock(alive=[True, False], domains=[mock.Mock(address=b"a")])
         self.group.reopen = lambda path: path.to(PathEvent.OPENED)
         self.failover = mock.Mock(**{"is_clear.return_value": clear})
-        self.failover.can_clear.return_value = doubts
         self.fencing = mock.Mock(**{"is_outdated.return_value": False, "lift.return_value": None})
         self.channel = mock.Mock()
         self.opened: list[Path] = []
@@ -42,14 +40,14 @@ class End:
         self.path = self.link.path(0, 0)
         for event in HOW[state]:
             self.path.to(event)
-        find = {b"b": (self.link, 0)}.get
+        find = {b"b": self.link}.get
         parts = self.group, self.channel, self.failover, self.fencing
         self.reopening = Reopening(*parts, find, self.opened.append)
 
     def asked(self) -> str:
         """What begin() asks the peer: to fence, to open, or nothing."""
         self.reopening.begin(self.path)
-        what = ["fence"] * self.failover.clear.called + ["open"] * self.channel.ask.called
+        what = ["fence"] * self.failover.fence.called + ["open"] * self.channel.ask.called
         return " and ".join(what)
 
     def answer(self, why: str | None) -> None:
@@ -67,19 +65,18 @@ class End:
 
 
 @pytest.mark.parametrize(
-    ("state", "clear", "doubts", "asked"),
+    ("state", "clear", "asked"),
     [
-        (UP, True, False, ""),
-        (SUSPECT, True, False, "fence"),
-        (SUSPECT, False, False, ""),
-        (FENCED, True, False, "open"),
-        (FENCED, True, True, "fence"),
-        (FENCED, False, False, ""),
+        (UP, True, ""),
+        (SUSPECT, True, "fence"),
+        (SUSPECT, False, ""),
+        (FENCED, True, "open"),
+        (FENCED, False, ""),
     ],
 )
-def test_what_a_sender_asks(state: PathState, *, clear: bool, doubts: bool, asked: str) -> None:
+def test_what_a_sender_asks(state: PathState, *, clear: bool, asked: str) -> None:
     """A row in flight may land after the fence is lifted, and be counted for a later one."""
-    assert asked == End(state=state, clear=clear, doubts=doubts).asked()
+    assert asked == End(state=state, clear=clear).asked()
 
 
 def test_a_sender_asks_one_thing_at_a_time_and_for_what_it_can_use() -> None:
@@ -95,6 +92,20 @@ def test_a_sender_asks_one_thing_at_a_time_and_for_what_it_can_use() -> None:
     end.link.current = True
     assert "open" == end.asked()
     assert (True, PathState.REOPENING) == (end.path.asking, end.path.state)
+
+
+@pytest.mark.parametrize(("clear", "asked"), [(True, "fence and open"), (False, "fence")])
+def test_a_path_that_was_fenced_late_is_asked_for(*, clear: bool, asked: str) -> None:
+    """Rows may have been lost on it meanwhile: they are settled first."""
+    end = End(state=SUSPECT)
+    assert "fence" == end.asked()
+    path, then = end.failover.fence.call_args.args
+    assert path is end.path
+    for event in (PathEvent.ASKED, PathEvent.FENCED):
+        path.to(event)
+    end.failover.is_clear.return_value = clear
+    then()
+    assert asked == " and ".join(["fence"] + ["open"] * end.channel.ask.called)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""A worker that a bug has stopped: what its NICs held is in doubt, and is told so."""
+"""A worker that a bug has stopped: all ends, and what its NICs still do is said to be unknown."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 import tep
 from tep.backends.loopback import Hub
@@ -10,8 +11,8 @@ from tep.drivers import InlineDriver
 from tests.support.ends import Ends
 
 
-def test_a_stopped_worker_leaves_everything_in_doubt() -> None:
-    """After a bug nobody knows what the NICs hold."""
+def test_a_stopped_worker_leaves_its_memory_in_quarantine() -> None:
+    """After a bug nobody knows what the NICs hold, and who waits must not wait for ever."""
     hub = Hub(token=1)
     ring: list = []
     a, b = (
@@ -30,40 +31,20 @@ def test_a_stopped_worker_leaves_everything_in_doubt() -> None:
     a._machine.crash(RuntimeError("scripted"))
 
     assert "stopped by a bug" in mr.quarantined[0].why
-    assert "UNKNOWN" == sent.in_doubt[0].code
+    assert sent.failed
     b.close()
 
 
-def test_a_stopped_worker_leaves_the_rows_to_all_peers_in_doubt() -> None:
-    """One batch may go to several peers: whoever looks at its first row alone reuses the others."""
-    hub = Hub(token=1)
-    ring: list = []
-    a, b, c = (
-        tep.TransferEngine.open("loopback", name=n, hub=hub, driver=InlineDriver(ring), seed=3)
-        for n in "abc"
-    )
-    mr, _ = a.reg_mr(np.zeros(64, np.uint8))
-    descs = [peer.reg_mr(np.zeros(64, np.uint8))[1] for peer in (b, c)]
-    sent = a.submit_scatter(mr, [tep.ScatterDst(32, 0, (desc, 0)) for desc in descs])
-    for _ in range(100):
-        a._machine.step()
-        if sent.stats().rows_posted == sent.rows:
-            break
-    assert not sent.finished
-    a._machine.crash(RuntimeError("scripted"))
-
-    assert {"b", "c"} == {doubt.peer for doubt in sent.in_doubt}
-    b.close()
-    c.close()
-
-
-def test_what_no_nic_had_is_not_in_doubt() -> None:
-    """Its bytes cannot land: who waits for them to be safe would wait in vain."""
+def test_all_that_is_open_fails_and_says_that_nothing_is_known() -> None:
+    """Whoever waits would wait for ever, and whoever reuses the memory must be warned."""
     e = Ends(1)
     e.nics[0].room = 2
-    posted, waits = e.pages(2), e.pages(2)
+    posted, queued = e.pages(2), e.pages(2)
+    waits = e.engine.expect_imm_count(7, 1)
     e.own.turn()
+    not_taken = e.pages(2)
     e.engine._machine.crash(RuntimeError("scripted"))
 
-    assert "UNKNOWN" == posted.in_doubt[0].code
-    assert not waits.in_doubt
+    for handle in (posted, queued, waits, not_taken):
+        with pytest.raises(tep.ClosedError, match="what NICs hold is unknown, keep memory mapped"):
+            handle.result()

@@ -165,7 +165,7 @@ def test_a_path_comes_back_however_often_it_is_lost(stub, engines, both):
             engines.turn()
     assert 0 == write_all(7)
     assert 6 <= sum(
-        path.fences for e in (a, b) for link in e._peers.links.values() for path in link.paths()
+        far.reopened for e in (a, b) for far in e._machine.worker.group.far_ends._known.values()
     )
 
 

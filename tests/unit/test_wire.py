@@ -10,7 +10,7 @@ import pytest
 
 from tep import wire
 from tep.errors import BadDescriptor
-from tep.wire import Lease, MrDesc, NetAddr
+from tep.wire import MrDesc, NetAddr
 
 ADDR = NetAddr(
     backend="loopback",
@@ -39,9 +39,9 @@ ADDR_PAYLOAD = (
     "92c4046e696330c4046e696331"  # two addresses as bin8
     "92cf0000002e90edd00000"  # 200 Gbit/s as uint64, and unknown
 )
-GOLDEN_ADDR = "5445504103002500000037de7b01" + ADDR_PAYLOAD
+GOLDEN_ADDR = "544550410400250000009718710f" + ADDR_PAYLOAD
 GOLDEN_DESC = (
-    "5445504d03004e000000727e2a97"
+    "5445504d04004e0000005e1a51ca"
     "99" + ADDR_PAYLOAD + "03"  # nine fields  # region
     "ce00010000"  # 65,536 bytes
     "a6637564613a31"  # "cuda:1"
@@ -52,25 +52,15 @@ GOLDEN_DESC = (
     "cd0100"  # stride
 )
 
-LEASE = Lease(desc=DESC, number=5, holder=b"nic9", for_ns=10**9)
-GOLDEN_LEASE = (
-    "5445504c03005b0000009c6d32e4"
-    "94" + GOLDEN_DESC[28:] + "05"  # four fields  # number
-    "c4046e696339"  # holder as bin8
-    "ce3b9aca00"  # a second
-)
 
-
-def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 3, magic: bytes = b"TEP") -> bytes:
+def sealed(payload: bytes, *, kind: bytes = b"M", version: int = 4, magic: bytes = b"TEP") -> bytes:
     """Put a payload into an envelope whose length and checksum are right."""
     head = magic + kind + version.to_bytes(2, "little") + len(payload).to_bytes(4, "little")
     return head + zlib.crc32(head + payload).to_bytes(4, "little") + payload
 
 
-@pytest.mark.parametrize(
-    ("value", "golden"), [(ADDR, GOLDEN_ADDR), (DESC, GOLDEN_DESC), (LEASE, GOLDEN_LEASE)]
-)
-def test_golden_bytes(value: NetAddr | MrDesc | Lease, golden: str) -> None:
+@pytest.mark.parametrize(("value", "golden"), [(ADDR, GOLDEN_ADDR), (DESC, GOLDEN_DESC)])
+def test_golden_bytes(value: NetAddr | MrDesc, golden: str) -> None:
     """Another release must read what this one wrote; a changed layout needs a new VERSION."""
     assert golden == value.to_bytes().hex()
     assert value == type(value).from_bytes(bytes.fromhex(golden))
@@ -83,7 +73,6 @@ def test_who_says_nothing_of_reads_allows_none() -> None:
         rkeys=DESC.rkeys, bases=DESC.bases,
     )  # fmt: skip
     assert not desc.readable
-    assert f"lease 5 of {DESC} for 1 s" == str(LEASE)
 
 
 def test_docstring_table_matches_the_envelope() -> None:
@@ -123,7 +112,7 @@ def test_payload_holds_the_fields_in_class_order() -> None:
 
 def test_docstring_names_every_kind() -> None:
     """A kind that the table forgets is one that a reader cannot recognise."""
-    for cls in (NetAddr, MrDesc, Lease):
+    for cls in (NetAddr, MrDesc):
         assert f"{cls.KIND.decode()} = {cls.__name__}" in wire.__doc__
 
 
@@ -159,11 +148,11 @@ FIELDS = [ADDR, 3, 65_536, "cpu", True, [1, 2], [0, 0], False, 1]
         (b"\x80\x04pickle-of-something", "starts with .*; these bytes were not written by tep"),
         (ADDR.to_bytes(), "MrDesc: these bytes are a NetAddr, not a MrDesc"),
         (sealed(b"", kind=b"Z"), "MrDesc: these bytes are an unknown kind b'Z', not a MrDesc"),
-        (sealed(b"", version=1), "MrDesc: wire version 1, this tep reads 3; run the same release"),
+        (sealed(b"", version=1), "MrDesc: wire version 1, this tep reads 4; run the same release"),
         (sealed(b"", version=1, kind=b"Z"), "wire version 1"),
         (DESC.to_bytes()[:-1], "77 payload bytes, the envelope says 78; truncated or padded"),
         (DESC.to_bytes() + b"\0", "79 payload bytes, the envelope says 78; truncated or padded"),
-        (DESC.to_bytes()[:-1] + b"\1", "MrDesc: checksum 0x972a7e72 does not fit the bytes"),
+        (DESC.to_bytes()[:-1] + b"\1", "MrDesc: checksum 0xca511a5e does not fit the bytes"),
         (sealed(b""), "MrDesc: payload does not hold its fields"),
         (sealed(b"\xc1"), "MrDesc: payload does not hold its fields"),
         (sealed(msgspec.msgpack.encode({"a": 1})), "payload does not hold its fields"),
@@ -213,16 +202,6 @@ def test_impossible_addresses_are_refused(domains: list, link_bps: list, message
 
     with pytest.raises(BadDescriptor, match=message):
         NetAddr.from_bytes(data)
-
-
-@pytest.mark.parametrize(("writable", "for_ns"), [(False, 1), (True, 0)])
-def test_a_lease_that_lets_nobody_do_anything_is_refused(*, writable: bool, for_ns: int) -> None:
-    """Its holder would find out at the first write."""
-    desc = msgspec.structs.replace(DESC, writable=writable, readable=False)
-    lease = msgspec.structs.replace(LEASE, desc=desc, for_ns=for_ns)
-
-    with pytest.raises(BadDescriptor, match=f"for {for_ns} ns lets nobody do anything"):
-        Lease.from_bytes(lease.to_bytes())
 
 
 def test_descriptor_of_an_impossible_address_is_refused() -> None:

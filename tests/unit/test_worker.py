@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 
 from tep.api import EngineOptions, Pages
@@ -405,27 +403,6 @@ def test_an_expectation_stated_while_its_immediate_is_counted_is_met(monkeypatch
     assert not stated[0].finished
     own.engine._machine.step()
     assert stated[0].ok
-
-
-def test_what_is_let_go_after_the_posting_is_offered_in_the_next_step() -> None:
-    """It had been offered once, so the next step passed over it, and nobody asked for another.
-
-    Found by a search of drawn runs: a NIC without rows in flight refused a retry that had been
-    held until its peer knew of the failure. It was never posted.
-    """
-    own = scripted()
-    mr, desc = own.engine.reg_mr(memory(64))
-    worker = own.engine._worker
-    with mock.patch.object(worker, "telling") as telling:
-        telling.owed, telling.holds.return_value = {None: None}, True
-        transfer = own.engine.submit_single_write(64, (mr, 0), (desc, 0))
-        own.turn()
-    own.nics[0].room = 0
-    worker.start(transfer, was_held=True)
-    own.nics[0].room = 1
-
-    assert own.engine._machine.step()
-    assert 1 == len(own.nics[0].out)
 
 
 def test_of_two_times_an_engine_wakes_at_the_first() -> None:

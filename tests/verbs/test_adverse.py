@@ -142,11 +142,11 @@ def test_a_wrong_key_is_named_and_the_peer_stays_usable(devices):
         old, stale = b.reg_mr(buffer(MiB))
         b.deregister(old)
         _, desc = b.reg_mr(target)
-        for _ in range(3):
+        for imm in (10, 11, 12):
             with pytest.raises(
                 FabricError, match=r"to right NIC 0 failed on NIC 0 \(\w+\)"
             ) as caught:
-                a.submit_single_write(64, (mr, 0), (stale, 0), imm=1).wait(20)
+                a.submit_single_write(64, (mr, 0), (stale, 0), imm).wait(20)
             got = b.expect_imm_count(2, 16)
             a.submit_paged_writes(PAGE, (mr, pages(16)), (desc, pages(16)), imm=2).wait(20)
             got.wait(20)

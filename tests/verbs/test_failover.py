@@ -73,7 +73,8 @@ def test_a_path_that_lost_rows_is_used_again(soft_devices):
         with netem(["nic4"], "loss 100%"):
             turn_until(a, lambda: a._worker.failover.rows)
         link = next(iter(a._peers.links.values()))
-        turn_until(a, lambda: any(p.fences for p in link.paths()) and not link.closed)
+        assert link.shut()
+        turn_until(a, lambda: not (link.shut() or link.closed))
         source, target = noise(16 * PAGE, 3), buffer(16 * PAGE)
         (mr, _), (_, desc) = a.reg_mr(source), b.reg_mr(target)
         before = [sum(count for _, count in each.counted.items()) for each in b._worker._arrivals]

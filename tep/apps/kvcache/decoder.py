@@ -83,7 +83,7 @@ class Decoder:
         self.pool = pool or PagePool(side.npages)
         self.prefixes = PrefixCache(self.pool, prefix_pages) if prefix_pages else None
         self.tails = PagePool(side.tail_slots)
-        self.imms = ImmSpace(engines, imms)
+        self.imms = ImmSpace(imms)
         self.stats = DecoderStats()
         self._model = model
         self._layout = layout
@@ -395,14 +395,10 @@ class Decoder:
             pause_s = min(2 * pause_s, 16 * self._patience.cancel_s)
         if attempt.unsure:
             await asyncio.sleep(self._patience.linger_s)
-        landed = attempt.confirmed.result()
-        for index, expectation in enumerate(attempt.expectations):
+        for expectation in attempt.expectations:
             with contextlib.suppress(TepError):
                 await expectation
-            if expectation.ok and landed is not None:  # it has used these up
-                used = attempt.counts[index]
-                landed = (*landed[:index], landed[index] - used, *landed[index + 1 :])
-        self.imms.end_unclean(attempt.imm, landed)
+        self.imms.burn(attempt.imm)
         self.pool.release(attempt.fresh)
         self.tails.release(attempt.slot)
         self._forget(attempt)

@@ -25,8 +25,7 @@ __all__ = ["Lane", "Route", "Target", "make_routes"]
 
 # The prefiller says itself when a request ends early, and how many immediates landed: the decoder
 # counts them all before it gives their number out again.
-_PAGES = Routing(tell_failures=False)
-_WHOLE = Routing(num_shards=1, tell_failures=False)
+_WHOLE = Routing(num_shards=1)
 """The tail is one row, so that it counts as one immediate whatever its length."""
 
 PagePair = tuple[Pages, Pages]
@@ -247,7 +246,7 @@ class Lane:
             pages = route.chunks[chunk]
             assert pages is not None
             prepared = self._engine.prepare_paged_writes(
-                route.nbytes, (route.mr, pages[0]), (route.desc, pages[1]), routing=_PAGES
+                route.nbytes, (route.mr, pages[0]), (route.desc, pages[1])
             )
             self._prepared[number] = chunk, prepared
         return prepared.submit(

@@ -95,11 +95,11 @@ class Guard:
         transfer.add_done_callback(look)
 
     def watch_call(self, called: Expectation) -> None:
-        """Raise the alarm when another rank calls for recovery."""
+        """Raise the alarm when another rank calls for recovery, or its call has failed."""
         loop = asyncio.get_running_loop()
 
         def look(settled: Expectation) -> None:
-            if settled.ok:
+            if settled.ok or isinstance(settled.error, FabricError):
                 error = FabricError(f"{self._name}: another rank calls for recovery", code="CALLED")
                 with contextlib.suppress(RuntimeError):  # as above
                     loop.call_soon_threadsafe(self.alarm, error)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NodeSums", "chosen_nodes"]
 
-_BY_BYTES: Final = tep.Routing(scatter_by="bytes", tell_failures=False)
+_BY_BYTES: Final = tep.Routing(scatter_by="bytes")
 
 
 class _Partial(NamedTuple):

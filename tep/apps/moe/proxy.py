@@ -27,8 +27,8 @@ from tep.apps.moe.words import Word
 
 __all__ = ["Proxy"]
 
-_BY_PEERS: Final = tep.Routing(tell_failures=False)  # the ranks recover by a protocol of their own
-_FIRST_NIC: Final = tep.Routing(domain=0, tell_failures=False)
+_BY_PEERS: Final = tep.Routing()
+_FIRST_NIC: Final = tep.Routing(domain=0)
 
 Slice = tuple[int, int, int, int]
 """Peer, offset here, offset there, bytes."""
@@ -90,9 +90,7 @@ class Proxy:
         names = ("routes", "private", "rest", "results", "barrier")
         self._groups = {name: self.engine.add_peer_group(addresses) for name in names}
         self._ready = {}
-        self._pinned = [
-            tep.Routing(domain=nic, tell_failures=False) for nic in range(peers.nics(peers.rank))
-        ]
+        self._pinned = [tep.Routing(domain=nic) for nic in range(peers.nics(peers.rank))]
 
     # ------------------------------------------------------------------ a turn
 

@@ -28,7 +28,8 @@ _CALL: Final = 1 << 26
 _VOTE: Final = 1 << 27
 _FIELDS: Final = 5  # u64: incident, round, step, turn, progress; then the bitmap of the suspected
 _ROUNDS_MAX: Final = 16
-_QUIET: Final = tep.Routing(tell_failures=False)  # a write that fails is written again from here
+_TRY_SHIFT: Final = 20  # the number of the try stands above round, source and incident
+_TRIES_MAX: Final = 32
 
 
 class Verdict(NamedTuple):
@@ -100,11 +101,12 @@ class Recovery:
         self._called = self._engine.expect_imm_count(self._call_imm(), 1)
         self._guard.watch_call(self._called)
 
-    def _call_imm(self) -> int:
-        return self._config.imm_base | _CALL | (self._incident & 0xFFFF)
+    def _call_imm(self, attempt: int = 0) -> int:
+        return self._config.imm_base | _CALL | attempt << _TRY_SHIFT | (self._incident & 0xFFFF)
 
-    def _vote_imm(self, source: int) -> int:
-        return self._config.imm_base | _VOTE | (self._round & 0x3FF) << 10 | source
+    def _vote_imm(self, source: int, attempt: int) -> int:
+        number = attempt << _TRY_SHIFT | (self._round & 0x3FF) << 10 | source
+        return self._config.imm_base | _VOTE | number
 
     async def drain(self, sent: list[tep.Transfer]) -> None:
         """Wait until no own write is under way any more, whatever becomes of it."""
@@ -162,23 +164,26 @@ class Recovery:
         """Call everybody; return those who cannot be reached."""
         return await self._unreached(
             others,
-            lambda p: self._engine.submit_barrier(
-                [self._descs[p]], self._call_imm(), routing=_QUIET
+            lambda p, attempt: self._engine.submit_barrier(
+                [self._descs[p]], self._call_imm(attempt)
             ),
         )
 
-    async def _unreached(self, ranks: list[int], write: Callable[[int], tep.Transfer]) -> set[int]:
-        """Write to each rank; return those that no write gets to.
+    async def _unreached(
+        self, ranks: list[int], write: Callable[[int, int], tep.Transfer]
+    ) -> set[int]:
+        """Write to each rank by write(rank, number of the try); return those that none gets to.
 
         A write that fails is written again, once for each NIC that may be the one that is dead: the
-        engine takes another then. What it carries may land twice, and is counted once.
+        engine takes another then. Each try has an immediate of its own, since that of a failed one
+        is burnt.
         """
         missing = set(ranks)
-        for _ in range(1 + max([len(self._descs[p].rkeys) for p in ranks], default=0)):
+        for attempt in range(self._tries(ranks)):
             writes = {}
             for p in sorted(missing):
                 with contextlib.suppress(tep.FabricError, tep.UsageError):
-                    writes[p] = write(p)
+                    writes[p] = write(p, attempt)
             missing -= set(writes) - await self._failed(writes)
             if not missing:
                 break
@@ -208,26 +213,38 @@ class Recovery:
         for p in mine.suspects:
             row[8 * _FIELDS + p // 8] |= 1 << p % 8
         there = layout.votes + (2 * self._rank + parity) * VOTE_BYTES
-        imm = self._vote_imm(self._rank)
-        coming = {p: self._engine.expect_imm_count(self._vote_imm(p), 1) for p in asked}
         lost = await self._unreached(
             asked,
-            lambda p: self._engine.submit_single_write(
-                VOTE_BYTES, (self._mr, own), (self._descs[p], there), imm, routing=_QUIET
+            lambda p, attempt: self._engine.submit_single_write(
+                VOTE_BYTES,
+                (self._mr, own),
+                (self._descs[p], there),
+                self._vote_imm(self._rank, attempt),
             ),
         )
         found: dict[int, Vote | None] = dict.fromkeys(lost)
-        for p, vote in coming.items():
-            if p in found:
-                vote.cancel()
-                continue
-            try:
-                await self._patience.wait(vote, f"vote of rank {p}")
-            except TROUBLE:
-                found[p] = None
-                continue
-            found[p] = self._read(p)
+        for p in asked:
+            if p not in found:
+                found[p] = self._read(p) if await self._voted(p) else None
         return found
+
+    def _tries(self, ranks: list[int]) -> int:
+        """How often a write to one of these ranks is tried."""
+        nics = max([len(self._descs[p].rkeys) for p in ranks], default=0)
+        return min(1 + nics, _TRIES_MAX)
+
+    async def _voted(self, source: int) -> bool:
+        """Wait for the vote of a rank; where its write failed, for that of its next try."""
+        for attempt in range(self._tries([self._rank])):
+            vote = self._engine.expect_imm_count(self._vote_imm(source, attempt), 1)
+            try:
+                await self._patience.wait(vote, f"vote of rank {source}")
+            except TROUBLE as error:
+                if isinstance(error, tep.FabricError) and error.code == "PEER_FAILED":
+                    continue
+                return False
+            return True
+        return False
 
     def _read(self, source: int) -> Vote:
         at = self._layout.votes + (2 * source + self._round % 2) * VOTE_BYTES

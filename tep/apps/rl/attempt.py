@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from tep import (
     BadDescriptor,
+    BurntImm,
     Expectation,
     FabricError,
     MrDesc,
@@ -76,7 +77,11 @@ class Rank:
 
 
 class Attempt:
-    """One update on one rank. `run()` it, then `drain()` it, in any case."""
+    """One update on one rank. `run()` it, then `drain()` it, in any case.
+
+    Attributes:
+        draining: whether drain() has begun, which must not be cut short.
+    """
 
     def __init__(self, rank: Rank, schedule: Schedule, attempt: int, skip: Sequence[str]) -> None:
         self._rank = rank
@@ -91,6 +96,7 @@ class Attempt:
         self._ended_upto = -1
         self._released = asyncio.Condition()
         self._open: dict[Transfer | Expectation, None] = {}
+        self.draining = False
         self._group: asyncio.TaskGroup | None = None
         self._running: list[asyncio.Task[None]] = []
         self._spans: list[Span] = []
@@ -123,6 +129,7 @@ class Attempt:
 
     async def drain(self) -> None:
         """Cancel what is open and wait until all of it has come back."""
+        self.draining = True
         for handle in list(self._open):
             handle.cancel()
         for handle in list(self._open):
@@ -248,7 +255,8 @@ class Attempt:
             ]
             try:
                 transfer = self._engine.submit_scatter(self._rank.mr, dsts, imm, routing=ROUTING)
-            except (BadDescriptor, FabricError) as error:  # it restarted, or cannot be reached
+            # It restarted, cannot be reached, or another task's write to it has just failed.
+            except (BadDescriptor, BurntImm, FabricError) as error:
                 self._lost[name] = str(error)
                 continue
             self._track(transfer)

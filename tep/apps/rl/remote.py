@@ -3,7 +3,8 @@
 A frame is four bytes of length, little-endian, and MessagePack. A worker connects to the
 controller, says who it is, and both prove that they know the token, as at a rendezvous; then it
 answers calls. Several may run at once, so that an abort reaches a worker whose update runs. A
-connection that ends fails every call on it.
+connection that ends fails every call on it. Whatever a worker's method raises is the answer. Rule:
+a connection speaks for the worker that it began as.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ class TrainingWorker:
         self._meta = meta
         self._mr: MrHandle | None = None
         self._running: asyncio.Task[TrainReport] | None = None
+        self._work: Attempt | None = None
         self._idle = asyncio.Event()
         self._cancelled = False
 
@@ -106,7 +107,7 @@ class TrainingWorker:
             peers=self.peers,
             rollouts=self.rollouts,
         )
-        work = Attempt(mine, self.schedule, attempt, skip)
+        work = self._work = Attempt(mine, self.schedule, attempt, skip)
         running = self._running = asyncio.get_running_loop().create_task(_whole(work))
         running.add_done_callback(self._ended)
         try:
@@ -119,8 +120,9 @@ class TrainingWorker:
             raise
 
     def _cancel(self) -> None:
-        """Cancel what runs, once: a second time would cut the draining short."""
-        if self._running is not None and not self._cancelled:
+        """Cancel what runs, once, and only until it drains: that must not be cut short."""
+        draining = self._work is not None and self._work.draining
+        if self._running is not None and not (self._cancelled or draining):
             self._cancelled = True
             self._running.cancel()
 

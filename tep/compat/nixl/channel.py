@@ -1,11 +1,12 @@
 """Messages between agents, in order and once each, over an engine's messages, which are neither.
 
 A message travels in pieces that are numbered without end. A piece that is told to be lost is sent
-again; after some tries its whole message is given up, and its sender is told. Every piece says
-below which number nothing comes any more, so that no message waits for another one that was given
-up. Rule 1: of each message the sender learns that the receiver's engine has it and all before it,
-or that it is lost. Rule 2: what a peer says of itself counts only if the engine saw it come from
-there. Rule 3: what a peer can fill has a limit. No meaning lives here.
+again; after some tries its whole message is given up, and its sender is told. Later pieces name
+the numbers that were given up, so that no message waits for them. A piece that the receiver's
+engine has is waited for: its callback may come after those of later pieces. Rule 1: of each message
+the sender learns that the receiver's engine has it and all before it, or that it is lost. Rule 2:
+what a peer says of itself counts only if the engine saw it come from there. Rule 3: what a peer can
+fill has a limit. No meaning lives here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ BODY_MAX: Final = PIECES_MAX * PIECE
 """Longest message: 24 MiB."""
 
 WINDOW: Final = 1024
-"""Pieces on their way at a time, and so many that a receiver keeps out of order."""
+"""Pieces on their way at a time."""
+
+EARLY_MAX: Final = 2 * WINDOW
+"""Pieces that a receiver keeps out of order: those on their way, and as many that one overtook."""
 
 HELD_MAX: Final = WINDOW
 """Messages kept of an agent whose name another one has; later ones are dropped, and logged."""
@@ -66,8 +70,9 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     Attributes:
         name, addr: of the agent that sends it, and NetAddr of its engine.
-        seq: number of the piece; -1: it is none, and only `first` counts.
-        first: of those below it nothing is sent any more.
+        seq: number of the piece; -1: it is none, and only `gap` counts.
+        first: of those below it nothing is sent any more; the receiver's engine may have them.
+        gap: from this number up to that one all were given up; (0, 0): none.
         index, left: how many pieces of the same message come before it, and after it.
         body: of the piece.
     """
@@ -76,6 +81,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     addr: bytes
     seq: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)]
     first: Number
+    gap: tuple[Number, Number]
     index: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
     left: Annotated[int, Meta(ge=0, lt=PIECES_MAX)]
     body: Annotated[bytes, Meta(max_length=PIECE)]
@@ -110,11 +116,11 @@ class Channel:
         self._seq = 0
         self._sending: deque[_Sending] = deque()
         self._todo: deque[tuple[_Sending, int]] = deque()
-        self._gap = 0  # below it something was given up
-        self._known = 0  # the highest `first` that the peer has
+        self._gaps: deque[tuple[int, int]] = deque()  # given up, and the peer may not know
         self._posting = self._skipping = False
         self._next = 0
         self._early: dict[int, Piece] = {}
+        self._skips: set[tuple[int, int]] = set()  # gaps of the peer
         self._part: list[bytes] | None = None
 
     # ------------------------------------------------------------------ sending
@@ -156,9 +162,8 @@ class Channel:
         self._posting = False
 
     def _try(self, sending: _Sending, index: int, tries: int) -> None:
-        def ended(why: str, first: int) -> None:
+        def ended(why: str) -> None:
             if not why:
-                self._known = max(self._known, first)
                 sending.left.discard(index)
                 self._settle()
                 self._post()
@@ -173,20 +178,30 @@ class Channel:
         self._put(sending.start + index, index, left, sending.pieces[index], ended)
 
     def _put(
-        self, seq: int, index: int, left: int, body: bytes, ended: Callable[[str, int], object]
+        self, seq: int, index: int, left: int, body: bytes, ended: Callable[[str], object]
     ) -> None:
-        """Send one frame; ended(why, first) is called with "" once the peer's engine has it."""
-        owner, first = self._owner, self._first()
-        raw = msgspec.msgpack.encode(_Frame(owner.name, owner.raw, seq, first, index, left, body))
+        """Send one frame; ended(why) is called with "" once the peer's engine has it."""
+        owner, gap = self._owner, self._gaps[0] if self._gaps else (0, 0)
+        frame = _Frame(owner.name, owner.raw, seq, self._first(), gap, index, left, body)
+        raw = msgspec.msgpack.encode(frame)
 
         def done(sent: Message) -> None:
             with owner.lock:
-                ended("" if sent.error is None else str(sent.error) or "unknown", first)
+                if sent.error is None:
+                    self._knows(gap[1])
+                ended("" if sent.error is None else str(sent.error) or "unknown")
 
         try:
             owner.engine.submit_send(self.addr, raw, on_done=done)
         except TepError as error:
-            ended(str(error), first)
+            ended(str(error))
+
+    def _knows(self, stop: int) -> None:
+        """The peer has been told of all that was given up below a number."""
+        while self._gaps and self._gaps[0][0] < stop:
+            _, end = self._gaps.popleft()
+            if end > stop:
+                self._gaps.appendleft((stop, end))
 
     def _give_up(self, sending: _Sending, why: str) -> None:
         sending.lost = True
@@ -199,8 +214,10 @@ class Channel:
         queue = self._sending
         while queue and not queue[0].open:
             if queue[0].lost:
-                self._gap = queue.popleft().stop
-            elif self._known >= self._gap:
+                one = queue.popleft()
+                joins = self._gaps and self._gaps[-1][1] == one.start
+                self._gaps.append((self._gaps.pop()[0] if joins else one.start, one.stop))
+            elif not self._gaps:
                 queue.popleft().on_sent()
             else:  # the peer must know that nothing comes of what it waits for
                 if not self._skipping:
@@ -209,18 +226,15 @@ class Channel:
                 return
 
     def _skip(self, tries: int) -> None:
-        """Say which numbers are settled."""
+        """Say which numbers were given up."""
 
-        def ended(why: str, first: int) -> None:
+        def ended(why: str) -> None:
             if why and tries > 1:
                 self._skip(tries - 1)
                 return
-            self._skipping, self._known = False, self._known if why else max(self._known, first)
-            gap = self._gap
-            for one in tuple(self._sending) if why else ():
-                if one.lost:
-                    gap = one.stop
-                elif not one.left and self._known < gap:
+            self._skipping = False
+            for one in tuple(self._sending) if why and self._gaps else ():
+                if not one.left and not one.lost:
                     one.lost = True
                     one.on_lost(why)
             self._settle()
@@ -229,19 +243,29 @@ class Channel:
 
     # ------------------------------------------------------------------ receiving
 
+    def begin_at(self, seq: int) -> None:
+        """Expect no piece below a number."""
+        self._next = seq
+
     def take(self, frame: _Frame) -> Iterator[bytes]:
         """The messages that are now in order."""
-        if frame.seq >= max(self._next, frame.first) + WINDOW:
+        if frame.gap[0] <= self._next or len(self._skips) < EARLY_MAX:
+            self._skips.add(frame.gap)
+        else:
             self._owner.garbled += 1
-            return
-        if frame.seq >= self._next:
+        if frame.seq == self._next or (frame.seq > self._next and len(self._early) < EARLY_MAX):
             self._early[frame.seq] = frame.index, frame.left, frame.body
-        for seq in sorted(one for one in self._early if one < frame.first):
-            yield from self._join(self._early.pop(seq))
-        self._next = max(self._next, frame.first)
-        while (piece := self._early.pop(self._next, None)) is not None:
-            self._next += 1
-            yield from self._join(piece)
+        elif frame.seq > self._next:
+            self._owner.garbled += 1
+        while True:
+            while (piece := self._early.pop(self._next, None)) is not None:
+                self._next += 1
+                yield from self._join(piece)
+            stop = max((end for at, end in self._skips if at <= self._next), default=0)
+            if stop <= self._next:
+                break
+            self._next = min((stop, *self._early))
+        self._skips = {gap for gap in self._skips if gap[1] > self._next}
 
     def _join(self, piece: Piece) -> Iterator[bytes]:
         """The message that ends with a piece."""
@@ -290,6 +314,7 @@ class Channels:
         self._spoken: dict[bytes, Channel] = {}  # by engine
         self._owners: dict[str, NetAddr] = {}  # which engine has an agent's name
         self._introduced: set[str] = set()
+        self._forgot = False
         self._lost: set[NetAddr] = set()
         self.introduce(name, engine.main_address.by_address())
         engine.on_peer(self._on_peer)
@@ -324,25 +349,28 @@ class Channels:
             self.garbled += 1
             return
         with self.lock:
-            channel = self._from(frame.name, addr, sender)
+            channel = self._from(frame, addr, sender)
             if channel is None:
                 self.foreign += 1
                 return
             for body in channel.take(frame):
                 self._got(channel, body)
 
-    def _from(self, name: str, addr: NetAddr, sender: Sender) -> Channel | None:
+    def _from(self, frame: _Frame, addr: NetAddr, sender: Sender) -> Channel | None:
         """The channel of who says to be this agent; None: another engine has sent it."""
-        peer, channel = addr.by_address(), self._spoken.get(sender.engine)
+        name, peer, channel = frame.name, addr.by_address(), self._spoken.get(sender.engine)
         if not sender.owns(addr):
             return None
         if channel is None:
             channel = self._spoken[sender.engine] = self.to(name, peer)
+            if self._forgot:  # perhaps this one, and it goes on where it was
+                channel.begin_at(frame.first)
             while len(self._spoken) > AGENTS_MAX:
                 self._drop_one()
         return channel if (channel.name, channel.addr) == (name, peer) else None
 
     def _drop_one(self) -> None:
+        self._forgot = True
         engines = self._spoken.items()
         strangers = (key for key, one in engines if one.name not in self._introduced)
         channel = self._spoken.pop(next(strangers, next(iter(self._spoken))))

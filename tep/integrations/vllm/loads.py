@@ -55,7 +55,7 @@ class Loads:
     """
 
     def __init__(self, blocks: KvBlocks, terms: Terms) -> None:
-        patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s)
+        patience = Patience(cancel_s=terms.beat_s, request_s=terms.load_s, linger_s=terms.doubt_s)
         self.receiver = KvReceiver(blocks, patience=patience)
         self._blocks, self._terms = blocks, terms
         self._loading: dict[str, _Loading] = {}

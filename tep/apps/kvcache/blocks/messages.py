@@ -26,11 +26,7 @@ Parts = Annotated[int, Meta(ge=1, le=4096)]
 Rank = Annotated[int, Meta(ge=0, lt=4096)]
 Ranks = Annotated[int, Meta(ge=1, le=4096)]
 Imm = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
-Landed = Annotated[int, Meta(ge=-1, le=1 << 48)]
 Indices = Annotated[bytes, Meta(max_length=1 << 20)]
-
-UNKNOWN = -1
-"""In place of a number of immediates: it is not known how many landed."""
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -126,7 +122,6 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     Attributes:
         addr: NetAddr of the sender.
         serial: of the receiver's request.
-        landed: immediates delivered, or UNKNOWN.
         good: for each group, a bitmap of the blocks that were written whole.
         doubt: a failed row may still land.
         reason: why it ended early, else "".
@@ -134,7 +129,6 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
 
     addr: bytes
     serial: int
-    landed: Landed
     good: tuple[bytes, ...]
     doubt: bool
     reason: str

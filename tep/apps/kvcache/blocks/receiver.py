@@ -2,13 +2,15 @@
 
 Rule 1: a request is complete when every head of every tensor was claimed by one sender and each
 claim's immediates are counted. Rule 2: its blocks are free when it is complete, or when each claim
-has ended: by its sender's word, or because that incarnation is certain to be dead. Rule 3: each
-claim has an immediate of its own, which is given out again when none of its arrivals is missing.
-Rule 4: the lock of the cache guards everything here.
+has ended: by its sender's word, or because that incarnation is certain to be dead or is fenced off.
+A sender that does not say that it has stopped is removed from the engine, which fences it off where
+NICs can. Rule 3: each claim has an immediate of its own, which is given out again only if all that
+was expected of it has arrived. Rule 4: the lock of the cache guards everything here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -17,10 +19,12 @@ import numpy as np
 
 from tep import (
     BusyError,
+    ClosedError,
     Expectation,
     NetAddr,
     PeerChange,
     PeerEvent,
+    Removal,
     Sender,
     TepError,
     UsageError,
@@ -29,7 +33,6 @@ from tep.apps.immediates import KVCACHE
 from tep.apps.kvcache.blocks.cache import KvBlocks
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
-    UNKNOWN,
     Cancel,
     Claim,
     Ended,
@@ -81,7 +84,7 @@ class KvLoad(KvRequest):
         self._tp = 0  # of the senders, once one has claimed
         self._uncovered = receiver._heads_of(self)
         self._claimed: set[tuple[str, int]] = set()  # tensors, and ranks of the senders
-        self._told_s = -math.inf
+        self._told_s = self._failed_s = -math.inf
 
 
 class KvReceiver(KvSide):
@@ -91,7 +94,8 @@ class KvReceiver(KvSide):
         blocks: this rank's cache.
         imms: immediates to grant; they are this receiver's alone on its engine.
         patience: `cancel_s` between repeats of a message, `request_s` for one request, `linger_s`
-            how long a row may still land after its NIC or path failed.
+            how long a row may still land after its NIC or path failed, and how long a sender may
+            take to say that it has stopped before it is removed.
 
     Attributes:
         blocks, imms: as given.
@@ -108,11 +112,14 @@ class KvReceiver(KvSide):
         blocks.handle({Claim: self._on_claim, Ended: self._on_ended})
         blocks.engine.on_peer(self._on_peer)
         super().__init__(blocks, patience)
-        self.imms = ImmSpace((blocks.engine,), imms)
+        self.imms = ImmSpace(imms)
         self.refused: dict[str, int] = {}
         self._serial = 0
         self._loads: dict[int, KvLoad] = {}
         self._dead: dict[str, tuple[int, int]] = {}  # epoch, and the last request expected then
+        # Claims of senders that were removed from the engine, with their requests' serials, which
+        # these senders have not ended by their own word.
+        self._removed: dict[tuple[str, int], dict[int, int]] = {}
 
     def expect(
         self, request: str, block_ids: Sequence[Sequence[int]], *, timeout_s: float | None = None
@@ -154,12 +161,16 @@ class KvReceiver(KvSide):
         with self.blocks.lock:
             former, _ = self._dead.get(name, (epoch, 0))
             self._dead[name] = max(epoch, former), self._serial
-            for load in tuple(self._loads.values()):
-                for grant in load._grants.values():
-                    if grant.who[0] == name and grant.who[1] <= epoch and not grant.settled:
-                        grant.dead = True
-                        self._fail(load, f"sender {name} is dead")
-                self._settle(load)
+            self._end_of(name, epoch, "dead")
+
+    def _end_of(self, name: str, epoch: int, how: str) -> None:
+        """Nothing lands any more of what an incarnation of a sender, or one before it, has sent."""
+        for load in tuple(self._loads.values()):
+            for grant in load._grants.values():
+                if grant.who[0] == name and grant.who[1] <= epoch and not grant.settled:
+                    grant.dead = True
+                    self._fail(load, f"sender {name} is {how}")
+            self._settle(load)
 
     # ------------------------------------------------------------------ claims
 
@@ -176,6 +187,8 @@ class KvReceiver(KvSide):
         addr = self.blocks.peer_of(message.addr, sender)
         if addr is None:
             return
+        if self._ask_to_end(addr):
+            return  # it will ask again
         load, why = self._loads.get(message.serial), ""
         if load is not None and load.request == message.request:
             grant = load._grants.get((addr.name, addr.epoch, message.claim))
@@ -195,6 +208,17 @@ class KvReceiver(KvSide):
         why = why or f"{message.request!r} is not expected here, or not any more"
         self.refused[why] = self.refused.get(why, 0) + 1
         self.blocks.send(addr, Refuse(addr.epoch, message.claim, why))
+
+    def _ask_to_end(self, addr: NetAddr) -> bool:
+        """Ask a sender that was removed to end what it has not ended; False: there is nothing.
+
+        It stays fenced off until then: it is named to the engine by the next grant.
+        """
+        old = self._removed.get((addr.name, addr.epoch), {})
+        mine = self.blocks.engine.main_address.to_bytes()
+        for claim, serial in old.items():
+            self.blocks.send(addr, Cancel(addr.epoch, claim, mine, serial, "it was given up"))
+        return bool(old)
 
     def _grant(self, load: KvLoad, message: Claim, addr: NetAddr) -> _Grant:
         """Check who wants to write what, and grant it; an error: refused."""
@@ -259,6 +283,7 @@ class KvReceiver(KvSide):
         addr = self.blocks.peer_of(message.addr, sender)
         if addr is None:
             return
+        self._has_ended(addr, message.claim)
         load = self._loads.get(message.serial)
         if load is not None:
             grant = load._grants.get((addr.name, addr.epoch, message.claim))
@@ -274,10 +299,37 @@ class KvReceiver(KvSide):
     def _fail(self, load: KvLoad, reason: str) -> None:
         if load.state == "open":
             load._to("failed", reason)
-            load._told_s = self._now_s()
+            load._told_s = load._failed_s = self._now_s()
             for grant in load._grants.values():
                 self._cancel(load, grant)
         self._settle(load)
+
+    def _has_ended(self, addr: NetAddr, claim: int) -> None:
+        who = addr.name, addr.epoch
+        old = self._removed.get(who, {})
+        old.pop(claim, None)
+        if not old:
+            self._removed.pop(who, None)
+
+    def _remove(self, addr: NetAddr) -> None:
+        """Have a sender that does not say that it has stopped fenced off, once."""
+        who = addr.name, addr.epoch
+        if who in self._removed:
+            return
+        self._removed[who] = {
+            grant.claim: load._serial
+            for load in self._loads.values()
+            for grant in load._grants.values()
+            if grant.who == who and not grant.settled
+        }
+
+        def removed(removal: Removal) -> None:
+            with self.blocks.lock:
+                if removal.ok and not removal.unfenced:
+                    self._end_of(*who, "fenced off, since it did not say that it had stopped")
+
+        with contextlib.suppress(ClosedError):
+            self.blocks.engine.remove_peer(addr).add_done_callback(removed)
 
     def _cancel(self, load: KvLoad, grant: _Grant) -> None:
         """Ask a sender to stop, unless it is known that it has."""
@@ -313,13 +365,10 @@ class KvReceiver(KvSide):
             return
         if grant.free_s is not None and self._now_s() < grant.free_s and not grant.dead:
             return
-        # To forget an immediate waits for the engine's thread, so it is done there, in `_counted`:
-        # elsewhere that thread could be waiting for our lock meanwhile.
         if not grant.counted:
             expectation.cancel()
             return
-        known = ended is not None and ended.landed != UNKNOWN and not grant.dead
-        self.imms.end_unclean(grant.imm, (ended.landed,) if known and ended else None)
+        self.imms.burn(grant.imm)
         grant.settled = True
 
     def _failed_blocks(self, load: KvLoad) -> tuple[tuple[int, ...], ...]:
@@ -340,6 +389,7 @@ class KvReceiver(KvSide):
 
     def _on_peer(self, event: PeerEvent) -> None:
         if event.kind is PeerChange.RESTARTED:
+            self._removed.pop((event.peer, event.epoch), None)
             self.fenced(event.peer, event.epoch)
 
     def _turn(self) -> float:
@@ -354,6 +404,10 @@ class KvReceiver(KvSide):
                         load._told_s = now_s
                         for grant in load._grants.values():
                             self._cancel(load, grant)
+                    if now_s - load._failed_s >= patience.linger_s:
+                        for grant in load._grants.values():
+                            if not (grant.ended or grant.settled or grant.dead):
+                                self._remove(grant.addr)
                     self._settle(load)
         return patience.cancel_s
 

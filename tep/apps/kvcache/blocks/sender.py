@@ -18,7 +18,6 @@ from tep import BadDescriptor, NetAddr, Pages, Sender, TepError, Transfer, Usage
 from tep.apps.kvcache.blocks.cache import KvBlocks, PeerCache
 from tep.apps.kvcache.blocks.handle import KvRequest, KvSide
 from tep.apps.kvcache.blocks.messages import (
-    UNKNOWN,
     Cancel,
     Claim,
     Ended,
@@ -53,7 +52,6 @@ class _Claim:
         self.imm: int | None = None
         self.open: set[Transfer] = set()
         self.under_way = 0
-        self.landed = 0
         self.doubt = self.ended = self.over = False
         self.why = ""
         self.told_s = -math.inf
@@ -319,7 +317,6 @@ class KvSender(KvSide):
         with self.blocks.lock:
             claim.open.discard(transfer)
             claim.under_way -= 1
-            claim.landed += transfer.rows - transfer.dropped - transfer.failed_rows
             if transfer.ok:
                 claim.missing[group][slice(*span)] -= ntensors
             else:
@@ -374,8 +371,7 @@ class KvSender(KvSide):
     def _tell(self, claim: _Claim) -> None:
         addr = self.blocks.engine.main_address.to_bytes()
         good = tuple(np.packbits(left == 0).tobytes() for left in claim.missing)
-        landed = UNKNOWN if claim.doubt else claim.landed
-        end = (claim.ticket.serial, landed, good, claim.doubt, claim.why)
+        end = (claim.ticket.serial, good, claim.doubt, claim.why)
         message = Ended(claim.ticket.epoch, claim.number, addr, *end)
         self.blocks.send(claim.peer.addr, message)
 
@@ -384,7 +380,7 @@ class KvSender(KvSide):
         mine = self.blocks.engine.main_address.to_bytes()
         peer = self.blocks.peer_of(message.addr, sender)
         if peer is not None:
-            end = (message.serial, UNKNOWN, (), False, "ended long ago")
+            end = (message.serial, (), False, "ended long ago")
             self.blocks.send(peer, Ended(peer.epoch, message.claim, mine, *end))
 
     # ------------------------------------------------------------------ messages and time

@@ -1,0 +1,320 @@
+"""Planted bugs: immediates under which something failed, and peers that are removed.
+
+Their gate, `test_burnt_bugs`, looks for them in those of the oracle's runs that can show them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from tep.backends.base import Status
+from tep.control.channel import Notices
+from tep.control.failover import Failover, Fencing
+from tep.control.membership import Membership
+from tep.core.burnt import Burnt
+from tep.core.group import DomainGroup
+from tep.core.imm import ImmTable
+from tep.core.peers import PeerBook
+from tep.core.pending import Acks
+from tep.core.region import Job
+from tests.gate.registry import Bug, Change
+
+__all__ = ["BARRING", "BURNT", "DIRECTED", "ORDERS"]
+
+BURNT: dict[str, Bug] = {}
+"""Bugs of notices, of burnt immediates, and of rows under them."""
+
+BARRING: dict[str, Bug] = {}
+"""Bugs of a receiver that removes the sender."""
+
+ORDERS: dict[str, Bug] = {}
+"""Bugs that only the cases played whole show: no drawn run removes an immediate."""
+
+DIRECTED: dict[str, Bug] = {}
+"""Bugs that need more to go wrong at its moment than is drawn: `test_burnt_orders` plays that."""
+
+BUDGET = 20_000
+
+
+def burnt(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    """Register a bug of burnt immediates."""
+    BURNT[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
+    return plant
+
+
+def barring(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    """Register a bug of removals; one run in six removes the sender."""
+    BARRING[plant.__name__] = Bug(plant.__name__, plant, BUDGET)
+    return plant
+
+
+def directed(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    """Register a bug that a test of one order of events shows."""
+    DIRECTED[plant.__name__] = Bug(plant.__name__, plant, 0)
+    return plant
+
+
+def orders(plant: Callable[[], list[Change]]) -> Callable[[], list[Change]]:
+    """Register a bug that only the cases played whole show."""
+    ORDERS[plant.__name__] = Bug(plant.__name__, plant, 0)
+    return plant
+
+
+# ---------------------------------------------------------------------- the sender
+
+
+def burns_only(wanted: Callable[[object], bool]) -> list[Change]:
+    """Let a transfer burn its immediates only if wanted(its error)."""
+    burn = Notices.burn
+
+    def some(self, transfer):
+        if wanted(transfer.failure):
+            burn(self, transfer)
+
+    return [(Notices, "burn", some)]
+
+
+@burnt
+def a_failure_burns_nothing() -> list[Change]:
+    """A failed transfer burns nothing, and nobody is told."""
+    return burns_only(lambda failure: failure is None)
+
+
+@burnt
+def a_cancel_burns_nothing() -> list[Change]:
+    """A cancelled transfer burns nothing, and nobody is told."""
+    return burns_only(lambda failure: failure is not None)
+
+
+@burnt
+def no_notice_is_sent() -> list[Change]:
+    """The sender burns the immediates, and keeps that to itself."""
+    return [(Notices, "_tell", lambda *_: None)]
+
+
+@burnt
+def a_lost_notice_is_not_repeated() -> list[Change]:
+    """A notice that got no answer is forgotten."""
+    wake = Notices._wake
+
+    def once(self, peer, after_s=0.0):
+        if after_s:
+            peer.unsent.clear()
+        else:
+            wake(self, peer)
+
+    return [(Notices, "_wake", once)]
+
+
+@burnt
+def only_the_first_run_is_sent() -> list[Change]:
+    """A notice holds the first run of its immediates."""
+    maker = Notices._maker
+
+    def first(self, serial, reason, runs):
+        return maker(self, serial, reason, runs[:1])
+
+    return [(Notices, "_maker", first)]
+
+
+@burnt
+def only_the_first_target_is_told() -> list[Change]:
+    """The other targets of a scatter are not told, and may be written to under the immediate."""
+    by_peer = Job.imms_by_peer
+    return [(Job, "imms_by_peer", lambda self: by_peer(self)[:1])]
+
+
+@burnt
+def burnt_immediates_are_accepted() -> list[Change]:
+    """A request under a burnt immediate goes out like any other."""
+    rooms = "tep.engine.machine", "tep.engine.worker"
+    return [(room, "refuse_burnt", lambda *_: None) for room in rooms]
+
+
+# ---------------------------------------------------------------------- the receiver
+
+
+@burnt
+def only_the_first_run_is_burnt() -> list[Change]:
+    """The receiver burns the first run of a notice."""
+    burn = Membership._burn
+
+    def first(self, owner, imms, why, code, peer):
+        taken = list(imms)
+        run = [imm for k, imm in enumerate(taken) if imm == taken[0] + k]
+        burn(self, owner, run, why, code, peer)
+
+    return [(Membership, "_burn", first)]
+
+
+@burnt
+def open_expectations_wait_on() -> list[Change]:
+    """The receiver refuses later expectations, and lets the open ones wait."""
+
+    def burn(self, imm, owner, error):
+        self.burnt.add(owner, imm, error)
+        return [], 0
+
+    return [(ImmTable, "burn", burn)]
+
+
+@burnt
+def one_expectation_of_several_fails() -> list[Change]:
+    """Of several expectations in line the first fails, and the others wait."""
+    burn = ImmTable.burn
+
+    def first(self, imm, owner, error):
+        wants, came = burn(self, imm, owner, error)
+        return wants[:1], came
+
+    return [(ImmTable, "burn", first)]
+
+
+@burnt
+def later_expectations_are_not_refused() -> list[Change]:
+    """Who states an expectation after the notice waits for its timeout."""
+    expect = ImmTable.expect
+
+    def forgetful(self, want):
+        known, self.burnt = self.burnt, Burnt()
+        try:
+            expect(self, want)
+        finally:
+            self.burnt = known
+
+    return [(ImmTable, "expect", forgetful)]
+
+
+@burnt
+def what_comes_late_is_counted() -> list[Change]:
+    """The receiver fails what is open, and counts for a later expectation what came or comes."""
+    burn = ImmTable.burn
+
+    def fail_only(self, imm, owner, error):
+        came = self.counts.get(imm)
+        wants, _ = burn(self, imm, owner, error)
+        self.burnt.remove(imm)
+        self.counts.put(imm, came)
+        return wants, came
+
+    return [(ImmTable, "burn", fail_only)]
+
+
+@orders
+def late_copies_burn_again() -> list[Change]:
+    """A notice that comes again, after its immediate was removed, burns it again."""
+    noticed = Membership._noticed
+
+    def forgetful(self, nic, address, message):
+        self._serials.clear()
+        noticed(self, nic, address, message)
+
+    return [(Membership, "_noticed", forgetful)]
+
+
+# ---------------------------------------------------------------------- rows under a burnt one
+
+
+@burnt
+def rows_under_an_unsure_immediate_are_guessed() -> list[Change]:
+    """Rows are judged by sums that an earlier failed row may have changed."""
+    judge = Failover._judge_imm
+
+    def guess(self, loss, imm, rows, landed):
+        loss.path.sums.unsure.clear()
+        judge(self, loss, imm, rows, max(0, min(landed, len(rows))))
+
+    return [(Failover, "_judge_imm", guess), (Acks, "miss", lambda *_: None)]
+
+
+@directed
+def immediates_follow_a_row_that_was_lost() -> list[Change]:
+    """The immediates of a retransmission follow, although bytes of one of its rows never came."""
+    finish = DomainGroup.finish_retransmission
+
+    def blindly(self, retransmission, *, missed=False):
+        finish(self, retransmission)
+
+    return [(DomainGroup, "finish_retransmission", blindly)]
+
+
+# ---------------------------------------------------------------------- removals
+
+
+@barring
+def removals_wait_for_no_fence() -> list[Change]:
+    """A removal settles while paths from the peer are still being fenced off."""
+    let_go = Membership._let_go
+
+    def hasty(self, removal):
+        removal.fencing = 0
+        return let_go(self, removal)
+
+    return [(Membership, "_let_go", hasty)]
+
+
+@barring
+def removals_fence_nothing() -> list[Change]:
+    """A removal forgets the peer, and lets it write."""
+    return [(Fencing, "bar", lambda *_: None)]
+
+
+@barring
+def one_path_is_fenced_for_a_removal() -> list[Change]:
+    """Of the paths from a removed peer the first is fenced off."""
+    bar = Fencing.bar
+
+    def first(self, removal):
+        paths = itertools.count()
+
+        def fence(source, nic, then):
+            if next(paths):
+                then(Status.OK)
+            else:
+                Fencing.fence(self, source, nic, then)
+
+        self.fence = fence
+        bar(self, removal)
+        del self.fence
+
+    return [(Fencing, "bar", first)]
+
+
+@barring
+def a_failed_fence_counts_as_a_fence() -> list[Change]:
+    """A removal does not say that a path could not be fenced off."""
+    let_go = Membership._let_go
+
+    def silent(self, removal):
+        removal.unfenced = ""
+        return let_go(self, removal)
+
+    return [(Membership, "_let_go", silent)]
+
+
+@barring
+def removed_peers_are_let_in() -> list[Change]:
+    """A removed peer asks for its paths, and gets them."""
+    lift = Fencing.lift
+
+    def let_in(self, source, nic):
+        far = self._far_ends.get(nic, source)
+        if far is not None:
+            far.barred = False
+        return lift(self, source, nic)
+
+    return [(Fencing, "lift", let_in)]
+
+
+@barring
+def named_for_messages_is_let_in() -> list[Change]:
+    """A removed peer is let in again when it is named for messages only."""
+    link = PeerBook.link
+
+    def open_all(self, addr, what):
+        found = link(self, addr, what)
+        found.barred = False
+        return found
+
+    return [(PeerBook, "link", open_all)]
