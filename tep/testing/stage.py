@@ -264,8 +264,7 @@ class Stage:
             run
             for (place, number), run in self.runs.items()
             if host in run.hosts
-            and run.settled
-            and run.state != "done"
+            and _ended_badly(run)
             and not run.spec.silent
             and any(imm == due for due, _, _ in self.dues(place, number, host.name))
         ]
@@ -405,3 +404,10 @@ class Echo:
                     stage.blame(f"an answer of {answers.host.name} never ended")
                 if handle.state is State.FAILED and not may_fail:
                     stage.blame(f"an answer failed without a cause: {handle.error}")
+
+
+def _ended_badly(run: Run) -> bool:
+    """Whether a run has failed or was cancelled; its callback may still be to come."""
+    if run.settled:
+        return run.state != "done"
+    return run.handle is not None and run.handle.finished and not run.handle.ok
