@@ -20,6 +20,8 @@ from tep.wire import MrDesc, NetAddr
 __all__ = ["PeerBook", "PeerGroup"]
 
 _RESOLVED_MAX: Final = 1 << 16
+_LIVES_MAX: Final = 8
+"""Incarnations of one name that were removed, and are remembered."""
 
 
 class _Steady(NamedTuple):
@@ -116,9 +118,9 @@ class PeerBook:
         self._routes = routes
         self.links: dict[tuple[str, str], Link] = {}
         self.generation = 0
-        # Of peers that were removed: epoch, (our NIC, its NIC) of paths that were not UP, and
-        # whether the removal has fenced it off.
-        self._left: dict[tuple[str, str], tuple[int, list[tuple[int, int]], bool]] = {}
+        # Of the incarnations of each peer that were removed, by epoch: (our NIC, its NIC) of paths
+        # that were not UP, and whether the removal has fenced it off.
+        self._left: dict[tuple[str, str], dict[int, tuple[list[tuple[int, int]], bool]]] = {}
         self._replaced = replaced
         self._domains = domains
         self._lock = lock
@@ -160,7 +162,6 @@ class PeerBook:
             )
         who = addr.backend, addr.name
         known = self.links.get(who)
-        left, shut, fenced = self._left.get(who, (-1, [], False))
         if known is not None:
             old = known.addr.epoch
             if old > addr.epoch:
@@ -184,11 +185,11 @@ class PeerBook:
             known.current = False
             self.generation += 1
         link = Link(addr, self._domains, self._routes)
-        if left == addr.epoch:
-            link.again, link.barred = True, fenced
+        left = self._left.get(who, {}).pop(addr.epoch, None)
+        if left is not None:
+            link.again, (shut, link.barred) = True, left
             for domain, nic in shut:
                 link.path(domain, nic).to(PathEvent.LOST)
-        self._left.pop(who, None)
         self.links[who] = link
         return known, link
 
@@ -200,7 +201,7 @@ class PeerBook:
         who, former = (addr.backend, addr.name), None
         with self._lock:
             link = self.links.get(who)
-            old = self._left.get(who, (-1, [], False))[0] if link is None else link.addr.epoch
+            old = max(self._left.get(who, ()), default=-1) if link is None else link.addr.epoch
             is_new = old < addr.epoch or (old == addr.epoch and link is None)
             if is_new and addr.backend == self.own.backend:
                 former, link = self._meet(addr, "remove_peer")
@@ -227,7 +228,10 @@ class PeerBook:
             who = link.addr.backend, link.addr.name
             if self.links.get(who) is link:
                 del self.links[who]
-                self._left[who] = link.addr.epoch, link.shut(), fenced
+                left = self._left.setdefault(who, {})
+                left[link.addr.epoch] = link.shut(), fenced
+                if len(left) > _LIVES_MAX:
+                    del left[next(iter(left))]
 
     def resolve(self, desc: MrDesc, what: str, *, reads: bool = False) -> Remote:
         """A descriptor, ready for posting.
