@@ -16,7 +16,7 @@ from tep.control.messages import Pong
 from tep.core.path import PathEvent, PathState
 from tep.drivers import ThreadDriver
 from tep.engine import TransferEngine
-from tep.errors import BadRequest, BusyError, StaleEpoch, UsageError
+from tep.errors import BadRequest, BusyError, FabricError, StaleEpoch, UsageError
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog, pause
 from tep.turning import TurnDriver
@@ -457,3 +457,18 @@ def test_a_flushed_row_whose_path_a_note_has_broken_is_made_good() -> None:
         sent.wait()
         assert sent.stats().rows_again > 0
         assert PeerChange.LOST not in kinds(told)
+
+
+def test_an_old_descriptor_takes_no_fence_down() -> None:
+    """The fence of a removed peer stood; the engine forgot it when an earlier life was named."""
+    cluster, _ = pair(1)
+    with cluster:
+        a, b = cluster.engines
+        stale = regions_of(a, b)
+        later = cluster.restart("b")
+        write(a, regions_of(a, later)).wait()
+        assert "" == a.remove_peer(later.main_address).wait().unfenced
+        with pytest.raises(FabricError):
+            write(a, stale).wait()
+
+        assert a._peers.link(later.main_address, "a message").barred

@@ -151,22 +151,8 @@ def test_memory_is_flat_over_join_and_leave() -> None:
             sums = [len(arrivals.counted) for arrivals in worker._arrivals]
             sizes.append((*map(len, held), *sums, len(worker.open)))
         assert sizes[2:4] * 11 == sizes[2:]
+        assert [8] == [len(lives) for lives in a._peers._left.values()]
         assert 12 <= kinds(told).count(PeerChange.RESTARTED) <= 24
-
-
-def test_an_old_descriptor_takes_no_fence_down() -> None:
-    """The fence of a removed peer stood, and the engine forgot it when an earlier life was named."""
-    cluster, _ = pair(1)
-    with cluster:
-        a, b = cluster.engines
-        stale = regions_of(a, b)
-        later = cluster.restart("b")
-        write(a, regions_of(a, later)).wait()
-        assert "" == a.remove_peer(later.main_address).wait().unfenced
-        with pytest.raises(FabricError):
-            write(a, stale).wait()
-
-        assert a._peers.link(later.main_address, "a message").barred
 
 
 def test_removing_a_dead_peer_ends_with_its_rows() -> None:
