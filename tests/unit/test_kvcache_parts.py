@@ -215,7 +215,7 @@ def test_messages_survive_their_bytes() -> None:
         Hello("d", 1, b"addr", b"f" * 32, LAYOUT, ((b"x",), (b"y",)), b"t", 9, 64),
         Dispatch("d", 1, 5, "r", 2**32 - 1, b"\1\0\0\0", 3, 2, 17, b"", 2**32 - 1),
         Cancel("d", 2**63 - 1, 5),
-        Ended("p", 1, 5, (3, 0), "why"),
+        Ended("p", 1, 5, True, "why"),
         Beat("p", 1, 0),
     ):
         assert message == decode(encode(message))

@@ -376,8 +376,8 @@ def test_an_end_of_another_incarnation_confirms_nothing() -> None:
         model = Held(1)
         prefiller, decoder, task = await caught(one, model)
         (serial,) = decoder._open
-        decoder._on_message(Ended("p", prefiller.card.epoch + 1, serial, (0,), ""))
-        decoder._on_message(Ended("q", prefiller.card.epoch, serial, (0,), ""))
+        decoder._on_message(Ended("p", prefiller.card.epoch + 1, serial, False, ""))
+        decoder._on_message(Ended("q", prefiller.card.epoch, serial, False, ""))
         assert not decoder._open[serial].ended.done()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -395,7 +395,7 @@ def test_after_an_error_pages_stay_in_quarantine_for_what_may_still_land() -> No
         model = Held(1)
         prefiller, decoder, task = await caught(one, model)
         (serial,) = decoder._open
-        decoder._on_message(Ended("p", prefiller.card.epoch, serial, (), "a write failed"))
+        decoder._on_message(Ended("p", prefiller.card.epoch, serial, True, "a write failed"))
         await asyncio.sleep(4e-3)
         assert 3 == decoder.pool.nquarantined
         await asyncio.sleep(2e-3)

@@ -48,8 +48,7 @@ class Attempt:
         fresh, held: pages it brought, and those of a known prefix.
         slot: of its tail.
         ended: "" when the cache is complete, else why it will not be.
-        confirmed: that nothing of it is under way any more: immediates landed on each rank, or None
-            where that is not known.
+        confirmed: that nothing of it is under way any more.
         keys: how often the memory had been registered anew when it began.
         counts: immediates that each rank expects.
         expectations: one a rank.
@@ -64,7 +63,7 @@ class Attempt:
     held: PageIndices
     slot: PageIndices
     ended: asyncio.Future[str]
-    confirmed: asyncio.Future[tuple[int, ...] | None]
+    confirmed: asyncio.Future[None]
     keys: int
     counts: tuple[int, ...] = ()
     expectations: list[Expectation] = field(default_factory=list)
@@ -76,7 +75,7 @@ class Attempt:
         if not self.ended.done():
             self.ended.set_result(reason)
 
-    def confirm(self, landed: tuple[int, ...] | None) -> None:
+    def confirm(self) -> None:
         """Nothing of it is under way any more."""
         if not self.confirmed.done():
-            self.confirmed.set_result(landed)
+            self.confirmed.set_result(None)

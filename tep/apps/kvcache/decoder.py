@@ -161,7 +161,7 @@ class Decoder:
             card = attempt.session.card
             if card.name == prefiller and card.epoch <= epoch and not attempt.confirmed.done():
                 self.stats.fenced += 1
-                attempt.confirm(None)
+                attempt.confirm()
                 attempt.fail(f"prefiller {prefiller} is dead")
 
     # ------------------------------------------------------------------ one request
@@ -435,8 +435,8 @@ class Decoder:
             self._renew()
         if not attempt.confirmed.done():
             self.stats.confirmed += 1
-        attempt.unsure = len(message.landed) != self.memory.tp
-        attempt.confirm(None if attempt.unsure else message.landed)
+        attempt.unsure = message.unsure
+        attempt.confirm()
         attempt.fail(message.reason or "the prefiller ended it")
 
     def _renew(self) -> None:

@@ -70,7 +70,7 @@ class Peer:
         addr: of its first rank.
         target: where its cache is.
         jobs: its attempts that have not ended, by serial.
-        over: those that have: what landed of each, as long as it may ask.
+        over: those that have: whether a write of each failed, and may land; as long as it may ask.
         oldest: attempts before this serial are over for it too.
     """
 
@@ -79,7 +79,7 @@ class Peer:
     addr: NetAddr
     target: Target
     jobs: dict[int, Job] = field(default_factory=dict)
-    over: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    over: dict[int, bool] = field(default_factory=dict)
     oldest: int = 0
 
 

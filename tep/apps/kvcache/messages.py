@@ -111,12 +111,12 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True):
 
     Attributes:
         serial: of the attempt.
-        landed: immediates delivered to each rank; empty if that is not known, as after an error.
+        unsure: a write of it failed, and may land after its error.
         reason: why it failed; "" if it was cancelled, was over before, or never came.
     """
 
     serial: int
-    landed: tuple[int, ...]
+    unsure: bool
     reason: str
 
 

@@ -210,7 +210,7 @@ class Prefiller:
             return
         if self._leaving:
             self.stats.refused += 1
-            self._end(peer, serial, (0,) * peer.target.tp, f"prefiller {self.name} is leaving")
+            self._end(peer, serial, False, f"prefiller {self.name} is leaving")
             return
         self.stats.dispatched += 1
         job = peer.jobs[serial] = Job(peer, order)
@@ -226,8 +226,7 @@ class Prefiller:
             job.stop(_CANCELLED)
         else:
             # It has ended, or its dispatch has not come yet and must find the door shut.
-            landed = peer.over.get(serial, (0,) * peer.target.tp)
-            self._end(peer, serial, landed, "")
+            self._end(peer, serial, peer.over.get(serial, False), "")
 
     def _forget_before(self, peer: Peer, oldest: int) -> None:
         if oldest > peer.oldest:
@@ -246,9 +245,9 @@ class Prefiller:
         for job in tuple(peer.jobs.values()):
             job.stop(_ORPHANED)
 
-    def _end(self, peer: Peer, serial: int, landed: tuple[int, ...], reason: str) -> None:
-        peer.over[serial] = landed
-        ended = Ended(self.name, self._epoch, serial, landed, reason)
+    def _end(self, peer: Peer, serial: int, unsure: bool, reason: str) -> None:
+        peer.over[serial] = unsure
+        ended = Ended(self.name, self._epoch, serial, unsure, reason)
         # Nobody asks for an end that he does not know of: it must not get lost.
         self._post.send(peer.addr, ended, tries=self._sends, topic=(peer.name, peer.epoch, serial))
 
@@ -300,7 +299,6 @@ class Prefiller:
                 layers=self._layout.layers,
                 nchunks=len(chunks),
                 imm=order.imm,
-                dst_tp=target.tp,
                 on_seen=job.lane_seen,
                 on_idle=job.lane_idle,
                 on_trouble=job.stop,
@@ -333,17 +331,13 @@ class Prefiller:
             memory.tail(slot)[: len(tail)] = np.frombuffer(tail, np.uint8)
         dst = (target.tail, job.order.tail_slot * target.tail_bytes)
         src = (memory.tails.mr, slot * memory.tail_bytes)
-        job.lanes[0].send_tail(memory.tail_bytes, src, dst, 0)
+        job.lanes[0].send_tail(memory.tail_bytes, src, dst)
 
     def _settle(self, job: Job) -> None:
         peer, serial = job.peer, job.order.serial
         del peer.jobs[serial]
         self._jobs.remove(job)
-        landed = tuple(map(sum, zip(*(lane.landed for lane in job.lanes), strict=True)))
-        if not job.lanes:
-            landed = (0,) * peer.target.tp
-        if any(lane.failed for lane in job.lanes):
-            landed = ()  # what failed may have landed all the same
+        unsure = any(lane.failed for lane in job.lanes)
         stats = self.stats
         for lane in job.lanes:
             stats.writes += lane.writes
@@ -351,12 +345,12 @@ class Prefiller:
             stats.nbytes += lane.nbytes
         if not job.why:
             stats.finished += 1
-            peer.over[serial] = landed
+            peer.over[serial] = unsure
         else:
             stats.cancelled += job.why == _CANCELLED
             stats.orphaned += job.why == _ORPHANED
             stats.failed += job.why not in {_CANCELLED, _ORPHANED}
-            self._end(peer, serial, landed, "" if job.why == _CANCELLED else job.why)
+            self._end(peer, serial, unsure, "" if job.why == _CANCELLED else job.why)
         if _KEY_LOST in job.why:
             self._healthy.clear()
         if not (self._healthy.is_set() or any(other.lanes for other in self._jobs)):

@@ -23,8 +23,6 @@ from tep.apps.kvcache.pool import PageIndices
 
 __all__ = ["Lane", "Route", "Target", "make_routes"]
 
-# The prefiller says itself when a request ends early, and how many immediates landed: the decoder
-# counts them all before it gives their number out again.
 _WHOLE = Routing(num_shards=1)
 """The tail is one row, so that it counts as one immediate whatever its length."""
 
@@ -59,7 +57,6 @@ class Route:
 
     Attributes:
         mr, desc: both regions.
-        dst_rank: the rank there.
         nbytes: of one write.
         first_layer, layers: of the model, that the buffer holds.
         src_layer_bytes, dst_layer_bytes: from one layer to the next.
@@ -68,7 +65,6 @@ class Route:
 
     mr: MrHandle
     desc: MrDesc
-    dst_rank: int
     nbytes: int
     first_layer: int
     layers: int
@@ -124,7 +120,6 @@ def make_routes(
             Route(
                 memory.kv[src_rank][piece.buffer].mr,
                 target.kv[piece.dst_rank][piece.buffer],
-                piece.dst_rank,
                 piece.heads * head_bytes,
                 buffer.first_layer,
                 buffer.layers,
@@ -151,14 +146,12 @@ class Lane:
         layers: of the model.
         nchunks: of the prompt.
         imm: what every write carries.
-        dst_tp: ranks there.
         on_seen: called on the loop's thread, once: the word has said all that it has to say.
         on_idle: called on the loop's thread, once: all was sent, or stop() was called, and no row
             is under way any more.
         on_trouble: called on the loop's thread with the reason when a write fails.
 
     Attributes:
-        landed: immediates known to have been delivered, for each rank there.
         writes, rows, nbytes: transfers that have ended, the rows and the bytes they had.
         failed: why, if a write failed: then what has landed of it is not known; else "".
     """
@@ -171,13 +164,12 @@ class Lane:
         layers: int,
         nchunks: int,
         imm: int,
-        dst_tp: int,
         on_seen: Callable[[], object],
         on_idle: Callable[[], object],
         on_trouble: Callable[[str], object],
     ) -> None:
         self._engine = engine
-        self._routes = [(route, partial(self._settle, route.dst_rank)) for route in routes]
+        self._routes = routes
         self._prepared: dict[int, tuple[int, Prepared]] = {}  # for each route, of its last chunk
         self._layers = layers
         self._steps_left = layers * nchunks
@@ -189,7 +181,6 @@ class Lane:
         self._on_seen, self._on_idle, self._on_trouble = on_seen, on_idle, on_trouble
         self._loop = asyncio.get_running_loop()
         self._lock = RLock()
-        self.landed = [0] * dst_tp
         self.writes = self.rows = self.nbytes = 0
         self.failed = ""
 
@@ -209,16 +200,14 @@ class Lane:
                 self._tell(self._on_seen)
             self._check_idle()
 
-    def send_tail(
-        self, nbytes: int, src: tuple[MrHandle, int], dst: tuple[MrDesc, int], dst_rank: int
-    ) -> None:
+    def send_tail(self, nbytes: int, src: tuple[MrHandle, int], dst: tuple[MrDesc, int]) -> None:
         """Write the tail, once."""
         with self._lock:
             if self._stopped or not self._tail_due:
                 return
             self._tail_due = False
-            on_done = partial(self._settle, dst_rank)
-            submit = partial(self._engine.submit_single_write, routing=_WHOLE, on_done=on_done)
+            write = self._engine.submit_single_write
+            submit = partial(write, routing=_WHOLE, on_done=self._settle)
             self._submit(submit, nbytes, src, dst, self._imm)
             self._check_idle()
 
@@ -233,14 +222,14 @@ class Lane:
             self._check_idle()
 
     def _send_layer(self, chunk: int, layer: int) -> None:
-        for number, (route, _) in enumerate(self._routes):
+        for number, route in enumerate(self._routes):
             at = layer - route.first_layer
             if route.chunks[chunk] is not None and 0 <= at < route.layers:
                 self._submit(self._send_pages, number, chunk, at)
 
     def _send_pages(self, number: int, chunk: int, layer: int) -> Transfer:
         """Write one layer of a route's buffer: all layers of a chunk are one prepared transfer."""
-        route, on_done = self._routes[number]
+        route = self._routes[number]
         of_chunk, prepared = self._prepared.get(number, (-1, None))
         if prepared is None or of_chunk != chunk:
             pages = route.chunks[chunk]
@@ -253,7 +242,7 @@ class Lane:
             self._imm,
             src_offset=layer * route.src_layer_bytes,
             dst_offset=layer * route.dst_layer_bytes,
-            on_done=on_done,
+            on_done=self._settle,
         )
 
     def _submit(self, submit: Callable[..., Transfer], *args: object) -> None:
@@ -267,14 +256,13 @@ class Lane:
         if not transfer.finished:
             self._open.add(transfer)
 
-    def _settle(self, dst_rank: int, transfer: Transfer) -> None:
+    def _settle(self, transfer: Transfer) -> None:
         with self._lock:
             self._open.discard(transfer)
             self._under_way -= 1
             self.writes += 1
             self.rows += transfer.rows
             self.nbytes += transfer.job.total
-            self.landed[dst_rank] += transfer.rows - transfer.dropped - transfer.failed_rows
             if transfer.error is not None and not transfer.cancelled:
                 self._trouble(str(transfer.error))
             self._check_idle()

@@ -166,7 +166,7 @@ class Proxy:
                 tep.ScatterDst(n, layout.routes_out, (peers.descs[p], there)) for p in peers.targets
             ]
             ready = self._ready["routes"] = self.engine.prepare_scatter(
-                self.mr, dsts, group=self._groups["routes"], routing=_BY_PEERS
+                self.mr, dsts, group=self._groups["routes"]
             )
         sent = ready.submit(self._imm(turn, ROUTE))
         self.guard.watch(sent)
