@@ -312,9 +312,16 @@ class KvReceiver(KvSide):
             self._removed.pop(who, None)
 
     def _remove(self, addr: NetAddr) -> None:
-        """Have a sender that does not say that it has stopped fenced off, once."""
+        """Have a sender that does not say that it has stopped fenced off, once.
+
+        Not while another request waits for it: a removal would end that, too.
+        """
         who = addr.name, addr.epoch
-        if who in self._removed:
+        if who in self._removed or any(
+            grant.who == who and load.state == "open"
+            for load in self._loads.values()
+            for grant in load._grants.values()
+        ):
             return
         self._removed[who] = {
             grant.claim: load._serial
