@@ -106,7 +106,7 @@ def cancel_is_confirmed_before_the_writes_are_back(patch: pytest.MonkeyPatch) ->
     def on_cancel(method: Callable[..., None], side: Prefiller, peer: Peer, serial: int) -> None:
         method(side, peer, serial)
         if serial in peer.jobs:
-            side._end(peer, serial, (0,) * peer.target.tp, "")
+            side._end(peer, serial, False, "")
             del peer.over[serial]
 
     around(patch, Prefiller, "_on_cancel", on_cancel)

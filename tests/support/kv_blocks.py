@@ -20,8 +20,8 @@ from tep.apps.kvcache.blocks import KvBlocks, KvLoad, KvReceiver, KvSend, KvSend
 US = 1e-6
 HEADS, TOKENS, RUN, LAYERS, BLOCKS = 4, 4, 8, 3, 12
 PAINT, GARBAGE = 0xA5, 0x5C
-PATIENCE = Patience(
-    beat_s=10 * US, silent_s=100 * US, cancel_s=50 * US, request_s=200_000 * US, linger_s=300 * US
+PATIENCE = Patience(  # an engine may be held up for 3 ms, and is not silent for that
+    beat_s=10 * US, silent_s=100 * US, cancel_s=50 * US, request_s=0.2, linger_s=10_000 * US
 )
 AXES = "lpbht"  # layer, plane (K or V), block, head, token; the elements come last
 MLA = "mla"  # its tensors have one head, other tokens a block, and blocks of their own
@@ -181,6 +181,8 @@ async def _play(case: Case, cluster: sim.Cluster, found: Run) -> None:
             if (view != PAINT).any():
                 found.violations.append(f"{name}: written after its blocks were given back")
     for receiver in receivers:
+        if receiver._removed and not (found.crashed or case.lost):
+            found.violations.append(f"removed, though alive: {list(receiver._removed)}")
         if receiver.imms.live or receiver._loads:
             found.violations.append(f"live immediates {receiver.imms.live} or loads left")
     for sender in living:

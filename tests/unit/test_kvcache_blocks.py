@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,12 +35,12 @@ def cache(engine, order, *, heads=HEADS):
     return blocks, arrays
 
 
-def join(engines):
+def join(engines, patience=PATIENCE):
     """A sender and a receiver that know each other, and their arrays."""
     here, sources = cache(engines[0], "bhtd")
     there, sinks = cache(engines[1], "tbhd")
-    sender = KvSender(here, patience=PATIENCE)
-    receiver = KvReceiver(there, patience=PATIENCE)
+    sender = KvSender(here, patience=patience)
+    receiver = KvReceiver(there, patience=patience)
     sender.connect(there.card())
     dice = np.random.default_rng(0)
     for array in sources:
@@ -212,6 +213,36 @@ def test_a_silent_sender_is_removed_and_may_come_back(monkeypatch):
         for source, sink in zip(sources, sinks, strict=True):
             assert (source[[3, 4]] == sink[[5, 6]]).all()
             assert not sink[[1, 2]].any(), "written after it was removed"
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_slow_sender_is_waited_for_as_long_as_a_request_may_take(ends):
+    """A sender that is removed because a NIC of it is slow loses its other requests as well."""
+    patience = replace(PATIENCE, request_s=0.6)
+    with (
+        TransferEngine.open("loopback", hub=(hub := Hub()), name="one") as one,
+        TransferEngine.open("loopback", hub=hub, name="other") as other,
+    ):
+        sender, receiver, _, _ = join((one, other), patience)
+        load = receiver.expect("r", [[1, 2]])
+        send = sender.begin("r", [[3, 4]], load.ticket)
+        granted(sender, load)
+        (claim,) = send._claims
+        claim.under_way += 1  # a row that its NIC keeps
+        load.cancel()
+        begin_s = time.monotonic()
+        while time.monotonic() - begin_s < 3 * patience.linger_s:
+            sender.poll()
+            receiver.poll()
+
+        assert "failed" == load.state
+        assert not receiver._removed
+        if ends:
+            claim.under_way -= 1
+            sender._settle(send)
+        poll_until((sender, receiver), (load,))
+        assert "free" == load.state
+        assert ends != bool(receiver._removed)
 
 
 BAD = {

@@ -16,8 +16,8 @@ from tep import BadDescriptor
 from tep.apps.kvcache.blocks.strided import Placed
 
 __all__ = [
-    "Cancel", "Card", "Claim", "Ended", "Go", "Message", "Note", "Over", "Refuse", "Ticket",
-    "decode", "decode_as", "encode",
+    "Cancel", "Card", "Claim", "Ended", "Go", "Message", "Note", "Over", "Refuse", "Stopping",
+    "Ticket", "decode", "decode_as", "encode",
 ]  # fmt: skip
 
 _U64 = Annotated[int, Meta(ge=0)]
@@ -134,6 +134,18 @@ class Ended(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, 
     reason: str
 
 
+class Stopping(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Sender -> receiver: I know that I shall stop, and rows of this claim are under way.
+
+    Attributes:
+        addr: NetAddr of the sender.
+        serial: of the receiver's request.
+    """
+
+    addr: bytes
+    serial: int
+
+
 class Over(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
     """Receiver -> sender: I know that it ended."""
 
@@ -153,7 +165,7 @@ class Note(_Message, frozen=True, array_like=True, forbid_unknown_fields=True, t
     body: bytes
 
 
-Message = Claim | Go | Refuse | Cancel | Ended | Over | Note
+Message = Claim | Go | Refuse | Cancel | Ended | Stopping | Over | Note
 _T = TypeVar("_T")
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, strict=True)

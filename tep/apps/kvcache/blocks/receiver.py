@@ -3,9 +3,9 @@
 Rule 1: a request is complete when every head of every tensor was claimed by one sender and each
 claim's immediates are counted. Rule 2: its blocks are free when it is complete, or when each claim
 has ended: by its sender's word, or because that incarnation is certain to be dead or is fenced off.
-A sender that does not say that it has stopped is removed from the engine, which fences it off where
-NICs can. Rule 3: each claim has an immediate of its own, which is given out again only if all that
-was expected of it has arrived. Rule 4: the lock of the cache guards everything here.
+A sender that is silent when it is asked to stop is removed from the engine, which fences it off
+where NICs can. Rule 3: each claim has an immediate of its own, which is given out again only if all
+that was expected of it has arrived. Rule 4: the lock of the cache guards everything here.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tep.apps.kvcache.blocks.messages import (
     Go,
     Over,
     Refuse,
+    Stopping,
     Ticket,
     encode,
 )
@@ -57,6 +58,7 @@ class _Grant:
         self.expectation: Expectation | None = None
         self.ended: Ended | None = None
         self.counted = self.settled = self.dead = False
+        self.asked = 0  # times that it was asked again to stop, since it last answered
         self.free_s: float | None = None  # when the last row in doubt counts as landed
 
     @property
@@ -94,8 +96,8 @@ class KvReceiver(KvSide):
         blocks: this rank's cache.
         imms: immediates to grant; they are this receiver's alone on its engine.
         patience: `cancel_s` between repeats of a message, `request_s` for one request, `linger_s`
-            how long a row may still land after its NIC or path failed, and how long a sender may
-            take to say that it has stopped before it is removed.
+            how long a row may still land after its NIC or path failed, and how long a sender that
+            is asked to stop may be silent before it is removed.
 
     Attributes:
         blocks, imms: as given.
@@ -109,7 +111,13 @@ class KvReceiver(KvSide):
         imms: range = KVCACHE,
         patience: Patience = Patience(),
     ) -> None:
-        blocks.handle({Claim: self._on_claim, Ended: self._on_ended})
+        blocks.handle(
+            {
+                Claim: self._on_claim,
+                Stopping: self._on_stopping,
+                Ended: self._on_ended,
+            }
+        )
         blocks.engine.on_peer(self._on_peer)
         super().__init__(blocks, patience)
         self.imms = ImmSpace(imms)
@@ -279,6 +287,13 @@ class KvReceiver(KvSide):
                 self._fail(load, f"{grant.addr.name}: {expectation.error}")
             self._settle(load)
 
+    def _on_stopping(self, message: Stopping, sender: Sender) -> None:
+        addr, load = self.blocks.peer_of(message.addr, sender), self._loads.get(message.serial)
+        if addr is not None and load is not None:
+            grant = load._grants.get((addr.name, addr.epoch, message.claim))
+            if grant is not None:
+                grant.asked = 0
+
     def _on_ended(self, message: Ended, sender: Sender) -> None:
         addr = self.blocks.peer_of(message.addr, sender)
         if addr is None:
@@ -312,16 +327,9 @@ class KvReceiver(KvSide):
             self._removed.pop(who, None)
 
     def _remove(self, addr: NetAddr) -> None:
-        """Have a sender that does not say that it has stopped fenced off, once.
-
-        Not while another request waits for it: a removal would end that, too.
-        """
+        """Have a silent sender fenced off, once."""
         who = addr.name, addr.epoch
-        if who in self._removed or any(
-            grant.who == who and load.state == "open"
-            for load in self._loads.values()
-            for grant in load._grants.values()
-        ):
+        if who in self._removed:
             return
         self._removed[who] = {
             grant.claim: load._serial
@@ -338,12 +346,18 @@ class KvReceiver(KvSide):
         with contextlib.suppress(ClosedError):
             self.blocks.engine.remove_peer(addr).add_done_callback(removed)
 
-    def _cancel(self, load: KvLoad, grant: _Grant) -> None:
-        """Ask a sender to stop, unless it is known that it has."""
+    def _cancel(self, load: KvLoad, grant: _Grant, never: bool = False) -> None:
+        """Ask a sender to stop, unless it is known that it has; remove it if it is silent.
+
+        Times that it was asked count, not time: while this process was held up it heard nobody.
+        """
         if grant.ended is None and not (grant.settled or grant.dead):
             addr = self.blocks.engine.main_address.to_bytes()
             order = Cancel(grant.addr.epoch, grant.claim, addr, load._serial, load.reason)
             self.blocks.send(grant.addr, order)
+            if never or grant.asked * self._patience.cancel_s >= self._patience.linger_s:
+                self._remove(grant.addr)
+            grant.asked += 1
 
     def _settle(self, load: KvLoad) -> None:
         """Look what has ended, and say so."""
@@ -409,12 +423,9 @@ class KvReceiver(KvSide):
                 elif load.state == "failed":
                     if now_s - load._told_s >= patience.cancel_s:
                         load._told_s = now_s
+                        never = now_s - load._failed_s >= patience.request_s  # it never stops
                         for grant in load._grants.values():
-                            self._cancel(load, grant)
-                    if now_s - load._failed_s >= patience.linger_s:
-                        for grant in load._grants.values():
-                            if not (grant.ended or grant.settled or grant.dead):
-                                self._remove(grant.addr)
+                            self._cancel(load, grant, never)
                     self._settle(load)
         return patience.cancel_s
 

@@ -24,6 +24,7 @@ from tep.apps.kvcache.blocks.messages import (
     Go,
     Over,
     Refuse,
+    Stopping,
     Ticket,
     decode_as,
 )
@@ -415,6 +416,10 @@ class KvSender(KvSide):
         self._stop(claim, message.reason)
         if claim.ended:
             self._tell(claim)
+        elif claim.under_way:
+            addr = self.blocks.engine.main_address.to_bytes()
+            answer = Stopping(claim.ticket.epoch, claim.number, addr, claim.ticket.serial)
+            self.blocks.send(claim.peer.addr, answer)
         self._settle(claim.send)
 
     def _on_over(self, message: Over, sender: Sender) -> None:
