@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tep import TepError, rendezvous, sim
+from tep.base.distribution import need
+from tep.bench.reproduce.tables import load_table
 from tep.bench.two_nodes import Plan, Result, document, measure, open_engine
 from tep.cli.show import print_table
-from tep.distribution import need
-from tep.launch import METHODS, launch, own_address, place_here
-from tep.reproduce.tables import load_table
+from tep.rendezvous.launch import METHODS, launch, own_address, place_here
 
 __all__ = ["main"]
 

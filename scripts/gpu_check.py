@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from tep import BackendUnavailable, TransferEngine, alloc
+from tep.base.units import KiB, MiB
 from tep.cuda import GpuFlag, Staged, export_dmabuf, flush, inspect, needs_flush
 from tep.cuda import driver as cuda_driver
 from tep.cuda.driver import Driver, device_number
-from tep.memory import adapt, exported
-from tep.topology import detect
-from tep.units import KiB, MiB
+from tep.host.topology import detect
+from tep.memory.source import adapt, exported
 
 __all__ = ["KERNELS", "MAPPED", "Check", "fill", "main", "mapped"]
 

@@ -17,7 +17,7 @@ import numpy as np
 from tep import Access, FabricError, MrDesc, Pages, TepError, ThreadDriver, TransferEngine, sim
 from tep.backends import efa, local, verbs
 from tep.backends.libfabric import open_domains, probe
-from tep.units import KiB, MiB
+from tep.base.units import KiB, MiB
 
 __all__ = ["main"]
 

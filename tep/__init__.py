@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tep import rendezvous, sim
-    from tep.api import (
+    from tep.backends.base import Access
+    from tep.backends.local.memory import alloc_shared
+    from tep.base.api import (
         Barrier,
         EngineOptions,
         Paged,
@@ -22,17 +24,7 @@ if TYPE_CHECKING:
         Sender,
         Single,
     )
-    from tep.backends.base import Access
-    from tep.backends.local.memory import alloc_shared
-    from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
-    from tep.core.plan import count_imms
-    from tep.core.region import MrHandle
-    from tep.core.stats import EngineStats, TransferStats
-    from tep.core.transfer import Expectation, Message, Removal, Transfer
-    from tep.cuda.arena import Arena, alloc
-    from tep.drivers import InlineDriver, ThreadDriver
-    from tep.engine import PeerGroup, Prepared, TransferEngine
-    from tep.errors import (
+    from tep.base.errors import (
         BackendUnavailable,
         BadDescriptor,
         BadRequest,
@@ -49,9 +41,17 @@ if TYPE_CHECKING:
         UsageError,
         WaitTimeout,
     )
-    from tep.trace import Mark, Span, Trace
-    from tep.watch import Watcher
-    from tep.wire import MrDesc, NetAddr
+    from tep.base.wire import MrDesc, NetAddr
+    from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
+    from tep.core.plan import count_imms
+    from tep.core.region import MrHandle
+    from tep.core.stats import EngineStats, TransferStats
+    from tep.core.transfer import Expectation, Message, Removal, Transfer
+    from tep.cuda.arena import Arena, alloc
+    from tep.drivers.threads import InlineDriver, ThreadDriver
+    from tep.engine import PeerGroup, Prepared, TransferEngine
+    from tep.memory.watch import Watcher
+    from tep.observe.trace import Mark, Span, Trace
 
 __version__ = "0.1.0"
 
@@ -114,7 +114,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "tep.api": (
+    "tep.base.api": (
         "Barrier",
         "EngineOptions",
         "Paged",
@@ -126,8 +126,8 @@ _ROOMS = {
         "Sender",
         "Single",
     ),
-    "tep.drivers": ("InlineDriver", "ThreadDriver"),
-    "tep.errors": (
+    "tep.drivers.threads": ("InlineDriver", "ThreadDriver"),
+    "tep.base.errors": (
         "BackendUnavailable",
         "BadDescriptor",
         "BadRequest",
@@ -161,13 +161,13 @@ _ROOMS = {
         "Prepared",
         "TransferEngine",
     ),
-    "tep.trace": ("Mark", "Span", "Trace"),
-    "tep.watch": ("Watcher",),
+    "tep.observe.trace": ("Mark", "Span", "Trace"),
+    "tep.memory.watch": ("Watcher",),
     "tep.core.stats": (
         "EngineStats",
         "TransferStats",
     ),
-    "tep.wire": ("MrDesc", "NetAddr"),
+    "tep.base.wire": ("MrDesc", "NetAddr"),
 }
 _ROOM_OF = {name: room for room, names in _ROOMS.items() for name in names}
 

@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from tep.backends.base import Opened
-from tep.checks import check_int, check_seconds, check_text, nearest
-from tep.distribution import install
-from tep.errors import BackendUnavailable, UsageError
+from tep.base.checks import check_int, check_seconds, check_text, nearest
+from tep.base.distribution import install
+from tep.base.errors import BackendUnavailable, UsageError
 
 __all__ = [
     "BACKENDS",

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from tep.backends import open_backend
 from tep.backends.base import Opened
-from tep.errors import BackendUnavailable
+from tep.base.errors import BackendUnavailable
 
 __all__ = ["Choice", "choose", "open_domains", "probe"]
 

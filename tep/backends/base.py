@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tep.memory import Memory
+from tep.memory.source import Memory
 
 __all__ = [
     "COMPLETION",
@@ -466,7 +466,7 @@ class ReadDomain(Domain, Protocol):
 
 
 class CallersTurn(NamedTuple):
-    """Have whoever submits or waits turn the engine, beside its thread: `tep.turning.TurnDriver`.
+    """Have whoever submits or waits turn the engine, beside its thread: TurnDriver.
 
     Attributes:
         spin_s: how long a wait polls before it sleeps, seconds; None = as long as that pays.
@@ -483,8 +483,7 @@ class Opened(NamedTuple):
         epoch: this incarnation's number; later incarnations at the same addresses have larger ones.
         name: how reports call this engine.
         driver: None = a worker thread turns the engine. A backend that needs another driver says
-            so: CallersTurn, or a driver of its own (`tep.drivers.Driver`, which the seam does not
-            know).
+            so: CallersTurn, or a driver of its own (a `Driver`, which the seam does not know).
         cpus: where the engine's worker belongs; () = anywhere.
         about: why these NICs and CPUs were chosen, for `explain`; "" = nothing to say.
         pin: maps host memory into the address space of the engine's GPU, so that kernels can write

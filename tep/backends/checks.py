@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tep.backends.base import Access, DomainCaps, Status
-from tep.errors import FabricError
+from tep.base.errors import FabricError
 
 if TYPE_CHECKING:
-    from tep.memory import Memory
+    from tep.memory.source import Memory
 
 __all__ = ["check_memory"]
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Batch, Column, ReadBatch, ReadRow, Row
 from tep.backends.columns import Rows, pick, spread
-from tep.memory import Memory
+from tep.memory.source import Memory
 
 __all__ = [
     "HostRegion",

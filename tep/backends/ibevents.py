@@ -6,9 +6,9 @@ import ctypes
 import os
 import select
 
-from tep.ffi.ibverbs import Library
-from tep.ffi.ibverbs_device import AsyncEvent, Context
-from tep.ffi.ibverbs_structs import CompChannel
+from tep.backends.ffi.ibverbs import Library
+from tep.backends.ffi.ibverbs_device import AsyncEvent, Context
+from tep.backends.ffi.ibverbs_structs import CompChannel
 
 __all__ = ["Events"]
 

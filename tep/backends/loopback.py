@@ -39,9 +39,9 @@ from tep.backends.loopback_port import (
 )
 from tep.backends.shuffle import Disorder, Entry, Message
 from tep.backends.texts import closed, meaning
-from tep.errors import UsageError
-from tep.memory import Memory
-from tep.units import MiB
+from tep.base.errors import UsageError
+from tep.base.units import MiB
+from tep.memory.source import Memory
 
 __all__ = ["HUB", "Hub", "LoopbackDomain", "Way", "open_domains", "probe"]
 

@@ -25,7 +25,7 @@ from tep.backends.columns import Rows, pick
 from tep.backends.handing import ReceivePool, Unread
 from tep.backends.hostcopy import HostRegion, Offsets, copy_rows, offsets_within
 from tep.backends.shuffle import Entry
-from tep.errors import BadDescriptor
+from tep.base.errors import BadDescriptor
 
 __all__ = ["NAME_BYTES_MAX", "NICS_MAX", "Hub", "Port", "check_address", "engine_of"]
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from typing import Final, TypeVar
 
 from tep.backends.base import Domain
-from tep.checks import check_text
-from tep.errors import UsageError
-from tep.folders import own_folder
+from tep.base.checks import check_text
+from tep.base.errors import UsageError
+from tep.host.folders import own_folder
 
 __all__ = ["all_or_none", "check_timeout", "identity"]
 

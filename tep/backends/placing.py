@@ -10,10 +10,10 @@ from typing import Final
 from tep.backends import open_backend
 from tep.backends.auto import choose
 from tep.backends.base import Opened
-from tep.environment import HCA, read_list, said
-from tep.errors import BackendUnavailable
-from tep.hostfiles import HostFiles, LiveFiles
-from tep.topology import Place, detect
+from tep.base.errors import BackendUnavailable
+from tep.host.environment import HCA, read_list, said
+from tep.host.hostfiles import HostFiles, LiveFiles
+from tep.host.topology import Place, detect
 
 __all__ = ["open_at", "options_at"]
 

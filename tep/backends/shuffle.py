@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Batch, Completions
-from tep.hashing import draw, draw_array, stream_key
+from tep.base.hashing import draw, draw_array, stream_key
 
 __all__ = ["Disorder", "Draws", "Entry", "Message", "Shelf"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import cast
 
 from tep.backends.base import Opened
-from tep.checks import nearest
-from tep.errors import BackendUnavailable, UsageError
+from tep.base.checks import nearest
+from tep.base.errors import BackendUnavailable, UsageError
 
 __all__ = ["open_domains", "probe"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import select
 
-from tep.ffi.libc import Timer
+from tep.backends.ffi.libc import Timer
 
 __all__ = ["Sleeper"]
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 from tep.backends.base import Status
-from tep.errors import ClosedError
+from tep.base.errors import ClosedError
 
 __all__ = ["closed", "meaning", "says"]
 

@@ -41,10 +41,10 @@ import numpy as np
 
 import tep
 from tep.backends.base import WriteBatch
+from tep.base.errors import BackendUnavailable
 from tep.bench import Figure
 from tep.core.handle import Handle
-from tep.drivers import Machine
-from tep.errors import BackendUnavailable
+from tep.drivers.threads import Machine
 
 __all__ = ["COLUMN_FIGURES", "column_figures"]
 

@@ -18,10 +18,10 @@ from typing import Final
 
 import numpy as np
 
-from tep.api import EngineOptions, Pages, ScatterDst
 from tep.backends.base import WriteBatch, new_completions
+from tep.base.api import EngineOptions, Pages, ScatterDst
 from tep.bench import Figure, median_ns, summary
-from tep.drivers import InlineDriver, Machine
+from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
 from tep.testing.null import NullDomain, null_memory, null_pair
 

@@ -32,10 +32,10 @@ import numpy as np
 import numpy.typing as npt
 
 import tep
+from tep.backends.ffi.libfabric import load
+from tep.base.units import KiB, MiB
 from tep.bench import Figure
-from tep.drivers import Machine
-from tep.ffi.libfabric import load
-from tep.units import KiB, MiB
+from tep.drivers.threads import Machine
 
 __all__ = ["EFA_FIGURES", "FIGURES", "efa_figures", "libfabric_figures", "serve"]
 

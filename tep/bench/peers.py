@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 import tep
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 
 __all__ = ["PEERS", "PLANS", "Row", "find_peers", "peer_rows"]
 

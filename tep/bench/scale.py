@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Final
 
-from tep.api import ScatterDst
 from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.apps.moe.predict import Workload, predict
 from tep.apps.rl import study
 from tep.apps.rl.models import load_model
-from tep.errors import UsageError
+from tep.base.api import ScatterDst
+from tep.base.errors import UsageError
+from tep.base.units import KiB
 from tep.sim import Cluster, FabricEnv, TimingFabric
-from tep.units import KiB
 
 __all__ = [
     "RUNS",

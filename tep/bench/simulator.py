@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from tep.api import Pages, ScatterDst
+from tep.base.api import Pages, ScatterDst
 from tep.bench import Figure, cpu_ns
 from tep.core.handle import Handle
 from tep.sim import Cluster

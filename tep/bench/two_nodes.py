@@ -28,20 +28,20 @@ import numpy as np
 import numpy.typing as npt
 
 from tep import __version__
-from tep.api import EngineOptions, Pages, Scatter, ScatterDst, Single
+from tep.base.api import EngineOptions, Pages, Scatter, ScatterDst, Single
+from tep.base.errors import FabricError, UsageError
+from tep.base.units import GiB, KiB, MiB
+from tep.base.wire import MrDesc
 from tep.core.plan import count_imms
 from tep.cuda.arena import Arena, alloc
 from tep.engine import TransferEngine
-from tep.errors import FabricError, UsageError
-from tep.units import GiB, KiB, MiB
-from tep.wire import MrDesc
 
 __all__ = ["FORMAT", "Meeting", "Plan", "Point", "Result", "document", "measure", "open_engine"]
 
 FORMAT: Final = "tep-two-nodes-1"
 _SINGLES: Final = (64 * KiB, 256 * KiB, MiB, 32 * MiB)
 _PAGES: Final = (KiB, 8 * KiB, 16 * KiB, 64 * KiB)
-"""Of the paper's Table 2, both NICs (tep/reproduce/data/p2p.csv)."""
+"""Of the paper's Table 2, both NICs (tep/bench/reproduce/data/p2p.csv)."""
 
 _SLICES: Final = 16
 _WAIT_S: Final = 120.0

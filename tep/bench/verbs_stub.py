@@ -13,13 +13,13 @@ from typing import Final
 
 import numpy as np
 
-from tep.api import Pages, ScatterDst
 from tep.backends.base import WriteBatch
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.domain import VerbsDomain
+from tep.base.api import Pages, ScatterDst
 from tep.bench import Figure, median_ns
 from tep.bench.engine import kind_of
-from tep.drivers import InlineDriver, Machine
+from tep.drivers.threads import InlineDriver, Machine
 from tep.engine import TransferEngine
 from tep.testing.verbs_stub import Knob, Stub, build
 

@@ -13,8 +13,8 @@ from typing import Annotated
 import typer
 
 from tep import __version__
+from tep.base.errors import TepError
 from tep.cli import bench, demo, doctor, info, kvcache, moe, reproduce, rl, sim, top
-from tep.errors import TepError
 
 __all__ = ["app", "main"]
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tep.base.errors import BackendUnavailable
 from tep.bench import Figure
 from tep.cli.show import Json, busy, emit_json, print_table, progress
-from tep.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from tep.bench.scale import Cost

@@ -20,11 +20,11 @@ import numpy.typing as npt
 import typer
 
 import tep
+from tep.base.errors import UsageError
+from tep.bench.reproduce.tables import paged_gbps
 from tep.cli.demo_moved import LeftOut, Moved, count_overtakes, print_pairs, print_rehearsals
 from tep.cli.demo_pair import PAIRS, move_between, page_places
 from tep.cli.show import Json, OutFile, Seed, emit_json, progress
-from tep.errors import UsageError
-from tep.reproduce.tables import paged_gbps
 from tep.sim import Cluster
 
 __all__ = ["demo", "largest_library_file", "move_file", "read_file"]

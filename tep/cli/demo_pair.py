@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 import tep
 from tep.backends import BACKENDS
+from tep.base.errors import BackendUnavailable, FabricError, TepError, WaitTimeout
+from tep.base.waiting import system_s
 from tep.cli.demo_moved import LeftOut, Moved, count_overtakes
-from tep.errors import BackendUnavailable, FabricError, TepError, WaitTimeout
-from tep.waiting import system_s
 
 __all__ = ["PAIRS", "Pair", "main", "move_between", "page_places"]
 

@@ -10,9 +10,9 @@ import typer
 from rich.markup import escape
 
 from tep.cli.show import InPath, Json, OutFile, busy, emit_json, print_table
-from tep.doctor.finding import Finding, Level
-from tep.doctor.report import bundle, examine, passed
-from tep.hostfiles import Recorder, open_files
+from tep.host.doctor.finding import Finding, Level
+from tep.host.doctor.report import bundle, examine, passed
+from tep.host.hostfiles import Recorder, open_files
 
 __all__ = ["doctor"]
 

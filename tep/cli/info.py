@@ -15,10 +15,10 @@ from rich.markup import escape
 
 from tep import __version__
 from tep.backends import BACKENDS, load_backend
+from tep.base.errors import BackendUnavailable
 from tep.cli.show import InPath, Json, emit_json, print_table
-from tep.errors import BackendUnavailable
-from tep.hostfiles import open_files
-from tep.topology import detect
+from tep.host.hostfiles import open_files
+from tep.host.topology import detect
 
 __all__ = ["backend_states", "info"]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tep.base.errors import UsageError
 from tep.cli.show import (
     Json,
     Ray,
@@ -22,7 +23,6 @@ from tep.cli.show import (
     refuse_unused,
     run_on_ray,
 )
-from tep.errors import UsageError
 
 if TYPE_CHECKING:
     from tep.apps.kvcache.launch import Shape
@@ -281,7 +281,7 @@ def _real(
     from tep.apps.kvcache.launch import Cluster
     from tep.apps.kvcache.ranks import RankedCluster, work_as_rank
     from tep.apps.kvcache.transformer import TinyConfig, TinyTransformer
-    from tep.launch import own_address, place_here
+    from tep.rendezvous.launch import own_address, place_here
 
     prefillers, decoders, tp = sizes
     heads = TinyConfig().kv_heads

@@ -31,7 +31,7 @@ def reproduce(
     error of each point, and to which the simulator's numbers were fitted. Exit 1 if an error is
     beyond its tolerance.
     """
-    from tep.reproduce import load_table, report, residue, runs, table_names
+    from tep.bench.reproduce import load_table, report, residue, runs, table_names
 
     tables = [load_table(name) for name in names or table_names()]
     outcomes: list[runs.Outcome] = []

@@ -90,8 +90,8 @@ def plan(
     from tep.apps.rl import study, timeline
     from tep.apps.rl.baselines import comparison
     from tep.apps.rl.models import load_model
+    from tep.base.units import GiB
     from tep.sim import load_profile
-    from tep.units import GiB
 
     sizes = {name: n for name, n in (("pp", pp), ("ep", ep), ("tp", tp)) if n is not None}
     load_profile(profile)  # a wrong name is told before minutes of planning
@@ -242,7 +242,7 @@ def run(
     from tep.apps.rl import study
     from tep.apps.rl.job import Job
     from tep.apps.rl.processes import work_as_rank
-    from tep.launch import own_address, place_here
+    from tep.rendezvous.launch import own_address, place_here
 
     if ray:
         numbers = {"train": train, "infer": infer, "updates": updates, "backend": backend}
@@ -284,8 +284,8 @@ def _run_here(
 
     from tep.apps.rl import timeline
     from tep.apps.rl.processes import LocalJob, RankedJob
-    from tep.launch import own_address
-    from tep.units import MiB
+    from tep.base.units import MiB
+    from tep.rendezvous.launch import own_address
 
     limit = watermark_mib * MiB
     with (

@@ -89,7 +89,7 @@ def sim(
     """
     if context.invoked_subcommand is not None:
         return
-    from tep.launch import place_here
+    from tep.rendezvous.launch import place_here
     from tep.testing.spreading import (  # numpy is loaded when something runs
         EngineJudge,
         ProtocolJudge,
@@ -218,8 +218,8 @@ def whatif(
     """Change the machine (NICs, links, topology, a NIC that is slow) and say what it does to MoE,
     KvCache and RL.
     """
-    from tep.errors import UsageError
-    from tep.reproduce.whatif import Machine, change, effects
+    from tep.base.errors import UsageError
+    from tep.bench.reproduce.whatif import Machine, change, effects
     from tep.sim.profile import load_profile
 
     try:

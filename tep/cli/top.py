@@ -1,6 +1,6 @@
 """`tep top`: the running engines of this host, live; `tep stall`: what a hanging process waits for.
 
-Both ask the processes; who answers there is in `tep.sight`.
+Both ask the processes; who answers there is in `tep.observe.sight`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.markup import escape
 from rich.text import Text
 
+from tep.base.errors import UsageError
+from tep.base.waiting import system_s
 from tep.cli.show import Json, emit_json, make_table, print_table
-from tep.errors import UsageError
-from tep.sight import SWITCH, Found, ask, find
-from tep.waiting import system_s
+from tep.observe.sight import SWITCH, Found, ask, find
 
 __all__ = ["stall", "top"]
 

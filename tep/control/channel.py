@@ -17,8 +17,9 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Final, TypeVar, cast
 
-from tep.api import EngineOptions
 from tep.backends.base import ControlDomain, Status
+from tep.base.api import EngineOptions
+from tep.base.errors import BadDescriptor, TepError
 from tep.control.messages import (
     IMM_RUN_BYTES,
     PRUNED_MAX,
@@ -35,7 +36,6 @@ from tep.core.group import DomainGroup
 from tep.core.path import Link, PeerRestarted
 from tep.core.sums import runs_of
 from tep.core.transfer import Transfer
-from tep.errors import BadDescriptor, TepError
 
 __all__ = ["CONTROL_CTX", "Channel", "Drop", "Notices", "sooner"]
 

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Final, cast
 
 from tep.backends.base import ControlDomain, Domain, Status
+from tep.base.errors import FabricError, TepError
 from tep.control.channel import Channel, Drop
 from tep.control.messages import (
     NICS_MAX,
@@ -41,7 +42,6 @@ from tep.core.path import Fence, Link, Path, PathEvent, PathState
 from tep.core.pending import Loss, LostRow, Pending, Retransmission, varies
 from tep.core.sums import Arrivals, PathSums, Run, runs_of
 from tep.core.transfer import Removal, Transfer
-from tep.errors import FabricError, TepError
 
 __all__ = ["Failover", "Fencing", "Pruning", "Reopening", "why_unable"]
 

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from tep.api import EngineOptions
-from tep.checks import unpicklable
+from tep.base.api import EngineOptions
+from tep.base.checks import unpicklable
+from tep.base.errors import FabricError, TepError
+from tep.base.wire import NetAddr
 from tep.control.channel import Channel, Drop
 from tep.control.failover import Failover, Fencing, Reopening
 from tep.control.messages import Failed, Ping, Pong
@@ -27,8 +29,6 @@ from tep.core.imm import ImmTable
 from tep.core.path import Link, Path, PeerHeard
 from tep.core.region import Remote
 from tep.core.transfer import Expectation, Message, Removal, Transfer
-from tep.errors import FabricError, TepError
-from tep.wire import NetAddr
 
 __all__ = ["Membership", "PeerChange", "PeerEvent", "PeerState", "PeerWatch"]
 

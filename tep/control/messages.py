@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar, Final
 import msgspec
 from msgspec import Meta
 
-from tep.errors import BadDescriptor
+from tep.base.errors import BadDescriptor
 
 __all__ = [
     "IMM_RUN_BYTES", "NICS_MAX", "PRUNED_MAX", "RUN_BYTES", "WHY_MAX", "Answer", "ControlMessage",

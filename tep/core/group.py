@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Final, cast
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
+from tep.base.errors import FabricError, TepError
 from tep.core.journal import Journal
 from tep.core.path import (
     Event,
@@ -53,7 +54,6 @@ from tep.core.ready import IN_TURN_ROWS, Dealt, Ready
 from tep.core.region import Job, Remote, Targets, Template, Way, shifted
 from tep.core.requests import DEFAULT, shares_of
 from tep.core.transfer import Pace, Transfer
-from tep.errors import FabricError, TepError
 
 __all__ = ["LONG_BYTES", "PIECE_BYTES", "TURNS_MAX", "DomainGroup", "not_made_good"]
 

@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager
 from enum import Enum
 from typing import ClassVar, Final, Protocol, Self, cast
 
-from tep.checks import check_seconds, unpicklable
-from tep.errors import Cancelled, ClosedError, TepError, WaitTimeout
-from tep.waiting import escaped, raise_escaped, wake_main
+from tep.base.checks import check_seconds, unpicklable
+from tep.base.errors import Cancelled, ClosedError, TepError, WaitTimeout
+from tep.base.waiting import escaped, raise_escaped, wake_main
 
 __all__ = ["PENDING", "Handle", "Owner", "State", "Waits", "closed_error"]
 
@@ -39,7 +39,7 @@ _CANCELLED: Final = State.CANCELLED
 
 
 class Waits(Protocol):
-    """What handles need of the driver; see `tep.drivers.Driver`."""
+    """What handles need of the driver; see `tep.drivers.threads.Driver`."""
 
     lock: AbstractContextManager[object]
 

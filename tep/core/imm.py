@@ -19,10 +19,10 @@ from typing import Final, Generic, Protocol, SupportsIndex, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tep.checks import check_int, shown
+from tep.base.checks import check_int, shown
+from tep.base.errors import BadRequest, BusyError, FabricError
+from tep.base.units import IMM_MAX
 from tep.core.burnt import Burnt
-from tep.errors import BadRequest, BusyError, FabricError
-from tep.units import IMM_MAX
 
 __all__ = ["Counts", "ImmTable", "Want", "check_imm"]
 

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Status
+from tep.base.errors import TepError
 from tep.core.group import DomainGroup
 from tep.core.handle import State
 from tep.core.path import Link
 from tep.core.pending import message_error
 from tep.core.transfer import Message
-from tep.errors import TepError
 
 __all__ = ["WINDOW", "WINDOW_MAX", "Outbox"]
 

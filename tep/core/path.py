@@ -17,10 +17,10 @@ from enum import Enum
 from typing import Final, NamedTuple, Protocol
 
 from tep.backends.base import Domain
+from tep.base.errors import FabricError
+from tep.base.wire import NetAddr
 from tep.core.journal import Journal
 from tep.core.sums import PathSums
-from tep.errors import FabricError
-from tep.wire import NetAddr
 
 __all__ = [
     "TRANSITIONS", "Event", "FarEnd", "FarEnds", "Fence", "Link", "Path", "PathEvent", "PathShut",

@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager
 from typing import Final, NamedTuple
 
 from tep.backends.base import Domain
-from tep.checks import unpicklable
+from tep.base.checks import unpicklable
+from tep.base.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
+from tep.base.wire import MrDesc, NetAddr
 from tep.core.path import Link, PathEvent, Routes
 from tep.core.region import MrHandle, Remote, Targets
-from tep.errors import BadDescriptor, BadRequest, ClosedError, StaleEpoch
-from tep.wire import MrDesc, NetAddr
 
 __all__ = ["PeerBook", "PeerGroup"]
 

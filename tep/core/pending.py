@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Column, Domain, Status, WriteBatch
+from tep.base.errors import FabricError
 from tep.core.path import Link, Path
 from tep.core.region import Remote, Targets, Template, shifted
 from tep.core.transfer import Message, Queued, Transfer
-from tep.errors import FabricError
 
 __all__ = [
     "NO_IMM", "NO_ROWS", "Acks", "Loss", "LostRow", "Pending", "Retransmission", "as_slice",

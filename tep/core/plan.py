@@ -11,9 +11,9 @@ import math
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-from tep.api import Barrier, Paged, Read, Routing, Scatter, Shape, Single
-from tep.checks import check_int, shown
-from tep.errors import BadRequest
+from tep.base.api import Barrier, Paged, Read, Routing, Scatter, Shape, Single
+from tep.base.checks import check_int, shown
+from tep.base.errors import BadRequest
 
 __all__ = [
     "ROW_BYTES_MAX", "SHARD_BYTES_MIN", "Plan", "Share", "count_imms", "is_one_row", "lanes",

@@ -13,8 +13,9 @@ import itertools
 from collections import deque
 from typing import Final, cast
 
-from tep.api import EngineOptions
 from tep.backends.base import Column, ReadBatch, ReadDomain, Status, WriteBatch
+from tep.base.api import EngineOptions
+from tep.base.errors import FabricError, TepError
 from tep.core.group import DomainGroup, not_made_good
 from tep.core.path import Link, PeerRestarted
 from tep.core.pending import Pending, pick, row_error
@@ -22,7 +23,6 @@ from tep.core.plan import lanes, plan_paged, plan_single
 from tep.core.region import Remote, shifted
 from tep.core.requests import ReadJob
 from tep.core.transfer import Transfer
-from tep.errors import FabricError, TepError
 
 __all__ = ["Reads"]
 

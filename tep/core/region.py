@@ -14,14 +14,14 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import Routing
 from tep.backends.base import Access, Column, Domain, DomainKey
-from tep.checks import unpicklable
+from tep.base.api import Routing
+from tep.base.checks import unpicklable
+from tep.base.errors import BadRequest, ClosedError
+from tep.base.wire import MrDesc
 from tep.core.path import Link
-from tep.errors import BadRequest, ClosedError
-from tep.memory import Memory
-from tep.views import Axis0, check_slice
-from tep.wire import MrDesc
+from tep.memory.source import Memory
+from tep.memory.views import Axis0, check_slice
 
 __all__ = [
     "Job", "MrHandle", "MrView", "Places", "Quarantine", "Remote", "Targets", "Template", "Way",

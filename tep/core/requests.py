@@ -16,18 +16,18 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import Pages, Routing, ScatterDst
 from tep.backends.base import Column
-from tep.checks import FOREIGN, check_int, check_kind, shown
+from tep.base.api import Pages, Routing, ScatterDst
+from tep.base.checks import FOREIGN, check_int, check_kind, shown
+from tep.base.errors import BadRequest, BurntImm
+from tep.base.wire import MrDesc
 from tep.core.burnt import Burnt
 from tep.core.imm import check_imm
 from tep.core.path import Link
 from tep.core.pending import Pending
 from tep.core.plan import ROW_BYTES_MAX, Share, is_one_row, plan_single
 from tep.core.region import Job, MrHandle, Places, Remote, Targets, check_source
-from tep.dlpack import as_array
-from tep.errors import BadRequest, BurntImm
-from tep.wire import MrDesc
+from tep.memory.dlpack import as_array
 
 __all__ = [
     "DEFAULT",

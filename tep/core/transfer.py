@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final, Protocol
 
+from tep.base.errors import TepError
 from tep.core.handle import PENDING, Handle, Owner
 from tep.core.imm import ImmTable
 from tep.core.path import Link
 from tep.core.region import Job, Remote, Targets
 from tep.core.stats import NicBytes, TransferStats
-from tep.errors import TepError
 
 __all__ = [
     "Expectation", "Message", "Pace", "Removal", "Transfer",

@@ -7,17 +7,17 @@ import mmap
 import weakref
 from typing import TYPE_CHECKING, Any, Self
 
-from tep.checks import check_int, unpicklable
+from tep.base.checks import check_int, unpicklable
+from tep.base.errors import BadRequest, ClosedError
 from tep.cuda.driver import Driver, device_number, driver
 from tep.cuda.memory import set_sync_memops
-from tep.errors import BadRequest, ClosedError
-from tep.memory import Buffer, Memory, adapt, copied
+from tep.memory.source import Buffer, Memory, adapt, copied
 
 if TYPE_CHECKING:
     from tep.backends.base import Access
+    from tep.base.wire import MrDesc
     from tep.core.region import MrHandle
     from tep.engine import TransferEngine
-    from tep.wire import MrDesc
 
 __all__ = ["Arena", "Staged", "alloc"]
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Final
 
-from tep.api import CudaDevice
-from tep.distribution import install
-from tep.errors import BackendUnavailable, BadRequest, FabricError
+from tep.base.api import CudaDevice
+from tep.base.distribution import install
+from tep.base.errors import BackendUnavailable, BadRequest, FabricError
 
 __all__ = ["CURE", "Driver", "device_number", "driver", "list_devices"]
 

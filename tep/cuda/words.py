@@ -7,11 +7,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from tep.checks import U64_MAX, check_int
+from tep.base.checks import U64_MAX, check_int
+from tep.base.errors import ClosedError, FabricError
 from tep.cuda.driver import Driver, device_number, driver
 from tep.cuda.memory import flush, needs_flush
-from tep.errors import ClosedError, FabricError
-from tep.memory import Memory
+from tep.memory.source import Memory
 
 if TYPE_CHECKING:
     from tep.core.transfer import Expectation

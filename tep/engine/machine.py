@@ -17,20 +17,20 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from tep.api import EngineOptions
 from tep.backends.base import Domain
+from tep.base.api import EngineOptions
+from tep.base.errors import BadRequest, BusyError, CallbackError, ClosedError, UsageError
+from tep.base.waiting import note_escape, raise_escaped
+from tep.base.wire import NetAddr
 from tep.control.channel import sooner
 from tep.core.handle import Handle
 from tep.core.path import Link
 from tep.core.region import Job, MrHandle, Quarantine
 from tep.core.requests import longest_row, refuse_burnt
 from tep.core.transfer import Expectation, Removal, Transfer
-from tep.drivers import Driver
+from tep.drivers.threads import Driver
 from tep.engine import report
 from tep.engine.worker import Worker
-from tep.errors import BadRequest, BusyError, CallbackError, ClosedError, UsageError
-from tep.waiting import note_escape, raise_escaped
-from tep.wire import NetAddr
 
 __all__ = ["Machine"]
 

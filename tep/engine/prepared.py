@@ -14,9 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import Pages, Routing
 from tep.backends.base import Column
-from tep.checks import check_int, shown, unpicklable
+from tep.base.api import Pages, Routing
+from tep.base.checks import check_int, shown, unpicklable
+from tep.base.errors import BadRequest
+from tep.base.units import IMM_MAX
+from tep.base.wire import MrDesc
 from tep.core.imm import check_imm
 from tep.core.peers import PeerBook, PeerGroup
 from tep.core.ready import Laid, Ready
@@ -32,9 +35,6 @@ from tep.core.requests import (
 )
 from tep.core.transfer import Transfer, names_of
 from tep.engine.machine import Machine
-from tep.errors import BadRequest
-from tep.units import IMM_MAX
-from tep.wire import MrDesc
 
 __all__ = ["Prepared", "prepared_barrier", "prepared_pages", "prepared_scatter", "prepared_single"]
 

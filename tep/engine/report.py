@@ -9,17 +9,17 @@ from operator import add
 from typing import Final, Protocol, runtime_checkable
 from weakref import WeakSet
 
+from tep.base.errors import UsageError
+from tep.base.units import MiB
+from tep.base.wire import NetAddr
 from tep.core.handle import State
 from tep.core.path import Link
 from tep.core.plan import lanes, plan_paged, plan_single
 from tep.core.region import MrHandle, Quarantine
 from tep.core.stats import EngineStats, Failover, NicBytes
 from tep.core.transfer import Expectation
-from tep.drivers import Driver
+from tep.drivers.threads import Driver
 from tep.engine.worker import Worker
-from tep.errors import UsageError
-from tep.units import MiB
-from tep.wire import NetAddr
 
 __all__ = ["Describes", "Reported", "engine_stats", "explain", "snapshot", "stall_report"]
 

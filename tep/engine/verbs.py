@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Self
 
-from tep.api import EngineOptions, Pages, Routing, ScatterDst
 from tep.backends import open_device
 from tep.backends.base import Access, Domain
-from tep.checks import (
+from tep.base.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.base.checks import (
     INT64_MAX,
     U64_MAX,
     check_flag,
@@ -25,6 +25,8 @@ from tep.checks import (
     shown,
     unpicklable,
 )
+from tep.base.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
+from tep.base.wire import MrDesc, NetAddr
 from tep.control.membership import PeerEvent, PeerWatch
 from tep.core.imm import check_imm
 from tep.core.path import Link
@@ -46,7 +48,8 @@ from tep.core.requests import (
 )
 from tep.core.stats import EngineStats
 from tep.core.transfer import Expectation, Message, Removal, Transfer
-from tep.drivers import Driver
+from tep.drivers.threads import Driver
+from tep.drivers.turning import driver_for
 from tep.engine.machine import Machine
 from tep.engine.prepared import (
     Prepared,
@@ -56,13 +59,10 @@ from tep.engine.prepared import (
     prepared_single,
 )
 from tep.engine.report import engine_stats, explain
-from tep.errors import BackendUnavailable, BadRequest, BusyError, CallbackError, UsageError
-from tep.memory import Buffer, Memory, adapt, copied
-from tep.trace import Trace
-from tep.tracing import record
-from tep.turning import driver_for
-from tep.watch import Watcher
-from tep.wire import MrDesc, NetAddr
+from tep.memory.source import Buffer, Memory, adapt, copied
+from tep.memory.watch import Watcher
+from tep.observe.trace import Trace
+from tep.observe.tracing import record
 
 __all__ = ["TransferEngine"]
 
@@ -129,8 +129,9 @@ class TransferEngine:
 
         Args:
             backend: a name of `tep info`, e.g. "loopback" or "auto".
-            device: "cuda:N" takes the NICs and the cores beside that GPU, as `tep.topology.detect`
-                finds them, and registers its memory by dma-buf; None = what the backend takes.
+            device: "cuda:N" takes the NICs and the cores beside that GPU, as
+                `tep.host.topology.detect` finds them, and registers its memory by dma-buf; None =
+                what the backend takes.
             driver: None = what the backend asks for, else one worker thread.
             options: limits and defaults.
             **backend_options: the backend's own, e.g. nics=2.
@@ -207,8 +208,8 @@ class TransferEngine:
         """Register memory with every NIC.
 
         Args:
-            buffer: what `tep.memory.adapt` takes: arrays, buffers, mmap, DLPack, CUDA arrays,
-                (pointer, nbytes, device).
+            buffer: what `tep.memory.source.adapt` takes: arrays, buffers, mmap, DLPack, CUDA
+                arrays, (pointer, nbytes, device).
             access: Access.SOURCE for memory that peers may not write; with `| Access.READABLE` they
                 may read it. Access.SINK is memory that reads of this engine bring bytes to.
 

@@ -17,7 +17,6 @@ from typing import Final, assert_never, cast
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import EngineOptions, Sender
 from tep.backends.base import (
     COMPLETION_BYTES,
     Completions,
@@ -30,6 +29,9 @@ from tep.backends.base import (
     new_completions,
     take_completion,
 )
+from tep.base.api import EngineOptions, Sender
+from tep.base.errors import ClosedError, TepError
+from tep.base.wire import NetAddr
 from tep.control.channel import CONTROL_CTX, Channel, Notices
 from tep.control.failover import Failover, Fencing, Pruning, why_unable
 from tep.control.membership import Membership
@@ -46,10 +48,8 @@ from tep.core.region import deregistered
 from tep.core.requests import refuse_burnt
 from tep.core.sums import Arrivals
 from tep.core.transfer import Expectation, Message, Removal, Transfer
-from tep.drivers import Driver
-from tep.errors import ClosedError, TepError
-from tep.watch import WatchPage
-from tep.wire import NetAddr
+from tep.drivers.threads import Driver
+from tep.memory.watch import WatchPage
 
 __all__ = ["Worker"]
 

@@ -16,8 +16,8 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Self, TypeVar
 
-from tep.checks import check_seconds, unpicklable
-from tep.errors import UsageError
+from tep.base.checks import check_seconds, unpicklable
+from tep.base.errors import UsageError
 from tep.rendezvous.place import Place
 from tep.rendezvous.ranks import AsyncGroup
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Self
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 
 __all__ = ["RANKS_MAX", "Place"]
 

@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from tep.errors import RendezvousError, UsageError
+from tep.base.errors import RendezvousError, UsageError
 from tep.rendezvous.wire import TROUBLE, Challenge, Join, Joined, Peer, Refused, Who
 
 __all__ = ["challenge", "enter", "join_proof", "prove", "refuse", "welcome"]

@@ -11,8 +11,8 @@ import socket
 from collections.abc import Collection
 from typing import Final, Self
 
-from tep.checks import check_seconds, unpicklable
-from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.base.checks import check_seconds, unpicklable
+from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous.door import Door, listen
 from tep.rendezvous.place import Place
 from tep.rendezvous.proof import challenge, enter, refuse, welcome

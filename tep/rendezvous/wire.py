@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from tep.errors import RendezvousError
+from tep.base.errors import RendezvousError
 
 __all__ = [
     "PART_BYTES_MAX",

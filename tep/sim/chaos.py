@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Status
-from tep.checks import check_int
-from tep.errors import BadDescriptor, UsageError
-from tep.hashing import below
+from tep.base.checks import check_int
+from tep.base.errors import BadDescriptor, UsageError
+from tep.base.hashing import below
 from tep.sim.chaos_parts import Nic, NicState, nobody
 from tep.sim.chaos_reads import ChaosReader
 from tep.sim.clock import FabricEnv, in_one_process

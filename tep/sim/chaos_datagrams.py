@@ -10,10 +10,10 @@ import asyncio
 from collections import deque
 from typing import Final
 
-from tep.errors import UsageError
-from tep.hashing import below
+from tep.base.errors import UsageError
+from tep.base.hashing import below
+from tep.base.units import PS_PER_NS
 from tep.sim.chaos import ChaosFabric
-from tep.units import PS_PER_NS
 
 __all__ = ["DATAGRAM_BYTES", "Datagrams"]
 

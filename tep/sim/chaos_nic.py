@@ -13,14 +13,14 @@ from collections import Counter
 from typing import Final
 
 from tep.backends.base import Kind, Row, Status, WriteBatch
-from tep.errors import UsageError
-from tep.hashing import below
+from tep.base.errors import UsageError
+from tep.base.hashing import below
+from tep.base.units import PS_PER_NS
 from tep.sim.chaos_link import Link
 from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, Nic, NicState, nobody
 from tep.sim.chaos_receiver import ACK_PS, ChaosReceiver
 from tep.sim.faults_at import KillNic
 from tep.sim.row_log import What
-from tep.units import PS_PER_NS
 
 __all__ = ["ChaosNic"]
 

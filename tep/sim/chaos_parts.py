@@ -19,8 +19,8 @@ from tep.backends.base import (
     Status,
     put_completion,
 )
-from tep.hashing import below
-from tep.memory import Memory
+from tep.base.hashing import below
+from tep.memory.source import Memory
 from tep.sim.chaos_link import Link
 from tep.sim.clock import FabricEnv
 from tep.sim.draws import Draw, Draws

@@ -12,8 +12,9 @@ from typing import Final
 
 from tep.backends.base import Access, DomainCaps, DomainKey, Status
 from tep.backends.checks import check_memory
-from tep.errors import ClosedError, FabricError
-from tep.memory import Memory
+from tep.base.errors import ClosedError, FabricError
+from tep.base.units import PS_PER_MS, PS_PER_S, GiB, KiB
+from tep.memory.source import Memory
 from tep.sim.chaos_parts import (
     CompletionQueue,
     Fabric,
@@ -24,7 +25,6 @@ from tep.sim.chaos_parts import (
     Region,
 )
 from tep.sim.row_log import Record, RowLog, What
-from tep.units import PS_PER_MS, PS_PER_S, GiB, KiB
 
 __all__ = ["CONTROL_BYTES", "ChaosPort"]
 

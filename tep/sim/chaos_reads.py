@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from tep.backends.base import Kind, ReadBatch, ReadRow, Status
-from tep.hashing import below
+from tep.base.hashing import below
+from tep.base.units import PS_PER_NS
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.chaos_parts import Fabric, Flight, Host, Nic, NicState, Peer, Region
 from tep.sim.chaos_receiver import ACK_PS
-from tep.units import PS_PER_NS
 
 __all__ = ["ChaosReader"]
 

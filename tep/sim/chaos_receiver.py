@@ -11,11 +11,11 @@ from collections import deque
 from typing import Final
 
 from tep.backends.base import Completions, Kind, Status
-from tep.hashing import below
+from tep.base.hashing import below
+from tep.base.units import PS_PER_NS
 from tep.sim.chaos_parts import Fabric, Flight, Fragment, Host, NicState, Peer
 from tep.sim.chaos_port import ChaosPort
 from tep.sim.faults_at import KillNic
-from tep.units import PS_PER_NS
 
 __all__ = ["ACK_PS", "ChaosReceiver"]
 

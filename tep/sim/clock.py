@@ -25,9 +25,9 @@ import simpy
 from simpy.core import EmptySchedule
 from simpy.events import NORMAL, Event, EventPriority
 
-from tep.checks import unpicklable
-from tep.errors import UsageError
-from tep.hashing import draws, stream_key
+from tep.base.checks import unpicklable
+from tep.base.errors import UsageError
+from tep.base.hashing import draws, stream_key
 from tep.sim.streams import Stream
 
 __all__ = [
@@ -222,7 +222,7 @@ class FabricEnv(simpy.Environment):
         except TypeError:
             raise UsageError(
                 f"delay {delay!r}: simulated time is an integer count of picoseconds; "
-                "multiply by tep.units.PS_PER_US and round"
+                "multiply by tep.base.units.PS_PER_US and round"
             ) from None
         if self._next_tie is not None and priority == NORMAL:
             priority = self._rank()

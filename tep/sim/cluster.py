@@ -12,11 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from tep.api import EngineOptions
-from tep.checks import U64_MAX, check_int, check_kind, check_seconds
+from tep.base.api import EngineOptions
+from tep.base.checks import U64_MAX, check_int, check_kind, check_seconds
+from tep.base.errors import UsageError
+from tep.base.units import PS_PER_US
 from tep.engine import TransferEngine
 from tep.engine.verbs import TRACE_EVENTS_MAX
-from tep.errors import UsageError
+from tep.observe.trace import Trace
+from tep.observe.tracing import record
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_datagrams import Datagrams
 from tep.sim.clock import FabricEnv, in_one_process
@@ -25,9 +28,6 @@ from tep.sim.faults import Chaos, Clog, Fault, Faults, KillNic, Restart, Revoke
 from tep.sim.loop import SimLoop, current_env, run
 from tep.sim.programs import Incarnation, Main, Program
 from tep.sim.row_log import RowLog
-from tep.trace import Trace
-from tep.tracing import record
-from tep.units import PS_PER_US
 
 if TYPE_CHECKING:
     from tep.sim.paths import Network

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count
 from typing import Final
 
-from tep.hashing import draw, stream_key
+from tep.base.hashing import draw, stream_key
 from tep.sim.streams import Stream
 
 __all__ = ["Draw", "Draws", "Label", "Recorder", "describe"]
@@ -67,7 +67,7 @@ class Draws:
         post, row, fragment, message, error = others
 
         def steps(first: int) -> Callable[[], int]:
-            return map(step, count(first)).__next__  # no generator: see `tep.hashing.draws`
+            return map(step, count(first)).__next__  # no generator: see `tep.base.hashing.draws`
 
         return cls(step, post, row, fragment, message, error, steps)
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar, cast
 
 from tep.backends.base import Domain
-from tep.drivers import Machine, Settles, Timed
-from tep.errors import StallError, UsageError
+from tep.base.errors import StallError, UsageError
+from tep.base.units import PS_PER_NS, PS_PER_S, PS_PER_US
+from tep.base.waiting import Interrupts, escaped
+from tep.drivers.threads import Machine, Settles, Timed
 from tep.sim.clock import FOREVER_PS, FabricEnv, Place, Turned, in_one_process
 from tep.sim.loop import SimLoop
-from tep.units import PS_PER_NS, PS_PER_S, PS_PER_US
-from tep.waiting import Interrupts, escaped
 
 __all__ = ["WATCH_PS", "SimDriver", "SimNode"]
 

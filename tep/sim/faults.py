@@ -13,9 +13,10 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from tep.checks import U64_MAX, check_flag, check_int, shown
-from tep.errors import BadRequest, UsageError
-from tep.hashing import below, draw, stream_key
+from tep.base.checks import U64_MAX, check_flag, check_int, shown
+from tep.base.errors import BadRequest, UsageError
+from tep.base.hashing import below, draw, stream_key
+from tep.base.units import PS_PER_MS, PS_PER_NS
 from tep.sim.draws import Label, Recorder
 from tep.sim.faults_at import (
     Clog,
@@ -31,7 +32,6 @@ from tep.sim.faults_at import (
     Swizzle,
 )
 from tep.sim.streams import Stream
-from tep.units import PS_PER_MS, PS_PER_NS
 
 __all__ = [
     "CATALOGUE",

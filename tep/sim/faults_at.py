@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tep.hashing import draw, stream_key
+from tep.base.hashing import draw, stream_key
+from tep.base.units import PS_PER_US
 from tep.sim.streams import Stream
-from tep.units import PS_PER_US
 
 __all__ = [
     "Clog",

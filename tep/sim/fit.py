@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
+from tep.base.units import PS_PER_S
 from tep.sim.profile import FIELDS, Number, Profile
-from tep.units import PS_PER_S
 
 __all__ = ["Fit", "Measured", "fit", "left_out", "model_gbps", "read_results"]
 

@@ -20,12 +20,12 @@ from dataclasses import replace
 from typing import Final
 
 from tep.backends.base import Access, Completions, DomainKey, Entry, Kind, Status, WriteBatch
-from tep.errors import BadDescriptor, ClosedError
-from tep.memory import Memory
+from tep.base.errors import BadDescriptor, ClosedError
+from tep.base.units import PS_PER_S
+from tep.memory.source import Memory
 from tep.sim.clock import FOREVER_PS, FabricEnv, in_one_process
 from tep.sim.machines import Machines, ack_ps, latency_ps
 from tep.sim.profile import Profile
-from tep.units import PS_PER_S
 
 __all__ = ["FlowFabric", "FlowNic", "FlowNode"]
 

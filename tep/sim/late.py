@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from tep.hashing import below_array, draw_array, stream_key
+from tep.base.hashing import below_array, draw_array, stream_key
 from tep.sim.profile import Profile
 from tep.sim.queues import Ints, Rate
 from tep.sim.streams import Stream

@@ -25,9 +25,9 @@ from contextvars import Context
 from typing import Any, Final, NoReturn, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
-from tep.errors import StallError, UsageError
+from tep.base.errors import StallError, UsageError
+from tep.base.units import PS_PER_S, PS_PER_US
 from tep.sim.clock import FOREVER_PS, FabricEnv
-from tep.units import PS_PER_S, PS_PER_US
 
 __all__ = ["SimLoop", "current_env", "run"]
 

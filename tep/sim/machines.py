@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim.late import Late
 from tep.sim.paths import NETWORK, Network, network_of
 from tep.sim.profile import FIELDS, Profile, load_profile

@@ -20,7 +20,7 @@ from typing import Final
 
 import numpy as np
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim.profile import Profile
 from tep.sim.queues import Ints, Rate, fifo_grouped, spans_ps
 from tep.sim.sendqueue import Units

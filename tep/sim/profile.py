@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 from tep.backends.base import DomainCaps
-from tep.errors import UsageError
-from tep.units import PS_PER_S
+from tep.base.errors import UsageError
+from tep.base.units import PS_PER_S
 
 __all__ = [
     "FIELDS",

@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from tep.checks import check_seconds
-from tep.errors import ClosedError
+from tep.base.checks import check_seconds
+from tep.base.errors import ClosedError
+from tep.base.units import PS_PER_US
 from tep.sim.clock import in_one_process
-from tep.units import PS_PER_US
 
 if TYPE_CHECKING:
     from tep.engine import TransferEngine

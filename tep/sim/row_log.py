@@ -13,10 +13,10 @@ from typing import Final, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tep import trace
 from tep.backends.base import Status
-from tep.errors import UsageError
-from tep.units import PS_PER_S
+from tep.base.errors import UsageError
+from tep.base.units import PS_PER_S
+from tep.observe import trace
 
 __all__ = ["ARRIVAL", "Record", "RowLog", "What"]
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.base import Status
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim.clock import FabricEnv, in_one_process
 from tep.sim.late import InOrder
 from tep.sim.ledger import NEVER_PS, Batches, Hold, Ledger

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from tep.backends.base import DomainCaps
 from tep.backends.hostcopy import HostRegion
-from tep.memory import Memory
+from tep.memory.source import Memory
 from tep.sim.clock import FabricEnv
 from tep.sim.ledger import Agenda, Batches, Ledger
 from tep.sim.machines import Machine, Pairs

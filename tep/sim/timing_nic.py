@@ -29,8 +29,8 @@ from tep.backends.base import (
 )
 from tep.backends.checks import check_memory
 from tep.backends.columns import part
-from tep.errors import BadDescriptor, ClosedError
-from tep.memory import Memory
+from tep.base.errors import BadDescriptor, ClosedError
+from tep.memory.source import Memory
 from tep.sim.ledger import Agenda, Hold
 from tep.sim.pacing import PacedQueue, is_paced
 from tep.sim.queues import Ints, cut_quanta, has_all, has_any, is_alike

@@ -14,10 +14,10 @@ from typing import Final
 
 import numpy as np
 
+from tep.base.units import PS_PER_MS, PS_PER_US
 from tep.sim.ledger import NEVER_PS
 from tep.sim.queues import Ints
 from tep.sim.timing_faces import Fabric, Nic
-from tep.units import PS_PER_MS, PS_PER_US
 
 __all__ = ["Wakes"]
 

@@ -21,7 +21,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from tep.distribution import need
+from tep.base.distribution import need
 
 if TYPE_CHECKING:
     from tep.sim.faults import (

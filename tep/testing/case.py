@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, get_args
 
-from tep.checks import check_int, check_seconds, shown
-from tep.errors import UsageError
-from tep.hashing import below, draw, stream_key
+from tep.base.checks import check_int, check_seconds, shown
+from tep.base.errors import UsageError
+from tep.base.hashing import below, draw, stream_key
+from tep.base.units import PS_PER_US
 from tep.sim.faults import Chaos, Fault, Faults
 from tep.sim.streams import Stream
-from tep.units import PS_PER_US
 
 __all__ = ["HEAL_US", "Case", "names_of", "shape_text"]
 

@@ -11,7 +11,7 @@ from typing import Final, cast
 import pytest
 
 from tep.backends.base import ControlDomain, Kind, Status, WriteBatch
-from tep.errors import ClosedError
+from tep.base.errors import ClosedError
 from tep.testing.net import Net, Seen, Side
 from tep.testing.world import Ability, World, need
 

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from tep.api import Barrier, Paged, Pages, Scatter, ScatterDst, Shape, Single
+from tep.base.api import Barrier, Paged, Pages, Scatter, ScatterDst, Shape, Single
+from tep.base.errors import BusyError, ClosedError, FabricError, StaleEpoch, TepError
+from tep.base.wire import MrDesc, NetAddr
 from tep.core.handle import Handle
 from tep.core.plan import count_imms
 from tep.core.region import MrHandle
 from tep.core.transfer import Transfer
 from tep.engine import TransferEngine
-from tep.errors import BusyError, ClosedError, FabricError, StaleEpoch, TepError
-from tep.wire import MrDesc, NetAddr
 
 __all__ = ["EngineContract", "Engines", "OpenEngines"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 
 from tep.backends.base import Access, Kind, Status
-from tep.errors import BadDescriptor, ClosedError, TepError
-from tep.memory import adapt
+from tep.base.errors import BadDescriptor, ClosedError, TepError
+from tep.memory.source import adapt
 from tep.testing.net import Net, Seen, Side
 from tep.testing.world import Ability, World, need
 

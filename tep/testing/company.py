@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from tep.base.errors import ClosedError, FabricError
+from tep.base.units import PS_PER_NS, PS_PER_S
 from tep.control.membership import PeerChange, PeerEvent, PeerState, PeerWatch
 from tep.core.handle import Handle
-from tep.errors import ClosedError, FabricError
 from tep.sim.faults import Clog, Drift, Fault, Mute, Pause
 from tep.testing.lab import Host
 from tep.testing.specs import RECEIVERS, SENDER
 from tep.testing.stage import Stage
-from tep.units import PS_PER_NS, PS_PER_S
 
 __all__ = ["Company"]
 

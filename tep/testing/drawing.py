@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from tep.base.units import PS_PER_NS
 from tep.sim.faults import Chaos, Clog, Fault, KillNic, Mute, Pause, Swizzle
 from tep.testing.drawing_trouble import ENDS, FAULT_PS, SPREAD_PS, Dice, draw_stuck
 from tep.testing.specs import SENDER, ReadKind, ReadSpec, TransferKind, TransferSpec
-from tep.units import PS_PER_NS
 
 __all__ = [
     "APART", "PAGES", "PAGE_SIZES", "draw_barring", "draw_late", "draw_nics", "draw_reads",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from tep.hashing import draw
+from tep.base.hashing import draw
+from tep.base.units import PS_PER_NS
 from tep.sim.faults import (
     DRIFTS,
     Chaos,
@@ -22,7 +23,6 @@ from tep.sim.faults import (
     Swizzle,
 )
 from tep.testing.specs import RECEIVERS, SENDER, TransferSpec, names_of
-from tep.units import PS_PER_NS
 
 __all__ = [
     "ENDS",

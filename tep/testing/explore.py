@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from heapq import heapify
 from typing import Any, Final
 
+from tep.base.units import PS_PER_US
 from tep.engine import TransferEngine
 from tep.sim.clock import Call, FabricEnv, Turned
 from tep.sim.driver import SimDriver
 from tep.testing.oracle import Outcome, run_scenario
 from tep.testing.scenario import Scenario
 from tep.testing.stage import Violation
-from tep.units import PS_PER_US
 
 __all__ = ["Choices", "Explored", "OrderEnv", "explore", "replay_path"]
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import tep
-from tep.checks import check_int, check_kind, check_seconds
-from tep.errors import (
+from tep.base.checks import check_int, check_kind, check_seconds
+from tep.base.errors import (
     BurntImm,
     Cancelled,
     ClosedError,
@@ -34,13 +34,13 @@ from tep.errors import (
     UsageError,
     WaitTimeout,
 )
+from tep.base.units import PS_PER_S, PS_PER_US
 from tep.sim.chaos import ChaosFabric
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Restart
 from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics
 from tep.testing.stage import Violation
-from tep.units import PS_PER_S, PS_PER_US
 
 __all__ = [
     "DEADLINE_S",

@@ -14,12 +14,13 @@ from typing import Final
 
 import numpy as np
 
-from tep.api import EngineOptions
 from tep.backends.base import Access, Batch
+from tep.base.api import EngineOptions
+from tep.base.errors import FabricError
+from tep.base.hashing import draw_array, stream_key
+from tep.base.wire import MrDesc
 from tep.core.region import MrHandle
 from tep.engine import TransferEngine
-from tep.errors import FabricError
-from tep.hashing import draw_array, stream_key
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.driver import SimDriver
@@ -35,7 +36,6 @@ from tep.testing.specs import (
     TransferSpec,
 )
 from tep.testing.tap import Ledger, Mover, Tap
-from tep.wire import MrDesc
 
 __all__ = [
     "BLANK", "FREED", "READ_IMM", "REUSED", "USED", "Area", "Host", "Lab", "Piece", "Span",

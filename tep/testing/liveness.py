@@ -11,8 +11,9 @@ from functools import partial
 from itertools import repeat
 from typing import Final
 
-from tep.api import Pages
 from tep.backends.base import Access
+from tep.base.api import Pages
+from tep.base.units import PS_PER_NS, PS_PER_S
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.sim.faults import Drift, Fault
@@ -20,7 +21,6 @@ from tep.testing.lab import Host
 from tep.testing.specs import SENDER
 from tep.testing.stage import Stage
 from tep.testing.tap import Mover
-from tep.units import PS_PER_NS, PS_PER_S
 
 __all__ = ["go_on", "hear_of_failures", "lasts"]
 

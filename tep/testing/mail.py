@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Final
 
+from tep.base.errors import ClosedError
+from tep.base.units import PS_PER_NS
 from tep.core.handle import State
 from tep.core.transfer import Message
-from tep.errors import ClosedError
 from tep.testing.lab import Host
 from tep.testing.specs import RECEIVERS
 from tep.testing.stage import Stage
-from tep.units import PS_PER_NS
 
 __all__ = ["Mail"]
 

@@ -29,7 +29,7 @@ from tep.backends.base import (
     WriteBatch,
     new_completions,
 )
-from tep.memory import Memory, adapt
+from tep.memory.source import Memory, adapt
 from tep.testing.world import Node, World
 
 __all__ = ["GUARD", "Buffer", "Net", "Seen", "Side"]

@@ -28,7 +28,7 @@ from tep.backends.base import (
     new_completions,
     put_completion,
 )
-from tep.memory import Memory
+from tep.memory.source import Memory
 
 __all__ = ["NullDomain", "null_pair"]
 

@@ -126,7 +126,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
     try:
         return (yield)
     except Exception as error:
-        from tep.errors import TepError
+        from tep.base.errors import TepError
 
         trial = getattr(pyfuncitem, "funcargs", {}).get("tep_cluster")
         if trial is not None and isinstance(error, TepError | ExceptionGroup):

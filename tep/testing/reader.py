@@ -13,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from tep.api import Pages
 from tep.backends.base import Batch
+from tep.base.api import Pages
+from tep.base.errors import ClosedError, StaleEpoch
 from tep.core.handle import State
 from tep.core.transfer import Transfer
-from tep.errors import ClosedError, StaleEpoch
 from tep.sim.faults import Clog, Cut, Mute
 from tep.testing.lab import BLANK, READ_IMM, REUSED, USED, Host, Span
 from tep.testing.specs import RECEIVERS, SENDER, ReadSpec

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
 
+from tep.base.errors import FabricError
 from tep.core.transfer import Expectation, Removal
-from tep.errors import FabricError
 from tep.testing.lab import FREED, USED, Host, Piece
 from tep.testing.sender import join
 from tep.testing.specs import RECEIVERS, TransferSpec

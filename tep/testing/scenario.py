@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from tep.checks import check_int, shown
-from tep.errors import BadRequest
-from tep.hashing import stream_key
+from tep.base.checks import check_int, shown
+from tep.base.errors import BadRequest
+from tep.base.hashing import stream_key
+from tep.base.units import PS_PER_NS
 from tep.sim.faults import Chaos, Fault, Restart
 from tep.sim.streams import Stream
 from tep.testing.drawing import (
@@ -60,7 +61,6 @@ from tep.testing.specs import (
     names_of,
     settle,
 )
-from tep.units import PS_PER_NS
 
 __all__ = ["Scenario"]
 

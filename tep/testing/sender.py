@@ -10,17 +10,17 @@ from typing import Any, Final
 
 import numpy as np
 
-from tep.api import Pages, ScatterDst
 from tep.backends.base import Access, Status
+from tep.base.api import Pages, ScatterDst
+from tep.base.errors import BurntImm, BusyError, ClosedError, FabricError, StaleEpoch
+from tep.base.wire import NetAddr
 from tep.core.handle import State
 from tep.core.transfer import Transfer
 from tep.engine import PeerGroup, Prepared
-from tep.errors import BurntImm, BusyError, ClosedError, FabricError, StaleEpoch
 from tep.sim.faults import Clog, Cut, KillNic, Mute, Pause, Revoke, Slow, Swizzle
 from tep.testing.lab import REUSED, Host
 from tep.testing.specs import SENDER, TransferSpec
 from tep.testing.stage import Run, Stage
-from tep.wire import NetAddr
 
 __all__ = ["Sender"]
 

@@ -12,15 +12,15 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any, Final
 
-from tep.checks import check_int
-from tep.errors import UsageError
+from tep.base.checks import check_int
+from tep.base.errors import UsageError
+from tep.base.units import PS_PER_US
 from tep.sim.draws import Label, Recorder, describe
 from tep.sim.faults import Chaos, Fault
 from tep.sim.row_log import RowLog
 from tep.testing.case import Case
 from tep.testing.scenario import Scenario
 from tep.testing.stage import Violation
-from tep.units import PS_PER_US
 
 __all__ = ["shrink", "story"]
 

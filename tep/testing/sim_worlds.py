@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+from tep.base.units import PS_PER_NS, PS_PER_S, PS_PER_US
 from tep.sim.chaos import ChaosFabric, ChaosNode
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos
@@ -12,7 +13,6 @@ from tep.sim.profile import load_profile
 from tep.sim.timing import TimingFabric
 from tep.sim.timing_node import Node as TimingNode
 from tep.testing.world import Ability, Node, World
-from tep.units import PS_PER_NS, PS_PER_S, PS_PER_US
 
 __all__ = ["ChaosWorld", "TimingWorld"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from tep.checks import check_int, shown
-from tep.errors import BadRequest
+from tep.base.checks import check_int, shown
+from tep.base.errors import BadRequest
 
 __all__ = ["SIZES", "Sizes", "check_sizes", "draw_sizes", "in_pieces", "set_sizes"]
 

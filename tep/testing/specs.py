@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, get_args
 
-from tep.checks import check_int
+from tep.base.checks import check_int
+from tep.base.units import IMM_MAX
 from tep.sim.faults import Chaos
-from tep.units import IMM_MAX
 
 __all__ = [
     "IMMS", "MESSAGES_MAX", "PAGES_MAX", "READS_MAX", "RECEIVERS", "SENDER", "STEADY_ROUNDS",

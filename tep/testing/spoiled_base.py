@@ -21,8 +21,8 @@ from tep.backends.base import (
 from tep.backends.columns import Rows
 from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
+from tep.base.units import MiB
 from tep.testing.loopback_world import LoopbackWorld
-from tep.units import MiB
 
 __all__ = ["SPOILED", "AnyRow", "ByRow", "Spoiled", "SpoiledWorld", "breaks", "keys_of"]
 

@@ -28,10 +28,10 @@ from tep.backends.base import (
 from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.backends.shuffle import Message
-from tep.errors import BadDescriptor
-from tep.memory import Memory
+from tep.base.errors import BadDescriptor
+from tep.base.units import KiB
+from tep.memory.source import Memory
 from tep.testing.spoiled_base import AnyRow, ByRow, breaks, keys_of
-from tep.units import KiB
 
 __all__ = [
     "BlamesTheFirstRow",

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from typing import Protocol as Interface
 
-from tep.checks import check_int, check_seconds
-from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.base.checks import check_int, check_seconds
+from tep.base.errors import RendezvousError, UsageError, WaitTimeout
+from tep.base.waiting import system_s
 from tep.rendezvous import Group
 from tep.sim.row_log import RowLog
 from tep.testing.case import HEAL_US, Case, Nics
@@ -29,7 +30,6 @@ from tep.testing.hunting import Protocol, load_protocol, run
 from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario
 from tep.testing.stage import Violation
-from tep.waiting import system_s
 
 __all__ = [
     "EngineJudge",

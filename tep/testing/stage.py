@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from tep.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.backends.base import Access, Batch, ReadBatch
+from tep.base.api import Barrier, Paged, Routing, Scatter, Shape, Single
 from tep.core import plan
 from tep.core.handle import State
 from tep.core.requests import DEFAULT

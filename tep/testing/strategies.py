@@ -14,6 +14,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
+from tep.base.units import PS_PER_MS, PS_PER_NS
 from tep.sim.faults import (
     DRIFTS,
     FRAGMENTS_MAX,
@@ -49,7 +50,6 @@ from tep.testing.specs import (
     TransferKind,
     TransferSpec,
 )
-from tep.units import PS_PER_MS, PS_PER_NS
 
 __all__ = ["chaos", "engine_scenarios", "reads", "scenarios", "transfers"]
 

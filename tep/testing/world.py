@@ -15,7 +15,7 @@ from typing import Protocol, Self, TypeVar
 import pytest
 
 from tep.backends.base import Domain
-from tep.waiting import system_s
+from tep.base.waiting import system_s
 
 __all__ = ["Ability", "Node", "OpenWorld", "World", "need"]
 

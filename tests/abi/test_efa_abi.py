@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tep.backends.efa import entries
-from tep.ffi import efa
-from tep.ffi.efa import CALLS, EFA_STRUCTS, VERBS_STRUCTS
+from tep.backends.ffi import efa
+from tep.backends.ffi.efa import CALLS, EFA_STRUCTS, VERBS_STRUCTS
 from tests.abi.test_ibverbs_abi import compiled_facts, differences, parse
 from tests.support.cross import printed, require_cross
 

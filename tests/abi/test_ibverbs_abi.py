@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tep.ffi import ibverbs, ibverbs_device, ibverbs_structs, ibverbs_wr
-from tep.ffi.ibverbs_device import DEVICE_STRUCTS, Gid
-from tep.ffi.ibverbs_structs import QUEUE_STRUCTS, GlobalRoute, QpAttr
-from tep.ffi.ibverbs_wr import DTYPES, ENUMS, MEMBERS
+from tep.backends.ffi import ibverbs, ibverbs_device, ibverbs_structs, ibverbs_wr
+from tep.backends.ffi.ibverbs_device import DEVICE_STRUCTS, Gid
+from tep.backends.ffi.ibverbs_structs import QUEUE_STRUCTS, GlobalRoute, QpAttr
+from tep.backends.ffi.ibverbs_wr import DTYPES, ENUMS, MEMBERS
 from tests.support.cross import printed, require_cross
 
 FACTS = Path(__file__).with_name("ibverbs.facts")

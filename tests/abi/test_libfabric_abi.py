@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tep.ffi import libfabric, libfabric_attrs, libfabric_data, libfabric_objects
-from tep.ffi.libfabric_data import DTYPES
+from tep.backends.ffi import libfabric, libfabric_attrs, libfabric_data, libfabric_objects
+from tep.backends.ffi.libfabric_data import DTYPES
 from tests.support.cross import printed, require_cross
 
 FACTS = Path(__file__).with_name("libfabric_facts.json")

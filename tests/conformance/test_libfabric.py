@@ -15,13 +15,13 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Kind, Status, new_completions
+from tep.backends.ffi.libfabric import FI_EAVAIL
 from tep.backends.libfabric.software.process import sweep_shm
-from tep.errors import FabricError
-from tep.ffi.libfabric import FI_EAVAIL
+from tep.base.errors import FabricError
+from tep.base.units import MiB
 from tep.testing.contract import Ability, DomainContract, World
 from tep.testing.contract_engine import EngineContract, OpenEngines
 from tep.testing.net import Net
-from tep.units import MiB
 from tests.support.here import require
 
 pytestmark = pytest.mark.slow  # real libraries and clocks: not in the fast minute

@@ -11,7 +11,7 @@ import tep
 from tep import BackendUnavailable, BadRequest, ClosedError, TransferEngine, UsageError, sim
 from tep.bench.two_nodes import Plan, measure
 from tep.cuda import Arena, Staged, export_dmabuf, inspect
-from tep.memory import adapt, exported
+from tep.memory.source import adapt, exported
 
 PAGE = mmap.PAGESIZE
 

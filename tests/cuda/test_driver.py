@@ -14,7 +14,7 @@ import pytest
 from scripts.gpu_check import MAPPED, mapped
 from tep import BackendUnavailable, FabricError
 from tep.cuda.driver import Driver, list_devices
-from tep.hostfiles import CudaDevice, LiveFiles
+from tep.host.hostfiles import CudaDevice, LiveFiles
 
 ROOT = Path(__file__).parents[2]
 LATE = 60_000_000  # nothing is done in this test's time unless somebody waits for it

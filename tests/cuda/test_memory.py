@@ -20,7 +20,7 @@ from scripts.gpu_check import MAPPED, fill, mapped
 from tep import BackendUnavailable, BadRequest, FabricError
 from tep.cuda import export_dmabuf, flush, inspect, set_sync_memops
 from tep.cuda.driver import driver
-from tep.memory import Memory, adapt, exported
+from tep.memory.source import Memory, adapt, exported
 
 PAGE = mmap.PAGESIZE
 
@@ -193,7 +193,7 @@ from scripts.gpu_check import mapped
 from tep import FabricError
 from tep.cuda import export_dmabuf
 from tep.cuda.driver import driver
-from tep.memory import Memory
+from tep.memory.source import Memory
 with mapped(driver(), 1) as start:
     try:
         export_dmabuf(Memory(start, 64, "cuda:0", False, None))

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 import tep
-from tep.errors import Cancelled, FabricError, TepError, WaitTimeout
+from tep.base.errors import Cancelled, FabricError, TepError, WaitTimeout
 
 
 def noise(nbytes, seed):

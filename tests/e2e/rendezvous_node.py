@@ -13,7 +13,7 @@ import sys
 import numpy as np
 
 import tep
-from tep.errors import RendezvousError
+from tep.base.errors import RendezvousError
 
 PAGE_BYTES, NPAGES = 4096, 64
 

@@ -16,9 +16,9 @@ import tep
 from tep import FabricError, sim
 from tep.backends.loopback import Hub
 from tep.bench import two_nodes
+from tep.bench.reproduce.tables import load_table
 from tep.bench.two_nodes import FORMAT, Plan, document, measure
 from tep.cli import main
-from tep.reproduce.tables import load_table
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa, require
 

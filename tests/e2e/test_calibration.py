@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import tep
-from tep.reproduce.runs import paged_us, pair, single_us
+from tep.bench.reproduce.runs import paged_us, pair, single_us
 from tep.sim.profile import load_profile
 from tests.e2e.moe_traffic import Step
 

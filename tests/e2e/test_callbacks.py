@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 import tep
 from tep.backends.loopback import Hub, open_domains
+from tep.base.errors import BusyError, TepError, WaitTimeout
+from tep.base.waiting import escaped
 from tep.core.handle import State
-from tep.drivers import Driver, InlineDriver, Machine, ThreadDriver
+from tep.drivers.threads import Driver, InlineDriver, Machine, ThreadDriver
+from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
-from tep.errors import BusyError, TepError, WaitTimeout
-from tep.turning import TurnDriver
-from tep.waiting import escaped
 
 WAIT_S = 60.0
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
+from tep.base.errors import FabricError
 from tep.cli.demo_moved import LeftOut, count_overtakes
 from tep.cli.demo_pair import PAIRS, Pair, _Receiver, move_between
-from tep.errors import FabricError
 
 DATA = np.arange(256, dtype=np.uint8)
 
@@ -17,7 +17,7 @@ DATA = np.arange(256, dtype=np.uint8)
 def test_a_backend_that_is_not_here_is_left_out_with_its_cure(monkeypatch):
     """A person adds a backend to the table; where it cannot run, the demo must go on."""
     from tep.backends import libfabric
-    from tep.errors import BackendUnavailable
+    from tep.base.errors import BackendUnavailable
 
     def refuse(**_):
         raise BackendUnavailable("not on this machine", (("looked", "found nothing"),))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import tep
-from tep.distribution import DISTRIBUTION
+from tep.base.distribution import DISTRIBUTION
 from tests.tidy.sources import ROOT, files
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -150,7 +150,7 @@ def test_a_bare_environment_simulates_and_says_what_is_missing(bare: Path) -> No
     [
         ("from tep.testing import scenarios", "testing"),
         ("from tep.apps.rl.quantise import numpy_dtype; numpy_dtype('bf16')", "rl"),
-        ("from tep.distribution import need; need('matplotlib', 'plot', 'a picture')", "plot"),
+        ("from tep.base.distribution import need; need('matplotlib', 'plot', 'a picture')", "plot"),
         ("from tep.cuda.driver import driver; driver()", "cuda"),
         ("import tep; tep.TransferEngine.open('libfabric')", "libfabric"),
     ],

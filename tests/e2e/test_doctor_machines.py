@@ -72,7 +72,7 @@ def test_what_efa_nics_can_do_is_asked_of_their_library(which):
     need_fake_efa()
     caps, expected = EFA[which]
     ask = (
-        "import json; from tep.doctor.devices import check_devices; "
+        "import json; from tep.host.doctor.devices import check_devices; "
         "print(json.dumps([one.to_json() for one in check_devices()]))"
     )
     with fabric({"nics": 2, "caps": caps}) as run:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tep.units import KiB, MiB
+from tep.base.units import KiB, MiB
 from tests.support.children import Child, transfer
 from tests.support.fake_efa import fabric
 from tests.support.here import need_fake_efa

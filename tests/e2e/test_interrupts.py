@@ -17,11 +17,11 @@ import pytest
 
 import tep
 from tep.backends.loopback import Hub, open_domains
-from tep.drivers import Driver, InlineDriver, Machine, ThreadDriver
+from tep.base.errors import ClosedError
+from tep.drivers.threads import Driver, InlineDriver, Machine, ThreadDriver
+from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
-from tep.errors import ClosedError
 from tep.sim import Cluster
-from tep.turning import TurnDriver
 from tests.support.here import require
 
 WAIT_S = 60.0

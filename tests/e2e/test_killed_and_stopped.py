@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tep.backends.libfabric.software.process import sweep_shm
-from tep.units import KiB
+from tep.base.units import KiB
 from tests.support.children import NICS, Child, transfer, wait_until
 from tests.support.here import require
 

@@ -18,9 +18,9 @@ from tep.apps.kvcache.model import Completion
 from tep.apps.kvcache.pipes import Line, Pipe, Ready
 from tep.apps.kvcache.ranks import RankedCluster, work_as_rank
 from tep.apps.kvcache.transformer import PlainCache, TinyConfig, TinyTransformer
-from tep.errors import UsageError
-from tep.launch import launch
+from tep.base.errors import UsageError
 from tep.rendezvous import Place
+from tep.rendezvous.launch import launch
 from tep.rendezvous.proof import enter
 from tests.support.here import require
 

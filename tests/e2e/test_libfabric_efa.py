@@ -22,7 +22,7 @@ import numpy as np
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Access, Status
-from tep.memory import adapt
+from tep.memory.source import adapt
 PROVIDER = sys.argv[1]
 def engine(name, **options):
     options = {"nics": 1, "peer_timeout_s": 10.0, **options}
@@ -357,7 +357,7 @@ def test_memory_behind_an_offset_of_its_dma_buf_is_where_it_should_be(provider):
             provider,
             """
 from dataclasses import replace
-from tep.ffi import libfabric as fi
+from tep.backends.ffi import libfabric as fi
 from tep.testing.net import Net
 fi.FI_HMEM_CUDA = fi.FI_HMEM_SYSTEM  # the wheel's libfabric knows no CUDA
 fd = os.memfd_create("allocation")

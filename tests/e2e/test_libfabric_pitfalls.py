@@ -17,11 +17,11 @@ import pytest
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Access
+from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric.software import seats
 from tep.backends.libfabric.software.process import sweep_shm
-from tep.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
-from tep.ffi import libfabric as fi
-from tep.memory import adapt
+from tep.base.errors import BackendUnavailable, ClosedError, FabricError, UsageError, WaitTimeout
+from tep.memory.source import adapt
 from tests.support.children import wait_until
 from tests.support.descriptors import open_descriptors
 from tests.support.here import need_libfabric
@@ -257,7 +257,7 @@ def test_limits_of_the_process_are_an_error_and_not_a_segmentation_fault(limit):
         done = run(
             f"""
 import os, resource
-from tep.errors import TepError
+from tep.base.errors import TepError
 small = {{"RLIMIT_FSIZE": 65536, "RLIMIT_NOFILE": len(os.listdir("/proc/self/fd"))}}
 _, hard = resource.getrlimit(resource.{limit})
 resource.setrlimit(resource.{limit}, (small["{limit}"], hard))

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OTHER = os.environ | {"TEP_LIBFABRIC": "libfabric.so.1"}
 """The name alone: the system's loader finds it (Debian's libfabric1 is 1.17)."""
 
-ASK = "from tep.ffi.libfabric import load; print(*load().version)"
+ASK = "from tep.backends.ffi.libfabric import load; print(*load().version)"
 
 
 def version(env):

@@ -9,7 +9,7 @@ import statistics
 import pytest
 
 from tep.backends.libfabric.software.process import sweep_shm
-from tep.units import KiB, MiB
+from tep.base.units import KiB, MiB
 from tests.support.children import NICS, Child, transfer, wait_until
 from tests.support.here import require
 

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 import tep
+from tep.base.errors import ClosedError, FabricError, WaitTimeout
+from tep.base.wire import MrDesc, NetAddr
 from tep.engine import TransferEngine
-from tep.errors import ClosedError, FabricError, WaitTimeout
-from tep.wire import MrDesc, NetAddr
 from tests.support.descriptors import open_descriptors
 
 PATIENCE_S = 60.0

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from tep.apps.moe.kernels import numbers_of
+from tep.base.errors import UsageError
+from tep.bench.reproduce import load_table, report, residue, runs, table_names
+from tep.bench.reproduce.tables import NIC_PROFILES
 from tep.cli import app
-from tep.errors import UsageError
-from tep.reproduce import load_table, report, residue, runs, table_names
-from tep.reproduce.tables import NIC_PROFILES
 from tep.sim.profile import FIELDS, load_profile
 
 SLOW = {"moe-decode", "moe-prefill", "moe-private", "rl"}

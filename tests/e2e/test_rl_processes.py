@@ -18,10 +18,10 @@ from tep.apps.rl.placement import InferLayout, TrainLayout, rollout_metas
 from tep.apps.rl.processes import LocalJob, RankedJob, work_as_rank
 from tep.apps.rl.quantise import numpy_dtype
 from tep.apps.rl.weights import Checkpoint, write_safetensors
+from tep.base.errors import UsageError
 from tep.cli.rl import app
-from tep.errors import UsageError
-from tep.launch import launch
 from tep.rendezvous import Place
+from tep.rendezvous.launch import launch
 from tests.support.here import require
 from tests.unit.rl_reference import reference_region
 

@@ -16,10 +16,10 @@ import pytest
 import tep
 from tep.backends.base import Access
 from tep.backends.loopback import open_domains
-from tep.drivers import ThreadDriver
+from tep.base.errors import ClosedError, FabricError, TepError, WaitTimeout
+from tep.drivers.threads import ThreadDriver
+from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
-from tep.errors import ClosedError, FabricError, TepError, WaitTimeout
-from tep.turning import TurnDriver
 from tests.support.descriptors import open_descriptors
 from tests.support.pairs import pair
 

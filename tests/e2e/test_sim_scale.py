@@ -17,8 +17,8 @@ from tep.apps.rl import study
 from tep.apps.rl.models import load_model
 from tep.apps.rl.predict import predict
 from tep.apps.rl.published import StageTimes
+from tep.base.errors import UsageError
 from tep.bench.scale import alltoall, counted, moe_step, select
-from tep.errors import UsageError
 
 
 def kvcache(seconds: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tep.api import Pages
+from tep.base.api import Pages
+from tep.base.units import GiB, KiB
 from tep.sim.cluster import Cluster
-from tep.units import GiB, KiB
 
 PAGE = 64 * KiB
 PAGES = GiB // PAGE

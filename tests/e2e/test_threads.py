@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tep.api import EngineOptions, Pages, ScatterDst
-from tep.errors import (
+from tep.base.api import EngineOptions, Pages, ScatterDst
+from tep.base.errors import (
     BusyError,
     Cancelled,
     ClosedError,

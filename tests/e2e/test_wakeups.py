@@ -11,10 +11,10 @@ import pytest
 
 import tep
 from tep.backends.loopback import Hub, open_domains
-from tep.drivers import ThreadDriver
+from tep.base.errors import FabricError, TepError
+from tep.drivers.threads import ThreadDriver
+from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
-from tep.errors import FabricError, TepError
-from tep.turning import TurnDriver
 
 WAIT_S = 60.0
 BAD = 1 << 60

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from tep.apps.kvcache.simulate import Load, Plant, simulate
 from tep.apps.moe import predict as moe
+from tep.base.errors import UsageError
+from tep.bench.reproduce import whatif
+from tep.bench.reproduce.whatif import Machine, change, effects
 from tep.cli import app
-from tep.errors import UsageError
-from tep.reproduce import whatif
-from tep.reproduce.whatif import Machine, change, effects
 from tep.sim.profile import load_profile
 
 CX7 = Machine(profile=load_profile("cx7_400"))

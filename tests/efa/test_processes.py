@@ -10,7 +10,7 @@ import itertools
 import pytest
 
 from tep.apps.kvcache.launch import Cluster, Shape
-from tep.units import KiB, MiB
+from tep.base.units import KiB, MiB
 from tests.e2e import test_killed_and_stopped as killed
 from tests.e2e import test_watched_processes as watched
 from tests.e2e.test_kvcache_processes import check, prompts

@@ -39,7 +39,7 @@ class _End:
         from tep.backends.efa.domain import choose_way
         from tep.backends.efa.pairs import Sizes
         from tep.backends.efa.rowwise import Span
-        from tep.ffi.efa import load
+        from tep.backends.ffi.efa import load
 
         lib = load()
         self.nic = Nic(lib, lib.devices()[0][0], Sizes(send, receive, 4 * max(send, receive)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
-from tep.api import Routing
+from tep.base.api import Routing
 from tep.control.channel import Channel
 from tep.control.messages import Pong
 from tep.core import plan as plans

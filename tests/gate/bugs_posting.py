@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from unittest import mock
 
-from tep.api import Routing
 from tep.backends.base import WriteBatch
+from tep.base.api import Routing
 from tep.core import plan as plans
 from tep.core.group import DomainGroup, Pending
 from tep.core.peers import PeerBook, PeerGroup

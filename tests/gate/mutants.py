@@ -46,7 +46,7 @@ from _pytest.main import pytest_runtestloop as run_tests  # what pytest itself d
 from tests.gate.mutated import Finder, Functions, changed, compiled, header, live, put
 
 ROOT: Final = Path(__file__).parents[2]
-MUTATED: Final = ("tep/core", "tep/control", "tep/wire.py")
+MUTATED: Final = ("tep/core", "tep/control", "tep/base/wire.py")
 TESTS: Final = ("tests/unit", "tests/property", "tests/conformance")
 SEEDS: Final = 120
 TESTS_S: Final = 12.0

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from tep.backends.loopback import Hub, open_domains
+from tep.base.errors import StaleEpoch
 from tep.control.channel import Channel
 from tep.control.failover import Fencing
 from tep.control.messages import Failed, FenceOff, encode
 from tep.core.handle import Handle
 from tep.core.outbox import Outbox
 from tep.core.region import MrHandle
-from tep.drivers import InlineDriver
+from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
 from tep.engine.machine import Machine
-from tep.errors import StaleEpoch
 from tests.e2e import test_callbacks
 from tests.gate.registry import Change, changed
 from tests.property.test_hostile_control import (
@@ -244,7 +244,7 @@ def waits_for_a_month() -> None:
 @found_by(waits_for_a_month)
 def any_time_for_the_system() -> list[Change]:
     """poll() overflows at 24.8 days."""
-    return [("tep.drivers", "system_s", lambda left_s: max(left_s, 0.0))]
+    return [("tep.drivers.threads", "system_s", lambda left_s: max(left_s, 0.0))]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

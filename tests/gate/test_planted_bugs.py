@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from tep.base.units import PS_PER_MS
 from tep.core.group import DomainGroup, Pending
 from tep.engine.worker import Worker
 from tep.sim.faults import Chaos, Clog, Cut, Fault, Mute, Slow, Swizzle
@@ -18,7 +19,6 @@ from tep.sim.row_log import RowLog
 from tep.testing.oracle import Violation, replay, run_scenario
 from tep.testing.scenario import Scenario
 from tep.testing.specs import TransferKind, TransferSpec
-from tep.units import PS_PER_MS
 from tests.gate import (
     bugs_counting,
     bugs_ending,

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
+from tep.base.errors import BadRequest
 from tep.core.group import DomainGroup
-from tep.errors import BadRequest
 from tep.testing.oracle import run_scenario
 from tep.testing.scenario import Scenario
 from tep.testing.sizes import SIZES, set_sizes

@@ -10,8 +10,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tep.api import Pages
-from tep.errors import FabricError
+from tep.base.api import Pages
+from tep.base.errors import FabricError
 from tep.testing.explore import Choices
 from tests.support.burnt_orders import Play
 from tests.support.effort import effort

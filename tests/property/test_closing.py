@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import tep
+from tep.base.units import KiB
 from tep.sim import Cluster
-from tep.units import KiB
 from tests.support.effort import effort
 
 

@@ -38,12 +38,12 @@ from tep.backends.local import channel as local_channel
 from tep.backends.loopback import open_domains as open_loopback
 from tep.backends.verbs import address as verbs_address
 from tep.backends.verbs import handshake as verbs_handshake
+from tep.base.wire import VERSION, MrDesc, NetAddr
 from tep.compat.nixl import wire as nixl_wire
 from tep.control import messages
 from tep.integrations.vllm import wire as vllm_wire
 from tep.rendezvous import wire as rendezvous_wire
 from tep.sim import ChaosFabric
-from tep.wire import VERSION, MrDesc, NetAddr
 from tests.support.effort import effort
 from tests.tidy.sources import python_files, text
 
@@ -51,7 +51,7 @@ NAMES = {"from_bytes", "decode", "_decode", "parse", "check_address", "unpack_he
 NO_DECODERS = {
     "tep/apps/kvcache/decoder.py::Decoder._decode": "makes tokens",
     "tep/sim/chaos_parts.py::Fabric.parse": "a protocol",
-    "tep/wire.py::_Wire.from_bytes": "listed by its subclasses",
+    "tep/base/wire.py::_Wire.from_bytes": "listed by its subclasses",
 }
 READERS = {
     "tep/compat/nixl/channel.py": "a frame; what does not decode is counted and dropped",
@@ -98,7 +98,7 @@ def structs(room: ModuleType) -> list[bytes]:
 
 
 def sealed(kind: bytes, payload: bytes) -> bytes:
-    """The envelope of tep.wire, with a checksum that fits."""
+    """The envelope of tep.base.wire, with a checksum that fits."""
     head = b"TEP" + kind + VERSION.to_bytes(2, "little") + len(payload).to_bytes(4, "little")
     return head + zlib.crc32(head + payload).to_bytes(4, "little") + payload
 
@@ -135,7 +135,7 @@ def loopback_address() -> bytes:
 
 
 CASES: dict[str, list[Case]] = {
-    "tep/wire.py": [
+    "tep/base/wire.py": [
         case
         for value in (ADDR, DESC)
         for case in (

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.api import Paged, Pages, Routing, Scatter, ScatterDst, Single
 from tep.backends.base import Kind
+from tep.base.api import Paged, Pages, Routing, Scatter, ScatterDst, Single
+from tep.base.wire import MrDesc
 from tep.core.plan import SHARD_BYTES_MIN, count_imms, lanes, plan_single
 from tep.engine import TransferEngine
-from tep.wire import MrDesc
 from tests.support.pairs import BLANK, Buffer, Pair, pair
 
 COUNTS = list(product(range(1, 5), range(1, 5)))

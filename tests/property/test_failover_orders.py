@@ -75,7 +75,7 @@ def test_runs_that_end_at_a_known_state_miss_nothing() -> None:
 def test_a_machine_that_stalls_plays_the_same_orders() -> None:
     """Where a slow machine asks twice, its orders are others, and the odometer misses some."""
     quick = in_every_order("page", 2, (2, 1), (0, 1))
-    with mock.patch("tep.drivers.time.monotonic", side_effect=count(step=5)):
+    with mock.patch("tep.drivers.threads.time.monotonic", side_effect=count(step=5)):
         assert quick == in_every_order("page", 2, (2, 1), (0, 1))
 
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 import tep
-from tep.api import Pages
 from tep.backends.loopback import Hub
+from tep.base.api import Pages
 from tep.control.messages import ControlMessage, Failed, decode, encode
 from tep.core import burnt
 from tests.support.effort import effort

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tep.base.errors import BadRequest, BusyError
 from tep.core.imm import ImmTable
-from tep.errors import BadRequest, BusyError
 
 IMMS = st.sampled_from([0, 1, 0x10001, 0x7FFFFFFF, 0xFFFFFFFF])
 BURSTS = st.one_of(

@@ -21,7 +21,7 @@ from tep.apps.kvcache.prefiller import Prefiller
 from tep.apps.kvcache.sender import Lane, Route
 from tep.apps.kvcache.trial import Trial, run_trial
 from tep.apps.kvcache.world import World
-from tep.errors import StallError
+from tep.base.errors import StallError
 from tests.support.planted import PlantedBugs, first_shown
 
 SEEDS = 120

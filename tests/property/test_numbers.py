@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tep
-from tep.memory import adapt
+from tep.memory.source import adapt
 from tep.sim.faults import Chaos
 from tests.support.pairs import Pair, pair
 

@@ -17,11 +17,11 @@ import pytest
 
 import tep
 import tep.testing
-from tep.drivers import InlineDriver, ThreadDriver
+from tep.drivers.threads import InlineDriver, ThreadDriver
+from tep.drivers.turning import TurnDriver
 from tep.sim import faults_at
 from tep.sim.faults import Chaos
 from tep.testing import Case, Scenario, TransferSpec, Violation, hunt, run
-from tep.turning import TurnDriver
 from tests.property.test_numbers import ODD, check
 
 TEXTS = {"name", "node"}

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tep.base.wire import NetAddr
 from tep.core.path import TRANSITIONS, FarEnds, Fence, Link, Path, PathEvent, PathState
 from tep.testing.oracle import replay
-from tep.wire import NetAddr
 
 
 def link(nics: int = 2, ours: int = 2) -> Link:

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.api import Paged, Routing, Scatter, Single
+from tep.base.api import Paged, Routing, Scatter, Single
 from tep.core.plan import (
     ROW_BYTES_MAX,
     SHARD_BYTES_MIN,

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import tep
 from tep.backends.base import Completions, WriteBatch
-from tep.drivers import InlineDriver
+from tep.base.units import PS_PER_US
+from tep.drivers.threads import InlineDriver
 from tep.sim import Cluster
 from tep.testing.null import NullDomain, null_memory
-from tep.units import PS_PER_US
 from tests.support.effort import effort
 from tests.support.pairs import pair
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.api import Pages, Routing, ScatterDst, Single
+from tep.base.api import Pages, Routing, ScatterDst, Single
+from tep.base.units import GiB, KiB
+from tep.base.wire import MrDesc
 from tep.core.plan import ROW_BYTES_MAX, count_imms
-from tep.drivers import InlineDriver
+from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
 from tep.testing.null import null_memory, null_pair
-from tep.units import GiB, KiB
-from tep.wire import MrDesc
 from tests.support.script import Posted, Scripted, memory, scripted
 
 NICS = st.integers(1, 4)

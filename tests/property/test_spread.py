@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous import Place, join
 from tep.testing import spreading
 from tep.testing.spreading import (

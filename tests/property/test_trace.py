@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
+from tep.base.units import KiB
+from tep.observe.trace import Mark, Span, Trace, lanes_of, overtaken
 from tep.sim import Chaos, Cluster
-from tep.trace import Mark, Span, Trace, lanes_of, overtaken
-from tep.units import KiB
 from tests.support.effort import effort
 from tests.support.here import need_stub, require
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.handshake import Hello, Kind, Negotiation, Phase
-from tep.errors import BadDescriptor
+from tep.base.errors import BadDescriptor
 
 PATIENCE_S = 4.0
 RESEND_S = 0.02

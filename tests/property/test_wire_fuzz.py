@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.errors import BadDescriptor
-from tep.wire import VERSION, MrDesc, NetAddr
+from tep.base.errors import BadDescriptor
+from tep.base.wire import VERSION, MrDesc, NetAddr
 
 U64 = st.one_of(st.integers(0, 300), st.integers(0, 2**64 - 1), st.just(2**64 - 1))
 NAMES = st.text(max_size=40)

@@ -16,9 +16,9 @@ from functools import partial
 
 import numpy as np
 
-from tep.api import Pages, Routing
+from tep.base.api import Pages, Routing
+from tep.base.errors import BurntImm, FabricError
 from tep.core.transfer import Expectation, Transfer
-from tep.errors import BurntImm, FabricError
 from tep.testing.explore import Choices
 from tests.support.orders import Fabric
 

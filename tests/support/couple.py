@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tep.api import EngineOptions, Pages
+from tep.base.api import EngineOptions, Pages
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 

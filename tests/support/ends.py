@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tep.api import Pages, ScatterDst
-from tep.units import KiB
+from tep.base.api import Pages, ScatterDst
+from tep.base.units import KiB
 from tests.support.script import Posted, Scripted, memory, scripted
 
 PTR = 1 << 30

@@ -18,7 +18,7 @@ from functools import partial
 
 import numpy as np
 
-from tep.api import Pages, Routing, ScatterDst
+from tep.base.api import Pages, Routing, ScatterDst
 from tep.core.path import Link
 from tep.core.transfer import Transfer
 from tep.testing.explore import Choices

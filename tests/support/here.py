@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from tep.backends import libfabric
-from tep.errors import BackendUnavailable
-from tep.ffi.libfabric import Libfabric, load
+from tep.backends.ffi.libfabric import Libfabric, load
+from tep.base.errors import BackendUnavailable
 from tep.testing.verbs_stub import Stub, build
 from tests.support import fake_efa
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from tep.backends.base import DomainCaps, DomainKey, Kind, Status, WriteBatch
 from tep.control.channel import Drop
-from tep.drivers import InlineDriver
+from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
 from tep.testing.explore import Choices
 

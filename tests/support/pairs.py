@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from tep.api import EngineOptions
 from tep.backends.base import Access
 from tep.backends.loopback import Hub, open_domains
+from tep.base.api import EngineOptions
 from tep.core.handle import Handle
-from tep.drivers import InlineDriver, Machine, ThreadDriver
+from tep.drivers.threads import InlineDriver, Machine, ThreadDriver
 from tep.engine import TransferEngine
 
 GUARD = 4096

@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from tep.api import Pages
+from tep.base.api import Pages
 from tep.core.path import Link
 from tep.core.transfer import Expectation, Transfer
 from tep.testing.explore import Choices

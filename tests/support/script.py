@@ -10,7 +10,6 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tep.api import EngineOptions
 from tep.backends.base import (
     Access,
     Completions,
@@ -23,10 +22,11 @@ from tep.backends.base import (
     Status,
     WriteBatch,
 )
-from tep.drivers import InlineDriver
+from tep.base.api import EngineOptions
+from tep.base.errors import FabricError, TepError
+from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
-from tep.errors import FabricError, TepError
-from tep.memory import Memory
+from tep.memory.source import Memory
 
 
 class Posted(NamedTuple):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import tep
-from tep.api import EngineOptions, Pages
 from tep.backends.base import Access
+from tep.base.api import EngineOptions, Pages
 from tep.engine import TransferEngine
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos

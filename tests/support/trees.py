@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tep.hostfiles import Capture, CudaDevice
-from tep.topology import detect
+from tep.host.hostfiles import Capture, CudaDevice
+from tep.host.topology import detect
 
 __all__ = ["Builder", "dgx_h100", "p5", "p5en", "shared_nics"]
 

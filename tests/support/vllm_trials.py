@@ -9,8 +9,8 @@ import random
 from dataclasses import dataclass, field, replace
 
 from tep import EngineOptions, sim
+from tep.base.units import PS_PER_S, PS_PER_US
 from tep.integrations.vllm.terms import Source
-from tep.units import PS_PER_S, PS_PER_US
 from tests.support.fake_vllm import TERMS, US, Instance, Request
 
 

@@ -88,7 +88,7 @@ def test_what_stands_on_the_engine_uses_public_names() -> None:
         "tep.compat": {"nixl"},
     }
     # The last: the name in messages.
-    own = ("tep.rendezvous", "tep.plugins", "tep.units", "tep.distribution")
+    own = ("tep.rendezvous", "tep.compat.engines", "tep.base.units", "tep.base.distribution")
     found = []
     for path in python_files("tep"):
         top = next((top for top in ABOVE if _module(path).startswith(top)), None)

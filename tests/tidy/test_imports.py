@@ -10,14 +10,17 @@ from pathlib import Path
 
 from tests.tidy.sources import dotted, imported, nodes, python_files
 
-_NOUNS = "api checks dlpack errors hashing memory units watch wire"
+_NOUNS = """
+    base/api base/checks base/errors base/hashing base/units base/wire
+    memory/dlpack memory/source memory/watch
+"""
 NOUNS = [Path("tep", f"{name}.py") for name in _NOUNS.split()]
 _ROOMS = {"core", "control", "engine"}
 CORE = [path for path in python_files("tep") if path.parts[1] in _ROOMS] + NOUNS
 
 _FOREIGN = """
     simpy torch cuda cupy typer rich matplotlib prometheus_client
-    tep.ffi tep.cuda tep.sim tep.apps tep.cli tep.testing
+    tep.backends.ffi tep.cuda tep.sim tep.apps tep.cli tep.testing
 """
 FOREIGN = _FOREIGN.split()
 
@@ -77,16 +80,16 @@ def test_core_reads_no_clock_no_dice_no_environment() -> None:
 def test_only_the_drivers_have_threads() -> None:
     """A thread started elsewhere runs beside the engine's one owner. A Lock starts nothing.
 
-    `tep/sight.py` has one that only reads, so that it answers while the owner hangs. The local
-    backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine. The
-    verbs backend's routes are made by threads of one call each, which the kernel may hold up. A
+    `tep/observe/sight.py` has one that only reads, so that it answers while the owner hangs. The
+    local backend's copiers (`copy_threads`) move bytes while the owner waits, and know no engine.
+    The verbs backend's routes are made by threads of one call each, which the kernel may hold up. A
     Member of a weight update runs asyncio for a framework whose calls block, as users' programs do.
 
     The shipped tests may: they play the users.
     """
     threads = {
-        "tep/drivers.py",
-        "tep/sight.py",
+        "tep/drivers/threads.py",
+        "tep/observe/sight.py",
         "tep/backends/local/crew.py",
         "tep/backends/verbs/routes.py",
         "tep/integrations/weights/member.py",
@@ -123,9 +126,9 @@ def test_only_the_drivers_have_threads() -> None:
 def test_the_simulator_does_not_know_the_engine() -> None:
     """It models hardware; an engine's detail in it would be tested against itself."""
     engine = [".".join(path.with_suffix("").parts) for path in CORE]
-    nouns = "api checks errors hashing memory units wire"
-    allowed = [f"tep.{name}" for name in nouns.split()]
-    tops = [name for name in engine if name not in allowed] + ["tep.TransferEngine"]
+    tops = [name for name in engine if not name.startswith(("tep.base.", "tep.memory.source"))] + [
+        "tep.TransferEngine"
+    ]
     found = [
         f"{path}:{line} {name}"
         for path in python_files("tep")

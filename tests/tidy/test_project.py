@@ -14,7 +14,7 @@ import tomllib
 from pathlib import Path
 
 import tep
-from tep.distribution import DISTRIBUTION
+from tep.base.distribution import DISTRIBUTION
 from tests.tidy.sources import ROOT, files, text
 
 SCRIPTS = [path for path in files() if path.parent == Path("scripts") and path.suffix == ""]

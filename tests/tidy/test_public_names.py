@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import tep
-from tep import drivers, errors
+from tep.base import errors
+from tep.drivers import threads
 from tests.tidy.sources import tree
 
 
@@ -69,7 +70,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_names_are_loaded_at_first_use_only() -> None:
     """Asking for an exception must not load the engine, nor the engine the simulator."""
     code = (
-        "import sys, tep; tep.WaitTimeout; assert 'tep.errors' in sys.modules;"
+        "import sys, tep; tep.WaitTimeout; assert 'tep.base.errors' in sys.modules;"
         "assert 'numpy' not in sys.modules and 'tep.engine' not in sys.modules;"
         "tep.TransferEngine; assert 'numpy' in sys.modules;"
         "assert not {'simpy', 'tep.sim', 'typer', 'matplotlib'} & set(sys.modules), 'too much';"
@@ -105,7 +106,7 @@ def test_every_public_method_is_described(name: str) -> None:
         if not method.startswith("_")
         and (inspect.isfunction(found) or isinstance(found, property))
         and not inspect.getdoc(found)
-        and not inspect.getdoc(getattr(drivers.Driver, method, None))
+        and not inspect.getdoc(getattr(threads.Driver, method, None))
     ]
 
     assert [] == silent

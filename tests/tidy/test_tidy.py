@@ -24,7 +24,7 @@ LONGER: dict[str, str] = {
     "tep/control/channel.py": "one thought: a message between engines, from sending to its answer",
     "tep/control/failover.py": "one thought: lost rows, from the question to the path in use again",
     "tep/sim/faults.py": "one catalogue: each knob, how it is drawn, its group and its fault",
-    "tep/drivers.py": "how threads of several drivers wait for each other is one thought",
+    "tep/drivers/threads.py": "how threads of several drivers wait for each other is one thought",
     "tep/cli/demo.py::demo": "a command: most of its lines are its options and their checks",
     "tep/cli/kvcache.py::kvcache": "a command: most of its lines are its options and their checks",
     "tep/cli/moe.py::moe": "a command: most of its lines are its options and their checks",
@@ -260,7 +260,7 @@ READS_PEERS = [
     "tep/control/messages.py",
     "tep/rendezvous/proof.py",
     "tep/rendezvous/wire.py",
-    "tep/wire.py",
+    "tep/base/wire.py",
 ]
 
 

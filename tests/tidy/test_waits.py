@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tep.ffi.libc import Timer
+from tep.backends.ffi.libc import Timer
 from tests.tidy.sources import python_files, tree
 
 WAITS = {"acquire", "communicate", "join", "poll", "select", "settimeout", "sleep", "wait"}
@@ -24,12 +24,12 @@ CONSTANT = re.compile(r"_*[A-Z][A-Z0-9_]*")
 OWN = {
     "tep/compat/nixl/api.py: one.wait": "a handle, whose driver clamps the time",
     "tep/core/handle.py": "a handle gives its time to its driver, which clamps it",
-    "tep/drivers.py: self.wait": "a driver's own wait, begun again after a signal",
-    "tep/drivers.py: thread.join": "at most 1e9 s, by check_seconds(); a join takes 292 years",
+    "tep/drivers/threads.py: self.wait": "a driver's own wait, begun again after a signal",
+    "tep/drivers/threads.py: thread.join": "at most 1e9 s, by check_seconds(); a join takes more",
     "tep/integrations/ray/pulling.py": "a transfer gives its time to its driver, which clamps it",
     "tep/integrations/ray/transport.py": "a pull's wait, which ends in waits of its transfers",
     "tep/integrations/ray/search.py: self._ray.wait": "spread() clamps the time",
-    "tep/turning.py: super().wait": "a driver's own wait, in the class above",
+    "tep/drivers/turning.py: super().wait": "a driver's own wait, in the class above",
     "tep/testing/clauses_engine.py": "waits of handles, whose drivers clamp them",
 }
 """Waits that are no system calls, by file or by file and call, with the reason."""
@@ -71,7 +71,7 @@ def unclamped(module: ast.Module) -> Iterator[tuple[int, str]]:
 @functools.cache
 def found() -> list[tuple[Path, int, str]]:
     """Every such wait of the project."""
-    paths = [path for path in python_files("tep") if path != Path("tep/waiting.py")]
+    paths = [path for path in python_files("tep") if path != Path("tep/base/waiting.py")]
     return [(path, *each) for path in paths for each in unclamped(tree(path))]
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tep.api import (
+from tep.base.api import (
     Barrier,
     EngineOptions,
     Paged,
@@ -17,7 +17,7 @@ from tep.api import (
     ScatterDst,
     Single,
 )
-from tep.errors import BadRequest
+from tep.base.errors import BadRequest
 
 
 @pytest.mark.parametrize(

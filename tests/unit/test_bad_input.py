@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 import tep
-from tep.api import EngineOptions, Pages, Routing, ScatterDst
 from tep.backends.base import Access
-from tep.engine import TransferEngine
-from tep.errors import (
+from tep.base.api import EngineOptions, Pages, Routing, ScatterDst
+from tep.base.errors import (
     BackendUnavailable,
     BadDescriptor,
     BadRequest,
@@ -23,9 +22,10 @@ from tep.errors import (
     StaleEpoch,
     UsageError,
 )
-from tep.memory import Memory
-from tep.units import GiB
-from tep.wire import MrDesc, NetAddr
+from tep.base.units import GiB
+from tep.base.wire import MrDesc, NetAddr
+from tep.engine import TransferEngine
+from tep.memory.source import Memory
 from tests.support.script import memory, scripted
 
 PAGE = 4096

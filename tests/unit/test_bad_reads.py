@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from tep.api import Pages, Routing
 from tep.backends.base import Access
-from tep.errors import BadRequest
-from tep.units import GiB
+from tep.base.api import Pages, Routing
+from tep.base.errors import BadRequest
+from tep.base.units import GiB
 from tests.support.script import memory, scripted
 
 PAGE = 4096

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tep.base.errors import UsageError
 from tep.bench import peers
-from tep.errors import UsageError
 
 
 def test_environments_are_found_by_name_and_by_folder(tmp_path) -> None:

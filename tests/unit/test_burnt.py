@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import tep
-from tep.api import EngineOptions, Pages, ScatterDst
+from tep.base.api import EngineOptions, Pages, ScatterDst
+from tep.base.errors import BurntImm, ClosedError, FabricError
 from tep.core import burnt
-from tep.errors import BurntImm, ClosedError, FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tests.support.couple import BEAT, LOST, pass_time, regions_of

@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from tep.backends.base import Status
+from tep.base.wire import NetAddr
 from tep.control import channel as channels
 from tep.control.channel import Channel, Drop
 from tep.control.messages import Answer, Ping, Pong, encode
 from tep.core.path import FarEnds, Link
-from tep.wire import NetAddr
 
 
 class Nic:

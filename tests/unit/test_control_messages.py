@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tep.base.errors import BadDescriptor
 from tep.control.messages import (
     IMM_RUN_BYTES,
     NICS_MAX,
@@ -23,7 +24,6 @@ from tep.control.messages import (
     decode,
     encode,
 )
-from tep.errors import BadDescriptor
 
 ADDRESS, IMM, COUNT = b"x" * 256, 2**32 - 1, 2**63 - 1
 WHO, WHY = "n" * WHO_MAX, "y" * WHY_MAX

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from tep import FabricError
 from tep.cli import main
-from tep.doctor import selftest
-from tep.doctor.devices import check_devices, check_libraries
-from tep.doctor.finding import Level
-from tep.doctor.pcie import acs_control
-from tep.doctor.report import bundle, examine, passed
-from tep.doctor.selftest import _counted, self_test
-from tep.hostfiles import Capture, LiveFiles, Recorder
+from tep.host.doctor import selftest
+from tep.host.doctor.devices import check_devices, check_libraries
+from tep.host.doctor.finding import Level
+from tep.host.doctor.pcie import acs_control
+from tep.host.doctor.report import bundle, examine, passed
+from tep.host.doctor.selftest import _counted, self_test
+from tep.host.hostfiles import Capture, LiveFiles, Recorder
 from tep.testing.verbs_stub import Knob
 from tests.support.here import need_stub
 from tests.support.trees import Builder, dgx_h100, p5, p5en, shared_nics

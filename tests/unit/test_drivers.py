@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tep.drivers import InlineDriver, ThreadDriver
-from tep.errors import ClosedError, UsageError
+from tep.base.errors import ClosedError, UsageError
+from tep.drivers.threads import InlineDriver, ThreadDriver
 from tests.support.descriptors import descriptors, opened_since
 from tests.support.machines import FakeMachine, Handle
 

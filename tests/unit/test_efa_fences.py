@@ -8,7 +8,7 @@ import platform
 import pytest
 
 from tep.backends.efa import columns
-from tep.errors import BackendUnavailable
+from tep.base.errors import BackendUnavailable
 
 
 class Nic:

@@ -7,9 +7,9 @@ import mmap
 import numpy as np
 import pytest
 
-from tep.api import EngineOptions, Pages, ScatterDst, Single
+from tep.base.api import EngineOptions, Pages, ScatterDst, Single
+from tep.base.errors import BusyError, ClosedError, FabricError
 from tep.core.plan import count_imms
-from tep.errors import BusyError, ClosedError, FabricError
 from tests.support.pairs import BLANK, pair
 
 

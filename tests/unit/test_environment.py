@@ -7,9 +7,9 @@ import pytest
 import tep
 from tep.backends import open_backend, placing
 from tep.backends.verbs import facts, open_domains
-from tep.environment import HCA, read_list, read_number, said
-from tep.errors import BackendUnavailable, UsageError
-from tep.topology import detect
+from tep.base.errors import BackendUnavailable, UsageError
+from tep.host.environment import HCA, read_list, read_number, said
+from tep.host.topology import detect
 from tests.support.trees import dgx_h100
 
 GIVEN = "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_TC", "NCCL_IB_SL"

@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 
-from tep.api import Pages, Routing
 from tep.backends.base import Status
+from tep.base.api import Pages, Routing
+from tep.base.errors import FabricError
+from tep.base.units import KiB
 from tep.core.group import LONG_BYTES, PIECE_BYTES
 from tep.core.path import PathEvent
-from tep.errors import FabricError
-from tep.units import KiB
 from tests.support.ends import Ends, finish_all
 
 

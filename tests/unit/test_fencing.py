@@ -6,11 +6,11 @@ from unittest import mock
 
 import pytest
 
+from tep.base.errors import FabricError
 from tep.control import failover as fences
 from tep.control.channel import Channel
 from tep.control.failover import Fencing
 from tep.control.messages import FenceOff, Prune, Reopen
-from tep.errors import FabricError
 from tep.testing.explore import Choices
 from tests.support.orders import Fabric, Nic
 

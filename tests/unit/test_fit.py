@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tep.apps.rl.models import PUBLISHED
+from tep.base.errors import UsageError
+from tep.bench.reproduce.runs import paged_us, single_us
+from tep.bench.reproduce.tables import NIC_PROFILES, load_table
 from tep.cli import app, main
-from tep.errors import UsageError
-from tep.reproduce.runs import paged_us, single_us
-from tep.reproduce.tables import NIC_PROFILES, load_table
 from tep.sim.fit import RUN_PAGES, Measured, fit, fitted_fields, model_gbps
 from tep.sim.profile import load_profile, write_profile
 from tests.support.effort import effort

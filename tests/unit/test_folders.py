@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tep.errors import UsageError
-from tep.folders import make_own
+from tep.base.errors import UsageError
+from tep.host.folders import make_own
 from tep.testing import verbs_stub
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tep
-from tep.checks import check_int, check_seconds
+from tep.base.checks import check_int, check_seconds
 from tests.support.script import memory, scripted
 
 

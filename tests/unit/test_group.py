@@ -7,11 +7,11 @@ from unittest import mock
 
 import pytest
 
-from tep.api import EngineOptions, Pages, Routing
 from tep.backends.base import Status
+from tep.base.api import EngineOptions, Pages, Routing
+from tep.base.errors import Cancelled, FabricError
+from tep.base.units import KiB
 from tep.core.transfer import Pace
-from tep.errors import Cancelled, FabricError
-from tep.units import KiB
 from tests.support.ends import Ends, finish_all
 
 

@@ -21,10 +21,12 @@ import numpy as np
 import pytest
 
 import tep
-from tep import errors, rendezvous, topology
+from tep import rendezvous
+from tep.base import errors
 from tep.core.region import Quarantine
-from tep.drivers import InlineDriver
-from tep.nics import Found
+from tep.drivers.threads import InlineDriver
+from tep.host import topology
+from tep.host.nics import Found
 from tep.rendezvous.ranks import AsyncGroup
 from tep.sim.driver import SimDriver
 from tests.support.pairs import pair

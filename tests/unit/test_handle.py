@@ -12,8 +12,7 @@ import weakref
 import pytest
 
 import tep
-from tep.core.handle import Handle, State
-from tep.errors import (
+from tep.base.errors import (
     BadRequest,
     CallbackError,
     Cancelled,
@@ -22,7 +21,8 @@ from tep.errors import (
     UsageError,
     WaitTimeout,
 )
-from tep.waiting import note_escape
+from tep.base.waiting import note_escape
+from tep.core.handle import Handle, State
 from tests.support.pairs import Pair, pair
 from tests.support.script import Scripted, memory, scripted
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tep.base.errors import BadRequest, BusyError, FabricError
 from tep.core import imm as room
 from tep.core.imm import ImmTable, check_imm
-from tep.errors import BadRequest, BusyError, FabricError
 
 COLLIDING = (0, 1, 0x10001, 0x01020304, 0xFFFFFFFF)
 """Values that a table keyed by 16 bits, by byte-swapped bits, or by signed numbers would mix up."""

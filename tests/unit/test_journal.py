@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import tep
+from tep.base.units import KiB
 from tep.core.journal import Journal
 from tep.sim import Chaos, Cluster
-from tep.units import KiB
 
 
 def test_a_healthy_engine_logs_nothing_above_info(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,10 +9,10 @@ import sys
 import pytest
 
 from tep import RendezvousError, UsageError, WaitTimeout, rendezvous
-from tep.launch import launch, place_here
+from tep.rendezvous.launch import launch, place_here
 
 SAY = (
-    "import sys; from tep.launch import place_here; "
+    "import sys; from tep.rendezvous.launch import place_here; "
     "p = place_here(); print(p.rank, p.size, p.host); "
 )
 MEET = SAY + (

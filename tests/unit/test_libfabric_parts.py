@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 import tep
 from tep.backends import libfabric
 from tep.backends.base import Status, WriteBatch
+from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libfabric_data import fi_mr_dmabuf, iovec
 from tep.backends.libfabric import discover, frames
 from tep.backends.libfabric.address import NicAddress, parse
 from tep.backends.libfabric.efa import device as efa
@@ -25,10 +27,8 @@ from tep.backends.libfabric.rules import RULES, Rules
 from tep.backends.libfabric.slots import Slots, Ticket
 from tep.backends.libfabric.software import neighbours
 from tep.backends.libfabric.software.process import Process
-from tep.errors import BackendUnavailable, BadDescriptor
-from tep.ffi import libfabric as fi
-from tep.ffi.libfabric_data import fi_mr_dmabuf, iovec
-from tep.memory import adapt
+from tep.base.errors import BackendUnavailable, BadDescriptor
+from tep.memory.source import adapt
 from tests.support.here import need_libfabric
 
 LOOPBACK = (

@@ -7,10 +7,10 @@ import re
 import pytest
 
 import tep
+from tep.backends.ffi.libc import Interface, interfaces
 from tep.backends.libfabric.software import sockets
 from tep.backends.libfabric.software.sockets import addresses, default_addresses, node_and_service
-from tep.errors import FabricError, UsageError
-from tep.ffi.libc import Interface, interfaces
+from tep.base.errors import FabricError, UsageError
 from tests.support.here import require
 
 HERE = [

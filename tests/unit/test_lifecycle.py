@@ -11,15 +11,15 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tep.base.errors import BadRequest, BusyError, FabricError, StaleEpoch, UsageError
 from tep.control.membership import PeerChange, PeerState
 from tep.control.messages import Pong
 from tep.core.path import PathEvent, PathState
-from tep.drivers import ThreadDriver
+from tep.drivers.threads import ThreadDriver
+from tep.drivers.turning import TurnDriver
 from tep.engine import TransferEngine
-from tep.errors import BadRequest, BusyError, FabricError, StaleEpoch, UsageError
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog, pause
-from tep.turning import TurnDriver
 from tests.support.couple import (
     BEAT,
     LOST,

@@ -8,7 +8,7 @@ import pytest
 import tep
 from tep.backends import auto
 from tep.backends.auto import Choice, choose
-from tep.errors import BackendUnavailable
+from tep.base.errors import BackendUnavailable
 
 
 def devices(tmp_path, **drivers):

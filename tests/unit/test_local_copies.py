@@ -26,8 +26,8 @@ from tep.backends.local import crew as crew_room
 from tep.backends.local import outbound as outbound_room
 from tep.backends.local.memory import arena_of
 from tep.backends.local.rings import COPYING
-from tep.errors import FabricError, UsageError
-from tep.memory import adapt
+from tep.base.errors import FabricError, UsageError
+from tep.memory.source import adapt
 from tests.support.descriptors import descriptors, opened_since
 from tests.support.effort import effort
 

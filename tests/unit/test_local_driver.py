@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tep.errors import ClosedError, UsageError
-from tep.turning import TurnDriver
+from tep.base.errors import ClosedError, UsageError
+from tep.drivers.turning import TurnDriver
 from tests.support.descriptors import descriptors, opened_since
 from tests.support.machines import FakeMachine, Handle
 
@@ -182,7 +182,7 @@ def test_threads_that_submit_and_wait_lose_nothing(
 
     The look now and then, which would hide a lost wake-up, is put off beyond the test's patience.
     """
-    monkeypatch.setattr("tep.turning._LOOK_S", 2 * PATIENCE_S)
+    monkeypatch.setattr("tep.drivers.turning._LOOK_S", 2 * PATIENCE_S)
     over: list[bool] = []
 
     def play(seed: int) -> None:

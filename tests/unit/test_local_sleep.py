@@ -15,7 +15,7 @@ from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.local import LocalDomain, alloc_shared, open_domains
 from tep.backends.local import sender as sending
 from tep.engine import TransferEngine
-from tep.memory import adapt
+from tep.memory.source import adapt
 from tests.support.effort import effort
 
 Bytes = npt.NDArray[np.uint8]

@@ -29,7 +29,7 @@ from tep.backends.local.address import Address
 from tep.backends.local.channel import Channel, Hello, is_bell
 from tep.backends.local.memory import new_memfd
 from tep.backends.local.port import TABLE
-from tep.memory import adapt
+from tep.memory.source import adapt
 from tests.support.descriptors import descriptors, open_descriptors, opened_since
 from tests.support.effort import effort
 
@@ -394,7 +394,7 @@ RECYCLED = """
 import os, sys
 import numpy as np
 from tep.backends.base import Access
-from tep.memory import adapt
+from tep.memory.source import adapt
 from tests.unit.test_local_strangers import Writer, nic
 victim = nic()
 target, secret = np.zeros(8, np.uint8), np.full(8, 5, np.uint8)

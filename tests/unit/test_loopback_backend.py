@@ -16,8 +16,8 @@ from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.hostcopy import HostRegion, copy_rows, offsets_within
 from tep.backends.loopback import Hub, open_domains, probe
 from tep.backends.shuffle import Draws, Shelf
-from tep.errors import ClosedError, FabricError, UsageError
-from tep.memory import adapt
+from tep.base.errors import ClosedError, FabricError, UsageError
+from tep.memory.source import adapt
 from tep.testing.loopback_world import LoopbackWorld
 from tep.testing.net import Net
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tep.api import Routing, ScatterDst
 from tep.backends.base import Status
+from tep.base.api import Routing, ScatterDst
+from tep.base.units import KiB
 from tep.core.path import PathEvent
-from tep.units import KiB
 from tests.support.ends import Ends, finish_all
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tep.base.errors import BadDescriptor, FabricError, StaleEpoch
 from tep.control.membership import PeerState
-from tep.errors import BadDescriptor, FabricError, StaleEpoch
 from tep.sim.faults_at import clog
 from tests.support.couple import BEAT, LOST, kinds, pair, pass_time, regions_of, write
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import tep
-from tep.errors import BadRequest
-from tep.memory import Memory, adapt
+from tep.base.errors import BadRequest
+from tep.memory.source import Memory, adapt
 from tests.support.pairs import pair
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from tep.errors import FabricError
+from tep.base.errors import FabricError
 from tests.support.couple import pair
 from tests.support.script import scripted
 

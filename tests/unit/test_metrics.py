@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tep
-from tep.metrics import METRICS, OpenTelemetry, Prometheus
+from tep.observe.metrics import METRICS, OpenTelemetry, Prometheus
 from tests.support.pairs import pair
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="extra `metrics`")

@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tep.base.errors import BurntImm, FabricError
+from tep.base.units import PS_PER_NS
 from tep.control import channel, membership
 from tep.control.channel import Channel
 from tep.control.messages import PRUNED_MAX, WHY_MAX, Answer, Failed, decode, encode
-from tep.errors import BurntImm, FabricError
-from tep.units import PS_PER_NS
 from tests.support.pairs import Pair, pair
 from tests.support.senders import PAGES, World, world
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tep.api import Barrier, Paged, Routing, Scatter, Single
+from tep.base.api import Barrier, Paged, Routing, Scatter, Single
+from tep.base.errors import BadRequest
 from tep.core.plan import (
     ROW_BYTES_MAX,
     SHARD_BYTES_MIN,
@@ -17,7 +18,6 @@ from tep.core.plan import (
     plan_single,
     plan_targets,
 )
-from tep.errors import BadRequest
 
 KIB = 1024
 

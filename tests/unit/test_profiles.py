@@ -7,7 +7,7 @@ from importlib.resources import files
 
 import pytest
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim.profile import load_profile, profile_names, read_profile
 
 NAMES = [

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import tep
-from tep.api import EngineOptions, Pages
 from tep.backends.loopback import Hub
+from tep.base.api import EngineOptions, Pages
 from tep.control.failover import Pruning
 from tep.control.messages import PRUNED_MAX, Answer, Prune, decode, encode, runs_max
 from tep.core import sums

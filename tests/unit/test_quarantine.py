@@ -7,10 +7,10 @@ import pytest
 
 import tep
 from tep.backends.base import Access
-from tep.errors import BusyError, FabricError
+from tep.base.errors import BusyError, FabricError
+from tep.base.units import KiB
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
-from tep.units import KiB
 
 
 class Pair:

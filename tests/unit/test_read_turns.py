@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 
 from tep.backends.base import Access
+from tep.base.errors import FabricError
 from tep.core.path import PathEvent
-from tep.errors import FabricError
 from tests.support.reading import PAGE, Reading
 from tests.support.script import memory, scripted
 

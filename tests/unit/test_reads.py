@@ -8,8 +8,8 @@ import pytest
 
 import tep
 from tep.backends.base import Access, ReadRow, Row, Status
+from tep.base.errors import BadRequest, BusyError, Cancelled, FabricError, UsageError
 from tep.core.path import PathEvent
-from tep.errors import BadRequest, BusyError, Cancelled, FabricError, UsageError
 from tests.support.reading import HERE, PAGE, Reading
 from tests.support.script import Scripted, memory, scripted
 

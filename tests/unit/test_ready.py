@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from tep.api import Pages, ScatterDst
+from tep.base.api import Pages, ScatterDst
+from tep.base.units import KiB, MiB
 from tep.core.group import LONG_BYTES
-from tep.units import KiB, MiB
 from tests.support.ends import Ends, finish_all
 
 ROWS = 24

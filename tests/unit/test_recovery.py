@@ -9,12 +9,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tep.api import EngineOptions, Pages, ScatterDst
 from tep.backends.base import Status
+from tep.base.api import EngineOptions, Pages, ScatterDst
+from tep.base.errors import ClosedError, FabricError
 from tep.core.pending import Pending
 from tep.core.sums import Arrivals
 from tep.core.transfer import Transfer
-from tep.errors import ClosedError, FabricError
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import mute, slow

@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from tep.api import Pages
 from tep.backends.base import Access
+from tep.base.api import Pages
+from tep.base.errors import BadRequest, BusyError, ClosedError, StaleEpoch
 from tep.core.region import check_source
-from tep.errors import BadRequest, BusyError, ClosedError, StaleEpoch
 from tests.support.pairs import pair
 from tests.support.script import memory, scripted
 

@@ -9,19 +9,19 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tep.api import ScatterDst
 from tep.backends.base import Access, Kind, Status
+from tep.base.api import ScatterDst
+from tep.base.errors import BadRequest, ClosedError, FabricError, StaleEpoch
+from tep.base.wire import MrDesc
 from tep.control import failover
 from tep.control.membership import PeerChange
 from tep.core.path import Link
 from tep.core.transfer import Removal, Transfer
 from tep.engine import TransferEngine
-from tep.errors import BadRequest, ClosedError, FabricError, StaleEpoch
 from tep.sim.chaos_nic import ChaosNic
 from tep.sim.cluster import Cluster
 from tep.sim.faults import Chaos
 from tep.sim.faults_at import clog
-from tep.wire import MrDesc
 from tests.support.couple import (
     BEAT,
     LOST,

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tep import rendezvous
-from tep.errors import RendezvousError, UsageError, WaitTimeout
+from tep.base.errors import RendezvousError, UsageError, WaitTimeout
 from tep.rendezvous import Place, ranks, wire
 from tep.rendezvous.wire import Got, Message
 from tests.support.ranks import TOKEN, begin, close, listen, meet, outcomes, place, start_ranks

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from tep import rendezvous
-from tep.errors import RendezvousError, WaitTimeout
+from tep.base.errors import RendezvousError, WaitTimeout
 from tep.rendezvous import Place
 from tep.rendezvous.proof import join_proof, prove
 from tep.rendezvous.wire import Challenge, Join, Joined, Message, Peer, Refused

@@ -6,10 +6,10 @@ from unittest import mock
 
 import pytest
 
+from tep.base.wire import NetAddr
 from tep.control.failover import Reopening
 from tep.control.messages import Answer, Reopen
 from tep.core.path import Link, Path, PathEvent, PathState
-from tep.wire import NetAddr
 
 UP, SUSPECT, FENCED = PathState.UP, PathState.SUSPECT, PathState.FENCED
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tep.api import Pages, ScatterDst
 from tep.backends.base import Status
+from tep.base.api import Pages, ScatterDst
+from tep.base.errors import UsageError
 from tep.core.stats import NicBytes
-from tep.errors import UsageError
 from tests.support.script import memory, scripted
 
 

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.api import Pages, Routing, ScatterDst, Single
+from tep.base.api import Pages, Routing, ScatterDst, Single
+from tep.base.errors import BadRequest
+from tep.base.units import GiB, KiB, MiB
 from tep.core.plan import ROW_BYTES_MAX, count_imms, plan_single
 from tep.core.region import MrHandle, Remote, Targets
 from tep.core.requests import (
@@ -20,8 +22,6 @@ from tep.core.requests import (
     single_job,
     slices_of,
 )
-from tep.errors import BadRequest
-from tep.units import GiB, KiB, MiB
 from tests.support.script import memory, scripted
 
 PTR = 1 << 20

@@ -18,7 +18,7 @@ from tep.backends.base import (
     new_completions,
     put_completion,
 )
-from tep.errors import BackendUnavailable, FabricError, UsageError
+from tep.base.errors import BackendUnavailable, FabricError, UsageError
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 import tep
-from tep.errors import BadRequest
+from tep.base.errors import BadRequest
 from tep.sim.cluster import Cluster
 from tests.support.pairs import pair
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import tep
-from tep import sight
 from tep.cli import main
+from tep.observe import sight
 from tests.support.descriptors import descriptors, opened_since
 
 
@@ -219,7 +219,7 @@ def test_a_child_of_a_fork_does_not_answer_for_its_parent(folder: Path) -> None:
     """Questions to the parent would hang at the child, which has no thread to answer them."""
     program = """if True:
         import os, sys, tep
-        from tep import sight
+        from tep.observe import sight
         with tep.TransferEngine.open("local", name="ana"):
             child = os.fork()
             if child == 0:

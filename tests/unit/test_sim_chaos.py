@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tep.backends.base import Kind, Status, new_completions
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim import faults as faults_room
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from tep.backends.base import Access, Kind, Status
-from tep.errors import FabricError
-from tep.memory import adapt
+from tep.base.errors import FabricError
+from tep.memory.source import adapt
 from tep.sim.chaos import ChaosFabric
 from tep.sim.chaos_link import Trouble
 from tep.sim.clock import FabricEnv

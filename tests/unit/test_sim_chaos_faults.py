@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
-from tep.errors import BadDescriptor, ClosedError, FabricError, UsageError
-from tep.memory import Memory, adapt
+from tep.base.errors import BadDescriptor, ClosedError, FabricError, UsageError
+from tep.memory.source import Memory, adapt
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv
 from tep.sim.faults import Chaos, Faults, KillNic, Restart, Revoke

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tep.backends.base import Kind, Status
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim import Cluster, Faults, clog, kill_nic, mute, pause, run, slow, swizzle
 from tep.sim.chaos import ChaosFabric
 from tep.sim.clock import FabricEnv

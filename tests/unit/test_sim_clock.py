@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import simpy
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim.clock import FOREVER_PS, FabricEnv, Turned, internals_as_expected
 
 

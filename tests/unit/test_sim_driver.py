@@ -10,7 +10,7 @@ import simpy
 
 import tep
 from tep.backends import load_backend, open_backend
-from tep.errors import (
+from tep.base.errors import (
     ClosedError,
     FabricError,
     StallError,

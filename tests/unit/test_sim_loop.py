@@ -7,10 +7,10 @@ import gc
 
 import pytest
 
-from tep.errors import StallError, UsageError
+from tep.base.errors import StallError, UsageError
+from tep.base.units import PS_PER_S, PS_PER_US
 from tep.sim.clock import FabricEnv
 from tep.sim.loop import current_env, run
-from tep.units import PS_PER_S, PS_PER_US
 
 
 def _now_us() -> float:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import tep
-from tep.errors import ClosedError, UsageError
+from tep.base.errors import ClosedError, UsageError
 from tep.sim import Chaos, Cluster, Incarnation
 
 US = 1e-6

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim.faults import Chaos
 from tep.sim.row_log import Record, RowLog
 from tests.unit.sim_seam import CALM, NS, Seam

@@ -7,7 +7,7 @@ import pytest
 
 import tep
 from tep.backends.loopback import Hub
-from tep.drivers import InlineDriver
+from tep.drivers.threads import InlineDriver
 from tests.support.ends import Ends
 
 

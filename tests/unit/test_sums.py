@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from tep.backends.base import WriteBatch
+from tep.base.errors import BadDescriptor
 from tep.control.messages import Answer, FenceOff, decode, encode, values_max
 from tep.core import sums
 from tep.core.pending import Acks, Pending
 from tep.core.sums import Arrivals, Sums
-from tep.errors import BadDescriptor
 from tests.support.ends import Ends
 
 

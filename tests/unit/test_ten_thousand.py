@@ -13,10 +13,10 @@ import tep
 from tep.apps.rl import RolloutMeta, SourceShard, TrainMeta, lay_out, mesh_groups
 from tep.apps.rl.ring import ring_layout
 from tep.apps.rl.schedule import make_schedule
+from tep.base.units import MiB
+from tep.base.wire import NetAddr
 from tep.compat.nixl import nixl_agent
 from tep.compat.nixl.wire import Region, find_regions
-from tep.units import MiB
-from tep.wire import NetAddr
 from tests.support.opcodes import Opcodes
 from tests.support.script import memory, scripted
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 import tep
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim import Cluster, RowLog
 from tep.testing import (
     Case,

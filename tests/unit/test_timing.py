@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tep.backends.base import Kind, Status, WriteBatch
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim import timing
 from tep.sim.clock import FabricEnv
 from tep.sim.profile import load_profile

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tep
-from tep.api import EngineOptions
-from tep.errors import UsageError
+from tep.base.api import EngineOptions
+from tep.base.errors import UsageError
+from tep.base.units import PS_PER_MS
 from tep.sim.cluster import Cluster
 from tep.sim.faults_at import Clog, KillNic
 from tep.sim.profile import Profile, load_profile
-from tep.units import PS_PER_MS
 from tests.support.effort import effort
 from tests.unit.timing_seam import US
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tep import Pages, Single, count_imms
 from tep.backends.base import Kind
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim import Cluster, FlowFabric, TimingFabric, load_profile, run
 from tep.sim.clock import FabricEnv
 from tep.sim.paths import Network

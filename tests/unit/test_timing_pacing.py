@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tep.sim.paths import Network
 from tep.sim.queues import Rate
 from tests.unit.test_timing import POSTS

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
+from tep.base.units import PS_PER_US
 from tep.sim.cluster import Cluster
 from tep.sim.paths import Network
-from tep.units import PS_PER_US
 from tests.unit.test_timing import POSTS, scatter
 from tests.unit.timing_seam import PLAIN, US, Seam, slow_model, watch_landings
 

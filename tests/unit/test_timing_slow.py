@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 from tests.unit.timing_seam import PLAIN, Seam, watch_landings
 
 MiB = 1 << 20

@@ -17,8 +17,8 @@ from tep import BackendUnavailable, TransferEngine, UsageError
 from tep.backends import open_backend, placing
 from tep.backends.base import Opened
 from tep.cli import main
-from tep.hostfiles import Capture, CudaDevice, LiveFiles, Recorder
-from tep.topology import cpus_in, detect
+from tep.host.hostfiles import Capture, CudaDevice, LiveFiles, Recorder
+from tep.host.topology import cpus_in, detect
 from tests.support.trees import Builder, dgx_h100, p5, p5en, shared_nics
 
 
@@ -207,7 +207,10 @@ def test_a_capture_of_this_machine_shows_its_topology(tmp_path):
     """A machine without a NIC has GPUs and cores all the same."""
     path = tmp_path / "machine.json"
     ran = subprocess.run(
-        [sys.executable, "-m", "tep.doctor.capture"], capture_output=True, check=True, timeout=60
+        [sys.executable, "-m", "tep.host.doctor.capture"],
+        capture_output=True,
+        check=True,
+        timeout=60,
     )
     path.write_bytes(ran.stdout)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tep.backends.base import Access, Kind, ReadBatch, Status, WriteBatch, new_completions
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.depths import (
     DATAGRAMS_IN,
@@ -17,9 +18,8 @@ from tep.backends.verbs.depths import (
     peer_bytes,
     queue_bytes,
 )
-from tep.errors import UsageError
-from tep.ffi.ibverbs_wr import ENUMS
-from tep.memory import adapt
+from tep.base.errors import UsageError
+from tep.memory.source import adapt
 from tep.testing.verbs_stub import Knob
 
 PAGE = 64

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
-from tep.errors import BadRequest
-from tep.memory import adapt
+from tep.base.errors import BadRequest
+from tep.memory.source import adapt
 from tests.support.effort import effort
 
 ALLOCATED = 1 << 16

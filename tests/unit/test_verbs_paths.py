@@ -7,11 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from tep.api import EngineOptions, Pages
 from tep.backends.verbs import open_domains
-from tep.drivers import InlineDriver
+from tep.base.api import EngineOptions, Pages
+from tep.base.errors import FabricError
+from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
-from tep.errors import FabricError
 from tep.testing.verbs_stub import Knob
 
 PAGE = 64

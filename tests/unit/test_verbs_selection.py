@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tep.backends.base import Access, Status, WriteBatch, new_completions
+from tep.backends.ffi.ibverbs import Library, load
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.verbs import facts, open_domains, probe
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.selection import survey
 from tep.backends.verbs.settings import Settings
-from tep.errors import BackendUnavailable, UsageError
-from tep.ffi.ibverbs import Library, load
-from tep.ffi.ibverbs_wr import ENUMS
-from tep.hostfiles import LiveFiles
-from tep.memory import adapt
-from tep.nics import Found, choose, gpu_paths
+from tep.base.errors import BackendUnavailable, UsageError
+from tep.host.hostfiles import LiveFiles
+from tep.host.nics import Found, choose, gpu_paths
+from tep.memory.source import adapt
 from tep.testing.verbs_stub import Knob
 
 IB = ENUMS["IBV_LINK_LAYER_INFINIBAND"]

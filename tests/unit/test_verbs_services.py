@@ -7,12 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from tep.api import EngineOptions, Pages
 from tep.backends.verbs import open_domains
+from tep.base.api import EngineOptions, Pages
+from tep.base.errors import FabricError
 from tep.control.membership import PeerChange
-from tep.drivers import InlineDriver
+from tep.drivers.threads import InlineDriver
 from tep.engine import TransferEngine
-from tep.errors import FabricError
 from tests.support.here import need_stub
 
 FAST = {"handshake_s": 0.2, "timeout": 8, "drain_s": 0.2, "resend_s": 0.005}

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.verbs import open_domains
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.routes import Routes
-from tep.errors import BackendUnavailable, UsageError
-from tep.ffi.ibverbs_wr import ENUMS
-from tep.memory import adapt
+from tep.base.errors import BackendUnavailable, UsageError
+from tep.memory.source import adapt
 from tep.testing.verbs_stub import Knob
 
 WRITE, WRITE_IMM = ENUMS["IBV_WR_RDMA_WRITE"], ENUMS["IBV_WR_RDMA_WRITE_WITH_IMM"]

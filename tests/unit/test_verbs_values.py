@@ -12,7 +12,7 @@ from tep.backends.verbs.gids import GidSeen, rank_gids
 from tep.backends.verbs.settings import Settings
 from tep.backends.verbs.status import STATUS_TEXT, send_status, write_status
 from tep.backends.verbs.tags import IMM, LOOSE, RUN, TAIL, number_of, tag
-from tep.errors import BadDescriptor, UsageError
+from tep.base.errors import BadDescriptor, UsageError
 
 
 def gid(text):

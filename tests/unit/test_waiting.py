@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tep.waiting import (
+from tep.base.waiting import (
     SYSTEM_S,
     Interrupts,
     escaped,

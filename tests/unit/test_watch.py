@@ -6,8 +6,8 @@ import ctypes
 
 import pytest
 
-from tep.errors import BusyError, ClosedError, UsageError
-from tep.watch import WORDS, WatchPage
+from tep.base.errors import BusyError, ClosedError, UsageError
+from tep.memory.watch import WORDS, WatchPage
 from tests.support.script import scripted
 
 

@@ -8,9 +8,9 @@ import zlib
 import msgspec
 import pytest
 
-from tep import wire
-from tep.errors import BadDescriptor
-from tep.wire import MrDesc, NetAddr
+from tep.base import wire
+from tep.base.errors import BadDescriptor
+from tep.base.wire import MrDesc, NetAddr
 
 ADDR = NetAddr(
     backend="loopback",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tep.api import EngineOptions, Pages
 from tep.backends.base import Kind, Status
+from tep.base.api import EngineOptions, Pages
+from tep.base.errors import BadRequest, BusyError, Cancelled, ClosedError, FabricError
 from tep.control.channel import sooner
 from tep.core.imm import ImmTable
-from tep.errors import BadRequest, BusyError, Cancelled, ClosedError, FabricError
 from tests.support.script import Scripted, memory, scripted
 
 

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 
 from tep.backends.base import Access, Kind, WriteBatch, new_completions
-from tep.memory import adapt
+from tep.memory.source import adapt
 from tep.sim.clock import FabricEnv
 from tep.sim.ledger import Agenda
 from tep.sim.paths import Network

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tep.backends.ffi.ibverbs import load
 from tep.backends.verbs.selection import survey
 from tep.backends.verbs.settings import Settings
-from tep.ffi.ibverbs import load
 
 DEVICES = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
 

@@ -14,7 +14,7 @@ import numpy as np
 
 import tep
 from tep.backends.verbs import open_domains
-from tep.drivers import InlineDriver, ThreadDriver
+from tep.drivers.threads import InlineDriver, ThreadDriver
 from tep.engine import TransferEngine
 
 FAST = {"handshake_s": 1.0, "timeout": 14, "retry_cnt": 5, "drain_s": 0.5}

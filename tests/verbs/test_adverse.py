@@ -8,13 +8,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tep.api import ScatterDst
 from tep.backends.base import Access, Kind, Status, WriteBatch, new_completions
 from tep.backends.verbs import open_domains
-from tep.errors import FabricError
-from tep.memory import adapt
+from tep.base.api import ScatterDst
+from tep.base.errors import FabricError
+from tep.base.units import KiB, MiB
+from tep.memory.source import adapt
 from tep.testing.vm.shape import delay_by_queue_pair, netem, port_band
-from tep.units import KiB, MiB
 from tests.verbs.rig import FAST, buffer, engine, noise, pages, pair
 
 PAGE = 4 * KiB

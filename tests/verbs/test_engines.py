@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import tep
+from tep.base.units import KiB, MiB
+from tep.base.wire import MrDesc
 from tep.testing.contract_engine import EngineContract, OpenEngines
-from tep.units import KiB, MiB
-from tep.wire import MrDesc
 from tests.support.descriptors import open_descriptors
 from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from tep.errors import FabricError
+from tep.base.errors import FabricError
+from tep.base.units import KiB, MiB
+from tep.base.wire import MrDesc
 from tep.testing.vm.shape import netem, unplugged
-from tep.units import KiB, MiB
-from tep.wire import MrDesc
 from tests.verbs.rig import Peer, buffer, engine, noise, pages, pair, turn_until
 
 PAGE = 4 * KiB

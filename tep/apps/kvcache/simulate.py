@@ -26,8 +26,8 @@ from tep.apps.kvcache.scheduler import Scheduler
 from tep.apps.kvcache.ttft import PUBLISHED, TtftModel
 from tep.apps.kvcache.words import told_word
 from tep.apps.kvcache.world import World
+from tep.base.units import PS_PER_S
 from tep.sim import FabricEnv, FlowFabric, Network, Profile, TimingFabric
-from tep.units import PS_PER_S
 
 __all__ = ["Load", "Plant", "Report", "TimedModel", "simulate"]
 

@@ -20,8 +20,8 @@ from tep.apps.moe.group import local_groups
 from tep.apps.moe.kernels import Gpu, load_gpu
 from tep.apps.moe.nvlink import Nvlink, NvlinkTimes
 from tep.apps.moe.routing import Ints
+from tep.base.units import PS_PER_S
 from tep.sim import Profile, load_profile
-from tep.units import PS_PER_S
 
 __all__ = [
     "NICS",

@@ -15,7 +15,7 @@ from tep import Single, count_imms
 from tep.apps.rl.fleet import Fleet
 from tep.apps.rl.predict import Prediction
 from tep.apps.rl.routes import Schedule
-from tep.units import MiB
+from tep.base.units import MiB
 
 __all__ = ["Baseline", "broadcast_per_shard", "comparison", "gather_and_broadcast"]
 

@@ -9,8 +9,8 @@ import dataclasses
 from typing import Final, Self
 
 import tep
+from tep.base.units import MiB
 from tep.sim import load_profile
-from tep.units import MiB
 
 __all__ = ["QUANTUM_BYTES", "Fleet"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.apps.rl.routes import ROW, Rows
-from tep.units import KiB, MiB
+from tep.base.units import KiB, MiB
 
 __all__ = ["PIECE_BYTES_MIN", "ROW_BYTES_MAX", "coalesce", "deal_out"]
 

@@ -20,8 +20,8 @@ from tep.apps.rl.fleet import QUANTUM_BYTES, Fleet
 from tep.apps.rl.immediates import ROUTING, Kind, count_rows, make_imm
 from tep.apps.rl.published import StageTimes
 from tep.apps.rl.routes import Schedule, Task
+from tep.base.units import MiB
 from tep.sim import Network, Profile
-from tep.units import MiB
 
 __all__ = ["Busy", "MeshSpan", "Prediction", "SlowNic", "predict"]
 

@@ -18,7 +18,7 @@ from tep import FabricError, UsageError, rendezvous
 from tep.apps.rl.controller import Controller
 from tep.apps.rl.job import TOKEN, Job, be_worker
 from tep.apps.rl.remote import Caller, Listener, RemoteRollout, RemoteTraining
-from tep.units import MiB
+from tep.base.units import MiB
 
 __all__ = ["LocalJob", "RankedJob", "work_as_rank"]
 

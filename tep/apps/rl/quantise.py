@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tep import UsageError
 from tep.apps.rl.metadata import BLOCK, SCALINGS, DType, Scaling, scale_shape
-from tep.distribution import need
+from tep.base.distribution import need
 
 if TYPE_CHECKING:
     Array = npt.NDArray[Any]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from tep import UsageError
-from tep.units import GiB
+from tep.base.units import GiB
 
 __all__ = ["ring_layout"]
 

@@ -32,7 +32,7 @@ from tep.apps.rl.metadata import (
 from tep.apps.rl.pieces import Piece, are_in_order, pieces_of
 from tep.apps.rl.ring import ring_layout
 from tep.apps.rl.routes import ROW, Gather, GatherPiece, Out, OutPart, Rows, Schedule, Task
-from tep.units import GiB
+from tep.base.units import GiB
 
 __all__ = ["WATERMARK_BYTES", "make_schedule"]
 

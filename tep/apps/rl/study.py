@@ -27,7 +27,7 @@ from tep.apps.rl.predict import Prediction, SlowNic, predict
 from tep.apps.rl.published import KIMI_K2, Attribution, StageTimes
 from tep.apps.rl.routes import Schedule
 from tep.apps.rl.schedule import WATERMARK_BYTES, make_schedule
-from tep.units import GiB
+from tep.base.units import GiB
 
 __all__ = [
     "BUNDLE_BYTES",

@@ -13,14 +13,14 @@ from tep.backends.base import DomainCaps, Opened
 from tep.backends.efa.device import Nic, efa_devices
 from tep.backends.efa.domain import EfaDomain, choose_way
 from tep.backends.efa.pairs import Sizes
+from tep.backends.ffi.efa import Efa, load
+from tep.backends.ffi.ibverbs import NOT_FORK_SAFE
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
 from tep.backends.libfabric.messages import CONTROL_BYTES_MAX
 from tep.backends.libfabric.rules import RULES
 from tep.backends.opening import all_or_none, check_timeout, identity
-from tep.errors import BackendUnavailable, FabricError, UsageError
-from tep.ffi.efa import Efa, load
-from tep.ffi.ibverbs import NOT_FORK_SAFE
-from tep.memory import DmabufExport
+from tep.base.errors import BackendUnavailable, FabricError, UsageError
+from tep.memory.source import DmabufExport
 
 __all__ = ["EfaDomain", "facts", "open_domains", "probe"]
 
@@ -65,7 +65,7 @@ def open_domains(
         post: "rows": by libibverbs' calls, row by row. "columns": written into the mapped queues.
             "auto": by columns where the library and the device allow it, else by rows.
         window_rows: rows in flight; None = as many as the device's queue holds.
-        dmabuf: exports CUDA memory as a dma-buf, see tep.memory; None = host memory only.
+        dmabuf: exports CUDA memory as a dma-buf, see tep.memory.source; None = host memory only.
 
     Raises:
         UsageError: impossible names or numbers.

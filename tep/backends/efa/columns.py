@@ -27,7 +27,7 @@ from tep.backends.efa.device import Nic, Place
 from tep.backends.efa.entries import ALWAYS_1, ALWAYS_2, HAS_IMM, OP_SEND, OP_WRITE
 from tep.backends.efa.rowwise import Entries, Numbers, Span
 from tep.backends.fences import new_fence
-from tep.errors import BackendUnavailable
+from tep.base.errors import BackendUnavailable
 
 __all__ = ["Columns", "fences"]
 

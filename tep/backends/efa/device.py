@@ -19,9 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from tep.backends import forks
 from tep.backends.efa.pairs import CAP_READ, Sizes, link_bps, make_pair, make_queue
-from tep.backends.ibevents import Events
-from tep.errors import BackendUnavailable, FabricError
-from tep.ffi.efa import (
+from tep.backends.ffi.efa import (
     CALLS,
     AhAttrDv,
     CqAttr,
@@ -31,9 +29,11 @@ from tep.ffi.efa import (
     QpEx,
     WqAttr,
 )
-from tep.ffi.ibverbs_device import Context, DeviceAttr
-from tep.ffi.ibverbs_structs import AhAttr, Mr, Qp
-from tep.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_device import Context, DeviceAttr
+from tep.backends.ffi.ibverbs_structs import AhAttr, Mr, Qp
+from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.backends.ibevents import Events
+from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = ["CAP_WRITE", "Endpoint", "Handle", "Nic", "Place", "Sizes", "efa_devices"]
 

@@ -26,13 +26,13 @@ from tep.backends.libfabric.efa.domain import HardwareDomain
 from tep.backends.libfabric.frames import HEAD_BYTES_MAX
 from tep.backends.libfabric.peer import Peer, State
 from tep.backends.libfabric.slots import Ticket
-from tep.errors import BackendUnavailable, FabricError
-from tep.units import MiB
+from tep.base.errors import BackendUnavailable, FabricError
+from tep.base.units import MiB
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.regions import Region
     from tep.backends.libfabric.rules import Rules
-    from tep.memory import DmabufExport
+    from tep.memory.source import DmabufExport
 
 __all__ = ["EfaDomain", "choose_way"]
 

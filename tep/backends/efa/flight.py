@@ -29,11 +29,11 @@ from tep.backends.efa.device import Nic
 from tep.backends.efa.entries import HAS_IMM, KINDS
 from tep.backends.efa.rowwise import Entries, Numbers, RowWise, Span
 from tep.backends.efa.slots import STEP, Slots
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.libfabric import completions, mailbox, regions
 from tep.backends.libfabric.efa.reads import READ, HardwareRegions
 from tep.backends.libfabric.objects import CqError
-from tep.ffi.ibverbs_wr import ENUMS
-from tep.memory import DmabufExport, Memory, exported
+from tep.memory.source import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:
     from tep.backends.efa.columns import Columns

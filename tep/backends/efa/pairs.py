@@ -8,10 +8,10 @@ from __future__ import annotations
 import ctypes
 from typing import Final, NamedTuple
 
-from tep.ffi.efa import CqInitAttr, CqInitAttrEx, DeviceAttrDv, Efa, QpInitAttrDv
-from tep.ffi.ibverbs_device import PortAttr
-from tep.ffi.ibverbs_structs import QpAttr, QpInitAttrEx
-from tep.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.efa import CqInitAttr, CqInitAttrEx, DeviceAttrDv, Efa, QpInitAttrDv
+from tep.backends.ffi.ibverbs_device import PortAttr
+from tep.backends.ffi.ibverbs_structs import QpAttr, QpInitAttrEx
+from tep.backends.ffi.ibverbs_wr import ENUMS
 
 __all__ = ["CAP_READ", "Sizes", "link_bps", "make_pair", "make_queue"]
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tep.backends.base import DomainCaps, Opened
+from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libfabric import NO_UNSOLICITED, Libfabric, load
 from tep.backends.libfabric.discover import (
     Offer,
     check_nics,
@@ -28,10 +30,8 @@ from tep.backends.libfabric.software.process import keep_signals, sweep_shm, unl
 from tep.backends.libfabric.software.reads import READS_MAX
 from tep.backends.libfabric.software.sockets import default_addresses
 from tep.backends.opening import all_or_none, check_timeout, identity
-from tep.errors import BackendUnavailable, FabricError, UsageError
-from tep.ffi import libfabric as fi
-from tep.ffi.libfabric import NO_UNSOLICITED, Libfabric, load
-from tep.memory import DmabufExport
+from tep.base.errors import BackendUnavailable, FabricError, UsageError
+from tep.memory.source import DmabufExport
 
 __all__ = ["FabricDomain", "facts", "open_domains", "probe"]
 
@@ -80,8 +80,8 @@ def open_domains(
         window_rows: rows in flight; None = the provider's usual.
         window_bytes: bytes in flight; None = the provider's usual.
         cuda: whether CUDA memory will be registered; on EFA only.
-        dmabuf: exports CUDA memory as a dma-buf, see tep.memory; None = libfabric, built with CUDA,
-            finds the pages itself.
+        dmabuf: exports CUDA memory as a dma-buf, see tep.memory.source; None = libfabric,
+            built with CUDA, finds the pages itself.
         same_host_shm: on EFA, let the provider reach peers of this host by shared memory and not by
             the NIC.
         sleeps: let an idle engine sleep on a descriptor, where libfabric has one. False: it looks

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-from tep.errors import BadDescriptor
+from tep.base.errors import BadDescriptor
 
 __all__ = [
     "NicAddress",

@@ -21,12 +21,12 @@ from tep.backends.base import (
     new_completions,
     put_completion,
 )
+from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libfabric_data import CQ_DATA_ENTRY
 from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import CqError, Nic
 from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.slots import I64, Slots
-from tep.ffi import libfabric as fi
-from tep.ffi.libfabric_data import CQ_DATA_ENTRY
 
 __all__ = ["Queue"]
 

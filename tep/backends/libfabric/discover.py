@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from ctypes import string_at
 from typing import Final, NamedTuple
 
+from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric.efa.device import ROW_BYTES_MAX
 from tep.backends.libfabric.rules import Rules, SoftwareRules
 from tep.backends.libfabric.software.process import shm_free
 from tep.backends.libfabric.software.sockets import addresses, default_addresses, node_and_service
-from tep.errors import BackendUnavailable, UsageError
-from tep.ffi import libfabric as fi
+from tep.base.errors import BackendUnavailable, UsageError
 
 __all__ = ["Offer", "check_nics", "check_offer", "find_offers", "list_providers"]
 

@@ -24,6 +24,7 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
+from tep.backends.ffi import libfabric as fi
 from tep.backends.handing import Unread, hand_out
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.address import NicAddress, engine_of
@@ -40,8 +41,7 @@ from tep.backends.libfabric.rules import Rules
 from tep.backends.libfabric.slots import Slots, Ticket
 from tep.backends.sleeper import Sleeper
 from tep.backends.texts import closed, meaning, says
-from tep.ffi import libfabric as fi
-from tep.memory import DmabufExport, Memory
+from tep.memory.source import DmabufExport, Memory
 
 __all__ = ["FabricDomain"]
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from tep.backends.base import DomainKey
+from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.check import check
 from tep.backends.libfabric.objects import Endpoint, Nic
 from tep.backends.libfabric.regions import Region, mr_attr
-from tep.ffi import libfabric as fi
-from tep.ffi.check import check
-from tep.memory import Memory, adapt
+from tep.memory.source import Memory, adapt
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer

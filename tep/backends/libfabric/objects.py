@@ -17,11 +17,11 @@ from ctypes import POINTER, byref, c_int, c_size_t, c_uint64, c_void_p, cast
 from typing import Any, Final, NamedTuple
 
 from tep.backends import forks
-from tep.ffi import libfabric as fi
-from tep.ffi.check import check
-from tep.ffi.libfabric_attrs import fi_av_attr, fi_cq_attr, fi_eq_attr
-from tep.ffi.libfabric_data import fi_cq_err_entry, fi_eq_err_entry
-from tep.ffi.libfabric_objects import (
+from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.check import check
+from tep.backends.ffi.libfabric_attrs import fi_av_attr, fi_cq_attr, fi_eq_attr
+from tep.backends.ffi.libfabric_data import fi_cq_err_entry, fi_eq_err_entry
+from tep.backends.ffi.libfabric_objects import (
     fi_ops,
     fid,
     fid_av,

@@ -10,9 +10,9 @@ from enum import Enum, auto
 from typing import Any, Final, TypeVar
 
 from tep.backends.base import Status, WriteBatch
+from tep.backends.ffi.libfabric import FI_ADDR_UNSPEC
 from tep.backends.libfabric.address import NicAddress
 from tep.backends.libfabric.objects import Endpoint
-from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
 __all__ = ["Peer", "PeerT", "State"]
 

@@ -26,7 +26,7 @@ from tep.backends.libfabric.mailbox import Mailbox
 from tep.backends.libfabric.objects import Endpoint, Nic
 from tep.backends.libfabric.peer import Peer, PeerT, State
 from tep.backends.libfabric.rules import Rules
-from tep.errors import BadDescriptor, FabricError
+from tep.base.errors import BadDescriptor, FabricError
 
 __all__ = ["SILENCE_S", "Peers"]
 

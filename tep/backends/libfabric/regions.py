@@ -19,12 +19,12 @@ import numpy as np
 
 from tep.backends.base import Access, Column, DomainKey, Status
 from tep.backends.columns import most
+from tep.backends.ffi import libfabric as fi
+from tep.backends.ffi.libc import libc
+from tep.backends.ffi.libfabric_data import fi_mr_attr, fi_mr_dmabuf, iovec
 from tep.backends.libfabric.objects import Nic
-from tep.errors import FabricError
-from tep.ffi import libfabric as fi
-from tep.ffi.libc import libc
-from tep.ffi.libfabric_data import fi_mr_attr, fi_mr_dmabuf, iovec
-from tep.memory import DmabufExport, Memory, exported
+from tep.base.errors import FabricError
+from tep.memory.source import DmabufExport, Memory, exported
 
 __all__ = ["Region", "Regions", "bounds", "mr_attr"]
 

@@ -22,7 +22,7 @@ from tep.backends.libfabric.peer import Peer, PeerT, State
 from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions
 from tep.backends.libfabric.slots import Slots, Ticket
-from tep.units import MiB
+from tep.base.units import MiB
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.objects import Endpoint

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
-from tep.ffi import libfabric as fi
-from tep.units import KiB, MiB
+from tep.backends.ffi import libfabric as fi
+from tep.base.units import KiB, MiB
 
 __all__ = ["RULES", "Rules", "SoftwareRules"]
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from tep.backends.base import Column, WriteBatch
 from tep.backends.columns import part
-from tep.ffi import libfabric as fi
+from tep.backends.ffi import libfabric as fi
 
 if TYPE_CHECKING:
     from tep.backends.libfabric.peer import Peer

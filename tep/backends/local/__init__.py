@@ -42,7 +42,7 @@ from tep.backends.local.libc import allow_any_tracer, why
 from tep.backends.local.memory import alloc_shared
 from tep.backends.local.rings import MESSAGE_BYTES_MAX
 from tep.backends.opening import all_or_none, identity
-from tep.errors import BackendUnavailable, UsageError
+from tep.base.errors import BackendUnavailable, UsageError
 
 __all__ = ["LocalDomain", "alloc_shared", "open_domains", "probe"]
 
@@ -82,7 +82,7 @@ def open_domains(
             process's life; it is logged once. False: peers then reach alloc_shared() memory only.
         spin_s: how long a wait() polls before it sleeps on the NICs' descriptors, seconds; 60 =
             spin: a core for as long as somebody waits, for the least latency. None = up to 100 us,
-            while that pays; 0 = sleep at once. See `tep.turning`.
+            while that pays; 0 = sleep at once. See `tep.drivers.turning`.
         copy_threads: threads that move the bytes of rows of 1 MiB and more together, 1 to 16, with
             the one that turns the engine. More than one takes cores, and pays where one core does
             not use all of the memory's bandwidth. Rows then land in no order.

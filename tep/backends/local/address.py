@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Self
 
 from tep.backends.local.libc import SHORT, why
-from tep.errors import BackendUnavailable, BadDescriptor
+from tep.base.errors import BackendUnavailable, BadDescriptor
 
 __all__ = ["Address", "engine_of", "host_digest", "process_start"]
 

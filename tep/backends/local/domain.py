@@ -41,8 +41,8 @@ from tep.backends.local.rings import EVENTS, NONSENSE, LaneReader
 from tep.backends.local.sender import Sender
 from tep.backends.local.watches import Watches
 from tep.backends.texts import closed, meaning, says
-from tep.errors import BackendUnavailable
-from tep.memory import Memory
+from tep.base.errors import BackendUnavailable
+from tep.memory.source import Memory
 
 __all__ = ["LocalDomain"]
 

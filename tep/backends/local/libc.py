@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from tep.ffi.libc import libc
+from tep.backends.ffi.libc import libc
 
 __all__ = [
     "IOV_MAX",

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tep.backends.local.libc import map_page, unmap_page
-from tep.checks import check_int
+from tep.base.checks import check_int
 
 __all__ = ["Arena", "SharedMap", "Witness", "alloc_shared", "arena_of", "new_memfd"]
 

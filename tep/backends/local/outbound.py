@@ -51,7 +51,7 @@ from tep.backends.local.port import (
 )
 from tep.backends.local.rings import COPYING, LaneWriter
 from tep.backends.local.watches import Watches
-from tep.memory import Memory
+from tep.memory.source import Memory
 
 __all__ = ["Outbound", "Segment", "Way"]
 

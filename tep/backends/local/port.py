@@ -53,7 +53,7 @@ from tep.backends.local.libc import SHORT, why
 from tep.backends.local.memory import Arena, SharedMap, Witness, arena_of, new_memfd
 from tep.backends.local.rings import EVENTS, MESSAGES_BYTES, LaneReader
 from tep.backends.local.watches import Watches
-from tep.errors import BackendUnavailable, FabricError
+from tep.base.errors import BackendUnavailable, FabricError
 
 __all__ = [
     "ASLEEP",

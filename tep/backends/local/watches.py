@@ -8,7 +8,7 @@ import select
 import time
 from collections.abc import Callable
 
-from tep.ffi.libc import Timer
+from tep.backends.ffi.libc import Timer
 
 __all__ = ["Watches"]
 

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from tep.backends.base import Opened
+from tep.backends.ffi.ibverbs import Library, load
 from tep.backends.opening import identity
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.domain import VerbsDomain
 from tep.backends.verbs.hints import Hints
 from tep.backends.verbs.selection import choose_count, survey
 from tep.backends.verbs.settings import Settings
-from tep.checks import nearest
-from tep.errors import BackendUnavailable, UsageError
-from tep.ffi.ibverbs import Library, load
-from tep.memory import DmabufExport
-from tep.nics import choose, gpu_paths
+from tep.base.checks import nearest
+from tep.base.errors import BackendUnavailable, UsageError
+from tep.host.nics import choose, gpu_paths
+from tep.memory.source import DmabufExport
 
 __all__ = ["Settings", "facts", "open_domains", "probe"]
 
@@ -52,14 +52,15 @@ def open_domains(
 
     Args:
         nics: device names, e.g. ["mlx5_0", "mlx5_1"]; None = all that belong together by the rules
-            of tep.nics (`tep info` says which are not taken, and why); a number = as many of
+            of tep.host.nics (`tep info` says which are not taken, and why); a number = as many of
             these. The same name may stand there more than once.
         name: for reports, and the identity of a restart: peers drop the former incarnation of the
             same name once they hear of the new one.
         epoch: of this incarnation; None = the time in nanoseconds, so that later ones are larger.
         library: path of libibverbs; None = TEP_LIBIBVERBS, or where the linker finds it.
-        dmabuf_export: exports CUDA memory as a dma-buf, see `tep.memory.DmabufExport`; without it
-            CUDA memory can be registered only where the kernel module nvidia_peermem is loaded.
+        dmabuf_export: exports CUDA memory as a dma-buf, see `tep.memory.source.DmabufExport`;
+            without it CUDA memory can be registered only where the kernel module nvidia_peermem is
+            loaded.
         **settings: fields of Settings.
 
     Raises:

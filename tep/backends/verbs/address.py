@@ -25,8 +25,8 @@ import struct
 from dataclasses import dataclass
 from typing import Final
 
-from tep.errors import BadDescriptor
-from tep.ffi.ibverbs_wr import ENUMS
+from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.base.errors import BadDescriptor
 
 __all__ = [
     "ADDRESS_BYTES",

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from tep.backends.ffi.ibverbs import ref
+from tep.backends.ffi.ibverbs_structs import Ece as EceMirror
+from tep.backends.ffi.ibverbs_structs import Qp, QpAttr, QpInitAttr
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.verbs.depths import SPARE_WRS
 from tep.backends.verbs.handshake import NO_ECE, Ece, Hello, QpId
 from tep.backends.verbs.tags import MARKER, tag
-from tep.errors import FabricError
-from tep.ffi.ibverbs import ref
-from tep.ffi.ibverbs_structs import Ece as EceMirror
-from tep.ffi.ibverbs_structs import Qp, QpAttr, QpInitAttr
-from tep.ffi.ibverbs_wr import ENUMS
+from tep.base.errors import FabricError
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device

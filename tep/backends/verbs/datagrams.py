@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from tep.backends.ffi.ibverbs import fail
+from tep.backends.ffi.ibverbs_wr import ENUMS, RECV_WR, SEND_WR, SGE
 from tep.backends.verbs.address import Address
 from tep.backends.verbs.conns import create_ud, qp_number
 from tep.backends.verbs.depths import DATAGRAMS_IN, DATAGRAMS_OUT
 from tep.backends.verbs.handshake import DATAGRAM_BYTES_MAX
 from tep.backends.verbs.routes import Routes
 from tep.backends.verbs.tags import DATAGRAM_IN, DATAGRAM_OUT, NUMBER_SHIFT, tag
-from tep.ffi.ibverbs import fail
-from tep.ffi.ibverbs_wr import ENUMS, RECV_WR, SEND_WR, SGE
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device

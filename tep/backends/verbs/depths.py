@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from tep.errors import FabricError, UsageError
+from tep.base.errors import FabricError, UsageError
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device

@@ -14,15 +14,15 @@ from socket import ntohs
 from typing import Final
 
 from tep.backends.base import DomainCaps
+from tep.backends.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
+from tep.backends.ffi.ibverbs_device import DeviceAttr, Gid, GidEntry, PortAttr
+from tep.backends.ffi.ibverbs_structs import AhAttr, Mr, QpInitAttrEx
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.verbs.gids import GidChoice, GidSeen, rank_gids
 from tep.backends.verbs.handshake import control_bytes
 from tep.backends.verbs.hints import NO_HINTS, Hints
 from tep.backends.verbs.settings import Settings
-from tep.errors import BackendUnavailable, FabricError, UsageError
-from tep.ffi.ibverbs import NOT_FORK_SAFE, DataPath, Library, fail
-from tep.ffi.ibverbs_device import DeviceAttr, Gid, GidEntry, PortAttr
-from tep.ffi.ibverbs_structs import AhAttr, Mr, QpInitAttrEx
-from tep.ffi.ibverbs_wr import ENUMS
+from tep.base.errors import BackendUnavailable, FabricError, UsageError
 
 __all__ = ["Device"]
 

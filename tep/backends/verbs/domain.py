@@ -30,6 +30,7 @@ from tep.backends.base import (
     WriteBatch,
 )
 from tep.backends.checks import check_memory
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.handing import hand_out
 from tep.backends.texts import closed, says
 from tep.backends.verbs.address import engine_of
@@ -41,8 +42,7 @@ from tep.backends.verbs.parts import Parts
 from tep.backends.verbs.peer import ended_as
 from tep.backends.verbs.poller import POLL_MAX
 from tep.backends.verbs.status import STATUS_TEXT
-from tep.ffi.ibverbs_wr import ENUMS
-from tep.memory import DmabufExport, Memory
+from tep.memory.source import DmabufExport, Memory
 
 __all__ = ["VerbsDomain"]
 

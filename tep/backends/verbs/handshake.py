@@ -45,7 +45,7 @@ from enum import Enum, IntEnum, auto
 from typing import Final, Protocol
 
 from tep.backends.verbs.address import ADDRESS_BYTES, Address
-from tep.errors import BadDescriptor
+from tep.base.errors import BadDescriptor
 
 __all__ = [
     "DATAGRAM_BYTES_MAX",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tep.backends.verbs.settings import Settings
-from tep.environment import HCA, Environ, NameList, Number, read_list, read_number, said
+from tep.host.environment import HCA, Environ, NameList, Number, read_list, read_number, said
 
 __all__ = ["NO_HINTS", "Hints"]
 

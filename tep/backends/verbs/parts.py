@@ -21,7 +21,7 @@ from tep.backends.verbs.receives import ImmReceives
 from tep.backends.verbs.regions import Regions
 from tep.backends.verbs.wakeup import Wakeup
 from tep.backends.verbs.writes import Writer
-from tep.memory import DmabufExport
+from tep.memory.source import DmabufExport
 
 __all__ = ["Parts"]
 

@@ -24,7 +24,7 @@ from tep.backends.verbs.handshake import Hello, Kind, Phase
 from tep.backends.verbs.peer import Peer
 from tep.backends.verbs.posting import Posting
 from tep.backends.verbs.sources import Sources
-from tep.errors import BadDescriptor, FabricError, UsageError
+from tep.base.errors import BadDescriptor, FabricError, UsageError
 
 if TYPE_CHECKING:
     from tep.backends.verbs.datagrams import Datagrams

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tep.backends.ffi.ibverbs_structs import SrqInitAttr
+from tep.backends.ffi.ibverbs_wr import RECV_WR
 from tep.backends.verbs.tags import IMM, tag
-from tep.ffi.ibverbs_structs import SrqInitAttr
-from tep.ffi.ibverbs_wr import RECV_WR
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device

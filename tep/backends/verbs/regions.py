@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tep.backends.base import Access, DomainKey
-from tep.ffi.ibverbs_wr import ENUMS
-from tep.memory import DmabufExport, Memory, exported
+from tep.backends.ffi.ibverbs_wr import ENUMS
+from tep.memory.source import DmabufExport, Memory, exported
 
 if TYPE_CHECKING:
+    from tep.backends.ffi.ibverbs_structs import Mr
     from tep.backends.verbs.device import Device
-    from tep.ffi.ibverbs_structs import Mr
 
 __all__ = ["Regions"]
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from tep.backends.base import Batch, Column, Kind, Row, WriteBatch
 from tep.backends.columns import part
+from tep.backends.ffi.ibverbs import ref
+from tep.backends.ffi.ibverbs_wr import ENUMS, SEND_WR, SGE
 from tep.backends.verbs.tags import LOOSE, NUMBER_SHIFT, RUN, tag
-from tep.ffi.ibverbs import ref
-from tep.ffi.ibverbs_wr import ENUMS, SEND_WR, SGE
 
 if TYPE_CHECKING:
     from tep.backends.verbs.limits import Limits

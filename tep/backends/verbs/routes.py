@@ -16,7 +16,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from tep.backends.verbs.address import Address
-from tep.errors import FabricError
+from tep.base.errors import FabricError
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device

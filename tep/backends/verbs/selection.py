@@ -1,6 +1,6 @@
 """Every RDMA device as libibverbs shows it, and those that are taken when none are named.
 
-The rules are in tep.nics.
+The rules are in tep.host.nics.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from tep.backends.ffi.ibverbs import Library
 from tep.backends.verbs.depths import ROWS, peer_bytes
 from tep.backends.verbs.device import Device
 from tep.backends.verbs.hints import NO_HINTS, Hints
 from tep.backends.verbs.settings import Settings
-from tep.environment import NameList
-from tep.errors import BackendUnavailable, FabricError, UsageError
-from tep.ffi.ibverbs import Library
-from tep.nics import Found, choose, natural
+from tep.base.errors import BackendUnavailable, FabricError, UsageError
+from tep.host.environment import NameList
+from tep.host.nics import Found, choose, natural
 
 __all__ = ["choose_count", "survey"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from tep.errors import UsageError
+from tep.base.errors import UsageError
 
 __all__ = ["Settings"]
 

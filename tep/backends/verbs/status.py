@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Final
 
 from tep.backends.base import Status
+from tep.backends.ffi.ibverbs_wr import ENUMS
 from tep.backends.texts import meaning
-from tep.ffi.ibverbs_wr import ENUMS
 
 __all__ = ["STATUS_TEXT", "send_status", "write_status"]
 

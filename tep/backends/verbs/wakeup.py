@@ -8,8 +8,8 @@ from __future__ import annotations
 import select
 from typing import TYPE_CHECKING
 
+from tep.backends.ffi.libc import Timer
 from tep.backends.ibevents import Events
-from tep.ffi.libc import Timer
 
 if TYPE_CHECKING:
     from tep.backends.verbs.device import Device

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Final
 
 from tep.backends.base import Batch, Entry, Kind, ReadBatch, Status, WriteBatch
 from tep.backends.columns import row_of
+from tep.backends.ffi.ibverbs import Ref, ref
+from tep.backends.ffi.ibverbs_wr import ENUMS, SEND_WR
 from tep.backends.verbs.conns import Conn, Run
 from tep.backends.verbs.limits import LOOSE_MAX, Limits
 from tep.backends.verbs.rings import FanRing, LooseRing, ReadRing, RunRing
 from tep.backends.verbs.tags import LOOSE, NUMBER_MASK, NUMBER_SHIFT, ROW_MASK, TAIL, tag
-from tep.ffi.ibverbs import Ref, ref
-from tep.ffi.ibverbs_wr import ENUMS, SEND_WR
 
 if TYPE_CHECKING:
     from tep.backends.verbs.depths import Depths

@@ -25,6 +25,7 @@ from tep import (
     Expectation,
     TepError,
 )
+from tep.compat.engines import open_engine
 from tep.compat.nixl import bindings as nixlBind
 from tep.compat.nixl.bindings import DEFAULT_COMM_PORT
 from tep.compat.nixl.channel import BODY_MAX, Channel, Channels, Lost
@@ -43,7 +44,6 @@ from tep.compat.nixl.wire import (
     decode,
     encode,
 )
-from tep.plugins import open_engine
 
 __all__ = [
     "DEFAULT_COMM_PORT", "nixlBind", "nixl_agent", "nixl_agent_config", "nixl_backend_handle",

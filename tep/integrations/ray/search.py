@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 import tep
-from tep.distribution import need
+from tep.base.distribution import need
 from tep.testing import Judge, Judged, ProtocolJudge, Share, judge_share
 
 __all__ = ["RayPool", "connect"]

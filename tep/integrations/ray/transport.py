@@ -26,8 +26,8 @@ from ray.experimental.rdt.tensor_transport_manager import (
 )
 
 from tep import TepError, UsageError, WaitTimeout
+from tep.compat.engines import open_engine
 from tep.integrations.ray.pulling import Part, Pull, Puller
-from tep.plugins import open_engine
 
 __all__ = ["NAME", "TepFetch", "TepMetadata", "TepTransport", "register"]
 

@@ -30,11 +30,11 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from tep import TransferEngine, UsageError
 from tep.apps.kvcache import KvBlocks
+from tep.compat.engines import open_engine
 from tep.integrations.vllm.scheduler import Scheduler
 from tep.integrations.vllm.tensors import views_of
 from tep.integrations.vllm.terms import Orders, Report, Step, Terms
 from tep.integrations.vllm.worker import Worker
-from tep.plugins import open_engine
 
 __all__ = ["TepConnector"]
 

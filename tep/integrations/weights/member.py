@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from tep import FabricError, TepError, TransferEngine, UsageError, WaitTimeout
 from tep.apps.rl import Hello, Listener, Threads, UpdateReport, answer
+from tep.compat.engines import open_engine
 from tep.integrations.weights.hub import Hub, RemoteReceiver, RemoteSender
 from tep.integrations.weights.receiver import Wants, Weight, WeightReceiver, as_sent
 from tep.integrations.weights.sender import WeightSender
-from tep.plugins import open_engine
 
 __all__ = ["Fabric", "Meeting", "Member"]
 

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from tep.ffi.ibverbs_device import Context
-from tep.folders import make_own
+from tep.backends.ffi.ibverbs_device import Context
+from tep.host.folders import make_own
 
 __all__ = ["Knob", "Stub", "build"]
 

@@ -11,9 +11,9 @@ from types import MappingProxyType
 from typing import Final, Protocol
 
 from tep.backends.base import Status
+from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric.objects import Option
-from tep.errors import BackendUnavailable
-from tep.ffi import libfabric as fi
+from tep.base.errors import BackendUnavailable
 
 __all__ = [
     "ROW_BYTES_MAX",
@@ -71,7 +71,7 @@ def endpoint_options(*, cuda: bool, same_host_shm: bool) -> tuple[Option, ...]:
     Immediates take a receive each: a target that is slow is then met with "receiver not ready", and
     the sender's device tries again. Those that take none are acknowledged even when the target's
     completion queue is full, and are lost. Before 2.3.1 the environment alone says so, see
-    tep.ffi.libfabric.load().
+    tep.backends.ffi.libfabric.load().
     """
     options = [
         Option(fi.FI_OPT_SHARED_MEMORY_PERMITTED, same_host_shm),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tep.backends.libfabric.mailbox import Mailbox
     from tep.backends.libfabric.regions import Regions
     from tep.backends.libfabric.rules import Rules
-    from tep.memory import DmabufExport
+    from tep.memory.source import DmabufExport
 
 __all__ = ["HardwareDomain"]
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Final
 
 from tep.backends.base import Access, DomainKey, Kind, ReadBatch, Row, Status, WriteBatch
+from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric.objects import Endpoint
 from tep.backends.libfabric.peer import Peer
 from tep.backends.libfabric.regions import Regions
 from tep.backends.libfabric.rows import Rows
 from tep.backends.libfabric.slots import Slots
-from tep.ffi import libfabric as fi
 
 __all__ = ["READ", "HardwareRegions", "HardwareRows", "marked"]
 

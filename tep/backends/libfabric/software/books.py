@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+from tep.backends.ffi.libfabric import FI_ADDR_UNSPEC
 from tep.backends.libfabric.address import shm_alias, shm_name, shm_pid
 from tep.backends.libfabric.book import Book
 from tep.backends.libfabric.objects import Nic
@@ -15,7 +16,6 @@ from tep.backends.libfabric.software import neighbours
 from tep.backends.libfabric.software.peer import SoftwarePeer
 from tep.backends.libfabric.software.process import Process, reserve_shm
 from tep.backends.libfabric.software.seats import SEATS, open_seats, take_seat
-from tep.ffi.libfabric import FI_ADDR_UNSPEC
 
 __all__ = ["ShmBook"]
 

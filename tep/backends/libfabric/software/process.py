@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tep.errors import FabricError
-from tep.ffi.libc import libc
+from tep.backends.ffi.libc import libc
+from tep.base.errors import FabricError
 
 __all__ = [
     "Process",

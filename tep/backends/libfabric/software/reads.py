@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from tep.backends.base import DomainCaps, Entry, Kind, ReadBatch, ReadRow, Status
+from tep.backends.ffi import libfabric as fi
 from tep.backends.libfabric import frames
 from tep.backends.libfabric.objects import Nic
 from tep.backends.libfabric.peer import State
@@ -28,8 +29,7 @@ from tep.backends.libfabric.peers import Peers
 from tep.backends.libfabric.regions import Region, Regions, mr_attr
 from tep.backends.libfabric.software.peer import SoftwarePeer
 from tep.backends.libfabric.software.reading import PeersReads, Piece, Row
-from tep.ffi import libfabric as fi
-from tep.memory import adapt
+from tep.memory.source import adapt
 
 __all__ = ["READS_MAX", "SoftwareReads"]
 

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from tep.errors import FabricError
+from tep.base.errors import FabricError
 
 __all__ = ["SEATS", "SUFFIX", "close_seats", "open_seats", "take_seat"]
 

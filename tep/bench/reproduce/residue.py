@@ -1,0 +1,220 @@
+"""Points left out: what the simulation says of each without it. Costs some minutes of CPU.
+
+A fitted point: its numbers come from all other points; where these determine one no more, from the
+other NIC's points, or from a guess that was made without this point. A predicted point: what is
+simulated, as nothing was fitted to it. An input has no such value where nothing else says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep import sim
+from tep.apps.kvcache import ttft
+from tep.apps.kvcache.ttft import PUBLISHED, PUBLISHED_ROWS, QWEN3_235B
+from tep.apps.moe.kernels import Gpu, load_gpu
+from tep.apps.moe.predict import Workload, predict, profile_of
+from tep.apps.rl import study
+from tep.apps.rl.schedule import WATERMARK_BYTES
+from tep.base.units import PS_PER_US, KiB
+from tep.bench.reproduce.runs import Outcome, post_all_us
+from tep.bench.reproduce.tables import NIC_PROFILES, Point, load_table
+from tep.sim.fit import Measured, fit, left_out, model_gbps
+
+__all__ = ["leave_one_out"]
+
+Floats = npt.NDArray[np.float64]
+Key = tuple[str, str]
+"""Table and point."""
+
+_QUANTA: Final = tuple(KiB << k for k in range(4, 9))
+_GPU_FIELDS: Final = ("memory_bytes_s", "nvlink_bytes_s", "push_hidden")
+_SHIFT: Final = 0.02
+
+
+def leave_one_out(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Fill in `left_out` of every point of which something is known without it."""
+    values: dict[Key, float] = {}
+    names = {outcome.table.name for outcome in outcomes}
+    for name, work in _WORK.items():
+        if names & set(name.split()):
+            values |= work()
+    for one in outcomes:
+        if one.point.kind == "predicted" and one.simulated is not None:
+            values[one.table.name, one.point.name] = one.simulated
+    return [replace(one, left_out=values.get((one.table.name, one.point.name))) for one in outcomes]
+
+
+def _p2p() -> dict[Key, float]:
+    """By a fit to the NIC's other points.
+
+    Of the two smaller single writes one alone determines only the sum of `fill` and `ack`: then
+    `fill`, in bytes of the whole device, is the other NIC's.
+    """
+    found: dict[Key, float] = {}
+    machines = {nic: sim.load_profile(name) for nic, name in NIC_PROFILES.items()}
+    for nic, machine in machines.items():
+        points = [point for point in load_table("p2p").points if point.keys["nic"] == nic]
+        measured = [Measured(p.keys["kind"], int(p.keys["bytes"]), p.published) for p in points]
+        values = left_out(measured, machine)
+        fills = {one.fill_bytes * one.nics for name, one in machines.items() if name != nic}
+        like_other = replace(machine, fill_bytes=fills.pop() // machine.nics)
+        largest = max(one.nbytes for one in measured if one.kind == "single")
+        for k, one in enumerate(measured):
+            if one.kind == "single" and one.nbytes < largest:
+                rest = [*measured[:k], *measured[k + 1 :]]
+                values[k] = model_gbps(fit(rest, like_other, held=("fill_bytes",)).profile, one)
+        found |= {("p2p", point.name): value for point, value in zip(points, values, strict=True)}
+    return found
+
+
+def _kvcache() -> dict[Key, float]:
+    found: dict[Key, float] = {}
+    for k, row in enumerate(PUBLISHED_ROWS):
+        rest = [*PUBLISHED_ROWS[:k], *PUBLISHED_ROWS[k + 1 :]]
+        said = ttft.fit(QWEN3_235B, PUBLISHED.chunk_tokens, rest).predict(row.ntokens)
+        values = {
+            "ttft_same_node": said.ttft_same_node_s,
+            "ttft_disaggregated": said.ttft_s,
+            "layer_compute": said.layer_compute_s[-1],
+            "layer_transfer": said.layer_transfer_s[0],
+        }
+        found |= {("kvcache", f"{row.ntokens} {key}"): s * 1e3 for key, s in values.items()}
+    return found
+
+
+def _quantum() -> dict[Key, float]:
+    """The quantum, chosen among powers of two by the other three points it was fitted to."""
+    points = [p for p in load_table("moe-decode").points if p.of == "nic.quantum"]
+    machine = profile_of(Workload(nic="cx7"))
+    said: dict[int, list[float]] = {}
+    for quantum in _QUANTA:
+        steps = {}
+        for ep in sorted({int(point.keys["ep"]) for point in points}):
+            changed = replace(machine, quantum_bytes=quantum)
+            steps[ep] = predict(Workload(ep=ep, nic="cx7"), machine=changed)
+        said[quantum] = [_half(steps[int(p.keys["ep"])], p.keys["op"]) for p in points]
+    published = np.array([point.published for point in points])
+    found = {}
+    for k, point in enumerate(points):
+        rest = np.arange(len(points)) != k
+        errors = {
+            q: np.square(np.array(v)[rest] / published[rest] - 1).sum() for q, v in said.items()
+        }
+        found["moe-decode", point.name] = said[min(errors, key=lambda q: errors[q])][k]
+    return found
+
+
+def _half(step: object, op: str) -> float:
+    value: float = getattr(step, f"{op}_us")
+    return value
+
+
+def _gpu() -> dict[Key, float]:
+    """Memory, NVLink and what hides, by one step of least squares from the shipped values."""
+    keys = [
+        (table, point)
+        for table in ("moe-prefill", "moe-private")
+        for point in load_table(table).points
+        if "nvlink_bytes_s" in point.of
+    ]
+    base = load_gpu("cx7")  # what is fitted here does not depend on the NIC, nor do these points
+    now = _gpu_says(base, keys)
+    columns = []
+    for field in _GPU_FIELDS:
+        moved = replace(base, **{field: getattr(base, field) * (1 + _SHIFT)})
+        columns.append((_gpu_says(moved, keys) - now) / _SHIFT)
+    slope = np.stack(columns, axis=1)
+    published = np.array([point.published for _, point in keys])
+    scale = np.array([1.0 if table == "moe-private" else p.published / 100 for table, p in keys])
+    found = {}
+    for k, (table, point) in enumerate(keys):
+        rest = np.arange(len(keys)) != k
+        miss = ((published - now) / scale)[rest]
+        step, *_ = np.linalg.lstsq((slope / scale[:, None])[rest], miss, rcond=None)
+        found[table, point.name] = float(now[k] + slope[k] @ step)
+    return found
+
+
+def _gpu_says(gpu: Gpu, keys: Sequence[tuple[str, Point]]) -> Floats:
+    prefill = predict(Workload.prefill(ep=8), gpu=gpu)
+    private = {
+        tokens: predict(Workload(ep=8, private_tokens=tokens), gpu=gpu).dispatch_us
+        for tokens in (32, 24, 8)
+    }
+    values = []
+    for table, point in keys:
+        if table == "moe-prefill":
+            values.append(_half(prefill, point.keys["op"]))
+        else:
+            tokens = int(point.keys["private_tokens"])
+            values.append(100 * (private[tokens] / private[32] - 1))
+    return np.array(values)
+
+
+def _rest_peer() -> dict[Key, float]:
+    """What a second burst costs the proxy, taken from the other NIC: each has one point for it."""
+    gpus = {"EFA": load_gpu("efa"), "CX7": load_gpu("cx7")}
+    found = {}
+    for point in load_table("moe-private").points:
+        if "rest_peer" not in point.of:
+            continue
+        nic, ep = point.keys["nic"], int(point.keys["ep"])
+        other = next(gpu for name, gpu in gpus.items() if name != nic)
+        gpu = replace(gpus[nic], rest_peer=other.rest_peer)
+        took = [
+            predict(Workload(ep=ep, nic=nic.lower(), private_tokens=tokens), gpu=gpu).dispatch_us
+            for tokens in (int(point.keys["private_tokens"]), 32)
+        ]
+        found["moe-private", point.name] = 100 * (took[0] / took[1] - 1)
+    return found
+
+
+def _kernels() -> dict[Key, float]:
+    """Both NICs have one kernel: the other NIC's published time."""
+    points = [point for point in load_table("moe-kernels").points if point.is_input]
+    return {
+        ("moe-kernels", point.name): other.published
+        for point in points
+        for other in points
+        if other is not point and other.keys["kernel"] == point.keys["kernel"]
+    }
+
+
+def _post_all() -> dict[Key, float]:
+    """The cost of a row, from what the same NIC's scatters to fewer peers take."""
+    points = [p for p in load_table("scatter").points if p.name.endswith("p50")]
+    found = {}
+    for point in (p for p in points if p.is_input and p.keys["stage"] == "post_all"):
+        nic, peers = point.keys["nic"], int(point.keys["ep"]) - 1
+        rest = [p for p in points if p.keys["nic"] == nic and p is not point]
+        row_us = sum(p.published / (int(p.keys["ep"]) - 1) for p in rest) / len(rest)
+        machine = replace(
+            sim.load_profile(NIC_PROFILES[nic]), post_first_ps=round(row_us * PS_PER_US)
+        )
+        found["scatter", point.name] = post_all_us(machine, peers)
+    return found
+
+
+def _rl() -> dict[Key, float]:
+    """With the watermark that `make_schedule` has for everybody, guessed without the table."""
+    plain = replace(study.published_deployment(), watermark_bytes=WATERMARK_BYTES).predict()
+    return {("rl", "wait ms"): plain.wait_ms, ("rl", "total ms"): plain.total_ms}
+
+
+_WORK: Final[Mapping[str, Callable[[], dict[Key, float]]]] = {
+    "p2p": _p2p,
+    "kvcache": _kvcache,
+    "moe-decode": _quantum,
+    "moe-prefill moe-private": _gpu,
+    "moe-private": _rest_peer,
+    "moe-kernels": _kernels,
+    "scatter": _post_all,
+    "rl": _rl,
+}
+"""Names of tables -> what leaves out their points."""

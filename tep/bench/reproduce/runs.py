@@ -1,0 +1,253 @@
+"""Each published table through the engines on the timing fabric: table name -> a value a point.
+
+The functions here ask the systems in `tep.apps`; they hold no number of a machine. `None` where
+nothing is simulated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Final
+
+import numpy as np
+
+import tep
+from tep import sim
+from tep.apps.kvcache.ttft import PUBLISHED
+from tep.apps.moe.alternatives import per_token
+from tep.apps.moe.kernels import load_gpu
+from tep.apps.moe.predict import Prediction, Workload, predict
+from tep.apps.rl import study
+from tep.apps.rl.predict import Prediction as Update
+from tep.base.units import PS_PER_US
+from tep.bench.reproduce.tables import NIC_PROFILES, Point, Table, load_table
+
+__all__ = ["Outcome", "paged_us", "pair", "post_all_us", "reproduce", "reproduce_at", "single_us"]
+
+_PAGES: Final = 16_384
+_DEEPEP: Final = "DeepEP_CX7"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """A point with what the simulation makes of it.
+
+    Attributes:
+        table, point: as published.
+        simulated: in the table's unit; None: not modelled.
+        left_out: what the simulation makes of it without it, see residue.leave_one_out; None: not
+            asked for, or nothing says.
+    """
+
+    table: Table
+    point: Point
+    simulated: float | None
+    left_out: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """See Table.error."""
+        if self.simulated is None:
+            return None
+        return self.table.error(self.point, self.simulated)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the error is within the point's tolerance; also where there is none."""
+        error, tolerance = self.error, self.point.tolerance
+        return error is None or tolerance is None or abs(error) <= tolerance + 1e-9
+
+
+def reproduce(name: str) -> Iterator[Outcome]:
+    """Simulate a table, point by point, in order.
+
+    Raises:
+        UsageError: there is no such table.
+    """
+    table = load_table(name)
+    for point in table.points:
+        modelled = point.kind != "not modelled" or name in _TRIED
+        yield Outcome(table, point, _RUNS[name](point.keys) if modelled else None)
+
+
+def reproduce_at(name: str, **keys: str) -> float:
+    """Simulate a point that need not be published: keys as the table's columns."""
+    return _RUNS[name](keys)
+
+
+# ---------------------------------------------------------------- point to point
+
+
+def pair(
+    profile: str | sim.Profile, nbytes: int, seed: int = 0
+) -> tuple[sim.Cluster, tep.MrHandle, tep.MrDesc]:
+    """Two engines with a region each, that nothing is mapped at."""
+    cluster = sim.Cluster(profile=profile, seed=seed, move_bytes=False)
+    a, b = cluster.engines
+    mr, _ = a.reg_mr((1 << 40, nbytes, "cpu"))
+    _, desc = b.reg_mr((1 << 41, nbytes, "cpu"))
+    return cluster, mr, desc
+
+
+def single_us(profile: str | sim.Profile, nbytes: int, seed: int = 0) -> float:
+    """Submit to the sender's done, of one write outstanding at a time; the second of two."""
+    cluster, mr, desc = pair(profile, nbytes, seed)
+    with cluster:
+        start_us = 0.0
+        for _ in range(2):
+            start_us = cluster.now_us
+            cluster.engines[0].submit_single_write(nbytes, (mr, 0), (desc, 0)).wait()
+        return cluster.now_us - start_us
+
+
+def paged_us(profile: str | sim.Profile, page_bytes: int, npages: int = _PAGES) -> float:
+    """Submit to the sender's done of pages in random order, each with an immediate."""
+    cluster, mr, desc = pair(profile, page_bytes * npages)
+    order = np.random.default_rng(1)
+    with cluster:
+        a, b = cluster.engines
+        got = b.expect_imm_count(42, npages)
+        src, dst = (tep.Pages(order.permutation(npages)) for _ in range(2))
+        a.submit_paged_writes(page_bytes, (mr, src), (desc, dst), imm=42).wait()
+        done_us = cluster.now_us
+        got.wait()
+        return done_us
+
+
+def _p2p(keys: Mapping[str, str]) -> float:
+    profile, nbytes = NIC_PROFILES[keys["nic"]], int(keys["bytes"])
+    if keys["kind"] == "single":
+        return nbytes * 8 / single_us(profile, nbytes) / 1000
+    return _PAGES * nbytes * 8 / paged_us(profile, nbytes) / 1000
+
+
+# ---------------------------------------------------------------- KvCache
+
+
+def _kvcache(keys: Mapping[str, str]) -> float:
+    found = PUBLISHED.predict(int(keys["ntokens"]))
+    return {
+        "ttft_same_node": found.ttft_same_node_s * 1e3,
+        "ttft_disaggregated": found.ttft_s * 1e3,
+        "layer_compute": found.layer_compute_s[-1] * 1e3,
+        "layer_transfer": found.layer_transfer_s[0] * 1e3,
+        "chunk_steps": float(len(found.chunks)),
+        "pages": float(max(found.pages)),
+    }[keys["quantity"]]
+
+
+# ---------------------------------------------------------------- RL
+
+
+@cache
+def _update() -> Update:
+    return study.published_deployment().predict()
+
+
+def _rl(keys: Mapping[str, str]) -> float:
+    found = _update()
+    values = found.stages | {"total": found.total_ms, "wait": found.wait_ms}
+    return values[keys["operation"]]
+
+
+# ---------------------------------------------------------------- MoE
+
+
+@cache
+def _step(workload: Workload) -> Prediction:
+    return predict(workload)
+
+
+def _half(workload: Workload, op: str) -> float:
+    found = _step(workload)
+    return found.dispatch_us if op == "dispatch" else found.combine_us
+
+
+def _decode(keys: Mapping[str, str]) -> float:
+    ep = int(keys["ep"])
+    if keys["nic"] == _DEEPEP:
+        row = per_token(Workload(ep=ep, nic="cx7"))
+        return row.dispatch_us if keys["op"] == "dispatch" else row.combine_us
+    return _half(Workload(ep=ep, nic=keys["nic"].lower()), keys["op"])
+
+
+def _tails(keys: Mapping[str, str]) -> float:
+    halves = _step(Workload(ep=int(keys["ep"]), nic=keys["nic"].lower())).p99_us
+    return halves[keys["op"] == "combine"]
+
+
+def _prefill(keys: Mapping[str, str]) -> float:
+    return _half(Workload.prefill(ep=int(keys["ep"]), nic=keys["nic"].lower()), keys["op"])
+
+
+def _private(keys: Mapping[str, str]) -> float:
+    def dispatch_us(private: int) -> float:
+        nic, ep = keys["nic"].lower(), int(keys["ep"])
+        return _half(Workload(ep=ep, nic=nic, private_tokens=private), "dispatch")
+
+    return 100 * (dispatch_us(int(keys["private_tokens"])) / dispatch_us(32) - 1)
+
+
+def _kernels(keys: Mapping[str, str]) -> float:
+    seconds: float = getattr(load_gpu(keys["nic"].lower()), keys["kernel"])
+    return seconds * 1e6
+
+
+# ---------------------------------------------------------------- the host's CPU
+
+
+def _scatter(keys: Mapping[str, str]) -> float:
+    profile = sim.load_profile(NIC_PROFILES.get(keys["nic"], "cx7_400"))
+    if keys["stage"] != "post_all":
+        # Their sum is the profile's: enqueue, and a worker that picks it up.
+        parts = {"enqueue": 0.120, "worker_pickup": 0.855}
+        return profile.step_delay_ps / PS_PER_US * parts[keys["stage"]] / sum(parts.values())
+    return post_all_us(profile, int(keys["ep"]) - 1)
+
+
+def post_all_us(profile: sim.Profile, peers: int) -> float:
+    """From before the first write of a scatter to after its last, on the worker's CPU."""
+    machine = dataclasses.replace(profile, jitter_ps=0)
+    with sim.Cluster(peers + 1, profile=machine, move_bytes=False) as cluster:
+        first, *others = cluster.engines
+        mr, _ = first.reg_mr((1 << 40, 1 << 20, "cpu"))
+        descs = [engine.reg_mr((1 << 41, 1 << 20, "cpu"))[1] for engine in others]
+        seen: list[float] = []
+
+        async def one(engine: tep.TransferEngine) -> None:
+            await engine.expect_imm_count(7, 1)
+            seen.append(cluster.now_us)
+
+        async def main() -> None:
+            waiting = [asyncio.ensure_future(one(engine)) for engine in others]
+            first.submit_scatter(mr, [tep.ScatterDst(64, 0, (desc, 0)) for desc in descs], 7)
+            await asyncio.gather(*waiting)
+
+        cluster.run(main())
+    # The first arrival tells when the first row had been posted, the last when the last had.
+    return max(seen) - min(seen) + machine.post_first_ps / PS_PER_US
+
+
+def _uvm(keys: Mapping[str, str]) -> float:
+    del keys  # the one point that is not left out
+    return load_gpu("cx7").watch * 1e6
+
+
+_RUNS: Final[Mapping[str, Callable[[Mapping[str, str]], float]]] = {
+    "p2p": _p2p,
+    "kvcache": _kvcache,
+    "rl": _rl,
+    "moe-decode": _decode,
+    "moe-prefill": _prefill,
+    "moe-private": _private,
+    "moe-tails": _tails,
+    "moe-kernels": _kernels,
+    "scatter": _scatter,
+    "uvm": _uvm,
+}
+
+_TRIED: Final = frozenset({"moe-private", "moe-tails"})
+"""Tables whose points are simulated although they are not modelled: to show by how much."""

@@ -1,0 +1,137 @@
+"""What was published: one CSV a table, each point with its class and its tolerance. No model here.
+
+Class of a point: "fitted" to it were the numbers named; "predicted" means that no number was fitted
+to it; "not modelled" says why. An input, used as it stands, counts as fitted.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Final, Literal, get_args
+
+from tep.base.errors import UsageError
+
+__all__ = [
+    "NIC_PROFILES",
+    "Class",
+    "Point",
+    "Table",
+    "load_table",
+    "paged_gbps",
+    "table_names",
+]
+
+Class = Literal["fitted", "predicted", "not modelled"]
+
+_FIXED: Final = ("published", "class", "of", "tolerance")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One published number.
+
+    Attributes:
+        keys: what tells it from the others of its table: column -> text.
+        published: in the table's unit.
+        kind: its class.
+        of: fitted: which numbers; predicted: what to know; not modelled: why.
+        tolerance: most that the error may be, percent, or points where the unit is percent; None:
+            nothing is simulated.
+    """
+
+    keys: dict[str, str]
+    published: float
+    kind: Class
+    of: str
+    tolerance: float | None
+
+    @property
+    def name(self) -> str:
+        """The keys in a line."""
+        return " ".join(self.keys.values())
+
+    @property
+    def is_input(self) -> bool:
+        """Whether the published number itself goes in, so that its error says nothing."""
+        return self.kind == "fitted" and self.of.startswith(("input", "the base"))
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One published table or figure.
+
+    Attributes:
+        name: as `tep reproduce` takes it.
+        title, source, unit: of all its points.
+        notes: what else a reader should know.
+        points: in order.
+    """
+
+    name: str
+    title: str
+    source: str
+    unit: str
+    notes: tuple[str, ...]
+    points: tuple[Point, ...]
+
+    def error(self, point: Point, value: float) -> float:
+        """How far a value is off: percent, or percentage points where the unit is percent."""
+        if self.unit == "%":
+            return value - point.published
+        return 100 * (value / point.published - 1)
+
+
+def table_names() -> list[str]:
+    """All tables there are."""
+    found = files("tep.bench.reproduce").joinpath("data").iterdir()
+    return sorted(entry.name.removesuffix(".csv") for entry in found if entry.name.endswith(".csv"))
+
+
+@cache
+def load_table(name: str) -> Table:
+    """Read a table.
+
+    Raises:
+        UsageError: there is none of this name, or its file breaks the rules of this module.
+    """
+    if name not in table_names():
+        raise UsageError(f"table {name!r} is unknown; there are: {', '.join(table_names())}")
+    text = files("tep.bench.reproduce").joinpath("data", f"{name}.csv").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    head = [line[1:].strip().partition(": ") for line in lines if line.startswith("#")]
+    said = {key: value for key, _, value in head if key != "note"}
+    notes = tuple(value for key, _, value in head if key == "note")
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    points = tuple(_point(name, row) for row in rows)
+    return Table(name, said["title"], said["source"], said["unit"], notes, points)
+
+
+def _point(table: str, row: dict[str, str]) -> Point:
+    keys = {key: value for key, value in row.items() if key not in _FIXED}
+    kind, tolerance = row["class"], row["tolerance"]
+    kinds: tuple[Class, ...] = get_args(Class)
+    if kind not in kinds or (kind != "predicted" and not row["of"]):
+        raise UsageError(f"{table}.csv: {row}: a class, and what was fitted or why not")
+    if (tolerance == "") != (kind == "not modelled"):
+        raise UsageError(f"{table}.csv: {row}: a tolerance, unless the point is not modelled")
+    limit = float(tolerance) if tolerance else None
+    return Point(
+        keys, float(row["published"]), next(one for one in kinds if one == kind), row["of"], limit
+    )
+
+
+NIC_PROFILES: Final = {"EFA": "efa_2x200", "CX7": "cx7_400"}
+"""Which profile models a column of the paper; it measured no 4 x 100 Gb/s EFA."""
+
+
+def paged_gbps(profile: str, page_bytes: int) -> float | None:
+    """The published throughput of pages of this size on this NIC, or None."""
+    wanted = ("paged", str(page_bytes), profile)
+    for point in load_table("p2p").points:
+        kind, nbytes, nic = point.keys.values()
+        if (kind, nbytes, NIC_PROFILES[nic]) == wanted:
+            return point.published
+    return None

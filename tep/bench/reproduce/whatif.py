@@ -1,0 +1,236 @@
+"""`tep sim whatif`: one machine changed, and what that does to the three systems.
+
+The systems are small ones, so that an answer takes seconds; it is the ratio that counts. A node of
+the simulated network is an engine, that is a GPU with its NICs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from tep import Pages, UsageError
+from tep.apps.kvcache.simulate import Load, Plant, simulate
+from tep.apps.moe.predict import Workload, predict
+from tep.apps.rl import study
+from tep.apps.rl.models import PUBLISHED, model_from_config
+from tep.apps.rl.placement import InferLayout, TrainLayout
+from tep.apps.rl.predict import SlowNic
+from tep.apps.rl.predict import predict as predict_update
+from tep.base.units import PS_PER_US, GiB
+from tep.sim import Cluster, Network, Profile
+from tep.sim.profile import with_number
+
+__all__ = ["Effect", "Machine", "change", "effects"]
+
+_THREE: Final = ("moe", "kvcache", "rl")
+_PAIRS: Final = 2  # prefillers, and decoders
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A cluster of equal machines, or of two halves.
+
+    Attributes:
+        profile: of each.
+        other: of the second half, where that is another: of the second half of MoE's ranks, of
+            KvCache's decoders, of RL's rollout workers, of the receiver of a failover.
+        network: between them; None: one perfect switch.
+        slow_nic: one NIC takes so many times as long for every byte.
+    """
+
+    profile: Profile
+    other: Profile | None = None
+    network: Network | None = None
+    slow_nic: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One figure of one system, as it is and changed.
+
+    Attributes:
+        system, figure, unit: what.
+        before, after: its values.
+    """
+
+    system: str
+    figure: str
+    unit: str
+    before: float
+    after: float
+
+    @property
+    def factor(self) -> float:
+        """How many times as long."""
+        return self.after / self.before
+
+
+def change(
+    machine: Machine,
+    *,
+    numbers: Sequence[str] = (),
+    slow_nic: float = 1.0,
+    leaf_gpus: int = 0,
+    rails: bool = False,
+    oversubscription: float = 0.0,
+    spine_us: float = 0.0,
+    optical_us: tuple[float, float] | None = None,
+    gpus: int = 32,
+) -> Machine:
+    """Change a machine.
+
+    Args:
+        machine: as it is.
+        numbers: "nic.wire=800 Gb/s": keys of a profile's file, with new values and units; of the
+            first half, where there are two.
+        slow_nic: as of Machine.
+        leaf_gpus: GPUs below one leaf.
+        rails: every NIC of a GPU on a rail of its own.
+        oversubscription: how many times as much a leaf's NICs could send as its uplink carries; 0:
+            the spine is no limit.
+        spine_us: what the spine adds to the latency.
+        optical_us: the spine is optical: how long a circuit is up, and is being set up.
+        gpus: how many there are at the most; says how many leaves an optical spine has.
+
+    Raises:
+        UsageError: a key that no profile has, or numbers that contradict each other.
+    """
+    profile = machine.profile
+    for assignment in numbers:
+        profile = with_number(profile, assignment)
+    if not (leaf_gpus or rails):
+        if oversubscription or spine_us or optical_us:
+            raise UsageError("a spine needs leaves: name leaf_gpus, or rails")
+        return replace(machine, profile=profile, slow_nic=slow_nic)
+    both = profile, machine.other or profile  # all leaves are alike: as wide as the widest
+    wide = gpus * max(one.wire_bps for one in both)
+    if not rails:
+        wide = leaf_gpus * max(one.nics * one.wire_bps for one in both)
+    uplink = wide / oversubscription if oversubscription else 0.0
+    leaves = max(one.nics for one in both) if rails else -(-gpus // leaf_gpus)
+    up_us, down_us = optical_us or (0.0, 0.0)
+    if optical_us and not uplink:
+        # A circuit for each pair of leaves, all of them together as wide as the leaf.
+        uplink = wide / max(1, leaves - 1)
+    network = Network(
+        leaf_nodes=0 if rails else leaf_gpus,
+        rails=rails,
+        uplink_bps=round(uplink),
+        spine_ps=round(spine_us * PS_PER_US),
+        circuit_up_ps=round(up_us * PS_PER_US),
+        circuit_down_ps=round(down_us * PS_PER_US),
+        leaves=leaves if optical_us else 0,
+    )
+    return replace(machine, profile=profile, network=network, slow_nic=slow_nic)
+
+
+def effects(before: Machine, after: Machine, systems: Sequence[str] = ()) -> list[Effect]:
+    """Ask the systems on both machines.
+
+    Args:
+        before: the machine as it is.
+        after: and changed.
+        systems: of "moe", "kvcache", "rl" and "failover"; none: the first three.
+
+    Raises:
+        UsageError: a system that is none of these.
+    """
+    unknown = set(systems) - set(_SYSTEMS)
+    if unknown:
+        raise UsageError(f"unknown: {sorted(unknown)}; there are: {list(_SYSTEMS)}")
+    found = []
+    for name in systems or _THREE:
+        figures = _SYSTEMS[name]
+        was, is_ = figures(before), figures(after)
+        for (figure, unit), value in was.items():
+            found.append(Effect(name, figure, unit, value, is_[figure, unit]))
+    return found
+
+
+_Figures = dict[tuple[str, str], float]
+
+
+def _moe(machine: Machine) -> _Figures:
+    nic = "cx7" if machine.profile.ordered else "efa"
+    workload = Workload(ep=32, nic=nic, slow_nic=machine.slow_nic, turns=3)
+    half = workload.ep // 2
+    ranks = [machine.profile] * half + [machine.other or machine.profile] * half
+    found = predict(workload, machine=ranks, network=machine.network)
+    return {
+        ("dispatch EP32 p50", "us"): found.dispatch_us,
+        ("combine EP32 p50", "us"): found.combine_us,
+        ("dispatch EP32 p99", "us"): found.p99_us[0],
+    }
+
+
+def _kvcache(machine: Machine) -> _Figures:
+    plant = Plant(
+        prefillers=_PAIRS,
+        decoders=_PAIRS,
+        profile=machine.profile,
+        decode_profile=machine.other,
+        fabric="timing",
+        network=machine.network,
+        slow_nic=machine.slow_nic,
+    )
+    report = simulate(plant, Load(rate=1.5, duration_s=4.0, ntokens=(8192,)))
+    return {("first token, p50", "ms"): report.ttft_s() * 1e3}
+
+
+@lru_cache(maxsize=1)
+def _deployment() -> study.Deployment:
+    config = dict(PUBLISHED["qwen3-235b"].config) | {"num_hidden_layers": 12}
+    return study.Deployment(
+        model=model_from_config(config, name="an eighth of qwen3-235b", source="its config.json"),
+        train=TrainLayout(fsdp=2, pp=2, ep=4),
+        infer=InferLayout(ep=4, replicas=2),
+        watermark_bytes=6 * GiB,
+    )
+
+
+def _rl(machine: Machine) -> _Figures:
+    slow = SlowNic("train0", 0, machine.slow_nic) if machine.slow_nic != 1 else None
+    found = predict_update(
+        _deployment().schedule(),
+        study.published_times("roofline"),
+        profile=machine.profile,
+        slow=slow,
+        network=machine.network,
+        rollout_profile=machine.other,
+    )
+    return {("update, 16 to 8 GPUs", "ms"): found.total_ms, ("its waiting", "ms"): found.wait_ms}
+
+
+def _failover(machine: Machine) -> _Figures:
+    """One write of 4 MiB over each NIC, two at the least, and what a NIC's death halfway adds."""
+    pair = machine.profile, machine.other or machine.profile
+    profiles = [replace(profile, nics=max(2, profile.nics)) for profile in pair]
+
+    def end_us(node: int | None, at_us: float = 0.0) -> float:
+        npages = 64 * profiles[0].nics
+        with Cluster(
+            profile=profiles, network=machine.network, move_bytes=False, mortal=True
+        ) as cluster:
+            a, b = cluster.engines
+            mr, _ = a.reg_mr((1 << 40, npages << 16, "cpu"))
+            _, desc = b.reg_mr((1 << 41, npages << 16, "cpu"))
+            if node is not None:
+                cluster.at(at_us, lambda: cluster.kill_nic(node, 0))
+            pages = Pages(np.arange(npages))
+            a.submit_paged_writes(1 << 16, (mr, pages), (desc, pages), imm=1).wait()
+            return cluster.now_us
+
+    whole_us = end_us(None)
+    return {
+        ("write over all NICs, 2 or more", "us"): whole_us,
+        ("a NIC of the sender dies: longer by", "us"): end_us(0, whole_us / 2) - whole_us,
+        ("a NIC of the receiver dies: longer by", "us"): end_us(1, whole_us / 2) - whole_us,
+    }
+
+
+_SYSTEMS: Final = {"moe": _moe, "kvcache": _kvcache, "rl": _rl, "failover": _failover}

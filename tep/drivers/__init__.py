@@ -1,0 +1,1 @@
+"""Drivers own time and turn engines: worker threads, inline, and callers that turn."""

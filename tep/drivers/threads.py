@@ -1,0 +1,597 @@
+"""The drivers: what owns time and turns the engine. The home of threads, but for `sight`.
+
+The engine has one verb, `step()`. A driver calls it, then `deliver()`, which runs the users'
+callbacks outside the step. Here are the thread driver (hardware, tcp, shm) and the inline driver
+(benchmarks, tests); turning.py lets callers turn beside the thread, and the simulated one lives in
+`tep.sim.driver`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import select
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
+from typing import Final, Protocol, TypeVar, cast, runtime_checkable
+
+from tep.base.checks import check_int, check_seconds, unpicklable
+from tep.base.errors import ClosedError, UsageError, WaitTimeout
+from tep.base.waiting import Interrupts, Process, escaped, raise_escaped, system_s, thread_id
+from tep.observe.sight import hide, show
+
+__all__ = [
+    "Driver",
+    "InlineDriver",
+    "Machine",
+    "Settles",
+    "ThreadDriver",
+    "Timed",
+]
+
+T = TypeVar("T")
+
+_LOOK_S: Final = 0.2
+"""How often a blocked caller looks whether the worker still lives, seconds."""
+
+_NICE_MAX: Final = 19
+_DROP_LOOKS: Final = 10
+_EXIT_S: Final = 1.0  # how long the end of the process waits for each worker
+_write: Final = os.eventfd_write
+
+_WORKERS: Final[dict[int, ThreadDriver]] = {}
+"""The worker threads of this process, by thread, with the driver of each."""
+
+
+class Settles(Protocol):
+    """What can be waited for: a transfer or an expectation."""
+
+    @property
+    def finished(self) -> bool: ...
+
+    def add_done_callback(self, callback: Callable[..., object], /) -> None: ...
+
+    def remove_done_callback(self, callback: Callable[..., object], /) -> None: ...
+
+
+class Machine(Protocol):
+    """What a driver turns: the engine."""
+
+    def step(self) -> bool:
+        """Take commands, post, poll, count. True = there was work, turn again soon."""
+
+    def deliver(self) -> None:
+        """Run the callbacks of what settled in the steps before. Never raises."""
+
+    def busy(self) -> bool:
+        """Whether rows or messages are outstanding, so that spinning pays."""
+
+    def watching(self) -> bool:
+        """Whether watched words must be looked at now and then."""
+
+    def wakeup_fds(self) -> list[int]:
+        """The descriptors to sleep on; empty where no NIC has one."""
+
+    def owing(self) -> bool:
+        """Whether deliver() would run a user's function now."""
+
+    def arm(self) -> bool:
+        """Ask each NIC for one wake-up; False: something is waiting already."""
+
+    def crash(self, error: BaseException) -> None:
+        """A step raised, which is a bug in tep: fail what is open, since nobody will turn again."""
+
+    def must_poll(self) -> bool:
+        """Whether some NIC gives no sign of news, so that it must be polled now and then."""
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A machine that wants to be turned at a time although nothing happens."""
+
+    def due_s(self) -> float | None:
+        """When, on the driver's clock; None: only when there is news."""
+
+
+class Driver(Protocol):
+    """What owns time for one engine.
+
+    Attributes:
+        lock: guards a handle's callbacks against the thread that settles it; any context manager
+            where one thread does all.
+    """
+
+    lock: AbstractContextManager[object]
+
+    def start(self, machine: Machine) -> None:
+        """Begin to turn the machine."""
+
+    def kick(self) -> None:
+        """Work was queued, or a NIC has news: step soon.
+
+        Callable from any thread, cheap when repeated.
+        """
+
+    def nudge(self) -> None:
+        """Work was queued that can wait until a NIC has news: nothing comes of it before."""
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function between two steps, on the thread that owns the NICs; return its result."""
+
+    def wait(self, handle: Settles, timeout_s: float) -> bool:
+        """Turn, or block, until the handle is settled; False after `timeout_s` of this clock.
+
+        Raises StallError where it is certain that nothing can settle it.
+        """
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Raise UsageError if awaiting under this event loop could never end."""
+
+    def now_s(self) -> float:
+        """This driver's clock, seconds from an arbitrary start."""
+
+    def close(self) -> None:
+        """Stop turning; afterwards call() runs where it is called. Idempotent."""
+
+
+class InlineDriver:
+    """The caller turns: every wait() and turn() steps all machines of one ring.
+
+    Args:
+        ring: machines that are turned together, e.g. both ends of a loopback pair; share one list
+            between drivers.
+    """
+
+    def __init__(self, ring: list[Machine] | None = None) -> None:
+        self.ring: list[Machine] = [] if ring is None else ring
+        self._machine: Machine | None = None
+        self._turning = False
+        self._interrupts = Interrupts()
+        self.lock: AbstractContextManager[object] = threading.Lock()  # cheaper than a null context
+
+    __reduce__ = unpicklable("it turns an engine of this process; make another there")
+
+    def __repr__(self) -> str:
+        return f"InlineDriver(the caller turns {len(self.ring)} engines)"
+
+    def start(self, machine: Machine) -> None:
+        self._machine = machine
+        self.ring.append(machine)
+        Interrupts.forget()
+
+    def kick(self) -> None:
+        """Nothing to do: the caller turns."""
+
+    def nudge(self) -> None:
+        """Nothing to do, as for kick()."""
+
+    def turn(self) -> bool:
+        """Step every machine of the ring once; True if any had work."""
+        if self._turning:
+            self._refuse()
+        with self._interrupts:
+            self._turning = True
+            try:
+                work = self._turn_all()
+            finally:
+                self._turning = False
+        if escaped:
+            raise_escaped()
+        return work
+
+    def _turn_all(self) -> bool:
+        work = False
+        for machine in tuple(self.ring):
+            try:
+                work |= machine.step()
+                machine.deliver()
+            except BaseException as error:
+                machine.crash(error)  # what it ends learns of it, and so does who turns
+                raise
+        return work
+
+    def _refuse(self) -> None:
+        raise UsageError(
+            "turn() or wait() inside a callback of the same engine would turn it while it is "
+            "turned; use callbacks"
+        )
+
+    def call(self, function: Callable[[], T]) -> T:
+        with Interrupts():
+            return function()
+
+    def wait(self, handle: Settles, timeout_s: float) -> bool:
+        now_s = time.monotonic
+        deadline = now_s() + timeout_s
+        if self._turning:
+            self._refuse()
+        with Interrupts() as interrupts:
+            self._turning = True
+            try:
+                while not (handle.finished or interrupts.came or escaped):
+                    self._turn_all()
+                    if now_s() >= deadline:
+                        break
+            finally:
+                self._turning = False
+        if interrupts.came and not handle.finished and not escaped and now_s() < deadline:
+            return self.wait(handle, deadline - now_s())  # the handler did not raise
+        return handle.finished
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:  # noqa: ARG002  # protocol
+        raise UsageError(
+            "an engine with an inline driver cannot be awaited: nobody would turn it; "
+            "use wait() or turn()"
+        )
+
+    now_s = staticmethod(time.monotonic)
+
+    def close(self) -> None:
+        if self._machine in self.ring:
+            self.ring.remove(self._machine)
+
+
+class _Call:
+    """A function on its way to a worker, and back.
+
+    Attributes:
+        begun, done: how far it is.
+        result, error: what became of it.
+    """
+
+    __slots__ = ("_function", "_tell", "begun", "done", "error", "result")
+
+    def __init__(self, function: Callable[[], object], tell: Callable[[], object]) -> None:
+        self._function = function
+        self._tell = tell
+        self.begun = self.done = False
+        self.result: object = None
+        self.error: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        """The verb that asked."""
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        return ".".join(name.split(".<locals>")[0].split(".")[-2:])
+
+    def run(self) -> None:
+        """Worker: run it, whatever it raises."""
+        self.begun = True
+        try:
+            self.result = self._function()
+        except BaseException as error:  # noqa: BLE001  # handed to the caller, who asked for it
+            self.error = error
+        finally:
+            self.done = True
+            self._tell()
+
+
+def _gate() -> threading.Event:
+    """What this thread blocks on: a worker on its inbox, so that it takes calls meanwhile."""
+    mine = _WORKERS.get(thread_id())
+    return threading.Event() if mine is None else mine._inbox
+
+
+class ThreadDriver:
+    """One worker thread an engine: spins while rows are outstanding, else sleeps until woken.
+
+    Args:
+        name: of the thread, for debuggers.
+        cpu: pin the worker to this CPU, or to any of these; None = leave it where it is.
+        spin_s: how long to go on polling after the last work before sleeping, seconds.
+        watch_s: how often watched words are read while there is nothing else to do, seconds.
+        call_timeout_s: how long a verb waits for the worker, e.g. while a callback blocks it.
+        nice: how much the worker gives way to other threads where CPUs are scarce, 0 to 19 above
+            the process's own niceness. Beside a busy engine on two CPUs, one call in a hundred of
+            the user's own thread is held up for 1.2 ms or more with 0, and for 0.4 ms with 5.
+
+    Raises:
+        UsageError: this process may not run on that CPU, or no such niceness.
+    """
+
+    def __init__(
+        self,
+        name: str = "tep",
+        *,
+        cpu: int | Collection[int] | None = None,
+        spin_s: float = 0.0005,
+        watch_s: float = 0.0005,
+        nice: int = 5,
+        call_timeout_s: float = 60.0,
+    ) -> None:
+        allowed = os.sched_getaffinity(0)
+        several: Collection[object] = () if cpu is None else (cpu,)
+        if isinstance(cpu, Collection) and getattr(cpu, "shape", None) != ():
+            several = cpu
+        cpus = frozenset(check_int("cpu", one, error=UsageError) for one in several)
+        if (cpu is not None and not cpus) or not cpus <= allowed:
+            raise UsageError(f"cpu={cpu} is not among the CPUs of this process: {sorted(allowed)}")
+        self._name = name
+        self._cpus = cpus
+        self._nice = check_int("nice", nice, 0, _NICE_MAX, UsageError)
+        self._spin_s = check_seconds("spin_s", spin_s, never=True, error=UsageError)
+        self._watch_s = check_seconds("watch_s", watch_s, never=True, error=UsageError)
+        self._kicked = self._kicked_here = False  # here: by a NIC, within a turn of a TurnDriver
+        self._calls: deque[_Call] = deque()
+        self._inbox = threading.Event()  # the worker waits for another one: a call came, or ended
+        self._call_timeout_s = check_seconds(
+            "call_timeout_s", call_timeout_s, never=True, error=UsageError
+        )
+        self._thread: threading.Thread | None = None
+        self._is_timed = False
+        self._closing = self._left = False  # _left: the process ends
+        self._bell = -1
+        self.lock: AbstractContextManager[object] = threading.Lock()
+
+    __reduce__ = unpicklable("it is a thread of this process; make another there")
+
+    def __repr__(self) -> str:
+        worker, cpus = self._thread, ", ".join(map(str, sorted(self._cpus))) or "any"
+        state = "not started" if worker is None else "ended"
+        if worker is not None and worker.is_alive():
+            state = f"runs as thread {worker.native_id}"
+        return f"ThreadDriver({self._name!r}, {state}, CPUs {cpus}, spins {self._spin_s:g} s)"
+
+    def start(self, machine: Machine) -> None:
+        assert self._thread is None, "a driver turns one machine"
+        self._is_timed = isinstance(machine, Timed)  # asked here once: it is slow
+        # Weak, here and in the worker while it sleeps: an engine that nobody holds is collected.
+        # Its NICs are held: the end of a machine that is collected must find them whole.
+        self._machine_ref = weakref.ref(machine)
+        self._held = getattr(machine, "domains", ())
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Closed with this object and not in close(): another thread may be about to ring, and by
+        # then the number could belong to somebody else's file.
+        weakref.finalize(self, os.close, self._bell).atexit = False  # its worker may read it yet
+        self._thread = threading.Thread(target=self._work, name=f"{self._name}-worker", daemon=True)
+        # What was made last ends first: the worker before what it turns.
+        weakref.finalize(self, _leave, weakref.ref(self))
+        self._thread.start()
+        show(machine)
+
+    def kick(self) -> None:
+        # The flag saves the system call while the worker is awake: it clears the flag before its
+        # last look. No signal handler runs between the flag and the system call.
+        if not self._kicked:
+            try:
+                self._kicked = True
+                _write(self._bell, 1)
+            except (OSError, ValueError):  # rung 2**64 times, or not started yet
+                pass
+
+    def nudge(self) -> None:
+        """Nothing to do: whoever polls has the NICs armed, or the worker on its way."""
+
+    def _ring(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            _write(self._bell, 1)
+
+    def call(self, function: Callable[[], T]) -> T:
+        thread = self._thread
+        if thread is None or thread.ident == thread_id() or not thread.is_alive():
+            with Interrupts(self._bell):
+                return function()
+        gate = _gate()
+        call = _Call(function, gate.set)
+        try:
+            self._calls.append(call)
+            self.kick()
+            self._inbox.set()
+            deadline = time.monotonic() + self._call_timeout_s
+            if not self._block(gate, lambda: call.done, deadline):
+                raise WaitTimeout(self._lateness(call))
+        except BaseException:
+            with contextlib.suppress(ValueError):  # else it has begun
+                self._calls.remove(call)
+            raise
+        if call.error is not None:
+            raise call.error
+        return cast("T", call.result)
+
+    def _block(self, gate: threading.Event, ended: Callable[[], bool], deadline: float) -> bool:
+        """Block until something has ended; False: time is up, or the main thread has to raise.
+
+        A worker that waits for another one goes on taking calls: so engines whose callbacks call
+        each other, in a ring even, do not wait for each other for ever.
+
+        Raises:
+            ClosedError: the worker ended, so nothing will.
+        """
+        mine = _WORKERS.get(thread_id())
+        while True:
+            if mine is not None:
+                gate.clear()
+                mine._serve()
+            if ended():
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if gate.wait(system_s(min(left, _LOOK_S))):
+                continue
+            if escaped and thread_id() == Process.main:
+                return ended()
+            self._check_alive(ended)
+
+    def _lateness(self, call: _Call) -> str:
+        """Say what a call waited for."""
+        thread = self._thread
+        assert thread is not None
+        frame = sys._current_frames().get(thread.ident or 0)
+        where = "nowhere"
+        if frame is not None:
+            code = frame.f_code
+            where = f"in {code.co_name} ({code.co_filename}:{frame.f_lineno})"
+        state = "has begun and goes on" if call.begun else "was not begun and is withdrawn"
+        return (
+            f"{call.name} waited {self._call_timeout_s:g} s for the worker {thread.name!r}, which "
+            f"is {where}; it {state}. A callback must not block; ThreadDriver(call_timeout_s=...) "
+            "sets the limit"
+        )
+
+    def _serve(self) -> None:
+        """Worker: run the calls that wait."""
+        while self._calls:
+            self._kicked = True  # so that another step follows
+            self._calls.popleft().run()
+
+    def wait(self, handle: Settles, timeout_s: float) -> bool:
+        if threading.current_thread() is self._thread:
+            raise UsageError(
+                "wait() inside a callback would wait for the thread it runs on; "
+                "use callbacks or await"
+            )
+        if handle.finished:
+            return True
+        gate = _gate()
+        told = False
+
+        def wake(_: Settles) -> None:
+            nonlocal told
+            told = True
+            gate.set()
+
+        try:
+            handle.add_done_callback(wake)
+            return (
+                self._block(gate, lambda: told or handle.finished, time.monotonic() + timeout_s)
+                or handle.finished
+            )
+        finally:
+            handle.remove_done_callback(wake)  # a wait that is repeated must not pile them up
+
+    def check_await(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Any real event loop will do: the worker turns the engine."""
+
+    now_s = staticmethod(time.monotonic)
+
+    def close(self) -> None:
+        thread = self._thread
+        if thread is None:
+            return
+        self._closing = True
+        self._ring()
+        if thread_id() not in _WORKERS:  # of this engine, or of one that this one may wait for
+            thread.join(self._call_timeout_s)
+            if thread.is_alive():
+                raise WaitTimeout(self._lateness(_Call(self.close, self._inbox.set)))
+        hide(self._machine_ref())
+
+    def drop(self, end: Callable[[], object]) -> None:
+        """Nobody holds the machine any more: have its worker end it, and wait for nothing."""
+        if self._thread is None:
+            return
+        self._calls.append(_Call(end, self._inbox.set))
+        self._closing = True
+        self._ring()
+
+    def _check_alive(self, ended: Callable[[], bool]) -> None:
+        thread = self._thread
+        if thread is not None and not thread.is_alive() and not ended():
+            if self._left and thread_id() != Process.main:
+                return  # a daemon thread, about to vanish without a word
+            raise ClosedError(
+                "the engine's worker has ended and nothing can end this any more; the engine was "
+                "closed, or it failed: then its traceback is on stderr"
+            )
+
+    def _work(self) -> None:
+        """The worker thread."""
+        _WORKERS[thread_id()] = self
+        try:
+            self._settle_in()
+            self._run()
+            self._serve()
+        except BaseException as error:
+            machine = self._machine_ref()
+            if machine is not None:
+                machine.crash(error)
+            raise
+        finally:
+            del _WORKERS[thread_id()]
+
+    def _run(self) -> None:
+        """Worker: turn and sleep until closed. No machine is held in a sleep."""
+        while (machine := self._machine_ref()) is not None:
+            if not self._turn_until_idle(machine):
+                return
+            if not self._kicked and machine.arm():
+                poller = select.poll()
+                poller.register(self._bell, select.POLLIN)
+                for fd in machine.wakeup_fds():
+                    poller.register(fd, select.POLLIN)
+                left_s = self._sleep_until_s(machine) - time.monotonic()
+                del machine
+                poller.poll(system_s(left_s) * 1000)
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._bell)
+        self._await_drop()
+
+    def _await_drop(self) -> None:
+        """Worker: the machine is being collected; its end is on the way."""
+        poller = select.poll()
+        poller.register(self._bell, select.POLLIN)
+        for _ in range(_DROP_LOOKS):
+            if self._closing:
+                break
+            poller.poll(_LOOK_S * 1000)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
+
+    def _settle_in(self) -> None:
+        """Worker: go where it was told to, and give way to others. Linux does both by thread."""
+        if self._cpus:
+            os.sched_setaffinity(0, self._cpus)
+        with contextlib.suppress(OSError):  # a sandbox may forbid it; it is a courtesy
+            nice = os.getpriority(os.PRIO_PROCESS, 0) + self._nice
+            os.setpriority(os.PRIO_PROCESS, 0, min(nice, _NICE_MAX))
+
+    def _turn_until_idle(self, machine: Machine) -> bool:
+        """Worker: turn while there is work, and a little longer; False = the driver was closed."""
+        spin_until = 0.0
+        while True:
+            self._kicked = self._kicked_here = False
+            while self._calls:
+                self._calls.popleft().run()
+            work = machine.step()
+            machine.deliver()
+            if work or self._calls or self._kicked or self._kicked_here:
+                spin_until = 0.0
+                continue
+            if self._closing:
+                return False
+            now = time.monotonic()
+            spin_until = spin_until or now + self._spin_s
+            if not machine.busy() or now >= spin_until:
+                return True
+            time.sleep(0)  # lets the user's own thread have the interpreter
+
+    def _sleep_until_s(self, machine: Machine) -> float:
+        """Until when to sleep at the most; infinite: until there is news."""
+        if machine.watching() or machine.must_poll():
+            return min(time.monotonic() + self._watch_s, self._due_s(machine))
+        return self._due_s(machine)
+
+    def _due_s(self, machine: Machine) -> float:
+        """When a turn is due although nothing happens; infinite: only when there is news."""
+        due_s = cast("Timed", machine).due_s() if self._is_timed else None
+        return math.inf if due_s is None else due_s + 0.001  # not a little too early
+
+
+def _leave(ref: weakref.ref[ThreadDriver]) -> None:
+    """The process ends: stop a worker, since one that goes on would trip over what is gone."""
+    driver = ref()
+    if driver is not None and driver._thread is not None and thread_id() not in _WORKERS:
+        driver._closing = driver._left = True
+        driver._ring()
+        driver._thread.join(_EXIT_S)
+
+
+os.register_at_fork(after_in_child=_WORKERS.clear)

@@ -1,0 +1,1 @@
+"""This machine: its GPUs and NICs, files and environment; what is wrong with it."""

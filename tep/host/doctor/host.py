@@ -1,0 +1,228 @@
+"""What files say of a machine's limits, kernel, CPUs and GPUs; nothing is opened or changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from tep.base.units import GiB, KiB, MiB
+from tep.host.doctor.finding import Finding, bad, good, note, warn
+from tep.host.hostfiles import HostFiles
+from tep.host.topology import number
+
+__all__ = ["check_host"]
+
+_CAPABILITIES: Final = {"CAP_IPC_LOCK": 14, "CAP_SYS_PTRACE": 19, "CAP_SYS_NICE": 23}
+"""Those that matter to transfers, with their bits (linux/capability.h)."""
+
+
+_DMABUF_KERNEL: Final = (5, 12)
+"""Linux from which on RDMA takes dma-bufs, and fork copies pinned pages (quoted)."""
+
+_NEW_KERNEL: Final = (1 << 16, 0)
+
+_NCCL: Final = {
+    "NCCL_IB_HCA": "nics",
+    "NCCL_IB_GID_INDEX": "gid_index",
+    "NCCL_IB_TC": "traffic_class",
+    "NCCL_IB_SL": "service_level",
+    "NCCL_SOCKET_IFNAME": "nics of tcp",
+}
+
+
+def check_host(files: HostFiles) -> Iterator[Finding]:
+    """Look at everything that is no NIC."""
+    has_nic = bool(files.names("/sys/class/infiniband"))
+    yield from _limits(files, has_nic=has_nic)
+    yield from _hugepages(files)
+    yield from _container(files)
+    yield from _ptrace(files)
+    yield from _cpus(files)
+    yield from _gpus(files, has_nic=has_nic)
+    yield from _kernel(files, has_nic=has_nic)
+    yield from _environment(files)
+
+
+def _limits(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
+    limits = files.read("/proc/self/limits") or ""
+    for area, title, enough, cure in (
+        (
+            "memlock",
+            "Max locked memory",
+            64 * GiB,
+            "ulimit -l unlimited (limits.conf: * - memlock unlimited; docker: --ulimit memlock=-1)",
+        ),
+        ("open files", "Max open files", 4096, "ulimit -n 65536"),
+    ):
+        found = re.search(rf"^{title}\s+(\S+)", limits, re.MULTILINE)
+        if found is None:
+            yield note(area, "unknown: /proc/self/limits cannot be read")
+        elif found[1] == "unlimited" or number(found[1]) >= enough:
+            yield good(area, f"limit {found[1]}")
+        elif area == "memlock" and has_nic:
+            what = f"limit {found[1]} bytes: a NIC can register no more than that"
+            yield bad(area, what, cure)
+        elif area == "memlock":
+            yield note(area, f"limit {found[1]} bytes; it matters once there is an RDMA NIC")
+        else:
+            yield warn(area, f"limit {found[1]}: each peer and NIC costs some", cure)
+
+
+def _hugepages(files: HostFiles) -> Iterator[Finding]:
+    text = files.read("/proc/meminfo") or ""
+    numbers = {key: int(value) for key, value in re.findall(r"^(\w+):\s+(\d+)", text, re.MULTILINE)}
+    total, free = numbers.get("HugePages_Total", 0), numbers.get("HugePages_Free", 0)
+    size = numbers.get("Hugepagesize", 0) * KiB
+    if total:
+        yield good("hugepages", f"{free} of {total} are free, {size // MiB} MiB each")
+    else:
+        yield note(
+            "hugepages",
+            "none are reserved; they make registration of much host memory quicker",
+            "sysctl vm.nr_hugepages=N; EFA's library takes some where they are",
+        )
+
+
+def _container(files: HostFiles) -> Iterator[Finding]:
+    marks = [path for path in ("/.dockerenv", "/run/.containerenv") if files.read(path) is not None]
+    groups = files.read("/proc/1/cgroup") or ""
+    inside = bool(marks) or any(word in groups for word in ("docker", "kubepods", "containerd"))
+    found = re.search(
+        r"^CapEff:\s+([0-9a-f]+)", files.read("/proc/self/status") or "", re.MULTILINE
+    )
+    if found is None:
+        yield note("capabilities", "unknown: /proc/self/status cannot be read")
+        return
+    mask = int(found[1], 16)
+    lacks = [name for name, bit in _CAPABILITIES.items() if not mask >> bit & 1]
+    where = "in a container" if inside else "not in a container"
+    if lacks and inside:
+        yield note(
+            "capabilities",
+            f"{where}, without {', '.join(lacks)}",
+            "docker: --cap-add=IPC_LOCK where memlock is limited, --cap-add=SYS_PTRACE for the "
+            "backend local between containers, --device=/dev/infiniband for NICs",
+        )
+    else:
+        yield good("capabilities", where + (f"; without {', '.join(lacks)}" if lacks else ""))
+
+
+def _ptrace(files: HostFiles) -> Iterator[Finding]:
+    scope = files.read("/proc/sys/kernel/yama/ptrace_scope")
+    match scope:
+        case None | "0":
+            yield good("ptrace", "processes of one user may write to each other (backend local)")
+        case "1":
+            yield note(
+                "ptrace",
+                "kernel.yama.ptrace_scope is 1: the backend local writes only into memory of "
+                "tep.alloc_shared",
+                "sysctl kernel.yama.ptrace_scope=0, or open local with allow_tracer=True",
+            )
+        case _:
+            yield note(
+                "ptrace",
+                f"kernel.yama.ptrace_scope is {scope}: the backend local writes only into memory "
+                "of tep.alloc_shared",
+                "sysctl kernel.yama.ptrace_scope=0 (3 lasts until the next boot)",
+            )
+
+
+def _cpus(files: HostFiles) -> Iterator[Finding]:
+    clock = files.read("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    if clock in {"hpet", "acpi_pm", "jiffies"}:
+        yield warn(
+            "clock",
+            f"clocksource {clock}: each look at the clock costs a microsecond",
+            "boot with tsc=reliable if the CPU's TSC is",
+        )
+    else:
+        yield good("clock", f"clocksource {clock or 'unknown'}")
+    governor = files.read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    if governor in {None, "performance"}:
+        yield good("CPU governor", governor or "none is visible: the host or the firmware decides")
+    else:
+        yield warn(
+            "CPU governor",
+            f"{governor}: short transfers wait for the clock to rise",
+            "cpupower frequency-set -g performance",
+        )
+    balancing = files.read("/proc/sys/kernel/numa_balancing")
+    if balancing not in {None, "0"} and "node1" in files.names("/sys/devices/system/node"):
+        yield note(
+            "NUMA balancing",
+            "the kernel moves pages between nodes behind the user's back",
+            "sysctl kernel.numa_balancing=0, as GPU vendors advise",
+        )
+
+
+def _gpus(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
+    version = files.read("/sys/module/nvidia/version")
+    if version is None:
+        yield note("GPU driver", "the module nvidia is not loaded: no NVIDIA GPU can be used")
+        return
+    is_open = "Open Kernel Module" in (files.read("/proc/driver/nvidia/version") or "")
+    peer = bool(files.names("/sys/module/nvidia_peermem"))
+    major = number(version.split(".")[0])
+    new = kernel_version(files) >= _DMABUF_KERNEL
+    if is_open and major >= 515 and new:
+        yield good("GPU driver", f"nvidia {version}, open modules: memory goes to NICs by dma-buf")
+    elif peer:
+        why = "" if is_open and new else ", by peermem: this driver and kernel make no dma-bufs"
+        yield good(
+            "GPU driver", f"nvidia {version} with nvidia_peermem: NICs can read GPU memory{why}"
+        )
+    elif has_nic and is_open and major >= 515:
+        yield bad(
+            "GPU driver",
+            f"nvidia {version}, open modules, and a kernel before 5.12, which has no dma-bufs of "
+            "RDMA: NICs cannot reach the GPU",
+            "a kernel of 5.12 or later, or modprobe nvidia_peermem",
+        )
+    elif has_nic:
+        yield bad(
+            "GPU driver",
+            f"nvidia {version}, neither open modules nor nvidia_peermem: NICs cannot reach the GPU",
+            "install the open kernel modules (driver 515 or later), or modprobe nvidia_peermem",
+        )
+    else:
+        yield good("GPU driver", f"nvidia {version}")
+
+
+def kernel_version(files: HostFiles) -> tuple[int, int]:
+    """(major, minor) of the kernel; where it cannot be read, a new one."""
+    found = re.match(r"(\d+)\.(\d+)", files.read("/proc/sys/kernel/osrelease") or "")
+    return (int(found[1]), int(found[2])) if found else _NEW_KERNEL
+
+
+def _kernel(files: HostFiles, *, has_nic: bool) -> Iterator[Finding]:
+    major, minor = kernel_version(files)
+    if has_nic and (major, minor) < _DMABUF_KERNEL:
+        yield note(
+            "kernel",
+            f"Linux {major}.{minor} does not copy pinned pages at fork: a fork may take registered "
+            "memory away from the NIC",
+            "open tep's engines before NCCL or libfabric registers memory, or start processes "
+            "without fork (multiprocessing: spawn); Linux 5.12 and later need nothing",
+        )
+
+
+def _environment(files: HostFiles) -> Iterator[Finding]:
+    """Variables that other jobs have left, and that decide in silence."""
+    if (files.environ("FI_EFA_USE_DEVICE_RDMA") or "1").strip() == "0":
+        yield bad(
+            "environment",
+            "FI_EFA_USE_DEVICE_RDMA=0: libfabric makes writes of messages, which tep refuses",
+            "unset FI_EFA_USE_DEVICE_RDMA",
+        )
+    if provider := files.environ("FI_PROVIDER"):
+        yield note(
+            "environment",
+            f"FI_PROVIDER={provider}: libfabric offers no other provider",
+            "unset FI_PROVIDER where tep is to choose",
+        )
+    for name, option in _NCCL.items():
+        if value := files.environ(name):
+            text = f"{name}={value} counts for tep too, where {option} is unset"
+            yield note("environment", text)

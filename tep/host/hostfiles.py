@@ -1,0 +1,240 @@
+"""What this machine says of itself in files, below a root directory or from a captured file.
+
+Topology and doctor read sysfs, procfs and the environment only through here, so that a machine that
+nobody here has can be looked at all the same. No rule lives here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Final, Protocol
+
+from tep.base.api import CudaDevice
+from tep.base.errors import TepError, UsageError
+
+__all__ = ["Capture", "CudaDevice", "HostFiles", "LiveFiles", "Recorder", "open_files"]
+
+FORMAT: Final = "tep-machine-1"
+_TEXT_MAX: Final = 1 << 20  # no file that is asked for is as long
+
+
+class HostFiles(Protocol):
+    """The questions that can be asked of a machine; what is not there is None or empty."""
+
+    def read(self, path: str) -> str | None:
+        """The text of a file without its last newline."""
+
+    def read_bytes(self, path: str) -> bytes | None:
+        """The bytes of a file that is no text."""
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder, sorted."""
+
+    def real(self, path: str) -> str:
+        """A path with all links followed, or "" if it leads nowhere."""
+
+    def environ(self, name: str) -> str | None:
+        """A variable of the environment."""
+
+    def cuda(self) -> list[CudaDevice] | None:
+        """The GPUs that the CUDA driver shows; None: it cannot be asked."""
+
+
+class LiveFiles:
+    """The files below a root directory: this machine's, or a copy of another's.
+
+    On this machine SYSFS_PATH replaces /sys where RDMA devices are listed, as for rdma-core.
+
+    Args:
+        root: of the tree. Only "/" is this machine: elsewhere the environment and the CUDA driver
+            are not asked.
+    """
+
+    def __init__(self, root: str | Path = "/") -> None:
+        self._root = Path(root)
+        self._here = os.path.realpath(root) == "/"
+
+    def _at(self, path: str) -> Path:
+        if self._here and path.startswith("/sys/class/infiniband"):
+            return Path(os.environ.get("SYSFS_PATH", "/sys"), path.removeprefix("/sys/"))
+        return self._root / path.lstrip("/")
+
+    def read(self, path: str) -> str | None:
+        found = self.read_bytes(path)
+        return None if found is None else found.decode("utf-8", "replace").rstrip("\n")
+
+    def read_bytes(self, path: str) -> bytes | None:
+        try:
+            with self._at(path).open("rb") as file:
+                return file.read(_TEXT_MAX)
+        except OSError:  # not there, not allowed, or a driver that does not answer
+            return None
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._at(folder)))  # noqa: PTH208  # names are wanted
+        except OSError:
+            return []
+
+    def real(self, path: str) -> str:
+        where = self._at(path)
+        if not where.exists():
+            return ""
+        found = os.path.realpath(where)
+        root = os.path.realpath(self._root)
+        return found if root == "/" else found.removeprefix(root)
+
+    def environ(self, name: str) -> str | None:
+        return os.environ.get(name) if self._here else None
+
+    def cuda(self) -> list[CudaDevice] | None:
+        if not self._here:
+            return None
+        from tep.cuda.driver import list_devices
+
+        try:
+            return list_devices()
+        except TepError:  # none is here, or it does not answer
+            return None
+
+
+class Capture:
+    """Answers that were captured on some machine; whatever was not asked there is not there."""
+
+    def __init__(
+        self,
+        texts: dict[str, str],
+        links: dict[str, str] | None = None,
+        folders: dict[str, list[str]] | None = None,
+        variables: dict[str, str] | None = None,
+        cuda: list[CudaDevice] | None = None,
+        binaries: dict[str, bytes] | None = None,
+    ) -> None:
+        self.texts = texts
+        self.binaries = binaries or {}
+        self.links = links or {}
+        self.folders = folders or {}
+        self.variables = variables or {}
+        self.devices = cuda
+
+    def read(self, path: str) -> str | None:
+        return self.texts.get(path)
+
+    def read_bytes(self, path: str) -> bytes | None:
+        return self.binaries.get(path)
+
+    def names(self, folder: str) -> list[str]:
+        return list(self.folders.get(folder, ()))
+
+    def real(self, path: str) -> str:
+        return self.links.get(path, "")
+
+    def environ(self, name: str) -> str | None:
+        return self.variables.get(name)
+
+    def cuda(self) -> list[CudaDevice] | None:
+        return self.devices
+
+    def to_json(self) -> dict[str, object]:
+        """As `load` reads it."""
+        return {
+            "format": FORMAT,
+            "texts": self.texts,
+            "binaries": {
+                path: [len(data), data.rstrip(b"\0").hex()] for path, data in self.binaries.items()
+            },
+            "links": self.links,
+            "folders": self.folders,
+            "variables": self.variables,
+            "cuda": None if self.devices is None else [list(device) for device in self.devices],
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Capture:
+        """Read what scripts/capture_topology wrote.
+
+        Raises:
+            UsageError: the file cannot be read, or is something else.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or found.get("format") != FORMAT:
+                raise UsageError(f"{path}: is not a captured machine (format {FORMAT!r})")
+            cuda = found["cuda"]
+            return cls(
+                _texts(found["texts"]),
+                _texts(found["links"]),
+                {
+                    str(folder): [str(name) for name in names]
+                    for folder, names in found["folders"].items()
+                },
+                _texts(found["variables"]),
+                None
+                if cuda is None
+                else [CudaDevice(int(k), str(pci), str(name)) for k, pci, name in cuda],
+                {
+                    str(path): bytes.fromhex(text).ljust(min(int(size), _TEXT_MAX), b"\0")
+                    for path, (size, text) in found.get("binaries", {}).items()
+                },
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{path}: cannot be read as a captured machine: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _texts(found: dict[str, object]) -> dict[str, str]:
+    return {str(key): str(value) for key, value in found.items()}
+
+
+class Recorder:
+    """Passes questions on to a machine and keeps every answer, as a Capture."""
+
+    def __init__(self, files: HostFiles) -> None:
+        self._files = files
+        self.capture = Capture({})
+
+    def read(self, path: str) -> str | None:
+        found = self._files.read(path)
+        if found is not None:
+            self.capture.texts[path] = found
+        return found
+
+    def read_bytes(self, path: str) -> bytes | None:
+        found = self._files.read_bytes(path)
+        if found is not None:
+            self.capture.binaries[path] = found
+        return found
+
+    def names(self, folder: str) -> list[str]:
+        found = self._files.names(folder)
+        if found:
+            self.capture.folders[folder] = found
+        return found
+
+    def real(self, path: str) -> str:
+        found = self._files.real(path)
+        if found:
+            self.capture.links[path] = found
+        return found
+
+    def environ(self, name: str) -> str | None:
+        found = self._files.environ(name)
+        if found is not None:
+            self.capture.variables[name] = found
+        return found
+
+    def cuda(self) -> list[CudaDevice] | None:
+        self.capture.devices = self._files.cuda()
+        return self.capture.devices
+
+
+def open_files(where: str | Path | None = None) -> HostFiles:
+    """The files of this machine (None), of a copied tree (a folder) or of a captured file."""
+    if where is None:
+        return LiveFiles()
+    if Path(where).is_dir():
+        return LiveFiles(where)
+    return Capture.load(where)

@@ -1,0 +1,165 @@
+"""Which NICs of a machine belong together, and why not the others; and where its GPUs are.
+
+The rules, each applied to what the one before has left:
+
+1. A NIC must be usable: it opens, its port is up and has an address.
+2. EFA where there is one: its protocol reaches no other NIC.
+   Elsewhere those that NCCL_IB_HCA names: a list of them is the user's own choice, and the rules
+   below leave it alone; a list of exceptions ("^...") only takes some away.
+3. One link layer, the one with more bandwidth: InfiniBand and Ethernet never reach each other.
+4. The fastest; slower ones are most often for management.
+5. Where a virtual function (SR-IOV) is beside its physical one, the physical one: they are one
+   port.
+6. Where some share a PCIe switch with a GPU, only those: the others are for storage. So it is on a
+   DGX H100, whose storage ports are as fast as its eight for computing.
+7. Where some are alone on their card, those before ports of cards that have several, if there are
+   as many: the same machine, seen from a container without GPUs.
+8. On InfiniBand, those in the subnet that more than half of them are in. Where there is none, each
+   rail is a subnet, and all are kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from tep.host.environment import NameList
+from tep.host.hostfiles import HostFiles, LiveFiles
+
+__all__ = ["PCI", "Choice", "Found", "choose", "gpu_paths", "natural"]
+
+PCI: Final = "/sys/bus/pci/devices"
+_GPU_VENDORS: Final = frozenset({"0x10de", "0x1002"})
+_GPU_CLASS: Final = "0x03"  # display controllers, those without a display among them
+
+
+class Found(NamedTuple):
+    """What a look at a device brought.
+
+    Attributes:
+        name: of the device.
+        text: what it is, or why it cannot be used.
+        usable: whether it can.
+        link_bps: nominal rate, bits a second; 0 where unknown.
+        is_ib: InfiniBand and not Ethernet.
+        subnet: prefix of the InfiniBand subnet, 16 hex digits; "" on Ethernet.
+        path: of its PCI device in sysfs; "" where there is none.
+        peer_bytes: what the send queues for a peer take on it, with settings as they are.
+        is_efa: whether it is driven by EFA's driver.
+        physical: of a virtual function, the path of the physical one; "" for any other device.
+    """
+
+    name: str
+    text: str
+    usable: bool
+    link_bps: int = 0
+    is_ib: bool = False
+    subnet: str = ""
+    path: str = ""
+    peer_bytes: int = 0
+    is_efa: bool = False
+    physical: str = ""
+
+
+class Choice(NamedTuple):
+    """NICs that belong together, and (name, why not) of all others."""
+
+    taken: list[Found]
+    left: list[tuple[str, str]]
+
+
+def choose(found: Sequence[Found], gpus: Sequence[str], hca: NameList | None = None) -> Choice:
+    """Take the NICs that belong together, by the rules above; `hca` is NCCL_IB_HCA."""
+    left = [(seen.name, seen.text) for seen in found if not seen.usable]
+    taken = [seen for seen in found if seen.usable]
+
+    def keep(fits: Callable[[Found], bool], why: Callable[[Found], str]) -> None:
+        left.extend((seen.name, why(seen)) for seen in taken if not fits(seen))
+        taken[:] = [seen for seen in taken if fits(seen)]
+
+    if not taken:
+        return Choice(taken, left)
+    if any(seen.is_efa for seen in taken):
+        keep(lambda seen: seen.is_efa, lambda _: "no EFA NIC, and there are some")
+    elif hca is not None and hca.entries:
+        keep(lambda seen: hca.takes(seen.name), lambda _: f"{hca.name}={hca.text} leaves it out")
+        if not hca.excludes or not taken:
+            return Choice(taken, left)
+    ib = max((False, True), key=lambda layer: _weight(taken, is_ib=layer))
+    most = f"{'InfiniBand' if ib else 'Ethernet'}, as those with most of the bandwidth are"
+    keep(lambda seen: seen.is_ib == ib, lambda _: f"not {most}")
+    fastest = max(seen.link_bps for seen in taken)
+    keep(
+        lambda seen: seen.link_bps == fastest,
+        lambda seen: f"{seen.link_bps / 1e9:g} Gb/s, and others have {fastest / 1e9:g}",
+    )
+    paths = {seen.path for seen in taken} - {""}
+    keep(
+        lambda seen: seen.physical not in paths,
+        lambda _: "a virtual function of a NIC that is taken: they are one port",
+    )
+    near = {seen.name for seen in taken if any(_share_switch(seen.path, gpu) for gpu in gpus)}
+    if near:
+        keep(
+            lambda seen: seen.name in near,
+            lambda _: "it shares no PCIe switch with a GPU, and others do: most often for storage",
+        )
+    ports = Counter(_card(seen.path) for seen in found if seen.path and not seen.physical)
+    alone = {seen.name for seen in taken if seen.path and ports[_card(seen.path)] <= 1}
+    if 2 * len(alone) >= len(taken):
+        keep(
+            lambda seen: seen.name in alone,
+            lambda seen: (
+                f"its card has {ports[_card(seen.path)]} ports, and others are alone on "
+                "theirs: most often for storage"
+            ),
+        )
+    (subnet, members), *_ = Counter(seen.subnet for seen in taken).most_common(1)
+    if 2 * members > len(taken):
+        keep(
+            lambda seen: seen.subnet == subnet,
+            lambda seen: f"in InfiniBand subnet {seen.subnet}, and most are in {subnet}",
+        )
+    return Choice(taken, left)
+
+
+def _weight(found: Sequence[Found], *, is_ib: bool) -> tuple[int, int, bool]:
+    """By bandwidth, then by number; InfiniBand where both are equal."""
+    members = [seen for seen in found if seen.is_ib == is_ib]
+    return sum(seen.link_bps for seen in members), len(members), is_ib
+
+
+def _share_switch(one: str, other: str) -> bool:
+    """Whether two PCI devices are below the same root port, which only a switch makes possible."""
+    port = _root_port(one)
+    return bool(port) and port == _root_port(other)
+
+
+def _root_port(path: str) -> str:
+    """The root complex and the port there that a PCI device is behind; "" without such a port."""
+    _, _, below = path.partition("/pci")
+    steps = below.split("/")
+    return "/".join(steps[:2]) if len(steps) > 2 else ""
+
+
+def _card(path: str) -> str:
+    """A PCI device without the number of its function: what the ports of one card share."""
+    return path.rpartition(".")[0]
+
+
+def natural(name: str) -> tuple[str, int, str]:
+    """A key that sorts mlx5_10 after mlx5_9."""
+    stem = name.rstrip("0123456789")
+    return stem, int(name[len(stem) :] or -1), name
+
+
+def gpu_paths(files: HostFiles | None = None, vendors: frozenset[str] = _GPU_VENDORS) -> list[str]:
+    """The GPUs of a machine (None: this one), as paths of PCI devices in sysfs."""
+    files = files or LiveFiles()
+    found = []
+    for name in files.names(PCI):
+        kind, vendor = files.read(f"{PCI}/{name}/class"), files.read(f"{PCI}/{name}/vendor")
+        if (kind or "").startswith(_GPU_CLASS) and vendor in vendors:
+            found.append(files.real(f"{PCI}/{name}"))
+    return found

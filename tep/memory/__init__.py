@@ -1,0 +1,1 @@
+"""Memory that may be registered, its parts, and words in it that are watched."""

@@ -1,0 +1,294 @@
+"""What a user may register, brought to one form: pointer, length, device, owner of the bytes.
+
+Adapters for the buffer protocol (numpy, mmap, bytearray, memoryview, array), DLPack,
+`__cuda_array_interface__` and raw (pointer, length, device); and how device memory comes as a
+dma-buf. Nothing here knows a NIC; no CUDA library is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tep.base.checks import U64_MAX, check_int, shown
+from tep.base.errors import BadRequest
+from tep.memory.dlpack import KDL_CPU, KDL_CUDA, Exporter, is_dense, read_dlpack
+
+__all__ = ["Buffer", "DmabufExport", "Memory", "adapt", "exported"]
+
+
+Buffer = object
+"""Anything `adapt` takes: a buffer, a DLPack or CUDA array, or (pointer, nbytes, device)."""
+
+_FIELD_NAME: Final = re.compile(r":[^:]*:")
+"""A name in a format of the buffer protocol, as in `T{l:a:O:b:}`."""
+
+_DEVICE: Final = re.compile(r"cpu|cuda:[0-9]+")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Memory:
+    """A run of bytes on one device.
+
+    Attributes:
+        ptr: virtual address of the first byte.
+        nbytes: length, 1 or more.
+        device: "cpu" or "cuda:N".
+        readonly: True if nobody may write there.
+        owner: the object whose life keeps the bytes mapped; held as long as this record.
+        stands_for: what these bytes are a copy of, in words; "" = nothing. `explain` tells it.
+        stride: bytes of one entry of the first axis, if it is an array; else 1.
+        buffer: exactly these bytes, where they were given by the buffer protocol; else None.
+    """
+
+    ptr: int
+    nbytes: int
+    device: str
+    readonly: bool
+    owner: object
+    stands_for: str = ""
+    stride: int = 1
+    buffer: memoryview | None = None
+
+    @property
+    def kind(self) -> str:
+        """The device without its number: "cpu" or "cuda"."""
+        return self.device.partition(":")[0]
+
+    def bytes_view(self) -> npt.NDArray[np.uint8]:
+        """The bytes as a writable uint8 array that keeps the owner alive. CPU memory only."""
+        if self.buffer is not None and not self.readonly:
+            return np.frombuffer(self.buffer, np.uint8)
+        assert self.kind == "cpu", self.device
+        raw = (ctypes.c_ubyte * self.nbytes).from_address(self.ptr)
+        # The array's base is `raw`, and through it the owner: the memory stays mapped with it.
+        raw._tep_owner = self.owner  # type: ignore[attr-defined]  # our own mark
+        return np.frombuffer(memoryview(raw), np.uint8)
+
+
+DmabufExport = Callable[[Memory], tuple[int, int]]
+"""Exports device memory as a dma-buf: -> (file descriptor, offset of the first byte in it).
+
+Each call returns a descriptor of its own (one for each NIC), which belongs to the backend from then
+on: it registers the memory and closes the descriptor. Who exports a whole allocation, as
+cuMemGetHandleForAddressRange does, returns where in it the memory begins.
+"""
+
+
+@contextlib.contextmanager
+def exported(export: DmabufExport, memory: Memory) -> Iterator[tuple[int, int]]:
+    """(descriptor, offset) of device memory while it is registered; closed after that, always.
+
+    Raises:
+        BadRequest: what the exporter returned is no such pair, or the memory is not within the
+            dma-buf.
+    """
+    found = export(memory)
+    match found:
+        case (int(fd), int(offset)) if fd >= 0 and offset >= 0:
+            pass
+        case _:
+            raise BadRequest(
+                f"dma-buf export of {memory.nbytes} bytes at {memory.ptr:#x} returned {found!r}; "
+                "it has to be (file descriptor, offset), both 0 or more"
+            )
+    try:
+        with contextlib.suppress(OSError):  # not every exporter's file can say how long it is
+            length = os.lseek(fd, 0, os.SEEK_END)
+            if offset + memory.nbytes > length:
+                raise BadRequest(
+                    f"dma-buf export of {memory.nbytes} bytes at {memory.ptr:#x}: offset {offset} "
+                    f"leaves the {length} bytes of the dma-buf"
+                )
+        yield fd, offset
+    finally:
+        os.close(fd)
+
+
+def adapt(buffer: Buffer) -> Memory:
+    """Bring anything with bytes to a Memory.
+
+    Args:
+        buffer: an arena of `tep.alloc`, an object with the buffer protocol, DLPack or
+            `__cuda_array_interface__`, contiguous; or a tuple (pointer, nbytes, device) for memory
+            that the caller keeps mapped until deregister().
+
+    Raises:
+        BadRequest: not such an object, not contiguous, empty, or on a device that tep does not
+            know.
+    """
+    if isinstance(buffer, Memory):
+        return buffer
+    own = getattr(buffer, "__tep_memory__", None)  # an arena of tep.alloc
+    if own is not None:
+        found = own()
+        assert isinstance(found, Memory)
+        return found
+    if isinstance(buffer, tuple):
+        return _from_raw(buffer)
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]  # TypeError is the answer
+    except TypeError:
+        return _from_foreign(buffer)
+    except ValueError as error:  # e.g. a numpy dtype that the buffer protocol cannot spell
+        if isinstance(buffer, np.ndarray):
+            return _from_array(buffer)
+        raise BadRequest(f"reg_mr: {type(buffer).__name__}: {error}") from error
+    if "O" in _FIELD_NAME.sub("", view.format):
+        raise _no_bytes(buffer)
+    if not view.c_contiguous:
+        raise BadRequest(
+            f"reg_mr: shape {view.shape} with strides {view.strides} is not contiguous; "
+            "register the whole array and select with offsets and strides of Pages"
+        )
+    if view.nbytes == 0:
+        raise BadRequest("reg_mr: the buffer has 0 bytes")
+    stride = _stride(view.nbytes, view.shape)
+    owner, nbytes = (buffer, view), view.nbytes
+    if view.readonly:
+        ptr = int(np.frombuffer(view, np.uint8).ctypes.data)
+    else:  # the same in a fifth of the time
+        ptr = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    return Memory(ptr, nbytes, "cpu", view.readonly, owner, stride=stride, buffer=view)
+
+
+def _stride(nbytes: int, shape: tuple[int, ...] | None) -> int:
+    """Bytes of one entry of the first axis of a contiguous array; without axes, all of them.
+
+    Elements of less than a byte may share one: then 1.
+    """
+    if not shape:
+        return nbytes
+    return 1 if nbytes % shape[0] else nbytes // shape[0]
+
+
+def copied(what: str, payload: Buffer) -> bytes:
+    """A copy of the bytes of a buffer, an array or a tensor in CPU memory.
+
+    Raises:
+        BadRequest: it has no bytes, or they are on a GPU.
+    """
+    try:
+        return bytes(memoryview(payload))  # type: ignore[arg-type]  # TypeError is the answer
+    except TypeError as error:
+        if isinstance(payload, tuple) or not (
+            isinstance(payload, Exporter) or hasattr(payload, "__cuda_array_interface__")
+        ):
+            raise BadRequest(f"{what}: the payload is no bytes: {error}") from error
+    memory = _from_foreign(payload)
+    if memory.kind != "cpu":
+        raise BadRequest(
+            f"{what}: the payload is on {memory.device}; copy it to the host first, or write it "
+            "from registered memory"
+        )
+    return memory.bytes_view().tobytes()
+
+
+def _no_bytes(buffer: object) -> BadRequest:
+    """What is said of memory that holds references: a peer that writes there ends the process."""
+    return BadRequest(
+        f"reg_mr: a {type(buffer).__name__} of Python objects holds pointers and no data; register "
+        "the objects' own bytes, or an array of numbers"
+    )
+
+
+def _from_array(array: npt.NDArray[Any]) -> Memory:
+    if array.dtype.hasobject:
+        raise _no_bytes(array)
+    if not array.flags.c_contiguous:
+        raise BadRequest(
+            f"reg_mr: shape {array.shape} with strides {array.strides} is not contiguous"
+        )
+    if array.nbytes == 0:
+        raise BadRequest("reg_mr: the buffer has 0 bytes")
+    where, stride = (int(array.ctypes.data), array.nbytes), _stride(array.nbytes, array.shape)
+    return Memory(*where, "cpu", not array.flags.writeable, array, stride=stride)
+
+
+def _from_raw(raw: tuple[object, ...]) -> Memory:
+    match raw:
+        case (pointer, length, str(device)):
+            ptr = check_int("reg_mr: pointer", pointer)
+            nbytes = check_int("reg_mr: nbytes", length)
+        case _:
+            raise BadRequest(
+                "reg_mr: a tuple must be (pointer, nbytes, device), e.g. (ptr, 4096, 'cuda:0'), "
+                f"not {shown(raw)}"
+            )
+    if not _DEVICE.fullmatch(device):
+        raise BadRequest(f"reg_mr: device {device!r} is not 'cpu' or 'cuda:N'")
+    if ptr <= 0 or nbytes <= 0 or ptr + nbytes - 1 > U64_MAX:
+        raise BadRequest(
+            f"reg_mr: pointer {shown(ptr)} with {shown(nbytes)} bytes is not a range of addresses"
+        )
+    return Memory(ptr, nbytes, device, False, None)
+
+
+def _from_foreign(buffer: object) -> Memory:
+    """Adapt what has no buffer protocol: DLPack first, since it names the device."""
+    if isinstance(buffer, Exporter):
+        return _from_dlpack(buffer)
+    # Not isinstance() with a protocol: from Python 3.12 on that looks at the class alone, where CPU
+    # tensors have this property too; reading it there raises AttributeError.
+    face = getattr(buffer, "__cuda_array_interface__", None)
+    if face is not None:
+        return _from_cuda(buffer, face)
+    raise BadRequest(
+        f"reg_mr: a {type(buffer).__name__} has neither a buffer, DLPack nor "
+        "__cuda_array_interface__; give an array, or (pointer, nbytes, device)"
+    )
+
+
+def _from_dlpack(exporter: Exporter) -> Memory:
+    name = type(exporter).__name__
+    try:
+        tensor = read_dlpack(exporter)
+    except Exception as error:  # whatever a foreign exporter raises
+        raise BadRequest(f"reg_mr: the {name} cannot be exported: {error}") from error
+    kind, index = tensor.device
+    if kind not in (*KDL_CPU, *KDL_CUDA):
+        raise BadRequest(f"reg_mr: DLPack device type {kind} of the {name} is neither CPU nor CUDA")
+    if not tensor.contiguous:
+        raise BadRequest(
+            f"reg_mr: {name} of shape {tensor.shape} with strides {tensor.strides} (in elements) "
+            "is not contiguous"
+        )
+    if tensor.nbytes == 0:
+        raise BadRequest(f"reg_mr: the {name} has 0 bytes")
+    device = "cpu" if kind in KDL_CPU else f"cuda:{index}"
+    owner = (exporter, tensor.capsule)
+    stride = _stride(tensor.nbytes, tensor.shape)
+    return Memory(tensor.ptr, tensor.nbytes, device, tensor.readonly, owner, stride=stride)
+
+
+def _from_cuda(buffer: object, face: dict[str, Any]) -> Memory:
+    try:
+        ptr, readonly = face["data"]
+        shape, strides = tuple(map(int, face["shape"])), face.get("strides")
+        itemsize = np.dtype(face["typestr"]).itemsize
+        ptr = int(ptr)
+    except Exception as error:  # whatever a foreign record raises
+        raise BadRequest(
+            f"reg_mr: the __cuda_array_interface__ of a {type(buffer).__name__} cannot be read: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    if strides is not None and not is_dense(shape, tuple(strides), itemsize):
+        raise BadRequest(
+            f"reg_mr: CUDA array of shape {shape} with strides {strides} is not contiguous"
+        )
+    nbytes = math.prod(shape) * itemsize
+    if nbytes == 0:
+        raise BadRequest("reg_mr: the CUDA array has 0 bytes")
+    device = getattr(buffer, "device", None)
+    index = getattr(device, "index", getattr(device, "id", 0))
+    device_name, stride = f"cuda:{index or 0}", _stride(nbytes, shape)
+    return Memory(ptr, nbytes, device_name, bool(readonly), buffer, stride=stride)

@@ -1,0 +1,327 @@
+"""Exporters of statistics: to Prometheus (extra `metrics`) and OpenTelemetry (extra `otel`).
+
+One table of metrics for both. Counters and gauges are read from `stats()` when they are collected;
+the histograms are filled as transfers settle, outside the engine's step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Literal, NamedTuple
+
+from tep.base.distribution import need
+from tep.base.errors import UsageError
+from tep.core.handle import Handle
+from tep.core.stats import EngineStats
+from tep.core.transfer import Transfer
+from tep.engine import TransferEngine
+
+__all__ = ["METRICS", "Metric", "OpenTelemetry", "Prometheus"]
+
+_Values = Iterator[tuple[tuple[str, ...], float]]
+
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: as OpenTelemetry writes it, e.g. "tep.nic.io".
+        kind: what it is.
+        unit: as OpenTelemetry writes it: "By", "s", "{row}", "1".
+        text: what it counts.
+        labels: attributes beside the engine's name.
+        read: (values of the labels, number) from statistics; a histogram has none.
+        bounds: of a histogram: the upper bounds of its buckets.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    unit: str
+    text: str
+    labels: tuple[str, ...] = ()
+    read: Callable[[EngineStats], _Values] | None = None
+    bounds: tuple[float, ...] = ()
+
+    @property
+    def prometheus_name(self) -> str:
+        """As Prometheus writes it: the unit in the name, in full; a counter ends in _total."""
+        unit = {"By": "_bytes", "s": "_seconds"}.get(self.unit, "")
+        total = "_total" if self.kind == "counter" else ""
+        return self.name.replace(".", "_") + unit + total
+
+
+def _ended(stats: EngineStats) -> _Values:
+    yield ("done",), stats.transfers_done
+    yield ("failed",), stats.transfers_failed
+    yield ("cancelled",), stats.transfers_cancelled
+
+
+def _moved(what: Literal["rows", "nbytes"]) -> Callable[[EngineStats], _Values]:
+    def read(stats: EngineStats) -> _Values:
+        for direction, nics in (("write", stats.nics), ("read", stats.reads)):
+            for k, nic in enumerate(nics):
+                yield (f"{k}", direction), getattr(nic, what)
+
+    return read
+
+
+def _each_nic(field: str) -> Callable[[EngineStats], _Values]:
+    def read(stats: EngineStats) -> _Values:
+        for k, value in enumerate(getattr(stats, field)):
+            yield (f"{k}",), float(value)
+
+    return read
+
+
+def _pairs(field: str) -> Callable[[EngineStats], _Values]:
+    def read(stats: EngineStats) -> _Values:
+        for key, value in getattr(stats, field):
+            yield (key,), value
+
+    return read
+
+
+def _one(field: str) -> Callable[[EngineStats], _Values]:
+    def read(stats: EngineStats) -> _Values:
+        yield (), getattr(stats, field)
+
+    return read
+
+
+_SECONDS: Final = tuple(m * 10.0**e for e in range(-6, 2) for m in (1, 2.5, 5))
+_BYTES: Final = tuple(float(4**k) for k in range(5, 20))
+
+_DURATION: Final = Metric(
+    "tep.transfer.duration", "histogram", "s", "From submit to the return of the last row.",
+    ("kind", "state"), None, _SECONDS,
+)  # fmt: skip
+_LENGTH: Final = Metric(
+    "tep.transfer.length", "histogram", "By", "Bytes of a transfer.",
+    ("kind", "state"), None, _BYTES,
+)  # fmt: skip
+
+METRICS: Final = (
+    Metric("tep.transfers", "counter", "{transfer}", "Transfers and messages that ended.",
+           ("state",), _ended),
+    _DURATION,
+    _LENGTH,
+    Metric("tep.nic.io", "counter", "By", "Bytes of rows that a NIC has taken.",
+           ("nic", "direction"), _moved("nbytes")),
+    Metric("tep.nic.rows", "counter", "{row}", "Rows that a NIC has taken.",
+           ("nic", "direction"), _moved("rows")),
+    Metric("tep.nic.in_flight", "gauge", "{row}", "Rows that a NIC has now.",
+           ("nic",), _each_nic("rows_outstanding")),
+    Metric("tep.nic.up", "gauge", "1", "1: the NIC is up; 0: it is down.",
+           ("nic",), _each_nic("nics_up")),
+    Metric("tep.rows.queued", "gauge", "{row}", "Rows that wait for a NIC.",
+           (), _one("rows_backlog")),
+    Metric("tep.reads.retried", "counter", "{row}", "Rows of reads that were posted again.",
+           (), _one("reads_again")),
+    Metric("tep.immediates", "counter", "{immediate}", "Immediates that were counted.",
+           (), _one("imms_counted")),
+    Metric("tep.expectations", "gauge", "{expectation}", "Expectations that are not reached.",
+           (), _one("expectations")),
+    Metric("tep.peers", "gauge", "{peer}", "Peers that are known.", (), _one("peers")),
+    Metric("tep.regions", "gauge", "{region}", "Registered regions.", (), _one("regions")),
+    Metric("tep.imms.burnt", "gauge", "{immediate}",
+           "Immediates under which something failed.", (), _one("imms_burnt")),
+    Metric("tep.quarantine", "gauge", "By",
+           "Bytes here that a NIC may touch although nothing is open.",
+           (), _one("bytes_quarantined")),
+    Metric("tep.faults", "counter", "{fault}", "Faults, and what mended them, by kind.",
+           ("kind",), _pairs("faults")),
+    Metric("tep.control.dropped", "counter", "{message}",
+           "Control messages of peers that were dropped.",
+           ("reason",), _pairs("control_dropped")),
+    Metric("tep.callback.errors", "counter", "{error}", "Callbacks that raised.",
+           (), _one("callback_errors")),
+)  # fmt: skip
+"""Every metric, each with the engine's name as a label besides."""
+
+
+class _Exporter:
+    """The engines that are exported, and what hears of their transfers."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, weakref.ref[TransferEngine]] = {}
+        self._observers: dict[str, Callable[[list[Handle]], None]] = {}
+
+    def add(self, engine: TransferEngine) -> None:
+        """Export an engine from now on; it is not kept alive by that.
+
+        Raises:
+            UsageError: another engine of this name is exported; names tell them apart.
+        """
+        name = engine.name
+        if self._engine(name) is not None:
+            raise UsageError(f"add: an engine {name!r} is exported already; remove it first")
+
+        def observe(handles: list[Handle]) -> None:
+            for handle in handles:
+                if type(handle) is Transfer:
+                    stats = handle.stats()
+                    labels = name, stats.kind, stats.state
+                    self._record(labels, stats.elapsed_s, stats.nbytes)
+
+        self._engines[name] = weakref.ref(engine)
+        self._observers[name] = observe
+        engine._machine.observe(observe)
+
+    def remove(self, engine: TransferEngine) -> None:
+        """Export an engine no more; its histograms stay. One that is not exported is no error."""
+        if self._engine(engine.name) is engine:
+            del self._engines[engine.name]
+            engine._machine.unobserve(self._observers.pop(engine.name))
+
+    def close(self) -> None:
+        """Export nothing any more."""
+        for name in tuple(self._engines):
+            engine = self._engine(name)
+            if engine is not None:
+                self.remove(engine)
+
+    def _engine(self, name: str) -> TransferEngine | None:
+        found = self._engines.get(name)
+        return None if found is None else found()
+
+    def _stats(self) -> list[tuple[str, EngineStats]]:
+        found = [(name, self._engine(name)) for name in tuple(self._engines)]
+        return [(name, engine.stats()) for name, engine in found if engine is not None]
+
+    def _record(self, labels: tuple[str, str, str], seconds: float, nbytes: int) -> None:
+        """One transfer has settled; called on the thread that turns its engine."""
+        raise NotImplementedError
+
+
+class _Histogram:
+    """Counts of values by bucket."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect.bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, how many values up to there), as Prometheus wants them."""
+        found, so_far = [], 0
+        bounds: Iterable[str] = (*map(repr, self._bounds), "+Inf")
+        for bound, count in zip(bounds, tuple(self._counts), strict=True):
+            so_far += count
+            found.append((bound, float(so_far)))
+        return found
+
+
+class Prometheus(_Exporter):
+    """Exports engines to a Prometheus registry: `exporter = Prometheus(); exporter.add(engine)`.
+
+    Args:
+        registry: prometheus_client's; None: its default one.
+
+    Raises:
+        BackendUnavailable: prometheus_client is not installed.
+    """
+
+    def __init__(self, registry: Any = None) -> None:
+        super().__init__()
+        self._core = need("prometheus_client.core", "metrics", "the Prometheus exporter")
+        self._registry = self._core.REGISTRY if registry is None else registry
+        self._histograms: dict[Metric, dict[tuple[str, ...], _Histogram]] = {
+            _DURATION: {}, _LENGTH: {},
+        }  # fmt: skip
+        self._registry.register(self)
+
+    def close(self) -> None:
+        """Export nothing any more, and leave the registry."""
+        super().close()
+        if self._registry is not None:
+            self._registry.unregister(self)
+            self._registry = None
+
+    def _record(self, labels: tuple[str, str, str], seconds: float, nbytes: int) -> None:
+        for metric, value in ((_DURATION, seconds), (_LENGTH, nbytes)):
+            known = self._histograms[metric]
+            found = known.get(labels)
+            if found is None:
+                found = known[labels] = _Histogram(metric.bounds)
+            found.add(value)
+
+    def collect(self) -> Iterator[Any]:
+        """The registry: every metric of every engine."""
+        families = self._core
+        stats = self._stats()
+        for metric in METRICS:
+            name, labels = metric.prometheus_name, ("engine", *metric.labels)
+            if metric.kind == "histogram":
+                family = families.HistogramMetricFamily(name, metric.text, labels=labels)
+                for values, found in tuple(self._histograms[metric].items()):
+                    family.add_metric(values, found.buckets(), found.total)
+            else:
+                counts = metric.kind == "counter"
+                made = families.CounterMetricFamily if counts else families.GaugeMetricFamily
+                family = made(name, metric.text, labels=labels)
+                assert metric.read is not None
+                for engine, one in stats:
+                    for values, number in metric.read(one):
+                        family.add_metric((engine, *values), number)
+            yield family
+
+
+class OpenTelemetry(_Exporter):
+    """Exports engines by OpenTelemetry: `exporter = OpenTelemetry(); exporter.add(engine)`.
+
+    Instruments cannot be taken back: make one exporter for each meter provider.
+
+    Args:
+        provider: a meter provider; None: the one that OpenTelemetry was set up with.
+
+    Raises:
+        BackendUnavailable: opentelemetry-api is not installed.
+    """
+
+    def __init__(self, provider: Any = None) -> None:
+        super().__init__()
+        api = need("opentelemetry.metrics", "otel", "the OpenTelemetry exporter")
+        meter = api.get_meter("tep", meter_provider=provider)
+        self._made: dict[Metric, Any] = {}
+        for metric in METRICS:
+            if metric.kind == "histogram":
+                self._made[metric] = meter.create_histogram(
+                    metric.name, metric.unit, metric.text,
+                    explicit_bucket_boundaries_advisory=metric.bounds,
+                )  # fmt: skip
+                continue
+            made = (
+                meter.create_observable_counter
+                if metric.kind == "counter"
+                else meter.create_observable_gauge
+            )
+            read = self._reader(metric, api.Observation)
+            self._made[metric] = made(metric.name, [read], metric.unit, metric.text)
+
+    def _reader(self, metric: Metric, observation: Any) -> Callable[[object], list[Any]]:
+        assert metric.read is not None
+        function = metric.read
+
+        def read(_: object) -> list[Any]:
+            return [
+                observation(number, self._attributes(metric, (engine, *values)))
+                for engine, stats in self._stats()
+                for values, number in function(stats)
+            ]
+
+        return read
+
+    @staticmethod
+    def _attributes(metric: Metric, values: tuple[str, ...]) -> dict[str, str]:
+        names = ("tep.engine", *(f"tep.{label}" for label in metric.labels))
+        return dict(zip(names, values, strict=True))
+
+    def _record(self, labels: tuple[str, str, str], seconds: float, nbytes: int) -> None:
+        for metric, value in ((_DURATION, seconds), (_LENGTH, nbytes)):
+            self._made[metric].record(value, self._attributes(metric, labels))

@@ -1,0 +1,383 @@
+"""Sight into running engines: what a process tells of its engines, and who may ask.
+
+A process with a thread driver has one more thread, which sleeps on a UNIX socket until somebody
+asks, and answers even while the thread that turns an engine hangs. It only reads.
+
+Rule 1: the socket lies in a folder of the user's own that nobody else may open. Rule 2: one
+question at a time, bounded in size, time and number, so that no client can hold an engine up.
+Rule 3: nothing here raises into an engine; what goes wrong is logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
+
+from tep.base.errors import UsageError
+from tep.base.waiting import system_s
+from tep.host.folders import make_own, unsafe, usual_folders
+
+__all__ = ["SWITCH", "Found", "Seen", "ask", "find", "hide", "show"]
+
+SWITCH: Final = "TEP_SIGHT"
+"""The environment variable: "off", or the folder for the sockets in place of the usual one."""
+
+_log = logging.getLogger("tep")
+
+_CLIENT_S: Final = 1.0
+"""How long a client may take to ask, and to take its answer."""
+
+_PAUSE_S: Final = 0.02
+"""Between two answers, so that a client that asks without end takes a small part of the time."""
+
+_QUESTION_MAX: Final = 64
+_ANSWER_MAX: Final = 16 << 20
+_FRAMES_MAX: Final = 40
+_TRIES: Final = 5
+_JOIN_S: Final = 0.5
+_CREDENTIALS: Final = struct.Struct("3i")  # struct ucred { pid_t pid; uid_t uid; gid_t gid; };
+
+
+@runtime_checkable
+class Seen(Protocol):
+    """What can be looked at: an engine."""
+
+    name: str
+
+    def stall_report(self) -> str:
+        """What each open handle waits for."""
+
+    def snapshot(self) -> dict[str, object]:
+        """What it is and has done, as values that JSON knows."""
+
+
+class _Here:
+    """What this process shows.
+
+    Attributes:
+        lock: guards `thread`; `seen` needs none.
+        seen: the engines, by id.
+        thread: who answers, while there is an engine.
+        bell: an eventfd that wakes it.
+    """
+
+    lock = threading.Lock()
+    seen: Final[dict[int, weakref.ref[Seen]]] = {}
+    thread: threading.Thread | None = None
+    bell = -1
+
+
+def show(machine: object) -> None:
+    """Have this process answer questions about an engine, until hide() or its end."""
+    if not isinstance(machine, Seen) or os.environ.get(SWITCH) == "off":
+        return
+    key = id(machine)
+
+    def gone(_: object) -> None:  # by the collector, on any thread, whatever that thread holds
+        _Here.seen.pop(key, None)
+        _ring()
+
+    _Here.seen[key] = weakref.ref(machine, gone)
+    with _Here.lock:
+        if _Here.thread is not None:
+            return
+        try:
+            _start()
+        except (OSError, RuntimeError, UsageError) as error:
+            level = logging.WARNING if SWITCH in os.environ else logging.INFO
+            _log.log(level, "tep top and tep stall cannot see this process: %s", error)
+
+
+def hide(machine: object) -> None:
+    """Stop answering about an engine; the thread ends with the last one."""
+    if machine is None or _Here.seen.pop(id(machine), None) is None:
+        return
+    thread = _Here.thread
+    _ring()
+    if not _Here.seen and thread is not None and thread is not threading.current_thread():
+        thread.join(_JOIN_S)  # so that its descriptors are closed; it may be answering
+
+
+def _ring() -> None:
+    if not _Here.seen and _Here.bell >= 0:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(_Here.bell, 1)
+
+
+def _forked() -> None:
+    """In the child of a fork: the engines and the thread are the parent's."""
+    if _Here.thread is not None and _Here.bell >= 0:
+        os.close(_Here.bell)
+    _Here.lock = threading.Lock()
+    _Here.seen.clear()
+    _Here.thread, _Here.bell = None, -1
+    if (listener := _Listener.current) is not None:
+        _Listener.current = None
+        listener.socket.close()  # else the child would take calls for its parent, and not answer
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+# ---------------------------------------------------------------------- who answers
+
+
+class _Listener:
+    """The socket of this process and its place."""
+
+    current: _Listener | None = None
+
+    def __init__(self) -> None:
+        folder = _own_folder()
+        with contextlib.suppress(OSError):
+            _sweep(folder)
+        # The number in the name keeps processes apart that have the same id, e.g. in containers.
+        self.path = folder / f"{os.getpid()}.{secrets.token_hex(4)}"
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self.socket.setblocking(False)
+            self.socket.bind(os.fspath(self.path))
+            self.socket.listen(16)
+        except OSError as error:
+            self.close()
+            raise UsageError(f"{self.path}: {error}") from error
+
+    def close(self) -> None:
+        self.socket.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def _start() -> None:
+    listener = _Listener()
+    try:
+        bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+    except OSError:
+        listener.close()
+        raise
+    thread = threading.Thread(target=_serve, args=(listener, bell), name="tep-sight", daemon=True)
+    _Listener.current, _Here.bell, _Here.thread = listener, bell, thread
+    # At the exit of the process; earlier, the thread does it.
+    remove = weakref.finalize(listener, _unlink, listener.path, os.getpid())
+    try:
+        thread.start()
+    except RuntimeError:
+        _Listener.current, _Here.bell, _Here.thread = None, -1, None
+        os.close(bell)
+        listener.close()
+        remove.detach()
+        raise
+
+
+def _unlink(path: Path, pid: int) -> None:
+    if os.getpid() == pid:  # and not in a child
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _serve(listener: _Listener, bell: int) -> None:
+    """The thread: answer until there is no engine any more."""
+    poller = select.poll()
+    poller.register(bell, select.POLLIN)
+    quiet = select.poll()
+    quiet.register(bell, select.POLLIN)
+    poller.register(listener.socket, select.POLLIN)
+    while True:
+        ready = dict(poller.poll())
+        if bell in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(bell)
+            with _Here.lock:
+                if not _Here.seen:
+                    _Listener.current, _Here.thread, _Here.bell = None, None, -1
+                    listener.close()
+                    os.close(bell)
+                    return
+        if len(ready) > (bell in ready):
+            try:
+                _answer_one(listener.socket)
+            except Exception as error:  # noqa: BLE001  # no client ends the thread
+                _log.debug("a question to this process was not answered: %s", error)
+            quiet.poll(_PAUSE_S * 1000)
+
+
+def _answer_one(listener: socket.socket) -> None:
+    client, _ = listener.accept()
+    with client:
+        _, uid, _ = _peer_of(client)
+        if uid not in {0, os.geteuid()}:
+            return
+        client.settimeout(_CLIENT_S)
+        question = client.recv(_QUESTION_MAX)
+        client.sendall(json.dumps(_answer(question.decode("ascii", "replace").strip())).encode())
+
+
+def _answer(question: str) -> dict[str, object]:
+    found: dict[str, object] = {"pid": os.getpid(), "command": _command()}
+    engines = [engine for ref in list(_Here.seen.values()) if (engine := ref()) is not None]
+    if question == "top":
+        return {**found, "engines": [_again(engine.snapshot) for engine in engines]}
+    if question == "stall":
+        return {
+            **found,
+            "engines": [
+                {"name": engine.name, "report": _again(engine.stall_report)} for engine in engines
+            ],
+            "threads": _stacks(),
+        }
+    return {**found, "error": f"no such question: {question!r}; top, stall"}
+
+
+def _again(read: Callable[[], object]) -> object:
+    """Read what another thread may be changing: a dict that grows meanwhile is read once more."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(RuntimeError, KeyError, IndexError):
+            return read()
+    return read()
+
+
+def _command() -> str:
+    return " ".join(sys.orig_argv)[:400]
+
+
+def _stacks() -> list[dict[str, object]]:
+    """Where each thread is, innermost call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return [
+        {
+            "name": names.get(ident, f"thread {ident}"),
+            "stack": [
+                f"{at.name} ({at.filename}:{at.lineno})"
+                for at in traceback.extract_stack(frame)[-_FRAMES_MAX:]
+            ],
+        }
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident()
+    ]
+
+
+# ---------------------------------------------------------------------- where
+
+
+def _own_folder() -> Path:
+    """The folder for the sockets of this user, made if need be.
+
+    Raises:
+        UsageError: it belongs to somebody else, or others may open it.
+    """
+    given = os.environ.get(SWITCH)
+    folder = Path(given) if given else next(usual_folders(os.geteuid()))
+    return make_own(folder, f"name a folder of your own with mode 700 by {SWITCH}=FOLDER")
+
+
+def _sockets(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The sockets in a folder, with the numbers of their processes."""
+    for path in folder.iterdir():
+        number = path.name.partition(".")[0]
+        if number.isdecimal() and path.is_socket():
+            yield int(number), path
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the sockets of processes that were killed, and disturb nobody else."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asked:
+        for _, path in list(_sockets(folder)):
+            with contextlib.suppress(OSError):  # one that is served is of another type
+                try:
+                    asked.connect(os.fspath(path))
+                except ConnectionRefusedError:  # nobody has it open any more
+                    path.unlink()
+
+
+def _peer_of(connected: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end."""
+    raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(raw)
+    return pid, uid, gid
+
+
+# ---------------------------------------------------------------------- who asks
+
+
+class Found(NamedTuple):
+    """A process that can be asked.
+
+    Attributes:
+        pid: its number.
+        path: its socket.
+        uid: whose it is.
+    """
+
+    pid: int
+    path: Path
+    uid: int
+
+
+def find(pid: int | None = None) -> list[Found]:
+    """The processes of this user with engines, or the one that is named; by number.
+
+    Root finds the named process of any user.
+    """
+    uid = os.geteuid()
+    if pid is not None and uid == 0:
+        with contextlib.suppress(OSError):
+            uid = Path(f"/proc/{pid}").stat().st_uid
+    given = os.environ.get(SWITCH)
+    folders = usual_folders(uid) if given in {None, "", "off"} else iter([Path(f"{given}")])
+    found = []
+    for folder in folders:
+        if unsafe(folder, uid) is not None:
+            continue
+        found += [Found(one, path, uid) for one, path in _sockets(folder) if pid in {None, one}]
+    return sorted(found)
+
+
+def ask(process: Found, question: str, timeout_s: float = 5.0) -> dict[str, Any] | None:
+    """Ask a process; None: it has ended, and what it left behind is removed.
+
+    Raises:
+        TimeoutError: it does not answer in time.
+        OSError: it cannot be asked.
+    """
+    end_s = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asked:
+        asked.settimeout(system_s(timeout_s))
+        try:
+            asked.connect(os.fspath(process.path))
+        except FileNotFoundError:
+            return None
+        except ConnectionRefusedError:  # nobody has it open any more
+            with contextlib.suppress(OSError):
+                process.path.unlink()
+            return None
+        if _peer_of(asked)[1] != process.uid:
+            raise PermissionError(f"{process.path} is served by another user")
+        parts: list[bytes] = []
+        try:
+            asked.sendall(question.encode() + b"\n")
+            while sum(map(len, parts)) < _ANSWER_MAX:
+                asked.settimeout(system_s(max(0.001, end_s - time.monotonic())))
+                parts.append(asked.recv(1 << 16))
+                if not parts[-1]:
+                    break
+        except (ConnectionResetError, BrokenPipeError):
+            return None
+    try:
+        answer = json.loads(b"".join(parts))
+    except ValueError:
+        return None  # it ended in the middle
+    return answer if isinstance(answer, dict) else None

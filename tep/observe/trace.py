@@ -1,0 +1,384 @@
+"""A trace: what engines did when, as spans and marks; a file for Perfetto, a picture, a summary.
+
+The one writer of traces, for hardware, for tcp and `local`, and for simulated runs. Values only:
+who records is tracing.py, for engines, and `tep.sim.row_log`, for rows of a simulated fabric.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+from tep.base.distribution import need
+from tep.base.errors import UsageError
+
+__all__ = ["Mark", "Span", "Trace", "lanes_of"]
+
+SpanKind = Literal["transfer", "wait", "batch", "step"]
+"""A transfer or message; an expectation; rows of one transfer on one NIC; a step of the engine."""
+
+_US: Final = 1e6
+_COLOURS: Final = {"transfer": "#4c78a8", "wait": "#bab0ac", "batch": "#54a24b", "step": "#f58518"}
+_LISTED_MAX: Final = 10
+
+
+class Span(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        kind: see SpanKind.
+        engine: the engine, or node, that it happened at.
+        track: where it is drawn: "transfers", "expectations", "NIC 0 (name)", "worker".
+        name: what it is called in the picture.
+        start_s, stop_s: seconds of the driver's clock.
+        args: more about it. A batch: `nic`, `to`, `rows`, `bytes`. A transfer: `state`. A step:
+            `cpu_us`, where the clock is real.
+    """
+
+    kind: SpanKind
+    engine: str
+    track: str
+    name: str
+    start_s: float
+    stop_s: float
+    args: dict[str, Any]
+
+
+class Mark(NamedTuple):
+    """Something that happened at one time.
+
+    Attributes:
+        kind: "imm", with `imm` and `count` in args; "fault"; or a fabric's own: "place".
+        engine, track, name, args: as of a span.
+        at_s: when.
+    """
+
+    kind: str
+    engine: str
+    track: str
+    name: str
+    at_s: float
+    args: dict[str, Any]
+
+
+class Trace:
+    """What was recorded. `engine.trace()` and `cluster.trace()` make one; it records until stop().
+
+    Use it as a context manager, and read it afterwards.
+
+    Attributes:
+        spans, marks: what happened; spans in the order of their ends.
+        missed: how many spans and marks were not kept, because `events_max` were there.
+        clock: "host": the monotonic clock, which all processes of a host share; or "simulated".
+        events_max: how many spans and marks are kept.
+        stops: functions that end the recording; stop() calls each once.
+    """
+
+    def __init__(self, clock: Literal["host", "simulated"], events_max: int = 1 << 62) -> None:
+        self.clock: Final = clock
+        self.events_max: Final = events_max
+        self.spans: list[Span] = []
+        self.marks: list[Mark] = []
+        self.missed = 0
+        self.stops: list[Any] = []
+
+    def add(self, span: Span) -> None:
+        """Keep a span, if there is room."""
+        if len(self.spans) + len(self.marks) < self.events_max:
+            self.spans.append(span)
+        else:
+            self.missed += 1
+
+    def mark(self, mark: Mark) -> None:
+        """Keep a mark, if there is room."""
+        if len(self.spans) + len(self.marks) < self.events_max:
+            self.marks.append(mark)
+        else:
+            self.missed += 1
+
+    def stop(self) -> Trace:
+        """End the recording; return the trace. Idempotent."""
+        while self.stops:
+            self.stops.pop()()
+        return self
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"Trace({len(self.spans)} spans, {len(self.marks)} marks, {self.missed} missed)"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.stops:
+            raise UsageError(
+                "a Trace cannot be pickled or copied while it records; stop() it first"
+            )
+        return self.__dict__
+
+    @property
+    def engines(self) -> list[str]:
+        """The names of the engines, sorted."""
+        return sorted({s.engine for s in self.spans} | {m.engine for m in self.marks})
+
+    @property
+    def start_s(self) -> float:
+        """When the first thing in it began; 0 if there is none."""
+        times = [span.start_s for span in self.spans] + [mark.at_s for mark in self.marks]
+        return min(times, default=0.0)
+
+    def of(self, kind: SpanKind, engine: str | None = None) -> list[Span]:
+        """The spans of one kind, of one engine or of all, in the order of their starts."""
+        found = [s for s in self.spans if s.kind == kind and engine in {None, s.engine}]
+        return sorted(found, key=lambda span: span.start_s)
+
+    # ------------------------------------------------------------------ the file
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events of the trace event format: a process an engine, a thread a lane of a track.
+
+        Batches and steps are complete events, drawn in lanes so that none overlaps another;
+        transfers and expectations are pairs of begin and end; immediates and faults are instants.
+        Times are microseconds since the first event.
+        """
+        return list(self._events())
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write the trace event format, JSON, for ui.perfetto.dev and chrome://tracing."""
+        document = {
+            "displayTimeUnit": "ns",
+            "otherData": {"clock": self.clock, "start_s": self.start_s, "missed": self.missed},
+            "traceEvents": self.events(),
+        }
+        Path(path).write_text(json.dumps(document), encoding="utf-8")
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        zero = self.start_s
+        tracks: defaultdict[tuple[str, str], list[Span | Mark]] = defaultdict(list)
+        for span in self.spans:
+            tracks[span.engine, span.track].append(span)
+        for mark in self.marks:
+            tracks[mark.engine, mark.track].append(mark)
+        pids = {name: pid for pid, name in enumerate(self.engines, 1)}
+        for name, pid in pids.items():
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        # Perfetto takes thread 0 for the one with its process's number, and drops what overlaps.
+        tid, number = len(pids) + 1, 0
+        for (engine, track), found in sorted(tracks.items()):
+            pid = pids[engine]
+            pairs = [s for s in found if isinstance(s, Span) and s.kind in {"transfer", "wait"}]
+            bars = [s for s in found if isinstance(s, Span) and s.kind in {"batch", "step"}]
+            bars.sort(key=lambda span: (span.start_s, span.stop_s))
+            lanes = lanes_of(bars)
+            for lane in range(max(lanes, default=0) + 1):
+                name = f"{track}, lane {lane}" if lane else track
+                yield {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": pid,
+                    "tid": tid + lane,
+                    "args": {"name": name},
+                }
+            for span, lane in zip(bars, lanes, strict=True):
+                start = _us(span.start_s - zero)
+                length = round(_us(span.stop_s - zero) - start, 3)
+                head = {"name": span.name, "cat": span.kind, "pid": pid, "tid": tid + lane}
+                yield {**head, "ph": "X", "ts": start, "dur": length, "args": span.args}
+            for span in pairs:
+                number += 1
+                head = {"name": span.name, "cat": span.kind, "pid": pid, "tid": tid}
+                head["id2"] = {"local": hex(number)}  # of this process: Perfetto draws it there
+                yield {**head, "ph": "b", "ts": _us(span.start_s - zero), "args": span.args}
+                yield {**head, "ph": "e", "ts": _us(span.stop_s - zero)}
+            for each in found:
+                if isinstance(each, Mark):
+                    scope = "p" if each.kind == "fault" else "t"
+                    head = {"name": each.name, "cat": each.kind, "pid": pid, "tid": tid}
+                    at = _us(each.at_s - zero)
+                    yield {**head, "ph": "i", "s": scope, "ts": at, "args": each.args}
+            tid += max(lanes, default=0) + 1
+
+    # ------------------------------------------------------------------ the summary
+
+    def summary(self) -> str:
+        """What stands out, as text: the busiest NIC, the longest gap, reordering, faults."""
+        lines = [self._head()]
+        busy: dict[tuple[str, str], float] = {}
+        for engine, track in sorted({(s.engine, s.track) for s in self.of("batch")}):
+            mine = [s for s in self.of("batch", engine) if s.track == track]
+            busy[engine, track] = _covered_s(mine)
+            moved = sum(span.args["bytes"] for span in mine)
+            lines.append(
+                f"  {engine} {track}: busy {_time(busy[engine, track])} with {len(mine)} batches, "
+                f"{sum(span.args['rows'] for span in mine)} rows, {_size(moved)}"
+            )
+        if busy:
+            engine, track = max(busy, key=lambda key: busy[key])
+            lines.append(f"  busiest NIC: {engine} {track}, {_time(busy[engine, track])}")
+        for engine in self.engines:
+            lines += self._engine_lines(engine)
+        faults = [mark for mark in self.marks if mark.kind == "fault"]
+        lines += [
+            f"  fault at {_time(mark.at_s - self.start_s)}: {mark.engine}: {mark.name}"
+            for mark in faults[:_LISTED_MAX]
+        ]
+        if len(faults) > _LISTED_MAX:
+            lines.append(f"  ... and {len(faults) - _LISTED_MAX} more faults")
+        if self.missed:
+            lines.append(
+                f"  {self.missed} more events were not kept (events_max={self.events_max})"
+            )
+        return "\n".join(lines)
+
+    def _head(self) -> str:
+        ends = [span.stop_s for span in self.spans] + [mark.at_s for mark in self.marks]
+        length = max(ends, default=0.0) - self.start_s
+        states = Counter(span.args.get("state", "?") for span in self.of("transfer"))
+        how = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
+        imms = sum(mark.args["count"] for mark in self.marks if mark.kind == "imm")
+        return (
+            f"{len(self.engines)} engines, {_time(length)} of {self.clock} time: "
+            f"{sum(states.values())} transfers and messages ({how or 'none'}), {imms} immediates"
+        )
+
+    def _engine_lines(self, engine: str) -> Iterator[str]:
+        batches = self.of("batch", engine)
+        if batches:
+            gap_s, at_s = _longest_gap(batches)
+            lost = f"{_time(gap_s)}, at {_time(at_s - self.start_s)}" if gap_s else "none"
+            yield f"  {engine}: longest gap without rows in flight: {lost}"
+            late = overtaken(batches)
+            bars = ", ".join(f"{label}: {n}" for label, n in _histogram(late).items())
+            yield f"  {engine}: batches by how many earlier ones to the peer ended later: {bars}"
+        steps = self.of("step", engine)
+        if steps:
+            cpu = sum(span.args.get("cpu_us", 0.0) for span in steps) / _US
+            taken = f", {_time(cpu)} of CPU" if self.clock == "host" else ""
+            yield f"  {engine}: {len(steps)} steps with work{taken}"
+
+    # ------------------------------------------------------------------ the picture
+
+    def draw(self, axes: Any = None) -> Any:
+        """Draw a timeline with matplotlib (extra `plot`): a row a lane, faults as lines.
+
+        Args:
+            axes: matplotlib's, where to draw; None: a figure of its own.
+
+        Returns:
+            The axes.
+        """
+        if axes is None:
+            pyplot = need("matplotlib.pyplot", "plot", "a timeline")
+            axes = pyplot.figure(figsize=(10, 4), layout="constrained").add_subplot()
+        zero, labels = self.start_s, list[str]()
+        tracks = sorted({(s.engine, s.track) for s in self.spans if s.kind != "wait"})
+        for engine, track in tracks:
+            bars = [s for s in self.spans if (s.engine, s.track) == (engine, track)]
+            bars.sort(key=lambda span: (span.start_s, span.stop_s))
+            lanes = lanes_of(bars)
+            for lane in range(max(lanes) + 1):
+                mine = [s for s, at in zip(bars, lanes, strict=True) if at == lane]
+                colour = _COLOURS[mine[0].kind]
+                # The edge keeps a bar that is thinner than a pixel from vanishing.
+                axes.broken_barh(
+                    [((s.start_s - zero) * _US, (s.stop_s - s.start_s) * _US) for s in mine],
+                    (len(labels) - 0.4, 0.8),
+                    facecolors=colour,
+                    edgecolors=colour,
+                    linewidth=0.4,
+                    alpha=0.8,
+                )
+                labels.append(f"{engine} {track}" if lane == 0 else "")
+        for mark in self.marks:
+            if mark.kind == "fault":
+                axes.axvline((mark.at_s - zero) * _US, color="#e45756", linewidth=1)
+        axes.set_yticks(range(len(labels)), labels)
+        axes.invert_yaxis()
+        axes.set_xlabel(f"us of {self.clock} time")
+        return axes
+
+
+def lanes_of(spans: Sequence[Span]) -> list[int]:
+    """A lane for each span, of spans sorted by their starts, so that no lane has two at a time."""
+    free: list[tuple[float, int]] = []  # lanes that are taken, by when they are free again
+    idle: list[int] = []
+    found = []
+    for span in spans:
+        while free and free[0][0] <= span.start_s:
+            heapq.heappush(idle, heapq.heappop(free)[1])
+        lane = heapq.heappop(idle) if idle else len(free)
+        heapq.heappush(free, (span.stop_s, lane))
+        found.append(lane)
+    return found
+
+
+def overtaken(batches: Iterable[Span]) -> list[int]:
+    """For each batch, by start: how many that were posted before it to its peer ended after it."""
+    ends: defaultdict[str, list[float]] = defaultdict(list)
+    found = []
+    for span in sorted(batches, key=lambda span: span.start_s):
+        mine = ends[span.args["to"]]
+        found.append(len(mine) - bisect.bisect_right(mine, span.stop_s))
+        bisect.insort(mine, span.stop_s)
+    return found
+
+
+def _histogram(values: Iterable[int]) -> dict[str, int]:
+    """How many values are 0, 1, 2 to 3, 4 to 7, and so on."""
+    counts = Counter(value.bit_length() for value in values)
+    found = {}
+    for bits in sorted(counts):
+        least, most = 1 << bits >> 1, (1 << bits) - 1
+        found[f"{most}" if least >= most else f"{least} to {most}"] = counts[bits]
+    return found
+
+
+def _covered_s(spans: Sequence[Span]) -> float:
+    """How long at least one of some spans lasted, by their starts."""
+    covered = 0.0
+    end = float("-inf")
+    for span in spans:
+        covered += max(0.0, span.stop_s - max(span.start_s, end))
+        end = max(end, span.stop_s)
+    return covered
+
+
+def _longest_gap(spans: Sequence[Span]) -> tuple[float, float]:
+    """The longest time without a span, of spans sorted by their starts, and when it began."""
+    longest, began, end = 0.0, 0.0, spans[0].stop_s
+    for span in spans:
+        if span.start_s - end > longest:
+            longest, began = span.start_s - end, end
+        end = max(end, span.stop_s)
+    return longest, began
+
+
+def _us(seconds: float) -> float:
+    """Microseconds, to a nanosecond: Perfetto's step.
+
+    Finer times would be rounded there, start and length each by itself, and what then overlaps by
+    a nanosecond is dropped.
+    """
+    return round(seconds * _US, 3)
+
+
+def _time(seconds: float) -> str:
+    for limit, unit, scale in ((1e-3, "us", 1e6), (1.0, "ms", 1e3)):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _size(nbytes: int) -> str:
+    for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if nbytes >= limit:
+            return f"{nbytes / limit:.3g} {unit}"
+    return f"{nbytes} bytes"
