@@ -6,7 +6,7 @@ import pytest
 
 from tep.sim.faults import Chaos
 from tep.testing.contract import DomainContract
-from tep.testing.sim_worlds import ChaosWorld
+from tests.support.worlds import ChaosWorld
 
 SLOW = pytest.mark.slow
 """The fast run keeps the first two records."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tep.testing.contract import DomainContract
-from tep.testing.loopback_world import LoopbackWorld
+from tests.support.worlds import LoopbackWorld
 
 
 class TestInOrder(DomainContract):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tep.testing.contract import DomainContract, first_failure, tests_of
-from tep.testing.loopback_world import LoopbackWorld
-from tep.testing.spoiled import SPOILED, Spoiled
+from tests.spoiled import control, life, messages, reads, rows
+from tests.spoiled.base import SPOILED, Spoiled
+from tests.support.worlds import LoopbackWorld
 
+ROOMS = (rows, life, messages, control, reads)  # importing them fills the list
 CLAUSES = range(1, 35)
 TESTS = [name for clause in CLAUSES for name in tests_of(clause)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tep.testing.contract import DomainContract
-from tep.testing.sim_worlds import TimingWorld
+from tests.support.worlds import TimingWorld
 
 
 class TestConnectX7(DomainContract):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tep.testing.contract import DomainContract
-from tep.testing.verbs_world import VerbsWorld
 from tests.support.here import need_stub
+from tests.support.worlds import VerbsWorld
 
 
 @pytest.fixture(scope="module")

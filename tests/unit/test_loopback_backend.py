@@ -18,8 +18,8 @@ from tep.backends.loopback import Hub, open_domains, probe
 from tep.backends.shuffle import Draws, Shelf
 from tep.base.errors import ClosedError, FabricError, UsageError
 from tep.memory.source import adapt
-from tep.testing.loopback_world import LoopbackWorld
 from tep.testing.net import Net
+from tests.support.worlds import LoopbackWorld
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tep.testing.contract import DomainContract
-from tep.testing.verbs_world import VerbsWorld
+from tests.support.worlds import VerbsWorld
 
 # Soft-RoCE takes the timeout once for each try: 67 ms here; a dead peer costs 0.4 s. The guest is
 # slow: a peer that is not polled while a burst is posted, or while a busy host does not run the

@@ -1,6 +1,7 @@
-"""What spoiled loopbacks are made of: their list, their world, and a healthy base to spoil.
+"""The list of spoiled loopbacks, their world, and a healthy base to spoil.
 
-Nothing broken lives here; `spoiled` says where that is.
+Each spoiled loopback breaks one clause, and the contract's suite must fail it there. Nothing broken
+lives here, but in the rooms beside it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,7 @@ from tep.backends.columns import Rows
 from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.base.units import MiB
-from tep.testing.loopback_world import LoopbackWorld
-
-__all__ = ["SPOILED", "AnyRow", "ByRow", "Spoiled", "SpoiledWorld", "breaks", "keys_of"]
+from tests.support.worlds import LoopbackWorld
 
 AnyRow = Row | ReadRow
 
@@ -56,7 +55,7 @@ class Spoiled:
 
 
 SPOILED: Final[list[Spoiled]] = []
-"""Those of the rooms that were imported; `tep.testing.spoiled` imports all."""
+"""The spoiled loopbacks of those rooms that were imported; `test_spoiled` imports all."""
 
 
 class SpoiledWorld(LoopbackWorld):

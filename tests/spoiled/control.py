@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from tep.backends.base import Access, Completions, DomainKey, Kind, Row, Status
 from tep.memory.source import Memory
-from tep.testing.spoiled_base import ByRow, breaks
-
-__all__ = ["ControlCutShort", "ForgetsWhoWrote", "OpenFence"]
+from tests.spoiled.base import ByRow, breaks
 
 
 @breaks(24)

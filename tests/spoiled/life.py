@@ -31,39 +31,7 @@ from tep.backends.shuffle import Message
 from tep.base.errors import BadDescriptor
 from tep.base.units import KiB
 from tep.memory.source import Memory
-from tep.testing.spoiled_base import AnyRow, ByRow, breaks, keys_of
-
-__all__ = [
-    "BlamesTheFirstRow",
-    "CrashesInTheChild",
-    "CutsRowsAtTheEndOfTheRegion",
-    "DiesInSilence",
-    "DrawsFromElsewhere",
-    "FlushesAgainOnEveryClose",
-    "ForgetsForGood",
-    "KeepsMessagesForTheDead",
-    "LosesOpenMessagesOnClose",
-    "LosesOpenRowsOnClose",
-    "NeverRecoversFromAnError",
-    "NewIdForEveryConnect",
-    "OneAddressForAllNics",
-    "OneIdForAllNicsOfAPeer",
-    "PromisesLongerRows",
-    "PromisesOrder",
-    "RefusesForEverOnceThePeerIsDead",
-    "SaysOkToTheDead",
-    "SilentAboutDeadPeers",
-    "SleepsWithNewsWaiting",
-    "SwapsAKey",
-    "TakesAnyKey",
-    "TakesAnyPointerForTheHosts",
-    "TakesGarbageForAnAddress",
-    "TakesMoreThanItsDepth",
-    "WakesNobody",
-    "WorksOnAfterClose",
-    "WritesAfterDeregister",
-    "WritesToTheNextIncarnation",
-]
+from tests.spoiled.base import AnyRow, ByRow, breaks, keys_of
 
 _PARENT: Final = os.getpid()
 _ELSEWHERE: Final = itertools.count(1)

@@ -23,9 +23,7 @@ from tep.backends.hostcopy import spell
 from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.memory.source import Memory
-from tep.testing.spoiled_base import ByRow, breaks
-
-__all__ = ["BringsWhatItReadBefore", "ReadsAnyMemory", "ReadsThroughTheFence", "WritesAfterTheEnd"]
+from tests.spoiled.base import ByRow, breaks
 
 # ---------------------------------------------------------------------- C29
 

@@ -27,37 +27,7 @@ from tep.backends.loopback import Hub, LoopbackDomain, Way
 from tep.backends.loopback_port import Port
 from tep.backends.shuffle import Entry
 from tep.memory.source import Memory
-from tep.testing.spoiled_base import ByRow, breaks
-
-__all__ = [
-    "CompletesAtPostAndReadsTheSourceLater",
-    "CompletesTwice",
-    "DoublesOneImmediate",
-    "DropsRowsThatAreOverwritten",
-    "DropsWhatTheReceiveQueueDoesNotHold",
-    "EchoesTheImmediate",
-    "FirstImmediateForTheWholeBatch",
-    "ForgetsHowManyEqualImmediates",
-    "HoldsRowsBehindAStuckMessage",
-    "ImmediateBeforeTheBytes",
-    "KeepsOnly16BitsOfTheImmediate",
-    "KeepsOnly32BitsOfTheContext",
-    "LastByteAfterTheImmediate",
-    "LosesOneImmediate",
-    "NeverCompletesOne",
-    "SaysItTookThemAll",
-    "SkipsEmptyRows",
-    "StartsFromTheFirstRow",
-    "SwapsTheBytesOfTheImmediate",
-    "TakesMoreRowsThanItSays",
-    "WaitsForNewsInPoll",
-    "WaitsForRoomInPost",
-    "WantsASourceForEmptyRows",
-    "WritesOneByteTooMany",
-    "WritesWholeWords",
-    "ZeroForRowsWithoutImmediate",
-]
-
+from tests.spoiled.base import ByRow, breaks
 
 # ---------------------------------------------------------------------- C1, C2, C3
 

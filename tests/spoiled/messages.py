@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from tep.backends.base import Completions, Kind, Status
 from tep.backends.shuffle import Message
-from tep.testing.spoiled_base import ByRow, breaks
-
-__all__ = [
-    "CutsLongMessages",
-    "ImmediatesEatMessageBuffers",
-    "ReusesABufferInUse",
-    "SendsAMessageTwice",
-]
+from tests.spoiled.base import ByRow, breaks
 
 
 @breaks(21)
